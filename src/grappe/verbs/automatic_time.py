@@ -1,4 +1,4 @@
-"""--time auto: the time limit of a job, from an earlier run or from what is foreseen, with a margin."""
+"""--time auto: the time limit of a job, from an earlier run or a forecast, with a margin."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ class _Job:
 
     @property
     def here(self) -> bool:
-        """Returns whether the job's node is of this machine's kind, as far as is known: it is of the cluster here."""
+        """Returns whether the job's node is taken for one like this machine: it belongs to this cluster."""
         site, node = self.submission.job.site, self.site.node
         this_cluster = site is None or site == current()
         return this_cluster and self.layout.nodes == 1 and node is not None and node.cores == os.cpu_count()
@@ -87,10 +87,10 @@ class _Estimate:
 
 
 def with_time(submission: Submission) -> tuple[Submission, AutomaticTime | None]:
-    """Adds the time limit where it is to be found; a limit that is given stays.
+    """Adds the time limit for --time auto; a limit that the user set stays.
 
     Raises:
-        UsageError: nothing is known of the training's time; the message says what to do.
+        UsageError: the training's time is unknown; the message says what to do.
         GrappeError: the submission is wrong, or the site forbids it.
     """
     if submission.job.time != AUTO:

@@ -43,9 +43,9 @@ def evaluate(
     checkpoint: int | str | None = None,
     trained: bool = False,
 ) -> Scores:
-    """Evaluates one of a run's checkpoints on `split`, under any plan; the scores say which, and why.
+    """Evaluates one of a run's checkpoints on `split`, under any plan; the scores name the checkpoint.
 
-    Where a newer checkpoint is passed over, that is said on standard error, too.
+    If a newer checkpoint is passed over, a message on standard error names it, too.
 
     Args:
         task: needed where the run was not trained here by this user: no code is run because a run names it. An

@@ -28,8 +28,8 @@ def load(
 ) -> nn.Module:
     """Loads the model of one of a run's checkpoints, on the CPU, in evaluation mode.
 
-    Where a newer checkpoint is passed over, that is said on standard error. The model's `grappe_checkpoint` is the
-    path of the one that was taken. In another task's `model()`, as its frozen teacher say, it is read once a run.
+    If a newer checkpoint is passed over, a message on standard error names it. The model's `grappe_checkpoint`
+    is the path of the loaded checkpoint. In another task's `model()` (a frozen teacher), it is read once a run.
 
     Args:
         task: needed where the run was not trained here by this user, or its task came from a notebook or a script:
@@ -90,10 +90,10 @@ def load_models(
 
 
 def taken(run: Run, which: int | str | None = None) -> Checkpoint:
-    """Chooses a checkpoint as `choose` does, and says on standard error what was passed over.
+    """Chooses a checkpoint as `choose` does, and names the passed-over ones on standard error.
 
     Raises:
-        RunError: there is none that verifies, or not the one that is asked for.
+        RunError: no checkpoint verifies, or the requested one does not.
     """
     choice, checkpoint = choose(run, which)
     if choice.passed_over:
@@ -102,7 +102,7 @@ def taken(run: Run, which: int | str | None = None) -> Checkpoint:
 
 
 def choose(run: Run, which: int | str | None = None) -> tuple[Choice, Checkpoint]:
-    """Chooses the newest checkpoint that verifies, or the one that is asked for.
+    """Chooses the newest checkpoint that verifies, or the requested one.
 
     Raises:
         RunError: there is no such checkpoint.

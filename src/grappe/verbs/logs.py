@@ -19,7 +19,7 @@ POLL_SECONDS = 0.5
 
 
 def log_files(run: Path) -> list[Path]:
-    """Finds a run's logs: those of its jobs in order, then those of processes that grappe started itself, by rank.
+    """Finds a run's logs: its jobs' logs in order, then logs of processes that grappe started, by rank.
 
     Raises:
         RunError: the run has no log.

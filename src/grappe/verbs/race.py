@@ -105,7 +105,7 @@ def _entry(run: Run, target: Target, names: set[str]) -> BoardEntry | None:
             and isinstance(score, int | float)
             and all(
                 abs(value) <= sys.float_info.max for value in (step, score)
-            )  # not so an int of 400 digits
+            )  # an int of 400 digits is no float
         ):
             scored.append((step, float(score)))
     if not scored:

@@ -1,4 +1,4 @@
-"""Says before the queue that a training's peak memory does not fit a site's GPUs, and which plan of it would."""
+"""Warns before the queue that a training's peak memory does not fit a site's GPUs; names a plan that fits."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def memory_warning(submission: Submission, script: Script) -> str | None:
     """Returns a warning if the plan of a training's job is foreseen to need more than a GPU of the site has.
 
     The model is traced in a process of its own, on tensors without memory. Where that is not possible, the warning
-    says why. None: the plan fits, or it is not known what a GPU of the site has.
+    says why. None: the plan fits, or the memory of the site's GPUs is unknown.
     """
     from grappe.training.task_reference import TaskReference
 
@@ -51,7 +51,7 @@ def memory_warning(submission: Submission, script: Script) -> str | None:
 
 
 def budget_for(site: Site, layout: Layout, plan: Plan) -> MemoryBudget | None:
-    """Returns the memory that a process has of a job's GPU; None: there is no GPU, or its memory is not known."""
+    """Returns a process's share of its GPU's memory; None: there is no GPU, or its memory is unknown."""
     from grappe.verbs.foresee.foresee import budget_in
 
     budget = budget_in(site)
@@ -64,12 +64,12 @@ def budget_for(site: Site, layout: Layout, plan: Plan) -> MemoryBudget | None:
 
 
 def not_foreseen(error: GrappeError) -> str:
-    """Says why the memory is not known."""
+    """Returns a message: why the memory is unknown."""
     return f"the memory that the plan needs was not foreseen: {error}"
 
 
 def memory_judged(fake_model: FakeModel, plan: Plan, budget: MemoryBudget) -> str:
-    """Says that the plan does not fit, and which does; "" if it does, or if that cannot be known."""
+    """Returns a warning and a plan that fits, if this one does not; "" otherwise."""
     asked = _asked(fake_model, plan, budget)
     if not asked:
         return ""
@@ -81,7 +81,7 @@ def memory_judged(fake_model: FakeModel, plan: Plan, budget: MemoryBudget) -> st
 
 
 def _asked(fake_model: FakeModel, plan: Plan, budget: MemoryBudget) -> str:
-    """Says that the plan does not fit; "" if it does, or if that cannot be known."""
+    """Returns a warning if the plan will not fit; "" otherwise."""
     from grappe.foresight.search import foreseen
     from grappe.words import format_bytes
 

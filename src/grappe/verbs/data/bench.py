@@ -86,7 +86,7 @@ def bench(
     Args:
         size: of a sample's side, in pixels.
         seconds: for each measurement.
-        on: the folder for copies of the images, on the disk that is thought of; they are removed again. None: the
+        on: the folder for copies of the images, on the disk to measure; they are removed again. None: the
             system's temporary folder.
 
     Raises:
@@ -112,7 +112,7 @@ def bench(
 def _rows(
     data: Images, chosen: Sequence[int], view: RandomResizedCrop, folder: Path, seconds: float
 ) -> list[Row]:
-    """Measures all places by turns, and takes the best of each: what else runs on a machine makes none quicker."""
+    """Measures all places by turns, and takes the best of each: other programs make no place quicker."""
     places = [("as it is", data, chosen), *_copies(data, chosen, view, folder)]
     progress("decoding into memory")
     middle = Images(places[-1][1].source, CentreCrop(size=view.size))
@@ -189,7 +189,7 @@ def _gathered(arrays: Arrays, seconds: float) -> float:
 
 
 def _loaded(data: Images, chosen: Sequence[int], loading: Loading, seconds: float) -> float:
-    """Samples a second under a way to load, in batches as a training has them."""
+    """Samples a second under a way to load, in batches as in a training."""
     samples = Samples(dataset=SeededDataset(data, seed=0), task=Task(), pin=False, prefetch=2)
     before = torch.get_num_threads()
     torch.set_num_threads(1)  # a training's own threads compute

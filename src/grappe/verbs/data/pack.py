@@ -55,7 +55,7 @@ class Packed:
 
     @property
     def bytes(self) -> int:
-        """Of all shards together."""
+        """The size of all shards together."""
         return sum(shard.bytes for shard in self.shards)
 
 
@@ -69,7 +69,7 @@ def pack(
 ) -> Packed:
     """Packs a source into a folder of shards; samples keep their ids, so that orders and resumed runs are the same.
 
-    Killed at any moment it goes on where it was when it is started again: a shard is there whole, or not at all.
+    If it is killed, the next start goes on from there: a shard exists complete, or not at all.
 
     Raises:
         DataError: an image cannot be decoded, or the disk is full.
@@ -119,7 +119,7 @@ def smaller(data: bytes, form: Packing) -> bytes:
     short = min(form.short, header.height, header.width)
     pixels = shortened(data, short).permute(1, 2, 0).contiguous().numpy()
     stream = io.BytesIO()
-    # Pillow, and never the other: their encoders need not agree in every bit
+    # Pillow, and no other library: encoders need not agree in every bit
     Image.fromarray(pixels).save(stream, "JPEG", quality=form.quality, subsampling="4:2:0", optimize=False)
     return stream.getvalue()
 
@@ -143,7 +143,7 @@ def _members(data: Images, ids: range, form: Packing, meter: ProgressMeter) -> I
 
 
 def _description(source: Path, data: Images, form: Packing) -> dict[str, Any]:
-    """Says what is packed and how: a folder that was begun otherwise is left alone."""
+    """Writes what is packed and how: a folder that was begun with other settings is left alone."""
     names = xxhash.xxh3_64()
     for content in data.identity():
         names.update(content)
@@ -227,7 +227,7 @@ def write_shard(folder: Path, number: int, members: Iterable[tuple[str, bytes]],
     """
     content = bytearray()
     for name, data in members:
-        header = tarfile.TarInfo(name)  # of no time, owner or machine: the same bytes each time
+        header = tarfile.TarInfo(name)  # without time, owner and machine: the same bytes each time
         header.size = len(data)
         content += header.tobuf(tarfile.USTAR_FORMAT)
         content += data

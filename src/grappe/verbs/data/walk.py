@@ -75,7 +75,7 @@ class Checked:
 
 
 def check(source: Path, *, labels: Path | None = None, numbering: Path | None = None) -> Checked:
-    """Decodes every image of a source whole, and writes the list of those that cannot be beside it.
+    """Decodes every image of a source completely, and writes the list of undecodable ones next to the source.
 
     Raises:
         DataError: the source is missing or damaged as a whole, a file changes meanwhile, or more than half of the
@@ -127,7 +127,7 @@ _BAR = 24  # characters
 
 
 class ProgressMeter:
-    """A line on standard error, written anew as images are done; in a log, a line every ten seconds."""
+    """A line on standard error, rewritten as images are done; in a log, a new line every ten seconds."""
 
     def __init__(
         self, verb: str, total: int, show: Callable[[str], None] = progress, unit: str = "images"
@@ -137,7 +137,7 @@ class ProgressMeter:
         self._pause = _TERMINAL_SECONDS if sys.stderr.isatty() else _LOG_SECONDS
 
     def at(self, done: int, note: str = "") -> None:
-        """Tells that `done` of them are done."""
+        """Shows that `done` images are done."""
         now = time.monotonic()
         if now - self._shown < self._pause:
             return
@@ -152,12 +152,12 @@ class ProgressMeter:
         )
 
     def end(self) -> None:
-        """Takes the line away."""
+        """Removes the line."""
         self._show("")
 
 
 class Ticker:
-    """Passes on words about a walk of unknown length, no oftener than anyone can read."""
+    """Rate-limits the progress messages of a walk of unknown length."""
 
     def __init__(self, show: Callable[[str], None] = progress) -> None:
         self._show = show
@@ -186,7 +186,7 @@ _AHEAD = 8  # of each thread: images differ in size
 def in_threads(work: Callable[[T], R], items: Iterable[T]) -> Iterator[R]:
     """Yields the results of `work` for each item, in order; a thread for each core works ahead of the reader.
 
-    Decoders give the interpreter free while they work, so threads are as quick as processes.
+    Decoders release the GIL while they work, so threads are as quick as processes.
     """
     threads = cores()
     waiting: deque[Future[R]] = deque()

@@ -20,7 +20,7 @@ WORDS = {"error": "ERROR", "warning": "warning", "note": "note"}
 CLOCK_SECONDS = 20.0  # leases of runs tell the living from the dead by the clock
 SLOW_SECONDS = 0.5
 NUMBERS = 1 << 18
-PATIENCE_SECONDS = 60.0  # for all to meet: the training that follows would wait half an hour
+PATIENCE_SECONDS = 60.0  # for all processes to connect: the training that follows would wait half an hour
 
 
 class Unfit(GrappeError):

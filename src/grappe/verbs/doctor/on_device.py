@@ -1,4 +1,4 @@
-"""Tries on a real device what grappe promises: the bits of draws and of exact trainings; reads memory and power."""
+"""Tests grappe's promises on a real device: the bits of draws and exact trainings; reads memory and power."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class DeviceTrial:
 
 
 def try_gpu() -> Iterator[DeviceTrial]:
-    """Tries all of it on the GPU that torch calls 0, in about a minute.
+    """Tests all promises on torch's GPU 0, in about a minute.
 
     Raises:
         UsageError: there is no GPU that torch can use.

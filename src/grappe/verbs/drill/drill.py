@@ -67,10 +67,10 @@ class FaultInjector(Watcher):
         if not self._is_hurt or self.fault == "save":
             return
         if self.fault == "disk":
-            # For this process no file can grow any more: what a full disk is to it, without being root.
+            # No file of this process can grow any more: like a full disk, and possible without root.
             resource.setrlimit(resource.RLIMIT_FSIZE, (0, resource.RLIM_INFINITY))
         elif self.fault == "SIGKILL":
-            # Anywhere in what follows the step: each process at an instant of its own.
+            # Anywhere in the time after the step: each process at its own instant.
             threading.Timer(
                 random.uniform(0, SPREAD * record.seconds), os.kill, (os.getpid(), signal.SIGKILL)
             ).start()

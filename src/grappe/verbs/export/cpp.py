@@ -98,7 +98,7 @@ OPERATORS_ROW = "| `operators/` | the operators {}, which LibTorch has not: comp
 
 
 def write_program(job: ExportJob, folder: Path, scratch: Path) -> WrittenModel:
-    """Compiles the model to `model.pt2`, and writes the program's sources beside it.
+    """Compiles the model to `model.pt2`, and writes the program's sources next to it.
 
     Raises:
         TaskError: the model cannot be traced.
@@ -219,7 +219,7 @@ def open_package(file: Path, digest: str) -> torch_inductor.Package:
 def write_sources(
     package: Path, samples: ExportSamples, inputs: Sequence[str], outputs: Sequence[str]
 ) -> list[str]:
-    """Writes the program's sources beside the package; returns their names."""
+    """Writes the program's sources next to the package; returns their names."""
     folder, shipped = package.parent, resources.files(__package__ or __name__)
     for name in SOURCES:
         files.replace(folder / name, shipped.joinpath(name).read_bytes(), durable=True)

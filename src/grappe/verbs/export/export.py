@@ -68,14 +68,14 @@ def export(
     """Writes the model of one of a run's checkpoints to `folder`: a C++ program, weights alone, as transformers'
     from_pretrained reads it, or ONNX.
 
-    Nothing is left at `folder` unless the predictions for the whole validation split, at several batch sizes, are those
-    of grappe.predict.
+    Nothing is left at `folder` unless the predictions for the whole validation split, at several batch sizes,
+    equal grappe.predict's.
 
     Args:
         checkpoint: a step, "best" or "last": that one and no other. None: the newest that verifies.
         task: needed where the run was not trained here by this user, as for grappe.load.
         build: whether to build and prove the C++ program too, where there are cmake and a compiler.
-        sources: C++ files that register the operators which the model uses and LibTorch has not.
+        sources: C++ files that register the operators that the model uses and LibTorch lacks.
         trained: take the weights themselves where the run keeps a moving average (`ema`).
         progress: called with a few words, now and then.
 

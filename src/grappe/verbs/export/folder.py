@@ -32,7 +32,7 @@ def check_target(folder: Path) -> None:
 
 @contextlib.contextmanager
 def complete_or_nothing(folder: Path) -> Iterator[Path]:
-    """Yields a new folder beside `folder`, which takes its name in the end, and goes if anything fails.
+    """Yields a new folder next to `folder`, renamed to it at the end, and removed if anything fails.
 
     Raises:
         UsageError: `folder` is there already, and is not an empty folder.

@@ -1,4 +1,4 @@
-"""Proves an export: its predictions for all samples of a split, at several batch sizes, are those of grappe.predict."""
+"""Proves an export: its predictions for a whole split, at several batch sizes, equal grappe.predict's."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ Runner = Callable[[list[Tensor], int], list[Tensor]]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ExportSamples:
-    """A split's samples, and what becomes of a batch before the model sees it."""
+    """A split's samples, and the changes to a batch before the model sees it."""
 
     split: str
     length: int
@@ -143,7 +143,7 @@ class Proof:
 
 
 def sizes_of(samples: int, batch_size: int) -> tuple[int, ...]:
-    """Lists the batch sizes: 1, 2 and the training's, of which the last batch is short unless it fits."""
+    """Lists the batch sizes: 1, 2 and the training's; the last batch is short where the size does not fit."""
     return tuple(sorted({1, min(2, samples), min(batch_size, samples)}))
 
 

@@ -95,7 +95,7 @@ def _opener(schemes: tuple[str, ...]) -> urllib.request.OpenerDirector:
     """Opens these schemes alone: by default urllib knows files and FTP, too, and a redirection could name them."""
     opener = urllib.request.OpenerDirector()
     handlers = [
-        urllib.request.ProxyHandler(),  # as the environment says: clusters' login nodes have one
+        urllib.request.ProxyHandler(),  # the proxy of the environment: clusters' login nodes have one
         urllib.request.HTTPSHandler(),
         urllib.request.HTTPErrorProcessor(),
         urllib.request.HTTPDefaultErrorHandler(),

@@ -272,9 +272,9 @@ def gpu_or_not(fake_model: FakeModel, plans: Sequence[TimedPlan], name: str = RE
 
 
 def best(times: PlanTimes, aim: Aim) -> TimedPlan | None:
-    """Chooses the plan that is best under an aim, of those that fit as far as is known; None: nothing is known.
+    """Chooses the best plan under an aim among those that fit, or may fit; None: no cost is known.
 
-    Of plans whose times are within CLOSE of each other, it is the plainest.
+    Among plans whose times are within CLOSE of each other, the plainest wins.
     """
     candidates = [
         timed for timed in times.plans if has_merit(timed, aim) and timed.foreseen.fits is not False

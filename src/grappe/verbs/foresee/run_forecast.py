@@ -1,4 +1,4 @@
-"""A run's memory and GPU step as foreseen, beside its measurements; kept in the run's folder, so traced only once."""
+"""A run's forecast memory and GPU step, with its measurements; kept in the run's folder: traced only once."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ NO_DATA_SHEET = "no data sheet of their GPU is known here"
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ForeseenRun:
-    """A run's memory and step, foreseen and measured; of the process that has most, in bytes and seconds."""
+    """A run's memory and step, foreseen and measured, of the process with most: bytes and seconds."""
 
     run: str
     task: str
@@ -69,12 +69,12 @@ class ForeseenRun:
 
     @property
     def peak_error(self) -> float | None:
-        """Computes how far the foreseen peak is off, likewise."""
+        """Computes how far the foreseen peak is off, with the same sign."""
         return _error(self.peak, self.peak_measured)
 
     @property
     def step_error(self) -> float | None:
-        """Computes how far the foreseen step is off, likewise."""
+        """Computes how far the foreseen step is off, with the same sign."""
         return _error(self.step, self.step_measured)
 
     def as_json(self) -> dict[str, Any]:
@@ -211,7 +211,7 @@ def _traced(
     if fabric is not None:
         try:
             step = {"from": sheet, "seconds": gpu_time(fake_model, plan, fabric).total}
-        except GrappeError as error:  # the memory is of use without it
+        except GrappeError as error:  # the memory is useful without the time
             step = {"from": sheet, "why": str(error)}
     return json.dumps({"foreseen": values, "step": step})
 

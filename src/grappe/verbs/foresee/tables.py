@@ -111,7 +111,7 @@ def time_table(times: PlanTimes) -> Table | None:
 
 
 def time_sentences(times: PlanTimes, aim: Aim) -> list[str]:
-    """Says which plan is best under the aim, and what is not known."""
+    """Says which plan is best under the aim, and what is unknown."""
     lines = list(times.notes)
     chosen = best(times, aim)
     if chosen is None or sum(has_merit(timed, aim) for timed in times.plans) == 1:
@@ -173,7 +173,7 @@ def _unwritable(file: Path, why: str | None) -> UsageError:
 
 
 def _close(times: PlanTimes, chosen: TimedPlan, aim: Aim) -> str:
-    """Names how many other plans may be as good, within what is not known."""
+    """Says how many other plans may be as good, within the uncertainty."""
     assert chosen.time is not None
     most = merit(chosen, aim) * (1 + chosen.time.spread)
     others = sum(

@@ -147,7 +147,7 @@ def break_down(point: Measurement, trace: RunTrace, intervals: Intervals) -> Tim
         }
         untraced = statistics.fmean(seen.computing for seen in traced)
         if operators[0].clock == "host" and untraced:
-            # Another process has another pace: by where its memory lies, or by what else its machine does.
+            # Processes differ in pace: by where their memory lies, or by what else their machine does.
             mean = {
                 name: value if name == "flops" else value * computing / untraced
                 for name, value in mean.items()
@@ -205,7 +205,7 @@ def _split_computing(
     """Splits forward and backward of `seconds`; returns the parts, and the quickest precision.
 
     Kernels take longer under a trace, which uses the caches, too: where they take more than `seconds` they are scaled.
-    The host has what they leave: on a CPU at most what the trace saw of it, on a GPU all, as kernels run beside it.
+    The rest is the host's: on a CPU at most its time in the trace, on a GPU all, as it works while kernels run.
 
     Args:
         mean: the processes' OperatorTotals, by field.
@@ -265,11 +265,11 @@ class PartRule:
 
 
 def remedies(breakdown: TimeBreakdown, point: Measurement, points: Sequence[Measurement]) -> list[Remedy]:
-    """Returns the remedies, that with the largest saving first.
+    """Returns the remedies, the one with the largest saving first.
 
     Args:
         point: the measurement that was broken down.
-        points: all measurements, of which one may have a larger batch.
+        points: all measurements; one may have a larger batch.
     """
     remedies = []
     intervals = breakdown.intervals

@@ -60,11 +60,11 @@ def reachable(device: torch.device, plan: Plan) -> float:
     set_tf32(plan.precision)
     side = SIDE[device.type]
     kind = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(plan.precision, torch.float32)
-    # Random numbers: a GPU takes less power for equal ones, and so runs faster than with a model's.
+    # Random numbers: with equal ones a GPU takes less power, and runs faster than with a model's.
     random = torch.Generator(device).manual_seed(0)
     a, b = (torch.randn(side, side, generator=random, device=device).to(kind) for _ in range(2))
     taken = sorted(_seconds(a, b) for _ in range(REPEATS[device.type]))
-    # A CPU shares its cores with others, who only slow it down; a GPU's best is one before its limit of power.
+    # A CPU shares its cores with others, which only slow it down; a GPU's best is before its power limit.
     return 2 * side**3 / taken[len(taken) // 2 if a.is_cuda else 0]
 
 

@@ -133,7 +133,7 @@ def worker(request: LargestRequest, process: ProcessRank, rendezvous_folder: Pat
     if request.limit is not None:
         import resource
 
-        # Counted is data, so that a failure is torch's own message; a limit on addresses would count libraries.
+        # The limit counts data, so that a failure is torch's own message; one on addresses would count libraries.
         own = resource.getrlimit(resource.RLIMIT_DATA)[1]  # the user's `ulimit -d`, which may not be raised
         limit = request.limit if own == resource.RLIM_INFINITY else min(request.limit, own)
         resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))

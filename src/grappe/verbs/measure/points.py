@@ -220,7 +220,7 @@ def efficiency_loss(point: Measurement, first: Measurement) -> EfficiencyLoss:
 
 
 def efficiency(point: Measurement, first: Measurement) -> float:
-    """Computes the samples per second and process, relative to those of `first`."""
+    """Computes the samples per second and process, relative to `first`."""
     return (point.rate / point.processes) / (first.rate / first.processes)
 
 

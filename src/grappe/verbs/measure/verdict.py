@@ -14,7 +14,7 @@ from grappe.words import plan_name
 WAITING = 0.15
 IMBALANCE = 0.10
 COMMUNICATING = 0.25
-DEARER = 1.25  # a sample's computing, beside that in larger slices
+DEARER = 1.25  # a sample's computing time, relative to larger slices
 FASTER = 1.05  # less than 5 % may be noise
 MOST_WORKERS = 16
 
@@ -125,7 +125,7 @@ def _small_slices(point: Measurement, good: Sequence[Measurement]) -> Iterator[s
     ]
     if not larger:
         return
-    # The least of all trials: what else runs on a machine makes some of them longer, none shorter.
+    # The least of all trials: other programs on the machine make trials longer, never shorter.
     other = min(larger, key=lambda point: point.least(*COMPUTING))
     factor = point.least(*COMPUTING) / other.least(*COMPUTING)
     if factor > DEARER:

@@ -210,7 +210,7 @@ def picture_dataset(task: Task, files: Sequence[Path], example: Any) -> Dataset:
 
 
 class _Pictures(Dataset[tuple[Tensor, int]]):
-    """Pairs of a picture's sample and 0: nobody asks for its label."""
+    """Pairs of a picture's sample and 0: the label is never used."""
 
     def __init__(self, files: Sequence[Path], decode: Decode) -> None:
         self.files, self.decode = files, decode

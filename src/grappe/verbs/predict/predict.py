@@ -38,7 +38,7 @@ def predict(
 ) -> Iterator[Any]:
     """Yields what the task's `prediction` gives for each sample, on the CPU: the model's output, if it has none.
 
-    Where a newer checkpoint is passed over, that is said on standard error.
+    If a newer checkpoint is passed over, a message on standard error names it.
 
     Args:
         inputs: a split's name; a .npy file of samples in the form of the model's inputs (first dimension N), or a
@@ -52,7 +52,7 @@ def predict(
     Raises:
         DataError: a file has no samples of the model's, or the model cannot take them.
         UsageError: `inputs` is none of these.
-        TaskError: the output has not a row for each sample.
+        TaskError: the output does not have a row for each sample.
     """
     run = run if isinstance(run, Run) else Run(run)
     source = source_of(inputs)
@@ -63,7 +63,7 @@ def predict(
         batches = source(made, lambda: data_of(run, data))
     done = 0
     while True:
-        # Left before each yield: else gradients would be off in the code that asks for the predictions.
+        # Left before each yield: otherwise gradients would be off in the caller's code.
         with torch.no_grad(), naming_user_line(made):
             entry = next(batches, None)
             if entry is None:
@@ -141,7 +141,7 @@ def _row(value: Any, row: int, count: int, name: str) -> Any:
 
 
 def as_json(prediction: Any) -> dict[str, Any]:
-    """A prediction's fields for a line of JSON: those of a dict, else `output`."""
+    """A prediction's fields for a line of JSON: a dict's keys, else `output`."""
     plain = _plain(prediction)
     return plain if isinstance(plain, dict) else {"output": plain}
 
@@ -166,7 +166,7 @@ def _plain(value: Any) -> Any:
 
 
 def _finite(value: Any) -> Any:
-    """Replaces what JSON has no word for: a number that is not finite by None, a complex one by a pair."""
+    """Replaces what JSON cannot express: a number that is not finite by None, a complex number by a pair."""
     if isinstance(value, list):
         return [_finite(number) for number in value]
     if isinstance(value, complex):
@@ -252,7 +252,7 @@ class _Column:
     def _header(self) -> None:
         assert self._kind is not None
         kind, shape = self._kind
-        # Its length is one for any number of rows: NumPy leaves room for their digits.
+        # The header's length is the same for any number of rows: NumPy leaves room for their digits.
         header = {"descr": kind.str, "fortran_order": False, "shape": (self._rows, *shape)}
         np.lib.format.write_array_header_1_0(self._stream, header)
 

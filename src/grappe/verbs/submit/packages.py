@@ -75,8 +75,8 @@ def resolve(
     """Resolves the versions that pip would install on a node.
 
     Args:
-        wheel: grappe's own; what it needs is needed.
-        requirements: what else is, each as pip writes it, or `-r FILE`.
+        wheel: grappe's own, whose requirements are resolved.
+        requirements: further ones, each as pip writes it, or `-r FILE`.
 
     Raises:
         UsageError: packages are missing, all named with what to do, or they do not fit each other.
@@ -124,7 +124,7 @@ def _pip(folder: Path, requirements: list[str], house: Wheelhouse) -> str | None
         words += requirement.split(" ", 1) if requirement.startswith("-r ") else [requirement]
     if house.modules:
         words = ["bash", "-c", WITH_MODULES, "bash", str(len(house.modules)), *house.modules, *words]
-    # As in the job: neither the user's own packages nor those of another Python.
+    # As in the job: neither the user's own packages nor another Python's.
     clean = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     try:
         command.run(*words, seconds=PIP_SECONDS, environment={**clean, "PYTHONNOUSERSITE": "1"})
@@ -211,7 +211,7 @@ def packages_of_task(reference: str) -> list[str]:
 
 
 def packages_of_file(file: Path) -> list[str]:
-    """Returns the packages that a file imports, and those of imported neighbours; sorted."""
+    """Returns the packages that a file and its imported neighbours import; sorted."""
     places = [file.resolve().parent, Path.cwd()]
     seen: set[Path] = set()
     packages: set[str] = set()
@@ -239,7 +239,7 @@ def package_of(module: str) -> str:
 def imported(file: Path) -> list[str]:
     """Returns the modules that a file imports and cannot do without; relative imports are left out.
 
-    A file that is no Python is left to whoever runs it.
+    A file that is not Python has none: Python will report it.
     """
     try:
         tree = ast.parse(file.read_bytes())
@@ -274,7 +274,7 @@ def _forgives(handler: ast.ExceptHandler) -> bool:
 
 
 def _beside(name: str, places: list[Path]) -> list[Path]:
-    """Returns the files of a module that lies beside the task's file."""
+    """Returns the files of a module that lies next to the task's file."""
     parts = name.split(".")
     for place in places:
         for depth in range(len(parts), 0, -1):
@@ -308,7 +308,7 @@ def requirements(submission: Submission) -> list[str]:
             )
     if task is None and submission.run is not None:
         name = str(Run(submission.run).read_description().get("task") or "")
-        task = None if name.startswith("__main__") else name  # that of a notebook
+        task = None if name.startswith("__main__") else name  # a notebook's module
     read = packages_of_task(task) if task else []
     read += packages_of_file(submission.script) if submission.script else []
     asked = {_plain(requirement) for requirement in job.with_}
@@ -323,7 +323,7 @@ def requirements(submission: Submission) -> list[str]:
 
 
 def _own(extras: Iterable[str]) -> list[str]:
-    """Returns the requirements in grappe's metadata, with those of these extras."""
+    """Returns the requirements in grappe's metadata, with the requirements of these extras."""
     lines = importlib.metadata.requires("grappe") or []
     conditions = [f"extra == {quote}{extra}{quote}" for extra in extras for quote in "'\""]
     return [

@@ -49,7 +49,7 @@ def laid_out(submission: Submission) -> tuple[Layout, Site, Plan]:
     job_layout = layout(parallel, site, submission.job)
     if submission.command in SPREAD:
         return job_layout, site, plan
-    # The command starts its processes by itself: one task with all of the cores.
+    # The command starts its processes itself: one task with all of the cores.
     if job_layout.nodes > 1:
         raise UsageError(
             f"grappe {submission.command} starts its processes on one node, and this plan takes {job_layout.nodes} of "
@@ -111,7 +111,7 @@ def line_in_allocation(submission: Submission) -> list[str]:
     if submission.command in (TRAIN, "evaluate") and submission.plans == ("",) and str(plan):
         words += ["--plan", str(plan)]  # as --gpus has made it
     if submission.command not in SPREAD:
-        return words  # it starts its processes by itself
+        return words  # it starts its processes itself
     bind = ["--gpu-bind=none"] if job_layout.gpus else []
     return ["srun", f"--cpus-per-task={job_layout.cores}", *bind, *words]
 

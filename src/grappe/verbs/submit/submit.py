@@ -31,8 +31,8 @@ from grappe.verbs.submit.submission import ON_CPU, Submission
 
 SCRIPT_FILE = re.compile(r"(?:submit|refused)-(\d{1,9})\.sh", re.ASCII)
 BETWEEN_SECONDS = 1.0  # between submissions, as the Alliance asks
-OWN_OPTIONS = ("--run", "--data", "--plan")  # of train: given anew in the script
-SAVE_ON_SIGNALS = ("grappe", "signal")  # what a script imports that saves when it is told to
+OWN_OPTIONS = ("--run", "--data", "--plan")  # of train: the script sets them again
+SAVE_ON_SIGNALS = ("grappe", "signal")  # imports of a script that saves on a signal
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -294,7 +294,7 @@ def _environment(text: str) -> str:
 
 
 def _arguments(submission: Submission, plan: Plan, run: Path) -> tuple[str, ...]:
-    """Returns the command's words, without the options that the script gives anew."""
+    """Returns the command's words, without the options that the script sets again."""
     if submission.command == SCRIPT:
         return submission.arguments
     added: tuple[str, ...] = ()

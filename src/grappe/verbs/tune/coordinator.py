@@ -136,7 +136,7 @@ class Coordinator:
         return False
 
     def _decide(self) -> None:
-        """Takes in the jobs that follow from the results so far, but for those that have their results."""
+        """Queues the jobs that follow from the results so far and have no result yet."""
         for job in self._schedule.decided(self._trials.get):
             if self._waits:
                 self._drawn(job)  # later ones observe it
@@ -211,7 +211,7 @@ class Coordinator:
         elif end.outcome == "error":
             assert end.error is not None
             self._end_by(end.error)
-        elif not self._stopping:  # killed: it stays open, to be resumed, unless it gets nowhere
+        elif not self._stopping:  # killed: it stays open, to be resumed, unless it makes no progress
             checkpoints = list_checkpoints(self._study.run_folder(trial.number) / "checkpoints")
             step = checkpoints[0].step if checkpoints else 0
             last_step, kills = self._kills.get(trial.number, (step, 0))

@@ -57,7 +57,7 @@ class TrialJob:
     """Time at which the job was first not in the queue any more; 0.0: it is there."""
 
     def exit_code(self) -> int | None:
-        """The exit code that the job has written; None: it has not ended by itself."""
+        """The exit code that the job has written; None: it has not ended, or was killed."""
         return jobs.written_code(self.run / "logs" / f"job-{self.id}.end")
 
 
@@ -181,7 +181,7 @@ class SlurmTrainings:
         return [TrialEnd(number=number, outcome="stopped") for number in left]
 
     def _query(self) -> None:
-        """Asks Slurm for the study's jobs: one query, whatever their number. Of two of one trial, one is cancelled."""
+        """Asks Slurm for the study's jobs: one query for all. If a trial has two jobs, one is cancelled."""
         self._queried = time.monotonic()
         entries = [entry for entry in slurm.queue() if entry.name.startswith(self._prefix)]
         queued = {_id(entry) for entry in entries}
@@ -260,7 +260,7 @@ def _end_by_code(number: int, job: TrialJob, code: int) -> TrialEnd:
 
 
 def _id(entry: Entry) -> str:
-    """A job's number, without that of its place in an array."""
+    """A job's number, without its place in an array."""
     return entry.job.partition("_")[0]
 
 

@@ -116,7 +116,7 @@ class Trial:
     value: float | None = None
     """The objective: the metric at the training's last evaluation."""
     step: int | None = None
-    """The step of that evaluation; of a paused trial, that of its last rung."""
+    """The step of that evaluation; of a paused trial, its last rung's step."""
     rungs: tuple[float, ...] = ()
     """The metric at each rung so far, the last one's included."""
     reason: str = ""
@@ -155,7 +155,7 @@ class Study:
         """A trial's record; None: there is none, or it is damaged: the trial is then drawn again, the same."""
         try:
             record = read_json(self._file(number), IN_PART, largest=LARGEST_LIST)
-            if "rungs" not in record and record.get("state") == "complete":  # of before there was halving
+            if "rungs" not in record and record.get("state") == "complete":  # older than halving
                 record["rungs"] = [record.get("value")]
             trial = from_json(Trial, {**record, "number": number})
         except (RunError, ValueError):

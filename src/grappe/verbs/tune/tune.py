@@ -72,7 +72,7 @@ def tune(
         The study: `trials` and `best`. After a signal some trials are still open.
 
     Raises:
-        GrappeError: an argument is wrong, or differs from what the study has.
+        GrappeError: an argument is wrong, or differs from the study's.
     """
     search_options = SearchOptions(
         trials=trials,

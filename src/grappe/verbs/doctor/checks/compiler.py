@@ -62,7 +62,7 @@ def of_name(environment: Mapping[str, str]) -> str | None:
 
 
 def version_of(compiler: str) -> tuple[str, tuple[int, ...]]:
-    """Returns a compiler's kind, gcc or clang, and its version; no numbers where it does not say them."""
+    """Returns a compiler's kind, gcc or clang, and its version; no numbers where it does not print them."""
     try:
         text = command.run(compiler, "--version")
     except GrappeError:

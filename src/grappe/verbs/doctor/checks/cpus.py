@@ -25,7 +25,7 @@ def check(machine: Machine) -> Iterator[Finding]:
 
 
 def of_cores(usable: int, own: int, threads: int, workers: int, requested: int | None) -> Iterator[Finding]:
-    """Returns findings for a process that may use `usable` cores, of which `mine` are its own."""
+    """Returns findings for a process that may use `usable` cores, `own` of them alone."""
     if threads > own:
         yield warning(
             f"threads={threads}, and each process has {count_of(own, 'core')}",

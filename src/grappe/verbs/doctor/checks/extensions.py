@@ -19,7 +19,7 @@ from grappe.words import and_more
 EACH_SECONDS, ALL_SECONDS = 5.0, 20.0
 """For a library, and for all of them: each takes some milliseconds, and processors may be waiting."""
 TAGGED = tuple(name for name in EXTENSION_SUFFIXES if name != ".so")
-"""Endings of what Python imports. Packages ship other libraries in variants, of which only one is ever loaded."""
+"""Suffixes of extensions that Python imports. Packages ship other libraries in variants, but load one."""
 SAFE_GLIBC = (2, 27)
 """The first whose ldd never runs the file that it is asked about."""
 MISSING = re.compile(r"^\s*(\S+) => not found", re.MULTILINE)
@@ -30,7 +30,7 @@ REQUIRES_TORCH = re.compile(r"torch\b(?!-)", re.ASCII)
 
 
 def check(machine: Machine) -> Iterator[Finding]:
-    """Asks the dynamic linker about extensions beside the task, and, outside jobs, of packages that require torch."""
+    """Asks the dynamic linker about extensions next to the task; outside jobs, in packages that need torch, too."""
     if not machine.is_node_leader:
         return
     own = list(of_task(machine.task))
@@ -46,7 +46,7 @@ def check(machine: Machine) -> Iterator[Finding]:
 
 
 def of_files(files: Sequence[Path], own: Collection[Path], load: str) -> Iterator[Finding]:
-    """Asks about `files` while there is time; a warning for those of the task's `own`, a note for others."""
+    """Asks about `files` while there is time; a warning for the task's `own` files, a note for others."""
     import torch
 
     home = Path(torch.__file__).parent
@@ -69,7 +69,7 @@ def runs_files(library: str, version: str) -> bool:
 
 
 def of_task(task: str | None) -> Iterator[Path]:
-    """Lists the libraries beside a task's file, and in folders there, where setup.py build_ext --inplace puts any."""
+    """Lists the libraries next to a task's file and in folders there: setup.py build_ext --inplace puts them there."""
     file = Path((task or "").rpartition(":")[0] or task or "")
     if file.suffix == ".py" and file.is_file():
         folder = file.absolute().parent
@@ -77,7 +77,7 @@ def of_task(task: str | None) -> Iterator[Path]:
 
 
 def of_packages() -> Iterator[Path]:
-    """Lists what Python imports of installed packages that require torch."""
+    """Lists the extensions of installed packages that require torch."""
     for package in metadata.distributions():
         if any(REQUIRES_TORCH.match(name) and "extra ==" not in name for name in package.requires or ()):
             named = (name for name in package.files or () if name.name.endswith(TAGGED))
@@ -106,7 +106,7 @@ def answer(file: Path, libraries: Iterable[Path]) -> str | None:
 def of_answer(
     file: Path, text: str, load: str, torch: str, level: Callable[..., Finding] = warning
 ) -> Iterator[Finding]:
-    """Returns findings for what `ldd -r` said of `file`."""
+    """Returns findings for the output of `ldd -r` on `file`."""
     missing = sorted(set(MISSING.findall(text)))
     if missing:
         cuda = any(re.match(r"lib(torch_cuda|c10_cuda|cu)", name) for name in missing)

@@ -14,7 +14,7 @@ IMPORTED = ("torchvision", "torchaudio", "torchmetrics")
 
 
 def check(machine: Machine) -> Iterator[Finding]:
-    """Imports each, in its turn."""
+    """Imports each package in turn."""
     named: set[str] = set()
     for name in IMPORTED:
         if importlib.util.find_spec(name) is None:

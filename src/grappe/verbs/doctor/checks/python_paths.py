@@ -73,7 +73,7 @@ def of_pythonpath(text: str, own: Set[str]) -> Iterator[Finding]:
 
 
 def of_conda(environment: Mapping[str, str], prefix: str) -> Iterator[Finding]:
-    """Returns findings for an active conda environment beside this Python, and for conda's base."""
+    """Returns findings for an active conda environment that is not this Python's, and for conda's base."""
     active, name = environment.get("CONDA_PREFIX", ""), environment.get("CONDA_DEFAULT_ENV", "")
     if not active:
         return
