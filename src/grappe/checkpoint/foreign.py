@@ -44,18 +44,15 @@ def foreign_weights(file: Path) -> Weights:
                 "run's folder"
             )
         return Under(weights, wrapping(weights))
-    if file.suffix not in PICKLED and not _is_saved_by_torch(file):
-        raise RunError(
-            f"--from {file}: give a run's folder, a .safetensors file, or what torch.save wrote (.ckpt, .pt)"
-        )
+    if file.suffix not in PICKLED:
+        with file.open("rb") as stream:
+            saved_by_torch = stream.read(2).startswith(MAGIC)
+        if not saved_by_torch:
+            raise RunError(
+                f"--from {file}: give a run's folder, a .safetensors file, or what torch.save wrote (.ckpt, .pt)"
+            )
     weights = InMemory(state_dict_of(read_content(file), file))
     return Under(weights, wrapping(weights))
-
-
-def _is_saved_by_torch(file: Path) -> bool:
-    """Returns whether a file, whatever its name, begins as torch's own do."""
-    with file.open("rb") as stream:
-        return stream.read(2).startswith(MAGIC)
 
 
 def read_content(file: Path) -> Any:

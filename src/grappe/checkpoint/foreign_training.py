@@ -99,7 +99,16 @@ def foreign_training(begin: Begin, model: nn.Module, optimizer: Optimizer | None
     if optimizer is None:
         done = _checked(begin, begin.epochs_done or 0)
         return ForeignTraining(epochs_done=done, pieces=(), values={}, notes=(), engine=begin.engine)
-    content = _content(file)
+    if file.is_dir():
+        raise RunError(
+            f"--with-optimizer --from {file}: that is a folder: go on with a run of grappe's by --run {file}; "
+            "--with-optimizer is for files of other scripts (.pt, .ckpt)"
+        )
+    if file.suffix == ".safetensors":
+        raise RunError(f"--with-optimizer --from {file}: a .safetensors file holds weights alone")
+    content = read_content(file)
+    if not isinstance(content, dict):
+        raise RunError(f"--from {file}: there is no state dict in it, only {type(content).__name__}")
     saved = _optimizer_of(content, file)
     notes = _check_groups(saved, optimizer, file)
     _check_order(content, model, file)
@@ -114,39 +123,28 @@ def foreign_training(begin: Begin, model: nn.Module, optimizer: Optimizer | None
             elif value is not None:
                 values.setdefault(names[id(parameter)], {})[key] = value
     done, how = _epochs_done(content, begin)
-    return ForeignTraining(
-        epochs_done=_checked(begin, done),
-        pieces=pieces,
-        values=values,
-        notes=(*how, *notes),
-        engine=begin.engine,
-    )
-
-
-def _content(file: Path) -> dict[str, Any]:
-    if file.is_dir():
-        raise RunError(
-            f"--with-optimizer --from {file}: that is a folder: go on with a run of grappe's by --run {file}; "
-            "--with-optimizer is for files of other scripts (.pt, .ckpt)"
-        )
-    if file.suffix == ".safetensors":
-        raise RunError(f"--with-optimizer --from {file}: a .safetensors file holds weights alone")
-    content = read_content(file)
-    if not isinstance(content, dict):
-        raise RunError(f"--from {file}: there is no state dict in it, only {type(content).__name__}")
-    return content
+    done, notes = _checked(begin, done), [*how, *notes]
+    return ForeignTraining(epochs_done=done, pieces=pieces, values=values, notes=notes, engine=begin.engine)
 
 
 def _optimizer_of(content: Mapping[str, Any], file: Path) -> Mapping[str, Any]:
-    state = next((content[key] for key in KEYS if _has_groups(content.get(key))), None)
-    if isinstance(state, list):  # Lightning's
-        if len(state) != 1:
-            raise RunError(
-                f"--with-optimizer --from {file}: it has the states of {len(state)} optimizers, not of one"
-            )
-        state = state[0]
-    held = state if isinstance(state, dict) else {}
-    if not (_is_list_of_dicts(held.get("param_groups")) and isinstance(held.get("state"), dict)):
+    state: list[Any] = [{}]
+    for saved in map(content.get, KEYS):
+        candidates = saved if isinstance(saved, list) else [saved]  # a list is Lightning's
+        # A script may save other things as `opt`.
+        if candidates and all(isinstance(entry, dict) and "param_groups" in entry for entry in candidates):
+            state = candidates
+            break
+    if len(state) != 1:
+        raise RunError(
+            f"--with-optimizer --from {file}: it has the states of {len(state)} optimizers, not of one"
+        )
+    held = state[0]
+    groups = held.get("param_groups")
+    has_groups = isinstance(groups, list) and all(
+        isinstance(group, dict) and isinstance(group.get("params"), list) for group in groups
+    )
+    if not (has_groups and isinstance(held.get("state"), dict)):
         keys = ", ".join(printable(str(key), 40) for key in list(content)[:8]) or "nothing"
         raise RunError(
             f"--with-optimizer --from {file}: there is no optimizer's state in it, as torch.save({{'optimizer': "
@@ -154,18 +152,6 @@ def _optimizer_of(content: Mapping[str, Any], file: Path) -> Mapping[str, Any]:
             "--epochs-done N to begin behind N epochs with a fresh optimizer"
         )
     return held
-
-
-def _has_groups(state: object) -> bool:
-    """Returns whether it is an optimizer's state, or a list of some: a script may save other things as `opt`."""
-    several = state if isinstance(state, list) else [state]
-    return bool(several) and all(isinstance(entry, dict) and "param_groups" in entry for entry in several)
-
-
-def _is_list_of_dicts(groups: object) -> bool:
-    return isinstance(groups, list) and all(
-        isinstance(group, dict) and isinstance(group.get("params"), list) for group in groups
-    )
 
 
 def _check_groups(saved: Mapping[str, Any], optimizer: Optimizer, file: Path) -> list[str]:
@@ -268,8 +254,16 @@ def _epochs_done(content: Mapping[str, Any], begin: Begin) -> tuple[int, tuple[s
     """Returns the number of epochs done, and a note how it was found."""
     if begin.epochs_done is not None:
         return begin.epochs_done, ()
-    counted = _lightnings_epochs(content)
-    if counted is not None:
+    counted: Any = content
+    for key in (
+        "loops",
+        "fit_loop",
+        "epoch_progress",
+        "current",
+        "completed",
+    ):  # Lightning's, of whole epochs
+        counted = counted.get(key) if isinstance(counted, dict) else None
+    if type(counted) is int:
         return counted, (f"{counted} epochs done, as Lightning counted them in the file",)
     key = next((key for key in EPOCHS if type(content.get(key)) is int), None)
     if key is None:
@@ -278,14 +272,6 @@ def _epochs_done(content: Mapping[str, Any], begin: Begin) -> tuple[int, tuple[s
         )
     done = content[key]
     return done, (f"{done} epochs done, as the file's {key!r} is understood; otherwise give --epochs-done N",)
-
-
-def _lightnings_epochs(content: Mapping[str, Any]) -> int | None:
-    """Returns the number of whole epochs that Lightning's loop has counted; None: the file is not Lightning's."""
-    count: Any = content
-    for key in ("loops", "fit_loop", "epoch_progress", "current", "completed"):
-        count = count.get(key) if isinstance(count, dict) else None
-    return count if type(count) is int else None
 
 
 def _checked(begin: Begin, done: int) -> int:

@@ -152,7 +152,9 @@ def select(folder: Path, which: int | str | None, *, run: str = "", saved: int |
         return choice
     if which == BEST:
         return _best(folder, run)
-    step = _step(which)
+    if not (isinstance(which, int) or (which.isascii() and which.isdecimal() and len(which) < 19)):
+        raise RunError(f"--checkpoint={which}: give a step, last or best")
+    step = int(which)
     checkpoint = next((candidate for candidate in list_checkpoints(folder) if candidate.step == step), None)
     if checkpoint is None:
         raise RunError(f"{folder.parent} has no checkpoint of step {step}. {_others(folder)}")
@@ -160,12 +162,6 @@ def select(folder: Path, which: int | str | None, *, run: str = "", saved: int |
     if problem is not None:
         raise RunError(f"{checkpoint.folder} does not verify: {problem}. {_others(folder)}")
     return Choice(checkpoint=checkpoint, why="as asked for")
-
-
-def _step(which: int | str) -> int:
-    if isinstance(which, int) or (which.isascii() and which.isdecimal() and len(which) < 19):
-        return int(which)
-    raise RunError(f"--checkpoint={which}: give a step, last or best")
 
 
 def _best(folder: Path, run: str) -> Choice:

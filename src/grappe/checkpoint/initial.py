@@ -52,8 +52,18 @@ def build(task: Task, checkpoints: Path, begin: Begin | None, run: str = "") -> 
         OutOfMemory: the separate process had no room for the whole model.
         GrappeError: the model cannot be made, or what is given does not fit it.
     """
+
+    def work() -> str:
+        torch.set_num_threads(1)  # a forked process must not use its parent's threads
+        model = _made(task)
+        if begin is not None and begin.in_the_middle:
+            return _continue(task, model, begin, checkpoints, run)
+        notes = "" if begin is None else take_over(model, begin.source)
+        _save(model, checkpoints, run)
+        return notes
+
     try:
-        notes = run_in_fork(lambda: _build(task, checkpoints, begin, run))
+        notes = run_in_fork(work)
     except OutOfMemory as error:
         raise OutOfMemory(
             f"no room for the initial weights: a process of its own, which process 0 starts, makes the whole model "
@@ -82,16 +92,6 @@ def _parameters_in_words(task: Task) -> str:
 def built(task: Task) -> Weights:
     """Returns the weights of a freshly made model, a function of the task's seed alone."""
     return InMemory({name: tensor.detach() for name, tensor in named_tensors(_made(task)).items()})
-
-
-def _build(task: Task, checkpoints: Path, begin: Begin | None, run: str) -> str:
-    torch.set_num_threads(1)  # a forked process must not use its parent's threads
-    model = _made(task)
-    if begin is not None and begin.in_the_middle:
-        return _continue(task, model, begin, checkpoints, run)
-    notes = "" if begin is None else take_over(model, begin.source)
-    _save(model, checkpoints, run)
-    return notes
 
 
 def _continue(task: Task, model: nn.Module, begin: Begin, checkpoints: Path, run: str) -> str:
@@ -141,30 +141,24 @@ def check_model(task: Task, model: object) -> None:
 def _save(
     model: nn.Module, checkpoints: Path, run: str, step: int = 0, training: ForeignTraining | None = None
 ) -> None:
-    try:
-        _write(model, checkpoints, run, step, training)
-    except OSError as error:  # of the disk, and not of the model that is being made
-        raise RunError(
-            f"step {step} could not be saved: {error}: {disk_advice(error)}; then start again"
-        ) from error
-
-
-def _write(
-    model: nn.Module, checkpoints: Path, run: str, step: int, training: ForeignTraining | None
-) -> None:
     pieces = [Piece.complete(f"{MODEL}{name}", value) for name, value in model.named_parameters()]
     pieces += [Piece.complete(f"{LOCAL}0.{name}", value) for name, value in model.named_buffers()]
     state: dict[str, Any] = {"step": step}
     if training is not None:
         pieces += training.pieces
         state |= training.state(step)
-    beside = checkpoints / f".{step_folder(checkpoints, step).name}.{secrets.token_hex(8)}"
-    checkpoints.parent.mkdir(parents=True, exist_ok=True)
-    files.make_folder(checkpoints, IN_RUN)
-    files.make_folder(beside, IN_PART)
-    fingerprints = {"rank-0.safetensors": tensor_file.write(beside / "rank-0.safetensors", pieces)}
-    fingerprints[STATE] = write_new(beside / STATE, json.dumps(state).encode())
-    commit(beside, step_folder(checkpoints, step), fingerprints, Origin(step=step, run=run))
+    try:
+        beside = checkpoints / f".{step_folder(checkpoints, step).name}.{secrets.token_hex(8)}"
+        checkpoints.parent.mkdir(parents=True, exist_ok=True)
+        files.make_folder(checkpoints, IN_RUN)
+        files.make_folder(beside, IN_PART)
+        fingerprints = {"rank-0.safetensors": tensor_file.write(beside / "rank-0.safetensors", pieces)}
+        fingerprints[STATE] = write_new(beside / STATE, json.dumps(state).encode())
+        commit(beside, step_folder(checkpoints, step), fingerprints, Origin(step=step, run=run))
+    except OSError as error:  # of the disk, and not of the model that is being made
+        raise RunError(
+            f"step {step} could not be saved: {error}: {disk_advice(error)}; then start again"
+        ) from error
 
 
 def _given_weights(source: Path) -> tuple[Weights, str]:
@@ -197,7 +191,11 @@ def _limited(work: Callable[[], str], source: Path, own: int, most: int) -> str:
     Raises:
         RunError: the process needed more.
     """
-    mapped = _size(source)
+    if source.is_dir():
+        tensor_files = source.glob("checkpoints/*/*.safetensors")
+        mapped = sum(file.lstat().st_size for file in tensor_files if files.kind(file) == "file")
+    else:
+        mapped = source.stat().st_size if source.is_file() else 0
     limits = Limits(
         memory=most + SLACK, mapped=mapped + SLACK, seconds=LEAST_SECONDS + mapped // BYTES_PER_SECOND
     )
@@ -241,14 +239,6 @@ def share_memory(model: nn.Module) -> list[Tensor]:
             shared = torch.frombuffer(mmap.mmap(-1, tensor.nbytes), dtype=tensor.dtype).view(tensor.shape)
             tensor.data = shared.copy_(tensor.detach())
     return tensors
-
-
-def _size(source: Path) -> int:
-    """Returns the bytes that reading `given` may map."""
-    if not source.is_dir():
-        return source.stat().st_size if source.is_file() else 0
-    tensor_files = source.glob("checkpoints/*/*.safetensors")
-    return sum(file.lstat().st_size for file in tensor_files if files.kind(file) == "file")
 
 
 @torch.no_grad()

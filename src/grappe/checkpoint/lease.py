@@ -134,16 +134,11 @@ def _lives(holder: Holder) -> bool:
     me = _myself()
     if holder.job and holder.job == me["job"] and holder.restart < me["restart"]:
         return False  # Slurm restarts a job only when its processes are gone
-    if holder.host == me["host"] and not _process_lives(holder.pid):
-        return False
+    if holder.host == me["host"]:
+        try:
+            os.kill(holder.pid, 0)
+        except (ProcessLookupError, OverflowError):
+            return False
+        except PermissionError:
+            pass  # it lives, and is somebody else's
     return abs(time.time() - holder.beat) < STALE_SECONDS  # a beat from the future is no sign of life either
-
-
-def _process_lives(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except (ProcessLookupError, OverflowError):
-        return False
-    except PermissionError:
-        return True
-    return True

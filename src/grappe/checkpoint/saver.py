@@ -216,7 +216,13 @@ class Saver:
         fingerprints: dict[str, Fingerprint] = {}
         for rank in range(self._world.size):
             name = f"rank-{rank}.safetensors"
-            fingerprints[name] = self._waited_for(beside / f"{name}.done")
+            done = beside / f"{name}.done"
+            while not files.kind(done):
+                if self._abandoned.wait(POLL_SECONDS):
+                    raise RunError("another process could not write its part")
+                if not done.parent.is_dir():  # nobody would ever write it
+                    raise RunError(f"{done.parent} was removed: No such file or directory")
+            fingerprints[name] = read_json(done, IN_CHECKPOINT)
         for name in fingerprints:
             files.remove(beside / f"{name}.done", IN_CHECKPOINT)
         state = json.dumps({"step": step, **values}, indent=1)
@@ -225,14 +231,6 @@ class Saver:
         origin = Origin(step=step, run=self._run, samples=values.get(SAMPLES, 0))
         commit(beside, step_folder(self._folder, step), fingerprints, origin)
         self._keep.clean(self._folder, step)
-
-    def _waited_for(self, file: Path) -> Fingerprint:
-        while not files.kind(file):
-            if self._abandoned.wait(POLL_SECONDS):
-                raise RunError("another process could not write its part")
-            if not file.parent.is_dir():  # nobody would ever write it
-                raise RunError(f"{file.parent} was removed: No such file or directory")
-        return read_json(file, IN_CHECKPOINT)
 
     def close(self) -> None:
         """Abandons a running save: the checkpoint before it stays the newest."""

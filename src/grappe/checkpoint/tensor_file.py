@@ -150,11 +150,6 @@ class _Mapped:
         return self._data[start:stop].view(kind).reshape(self.shape(name))
 
 
-def _writable(tensor: Tensor) -> np.ndarray:
-    """Returns the tensor's memory in the integer type of `_Mapped.integers`."""
-    return tensor.view(INTEGERS[tensor.element_size()][1]).numpy()
-
-
 class TensorFiles:
     """The tensors of several files, assembled from their pieces when they are read.
 
@@ -194,7 +189,11 @@ class TensorFiles:
             local = mapped.shape(name)
             part = parts.get(name) or {"shape": local, "offset": [0] * len(local)}
             shape, offset = tuple(map(int, part["shape"])), tuple(map(int, part["offset"]))
-            if self._shapes.setdefault(name, shape) != shape or not _fits(local, offset, shape):
+            fits = len(local) == len(offset) == len(shape) and all(
+                begin >= 0 and begin + size <= full
+                for size, begin, full in zip(local, offset, shape, strict=True)
+            )
+            if self._shapes.setdefault(name, shape) != shape or not fits:
                 raise RunError(f"{file}: the pieces of {name!r} do not fit together")
             places = self._places.setdefault(name, [])
             if any(offset == other for _, other in places):
@@ -226,34 +225,24 @@ class TensorFiles:
         """
         boxes = []
         for mapped, at in self._places[name]:
-            box = _overlap(offset, shape, at, mapped.shape(name))
-            if box is not None:
+            box = [  # that both share, as (start, stop) by dimension
+                (max(p, q), min(p + m, q + n))
+                for p, m, q, n in zip(offset, shape, at, mapped.shape(name), strict=True)
+            ]
+            if all(start < stop for start, stop in box):
                 boxes.append((mapped, at, box))
         covered = sum(math.prod(stop - start for start, stop in box) for _, _, box in boxes)
         if not boxes or covered != math.prod(shape):  # before memory is asked for: the shape may be a lie
             raise RunError(f"{name!r} is not there in full: a file of the checkpoint is missing")
         result = torch.empty(tuple(shape), dtype=boxes[0][0].dtype(name))
+        writable = result.view(INTEGERS[result.element_size()][1]).numpy()  # in the type of _Mapped.integers
         for mapped, at, box in boxes:
             if mapped.dtype(name) != result.dtype:
                 raise RunError(f"the pieces of {name!r} are {result.dtype} and {mapped.dtype(name)}")
-            _writable(result)[_within(box, offset)] = mapped.integers(name)[_within(box, at)]
+            writable[_within(box, offset)] = mapped.integers(name)[_within(box, at)]
         return result
 
 
 def _within(box: Sequence[tuple[int, int]], offset: Sequence[int]) -> tuple[slice, ...]:
     """Returns a box as slices relative to `offset`."""
     return tuple(slice(start - begin, stop - begin) for (start, stop), begin in zip(box, offset, strict=True))
-
-
-def _fits(local: Sequence[int], offset: Sequence[int], shape: Sequence[int]) -> bool:
-    return len(local) == len(offset) == len(shape) and all(
-        begin >= 0 and begin + size <= full for size, begin, full in zip(local, offset, shape, strict=True)
-    )
-
-
-def _overlap(
-    a: Sequence[int], a_shape: Sequence[int], b: Sequence[int], b_shape: Sequence[int]
-) -> list[tuple[int, int]] | None:
-    """Returns the box that two boxes share, as (start, stop) by dimension; None where they share nothing."""
-    box = [(max(p, q), min(p + m, q + n)) for p, m, q, n in zip(a, a_shape, b, b_shape, strict=True)]
-    return None if any(start >= stop for start, stop in box) else box

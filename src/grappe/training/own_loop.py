@@ -168,7 +168,12 @@ class Loop:
             yield entering(micro), micro.targets
             self.step += 1
             self.chronometer.end_step()
-            self._after_a_step(last=self.step == total)
+            stop = self._stop_agreed()
+            if self._saver is not None and (self.step == total or stop or self.step % self._save_every == 0):
+                self.save()
+            if stop:
+                self._close()
+                raise SystemExit(EXIT_INTERRUPTED)
         self._close()
 
     def mean(self, losses: Tensor) -> Tensor:
@@ -233,14 +238,6 @@ class Loop:
                     f"{self._folder} was trained with seed {seed}, not {self._seed}: its order would differ"
                 )
         return lease, Saver(folder, self.world, token, Retention(), may_commit), checkpoint
-
-    def _after_a_step(self, last: bool) -> None:
-        stop = self._stop_agreed()
-        if self._saver is not None and (last or stop or self.step % self._save_every == 0):
-            self.save()
-        if stop:
-            self._close()
-            raise SystemExit(EXIT_INTERRUPTED)
 
     def _stop_agreed(self) -> bool:
         """Returns whether any process had a signal by the step before: reduced asynchronously. Collective."""

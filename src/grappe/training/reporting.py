@@ -132,7 +132,10 @@ def note_optimizer(facts: dict[str, Any], optimizer: Optimizer, named: object) -
 def lines(facts: Mapping[str, Any]) -> Iterator[str]:
     """Yields the facts as lines for the user."""
     nodes = facts["nodes"]
-    places = [_place(host, devices, facts["processes"]) for host, devices in nodes.items()]
+    places = []
+    for host, devices in nodes.items():
+        shown = [f"{count} x {name}" if facts["processes"] > 1 else name for name, count in devices.items()]
+        places.append(f"{host} ({', '.join(shown)})")
     more = f" and {len(places) - SHOWN_NODES} more" if len(places) > SHOWN_NODES else ""
     yield (
         f"{count_of(len(nodes), 'node')}: {', '.join(places[:SHOWN_NODES])}{more}; each process "
@@ -148,11 +151,6 @@ def lines(facts: Mapping[str, Any]) -> Iterator[str]:
 def device_name(device: torch.device) -> str:
     """Returns the GPU's model, or "cpu"."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
-
-
-def _place(host: str, devices: Mapping[str, int], processes: int) -> str:
-    shown = ", ".join(f"{count} x {name}" if processes > 1 else name for name, count in devices.items())
-    return f"{host} ({shown})"
 
 
 def _optimizer(optimizer: Mapping[str, Any] | None) -> str:

@@ -70,7 +70,9 @@ class TaskReference:
     def of(cls, task: Task | type[Task] | str, texts: Mapping[str, str] | None = None) -> TaskReference:
         """Makes a reference from a task, its class, or its name."""
         if isinstance(task, str):
-            return cls(name=_absolute(task), texts=dict(texts or {}))
+            place, colon, class_name = task.partition(":")
+            name = f"{Path(place).resolve()}{colon}{class_name}" if place.endswith(".py") else task
+            return cls(name=name, texts=dict(texts or {}))
         value = task() if isinstance(task, type) else task
         if not isinstance(value, Task):
             raise TaskError(f"{value!r} is not a task: derive its class from grappe.Task")
@@ -85,7 +87,10 @@ def same_task(task: Task, description: Mapping[str, Any]) -> bool:
 
 def field_texts(task: Task) -> dict[str, Any]:
     """Returns the task's fields in JSON's form."""
-    return {name: value if _is_plain(value) else repr(value) for name, value in fields(task).items()}
+    return {
+        name: value if value is None or isinstance(value, bool | int | float | str) else repr(value)
+        for name, value in fields(task).items()
+    }
 
 
 def source_hash(task: Task) -> str:
@@ -94,17 +99,6 @@ def source_hash(task: Task) -> str:
         return hashlib.sha256(inspect.getsource(type(task)).encode()).hexdigest()[:12]
     except (OSError, TypeError):
         return ""
-
-
-def _absolute(name: str) -> str:
-    place, colon, rest = name.partition(":")
-    if place.endswith(".py"):
-        return f"{Path(place).resolve()}{colon}{rest}"
-    return name
-
-
-def _is_plain(value: Any) -> bool:
-    return value is None or isinstance(value, bool | int | float | str)
 
 
 RECORDS = "tasks"
@@ -153,9 +147,8 @@ def reference_of(run: Run, *, asks: bool = True) -> TaskReference:
         raise RunError(f"{run.folder}/{DESCRIPTION} does not say what its task is")
     if (own := tasks.shipped(name)) is not None:
         return TaskReference(name=own, texts=texts)
-    if name.startswith(
-        "__main__:"
-    ):  # in this very script or notebook, which runs already; other processes lack it
+    if name.startswith("__main__:"):
+        # In this very script or notebook, which runs already; other processes lack it.
         return TaskReference.of(tasks.make(tasks.find(name), texts))
     record = _read(run.read_id())
     if record is None:

@@ -6,7 +6,7 @@ import math
 import os
 import statistics
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
@@ -92,7 +92,13 @@ class Console(Watcher):
         self._record = record
         self._seconds += record.seconds
         self._steps += 1
-        self._count(record)
+        assert self._info is not None
+        self._epoch_seconds += record.seconds
+        self._epoch_steps += 1
+        if record.step % self._info.steps_per_epoch == 0:
+            if self._epoch_steps == self._info.steps_per_epoch:
+                self._epochs.append(self._epoch_seconds)
+            self._epoch_seconds, self._epoch_steps = 0.0, 0
         if self._print_every is not None:
             self._print_loss(record, self._print_every)
         if self._end is not None and (line := self._end.stepped(record.step)) is not None:
@@ -118,15 +124,6 @@ class Console(Watcher):
             f"lr {record.lr:.3g}  {rate:,.0f}{self._unit}"
         )
         self._losses, self._loss_steps, self._loss_seconds = [], 0, 0.0
-
-    def _count(self, record: Record) -> None:
-        assert self._info is not None
-        self._epoch_seconds += record.seconds
-        self._epoch_steps += 1
-        if record.step % self._info.steps_per_epoch == 0:
-            if self._epoch_steps == self._info.steps_per_epoch:
-                self._epochs.append(self._epoch_seconds)
-            self._epoch_seconds, self._epoch_steps = 0.0, 0
 
     def evaluated(self, step: int, scores: Scores) -> None:
         self._scores = scores
@@ -159,7 +156,10 @@ class Console(Watcher):
         if self._record is None:
             return
         if self._cell is not None:
-            self._show_in_cell(self._record)
+            place = f"epoch {self._record.epoch + 1}  step {self._record.step}/{self._info.last_step}"
+            text = f"{place}  loss {self._record.loss:.4f}  {self._rate:,.0f}{self._unit}"
+            self._cell.write(f"\r{text[:CELL_WIDTH]:<{CELL_WIDTH}}")
+            self._cell.flush()
         if self._progress is None:
             return
         metrics = _metrics(self._scores.metrics) if self._scores is not None else ""
@@ -171,13 +171,6 @@ class Console(Watcher):
             epoch=self._record.epoch + 1,
             refresh=True,
         )
-
-    def _show_in_cell(self, record: Record) -> None:
-        assert self._info is not None and self._cell is not None
-        place = f"epoch {record.epoch + 1}  step {record.step}/{self._info.last_step}"
-        text = f"{place}  loss {record.loss:.4f}  {self._rate:,.0f}{self._unit}"
-        self._cell.write(f"\r{text[:CELL_WIDTH]:<{CELL_WIDTH}}")
-        self._cell.flush()
 
     def _clear_cell(self) -> None:
         if self._cell is not None and self._record is not None:
@@ -204,18 +197,15 @@ class Console(Watcher):
         rows.append(("time", f"{total:.1f} s: {', '.join(parts)}"))
         rows.append(("data", str(outcome.headspace)))
         if self._epochs:
-            rows.append(("epoch", _per_epoch(self._epochs)))
+            epoch = f"{statistics.median(self._epochs):.3g} s"
+            if len(self._epochs) > 1:
+                epoch += f" ({min(self._epochs):.3g} to {max(self._epochs):.3g})"
+            rows.append(("epoch", epoch))
         rows += _memory(outcome)
         rows.extend(("engine", remark) for remark in outcome.remarks)
         rows.append(("run", str(self._info.folder)))
         width = max(len(name) for name, _ in rows)
         return [f"{name:<{width}}  {value}" for name, value in rows]
-
-
-def _per_epoch(seconds: Sequence[float]) -> str:
-    """Formats the seconds of epochs' steps: their median, and the shortest and longest."""
-    text = f"{statistics.median(seconds):.3g} s"
-    return f"{text} ({min(seconds):.3g} to {max(seconds):.3g})" if len(seconds) > 1 else text
 
 
 def _memory(outcome: Outcome) -> list[tuple[str, str]]:

@@ -98,7 +98,8 @@ class ExpectedEnd:
         self._at = now
         if not self._shown or step >= self._info.last_step:
             return ""
-        return f"  end {self._when(now + self._left(step))}"
+        end, today = _minute(now + self._left(step)), _minute(now)
+        return f"  end {end[11:] if end[:10] == today[:10] else end}"
 
     def _left(self, evaluated: int) -> float:
         """Computes the seconds to the last step of this start, with the evaluations behind the step `evaluated`."""
@@ -133,11 +134,6 @@ class ExpectedEnd:
                 "started again"
             )
         return line
-
-    def _when(self, end: float) -> str:
-        """Formats a time of today without its date."""
-        text, today = _minute(end), _minute(self._at)
-        return text[11:] if text[:10] == today[:10] else text
 
 
 def _minute(at: float) -> str:

@@ -65,7 +65,11 @@ def check_name(reference: str) -> str:
 
 def _loaded(place: str, reference: str) -> ModuleType:
     try:
-        return _from_file(Path(place)) if place.endswith(".py") else _imported(place)
+        if place.endswith(".py"):
+            return _from_file(Path(place))
+        if "" not in sys.path and str(Path.cwd()) not in sys.path:
+            sys.path.insert(0, str(Path.cwd()))
+        return importlib.import_module(place)
     except GrappeError:
         raise
     except (Exception, SystemExit) as error:  # a script that ends itself holds no watcher either
@@ -82,12 +86,6 @@ def _from_file(path: Path) -> ModuleType:
         sys.path.insert(0, str(path.parent))  # so that it may import its neighbours, as when it is run
     spec.loader.exec_module(module)
     return module
-
-
-def _imported(name: str) -> ModuleType:
-    if "" not in sys.path and str(Path.cwd()) not in sys.path:
-        sys.path.insert(0, str(Path.cwd()))
-    return importlib.import_module(name)
 
 
 def _made(kind: type[Watcher], reference: str) -> Watcher:

@@ -135,7 +135,11 @@ class Meter(Watcher):
         self._read_joules()
         if passed <= 0:
             return
-        watts = _watts(before, self._joules, passed)
+        watts = dict[str, float]()
+        for name, joules in self._joules.items():
+            earlier = before.get(name)
+            if joules is not None and earlier is not None:
+                watts[name] = round((joules - earlier) / passed, 2)
         if passed >= LEAST_SECONDS:
             self._peak_watts = {
                 name: max(value, self._peak_watts.get(name, 0.0)) for name, value in watts.items()
@@ -196,18 +200,6 @@ class Meter(Watcher):
             self._joules["processors"] = energy.total(self._processors.counters)
         if self._first_on_gpu:
             self._joules["gpu"] = energy.total(self._gpu.counters)
-
-
-def _watts(
-    before: Mapping[str, float | None], after: Mapping[str, float | None], seconds: float
-) -> dict[str, float]:
-    """Computes the mean power by consumer, where both readings are known."""
-    watts = {}
-    for name, joules in after.items():
-        earlier = before.get(name)
-        if joules is not None and earlier is not None:
-            watts[name] = round((joules - earlier) / seconds, 2)
-    return watts
 
 
 def _cpu_seconds() -> float:

@@ -113,16 +113,14 @@ class GradientsHook:
         if closure is None:
             self._call()
             return None
-        bound.arguments["closure"] = self._with_call_after(closure)
-        return bound.args, bound.kwargs
 
-    def _with_call_after(self, closure: Callable[[], Any]) -> Callable[[], Any]:
         def computed() -> Any:
             value = closure()
             self._call()
             return value
 
-        return computed
+        bound.arguments["closure"] = computed
+        return bound.args, bound.kwargs
 
     def _call(self) -> None:
         self._watchers.gradients_ready(self._steps_done() + 1, self._chronometer.parameters)
