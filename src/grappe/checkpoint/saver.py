@@ -7,7 +7,6 @@ fingerprints and commits. Nothing else is sent between processes, so nothing dis
 from __future__ import annotations
 
 import contextlib
-import functools
 import itertools
 import json
 import re
@@ -162,7 +161,12 @@ class Saver:
             error = problem
         for _ in values:  # the others wait for us at each tensor, whatever became of our file
             pass
-        return functools.partial(_again, error)
+
+        def again() -> None:
+            if error is not None:
+                raise error
+
+        return again
 
     def _write(
         self,
@@ -237,11 +241,6 @@ class Saver:
         self._abandoned.set()
         if self._thread is not None:
             self._thread.join(timeout=5)
-
-
-def _again(error: Exception | None) -> None:
-    if error is not None:
-        raise error
 
 
 class Snapshots:

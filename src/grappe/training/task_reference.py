@@ -114,7 +114,11 @@ def write_record(run: str, name: str, task: Task) -> str | None:
     if tasks.shipped(name) is not None or name.startswith("__main__:"):
         return None
     place = name.partition(":")[0]
-    file = Path(place) if place.endswith(".py") else _file_of(place)
+    if place.endswith(".py"):
+        file: Path | None = Path(place)
+    else:
+        source = getattr(sys.modules.get(place), "__file__", None)
+        file = Path(source).resolve() if isinstance(source, str) and source.endswith(".py") else None
     if file is None or run_around(file) is not None:
         return f"the task {name} is in no file outside of runs: later commands will ask for --task"
     folder = state_folder(RECORDS, make=True)
@@ -233,11 +237,6 @@ def _read(run: str) -> dict[str, str] | None:
 
 def _hash(file: Path) -> str:
     return hashlib.sha256(file.read_bytes()).hexdigest()
-
-
-def _file_of(module: str) -> Path | None:
-    file = getattr(sys.modules.get(module), "__file__", None)
-    return Path(file).resolve() if isinstance(file, str) and file.endswith(".py") else None
 
 
 def _root(place: str, file: Path) -> Path:
