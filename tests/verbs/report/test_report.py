@@ -11,6 +11,7 @@ import pytest
 
 from grappe.errors import RunError, UsageError
 from grappe.training.run import Run
+from grappe.verbs.foresee.run_forecast import foreseen_run
 from grappe.verbs.report.report import gather, html, report, thinned
 from grappe.verbs.tune.schedule import importance
 from grappe.verbs.tune.space import of_texts
@@ -86,7 +87,12 @@ def test_one_run(browser: chromium.Browser, run: Path) -> None:
     assert browser.evaluate(f"{row}.cells[1].textContent") == "1"
 
 
-def test_twenty_runs_and_their_differences(browser: chromium.Browser, run: Path, tmp_path: Path) -> None:
+def test_twenty_runs_and_their_differences(
+    browser: chromium.Browser, run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Each copy's plan is another one, for which its model would be traced: two seconds each.
+    forecast = foreseen_run(Run(run))
+    monkeypatch.setattr("grappe.verbs.report.report.foreseen_run", lambda _: forecast)
     runs = [another(run, f"copy-{number}", plan=f"replicate={number + 1}") for number in range(20)]
     file = report(runs, tmp_path / "twenty.html")
     shown(browser, file)
