@@ -19,7 +19,7 @@ from grappe.launch.files import IN_CHECKPOINT, IN_PART, IN_RUN, flush
 
 MANIFEST = "manifest.json"
 READ_SIZE = 1 << 22
-LARGEST_JSON = 1 << 25  # bytes; a state of more is a lie
+LARGEST_JSON = 1 << 25  # bytes; a larger state cannot be genuine
 LARGEST_LIST = 1 << 22  # bytes, of a manifest or run.json; what is made of them takes 20 times as much memory
 OURS = re.compile(r"\.?(rank-\d+\.safetensors(\.done)?|state\.json|manifest\.json)(\.[0-9a-f]{8})?", re.ASCII)
 """The files that a save makes."""
@@ -31,7 +31,7 @@ Fingerprint = dict[str, Any]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Origin:
-    """Place that a checkpoint belongs to; its manifest says it, since a folder can be renamed or copied."""
+    """Place that a checkpoint belongs to; its manifest names it, since a folder can be renamed or copied."""
 
     step: int
     """Optimizer steps done."""
@@ -57,7 +57,7 @@ def commit(beside: Path, folder: Path, fingerprints: Mapping[str, Fingerprint], 
 
 
 def _make_way(folder: Path) -> None:
-    """Removes what is damaged, as a rename replaces no folder that is not empty; what grappe has not made stays."""
+    """Removes a damaged checkpoint, as a rename replaces empty folders only; files that grappe did not make stay."""
     if files.kind(folder) == "folder" and not strangers(folder):
         files.remove_tree(folder, IN_PART)
     else:
@@ -65,7 +65,7 @@ def _make_way(folder: Path) -> None:
 
 
 def strangers(folder: Path) -> list[str]:
-    """Lists what a checkpoint's folder holds that no save of grappe's puts there: that is not grappe's to remove."""
+    """Lists files in a checkpoint's folder that no save puts there: grappe must not remove them."""
     try:
         listed = set(read_json(folder / MANIFEST, IN_CHECKPOINT, largest=LARGEST_LIST).get("files", {}))
     except (RunError, TypeError):
@@ -111,13 +111,13 @@ def verify(folder: Path, run: str = "") -> str | None:
                 return f"its manifest names {name!r}, which is no file in it"
             if fingerprint(file, int(expected["bytes"])) != expected:
                 return f"{name} is not what was saved"
-        if expected_hash != json_hash(manifest):  # one name turned into another would hide a file
+        if expected_hash != json_hash(manifest):  # an altered name would hide a file
             return f"{MANIFEST} is not what was saved"
         if folder.name != step_name(manifest["step"]):
             return f"it is the checkpoint of step {manifest['step']}, in a folder of another name"
         if run and manifest["run"] != run:
             return "it is a checkpoint of another run"
-    except Exception as error:  # whatever a manifest that lies may lead to
+    except Exception as error:  # whatever error a manipulated manifest may lead to
         return f"its manifest or a file cannot be read: {error}"
     return None
 

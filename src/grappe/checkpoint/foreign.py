@@ -67,7 +67,7 @@ def read_content(file: Path) -> Any:
             with zipfile.ZipFile(file) as archive:
                 if any(entry.compress_type != zipfile.ZIP_STORED for entry in archive.infolist()):
                     raise RunError("it is compressed, which torch's own files never are")
-        # Mapped, what is not asked for costs no memory: the optimizer's state, say.
+        # Mapped, tensors that are not read (the optimizer's state) cost no memory.
         return torch.load(file, map_location="cpu", weights_only=True, mmap=zipped)
     except MemoryError as error:
         raise RunError(
@@ -97,7 +97,7 @@ def state_dict_of(content: Any, file: Path) -> dict[str, Tensor]:
 
 
 def not_plain(tensor: Tensor) -> str | None:
-    """Names the kind of a tensor that is not one of numbers in memory; None for one that is."""
+    """Names the kind of a tensor that is not a plain one in memory; None for a plain one."""
     if type(tensor) not in (Tensor, nn.Parameter):
         return f"of the class {type(tensor).__name__}"
     if tensor.is_nested:

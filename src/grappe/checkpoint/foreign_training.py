@@ -1,4 +1,4 @@
-"""Reads what a training script saved beside its weights: the optimizer's state, and how many epochs were done."""
+"""Reads what a training script saved besides its weights: the optimizer's state, and how many epochs were done."""
 
 from __future__ import annotations
 
@@ -80,12 +80,12 @@ class ForeignTraining:
 def foreign_training(begin: Begin, model: nn.Module, optimizer: Optimizer | None) -> ForeignTraining:
     """Reads the state of the training that saved the file `begin.source`.
 
-    torch numbers the parameters of an optimizer in the order in which it was given them: the task's optimizer is taken
-    to have been given the same ones in the same order as the script's.
+    torch numbers an optimizer's parameters in the order of its construction: the task's optimizer is assumed to have
+    the same parameters in the same order as the script's.
 
     Args:
         model: the task's, for its parameters' names.
-        optimizer: the task's, over its trainable parameters; None: its state is not wanted.
+        optimizer: the task's, over its trainable parameters; None: its state is not read.
 
     Raises:
         RunError: the file holds no such state, or the state is not one of this optimizer.

@@ -115,11 +115,11 @@ class Choice:
 
 
 def choose(folder: Path, run: str = "", saved: int | None = None) -> Choice:
-    """Finds the newest checkpoint in `folder` that verifies, and says what was passed over.
+    """Finds the newest checkpoint in `folder` that verifies, and names the ones passed over.
 
     Args:
         run: the id of the run that it should be of; "": any.
-        saved: the step whose checkpoint the run's last start says that it saved.
+        saved: the step of the checkpoint that the run's last start recorded as saved.
     """
     newest_whole, passed_over = None, list[str]()
     checkpoints = list_checkpoints(folder)
@@ -188,7 +188,7 @@ def validation_loss(checkpoint: Checkpoint) -> float:
 
 
 def _strangers(folder: Path, checkpoints: list[Checkpoint]) -> list[str]:
-    """Names what lies among the checkpoints and is none: a renamed or linked one may be the newest in truth."""
+    """Names entries among the checkpoints that are none: a renamed or linked one may really be the newest."""
     try:
         names = files.names(folder)
     except OSError:
@@ -231,7 +231,7 @@ class Retention:
 
 
 def remove(checkpoint: Path) -> bool:
-    """Removes a checkpoint's folder; returns False, and leaves it alone, where it holds what no save has put there."""
+    """Removes a checkpoint's folder; returns False, and leaves it alone, if it holds files that no save put there."""
     if strangers(checkpoint):
         return False
     # Renamed first, so that a kill in between leaves nothing that looks like a checkpoint.
@@ -242,7 +242,7 @@ def remove(checkpoint: Path) -> bool:
 
 
 def superfluous(checkpoints: list[Checkpoint], last: int) -> list[Checkpoint]:
-    """Returns those of `checkpoints`, newest first, that are neither among the `last` newest nor the best."""
+    """Returns the `checkpoints` (newest first) that are neither among the `last` newest nor the best."""
     best = min(checkpoints, key=validation_loss, default=None)
     return [old for old in checkpoints[last:] if old is not best or validation_loss(old) == math.inf]
 
@@ -251,7 +251,7 @@ LEFT = re.compile(r"\.(step-\d{6,}|old-step-\d{6,})\.\w+", re.ASCII)
 
 
 def leftovers(folder: Path, older_than_seconds: float = 0.0) -> list[Path]:
-    """Lists the folders that interrupted saves left on disk: those that hold nothing but files of a save.
+    """Lists the folders that interrupted saves left on disk: folders that hold nothing but files of a save.
 
     Raises:
         RunError: `folder` is a link.

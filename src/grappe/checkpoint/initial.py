@@ -39,7 +39,7 @@ BYTES_PER_SECOND = 10**8  # of a file that is read, and copied into the model
 def build(task: Task, checkpoints: Path, begin: Begin | None, run: str = "") -> tuple[str, ...]:
     """Makes the model in a separate process and saves it as step 0; the memory of building is freed with that process.
 
-    A run that begins with the state of another training is saved as the step behind that training's epochs.
+    A run that begins with another training's state is saved as the step after that training's epochs.
 
     Args:
         begin: what to take over, instead of fresh weights.
@@ -50,7 +50,7 @@ def build(task: Task, checkpoints: Path, begin: Begin | None, run: str = "") -> 
 
     Raises:
         OutOfMemory: the separate process had no room for the whole model.
-        GrappeError: the model cannot be made, or what is given does not fit it.
+        GrappeError: the model cannot be made, or the given weights do not fit it.
     """
 
     def work() -> str:
@@ -216,12 +216,12 @@ def _copied(model: nn.Module, source: Path) -> str:
 
 @contextlib.contextmanager
 def _refusing(source: Path) -> Iterator[None]:
-    """Turns whatever a stranger's file leads to into one message."""
+    """Turns any error of a foreign file into one message."""
     try:
         yield
     except GrappeError:
         raise
-    except Exception as error:  # a file of a stranger's may lead to any
+    except Exception as error:  # a foreign file may lead to any error
         kind = type(error).__name__
         raise RunError(
             f"--from {source}: it holds no weights that can be read ({kind}: {str(error)[:300]}): {ALONE}"

@@ -50,7 +50,7 @@ class Lease:
         self._thread: threading.Thread | None = None
 
     def held_by(self) -> str:
-        """Says which living process holds the lease; "": none."""
+        """Names the living process that holds the lease; "": none."""
         holder = self._holder()
         if holder is None or not _lives(holder):
             return ""
@@ -69,7 +69,7 @@ class Lease:
             raise RunError(
                 f"{self._file.parent} cannot be written: {error.strerror}: free it, or train in another with --run"
             ) from error
-        time.sleep(0.05)  # two may have found it free: the later write holds
+        time.sleep(0.05)  # two processes may have found it free: the later write wins
         self.check()
         self._thread = threading.Thread(target=self._beat, name="grappe-lease", daemon=True)
         self._thread.start()
@@ -92,7 +92,9 @@ class Lease:
             self._thread.join()
         holder = self._holder()
         if holder is not None and holder.token == self.token:
-            with contextlib.suppress(OSError):  # it ends by itself; an error here would hide the one before
+            with contextlib.suppress(
+                OSError
+            ):  # it expires on its own; an error here would hide the one before
                 files.remove(self._file)
 
     def _beat(self) -> None:
@@ -101,7 +103,7 @@ class Lease:
                 self.check()
                 self._write()
             except (OSError, RunError):
-                continue  # the next commit asks again, and says it
+                continue  # the next commit checks again, and reports it
 
     def _write(self) -> None:
         write_json(self._file, {**_myself(), "token": self.token, "beat": time.time()})
@@ -118,7 +120,7 @@ class Lease:
                 beat=float(holder["beat"]),
             )
         except (RunError, KeyError, TypeError, ValueError, OverflowError):
-            return None  # half a lease holds nobody back
+            return None  # an incomplete lease blocks nobody
 
 
 def _myself() -> dict[str, Any]:

@@ -34,7 +34,7 @@ def pretrained(
 
     Args:
         place: a folder with model.safetensors or model.safetensors.index.json, or one .safetensors file.
-        fresh: patterns of the names ("classifier.*") that the files lack, and that keep the values they were made with.
+        fresh: patterns of the names ("classifier.*") that the files lack; these keep their initial values.
         unused: patterns of the names in the files that the model does not have.
 
     Raises:
@@ -45,7 +45,7 @@ def pretrained(
     where = f"grappe.pretrained({str(place)!r})"
     weights = _files(Path(place), where)
     own: dict[int, tuple[Tensor, list[str]]] = {}
-    for name, tensor in model.state_dict(keep_vars=True).items():  # tied ones under each of their names
+    for name, tensor in model.state_dict(keep_vars=True).items():  # tied parameters under each of their names
         own.setdefault(id(tensor), (tensor, []))[1].append(name)
     theirs = _names(weights, model)
     missing = [names[0] for _, names in own.values() if not any(name in theirs for name in names)]

@@ -82,8 +82,8 @@ class Saver:
     ) -> str | None:
         """Copies the state and returns; a thread writes the copy.
 
-        With `stream`, which yields the values of `tensors`, the values are written as they come, and only the commit
-        happens in the background: the values do not fit into memory together.
+        With `stream`, which yields the values of `tensors`, the values are written as they arrive, and only the commit
+        happens in the background: together the values do not fit into memory.
 
         Returns:
             The error of the save before this one, on any process; None: that save is committed.
@@ -159,7 +159,7 @@ class Saver:
             error = None
         except Exception as problem:
             error = problem
-        for _ in values:  # the others wait for us at each tensor, whatever became of our file
+        for _ in values:  # the others wait for this process at each tensor, even if its file failed
             pass
 
         def again() -> None:
@@ -184,7 +184,7 @@ class Saver:
                 else:
                     streamed()
         finally:
-            self._written.set()  # behind the note: what nobody hears of then, process 0 waits for in vain
+            self._written.set()  # after the note: process 0 waits in vain for unreported errors
         if self._world.rank == 0 and self._error is None:
             with self._noting(step, beside):
                 self._commit(beside, step, values)
@@ -256,12 +256,12 @@ class Snapshots:
     ) -> tuple[list[Piece], bool]:
         """Returns the pieces on the host, and whether they are copies; overwrites the result of the previous call.
 
-        Without memory for the copies beside a step's, pieces that are on the host already are returned uncopied. Those
-        of a GPU may be on their way, if the GPU has room for a copy of them: call `wait` before they are read.
+        Without memory for the copies besides a step's, pieces that are on the host already are returned uncopied. Pieces
+        of a GPU may still be in transfer, if the GPU has room for a copy: call `wait` before they are read.
 
         Args:
             processes: the number of processes on this node that take theirs.
-            peak_known: whether this process has had the memory that a step needs.
+            peak_known: whether this process has already taken the memory that a step needs.
         """
         originals = list(pieces)
         on_gpu = [piece for piece in originals if piece.data.is_cuda]
@@ -293,7 +293,7 @@ class Snapshots:
             self._device.wait()
 
     def clear(self) -> None:
-        """Gives the copies' memory back."""
+        """Frees the copies' memory."""
         self._buffers.clear()
 
     def _without(self, originals: list[Piece]) -> tuple[list[Piece], bool]:
@@ -335,7 +335,7 @@ def pieces_to_write(
 
 def _copies(tensor: Tensor, world: World) -> tuple[int, int]:
     """Returns the number of processes that hold the same part of the tensor, and this process's number among them."""
-    split = {"pipeline"}  # what a stage has, no other has
+    split = {"pipeline"}  # no two stages hold the same tensor
     if isinstance(tensor, DTensor):
         names = tensor.device_mesh.mesh_dim_names or ()
         split |= {n for n, placed in zip(names, tensor.placements, strict=True) if not placed.is_replicate()}
@@ -365,7 +365,7 @@ def _complete(name: str, tensor: Tensor) -> Piece:
     return Piece(name, tensor.detach(), shape, (0,) * len(shape))
 
 
-SHARE = 0.8  # of the memory that is left beside a step's: the allocator cannot use all of it
+SHARE = 0.8  # of the memory that a step leaves free: the allocator cannot use all of it
 
 
 class DeviceCopies:
@@ -404,7 +404,7 @@ class DeviceCopies:
 
 
 def gpu_has_room(size: int, processes: int) -> bool:
-    """Returns whether the GPU holds `size` bytes more beside the most that this process has had there.
+    """Returns whether the GPU holds `size` bytes more than the most that this process has had there.
 
     Args:
         processes: the number of processes on this node; where they share GPUs, none knows what the others will take.

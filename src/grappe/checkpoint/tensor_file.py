@@ -123,10 +123,8 @@ class _Mapped:
         with files.reader(file, levels) as stream:
             if int.from_bytes(stream.read(8), "little") > LARGEST_HEADER:
                 raise RunError(f"{file} is no readable safetensors file: its header is too long")
-            # The library opens by name: this one means the file that is open here, whatever has its name by now.
-            with safe_open(
-                f"/dev/fd/{stream.fileno()}", framework="np"
-            ) as checked:  # is the header a true one?
+            # The library opens by name: this name means the file that is open here, even if it was replaced since.
+            with safe_open(f"/dev/fd/{stream.fileno()}", framework="np") as checked:  # checks the header
                 self.names = list(checked.keys())
                 self.metadata = checked.metadata() or {}
             content = np.asarray(np.memmap(stream, np.uint8, "r"))
@@ -173,7 +171,7 @@ class TensorFiles:
                 raise
             except (
                 Exception
-            ) as error:  # the library has an error class of its own, beside OSError and ValueError
+            ) as error:  # the library has an error class of its own, besides OSError and ValueError
                 if is_out_of_memory(error):
                     raise OutOfMemory(
                         f"no memory was left to read {file}: {error}. Give the process more (the job's --mem, "
@@ -213,7 +211,7 @@ class TensorFiles:
     def read(self, name: str) -> Tensor:
         """The whole tensor, on the CPU."""
         shape, places = self._shapes[name], self._places[name]
-        if len(places) == 1 and not math.prod(shape):  # of nothing there is no part
+        if len(places) == 1 and not math.prod(shape):  # an empty tensor has no parts
             return torch.empty(shape, dtype=places[0][0].dtype(name))
         return self.read_part(name, shape, (0,) * len(shape))
 
@@ -232,7 +230,7 @@ class TensorFiles:
             if all(start < stop for start, stop in box):
                 boxes.append((mapped, at, box))
         covered = sum(math.prod(stop - start for start, stop in box) for _, _, box in boxes)
-        if not boxes or covered != math.prod(shape):  # before memory is asked for: the shape may be a lie
+        if not boxes or covered != math.prod(shape):  # before memory is allocated: the shape may be false
             raise RunError(f"{name!r} is not there in full: a file of the checkpoint is missing")
         result = torch.empty(tuple(shape), dtype=boxes[0][0].dtype(name))
         writable = result.view(INTEGERS[result.element_size()][1]).numpy()  # in the type of _Mapped.integers

@@ -33,7 +33,7 @@ class Arrays(Dataset):
             device, on [B, ...], and must treat each row by itself.
 
     Raises:
-        TaskError: the arrays' lengths differ, or something is no numbers.
+        TaskError: the arrays' lengths differ, or one does not hold numbers.
     """
 
     def __init__(self, inputs: Any, targets: Any, *, transform: Callable[[Any], Any] | None = None) -> None:
@@ -67,7 +67,7 @@ class Arrays(Dataset):
         return chosen
 
     def with_copies(self) -> Arrays:
-        """Returns the same samples, of which i + c N is copy c of sample i of N."""
+        """Returns the same samples repeated: number i + c N is copy c of sample i of N."""
         repeated = copy.copy(self)
         repeated._has_copies = True
         return repeated
@@ -102,7 +102,7 @@ class Arrays(Dataset):
         if rows is not None:
             size = size * len(rows) // stored
         if size < DEVICE_SHARE * torch.cuda.mem_get_info(device)[0]:
-            # Of arrays that several splits share, each moves its own rows.
+            # Where several splits share arrays, each split moves its own rows.
             self.inputs, self.targets = tree_map(
                 lambda leaf: (leaf if rows is None else leaf.index_select(0, rows.to(leaf.device))).to(
                     device
@@ -175,7 +175,7 @@ def _picked(stored: Any, index: Tensor, device: torch.device | None) -> Any:
 
 
 def _pick(stored: Tensor, index: Tensor, device: torch.device | None) -> Tensor:
-    """Returns rows on `device`; for a GPU those of the host in page-locked memory, from which it takes them."""
+    """Returns rows on `device`; for a GPU, rows of the host are first gathered into page-locked memory."""
     if device is not None and device.type == "cuda" and is_dense(stored) and stored.is_cpu:
         rows = torch.empty((len(index), *stored.shape[1:]), dtype=stored.dtype, pin_memory=True)
         return torch.index_select(stored, 0, index, out=rows)
@@ -187,7 +187,7 @@ def as_tensor(data: Any) -> Tensor:
     """Returns `data` as a tensor that shares its memory, where that is possible.
 
     Raises:
-        TaskError: it is no numbers: a column of words, dates or missing values, say.
+        TaskError: it does not hold numbers (but words, dates or missing values, for example).
     """
     if hasattr(data, "iloc"):  # pandas, which need not be installed
         data = _of_frame(data)
@@ -205,7 +205,7 @@ def as_tensor(data: Any) -> Tensor:
 
 
 def _of_frame(data: Any) -> np.ndarray:
-    """The values of a frame or series: decimal ones as float32, since a CSV file's float64 is nobody's choice."""
+    """The values of a frame or series: decimal ones as float32, since nobody chose a CSV file's float64."""
     columns = (
         {str(name): data[name] for name in data.columns}
         if hasattr(data, "columns")

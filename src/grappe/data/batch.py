@@ -1,7 +1,7 @@
 """Defines a batch, the samples of one optimizer step for this process, in microbatches, and the weights of its losses.
 
-A task counts the values of its loss together, or those of each of several losses by themselves: with C_k the counts of
-loss k over the global batch of N samples, what is learned is the sum over k of (sum of counts x values) / C_k. The
+A task counts the values of its loss together, or separately for each of several losses: with C_k the counts of
+loss k over the global batch of N samples, the step's loss is the sum over k of (sum of counts x values) / C_k. The
 weights of a training batch are then the counts times N / C_k, so that everything else divides by N.
 """
 
@@ -27,7 +27,7 @@ LossWeights = Tensor | Mapping[str, Tensor] | None
 
 
 class SampleIds(NamedTuple):
-    """The samples of a microbatch, rows of padding included: what their random numbers depend on."""
+    """The samples of a microbatch, rows of padding included: their random numbers depend on these."""
 
     seed: int
     epoch: int
@@ -53,7 +53,7 @@ class Microbatch(NamedTuple):
 
     @property
     def size(self) -> int:
-        """B, the rows with those of padding."""
+        """B, the rows including padding."""
         return self.rows + self.padding
 
 
@@ -134,7 +134,7 @@ def _sums(weights: Tensor | Mapping[str, Tensor]) -> Tensor:
 
 
 def _total(sums: Tensor, exact: ExactPieces | None, group: Any) -> Tensor:
-    """Sums what each microbatch has, over all data slices."""
+    """Sums each microbatch's part, over all data slices."""
     if group is None:
         return sums.sum(0)
     if exact is not None:

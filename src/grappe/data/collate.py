@@ -1,4 +1,4 @@
-"""Collate: calls what a task says of batches, and checks what it gives: a pair (inputs, targets), of any form."""
+"""Collate: calls a task's functions on batches, and checks their results: a pair (inputs, targets), of any form."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def collated(task: Task, samples: Sequence[Any]) -> tuple[Any, Any]:
     """The batch (inputs, targets) of samples of whatever form.
 
     Raises:
-        TaskError: it is none, or the samples cannot be put together.
+        TaskError: the result is no such pair, or the samples cannot be put together.
     """
     name = type(task).__name__
     try:
@@ -143,7 +143,7 @@ FULL_MEMORY = ("No space left on device (28)", "out of shared memory")
 
 
 def explained(error: BaseException) -> BaseException:
-    """Returns an error that says what to do, if `error` is that of a full /dev/shm; else `error` itself."""
+    """Returns an error that says what to do, if `error` comes from a full /dev/shm; else `error` itself."""
     full = isinstance(error, OSError) and error.errno == errno.ENOSPC
     if not full and not any(word in str(error) for word in FULL_MEMORY):
         return error
@@ -154,7 +154,7 @@ def explained(error: BaseException) -> BaseException:
 
 
 def is_half_free() -> bool:
-    """Returns whether twice as many data workers would find room there, as far as can be known."""
+    """Returns whether twice as many data workers would have room there, as an estimate."""
     try:
         room = shutil.disk_usage(SHARED_MEMORY)
     except OSError:
@@ -188,5 +188,5 @@ _INSTEAD = "Give tensors with a row for each sample, or use replicate= or shard=
 
 
 def _are_columns(batch: list[Any], count: int) -> bool:
-    """Returns whether a list has several tensors of all samples in it, and not a sample in each entry."""
+    """Returns whether a list's entries are tensors of all samples, and not single samples."""
     return all(isinstance(value, Tensor) and value.dim() and len(value) == count for value in batch)

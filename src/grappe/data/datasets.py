@@ -32,7 +32,7 @@ def dataset_of(task: Task, split: str, folder: Path) -> Any:
     """The samples of `split`.
 
     Raises:
-        TaskError: the task's data() fails, or gives what is no map-style dataset.
+        TaskError: the task's data() fails, or returns no map-style dataset.
     """
     dataset = user_call(task, "data", split, folder)
     check(dataset, split, task)
@@ -40,7 +40,7 @@ def dataset_of(task: Task, split: str, folder: Path) -> Any:
 
 
 def refuse_differing_lengths(world: World, lengths: Mapping[str, int]) -> None:
-    """Raises DataError on all processes where one has other numbers of samples, by split. Collective."""
+    """Raises DataError on all processes if one has other numbers of samples in a split. Collective."""
     gathered = world.gather((host_name(), dict(lengths)))
     first_host, first = gathered[0]
     for rank, (host, theirs) in enumerate(gathered):
@@ -86,7 +86,7 @@ def once_at_a_time() -> Iterator[None]:
 def _locked(folder: Path) -> Iterator[None]:
     """Context that processes of all nodes enter one after the other, where their disk has locks and can be written."""
     with contextlib.ExitStack() as stack:
-        with contextlib.suppress(OSError):  # a folder that all read and none may write has its data
+        with contextlib.suppress(OSError):  # a folder that nobody may write has its data already
             folder.mkdir(parents=True, exist_ok=True)
             file = stack.enter_context((folder / LOCK).open("w"))
             fcntl.flock(file, fcntl.LOCK_EX)
@@ -156,7 +156,7 @@ def training_order(task: Task, dataset: Dataset) -> SampleOrder:
 
 
 def drawn_samples(task: Task, dataset: Dataset) -> DrawnSamples | None:
-    """Returns what an epoch has as the task's `sampling` says; None: each sample once.
+    """Returns the task's `sampling`, checked; None: an epoch has each sample once.
 
     Raises:
         TaskError: sampling() fails, or does not fit the dataset.
@@ -174,7 +174,7 @@ def drawn_samples(task: Task, dataset: Dataset) -> DrawnSamples | None:
     return DrawnSamples(sampling, len(dataset))  # type: ignore[arg-type]
 
 
-_SPLIT = 0x7370  # a word of the key, so that the order is no epoch's
+_SPLIT = 0x7370  # a word of the key, so that the order differs from every epoch's
 
 
 def split(

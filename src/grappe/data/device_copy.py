@@ -1,8 +1,8 @@
-"""Copies tensors to a GPU so that the host never waits, and batches beside the kernels of the step before.
+"""Copies tensors to a GPU so that the host never waits, and batches while the kernels of the step before run.
 
 Page-locked memory is torch's: `pin_memory()` takes a block of its caching host allocator, which rounds sizes up to a
 power of two, keeps freed blocks, and gives a block away again when the copies from it have ended (an event on each
-stream that it was copied on). So it is the pool, and none is kept here: after the first steps no memory is locked anew.
+stream that it was copied on). So torch has the pool, and none is kept here: soon no more memory is locked.
 A copy from other memory waits, for the kernels enqueued before it too.
 """
 
@@ -38,7 +38,7 @@ class Constant:
         copy = self._there.get(device)
         if copy is None:
             copy = sent(self._values, device)
-            if type(copy) is Tensor:  # a fake tensor is of use to its own trace only
+            if type(copy) is Tensor:  # a fake tensor is useful to its own trace only
                 self._there[device] = copy
         return copy
 
@@ -59,12 +59,12 @@ def on_device(leaf: Any, device: torch.device) -> Any:
     """A tensor, or a batch object that has a `to` (of graphs, of encodings), on `device`; else the leaf."""
     if not callable(getattr(leaf, "to", None)):
         return leaf
-    # To the host it has to wait: the values would be read before they are there.
+    # A copy to the host must wait: the values would be read before they arrive.
     return leaf.to(device, non_blocking=True) if device.type == "cuda" else leaf.to(device)
 
 
 class BatchCopy:
-    """Copies batches to one GPU on a stream of its own, beside the kernels that were enqueued before.
+    """Copies batches to one GPU on a stream of its own, while kernels that were enqueued before run.
 
     The stream that computes waits for the copy by an event, the host for nothing. Memory on the GPU is allocated on the
     copy's stream; `record_stream` keeps it from being given to a later copy before the kernels that read it have ended.

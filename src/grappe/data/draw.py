@@ -63,13 +63,13 @@ def sample_keys(seed: int, epoch: int, ids: NDArray[np.int64]) -> NDArray[np.int
 def draw(keys: torch.Tensor, n: int) -> torch.Tensor:
     """Draws uniform numbers in [0, 1), float32 (B, n), multiples of 2^-24, on the device of `keys` int64 (B,).
 
-    Row i depends on `keys[i]` alone, and its first m numbers are those of `draw(keys, m)`. Drawing twice with the
+    Row i depends on `keys[i]` alone, and its first m numbers equal `draw(keys, m)`. Drawing twice with the
     same keys gives the same numbers: draw once, as many as are needed.
     """
     import torch
 
     few = len(keys) * n <= _ONE_THREAD or torch.get_num_threads() == 1
-    # A subclass has no memory (FakeTensor), or is to be seen by whoever made it.
+    # A subclass has no memory (FakeTensor), or must see each operator itself.
     in_memory = type(keys) is torch.Tensor and keys.device.type == "cpu"
     if few and in_memory and not torch.compiler.is_compiling():
         return torch.from_numpy(drawn(keys.numpy(), n))
@@ -115,7 +115,7 @@ def mixup_pairs(n: int, device: torch.device | str | None = None) -> torch.Tenso
 
 @functools.lru_cache(maxsize=64)
 def _head(seed: int, epoch: int) -> int:
-    """Hashes what an epoch's samples have in common."""
+    """Hashes the part of the keys that an epoch's samples share."""
     return _chain(3, (seed, epoch))
 
 

@@ -63,7 +63,7 @@ class BatchLoader:
         self._counts = overrides(task, "counts")
         self._parts = plan.microbatches if training else 1
         self._exact = ExactPieces.of(plan)
-        self.phase: Callable[[int], None] | None = None  # told when a batch goes to the device, and is there
+        self.phase: Callable[[int], None] | None = None  # called as a batch leaves and arrives
         self._arrays = in_memory(dataset)
         self._cuts = plan.pipeline > 1 and self._parts > 1 and self._arrays is None
         if self._arrays is not None:
@@ -162,7 +162,7 @@ class BatchLoader:
             inputs, targets = collated(self._task, [seeded[-1, int(index)] for index in ids])
         cpu = torch.device("cpu")
         inputs, targets = tree_map(lambda leaf: on_device(leaf, cpu), (inputs, targets))
-        # A model may take what augment makes of the samples, and nothing else.
+        # A model may accept augmented samples only.
         if not self._augments:
             return inputs, targets
         return self._augmented(inputs, targets, SampleIds(self.order.seed, -1, ids), cpu)
@@ -228,7 +228,7 @@ class BatchLoader:
             return batch
         if self.phase is not None:
             self.phase(TRANSFER)
-        # On a GPU the phase is what its kernels wait for the copy, not what the copy takes beside them.
+        # On a GPU the phase is the time that kernels wait for the copy, not the time that both overlap.
         moved = copies_to(device)(batch)
         if self.phase is not None:
             self.phase(DATA)

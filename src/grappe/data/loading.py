@@ -1,4 +1,4 @@
-"""Ways in which a process loads its samples: by itself, by threads or by workers; searches the quickest."""
+"""Ways in which a process loads its samples: itself, by threads or by workers; searches the quickest."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from grappe.profiling.phases import COMMUNICATION, DATA, IN_A_STEP
 
 Kind = Literal["threads", "processes"]
 
-ENOUGH = 0.02  # of a step's time: who waits less for data has nothing to gain
+ENOUGH = 0.02  # of a step's time: a process that waits less for data has nothing to gain
 FASTER = 0.95  # of the best so far; less than that may be noise
 CLOSE = 0.8, 1.1  # of the best so far: measured again, by turns, since the machine may have changed meanwhile
 TURNS = 3
-FIRST = 8  # workers beside a GPU before anything is measured
+FIRST = 8  # workers of a process with a GPU before anything is measured
 SPARE = 1.1  # of data workers beyond what the average needs
 MOST = 1024  # workers that a run's description may ask for
 
@@ -52,7 +52,7 @@ def before_measuring(plan: Plan, process: ProcessRank, device: str) -> Loading:
     if plan.workers is not None:
         return Loading(kind=kind, workers=plan.workers)
     available = own_cores(process)
-    # Training on a CPU needs the cores itself; beside a GPU the cores only load data.
+    # Training on a CPU needs the cores itself; with a GPU the cores only load data.
     return Loading(kind=kind, workers=min(FIRST, available - 1 if device == "cuda" else available // 4))
 
 

@@ -1,7 +1,7 @@
 """Augments whole batches on the device, by each sample's key: the functions that `Task.augment` is composed of.
 
 The same bits for the same key under every plan. So no sum depends on its order: pixels that are averaged are bytes,
-whose sums are exact. And what takes a logarithm or a sine takes it in float64, where two libraries' last bits do not
+whose sums are exact. Logarithms and sines are computed in float64, where the libraries' different last bits do not
 reach the result.
 """
 

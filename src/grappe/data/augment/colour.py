@@ -67,7 +67,7 @@ def _without(images: Tensor, kind: Tensor) -> Tensor:
 def blended(images: Tensor, other: Tensor, factor: Tensor) -> Tensor:
     """Returns other + factor (images - other), cut off at 0 and 255: uint8 [B, C, H, W]; `factor` float32 [B]."""
     weight = over_pixels(factor)
-    # Three operations, each rounded by itself: what is fused may depend on the place in a slice.
+    # Three operations, each rounded separately: a fused one's result may depend on the place in a slice.
     return (images.float() * weight + other * (1 - weight)).clamp_(0, 255).to(torch.uint8)
 
 

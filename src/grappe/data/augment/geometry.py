@@ -101,7 +101,7 @@ def flip(images: Tensor, keys: Tensor, p: float = 0.5) -> Tensor:
 
 
 def pad_and_crop(images: Tensor, keys: Tensor, padding: int = 4, fill: float = 0) -> Tensor:
-    """Shifts each image [B, C, H, W] by up to `padding` pixels; what comes in from outside is `fill`.
+    """Shifts each image [B, C, H, W] by up to `padding` pixels; pixels from outside are `fill`.
 
     He et al. 2015, "Deep residual learning", section 4.2, for CIFAR-10.
     """
@@ -157,7 +157,7 @@ def random_resized_crop(
 
 
 def _weights(start: Tensor, count: Tensor, length: int, size: int) -> Tensor:
-    """Returns what each of `length` pixels adds to each of `size`: float32 [B, 1, size, length], multiples of 2^-15.
+    """Returns each of `length` pixels' weight in each of `size`: float32 [B, 1, size, length], multiples of 2^-15.
 
     A triangle around the place of the new pixel, as wide as a new pixel where that is wider than one.
     """
@@ -209,5 +209,5 @@ def erase(
 
 @functools.lru_cache
 def _column(values: tuple[float, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Returns values [C, 1, 1], kept on the device: to send them there waits for the GPU."""
+    """Returns values [C, 1, 1], kept on the device: sending them would wait for the GPU."""
     return torch.tensor(values, dtype=dtype, device=device).view(-1, 1, 1)

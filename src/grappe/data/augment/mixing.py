@@ -92,7 +92,7 @@ def _span(uniform: Tensor, share: Tensor, length: int) -> tuple[Tensor, Tensor]:
 def _blend(values: Tensor, partner: Tensor, share: Tensor) -> Tensor:
     alone = partner == torch.arange(len(partner), device=partner.device)
     weight = torch.where(alone, 0, share).to(values.dtype).view(-1, *[1] * (values.dim() - 1))
-    # Not torch.lerp: what it rounds may depend on where a slice begins.
+    # Not torch.lerp: its rounding may depend on where a slice begins.
     return values * (1 - weight) + values[partner] * weight
 
 

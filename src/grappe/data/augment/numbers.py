@@ -1,4 +1,4 @@
-"""Draws the random numbers of one augmentation, apart from those of every other, and checks what images it is given.
+"""Draws the random numbers of one augmentation, separate from every other's, and checks its images.
 
 Shapes: B images of a slice, n numbers each.
 """
@@ -15,7 +15,7 @@ from grappe.errors import TaskError
 
 
 def numbers(keys: Tensor, name: str, n: int) -> Tensor:
-    """Returns float32 [B, n] in [0, 1): those of the augmentation `name`, for `keys` int64 [B]."""
+    """Returns the numbers of the augmentation `name`, float32 [B, n] in [0, 1), for `keys` int64 [B]."""
     return draw(keys ^ mix(*name.encode()), n)
 
 
@@ -27,7 +27,7 @@ def pair_numbers(keys: Tensor, name: str, n: int) -> tuple[Tensor, Tensor]:
 
 
 def between(uniform: Tensor, low: float, high: float) -> Tensor:
-    """Returns numbers in [low, high) of those in [0, 1)."""
+    """Maps numbers in [0, 1) to [low, high)."""
     return uniform * (high - low) + low
 
 

@@ -1,6 +1,6 @@
 """Chooses operations at random for each image of a batch: RandAugment, TrivialAugment, AutoAugment.
 
-No branch depends on what was chosen, so that a GPU is never waited for: operations are of four families, a map of
+No branch depends on the choice, so that nothing waits for the GPU: operations are of four families, a map of
 places, a table of levels, a blend with the grey image and one with the smoothed image, and each image passes through
 all of them, three times unchanged. Spaces of operations and amounts are torchvision's, of 31 amounts (AutoAugment: 10).
 Shapes: B images of C channels, 1 or 3, of H x W pixels.
@@ -23,7 +23,7 @@ _LEVELS = 256
 
 
 class Operation(enum.IntEnum):
-    """An operation on an image; what its amount means."""
+    """An operation on an image; its members say what an amount means."""
 
     IDENTITY = 0
     SHEAR_X = 1
@@ -82,7 +82,7 @@ def _moved(images: Tensor, kind: Tensor, amount: Tensor, fill: int) -> Tensor:
 
 
 def _map(kind: Tensor, amount: Tensor) -> tuple[Tensor, ...]:
-    """Returns what the places of an image are computed with, each float32 [B, 1, 1]."""
+    """Returns the coefficients of an image's places, each float32 [B, 1, 1]."""
 
     def of(operation: Operation, values: Tensor) -> Tensor:
         return torch.where(kind == operation, values, torch.zeros_like(values)).view(-1, 1, 1)
@@ -99,7 +99,7 @@ def _map(kind: Tensor, amount: Tensor) -> tuple[Tensor, ...]:
 
 
 def _table(images: Tensor, kind: Tensor, amount: Tensor) -> Tensor:
-    """Returns what becomes of each level in each image: uint8 [B, C, 256]."""
+    """Returns the new level of each level in each image: uint8 [B, C, 256]."""
     level = torch.arange(_LEVELS, device=images.device)
     pixels = level.float()
     amount, kind = amount.view(-1, 1, 1), kind.view(-1, 1, 1)
@@ -292,13 +292,13 @@ def auto_augment(
 
 
 def _amount(space: _Space, kind: Tensor, strength: Tensor, uniform: Tensor) -> Tensor:
-    """Returns the amounts of operations `kind` [B] of a `strength` [B]; half of those with a sign are negative."""
+    """Returns the amounts of operations `kind` [B] of a `strength` [B]; half of the signed amounts are negative."""
     amounts = _amounts(space, kind.device)[kind, strength]
     signed = (kind >= Operation.SHEAR_X) & (kind <= Operation.SHARPNESS)
     return torch.where(signed & (uniform < 0.5), -amounts, amounts)
 
 
-# Both are kept on the device: to send a table there waits for the GPU.
+# Both are kept on the device: sending a table would wait for the GPU.
 
 
 @functools.lru_cache

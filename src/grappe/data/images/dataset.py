@@ -60,7 +60,7 @@ class Reader:
         return content[BLOCK:]
 
     def forget(self, place: int) -> None:
-        """Has the system drop an image's bytes from memory: the next read is the disk's. Changes nothing else."""
+        """Has the system drop an image's bytes from memory, so that the next read is from the disk."""
         offset, size, _, file, _ = self._index.entries[place].item()
         if self._index.kind == "folder":
             handle, offset = _Handle(self._source / os.fsdecode(self._index.name(place))), 0
@@ -128,7 +128,7 @@ class Images(Dataset[tuple[Tensor, int]]):
 
     `source` is a folder of class folders; a tar archive of a tar for each class (ILSVRC2012_img_train.tar as it is
     downloaded) or of class folders; a folder of tar shards in WebDataset's form; or, with `labels`, a flat archive
-    (ILSVRC2012_img_val.tar). Nothing is unpacked. Its headers are read once into an index beside it, or in the user's
+    (ILSVRC2012_img_val.tar). Nothing is unpacked. Its headers are read once into an index next to it, or in the user's
     state folder where nothing can be written there; a changed source gets another. What `grappe data check` could not
     decode is left out.
 
@@ -179,7 +179,7 @@ class Images(Dataset[tuple[Tensor, int]]):
         left_out = quarantined(self.source, self._index)
         self.left_out = len(left_out)
         """Images that are in quarantine."""
-        # The place of the k-th of them less k: ids from there on are shifted by one more place.
+        # The k-th left-out place minus k: ids from there on are shifted by one more place.
         self._gaps = left_out - np.arange(len(left_out))
         if len(self) == 0:
             raise DataError(f"{self.source}: all of its {len(self._index):,} images are in quarantine")
@@ -192,12 +192,12 @@ class Images(Dataset[tuple[Tensor, int]]):
         return len(self._index) - self.left_out
 
     def __getitem__(self, index: int) -> tuple[Tensor, int]:
-        # In a training each sample is asked for behind a seed of its own: torch's generator has the sample's key.
+        # A training seeds torch's generator with the sample's key before it reads the sample.
         return self.sample(index, mix(torch.initial_seed(), index))
 
     @property
     def keyed(self) -> bool:
-        """Returns whether samples depend on their keys alone, as the view says; then threads may load them."""
+        """Returns whether the view says that samples depend on their keys alone; then threads may load them."""
         view = self.view
         return getattr(view, "keyed", False) is True and claims(type(view), "keyed", "__call__")
 
@@ -240,7 +240,7 @@ class Images(Dataset[tuple[Tensor, int]]):
         return int(self._index.entries["size"].sum(dtype=np.uint64))
 
     def identity(self) -> Iterator[bytes]:
-        """Yields bytes that are others for another set of images: names, sizes, labels, and what is left out."""
+        """Yields bytes that differ between sets of images: names, sizes, labels, and images left out."""
         yield from (self._index.name_bytes.tobytes(), self._gaps.tobytes(), "\n".join(self.classes).encode())
         yield from (self._index.entries["size"].tobytes(), self._index.entries["label"].tobytes())
 

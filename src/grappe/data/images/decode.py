@@ -35,7 +35,7 @@ class ImageHeader(NamedTuple):
 
 
 class NoPicture(ValueError):
-    """A file is no picture that can be decoded; `str(error)` says why, and has no name."""
+    """A file is no picture that can be decoded; `str(error)` says why, without the file's name."""
 
 
 def header_of(data: bytes) -> ImageHeader:

@@ -2,7 +2,7 @@
 
 The file is a one-dimensional array of bytes: a hash of all that follows, the length of a JSON description, the
 description, then at multiples of 64 bytes the entries, where each name ends, and the names. Nothing in it is executed.
-It lies beside the source, or in the user's own folder; so does the list of images that cannot be decoded.
+It lies next to the source, or in the user's own folder; so does the list of images that cannot be decoded.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ LabelFiles = tuple[Path | None, Path | None]
 
 
 class Stale(Exception):
-    """An index is not that of the source as it is now; `str(error)` says why."""
+    """An index does not match the source as it is now; `str(error)` says why."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -106,7 +106,7 @@ def read_index(file: Path, source: Path, labels: LabelFiles) -> Index:
     """Maps an index, and checks it against the source: sizes, modification times, and headers of some members.
 
     Raises:
-        Stale: it is damaged, or that of another state of the source.
+        Stale: it is damaged, or belongs to another state of the source.
         DataError: a file that it names is missing: then the source is, and not the index.
     """
     raw = _bytes_of(file)
@@ -233,7 +233,7 @@ def _check_entries(index: Index, file_sizes: list[int]) -> None:
 
 
 def _probe(index: Index, source: Path, place: int) -> None:
-    """Checks that an image is what it was."""
+    """Checks that an image has not changed."""
     entry = index.entries[place]
     name = os.fsdecode(index.name(place))
     if index.kind == "folder":
@@ -274,7 +274,7 @@ def open_index(
     again: bool = False,
     report: Report | None = None,
 ) -> tuple[Index, Path]:
-    """Maps a source's index, and makes it first where there is none, or one of another state; and the index's file.
+    """Returns a source's index, mapped, and its file; makes the index where it is missing or stale.
 
     Args:
         again: whether to make it in any case.
@@ -333,7 +333,7 @@ def quarantined(source: Path, index: Index) -> NDArray[np.int64]:
     """Returns the places of the images that are left out, in order: int64 (n,).
 
     Raises:
-        DataError: the list names what the source does not have: it is that of another state of it.
+        DataError: the list names images that the source lacks: it belongs to another state of the source.
     """
     file = next((place for place in places(source, QUARANTINE) if place.is_file()), None)
     if file is None:

@@ -231,7 +231,7 @@ def _list_archive(source: Path, labels: Path | None, numbering: Path | None, rep
 
 
 def _list_inner_archives(archive: Extent, inner: Sequence[Member], report: Report) -> Listing:
-    """Lists the images of archives in an archive, whose names are those of the classes."""
+    """Lists the images of archives in an archive, whose names are the classes."""
 
     def walked(tar: Member) -> _Part:
         name = tar.name.rpartition(b"/")[2].removesuffix(b".tar")
@@ -287,7 +287,7 @@ def _labels_of(
         by_stem = {Path(line[0]).stem: line[1] for line in lines if len(line) > 1}
         stems = [
             Path(_text(name)).stem for name in names
-        ]  # a line names the image with its ending or without
+        ]  # a line names the image with or without its ending
         absent = next((stem for stem in stems if stem not in by_stem), None)
         if absent is not None:
             raise DataError(f"{file} has no line for the image '{printable(absent)}'")
@@ -380,7 +380,7 @@ def _missing_numbers(names: Sequence[str]) -> Iterator[str]:
         if match := re.fullmatch(r"(.*?)([0-9]+)\.tar", name):
             numbered.setdefault((match[1], len(match[2])), []).append(int(match[2]))
     for (prefix, width), numbers in numbered.items():
-        if min(numbers) < 2:  # else they may be years
+        if min(numbers) < 2:  # otherwise the numbers may be years
             for number in sorted(set(range(min(numbers), max(numbers))) - set(numbers)):
                 yield f"{prefix}{number:0{width}d}.tar"
 

@@ -53,7 +53,7 @@ class Companions:
         def one_by_one(*args: Any, **kwargs: Any) -> Any:
             leaves, form = tree_flatten((args, kwargs))
             triples = list(zip(leaves, fixed, self.dims, strict=True))
-            # A module is only found to couple rows where it takes some.
+            # Only a module whose inputs have rows can couple them.
             rows = next(
                 leaf.shape[dim] * self.rows // other.shape[dim]
                 for leaf, other, dim in triples
@@ -113,7 +113,7 @@ def batch_coupled_modules(
         return BatchCoupling(modules={}, independent_rows=False)
     model = copy.deepcopy(model).train()
     for module in model.modules():
-        # One that begins at 0, as the last of a residual block may, would hide what it couples.
+        # A weight that begins at 0, as a residual block's last may, would hide the coupling.
         if isinstance(module, BatchNormBase) and module.affine and not module.weight.any():
             module.weight.fill_(1.0)
     with RandomOps(off=True), inside(None):

@@ -71,7 +71,7 @@ class SampleRecorder:
     def take(self, rows: Sequence[int]) -> list[int]:
         """Returns the ids of a finished step, whose microbatches have `rows` rows; padding rows have no id."""
         calls, self._calls = self._calls, []
-        # An engine may make a dry run before its first step, and may leave out what has no row.
+        # An engine may make a dry run before its first step, and may leave out empty microbatches.
         expected = list(rows) if len(calls) >= len(rows) else [row_count for row_count in rows if row_count]
         calls = calls[len(calls) - len(expected) :]
         # A pipeline's padding rows follow the others.
@@ -186,7 +186,7 @@ def _evaluate(module: nn.Module, _: Any) -> None:
 
 
 def _trial_rows(task: Task, instrumentation: Instrumentation, available: int) -> np.ndarray:
-    """Chooses a trial's samples of the dataset's, evenly spread."""
+    """Chooses a trial's samples from the dataset, evenly spread."""
     length = length_of(task, instrumentation, available)
     return np.arange(length) * available // length
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from grappe.private_api.torch import TorchDispatchMode, operator_arguments
 
-LEAST_NUMBERS = 64  # of a step's draws: fewer can be alike by chance
+LEAST_NUMBERS = 64  # of a step's draws: fewer can be equal by chance
 MOST_NUMBERS = 512  # batches of graphs or texts go on for longer or shorter on the same stream
 
 Op = Any
@@ -53,7 +53,7 @@ class RandomOps(TorchDispatchMode):
                 return _MEANS[name](arguments)
             return _called(func, {**arguments, **dict.fromkeys(rates[:1], 0.0)})
         result = func(*args, **kwargs)
-        # Attention returns its seed in place of a mask.
+        # Fused attention returns (seed, offset) instead of a dropout mask.
         for leaf in result if isinstance(result, tuple | list) else (result,):
             if isinstance(leaf, Tensor) and not isinstance(leaf, torch.distributed.tensor.DTensor):
                 self._record(leaf)
@@ -131,7 +131,7 @@ def _likeliest(arguments: dict[str, Any]) -> Tensor:
 
 def _leaky(arguments: dict[str, Any]) -> Tensor:
     slope = (arguments["lower"] + arguments["upper"]) / 2
-    # backward multiplies by what forward has written there
+    # backward multiplies by the mask that forward has written there
     arguments["noise"].copy_(torch.where(arguments["self"] <= 0, slope, 1.0))
     return arguments["self"] * arguments["noise"]
 

@@ -1,6 +1,6 @@
 """Runs the references and trials that a verdict needs, each reference only once, and compares them.
 
-Each difference is compared with that which rounding alone makes.
+Each difference is compared with the difference that rounding alone makes.
 """
 
 from __future__ import annotations
@@ -66,16 +66,16 @@ class TrialRunner:
         Args:
             slices, pieces: the number of data slices and microbatches, run one after the other.
             precision: whether to train in the plan's precision instead of fp32.
-            recorded: batches that replace those of the sample order.
+            recorded: batches that replace the sample order's.
         """
         plain = Plan(
             device=plan.device,
             threads=plan.threads,
             precision=plan.precision if precision else "fp32",
-            channels_last=plan.channels_last,  # measured as rounding: the plain process itself has torch's layout
+            channels_last=plan.channels_last,  # counts as rounding: the plain process has torch's layout
             exact=pieces if plan.exact and pieces > 1 else 0,
         )
-        # The loaded samples are no key, but which they are is settled by the rest.
+        # The samples are not hashable; the other fields determine them.
         key = (
             str(plain),
             dataclasses.replace(instrumentation, loaded_samples=()),
@@ -104,7 +104,7 @@ class TrialRunner:
     def compare(
         self, reference: Reference, steps: Sequence[TrialStep], without: Collection[str] = ()
     ) -> Difference:
-        """Compares a trial with a reference; where weights alone differ, measures closer what rounding may do."""
+        """Compares a trial with a reference; if weights alone differ, measures rounding more closely."""
         difference = compare(reference, steps, without=without)
         if not difference.in_weights_only:
             return difference

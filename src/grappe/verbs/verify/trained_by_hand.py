@@ -1,7 +1,7 @@
 """Trains on one plain process, in a hand-written loop that shares no code with engines or loaders.
 
 This reference shares with a training the initial weights, the order of the samples and the keys of their
-randomness; it loads the batches by itself. It also runs the same steps with each batch's rows in other orders: their
+randomness; it loads the batches itself. It also runs the same steps with each batch's rows in other orders: their
 drift is the difference that rounding explains.
 
 Shapes: a batch of B samples in data slices of one piece (microbatch) or more; B rows in all.
@@ -57,7 +57,7 @@ Take = Callable[[list[int]], tuple[Any, Any]]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RecordedBatch:
-    """The samples that a step of a trial used, which may differ from those of the sample order."""
+    """The samples that a step of a trial used, which may differ from the sample order's."""
 
     epoch: int
     ids: tuple[int, ...]
@@ -319,7 +319,7 @@ class ReferenceModel:
         return self._task.forward(model, in_channels_last(inputs) if self._channels_last else inputs)
 
     def _in_parts(self, model: nn.Module, rows: Rows, parts: int) -> Any:
-        """Computes the model's output of all rows in parts; sets its buffers to those after all rows at once."""
+        """Computes the model's output of all rows in parts; its buffers end as after all rows at once."""
         before = kept_buffers(model)
         with torch.no_grad():
             full = self._call(model, rows.inputs)
@@ -353,7 +353,7 @@ class ReferenceModel:
 
 
 def _weighted(losses: LossValues, counts: Any, rows: int, batch: ReferenceBatch) -> Tensor:
-    """Returns a piece's values, so weighted that those of the whole batch sum to its mean loss times its count."""
+    """Returns a piece's weighted values: over the whole batch they sum to its mean loss times its count."""
     if isinstance(counts, Mapping):
         # A loss in which nothing counts adds nothing.
         factors = {name: batch.count / count if count else 0.0 for name, count in batch.counts.items()}
@@ -366,7 +366,7 @@ def _weighted(losses: LossValues, counts: Any, rows: int, batch: ReferenceBatch)
 
 
 def _joined(full: Any, *parts: Any) -> Any:
-    """Joins a leaf of the parts' outputs, rows after rows, padded as in `full`; what has no rows stays as it is."""
+    """Joins a leaf of the parts' outputs by rows, padded as in `full`; a leaf without rows stays as it is."""
     if not isinstance(full, Tensor) or not full.dim() or parts[0].shape == full.shape:
         return parts[0]
     rows = list(full.split([len(part) for part in parts]))
@@ -488,7 +488,7 @@ class ReferenceRequest:
     """Number of microbatches of each slice."""
     recorded: tuple[RecordedBatch, ...] = ()
     perturbed: bool = False
-    """Whether the noise is also that of parameters which are moved by their last bit."""
+    """Whether the noise includes models whose parameters were moved by their last bit."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

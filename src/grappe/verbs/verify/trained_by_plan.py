@@ -132,7 +132,7 @@ def worker(
 
 @torch.no_grad()
 def _compared(engine: Engine, file: Path | None, loss: float) -> tuple[dict[str, float], str]:
-    """Computes the weights' gaps from those in a file, and a hash of them and the loss. Collective, as exporting is."""
+    """Computes the weights' gaps from a file's weights, and a hash of weights and loss. Collective, as exporting is."""
     gaps: dict[str, float] = {}
     bits = hashlib.sha256(repr(loss).encode())
     if file is None or not file.exists():
@@ -149,7 +149,7 @@ def _compared(engine: Engine, file: Path | None, loss: float) -> tuple[dict[str,
 
 def _by_slice(world: World, own: Sequence[tuple[list[int], str]]) -> list[Sequence[tuple[list[int], str]]]:
     """Gathers the steps' samples and draws of each data slice, which one process of it has recorded. Collective."""
-    # Of the processes that share a slice, a pipeline's last stage alone calls the loss.
+    # Only a pipeline's last stage calls the loss, among the processes that share a slice.
     recorded = sum(len(ids) for ids, _ in own)
     everyone = world.gather((world.data_rank, -recorded, world.rank, own))
     best: dict[int, Any] = {}

@@ -93,7 +93,7 @@ class _Judgement:
             return self._of_difference()
         if self._difference.tolerated <= BOUND:
             return self._finding("same")
-        # Agreement means nothing: the plain process itself, with its samples in another order, drifts.
+        # Agreement means nothing: the reference itself drifts when its samples are reordered.
         reasons = causes_of_drift(self._runner, *self._without(self._asked_for()), self._base)
         return self._finding(
             "cannot be judged",
@@ -139,7 +139,7 @@ class _Judgement:
         return self._finding("different", [wrong, *ablations(self._runner, plan, instrumentation, base)])
 
     def _of_exact(self) -> PlanVerdict:
-        """Compares bits with those of the same exact plan on one process, and numbers with the plain process."""
+        """Compares bits with the same exact plan on one process, and numbers with the plain process."""
         alone = dataclasses.replace(self._plan, replicate=1, shard=1, zero=3)
         if alone != self._plan:
             steps = self._runner.trial(alone, self._start, self._base)
@@ -349,7 +349,7 @@ def _listed(ids: Sequence[int] | Counter[int]) -> str:
 def ablations(
     runner: TrialRunner, plan: Plan, instrumentation: Instrumentation, reference: Reference
 ) -> list[str]:
-    """Switches off possible causes of a difference, one at a time; lists those without which it disappears."""
+    """Switches off possible causes of a difference, one at a time; lists the ones without which it disappears."""
     causes: list[str] = []
 
     def ablate(word: str, *, other: Plan = plan, buffers: bool = True, **off: Any) -> None:
@@ -400,7 +400,7 @@ def ablations(
 def causes_of_drift(
     runner: TrialRunner, plan: Plan, instrumentation: Instrumentation, reference: Reference
 ) -> list[str]:
-    """Names each thing without which one plain process no longer drifts when its samples change their places."""
+    """Names each cause without which the plain process no longer drifts when its samples are reordered."""
     switches: dict[str, dict[str, Any]] = {}
     if not reference.whole_batch:
         switches["a loss in which rows meet, or that depends on their places"] = {"loss_row_by_row": True}
