@@ -47,7 +47,7 @@ class Job:
         slurm.cancel([self.job])
 
     def log(self, rank: int | None = None) -> str:
-        """Returns the job's output so far, or that of its process `rank`."""
+        """Returns the job's output so far, or its process `rank`'s."""
         return "".join(lines(self.run, rank))
 
 
@@ -83,7 +83,7 @@ def submit(
 def queue(
     only: Iterable[Job] | None = None, *, until_empty: bool = False, every: float = jobs.QUERY_SECONDS
 ) -> list[Entry]:
-    """Lists the user's jobs in the queue, or those of `only` still in it.
+    """Lists the user's jobs in the queue, or the ones of `only` that are still in it.
 
     Args:
         until_empty: return only when no job is left.
@@ -98,7 +98,7 @@ def queue(
 
 
 def logs(contains: Job | str = "", base: Path | str = BASE) -> list[Path]:
-    """Lists a job's log files, or those of all runs under `base` whose name or job contains a text; newest first."""
+    """Lists the log files of a job, or of all runs under `base` whose name or job contains a text; newest first."""
     if isinstance(contains, Job):
         return log_files(contains.run)
     folders = sorted(

@@ -92,9 +92,7 @@ class Lease:
             self._thread.join()
         holder = self._holder()
         if holder is not None and holder.token == self.token:
-            with contextlib.suppress(
-                OSError
-            ):  # it expires on its own; an error here would hide the one before
+            with contextlib.suppress(OSError):  # it expires anyway; an error here would hide the one before
                 files.remove(self._file)
 
     def _beat(self) -> None:

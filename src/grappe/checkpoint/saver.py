@@ -256,8 +256,8 @@ class Snapshots:
     ) -> tuple[list[Piece], bool]:
         """Returns the pieces on the host, and whether they are copies; overwrites the result of the previous call.
 
-        Without memory for the copies besides a step's, pieces that are on the host already are returned uncopied. Pieces
-        of a GPU may still be in transfer, if the GPU has room for a copy: call `wait` before they are read.
+        Without memory for the copies besides a step's, pieces on the host are returned uncopied. Pieces of a GPU may
+        still be in transfer, if the GPU has room for a copy: call `wait` before they are read.
 
         Args:
             processes: the number of processes on this node that take theirs.

@@ -24,8 +24,8 @@ _OFFSET, _WINDOW = 0x6F66, 0x7769  # words of keys, so that they are no sample's
 class Sampling:
     """Samples of an epoch of training, how often each comes, and in which batches: what `Task.sampling` returns.
 
-    An epoch of n samples has a sample of weight w in n w / (sum of weights) copies, rounded up or down, at random, anew
-    in each epoch; of weights that are all the same each sample once. Copies are augmented independently.
+    An epoch of n samples has a sample of weight w in n w / (sum of weights) copies, rounded up or down at random in
+    each epoch; with equal weights, each sample once. Copies are augmented independently.
     """
 
     weights: Any = None

@@ -213,7 +213,7 @@ class Sources:
             source.close()
 
     def changes(self) -> bool:
-        """Counts a step; returns whether the next ones are to be loaded in another way: by a source begun anew."""
+        """Counts a step; returns whether the next steps are to be loaded in another way, by a new source."""
         loading = None if self._tuner is None else self._tuner.step()
         if loading is None:
             return False

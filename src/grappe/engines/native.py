@@ -1,7 +1,7 @@
 """The native engine, on torch alone: DDP, FSDP2, tensor parallelism, pipelines and their products.
 
 It reads in the order of a step: `Native.step` asks a strategy for the gradients, clips them and updates the parameters;
-`WholeGradients` (or `ExactGradients`, or those of native_pipeline.py) runs each microbatch by the
+`WholeGradients` (or `ExactGradients`, or native_pipeline.py's) runs each microbatch by the
 `MicrobatchRunner` of shared/microbatch.py, which other engines use too.
 """
 

@@ -62,7 +62,7 @@ class PipelinedGradients:
         # Parameters and gradients of zero=1 are whole during a step: torch's stages then reduce them at its end.
         held = uses_shard(plan) and plan.zero == 1
         self._runner = Runner(plan.schedule, model.relay, world.device, self._loss, held)
-        # Collectives inside a forward: whoever sees a new shape would be alone in sending one through.
+        # Forwards have collectives: a process that alone sees a new shape would send it through without the others.
         together = uses_shard(plan) or plan.batchnorm == "sync"
         self._together = together and world.data_group is not None
         self._replicas = None if uses_shard(plan) else world.data_group
@@ -236,7 +236,7 @@ class StagedState(ModelState):
         return State(tensors=state.tensors, local=state.local, values={**state.values, "optimizer": merged})
 
     def export(self) -> Iterator[tuple[str, Tensor]]:
-        """Yields, on process 0, every stage's tensors; on other processes, those of their own stages. Collective."""
+        """Yields, on process 0, every stage's tensors; on other processes, their own stages' tensors. Collective."""
         ranks = dist.get_process_group_ranks(self._group)
         own_place = self._world.coordinates()["pipeline"][0]
         names = [*dict(self._model.named_parameters()), *dict(self._model.named_buffers())]

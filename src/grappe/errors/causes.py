@@ -42,7 +42,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 THREADS = ("can't start new thread", "Resource temporarily unavailable")
-"""Python's words, and those of C++ libraries: gloo's."""
+"""Python's words, and a C++ library's (gloo)."""
 
 
 def refused_process(error: BaseException) -> str | None:

@@ -60,7 +60,7 @@ class Catalogue:
 
 
 class _Message:
-    """Translates one message: by the templates that have most of it in common, those of its values included."""
+    """Translates one message by the templates that share most of it; templates of its values included."""
 
     def __init__(self, templates: list[Template], listing: str) -> None:
         self._templates = templates

@@ -35,7 +35,7 @@ CHAINABLE = (
     PolynomialLR,
     StepLR,
 )
-"""Schedules that change the rate as they find it; others compute it anew at each step, whatever a warm-up did."""
+"""Schedules that modify the current rate; others compute it again at each step, whatever a warm-up did."""
 
 
 def scale_factor(rule: LrScaling, *, batch_size: int, base: int) -> float:

@@ -18,7 +18,7 @@ def whole_norms(parts: Sequence[Tensor], placed_as: Sequence[Tensor]) -> Tensor:
     """Computes the 2-norm of each whole tensor, float64 [n], alike on every process. Collective where sharded.
 
     Args:
-        parts: what this process has of each tensor.
+        parts: this process's part of each tensor.
         placed_as: for each, a tensor that lies on the processes in the same way: its parameter.
 
     Added up in float64: in float32 a sharded and a whole tensor would differ by more than rounding (see step/clip).
@@ -60,7 +60,7 @@ def ratio(above: Tensor, below: Tensor) -> Tensor:
 
 
 def local_gradient(parameter: nn.Parameter) -> Tensor:
-    """Returns what this process has of a parameter's gradient, which is there."""
+    """Returns this process's part of a parameter's gradient, which must exist."""
     assert parameter.grad is not None
     return local_part(parameter.grad)
 

@@ -42,7 +42,7 @@ class Muon(Optimizer):
     convolution say, is taken as a matrix [first, all others]. What has fewer than two dimensions, and what a pattern of
     `rest` names (embeddings and the last layer, usually), is updated by AdamW with `rest_lr`.
 
-    Where a matrix is sharded, its momentum is gathered and the iteration is that of the whole matrix, on every process,
+    If a matrix is sharded, its momentum is gathered, and every process runs the iteration on the whole matrix,
     in float32: on parts, or in bfloat16, other plans would learn other weights.
 
     Args:
@@ -135,7 +135,7 @@ def orthogonal(matrix: Tensor, steps: int) -> Tensor:
 
 
 def _gathered(part: Tensor, parameter: nn.Parameter) -> Tensor:
-    """Returns the tensor of which this process has `part`, sharded as `parameter` is. Collective where sharded."""
+    """Returns the whole tensor from this process's `part`, sharded as `parameter` is. Collective where sharded."""
     if not isinstance(parameter, DTensor):
         return part
     mesh, placed = parameter.device_mesh, parameter.placements

@@ -36,7 +36,7 @@ def replaying(forward: Forward, plan: Plan, *, keeps: bool) -> Forward:
     """Returns `forward`; under a plan with CUDA graphs, each call may use the memory of the last call's graphs again.
 
     Without `torch.compiler.cudagraph_mark_step_begin`, torch would take each unit for a step of its own, and record a
-    graph anew for each order in which it finds the units' outputs alive (torch/_inductor/cudagraph_trees.py).
+    graph again for each order in which it finds the units' outputs alive (torch/_inductor/cudagraph_trees.py).
 
     Args:
         keeps: whether an output may be used after the next call, as a metric's may be: then the output is copied, since

@@ -95,7 +95,7 @@ class Replicas:
         return self._wrapped(inputs)
 
     def reduce_in_next_backward(self, last: bool) -> None:
-        """Sets whether the next backward reduces gradients, as that of a step's last microbatch does."""
+        """Sets whether the next backward reduces gradients, as the backward of a step's last microbatch does."""
         assert self._wrapped is not None
         self._wrapped.require_backward_grad_sync = last
 

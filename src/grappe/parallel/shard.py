@@ -22,7 +22,7 @@ def uses_shard(plan: Plan) -> bool:
 
 
 def shard(model: nn.Module, units: Sequence[nn.Module], plan: Plan, world: World) -> None:
-    """Shards each unit, then the root's remaining parameters, those of tied units too. Collective.
+    """Shards each unit, then the root's remaining parameters, which include tied units' parameters. Collective.
 
     Gradients are summed, never averaged.
     """

@@ -1,6 +1,6 @@
 """Keeps torch's optimizers from importing torch._dynamo in a process that compiles nothing. Seen in torch 2.11 to 2.13.
 
-The import of torch._dynamo takes as long as that of torch itself. torch's optimizers import it when one is made and at
+The import of torch._dynamo takes as long as the import of torch. torch's optimizers import it when one is made and at
 each step, only to exclude themselves from compilation; while torch._dynamo is not loaded, nothing is compiled.
 """
 

@@ -42,7 +42,7 @@ def compile_package(program: Any, file: Path, options: dict[str, Any], scratch: 
 
 
 def load_package(file: Path) -> Package:
-    """Loads a package, which is native code: whoever calls this knows who has made it."""
+    """Loads a package, which is native code: the caller must trust its origin."""
     from torch._inductor import aoti_load_package
 
     with quiet():

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 STATUS = Path("/proc/self/status")
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # malloc.h
-CEILING = 32 << 20  # bytes: as high as glibc lets its threshold for mmap rise by itself
+CEILING = 32 << 20  # bytes: the highest that glibc's own dynamic threshold for mmap gets
 
 
 def bytes_of(tensors: Iterable[Any]) -> int:

@@ -25,7 +25,7 @@ READS = frozenset({"_local_scalar_dense", "nonzero", "equal", "is_nonzero"})
 """Operators that give a value to Python: on a GPU the host waits for all that was queued before."""
 COLLECTIVES = ("c10d", "_c10d_functional")
 NOT_AN_OPERATOR = (*COLLECTIVES, "profiler")
-"""Namespaces whose time is that of other processes, or of a profiler."""
+"""Namespaces whose time belongs to other processes, or to a profiler."""
 LABEL = "grappe-operator-"
 CALIBRATED = 300  # operators of one number each, from which the dispatch of any operator follows
 TRACED_PHASES = (FORWARD, BACKWARD, COMMUNICATION)

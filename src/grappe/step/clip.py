@@ -123,7 +123,7 @@ def sharded_groups(gradient: Tensor) -> list[dist.ProcessGroup]:
         return []
     mesh = gradient.device_mesh
     assert not any(placement.is_partial() for placement in gradient.placements), "an unreduced gradient"
-    # Not only Shard: under FSDP2 beside tensor parallelism there is _StridedShard, which is none.
+    # Not only Shard: FSDP2 with tensor parallelism has _StridedShard, which is not a Shard.
     return [
         mesh.get_group(axis) for axis, placed in enumerate(gradient.placements) if not placed.is_replicate()
     ]

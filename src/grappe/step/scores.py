@@ -49,7 +49,7 @@ class DeviceNumbers:
     """Numbers on a device, one of each microbatch, for which nothing waits.
 
     They are kept in blocks that are allocated ahead. A small tensor for each would take a piece of what the microbatch
-    frees, and the next one would need memory anew: 400 MB in an evaluation of 700 batches of a small transformer.
+    frees, and the next one would need memory again: 400 MB in an evaluation of 700 batches of a small transformer.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -163,7 +163,7 @@ class Scorer:
 
 
 def _summed(slices: Sequence[Mapping[str, Sequence[float]]]) -> dict[str, float]:
-    """Sums what all data slices have, by name."""
+    """Sums all data slices' values, by name."""
     names = dict.fromkeys(name for parts in slices for name in parts)
     return {name: math.fsum(part for parts in slices for part in parts.get(name, ())) for name in names}
 
@@ -172,7 +172,7 @@ Number = float | list[float]
 
 
 class Metrics:
-    """The metrics of a task, made anew."""
+    """The metrics of a task, newly made."""
 
     def __init__(self, task: Task, world: World) -> None:
         self._task = task
@@ -235,12 +235,12 @@ class Metrics:
         return results
 
     def computed_so_far(self, everyone: Sequence[Mapping[str, dict[str, Any]]]) -> dict[str, Number]:
-        """Computes those of the `small_states` that few samples are enough for; changes nothing."""
+        """Computes the metrics of the `small_states` for which few samples are enough; changes nothing."""
         results = {}
         for name in everyone[0]:
             metric = copy.deepcopy(self._metrics[name])
             _merge(metric, [states[name] for states in everyone])
-            with contextlib.suppress(Exception):  # an evaluation says it, if more samples do not help
+            with contextlib.suppress(Exception):  # an evaluation reports it, if more samples do not help
                 results[name] = _number(self._task, name, metric.compute())
         return results
 

@@ -32,7 +32,7 @@ def optimizer_of(task: Task, named: Sequence[tuple[str, Any]]) -> torch.optim.Op
     """Makes the task's optimizer of the parameters `named`.
 
     Raises:
-        TaskError: it is none.
+        TaskError: it returns no optimizer.
     """
     if not named:
         raise method_error(
@@ -74,7 +74,7 @@ def schedule_of(task: Task, optimizer: torch.optim.Optimizer, total_steps: int) 
     """Makes the task's schedule.
 
     Raises:
-        TaskError: it is none that is stepped once an optimizer step.
+        TaskError: it returns no schedule that is stepped once an optimizer step.
     """
     schedule: Any = task.schedule(optimizer, total_steps)
     if schedule is None or (
@@ -93,7 +93,7 @@ def metrics_of(task: Task) -> dict[str, Any]:
     """Makes the task's metrics, by name.
 
     Raises:
-        TaskError: they are no mapping of torchmetrics' metrics, or a package of theirs cannot be imported.
+        TaskError: it returns no mapping of torchmetrics' metrics, or a package of theirs cannot be imported.
     """
     try:
         metrics: Any = task.metrics()

@@ -52,7 +52,7 @@ class TrainingScores:
         if not (named or self._metrics) or not micro.rows:
             return
         self._samples += micro.rows
-        # Losses with counts of their own are weighted so that each step's count is that of its samples.
+        # Losses with counts of their own are weighted so that each step's count equals its number of samples.
         self._count = self._count + (micro.weights.sum() if isinstance(micro.weights, Tensor) else micro.rows)
         for name, total in named.items():
             self._sums[name] = self._sums.get(name, 0.0) + total.double()
@@ -81,7 +81,7 @@ class TrainingScores:
         return _named(scores)
 
     def joined(self, scores: Scores) -> Scores:
-        """Returns an evaluation's scores with those of the training before it, and begins anew. Collective."""
+        """Returns an evaluation's scores with the scores of the training before it, and starts again. Collective."""
         if not (scores.losses or self._metrics):
             return scores
         states = self._metrics.device_states() if self._metrics is not None else {}

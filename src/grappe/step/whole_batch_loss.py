@@ -1,7 +1,7 @@
 """WholeBatchLosses: the loss of a task that compares samples, over the global batch, under any plan.
 
 The outputs of all processes are gathered, without gradients. Each process computes the loss of all, and its gradient
-with respect to its own rows: the processes' gradients then sum to that of the whole loss, without communication in
+with respect to its own rows: the processes' gradients then sum to the whole loss's, without communication in
 backward. Several microbatches need a first pass without gradients, which gives their outputs, and a second one with
 these gradients (GradCache: Gao, Zhang, Han and Callan, "Scaling deep contrastive learning batch size under memory
 limited setup", 2021, arXiv 2101.06983).
@@ -59,7 +59,7 @@ class WholeBatchLosses:
     def look_ahead_needed(self, batch: Batch) -> bool:
         """Returns whether a first pass must give all outputs; the same on every process.
 
-        Also where a slice has no sample: some engines leave out what has none, and would not take part in gathering.
+        Also where a slice has no sample: some engines skip empty microbatches, and would not take part in gathering.
         """
         return len(batch.microbatches) > 1 or self._slices.layout(batch.samples).has_empty
 
@@ -122,8 +122,8 @@ class WholeBatchLosses:
         return Loss(torch.cat(values), torch.cat(gradients), part.scored.total)
 
     def _direct(self, output: object, micro: Microbatch, batch: Batch, scale: float) -> Loss:
-        """Computes the loss of a global batch that is here whole; backward goes through it, as through any loss."""
-        if not self._checked:  # what any other plan would refuse
+        """Computes the loss of a global batch that this process holds whole; an ordinary backward follows."""
+        if not self._checked:  # checked here too, as any other plan would refuse it
             self._gathered([micro], [output], "the model's output")
             self._check_targets([micro])
             self._gathered([micro], [micro.targets], "the target")
@@ -240,7 +240,7 @@ AnyLosses = Losses | WholeBatchLosses
 
 
 def make_losses(task: Task, plan: Plan, world: World, observers: Observers | None = None) -> AnyLosses:
-    """Makes what computes the task's loss under the plan."""
+    """Makes the object that computes the task's loss under the plan."""
     if task.whole_batch_loss:
         return WholeBatchLosses(task, plan, world, observers)
     return Losses(task, observers)

@@ -2,7 +2,7 @@
 
 Dai, Liu, Le, Tan (2021), "CoAtNet: Marrying Convolution and Attention for All Data Sizes", arXiv:2106.04803, with
 its tables 3, 11 and 12; without stochastic depth. For S4 of size 6 table 12 prints 2048 channels, which would make
-1,346 million parameters; with 3072 the parameters (1,470 million) and operations equal those of the paper.
+1,346 million parameters; with 3072 the parameters (1,470 million) and operations equal the paper's.
 
 Shapes: B images, C channels, H x W pixels, N = H W tokens, K heads.
 """

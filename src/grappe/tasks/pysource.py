@@ -26,9 +26,9 @@ if TYPE_CHECKING:
 
 SKIPPED = {"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3", "__pycache__"}
 PARTS = {"train": range(8), "validation": (8,), "test": (9,)}  # of each ten files in order
-IGNORED = -1  # the target that counts nothing: a file's first byte, of which no other file tells
+IGNORED = -1  # the target that does not count: a file's first byte, which no other file predicts
 BYTES = 256
-SIZES = {  # width, depth, heads; from small on those of GPT-2 (Radford et al. 2019, table 2; heads from its code)
+SIZES = {  # width, depth, heads; from small on GPT-2's (Radford et al. 2019, table 2; heads from its code)
     "tiny": (128, 4, 4),
     "mini": (512, 8, 8),
     "small": (768, 12, 12),

@@ -38,7 +38,7 @@ class Headspace:
         return self.share / (1 - self.share) if self.share < 1 else math.inf
 
     def __str__(self) -> str:
-        """Says it in a sentence."""
+        """Formats the lost time, and its remedy, as a sentence."""
         if self.share < WORTH_SAYING:
             return f"waiting for samples took {self.waited:.1f} s, {self.share:.1%} of the time"
         return (

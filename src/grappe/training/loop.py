@@ -52,7 +52,7 @@ from grappe.training.watchdog import Watchdog
 from grappe.training.watchers.base import Outcome, Record, RunInfo
 from grappe.training.watchers.watcher_list import WatcherList
 
-DELIVERY_SECONDS = 0.1  # quick steps are given to the watchers in groups: a step pays for none of them then
+DELIVERY_SECONDS = 0.1  # quick steps are passed to the watchers in groups: then a step pays for none of them
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -82,7 +82,7 @@ class Session:
 
 @dataclasses.dataclass(kw_only=True)
 class LoopState:
-    """State of a training that each checkpoint stores beside the engine's state."""
+    """State of a training that each checkpoint stores besides the engine's state."""
 
     best_loss: float = math.inf
     since_best: int = 0
@@ -173,7 +173,7 @@ class Training:
             )
         try:
             saved = SavedState(tensors=tensors, values=values.get("engine", {}), model_loaded=True)
-            # The optimizer's state means something to the engine that saved it only.
+            # The optimizer's state has a meaning only to the engine that saved it.
             same_engine = values.get("engine_name") == info.engine
             session.engine.restore(saved if same_engine else saved.weights_only())
             self.progress.restore(values)
@@ -349,7 +349,7 @@ class Training:
                 session.engine.evaluate(batches, min(order.batch_size, order.length))
         except Exception as error:
             if isinstance(error, GrappeError) or not is_users(error):
-                raise  # what a task's part must give is said without where it was seen first
+                raise  # an error about the task's contract needs no note on where it was seen first
             raise TaskError(
                 f"evaluation fails (one batch of it is tried before the first step): {sentence(error, session.task)}"
             ) from error
@@ -412,7 +412,7 @@ class Training:
 
 
 def samples_seen(info: RunInfo, step: int) -> int:
-    """Returns the position in the data behind `step`: training samples seen, over all epochs."""
+    """Returns the position in the data after `step`: training samples seen, over all epochs."""
     epoch, within = divmod(step, info.steps_per_epoch)
     return epoch * info.samples + within * info.batch_size
 
@@ -422,16 +422,16 @@ ANOMALY = re.compile("Traceback of forward call")
 
 @contextlib.contextmanager
 def naming_overwritten(task: Task, loader: BatchLoader, plan: Plan) -> Iterator[None]:
-    """Context in which the error of what was overwritten before backward names the line that made it.
+    """Context in which backward's error about an overwritten tensor names the line that made the tensor.
 
-    The forward is repeated for that, by this process alone, so only where the plan has the whole model on a process.
+    This process alone repeats the forward for that, so the plan must have the whole model on a process.
     """
     try:
         yield
     except RuntimeError as error:
         line = None
         if OVERWRITTEN.search(str(error)) and plan.replicate == plan.processes:
-            with contextlib.suppress(Exception):  # without a line the message is what it was
+            with contextlib.suppress(Exception):  # without a line the message stays as it was
                 line = _line_overwritten(task, loader)
         if line is None:
             raise
@@ -459,7 +459,7 @@ def _line_overwritten(task: Task, loader: BatchLoader) -> Line | None:
 
 @contextlib.contextmanager
 def refusing_late_parameters() -> Iterator[None]:
-    """Context of a forward in which the user's code may make no parameter: no optimizer would know it, none save it."""
+    """Context of a forward that may make no parameter: no optimizer would train it, no checkpoint have it."""
 
     def refuse(module: nn.Module, name: str, parameter: Any) -> None:
         stack = traceback.extract_stack()[:-1]
@@ -487,9 +487,9 @@ def refusing_late_parameters() -> Iterator[None]:
 
 
 class WeightAverage:
-    """Averages what this process has of each trained parameter: average <- decay average + (1 - decay) weight.
+    """Averages this process's part of each trained parameter: average <- decay average + (1 - decay) weight.
 
-    It begins with the first weights. Each number is averaged by itself, so a plan changes nothing.
+    It begins with the first weights. Each number is averaged on its own, so a plan changes nothing.
     """
 
     def __init__(self, decay: float | None) -> None:
@@ -520,7 +520,7 @@ class WeightAverage:
             return
         averages = [_local(average) for average in self._averages.values()]
         weights = [_local(weight) for weight in self._weights.values()]
-        # Not lerp: parts of a tensor would be rounded otherwise than the whole.
+        # Not lerp: it would round parts of a tensor differently from the whole tensor.
         foreach_mul_(averages, self._decay)
         foreach_add_(averages, weights, alpha=1 - self._decay)
 

@@ -25,7 +25,7 @@ KINDS = {"parameters": "parameters", "gradients": "gradients", "optimizer": "opt
 CONNECTION_BYTES = 80_000_000  # of RLIMIT_DATA: threads and buffers of connections to other processes
 RESERVE_BYTES = 16_000_000  # kept for finding out what took the rest
 STACKS_BYTES = 17_000_000  # of the threads that start later: the watchdog's, and one that writes
-OBJECTS_BYTES = 12_000_000  # of a first step's modules and messages: 1 to 12 MB beside all that is foreseen
+OBJECTS_BYTES = 12_000_000  # of a first step's modules and messages: 1 to 12 MB besides all that is foreseen
 LIBRARIES_BYTES = 25_000_000
 """Memory that libraries keep from their first forward on, where it is not measured."""
 STEP_BYTES = 30_000_000
@@ -55,7 +55,7 @@ class MemoryReport:
 
     @property
     def assumed(self) -> LibraryMemory:
-        """Assumes what libraries keep where no kernels are run: of a step, with its objects, as of an evaluation."""
+        """Assumes the bytes that libraries keep in an evaluation and in a step, where no kernels are run."""
         from grappe.foresight.forecast import LibraryMemory
 
         kept = LIBRARIES_BYTES if self.libraries is None else self.libraries
@@ -105,7 +105,7 @@ def reporting_out_of_memory(rank: int) -> Iterator[LibraryMemoryProbe]:
         yield probe
     except Exception as error:
         reserve.clear()
-        # What the task's own method raised is the cause of an error that names the method.
+        # An error that names a task's method has that method's own exception as its cause.
         if not is_out_of_memory(error) and not (error.__cause__ and is_out_of_memory(error.__cause__)):
             raise
         held = memory.bytes_by_kind()  # while the traceback still keeps it alive
@@ -126,7 +126,7 @@ def with_plan_that_fits(error: LocalOutOfMemory, task: Task, plan: Plan, data: P
     gc.collect()
     try:
         states, advice = _foreseen(error.report, task, plan, data)
-    except Exception as problem:  # memory is short, and the first error is the one to be told
+    except Exception as problem:  # memory is short, and the first error is the one to report
         why = f" ({problem})" if isinstance(problem, GrappeError) else ""
         states = {}
         advice = f"Which plan fits is not foreseen{why}: take smaller microbatches, recompute, or shard="
@@ -192,7 +192,7 @@ def _on_disk(fake_model: FakeModel, plan: Plan, budget: MemoryBudget) -> Iterato
 
 
 def memory_budgets(report: MemoryReport, plan: Plan) -> tuple[MemoryBudget, MemoryBudget]:
-    """Returns the memory that a process may have, and that of one with more processes beside it."""
+    """Returns a process's memory budget, and the budget with more processes on the same machine."""
     from grappe.foresight.search import MemoryBudget
     from grappe.profiling import memory
 

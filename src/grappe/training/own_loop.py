@@ -180,7 +180,7 @@ class Loop:
         """Computes this process's part of the global batch's mean of `losses` [b, ...]; call backward on the result.
 
         A plain mean over the slice would weigh a short slice's samples more than others'. The gradients of all
-        processes' parts, which the plan sums or averages, are those of the whole mean.
+        processes' parts, which the plan sums or averages, are the gradients of the whole mean.
         """
         assert self._batch is not None, "mean() is for inside the loop over batches()"
         self.chronometer.switch(BACKWARD)

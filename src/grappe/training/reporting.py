@@ -1,4 +1,4 @@
-"""Tells a training's user what it is at its start, and makes the watchers that report its progress."""
+"""Prints a training's header at its start, and makes the watchers that report its progress."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def reporting(
 def announce(
     terminal: UserStream, task: Task, info: RunInfo, plan: Plan, started: StartedRun, world: World
 ) -> None:
-    """Shows the task, its plan, batch and run, and what is to be noted about them."""
+    """Shows the task, its plan, batch and run, and notes about them."""
     slices, micro = world.data_size, plan.microbatches
     each = -(-task.batch_size // slices)
     sizes = f"batch {task.batch_size} over all processes"

@@ -86,14 +86,14 @@ class Run:
     def choose(
         self, which: int | str | None = None, *, description: Mapping[str, Any] | None = None
     ) -> Choice:
-        """Finds the newest checkpoint that verifies, and says what was passed over; or the one that is asked for.
+        """Finds the newest checkpoint that verifies, and names the ones passed over; or the requested one.
 
         Args:
             which: a step, "last" or "best": that one and no other. None: the newest that verifies.
             description: the content of run.json; None: it is read, and may be damaged.
 
         Raises:
-            RunError: the one that is asked for does not verify.
+            RunError: the requested one does not verify.
         """
         if description is None:
             try:
@@ -162,10 +162,10 @@ class Run:
 
     @classmethod
     def begin(cls, folder: Path, description: dict[str, Any]) -> tuple[Run, Made]:
-        """Makes a new run as `create` does; returns what was made, too, so that it can be undone."""
+        """Makes a new run as `create` does; also returns the parts that it made, so that they can be undone."""
         made = Made(folder)
         try:
-            with contextlib.suppress(FileExistsError):  # what is no folder is told of below
+            with contextlib.suppress(FileExistsError):  # a file in the folder's place is reported below
                 folder.parent.mkdir(parents=True, exist_ok=True)
             made.folder(folder)
             _refuse_strangers(folder)
@@ -177,7 +177,7 @@ class Run:
         except OSError as error:
             if isinstance(error, FileExistsError) and cls.is_run(
                 folder
-            ):  # the other's now: nothing is taken back
+            ):  # it belongs to another start now: nothing is taken back
                 raise RunError(
                     f"{folder} was begun by another process a moment ago: give another with --run, "
                     "or start again to go on with it when that process has ended"
@@ -193,7 +193,7 @@ class Run:
 
 
 class Made:
-    """Parts that a start has made of a new run: of all that is in the folder, they alone may be taken back."""
+    """Parts of a new run that a start has made: only these may be removed again."""
 
     def __init__(self, run: Path) -> None:
         self._run = run
@@ -207,7 +207,7 @@ class Made:
             self._folders.append(folder)
 
     def undo(self) -> None:
-        """Removes run.json, the first checkpoint, and those folders that hold nothing then."""
+        """Removes run.json, the first checkpoint, and the folders that are empty then."""
         with contextlib.suppress(OSError, RunError):
             if self.described:  # so nothing was in `checkpoints` before this start
                 first = checkpoint_format.step_folder(self._run / "checkpoints", 0)

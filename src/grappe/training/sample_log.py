@@ -34,7 +34,7 @@ class SampleLog(Watcher):
         self._enabled = enabled
         self._file: BinaryIO | None = None
         self._buffer = bytearray()
-        self._step = 0  # steps done, as of the last that was delivered: of all before an evaluation
+        self._step = 0  # the last delivered step: before an evaluation, all steps are delivered
 
     def started(self, info: RunInfo) -> None:
         """Drops lines after the resumed checkpoint, whose steps the training repeats, perhaps on fewer processes."""
@@ -48,7 +48,7 @@ class SampleLog(Watcher):
             logged = {
                 int(match[1]) for name in files.names(folder, IN_RUN) if (match := NAME.fullmatch(name))
             }
-            ranks |= {rank for rank in logged if rank >= info.world_size}  # of processes that are no more
+            ranks |= {rank for rank in logged if rank >= info.world_size}  # processes that are gone
         for rank in ranks:
             _cut_back(_path(folder, rank), info.start)
         self._file = files.appender(_path(folder, info.rank), IN_PART)
@@ -116,7 +116,7 @@ def _cut_back(file: Path, step: int) -> None:
         return
     kept = []
     for line in lines:
-        # A process that was killed has left half a line, the last, of a step after the checkpoint.
+        # A killed process leaves an incomplete last line, of a step after the checkpoint.
         if line.endswith(b"\n") and json.loads(line)["step"] <= step:
             kept.append(line)
     files.replace(file, b"".join(kept), IN_PART)

@@ -31,7 +31,7 @@ from grappe.training.run import PARTS, Made, Run, new_folder
 from grappe.training.task_reference import field_texts, same_task, source_hash, write_record
 from grappe.words import host_name, processor_name
 
-ORDER = ("batch_size", "seed")  # what the order of samples depends on, beside the dataset's length
+ORDER = ("batch_size", "seed")  # the order of samples depends on these, and on the dataset's length
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -142,7 +142,7 @@ def reference_of(run: Run, *, asks: bool = True) -> TaskReference:
         asks: whether the command takes --task (task=… in Python), which errors then name.
 
     Raises:
-        TaskError: the run is of neither kind: the user has to say which task it is.
+        TaskError: the run is of neither kind: the user must name its task.
         RunError: the run's description is not usable.
     """
     description = run.read_description()
@@ -172,7 +172,7 @@ def reference_of(run: Run, *, asks: bool = True) -> TaskReference:
 
 
 def resolve_task(run: Run, task: Task | type[Task] | str | None) -> TaskReference:
-    """Returns the task that the user gives for a run, with the run's fields where it is a name or a class.
+    """Returns the user's task for a run, with the run's fields where the task is a name or a class.
 
     Raises:
         TaskError: it lies inside a run.

@@ -215,7 +215,7 @@ def waits_in(phase: int, stack: traceback.StackSummary) -> bool:
     if phase == COMMUNICATION:
         return True
     innermost = stack[-1].filename if stack else ""
-    # DDP waits inside of backward, in C++, where no line of Python can say so: below ours or torch's there is no other.
+    # DDP waits in C++, inside of backward: the innermost line of Python is then ours or torch's.
     if phase == BACKWARD and Path(innermost).is_relative_to(user_code.PACKAGE):
         return True
     return any(Path(innermost).is_relative_to(folder) for folder in TORCH_WAITS)

@@ -59,7 +59,7 @@ def worker(request: Request, process: ProcessRank, rendezvous_folder: Path) -> R
     """Runs one process of a training. Collective.
 
     Raises:
-        OutOfMemory: it got no more memory; with a plan that is foreseen to fit.
+        OutOfMemory: memory ran out; the message has a plan that is foreseen to fit.
     """
     try:
         return _trained(request, process, rendezvous_folder)
@@ -78,7 +78,7 @@ def _trained(request: Request, process: ProcessRank, rendezvous_folder: Path) ->
 
     world = join(plan, process, rendezvous_folder)
     stop_signal = StopSignal(options.time_limit)
-    stop_signal.install()  # not while the others are waited for: there is nothing to save yet
+    stop_signal.install()  # not while this process waits for the others: there is nothing to save yet
     engine_class = engines.check(plan)
     task = request.task.resolve()
     if options.noise_scale:
@@ -215,7 +215,7 @@ def _trained(request: Request, process: ProcessRank, rendezvous_folder: Path) ->
 
 
 def _resident_before_model(task: Task, options: Options) -> int:
-    """Returns the bytes of this process, with the library of metrics: 145 MB that are no part of what a model takes."""
+    """Returns the bytes of this process, with the metrics library: 145 MB that do not belong to a model."""
     if not options.steps_only and overrides(task, "metrics"):
         import_quietly("torchmetrics")
     return resident()

@@ -20,7 +20,7 @@ from grappe.launch.world import World
 from grappe.plan import Plan
 
 BYTES_EACH = 20
-"""For each number: the parameter, its copy beside the optimizer, Adam's two moments, and the gradient in passing."""
+"""For each number: the parameter, the optimizer's copy of it, Adam's two moments, and the gradient temporarily."""
 PREFIX = "grappe-"
 OWNER = "owner"
 """The file that a living training keeps locked in its folder."""

@@ -89,7 +89,7 @@ class Communication:
 
 @contextlib.contextmanager
 def linear(zero3: bool) -> Iterator[None]:
-    """Context with torch's linear function, or with that of ZeRO 3, which keeps no gathered weight.
+    """Context with torch's linear function, or with ZeRO 3's, which keeps no gathered weight.
 
     DeepSpeed replaces torch's function for all models of the process, for ever, by one that sums in another order.
     """

@@ -225,7 +225,7 @@ class Reached:
         self._world = world
         named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
         self._names = [name for name, _ in named]
-        # Alone, and below stage 2, gradients are taken in the order of parameters, not in that of backward.
+        # On one process, and below stage 2, gradients are taken in the order of parameters, not of backward.
         self._ordered = stage > 1 and world.size > 1
         self._fired: list[int] = []
         self._first: list[int] | None = None

@@ -21,7 +21,7 @@ ELEMENTWISE = frozenset({
     "SGD", "Adam", "AdamW", "NAdam", "RAdam", "Adamax", "RMSprop", "Adadelta", "ASGD", "Rprop",
     "DeepSpeedCPUAdam", "FusedAdam", "DeepSpeedCPULion", "FusedLion",
 })  # fmt: skip
-"""Optimizers that treat each number by itself, so that they may be given flattened parameters."""
+"""Optimizers that treat each number independently, so that they may get flattened parameters."""
 
 
 def check_elementwise(optimizer: Optimizer, stage: int) -> None:

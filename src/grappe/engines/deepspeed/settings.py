@@ -1,4 +1,4 @@
-"""DeepSpeed's settings: those of the plan and the task take precedence over the user's own ds_config.json."""
+"""DeepSpeed's settings: the plan's and the task's take precedence over the user's own ds_config.json."""
 
 from __future__ import annotations
 
@@ -155,7 +155,7 @@ def _walk(
     kept: Settings = {}
     for name, value in config.items():
         path = f"{at}.{name}" if at else name
-        if value == "auto":  # as Transformers' files have it: whoever runs it fills it in
+        if value == "auto":  # in Transformers' files: the program that trains fills it in
             continue
         if path in required:
             if value != required[path].value:

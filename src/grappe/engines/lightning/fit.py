@@ -134,7 +134,7 @@ class Watchers(Callback):
 class Loader:
     """The microbatches of all steps in order.
 
-    The length is that of the whole training: with a length, Lightning reads no batch ahead of its step, which would
+    The length is the whole training's: with a length, Lightning reads no batch ahead of its step, which would
     count as seen in a checkpoint. The iteration ends with `batches`.
     """
 

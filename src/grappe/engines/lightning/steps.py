@@ -1,4 +1,4 @@
-"""The parts of a step that Lightning's hooks call, and those of a model under torch's own parallelism."""
+"""The parts of a step that Lightning's hooks call, and the parts for a model under torch's own parallelism."""
 
 from __future__ import annotations
 

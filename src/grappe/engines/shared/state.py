@@ -80,7 +80,7 @@ class TrainState(Protocol):
 TRAINED = "trained_weight"
 """Of an optimizer with modes: the key of the weight to go on training from; the model's own is the evaluated one."""
 GROUP = "group."
-"""Of what an optimizer counts in its parameter groups: before the key, beside the state of each parameter."""
+"""Prefix of values that an optimizer counts in its `param_groups`, saved with each parameter's state."""
 SCHEDULED = frozenset({"lr", "initial_lr"})
 
 

@@ -63,7 +63,7 @@ class Runner:
     def _schedule(self, micros: Sequence[Microbatch]) -> Any:
         """Returns the schedule for microbatches of this shape; the one of another shape goes, with its buffers.
 
-        Each change of shape makes a schedule anew: 0.2 ms for 1f1b, 11 to 21 ms for interleaved and zero_bubble with 32
+        Each change of shape makes a new schedule: 0.2 ms for 1f1b, 11 to 21 ms for interleaved and zero_bubble with 32
         microbatches, and two messages of a byte from stage to stage. Buffers that stayed took half a peak, once.
         """
         key = len(micros), *key_of(micros[0].inputs)

@@ -113,7 +113,7 @@ class Exact:
         *gradients, loss, flags, reached = flat[: sum(self._sizes) + 2 + count].split(
             [*self._sizes, 1, 1, count]
         )
-        # A parameter that no sample reached stays without: zeros would let momentum and decay move it.
+        # A parameter that no sample reached keeps no gradient: zeros would let momentum and decay move it.
         has = [value is not None for value in entry[:count]]
         if self._group is not None and not all(
             has
@@ -196,7 +196,7 @@ def exact_norm(parameters: Sequence[nn.Parameter]) -> Tensor:
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
     assert gradients, NO_GRADIENT
     groups = next((sharded for gradient in gradients if (sharded := sharded_groups(gradient))), [])
-    # What is whole on every process, a scalar beside sharded tensors, is counted by the first alone.
+    # Only the first process counts tensors that every process holds whole (a scalar among sharded tensors).
     first = all(dist.get_rank(group) == 0 for group in groups)
     parts = [local_part(gradient) for gradient in gradients if first or sharded_groups(gradient)]
     pieces = [piece for part in parts if part.numel() for piece in part.reshape(-1).split(PIECE)]
@@ -204,11 +204,11 @@ def exact_norm(parameters: Sequence[nn.Parameter]) -> Tensor:
     largest = torch.zeros((), device=device)
     if pieces:
         largest = torch.stack([piece.abs().max() for piece in pieces]).max().float()
-    # NaN is lost by a maximum over processes, or not, as it comes; infinity says as well that there is no norm.
+    # all_reduce(MAX) may drop NaN: infinity is sent instead, which also means that there is no norm.
     largest = largest.nan_to_num(nan=torch.inf, posinf=torch.inf)
     for group in groups:
         dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)
-    # Where there is no norm the sums mean nothing, and are not used: to ask the device first would wait for it.
+    # Without a norm the sums mean nothing and are not used; checking first would wait for the device.
     usable = torch.isfinite(largest) & (largest > 0)
     divisor = torch.where(usable, largest, 1.0).double()
     sums = torch.zeros(2, dtype=torch.int64, device=device)
@@ -227,7 +227,7 @@ class TreeReduceScatter:
     """The reduce-scatter that FSDP2 calls after each unit's backward: a sum over the processes, neighbours first.
 
     Process r's piece j is number j W + r, so these W pieces are a whole subtree; above it each process sums its share
-    of the gradients of its V / W pieces by itself.
+    of the gradients of its V / W pieces itself.
     """
 
     def __init__(self, device: torch.device) -> None:

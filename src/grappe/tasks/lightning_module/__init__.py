@@ -56,7 +56,7 @@ class LightningSource(NamedTuple):
     held_out: float | None = None
     """The share of the training samples that validates, without a loader of its own."""
     unkept: tuple[str, ...] = ()
-    """Names that training_step logs beside its loss, and that no curve has."""
+    """Names that training_step logs besides its loss, and that no curve has."""
 
 
 class _Samples(Dataset):
@@ -162,7 +162,7 @@ def from_lightning(
 ) -> type[Task]:
     """A task class of a LightningModule with automatic optimization, and of its data.
 
-    The task's initial weights are those of `module`. Evaluation reports the values that validation_step logs. Training
+    The task's initial weights are `module`'s. Evaluation reports the values that validation_step logs. Training
     samples are shuffled where the training loader shuffles.
 
     Args:

@@ -203,7 +203,7 @@ class Tried(NamedTuple):
     left_out: tuple[str, ...]
     """Names that the user leaves out, and that are there."""
     unkept: tuple[str, ...]
-    """Names that training_step logs beside its loss."""
+    """Names that training_step logs besides its loss."""
 
 
 def tried(module: Any, train: Any, refusals: Refusals, without: Collection[str]) -> Tried:
@@ -270,7 +270,7 @@ def _aligned(test: Scoring | None, validation: Scoring | None, refusals: Refusal
 
 
 def _unkept(steps: ModuleSteps, batch: Any) -> tuple[str, ...]:
-    """Returns the names that training_step logs beside its loss: curves have the loss alone."""
+    """Returns the names that training_step logs besides its loss: curves have the loss alone."""
     loss = loss_in(steps.run(batch, TRAINING))
     return tuple(name for name, value in steps.log.values.items() if not _is_loss(value, loss))
 

@@ -33,7 +33,7 @@ class Console(Watcher):
     Args:
         sample: the word for a sample in the rate per second.
         print_every: steps between lines with the training loss and metrics; None: no such lines.
-        end: the expected end, said where there is no live bar, which has the time that is left.
+        end: the expected end, printed where there is no live bar (the bar shows the remaining time).
     """
 
     def __init__(
@@ -46,12 +46,12 @@ class Console(Watcher):
     ) -> None:
         self._print_every = print_every
         self._losses, self._loss_steps, self._loss_seconds = list[float](), 0, 0.0  # since the last such line
-        # Given, since a notebook's environment variables would make rich draw as on a terminal.
+        # Set explicitly: a notebook's environment variables would make rich draw as on a terminal.
         self._console = SafeConsole(stream, force_terminal=stream.isatty())
         self._live = self._console.is_terminal and not self._console.is_dumb_terminal
         self._console.soft_wrap = not self._live
         self._end = None if self._live else end
-        # A cell takes a line that begins with a carriage return in the place of the line before.
+        # In a cell, a line that begins with a carriage return replaces the line before.
         self._cell = stream if not self._live and IN_NOTEBOOK in os.environ else None
         # Other output goes above the bar, unless it is redirected to a log.
         self._shared = stream.fileno() == sys.stdout.fileno() if self._live else False
@@ -243,7 +243,7 @@ def _with_counts(name: str, value: float | list[float], scores: Scores) -> str:
     if isinstance(value, list):
         return ", ".join(f"{entry:.4f}" for entry in value)
     hits = value * scores.samples
-    if name == "accuracy" and abs(hits - round(hits)) < 0.01:  # else it counts something else: pixels, say
+    if name == "accuracy" and abs(hits - round(hits)) < 0.01:  # otherwise it counts pixels, for example
         return f"{value:.2%} ({round(hits)} of {scores.samples})"
     over = scores.losses.get(name, scores.samples)
     return f"{value:.4f}" if name.startswith("training_") else f"{value:.4f} (over {over:.12g})"

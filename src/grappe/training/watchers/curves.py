@@ -13,7 +13,7 @@ from grappe.step.noise_scale import Noise, NoiseScale
 from grappe.step.scores import Scores
 from grappe.training.watchers.base import Outcome, Record, RunInfo, Watcher, as_json
 
-FLUSH_SECONDS = 1.0  # what a killed process loses at most, beside the records that it was not yet given
+FLUSH_SECONDS = 1.0  # what a killed process loses at most, besides records that were not passed to it yet
 SKIPPED = ', "skipped": true'
 
 
@@ -112,7 +112,7 @@ class NoiseWatcher(Watcher):
     """Watcher on process 0, which has measured.
 
     Args:
-        stream: for the sentence at the end; None: nothing is said.
+        stream: for the sentence at the end; None: nothing is printed.
     """
 
     def __init__(self, meter: NoiseScale, stream: UserStream | None) -> None:

@@ -11,7 +11,7 @@ from grappe.training.options import occasions_left
 from grappe.training.watchers.base import RunInfo
 
 AFTER_SECONDS = 60.0  # of steps, before which their pace says little
-SOON_SECONDS = 120.0  # a training that takes no longer is over before its end is of use
+SOON_SECONDS = 120.0  # a shorter training is over before its expected end is useful
 MINUTE, HOUR, DAY = 60, 3600, 86400
 
 
@@ -102,7 +102,7 @@ class ExpectedEnd:
         return f"  end {end[11:] if end[:10] == today[:10] else end}"
 
     def _left(self, evaluated: int) -> float:
-        """Computes the seconds to the last step of this start, with the evaluations behind the step `evaluated`."""
+        """Computes the seconds to the last step of this start, with the evaluations after the step `evaluated`."""
         assert self._info is not None and self._first is not None
         first, since = self._first
         pace = Pace(

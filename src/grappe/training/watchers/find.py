@@ -15,7 +15,7 @@ from grappe.training.watchers.base import Watcher
 
 
 def make(watchers: Iterable[Watcher | str]) -> list[Watcher]:
-    """Makes the watchers that are given by name, without arguments; returns all watchers.
+    """Makes the watchers that are named, without arguments; returns all watchers.
 
     Raises:
         UsageError: a watcher cannot be found, or made.
@@ -83,7 +83,7 @@ def _from_file(path: Path) -> ModuleType:
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module
     if str(path.parent) not in sys.path:
-        sys.path.insert(0, str(path.parent))  # so that it may import its neighbours, as when it is run
+        sys.path.insert(0, str(path.parent))  # so that it can import its neighbours, as when it is run
     spec.loader.exec_module(module)
     return module
 

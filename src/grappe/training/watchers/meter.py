@@ -21,7 +21,7 @@ from grappe.words import host_name
 
 USAGE = "usage.jsonl"
 EVERY_SECONDS = 1.0
-LEAST_SECONDS = 0.1  # over less, a counter that moves a few times a second says nothing of power
+LEAST_SECONDS = 0.1  # over less time, a counter that moves a few times a second says nothing about power
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -65,7 +65,7 @@ class Usage:
 
 
 class Meter(Watcher):
-    """Watcher on every process that measures its own process; process 0's meter writes usage.jsonl.
+    """Watcher on every process that measures this process; process 0's meter writes usage.jsonl.
 
     Args:
         per_device: processes that share a GPU.
