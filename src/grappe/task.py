@@ -130,7 +130,7 @@ class Task:
         """Returns the weight of each value of `loss`, in the same shape (0: an ignored token). None: equal weights.
 
         Of several losses a dictionary by the same names: each is then a mean of its own, of classes over images and of
-        boxes over boxes say, and the sum of the means is learned.
+        boxes over boxes, for example, and the sum of the means is learned.
         """
         return None
 

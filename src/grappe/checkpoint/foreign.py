@@ -37,7 +37,7 @@ def foreign_weights(file: Path) -> Weights:
     if not file.is_file():
         raise RunError(f"--from {file}: there is no such run or file")
     if file.suffix == ".safetensors":
-        weights = TensorFiles([file.resolve()], levels=1)  # the user named it, be it by a link
+        weights = TensorFiles([file.resolve()], levels=1)  # the user named it: it may be a link
         if weights.has_pieces:
             raise RunError(
                 f"--from {file}: it is a part of a checkpoint of grappe's, with other parts beside it: give the "

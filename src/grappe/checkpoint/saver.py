@@ -114,11 +114,11 @@ class Saver:
             )
             thread.start()
             self._thread = thread
-        except RuntimeError:  # for want of memory for a thread
+        except RuntimeError:  # no memory for a thread
             self._snapshots.clear()
             self._write(step, uncopied, dict(values), streamed)
             copied = False
-        if not copied:  # for want of memory: the training must not go on before they are written
+        if not copied:  # no memory for copies: the training must not go on before the tensors are written
             self._written.wait()
             if not self._said and self._world.rank == 0:
                 say(

@@ -44,7 +44,7 @@ def run(app: App) -> NoReturn:
     except KeyboardInterrupt:
         complain("grappe: ended at once; what was saved before is kept")
         code = EXIT_SIGINT
-    except BrokenPipeError:  # the reader of the pipe, `head` say, has closed it
+    except BrokenPipeError:  # the pipe's reader (`head`) has closed it
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         code = EXIT_OK
     except Exception as error:

@@ -29,7 +29,7 @@ class Arrays(Dataset):
             files, np.load(file, mmap_mode="r"), stay on the disk. Of a pandas frame all columns, [N, columns], as
             float32 where one is decimal; of a series [N].
         targets: in the same form, of the same N.
-        transform: maps a gathered batch of inputs to the model's inputs (normalisation, say); runs on the
+        transform: maps a gathered batch of inputs to the model's inputs (such as normalisation); runs on the
             device, on [B, ...], and must treat each row by itself.
 
     Raises:

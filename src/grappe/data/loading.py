@@ -146,7 +146,7 @@ class Tuner:
     """Measures ways to load, each for some steps of the training; no sample depends on the way.
 
     Each process measures for itself and does not ask the others. On a CPU waits for other processes are left out of
-    what a step costs; beside a GPU the host waits for the device, whatever it is called.
+    what a step costs; with a GPU the host waits for the device, in whichever phase.
 
     Args:
         first: the way that the training has begun with.

@@ -181,4 +181,4 @@ def _bytes(leaf: Any) -> bytes:
         return leaf.tobytes() if leaf.dtype != object else str(leaf.shape).encode()
     if isinstance(leaf, bytes | str | int | float | bool):
         return repr(leaf).encode()
-    return type(leaf).__qualname__.encode()  # an image, say: its class must do
+    return type(leaf).__qualname__.encode()  # an image, for example: its class must do

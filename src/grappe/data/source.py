@@ -135,7 +135,7 @@ class WorkerProcesses:
     def begin(self, requests: Iterator[Sequence[Request]]) -> None:
         self._requests.batches = requests
         settle()
-        # A forked worker must not collect its parent's garbage: a process group of an earlier training, say,
+        # A forked worker must not collect its parent's garbage, such as a process group of an earlier training
         # whose end waits for threads that are not there.
         gc.freeze()
         try:

@@ -107,7 +107,7 @@ class Engine(ABC):
 
     @final
     def evaluated_weights(self) -> AbstractContextManager[None]:
-        """Inside, the model has the weights that its optimizer wants evaluated: an average's, say."""
+        """Inside, the model has the weights that its optimizer wants evaluated (an average, for example)."""
         return self.train_state.evaluated_weights()
 
     def close(self) -> None:

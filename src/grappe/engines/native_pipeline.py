@@ -337,7 +337,7 @@ def _padded(micro: Microbatch, rows: int) -> Microbatch:
     missing = rows - micro.size
     if not missing:
         return micro
-    # The last row again: what a model takes is not known, but that it takes this.
+    # Repeats the last row: it is the only input that the model is certain to accept.
     places = [*range(micro.size), *[micro.size - 1] * missing]
     weights = micro.weights
     if isinstance(weights, Mapping):

@@ -99,7 +99,7 @@ def naive_all_reduce(vector: Tensor, rank: int, size: int) -> None:
 #      and replaces         a012  b012  c012     a012  b012  c012     a012  b012  c012
 #
 # That is 2 (W - 1) turns of n / W numbers, and every link is busy in each: 2 (W - 1) / W x n numbers pass
-# over a link one after the other, against 2 (W - 1) x n over that of process 0 above. It is never more than
+# over a link one after the other, against 2 (W - 1) x n over process 0's link above. It is never more than
 # 2 n, however many processes there are, and the least that they can do among themselves (Patarasuk and Yuan,
 # 2009, "Bandwidth optimal all-reduce algorithms for clusters of workstations"). The price: a short vector
 # waits for the latency of 2 (W - 1) messages, one after the other.
@@ -131,7 +131,7 @@ def reduce_scatter(chunks: tuple[Tensor, ...], rank: int) -> None:
 
 
 def all_gather(chunks: tuple[Tensor, ...], rank: int) -> None:
-    """Sends the sums around the ring, from process r, which has that of chunk r + 1, until every process has all."""
+    """Sends the sums around the ring, from process r, which has chunk r + 1's sum, until every process has all."""
     size = len(chunks)
     for turn in range(size - 1):
         pass_on(chunks[(rank + 1 - turn) % size], chunks[(rank - turn) % size], rank, size)
@@ -273,7 +273,7 @@ class Textbook(Engine):
         norm = self._clip(gradient)
         pieces = gradient.split(self._sizes)
         for parameter, piece, count in zip(self._parameters, pieces, reached, strict=True):
-            # What no sample reached must stay without a gradient: one of zeros would let weight decay and
+            # A parameter that no sample reached must keep no gradient: zeros would let weight decay and
             # momentum move it. (`count` is read only where this process cannot know by itself.)
             if parameter.grad is not None or count > 0:
                 parameter.grad = piece.view_as(parameter).to(parameter)

@@ -77,7 +77,7 @@ def of_file(error: OSError) -> UsageError:
 
 
 def is_of_disk(error: OSError) -> bool:
-    """Returns whether a disk is full or takes nothing, whichever file it was."""
+    """Returns whether the error means a full or read-only disk."""
     return error.errno in DISK_IS_FULL + DISK_IS_GONE
 
 

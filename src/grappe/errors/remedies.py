@@ -1,4 +1,4 @@
-"""Remedies: what to do about the exceptions that tasks run into most often, known by what Python and torch say."""
+"""Remedies: what to do about the most common exceptions of tasks, recognised by Python's and torch's messages."""
 
 from __future__ import annotations
 

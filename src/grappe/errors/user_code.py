@@ -58,7 +58,7 @@ def line_of(error: BaseException) -> Line | None:
 
 
 def _called(error: BaseException) -> Line | None:
-    """Finds the forward of the user's own that torch could not call with what it was given."""
+    """Finds the user's own forward that torch could not call with the given arguments."""
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
     if not frames or frames[-1].f_code.co_name != "_call_impl":
         return None

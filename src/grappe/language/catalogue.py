@@ -21,7 +21,7 @@ PLACES = 40  # ends of sentences at which a text is cut
 ENDS = (". ", "; ", ": ", "\n", ", ")
 NAMES = re.compile(r"\S+(?: or \S+)+")
 THOUSANDS = re.compile(r"\d{1,3}(?:,\d{3})+")  # in French a comma is a decimal point
-FEW = 8  # letters: a template with fewer resembles names that users choose, "step 3" say
+FEW = 8  # letters: a template with fewer resembles names that users choose, such as "step 3"
 FOREIGN = re.compile(
     r"\b(?:\w+(?:Error|Exception)|(?P<program>sbatch|squeue|srun|salloc|scancel|sacct|scontrol|sinfo|pip|cmake)): "
 )

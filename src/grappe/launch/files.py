@@ -82,7 +82,7 @@ def new_file(file: Path, levels: int = IN_RUN, mode: int = 0o666) -> BinaryIO:
     """Makes a file that nobody has made before, and opens the file for writing without a buffer.
 
     Raises:
-        FileExistsError: there is something of that name, be it a link.
+        FileExistsError: there is something of that name, even a link.
         RunError: a folder on the way is a link.
     """
     handle = _open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, levels, mode)

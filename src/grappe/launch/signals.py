@@ -99,7 +99,7 @@ class SignalForwarding:
         self.over = False
 
     def __enter__(self) -> SignalForwarding:
-        # Elsewhere than in the main thread (a notebook's worker, say) Python lets nobody handle signals.
+        # Only the main thread may handle signals in Python (not a notebook's worker thread).
         with contextlib.suppress(ValueError):
             for number in handled():
                 self._before[number] = signal.signal(number, self._handle)

@@ -39,7 +39,7 @@ CHAINABLE = (
 
 
 def scale_factor(rule: LrScaling, *, batch_size: int, base: int) -> float:
-    """Returns what the learning rate for batches of `base` samples is multiplied by for `batch_size`.
+    """Returns the factor from the learning rate for batches of `base` samples to the rate for `batch_size`.
 
     linear: for SGD (Goyal et al. 2017, "Accurate, large minibatch SGD"). sqrt: it keeps the variance of an update
     (Krizhevsky 2014, "One weird trick"); for Adam (Malladi et al. 2022, "On the SDEs and scaling rules for adaptive

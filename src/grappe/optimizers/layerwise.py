@@ -78,7 +78,7 @@ class LARS(Optimizer):
             if group["adapt"]:
                 weights, gradients = norm_pairs(parameters, slopes)
                 above, below = group["trust_coefficient"] * weights, gradients + decay * weights
-                # Divided by lr before the minimum: 1 is also the rate of what has no norm.
+                # Divided by lr before the minimum: 1 is also the rate of a parameter without a norm.
                 rates = (
                     ratio(above, below * group["lr"]).clamp_max(1.0) if self._limited else ratio(above, below)
                 )

@@ -23,7 +23,7 @@ def checkpoint_activations(units: Sequence[nn.Module], plan: Plan) -> None:
 
 
 def switch_off_caches(model: nn.Module, plan: Plan) -> None:
-    """Lets a model of transformers keep no keys and values: a forward that runs again would find its own in there."""
+    """Switches off a transformers model's cache of keys and values: a repeated forward would find its own entries."""
     for module in model.modules() if plan.recompute else ():
         config = getattr(module, "config", None)
         if getattr(config, "use_cache", None) is True:

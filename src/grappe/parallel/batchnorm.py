@@ -50,7 +50,7 @@ class _Normalise(torch.autograd.Function):
         sums = torch.stack([g.sum(ctx.dims), (g * normal).sum(ctx.dims)])
         dist.all_reduce(sums, group=ctx.group)
         if not ctx.real:
-            return torch.zeros_like(gradients[0]), None, None, None  # no part of the statistics
+            return torch.zeros_like(gradients[0]), None, None, None  # not part of the statistics
         mean_g, mean_gn = sums / total
         result = (g - _spread(mean_g, g) - normal * _spread(mean_gn, g)) * _spread(inverse, g)
         return result.to(gradients[0].dtype), None, None, None

@@ -56,7 +56,7 @@ def replaying(forward: Forward, plan: Plan, *, keeps: bool) -> Forward:
 
 
 def unsupported_reason(plan: Plan) -> str | None:
-    """Returns the reason why CUDA graphs do not work under a plan; None if they work, or are not asked for."""
+    """Returns the reason why CUDA graphs do not work under a plan; None if they work, or are not requested."""
     if not plan.cuda_graphs:
         return None
     if not plan.compile:

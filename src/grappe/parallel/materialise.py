@@ -30,7 +30,7 @@ def on_meta(task: Task) -> nn.Module:
         ):
             return model
     except (RuntimeError, NotImplementedError, TypeError):  # TypeError: .numpy()
-        pass  # it computes with values while it is made; then it has to have them
+        pass  # its constructor computes with values, so it must have them
     return model_of(task)
 
 
@@ -101,8 +101,8 @@ def _put_whole_tensors(model: nn.Module, device: torch.device) -> None:
 def untied(model: nn.Module, units: Sequence[nn.Module]) -> list[nn.Module]:
     """Lists the units that share neither a parameter with a module outside of them nor a module, in order.
 
-    FSDP2 makes a new parameter in each unit: one of two units would be two. Units that are listed twice, or share a
-    module, are left to the root, too; a unit may be inside another.
+    FSDP2 makes a new parameter in each unit: a parameter of two units would become two. Units that are listed twice,
+    or share a module, are left to the root, too; a unit may be inside another.
     """
     shared = shared_parameters(model)
     inside = [{id(module) for module in unit.modules()} for unit in units]
@@ -123,7 +123,7 @@ def untied(model: nn.Module, units: Sequence[nn.Module]) -> list[nn.Module]:
 
 
 def shared_parameters(model: nn.Module) -> dict[int, set[int]]:
-    """Returns the modules that have a parameter of their own that another has, too; both by id."""
+    """Returns the modules that share a parameter of their own with another module; both by id."""
     owners: dict[int, set[int]] = {}
     for module in model.modules():
         for parameter in module.parameters(recurse=False):

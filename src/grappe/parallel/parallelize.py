@@ -28,7 +28,7 @@ KEYS = frozenset({
 })  # fmt: skip
 """The plan's keys that an engine honours when its model comes from `parallelize`."""
 Keep = Callable[[nn.Module, list[nn.Module]], Sequence[tuple[nn.Module, list[nn.Module]]]]
-"""From a model and its units: what of it this process calls, each part with its own units; the rest is taken out."""
+"""Maps a model and its units to the parts that this process calls, each with its units; removes the rest."""
 
 
 def parallelize(

@@ -49,7 +49,7 @@ def shard(model: nn.Module, units: Sequence[nn.Module], plan: Plan, world: World
 def sum_scalars(model: nn.Module, world: World) -> None:
     """Sums each scalar parameter's gradient over the processes in every backward: FSDP2 takes no scalars.
 
-    They stay whole. To be called when the parameters have their values: those on meta are replaced.
+    They stay whole. Call it when the parameters have their values: meta parameters are replaced.
     """
     group = world.data_group
     if group is None:

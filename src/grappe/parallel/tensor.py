@@ -58,7 +58,7 @@ def tensor_styles(model: nn.Module, task: Task, plan: Plan) -> dict[str, Paralle
 
 
 def _styles(part: Any, plan: Plan, model: nn.Module, prefix: str) -> dict[str, ParallelStyle]:
-    """Returns the styles that a model of transformers says; a parameter that two modules share stays whole."""
+    """Returns the styles that a transformers model declares; a parameter that two modules share stays whole."""
     words, where = transformers.tensor_styles(part), f"tensor={plan.tensor}: {type(part).__name__}"
     if not words:
         raise PlanError(

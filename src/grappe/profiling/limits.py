@@ -36,7 +36,7 @@ def folders(
     }
     for base, path in ((root, paths[""]), (root / controller, paths[controller])):
         folder = base.joinpath(*[part for part in path.split("/") if part])
-        # In a container, the path may be that outside of it.
+        # In a container, the path may be the one outside of the container.
         yield from (
             above
             for above in (folder, *folder.parents)
@@ -93,7 +93,7 @@ def control_group(root: Path = CGROUPS, own: Path = OWN_CGROUP) -> ControlGroup 
 def killed(root: Path = CGROUPS, own: Path = OWN_CGROUP) -> int:
     """Counts the processes that the kernel has killed for want of memory in this process's control groups.
 
-    In version 1 the group of the killed process counts, be it limited or one above it; in version 2 all of them do.
+    In version 1 only the killed process's group counts, whether it or one above has the limit; in version 2 all do.
     """
     count = 0
     for folder in folders("memory", root, own):

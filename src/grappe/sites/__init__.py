@@ -25,7 +25,7 @@ def own_folder(environment: Mapping[str, str] = os.environ) -> Path:
     if not base.is_absolute():  # as its specification says
         try:
             base = Path.home() / ".config"
-        except RuntimeError:  # a user without a home, in a container say
+        except RuntimeError:  # a user without a home, for example in a container
             base = Path(os.devnull)
     return base / "grappe" / "sites"
 

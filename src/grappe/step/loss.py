@@ -285,7 +285,7 @@ def checked_values(task: Task, loss: Any, rows: int, weights: LossWeights) -> Lo
 
 @torch.no_grad()
 def check_independent_samples(task: Task, output: Any, micro: Microbatch, loss_values: LossValues) -> None:
-    """Computes the loss of the first half of the rows by itself, and compares it with `loss_values` of all rows.
+    """Computes the loss of the first half of the rows alone, and compares it with `loss_values` of all rows.
 
     Nothing is checked where outputs, targets or values have no row for each sample (a batch of graphs), or where the
     loss draws random numbers.
@@ -313,7 +313,7 @@ def check_independent_samples(task: Task, output: Any, micro: Microbatch, loss_v
             return
     for values, half_values in zip(loss_values.each, of_half.each, strict=True):
         if loss_values.named and len(values) != micro.rows:
-            continue  # one of several losses may have values for boxes, in whatever order
+            continue  # one of several losses may have values for boxes, in any order
         if not values.numel() or values.numel() % micro.rows:
             continue
         expected = values.reshape(micro.rows, -1)[:half].float()

@@ -38,7 +38,7 @@ class Noise(NamedTuple):
 
     @property
     def scale(self) -> float | None:
-        """The noise scale in samples; None: it cannot be told from chance."""
+        """The noise scale in samples; None: it cannot be distinguished from chance."""
         scale = self.variance / self.square if self.square > 0 and self.variance > 0 else math.nan
         return scale if math.isfinite(scale) else None
 
@@ -92,7 +92,7 @@ class NoiseScale:
         self._rows: list[int] = []
         self._squares: list[Tensor] = []
         self._slice: Tensor | None = None
-        self._first = True  # in whose gradients is what an engine tries before it
+        self._first = True  # its gradients may include an engine's dry run
         self._sums = [torch.zeros((), dtype=torch.float64) for _ in range(3)]
         """Of S, of |G|^2, and of steps, over the steps in which both are numbers."""
         self._kept = (0.0, 0.0, 0.0)
@@ -142,7 +142,7 @@ class NoiseScale:
             self._slice = None
 
     def _measure(self) -> None:
-        """Adds this step's estimates of S and |G|^2, neither of which is biased, but for their ratio."""
+        """Adds this step's estimates of S and |G|^2; both are unbiased, their ratio is not."""
         batch_size = self._batch_size
         # What backward leaves is divided by the whole batch's count, and multiplied by what DDP divides by.
         scaled = [
@@ -156,7 +156,7 @@ class NoiseScale:
         ).sum()
         variance = (small - big) / (inverse - 1.0 / batch_size)
         square = big - variance / batch_size
-        # A step whose gradients overflow says nothing, and would make all that follow say nothing.
+        # A step whose gradients overflow has no estimate, and would spoil all later ones.
         finite = torch.isfinite(variance) & torch.isfinite(square)
         terms = (torch.where(finite, term, 0.0) for term in (variance, square, torch.ones_like(small)))
         self._sums = [total.to(small.device) + term for total, term in zip(self._sums, terms, strict=True)]

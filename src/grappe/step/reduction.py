@@ -22,7 +22,7 @@ class Sums:
 
     def __init__(self, values: Tensor, work: dist.Work | None = None, flag: float | None = None) -> None:
         if work is not None and values.is_cuda:
-            work.wait()  # makes the stream wait, not us
+            work.wait()  # makes the stream wait, not the host
         self._values: Tensor | HostCopy = HostCopy(values) if values.is_cuda else values
         self._work = work
         self._flag = flag
@@ -71,7 +71,7 @@ class PiggybackReduction(LossReduction):
     def __init__(self, carried: nn.Parameter, processes: int) -> None:
         super().__init__(carried.device)
         self._carried = carried
-        self._as_root = (carried,)  # a leaf's gradient is what backward is given for it
+        self._as_root = (carried,)  # a leaf's gradient is the one that backward gets for it
         self._processes = processes
 
     def start(self, loss: Tensor, flag: float) -> Roots:

@@ -132,12 +132,12 @@ def _executed(load: Callable[[], T], shown: str) -> T:
     from grappe.data.seeded import seeded
 
     try:
-        # What a file draws when it is loaded, a model's weights say, is the same in every process.
+        # Random numbers that a file draws when it is loaded (a model's weights) are the same in every process.
         with seeded(0):
             return load()
     except GrappeError:
         raise
-    except (Exception, SystemExit) as error:  # a script that ends itself is no task file either
+    except (Exception, SystemExit) as error:  # nor is a script that ends itself a task file
         why = broken_package(error) or user_code.sentence(error)
         raise TaskError(f"the task {shown} cannot be loaded: {why}") from error
 

@@ -139,7 +139,7 @@ class Images(Dataset[tuple[Tensor, int]]):
         labels: the file that says the classes of a flat archive: a line for each image in the order of their names, or
             lines of a name and a class.
         numbering: the file that says which class each number of `labels` is.
-        classes: names of classes in the order of their labels, those of the training set for validation, say. Default:
+        classes: names of classes in the order of their labels, for validation usually the training set's. Default:
             the source's own, in the order of their names.
 
     Raises:

@@ -113,7 +113,7 @@ class DeepSpeed(Engine):
         engine.step()
         applied = engine.was_step_applied()
         if not applied and plan.precision != "fp16":
-            # It skips the step in any precision, and would stand still without a word.
+            # It skips the step in any precision, and training would stop without a message.
             raise DivergedError(
                 "the gradient is not finite, though the loss may be. No checkpoint was overwritten: "
                 "the last one is from an earlier step. "

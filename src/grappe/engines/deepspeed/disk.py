@@ -123,12 +123,12 @@ def _owned(folder: Path) -> BinaryIO:
 
 
 def _is_left(folder: Path) -> bool:
-    """Returns whether a training of this user made a folder, and does not live any more."""
+    """Returns whether a training of this user made a folder, and has ended."""
     try:
         with files.reader(folder / OWNER, IN_PART) as stream:
             if os.fstat(stream.fileno()).st_uid != os.getuid():
                 return False
             fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except (OSError, RunError):  # no folder of ours, or its training lives
+    except (OSError, RunError):  # not a folder of grappe's, or its training is alive
         return False
     return True

@@ -139,7 +139,7 @@ def builds(builder: str) -> bool:
         if made is None or not made.is_compatible(verbose=False):
             return False
         made.load(verbose=False)
-    except Exception:  # of a compiler, a linker or torch's loader: whatever it is, it is not there
+    except Exception:  # an error of a compiler, a linker or torch's loader: the operator is missing
         return False
     return True
 

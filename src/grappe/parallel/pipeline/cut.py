@@ -70,7 +70,7 @@ def work(units: Sequence[nn.Module], example: Any, call: Call) -> list[float]:
                     value = unit(value) if index else call(unit, value)
                 returned = sum(leaf.numel() for leaf in tree_flatten(value)[0] if isinstance(leaf, Tensor))
                 costs.append(counter.get_total_flops() + numbers + returned)
-    except (RuntimeError, NotImplementedError):  # it looks at values, which a tensor on meta has not
+    except (RuntimeError, NotImplementedError):  # it reads values, which a meta tensor does not have
         return held
     return costs
 
@@ -147,7 +147,7 @@ def check_units(task: Task, example: Any) -> None:
     torch.set_num_threads(1)  # in a forked process
     torch.manual_seed(task.seed)
     model = task.model().train()
-    units = pipeline_units(task, model)  # which may switch off what the model returns besides
+    units = pipeline_units(task, model)  # which may switch off additional outputs of the model
     torch.manual_seed(1)
     expected = task.forward(model, example)
     torch.manual_seed(1)
@@ -217,7 +217,7 @@ Sources = Mapping[CallKey, frozenset[CallKey]]
 def recorded(model: nn.Module) -> Iterator[dict[CallKey, frozenset[CallKey]]]:
     """Context in which calls of modules with parameters of their own are recorded, into the mapping that it yields.
 
-    Calls without a gradient are nobody's sources.
+    Calls without a gradient are never recorded as sources.
     """
     calls: dict[CallKey, frozenset[CallKey]] = {}
     counts, made = Counter[nn.Module](), dict[Any, CallKey]()  # by autograd node: the call that returned it

@@ -55,13 +55,13 @@ class Runner:
         try:
             schedule.step(*((numbers,) if first else ()), target=numbers if last else None, **RETURN_NOTHING)
         except RuntimeError as error:
-            # torch wraps what a stage raised into a message of its own.
+            # torch wraps a stage's exception into a message of its own.
             raise error.__cause__ or error from error.__cause__
         finally:
             self._micros = ()
 
     def _schedule(self, micros: Sequence[Microbatch]) -> Any:
-        """Returns the schedule for microbatches of this shape; the one of another shape goes, with its buffers.
+        """Returns the schedule for microbatches of this shape; frees the schedule of another shape, with its buffers.
 
         Each change of shape makes a new schedule: 0.2 ms for 1f1b, 11 to 21 ms for interleaved and zero_bubble with 32
         microbatches, and two messages of a byte from stage to stage. Buffers that stayed took half a peak, once.
@@ -117,7 +117,7 @@ class Runner:
 
 
 class _Announcing(PipelineStage):
-    """A stage of torch's that says, before each forward, whose microbatch's it is: other stages get only tensors."""
+    """A torch stage that announces, before each forward, its microbatch: other stages get only tensors."""
 
     def __init__(self, enter: Callable[[int], None], *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)

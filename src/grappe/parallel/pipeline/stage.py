@@ -163,7 +163,7 @@ class Relay:
         for stage in self.stages:
             stage.source = None
         stream = iter(micros)
-        # As many at once as there are processes: the first ones are back for their next stage when the last are off.
+        # As many at once as there are processes: the first ones return for their next stage when the last have left.
         with inside(None):  # the last microbatches are still in the model when `micros` have ended
             while several := list(islice(stream, len(self._ranks))):
                 for stage in self.stages:

@@ -1,7 +1,7 @@
-"""Units of a pipeline: the task's own, or made of a model of transformers that says in which order its parts run.
+"""Units of a pipeline: the task's own, or made of a transformers model that declares the order of its parts.
 
-The first unit runs the model's own forward up to its layers, the last one the same forward behind them; between them
-go the hidden states and what the layers are given besides: a mask, the positions' embeddings.
+The first unit runs the model's own forward up to its layers, the last one the same forward after them; between them
+go the hidden states and the layers' other arguments: a mask, the positions' embeddings.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from grappe.task import Task, overrides
 
 
 def pipeline_units(task: Task, model: nn.Module) -> list[nn.Module]:
-    """Returns the units that are the whole model, in order; empty where neither task nor model says them.
+    """Returns the units that make up the model, in order; empty if neither task nor model declares them.
 
     Raises:
         PlanError: a model of transformers does not say in which order its parts run.
@@ -49,7 +49,7 @@ def pipeline_units(task: Task, model: nn.Module) -> list[nn.Module]:
 
 
 class _Parts:
-    """A model of transformers, the names of its layers and of what runs behind them.
+    """A model of transformers, the names of its layers and of the modules that run after them.
 
     Args:
         outer: the task's model: `model` itself or a module around it.
@@ -63,7 +63,7 @@ class _Parts:
 
     @contextlib.contextmanager
     def replaced(self, by: Mapping[str, nn.Module]) -> Iterator[None]:
-        """Context in which modules are others, by name; also where they are on another process."""
+        """Context in which modules are replaced, by name; also where they are on another process."""
         kept: list[tuple[dict[str, nn.Module | None], str, nn.Module | None]] = []
         for name, module in by.items():
             place, _, last = name.rpartition(".")
@@ -109,7 +109,7 @@ class Before(nn.Module):
         return {"hidden": hidden, "arguments": packed}
 
     def _fill_in_masks(self) -> None:
-        """Gives layers without a mask the causal one: where nothing is padding transformers leaves it out.
+        """Gives layers without a mask the causal one: transformers omits it where nothing is padding.
 
         Stages exchange a fixed set of tensors, whatever the values of a microbatch.
         """
@@ -182,7 +182,7 @@ class Layer(nn.Module):
 
 
 class Behind(nn.Module):
-    """Runs the model's forward behind its layers, to its output."""
+    """Runs the model's forward after its layers, to its output."""
 
     def __init__(self, parts: _Parts) -> None:
         super().__init__()
@@ -196,14 +196,14 @@ class Behind(nn.Module):
 
 
 class _Skipped(nn.Module):
-    """Stands for what runs before the layers and was run there: hands on its input."""
+    """Identity that replaces modules that another stage has run."""
 
     def forward(self, value: Any = None, *_: Any, **__: Any) -> Any:
         return value
 
 
 def _packed(value: Any) -> Any:
-    """Puts tensors without gradient into bytes: floating ones would be sent back a gradient by the next stage."""
+    """Packs tensors without gradient into bytes: for floating-point ones the next stage would send a gradient back."""
     if isinstance(value, Tensor):
         if value.is_floating_point() and not value.requires_grad:
             return {str(value.dtype).removeprefix("torch."): value.contiguous().view(torch.uint8)}

@@ -1,4 +1,4 @@
-"""Trainings: what a coordinator asks of whatever trains its trials, and trainings in processes of this machine."""
+"""Trainings: the interface by which a coordinator trains its trials, and trainings in processes of this machine."""
 
 from __future__ import annotations
 

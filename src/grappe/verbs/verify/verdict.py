@@ -360,7 +360,7 @@ def ablations(
             causes.append(f"{word} the difference disappears")
 
     fewer = dataclasses.replace(plan, microbatches=1)
-    # A pipeline's schedule needs as many as it has stages.
+    # A pipeline's schedule needs as many microbatches as it has stages.
     if plan.microbatches > 1 and engines.supported(fewer):
         ablate(f"accumulation: with microbatches=1, and not {plan.microbatches},", other=fewer)
     if not reference.whole_batch:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from grappe.verbs.doctor.checks import Finding, Machine, error, note, warning
 
-# The Alliance's PyTorch page and its page on H100 say these.
+# From the Alliance's PyTorch page and its page on H100.
 BAD_VERSIONS = (
     ((0, 0), (1, 0, 1), "leaks memory on CPUs with AVX512 until the job is killed"),
     ((1, 10), (1, 11), "loses Python's traceback of errors in C++ (c10::Error), and DDP fails at random"),
