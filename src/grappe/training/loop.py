@@ -206,7 +206,12 @@ class Training:
             clock.finish()
             self._read_previous_step()
             self._notify_watchers()
-            self._commit_last_save()
+            with clock.during(phases.CHECKPOINT):
+                problem = session.saver.wait()  # so that the end of a training loses nothing
+            if problem is not None:
+                raise RunError(
+                    f"{problem}. The checkpoint before it is whole: free some space, and start again"
+                )
             timing = clock.timing()
             outcome = Outcome(
                 status=self._stop or ("finished" if self.step >= session.info.total_steps else "paused"),
@@ -402,13 +407,6 @@ class Training:
         if self.session.options.stop_on_failed_save:
             raise RunError(f"{problem}. The checkpoint before it is whole")
         self.session.watchers.failed_to_save(problem)
-
-    def _commit_last_save(self) -> None:
-        """Waits until the last save is committed, so that the end of a training loses nothing. Collective."""
-        with self.session.clock.during(phases.CHECKPOINT):
-            problem = self.session.saver.wait()
-        if problem is not None:
-            raise RunError(f"{problem}. The checkpoint before it is whole: free some space, and start again")
 
 
 def samples_seen(info: RunInfo, step: int) -> int:

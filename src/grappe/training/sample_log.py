@@ -50,7 +50,14 @@ class SampleLog(Watcher):
             }
             ranks |= {rank for rank in logged if rank >= info.world_size}  # processes that are gone
         for rank in ranks:
-            _cut_back(_path(folder, rank), info.start)
+            file = _path(folder, rank)
+            try:
+                lines = files.read_bytes(file, IN_PART).splitlines(keepends=True)
+            except FileNotFoundError:
+                continue
+            # A killed process leaves an incomplete last line, of a step after the checkpoint.
+            kept = [line for line in lines if line.endswith(b"\n") and json.loads(line)["step"] <= info.start]
+            files.replace(file, b"".join(kept), IN_PART)
         self._file = files.appender(_path(folder, info.rank), IN_PART)
 
     def stepped(self, record: Record) -> None:
@@ -107,16 +114,3 @@ class LoggedLoader:
 
 def _path(folder: Path, rank: int) -> Path:
     return folder / f"rank-{rank}.jsonl"
-
-
-def _cut_back(file: Path, step: int) -> None:
-    try:
-        lines = files.read_bytes(file, IN_PART).splitlines(keepends=True)
-    except FileNotFoundError:
-        return
-    kept = []
-    for line in lines:
-        # A killed process leaves an incomplete last line, of a step after the checkpoint.
-        if line.endswith(b"\n") and json.loads(line)["step"] <= step:
-            kept.append(line)
-    files.replace(file, b"".join(kept), IN_PART)

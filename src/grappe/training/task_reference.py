@@ -125,7 +125,9 @@ def write_record(run: str, name: str, task: Task) -> str | None:
     if folder is None:
         where = state_base() or "the home folder"
         return f"{where} cannot be written, so which task this run has is not kept: later commands will ask for --task"
-    record = {"task": name, "file": str(file), "sha256": _hash(file), "root": str(_root(place, file))}
+    depth = 0 if place.endswith(".py") else place.count(".") + (file.name == "__init__.py")
+    root = file.parents[depth]  # the folder that the task's module was imported from
+    record = {"task": name, "file": str(file), "sha256": _hash(file), "root": str(root)}
     try:
         files.replace(folder / f"{run}.json", json.dumps(record, indent=1).encode(), mode=files.PRIVATE)
     except (OSError, RunError) as error:
@@ -237,11 +239,3 @@ def _read(run: str) -> dict[str, str] | None:
 
 def _hash(file: Path) -> str:
     return hashlib.sha256(file.read_bytes()).hexdigest()
-
-
-def _root(place: str, file: Path) -> Path:
-    """The folder that the module `place` was imported from."""
-    if place.endswith(".py"):
-        return file.parent
-    depth = place.count(".") + (file.name == "__init__.py")
-    return file.parents[depth]

@@ -30,7 +30,17 @@ def find(reference: str) -> type[Watcher]:
         UsageError: there is no such class, or it cannot be imported.
     """
     place, _, name = check_name(reference).rpartition(":")
-    module = _loaded(place, reference)
+    try:
+        if place.endswith(".py"):
+            module = _from_file(Path(place))
+        else:
+            if "" not in sys.path and str(Path.cwd()) not in sys.path:
+                sys.path.insert(0, str(Path.cwd()))
+            module = importlib.import_module(place)
+    except GrappeError:
+        raise
+    except (Exception, SystemExit) as error:  # a script that ends itself holds no watcher either
+        raise UsageError(f"--watch={reference} cannot be loaded: {user_code.sentence(error)}") from error
     member = getattr(module, name, None)
     if not (inspect.isclass(member) and issubclass(member, Watcher)):
         classes = [
@@ -61,19 +71,6 @@ def check_name(reference: str) -> str:
             f"--watch={reference}: there is no file {place}: is the path right, relative to {Path.cwd()}?"
         )
     return f"{Path(place).resolve()}:{name}"
-
-
-def _loaded(place: str, reference: str) -> ModuleType:
-    try:
-        if place.endswith(".py"):
-            return _from_file(Path(place))
-        if "" not in sys.path and str(Path.cwd()) not in sys.path:
-            sys.path.insert(0, str(Path.cwd()))
-        return importlib.import_module(place)
-    except GrappeError:
-        raise
-    except (Exception, SystemExit) as error:  # a script that ends itself holds no watcher either
-        raise UsageError(f"--watch={reference} cannot be loaded: {user_code.sentence(error)}") from error
 
 
 def _from_file(path: Path) -> ModuleType:
