@@ -48,7 +48,7 @@ def index(
     *,
     labels: Labels = None,
     numbering: Numbering = None,
-    again: Annotated[bool, SWITCH, Parameter(help="Make it anew, whatever there is.")] = False,
+    again: Annotated[bool, SWITCH, Parameter(help="Make it again, even if there is one.")] = False,
 ) -> int:
     """Read the headers of a source of images once, so that a training starts at once."""
     from grappe.launch.terminal import progress

@@ -48,7 +48,7 @@ def refuse_differing_lengths(world: World, lengths: Mapping[str, int]) -> None:
             if count != first[split]:
                 raise DataError(
                     f"process {rank} on {host} has {count:,} {split} samples, process 0 on {first_host} has "
-                    f"{first[split]:,}: a file or shard is missing on one of them. Stage or copy the data anew"
+                    f"{first[split]:,}: a file or shard is missing on one of them. Stage or copy the data again"
                 )
 
 

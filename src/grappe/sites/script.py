@@ -468,7 +468,7 @@ fi
 """
 
 AGAIN_SAVED = """\
-# 75: saved, and there is more to do. All else would begin anew.
+# 75: saved, and there is more to do. All else would begin again.
 again=no
 [ "$code" != 75 ] || again=yes
 """

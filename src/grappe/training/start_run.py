@@ -172,7 +172,7 @@ def _begin(
     if checkpoint.step and (engine := checkpoint.read_values().get("engine_name")) != own_engine:
         notes = (
             *notes,
-            f"from engine {engine} to {own_engine}: only the weights are restored, the optimizer starts anew",
+            f"from engine {engine} to {own_engine}: only the weights are restored, the optimizer starts again",
         )
     if checkpoint.step and (broken := other_bits(before, now)):
         notes = (*notes, f"exact: other bits from here on than before ({', '.join(broken)})")

@@ -123,7 +123,7 @@ code=$?
 # srun ends the others when one fails, and then says that they were killed: what failed first has left its code.
 [ ! -e "$GRAPPE_FAILURE" ] || end "$(cat "$GRAPPE_FAILURE")"
 
-# 75: saved, and there is more to do. All else would begin anew.
+# 75: saved, and there is more to do. All else would begin again.
 again=no
 [ "$code" != 75 ] || again=yes
 # A job that is being cancelled, or requeued by Slurm itself, is not running any more.

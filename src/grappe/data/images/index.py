@@ -346,7 +346,7 @@ def quarantined(source: Path, index: Index) -> NDArray[np.int64]:
     if absent:
         raise DataError(
             f"{file} names '{printable(os.fsdecode(absent[0]))}', which {source} does not have: it belongs to another "
-            f"state of it. Make it anew: grappe data check {source}"
+            f"state of it. Make it again: grappe data check {source}"
         )
     return np.array(sorted(place_of.values()), np.int64)
 

@@ -347,7 +347,7 @@ def shard_names(source: Path) -> tuple[str, ...]:
             records = json.loads((source / MANIFEST).read_bytes())["shards"]
             sizes = {str(record["name"]): int(record["bytes"]) for record in records}
         except (ValueError, TypeError, KeyError, RecursionError):
-            raise DataError(f"{source / MANIFEST} is damaged: pack the shards anew") from None
+            raise DataError(f"{source / MANIFEST} is damaged: pack the shards again") from None
         absent = sorted(sizes.keys() - set(there))
         for name in there:
             if name in sizes and (source / name).stat().st_size != sizes[name]:

@@ -193,5 +193,5 @@ def _cut(archive: Extent, count: int | None) -> NoReturn:
 def _refuse(archive: Extent, what: str) -> NoReturn:
     raise DataError(
         f"{archive.title} has {what}: grappe reads regular files in a plain tar archive only. "
-        "Pack it anew (tar --format=ustar, without links), or unpack it and name the folder"
+        "Pack it again (tar --format=ustar, without links), or unpack it and name the folder"
     )
