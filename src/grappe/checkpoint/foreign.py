@@ -18,7 +18,7 @@ from grappe.errors import RunError
 PICKLED = (".ckpt", ".pt", ".pth", ".bin")
 ALONE = "save the weights alone: torch.save(model.state_dict(), FILE)"
 KEYS = ("state_dict", "model_state_dict", "model", "net", "network", "weights")
-"""Under which scripts save a model's weights, beside the optimizer and the epoch."""
+"""Keys under which scripts save a model's weights, besides the optimizer and the epoch."""
 MAGIC = (b"PK", b"\x80")
 """How a file of torch.save begins: a zip archive, or an old pickle."""
 PREFIXES = ("module.", "model.", "_orig_mod.", "net.", "_forward_module.")

@@ -77,7 +77,7 @@ class SampleOrder:
         return block[start - first : stop - first].copy()
 
     def samples(self, ids: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Returns the samples of `ids`, of which several may be copies of one."""
+        """Returns the samples of `ids`; several may be copies of one sample."""
         return ids if self.sampling is None else ids % self.sampling.length
 
     def order(self, epoch: int, start: int, stop: int) -> NDArray[np.int64]:

@@ -29,7 +29,7 @@ class Sampling:
     """
 
     weights: Any = None
-    """A number for each sample, [N], not negative: how often it is seen beside the others."""
+    """A number for each sample, [N], not negative: how often it is seen relative to the others."""
     classes: Any = None
     """A class for each sample, [N], whole numbers or words: all classes are seen equally often."""
     lengths: Any = None

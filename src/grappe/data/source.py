@@ -52,7 +52,7 @@ class Samples:
     dataset: SeededDataset
     task: Task
     pin: bool
-    """Whether batches are in page-locked memory, from which they are copied to a GPU beside its work."""
+    """Whether batches are in page-locked memory, from which they are copied to a GPU while it computes."""
     prefetch: int
     """Batches that each worker process, or all threads together, have ready."""
 
@@ -234,7 +234,7 @@ class Sources:
 
         Args:
             spent: what steps have cost.
-            earlier_record: what an earlier start of the run has found.
+            earlier_record: the result of an earlier start of the run.
             chosen: told what is to be kept with the run.
         """
         asked = self._plan.workers
@@ -395,7 +395,7 @@ def settle() -> None:
 
 
 def _pool(workers: int) -> ThreadPoolExecutor:
-    """Starts threads whose tensor operations run on themselves alone, as those of a data worker do."""
+    """Starts threads whose tensor operations use no further threads, as in a data worker."""
     process_threads, started = torch.get_num_threads(), threading.Barrier(workers + 1)
     pool = ThreadPoolExecutor(workers, "grappe-data", initializer=_begin_thread)
     try:
@@ -431,11 +431,11 @@ def begin_worker(_: int) -> None:
 
 
 def register(loaded: Iterator[Any]) -> None:
-    """Has the workers of a DataLoader's iterator ended when this process ends, whoever still keeps the iterator."""
+    """Ends the workers of a DataLoader's iterator when this process ends, even if the iterator is still referenced."""
     _UNFINISHED.add(loaded)
 
 
-@atexit.register  # before what multiprocessing has registered, which would wait for workers that ignore SIGTERM
+@atexit.register  # before multiprocessing's handler, which would wait for workers that ignore SIGTERM
 def _end_unfinished() -> None:
     for loaded in list(_UNFINISHED):
         end_data_workers(loaded)
@@ -454,7 +454,7 @@ def explaining_ended_workers() -> Iterator[None]:
 
 
 def _explained(error: BaseException) -> BaseException:
-    """Returns an error that says what to do, if `error` says that a worker has ended; else `error`."""
+    """Returns an error with a remedy, if `error` reports a worker's end; else `error`."""
     cause = error.__cause__ or error  # torch's own says no more than that a worker has ended
     if (full := explained(cause)) is not cause:
         return full

@@ -51,7 +51,7 @@ def stage(source: Path | str, to: Path | str) -> Path:
     """Copies a file or folder into the folder `to`, on a disk of the node, and returns the copy's place.
 
     For a task's `data`: all processes of a node may call it at once; one copies, the others wait. What is there
-    already, of the same sizes and times, is not copied again. An index or quarantine beside the source goes along.
+    already, of the same sizes and times, is not copied again. An index or quarantine next to the source is copied, too.
 
     Raises:
         DataError: the source is missing, changes meanwhile, or was read wrongly; or the disk is too small.
@@ -104,7 +104,7 @@ def _copied(source: Path, to: Path, report: Callable[[int, int], None]) -> Stage
 
 
 def _files(source: Path) -> list[_File]:
-    """Lists the source's files, and those that belong to it and lie beside it.
+    """Lists the source's files, and files next to it that belong to it.
 
     Raises:
         DataError: it is missing, or has something that is no file.
@@ -152,7 +152,7 @@ def _is_there(to: Path, file: _File) -> bool:
 
 
 def _remove_others(to: Path, source: Path, names: set[str], recorded: set[str] | None) -> None:
-    """Removes what an earlier copy had and the source has no more; refuses what no copy has made."""
+    """Removes files of an earlier copy that the source lacks now; refuses files that no copy has made."""
     place = to / source.name
     beside = [source.name, *(source.name + ending for ending in (INDEX, QUARANTINE))]
     for left in sorted(to.iterdir()):  # of a single file, copies that a killed process has left lie here

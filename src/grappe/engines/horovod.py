@@ -1,6 +1,6 @@
 """The horovod engine: replication by Horovod's DistributedOptimizer, whose gradients are summed while backward runs.
 
-Horovod was last released in 2023 and is not maintained; its control servers have unfixed vulnerabilities: whoever
+Horovod was last released in 2023 and is not maintained; its control servers have unfixed vulnerabilities: anybody who
 reaches these servers can run code. So grappe starts Horovod, not horovodrun, and the one server, where the processes
 find each other, listens on the loopback interface if all are on one machine, else on this machine's address
 in the network that connects the processes: use Horovod in private networks only.

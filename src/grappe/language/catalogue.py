@@ -340,7 +340,7 @@ OPEN = re.compile(
     r"|reasons?|remedy|rest|result|sentence|server|shapes|some|spoken|state|summary|text|there|title|torch|unit|unknown|verb|waiting|waits|what"
     r"|where|whose?|why|words?)\d*"
 )
-"""Words of grappe's, be they as few as those of a name: "step 3"."""
+"""Words of grappe's, even as few as a name's: "step 3"."""
 ONE_WORD = re.compile(r"(epoch|host|host_name|hours|index|nodename|number|pid|rank|seconds|seed|steps?)\d*")
 """Values of one word: numbers, and names of nodes."""
 QUOTES = ("'", '"', "`")

@@ -73,7 +73,7 @@ def refuse(task: Task, plan: Plan) -> None:
 class NoiseScale:
     """Adds up the squares of the gradients of this process's slices, and of the whole batch.
 
-    Its callbacks are those of EngineSetup. The sums stay on the device until `take`.
+    Its callbacks are EngineSetup's. The sums stay on the device until `take`.
 
     Args:
         data_size: number of processes among which the batch is divided.

@@ -27,7 +27,7 @@ DONE = "done"
 SAVED = ("finished", "stopped", "paused", "interrupted")
 """Endings behind a save: run.json has its step then."""
 PARTS = ("checkpoints", "logs", METRICS, "usage.jsonl", "samples", "profile", "tensorboard", "wandb")
-"""What a training writes in a run's folder, beside run.json and what is replaced whole."""
+"""What a training writes in a run's folder, besides run.json and files that are replaced whole."""
 RENDEZVOUS = re.compile(r"\.(rendezvous|secret)-[0-9a-f-]+(\.[0-9a-f]{8})?", re.ASCII)
 
 

@@ -139,7 +139,7 @@ def read_index(file: Path, source: Path, labels: LabelFiles) -> Index:
 
 
 def _bytes_of(file: Path) -> NDArray[np.uint8]:
-    """Maps the array of a .npy file, whose header can only be that of an array of bytes."""
+    """Maps the array of a .npy file, whose header can only describe an array of bytes."""
     try:
         length = file.stat().st_size - _NPY_HEADER
         with file.open("rb") as stream:

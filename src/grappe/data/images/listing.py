@@ -48,7 +48,7 @@ class Listing:
     entries: NDArray[np.void]
     names: list[bytes]
     left_out: int
-    """Files whose names are not those of images."""
+    """Files that are not named as images are."""
 
 
 class _Part(NamedTuple):

@@ -78,7 +78,7 @@ class TrainState(Protocol):
 
 
 TRAINED = "trained_weight"
-"""Of an optimizer with modes: the key of the weight to go on training from; the model's own is the evaluated one."""
+"""Key of the weight that a schedule-free optimizer trains; the model's own tensors are its evaluation weights."""
 GROUP = "group."
 """Prefix of values that an optimizer counts in its `param_groups`, saved with each parameter's state."""
 SCHEDULED = frozenset({"lr", "initial_lr"})

@@ -21,7 +21,7 @@ from grappe.private_api.torch import BatchNormBase
 class Statistics:
     """Batch normalisation's running statistics: all processes update them from each piece's own, in the pieces' order.
 
-    During a piece's forward momentum is 1, so that the running statistics become those of each call.
+    During a piece's forward momentum is 1, so that the running statistics become each call's own.
     A module may be called several times in a forward: C calls of all modules, with S numbers.
 
     Raises:

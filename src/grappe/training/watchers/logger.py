@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 EVERY = 100  # steps between histograms of parameters and gradients, as wandb.watch has it
 BINS = 64
 LOGGERS = {"tensorboard": "tensorboard", "wandb": "wandb"}
-"""The loggers: each is the file of its name beside this one, and needs the package of its name."""
+"""The loggers: each is the file of its name next to this one, and needs the package of its name."""
 
 
 class Logger(Watcher):

@@ -171,7 +171,7 @@ def check_sources(sources: Sequence[Path], names: Sequence[str]) -> None:
 
 
 def instruction_set() -> str:
-    """Returns what the package needs of a processor: "AVX2", or this machine's kind where it has no AVX2."""
+    """Returns the processor that the package needs: "AVX2", or this machine's kind where it has no AVX2."""
     capability = torch.backends.cpu.get_cpu_capability()
     if platform.machine() == "x86_64" and capability in ("AVX2", "AVX512"):
         return "AVX2"

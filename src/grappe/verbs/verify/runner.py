@@ -180,7 +180,7 @@ class Difference:
     excess: float
     """The largest difference of all, as a multiple of its tolerance: above 1 is too much."""
     drifting: tuple[str, ...]
-    """The tensors of which more than BOUND would be tolerated: their agreement says nothing."""
+    """The tensors whose tolerance exceeds BOUND: their agreement says nothing."""
     steps: tuple[dict[str, float], ...]
     """By step: loss, reference loss, and the differences of loss, norm and weights with their tolerances."""
 
