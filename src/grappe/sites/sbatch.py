@@ -130,6 +130,8 @@ class JobOptions:
     def __post_init__(self) -> None:
         at_least(self, 0, "chain", "restarts")
         at_least(self, 1, "processes", "cores")
+        if self.time and self.time != AUTO:
+            seconds(self.time, "--time")  # refused before the site is asked
 
     @property
     def seconds(self) -> float | None:
