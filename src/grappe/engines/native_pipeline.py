@@ -76,10 +76,10 @@ class PipelinedGradients:
         plan, world = self._setup.plan, self._setup.world
         micros = even(batch.microbatches, largest(plan, batch.samples))
         if self._anybody(not self._model.relay.knows(micros[0])):
-            # Every stage must know its input's shapes before a schedule is made for them.
+            # Every stage must know its input's shapes before a schedule is made for them. Not by a loop, whose
+            # variable would keep the output in memory during the step.
             with buffers_restored(self._model.module):
-                for _ in self._model.relay.forward([micros[0]]):
-                    pass
+                deque(self._model.relay.forward([micros[0]]), maxlen=0)
             self._model.reshard()
         seed_dropout(self._setup.task.seed, batch.step, world, self._place)
         self._batch, self._loss_runner.total = batch._replace(microbatches=micros), None
