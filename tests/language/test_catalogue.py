@@ -79,7 +79,9 @@ def test_names_that_users_chose_stay(english: str, french: str) -> None:
 def test_thousands_have_a_space_in_french_but_where_they_were_typed() -> None:
     french = catalogue_of("fr").message
     assert french("1,024 members") == "1 024 membres"
-    assert french("--images 1,024: it must be 1 to 1,000,000") == "--images 1,024 : il faut 1 à 1 000 000"
+    assert (
+        french("--per-shard 1,024: it must be 1 to 1,000,000") == "--per-shard 1,024 : il faut 1 à 1 000 000"
+    )
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import re
 from collections.abc import Iterable, Sequence
@@ -132,22 +131,34 @@ def entries(text: str) -> list[Entry]:
 
 def ended(job: str) -> End | None:
     """Returns a job's end, from Slurm's accounting or its controller; None if neither knows the job."""
-
-    def end(state: str, code: str) -> End | None:
-        number, _, signal = code.partition(":")
-        return End(state=state, code=int(number), signal=int(signal or 0)) if state in ENDED else None
-
-    with contextlib.suppress(GrappeError):  # a site without accounting
-        text = run("sacct", "--noheader", "--parsable2", "--jobs", job, "--format", "JobID,State,ExitCode")
-        for line in text.splitlines():
-            number, state, code = line.split("|")
-            if number == job and (accounted := end(state.split()[0], code)) is not None:
-                return accounted
-    with contextlib.suppress(GrappeError):  # a job that is forgotten
-        words = run("scontrol", "show", "job", job).split()
-        facts = dict(word.split("=", 1) for word in words if "=" in word)
-        return end(facts.get("JobState", ""), facts.get("ExitCode", "0:0"))
+    for ask in (_accounted, _remembered):
+        try:
+            end = ask(job)
+        except GrappeError:
+            continue  # a site without accounting, or a job that is forgotten
+        if end is not None:
+            return end
     return None
+
+
+def _accounted(job: str) -> End | None:
+    text = run("sacct", "--noheader", "--parsable2", "--jobs", job, "--format", "JobID,State,ExitCode")
+    for line in text.splitlines():
+        number, state, code = line.split("|")
+        if number == job and state.split()[0] in ENDED:
+            return _end(state.split()[0], code)
+    return None
+
+
+def _remembered(job: str) -> End | None:
+    words = dict(word.split("=", 1) for word in run("scontrol", "show", "job", job).split() if "=" in word)
+    state = words.get("JobState", "")
+    return _end(state, words.get("ExitCode", "0:0")) if state in ENDED else None
+
+
+def _end(state: str, code: str) -> End:
+    number, _, signal = code.partition(":")
+    return End(state=state, code=int(number), signal=int(signal or 0))
 
 
 def cancel(jobs: Sequence[str]) -> None:
