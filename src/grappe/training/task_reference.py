@@ -52,7 +52,7 @@ class TaskReference:
         check_signatures(task)
         return task
 
-    def with_values(self, **values: int) -> TaskReference:
+    def with_values(self, **values: Any) -> TaskReference:
         """Returns the task with other values of some of its fields."""
         if self.value is not None:
             return dataclasses.replace(self, value=dataclasses.replace(self.value, **values))

@@ -244,12 +244,11 @@ def with_fields(task: TaskReference, texts: Mapping[str, str]) -> TaskReference:
     Raises:
         UsageError: the task refuses them.
     """
-    if task.value is None:
-        changed = dataclasses.replace(task, texts={**task.texts, **texts})
-    else:
+    values: Mapping[str, Any] = texts
+    if task.value is not None:
         kind = type(task.value)
-        value = dataclasses.replace(task.value, **parse(kind, texts, f"task {kind.__name__}"))
-        changed = dataclasses.replace(task, value=value)
+        values = parse(kind, texts, f"task {kind.__name__}")
+    changed = task.with_values(**values)
     changed.resolve()
     return changed
 
