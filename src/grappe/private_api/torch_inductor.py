@@ -5,9 +5,9 @@ from __future__ import annotations
 import contextlib
 import logging
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from grappe.private_api import PrivateName
 
@@ -16,20 +16,6 @@ USED = (
     PrivateName("torch", "_inductor", SEEN),
     PrivateName("torch", "_dynamo", "2.8 to 2.13"),
 )
-
-
-class Package(Protocol):
-    """A loaded package: maps tensors to tensors, with weights that can be replaced."""
-
-    def __call__(self, *leaves: Any) -> Any: ...
-
-    def get_constant_fqns(self) -> list[str]:
-        """Names the tensors that the package keeps as such."""
-        ...
-
-    def load_constants(self, constants_map: dict[str, Any], *, check_full_update: bool) -> None:
-        """Replaces tensors by name."""
-        ...
 
 
 def compile_package(program: Any, file: Path, options: dict[str, Any], scratch: Path) -> None:
@@ -41,8 +27,8 @@ def compile_package(program: Any, file: Path, options: dict[str, Any], scratch: 
         aoti_compile_and_package(program, package_path=str(file), inductor_configs=dict(options))
 
 
-def load_package(file: Path) -> Package:
-    """Loads a package, which is native code: the caller must trust its origin."""
+def load_package(file: Path) -> Callable[..., Any]:
+    """Loads a package, a function of the program's leaves, which is native code: the caller must trust its origin."""
     from torch._inductor import aoti_load_package
 
     with quiet():

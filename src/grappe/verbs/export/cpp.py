@@ -7,7 +7,7 @@ import os
 import platform
 import shutil
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -202,7 +202,7 @@ def compile_to(file: Path, traced: torch.export.ExportedProgram) -> str:
     return sha256(file)
 
 
-def open_package(file: Path, digest: str) -> torch_inductor.Package:
+def open_package(file: Path, digest: str) -> Callable[..., Any]:
     """Opens a package that this process has written: opening runs what is in it.
 
     Args:
