@@ -33,6 +33,7 @@ ALONE = {
     "slurm": "what a notebook imports",
     "__main__": "what `python -m grappe` runs",
     "cli/help": "what loads rich, for translated help alone",
+    "checkpoint/pretrained": "what a task calls as grappe.pretrained",
 }
 """Modules that may be small and have one importer, each with the reason."""
 

@@ -141,7 +141,7 @@ def test_names_that_do_not_match_are_listed(tmp_path) -> None:
     with pytest.raises(RunError, match=words):
         build(Small(), tmp_path / "checkpoints", Begin(source=tmp_path / "a.pt"))
     torch.save(state_of(8), tmp_path / "b.pt")
-    with pytest.raises(RunError, match=r"0.weight is \[4, 3\] there, \[4, 5\] in the model"):
+    with pytest.raises(RunError, match=r"0.weight is \[4, 3\] there and \[4, 5\] in the model"):
         build(Small(width=5), tmp_path / "checkpoints", Begin(source=tmp_path / "b.pt"))
     assert latest(tmp_path / "checkpoints") is None
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import zipfile
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,7 @@ from torch import Tensor, nn
 
 from grappe.checkpoint.format import refuse_package
 from grappe.checkpoint.tensor_file import TensorFiles
-from grappe.checkpoint.weights import InMemory, Under, Weights
+from grappe.checkpoint.weights import InMemory, Weights
 from grappe.errors import RunError
 
 PICKLED = (".ckpt", ".pt", ".pth", ".bin")
@@ -21,7 +20,6 @@ KEYS = ("state_dict", "model_state_dict", "model", "net", "network", "weights")
 """Keys under which scripts save a model's weights, besides the optimizer and the epoch."""
 MAGIC = (b"PK", b"\x80")
 """How a file of torch.save begins: a zip archive, or an old pickle."""
-PREFIXES = ("module.", "model.", "_orig_mod.", "net.", "_forward_module.")
 
 
 def foreign_weights(file: Path) -> Weights:
@@ -43,7 +41,7 @@ def foreign_weights(file: Path) -> Weights:
                 f"--from {file}: it is a part of a checkpoint of grappe's, with other parts beside it: give the "
                 "run's folder"
             )
-        return Under(weights, wrapping(weights))
+        return weights
     if file.suffix not in PICKLED:
         with file.open("rb") as stream:
             saved_by_torch = stream.read(2).startswith(MAGIC)
@@ -51,8 +49,7 @@ def foreign_weights(file: Path) -> Weights:
             raise RunError(
                 f"--from {file}: give a run's folder, a .safetensors file, or what torch.save wrote (.ckpt, .pt)"
             )
-    weights = InMemory(state_dict_of(read_content(file), file))
-    return Under(weights, wrapping(weights))
+    return InMemory(state_dict_of(read_content(file), file))
 
 
 def read_content(file: Path) -> Any:
@@ -107,13 +104,3 @@ def not_plain(tensor: Tensor) -> str | None:
     if tensor.layout != torch.strided:
         return f"of the layout {str(tensor.layout).removeprefix('torch.')}"
     return f"on the device {tensor.device.type}" if tensor.device.type != "cpu" else None
-
-
-def wrapping(names: Iterable[str]) -> str:
-    """Returns the prefix that DDP, Lightning or torch.compile put before all names; two wrappers make one prefix."""
-    wrapped, names = "", list(names)
-    while prefix := next(
-        (p for p in PREFIXES if names and all(n.startswith(wrapped + p) for n in names)), ""
-    ):
-        wrapped += prefix
-    return wrapped

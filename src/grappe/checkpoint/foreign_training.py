@@ -10,9 +10,10 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from grappe.checkpoint.foreign import not_plain, read_content, state_dict_of, wrapping
+from grappe.checkpoint.foreign import not_plain, read_content, state_dict_of
+from grappe.checkpoint.names import match
 from grappe.checkpoint.tensor_file import Piece
-from grappe.checkpoint.weights import OPTIMIZER
+from grappe.checkpoint.weights import OPTIMIZER, InMemory
 from grappe.errors import RunError
 from grappe.errors.foreign_text import printable
 
@@ -201,11 +202,13 @@ def _plain(value: object) -> object:
 
 def _check_order(content: Mapping[str, Any], model: nn.Module, file: Path) -> None:
     """Refuses weights whose parameters come in another order than the model's: the optimizer knows them by number."""
-    names = list(state_dict_of(content, file))
-    prefix = wrapping(names)
+    weights = state_dict_of(content, file)
+    places = {
+        source: place.name for place in match(model, InMemory(weights)).places for source in place.sources
+    }
     ours = [name for name, _ in model.named_parameters()]
     our_names = set(ours)
-    theirs = [name for name in (full.removeprefix(prefix) for full in names) if name in our_names]
+    theirs = [name for name in dict.fromkeys(map(places.get, weights)) if name in our_names]
     if theirs != ours:
         differing = next((pair for pair in zip(theirs, ours, strict=False) if pair[0] != pair[1]), ("", ""))
         raise RunError(

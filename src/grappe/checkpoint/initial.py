@@ -19,10 +19,10 @@ from grappe.checkpoint.commit import Origin, commit, write_new
 from grappe.checkpoint.foreign import ALONE, foreign_weights
 from grappe.checkpoint.foreign_training import Begin, ForeignTraining, foreign_training
 from grappe.checkpoint.format import STATE, choose, step_folder
+from grappe.checkpoint.names import copy_values, differences, match, some
 from grappe.checkpoint.tensor_file import Piece
-from grappe.checkpoint.weights import LOCAL, MODEL, InMemory, Weights, kind_of, named_tensors
+from grappe.checkpoint.weights import LOCAL, MODEL, InMemory, Weights, named_tensors
 from grappe.errors import GrappeError, OutOfMemory, RunError, TaskError, disk_advice
-from grappe.errors.foreign_text import printable
 from grappe.errors.user_code import at, user_call
 from grappe.launch import files
 from grappe.launch.files import IN_PART, IN_RUN
@@ -130,10 +130,16 @@ def check_model(task: Task, model: object) -> None:
             f"{name} returned a {type(model).__name__}: return the module in it; the plan spreads it, as in --plan "
             f"replicate=2{place}"
         )
+    sparse = [key for key, tensor in named_tensors(model).items() if tensor.layout != torch.strided]
+    if sparse:
+        raise TaskError(
+            f"{name} has sparse tensors ({some(sparse)}), which a checkpoint cannot hold: register their indices and "
+            f"values as buffers, and make the sparse tensor of them in forward(){place}"
+        )
     lazy = [key for key, parameter in model.named_parameters() if is_lazy(parameter)]
     if lazy:
         raise TaskError(
-            f"{name} has parameters without a shape ({_some(lazy)}): give lazy layers their sizes, as in "
+            f"{name} has parameters without a shape ({some(lazy)}): give lazy layers their sizes, as in "
             f"nn.Linear(3, 4), or call the model once in model(){place}"
         )
 
@@ -208,10 +214,18 @@ def _limited(work: Callable[[], str], source: Path, own: int, most: int) -> str:
 
 
 def _copied(model: nn.Module, source: Path) -> str:
+    """Copies the weights; returns notes, one a line, on what is taken where that is not plain."""
     with _refusing(source):
         weights, note = _given_weights(source)
-        _copy(model, weights, source)
-    return note
+        matched, trained = match(model, weights), dict(model.named_parameters())
+        missing = {name: shape for name, shape in matched.missing.items() if name in trained}
+        if missing or matched.left:
+            raise RunError(
+                f"--from {source}: its parameter names differ from this model's. "
+                f"{differences(missing, matched.left)}"
+            )
+        copy_values(matched, weights, f"--from {source}", RunError)
+        return "\n".join(filter(None, (note, matched.note and f"--from {source}: {matched.note}")))
 
 
 @contextlib.contextmanager
@@ -239,32 +253,3 @@ def share_memory(model: nn.Module) -> list[Tensor]:
             shared = torch.frombuffer(mmap.mmap(-1, tensor.nbytes), dtype=tensor.dtype).view(tensor.shape)
             tensor.data = shared.copy_(tensor.detach())
     return tensors
-
-
-@torch.no_grad()
-def _copy(model: nn.Module, weights: Weights, source: Path) -> None:
-    own = named_tensors(model)
-    missing = [name for name in dict(model.named_parameters()) if name not in weights]
-    strangers = [name for name in weights if name not in own]
-    if missing or strangers:
-        raise RunError(
-            f"--from {source}: its parameter names differ from this model's. "
-            f"Missing: {_some(missing)}. Left over: {_some(strangers)}"
-        )
-    for name, tensor in own.items():
-        if name in weights:
-            if weights.shape(name) != tuple(tensor.shape):
-                shapes = f"{list(weights.shape(name))} there, {list(tensor.shape)} in the model"
-                raise RunError(f"--from {source}: {name} is {shapes}")
-            value = weights.read(name)
-            if kind_of(value.dtype) != kind_of(tensor.dtype):
-                kinds = f"{value.dtype} there, {tensor.dtype} in the model".replace("torch.", "")
-                raise RunError(f"--from {source}: {name} is {kinds}")
-            tensor.copy_(value)
-
-
-def _some(names: list[str]) -> str:
-    return (
-        ", ".join(printable(name, 80) for name in names[:5])
-        + (f" and {len(names) - 5} more" if len(names) > 5 else "")
-    ) or "none"

@@ -3,26 +3,23 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import TypeVar
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 
+from grappe.checkpoint.names import Shapes, copy_values, differences, match
 from grappe.checkpoint.tensor_file import TensorFiles
-from grappe.checkpoint.weights import kind_of
 from grappe.errors import TaskError
 from grappe.errors.foreign_text import printable
 from grappe.launch import files
 
 Model = TypeVar("Model", bound=nn.Module)
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
-SHOWN = 5
 
 
-@torch.no_grad()
 def pretrained(
     model: Model, place: Path | str, *, fresh: Sequence[str] = (), unused: Sequence[str] = ()
 ) -> Model:
@@ -44,34 +41,18 @@ def pretrained(
         return model
     where = f"grappe.pretrained({str(place)!r})"
     weights = _files(Path(place), where)
-    own: dict[int, tuple[Tensor, list[str]]] = {}
-    for name, tensor in model.state_dict(keep_vars=True).items():  # tied parameters under each of their names
-        own.setdefault(id(tensor), (tensor, []))[1].append(name)
-    theirs = _names(weights, model)
-    missing = [names[0] for _, names in own.values() if not any(name in theirs for name in names)]
-    own_names = {name for _, names in own.values() for name in names}
-    left = [name for name_here, name in theirs.items() if name_here not in own_names]
-    missing, left = _without(missing, fresh), _without(left, unused)
+    prefix = (
+        f"{getattr(model, 'base_model_prefix', '')}."  # a model of transformers without its head, or with one
+    )
+    matched = match(model, weights, [lambda name: f"{prefix}{name}", lambda name: name.removeprefix(prefix)])
+    missing, left = _without(matched.missing, fresh), _without(matched.left, unused)
     if missing or left:
         raise TaskError(
-            f"{where}: the names differ from the model's. Missing: {_some(missing)}. Left over: {_some(left)}. Where "
-            f"that is meant, say fresh=[…] for what is to be learned, and unused=[…] for what is left: patterns as "
-            f"{(missing or left)[0].partition('.')[0]}.*"
+            f"{where}: the names differ from the model's. {differences(missing, left)}. Where that is meant, say "
+            "fresh=[…] for what is to be learned, and unused=[…] for what is left: patterns as "
+            f"{next(iter(missing or left)).partition('.')[0]}.*"
         )
-    for tensor, names in own.values():
-        source = next((theirs[name] for name in names if name in theirs), None)
-        if source is None:
-            continue
-        if weights.shape(source) != tuple(tensor.shape):
-            raise TaskError(
-                f"{where}: {names[0]} is {list(weights.shape(source))} there and {list(tensor.shape)} in the model: "
-                "is it made from the same configuration?"
-            )
-        value = weights.read(source)
-        if kind_of(value.dtype) != kind_of(tensor.dtype):
-            kinds = f"{value.dtype} there and {tensor.dtype} in the model".replace("torch.", "")
-            raise TaskError(f"{where}: {names[0]} is {kinds}: quantized weights have to be converted first")
-        tensor.copy_(value)
+    copy_values(matched, weights, where, TaskError)
     return model
 
 
@@ -104,21 +85,9 @@ def _indexed(file: Path, where: str) -> list[str]:
     return names
 
 
-def _names(weights: TensorFiles, model: nn.Module) -> dict[str, str]:
-    """Returns the files' names by the model's: a model of transformers may be without its head, or with one."""
-    prefix, own = f"{getattr(model, 'base_model_prefix', '')}.", set(model.state_dict())
-    ways = [
-        {name: name for name in weights},
-        {f"{prefix}{name}": name for name in weights},
-        {name.removeprefix(prefix): name for name in weights},
-    ]
-    return max(ways, key=lambda way: len(own & set(way)))
-
-
-def _without(names: Iterable[str], patterns: Sequence[str]) -> list[str]:
-    return [name for name in names if not any(fnmatchcase(name, pattern) for pattern in patterns)]
-
-
-def _some(names: Sequence[str]) -> str:
-    more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
-    return (", ".join(printable(name, 80) for name in names[:SHOWN]) + more) or "none"
+def _without(names: Shapes, patterns: Sequence[str]) -> Shapes:
+    return {
+        name: shape
+        for name, shape in names.items()
+        if not any(fnmatchcase(name, pattern) for pattern in patterns)
+    }

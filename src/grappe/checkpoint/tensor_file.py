@@ -232,6 +232,10 @@ class TensorFiles:
         covered = sum(math.prod(stop - start for start, stop in box) for _, _, box in boxes)
         if not boxes or covered != math.prod(shape):  # before memory is allocated: the shape may be false
             raise RunError(f"{name!r} is not there in full: a file of the checkpoint is missing")
+        if len(boxes) > 1:  # of the right size together, two that overlap would leave a gap
+            start, stop = np.array([box for *_, box in boxes]).transpose(2, 0, 1)
+            if (((start[:, None] < stop) & (start < stop[:, None])).all(-1)).sum() > len(boxes):
+                raise RunError(f"the pieces of {name!r} overlap: they are not of one checkpoint")
         result = torch.empty(tuple(shape), dtype=boxes[0][0].dtype(name))
         writable = result.view(INTEGERS[result.element_size()][1]).numpy()  # in the type of _Mapped.integers
         for mapped, at, box in boxes:
