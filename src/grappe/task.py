@@ -138,6 +138,14 @@ class Task:
         """Makes a learning-rate schedule, stepped once per optimizer step."""
         return None
 
+    def after_step(self, model: Any) -> None:
+        """Changes parameters after each optimizer step, without gradients: a momentum encoder, a bound on weights.
+
+        `model` is what `model()` returned. Under a plan that shards, its parameters are DTensors: operations between
+        parameters of one shape work as they are, `target.lerp_(source, 0.01)`. It must do the same on every process.
+        It runs before the average of `ema`, and not after a step that fp16 skips.
+        """
+
     def metrics(self) -> Mapping[str, torchmetrics.Metric]:
         """Metrics that evaluation reports besides the loss; each is updated with (output, target)."""
         return {}

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from grappe.data.batch import Batch
 from grappe.engines.base import COMMON, Engine, EngineSetup
+from grappe.engines.shared.after_step import AfterStep
 from grappe.engines.shared.microbatch import MicrobatchRunner, evaluate
 from grappe.engines.shared.state import ModelState, trained_parameters
 from grappe.errors import PlanError
@@ -78,6 +79,7 @@ class Horovod(Engine):
         norm = functools.partial(gradient_norm, self._parameters)
         loss_scale = LossScale(setup.plan.precision)
         self._clip = clipping(self._task, setup.plan, loss_scale, self._parameters, norm)
+        self._after_step = AfterStep(setup, self._model)
         self._alike = False
         self._model.train()
 
@@ -98,6 +100,7 @@ class Horovod(Engine):
         if self._schedule is not None:
             self._schedule.step()
         self._optimizer.zero_grad()
+        self._after_step(batch.step)
         return StepResult(batch=batch, sums=sums, norm=norm, skipped=False, lr=lr)
 
     def _broadcast(self) -> None:

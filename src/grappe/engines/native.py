@@ -18,6 +18,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from grappe.data.batch import Batch
 from grappe.data.rand_like import entering
 from grappe.engines.base import COMMON, Engine, EngineSetup
+from grappe.engines.shared.after_step import AfterStep
 from grappe.engines.shared.microbatch import MicrobatchRunner, evaluate, within
 from grappe.engines.shared.state import ModelState, trained_parameters
 from grappe.parallel import compile as compile_rules
@@ -93,6 +94,7 @@ class Native(Engine):
         self._step_optimizer = OptimizerStep(optimizer)
         self._parameters = [parameter for _, parameter in self._model.named]
         self._clip = clipping(setup.task, setup.plan, loss_scale, self._parameters, strategy.norm)
+        self._after_step = AfterStep(setup, self._model.module)
 
     def step(self, batch: Batch) -> StepResult:
         sums = self._gradients(batch)
@@ -106,6 +108,8 @@ class Native(Engine):
         # As optimizer.zero_grad(), less the 8 microseconds that its profiling takes.
         for parameter in self._parameters:
             parameter.grad = None
+        if not skipped:
+            self._after_step(batch.step)
         return StepResult(batch, sums, norm, skipped, lr)
 
     def remarks(self) -> Sequence[str]:

@@ -37,7 +37,9 @@ from grappe.step.fast_paths import seed_dropout
 from grappe.step.precision import LossScale, autocast
 from grappe.step.reduction import Sums, loss_reduction
 from grappe.step.scores import Scorer, Scores
+from grappe.step.task_contract import method_error
 from grappe.step.whole_batch_loss import WholeBatchLosses
+from grappe.task import overrides
 
 
 class PipelinedGradients:
@@ -137,6 +139,13 @@ class StagedModel:
     def __init__(self, setup: EngineSetup) -> None:
         self._setup = setup
         task, plan, world = setup.task, setup.plan, setup.world
+        if overrides(task, "after_step"):
+            raise method_error(
+                task,
+                "after_step",
+                f"cannot run under pipeline={plan.pipeline}: no process has the whole model, and a parameter may be on "
+                "another process than the one it follows. Use shard=, which splits each parameter",
+            )
         _check_once(setup)
         sketch = on_meta(task)
         parts = cut_into_stages(task, sketch, plan.pipeline * stages_each(plan), setup.sample_inputs)

@@ -27,6 +27,7 @@ from grappe.data.device_copy import sent
 from grappe.data.draw import mix
 from grappe.data.rand_like import entering
 from grappe.engines.base import COMMON, Engine, EngineSetup
+from grappe.engines.shared.after_step import AfterStep
 from grappe.engines.shared.microbatch import evaluate, first_pass
 from grappe.engines.shared.state import ModelState, trained_parameters
 from grappe.launch.world import choose_backend
@@ -186,6 +187,7 @@ class Textbook(Engine):
         )
         call = functools.partial(self._task.forward, self._model)
         self._forward = call if self._exact is None else self._exact.forward
+        self._after_step = AfterStep(setup, self._model)
         self._model.train()
 
     def step(self, batch: Batch) -> StepResult:
@@ -197,6 +199,7 @@ class Textbook(Engine):
         if self._schedule is not None:
             self._schedule.step()
         self._optimizer.zero_grad()
+        self._after_step(batch.step)
         return StepResult(batch=batch, sums=sums, norm=norm, skipped=False, lr=lr)
 
     def _summed(self, batch: Batch) -> tuple[Sums, Tensor | None]:

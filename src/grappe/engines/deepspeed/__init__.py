@@ -13,6 +13,7 @@ from grappe.data.batch import Batch
 from grappe.engines.base import COMMON, Engine, EngineSetup, ModelMemory
 from grappe.engines.deepspeed import disk, library, settings
 from grappe.engines.deepspeed.model import DeepSpeedModel, explained
+from grappe.engines.shared.after_step import AfterStep
 from grappe.engines.shared.microbatch import NOT_SCALED, MicrobatchRunner
 from grappe.errors import DivergedError
 from grappe.parallel.parallelize import KEYS
@@ -79,6 +80,7 @@ class DeepSpeed(Engine):
         )
         self._update = self._update_partitioned if held.stage else self._update_whole
         parameters = [parameter for _, parameter in held.named]
+        self._after_step = AfterStep(setup, held.module)
         norm = functools.partial(gradient_norm, parameters)
         self._clip = clipping(setup.task, setup.plan, self._loss_scale, parameters, norm)
 
@@ -102,6 +104,8 @@ class DeepSpeed(Engine):
         norm, skipped = self._update()
         if not skipped and held.schedule is not None:
             held.schedule.step()
+        if not skipped:
+            self._after_step(batch.step)
         return StepResult(batch=batch, sums=sums, norm=norm, skipped=skipped, lr=lr)
 
     def _backward(self, loss: Loss, roots: Roots) -> None:
@@ -137,7 +141,7 @@ class DeepSpeed(Engine):
         return self._held.evaluate(batches, samples)
 
     def close(self) -> None:
-        del self.train_state, self._update, self._clip
+        del self.train_state, self._update, self._clip, self._after_step
         self._held.close()
 
 

@@ -28,8 +28,8 @@ from grappe.parallel.materialise import check_weights, fill, on_meta
 from grappe.private_api.torch import module_buffers, module_parameters
 from grappe.step.precision import LossScale, autocast
 from grappe.step.scores import Scores
-from grappe.step.task_contract import optimizer_of, schedule_of
-from grappe.task import Call
+from grappe.step.task_contract import method_error, optimizer_of, schedule_of
+from grappe.task import Call, overrides
 
 
 class DeepSpeedModel:
@@ -68,6 +68,13 @@ class DeepSpeedModel:
             raise TaskError(
                 f"ema={task.ema}: DeepSpeed's stage 3 keeps parts of the weights where no average can be taken: use "
                 "zero=2, or engine=native, which averages sharded weights"
+            )
+        if self.stage and overrides(task, "after_step"):
+            raise method_error(
+                task,
+                "after_step",
+                f"cannot run under DeepSpeed's stage {self.stage}, which trains a copy of the weights of its own: use "
+                "engine=native, which shards the weights themselves",
             )
         sizes = [parameter.numel() for parameter in model.parameters()]
         cuda = world.device.type == "cuda"

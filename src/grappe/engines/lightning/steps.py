@@ -14,6 +14,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from grappe.data.batch import Batch, Microbatch
 from grappe.data.rand_like import entering
 from grappe.engines.base import EngineSetup
+from grappe.engines.shared.after_step import AfterStep
 from grappe.engines.shared.microbatch import MicrobatchRunner, evaluate
 from grappe.engines.shared.state import ModelState, TrainState, trained_parameters
 from grappe.parallel.batchnorm import buffers_restored
@@ -67,6 +68,7 @@ class LightningSteps:
         self.setup, self.model, self.optimizer, self.schedule = setup, model, optimizer, schedule
         self.forward, self._switch = forward, switch
         self._clip, self._after_update = clip, after_update
+        self._after_step = AfterStep(setup, model)
         self._runner = MicrobatchRunner(
             setup,
             model,
@@ -108,6 +110,7 @@ class LightningSteps:
         if not item.last:
             return None
         norm = self._after_update()
+        self._after_step(item.batch.step)
         return StepResult(
             batch=item.batch,
             sums=self._runner.sums(),

@@ -35,6 +35,7 @@ from grappe.data.loader import in_channels_last
 from grappe.data.order import cut
 from grappe.data.rand_like import inside
 from grappe.data.seeded import SeededDataset
+from grappe.engines.shared.after_step import WORD
 from grappe.errors import DivergedError
 from grappe.errors.user_code import naming_user_line
 from grappe.launch.rank import ProcessRank
@@ -313,6 +314,10 @@ class ReferenceModel:
         self._optimizer.step()
         if self._schedule is not None:
             self._schedule.step()
+        if overrides(self._task, "after_step"):
+            torch.manual_seed(mix(self._task.seed, number, WORD))
+            with torch.no_grad():
+                self._task.after_step(self.model)
         return float(total), norm
 
     def _call(self, model: nn.Module, inputs: Any) -> Any:

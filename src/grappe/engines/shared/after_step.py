@@ -1,0 +1,121 @@
+"""Calls a task's after_step after each optimizer step, on sharded parameters too, and checks its first call."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import xxhash
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.overrides import TorchFunctionMode
+
+from grappe.data.draw import mix
+from grappe.engines.base import EngineSetup
+from grappe.errors.user_code import user_call
+from grappe.launch.world import World
+from grappe.parallel.shard import reshard, uses_shard
+from grappe.private_api.torch import local_tensor
+from grappe.step.fast_paths import seed_generators
+from grappe.step.task_contract import method_error
+from grappe.task import overrides
+
+WORD = 0x6166  # of the keys of its random numbers, so that they are no slice's
+SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]
+
+
+class AfterStep:
+    """Calls `Task.after_step` without gradients; does nothing where the task has none. Collective."""
+
+    def __init__(self, setup: EngineSetup, model: nn.Module) -> None:
+        self._task, self._model, self._world = setup.task, model, setup.world
+        self._used = overrides(setup.task, "after_step")
+        self._split = uses_shard(setup.plan) or setup.plan.tensor > 1
+        self._checked = False
+
+    def __call__(self, step: int) -> None:
+        """Calls the method after optimizer step `step`.
+
+        Raises:
+            TaskError: the method fails, makes other parameters, or does not do the same on every process.
+        """
+        if not self._used:
+            return
+        if self._split:
+            reshard(self._model)
+        before = {} if self._checked else dict(self._model.named_parameters())
+        seed_generators(mix(self._task.seed, step, WORD), self._world.device)
+        drawn = _generator_states(self._world)
+        with torch.no_grad(), DataIsCopied():
+            user_call(self._task, "after_step", self._model)
+        if not self._checked:
+            self._check(before, draws=_generator_states(self._world) != drawn)
+            self._checked = True
+
+    def _check(self, before: dict[str, nn.Parameter], *, draws: bool) -> None:
+        what = None
+        if self._split and draws:
+            what = (
+                "draws random numbers, which each process would draw for its own part of a parameter: draw them in "
+                "model(), into a buffer, or use replicate= instead of shard= and tensor="
+            )
+        elif [id(p) for p in self._model.parameters()] != [id(p) for p in before.values()]:
+            what = (
+                "makes other parameters, which nothing trains or shards: write into those that are there, as in "
+                "target.lerp_(source, 0.01)"
+            )
+        elif (name := differing(before, self._world)) is not None:
+            what = (
+                f"gives '{name}' another value on each process: it may use parameters, and nothing that differs "
+                "between processes, as samples and statistics of their batches do"
+            )
+        if what is not None:
+            raise method_error(self._task, "after_step", what)
+
+
+class DataIsCopied(TorchFunctionMode):
+    """Mode in which `p.data = x` writes x into p's memory, which FSDP2 and CUDA graphs go on to read."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func != SET_DATA or not isinstance(args[0], nn.Parameter):
+            return func(*args, **(kwargs or {}))
+        parameter, value = args
+        if value.shape != parameter.shape:
+            raise ValueError(f"the parameter has the shape {list(parameter.shape)}, not {list(value.shape)}")
+        return parameter.copy_(value)
+
+
+def differing(parameters: dict[str, nn.Parameter], world: World) -> str | None:
+    """Finds a parameter of which processes with the same part have other bits. Collective."""
+    if world.size == 1:
+        return None
+    prints = {name: (_part(p, world), _hash(p)) for name, p in parameters.items()}
+    everyone = world.gather(prints)
+    odd = [
+        name
+        for name, (part, own) in prints.items()
+        if any(theirs[name][0] == part and theirs[name][1] != own for theirs in everyone if name in theirs)
+    ]
+    return next((names[0] for names in world.gather(odd) if names), None)
+
+
+def _part(tensor: Tensor, world: World) -> list[int]:
+    """Returns this process's place on the axes that split the tensor; -1 on the others."""
+    split: set[str] = set()
+    if isinstance(tensor, DTensor):
+        axes = zip(tensor.device_mesh.mesh_dim_names or (), tensor.placements, strict=True)
+        split = {axis for axis, placed in axes if not placed.is_replicate()}
+    return [place if axis in split else -1 for axis, (place, _) in world.coordinates().items()]
+
+
+def _hash(tensor: Tensor) -> int:
+    own = local_tensor(tensor) if isinstance(tensor, DTensor) else tensor
+    bits = own.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+    return xxhash.xxh3_64(bits.numpy().data).intdigest()
+
+
+def _generator_states(world: World) -> list[bytes]:
+    states = [torch.get_rng_state()]
+    if world.device.type == "cuda":
+        states.append(torch.cuda.get_rng_state(world.device))
+    return [state.numpy().tobytes() for state in states]
