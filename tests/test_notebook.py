@@ -70,3 +70,24 @@ def test_what_the_courses_call_cannot_have_is_refused(
     with pytest.raises(UsageError, match=words):
         slurm.gpu_jobs_submitter("dlojz.py -b 128", 1, site="jean-zay-v100", account="a@v100", **options)
     assert not (tmp_path / "runs").exists()
+
+
+def test_a_task_is_submitted_as_a_training(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a stand-in for the submission itself; tests/slurm has a real one."""
+    seen = []
+    monkeypatch.setattr(slurm, "submit_all", lambda submissions: seen.extend(submissions) or [])
+    slurm.gpu_jobs_submitter(["digits lr=0.2 --plan replicate=2", "train digits"], 1, site="generic")
+    assert [(one.command, one.task) for one in seen] == [("train", "digits")] * 2
+    assert seen[0].fields == ("lr=0.2",) and seen[0].plans == ("replicate=2",)
+
+
+def test_logs_are_found_as_on_the_page(tmp_path: Path) -> None:
+    for name, job in (("dlojz-1", "12345"), ("dlojz-2", "67"), ("other", "89")):
+        logs = tmp_path / name / "logs"
+        logs.mkdir(parents=True)
+        (logs / f"job-{job}.out").write_text("")
+    jobid = ["12345"]
+    for options in ({}, {"with_err": True}):
+        assert slurm.search_log(contains=jobid, base=tmp_path, **options)[0].endswith("job-12345.out")
+    assert len(slurm.search_log("dlojz", contains=["67", "89"], base=tmp_path)) == 1
+    assert len(slurm.search_log(base=tmp_path)) == 3

@@ -9,7 +9,7 @@ import os
 import re
 import textwrap
 import types
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping
 from fractions import Fraction
 from itertools import pairwise
 from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
@@ -50,6 +50,16 @@ def split(texts: Iterable[str]) -> dict[str, str]:
     return texts_by_name
 
 
+def typed_name(field: str) -> str:
+    """Returns a field's name as users type it: `optimizer` for `optimizer_`, as a task has a method of that name."""
+    return field.removesuffix("_")
+
+
+def field_name(name: str, names: Container[str]) -> str:
+    """Returns the field that a user's `name` means."""
+    return name if name in names else f"{name}_"
+
+
 def parse(cls: type, texts: Mapping[str, str], what: str) -> dict[str, Any]:
     """Converts `texts` to typed values for the fields of dataclass `cls`.
 
@@ -62,10 +72,11 @@ def parse(cls: type, texts: Mapping[str, str], what: str) -> dict[str, Any]:
     types_by_name = hints(cls)
     values = {}
     for name, text in texts.items():
-        if name not in types_by_name:
-            raise UsageError(f"{what} has no '{name}': {nearest(name, types_by_name)}")
+        field = field_name(name, types_by_name)
+        if field not in types_by_name:
+            raise UsageError(f"{what} has no '{name}': {nearest(name, map(typed_name, types_by_name))}")
         try:
-            values[name] = convert(types_by_name[name], text)
+            values[field] = convert(types_by_name[field], text)
         except ValueError as error:
             raise UsageError(f"{what}: {name}={text} is not {error}") from error
     return values
@@ -213,6 +224,15 @@ def whole_numbers(text: str, name: str, least: int = 1) -> tuple[int, ...]:
     return tuple(map(int, parts))
 
 
+def count_or_part(text: str, name: str) -> int | float:
+    """Converts a whole number, or a part of a whole: 50, 0.1, 1/10.
+
+    Raises:
+        UsageError: the text is neither, or 0.
+    """
+    return int(text) if text.isdecimal() and int(text) else part(text, name)
+
+
 @dataclasses.dataclass(frozen=True)
 class TextForm:
     """Marks a type with a special form on the command line; `read(text, name of the option)` parses it."""
@@ -222,6 +242,7 @@ class TextForm:
 
 Duration = Annotated[float, TextForm(seconds)]
 Part = Annotated[float, TextForm(part)]
+CountOrPart = Annotated[int | float, TextForm(count_or_part)]
 Names = Annotated[tuple[str, ...], TextForm(comma_separated)]
 Counts = Annotated[tuple[int, ...], TextForm(whole_numbers)]
 CountsFromZero = Annotated[tuple[int, ...], TextForm(lambda text, name: whole_numbers(text, name, least=0))]

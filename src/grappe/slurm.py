@@ -10,6 +10,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from grappe import tasks
 from grappe.cli.cluster import read_submission
 from grappe.cli.commands import app
 from grappe.errors import UsageError
@@ -137,7 +138,8 @@ def gpu_jobs_submitter(
     """Submits a job for each command and each number of GPUs, as idr_pytools of IDRIS's course does; returns their ids.
 
     Args:
-        srun_commands: scripts with their arguments, "dlojz.py -b 128", or commands of grappe, "train digits".
+        srun_commands: scripts with their arguments, "dlojz.py -b 128"; or tasks, "digits lr=0.2", or other commands of
+            grappe, "evaluate runs/digits-1".
         module: modules to load, with spaces or commas between.
         singularity: an image.
         verbose: above 0, each script is printed.
@@ -173,7 +175,7 @@ def gpu_jobs_submitter(
         env=singularity or "",
         sbatch=(*(("--exclusive",) if exclusive else ()), *shlex.split(slurm_addon or "")),
     )
-    submissions = [read_submission(shlex.split(command), options, app) for command in several]
+    submissions = [read_submission(_command(command), options, app) for command in several]
     jobs = []
     for submitted in submit_all(submissions):
         if verbose:
@@ -181,6 +183,11 @@ def gpu_jobs_submitter(
         say(f"job {submitted.job}: {submitted.cost}; run {submitted.run}")
         jobs.append(submitted.job)
     return jobs
+
+
+def _command(text: str) -> list[str]:
+    words = shlex.split(text)
+    return ["train", *words] if words and tasks.shipped(words[0]) is not None else words
 
 
 def display_slurm_queue(name: str | None = None, timestep: float = jobs.QUERY_SECONDS) -> None:
@@ -204,18 +211,19 @@ def display_slurm_queue(name: str | None = None, timestep: float = jobs.QUERY_SE
         time.sleep(timestep)
 
 
-def search_log(name: str = "*", contains: str = "", with_err: bool = False, base: Path | str = BASE) -> Any:
+def search_log(
+    name: str = "*", contains: str | Iterable[str] = "", with_err: bool = False, base: Path | str = BASE
+) -> list[str]:
     """Lists the log files of jobs, sorted; of IDRIS's course.
 
     Args:
         name: the beginning of the run's folder, or of the job's name; "*": any.
-        contains: a part of the file's name: the job's id.
-        with_err: return a pair of lists, as the course's function does: a job here writes both into one file.
+        contains: a part of the file's name: the job's id; or several, as `gpu_jobs_submitter` returns them.
+        with_err: the same list: a job here writes both outputs into one file.
     """
-    folders = sorted(
-        file
+    parts = (contains,) if isinstance(contains, str) else tuple(contains)
+    return sorted(
+        str(file)
         for file in Path(base).absolute().glob("*/logs/job-*.out")
-        if (name == "*" or file.parents[1].name.startswith(name)) and contains in file.name
+        if (name == "*" or file.parents[1].name.startswith(name)) and any(part in file.name for part in parts)
     )
-    texts = [str(file) for file in folders]
-    return (texts, texts) if with_err else texts

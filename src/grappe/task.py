@@ -150,6 +150,10 @@ class Task:
         """Metrics that evaluation reports besides the loss; each is updated with (output, target)."""
         return {}
 
+    def training_metrics(self) -> Mapping[str, torchmetrics.Metric]:
+        """Metrics over the training batches: `training_NAME`. Without it: `metrics`, if --training-metrics is given."""
+        return {}
+
     def sampling(self, dataset: Any) -> Any:
         """Returns a `grappe.Sampling`: which training samples an epoch has, and how often. None: each once."""
         return None
@@ -269,5 +273,6 @@ def _refuse_hidden_methods(cls: type) -> None:
     for name in inspect.get_annotations(cls):
         if name in parts():
             raise TaskError(
-                f"{cls.__name__}: the field '{name}' hides the method '{name}()': give it another name"
+                f"{cls.__name__}: the field '{name}' hides the method '{name}()': call it {name}_, which is typed "
+                f"{name}=…"
             )

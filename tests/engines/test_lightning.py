@@ -159,8 +159,8 @@ def test_a_signal_saves_and_ends_with_75(tmp_path: Path) -> None:
 
 
 def test_what_it_cannot_do_is_refused() -> None:
-    with pytest.raises(PlanError, match="bf16, or fp16 with engine=native"):
-        engines.check(Plan.parse("engine=lightning,precision=fp16"))
+    with pytest.raises(PlanError, match=r"no fp16 with offload.*engine=deepspeed"):
+        engines.check(Plan.parse("engine=lightning,shard=2,offload=cpu,precision=fp16"))
     with pytest.raises(PlanError, match="engine=lightning has no pipeline"):
         engines.check(Plan.parse("engine=lightning,pipeline=2"))
 

@@ -162,7 +162,7 @@ def hashes_of(checkpoint: Checkpoint) -> dict[str, str]:
 def curves(run: Path) -> list[dict]:
     """The steps and evaluations of a run, in order, without their seconds."""
     return [
-        {name: value for name, value in one.items() if name != "seconds"}
+        {name: value for name, value in one.items() if name not in ("seconds", "data", "device")}
         for one in sorted(Run(run).records(), key=lambda one: (one["step"], one["kind"]))
         if one["kind"] in ("step", "evaluation")  # the others are times
     ]

@@ -79,6 +79,7 @@ def test_its_bf16_is_that_of_the_native_engine(pool: Pool, plan: str, size: int)
         ("replicate=3,microbatches=2", 2, 4),
         ("shard=2", 3, 3),
         ("replicate=2,precision=bf16", 2, 5),
+        ("replicate=2,precision=fp16", 2, 5),
     ],
 )
 def test_the_same_plan_goes_on_to_the_same_bits(

@@ -91,7 +91,18 @@ def test_bf16_is_the_same_bf16(pool: Pool, plan: str, size: int) -> None:
     assert difference(full["weights"], one["weights"])[0] > TOLERANCE, "it did not round at all"
 
 
-@pytest.mark.parametrize(("plan", "size"), [("", 1), ("replicate=2", 2), ("shard=2", 2), ("replicate=3", 3)])
+@pytest.mark.parametrize(
+    ("plan", "size"),
+    [
+        ("", 1),
+        ("replicate=2", 2),
+        ("shard=2", 2),
+        ("replicate=3", 3),
+        ("engine=lightning", 1),
+        ("engine=lightning,replicate=2", 2),
+        ("engine=lightning,shard=2,microbatches=2", 2),
+    ],
+)
 def test_fp16_skips_an_infinity_everywhere(pool: Pool, plan: str, size: int) -> None:
     """One sample overflows in one process's slice: all skip that step, the ledger goes on, the schedule waits."""
     task = Loud()

@@ -21,7 +21,7 @@ jobids = gpu_jobs_submitter(command, n_gpu, name="dlojz", time_max="00:10:00", c
 """
 SHOW = """
 display_slurm_queue("dlojz", timestep=1)
-paths = search_log(contains=jobids[1])
+paths = search_log(contains=jobids[1:])
 print(len(search_log("dlojz")), open(paths[0]).read())
 """
 

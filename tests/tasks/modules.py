@@ -148,6 +148,20 @@ class Ordered(Data):
         return DataLoader(self.train, batch_size=BATCH)
 
 
+class Telling(Net):
+    """Logs in training what is a mean over samples, what is none, and what only some batches have."""
+
+    def training_step(self, batch, batch_idx):
+        x, y = batch
+        output = self(x)
+        self.accuracy(output, y)
+        self.log("train_accuracy", self.accuracy, on_epoch=True)
+        self.log_dict({"largest": output.max(), "shape": output.sum(0)})
+        if batch_idx == 0:
+            self.log("first", 1.0)
+        return F.cross_entropy(output, y)
+
+
 class Unvalidated(lightning.LightningDataModule):
     """Training data alone."""
 

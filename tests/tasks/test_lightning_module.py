@@ -18,12 +18,14 @@ from grappe.data.datasets import training_order
 from grappe.data.order import SampleOrder
 from grappe.errors import TaskError
 from grappe.parallel.materialise import fill, on_meta
+from grappe.training.run import Run
 from tests.commands import GRAPPE, Command
 from tests.parity.cell import TOLERANCE, difference
 from tests.processes import Pool
 from tests.tasks import modules
 from tests.tasks.modules import BATCH, HELD_OUT, TRAINING, BySteps, Data, Net
 from tests.training.test_training import train
+from tests.training.test_training_scores import trained
 
 EPOCHS, STEPS = 2, 8
 MODULES = {"epochs": Net, "steps": BySteps}
@@ -131,7 +133,6 @@ def test_metrics_are_fresh_wherever_memory_comes_from() -> None:
         ("Attached", "Data", ["current_epoch", "not carried over"]),
         ("Net", "Weighted", ["sampler", "WeightedRandomSampler", "drop_last"]),
         ("Manual", "Ordered", ["grappe.Loop"]),
-        ("Net", "Unvalidated", ["has no val_dataloader()", "validation=0.1"]),
     ],
 )
 def test_what_it_cannot_carry_is_refused_by_name(module: str, data: str, words: list[str]) -> None:
@@ -190,6 +191,59 @@ def test_a_share_of_the_training_samples_validates() -> None:
     sizes = [len(task.data(split, Path())) for split in ("train", "validation")]  # type: ignore[arg-type]
     assert sum(sizes) == TRAINING
     assert sizes[1] == round(TRAINING / 4)
+
+
+def test_without_a_validation_loader_all_samples_are_trained_on_and_that_is_said(tmp_path: Path) -> None:
+    """The page's script: pytorch_lightning, `trainer.fit(net, train_loader)`."""
+    import pytorch_lightning
+
+    class Page(pytorch_lightning.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.fc = torch.nn.Linear(6, 3)
+
+        def training_step(self, batch, batch_idx):
+            return torch.nn.functional.cross_entropy(self.fc(batch[0]), batch[1])
+
+        def configure_optimizers(self):
+            return torch.optim.Adam(self.parameters(), lr=0.1)
+
+    loader = modules.Unvalidated().train_dataloader()
+    task = grappe.from_lightning(Page(), loader, epochs=1)()
+    assert [len(task.data(split, Path())) for split in ("train", "validation")] == [TRAINING, 4]  # type: ignore[arg-type]
+    assert any("no validation loader" in note and "validation=0.1" in note for note in task.notes())
+    run = Run(train(tmp_path / "run", task).run)
+    assert [one["samples"] for one in run.records("evaluation")] == [4]
+    assert sum(1 for _ in run.records("step")) == -(-TRAINING // BATCH)
+
+
+@pytest.mark.parametrize("plan", ["", "replicate=2,microbatches=2"])
+def test_what_training_step_logs_is_kept(pool: Pool, tmp_path: Path, plan: str) -> None:
+    torch.manual_seed(11)
+    module = modules.Telling()
+    task = grappe.from_lightning(module, Data(), epochs=1)()
+    [note] = task.notes()
+    assert all(
+        word in note for word in ("largest (it is not the mean", "shape (it is not one", "first (it depends")
+    )
+    records = trained(pool, task, plan, tmp_path / "run")
+    # The weights change from step to step, so a plain loop says what the accuracy was.
+    data, right = Data(), 0.0
+    data.setup("fit")
+    order = SampleOrder(seed=0, length=TRAINING, batch_size=BATCH)
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9)
+    for step in range(order.steps_per_epoch):
+        x, y = (
+            torch.stack(column) for column in zip(*(data.train[i] for i in order.ids(0, step)), strict=True)
+        )
+        output = module.net(x)
+        right += float((output.argmax(1) == y).sum())
+        optimizer.zero_grad()
+        torch.nn.functional.cross_entropy(output, y).backward()
+        optimizer.step()
+    [scores] = [one for one in records if one["kind"] == "evaluation"]
+    assert scores["training_accuracy"] == pytest.approx(right / TRAINING)
+    assert not {"training_largest", "training_first"} & scores.keys()
 
 
 TASK_FILE = """

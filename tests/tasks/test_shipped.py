@@ -15,10 +15,12 @@ import torch
 from grappe import Arrays, Task, tasks
 from grappe.data.draw import sample_keys
 from grappe.data.order import cut
-from grappe.errors import DataError, TaskError
+from grappe.errors import DataError, TaskError, UsageError
+from grappe.task import fields
 from grappe.tasks.cifar10 import Cifar10
 from grappe.tasks.fashion_mnist import FashionMnist
 from grappe.tasks.pysource import IGNORED, PySource
+from grappe.verbs.tune.space import read_space
 from tests.rates import rates
 
 GENERATOR = np.random.default_rng(0)
@@ -107,6 +109,16 @@ def test_fashion_mnist_splits(fashion):
     assert targets.tolist() == list(range(6)) and targets.dtype == torch.int64
 
 
+def test_fashion_mnist_is_split_as_in_the_book(fashion):
+    """All training images are trained on, and the test images validate."""
+    task = tasks.make(FashionMnist, {"holdout": "0"})
+    train, validation, test = (task.data(split, fashion) for split in ("train", "validation", "test"))
+    assert (len(train), len(validation)) == (24, 6)
+    assert np.array_equal(validation.inputs, test.inputs)
+    with pytest.raises(TaskError, match=r"holdout=1\.0"):
+        FashionMnist(holdout=1.0)
+
+
 def test_fashion_mnist_learns(fashion):
     before, after = losses_around_a_step(FashionMnist(), *whole(FashionMnist().data("train", fashion)))
     assert before == pytest.approx(math.log(10), abs=1e-3)  # weights as small as the chapter's tell nothing
@@ -119,6 +131,19 @@ def test_fashion_mnist_network_is_the_chapters():
     assert shapes == [[20, 1, 3, 3], [20], [50, 20, 5, 5], [50], [128, 800], [128], [10, 128], [10]]
     assert all(parameter.abs().max() == 0 for parameter in model.parameters() if parameter.dim() == 1)
     assert model[2][1].weight.std().item() == pytest.approx(0.01, rel=0.02)
+
+
+def test_cifar10_with_the_optimizer_of_the_pages_scripts():
+    task = tasks.make(Cifar10, {"optimizer": "adam", "lr": "0.001"})
+    optimizer = task.optimizer(task.model().named_parameters())
+    assert type(optimizer) is torch.optim.Adam and optimizer.param_groups[0]["lr"] == 0.001
+    assert tasks.make(Cifar10, {name: str(value) for name, value in fields(task).items()}) == task
+    with pytest.raises(TaskError, match=r"momentum=0\.9 is of optimizer=sgd"):
+        tasks.make(Cifar10, {"optimizer": "adam", "momentum": "0.9"})
+    space, fixed = read_space(Cifar10, {"optimizer": "sgd|adam", "lr": "0.1"})
+    assert list(space) == ["optimizer_"] and fixed == {"lr": "0.1"}
+    with pytest.raises(UsageError, match="did you mean optimizer"):
+        tasks.make(Cifar10, {"optimiser": "adam"})
 
 
 def test_missing_files_are_named(tmp_path):

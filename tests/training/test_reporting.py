@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from grappe.training.reporting import lines
 from grappe.training.run import Run
 from tests.training.test_training import train
@@ -26,6 +28,13 @@ def test_lines_for_the_user() -> None:
     assert second == (
         "25,557,032 parameters, SGD(lr=0.1, momentum=0.9, 2 groups), inputs [32, 3, 224, 224], 5,005 steps an epoch"
     )
+
+
+def test_workers_that_memory_does_not_need_are_explained(
+    tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    train(tmp_path / "run", steps=1, plan="threads=1,workers=2")
+    assert "0 data workers (not 2: the samples are in memory)" in capsys.readouterr().out
 
 
 def test_of_many_nodes_a_few_are_named() -> None:

@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 import torch
 
-from grappe.errors import DivergedError, RunError, TaskError
+from grappe.errors import DivergedError, RunError, TaskError, UsageError
+from grappe.fields import count_or_part
 from grappe.launch.rank import ProcessRank
 from grappe.launch.signals import StopSignal
 from grappe.plan import Plan
@@ -108,7 +109,7 @@ def test_a_training_that_goes_on_is_the_one_that_never_stopped(tmp_path, plan: s
     went_on = train(tmp_path / "parts", task, plan, log_samples=True)
     assert went_on.step == whole.step
     assert same(weights(whole.run), weights(went_on.run))
-    drop = ("seconds",)
+    drop = ("seconds", "data", "device")
     curves = [
         [{k: v for k, v in one.items() if k not in drop} for one in Run(run).records("step")]
         for run in (whole.run, went_on.run)
@@ -216,6 +217,29 @@ def test_numpys_learning_rates_are_numbers_in_the_curves(tmp_path: Path) -> None
     assert run.read_description()["start"]["optimizer"]["lr"] == pytest.approx(0.1)
 
 
+def test_a_part_of_an_epoch_is_printed() -> None:
+    def after(every: float, per_epoch: int, steps: int) -> list[int]:
+        prints = Options(print_every=every).printing(per_epoch)
+        return [step for step in range(1, steps + 1) if prints(step)]
+
+    assert after(0.1, 20, 40) == list(range(2, 41, 2))
+    assert after(0.1, 23, 46) == [3, 5, 7, 10, 12, 14, 17, 19, 21, 23, 26, 28, 30, 33, 35, 37, 40, 42, 44, 46]
+    assert after(0.1, 3, 6) == [1, 2, 3, 4, 5, 6] and after(0.5, 9, 9) == [5, 9] and after(4, 9, 9) == [4, 8]
+    assert [count_or_part(text, "") for text in ("50", "0.1", "1/10")] == [50, 0.1, 0.1]
+    for wrong in (0, 1.5, -1):
+        with pytest.raises(UsageError, match="a part of an epoch"):
+            Options(print_every=wrong)
+
+
+def test_a_few_validation_batches_say_what_all_would_take(
+    tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    run = Run(train(tmp_path / "run", plan="threads=1,validation_batch=10", validation_batches=2).run)
+    assert {one["samples"] for one in run.records("evaluation")} == {20}
+    out = capsys.readouterr().out
+    assert "the first 2 of 3 batches took" in out and "all of them would take about" in out
+
+
 def test_the_mean_loss_is_printed_every_so_many_steps(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     train(tmp_path / "run", print_every=2)
     lines = [line.split() for line in capsys.readouterr().out.splitlines()]
@@ -224,6 +248,8 @@ def test_the_mean_loss_is_printed_every_so_many_steps(tmp_path: Path, capsys: py
     }
     records = {one["step"]: one for one in Run(tmp_path / "run").records("step")}
     assert list(shown) == [2, 4, 6, 8]
+    for one in records.values():
+        assert 0 < one["data"] + one["device"] <= one["seconds"] * 1.001
     for step, (loss, lr) in shown.items():
         mean = (records[step - 1]["loss"] + records[step]["loss"]) / 2
         assert loss == pytest.approx(mean, abs=1e-4)

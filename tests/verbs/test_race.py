@@ -64,6 +64,19 @@ def test_those_who_reach_it_come_first_and_by_what_is_asked(tmp_path: Path) -> N
     assert list(board(entries, ACCURACY, "time").columns[0].cells) == ["1", "2", "-", "-"]
 
 
+def test_each_task_has_its_own_places_and_its_racers_names(tmp_path: Path) -> None:
+    for name, task, seconds in (("a", "digits", 2.0), ("b", "mine.py", 3.0), ("c", "digits", 1.0)):
+        make(tmp_path, name, {20: 0.95}, seconds=seconds, task=task)
+    columns = [list(column.cells) for column in board(race(tmp_path, ACCURACY), ACCURACY, "time").columns]
+    places, runs, who, names = columns[:4]
+    assert list(zip(places, runs, names, strict=True)) == [
+        ("1", "c", "digits"),
+        ("2", "a", "digits"),
+        ("1", "b", "mine"),
+    ]
+    assert set(who) == {tmp_path.owner()}
+
+
 def test_damaged_records_are_passed_over(tmp_path: Path) -> None:
     make(tmp_path, "one", {10: 0.8, 20: 1.0}, used=["no", "dictionary"])
     with (tmp_path / "one" / "metrics.jsonl").open("a") as file:

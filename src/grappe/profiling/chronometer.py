@@ -100,7 +100,8 @@ class Chronometer:
         self._phase = START
         self._around: int | None = None
         self._at = self._lap = started
-        self._row = NOTHING.copy()
+        self._row = self.last_step = NOTHING.copy()
+        """Host seconds of the last step by phase."""
         self._rows = array("d")
         self._blocks: deque[Any] = deque(maxlen=BLOCKS)
         self._totals = NOTHING.copy()
@@ -183,7 +184,7 @@ class Chronometer:
         seconds = now - self._lap - row[EVALUATION] - row[CHECKPOINT]
         self._at = self._lap = now
         self._rows.fromlist(row)
-        self._row = NOTHING.copy()
+        self.last_step, self._row = row, NOTHING.copy()
         self._steps += 1
         if self._steps >= self._next_upkeep:
             self._upkeep()

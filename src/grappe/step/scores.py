@@ -172,11 +172,11 @@ Number = float | list[float]
 
 
 class Metrics:
-    """The metrics of a task, newly made."""
+    """The metrics of a task, newly made by its `method`."""
 
-    def __init__(self, task: Task, world: World) -> None:
+    def __init__(self, task: Task, world: World, method: str = "metrics") -> None:
         self._task = task
-        self._metrics = {name: metric.to(world.device) for name, metric in metrics_of(task).items()}
+        self._metrics = {name: metric.to(world.device) for name, metric in metrics_of(task, method).items()}
         for name, metric in self._metrics.items():
             if world.size > 1 and not default_states(metric):
                 raise TaskError(

@@ -89,26 +89,29 @@ def schedule_of(task: Task, optimizer: torch.optim.Optimizer, total_steps: int) 
     )
 
 
-def metrics_of(task: Task) -> dict[str, Any]:
+def metrics_of(task: Task, method: str = "metrics") -> dict[str, Any]:
     """Makes the task's metrics, by name.
+
+    Args:
+        method: "metrics" or "training_metrics".
 
     Raises:
         TaskError: it returns no mapping of torchmetrics' metrics, or a package of theirs cannot be imported.
     """
     try:
-        metrics: Any = task.metrics()
+        metrics: Any = getattr(task, method)()
     except Exception as error:
         if (why := broken_package(error)) is not None:
-            raise method_error(task, "metrics", f"fails: {why}") from error
+            raise method_error(task, method, f"fails: {why}") from error
         raise
     if not isinstance(metrics, Mapping):
         raise method_error(
-            task, "metrics", f"returned {type(metrics).__name__}: return a dictionary of metrics by name"
+            task, method, f"returned {type(metrics).__name__}: return a dictionary of metrics by name"
         )
     for name, metric in metrics.items():
         if not (isinstance(metric, nn.Module) and hasattr(metric, "update") and hasattr(metric, "compute")):
             raise method_error(
-                task, "metrics", f"has {type(metric).__name__} for {name!r}: give a metric of torchmetrics"
+                task, method, f"has {type(metric).__name__} for {name!r}: give a metric of torchmetrics"
             )
     return dict(metrics)
 

@@ -15,7 +15,7 @@ from grappe.launch.world import World
 from grappe.private_api.torch import tree_map
 from grappe.step.reduction import host_copy, read
 from grappe.step.scores import Metrics, Number, Scores
-from grappe.task import Task
+from grappe.task import Task, overrides
 
 
 class SliceSums(NamedTuple):
@@ -33,12 +33,15 @@ class TrainingScores:
     """Sums that stay on this process and its device until an evaluation, so that no step waits for them.
 
     Args:
-        metrics: whether the task's metrics are computed over training batches, too.
+        metrics: whether the task's metrics are computed over training batches, where it has none for these.
     """
 
     def __init__(self, task: Task, world: World, *, metrics: bool) -> None:
         self._world = world
-        self._metrics = Metrics(task, world) if metrics else None
+        self.of_outputs = metrics or overrides(task, "training_metrics")
+        """Whether it needs the outputs of training batches."""
+        method = "training_metrics" if overrides(task, "training_metrics") else "metrics"
+        self._metrics = Metrics(task, world, method) if self.of_outputs else None
         self._nothing_to_show = False
         self._clear()
 

@@ -59,6 +59,8 @@ class Cifar10(Task):
     downloads: ClassVar[tuple[Download, ...]] = (ARCHIVE,)
     epochs: int = 10
     batch_size: int = 512
+    optimizer_: Literal["sgd", "adam"] = "sgd"
+    """The page's scripts for one device have SGD, those for several Adam (try lr=0.001)."""
     lr: float = 0.1
     momentum: float = 0.0
     weight_decay: float = 0.0
@@ -75,6 +77,10 @@ class Cifar10(Task):
         super().__post_init__()
         if not (0 <= self.mixup <= 1 and 0 <= self.holdout < 1):
             raise TaskError(f"mixup={self.mixup},holdout={self.holdout}: both are shares, from 0 to 1")
+        if self.optimizer_ == "adam" and self.momentum:
+            raise TaskError(
+                f"momentum={self.momentum} is of optimizer=sgd: Adam has its betas, so leave it out"
+            )
 
     def model(self) -> nn.Module:
         return Small() if self.network == "small" else resnet18()
@@ -97,12 +103,10 @@ class Cifar10(Task):
         return F.cross_entropy(output, target, reduction="none")
 
     def optimizer(self, named_parameters):  # noqa: ANN001, ANN201
-        return torch.optim.SGD(
-            named_parameters,
-            lr=self.lr * self._factor,
-            momentum=self.momentum,
-            weight_decay=self.weight_decay,
-        )
+        options: dict[str, Any] = {"lr": self.lr * self._factor, "weight_decay": self.weight_decay}
+        if self.optimizer_ == "adam":
+            return torch.optim.Adam(named_parameters, **options)
+        return torch.optim.SGD(named_parameters, momentum=self.momentum, **options)
 
     def schedule(self, optimizer: torch.optim.Optimizer, total_steps: int):  # noqa: ANN201
         schedule = None  # the page's rate is constant

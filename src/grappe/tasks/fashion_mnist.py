@@ -11,6 +11,7 @@ from torch import nn
 
 from grappe import Arrays, Download, normalise
 from grappe.data.formats import locate, mnist
+from grappe.errors import TaskError
 from grappe.optimizers.batch_scaling import LrScaling, warmed_up
 from grappe.tasks.digits import Digits
 
@@ -59,23 +60,33 @@ class FashionMnist(Digits):
     momentum: float = 0.0
     lr_scaling: LrScaling = "none"
     """Rule for lr when batch_size is k times 256: linear (k times lr) or sqrt; warmed up over a tenth of the steps."""
+    holdout: float = 1 / 12
+    """The last share of the training images, kept for validation. With 0, as in the book, the test images are."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not 0 <= self.holdout < 1:
+            raise TaskError(f"holdout={self.holdout}: it is a share, from 0 to 1")
 
     def model(self) -> nn.Module:
         return lenet()
 
     def data(self, split: str, folder: Path) -> Arrays:
-        return idx_files(split, folder, PLACES, SOURCE, "fashion_mnist")
+        return idx_files(split, folder, PLACES, SOURCE, "fashion_mnist", self.holdout)
 
     def schedule(self, optimizer: torch.optim.Optimizer, total_steps: int):  # noqa: ANN201
         return warmed_up(optimizer, None, factor=self._factor, steps=total_steps // 10)
 
 
-def idx_files(split: str, folder: Path, places: Sequence[str], source: str, task: str) -> Arrays:
-    """Reads a split of MNIST or one of its successors: the last twelfth of the training images is validation's."""
-    part = "t10k" if split == "test" else "train"
+def idx_files(
+    split: str, folder: Path, places: Sequence[str], source: str, task: str, holdout: float
+) -> Arrays:
+    """Reads a split of MNIST or one of its successors: the last share of the training images is validation's."""
+    test = split == "test" or (split == "validation" and holdout == 0)
+    part = "t10k" if test else "train"
     names = [f"{part}-images-idx3-ubyte", f"{part}-labels-idx1-ubyte"]
     paths = locate(names, folder, places, source, endings=("", ".gz"), task=task)
     images, labels = mnist(*paths, most=LARGEST)
-    cut = len(labels) - len(labels) // 12  # 55,000 of 60,000
-    rows = {"train": slice(cut), "validation": slice(cut, None), "test": slice(None)}[split]
+    cut = len(labels) - round(len(labels) * holdout)  # 55,000 of 60,000
+    rows = slice(None) if test else {"train": slice(cut), "validation": slice(cut, None)}[split]
     return Arrays(images[rows], labels[rows], transform=normalise((0.0,), (1.0,)))

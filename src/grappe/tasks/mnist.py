@@ -33,4 +33,4 @@ class Mnist(FashionMnist):
     lr: float = 0.1
 
     def data(self, split: str, folder: Path) -> Arrays:
-        return idx_files(split, folder, PLACES, SOURCE, "mnist")
+        return idx_files(split, folder, PLACES, SOURCE, "mnist", self.holdout)

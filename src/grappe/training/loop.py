@@ -53,6 +53,7 @@ from grappe.training.watchers.base import Outcome, Record, RunInfo
 from grappe.training.watchers.watcher_list import WatcherList
 
 DELIVERY_SECONDS = 0.1  # quick steps are passed to the watchers in groups: then a step pays for none of them
+COMPUTING = (phases.FORWARD, phases.BACKWARD, phases.UPDATE)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -126,6 +127,8 @@ class Pending(NamedTuple):
 
     result: StepResult
     seconds: float
+    phases: Sequence[float]
+    """Host seconds by phase."""
     count: HostCopy | None
     """The loss's divisor, if it is on the device: the number of counted targets."""
     norm: HostCopy | None
@@ -145,13 +148,14 @@ class Training:
         self._evaluates = not options.steps_only
         self._evaluate_every = options.evaluations_every(info.steps_per_epoch) or math.inf
         self._save_every = options.saves_every(info.steps_per_epoch) or math.inf
-        self._print_every = options.print_every or math.inf
+        self._prints_after = options.printing(info.steps_per_epoch)
         self._pending: Pending | None = None
         self._undelivered: list[Record] = []  # not yet given to the watchers
         self._undelivered_seconds = 0.0
         self._delivery_seconds = 0.0 if session.watchers.prompt else DELIVERY_SECONDS
         self._stop: str | None = None
         self._saved_step = -1
+        self._limited = ""
 
     def resume(self, checkpoint: Checkpoint, tensors: Weights) -> None:
         """Resumes from the checkpoint whose weights the engine was made with. Collective.
@@ -221,6 +225,7 @@ class Training:
                 timing=timing,
                 headspace=session.loading_cost(timing),
                 remarks=engine.remarks(),
+                limited_validation=self._limited,
             )
         finally:
             session.watchdog.stop()
@@ -262,8 +267,9 @@ class Training:
         batch, norm = result.batch, result.norm
         count = None if batch.count.__class__ is float else HostCopy(batch.count)  # type: ignore[arg-type]
         self.step = session.watchdog.step = step = batch.step + 1
-        scores = None if step % self._print_every else session.training_scores.copied()
-        self._pending = Pending(result, seconds, count, None if norm is None else HostCopy(norm), scores)
+        scores = session.training_scores.copied() if self._prints_after(step) else None
+        spent, size = session.clock.last_step, None if norm is None else HostCopy(norm)
+        self._pending = Pending(result, seconds, spent, count, size, scores)
         session.watchdog.marks += 1
         last = step == session.info.last_step and self._evaluates
         evaluate = last or not step % self._evaluate_every
@@ -284,7 +290,7 @@ class Training:
         """Reads the numbers of the step before: one step late, when the device has computed them."""
         if self._pending is None:
             return
-        (result, seconds, count, norm, scores), self._pending = self._pending, None
+        (result, seconds, spent, count, norm, scores), self._pending = self._pending, None
         batch, info, watchdog = result.batch, self.session.info, self.session.watchdog
         watchdog.waiting = True
         total, flag = result.sums.read()
@@ -298,7 +304,10 @@ class Training:
         # By position, as names take a microsecond.
         # A schedule of NumPy's numbers makes the rate one of them, which JSON does not know.
         rate = float(result.lr)
-        record = Record(step + 1, epoch, samples, loss, rate, seconds, size, result.skipped, flag, metrics)
+        # A GPU computes while the host is in another phase.
+        device = None if info.device != "cpu" else sum(spent[phase] for phase in COMPUTING)
+        rest = (seconds, size, result.skipped, flag, metrics, spent[phases.DATA], device)
+        record = Record(step + 1, epoch, samples, loss, rate, *rest)
         if not (math.isfinite(loss) or record.skipped):
             order = self.session.batches.order
             ids = order.samples(order.ids(epoch, step % info.steps_per_epoch))
@@ -327,11 +336,20 @@ class Training:
         """Evaluates after `step`; stops the training when patience is exhausted. Collective."""
         session = self.session
         order = session.validation.order
-        batches = session.watchdog.counted(session.validation.batches(0, order.steps_per_epoch))
+        total, limit = order.steps_per_epoch, session.options.validation_batches
+        taken = min(total, limit or total)
+        batches = session.watchdog.counted(session.validation.batches(0, taken))
         weights = session.engine.evaluated_weights()
+        began = time.perf_counter()
         with session.clock.during(phases.EVALUATION), weights, session.average.in_place():
-            scores = session.engine.evaluate(batches, order.length)
+            scores = session.engine.evaluate(batches, min(order.length, taken * order.batch_size))
             scores = session.training_scores.joined(scores)
+        if taken < total:
+            seconds = time.perf_counter() - began
+            self._limited = (
+                f"the first {taken} of {total} batches took {seconds:.3g} s: all of them would take about "
+                f"{seconds / taken * total:.3g} s"
+            )
         self.progress.note(step, scores)
         session.watchers.evaluated(step, scores)
         patience = session.options.patience

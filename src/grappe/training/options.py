@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Callable
 
-from grappe.fields import Duration, Names, Part, Ranks, at_least
+from grappe.errors import UsageError
+from grappe.fields import CountOrPart, Duration, Names, Part, Ranks, at_least
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -17,6 +19,8 @@ class Options:
 
     evaluate_every: int | None = None
     """Steps between evaluations. Default: each epoch."""
+    validation_batches: int | None = None
+    """Evaluate on this number of validation batches only; the time of an evaluation of all is then estimated."""
     save_every: int | None = None
     """Steps between checkpoints. Default: each epoch."""
     patience: int | None = None
@@ -40,14 +44,17 @@ class Options:
     """Measure the gradient noise scale, which says how large a batch is worth its samples."""
     log_samples: bool = False
     """Write the sample ids of each step and evaluation to the run's samples folder."""
-    print_every: int | None = None
-    """Steps between lines with the mean training loss and training metrics. Default: one line an evaluation."""
+    print_every: CountOrPart | None = None
+    """Steps, or the part of an epoch (0.1, 1/10), between lines with the mean training loss and training metrics.
+    Default: one line an evaluation."""
     log: Names = ()
     """Loggers beside the run's curves: tensorboard, wandb (offline)."""
     profile: Ranks = ()
     """Ranks whose processes profile a few steps: 0, or 0,3."""
     profile_steps: int = 5
     """Number of steps to profile."""
+    profile_after: int | None = None
+    """Step after which the profile begins. Default: the warm-up."""
     steps_only: bool = False
     """Only take steps, also beyond the task's epochs; no evaluation, no saving. For measurements."""
 
@@ -60,9 +67,13 @@ class Options:
             "patience",
             "steps",
             "keep",
-            "print_every",
             "profile_steps",
+            "profile_after",
+            "validation_batches",
         )
+        every = self.print_every
+        if every is not None and not (0 < every < 1 or every == int(every) > 0):
+            raise UsageError(f"--print-every={every}: give steps, or a part of an epoch: 50, 0.1")
 
     def last_step(self, total: int) -> int:
         """Returns the step at which a training of `total` steps stops."""
@@ -73,6 +84,15 @@ class Options:
     def evaluations_every(self, steps_per_epoch: int) -> int | None:
         """Returns the number of steps between evaluations; None: there are none."""
         return None if self.steps_only else self.evaluate_every or steps_per_epoch
+
+    def printing(self, steps_per_epoch: int) -> Callable[[int], bool]:
+        """Returns the function that says whether a line follows a step, which counts from 1."""
+        every = self.print_every
+        if every is None or every >= 1:
+            return lambda step: every is not None and step % every == 0
+        # A part's multiples, in each epoch; 1e-9, as 1 // 0.1 is 9.
+        lines = [int(step / steps_per_epoch / every + 1e-9) for step in range(steps_per_epoch + 1)]
+        return lambda step: lines[(step - 1) % steps_per_epoch + 1] > lines[(step - 1) % steps_per_epoch]
 
     def saves_every(self, steps_per_epoch: int) -> int | None:
         """Returns the number of steps between checkpoints; None: there are none but at a stop."""

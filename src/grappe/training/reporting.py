@@ -55,10 +55,11 @@ def reporting(
         if terminal is not None:
             every = options.evaluations_every(info.steps_per_epoch)
             end = ExpectedEnd(every, stops_early=options.patience is not None, deadline=deadline)
-            watchers.append(Console(terminal, sample_word(samples), options.print_every, end=end))
+            prints = None if options.print_every is None else options.printing(info.steps_per_epoch)
+            watchers.append(Console(terminal, sample_word(samples), prints, end=end))
         watchers += [find_logger(name)() for name in options.log]
     if world.rank in options.profile:
-        watchers.append(Profile(world.rank, options.profile_steps, terminal))
+        watchers.append(Profile(world.rank, options.profile_steps, terminal, after=options.profile_after))
     return watchers
 
 
@@ -111,6 +112,7 @@ def start_facts(
         "processes": world.size,
         "threads": world.threads,
         "workers": max(number for _, _, number in places),
+        "workers_unused": (plan.workers or 0) if loading is None else 0,
         "parameters": sum(math.prod(tensors.shape(name)) for name in tensors if name.startswith(MODEL)),
         "inputs": [
             [rows, *leaf.shape[1:]]
@@ -137,9 +139,12 @@ def lines(facts: Mapping[str, Any]) -> Iterator[str]:
         shown = [f"{count} x {name}" if facts["processes"] > 1 else name for name, count in devices.items()]
         places.append(f"{host} ({', '.join(shown)})")
     more = f" and {len(places) - SHOWN_NODES} more" if len(places) > SHOWN_NODES else ""
+    unused = facts.get("workers_unused")
+    reason = f" (not {unused}: the samples are in memory)" if unused else ""
     yield (
         f"{count_of(len(nodes), 'node')}: {', '.join(places[:SHOWN_NODES])}{more}; each process "
         f"{count_of(facts['threads'], 'thread')}, {count_of(facts['workers'], 'data worker')}"
+        f"{reason}"
     )
     shapes = " and ".join(str(shape) for shape in facts["inputs"]) or "no tensors"
     yield (

@@ -134,10 +134,10 @@ def _trained(request: Request, process: ProcessRank, rendezvous_folder: Path) ->
                             *([noise.on_optimizer] if noise else ()),
                         ],
                         output=[
-                            *([training_scores.add] if options.training_metrics else ()),
+                            *([training_scores.add] if training_scores.of_outputs else ()),
                             *([noise.on_output] if noise else ()),
                         ],
-                        named_losses=[] if options.training_metrics else [training_scores.add],
+                        named_losses=[] if training_scores.of_outputs else [training_scores.add],
                     ),
                     sample_inputs=example,
                     samples=info.samples,

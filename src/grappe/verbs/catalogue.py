@@ -61,7 +61,7 @@ def task_fields(name: str) -> Group:
     cls = tasks.find(name)
     table = plain_table("field", "default")
     for field, default in tasks.defaults(cls).items():
-        table.add_row(field, str(default))
+        table.add_row(fields.typed_name(field), str(default))
     return Group(tasks.describe(cls), table)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import math
 import sys
@@ -45,6 +46,8 @@ class BoardEntry:
     """A run on the board."""
 
     run: str
+    who: str
+    """The run's owner."""
     task: str
     plan: str
     hardware: str
@@ -115,12 +118,20 @@ def _entry(run: Run, target: Target, names: set[str]) -> BoardEntry | None:
     scores = [score for _, score in scored]
     return BoardEntry(
         run=run.folder.name,
+        who=_owner(run.folder),
         task=Path(str(about.get("task"))).stem,
         plan=plan_name(about.get("plan")),
         hardware=f"{processes} x {about.get('processor') or about.get('device')}",
         best=min(scores) if target.falls else max(scores),
         costs=None if crossing is None else _costs(run, about, crossing),
     )
+
+
+def _owner(folder: Path) -> str:
+    try:
+        return folder.owner()
+    except (KeyError, OSError):  # a user of another machine
+        return "unknown"
 
 
 def _crossing(scored: list[tuple[int, float]], target: Target) -> float | None:
@@ -164,23 +175,23 @@ def _costs(run: Run, about: dict[str, Any], crossing: float) -> dict[str, float 
 
 
 def board(entries: list[BoardEntry], target: Target, by: By) -> Table:
-    """Makes the board: those that reached the target by their costs, then the others by their best score."""
+    """Makes the board, task by task: runs that reached the target by their costs, then others by their best score."""
     sign = "<=" if target.falls else ">="
     table = plain_table(
-        "", "run", "task", f"{target.name} {sign} {target.value:g}", "time", "samples", "GPU-hours", "core-hours",
-        "energy", "plan", "hardware",
+        "", "run", "who", "task", f"{target.name} {sign} {target.value:g}", "time", "samples", "GPU-hours",
+        "core-hours", "energy", "plan", "hardware",
     )  # fmt: skip
 
-    def order(entry: BoardEntry) -> tuple[bool, float]:
+    def order(entry: BoardEntry) -> tuple[str, bool, float]:
         if entry.costs is None:
-            return True, entry.best if target.falls else -entry.best
+            return entry.task, True, entry.best if target.falls else -entry.best
         cost = entry.costs[by]
-        return False, math.inf if cost is None else cost
+        return entry.task, False, math.inf if cost is None else cost
 
-    place = 0
+    places = collections.Counter[str]()
     for entry in sorted(entries, key=order):
         costs = entry.costs
-        place += costs is not None
+        places[entry.task] += costs is not None
         cells = [""] * len(COST_FORMATS)
         if costs is not None:
             cells = [
@@ -188,7 +199,6 @@ def board(entries: list[BoardEntry], target: Target, by: By) -> Table:
                 for name, form in COST_FORMATS.items()
             ]
         reached = f"best {entry.best:.4f}" if costs is not None else f"not reached, best {entry.best:.4f}"
-        table.add_row(
-            str(place) if costs is not None else "-", entry.run, entry.task, reached, *cells, entry.plan, entry.hardware
-        )  # fmt: skip
+        place = str(places[entry.task]) if costs is not None else "-"
+        table.add_row(place, entry.run, entry.who, entry.task, reached, *cells, entry.plan, entry.hardware)
     return table

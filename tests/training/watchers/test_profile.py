@@ -59,7 +59,7 @@ def test_a_gpu_is_looked_at_where_there_is_one() -> None:
 
 
 def test_a_real_profile(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
-    train(tmp_path / "run", Images(epochs=4), profile=(0,), profile_steps=3)
+    train(tmp_path / "run", Images(epochs=4), profile=(0,), profile_steps=3, profile_after=2)
     told = capsys.readouterr().out
     for words in (
         "process 0: 3 steps of",

@@ -30,11 +30,6 @@ class Lightning(Engine):
     def unsupported_reason(cls, plan: Plan) -> str | None:
         if importlib.util.find_spec("lightning") is None:
             return INSTALL
-        if plan.precision == "fp16":
-            return (
-                "engine=lightning has no fp16: its Trainer moves the schedule on in a step that it skips. "
-                "Use precision=bf16, or fp16 with engine=native"
-            )
         if plan.offload != "none":
             from grappe.engines.lightning import offload
 

@@ -6,12 +6,13 @@ import gc
 import logging
 import warnings
 from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 import torch
 from lightning.fabric.plugins.environments import ClusterEnvironment
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.plugins.precision import DeepSpeedPrecision
+from lightning.pytorch.plugins.precision import DeepSpeedPrecision, Precision
 from lightning.pytorch.strategies import (
     DDPStrategy,
     DeepSpeedStrategy,
@@ -27,12 +28,26 @@ from grappe.launch.world import World
 from grappe.parallel.replicate import ddp_arguments
 from grappe.parallel.shard import uses_shard
 from grappe.private_api.lightning import configured_optimizers, replace_signal_connector
+from grappe.step.precision import autocast
 from grappe.step.reduction import After
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
     from torch import Tensor
     from torch.optim import Optimizer
+
+
+class Half(Precision):
+    """fp16 without Lightning's GradScaler, whose skipped steps would advance the schedule: TrainedModule skips both."""
+
+    precision = "16-mixed"
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def forward_context(self) -> AbstractContextManager[None]:
+        """Context of the forward and the loss."""
+        return autocast("fp16", self._device)
 
 
 PRECISIONS = {"fp32": "32-true", "tf32": "32-true", "bf16": "bf16-mixed"}
@@ -59,13 +74,14 @@ def fit(parts: Parts, first: Item, batches: Iterator[Batch], after: After) -> No
 def make_trainer(parts: Parts, callbacks: list[Callback], first: Item) -> Trainer:
     """Makes a Trainer with the plan's strategy and precision, without features that grappe has itself. Collective."""
     plan, world = parts.steps.setup.plan, parts.steps.setup.world
+    half = plan.precision == "fp16" and plan.offload == "none"
     trainer = Trainer(
         accelerator=world.device.type,
         devices="auto",  # the strategy has them already
         num_nodes=-(-world.size // world.process.local_size),
         strategy=choose(parts.steps, first),
-        plugins=[Here(world)],
-        precision=PRECISIONS[plan.precision] if plan.offload == "none" else None,  # pyrefly: ignore
+        plugins=[Here(world), *([Half(world.device)] if half else [])],
+        precision=None if half or plan.offload != "none" else PRECISIONS[plan.precision],  # pyrefly: ignore
         accumulate_grad_batches=plan.microbatches,
         max_epochs=1,  # one of its epochs holds all steps of all of ours
         callbacks=callbacks,
@@ -106,6 +122,21 @@ class TrainedModule(LightningModule):
 
     def training_step(self, batch: Item, batch_idx: int) -> Tensor:
         return self._steps.loss(batch)
+
+    def optimizer_step(
+        self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None
+    ) -> None:
+        if not isinstance(self.trainer.precision_plugin, Half):
+            super().optimizer_step(epoch, batch_idx, optimizer, optimizer_closure)
+            return
+        optimizer_closure()
+        self._steps.clip()
+        if not self._steps.skipped:
+            optimizer.optimizer.step()
+
+    def lr_scheduler_step(self, scheduler: Any, metric: Any) -> None:
+        if not self._steps.skipped:
+            super().lr_scheduler_step(scheduler, metric)
 
     def configure_gradient_clipping(self, optimizer: Optimizer, *rest: Any, **options: Any) -> None:
         self._steps.clip()

@@ -23,6 +23,11 @@ def unsupported_reason(plan: Plan) -> str | None:
     for key in ("tensor", "compile", "channels_last"):
         if key in plan.changed_keys():
             return f"engine=lightning offloads by DeepSpeed, which has no {key}: leave it out"
+    if plan.precision == "fp16":
+        return (
+            "engine=lightning has no fp16 with offload: its Trainer moves the schedule on in a step that DeepSpeed "
+            "skips. Use precision=bf16, or engine=deepspeed"
+        )
     if plan.replicate > 1 or plan.zero != 3:
         return (
             "engine=lightning offloads by DeepSpeed's stage 3, over all processes: "
@@ -55,7 +60,7 @@ class Offloaded:
             gradient_divisor=float(world.data_size * plan.microbatches**2),
             switch=held.engine.set_gradient_accumulation_boundary,
             loss_context=autocast(plan.precision, world.device),
-            clip=lambda: None,  # DeepSpeed clips when it steps
+            clip=lambda: (None, False),  # DeepSpeed clips when it steps
             after_update=checked_norm,
         )
 

@@ -15,7 +15,7 @@ from grappe.data.batch import Batch, Microbatch
 from grappe.data.rand_like import entering
 from grappe.engines.base import EngineSetup
 from grappe.engines.shared.after_step import AfterStep
-from grappe.engines.shared.microbatch import MicrobatchRunner, evaluate
+from grappe.engines.shared.microbatch import NOT_SCALED, MicrobatchRunner, evaluate
 from grappe.engines.shared.state import ModelState, TrainState, trained_parameters
 from grappe.parallel.batchnorm import buffers_restored
 from grappe.parallel.parallelize import parallelize
@@ -47,7 +47,9 @@ class LightningSteps:
         gradient_divisor: the number by which Lightning and its strategy divide the gradients afterwards.
         switch: callback before each item, with whether it is the step's last item.
         loss_context: the context in which the loss runs.
-        clip: callback between the step's last backward and its update; returns the gradient's norm, if known.
+        loss_scale: the factor of the loss, where this engine scales it.
+        clip: callback between the step's last backward and its update; returns the gradient's norm, if known, and
+            whether to skip the update.
         after_update: callback after the update; returns the gradient's norm, if known.
     """
 
@@ -62,7 +64,8 @@ class LightningSteps:
         gradient_divisor: float,
         switch: Callable[[bool], None] | None,
         loss_context: contextlib.AbstractContextManager[Any],
-        clip: Callable[[], Tensor | None],
+        loss_scale: LossScale = NOT_SCALED,
+        clip: Callable[[], tuple[Tensor | None, bool]],
         after_update: Callable[[], Tensor | None],
     ) -> None:
         self.setup, self.model, self.optimizer, self.schedule = setup, model, optimizer, schedule
@@ -73,6 +76,7 @@ class LightningSteps:
             setup,
             model,
             forward,
+            loss_scale=loss_scale,
             gradient_divisor=gradient_divisor,
             precision=loss_context,
             reduction=loss_reduction(setup.world),
@@ -80,6 +84,8 @@ class LightningSteps:
         self._padding = contextlib.ExitStack()
         self._norm: Tensor | None = None
         self._lr = 0.0
+        self.skipped = False
+        """Whether the step makes no update: its fp16 gradient has an infinity."""
 
     def begin(self, item: Item) -> None:
         """Begins an item."""
@@ -102,7 +108,7 @@ class LightningSteps:
         """Clips the gradients, between the step's last backward and its update."""
         self.setup.observers.phase(UPDATE)
         self._lr = self.optimizer.param_groups[0]["lr"]
-        self._norm = self._clip()
+        self._norm, self.skipped = self._clip()
 
     def end(self, item: Item) -> StepResult | None:
         """Ends an item; returns the step's result after the step's last item."""
@@ -115,7 +121,7 @@ class LightningSteps:
             batch=item.batch,
             sums=self._runner.sums(),
             norm=self._norm if norm is None else norm,
-            skipped=False,
+            skipped=self.skipped,
             lr=self._lr,
         )
 
@@ -161,11 +167,12 @@ class Spread:
         optimizer = optimizer_of(task, named)
         setup.observers.optimizer(optimizer, named)
         schedule = schedule_of(task, optimizer, setup.total_steps)
+        loss_scale = LossScale(plan.precision)
         self.train_state: TrainState = ModelState(
-            model=model, optimizer=optimizer, schedule=schedule, world=world
+            model=model, optimizer=optimizer, schedule=schedule, world=world, loss_scale=loss_scale
         )
         norm = functools.partial(gradient_norm, parameters)
-        clip = clipping(task, plan, LossScale(plan.precision), parameters, norm)
+        clip = clipping(task, plan, loss_scale, parameters, norm)
         # Lightning divides by the microbatches, and DDP by the processes where FSDP2 is made to sum.
         summed = uses_shard(plan) or world.data_group is None
         self.steps = LightningSteps(
@@ -177,7 +184,8 @@ class Spread:
             gradient_divisor=float(plan.microbatches * (1 if summed else world.data_size)),
             switch=reduction_switch(model, plan),
             loss_context=contextlib.nullcontext(),  # Lightning's own is around it
-            clip=lambda: None if clip is None else clip()[0],
+            loss_scale=loss_scale,
+            clip=lambda: (None, False) if clip is None else clip(),
             after_update=lambda: None,
         )
 

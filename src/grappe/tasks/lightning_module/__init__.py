@@ -28,6 +28,7 @@ from grappe.tasks.lightning_module.steps import (
     NoTrainer,
     Scoring,
     defines,
+    lightnings_class,
 )
 from grappe.tasks.lightning_module.unsupported import Refusals
 
@@ -37,6 +38,8 @@ if TYPE_CHECKING:
 
 LOOP = "it is False: its training_step steps its optimizers itself; a loop of your own can be spread by grappe.Loop"
 SCHEDULE = "_schedule_of_lightning"
+SCORED = 0.1
+"""Share of the training samples that is scored where there is no validation data."""
 LOADERS = {"train": "train_dataloader", "validation": "val_dataloader", "test": "test_dataloader"}
 
 
@@ -45,6 +48,7 @@ class LightningSource(NamedTuple):
 
     module: LightningModule
     data: LightningDataModule | LightningModule | Loaders
+    training: Scoring
     validation: Scoring | None
     """None: training_step scores."""
     test: Scoring | None
@@ -55,8 +59,10 @@ class LightningSource(NamedTuple):
     """Whether the training loader shuffles."""
     held_out: float | None = None
     """The share of the training samples that validates, without a loader of its own."""
+    validates: bool = True
+    """Whether there is validation data; without, a share of the training samples is scored, which are trained on."""
     unkept: tuple[str, ...] = ()
-    """Names that training_step logs besides its loss, and that no curve has."""
+    """Values that training_step logs and no curve has, with the reason."""
 
 
 class _Samples(Dataset):
@@ -87,15 +93,18 @@ class Carried(Task):
     def model(self) -> ModuleSteps:
         steps = max(1, self.epochs * -(-self.source.length // self.batch_size))
         module = _fresh(self.source.module, NoTrainer(self.epochs, steps))
-        return ModuleSteps(module, self.source.validation, self.source.test)
+        return ModuleSteps(module, self.source.training, self.source.validation, self.source.test)
 
     def notes(self) -> Sequence[str]:
-        if not self.source.unkept:
-            return ()
-        what = ", ".join(self.source.unkept)
-        return (
-            f"training_step logs {what}: not kept, curves have its loss; what validation_step logs is kept",
-        )
+        notes = []
+        if not self.source.validates:
+            notes.append(
+                "there is no validation loader: validation's scores are those of a tenth of the training samples, "
+                "which are trained on, too; hold a share out: from_lightning(…, validation=0.1)"
+            )
+        if self.source.unkept:
+            notes.append(f"training_step logs {', '.join(self.source.unkept)}: not kept")
+        return notes
 
     def prepare(self, folder: Path) -> None:
         if defines(self.source.data, "prepare_data"):
@@ -103,9 +112,12 @@ class Carried(Task):
 
     def data(self, split: str, folder: Path) -> Dataset:
         share = self.source.held_out
-        if share is None or split == "test":
+        if split == "test" or (share is None and self.source.validates):
             return _Samples(_loader(self.source.data, split).dataset, test=split == "test")
-        return share_of(_Samples(_loader(self.source.data, "train").dataset), split, validation=share)
+        samples = _Samples(_loader(self.source.data, "train").dataset)
+        if share is None and split == "train":
+            return samples
+        return share_of(samples, split, validation=share or SCORED)
 
     def sampling(self, dataset: Any) -> Sampling | None:
         return None if self.source.shuffle else Sampling(shuffle=False)
@@ -118,11 +130,17 @@ class Carried(Task):
         return (batch, marks), marks
 
     def loss(self, output: Tensor, target: Tensor) -> Tensor:
-        return output if output.dim() == 1 else output[:, 0]
+        return output[:, 0]
 
     def metrics(self) -> dict[str, LoggedValue]:
         names = self.source.validation.logged if self.source.validation is not None else ()
         return {name: LoggedValue(index) for index, name in enumerate(names, start=1)}
+
+    def training_metrics(self) -> dict[str, LoggedValue]:
+        names = self.source.training.logged
+        shown = [unsupported.SPLIT.sub("", name).lstrip("_/") for name in names]
+        shown = shown if len(set(shown)) == len(shown) else list(names)
+        return {name: LoggedValue(index, partial=True) for index, name in enumerate(shown, start=1)}
 
     def optimizer(self, named_parameters: Any) -> Optimizer:
         """Makes the optimizer of configure_optimizers over the engine's parameters instead of the module's."""
@@ -170,30 +188,31 @@ def from_lightning(
             loaders. None: the module has the dataloaders itself.
         batch_size: samples per optimizer step over all processes; None: the training loader's.
         clip: the value of Trainer(gradient_clip_val=…).
-        validation: the share of the training samples that validates, where there is no val_dataloader.
+        validation: the share of the training samples that validates, where there is no val_dataloader. Without both,
+            all are trained on, and a tenth of them is scored, too.
         without: names of unsupported features to leave out.
 
     Raises:
         TaskError: a feature is not supported; the message names all of them. Or `without` names none.
     """
-    from lightning.pytorch import LightningDataModule, LightningModule
-
     name = type(module).__name__
-    if not isinstance(module, LightningModule):
+    base = lightnings_class(module, "LightningModule")
+    if base is None:
         raise TaskError(f"from_lightning({name}): give a LightningModule, of the package lightning")
     refusals = Refusals(name, without)
     if not module.automatic_optimization:
         refusals.add("automatic_optimization", LOOP, needed=True)
-    unsupported.overridden(module, LightningModule, refusals)
+    unsupported.overridden(module, base, refusals)
     data = _data_of(module, datamodule)
-    if isinstance(data, LightningDataModule):
-        unsupported.overridden(data, LightningDataModule, refusals)
+    if (data_base := lightnings_class(data, "LightningDataModule")) is not None:
+        unsupported.overridden(data, data_base, refusals)
     refusals.check()
     if defines(data, "prepare_data"):
         with once_at_a_time():  # every process of a task's file comes here
             data.prepare_data()
     train = unsupported.loader(_users_loader(data, "train"), LOADERS["train"], True, refusals)
-    if validation is None:
+    validates = validation is not None or defines(data, LOADERS["validation"])
+    if validation is None and validates:
         unsupported.loader(_users_loader(data, "validation"), LOADERS["validation"], False, refusals)
     refusals.check()
     assert train is not None
@@ -210,11 +229,13 @@ def from_lightning(
     source = LightningSource(
         module=copy.deepcopy(module),
         data=data,
+        training=trial_result.training,
         validation=trial_result.validation,
         test=trial_result.test,
         length=length,
         shuffle=shuffle,
         held_out=validation,
+        validates=validates,
         unkept=trial_result.unkept,
     )
     return _task_class(name, source, epochs=epochs, batch_size=size, seed=seed, clip=clip)
@@ -253,10 +274,8 @@ def _fresh(module: LightningModule, trainer: NoTrainer) -> Any:
 def _users_loader(data: Any, split: str) -> Any:
     """Returns the split's loader from the user's class."""
     if not defines(data, LOADERS[split]):
-        share = ", or hold a share of the training samples out: from_lightning(…, validation=0.1)"
         raise TaskError(
             f"{type(data).__name__} has no {LOADERS[split]}(): a task needs its {split} data: write it"
-            + (share if split == "validation" else "")
         )
     if defines(data, "setup"):
         data.setup("test" if split == "test" else "fit")

@@ -1,12 +1,13 @@
 """A LightningModule's own steps as a model's forward, without a Trainer: losses and logged values, row by row.
 
-Shapes: B rows; K values that `validation_step` logs.
+Shapes: B rows; K values that a step logs.
 """
 
 from __future__ import annotations
 
 import copy
 import inspect
+import sys
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -48,12 +49,17 @@ class Logged:
         """Keeps several values."""
         self.values.update(dictionary)
 
-    def read(self, name: str) -> Tensor:
+    def read(self, name: str, missing: float | None = None) -> Tensor:
         """Returns a value as a tensor; of a metric, its value for this batch alone.
+
+        Args:
+            missing: the value of a name that the step did not log; None: it must.
 
         Raises:
             TaskError: the step did not log the value, or the value is not one number.
         """
+        if name not in self.values and missing is not None:
+            return torch.tensor(missing)
         if name not in self.values:
             raise TaskError(f"a step logged '{name}' for some batches, and not for others")
         value = self.values[name]
@@ -71,7 +77,7 @@ TRAINING, VALIDATION, TEST = "training_step", "validation_step", "test_step"
 
 
 class Scoring(NamedTuple):
-    """Values of a step that evaluation keeps."""
+    """Values of a step that are kept."""
 
     step: str
     logged: tuple[str, ...]
@@ -98,17 +104,24 @@ class Loaders:
 
 
 class ModuleSteps(nn.Module):
-    """The module's training_step as forward in training; in evaluation, the loss and the logged values.
+    """The module's steps as forward: each gives the loss and the logged values.
 
     Args:
+        training: None: of training_step, the loss alone.
         validation: None: training_step scores.
         test: of rows that are marked 1; None: they are scored as validation's are.
     """
 
-    def __init__(self, module: Any, validation: Scoring | None = None, test: Scoring | None = None) -> None:
+    def __init__(
+        self,
+        module: Any,
+        training: Scoring | None = None,
+        validation: Scoring | None = None,
+        test: Scoring | None = None,
+    ) -> None:
         super().__init__()
         self.module = module
-        self._validation, self._test = validation, test
+        self._scorings = {TRAINING: training, VALIDATION: validation, TEST: test}
         self._log = Logged()
         module.log, module.log_dict = self._log.log, self._log.log_dict
         metrics = [metric for metric in module.modules() if isinstance(metric, torchmetrics.Metric)]
@@ -120,23 +133,21 @@ class ModuleSteps(nn.Module):
     @property
     def has_test(self) -> bool:
         """Returns whether test data has a step of its own."""
-        return self._test is not None
+        return self._scorings[TEST] is not None
 
     def forward(self, inputs: tuple[Any, Tensor]) -> Tensor:
-        """Maps the batch and B marks, one per row, to [B] in training, [B, 1 + K] in evaluation, means in each row."""
+        """Maps the batch and B marks, one per row, to [B, 1 + K], means in each row; NaN: not logged in training."""
         batch, marks = inputs
-        if self.training:
-            return self.step(batch, TRAINING)[0].expand(len(marks))
-        step = TEST if self._test is not None and bool(marks.any()) else VALIDATION
+        step = TRAINING if self.training else TEST if self.has_test and bool(marks.any()) else VALIDATION
         loss, logged = self.step(batch, step)
-        scoring = self.scoring(step)
+        scoring, missing = self.scoring(step), torch.nan if self.training else None
         names = scoring.logged if scoring is not None else ()
-        columns = torch.stack([loss, *[logged.read(name).to(loss) for name in names]])
+        columns = torch.stack([loss, *[logged.read(name, missing).to(loss) for name in names]])
         return columns.expand(len(marks), -1)
 
     def scoring(self, step: str) -> Scoring | None:
         """Returns what is kept of a step; None where training_step's loss is."""
-        return {TRAINING: None, VALIDATION: self._validation, TEST: self._test}[step]
+        return self._scorings[step]
 
     def step(self, batch: Any, step: str, *, index: int = 0) -> tuple[Tensor, Logged]:
         """Runs one of the module's steps; returns its loss, a scalar, and the logged values.
@@ -185,10 +196,15 @@ def defines(module: Any, name: str) -> bool:
     """Returns whether the user's class overrides Lightning's `name`; of bare loaders, whether there is one."""
     if isinstance(module, Loaders):
         return name in vars(module)
-    from lightning.pytorch import LightningDataModule, LightningModule
+    bases = [lightnings_class(module, base) for base in ("LightningModule", "LightningDataModule")]
+    return any(base and getattr(type(module), name) is not getattr(base, name, None) for base in bases)
 
-    bases = [base for base in (LightningModule, LightningDataModule) if isinstance(module, base)]
-    return any(getattr(type(module), name) is not getattr(base, name, None) for base in bases)
+
+def lightnings_class(instance: Any, name: str) -> Any:
+    """Returns the class `name` that `instance` derives from, of either of Lightning's packages; None: of neither."""
+    packages = [sys.modules.get(package) for package in ("lightning.pytorch", "pytorch_lightning")]
+    classes = [getattr(package, name, None) for package in packages]
+    return next((kind for kind in classes if kind is not None and isinstance(instance, kind)), None)
 
 
 def _call(step: Any, batch: Any, index: int) -> Any:
@@ -196,20 +212,25 @@ def _call(step: Any, batch: Any, index: int) -> Any:
 
 
 class LoggedValue(torchmetrics.Metric):
-    """The mean over rows of one column of the output [B, 1 + K]."""
+    """The mean over rows of one column of the output [B, 1 + K].
+
+    Args:
+        partial: whether rows whose value is NaN do not count: their step did not log it.
+    """
 
     total: Tensor
     rows: Tensor
 
-    def __init__(self, index: int) -> None:
+    def __init__(self, index: int, *, partial: bool = False) -> None:
         super().__init__()
-        self._index = index
+        self._index, self._partial = index, partial
         self.add_state("total", default=torch.zeros((), dtype=torch.float64), dist_reduce_fx="sum")
         self.add_state("rows", default=torch.zeros((), dtype=torch.float64), dist_reduce_fx="sum")
 
     def update(self, output: Tensor, target: Tensor) -> None:
-        self.total += output[:, self._index].double().sum()
-        self.rows += len(output)
+        column = output[:, self._index].double()
+        self.total += column.nansum() if self._partial else column.sum()
+        self.rows += (~column.isnan()).sum() if self._partial else len(column)
 
     def compute(self) -> Tensor:
         return self.total / self.rows

@@ -6,10 +6,11 @@ A module's steps are tried on a few samples: what they return and log, and wheth
 from __future__ import annotations
 
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from typing import Any, NamedTuple
 
 import torch
+import torchmetrics
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
@@ -159,8 +160,8 @@ def optimizers(configured: Any, refusals: Refusals) -> tuple[Optimizer, dict[str
     return configured, {"scheduler": scheduler, "interval": schedule.get("interval", "epoch")}
 
 
-def mean_over_rows(steps: ModuleSteps, samples: list[Any], collate: Any, refusals: Refusals) -> None:
-    """Refuses values that are not means over their batch: losses, and those that evaluation keeps.
+def mean_over_rows(steps: ModuleSteps, samples: list[Any], collate: Any) -> Iterator[tuple[str, str, str]]:
+    """Yields (step, name, reason) of the values that are not means over their batch.
 
     A batch's value must be the mean of its two halves' values, weighted by size. Dropout is off during this test.
     """
@@ -174,12 +175,12 @@ def mean_over_rows(steps: ModuleSteps, samples: list[Any], collate: Any, refusal
         for name, value in full.items():
             halves = (first[name] * cut + second[name] * (size - cut)) / size
             if not value.equal(other_seed[name]):
-                refusals.add(name, "it draws random numbers of its own, which do not belong to a sample")
+                yield step, name, "it draws random numbers of its own, which do not belong to a sample"
             elif not value.equal(next_batch[name]):
-                refusals.add(name, "it depends on batch_idx, which is another one here")
+                yield step, name, "it depends on batch_idx, which is another one here"
             elif not torch.isclose(value, halves.to(value.dtype), rtol=CLOSE, atol=1e-6):
                 values = f"{value.item():.6g} over {size} samples, {halves.item():.6g} from their halves"
-                refusals.add(name, f"it is not the mean over its batch: {values}")
+                yield step, name, f"it is not the mean over its batch: {values}"
 
 
 def _values(steps: ModuleSteps, batch: Any, step: str, index: int = 0, seed: int = 0) -> dict[str, Tensor]:
@@ -189,28 +190,30 @@ def _values(steps: ModuleSteps, batch: Any, step: str, index: int = 0, seed: int
     scoring = steps.scoring(step)
     if scoring is None:
         return {TRAINING: loss}
-    return {step: loss, **{name: logged.read(name) for name in scoring.logged}}
+    missing = torch.nan if step == TRAINING else None
+    return {step: loss, **{name: logged.read(name, missing) for name in scoring.logged}}
 
 
-SPLIT = re.compile(r"^(val|valid|validation|test)(?=[_/])")
+SPLIT = re.compile(r"^(train|training|val|valid|validation|test)(?=[_/])")
 
 
 class Tried(NamedTuple):
     """Result of trying a module's steps."""
 
+    training: Scoring
     validation: Scoring | None
     test: Scoring | None
     left_out: tuple[str, ...]
     """Names that the user leaves out, and that are there."""
     unkept: tuple[str, ...]
-    """Names that training_step logs besides its loss."""
+    """Values that training_step logs and no curve has, with the reason."""
 
 
 def tried(module: Any, train: Any, refusals: Refusals, without: Collection[str]) -> Tried:
-    """Returns what evaluation keeps of validation_step and test_step, what is left out, and what is not kept.
+    """Returns what is kept of each step, what is left out, and what is not kept.
 
-    Values that are no means over rows are refused. A step that logs nothing and returns no loss reports nothing under
-    Lightning's Trainer: None, and training_step scores in its place.
+    Values that are no means over rows are refused; of those that training_step logs, not kept. A step that logs nothing
+    and returns no loss reports nothing under Lightning's Trainer: None, and training_step scores in its place.
     """
     samples = [train.dataset[index] for index in range(min(len(train.dataset), ROWS))]
     plain, batch = ModuleSteps(module).eval(), train.collate_fn(samples)
@@ -224,11 +227,20 @@ def tried(module: Any, train: Any, refusals: Refusals, without: Collection[str])
             elif defines(module, step):
                 scorings[step] = _scoring(plain, batch, step, refusals, without, left_out)
         validation, test = scorings[VALIDATION], _aligned(scorings[TEST], scorings[VALIDATION], refusals)
-        steps = ModuleSteps(module, validation, test).eval()
-        mean_over_rows(steps, samples, train.collate_fn, refusals)
-        unkept = _unkept(steps, batch)
-    left_out |= {name for name in unkept if name in without}
-    return Tried(validation, test, tuple(left_out), tuple(name for name in unkept if name not in left_out))
+        loss = loss_in(plain.run(batch, TRAINING))
+        logged = {name: value for name, value in plain.log.values.items() if not _is_loss(value, loss)}
+        left_out |= logged.keys() & set(without)
+        unkept = {name: "it is not one number" for name, value in logged.items() if not _is_number(value)}
+        names = tuple(name for name in logged if name not in {*unkept, *without})
+        steps = ModuleSteps(module, Scoring(TRAINING, names, None), validation, test).eval()
+        for step, name, why in mean_over_rows(steps, samples, train.collate_fn):
+            if step == TRAINING and name != TRAINING:
+                unkept[name] = why
+            else:
+                refusals.add(name, why)
+    training = Scoring(TRAINING, tuple(name for name in names if name not in unkept), None)
+    reasons = tuple(f"{name} ({why})" for name, why in unkept.items() if name not in without)
+    return Tried(training, validation, test, tuple(left_out), reasons)
 
 
 def _scoring(
@@ -269,10 +281,10 @@ def _aligned(test: Scoring | None, validation: Scoring | None, refusals: Refusal
     return test._replace(logged=tuple(tests[name] for name in theirs))
 
 
-def _unkept(steps: ModuleSteps, batch: Any) -> tuple[str, ...]:
-    """Returns the names that training_step logs besides its loss: curves have the loss alone."""
-    loss = loss_in(steps.run(batch, TRAINING))
-    return tuple(name for name, value in steps.log.values.items() if not _is_loss(value, loss))
+def _is_number(value: Any) -> bool:
+    if isinstance(value, Tensor):
+        return value.numel() == 1
+    return isinstance(value, torchmetrics.Metric | int | float)
 
 
 def _is_loss(value: Any, loss: Tensor | None) -> bool:

@@ -68,6 +68,11 @@ class Record(NamedTuple):
     metrics: Mapping[str, float | list[float]] = {}
     """Values after each `print_every` steps: training_NAME of each named loss, and of each metric if --training-metrics
     is given, over the training batches since the last evaluation."""
+    data: float = 0.0
+    """Seconds of the step in which process 0 waited for its samples."""
+    device: float | None = None
+    """Seconds of the step in which process 0 computed: forward, backward and update; None on a GPU, which computes
+    while the host goes on: run.json has its times."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -87,6 +92,8 @@ class Outcome:
     """By rank: peak bytes ("host", "device"), and bytes of parameters, gradients and optimizer state."""
     remarks: Sequence[str] = ()
     """The engine's remarks on the plan's execution."""
+    limited_validation: str = ""
+    """What an evaluation of all batches would take, where `validation_batches` leaves some out."""
 
 
 class Watcher:

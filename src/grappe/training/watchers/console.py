@@ -6,7 +6,7 @@ import math
 import os
 import statistics
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
@@ -32,7 +32,7 @@ class Console(Watcher):
 
     Args:
         sample: the word for a sample in the rate per second.
-        print_every: steps between lines with the training loss and metrics; None: no such lines.
+        prints: whether a line with the training loss and metrics follows a step; None: none does.
         end: the expected end, printed where there is no live bar (the bar shows the remaining time).
     """
 
@@ -40,11 +40,11 @@ class Console(Watcher):
         self,
         stream: UserStream,
         sample: str = "samples",
-        print_every: int | None = None,
+        prints: Callable[[int], bool] | None = None,
         *,
         end: ExpectedEnd | None = None,
     ) -> None:
-        self._print_every = print_every
+        self._prints = prints
         self._losses, self._loss_steps, self._loss_seconds = list[float](), 0, 0.0  # since the last such line
         # Set explicitly: a notebook's environment variables would make rich draw as on a terminal.
         self._console = SafeConsole(stream, force_terminal=stream.isatty())
@@ -99,22 +99,22 @@ class Console(Watcher):
             if self._epoch_steps == self._info.steps_per_epoch:
                 self._epochs.append(self._epoch_seconds)
             self._epoch_seconds, self._epoch_steps = 0.0, 0
-        if self._print_every is not None:
-            self._print_loss(record, self._print_every)
+        if self._prints is not None:
+            self._print_loss(record, self._prints)
         if self._end is not None and (line := self._end.stepped(record.step)) is not None:
             self._clear_cell()
             self._console.print(line)
         if self._seconds > (REFRESH_SECONDS if self._cell is None else CELL_SECONDS):
             self._refresh()
 
-    def _print_loss(self, record: Record, every: int) -> None:
-        """Prints a line after each `every` steps, with the mean of their losses."""
+    def _print_loss(self, record: Record, prints: Callable[[int], bool]) -> None:
+        """Prints a line where it is due, with the mean of the losses since the line before."""
         assert self._info is not None
         if not record.skipped:
             self._losses.append(record.loss)
         self._loss_steps += 1
         self._loss_seconds += record.seconds
-        if record.step % every:
+        if not prints(record.step):
             return
         rate = self._loss_steps * self._info.batch_size / self._loss_seconds if self._loss_seconds else 0.0
         loss = statistics.fmean(self._losses) if self._losses else math.nan
@@ -191,6 +191,8 @@ class Console(Watcher):
             for name, value in outcome.scores.metrics.items():
                 rows.append((name, _with_counts(name, value, outcome.scores)))
             rows.append(("validation loss", f"{outcome.scores.loss:.4f}"))
+        if outcome.limited_validation:
+            rows.append(("validation", outcome.limited_validation))
         spent = outcome.timing.totals
         total = sum(spent.values())
         parts = [f"{name} {seconds:.1f} s" for name, seconds in spent.items() if seconds >= 0.05]

@@ -81,10 +81,12 @@ class Curves(Watcher):
 
 def _line(record: Record) -> str:
     """Formats a step as a line of JSON by hand, since json.dumps takes three times as long."""
+    device = "" if record.device is None else f', "device": {record.device:.6f}'
     norm = "" if record.norm is None else f', "norm": {_number(record.norm)}'
     return (
         f'{{"kind": "step", "step": {record.step}, "epoch": {record.epoch}, "samples": {record.samples}, '
-        f'"loss": {_number(record.loss)}, "lr": {record.lr!r}, "seconds": {record.seconds:.6f}'
+        f'"loss": {_number(record.loss)}, "lr": {record.lr!r}, "seconds": {record.seconds:.6f}, '
+        f'"data": {record.data:.6f}{device}'
         f"{norm}{SKIPPED if record.skipped else ''}{_metrics(record)}}}\n"
     )
 

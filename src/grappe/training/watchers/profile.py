@@ -35,16 +35,18 @@ class Event(NamedTuple):
 
 
 class Profile(Watcher):
-    """Watcher that profiles `steps` steps after the warm-up, on this process.
+    """Watcher that profiles `steps` steps on this process.
 
     Args:
         stream: a stream for the summary besides the file; None: only the file.
+        after: the step after which it begins; None: the warm-up's last.
     """
 
     prompt = True  # it begins and ends between two steps
 
-    def __init__(self, rank: int, steps: int, stream: UserStream | None) -> None:
+    def __init__(self, rank: int, steps: int, stream: UserStream | None, *, after: int | None = None) -> None:
         self._rank, self._steps, self._stream = rank, steps, stream
+        self._after, self._before = after, WARMUP
         self._seen = 0
         self._profiler: Any = None
         self._text = ""
@@ -52,12 +54,14 @@ class Profile(Watcher):
 
     def started(self, info: RunInfo) -> None:
         self._folder = info.folder / "profile"
+        if self._after is not None:
+            self._before = max(1, self._after - info.start)  # steps of this start
 
     def stepped(self, record: Record) -> None:
         self._seen += 1
-        if self._seen == WARMUP:
+        if self._seen == self._before:
             self._begin()
-        elif self._profiler is not None and self._seen == WARMUP + self._steps:
+        elif self._profiler is not None and self._seen == self._before + self._steps:
             self._end()
 
     def ended(self, outcome: Outcome | None) -> None:
@@ -65,7 +69,7 @@ class Profile(Watcher):
             self._end()
         if self._stream is None or outcome is None:
             return
-        needed = WARMUP + self._steps
+        needed = self._before + self._steps
         say(self._text or f"too few steps to profile: {self._seen} of {needed}\n", self._stream, end="")
 
     def _begin(self) -> None:
@@ -88,7 +92,7 @@ class Profile(Watcher):
         files.make_folder(self._folder)
         trace = self._folder / f"rank-{self._rank}.json.gz"
         _export(profiler, trace)
-        steps = self._seen - WARMUP
+        steps = self._seen - self._before
         self._text = summary(_events(profiler), steps, f"process {self._rank}")
         self._text += f"\nfull trace: {trace} (open it in ui.perfetto.dev)\n"
         files.replace(self._folder / f"rank-{self._rank}.txt", self._text.encode(), IN_PART)

@@ -36,7 +36,7 @@ class WandB(Logger):
             resume="allow",
             mode=os.environ.get("WANDB_MODE", "offline"),  # pyrefly: ignore
             config={name: value for name, value in description.items() if name not in ("used", "costs")},
-            settings=wandb.Settings(silent=True, console="off", x_disable_stats=True),
+            settings=wandb.Settings(silent=True, console="off"),
         )
         self._run.define_metric("*", step_metric="step")
 

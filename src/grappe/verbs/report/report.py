@@ -23,7 +23,7 @@ from grappe.verbs.tune.study import best_of, open_study
 
 NAME = "report.html"
 POINTS = 800  # of a curve; a screen has no more
-NOT_CURVES = frozenset({"kind", "step", "epoch", "samples", "count", "seconds", "skipped"})
+NOT_CURVES = frozenset({"kind", "step", "epoch", "samples", "count", "seconds", "data", "device", "skipped"})
 PARTS_OF_NOISE = frozenset({"steps", "variance", "gradient_square"})  # which the noise scale is made of
 LISTS = {"measurement": "points", "lr-find": "curves"}
 """By kind of file: the list that it has."""

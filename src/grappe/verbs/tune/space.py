@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, get_args
 
 from grappe.errors import UsageError, nearest
-from grappe.fields import convert, hints
+from grappe.fields import convert, field_name, hints
 from grappe.plan import Plan
 
 DIGITS = 6
@@ -73,9 +73,10 @@ def read_space(cls: type, texts: Mapping[str, str]) -> tuple[dict[str, Axis], di
     kinds = {PLAN: str, **hints(cls)}
     space: dict[str, Axis] = {}
     fixed: dict[str, str] = {}
-    for name, text in texts.items():
+    for typed, text in texts.items():
+        name = field_name(typed, kinds)
         if name not in kinds:
-            raise UsageError(f"task {cls.__name__} has no '{name}': {nearest(name, kinds)}")
+            raise UsageError(f"task {cls.__name__} has no '{typed}': {nearest(typed, kinds)}")
         axis = _axis(name, text, kinds[name])
         if name == PLAN and PLAN in hints(cls):
             if axis is not None:
