@@ -60,7 +60,7 @@ class Cifar10(Task):
     epochs: int = 10
     batch_size: int = 512
     optimizer_: Literal["sgd", "adam"] = "sgd"
-    """The page's scripts for one device have SGD, those for several Adam (try lr=0.001)."""
+    """The page's scripts with Lightning and DeepSpeed have Adam (try lr=0.001), the others SGD."""
     lr: float = 0.1
     momentum: float = 0.0
     weight_decay: float = 0.0

@@ -45,8 +45,7 @@ class Options:
     log_samples: bool = False
     """Write the sample ids of each step and evaluation to the run's samples folder."""
     print_every: CountOrPart | None = None
-    """Steps, or the part of an epoch (0.1, 1/10), between lines with the mean training loss and training metrics.
-    Default: one line an evaluation."""
+    """Steps, or the part of an epoch (0.1), between lines of training loss and metrics. Default: each evaluation."""
     log: Names = ()
     """Loggers beside the run's curves: tensorboard, wandb (offline)."""
     profile: Ranks = ()

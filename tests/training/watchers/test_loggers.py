@@ -63,7 +63,12 @@ def test_what_a_restart_takes_again_is_told_once(tmp_path: Path) -> None:
 
 def test_wandb_offline_has_one_id_over_restarts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("wandb")
+    import wandb
+
     monkeypatch.delenv("WANDB_MODE", raising=False)
+    made = []
+    init = wandb.init
+    monkeypatch.setattr(wandb, "init", lambda **options: made.append(init(**options)) or made[-1])
     run = tmp_path / "a-run"
     train(run, steps=4, log=("wandb",))
     train(run, log=("wandb",))
@@ -75,6 +80,9 @@ def test_wandb_offline_has_one_id_over_restarts(tmp_path: Path, monkeypatch: pyt
                 history[item["step"]] = item["training/loss"]
             kinds |= {name for name, value in item.items() if value == "histogram"}
     assert ids == {"run-a-run"}
+    assert [one.settings.x_disable_stats for one in made] == [False, False], (
+        "the machine's figures are sampled"
+    )
     assert {name.partition("/")[0] for name in kinds} == {"gradients", "parameters"}
     wanted = losses(run)
     assert sorted(history) == sorted(wanted)

@@ -116,7 +116,8 @@ class LightningSteps:
         if not item.last:
             return None
         norm = self._after_update()
-        self._after_step(item.batch.step)
+        if not self.skipped:
+            self._after_step(item.batch.step)
         return StepResult(
             batch=item.batch,
             sums=self._runner.sums(),
