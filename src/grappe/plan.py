@@ -42,6 +42,8 @@ class Plan:
     """Precision: fp32, tf32, or mixed: bf16, fp16 (with loss scaling)."""
     batchnorm: Literal["local", "sync"] = "local"
     """Batch normalisation's statistics: of a process (local) or of the global batch (sync)."""
+    dropout: Literal["whole", "local"] = "whole"
+    """Random numbers of the model: one process's, of the whole batch (whole), or a process's own (local)."""
     channels_last: bool = False
     """Memory layout NHWC for images."""
     recompute: bool = False
@@ -114,6 +116,12 @@ class Plan:
     def data_parallel(self) -> int:
         """Returns the number of data slices of each global batch."""
         return self.replicate * self.shard
+
+    @property
+    def draws_whole_batches(self) -> bool:
+        """Returns whether a model's random numbers are those that one process draws for the whole batch."""
+        cut = self.data_parallel > 1 or self.microbatches > 1 or self.pipeline > 1
+        return cut and self.dropout == "whole" and not (self.exact or self.compile or self.tensor > 1)
 
     @property
     def saves_memory(self) -> bool:

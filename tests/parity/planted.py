@@ -21,7 +21,6 @@ from grappe.data.order import SampleOrder
 from grappe.engines import native
 from grappe.engines.shared import microbatch
 from grappe.launch.rank import ProcessRank
-from grappe.launch.world import World
 from grappe.plan import Plan
 from grappe.step.loss import Losses
 from grappe.step.whole_batch_loss import WholeBatchLosses
@@ -59,18 +58,14 @@ def no_synchronised_batchnorm() -> Any:
 
 def alike_dropout() -> Any:
     """Every process draws the same masks."""
-
-    def seed(seed: int, step: int, world: World) -> None:
-        torch.manual_seed(mix(seed, step, 0))
-
-    return mock.patch.object(microbatch, "seed_dropout", seed)
+    return mock.patch.object(microbatch, "whole_batch_draws", lambda _: contextlib.nullcontext())
 
 
 def still_dropout() -> Any:
     """Every step draws the same masks."""
 
-    def seed(seed: int, step: int, world: World) -> None:
-        torch.manual_seed(mix(seed, world.data_rank))
+    def seed(seed: int, step: int, device: torch.device, *place: int) -> None:
+        torch.manual_seed(mix(seed, *place))
 
     return mock.patch.object(microbatch, "seed_dropout", seed)
 
@@ -147,8 +142,8 @@ def shuffled_targets() -> Any:
     """Process 1's targets are one place away from their inputs."""
     microbatch = BatchLoader._microbatch
 
-    def moved(self: BatchLoader, part: Any, ids: np.ndarray, inputs: Any, targets: Any) -> Microbatch:
-        found = microbatch(self, part, ids, inputs, targets)
+    def moved(self: BatchLoader, *arguments: Any) -> Microbatch:
+        found = microbatch(self, *arguments)
         if self._world.rank != 1:
             return found
         target, places = found.targets

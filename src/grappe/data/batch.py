@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from grappe.data.pieces import ExactPieces
+from grappe.data.whole_batch_draws import BatchRows
 from grappe.errors import TaskError
 from grappe.errors.user_code import at
 from grappe.task import Task
@@ -50,6 +51,8 @@ class Microbatch(NamedTuple):
     """The number of padding rows. B is not read from a tensor: a batch of graphs has many nodes."""
     sample_ids: SampleIds | None = None
     """The samples that `grappe.rand_like` draws for."""
+    place: BatchRows | None = None
+    """Its rows in the global batch, where a model's random numbers are drawn for the whole batch."""
 
     @property
     def size(self) -> int:

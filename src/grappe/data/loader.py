@@ -23,6 +23,7 @@ from grappe.data.pieces import ExactPieces
 from grappe.data.rand_like import inside
 from grappe.data.seeded import SeededDataset
 from grappe.data.source import Request, Samples, Source, Sources, for_threads
+from grappe.data.whole_batch_draws import BatchRows
 from grappe.errors import PlanError
 from grappe.launch.world import World
 from grappe.plan import Plan
@@ -43,6 +44,8 @@ class StepSlice(NamedTuple):
     ids: np.ndarray
     pieces: tuple[np.ndarray, ...]
     """Sample ids by microbatch; an empty piece gets one padding row, whose weight is 0."""
+    places: tuple[BatchRows, ...]
+    """Each piece's rows in the global batch."""
 
 
 class BatchLoader:
@@ -63,6 +66,7 @@ class BatchLoader:
         self._counts = overrides(task, "counts")
         self._parts = plan.microbatches if training else 1
         self._exact = ExactPieces.of(plan)
+        self._places = training and plan.draws_whole_batches
         self.phase: Callable[[int], None] | None = None  # called as a batch leaves and arrives
         self._arrays = in_memory(dataset)
         self._cuts = plan.pipeline > 1 and self._parts > 1 and self._arrays is None
@@ -87,14 +91,17 @@ class BatchLoader:
             first, last = cut(len(everyone), self._world.data_size, self._world.data_rank)
             ids = everyone[first:last]
             if self._exact is not None:
-                pieces = self._exact.cut(everyone, self._world.data_rank)
-                ids = np.concatenate(pieces)
+                bounds = self._exact.spans(len(everyone), self._world.data_rank)
             elif self._parts == 1:
-                pieces = (ids,)
+                bounds = [(first, last)]
             else:
                 bounds = [cut(len(ids), self._parts, part) for part in range(self._parts)]
-                pieces = tuple(ids[a:b] for a, b in bounds)
-            yield StepSlice(step, epoch, len(everyone), ids, pieces)
+                bounds = [(first + a, first + b) for a, b in bounds]
+            pieces = tuple([everyone[a:b] for a, b in bounds])
+            if self._exact is not None:
+                ids = np.concatenate(pieces)
+            places = tuple([BatchRows(a, max(1, b - a), len(everyone)) for a, b in bounds])
+            yield StepSlice(step, epoch, len(everyone), ids, pieces, places)
 
     def batches(self, start: int, stop: int) -> Iterator[Batch]:
         """Gives the batches of steps `start` to `stop`. Collective where the task counts its targets.
@@ -142,7 +149,8 @@ class BatchLoader:
         return lambda ids: samples.collate(samples.dataset.__getitems__(self._request(part, ids)))
 
     def _batch(self, part: StepSlice, fetch: Fetch) -> Batch:
-        micros = tuple([self._microbatch(part, *piece) for piece in self._loaded(part, fetch)])
+        loaded = zip(part.places, self._loaded(part, fetch), strict=True)
+        micros = tuple([self._microbatch(part, place, *piece) for place, piece in loaded])
         count: float | Tensor = float(part.samples)
         if self._counts and self._training:
             count, micros = divided(micros, part.samples, self._exact, self._world.data_group)
@@ -200,7 +208,9 @@ class BatchLoader:
         """Returns the way in which this process loads its samples now; None: they are in memory."""
         return None if self._arrays is not None else self.sources.loading
 
-    def _microbatch(self, part: StepSlice, ids: np.ndarray, inputs: Any, targets: Any) -> Microbatch:
+    def _microbatch(
+        self, part: StepSlice, place: BatchRows, ids: np.ndarray, inputs: Any, targets: Any
+    ) -> Microbatch:
         if self._arrays is None:
             inputs, targets = self._to_device((inputs, targets))
         # Evaluations draw the same, so that losses can be compared.
@@ -213,7 +223,10 @@ class BatchLoader:
         weights = None
         if self._counts:
             weights = as_weights(counts_of(self._task, targets), counted=len(ids) > 0)
-        return Microbatch(inputs, targets, len(ids), weights, 0 if len(ids) else 1, drawn_for)
+        padding = 0 if len(ids) else 1
+        return Microbatch(
+            inputs, targets, len(ids), weights, padding, drawn_for, place if self._places else None
+        )
 
     def _augmented(
         self, inputs: Any, targets: Any, samples: SampleIds, device: torch.device

@@ -13,6 +13,7 @@ from torch import Tensor
 from grappe.data.batch import Microbatch, SampleIds
 from grappe.data.device_copy import sent
 from grappe.data.draw import draw, mix, sample_keys
+from grappe.data.whole_batch_draws import draw_for
 from grappe.errors import TaskError
 
 _PURPOSE = 0x72616E646E  # other numbers than those that augment() draws with the same samples' keys
@@ -27,6 +28,7 @@ class _Entered:
 def entering(micro: Microbatch) -> Any:
     """Returns the inputs of a microbatch whose forward, loss and backward come next: its samples' numbers are drawn."""
     _Entered.samples = micro.sample_ids
+    draw_for(micro.place)
     return micro.inputs
 
 

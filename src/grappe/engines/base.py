@@ -21,7 +21,17 @@ from grappe.step.scores import Scores
 from grappe.task import Task
 
 COMMON = frozenset(
-    {"device", "backend", "threads", "workers", "loading", "prefetch", "validation_batch", "per_device"}
+    {
+        "device",
+        "backend",
+        "threads",
+        "workers",
+        "loading",
+        "prefetch",
+        "validation_batch",
+        "per_device",
+        "dropout",
+    }
 )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -15,6 +16,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from grappe.data.batch import Batch, Microbatch
 from grappe.data.collate import at_rows
 from grappe.data.order import cut
+from grappe.data.whole_batch_draws import whole_batch_draws
 from grappe.engines.base import EngineSetup
 from grappe.engines.shared.microbatch import MicrobatchRunner, nothing_changed
 from grappe.engines.shared.state import ModelState, State, export, trained_parameters
@@ -26,7 +28,7 @@ from grappe.parallel.parallelize import parallelize
 from grappe.parallel.pipeline.cut import Cut, check_units, cut_into_stages
 from grappe.parallel.pipeline.rules import stages_each
 from grappe.parallel.pipeline.schedules import Runner
-from grappe.parallel.pipeline.stage import Relay, Stage, key_of, prune
+from grappe.parallel.pipeline.stage import Relay, Stage, StageGenerators, key_of, prune
 from grappe.parallel.pipeline.units import pipeline_units
 from grappe.parallel.shard import reshard, uses_shard
 from grappe.plan import Plan
@@ -69,13 +71,14 @@ class PipelinedGradients:
         self._together = together and world.data_group is not None
         self._replicas = None if uses_shard(plan) else world.data_group
         self._batch: Batch | None = None
+        self._generators = StageGenerators(model.relay, world)
         for stage in model.stages:  # what a schedule does between two forwards is backward, but for its waits
             stage.register_forward_pre_hook(lambda *_: setup.observers.phase(FORWARD))
             stage.register_forward_hook(lambda *_: setup.observers.phase(BACKWARD))
 
     def gradients(self, batch: Batch) -> Sums:
         """Leaves the global batch's gradient on each parameter; returns the step's (pending) sums. Collective."""
-        plan, world = self._setup.plan, self._setup.world
+        plan = self._setup.plan
         micros = even(batch.microbatches, largest(plan, batch.samples))
         if self._anybody(not self._model.relay.knows(micros[0])):
             # Every stage must know its input's shapes before a schedule is made for them. Not by a loop, whose
@@ -83,11 +86,11 @@ class PipelinedGradients:
             with buffers_restored(self._model.module):
                 deque(self._model.relay.forward([micros[0]]), maxlen=0)
             self._model.reshard()
-        seed_dropout(self._setup.task.seed, batch.step, world, self._place)
         self._batch, self._loss_runner.total = batch._replace(microbatches=micros), None
-        if isinstance(self._loss_runner.losses, WholeBatchLosses):
-            self._first_pass(self._batch, self._loss_runner.losses)
-        self._runner.run(micros)
+        with self._drawing(self._batch):
+            if isinstance(self._loss_runner.losses, WholeBatchLosses):
+                self._first_pass(self._batch, self._loss_runner.losses)
+            self._runner.run(micros)
         self._batch = None
         if self._replicas is not None:
             sum_gradients(self._parameters, self._replicas)
@@ -96,6 +99,18 @@ class PipelinedGradients:
         total = total * plan.pipeline if total is not None else self._reduction.zero
         self._reduction.start(total, self._setup.stop_requested())
         return self._reduction.sums()
+
+    @contextlib.contextmanager
+    def _drawing(self, batch: Batch) -> Iterator[None]:
+        """Context of a step's passes through the stages: dropout is that of one process, if the plan has it so."""
+        setup, device = self._setup, self._setup.world.device
+        if not setup.plan.draws_whole_batches:
+            seed_dropout(setup.task.seed, batch.step, device, setup.world.data_rank, self._place)
+            yield
+            return
+        seed_dropout(setup.task.seed, batch.step, device, 0)
+        with whole_batch_draws(batch.microbatches[0].place), self._generators.of_step():
+            yield
 
     def _first_pass(self, batch: Batch, losses: WholeBatchLosses) -> None:
         """Runs all microbatches forward through all stages, for their outputs; no state changes. Collective."""
@@ -357,7 +372,8 @@ def _padded(micro: Microbatch, rows: int) -> Microbatch:
     drawn_for = micro.sample_ids
     if drawn_for is not None:
         drawn_for = drawn_for._replace(ids=drawn_for.ids[places])
-    return Microbatch(inputs, targets, micro.rows, weights, rows - micro.rows, drawn_for)
+    place = micro.place and micro.place._replace(size=rows)
+    return Microbatch(inputs, targets, micro.rows, weights, rows - micro.rows, drawn_for, place)
 
 
 def _with_zeros(weights: Tensor, micro: Microbatch, missing: int, name: str = "") -> Tensor:

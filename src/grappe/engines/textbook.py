@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -24,11 +25,10 @@ from torch import Tensor, nn
 from grappe.checkpoint.weights import Weights
 from grappe.data.batch import Batch, Microbatch
 from grappe.data.device_copy import sent
-from grappe.data.draw import mix
 from grappe.data.rand_like import entering
 from grappe.engines.base import COMMON, Engine, EngineSetup
 from grappe.engines.shared.after_step import AfterStep
-from grappe.engines.shared.microbatch import evaluate, first_pass
+from grappe.engines.shared.microbatch import draws, evaluate, first_pass, seed_slice
 from grappe.engines.shared.state import ModelState, trained_parameters
 from grappe.launch.world import choose_backend
 from grappe.parallel.batchnorm import statistics_frozen
@@ -204,20 +204,23 @@ class Textbook(Engine):
 
     def _summed(self, batch: Batch) -> tuple[Sums, Tensor | None]:
         # Dropout must differ between slices, and be the same again when a training is resumed.
-        torch.manual_seed(mix(self._task.seed, batch.step, self._world.data_rank))
+        seed_slice(self._setup, batch)
         # A loss that compares samples needs all outputs before the first backward.
-        first_pass(
-            self._losses, self._setup, self._model, batch, lambda _, micro: self._forward(entering(micro))
-        )
+        first_pass(self._losses, self._setup, self._model, batch, lambda _, micro: self._output(batch, micro))
         loss = torch.zeros((), device=self._world.device)
         for micro in batch.microbatches:
             self._setup.observers.phase(FORWARD)
             if micro.rows:
-                loss += self._gradients(batch, micro)
+                with draws(self._setup, batch, micro):
+                    loss += self._gradients(batch, micro)
             else:  # one padding row that counts nothing; dropout draws for it, as it does on other engines
                 with torch.no_grad(), statistics_frozen(self._model):
-                    self._forward(entering(micro))
+                    self._output(batch, micro)
         return self._sum_over_processes(loss)
+
+    def _output(self, batch: Batch, micro: Microbatch) -> Any:
+        with draws(self._setup, batch, micro):
+            return self._forward(entering(micro))
 
     def _summed_exactly(self, batch: Batch, exact: Exact) -> tuple[Sums, Tensor | None]:
         """Computes the same sum in an order that is independent of W, and so are its bits: see step/exact.

@@ -11,6 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 from grappe.data.batch import SampleIds
 from grappe.data.rand_like import entered, inside
+from grappe.data.whole_batch_draws import BatchRows, drawn_rows, whole_batch_draws
 from grappe.plan import Plan
 from grappe.private_api.torch import BatchNormBase
 
@@ -31,13 +32,13 @@ def switch_off_caches(model: nn.Module, plan: Plan) -> None:
 
 
 def _contexts(unit: nn.Module) -> tuple[contextlib.AbstractContextManager, contextlib.AbstractContextManager]:
-    return contextlib.nullcontext(), _as_before(unit, entered())
+    return contextlib.nullcontext(), _as_before(unit, entered(), drawn_rows())
 
 
 @contextlib.contextmanager
-def _as_before(unit: nn.Module, samples: SampleIds | None) -> Iterator[None]:
+def _as_before(unit: nn.Module, samples: SampleIds | None, rows: BatchRows | None) -> Iterator[None]:
     """Context of the second forward, in which a pipeline may have another microbatch in the model."""
-    with _statistics_kept(unit), inside(samples):
+    with _statistics_kept(unit), inside(samples), whole_batch_draws(rows):
         yield
 
 

@@ -12,7 +12,6 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from grappe.data.draw import mix_steps
-from grappe.launch.world import World
 from grappe.private_api.torch import (
     is_schedulers_step,
     mark_step_called,
@@ -27,17 +26,16 @@ SEEDS_AT_ONCE = 256
 # ---- Seeding -----------------------------------------------------------------------------------------------
 
 
-def seed_dropout(seed: int, step: int, world: World, *place: int) -> None:
-    """Seeds torch's generators for this process's slice of `step`; as torch.manual_seed, less its 150 microseconds.
+def seed_dropout(seed: int, step: int, device: torch.device, *place: int) -> None:
+    """Seeds torch's generators for `step`; as torch.manual_seed, less its 150 microseconds.
 
-    Dropout's stream is a function of (seed, step, data slice), so that resuming needs no generator's state.
+    Dropout's stream is a function of (seed, step, place), so that resuming needs no generator's state.
 
     Args:
-        place: distinguishes this process from others of the same slice.
+        place: the data slice, and what distinguishes this process from others of the same slice; 0 where each
+            microbatch draws for the whole batch.
     """
-    seed_generators(
-        _seeds(seed, step // SEEDS_AT_ONCE, world.data_rank, *place)[step % SEEDS_AT_ONCE], world.device
-    )
+    seed_generators(_seeds(seed, step // SEEDS_AT_ONCE, *place)[step % SEEDS_AT_ONCE], device)
 
 
 def seed_generators(seed: int, device: torch.device) -> None:
@@ -45,6 +43,24 @@ def seed_generators(seed: int, device: torch.device) -> None:
     torch.default_generator.manual_seed(seed)
     if device.type == "cuda":
         torch.cuda.default_generators[device.index].manual_seed(seed)
+
+
+def generator_states(device: torch.device) -> Tensor:
+    """Returns the states of the generators of the CPU and of the device: uint8, one after the other."""
+    return torch.cat([generator.get_state() for generator in _generators(device)])
+
+
+def set_generator_states(states: Tensor, device: torch.device) -> None:
+    """Sets the states that `generator_states` has returned."""
+    for generator in _generators(device):
+        size = len(generator.get_state())
+        generator.set_state(states[:size].clone())
+        states = states[size:]
+
+
+def _generators(device: torch.device) -> list[torch.Generator]:
+    cuda = [torch.cuda.default_generators[device.index]] if device.type == "cuda" else []
+    return [torch.default_generator, *cuda]
 
 
 @functools.lru_cache(maxsize=8)

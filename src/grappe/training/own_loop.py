@@ -162,7 +162,7 @@ class Loop:
         while self.step < total:
             self.chronometer.switch(DATA)
             self._batch = batch = next(batches)
-            seed_dropout(self._seed, self.step, self.world)
+            seed_dropout(self._seed, self.step, self.device, self.world.data_rank)
             micro = batch.microbatches[0]
             self.chronometer.switch(FORWARD)
             yield entering(micro), micro.targets

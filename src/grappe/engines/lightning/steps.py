@@ -15,7 +15,7 @@ from grappe.data.batch import Batch, Microbatch
 from grappe.data.rand_like import entering
 from grappe.engines.base import EngineSetup
 from grappe.engines.shared.after_step import AfterStep
-from grappe.engines.shared.microbatch import NOT_SCALED, MicrobatchRunner, evaluate
+from grappe.engines.shared.microbatch import NOT_SCALED, MicrobatchRunner, draws, evaluate
 from grappe.engines.shared.state import ModelState, TrainState, trained_parameters
 from grappe.parallel.batchnorm import buffers_restored
 from grappe.parallel.parallelize import parallelize
@@ -81,7 +81,7 @@ class LightningSteps:
             precision=loss_context,
             reduction=loss_reduction(setup.world),
         )
-        self._padding = contextlib.ExitStack()
+        self._inside = contextlib.ExitStack()
         self._norm: Tensor | None = None
         self._lr = 0.0
         self.skipped = False
@@ -93,7 +93,8 @@ class LightningSteps:
             self._runner.begin(item.batch)
         if self._switch is not None:
             self._switch(item.last)
-        self._padding.enter_context(self._runner.padding_ignored(item.micro))
+        self._inside.enter_context(self._runner.padding_ignored(item.micro))
+        self._inside.enter_context(draws(self.setup, item.batch, item.micro))
 
     def loss(self, item: Item) -> Tensor:
         """Computes the item's part of the step's loss, times the gradient divisor; a scalar, as Lightning takes."""
@@ -106,13 +107,14 @@ class LightningSteps:
 
     def clip(self) -> None:
         """Clips the gradients, between the step's last backward and its update."""
+        self._inside.close()
         self.setup.observers.phase(UPDATE)
         self._lr = self.optimizer.param_groups[0]["lr"]
         self._norm, self.skipped = self._clip()
 
     def end(self, item: Item) -> StepResult | None:
         """Ends an item; returns the step's result after the step's last item."""
-        self._padding.close()
+        self._inside.close()
         if not item.last:
             return None
         norm = self._after_update()

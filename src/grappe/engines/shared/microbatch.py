@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from grappe.data.batch import Batch, Microbatch
 from grappe.data.rand_like import entering
+from grappe.data.whole_batch_draws import whole_batch_draws
 from grappe.engines.base import EngineSetup
 from grappe.parallel.batchnorm import buffers_agreed, buffers_kept, buffers_restored, ignoring_padding
 from grappe.parallel.compile import replaying
@@ -70,10 +71,14 @@ class MicrobatchRunner:
 
     def begin(self, batch: Batch) -> None:
         """Begins a step: seeds dropout, and runs the first pass where the loss needs one. Collective."""
-        seed_dropout(self._setup.task.seed, batch.step, self._setup.world)
+        seed_slice(self._setup, batch)
         self.total = None
         if self._whole_batch:
-            self.first_pass(batch, lambda _, micro: self._first_forward(entering(micro)))
+            self.first_pass(batch, lambda _, micro: self._first_output(batch, micro))
+
+    def _first_output(self, batch: Batch, micro: Microbatch) -> Any:
+        with draws(self._setup, batch, micro):
+            return self._first_forward(entering(micro))
 
     def first_pass(self, batch: Batch, forward: Callable[[int, Microbatch], Any]) -> None:
         """Runs the first pass, if the loss compares samples of the whole batch. Collective."""
@@ -90,7 +95,7 @@ class MicrobatchRunner:
 
     def run(self, batch: Batch, micro: Microbatch, backward: Callable[[Loss, Roots], None]) -> None:
         """Runs forward, loss and `backward`, which adds the microbatch's gradient to the parameters' gradients."""
-        with self.padding_ignored(micro):
+        with self.padding_ignored(micro), draws(self._setup, batch, micro):
             backward(*self.loss(batch, micro))
 
     def padding_ignored(self, micro: Microbatch) -> contextlib.AbstractContextManager[None]:
@@ -124,6 +129,21 @@ class MicrobatchRunner:
             with self._precision:
                 loss = self.losses.dry_run(output, micro, batch)
             torch.autograd.backward((loss.values, *roots[0]), (loss.output_gradient, *roots[1]))
+
+
+def seed_slice(setup: EngineSetup, batch: Batch) -> None:
+    """Seeds dropout for a step's microbatches one after the other, unless each draws for the whole batch."""
+    if not setup.plan.draws_whole_batches:
+        seed_dropout(setup.task.seed, batch.step, setup.world.device, setup.world.data_rank)
+
+
+def draws(setup: EngineSetup, batch: Batch, micro: Microbatch) -> contextlib.AbstractContextManager[None]:
+    """Context of a microbatch's forward, loss and backward: dropout is that of one process, if the plan has it so."""
+    if not setup.plan.draws_whole_batches:
+        return _NOTHING
+    # Each microbatch begins where one process begins, and so draws the same numbers as all others.
+    seed_dropout(setup.task.seed, batch.step, setup.world.device, 0)
+    return whole_batch_draws(micro.place)
 
 
 def within(

@@ -25,6 +25,7 @@ from grappe.private_api.torch import (
     treespec_dumps,
     treespec_loads,
 )
+from grappe.step.fast_paths import generator_states, set_generator_states
 from grappe.task import Call
 
 
@@ -200,7 +201,7 @@ class Relay:
         return None
 
     def _receive(self, stage: Stage, key: tuple) -> tuple[Tensor, ...]:
-        boundary, source = stage.number - 1, self._rank_of(stage.number - 1)
+        boundary, source = stage.number - 1, self.rank_of(stage.number - 1)
         header = self._headers.get((boundary, *key))
         if header is None:
             length = torch.empty(1, dtype=torch.int64)
@@ -215,7 +216,7 @@ class Relay:
         return leaves
 
     def _send(self, stage: Stage, key: tuple, leaves: tuple[Tensor, ...]) -> None:
-        target = self._rank_of(stage.number + 1)
+        target = self.rank_of(stage.number + 1)
         if (stage.number, *key) not in self._headers:
             assert stage.leaving is not None
             header = self._headers[stage.number, *key] = _header(leaves, treespec_dumps(stage.leaving))
@@ -238,10 +239,59 @@ class Relay:
         while self._sending_headers and not left:
             self._sending_headers.popleft()[0].wait()
 
-    def _rank_of(self, stage: int) -> int:
+    def rank_of(self, stage: int) -> int:
+        """Returns the rank of the process that has a stage."""
         return self._ranks[stage % len(self._ranks)]
 
 
 def _header(leaves: tuple[Tensor, ...], nesting: str) -> Boundary:
     described = tuple((tuple(leaf.shape), leaf.dtype) for leaf in leaves if isinstance(leaf, Tensor))
     return Boundary(nesting, described)
+
+
+class StageGenerators:
+    """Makes each stage draw the numbers that come after the earlier stages' in one process.
+
+    Every microbatch draws the same numbers, those of the whole batch. So the states of torch's generators (5 kB) are
+    sent on after a stage's first forward in a step, and the next stage begins each of its forwards with them.
+    """
+
+    def __init__(self, relay: Relay, world: World) -> None:
+        self._relay, self._world = relay, world
+        self._states: dict[int, Tensor] = {}
+        """By stage, the states at the beginning of its forwards in this step; empty outside of steps."""
+        self._sending: dict[int, tuple[dist.Work | None, Tensor]] = {}
+        for stage in relay.stages:
+            stage.register_forward_pre_hook(lambda stage, _: self._begin(stage))
+            stage.register_forward_hook(lambda stage, *_: self._end(stage))
+
+    @contextlib.contextmanager
+    def of_step(self) -> Iterator[None]:
+        """Context of a step's forwards; the generators are seeded, alike on all processes."""
+        self._states[0] = generator_states(self._world.device)
+        try:
+            yield
+            for work, _ in self._sending.values():
+                assert work is not None
+                work.wait()
+        finally:
+            self._states.clear()
+            self._sending.clear()
+
+    def _begin(self, stage: Stage) -> None:
+        if not self._states:
+            return
+        if stage.number not in self._states:
+            state = torch.empty_like(self._states[0])
+            source = self._relay.rank_of(stage.number - 1)
+            dist.recv(state, src=source, group=self._world.control, tag=stage.number)
+            self._states[stage.number] = state
+        set_generator_states(self._states[stage.number], self._world.device)
+
+    def _end(self, stage: Stage) -> None:
+        following = stage.number + 1
+        if not self._states or stage.is_last or following in self._sending:
+            return
+        state, target = generator_states(self._world.device), self._relay.rank_of(following)
+        work = dist.isend(state, dst=target, group=self._world.control, tag=following)
+        self._sending[following] = work, state

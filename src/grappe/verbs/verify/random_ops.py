@@ -11,6 +11,7 @@ import torch
 import xxhash
 from torch import Tensor
 
+from grappe.data.whole_batch_draws import own_part
 from grappe.private_api.torch import TorchDispatchMode, operator_arguments
 
 LEAST_NUMBERS = 64  # of a step's draws: fewer can be equal by chance
@@ -56,7 +57,7 @@ class RandomOps(TorchDispatchMode):
         # Fused attention returns (seed, offset) instead of a dropout mask.
         for leaf in result if isinstance(result, tuple | list) else (result,):
             if isinstance(leaf, Tensor) and not isinstance(leaf, torch.distributed.tensor.DTensor):
-                self._record(leaf)
+                self._record(own_part(leaf))
         return result
 
     def take(self) -> str:

@@ -74,6 +74,7 @@ class TrialRunner:
             precision=plan.precision if precision else "fp32",
             channels_last=plan.channels_last,  # counts as rounding: the plain process has torch's layout
             exact=pieces if plan.exact and pieces > 1 else 0,
+            dropout="local" if slices * pieces > 1 and not plan.draws_whole_batches else "whole",
         )
         # The samples are not hashable; the other fields determine them.
         key = (

@@ -36,6 +36,7 @@ from grappe.data.order import cut
 from grappe.data.rand_like import inside
 from grappe.data.seeded import SeededDataset
 from grappe.engines.shared.after_step import WORD
+from grappe.data.whole_batch_draws import BatchRows, whole_batch_draws
 from grappe.errors import DivergedError
 from grappe.errors.user_code import naming_user_line
 from grappe.launch.rank import ProcessRank
@@ -73,6 +74,7 @@ class Rows:
 
     piece: int
     """The piece's number in its slice."""
+    place: BatchRows
     sample_ids: SampleIds
     inputs: Any
     targets: Any
@@ -157,11 +159,11 @@ class ReferenceBatches:
             )
         slices = []
         for index in range(self._slices):
-            ids_of_slice = ids[slice(*cut(len(ids), self._slices, index))]
+            begin, end = cut(len(ids), self._slices, index)
             pieces = [
-                self._load(epoch, piece, ids_of_slice[slice(first, last)])
+                self._load(epoch, piece, ids, begin + first, begin + last)
                 for piece in range(self._pieces)
-                for first, last in [cut(len(ids_of_slice), self._pieces, piece)]
+                for first, last in [cut(end - begin, self._pieces, piece)]
                 if last > first
             ]
             slices.append(tuple(pieces))
@@ -178,8 +180,9 @@ class ReferenceBatches:
             },
         )
 
-    def _load(self, epoch: int, piece: int, ids: np.ndarray) -> Rows:
+    def _load(self, epoch: int, piece: int, everyone: np.ndarray, first: int, last: int) -> Rows:
         """Loads each of the samples once, and puts them together."""
+        ids = everyone[first:last]
         arrays, everything = self._arrays, list(range(len(ids)))
         if arrays is None:
             seeded = SeededDataset(self._dataset, seed=self._task.seed)
@@ -212,6 +215,7 @@ class ReferenceBatches:
             take = lambda places: augmented(collate(places), places)  # noqa: E731
         return Rows(
             piece=piece,
+            place=BatchRows(first, len(ids), len(everyone)),
             sample_ids=SampleIds(self._task.seed, epoch, ids),
             inputs=inputs,
             targets=targets,
@@ -235,7 +239,7 @@ class ReferenceModel:
     """Trains a model by hand; each further data slice has a model of its own, with the same parameters.
 
     Args:
-        request: its plan gives the precision, and whether each piece has a random stream of its own.
+        request: its plan gives the precision, and whether each piece or slice has a random stream of its own.
         total: the number of steps, for the schedule.
         channels_last: whether images are laid out channels last, to change only the rounding.
     """
@@ -251,6 +255,7 @@ class ReferenceModel:
         channels_last: bool = False,
     ) -> None:
         self._task, self._exact, self._device = task, bool(request.plan.exact), device
+        self._draws_whole = request.plan.dropout == "whole" and not self._exact
         self._channels_last = channels_last
         self.model = task.model().to(device).train()
         if channels_last:
@@ -284,9 +289,10 @@ class ReferenceModel:
         for index, (model, pieces) in enumerate(zip(self._models, batch.slices, strict=True)):
             torch.manual_seed(mix(self._task.seed, number, index))
             for rows in pieces:
-                if self._exact:
-                    torch.manual_seed(mix(self._task.seed, number, rows.piece))
-                with self._autocast, inside(rows.sample_ids):
+                if self._exact or self._draws_whole:
+                    torch.manual_seed(mix(self._task.seed, number, rows.piece if self._exact else 0))
+                place = rows.place if self._draws_whole else None
+                with self._autocast, inside(rows.sample_ids), whole_batch_draws(place):
                     output = (
                         self._in_parts(model, rows, parts) if parts > 1 else self._call(model, rows.inputs)
                     )

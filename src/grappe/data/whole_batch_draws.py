@@ -1,0 +1,280 @@
+"""whole_batch_draws: a microbatch's rows get the random numbers that one process would draw for the whole batch.
+
+Inside, an operator that draws for the rows of the microbatch (dropout, randn_like, drop path) draws for all rows of the
+global batch from torch's generator, and keeps the microbatch's own. Where every microbatch begins with the same
+generator, all of them together have the numbers of one process that takes the whole batch at once. Operators are
+intercepted in torch's dispatcher, so those that C++ calls are too, and nothing else becomes slower.
+
+Shapes: a microbatch of b rows, in a global batch of N rows.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from grappe.data.draw import mix
+from grappe.private_api.torch import intercept, operator_arguments, set_intercepting
+
+
+class BatchRows(NamedTuple):
+    """The rows of a microbatch in the global batch."""
+
+    first: int
+    size: int
+    """b, rows of padding included."""
+    of: int
+    """N."""
+
+
+class _Kept(NamedTuple):
+    """The part of a whole batch's draw that is the microbatch's."""
+
+    dimension: int
+    first: int
+    size: int
+
+
+class _Now:
+    """Not per thread, since backward, which runs forwards again, has threads of its own on a GPU."""
+
+    rows: BatchRows | None = None
+    kept: _Kept | None = None
+
+
+@contextlib.contextmanager
+def whole_batch_draws(rows: BatchRows | None) -> Iterator[None]:
+    """Context in which draws are those of the whole batch for `rows`; None: those of torch.
+
+    A draw's rows are found by its shape: its first dimension is b (`nn.Dropout`, drop path), or else its second one
+    (time before samples: `nn.LSTM`), or else the first is a multiple of b (attention's heads). A single number is drawn
+    for all rows. Any other draw, and one whose operator needs more or fewer numbers by what it is given
+    (`torch.poisson`), is the microbatch's own: no other microbatch has it, but not one process either.
+    """
+    if rows is not None:
+        _registered()
+    before, _Now.rows = _Now.rows, rows
+    was_on = set_intercepting(rows is not None)
+    try:
+        yield
+    finally:
+        _Now.rows = before
+        set_intercepting(was_on)
+
+
+def drawn_rows() -> BatchRows | None:
+    """Returns the rows that are drawn for."""
+    return _Now.rows
+
+
+def draw_for(rows: BatchRows | None) -> None:
+    """Changes the rows inside whole_batch_draws."""
+    _Now.rows = rows
+
+
+def own_part(drawn: Tensor) -> Tensor:
+    """Returns the microbatch's part of what an operator draws for the whole batch now; otherwise `drawn`."""
+    kept = _Now.kept
+    if kept is None:
+        return drawn
+    if kept.first + kept.size <= drawn.shape[kept.dimension]:
+        return drawn.narrow(kept.dimension, kept.first, kept.size)
+    return drawn.index_select(kept.dimension, _places(kept, drawn))
+
+
+def _places(kept: _Kept, drawn: Tensor) -> Tensor:
+    """Returns the places of the microbatch's rows; rows of padding after the batch's last have the first ones'."""
+    places = torch.arange(kept.first, kept.first + kept.size, device=drawn.device)
+    return places.remainder_(drawn.shape[kept.dimension])
+
+
+@functools.cache
+def _registered() -> Any:
+    """Registers the functions that run instead of torch's operators inside whole_batch_draws."""
+    kinds = {_filled: FILLS, _normal: NORMALS, _own: OWN, _native_dropout: DROPOUTS, _fused_attention: FUSED}
+    return intercept({name: _around(function) for function, names in kinds.items() for name in names})
+
+
+def _around(function: Callable[..., Any]) -> Callable[[Any], Callable[..., Any]]:
+    """Returns, for an operator, the function that runs instead of it."""
+
+    def made(operator: Any) -> Callable[..., Any]:
+        def run(*arguments: Any, **options: Any) -> Any:
+            was_on = set_intercepting(False)
+            try:
+                return function(operator, *arguments, **options)
+            finally:
+                set_intercepting(was_on)
+
+        return run
+
+    return made
+
+
+# ---- Operators that draw for rows --------------------------------------------------------------------------
+
+FILLS = (
+    "bernoulli_.float", "bernoulli_.Tensor", "uniform_", "normal_", "exponential_", "geometric_", "log_normal_",
+    "cauchy_", "random_", "random_.from", "random_.to",
+)  # fmt: skip
+"""rand, randn_like, randint, bernoulli and dropout on a CPU end in one of these."""
+
+
+def _filled(operator: Any, tensor: Tensor, *arguments: Any, generator: Any = None, **options: Any) -> Tensor:
+    rows = _torchs_own(tensor, generator)
+    if rows is None:
+        return operator(tensor, *arguments, generator=generator, **options)
+    part = _part(tensor, rows)
+    if part is None:
+        # A single integer of all its bits is another generator's seed.
+        alone = tensor.numel() != 1 or operator is torch.ops.aten.random_.default
+        generator = _own_generator(tensor.device, rows) if alone else None
+        return operator(tensor, *arguments, generator=generator, **options)
+    with _drawing(part):
+        whole = _for_all(tensor, rows, part)
+        if arguments and isinstance(
+            arguments[0], Tensor
+        ):  # chances: other rows' do not change how many are drawn
+            chances = torch.full_like(whole, 0.5, dtype=arguments[0].dtype)
+            places = _places(part, whole)
+            chances.index_copy_(part.dimension, places, arguments[0].detach().expand_as(tensor).contiguous())
+            arguments = (chances, *arguments[1:])
+        operator(whole, *arguments, **options)
+        return tensor.copy_(own_part(whole))
+
+
+NORMALS = ("normal.Tensor_float", "normal.float_Tensor", "normal.Tensor_Tensor")
+
+
+@torch.no_grad()
+def _normal(operator: Any, mean: Any, std: Any = 1.0, *, generator: Any = None) -> Tensor:
+    tensors = [value for value in (mean, std) if isinstance(value, Tensor)]
+    if _torchs_own(tensors[0], generator) is None:
+        return operator(mean, std, generator=generator)
+    shape = torch.broadcast_shapes(*(value.shape for value in tensors))
+    drawn = torch.empty(shape, dtype=tensors[0].dtype, device=tensors[0].device)
+    _filled(torch.ops.aten.normal_.default, drawn, 0.0, 1.0 if isinstance(std, Tensor) else std)
+    return (drawn.mul_(std) if isinstance(std, Tensor) else drawn).add_(mean)
+
+
+DROPOUTS = ("native_dropout",)
+"""Dropout on a GPU."""
+
+
+def _native_dropout(operator: Any, tensor: Tensor, p: float, train: bool | None) -> tuple[Tensor, Tensor]:
+    rows = _torchs_own(tensor, None)
+    if rows is None or train is False:
+        return operator(tensor, p, train)
+    part = _part(tensor, rows)
+    with _drawing(part):
+        if part is None:
+            mask = torch.rand(
+                tensor.shape, device=tensor.device, generator=_own_generator(tensor.device, rows)
+            )
+            mask = mask >= p
+        else:
+            mask = own_part(operator(_for_all(tensor.detach(), rows, part), p, True)[1])
+    return tensor * mask * (0.0 if p == 1.0 else 1.0 / (1.0 - p)), mask
+
+
+# ---- Operators whose draws stay the microbatch's own -------------------------------------------------------
+
+OWN = (
+    "poisson", "binomial", "_standard_gamma", "_sample_dirichlet", "multinomial", "rrelu_with_noise",
+    "rrelu_with_noise_", "randperm.generator_out",
+)  # fmt: skip
+"""How many numbers they draw depends on what they are given; or they mix rows."""
+
+
+def _own(operator: Any, *arguments: Any, **options: Any) -> Any:
+    tensor = options.get("out", arguments[0])
+    given = options.pop("generator", None) or next(
+        (each for each in arguments if isinstance(each, torch.Generator)), None
+    )
+    rows = _torchs_own(tensor, given)
+    if rows is None or given is not None:
+        return operator(*arguments, **options, **({"generator": given} if given is not None else {}))
+    return operator(*arguments, **options, generator=_own_generator(tensor.device, rows))
+
+
+FUSED = (
+    "_scaled_dot_product_flash_attention",
+    "_scaled_dot_product_efficient_attention",
+    "_scaled_dot_product_cudnn_attention",
+)
+"""Attention on a GPU, which draws inside its kernel."""
+
+
+def _fused_attention(operator: Any, query: Tensor, *arguments: Any, **options: Any) -> Any:
+    rows = _torchs_own(query, None)
+    names = [argument.name for argument in operator_arguments(operator)][1:]
+    if rows is None or not {**dict(zip(names, arguments, strict=False)), **options}.get("dropout_p"):
+        return operator(query, *arguments, **options)
+    word = _word()
+    generator = _default_generator(query.device)
+    before = generator.get_state()
+    generator.manual_seed(mix(word, rows.first))
+    try:
+        return operator(query, *arguments, **options)
+    finally:
+        generator.set_state(before)
+
+
+# ---- What they share ---------------------------------------------------------------------------------------
+
+
+def _torchs_own(tensor: Tensor, generator: Any) -> BatchRows | None:
+    """Returns the rows to draw for; None: torch draws as it would alone."""
+    rows = _Now.rows
+    if rows is None or rows.size >= rows.of or generator is not None or not tensor.numel():
+        return None
+    return rows if type(tensor) in (Tensor, nn.Parameter) else None
+
+
+def _part(tensor: Tensor, rows: BatchRows) -> _Kept | None:
+    """Finds the rows in a draw's shape: what is to be kept of the whole batch's draw."""
+    shape = tensor.shape
+    for dimension in range(min(2, len(shape))):
+        if shape[dimension] == rows.size:
+            return _Kept(dimension, rows.first, rows.size)
+    if len(shape) and not shape[0] % rows.size:
+        each = shape[0] // rows.size
+        return _Kept(0, each * rows.first, shape[0])
+    return None
+
+
+@contextlib.contextmanager
+def _drawing(part: _Kept | None) -> Iterator[None]:
+    _Now.kept = part
+    try:
+        yield
+    finally:
+        _Now.kept = None
+
+
+def _for_all(tensor: Tensor, rows: BatchRows, part: _Kept) -> Tensor:
+    """Makes a tensor for the whole batch, without values, laid out like `tensor`: torch draws in memory's order."""
+    shape = list(tensor.shape)
+    shape[part.dimension] = shape[part.dimension] // rows.size * rows.of
+    if tensor.is_contiguous():
+        return tensor.new_empty(shape)
+    order = sorted(range(tensor.dim()), key=lambda dimension: -tensor.stride(dimension))
+    return torch.empty_permuted(shape, order, dtype=tensor.dtype, device=tensor.device)
+
+
+def _own_generator(device: torch.device, rows: BatchRows) -> torch.Generator:
+    """Makes a generator that no other microbatch of the step has; a forward that runs again makes it again."""
+    return torch.Generator(device).manual_seed(mix(_word(), rows.first))
+
+
+def _word() -> int:
+    return int(torch.empty((), dtype=torch.int64).random_())
+
+
+def _default_generator(device: torch.device) -> torch.Generator:
+    return torch.cuda.default_generators[device.index] if device.type == "cuda" else torch.default_generator
