@@ -35,8 +35,8 @@ from grappe.data.loader import in_channels_last
 from grappe.data.order import cut
 from grappe.data.rand_like import inside
 from grappe.data.seeded import SeededDataset
-from grappe.engines.shared.after_step import WORD
 from grappe.data.whole_batch_draws import BatchRows, whole_batch_draws
+from grappe.engines.shared.after_step import WORD
 from grappe.errors import DivergedError
 from grappe.errors.user_code import naming_user_line
 from grappe.launch.rank import ProcessRank
