@@ -136,16 +136,16 @@ def _filled(operator: Any, tensor: Tensor, *arguments: Any, generator: Any = Non
         generator = _own_generator(tensor.device, rows) if alone else None
         return operator(tensor, *arguments, generator=generator, **options)
     with _drawing(part):
-        whole = _for_all(tensor, rows, part)
+        drawn = _for_all(tensor, rows, part)
         if arguments and isinstance(
             arguments[0], Tensor
         ):  # chances: other rows' do not change how many are drawn
-            chances = torch.full_like(whole, 0.5, dtype=arguments[0].dtype)
-            places = _places(part, whole)
+            chances = torch.full_like(drawn, 0.5, dtype=arguments[0].dtype)
+            places = _places(part, drawn)
             chances.index_copy_(part.dimension, places, arguments[0].detach().expand_as(tensor).contiguous())
             arguments = (chances, *arguments[1:])
-        operator(whole, *arguments, **options)
-        return tensor.copy_(own_part(whole))
+        operator(drawn, *arguments, **options)
+        return tensor.copy_(own_part(drawn))
 
 
 NORMALS = ("normal.Tensor_float", "normal.float_Tensor", "normal.Tensor_Tensor")
@@ -193,13 +193,14 @@ OWN = (
 
 def _own(operator: Any, *arguments: Any, **options: Any) -> Any:
     tensor = options.get("out", arguments[0])
-    given = options.pop("generator", None) or next(
-        (each for each in arguments if isinstance(each, torch.Generator)), None
+    generator = next(
+        (each for each in (*arguments, *options.values()) if isinstance(each, torch.Generator)), None
     )
-    rows = _torchs_own(tensor, given)
-    if rows is None or given is not None:
-        return operator(*arguments, **options, **({"generator": given} if given is not None else {}))
-    return operator(*arguments, **options, generator=_own_generator(tensor.device, rows))
+    rows = _torchs_own(tensor, generator)
+    if rows is None:
+        return operator(*arguments, **options)
+    options["generator"] = _own_generator(tensor.device, rows)
+    return operator(*(each for each in arguments if each is not None), **options)
 
 
 FUSED = (
