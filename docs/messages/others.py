@@ -16,12 +16,6 @@ from grappe.cli.commands import app
 from grappe.errors.remedies import REMEDIES
 
 CYCLOPTS = (
-    "Unknown option: {option}.",
-    "Unknown option: {option}. Did you mean {other}?",
-    'Unknown option: "{option}".',
-    "Unknown option: {option}. {start} is not a recognized option.",
-    'Unknown command "{command}". Available commands: {commands}',
-    'Unknown command "{command}". Did you mean "{other}"? Available commands: {commands}',
     'Command "{command}" parameter {option} requires an argument.',
     'Command "{command}" parameter {option} requires an argument. Did you mean {other} instead of {given}?',
     'Command "{command}" parameter {option} requires {count} positional arguments.',
@@ -31,7 +25,6 @@ CYCLOPTS = (
     'Invalid value "{value}" for {option}. Choose from: {choices}.',
     'Invalid value "{value}" for {option}. Choose from: {choices}. Did you mean "{other}"?',
     'Invalid value for {option}: unable to convert "{value}" into {kind}.',
-    "Unused Tokens: {words}.",
     "Cannot supply keyword & non-keyword arguments to {option}.",
 )
 """What the parser of the command line says: cyclopts has no translations. tests/cli/test_help.py makes it say them."""

@@ -78,6 +78,8 @@ def parse(cls: type, texts: Mapping[str, str], what: str) -> dict[str, Any]:
         try:
             values[field] = convert(types_by_name[field], text)
         except ValueError as error:
+            if text == "true":  # written without a value, as a flag is
+                raise UsageError(f"{what}: {name} needs a value, {error}: {name}=…") from error
             raise UsageError(f"{what}: {name}={text} is not {error}") from error
     return values
 

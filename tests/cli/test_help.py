@@ -11,7 +11,7 @@ from docs.messages.others import commands, help_texts
 from rich.console import Console
 
 from grappe.cli.commands import app
-from grappe.cli.exit import usage_error
+from grappe.cli.corrections import corrected
 from grappe.cli.help import TranslatedHelp
 from grappe.language import catalogue_of
 
@@ -54,18 +54,20 @@ def test_english_help_is_cyclopts_own() -> None:
 @pytest.mark.parametrize(
     ("words", "french"),
     [
-        ("trian", 'Commande "trian" inconnue. Vouliez-vous dire "train" ? Commandes : '),
-        ("zzz", 'Commande "zzz" inconnue. Commandes : '),
-        ("train digits --epochz 1", "Option inconnue : --epochz. Vouliez-vous dire"),
-        ("train digits --qqq 1", "Option inconnue : --qqq."),
-        ("wait", 'Commande "wait" : le paramètre RUN demande un argument.'),
+        ("trian", "il n'y a pas de commande 'trian' : c'est grappe train"),
+        ("train digits --qqq 1", "il n'y a pas d'option --qqq : grappe train --help les énumère"),
+        (
+            "train digits --epochs 1",
+            "epochs est un champ de la tâche, et s'écrit sans tirets : ",
+        ),
+        ("wait", "il manque RUN : grappe wait --help"),
         ("submit --account", 'Commande "submit" : le paramètre --account demande un argument.'),
         (
             "evaluate r --split tst",
             'Valeur "tst" impossible pour --split. Au choix : "train", "validation", "test".',
         ),
         ("prune --keep x", 'Valeur impossible pour --keep : "x" ne se convertit pas en int.'),
-        ("wait a b", "Mots en trop : ['b']."),
+        ("wait a b", "'b' est de trop pour grappe wait : grappe wait --help"),
         ("prune --keep 1 --keep 2", "Le paramètre --keep est donné plusieurs fois."),
     ],
 )
@@ -73,4 +75,4 @@ def test_what_the_parser_says(words: str, french: str) -> None:
     """cyclopts 5.4's messages; where an other version's differ, they stay in English."""
     with pytest.raises(CycloptsError) as refused:
         app(words.split(), exit_on_error=False, print_error=False)
-    assert french in catalogue_of("fr").message(f"grappe: {usage_error(refused.value)}")
+    assert french in catalogue_of("fr").message(f"grappe: {corrected(refused.value, words.split(), app)}")

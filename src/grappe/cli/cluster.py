@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 from cyclopts import App, CycloptsError, Parameter
 
 from grappe.cli.application import OPTIONS, SWITCH, BaseFolder, FieldText, PlanText, RunFolder, app, preflight
-from grappe.cli.exit import show, usage_error
+from grappe.cli.corrections import corrected
+from grappe.cli.exit import show
 from grappe.errors import EXIT_FAILURE, EXIT_OK, UsageError
 from grappe.launch.terminal import complain, say
 from grappe.sites.sbatch import SCRIPT, TRAIN, TUNE, JobOptions
@@ -157,7 +158,7 @@ def read_submission(words: Sequence[str], job: JobOptions, app: App) -> Submissi
     try:
         _, bound, _ = app.parse_args(words, exit_on_error=False, print_error=False)
     except CycloptsError as error:
-        raise usage_error(error) from error
+        raise corrected(error, words, app) from error
     values: dict[str, Any] = bound.arguments
     plans = values.get("plan") or ""
     data, options = values.get("data"), values.get("options")

@@ -88,18 +88,15 @@ def _code(app: App, arguments: list[str]) -> int:
         code = app(arguments, exit_on_error=False, print_error=False)
         sys.stdout.flush()
     except CycloptsError as error:
-        raise usage_error(error) from error
+        from grappe.cli.corrections import corrected
+
+        raise corrected(error, arguments, app) from error
     except BrokenPipeError:
         raise
     except OSError as error:
         refused = refused_process(error)
         raise (UsageError(refused) if refused else of_file(error)) from error
     return code if isinstance(code, int) else EXIT_OK
-
-
-def usage_error(error: CycloptsError) -> UsageError:
-    """Formats the parser's error as one line."""
-    return UsageError(" ".join(str(error).split()))
 
 
 def _complain(error: GrappeError, debug: bool) -> int:

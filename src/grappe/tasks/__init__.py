@@ -14,8 +14,9 @@ from types import ModuleType
 from typing import TypeVar
 
 from grappe import fields
-from grappe.errors import GrappeError, TaskError, nearest, user_code
+from grappe.errors import GrappeError, TaskError, UsageError, nearest, user_code
 from grappe.errors.causes import broken_package
+from grappe.plan import Plan
 from grappe.task import Task
 
 T = TypeVar("T")
@@ -85,6 +86,10 @@ def make(cls: type[Task], texts: Mapping[str, str]) -> Task:
     Raises:
         UsageError: there is no such field, or a value has the wrong type.
     """
+    own = fields.hints(cls)
+    for name, text in texts.items():
+        if name not in own and name in Plan.__dataclass_fields__:
+            raise UsageError(f"{name} is a key of the plan, not a field of the task: --plan {name}={text}")
     return cls(**fields.parse(cls, texts, f"task {cls.__name__}"))
 
 

@@ -1,0 +1,169 @@
+"""Answers a command, an option or an argument that does not exist with what to type instead."""
+
+from __future__ import annotations
+
+import difflib
+import shlex
+from collections.abc import Sequence
+
+from cyclopts import App, CycloptsError, UnknownCommandError, UnknownOptionError
+from cyclopts.exceptions import MissingArgumentError, UnusedCliTokensError
+
+from grappe.errors import GrappeError, UsageError
+
+COMMANDS = {
+    "bench": "measure",
+    "benchmark": "measure",
+    "best": "runs",
+    "check": "verify",
+    "compare": "report",
+    "dashboard": "report",
+    "eval": "evaluate",
+    "fit": "train",
+    "gpus": "doctor",
+    "hpo": "tune",
+    "infer": "predict",
+    "inference": "predict",
+    "list": "runs",
+    "ls": "runs",
+    "lr": "lr-find",
+    "lr_find": "lr-find",
+    "memory": "foresee",
+    "optimize": "tune",
+    "plan": "foresee",
+    "plans": "engines",
+    "plot": "report",
+    "profile": "measure",
+    "run": "train",
+    "sbatch": "submit",
+    "search": "tune",
+    "show": "runs",
+    "status": "runs",
+    "stop": "cancel",
+    "sweep": "tune",
+    "tensorboard": "report",
+    "test": "evaluate",
+    "top": "follow",
+    "validate": "evaluate",
+    "watch": "follow",
+}
+"""What people type, and the command that does it."""
+
+PROCESSES = ("devices", "gpus", "nproc", "nproc_per_node", "num_gpus", "num_processes", "processes", "ranks")
+PLAN_WORDS = {
+    "accumulate": "microbatches={}",
+    "accumulate_grad_batches": "microbatches={}",
+    "activation_checkpointing": "recompute",
+    "amp": "precision=bf16",
+    "bf16": "precision=bf16",
+    "ddp": "replicate={}",
+    "fp16": "precision=fp16",
+    "fsdp": "shard={}",
+    "gradient_accumulation": "microbatches={}",
+    "gradient_accumulation_steps": "microbatches={}",
+    "gradient_checkpointing": "recompute",
+    "num_workers": "workers={}",
+    "pp": "pipeline={}",
+    "tp": "tensor={}",
+    **dict.fromkeys(PROCESSES, "replicate={}"),
+}
+"""What people type as an option, and the words of a plan that mean it."""
+
+
+def corrected(error: CycloptsError, arguments: Sequence[str], app: App) -> UsageError:
+    """Returns the command line's error as one line with the fix.
+
+    Args:
+        arguments: what was typed after `grappe`.
+    """
+    if isinstance(error, UnknownCommandError) and error.unused_tokens:
+        return UsageError(
+            _command(error.unused_tokens[0], [name for name in app if not name.startswith("-")])
+        )
+    if isinstance(error, UnknownOptionError) and (typed := error.token.keyword or error.token.value):
+        options = sorted(
+            {name for option in error.argument_collection if option.parse for name in option.names}
+        )
+        return UsageError(_option(typed, list(arguments), options))
+    if isinstance(error, UnusedCliTokensError) and error.unused_tokens:
+        return UsageError(
+            f"'{error.unused_tokens[0]}' is more than grappe {arguments[0]} takes: grappe {arguments[0]} --help"
+        )
+    if isinstance(error, MissingArgumentError) and error.argument is not None:
+        name = error.argument.names[0]
+        if not name.startswith("-"):
+            return UsageError(f"{name} is missing: grappe {arguments[0]} --help")
+    return UsageError(" ".join(str(error).split()))
+
+
+def _command(typed: str, commands: Sequence[str]) -> str:
+    if typed in ("resume", "continue", "restart"):
+        return "to resume a run, repeat its command with its folder: grappe train TASK --run RUN"
+    meant = COMMANDS.get(typed) or next(
+        iter(difflib.get_close_matches(typed, commands, n=1, cutoff=0.7)), None
+    )
+    if meant is not None:
+        return f"there is no command '{typed}': grappe {meant} does that"
+    return f"there is no command '{typed}': grappe --help lists them"
+
+
+def _option(typed: str, arguments: Sequence[str], options: Sequence[str]) -> str:
+    option, equals, value = typed.partition("=")
+    name = option.lstrip("-").replace("-", "_")
+    place = next(at for at, text in enumerate(arguments) if text.partition("=")[0] == option)
+    apart = not equals and place + 1 < len(arguments) and not arguments[place + 1].startswith("-")
+    value = arguments[place + 1] if apart else value
+    rest = [*arguments[:place], *arguments[place + 1 + apart :]]  # the command without the option
+
+    dashed = f"--{name.replace('_', '-')}"
+    fields = _fields(rest) if "FIELDS" in options else frozenset[str]()
+    if dashed in options:
+        return f"there is no option {option}: {_line(rest, dashed, value)}"
+    if name in fields:
+        return (
+            f"{name} is a field of the task, and fields have no dashes: {_line(rest, f'{name}={value or 0}')}"
+        )
+    if "--plan" in options and (words := _plan_words(name, value)):
+        return f"the plan sets that, not {option}: {_with_plan(rest, words)}"
+    if name == "resume" and "--run" in options:
+        return f"to resume a run, give its folder: {_line(rest, '--run', value or 'RUN')}"
+    if name == "checkpoint" and "--from" in options:
+        return f"weights to start from are given by --from: {_line(rest, '--from', value or 'FILE')}"
+    fitting = [*options, *(f"--{field}" for field in fields)]
+    close = next(iter(difflib.get_close_matches(option, fitting, n=1, cutoff=0.7)), "")
+    if not close:
+        return f"there is no option {option}: grappe {arguments[0]} --help lists them"
+    return f"there is no option {option}: did you mean {close if close in options else f'{close[2:]}=…'}?"
+
+
+def _line(rest: Sequence[str], *words: str) -> str:
+    return shlex.join(["grappe", *rest, *filter(None, words)])
+
+
+def _plan_words(name: str, value: str) -> str:
+    """Returns the plan's words for an option: one of its keys, or what other tools call it."""
+    from grappe.plan import Plan
+
+    if name in Plan.__dataclass_fields__:
+        return f"{name}={value}" if value else name
+    return PLAN_WORDS.get(name, "").format(value or 2)
+
+
+def _with_plan(rest: Sequence[str], words: str) -> str:
+    if "--plan" not in rest[:-1]:
+        return _line(rest, "--plan", words)
+    place = rest.index("--plan") + 1
+    return _line([*rest[:place], f"{rest[place]},{words}".strip(","), *rest[place + 1 :]])
+
+
+def _fields(rest: Sequence[str]) -> frozenset[str]:
+    """Returns the fields of the task that the command names; without one that can be loaded, those of every task."""
+    from grappe import tasks
+    from grappe.fields import hints
+    from grappe.task import Task
+
+    common = frozenset(hints(Task))
+    try:
+        return common | frozenset(hints(tasks.find(rest[1])))
+    except (GrappeError, ImportError, IndexError):
+        return common

@@ -1,0 +1,80 @@
+"""What people type first is answered with what to type instead."""
+
+from __future__ import annotations
+
+import pytest
+from cyclopts import CycloptsError
+
+from grappe.cli.commands import app
+from grappe.cli.corrections import COMMANDS, PLAN_WORDS, corrected
+from grappe.errors import UsageError
+from grappe.plan import Plan
+from grappe.tasks import find, make
+
+
+@pytest.mark.parametrize(
+    ("typed", "answer"),
+    [
+        ("train digits --epochs 3", "grappe train digits epochs=3"),
+        ("train digits --lr=0.2", "grappe train digits lr=0.2"),
+        ("train --batch-size 32 digits", "grappe train digits batch_size=32"),
+        ("train digits --batchsize 32", "did you mean batch_size=…?"),
+        ("train digits --with_optimizer", None),
+        ("train digits --evaluate-evry 3", "did you mean --evaluate-every?"),
+        ("train digits --qqq 1", "there is no option --qqq: grappe train --help lists them"),
+        (
+            "train digits --resume runs/a",
+            "to resume a run, give its folder: grappe train digits --run runs/a",
+        ),
+        ("train digits --checkpoint a.pt", "grappe train digits --from a.pt"),
+        ("train digits --replicate 2", "grappe train digits --plan replicate=2"),
+        (
+            "train digits --gpus 4 --plan precision=bf16",
+            "grappe train digits --plan precision=bf16,replicate=4",
+        ),
+        ("train digits --nproc_per_node=4", "grappe train digits --plan replicate=4"),
+        ("train digits --amp", "grappe train digits --plan precision=bf16"),
+        ("runs --epochs 3", "there is no option --epochs: grappe runs --help lists them"),
+        ("resume", "repeat its command with its folder: grappe train TASK --run RUN"),
+        ("list", "grappe runs does that"),
+        ("eval runs/a", "grappe evaluate does that"),
+        ("search digits", "grappe tune does that"),
+        ("benchmark", "grappe measure does that"),
+        ("trian digits", "grappe train does that"),
+        ("zzz", "there is no command 'zzz': grappe --help lists them"),
+        ("evaluate runs/a runs/b", "'runs/b' is more than grappe evaluate takes"),
+        ("wait", "RUN is missing"),
+    ],
+)
+def test_the_answer_says_what_to_type(typed: str, answer: str | None) -> None:
+    words = typed.split()
+    if answer is None:  # the parser takes underscores for dashes
+        app.parse_args(words, exit_on_error=False, print_error=False)
+        return
+    with pytest.raises(CycloptsError) as refused:
+        app.parse_args(words, exit_on_error=False, print_error=False)
+    assert answer in str(corrected(refused.value, words, app))
+
+
+def test_each_command_and_plan_that_is_suggested_exists() -> None:
+    assert set(COMMANDS.values()) <= set(app)
+    assert not set(COMMANDS) & set(app)
+    for words in PLAN_WORDS.values():
+        Plan.parse(words.format(2))
+
+
+@pytest.mark.parametrize(
+    ("field", "answer"),
+    [
+        ("replicate", "replicate is a key of the plan, not a field of the task: --plan replicate=2"),
+        ("epoch", "did you mean epochs"),
+    ],
+)
+def test_a_field_that_the_task_has_not(field: str, answer: str) -> None:
+    with pytest.raises(UsageError, match=answer):
+        make(find("digits"), {field: "2"})
+
+
+def test_a_key_of_the_plan_without_a_value() -> None:
+    with pytest.raises(UsageError, match="shard needs a value, a whole number: shard=…"):
+        Plan.parse("replicate=2,shard")
