@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import importlib.metadata
 import os
 import subprocess
 import sys
@@ -11,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from grappe.cli.exit import BUG
-from grappe.errors.causes import broken_package, refused_process
+from grappe.errors.causes import broken_package, refused_process, unfit_packages
 
 
 @pytest.mark.parametrize(
@@ -89,3 +90,23 @@ def test_a_users_own_error_is_no_broken_package() -> None:
         raise RuntimeError("mine")
     except RuntimeError as error:
         assert broken_package(error) is None
+
+
+@pytest.mark.parametrize(
+    ("requirement", "fits"),
+    [("torch==2.0.1", False), ("torch (==2.0.1)", False), ("torch==OWN", True), ("torch>=1", True)],
+)
+def test_a_torchvision_for_another_torch_is_named(
+    requirement: str, fits: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    about = tmp_path / "torchvision-0.15.2.dist-info"
+    about.mkdir()
+    own = importlib.metadata.version("torch").partition("+")[0]
+    (about / "METADATA").write_text(
+        "Metadata-Version: 2.1\nName: torchvision\nVersion: 0.15.2\nRequires-Dist: numpy\n"
+        f"Requires-Dist: {requirement.replace('OWN', own)}\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    lines = [line for line in unfit_packages() if line.startswith("torchvision 0.15.2")]
+    assert bool(lines) is not fits
+    assert fits or "is made for torch 2.0.1, and" in lines[0]

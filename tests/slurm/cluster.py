@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import getpass
+import hashlib
 import os
 import secrets
 import shutil
@@ -23,7 +24,8 @@ from tests.slurm.configuration import CPUS, GPUS, Shape
 NEEDED = ("munged", "slurmctld", "slurmd", "sbatch", "srun")
 FOR_ACCOUNTING = ("slurmdbd", "mariadbd")
 MARK = "GRAPPE_CLUSTER"  # the variable that finds all that belongs to a cluster
-HOME = Path("/tmp/grappe-slurm")  # of the cluster that `make slurm-up` starts
+CLONE = hashlib.sha256(str(Path(__file__).resolve().parents[2]).encode()).hexdigest()[:8]
+HOME = Path(f"/tmp/grappe-slurm-{os.getuid()}-{CLONE}")  # of the cluster that `make slurm-up` starts
 
 
 def missing(accounting: bool = False) -> list[str]:

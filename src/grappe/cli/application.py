@@ -8,7 +8,9 @@ from typing import Annotated
 
 from cyclopts import App, ArgumentCollection, Group, Parameter
 
+from grappe.errors.causes import unfit_packages
 from grappe.fields import split, text_form
+from grappe.launch.terminal import complain
 
 HELP = """Train a PyTorch model on whatever machines you were given.
 
@@ -104,7 +106,7 @@ def preflight(
     """
     from grappe import engines, tasks
     from grappe.launch import local
-    from grappe.launch.rank import rank_from_environment
+    from grappe.launch.rank import is_main_process, rank_from_environment
     from grappe.plan import Plan
 
     texts = split(fields)
@@ -113,6 +115,8 @@ def preflight(
         engines.check_name(plan.engine)
     if task is not None:
         tasks.check_name(task)
+    for text in unfit_packages() if is_main_process() else ():
+        complain(f"grappe: warning: {text}")
     done = run is not None and (run / "done").exists()
     single = once and all(plan.processes == 1 for plan in parsed)
     if not done and not single and rank_from_environment() is None:

@@ -1,4 +1,4 @@
-"""Defines the commands for clusters: submit, queue, logs, wait, cancel, sites, doctor.
+"""Defines the commands for clusters: submit, queue, logs, wait, cancel, sites, gpus, doctor.
 
 The command that follows `grappe submit … --` is read by the definitions of grappe's own commands.
 """
@@ -27,14 +27,14 @@ if TYPE_CHECKING:
     from grappe.verbs.submit.submit import JobScript
 
 DEFAULTS = JobOptions()
-NOT_IN_JOBS = ("fetch", "submit", "queue", "logs", "wait", "cancel", "sites")
+NOT_IN_JOBS = ("fetch", "submit", "queue", "logs", "wait", "cancel", "sites", "gpus")
 LAUNCHERS = ("torchrun", "srun", "mpirun", "mpiexec", "horovodrun", "deepspeed", "accelerate", "lightning")
 USAGE = "grappe submit --time 3h -- train TASK …, another command of grappe, or -- my_script.py ARGUMENTS"
 
 
 def register(app: App) -> None:
     """Adds the commands to `app`."""
-    for command in (submit, queue, logs, wait, cancel, sites, doctor):
+    for command in (submit, queue, logs, wait, cancel, sites, gpus, doctor):
         app.command(command)
 
 
@@ -70,7 +70,7 @@ def submit(
         grappe submit --time 1h -- verify digits --plan replicate=2
         grappe submit --processes 2 -- my_script.py --lr 0.1
     """
-    from grappe.verbs.submission_memory import memory_warning
+    from grappe.verbs.submission_memory import foreseen_warnings
     from grappe.verbs.submit import submit as verb
 
     if interactive:
@@ -82,8 +82,8 @@ def submit(
         return EXIT_OK
 
     def examine(asked: Submission, made: JobScript) -> None:
-        warning = None if made.automatic is None else made.automatic.memory  # from its trace
-        if text := memory_warning(asked, made.script) if warning is None else warning:
+        texts = None if made.automatic is None else made.automatic.warnings  # from its trace
+        for text in foreseen_warnings(asked, made.script) if texts is None else texts:
             complain(f"grappe: warning: {text}")
 
     warned: set[str] = set()
@@ -95,6 +95,8 @@ def submit(
         if show_:
             say(submitted.text, end="")
         else:
+            if submitted.torch:
+                show(submitted.torch)
             show(f"job {submitted.job}: {submitted.cost}; run {submitted.run}")
             if submitted.time_note:
                 show(submitted.time_note)
@@ -242,6 +244,14 @@ def sites(name: Annotated[str | None, Parameter(help="A site, to show all its fa
     return EXIT_OK
 
 
+def gpus() -> int:
+    """List GPUs by their data sheets: memory, peak rates, power, generation, and the clusters that have them."""
+    from grappe.verbs.catalogue import gpu_list
+
+    show(gpu_list())
+    return EXIT_OK
+
+
 def doctor(
     task: Annotated[str | None, Parameter(help="Check this task's sizes too.")] = None,
     /,
@@ -251,6 +261,9 @@ def doctor(
     job: Annotated[
         bool, SWITCH, Parameter(help="As the first step of a job: warnings and errors only.")
     ] = False,
+    script: Annotated[
+        Path | None, Parameter(help="A script of your own: of the packages, try those that it imports.")
+    ] = None,
     gpu: Annotated[
         bool,
         SWITCH,
@@ -276,7 +289,7 @@ def doctor(
     from grappe.verbs.doctor import doctor as verb
 
     request = verb.DoctorRequest(
-        plan=Plan.parse(plan), folder=folder.absolute(), job=job, task=task, fields=texts
+        plan=Plan.parse(plan), folder=folder.absolute(), job=job, task=task, script=script, fields=texts
     )
     findings = verb.doctor(request)
     if is_main_process():

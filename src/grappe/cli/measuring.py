@@ -33,7 +33,7 @@ from grappe.verbs.measure.points import MeasureOptions
 from grappe.words import plain_table
 
 if TYPE_CHECKING:
-    from grappe.foresight.search import Foreseen
+    from grappe.foresight.search import Foreseen, MemoryBudget
     from grappe.verbs.lr_find.lr_find import LearningRates
     from grappe.verbs.measure.measure import JobRequest
     from grappe.verbs.verify.verdict import PlanVerdict
@@ -81,14 +81,12 @@ def foresee(
     """
     from grappe.fields import split
     from grappe.verbs.foresee import tables
-    from grappe.verbs.foresee.foresee import budget_of
     from grappe.verbs.foresee.foresee import foresee as verb
 
     if out is not None:
         tables.check_out(out)
-    budget = None if site is None else budget_of(site)
 
-    def show_memory(foreseen: Sequence[Foreseen]) -> None:
+    def show_memory(foreseen: Sequence[Foreseen], budget: MemoryBudget | None) -> None:
         show(tables.memory_table(foreseen, budget))
         for line in tables.memory_sentences(foreseen, budget):
             show(line)

@@ -5,10 +5,18 @@ from __future__ import annotations
 import contextlib
 import errno
 import importlib.metadata
+import itertools
+import os
+import re
 import resource
+import sysconfig
 import traceback
+from importlib.machinery import PathFinder
+from importlib.metadata import distributions
+from pathlib import Path
 
 from grappe.errors import GrappeError
+from grappe.words import and_more
 
 WORDS = (
     "can't allocate memory",
@@ -59,6 +67,37 @@ def refused_process(error: BaseException) -> str | None:
         f"{most} (ulimit -u), those of other programs included, and each needs memory (ulimit -v): end other "
         "programs, raise the limit, or use a plan of fewer processes with threads=1,workers=0"
     )
+
+
+WATCHED = ("torch", "numpy", "lightning", "deepspeed", "torchmetrics", "torchvision", "grappe")
+"""Named first: what grappe, or a task, imports most."""
+
+
+def hidden_modules(pythonpath: str) -> dict[str, str]:
+    """Maps the folders of PYTHONPATH to the installed modules that they hide, in words."""
+    own = [sysconfig.get_path(name) for name in ("purelib", "platlib")]
+    hidden = {}
+    for entry in filter(None, pythonpath.split(os.pathsep)):
+        files = () if entry in own else (*Path(entry).glob("*.py"), *Path(entry).glob("*/__init__.py"))
+        names = sorted({file.parent.name if file.stem == "__init__" else file.stem for file in files})
+        specs = [PathFinder.find_spec(name, own) for name in names]
+        if installed := [spec.name for spec in specs if spec is not None and spec.has_location]:
+            hidden[entry] = and_more(sorted(installed, key=lambda name: (name not in WATCHED, name)), 5)
+    return hidden
+
+
+def unfit_packages() -> list[str]:
+    """Names the installed companions of torch that require another version of it: their import often fails."""
+    lines = []
+    for torch, name in itertools.product(distributions(name="torch"), ("torchvision", "torchaudio")):
+        for companion in distributions(name=name):
+            pinned = re.search(r"^torch ?\(?==([\d.]+)", "\n".join(companion.requires or ()), re.MULTILINE)
+            if pinned is not None and pinned[1] != torch.version.partition("+")[0]:
+                lines.append(
+                    f"{name} {companion.version} is made for torch {pinned[1]}, and torch {torch.version} is "
+                    f"installed: install a {name} that fits, or remove it: pip uninstall {name}"
+                )
+    return lines
 
 
 def broken_package(error: BaseException) -> str | None:

@@ -13,6 +13,8 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from grappe.errors import UsageError
+from grappe.plan import Plan
+from grappe.sites.schema import Site
 
 REQUIREMENTS = "requirements.txt"
 MADE_ON_NODES = ("virtualenv", "module")
@@ -33,6 +35,18 @@ class Packages:
     def folder_name(self) -> str:
         """Returns the name of the folder in the run's logs that holds the files."""
         return f"environment-{self.key}"
+
+
+def libraries(plan: Plan) -> set[str]:
+    """Returns the libraries besides torch that a plan's engine trains with, and native or textbook, which need none."""
+    offloaded = plan.engine == "lightning" and plan.offload != "none"
+    return {plan.engine, "deepspeed"} if offloaded else {plan.engine}
+
+
+def modules_of(site: Site, own: tuple[str, ...], plan: Plan) -> tuple[str, ...]:
+    """Returns the modules that a job loads: the user's `own`, or else the site's, with CUDA's for DeepSpeed."""
+    compiles = plan.device != "cpu" and "deepspeed" in libraries(plan)
+    return own or (*site.job.modules, *(site.job.deepspeed_modules if compiles else ()))
 
 
 def packages(

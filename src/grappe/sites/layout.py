@@ -60,6 +60,13 @@ def fit(plan: Plan, gpus: int | None) -> Plan:
     return plan
 
 
+def on_site(plan: Plan, site: Site) -> Plan:
+    """Completes a plan for a site: where its nodes have no GPU, the device is the CPU."""
+    if plan.device == "auto" and site.node is not None and not site.node.gpus:
+        return dataclasses.replace(plan, device="cpu")
+    return plan
+
+
 def layout(plan: Plan, site: Site, job: JobOptions) -> Layout:
     """Computes the resources of a job for `plan` on `site`, checked against the site's rules.
 

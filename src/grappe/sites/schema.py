@@ -104,6 +104,8 @@ class JobRules:
     environment: Literal["here", "virtualenv", "module"] = "here"
     """here: the submitting command's environment. virtualenv: made on every node. module: the modules contain torch."""
     modules: tuple[str, ...] = ()
+    deepspeed_modules: tuple[str, ...] = ()
+    """Modules to load besides where DeepSpeed trains on GPUs, whose kernels it compiles."""
     variables: Mapping[str, str] = dataclasses.field(default_factory=dict)
     requeue: bool = True
     """Whether a job may requeue itself."""
@@ -258,7 +260,11 @@ def _check(made: Site, wrong: Wrong) -> None:
     folders |= {f"job.{key}": (getattr(made.job, key),) for key in ("local", "scratch", "submit_from")}
     forms = (
         (options, OPTION, "is no option of sbatch: write --name or --name=value"),
-        ({"job.modules": made.job.modules}, MODULE, "is no name of a module"),
+        (
+            {f"job.{key}": getattr(made.job, key) for key in ("modules", "deepspeed_modules")},
+            MODULE,
+            "is no name of a module",
+        ),
         (folders, PLACE, "is no folder: write /path/of/it, or $VARIABLE/path"),
         ({"job.variables": tuple(made.job.variables)}, VARIABLE, "is no name of a variable"),
         ({"queue.name": tuple(queue.name for queue in made.queue)}, PARTITION, "is no name of a queue"),

@@ -52,6 +52,8 @@ class Script:
     """The interpreter of the submitting command."""
     torchrun: bool = False
     """Whether each process of a script finds the variables that torchrun sets."""
+    lightning: bool = False
+    """Whether a script imports Lightning, whose own requeue is switched off."""
     saves: bool = True
     """Whether the processes save when they get USR2."""
     packages: Packages | None = None
@@ -60,6 +62,8 @@ class Script:
     """The command that made the script, as a comment for the reader."""
     time_note: str = ""
     """The source of the time limit, likewise."""
+    torch: str = ""
+    """The version of torch that the job gets, likewise; "" if it is not known."""
 
     @property
     def name(self) -> str:
@@ -74,7 +78,7 @@ class Script:
     @property
     def modules(self) -> tuple[str, ...]:
         """The modules to load: the user's, or else the site's."""
-        return self.job.modules or self.site.job.modules
+        return environment.modules_of(self.site, self.job.modules, self.plan)
 
     @property
     def resumes(self) -> bool:
@@ -186,7 +190,7 @@ def _head(script: Script) -> str:
     notes = [f"Made by: {script.command}"] if script.command else []
     notes += [f"{site.title}. {text}, plan: {script.plan}" if str(script.plan) else f"{site.title}. {text}"]
     notes += [f"{cost(layout)}{f', {script.job.chain} times' if script.job.chain else ''}"]
-    notes += [script.time_note] if script.time_note else []
+    notes += [note for note in (script.torch, script.time_note) if note]
     notes += [f"Unconfirmed, {fact}: {why}" for fact, why in site.unconfirmed.items() if fact != "storage"]
     options = [f"--job-name={script.name}", *resource_options(site, layout, script.job.account)]
     options += [
@@ -259,11 +263,14 @@ def _steps(script: Script) -> str:
         steps.insert(0, "meet")
     if script.job.doctor:
         task = ' "${task[@]}"' if script.task else ""
+        if script.kind == SCRIPT:
+            task = f" --script {literal(script.arguments[0])}"
         steps.insert(0, DOCTOR.format(task=task))
     text = ""
     if script.kind == SCRIPT:
         words = " ".join(map(expanded, script.arguments))
-        text = MEET + START.format(torchrun=TORCHRUN if script.torchrun else "", words=words)
+        variables = (TORCHRUN if script.torchrun else "") + (NO_LIGHTNING_REQUEUE if script.lightning else "")
+        text = MEET + START.format(torchrun=variables, words=words)
     if once := _once(script):
         text += ONCE.format(body="\n".join(once))
         steps.insert(0, ON_EACH_NODE)
@@ -432,6 +439,11 @@ TORCHRUN = """\
 # As torchrun says it.
 export RANK=$SLURM_PROCID WORLD_SIZE=$SLURM_NTASKS LOCAL_RANK=$SLURM_LOCALID
 export LOCAL_WORLD_SIZE=$SLURM_NTASKS_PER_NODE GROUP_RANK=$SLURM_NODEID
+"""
+
+NO_LIGHTNING_REQUEUE = """\
+# Lightning takes an interactive job for no Slurm job: it neither requeues this one nor replaces signal handlers.
+export SLURM_JOB_NAME=interactive
 """
 
 FIRST = """\

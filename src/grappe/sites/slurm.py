@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import dataclasses
 import re
+import shutil
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from grappe.errors import GrappeError, UsageError, nearest
 from grappe.launch import command
 from grappe.sites.schema import PARTITION, Node, Queue, Site
+from grappe.words import first_line
 
 GONE = ("Invalid job id",)  # what squeue says of jobs that ended a while ago
+PING_SECONDS = 4.0
+OF_THE_CONTROLLER = ("sbatch", "squeue", "sinfo", "scancel")
 ENDED = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY", "BOOT_FAIL", "DEADLINE")
 
 # What sbatch says, and what to change.
@@ -38,6 +42,10 @@ class SlurmError(GrappeError):
     """One of Slurm's commands failed; the message is the command's own, complete."""
 
 
+class ControllerDown(SlurmError):
+    """Slurm's controller does not answer."""
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Entry:
     """A job in the queue."""
@@ -62,15 +70,36 @@ class End:
     signal: int = 0
 
 
-def run(*words: str, both: bool = False) -> str:
+def check_controller() -> None:
+    """Asks Slurm's controller for a sign of life: other commands wait a minute or more for one that is down.
+
+    Raises:
+        UsageError: Slurm is not installed.
+        ControllerDown: the controller does not answer.
+    """
+    try:
+        answer = run("scontrol", "ping", seconds=PING_SECONDS)
+    except SlurmError as error:
+        answer = str(error)
+    if not re.search(r"\bis UP\b", answer):
+        raise ControllerDown(
+            f"Slurm's controller gives no answer ({first_line(answer)}): try again in a minute; tell the site if it "
+            "stays so"
+        )
+
+
+def run(*words: str, both: bool = False, seconds: float = command.ANSWER_SECONDS) -> str:
     """Runs one of Slurm's commands; returns its standard output, with `both` its standard error too.
 
     Raises:
         UsageError: Slurm is not installed.
-        SlurmError: the command failed, or gave no answer.
+        SlurmError: the command failed, or gave no answer in `seconds`.
+        ControllerDown: the controller does not answer, which is known in PING_SECONDS.
     """
+    if words[0] in OF_THE_CONTROLLER and shutil.which(words[0]) and shutil.which("scontrol"):
+        check_controller()
     try:
-        return command.run(*words, both=both)
+        return command.run(*words, both=both, seconds=seconds)
     except command.Missing as error:
         raise UsageError(
             f"no Slurm here: {error}. Log in to the cluster first; without one, grappe train "

@@ -196,8 +196,8 @@ class Made:
     """Parts of a new run that a start has made: only these may be removed again."""
 
     def __init__(self, run: Path) -> None:
-        self._run = run
-        self._folders: list[Path] = []
+        self.run = run
+        self._folders = [folder for folder in reversed(run.parents) if not folder.exists()]
         self.described = False
         """Whether run.json is of this start."""
 
@@ -207,14 +207,18 @@ class Made:
             self._folders.append(folder)
 
     def undo(self) -> None:
-        """Removes run.json, the first checkpoint, and the folders that are empty then."""
+        """Removes run.json, the first checkpoint, its processes' logs, and the folders that are empty then."""
+        logs = self.run / "logs"
         with contextlib.suppress(OSError, RunError):
+            for name in files.names(logs) if logs in self._folders else ():
+                if name.startswith("rank-"):
+                    files.remove(logs / name)
             if self.described:  # so nothing was in `checkpoints` before this start
-                first = checkpoint_format.step_folder(self._run / "checkpoints", 0)
+                first = checkpoint_format.step_folder(self.run / "checkpoints", 0)
                 for left in (*leftovers(first.parent), first):
                     if files.kind(left) == "folder" and not strangers(left):
                         files.remove_tree(left, IN_PART)
-                files.remove(self._run / DESCRIPTION)
+                files.remove(self.run / DESCRIPTION)
         for folder in reversed(self._folders):
             files.remove_empty(folder)
 

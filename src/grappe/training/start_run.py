@@ -19,7 +19,7 @@ from grappe.checkpoint.foreign_training import Begin
 from grappe.checkpoint.format import Checkpoint, leftovers, list_checkpoints, step_folder
 from grappe.checkpoint.initial import build
 from grappe.checkpoint.lease import Lease
-from grappe.errors import GrappeError, RunError
+from grappe.errors import GrappeError, PlanError, RunError
 from grappe.errors.user_code import naming_user_line
 from grappe.launch import files
 from grappe.launch.files import IN_PART
@@ -27,7 +27,7 @@ from grappe.launch.world import World
 from grappe.plan import Plan
 from grappe.task import Task
 from grappe.tasks import defaults
-from grappe.training.run import PARTS, Made, Run, new_folder
+from grappe.training.run import METRICS, PARTS, Made, Run, new_folder
 from grappe.training.task_reference import field_texts, same_task, source_hash, write_record
 from grappe.words import host_name, processor_name
 
@@ -79,15 +79,18 @@ class RunRequest:
 def start_run(request: RunRequest, world: World) -> Iterator[StartedRun]:
     """Context with a run that process 0 starts or resumes, for all processes; releases it at the end. Collective.
 
+    A new run is taken back if the plan is refused before its first step.
+
     Raises:
         GrappeError: the run cannot be started; raised on every process.
     """
     answer: tuple[Any, GrappeError | None] = (None, None)
-    lease = None
+    lease = made = None
+    refused = False
     if world.rank == 0:
         try:
             with naming_user_line(request.task):
-                folder, described, step, notes, lease = _start(request, world)
+                folder, described, step, notes, lease, made = _start(request, world)
             answer = ((folder, described, step, notes, lease.token), None)
         except GrappeError as error:
             answer = (None, error)
@@ -102,12 +105,19 @@ def start_run(request: RunRequest, world: World) -> Iterator[StartedRun]:
         yield StartedRun(
             run=run, description=described, checkpoint=checkpoint, token=token, notes=notes, lease=lease
         )
+    except PlanError:
+        refused = True
+        raise
     finally:
         if lease is not None:
             lease.release()
+        if refused and made is not None and not files.kind(made.run / METRICS):
+            made.undo()
 
 
-def _start(request: RunRequest, world: World) -> tuple[Path, dict[str, Any], int, tuple[str, ...], Lease]:
+def _start(
+    request: RunRequest, world: World
+) -> tuple[Path, dict[str, Any], int, tuple[str, ...], Lease, Made | None]:
     made: Made | None = None
     new = request.folder is None or not Run.is_run(request.folder)
     now = description(request, world)
@@ -128,7 +138,7 @@ def _start(request: RunRequest, world: World) -> tuple[Path, dict[str, Any], int
     try:
         described, step, notes = _begin(run, request, before, now, new)
         unknown = write_record(str(described.get("id", "")), request.name, request.task)
-        return run.folder, described, step, (*notes, unknown) if unknown else notes, lease
+        return run.folder, described, step, (*notes, unknown) if unknown else notes, lease, made
     except BaseException:
         lease.release()
         if made is not None:

@@ -30,7 +30,7 @@ from grappe.verbs.foresee.training_time import (
     steps_done,
     time_limit,
 )
-from grappe.verbs.submission_memory import budget_for, fake_model_of, memory_judged, not_foreseen
+from grappe.verbs.submission_memory import budget_for, fake_model_of, not_foreseen, warnings_of
 from grappe.verbs.submit.resources import placed
 from grappe.verbs.submit.submission import Submission
 from grappe.words import format_seconds
@@ -53,8 +53,8 @@ class AutomaticTime:
     seconds: int
     sentence: str
     """The limit and its source."""
-    memory: str | None
-    """Warning about the memory, from the same trace, or ""; None: nothing was traced."""
+    warnings: tuple[str, ...] | None
+    """Warnings about the memory and the GPU's use, from the same trace; None: nothing was traced."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -83,7 +83,7 @@ class _Estimate:
     steps_per_epoch: int
     origin: str
     """The source, for the user."""
-    memory: str | None = None
+    warnings: tuple[str, ...] | None = None
 
 
 def with_time(submission: Submission) -> tuple[Submission, AutomaticTime | None]:
@@ -109,7 +109,7 @@ def with_time(submission: Submission) -> tuple[Submission, AutomaticTime | None]
     limit = time_limit(needed, 60 * (job.site.ask.min_minutes or 1), most)
     sentence = _limit_in_words(job, estimate, remaining, needed, limit, capped=limit < needed * (1 + MARGIN))
     timed = dataclasses.replace(submission, job=dataclasses.replace(submission.job, time=str(limit)))
-    return timed, AutomaticTime(seconds=limit, sentence=sentence, memory=estimate.memory)
+    return timed, AutomaticTime(seconds=limit, sentence=sentence, warnings=estimate.warnings)
 
 
 def _job(submission: Submission) -> _Job:
@@ -192,7 +192,7 @@ def _foreseen(job: _Job) -> _Estimate:
         ),
         steps_per_epoch=trace["steps_per_epoch"],
         origin=origin,
-        memory=trace["memory"],
+        warnings=tuple(trace["warnings"]),
     )
 
 
@@ -202,16 +202,14 @@ def _fabric(job: _Job) -> Fabric | None:
     Raises:
         UsageError: neither.
     """
-    from grappe.foresight.devices import device_named
-    from grappe.foresight.gpu_time import Fabric
+    from grappe.verbs.foresee.foresee import site_fabric
 
     if job.layout.gpus:
-        node = job.site.node
-        assert node is not None
-        device = device_named(node.gpu)
-        if device is None:
-            raise UsageError(f"no data sheet of {job.site.name}'s GPU ({node.gpu}) is known here")
-        return Fabric(device=device, node=node.gpus, network_gbit=node.network_gbit)
+        fabric = site_fabric(job.site)
+        if fabric is None:
+            gpu = job.site.node.gpu if job.site.node else ""
+            raise UsageError(f"no data sheet of {job.site.name}'s GPU ({gpu}) is known here")
+        return fabric
     if not job.here:
         raise UsageError(
             f"the nodes of {job.site.name} have other CPUs than this machine, as far as is known"
@@ -233,7 +231,7 @@ def _measured(job: _Job, plan: Plan) -> StepTime:
 
 
 def _traced(job: _Job, plan: Plan, fabric: Fabric | None) -> str:
-    """Traces the model once; returns JSON: a GPU's step, the training's sizes, and the sentence on the memory."""
+    """Traces the model once; returns JSON: a GPU's step, the training's sizes, and the warnings."""
     from grappe.foresight.forecast import memory_forecast
     from grappe.foresight.gpu_time import gpu_time
     from grappe.verbs.foresee.measured_step import check_runs_here
@@ -251,12 +249,12 @@ def _traced(job: _Job, plan: Plan, fabric: Fabric | None) -> str:
         parameter.size + sum((*parameter.states, *parameter.whole_states))
         for parameter in fake_model.parameters
     ]
-    budget, memory = budget_for(job.site, job.layout, job.plan), ""
+    budget, warnings = budget_for(job.site, job.layout, job.plan), list[str]()
     if budget is not None:
         try:
-            memory = memory_judged(fake_model, job.plan, budget)
+            warnings = warnings_of(fake_model, job.plan, budget, job.site)
         except GrappeError as error:
-            memory = not_foreseen(error)
+            warnings = [not_foreseen(error)]
     return json.dumps(
         {
             "seconds": seconds,
@@ -264,7 +262,7 @@ def _traced(job: _Job, plan: Plan, fabric: Fabric | None) -> str:
             "saved": sum(sizes),
             "evaluated": fake_model.validation_samples / batch,
             "steps_per_epoch": math.ceil(fake_model.samples / job.task.batch_size),
-            "memory": memory,
+            "warnings": warnings,
         }
     )
 

@@ -1,7 +1,8 @@
-"""grappe tasks, engines, sites: lists tasks, keys of a plan and the engines that support them, and clusters."""
+"""grappe tasks, engines, sites, gpus: lists tasks, plan keys and the engines that support them, clusters, GPUs."""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -80,6 +81,31 @@ def site_list() -> Table:
             name, site.title, _node(site.node), f"retired: {site.retired}" if site.retired else longest
         )
     return table
+
+
+def gpu_list() -> Group:
+    """Makes the table of GPUs by their data sheets: memory, rates, power, generation, and the sites that have them."""
+    from grappe.foresight.devices import devices
+
+    everywhere: dict[str, list[str]] = {}
+    for name in sites.files():
+        with contextlib.suppress(UsageError):  # `grappe sites` shows what is wrong with it
+            site = sites.find(name)
+            if site.node is not None and not site.retired:
+                everywhere.setdefault(site.node.gpu, []).append(name)
+    sheets = devices()
+    precisions = list(dict.fromkeys(precision for device in sheets for precision in device.tflops))
+    table = plain_table("GPU", "generation", "GB", *precisions, "memory", "link", "W", "sites")
+    for device in sheets:
+        cells = [f"{device.tflops[name]:g}" if name in device.tflops else "-" for name in precisions]
+        figures = (device.bandwidth_gb, device.link_gb, device.watts)
+        has_it = [site for name in device.names for site in everywhere.get(name, ())]
+        table.add_row(
+            device.title, device.generation, device.memory_gb, *cells, *(f"{figure:g}" for figure in figures),
+            ", ".join(has_it),
+        )  # fmt: skip
+    units = f"{precisions[0]} to {precisions[-1]}: peak TFLOP/s without sparsity; memory and link: GB/s"
+    return Group(table, f"{units}; from data sheets")
 
 
 def site_facts(name: str) -> Table:

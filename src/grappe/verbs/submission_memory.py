@@ -1,8 +1,9 @@
-"""Warns before the queue that a training's peak memory does not fit a site's GPUs; names a plan that fits."""
+"""Warns before the queue of a peak memory that does not fit a site's GPUs, and of GPUs that would mostly wait."""
 
 from __future__ import annotations
 
 import dataclasses
+import json
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -23,31 +24,69 @@ if TYPE_CHECKING:
     from grappe.task import Task
 
 
-def memory_warning(submission: Submission, script: Script) -> str | None:
-    """Returns a warning if the plan of a training's job is foreseen to need more than a GPU of the site has.
+def foreseen_warnings(submission: Submission, script: Script) -> list[str]:
+    """Returns warnings if a training's job is foreseen to need more memory than its GPUs have, or to leave them idle.
 
     The model is traced in a process of its own, on tensors without memory. Where that is not possible, the warning
-    says why. None: the plan fits, or the memory of the site's GPUs is unknown.
+    says why. None are returned of a job without GPUs, or of GPUs whose memory is unknown.
     """
     from grappe.training.task_reference import TaskReference
 
     budget = budget_for(script.site, script.layout, script.plan)
     if submission.command != TRAIN or submission.task is None or budget is None:
-        return None
+        return []
     try:
         task = TaskReference.of(submission.task, split(submission.fields)).resolve()
     except (ImportError, TaskError):
-        return None  # the job has packages that are not here
+        return []  # the job has packages that are not here
+
+    def traced() -> str:
+        fake_model = fake_model_of(task, submission, gpu=True, records=True)
+        return json.dumps(warnings_of(fake_model, script.plan, budget, script.site))
+
     progress("tracing the model, to foresee the memory that the plan needs")
     try:
-        return (
-            in_limited_process(
-                lambda: memory_judged(fake_model_of(task, submission, gpu=True), script.plan, budget)
-            )
-            or None
-        )
+        return json.loads(in_limited_process(traced))
     except GrappeError as error:
-        return not_foreseen(error)
+        return [not_foreseen(error)]
+    finally:
+        progress("")
+
+
+def warnings_of(fake_model: FakeModel, plan: Plan, budget: MemoryBudget, site: Site) -> list[str]:
+    """Returns warnings about a plan's memory and about its use of a site's GPU.
+
+    Args:
+        fake_model: made with `records`.
+
+    Raises:
+        TaskError: the task cannot be traced.
+    """
+    return list(filter(None, [memory_judged(fake_model, plan, budget), _idle(fake_model, plan, site)]))
+
+
+def _idle(fake_model: FakeModel, plan: Plan, site: Site) -> str:
+    """Returns a warning if a step of the plan keeps a GPU busy for a small share of its time; "" otherwise."""
+    from grappe.foresight.gpu_time import gpu_time
+    from grappe.verbs.foresee.foresee import BUSY, share_of_gpu, site_fabric
+
+    fabric = site_fabric(site)
+    if fabric is None or plan.per_device > 1:
+        return ""
+    try:
+        share = share_of_gpu(gpu_time(fake_model, plan, fabric))
+    except TaskError:
+        raise
+    except GrappeError:
+        return ""  # such a plan's time is not foreseen
+    if share >= BUSY:
+        return ""
+    each = "a GPU" if plan.processes == 1 else "each GPU"
+    return (
+        f"it would use {share:.0%} of {each} ({fabric.device.title}), which mostly waits for its host: train on cores "
+        "(--gpus 0), take a larger batch_size, or let several trainings share a GPU (per_device). Foreseen from the "
+        "data sheet, not measured on that GPU; see grappe foresee"
+    )
 
 
 def budget_for(site: Site, layout: Layout, plan: Plan) -> MemoryBudget | None:

@@ -25,6 +25,7 @@ from grappe.verbs.doctor.checks import (
     host_memory,
     mps,
     network,
+    packages,
     python_paths,
     sizes,
     storage,
@@ -216,15 +217,39 @@ def test_packages_of_other_pythons(tmp_path: Path) -> None:
     assert words(python_paths.of_user_site("/home/me/.local", {"mine"}, {"torch"})).startswith(
         "note: 1 packages"
     )
-    (tmp_path / "numpy").mkdir()
-    (tmp_path / "numpy" / "__init__.py").touch()
-    hidden = words(python_paths.of_pythonpath(f"{tmp_path}:/no/such", {"numpy", "torch"}))
-    assert f"warning: PYTHONPATH={tmp_path} hides installed packages: numpy" in hidden
+    for name in ("numpy/__init__.py", "sklearn/__init__.py", "typing_extensions.py", "my_own.py"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).touch()
+    installed = Path(torch.__file__).parents[1]
+    hidden = words(python_paths.of_pythonpath(f"{tmp_path}:/no/such:{installed}"))
+    assert f"warning: PYTHONPATH={tmp_path} hides installed modules: numpy, sklearn, typing_ext" in hidden
+    assert "my_own" not in hidden and str(installed) not in hidden
     assert "/no/such, which is no folder" in hidden
     base = {"CONDA_PREFIX": "/opt/conda", "CONDA_DEFAULT_ENV": "base"}
     assert "warning: conda's environment base is active" in words(python_paths.of_conda(base, "/home/me/env"))
     assert words(python_paths.of_conda(base, "/opt/conda")) == "note: this Python is conda's base"
     assert words(python_paths.of_conda({}, "/home/me/env")) == ""
+
+
+def test_a_script_is_not_stopped_by_a_package_that_it_does_not_import(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script = tmp_path / "mine.py"
+    (tmp_path / "near.py").write_text("import torchvision.models\n")
+    monkeypatch.setattr(packages.importlib, "import_module", lambda name: 1 / 0)
+    monkeypatch.setattr(packages.importlib.util, "find_spec", lambda name: name)
+    tried = {
+        "import torch": "",
+        "import near": "torchvision",
+        "import torchaudio": "torchaudio",
+        "from lightning.pytorch import Trainer": "torchmetrics",
+        "try:\n    import torchaudio\nexcept ImportError:\n    pass": "",
+    }
+    for text, name in tried.items():
+        script.write_text(text)
+        assert words(packages.check(machine(script=script))).startswith(f"error: {name}" if name else "")
+        assert len(list(packages.check(machine(script=script)))) == bool(name)
+    assert len(list(packages.check(machine()))) == 3
 
 
 def test_the_wheelhouse_is_listed(tmp_path: Path) -> None:

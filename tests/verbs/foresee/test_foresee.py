@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from grappe.errors import PlanError, TaskError, UsageError
 from grappe.foresight import gpu_time
 from grappe.foresight.gpu_time import StepTime
 from grappe.foresight.search import Foreseen, candidates
+from grappe.sites import find
 from grappe.verbs.foresee import measured_step
 from grappe.verbs.foresee.foresee import (
     MEASURED,
@@ -23,6 +25,7 @@ from grappe.verbs.foresee.foresee import (
     by_importance,
     foresee,
     gpu_or_not,
+    site_fabric,
 )
 from tests.foresight import test_fake_model, unusual
 from tests.foresight.test_search import needing
@@ -111,6 +114,28 @@ def test_a_sites_gpu_is_foreseen_from_its_data_sheet_and_says_so(tmp_path: Path)
     assert json.loads((tmp_path / "a.json").read_text())["gpu"] == found.gpu
 
 
+def test_a_plan_for_cpus_has_no_gpus_figures(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its steps are run here; a site of CPU nodes supplies device=cpu."""
+    step = StepTime(compute=1.0, spread=0.1, measured=True)
+    monkeypatch.setattr(measured_step, "measured_step", lambda *_, **__: step)
+    budgets: list[Any] = []
+    times = foresee(
+        "digits",
+        ["", "device=cpu,threads=1"],
+        site="narval",
+        on_memory=lambda _, budget: budgets.append(budget),
+    )
+    gpu, cpu = times.plans
+    assert gpu.cost is not None and gpu.cost.kwh is not None and gpu.foreseen.fits
+    assert cpu.cost is not None and cpu.cost.kwh is None and cpu.cost.unit_hours == cpu.cost.hours
+    assert cpu.time == step and cpu.foreseen.fits is None and budgets[0].size == 40 * 10**9
+    assert any("how fast the cores of narval-cpu are is not known here" in note for note in times.notes)
+    for site, plans in (("narval", ["device=cpu"]), ("jean-zay-cpu", [""])):
+        times = foresee("digits", plans, site=site, on_memory=lambda _, budget: budgets.append(budget))
+        assert times.plans[0].foreseen.plan == "device=cpu" and not times.gpu and budgets.pop() is None
+        assert "A100" not in "".join(times.notes)
+
+
 def test_over_nodes_whose_network_is_not_known_there_is_no_time() -> None:
     four, eight = foresee("digits", ["replicate=4", "replicate=8"], site="fir").plans
     assert four.time is not None
@@ -131,12 +156,20 @@ def test_the_verdict_on_a_gpu(
 ) -> None:
     step = StepTime(compute=gpu, spread=0.5, busy=busy)
     monkeypatch.setattr(gpu_time, "gpu_time", lambda *_, **__: step)
-    found = gpu_or_not(None, [plan("replicate=2", 0.5, 2, 1), plan("", here, 1, 1)])  # type: ignore[arg-type]
+    measured = plan("device=cpu", here, 1, 1)
+    assert measured.time is not None
+    measured = dataclasses.replace(measured, time=dataclasses.replace(measured.time, measured=True))
+    found = gpu_or_not(None, [plan("replicate=2", 0.5, 2, 1), measured])  # type: ignore[arg-type]
     assert found is not None
     for count in range(1, 257):
         found = found.replace(f"the {count} cores here", "the cores")
     assert verdict in found.replace("the one core here", "the cores") and "not measured" in found
-    assert gpu_or_not(None, [plan("replicate=2", 0.5, 2, 1)]) is None  # type: ignore[arg-type]
+    assert gpu_or_not(None, [plan("", 0.5, 1, 1)]) is None  # type: ignore[arg-type]
+    fabric = site_fabric(find("narval"))
+    found = gpu_or_not(None, [plan("replicate=2", 0.5, 2, 1)], fabric) or ""  # type: ignore[arg-type]
+    assert (
+        f"keeps one NVIDIA A100 SXM4, 40 GB {busy / gpu:.0%} busy" in found and "--plan device=cpu" in found
+    )
 
 
 def test_plain_plans_are_tried_first_and_each_number_of_processes_in_turn() -> None:
@@ -168,10 +201,15 @@ def test_steps_of_at_most_five_plans_that_fit_this_machine_are_run(monkeypatch: 
         return StepTime(compute=1.0 / plan.processes, spread=0.1, measured=True)
 
     shown: list[Foreseen] = []
+
+    def show(forecasts: Any, budget: object) -> None:
+        assert budget is None
+        shown.extend(forecasts)
+
     monkeypatch.setattr(measured_step, "measured_step", measured)
     monkeypatch.setattr(measured_step, "cores", lambda: 2)
     plans = ["", "replicate=2", "shard=2", "replicate=4,threads=1", "microbatches=2"]
-    times = foresee("digits", plans, batch_size=(64, 32), on_memory=shown.extend)
+    times = foresee("digits", plans, batch_size=(64, 32), on_memory=show)
     assert len(shown) == 2 * len(plans) and len(ran) == MEASURED
     assert ran[:4] == [("", "64"), ("replicate=2", "64"), ("", "32"), ("replicate=2", "32")]
     assert times.plans[0].time is not None and times.plans[0].cost is not None

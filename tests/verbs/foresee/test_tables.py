@@ -66,6 +66,18 @@ def test_the_sentence_names_the_best_and_how_many_may_be_as_good() -> None:
     assert tables.time_table(PlanTimes(plans=PLANS.plans[-1:])) is None
 
 
+def test_gpu_hours_and_core_hours_are_not_compared() -> None:
+    cores = [plan("device=cpu", 2.0, 1, 1), plan("device=cpu,replicate=2", 1.5, 2, 1)]
+    gpus = [dataclasses.replace(one, cost=dataclasses.replace(one.cost, kwh=0.1)) for one in PLANS.plans[:2]]  # type: ignore[type-var]
+    times = PlanTimes(plans=(*gpus, *cores), gpu="A100")
+    said = time_sentences(times, "cheapest")
+    assert [line.partition(",")[0] for line in said] == ["cheapest: one process", "cheapest: device=cpu"]
+    table = tables.time_table(times)
+    assert table is not None
+    figures = {str(column.header): list(column.cells)[1:3] for column in table.columns[-3:]}
+    assert figures == {"GPU-hours": ["1.2", "-"], "kWh at most": ["0.1", "-"], "core-hours": ["-", "2"]}
+
+
 def test_the_smallest_is_named_with_its_memory_and_without_times() -> None:
     bare = PlanTimes(plans=tuple(TimedPlan(foreseen=one.foreseen) for one in PLANS.plans))
     assert time_sentences(bare, "smallest") == ["smallest: shard=2, with 1.0 GB a process"]

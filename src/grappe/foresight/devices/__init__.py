@@ -8,10 +8,12 @@ import math
 import tomllib
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from grappe.errors import PlanError
-from grappe.foresight.trace import Operator
+
+if TYPE_CHECKING:
+    from grappe.foresight.trace import Operator
 
 OF_PEAK = 0.55
 """Share of the peak FLOP/s that large matrix products and convolutions reach: an assumption, not measured."""
@@ -39,6 +41,10 @@ class Device:
     reported: tuple[str, ...]
     """Names by which torch reports it."""
     source: str
+    generation: str
+    """Architecture, with NVIDIA's compute capability or AMD's name."""
+    memory_gb: str
+    """GB of memory; of a model that is sold with two sizes, both."""
     tflops: dict[str, float]
     """Peak TFLOP/s by precision, without sparsity."""
     bandwidth_gb: float

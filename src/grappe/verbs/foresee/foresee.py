@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Literal
 
 from grappe.errors import GrappeError, TaskError, UsageError
 from grappe.plan import Plan, as_plan
+from grappe.sites.layout import on_site
 from grappe.task import Task
 from grappe.training.request import data_folder
 from grappe.training.task_reference import TaskReference
@@ -20,7 +21,7 @@ from grappe.words import count_of, plan_name
 
 if TYPE_CHECKING:
     from grappe.foresight.fake_model import FakeModel
-    from grappe.foresight.gpu_time import StepTime
+    from grappe.foresight.gpu_time import Fabric, StepTime
     from grappe.foresight.search import Foreseen, MemoryBudget
     from grappe.sites.schema import Site
 
@@ -30,6 +31,7 @@ REFERENCE = "V100, 16 GB"
 """The GPU that a model is compared with where no site is named: the slowest that sites have."""
 CLOSE = 0.1  # of a time: the same plan differs by as much from start to start
 BUSY = 0.3  # of a step, below which a GPU is not worth its queue
+LITTLE = "mostly waits for its host: a larger batch_size uses it better; several trainings can share it (per_device)"
 MEASURED = 5  # plans at most whose steps are run here
 SECONDS = 15.0  # for the steps of all of them
 SECONDS_OF_A_PLAN = 5.0  # for a plan at least, however little of SECONDS is left
@@ -107,17 +109,17 @@ def foresee(
     fields: Mapping[str, str] | None = None,
     data: Path | str | None = None,
     times: bool = True,
-    on_memory: Callable[[Sequence[Foreseen]], None] = lambda foreseen: None,
+    on_memory: Callable[[Sequence[Foreseen], MemoryBudget | None], None] = lambda forecasts, budget: None,
 ) -> PlanTimes:
     """Foresees each plan's memory and time at each batch size; without plans, some that train the same on `gpus`.
 
     For the memory nothing is trained: the model is traced on tensors without memory. On a CPU the kernels that need
     memory of their own are run once each, in a process of their own. Times are of a site's GPU, from the data sheet;
-    or of this machine's cores, where a few steps of at most MEASURED plans are run.
+    or of this machine's cores, where a few steps of at most MEASURED plans are run: without a site, and of device=cpu.
 
     Args:
         times: whether times are foreseen or measured too.
-        on_memory: called with the memory of all plans, before the times.
+        on_memory: called before the times, with the memory of all plans and that of the site's GPU.
 
     Raises:
         TaskError: the task cannot be traced.
@@ -129,41 +131,78 @@ def foresee(
     from grappe.foresight.search import candidates, foreseen
     from grappe.sites import find
 
-    budget = None if site is None else budget_of(site)
+    place = None if site is None else find(site)
     requested = [as_plan(plan) for plan in plans] or list(candidates(gpus or (1, 2, 4, 8)))
+    if place is not None:
+        requested = [on_site(plan, place) for plan in requested]
+    on_gpu = [place is not None and plan.device != "cpu" for plan in requested]
+    budget = budget_of(site) if site is not None and any(on_gpu) else None
     reference = TaskReference.of(task, fields)
     resolved = reference.resolve()
     folder = data_folder(data)
     prepare(resolved, folder)
-    fake_model = FakeModel(
-        resolved,
-        folder,
-        foreach=budget is not None,
-        kernels=None if budget else Kernels(),
-        records=times and (budget is not None or Plan() in requested),
-    )
+    compared = any(on_gpu) or any(map(_is_one_process, requested))
+    models = {
+        gpu: FakeModel(
+            resolved,
+            folder,
+            foreach=gpu,
+            kernels=None if gpu else Kernels(),
+            records=times and compared,
+        )
+        for gpu in dict.fromkeys(on_gpu)
+    }
     batches = batch_size or (resolved.batch_size,)
-    forecasts = [foreseen(fake_model, plan, batch, budget) for batch in batches for plan in requested]
+    pairs = [(gpu, plan, batch) for batch in batches for gpu, plan in zip(on_gpu, requested, strict=True)]
+    forecasts = [foreseen(models[gpu], plan, batch, budget if gpu else None) for gpu, plan, batch in pairs]
     if all(forecast.needs is None for forecast in forecasts):
         raise UsageError("; ".join(dict.fromkeys(forecast.why for forecast in forecasts)))
-    on_memory(forecasts)
+    on_memory(forecasts, budget)
     if not times:
         return PlanTimes(plans=tuple(TimedPlan(foreseen=forecast) for forecast in forecasts))
-    if site is not None:
-        return _on_gpus(fake_model, forecasts, find(site))
-    return _on_cores(fake_model, forecasts, reference, folder)
+    timed: dict[int, TimedPlan] = {}
+    notes, gpu_title, fabric = list[str](), "", None
+    for gpu, model in models.items():
+        of_kind = [forecast for forecast, (kind, *_) in zip(forecasts, pairs, strict=True) if kind == gpu]
+        if gpu:
+            assert place is not None
+            fabric = site_fabric(place)
+            part = _on_gpus(model, of_kind, place, fabric)
+        else:
+            part = _on_cores(model, of_kind, reference, folder, place)
+        timed |= {id(plan.foreseen): plan for plan in part.plans}
+        notes, gpu_title = [*notes, *part.notes], gpu_title or part.gpu
+    ordered = tuple(timed[id(forecast)] for forecast in forecasts)
+    verdict = gpu_or_not(models[max(models)], ordered, fabric) if compared else None
+    return PlanTimes(plans=ordered, gpu=gpu_title, notes=(*notes, *([verdict] if verdict else [])))
 
 
-def _on_gpus(fake_model: FakeModel, forecasts: Sequence[Foreseen], site: Site) -> PlanTimes:
+def _is_one_process(plan: Plan) -> bool:
+    """Returns whether it is the default plan, which also may say that it is for the CPU."""
+    return plan in (Plan(), Plan(device="cpu"))
+
+
+def site_fabric(site: Site) -> Fabric | None:
+    """Returns a site's GPUs; None: they have no data sheet here."""
     from grappe.foresight.devices import device_named
-    from grappe.foresight.gpu_time import Fabric, gpu_time
+    from grappe.foresight.gpu_time import Fabric
 
     node = site.node
     device = None if node is None else device_named(node.gpu)
     if node is None or device is None:
+        return None
+    return Fabric(device=device, node=node.gpus, network_gbit=node.network_gbit)
+
+
+def _on_gpus(
+    fake_model: FakeModel, forecasts: Sequence[Foreseen], site: Site, fabric: Fabric | None
+) -> PlanTimes:
+    from grappe.foresight.gpu_time import gpu_time
+
+    if fabric is None:
         why = f"{site.name}: no data sheet of its GPU is known here, so times are not foreseen"
         return PlanTimes(plans=tuple(TimedPlan(foreseen=forecast) for forecast in forecasts), notes=(why,))
-    fabric = Fabric(device=device, node=node.gpus, network_gbit=node.network_gbit)
+    device = fabric.device
     plans = []
     for forecast in forecasts:
         time_of, plan = None, Plan.parse(forecast.plan)
@@ -182,10 +221,15 @@ def _on_gpus(fake_model: FakeModel, forecasts: Sequence[Foreseen], site: Site) -
 
 
 def _on_cores(
-    fake_model: FakeModel, forecasts: Sequence[Foreseen], reference: TaskReference, data: Path
+    fake_model: FakeModel,
+    forecasts: Sequence[Foreseen],
+    reference: TaskReference,
+    data: Path,
+    site: Site | None,
 ) -> PlanTimes:
-    """Runs some steps of the plans that matter, one after the other."""
+    """Runs some steps of the plans that matter, one after the other; a site's own cores are not known."""
     from grappe.launch.terminal import progress
+    from grappe.launch.world import cores
     from grappe.verbs.foresee.measured_step import check_runs_here, measured_step
 
     start, tried = time.monotonic(), 0
@@ -219,8 +263,12 @@ def _on_cores(
             f"steps of at most {MEASURED} plans, for about {SECONDS:.0f} s; name others with --plan, or try grappe "
             "measure"
         )
-    verdict = gpu_or_not(fake_model, plans)
-    return PlanTimes(plans=plans, notes=(*notes, *([verdict] if verdict else [])))
+    if site is not None and any(plan.time is not None for plan in plans):
+        notes.append(
+            f"times of device=cpu are of steps that were run on this machine ({count_of(cores(), 'core')}): how fast "
+            f"the cores of {site.cpu or site.name} are is not known here"
+        )
+    return PlanTimes(plans=plans, notes=tuple(notes))
 
 
 def by_importance(forecasts: Sequence[Foreseen]) -> list[Foreseen]:
@@ -236,39 +284,60 @@ def by_importance(forecasts: Sequence[Foreseen]) -> list[Foreseen]:
     return sorted(forecasts, key=lambda forecast: order[id(forecast)])
 
 
-def gpu_or_not(fake_model: FakeModel, plans: Sequence[TimedPlan], name: str = REFERENCE) -> str | None:
-    """Compares a GPU with this machine's cores for this task; None: the step of one process was not measured."""
+def gpu_or_not(fake_model: FakeModel, plans: Sequence[TimedPlan], fabric: Fabric | None = None) -> str | None:
+    """Says how busy a step of one process keeps a GPU, and compares it with this machine's cores if it was run there.
+
+    Args:
+        fake_model: made with `records`.
+        fabric: a site's GPUs; None: the reference, with which only measured steps are compared.
+    """
     from grappe.foresight.devices import device_named
     from grappe.foresight.gpu_time import Fabric, gpu_time
     from grappe.launch.world import cores
 
-    device = device_named(name)
-    assert device is not None
-    here = next((timed for timed in plans if timed.time is not None and not timed.foreseen.plan), None)
-    if here is None or here.time is None:
+    here = next(
+        (
+            plan
+            for plan in plans
+            if plan.time and plan.time.measured and _is_one_process(Plan.parse(plan.foreseen.plan))
+        ),
+        None,
+    )
+    if here is None and fabric is None:
         return None
+    device = device_named(REFERENCE) if fabric is None else fabric.device
+    assert device is not None
     try:
-        on_gpu = gpu_time(fake_model, Plan(), Fabric(device=device), batch=here.foreseen.batch)
+        batch = (here or plans[0]).foreseen.batch
+        on_gpu = gpu_time(fake_model, Plan(), Fabric(device=device), batch=batch)
     except GrappeError:
         return None
-    assert on_gpu.busy is not None
-    share, faster = min(1.0, on_gpu.busy / on_gpu.compute), here.time.total / on_gpu.total
+    share = share_of_gpu(on_gpu)
+    what = f"this model keeps one {device.title} {share:.0%} busy"
+    if here is None or here.time is None:
+        verdict = (
+            "how many times as fast as cores it is: add --plan device=cpu, whose steps are run here"
+            if share >= BUSY
+            else f"{LITTLE}; --plan device=cpu says how long a step takes on the cores here"
+        )
+        return f"a GPU or not: {what}; {verdict}. From its data sheet, not measured on one"
+    faster = here.time.total / on_gpu.total
     low, high = faster * (1 - on_gpu.spread), faster * (1 + on_gpu.spread)
     many = f"{cores()} cores here" if cores() > 1 else "one core here"
-    what = f"this model keeps one {device.title} {share:.0%} busy"
     between = f"it is {_times(low)} to {_times(high)} times as fast as the {many}"
     if high < 1:
         verdict = f"the {many} are {1 / faster:.1f} times as fast, and start sooner: take no GPU"
-    elif low > 1 and share >= BUSY:
-        verdict = f"{between}: take a GPU"
     elif low > 1:
-        verdict = (
-            f"{between}, and mostly waits for its host: a larger batch_size uses it better; several trainings can "
-            "share it (per_device)"
-        )
+        verdict = f"{between}: take a GPU" if share >= BUSY else f"{between}, and {LITTLE}"
     else:
         verdict = f"{between}: try both (grappe measure)"
     return f"a GPU or not: {what}; {verdict}. From its data sheet, not measured on one"
+
+
+def share_of_gpu(step: StepTime) -> float:
+    """Returns the share of a step's computing in which the GPU has something to do."""
+    assert step.busy is not None
+    return min(1.0, step.busy / step.compute)
 
 
 def best(times: PlanTimes, aim: Aim) -> TimedPlan | None:

@@ -96,16 +96,23 @@ def time_table(times: PlanTimes) -> Table | None:
     if not with_time:
         return None
     table = Table(box=None, padding=(0, 2, 0, 0))
-    unit = "GPU-hours" if times.gpu else "core-hours"
-    for column in (*TIME_COLUMNS, unit, *(["kWh at most"] if times.gpu else [])):
+    on_gpu = {_is_gpus(timed) for timed in with_time}
+    units = [
+        *(["GPU-hours", "kWh at most"] if True in on_gpu else []),
+        *(["core-hours"] if False in on_gpu else []),
+    ]
+    for column in (*TIME_COLUMNS, *units):
         table.add_column(column, overflow="fold")
     for timed in with_time:
         assert timed.time is not None and timed.cost is not None
         time, cost = timed.time, timed.cost
         parts = (time.compute, time.communication, time.bubble, time.data)
         cells = [f"{_seconds(time.total)} ±{time.spread:.0%}", *(_seconds(part) for part in parts)]
-        cells += [f"{cost.samples_per_second:,.0f}", _hours(cost.hours), _hours(cost.unit_hours)]
-        cells += [f"{cost.kwh:.2g}"] if cost.kwh is not None else []
+        cells += [f"{cost.samples_per_second:,.0f}", _hours(cost.hours)]
+        units_of = {"core-hours": _hours(cost.unit_hours)}
+        if cost.kwh is not None:
+            units_of = {"GPU-hours": _hours(cost.unit_hours), "kWh at most": f"{cost.kwh:.2g}"}
+        cells += [units_of.get(unit, "-") for unit in units]
         table.add_row(plan_name(timed.foreseen.plan), str(timed.foreseen.batch), *cells)
     return table
 
@@ -113,20 +120,30 @@ def time_table(times: PlanTimes) -> Table | None:
 def time_sentences(times: PlanTimes, aim: Aim) -> list[str]:
     """Says which plan is best under the aim, and what is unknown."""
     lines = list(times.notes)
-    chosen = best(times, aim)
-    if chosen is None or sum(has_merit(timed, aim) for timed in times.plans) == 1:
-        return lines
-    if aim == "smallest":
-        return [
-            *lines,
-            f"smallest: {plan_name(chosen.foreseen.plan)}, with {format_bytes(int(merit(chosen, aim)))} a process",
-        ]
-    assert chosen.time is not None
-    close = _close(times, chosen, aim)
-    return [
-        *lines,
-        f"{aim}: {plan_name(chosen.foreseen.plan)}, with {_seconds(chosen.time.total)} a step{close}",
-    ]
+    for several in _comparable(times, aim):
+        chosen = best(several, aim)
+        if chosen is None or sum(has_merit(timed, aim) for timed in several.plans) == 1:
+            continue
+        name = plan_name(chosen.foreseen.plan)
+        if aim == "smallest":
+            lines.append(f"smallest: {name}, with {format_bytes(int(merit(chosen, aim)))} a process")
+        else:
+            assert chosen.time is not None
+            close = _close(several, chosen, aim)
+            lines.append(f"{aim}: {name}, with {_seconds(chosen.time.total)} a step{close}")
+    return lines
+
+
+def _is_gpus(timed: TimedPlan) -> bool:
+    return timed.cost is not None and timed.cost.kwh is not None
+
+
+def _comparable(times: PlanTimes, aim: Aim) -> list[PlanTimes]:
+    """Returns the plans that an aim compares: GPU-hours and core-hours are not compared with each other."""
+    if aim != "cheapest":
+        return [times]
+    kinds = ([timed for timed in times.plans if _is_gpus(timed) is gpu] for gpu in (True, False))
+    return [dataclasses.replace(times, plans=tuple(plans)) for plans in kinds if plans]
 
 
 def write(times: PlanTimes, file: Path) -> None:

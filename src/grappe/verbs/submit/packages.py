@@ -19,13 +19,25 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from grappe import tasks
-from grappe.errors import UsageError
+from grappe.errors import GrappeError, UsageError
 from grappe.launch import command
+from grappe.launch.terminal import progress
 from grappe.plan import Plan
-from grappe.sites.environment import MADE_ON_NODES, Packages, own_wheel, packages, packed
+from grappe.sites.environment import (
+    MADE_ON_NODES,
+    REQUIREMENTS,
+    Packages,
+    libraries,
+    modules_of,
+    own_wheel,
+    packages,
+    packed,
+)
 from grappe.sites.schema import Site
+from grappe.sites.script import Script
 from grappe.training.run import Run
 from grappe.verbs.submit.submission import TPE, Submission
+from grappe.words import count_of
 
 PIP_SECONDS = 300.0
 MOST_MISSING = 40
@@ -87,7 +99,7 @@ def resolve(
         (folder / wheel[0]).write_bytes(wheel[1])
         own = f"{folder / wheel[0]}[{','.join(extras)}]" if extras else str(folder / wheel[0])
         missing: dict[str, re.Match[str]] = {}
-        while (output := _pip(folder, [own, *requirements], house)) is not None:
+        while (output := _pip(folder, [own, *requirements], house, len(missing))) is not None:
             match = MISSING.search(output)
             if match is None or len(missing) == MOST_MISSING or match["what"] in missing:
                 if missing:
@@ -110,8 +122,12 @@ def resolve(
     )
 
 
-def _pip(folder: Path, requirements: list[str], house: Wheelhouse) -> str | None:
+def _pip(folder: Path, requirements: list[str], house: Wheelhouse, lacking: int) -> str | None:
     """Returns pip's error message; None if pip would install the packages."""
+    progress(
+        f"asking pip which packages the job gets from the wheels of {house.site}"
+        + (f": {count_of(lacking, 'package')} lacking so far" if lacking else "")
+    )
     python = "python" if house.modules else sys.executable
     words = [python, "-m", "pip", "install", "--dry-run", "--quiet", "--no-index", "--no-cache-dir"]
     words += ["--disable-pip-version-check", "--no-input", "--report", str(folder / "report.json")]
@@ -122,12 +138,8 @@ def _pip(folder: Path, requirements: list[str], house: Wheelhouse) -> str | None
         words.append("--ignore-installed")
     for requirement in requirements:
         words += requirement.split(" ", 1) if requirement.startswith("-r ") else [requirement]
-    if house.modules:
-        words = ["bash", "-c", WITH_MODULES, "bash", str(len(house.modules)), *house.modules, *words]
-    # As in the job: neither the user's own packages nor another Python's.
-    clean = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     try:
-        command.run(*words, seconds=PIP_SECONDS, environment={**clean, "PYTHONNOUSERSITE": "1"})
+        _run_in(house.modules, words)
     except command.Failed as error:
         output = str(error)
         if error.code == NO_MODULES:
@@ -142,7 +154,42 @@ def _pip(folder: Path, requirements: list[str], house: Wheelhouse) -> str | None
             if why in output:
                 raise Unresolvable(f"pip of {python} is too old ({why})") from None
         return output
+    finally:
+        progress("")
     return None
+
+
+def _run_in(modules: Sequence[str], words: Sequence[str]) -> str:
+    """Runs a program as the job does: with these modules, without the user's own packages or another Python's."""
+    if modules:
+        words = ["bash", "-c", WITH_MODULES, "bash", str(len(modules)), *modules, *words]
+    clean = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    return command.run(*words, seconds=PIP_SECONDS, environment={**clean, "PYTHONNOUSERSITE": "1"})
+
+
+PINNED = re.compile(r"^torch===?(\S+)$", re.MULTILINE)
+LISTED = re.compile(r"^torch\s+(\d[\w.+]*)", re.MULTILINE)
+INSTALLED = "import importlib.metadata; print(importlib.metadata.version('torch'))"
+
+
+def torch_of(script: Script) -> str:
+    """Says which torch a job gets, and from where; "" if that is not known before the job."""
+    kind, content = script.environment, script.packages
+    if content is None:
+        folders = sys.path if kind == "here" else map(str, Path(kind).glob("lib/python3*/site-packages"))
+        where = "as here" if kind == "here" else f"of {kind}"
+        distributions = importlib.metadata.distributions(name="torch", path=list(folders))
+        return next((f"torch {torch.version}, {where}" for torch in distributions), "")
+    if pinned := PINNED.search(content.files[REQUIREMENTS].decode()):
+        return f"torch {pinned[1]}, from wheels"
+    try:
+        if kind == "module" and content.locked:
+            return f"torch {_run_in(script.modules, ['python', '-c', INSTALLED]).strip()}, of the modules"
+        versions = LISTED.findall(command.run("avail_wheels", "torch"))
+    except GrappeError:
+        return ""
+    newest = max(versions, key=lambda text: [int(number) for number in re.findall(r"\d+", text)], default="")
+    return newest and f"torch {newest}, if the newest that avail_wheels lists fits"
 
 
 def _stand_in(folder: Path, what: str) -> bool:
@@ -212,9 +259,14 @@ def packages_of_task(reference: str) -> list[str]:
 
 def packages_of_file(file: Path) -> list[str]:
     """Returns the packages that a file and its imported neighbours import; sorted."""
+    return sorted({package_of(name) for name in modules_of_file(file) - {"grappe"}})
+
+
+def modules_of_file(file: Path) -> set[str]:
+    """Returns the top-level modules of others that a file and its imported neighbours import."""
     places = [file.resolve().parent, Path.cwd()]
     seen: set[Path] = set()
-    packages: set[str] = set()
+    modules: set[str] = set()
     waiting = [file.resolve()]
     while waiting:
         current = waiting.pop()
@@ -225,9 +277,9 @@ def packages_of_file(file: Path) -> list[str]:
             near = _beside(name, places)
             waiting += near
             top = name.partition(".")[0]
-            if not near and top not in sys.stdlib_module_names and top != "grappe":
-                packages.add(package_of(top))
-    return sorted(packages)
+            if not near and top not in sys.stdlib_module_names:
+                modules.add(top)
+    return modules
 
 
 def package_of(module: str) -> str:
@@ -362,13 +414,13 @@ def job_packages(
     if job.wheels is not None and not show and not job.wheels.is_dir():
         raise UsageError(f"--wheels={job.wheels}: there is no such folder")
     house = Wheelhouse(
-        modules=job.modules or site.job.modules,
+        modules=modules_of(site, job.modules, plan),
         wheels=job.wheels and job.wheels.absolute(),
         on_modules=kind == "module",
         site=site.name,
     )
     wheel = own_wheel()
-    features = {plan.engine, *submission.loggers, *(["tune"] if submission.sampler == TPE else [])}
+    features = {*libraries(plan), *submission.loggers, *(["tune"] if submission.sampler == TPE else [])}
     extras = sorted(features & {*(importlib.metadata.metadata("grappe").get_all("Provides-Extra") or ())})
     lines = requirements(submission)
     why = "the script is only shown"

@@ -9,7 +9,7 @@ from grappe import engines, sites
 from grappe.errors import PlanError, UsageError
 from grappe.plan import Plan
 from grappe.sites import sbatch, slurm
-from grappe.sites.layout import Layout, fit, layout
+from grappe.sites.layout import Layout, fit, layout, on_site
 from grappe.sites.sbatch import AUTO, SCRIPT, TRAIN, TUNE, JobOptions
 from grappe.sites.schema import Site
 from grappe.sites.script import resource_options, with_mps
@@ -71,7 +71,7 @@ def placed(submission: Submission) -> tuple[Site, Plan]:
     if plan.device == "cpu" and site.cpu:
         site = sites.find(site.cpu)
     if not site.probe:
-        return site, plan
+        return site, on_site(plan, site)
     partitions = slurm.sinfo(slurm.SINFO_FORMAT)
     return slurm.probed(site, partitions, job.partition or job.queue, wants_gpus=plan.device != "cpu"), plan
 

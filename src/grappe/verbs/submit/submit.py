@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 import re
 import shlex
+import shutil
 import sys
 import tempfile
 import time
@@ -14,6 +16,7 @@ from pathlib import Path
 
 from grappe import engines, tasks
 from grappe.errors import GrappeError, RunError, TaskError, UsageError
+from grappe.errors.causes import unfit_packages
 from grappe.fields import split
 from grappe.launch import files
 from grappe.launch.files import IN_CHECKPOINT, IN_PART
@@ -25,13 +28,14 @@ from grappe.sites.script import Script, check_name, cost, render
 from grappe.training.run import DESCRIPTION, DONE, Run, new_folder
 from grappe.verbs.automatic_time import AutomaticTime, with_time
 from grappe.verbs.submit.jobs import record_job
-from grappe.verbs.submit.packages import imported, job_packages
+from grappe.verbs.submit.packages import imported, job_packages, torch_of
 from grappe.verbs.submit.resources import jobs_of, laid_out
 from grappe.verbs.submit.submission import ON_CPU, Submission
 
 SCRIPT_FILE = re.compile(r"(?:submit|refused)-(\d{1,9})\.sh", re.ASCII)
 BETWEEN_SECONDS = 1.0  # between submissions, as the Alliance asks
 OWN_OPTIONS = ("--run", "--data", "--plan")  # of train: the script sets them again
+LIGHTNING = ("lightning", "pytorch_lightning")  # by the names of its modules
 SAVE_ON_SIGNALS = ("grappe", "signal")  # imports of a script that saves on a signal
 
 
@@ -64,6 +68,8 @@ class Submitted:
     """Warnings of what will cost time or files, one line each."""
     time_note: str = ""
     """The source of the time limit, with --time auto."""
+    torch: str = ""
+    """The version of torch that the job gets, and from where; "" if it is not known before the job."""
 
 
 Examine = Callable[[Submission, JobScript], None]
@@ -106,6 +112,7 @@ def submit_all(
             note=made_job.unchecked,
             warnings=made_job.warnings,
             time_note=script.time_note,
+            torch=script.torch,
         )
 
 
@@ -127,6 +134,7 @@ def judged(submission: Submission) -> Iterator[str]:
 def _send(script: Script, text: str) -> str:
     """Writes the script into the run's folder, submits it, and records the job there."""
     logs = script.run / "logs"
+    absent = [folder for folder in (script.run, *script.run.parents) if not folder.exists()]
     new = not (script.run / DESCRIPTION).exists()
     strangers = (
         [entry.name for entry in script.run.iterdir() if entry.name != "logs"] if script.run.is_dir() else []
@@ -152,8 +160,13 @@ def _send(script: Script, text: str) -> str:
     try:
         job = slurm.submit(file)
     except GrappeError:
-        # What was refused can be read, and is no submission.
-        files.rename(file, file.with_name(file.name.replace("submit", "refused", 1)), IN_PART)
+        if absent:
+            shutil.rmtree(script.run, ignore_errors=True)
+            for folder in absent[1:]:
+                with contextlib.suppress(OSError):  # another command has made a run there
+                    folder.rmdir()
+        else:  # what was refused can be read, and is no submission
+            files.rename(file, file.with_name(file.name.replace("submit", "refused", 1)), IN_PART)
         raise
     record_job(script.run, job, script.site.name, cost(script.layout))
     return job
@@ -178,14 +191,17 @@ def job_script(submission: Submission, *, show: bool = False) -> JobScript:
     run = _folder(submission)
     if job.stage is not None and not job.stage.is_file():
         raise UsageError(f"--stage={job.stage}: there is no such archive")
+    if not show:
+        slurm.check_controller()  # before pip is asked, which may take minutes
     content, note = job_packages(submission, site, plan, show=show)
     is_script = submission.command == SCRIPT
     typed = submission.arguments if is_script else (submission.command, *submission.arguments)
     # Of a search the doctor gets the task alone, since its fields are ranges.
     fields = () if submission.command == TUNE else submission.fields
-    saves = submission.command in (TRAIN, TUNE)
-    if submission.script is not None:  # USR2 would only end other processes sooner
-        saves = any(name.partition(".")[0] in SAVE_ON_SIGNALS for name in imported(submission.script))
+    saves, modules = submission.command in (TRAIN, TUNE), set[str]()
+    if submission.script is not None:
+        modules = {name.partition(".")[0] for name in imported(submission.script)}
+        saves = not modules.isdisjoint(SAVE_ON_SIGNALS)  # USR2 would only end other processes sooner
     script = Script(
         site=site,
         layout=job_layout,
@@ -206,16 +222,20 @@ def job_script(submission: Submission, *, show: bool = False) -> JobScript:
         or ("" if submission.command != TRAIN else os.environ.get("GRAPPE_DATA", "data")),
         python=sys.executable,
         torchrun=is_script and (job.processes is not None or plan.processes > 1),
+        lightning=not modules.isdisjoint(LIGHTNING),
         saves=saves,
         packages=content,
         command=f"grappe submit --site {site.name} -- {shlex.join(typed)}",
         time_note=automatic.sentence if automatic else "",
     )
+    script = dataclasses.replace(script, torch=torch_of(script))
     return JobScript(script=script, unchecked=note, warnings=tuple(_warnings(script)), automatic=automatic)
 
 
 def _warnings(script: Script) -> Iterator[str]:
-    """Yields warnings about the GPUs' precision, and about folders that the site wants elsewhere."""
+    """Yields warnings about packages, the GPUs' precision, and folders that the site wants elsewhere."""
+    if script.environment == "here":
+        yield from unfit_packages()
     node = script.site.node
     if node is not None and script.layout.gpus and script.kind != SCRIPT:
         generation = None if node.capability is None else divmod(round(node.capability * 10), 10)

@@ -36,6 +36,8 @@ class DoctorRequest:
     job: bool = False
     """Whether this is the first step of a job."""
     task: str | None = None
+    script: Path | None = None
+    """A script of the user's own, which the job runs."""
     fields: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
 

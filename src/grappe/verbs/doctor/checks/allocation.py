@@ -56,6 +56,8 @@ def submittable() -> Iterator[Finding]:
         script.write_text(TRIAL)
         try:
             slurm.submit(script, test_only=True)
+        except slurm.ControllerDown as silence:
+            yield warning(str(silence), why="no job can be submitted, and no queue be read")
         except slurm.SlurmError as refusal:
             yield warning(
                 "sbatch would refuse even a small job",

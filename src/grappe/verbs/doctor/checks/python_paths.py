@@ -9,12 +9,11 @@ import sysconfig
 from collections.abc import Iterator, Mapping, Set
 from pathlib import Path
 
+from grappe.errors.causes import WATCHED, hidden_modules
 from grappe.verbs.doctor.checks import Finding, Machine, note, warning
 from grappe.words import and_more
 
 SHOWN = 5
-WATCHED = ("torch", "numpy", "lightning", "deepspeed", "torchmetrics", "torchvision", "grappe")
-"""Named first: what grappe, or a task, imports most."""
 
 
 def check(machine: Machine) -> Iterator[Finding]:
@@ -25,7 +24,7 @@ def check(machine: Machine) -> Iterator[Finding]:
     user = site.getusersitepackages()
     if site.ENABLE_USER_SITE and user in sys.path:
         yield from of_user_site(user, packages_in({user}), own)
-    yield from of_pythonpath(machine.environment.get("PYTHONPATH", ""), own)
+    yield from of_pythonpath(machine.environment.get("PYTHONPATH", ""))
     yield from of_conda(machine.environment, sys.prefix)
 
 
@@ -53,23 +52,17 @@ def of_user_site(folder: str, user: Set[str], own: Set[str]) -> Iterator[Finding
         )
 
 
-def of_pythonpath(text: str, own: Set[str]) -> Iterator[Finding]:
-    """Returns findings for folders of PYTHONPATH that hide installed packages."""
+def of_pythonpath(text: str) -> Iterator[Finding]:
+    """Returns findings for folders of PYTHONPATH that hide installed modules."""
     for entry in filter(None, text.split(":")):
-        folder = Path(entry)
-        if not folder.is_dir():
+        if not Path(entry).is_dir():
             yield note(f"PYTHONPATH names {entry}, which is no folder")
-            continue
-        packages = {package.name for package in folder.iterdir() if (package / "__init__.py").is_file()}
-        hidden = {name for name in packages if name.lower().replace("_", "-") in own} | (
-            packages_in({entry}) & own
+    for entry, names in hidden_modules(text).items():
+        yield warning(
+            f"PYTHONPATH={entry} hides installed modules: {names}",
+            why="Python takes what stands there, whatever is installed",
+            do="unset PYTHONPATH (a module may have set it: module list)",
         )
-        if hidden:
-            yield warning(
-                f"PYTHONPATH={entry} hides installed packages: {_some(hidden)}",
-                why="Python takes what stands there, whatever is installed",
-                do="unset PYTHONPATH (a module may have set it: module list)",
-            )
 
 
 def of_conda(environment: Mapping[str, str], prefix: str) -> Iterator[Finding]:
