@@ -81,11 +81,10 @@ def _idle(fake_model: FakeModel, plan: Plan, site: Site) -> str:
         return ""  # such a plan's time is not foreseen
     if share >= BUSY:
         return ""
-    each = "a GPU" if plan.processes == 1 else "each GPU"
     return (
-        f"it would use {share:.0%} of {each} ({fabric.device.title}), which mostly waits for its host: train on cores "
-        "(--gpus 0), take a larger batch_size, or let several trainings share a GPU (per_device). Foreseen from the "
-        "data sheet, not measured on that GPU; see grappe foresee"
+        f"a step would use {share:.0%} of a GPU ({fabric.device.title}), which mostly waits for its host: train on "
+        "cores (--gpus 0), take a larger batch_size, or let several trainings share a GPU (per_device). Foreseen from "
+        "the data sheet, not measured on that GPU; see grappe foresee"
     )
 
 

@@ -37,7 +37,6 @@ from grappe.sites.schema import Site
 from grappe.sites.script import Script
 from grappe.training.run import Run
 from grappe.verbs.submit.submission import TPE, Submission
-from grappe.words import count_of
 
 PIP_SECONDS = 300.0
 MOST_MISSING = 40
@@ -124,10 +123,7 @@ def resolve(
 
 def _pip(folder: Path, requirements: list[str], house: Wheelhouse, lacking: int) -> str | None:
     """Returns pip's error message; None if pip would install the packages."""
-    progress(
-        f"asking pip which packages the job gets from the wheels of {house.site}"
-        + (f": {count_of(lacking, 'package')} lacking so far" if lacking else "")
-    )
+    progress(f"asking pip which packages the wheels of {house.site} have ({lacking} missing so far)")
     python = "python" if house.modules else sys.executable
     words = [python, "-m", "pip", "install", "--dry-run", "--quiet", "--no-index", "--no-cache-dir"]
     words += ["--disable-pip-version-check", "--no-input", "--report", str(folder / "report.json")]
@@ -169,7 +165,7 @@ def _run_in(modules: Sequence[str], words: Sequence[str]) -> str:
 
 PINNED = re.compile(r"^torch===?(\S+)$", re.MULTILINE)
 LISTED = re.compile(r"^torch\s+(\d[\w.+]*)", re.MULTILINE)
-INSTALLED = "import importlib.metadata; print(importlib.metadata.version('torch'))"
+INSTALLED = "print(__import__('importlib.metadata').metadata.version('torch'))"
 
 
 def torch_of(script: Script) -> str:
@@ -177,14 +173,14 @@ def torch_of(script: Script) -> str:
     kind, content = script.environment, script.packages
     if content is None:
         folders = sys.path if kind == "here" else map(str, Path(kind).glob("lib/python3*/site-packages"))
-        where = "as here" if kind == "here" else f"of {kind}"
         distributions = importlib.metadata.distributions(name="torch", path=list(folders))
-        return next((f"torch {torch.version}, {where}" for torch in distributions), "")
+        return next((f"torch {torch.version}, as installed" for torch in distributions), "")
     if pinned := PINNED.search(content.files[REQUIREMENTS].decode()):
         return f"torch {pinned[1]}, from wheels"
     try:
         if kind == "module" and content.locked:
-            return f"torch {_run_in(script.modules, ['python', '-c', INSTALLED]).strip()}, of the modules"
+            version = _run_in(script.modules, ["python", "-c", INSTALLED]).strip()
+            return f"torch {version}, of the modules"
         versions = LISTED.findall(command.run("avail_wheels", "torch"))
     except GrappeError:
         return ""
