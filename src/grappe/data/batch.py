@@ -122,29 +122,24 @@ def divided(
     several = [micro.weights for micro in micros if micro.weights is not None]
     if not several:
         return float(samples), micros
-    total = _total(torch.stack([_sums(weights) for weights in several]), exact, group)
+    sums = torch.stack(
+        [
+            torch.stack([each.sum() for each in weights.values()])
+            if isinstance(weights, Mapping)
+            else weights.sum()
+            for weights in several
+        ]
+    )
+    if exact is not None and group is not None:
+        total = exact.gathered(sums, group).sum(0)
+    else:
+        total = sums.sum(0)
+        if group is not None:
+            torch.distributed.all_reduce(total, group=group)
     if not isinstance(several[0], Mapping):
         return total, micros
     factors = dict(zip(several[0], torch.where(total > 0, samples / total, 0.0).unbind(), strict=True))
     return float(samples), tuple(micro._replace(weights=_times(micro.weights, factors)) for micro in micros)
-
-
-def _sums(weights: Tensor | Mapping[str, Tensor]) -> Tensor:
-    """Sums a microbatch's weights: a scalar, or one number for each loss."""
-    if isinstance(weights, Mapping):
-        return torch.stack([each.sum() for each in weights.values()])
-    return weights.sum()
-
-
-def _total(sums: Tensor, exact: ExactPieces | None, group: Any) -> Tensor:
-    """Sums each microbatch's part, over all data slices."""
-    if group is None:
-        return sums.sum(0)
-    if exact is not None:
-        return exact.gathered(sums, group).sum(0)
-    total = sums.sum(0)
-    torch.distributed.all_reduce(total, group=group)
-    return total
 
 
 def _times(weights: LossWeights, factors: Mapping[str, Tensor]) -> LossWeights:

@@ -8,7 +8,7 @@ import functools
 import inspect
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,10 +16,6 @@ from torch import Tensor
 from grappe.errors import GrappeError, PlanError, TaskError
 from grappe.errors.user_code import at, sentence
 from grappe.task import Task, overrides
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
 
 _NOTHING = contextlib.nullcontext()
 COLLATE = "def collate(self, samples): … return inputs, targets"  # as it is to be written, for messages
@@ -47,14 +43,9 @@ def collated(task: Task, samples: Sequence[Any]) -> tuple[Any, Any]:
             f"samples of the form {form(samples[0])} cannot be put together by themselves ({type(error).__name__}: "
             f"{text}): give {name} a {COLLATE}{at(task, 'data')}"
         ) from error
-    return _pair(task, batch, samples, overrides(task, "collate"))
-
-
-def _pair(task: Task, batch: Any, samples: Sequence[Any], own: bool) -> tuple[Any, Any]:
-    name = type(task).__name__
     if isinstance(batch, tuple | list) and len(batch) == 2:
         return batch[0], batch[1]
-    if own:
+    if overrides(task, "collate"):
         raise TaskError(
             f"{name}.collate() gave {form(batch)}: it must give a pair, `return inputs, targets`{at(task, 'collate')}"
         )
@@ -174,8 +165,10 @@ def at_rows(batch: Any, places: Sequence[int], count: int) -> Any:
         raise PlanError(f"{_WHY}: a tensor has {list(batch.shape)} for {count} samples. {_INSTEAD}")
     if isinstance(batch, Mapping):
         return {key: at_rows(value, places, count) for key, value in batch.items()}
-    if isinstance(batch, list) and len(batch) == count and not _are_columns(batch, count):
-        return [batch[place] for place in places]
+    if isinstance(batch, list) and len(batch) == count:
+        columns = all(isinstance(value, Tensor) and value.dim() and len(value) == count for value in batch)
+        if not columns:  # single samples
+            return [batch[place] for place in places]
     if isinstance(batch, tuple | list):
         return type(batch)([at_rows(value, places, count) for value in batch])
     if batch is None or isinstance(batch, Tensor | str | int | float | bool):
@@ -185,8 +178,3 @@ def at_rows(batch: Any, places: Sequence[int], count: int) -> Any:
 
 _WHY = "a pipeline cuts each batch into microbatches, row by row, and what collate() gave cannot be cut so"
 _INSTEAD = "Give tensors with a row for each sample, or use replicate= or shard="
-
-
-def _are_columns(batch: list[Any], count: int) -> bool:
-    """Returns whether a list's entries are tensors of all samples, and not single samples."""
-    return all(isinstance(value, Tensor) and value.dim() and len(value) == count for value in batch)

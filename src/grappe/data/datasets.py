@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -18,6 +17,7 @@ from grappe.data.order import SampleOrder
 from grappe.data.sampling import DrawnSamples, Sampling
 from grappe.errors import DataError, GrappeError, TaskError
 from grappe.errors.user_code import at, line_of, user_call
+from grappe.launch.folders import locked
 from grappe.task import Task, overrides
 from grappe.words import host_name
 
@@ -63,7 +63,7 @@ def prepare(task: Task, folder: Path, world: World | None = None) -> None:
     problem: GrappeError | None = None
     if world is None or world.process.local_rank == 0:
         try:
-            with _locked(folder):
+            with locked(folder / LOCK):
                 user_call(task, "prepare", folder)
         except GrappeError as error:
             problem = error
@@ -78,18 +78,7 @@ def prepare(task: Task, folder: Path, world: World | None = None) -> None:
 def once_at_a_time() -> Iterator[None]:
     """Context that this user's processes of this machine enter one after the other."""
     state = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state"
-    with _locked(Path(state) / "grappe"):
-        yield
-
-
-@contextlib.contextmanager
-def _locked(folder: Path) -> Iterator[None]:
-    """Context that processes of all nodes enter one after the other, where their disk has locks and can be written."""
-    with contextlib.ExitStack() as stack:
-        with contextlib.suppress(OSError):  # a folder that nobody may write has its data already
-            folder.mkdir(parents=True, exist_ok=True)
-            file = stack.enter_context((folder / LOCK).open("w"))
-            fcntl.flock(file, fcntl.LOCK_EX)
+    with locked(Path(state) / "grappe" / LOCK):
         yield
 
 
@@ -99,49 +88,43 @@ def check(dataset: object, split: str, task: Task) -> int:
     Raises:
         TaskError: the dataset is not map-style, or is empty.
     """
-    name = type(task).__name__
+    what, place = f"{type(task).__name__}.data({split!r})", at(task, "data")
     if isinstance(dataset, IterableDataset):
         raise TaskError(
-            f"{name}.data({split!r}) is an IterableDataset: it cannot be shuffled, cut or resumed exactly, since "
+            f"{what} is an IterableDataset: it cannot be shuffled, cut or resumed exactly, since "
             "samples are asked for by index, and each process would read the whole stream. Give a map-style dataset "
             "(__len__ and __getitem__); write a stream out once, in prepare(): docs/data.md says how"
         )
-    _refuse_other_kinds(f"{name}.data({split!r})", dataset, at(task, "data"))
-    try:
-        length = len(dataset)  # type: ignore[arg-type]
-    except Exception as error:
-        line = line_of(error)
-        place = f" ({line})" if line else at(type(dataset), "__len__")
-        raise TaskError(
-            f"{name}.data({split!r}) has no length: {error}{place}. __len__ must return how many samples there are"
-        ) from error
-    if length == 0:
-        place = at(type(dataset), "__len__") or at(task, "data")
-        raise TaskError(f"{name}.data({split!r}) is empty: check the folder and the split{place}")
-    return length
-
-
-def _refuse_other_kinds(what: str, data: Any, place: str) -> None:
-    """Raises TaskError where `data` is no map-style dataset; `what` gave it, at `place`."""
-    if isinstance(data, DataLoader):
+    if isinstance(dataset, DataLoader):
         raise TaskError(
             f"{what} gave a DataLoader: give its dataset, `return loader.dataset`; grappe makes the batches, by the "
             f"task's batch_size, its collate() and the plan's workers{place}"
         )
-    if type(data).__name__ in ("DataFrame", "Series") and hasattr(data, "iloc"):
+    kind = type(dataset).__name__
+    if kind in ("DataFrame", "Series") and hasattr(dataset, "iloc"):
         raise TaskError(
-            f"{what} gave a {type(data).__name__}, whose columns do not say what is input and what is target: "
+            f"{what} gave a {kind}, whose columns do not say what is input and what is target: "
             f"`return grappe.Arrays(frame[[…]], frame['…'])`{place}"
         )
-    if isinstance(data, tuple | list) and len(data) == 2 and all(_is_column(column) for column in data):
+    if isinstance(dataset, tuple | list) and len(dataset) == 2 and all(map(_is_column, dataset)):
         raise TaskError(
             f"{what} gave a pair of arrays, not pairs of samples: `return grappe.Arrays(inputs, targets)`{place}"
         )
-    if not hasattr(data, "__getitem__") or not hasattr(data, "__len__"):
-        advice = "Is a `return` missing?" if data is None else "list(…) makes one of what can be iterated"
+    if not hasattr(dataset, "__getitem__") or not hasattr(dataset, "__len__"):
+        advice = "Is a `return` missing?" if dataset is None else "list(…) makes one of what can be iterated"
+        raise TaskError(f"{what} gave {kind}: it needs __len__ and __getitem__. {advice}{place}")
+    try:
+        length = len(dataset)  # type: ignore[arg-type]
+    except Exception as error:
+        line = line_of(error)
+        where = f" ({line})" if line else at(type(dataset), "__len__")
         raise TaskError(
-            f"{what} gave {type(data).__name__}: it needs __len__ and __getitem__. {advice}{place}"
-        )
+            f"{what} has no length: {error}{where}. __len__ must return how many samples there are"
+        ) from error
+    if length == 0:
+        where = at(type(dataset), "__len__") or place
+        raise TaskError(f"{what} is empty: check the folder and the split{where}")
+    return length
 
 
 def _is_column(column: Any) -> bool:

@@ -12,7 +12,6 @@ import sys
 import zlib
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -97,10 +96,9 @@ def idx(path: Path, inner: tuple[int, ...] | None = None, most: int = MOST_SAMPL
         DataError: the file cannot be read, is not IDX, or holds less or more than its header says.
     """
     raw = _bytes_of(path)
-    expected = _Expected(inner, most)
     if raw[:2].tobytes() == _GZIP:
-        raw = _gunzipped(raw, path, expected)
-    shape, start = _idx_header(raw, path, expected)
+        raw = _gunzipped(raw, path, inner, most)
+    shape, start = _idx_header(raw, path, inner)
     size = start + math.prod(shape)
     if raw.size != size:
         more = "trailing bytes" if raw.size > size else "truncated"
@@ -161,9 +159,17 @@ def cifar10_python(paths: Sequence[Path]) -> tuple[Images, Labels]:
             raise _damaged(path, f"as a pickle: {error}") from None
         if not isinstance(batch, dict) or not {"data", "labels"} <= batch.keys():
             raise _damaged(path, "expected a dictionary with data and labels")
-        pixels = _pixels(batch["data"], path)
-        images.append(pixels)
-        labels.append(_label_list(batch["labels"], len(pixels), path))
+        images.append(_pixels(batch["data"], path))
+        rows, stored = len(images[-1]), batch["labels"]
+        if not (
+            isinstance(stored, list) and len(stored) == rows and all(type(label) is int for label in stored)
+        ):
+            raise _damaged(path, f"expected labels to be a list of {rows} whole numbers")
+        if not all(
+            0 <= label < _CLASSES for label in stored
+        ):  # before an array, where a large one would not fit
+            raise _damaged(path, f"a label is not in 0 to {_CLASSES - 1}")
+        labels.append(np.array(stored, np.int64))
     return np.concatenate(images).reshape(-1, 3, _SIDE, _SIDE), np.concatenate(labels)
 
 
@@ -186,28 +192,15 @@ def _pixels(pixels: object, path: Path) -> NDArray[np.uint8]:
     raise _damaged(path, f"expected data to be a uint8 array [N, {_PIXELS}]")
 
 
-def _label_list(stored: object, rows: int, path: Path) -> Labels:
-    if not isinstance(stored, list) or len(stored) != rows or not all(type(label) is int for label in stored):
-        raise _damaged(path, f"expected labels to be a list of {rows} whole numbers")
-    if not all(0 <= label < _CLASSES for label in stored):  # before an array, where a large one would not fit
-        raise _damaged(path, f"a label is not in 0 to {_CLASSES - 1}")
-    return np.array(stored, np.int64)
-
-
 def _labels(numbers: NDArray[np.uint8], path: Path) -> Labels:
     if numbers.size and numbers.max() >= _CLASSES:
         raise _damaged(path, f"a label is {numbers.max()}, and the last class is {_CLASSES - 1}")
     return numbers.astype(np.int64)
 
 
-class _Expected(NamedTuple):
-    """The shape of a sample, where it is known, and the number of samples that there may be."""
-
-    inner: tuple[int, ...] | None
-    most: int
-
-
-def _idx_header(raw: NDArray[np.uint8], path: Path, expected: _Expected) -> tuple[tuple[int, ...], int]:
+def _idx_header(
+    raw: NDArray[np.uint8], path: Path, inner: tuple[int, ...] | None
+) -> tuple[tuple[int, ...], int]:
     """Reads the header: the shape, and the offset of the data."""
     zeros, kind, dimensions = (raw[:2].tolist(), *raw[2:4].tolist()) if raw.size >= 4 else ([], 0, 0)
     start = 4 + 4 * dimensions
@@ -221,19 +214,21 @@ def _idx_header(raw: NDArray[np.uint8], path: Path, expected: _Expected) -> tupl
     shape = tuple(raw[4:start].view(">u4").tolist())
     if 0 in shape:
         raise _damaged(path, f"its header, {_dims(shape)}, has a dimension of 0")
-    if expected.inner is not None and shape[1:] != expected.inner:
-        raise _damaged(path, f"expected images, N x {_dims(expected.inner)}, found {_dims(shape)}")
+    if inner is not None and shape[1:] != inner:
+        raise _damaged(path, f"expected images, N x {_dims(inner)}, found {_dims(shape)}")
     return shape, start
 
 
-def _gunzipped(raw: NDArray[np.uint8], path: Path, expected: _Expected) -> NDArray[np.uint8]:
+def _gunzipped(
+    raw: NDArray[np.uint8], path: Path, inner: tuple[int, ...] | None, most: int
+) -> NDArray[np.uint8]:
     """Unpacks a gzip file of IDX, at most one byte more than its inner header announces."""
     stream = zlib.decompressobj(wbits=16 + zlib.MAX_WBITS)
     try:
         out = stream.decompress(raw.data, 4 + 4 * _MOST_DIMENSIONS)
-        shape, start = _idx_header(np.frombuffer(out, np.uint8), path, expected)
-        if math.prod(shape) > expected.most * math.prod(expected.inner or (1,)):
-            raise _damaged(path, f"its header, {_dims(shape)}, asks for more than {expected.most:,} samples")
+        shape, start = _idx_header(np.frombuffer(out, np.uint8), path, inner)
+        if math.prod(shape) > most * math.prod(inner or (1,)):
+            raise _damaged(path, f"its header, {_dims(shape)}, asks for more than {most:,} samples")
         left = start + math.prod(shape) - len(out)
         if left >= 0:
             out += stream.decompress(stream.unconsumed_tail, min(left + 1, sys.maxsize))

@@ -59,7 +59,13 @@ class DrawnSamples:
         self._window, self._shuffle, self._copies = sampling.window, sampling.shuffle, sampling.copies
         if self.samples < 1 or self._window < 1:
             raise TaskError("sampling(): samples and window must be at least 1")
-        _check_copies(sampling)
+        if self._copies < 1:
+            raise TaskError(f"sampling(): copies={self._copies}: it must be at least 1")
+        others = (sampling.weights, sampling.classes, sampling.lengths, sampling.samples)
+        if self._copies > 1 and any(column is not None for column in others):
+            raise TaskError(
+                "sampling(): copies goes with no weights, classes, lengths or samples: give it alone"
+            )
         weights = _weights(sampling, length)
         self._lengths = None if sampling.lengths is None else _column("lengths", sampling.lengths, length)
         if weights is None and self.samples != length:
@@ -148,14 +154,6 @@ class DrawnSamples:
         if full:
             batches = batches[permute(np.arange(full), key=key, length=full)]
         return ids[np.concatenate([np.sort(batches, axis=1).ravel(), short])]
-
-
-def _check_copies(sampling: Sampling) -> None:
-    if sampling.copies < 1:
-        raise TaskError(f"sampling(): copies={sampling.copies}: it must be at least 1")
-    others = (sampling.weights, sampling.classes, sampling.lengths, sampling.samples)
-    if sampling.copies > 1 and any(column is not None for column in others):
-        raise TaskError("sampling(): copies goes with no weights, classes, lengths or samples: give it alone")
 
 
 def _weights(sampling: Sampling, length: int) -> NDArray[np.float64] | None:

@@ -144,10 +144,18 @@ class WorkerProcesses:
             raise explained(error) from error
         finally:
             gc.unfreeze()
-        register(self._loaded)
+        _UNFINISHED.add(self._loaded)
 
     def next(self) -> Any:
-        return next_batch(self._loaded)
+        try:
+            return next(self._loaded)
+        except Exception as error:
+            # Who keeps the error keeps its frames, and so the workers: a notebook would wait ten seconds for them.
+            end_data_workers(self._loaded)
+            if not isinstance(error, GrappeError):
+                raise _explained(error) from error.__cause__
+            kind = type(error)  # the task's own message, without the worker's traceback
+            raise kind(str(error).rstrip().rpartition(f"{kind.__name__}: ")[2]) from error
 
     def close(self) -> None:
         end_data_workers(self._loaded)
@@ -246,15 +254,11 @@ class Sources:
             self.tuned = True
             return
 
-        def noted(loading: Loading) -> None:
-            chosen(record(loading, self._cores, self._device))
-
         def tuned(loading: Loading) -> None:
             self._tuner, self.tuned = None, True
-            noted(loading)
+            self._note(loading)
 
-        self._note = noted
-
+        self._note = lambda loading: chosen(record(loading, self._cores, self._device))
         self._tuner = Tuner(
             first=self.loading,
             kinds=self._kinds,
@@ -303,7 +307,7 @@ class ThreadedBatches:
     ) -> None:
         self._sample, self._collate = sample, collate
         self._workers, self._most = workers, ahead + 1
-        self._collating = threading.Lock()
+        self._collating = threading.Lock()  # a task's own collate may not be made for several threads
         self._requests: Iterator[Sequence[Request]] = iter(())
         self._batches: deque[_Batch] = deque()
         self._pool = _pool(workers)
@@ -323,7 +327,7 @@ class ThreadedBatches:
     def close(self) -> None:
         """Ends the threads; batches that were read ahead are dropped."""
         for batch in self._batches:
-            batch.drop()
+            batch.loaded.cancel()  # its threads stop after the sample at hand
         self._batches.clear()
         self._pool.shutdown(wait=True, cancel_futures=True)
 
@@ -336,16 +340,12 @@ class ThreadedBatches:
             requests = next(self._requests, None)
             if requests is None:
                 return
-            batch = _Batch(self._sample, self._collated, requests)
+            batch = _Batch(self._sample, self._collate, self._collating, requests)
             self._batches.append(batch)
             share = -(-len(requests) // (_PARTS * self._workers))
             batch.parts = -(-len(requests) // share)
             for first in range(0, len(requests), share):
                 self._pool.submit(batch.load, first, first + share)
-
-    def _collated(self, samples: Sequence[Any]) -> Any:
-        with self._collating:  # a task's own collate may not be made for several threads
-            return self._collate(samples)
 
 
 class _Batch:
@@ -355,9 +355,10 @@ class _Batch:
         self,
         sample: Callable[[Request], Any],
         collate: Callable[[Sequence[Any]], Any],
+        collating: threading.Lock,
         requests: Sequence[Request],
     ) -> None:
-        self._sample, self._collate, self._requests = sample, collate, requests
+        self._sample, self._collate, self._collating, self._requests = sample, collate, collating, requests
         self._samples: list[Any] = [None] * len(requests)
         self._lock = threading.Lock()
         self.parts = 0
@@ -375,17 +376,14 @@ class _Batch:
                 self.parts -= 1
                 last = self.parts == 0
             if last:
-                batch = self._collate(self._samples)
+                with self._collating:
+                    batch = self._collate(self._samples)
                 self._samples = []  # they are in the batch
                 with contextlib.suppress(InvalidStateError):
                     self.loaded.set_result(batch)
         except BaseException as error:
             with contextlib.suppress(InvalidStateError):
                 self.loaded.set_exception(error)
-
-    def drop(self) -> None:
-        """Has its threads stop after the sample at hand."""
-        self.loaded.cancel()
 
 
 def settle() -> None:
@@ -420,7 +418,7 @@ def _begin_thread() -> None:
 
 _KILLED = re.compile(r"DataLoader worker \(pid[^)]*\) is killed by signal: (?P<signal>[^.]*)")
 _UNFINISHED: weakref.WeakSet[Iterator[Any]] = weakref.WeakSet()
-"""Iterators of a DataLoader: an error of the user's may leave one to the end of the process."""
+"""Iterators of DataLoaders, whose workers end with this process even if an error of the user's keeps a reference."""
 
 
 def begin_worker(_: int) -> None:
@@ -428,11 +426,6 @@ def begin_worker(_: int) -> None:
     end_with_parent()
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
-
-
-def register(loaded: Iterator[Any]) -> None:
-    """Ends the workers of a DataLoader's iterator when this process ends, even if the iterator is still referenced."""
-    _UNFINISHED.add(loaded)
 
 
 @atexit.register  # before multiprocessing's handler, which would wait for workers that ignore SIGTERM
@@ -447,10 +440,9 @@ def explaining_ended_workers() -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        explained_error = _explained(error)
-        if explained_error is error:
+        if (clear := _explained(error)) is error:
             raise
-        raise explained_error from error
+        raise clear from error
 
 
 def _explained(error: BaseException) -> BaseException:
@@ -468,20 +460,3 @@ def _explained(error: BaseException) -> BaseException:
         f"a data worker was ended by {name if number is None else number.name}{why}. Nothing is lost that was saved: "
         "start the run again, with fewer of them (--plan workers=1, say) or loading=threads, or with more memory"
     )
-
-
-def next_batch(loaded: Iterator[Any]) -> Any:
-    """Returns the next batch of a DataLoader's iterator.
-
-    Raises:
-        GrappeError: the task's own message from a data worker, without the worker's traceback.
-    """
-    try:
-        return next(loaded)
-    except Exception as error:
-        # Who keeps the error keeps its frames, and so the workers: a notebook would wait ten seconds for them later.
-        end_data_workers(loaded)
-        if not isinstance(error, GrappeError):
-            raise _explained(error) from error.__cause__
-        kind = type(error)
-        raise kind(str(error).rstrip().rpartition(f"{kind.__name__}: ")[2]) from error

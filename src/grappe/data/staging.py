@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import fcntl
+import hashlib
 import json
 import os
 import secrets
@@ -61,13 +62,14 @@ def stage(source: Path | str, to: Path | str) -> Path:
 
 
 def copied(source: Path, to: Path, report: Callable[[int, int], None] = lambda done, total: None) -> Staged:
-    """Copies as `stage` does; `told` is told how many bytes of how many are there."""
+    """Copies as `stage` does; `report` is called with how many bytes of how many are there."""
     source, to = source.absolute(), to.absolute()
     if to == source or to.is_relative_to(source) or to == source.parent:
         raise UsageError(f"--to {to}: this is where the source lies")
     try:
         to.mkdir(parents=True, exist_ok=True)
-        with _alone(to / f".{source.name}.stage.lock"):
+        with files.appender(to / f".{source.name}.stage.lock") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)  # a node's processes come one after the other
             return _copied(source, to, report)
     except OSError as error:
         full = "make room and " if error.errno in DISK_IS_FULL else ""
@@ -82,7 +84,8 @@ def _copied(source: Path, to: Path, report: Callable[[int, int], None]) -> Stage
     sources = _files(source)
     record = to / f".{source.name}.staged.json"
     recorded = _recorded_names(record)
-    _remove_others(to, source, {file.name for file in sources}, recorded)
+    names = {file.name for file in sources}
+    _remove_others(to, source, names, recorded)
     missing = [file for file in sources if recorded is None or not _is_there(to, file)]
     total, needed = (sum(file.size for file in some) for some in (sources, missing))
     room = shutil.disk_usage(to).free
@@ -90,7 +93,6 @@ def _copied(source: Path, to: Path, report: Callable[[int, int], None]) -> Stage
         raise DataError(
             f"{source} does not fit into {to}: {needed / 1e9:.1f} GB are needed, {room / 1e9:.1f} GB are free"
         )
-    names = {file.name for file in sources}
     if recorded != names:  # before the first file: what a killed process leaves is known to be a copy
         files.replace(record, json.dumps(sorted(names | (recorded or set()))).encode(), durable=True)
     done = total - needed
@@ -99,7 +101,9 @@ def _copied(source: Path, to: Path, report: Callable[[int, int], None]) -> Stage
         done += file.size
         report(done, total)
     if source.is_dir():
-        _set_folder_times(source, to / source.name)
+        for folder, _, _ in os.walk(to / source.name):  # an index of images has folders' times
+            facts = (source / Path(folder).relative_to(to / source.name)).stat()
+            os.utime(folder, ns=(facts.st_mtime_ns, facts.st_mtime_ns))
     return Staged(place=to / source.name, files=len(sources), bytes=total, copied=len(missing))
 
 
@@ -183,13 +187,6 @@ def _is_unfinished(path: Path, to: Path, names: set[str]) -> bool:
     return ours and str(path.relative_to(to)) not in names
 
 
-def _set_folder_times(source: Path, copy: Path) -> None:
-    """Gives the copy's folders their times: an index of images knows them."""
-    for folder, _, _ in os.walk(copy):
-        facts = (source / Path(folder).relative_to(copy)).stat()
-        os.utime(folder, ns=(facts.st_mtime_ns, facts.st_mtime_ns))
-
-
 def _copy(source: Path, place: Path, file: _File) -> None:
     """Copies a file, and reads the copy: it is there whole and right, or not at all.
 
@@ -219,13 +216,10 @@ def _copy(source: Path, place: Path, file: _File) -> None:
 
 
 def _hash(file: Path) -> str:
-    digest = xxhash.xxh3_128()
     with file.open("rb") as stream:
         with contextlib.suppress(OSError, AttributeError):  # from the disk, where the system can be asked to
             os.posix_fadvise(stream.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-        while content := stream.read(_CHUNK):
-            digest.update(content)
-    return digest.hexdigest()
+        return hashlib.file_digest(stream, xxhash.xxh3_128).hexdigest()
 
 
 def _recorded_names(record: Path) -> set[str] | None:
@@ -237,11 +231,3 @@ def _recorded_names(record: Path) -> set[str] | None:
     except (OSError, ValueError, RecursionError):
         return set()
     return {name for name in names if isinstance(name, str)} if isinstance(names, list) else set()
-
-
-@contextlib.contextmanager
-def _alone(lock: Path) -> Iterator[None]:
-    """Context that a node's processes enter one after the other."""
-    with files.appender(lock) as stream:
-        fcntl.flock(stream, fcntl.LOCK_EX)
-        yield

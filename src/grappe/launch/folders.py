@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
 import stat
 import tempfile
@@ -69,6 +70,16 @@ def state_folder(name: str, *, make: bool) -> Path | None:
     if not make and not (folder / name).is_dir():
         return None
     return own_folder(folder / name) if own_folder(folder) is not None else None
+
+
+@contextlib.contextmanager
+def locked(file: Path) -> Iterator[None]:
+    """Context that processes enter one after the other, where the file can be written and its disk has locks."""
+    with contextlib.ExitStack() as stack:
+        with contextlib.suppress(OSError):
+            file.parent.mkdir(parents=True, exist_ok=True)
+            fcntl.flock(stack.enter_context(file.open("w")), fcntl.LOCK_EX)
+        yield
 
 
 @contextlib.contextmanager

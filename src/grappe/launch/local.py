@@ -334,18 +334,16 @@ def server_end() -> str:
         return ""
     server = f"the server on {host_name()} that processes are started from"
     if code < 0:
-        name = signal_name(-code)
-        why = hint(code)
-        return f"{server} was killed by {name} ({why})" if why else f"{server} was killed by {name}"
+        return _killed_by(server, -code, hint(code))
     return f"{server} ended by itself with exit code {code}; what it wrote stands above"
 
 
-def signal_name(number: int) -> str:
-    """Returns a signal's name: SIGKILL."""
+def _killed_by(who: str, number: int, why: str) -> str:
     try:
-        return signal.Signals(number).name
+        name = signal.Signals(number).name
     except ValueError:
-        return f"signal {number}"
+        name = f"signal {number}"
+    return f"{who} was killed by {name} ({why})" if why else f"{who} was killed by {name}"
 
 
 def hint(code: int, killed_before: int | None = None) -> str:
@@ -398,42 +396,38 @@ def _terminal() -> Terminal | None:
 
 def explanation(failed: Sequence[LocalProcess]) -> GrappeError:
     """Returns the error of the process that failed first, since the others' errors may follow from it."""
-    first = min(failed, key=_how_late)
+
+    def how_late(process: LocalProcess) -> tuple[bool, bool, float]:
+        # A kill is noticed by its peers before it is noticed here; but NCCL aborts a process whose peer has failed.
+        ended = process.exit_code >= 0 or process.exit_code == -signal.SIGABRT
+        # A process that fails while it connects has cut its peers off before it can say why.
+        return ended, lost_another(process.report.message), process.report.when
+
+    first = min(failed, key=how_late)
     if first.report.kind == "error":
         error = getattr(errors, first.report.error, GrappeError)(first.report.message)
         error.details = first.report.details
         return error
-    died = ProcessDied(_end(first) + last_lines(first.log))
-    died.killed = first.exit_code == -signal.SIGKILL
+    who, number, why = first.name, first.exit_code, first.why
+    if number < 0:
+        end = _killed_by(who, -number, why)
+    # The exit code that multiprocessing reports where the server cannot tell any more.
+    elif number == UNKNOWN and (of_server := server_end()):
+        end = f"{who} was ended with what had started it: {of_server}"
+    elif first.report.kind == "crashed":
+        end = f"{who} failed with {first.report.error}"
+    elif why:
+        end = f"{who} ended by itself with exit code {number} ({why})"
+    else:
+        end = f"{who} ended by itself with exit code {number}"
+    died = ProcessDied(end + last_lines(first.log))
+    died.killed = number == -signal.SIGKILL
     return died
 
 
 def lost_another(text: str) -> bool:
     """Returns whether an error with this text follows from another process's end."""
     return any(words in text for words in LOST)
-
-
-def _how_late(process: LocalProcess) -> tuple[bool, bool, float]:
-    # A kill is noticed by its peers before it is noticed here; but NCCL aborts a process whose peer has failed.
-    ended = process.exit_code >= 0 or process.exit_code == -signal.SIGABRT
-    # A process that fails while it connects has cut its peers off before it can say why.
-    return ended, lost_another(process.report.message), process.report.when
-
-
-def _end(process: LocalProcess) -> str:
-    """Returns a sentence on how a process ended."""
-    who, why, number = process.name, process.why, process.exit_code
-    if number < 0:
-        name = signal_name(-number)
-        return f"{who} was killed by {name} ({why})" if why else f"{who} was killed by {name}"
-    # The exit code that multiprocessing reports where the server cannot tell any more.
-    if number == UNKNOWN and (end := server_end()):
-        return f"{who} was ended with what had started it: {end}"
-    if process.report.kind == "crashed":
-        return f"{who} failed with {process.report.error}"
-    if why:
-        return f"{who} ended by itself with exit code {number} ({why})"
-    return f"{who} ended by itself with exit code {number}"
 
 
 def last_lines(log: Path) -> str:

@@ -46,9 +46,8 @@ def shared_gpus(
     folder = _folder(process)
     first = process is None or process.local_rank == 0
     if first:
-        for owner in folder.parent.glob(
-            f"*/{OWNER}"
-        ):  # daemons whose owner was killed before it could end them
+        # Daemons whose owner was killed before it could end them.
+        for owner in folder.parent.glob(f"*/{OWNER}"):
             with contextlib.suppress(ValueError, OSError):
                 if not Path(f"/proc/{int(files.read_text(owner))}").exists():
                     stop(owner.parent)

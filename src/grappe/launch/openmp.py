@@ -10,12 +10,7 @@ from collections.abc import Iterator, MutableMapping
 from pathlib import Path
 
 POLICY = "OMP_WAIT_POLICY"
-CHOICES = (
-    POLICY,
-    "GOMP_SPINCOUNT",
-    "KMP_BLOCKTIME",
-    "KMP_LIBRARY",
-)  # of GNU's OpenMP, and of LLVM's and Intel's
+CHOICES = (POLICY, "GOMP_SPINCOUNT", "KMP_BLOCKTIME", "KMP_LIBRARY")  # GNU's OpenMP; LLVM's and Intel's
 STAT = Path("/proc/stat")
 LOOKS, LOOK_SECONDS = 5, 0.004
 
@@ -36,9 +31,8 @@ def is_busy() -> bool:
             lines = STAT.read_text().splitlines()
         except OSError:
             return False
-        others = min(
-            others, next((int(line.split()[1]) - 1 for line in lines if line.startswith("procs_running ")), 0)
-        )
+        running = (int(line.split()[1]) for line in lines if line.startswith("procs_running "))
+        others = min(others, next(running, 1) - 1)
         if others < 1:
             return False
         time.sleep(LOOK_SECONDS)

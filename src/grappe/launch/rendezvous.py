@@ -105,35 +105,27 @@ def claims_error_report(process: ProcessRank) -> bool:
 def _env_store(process: ProcessRank) -> Store:
     import torch.distributed as dist
 
-    _check_agent()
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        # The agent serves its store before it starts processes; one that has ended torch asks for minutes.
+        place = (os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
+        for pause in (0.2, 1.0, None):
+            try:
+                socket.create_connection(place, timeout=PATIENCE_SECONDS).close()
+                break
+            except ConnectionRefusedError as error:
+                if pause is None:
+                    raise ProcessDied(
+                        f"torchrun, which serves the processes' store at {place[0]}:{place[1]}, has ended: start it "
+                        "again"
+                    ) from error
+                time.sleep(pause)
+            except OSError:  # a network of its own kind: torch tries, and says what is wrong
+                break
     # torchrun's agent may already serve a store at MASTER_PORT; env:// knows how to share it.
     store, _, _ = next(iter(dist.rendezvous("env://")))
     # It outlives a training, and the next one in the same processes must not find this one's addresses.
     starts = store.add(f"grappe/starts/{process.rank}", 1)
     return dist.PrefixStore(f"grappe/{starts}", store)
-
-
-def _check_agent() -> None:
-    """Checks that torchrun's agent serves its store, as it does before it starts processes; torch asks for minutes.
-
-    Raises:
-        ProcessDied: the agent has ended.
-    """
-    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
-        return
-    place = (os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
-    for pause in (0.2, 1.0, None):
-        try:
-            socket.create_connection(place, timeout=PATIENCE_SECONDS).close()
-            return
-        except ConnectionRefusedError as error:
-            if pause is None:
-                raise ProcessDied(
-                    f"torchrun, which serves the processes' store at {place[0]}:{place[1]}, has ended: start it again"
-                ) from error
-            time.sleep(pause)
-        except OSError:  # a network of its own kind: torch tries, and says what is wrong
-            return
 
 
 def _published_store(process: ProcessRank, address: Path, timeout: timedelta) -> Store:

@@ -6,7 +6,7 @@ import contextlib
 import io
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import IO, Any, Protocol
 
 from grappe.errors.foreign_text import printable, printable_lines
@@ -70,32 +70,26 @@ class UserStream:
 
     def write(self, text: str) -> int:
         """Writes `text`, if the stream still has a reader."""
-        if self._open:
-            self.writing = True
-            try:
-                return self._stream.write(text)
-            except OSError:
-                self._close()
-            finally:
-                self.writing = False
+        self._try(lambda: self._stream.write(text))
         return len(text)
 
     def flush(self) -> None:
         """Flushes the stream."""
-        if self._open:
-            self.writing = True
-            try:
-                self._stream.flush()
-            except OSError:
-                self._close()
-            finally:
-                self.writing = False
+        self._try(self._stream.flush)
 
-    def _close(self) -> None:
-        self._open = False
-        # What its buffer holds would be tried again at the end of the process, and fail again.
-        with contextlib.suppress(OSError, ValueError):
-            os.dup2(os.open(os.devnull, os.O_WRONLY), self._stream.fileno())
+    def _try(self, action: Callable[[], object]) -> None:
+        if not self._open:
+            return
+        self.writing = True
+        try:
+            action()
+        except OSError:
+            self._open = False
+            # What its buffer holds would be tried again at the end of the process, and fail again.
+            with contextlib.suppress(OSError, ValueError):
+                os.dup2(os.open(os.devnull, os.O_WRONLY), self._stream.fileno())
+        finally:
+            self.writing = False
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)

@@ -85,13 +85,7 @@ class World:
 
     def gather(self, value: T) -> list[T]:
         """Gathers every process's `value`, by rank. Collective."""
-        if self.size == 1:
-            return [value]
-        import torch.distributed as dist
-
-        box: list[Any] = [None] * self.size
-        dist.all_gather_object(box, value, group=self.control)
-        return box
+        return _gathered(value, self.size, self.control)
 
     def share(self, value: T) -> T:
         """Broadcasts process 0's `value` to every process. Collective."""
@@ -105,13 +99,7 @@ class World:
 
     def gather_data(self, value: T) -> list[T]:
         """Gathers every data slice's `value`, in the order of the slices. Collective over the data axes."""
-        if self.data_group is None:
-            return [value]
-        import torch.distributed as dist
-
-        box: list[T | None] = [None] * self.data_size
-        dist.all_gather_object(box, value, group=self.data_group)
-        return box  # type: ignore[return-value]
+        return _gathered(value, self.data_size, self.data_group)
 
     def barrier(self) -> None:
         """Waits until every process has called it. Collective."""
@@ -129,6 +117,16 @@ class World:
 
             dist.destroy_process_group()
             forget_meshes()
+
+
+def _gathered(value: T, size: int, group: ProcessGroup | None) -> list[T]:
+    if size == 1:
+        return [value]
+    import torch.distributed as dist
+
+    box: list[Any] = [None] * size
+    dist.all_gather_object(box, value, group=group)
+    return box
 
 
 def gather_into(output: torch.Tensor, part: torch.Tensor, group: ProcessGroup) -> None:

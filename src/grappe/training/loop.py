@@ -196,7 +196,7 @@ class Training:
         """
         session, clock, engine = self.session, self.session.clock, self.session.engine
         start = session.info.start
-        session.watchers.started(session.info)
+        session.watchers.call("started", session.info)
         clock.begin()
         session.watchdog.start(start)
         outcome = None
@@ -233,7 +233,7 @@ class Training:
             try:
                 self._notify_watchers()
             finally:
-                session.watchers.ended(outcome)
+                session.watchers.call("ended", outcome)
         return outcome
 
     def _take_steps(self) -> None:
@@ -351,7 +351,7 @@ class Training:
                 f"{seconds / taken * total:.3g} s"
             )
         self.progress.note(step, scores)
-        session.watchers.evaluated(step, scores)
+        session.watchers.call("evaluated", step, scores)
         patience = session.options.patience
         if patience is not None and self.progress.since_best >= patience:  # the same on every process
             self._stop = "stopped"
@@ -388,7 +388,7 @@ class Training:
         session, info = self.session, self.session.info
         began = time.perf_counter()
         with session.clock.during(phases.CHECKPOINT):
-            session.watchers.saving(step)
+            session.watchers.call("saving", step)
             state = session.engine.state()
             values: dict[str, Any] = {
                 "engine_name": info.engine,
@@ -424,7 +424,7 @@ class Training:
             )
         if self.session.options.stop_on_failed_save:
             raise RunError(f"{problem}. The checkpoint before it is whole")
-        self.session.watchers.failed_to_save(problem)
+        self.session.watchers.call("failed_to_save", problem)
 
 
 def samples_seen(info: RunInfo, step: int) -> int:

@@ -88,9 +88,8 @@ def inside_boxes(boxes: Boxes, size: tuple[int, int]) -> Tensor:
     return (rows[:, :, None] & columns[:, None, :])[:, None]
 
 
-_UNIT = (
-    1 << 15
-)  # a weight of 15 bits times a byte is 23 bits: a sum of such is exact in float32, in any order
+# A weight of 15 bits times a byte is 23 bits: a sum of such is exact in float32, in any order.
+_UNIT = 1 << 15
 
 
 def flip(images: Tensor, keys: Tensor, p: float = 0.5) -> Tensor:

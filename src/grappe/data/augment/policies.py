@@ -65,7 +65,15 @@ def apply_operations(images: Tensor, kind: Tensor, amount: Tensor, fill: int = 0
 def _moved(images: Tensor, kind: Tensor, amount: Tensor, fill: int) -> Tensor:
     """Takes each pixel from another place, to the nearest pixel, as Pillow does."""
     height, width = images.shape[2:]
-    across, down, shift_x, shift_y, cosine, sine = _map(kind, amount)
+
+    def of(operation: Operation, values: Tensor) -> Tensor:
+        """Coefficients of the images that the operation is for, else 0: float32 [B, 1, 1]."""
+        return torch.where(kind == operation, values, torch.zeros_like(values)).view(-1, 1, 1)
+
+    across, down = of(Operation.SHEAR_X, amount), of(Operation.SHEAR_Y, amount)
+    shift_x, shift_y = (of(side, amount.trunc()) for side in (Operation.TRANSLATE_X, Operation.TRANSLATE_Y))
+    angle = torch.deg2rad(amount.double())
+    cosine, sine = (of(Operation.ROTATE, values.float()) for values in (angle.cos(), angle.sin()))
     device = images.device
     # centres of pixels; a rotation is around the image's middle, a shear around its corner
     y = (torch.arange(height, device=device) + 0.5)[None, :, None]
@@ -79,23 +87,6 @@ def _moved(images: Tensor, kind: Tensor, amount: Tensor, fill: int) -> Tensor:
     place = (from_y.clamp(0, height - 1) * width + from_x.clamp(0, width - 1)).flatten(1)[:, None]
     taken = images.flatten(2).gather(2, place.expand(-1, images.shape[1], -1)).view_as(images)
     return torch.where(inside[:, None], taken, fill)
-
-
-def _map(kind: Tensor, amount: Tensor) -> tuple[Tensor, ...]:
-    """Returns the coefficients of an image's places, each float32 [B, 1, 1]."""
-
-    def of(operation: Operation, values: Tensor) -> Tensor:
-        return torch.where(kind == operation, values, torch.zeros_like(values)).view(-1, 1, 1)
-
-    angle = torch.deg2rad(amount.double())
-    return (
-        of(Operation.SHEAR_X, amount),
-        of(Operation.SHEAR_Y, amount),
-        of(Operation.TRANSLATE_X, amount.trunc()),
-        of(Operation.TRANSLATE_Y, amount.trunc()),
-        of(Operation.ROTATE, angle.cos().float()),
-        of(Operation.ROTATE, angle.sin().float()),
-    )
 
 
 def _table(images: Tensor, kind: Tensor, amount: Tensor) -> Tensor:
@@ -315,12 +306,10 @@ def _amounts(space: _Space, device: torch.device) -> Tensor:
         return torch.linspace(0.0, most, space.bins)
 
     table = torch.zeros(len(Operation), space.bins)
-    for operation in (Operation.SHEAR_X, Operation.SHEAR_Y):
-        table[operation] = up_to(space.shear)
+    table[[Operation.SHEAR_X, Operation.SHEAR_Y]] = up_to(space.shear)
     table[Operation.TRANSLATE_X], table[Operation.TRANSLATE_Y] = map(up_to, space.translate)
     table[Operation.ROTATE] = up_to(space.rotate)
-    for operation in (Operation.BRIGHTNESS, Operation.COLOUR, Operation.CONTRAST, Operation.SHARPNESS):
-        table[operation] = up_to(space.factor)
+    table[Operation.BRIGHTNESS : Operation.SHARPNESS + 1] = up_to(space.factor)
     table[Operation.POSTERIZE] = (8 - torch.arange(space.bins) / ((space.bins - 1) / space.bits)).round()
     table[Operation.SOLARIZE] = torch.linspace(255.0, 0.0, space.bins)
     return table.to(device)

@@ -5,10 +5,9 @@ Shapes: S, the side of a sample in pixels.
 
 from __future__ import annotations
 
+import functools
 import mmap
 import os
-import threading
-from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -41,8 +40,8 @@ class Reader:
 
     def __init__(self, source: Path, index: Index) -> None:
         self._source, self._index = source, index
-        self._opened: OrderedDict[int, _Handle] = OrderedDict()
-        self._lock = threading.Lock()
+        # What the cache drops is closed once no thread reads from it.
+        self._handle = functools.lru_cache(MOST_OPEN)(lambda file: _Handle(source / index.files[file]))
 
     def read(self, place: int) -> bytes:
         """Returns the content of an image's file.
@@ -53,7 +52,7 @@ class Reader:
         offset, size, mark, file, _ = self._index.entries[place].item()
         if self._index.kind == "folder":
             return self._read_file(place, size, mtime=offset)
-        handle = self._handle(file)  # held until it is read from: another thread may open one too many
+        handle = self._handle(file)
         content = os.pread(handle.number, BLOCK + size, offset - BLOCK)
         if len(content) != BLOCK + size or mark_of(content[:BLOCK]) != mark:
             raise self._changed(place)
@@ -88,18 +87,6 @@ class Reader:
             return os.pread(handle, size, 0)
         finally:
             os.close(handle)
-
-    def _handle(self, file: int) -> _Handle:
-        with self._lock:
-            handle = self._opened.get(file)
-            if handle is None:
-                name = self._index.files[file]
-                handle = self._opened[file] = _Handle(self._source / name if name else self._source)
-                if len(self._opened) > MOST_OPEN:
-                    self._opened.popitem(last=False)  # closed once no thread reads from it
-            else:
-                self._opened.move_to_end(file)
-            return handle
 
     def _changed(self, place: int) -> DataError:
         return DataError(
@@ -157,17 +144,16 @@ class Images(Dataset[tuple[Tensor, int]]):
     ) -> None:
         self.source = Path(source).absolute()
         self.view = view
-        self._labels = None if labels is None else Path(labels).absolute()
-        self._numbering = None if numbering is None else Path(numbering).absolute()
-        self._class_names = None if classes is None else tuple(classes)
-        self._index = open_index(self.source, self._labels, self._numbering)[0]
-        self.classes = self._class_names or self._index.classes
+        label_files = [None if file is None else Path(file).absolute() for file in (labels, numbering)]
+        self._index = open_index(self.source, *label_files)[0]
+        self._options = {"labels": label_files[0], "numbering": label_files[1], "classes": classes}
+        self.classes = tuple(classes or self._index.classes)
         """Names of the classes, by label."""
         # The label of each class of the index.
         self._label_of = np.arange(len(self._index.classes))
-        if self._class_names is not None:
-            label_by_name = {name: label for label, name in enumerate(self._class_names)}
-            if len(label_by_name) < len(self._class_names):
+        if classes is not None:
+            label_by_name = {name: label for label, name in enumerate(self.classes)}
+            if len(label_by_name) < len(self.classes):
                 raise TaskError("Images: a name stands twice in classes=")
             absent = sorted(set(self._index.classes) - set(label_by_name))
             if absent:
@@ -246,15 +232,9 @@ class Images(Dataset[tuple[Tensor, int]]):
 
     def __reduce__(self) -> tuple[object, ...]:
         # Neither open files nor a mapped index can travel to another process: it opens them again.
-        return _open_images, (self.source, self.view, self._labels, self._numbering, self._class_names)
+        return functools.partial(Images, **self._options), (self.source, self.view)
 
     def _place(self, index: int) -> int:
         if not 0 <= index < len(self):
             raise IndexError(f"image {index} of {len(self)}")
         return index + int(np.searchsorted(self._gaps, index, side="right"))
-
-
-def _open_images(
-    source: Path, view: View, labels: Path | None, numbering: Path | None, classes: tuple[str, ...] | None
-) -> Images:
-    return Images(source, view, labels=labels, numbering=numbering, classes=classes)

@@ -10,7 +10,7 @@ import functools
 import importlib
 import io
 from types import ModuleType
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,7 +19,7 @@ MOST_PIXELS = 89_478_485
 """Above this Pillow warns of a decompression bomb; 268 MB of RGB."""
 _PNG = b"\x89PNG\r\n\x1a\n"
 _ALONE = {0x01, *range(0xD0, 0xD9)}  # markers without a length
-_FRAMES = {0xC0: True, 0xC1: True, 0xC2: True, 0xC9: True, 0xCA: True}
+_FRAMES = {0xC0, 0xC1, 0xC2, 0xC9, 0xCA}
 _OTHER_FRAMES = {0xC3, 0xC5, 0xC6, 0xC7, 0xCB, 0xCD, 0xCE, 0xCF}  # lossless and hierarchical
 _SCAN = 0xDA
 
@@ -128,29 +128,19 @@ def decoded(data: bytes, header: ImageHeader, scale: int = 1, *, fast: bool = Tr
     Raises:
         NoPicture: the file is damaged or cut off.
     """
+    height, width = -(-header.height // scale), -(-header.width // scale)
     library = simplejpeg() if fast and header.kind == "jpeg" and header.channels != 4 else None
-    pixels = (
-        _by_pillow(data, header, scale) if library is None else _by_simplejpeg(library, data, header, scale)
-    )
-    expected = (-(-header.height // scale), -(-header.width // scale), 3)
-    if pixels.shape != expected:
+    if library is None:
+        pixels = _by_pillow(data, header, scale)
+    else:
+        least = {"min_height": height, "min_width": width} if scale > 1 else {}
+        try:
+            pixels = library.decode_jpeg(data, colorspace="RGB", fastdct=False, fastupsample=False, **least)
+        except ValueError as error:
+            raise NoPicture(f"damaged or cut off: {_sentence(error)}") from None
+    if pixels.shape != (height, width, 3):
         raise NoPicture(f"damaged: it decodes to {pixels.shape[1]} x {pixels.shape[0]} pixels")
     return pixels
-
-
-def _by_simplejpeg(library: Any, data: bytes, header: ImageHeader, scale: int) -> Pixels:
-    least = (
-        {}
-        if scale == 1
-        else {
-            "min_height": -(-header.height // scale),
-            "min_width": -(-header.width // scale),
-        }
-    )
-    try:
-        return library.decode_jpeg(data, colorspace="RGB", fastdct=False, fastupsample=False, **least)
-    except ValueError as error:
-        raise NoPicture(f"damaged or cut off: {_sentence(error)}") from None
 
 
 def _by_pillow(data: bytes, header: ImageHeader, scale: int) -> Pixels:

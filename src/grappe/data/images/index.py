@@ -9,15 +9,13 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import fcntl
 import hashlib
 import io
-import json
 import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, get_args
 
+import msgspec
 import numpy as np
 import xxhash
 from numpy.typing import NDArray
@@ -27,15 +25,13 @@ from grappe.data.images.tar import BLOCK, mark_of
 from grappe.errors import DataError
 from grappe.errors.foreign_text import printable
 from grappe.launch import files
-from grappe.launch.folders import own_folder, state_base
+from grappe.launch.folders import locked, state_folder
 from grappe.launch.terminal import complain
 
 VERSION = 1
 _ALIGNED = 64
-_NPY_HEADER = 128
 _START = 16
 _PROBES = 16
-_MOST_DESCRIPTION = 1 << 28
 INDEX = ".grappe.npy"
 QUARANTINE = ".quarantine.txt"
 _MOST_QUARANTINE = 1 << 26
@@ -74,6 +70,20 @@ class Index:
         return self.name_bytes[start : int(self.name_ends[place])].tobytes()
 
 
+class _Description(msgspec.Struct, kw_only=True, rename={"name_bytes": "name bytes", "left_out": "left out"}):
+    """Describes the arrays of an index, and the state of the source that they are of."""
+
+    version: int
+    kind: Kind
+    classes: tuple[str, ...]
+    files: tuple[str, ...]
+    facts: tuple[tuple[int, int], ...]
+    labels: tuple[str, ...]
+    images: int
+    name_bytes: int
+    left_out: int
+
+
 def write_index(file: Path, source: Path, listed: Listing, labels: LabelFiles) -> None:
     """Writes an index in one step, so that nobody ever reads half of it.
 
@@ -82,24 +92,26 @@ def write_index(file: Path, source: Path, listed: Listing, labels: LabelFiles) -
     """
     names = b"".join(listed.names)
     ends = np.cumsum(np.fromiter(map(len, listed.names), np.uint64, len(listed.names)), dtype=np.uint64)
-    description = {
-        "version": VERSION,
-        "kind": listed.kind,
-        "classes": listed.classes,
-        "files": listed.files,
-        "facts": list(_facts(source, listed.files)),
-        "labels": list(map(_content_hash, labels)),
-        "images": len(listed.entries),
-        "name bytes": len(names),
-        "left out": listed.left_out,
-    }
-    text = json.dumps(description).encode()
+    description = _Description(
+        version=VERSION,
+        kind=listed.kind,
+        classes=listed.classes,
+        files=listed.files,
+        facts=tuple(_facts(source, listed.files)),
+        labels=tuple(map(_content_hash, labels)),
+        images=len(listed.entries),
+        name_bytes=len(names),
+        left_out=listed.left_out,
+    )
+    text = msgspec.json.encode(description)
     laid = bytearray(bytes(8) + len(text).to_bytes(8, "little") + text)
     for section in (listed.entries.tobytes(), ends.tobytes(), names):
         laid += bytes(-len(laid) % _ALIGNED)
         laid += section
     laid[:8] = xxhash.xxh3_64_digest(memoryview(laid)[8:])
-    files.replace(file, _npy_header(len(laid)) + bytes(laid), durable=True)
+    content = io.BytesIO()
+    np.save(content, np.frombuffer(laid, np.uint8))
+    files.replace(file, content.getvalue(), durable=True)
 
 
 def read_index(file: Path, source: Path, labels: LabelFiles) -> Index:
@@ -110,51 +122,56 @@ def read_index(file: Path, source: Path, labels: LabelFiles) -> Index:
         DataError: a file that it names is missing: then the source is, and not the index.
     """
     raw = _bytes_of(file)
-    length = int.from_bytes(raw[8:_START].tobytes(), "little")
-    if xxhash.xxh3_64_digest(raw[8:].data) != raw[:8].tobytes() or length > min(len(raw), _MOST_DESCRIPTION):
+    if xxhash.xxh3_64_digest(raw[8:].data) != raw[:8].tobytes():
         raise Stale("it is damaged")
+    start = _START + int.from_bytes(raw[8:_START].tobytes(), "little")
     try:
-        description = json.loads(raw[_START : _START + length].tobytes())
-    except (ValueError, RecursionError):
-        raise Stale("it is damaged") from None
-    if not isinstance(description, dict) or description.get("version") != VERSION:
+        description = msgspec.json.decode(raw[_START:start].tobytes(), type=_Description)
+    except msgspec.DecodeError:
+        raise Stale("it is damaged, or another version of grappe wrote it") from None
+    if description.version != VERSION:
         raise Stale("another version of grappe wrote it")
-    try:
-        index = _mapped(raw, description, _START + length)
-        before, hashes = [tuple(pair) for pair in description["facts"]], description["labels"]
-    except (KeyError, TypeError, ValueError, OverflowError):
-        raise Stale("it is damaged") from None
-    if hashes != list(map(_content_hash, labels)):
+    count, sections = description.images, []
+    for size in (count * ENTRY.itemsize, count * 8, description.name_bytes):
+        start += -start % _ALIGNED
+        sections.append(np.asarray(raw[start : start + size]))
+        start += size
+    leads_out = any(name.startswith("/") or ".." in name.split("/") for name in description.files)
+    if start != len(raw) or leads_out or min(count, description.name_bytes) < 1:
+        raise Stale("it is damaged")
+    index = Index(
+        kind=description.kind,
+        classes=description.classes,
+        files=description.files,
+        entries=sections[0].view(ENTRY),
+        name_ends=sections[1].view("<u8"),
+        name_bytes=sections[2],
+        left_out=description.left_out,
+    )
+    if description.labels != tuple(map(_content_hash, labels)):
         raise Stale("the file of labels is another one")
-    now = list(_facts(source, index.files))
-    for name, earlier, current in zip(index.files, before, now, strict=False):
+    facts = tuple(_facts(source, index.files))
+    for name, earlier, current in zip(index.files, description.facts, facts, strict=False):
         if earlier != current:
             raise Stale(f"{name or source.name} has changed since")
-    if len(before) != len(now):
+    if len(description.facts) != len(facts):
         raise Stale("it is damaged")
-    _check_entries(index, [size for size, _ in now])
+    _check_entries(index, [size for size, _ in facts])
     for place in np.linspace(0, len(index) - 1, min(_PROBES, len(index))).astype(int).tolist():
         _probe(index, source, place)
     return index
 
 
 def _bytes_of(file: Path) -> NDArray[np.uint8]:
-    """Maps the array of a .npy file, whose header can only describe an array of bytes."""
     try:
-        length = file.stat().st_size - _NPY_HEADER
-        with file.open("rb") as stream:
-            header = stream.read(_NPY_HEADER)
-        if length < _START or header != _npy_header(length):
-            raise Stale("it is another file, or cut off")
-        return np.memmap(file, np.uint8, "r", _NPY_HEADER)
-    except (OSError, ValueError) as error:
+        raw = np.load(file, mmap_mode="r")  # a pickle is refused
+    except OSError as error:
         raise Stale(f"it cannot be read: {error}") from None
-
-
-def _npy_header(length: int) -> bytes:
-    stream = io.BytesIO()
-    np.lib.format.write_array_header_1_0(stream, {"descr": "|u1", "fortran_order": False, "shape": (length,)})
-    return stream.getvalue()
+    except Exception:  # its header is Python's text, and damage in it may raise anything
+        raise Stale("it is another file, or cut off") from None
+    if not isinstance(raw, np.ndarray) or raw.dtype != np.uint8 or raw.ndim != 1 or len(raw) < _START:
+        raise Stale("it is another file, or cut off")
+    return raw
 
 
 def _facts(source: Path, names: tuple[str, ...]) -> Iterator[tuple[int, int]]:
@@ -164,7 +181,7 @@ def _facts(source: Path, names: tuple[str, ...]) -> Iterator[tuple[int, int]]:
         DataError: one of them is missing.
     """
     for name in names:
-        path = source / name if name else source
+        path = source / name
         try:
             facts = path.stat()
         except OSError as error:
@@ -186,38 +203,10 @@ def _content_hash(file: Path | None) -> str:
         raise DataError(f"{file} cannot be read: {error.strerror or error}") from None
 
 
-def _mapped(raw: NDArray[np.uint8], description: dict[str, Any], start: int) -> Index:
-    count, length = int(description["images"]), int(description["name bytes"])
-    parts = []
-    for size in (count * ENTRY.itemsize, count * 8, length):
-        start += -start % _ALIGNED
-        part = raw[start : start + size]
-        if size < 0 or len(part) != size:
-            raise ValueError("a section is cut off")
-        parts.append(part)
-        start += size
-    classes, names = description["classes"], description["files"]
-    if not all(isinstance(name, str) for name in [*classes, *names]) or description["kind"] not in get_args(
-        Kind
-    ):
-        raise ValueError("names are no text")
-    if any(name.startswith("/") or ".." in name.split("/") for name in names):
-        raise ValueError("a name leads out of the source")
-    return Index(
-        kind=description["kind"],
-        classes=tuple(classes),
-        files=tuple(names),
-        entries=np.asarray(parts[0]).view(ENTRY),
-        name_ends=np.asarray(parts[1]).view("<u8"),
-        name_bytes=np.asarray(parts[2]),
-        left_out=int(description["left out"]),
-    )
-
-
 def _check_entries(index: Index, file_sizes: list[int]) -> None:
     """Checks that every entry lies in its file."""
     entries = index.entries
-    if not len(entries) or int(index.name_ends[-1]) != len(index.name_bytes):
+    if int(index.name_ends[-1]) != len(index.name_bytes):
         raise Stale("it is damaged")
     sizes = np.array(file_sizes, np.uint64)
     for start in range(0, len(entries), 1 << 16):
@@ -244,8 +233,7 @@ def _probe(index: Index, source: Path, place: int) -> None:
         if (facts.st_mtime_ns, facts.st_size) != (int(entry["offset"]), int(entry["size"])):
             raise Stale(f"{name} has changed since")
         return
-    file = index.files[int(entry["file"])]
-    with (source / file if file else source).open("rb", buffering=0) as stream:
+    with (source / index.files[int(entry["file"])]).open("rb", buffering=0) as stream:
         header = os.pread(stream.fileno(), BLOCK, int(entry["offset"]) - BLOCK)
     if mark_of(header) != int(entry["mark"]):
         raise Stale(f"another member is in the place of {name}")
@@ -255,15 +243,9 @@ def places(source: Path, ending: str) -> list[Path]:
     """Lists where a file that belongs to a source may lie, in order of preference."""
     source = source.absolute()
     candidates = [source.with_name(source.name + ending)]
-    folder = _user_folder()
-    if folder is not None:
+    if (folder := state_folder("images", make=True)) is not None:
         candidates.append(folder / f"{source.name}-{xxhash.xxh3_64_hexdigest(os.fsencode(source))}{ending}")
     return candidates
-
-
-def _user_folder() -> Path | None:
-    base = state_base()
-    return None if base is None else own_folder(base / "grappe" / "images")
 
 
 def open_index(
@@ -285,7 +267,8 @@ def open_index(
     label_files = (labels, numbering)
     if not again and (existing := _existing_index(source, label_files)[0]) is not None:
         return existing
-    with _locked(source):
+    locks = places(source, ".lock")[1:]  # in the user's folder, where there is one
+    with locked(locks[0]) if locks else contextlib.nullcontext():
         existing, why = (None, "asked for") if again else _existing_index(source, label_files)
         if existing is not None:  # another process has made it
             return existing
@@ -315,18 +298,6 @@ def _existing_index(source: Path, labels: LabelFiles) -> tuple[tuple[Index, Path
             except Stale as error:
                 why = why or f"{file}: {error}"
     return None, why
-
-
-@contextlib.contextmanager
-def _locked(source: Path) -> Iterator[None]:
-    """Context that processes of a node enter one after the other, where there is a folder for it."""
-    with contextlib.ExitStack() as stack:
-        with contextlib.suppress(OSError):
-            lock = places(source, ".lock")[-1]
-            if lock.parent == _user_folder():
-                file = stack.enter_context(lock.open("w"))
-                fcntl.flock(file, fcntl.LOCK_EX)
-        yield
 
 
 def quarantined(source: Path, index: Index) -> NDArray[np.int64]:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,6 +19,7 @@ from grappe.data.images.tar import Extent, Member, members
 from grappe.errors import DataError
 from grappe.errors.foreign_text import printable
 
+T = TypeVar("T")
 Kind = Literal["folder", "archive", "shards"]
 Report = Callable[[str], None]
 """Shows progress, in a few words."""
@@ -51,12 +52,18 @@ class Listing:
     """Files that are not named as images are."""
 
 
+Row = tuple[bytes, int, int, int, int, int]
+"""An image: its name, and the fields of ENTRY."""
+
+
 class _Part(NamedTuple):
     """The images of one class folder, or of one archive."""
 
     names: list[bytes]
     entries: NDArray[np.void]
     left_out: int
+    folders: Sequence[str] = ()
+    """The folders that they lie in."""
 
 
 def kind_of(source: Path) -> Kind:
@@ -97,9 +104,27 @@ def listing(source: Path, labels: Path | None, numbering: Path | None, report: R
     return images
 
 
-def _sorted_part(names: list[bytes], entries: NDArray[np.void], left_out: int) -> _Part:
-    order = sorted(range(len(names)), key=names.__getitem__)
-    return _Part([names[place] for place in order], entries[order], left_out)
+def _part(rows: Sequence[Row], left_out: int, folders: Sequence[str] = ()) -> _Part:
+    too_large = next((row for row in rows if row[2] > LARGEST), None)
+    if too_large is not None:
+        raise DataError(f"'{printable(_text(too_large[0]))}' is no image: {too_large[2]:,} bytes")
+    return _Part([row[0] for row in rows], np.array([row[1:] for row in rows], ENTRY), left_out, folders)
+
+
+def _row(member: Member, name: bytes, label: int = 0, *, file: int = 0) -> Row:
+    return (name, member.offset, member.size, member.mark, file, label)
+
+
+def _in_threads(
+    work: Callable[[T, int], _Part], items: Sequence[T], unit: str, report: Report
+) -> list[_Part]:
+    """Calls `work` with each item and its place, by threads."""
+    parts: list[_Part] = []
+    with ThreadPoolExecutor(THREADS) as threads:
+        for part in threads.map(work, items, range(len(items))):
+            parts.append(part)
+            report(f"{len(parts):,} of {len(items):,} {unit}")
+    return parts
 
 
 def _joined(
@@ -114,12 +139,6 @@ def _joined(
         names=[name for part in parts for name in part.names],
         left_out=left_out + sum(part.left_out for part in parts),
     )
-
-
-def _label_by_place(parts: Sequence[_Part]) -> None:
-    """Labels each part's images with the part's place, where each part is a class."""
-    for label, part in enumerate(parts):
-        part.entries["label"] = label
 
 
 def _is_image(name: bytes) -> bool:
@@ -140,20 +159,15 @@ def _list_folder(source: Path, report: Report) -> Listing:
         classes = sorted(place.name for place in places if place.is_dir() and not place.name.startswith("."))
     if not classes:
         raise DataError(f"{source} has no class folders: images lie in SOURCE/CLASS/NAME.jpg")
-    parts: list[_Part] = []
-    inside = [""]
-    with ThreadPoolExecutor(THREADS) as threads:
-        for part, folders in threads.map(lambda name: _class_folder(source, name), classes):
-            parts.append(part)
-            inside += folders
-            report(f"{len(parts):,} of {len(classes):,} class folders")
-    _label_by_place(parts)
-    return _joined("folder", inside, classes, parts)
+    parts = _in_threads(
+        lambda name, label: _class_folder(source, name, label), classes, "class folders", report
+    )
+    folders = ["", *(folder for part in parts for folder in part.folders)]
+    return _joined("folder", folders, classes, parts)
 
 
-def _class_folder(source: Path, name: str) -> tuple[_Part, list[str]]:
-    """Returns the images of a class, and the folders that they lie in."""
-    names, rows, left_out, folders = [], [], 0, [name]
+def _class_folder(source: Path, name: str, label: int) -> _Part:
+    rows, left_out, folders = [], 0, [name]
     for inside in folders:  # which grows meanwhile
         with os.scandir(source / inside) as places:
             for place in places:
@@ -168,11 +182,10 @@ def _class_folder(source: Path, name: str) -> tuple[_Part, list[str]]:
                     facts = place.stat()
                 except OSError as error:
                     raise DataError(f"{source / path} cannot be read: {error.strerror}") from None
-                if facts.st_size > LARGEST or "\n" in path:
-                    raise DataError(f"{printable(source / path)} is no image: its size or name is none")
-                names.append(os.fsencode(path))
-                rows.append((facts.st_mtime_ns, facts.st_size, 0, 0, 0))
-    return _sorted_part(names, np.array(rows, ENTRY), left_out), folders
+                if "\n" in path:
+                    raise DataError(f"{printable(source / path)} is no image: its name has two lines")
+                rows.append((os.fsencode(path), facts.st_mtime_ns, facts.st_size, 0, 0, label))
+    return _part(sorted(rows), left_out, folders)
 
 
 # One archive: a tar of a tar for each class (ImageNet as downloaded), of class folders, or flat.
@@ -207,7 +220,7 @@ def _list_archive(source: Path, labels: Path | None, numbering: Path | None, rep
     images = [member for member in outer if _is_image(member.name)]
     left_out = len(outer) - len(images)
     if labels is not None:
-        part = _sorted_part([member.name for member in images], _rows_of(images), left_out)
+        part = _part(sorted(_row(member, member.name) for member in images), left_out)
         part.entries["label"], classes = _labels_of(labels, part.names, numbering)
         return _joined("archive", ("",), classes, [part])
     if any(member.name.endswith(b".cls") for member in outer):
@@ -223,40 +236,28 @@ def _list_archive(source: Path, labels: Path | None, numbering: Path | None, rep
         by_class.setdefault(folder, []).append(member)
     names = sorted(by_class)
     parts = [
-        _sorted_part([member.name for member in by_class[name]], _rows_of(by_class[name]), 0)
-        for name in names
+        _part(sorted(_row(member, member.name, label) for member in by_class[name]), 0)
+        for label, name in enumerate(names)
     ]
-    _label_by_place(parts)
     return _joined("archive", ("",), list(map(_text, names)), parts, left_out)
 
 
 def _list_inner_archives(archive: Extent, inner: Sequence[Member], report: Report) -> Listing:
     """Lists the images of archives in an archive, whose names are the classes."""
+    names = [tar.name.rpartition(b"/")[2].removesuffix(b".tar") for tar in inner]
 
-    def walked(tar: Member) -> _Part:
-        name = tar.name.rpartition(b"/")[2].removesuffix(b".tar")
+    def walked(tar: Member, label: int) -> _Part:
         title = f"{printable(_text(tar.name))} in {archive.title}"
         files = list(members(Extent(archive.handle, title, tar.offset, tar.offset + tar.size)))
-        images = [member for member in files if _is_image(member.name)]
-        names = [name + b"/" + member.name.removeprefix(b"./") for member in images]
-        return _sorted_part(names, _rows_of(images), len(files) - len(images))
+        rows = [
+            _row(member, names[label] + b"/" + member.name.removeprefix(b"./"), label)
+            for member in files
+            if _is_image(member.name)
+        ]
+        return _part(sorted(rows), len(files) - len(rows))
 
-    parts: list[_Part] = []
-    with ThreadPoolExecutor(THREADS) as threads:
-        for part in threads.map(walked, inner):
-            parts.append(part)
-            report(f"{len(parts):,} of {len(inner):,} classes")
-    _label_by_place(parts)
-    classes = [_text(member.name.rpartition(b"/")[2].removesuffix(b".tar")) for member in inner]
-    return _joined("archive", ("",), classes, parts)
-
-
-def _rows_of(images: Sequence[Member]) -> NDArray[np.void]:
-    """Returns the entries of an archive's members, without labels."""
-    too_large = next((member for member in images if member.size > LARGEST), None)
-    if too_large is not None:
-        raise DataError(f"'{printable(_text(too_large.name))}' is no image: {too_large.size:,} bytes")
-    return np.array([(member.offset, member.size, member.mark, 0, 0) for member in images], ENTRY)
+    parts = _in_threads(walked, inner, "classes", report)
+    return _joined("archive", ("",), list(map(_text, names)), parts)
 
 
 # Files of labels: which class each image of a flat archive (ImageNet's validation set) is of.
@@ -388,12 +389,7 @@ def _missing_numbers(names: Sequence[str]) -> Iterator[str]:
 def _list_shards(source: Path, report: Report) -> Listing:
     """Lists a folder of shards: files whose names are alike up to the first dot are one sample."""
     shards = shard_names(source)
-    parts: list[_Part] = []
-    with ThreadPoolExecutor(THREADS) as threads:
-        for number, part in enumerate(threads.map(lambda name: _list_shard(source, name), shards)):
-            part.entries["file"] = number
-            parts.append(part)
-            report(f"{len(parts):,} of {len(shards):,} shards")
+    parts = _in_threads(lambda name, number: _list_shard(source, name, number), shards, "shards", report)
     largest = max((int(part.entries["label"].max()) for part in parts if part.names), default=0)
     file = source / CLASSES
     numbers = list(map(str, range(largest + 1)))
@@ -403,17 +399,17 @@ def _list_shards(source: Path, report: Report) -> Listing:
     return _joined("shards", shards, classes, parts)
 
 
-def _list_shard(source: Path, name: str) -> _Part:
-    names, rows, left_out = [], [], 0
+def _list_shard(source: Path, name: str, number: int) -> _Part:
+    rows, left_out = [], 0
     with opened(source / name) as archive:
         for key, parts in _samples(members(archive)):
             image = next((member for ending, member in parts.items() if b"." + ending in ENDINGS), None)
             if image is None:
                 left_out += 1
                 continue
-            names.append(os.fsencode(name) + b"/" + image.name.removeprefix(b"./"))
-            rows.append((image.offset, image.size, image.mark, 0, _label_in_shard(archive, key, parts)))
-    return _Part(names, np.array(rows, ENTRY), left_out)
+            path = os.fsencode(name) + b"/" + image.name.removeprefix(b"./")
+            rows.append(_row(image, path, _label_in_shard(archive, key, parts), file=number))
+    return _part(rows, left_out)
 
 
 def _samples(files: Iterator[Member]) -> Iterator[tuple[bytes, dict[bytes, Member]]]:

@@ -16,7 +16,6 @@ from grappe.errors.foreign_text import printable
 
 BLOCK = 512
 MOST_EXTENSION = 1 << 20  # bytes of a long name or of pax records: real ones have less than a thousand
-_REGULAR = b"0\x007"  # "7" is a contiguous file, which everyone takes for a regular one
 _REFUSED = {
     b"1": "a hard link",
     b"2": "a symbolic link",
@@ -64,8 +63,10 @@ def members(archive: Extent) -> Iterator[Member]:
     position, count = archive.start, 0
     extension = _Extension()
     while True:
-        block = _read(archive, 2 * BLOCK, position, count)
+        block = os.pread(archive.handle, max(0, min(2 * BLOCK, archive.stop - position)), position)
         header = block[:BLOCK]
+        if len(header) < BLOCK:
+            _cut(archive, count)
         if not any(header):
             return
         kind, size = header[156:157], _checked_size(header, archive, position)
@@ -79,7 +80,11 @@ def members(archive: Extent) -> Iterator[Member]:
                 what = _REFUSED.get(kind, "a sparse file")
                 _refuse(archive, f"'{printable(name.decode(errors='replace'))}' is {what}")
             if kind != b"5":
-                if kind not in (b"0", b"\0", b"7"):
+                if kind not in (
+                    b"0",
+                    b"\0",
+                    b"7",
+                ):  # 7: a contiguous file, which everyone takes for a regular one
                     _refuse(archive, f"a member of the unknown type '{printable(kind.decode('latin-1'))}'")
                 if not name.endswith(b"/"):
                     _check_name(name, archive)
@@ -175,14 +180,6 @@ def _check_name(name: bytes, archive: Extent) -> None:
     if not name or name.startswith(b"/") or b"\0" in name or b"\n" in name or b".." in name.split(b"/"):
         shown = printable(name.decode(errors="replace"))
         _refuse(archive, f"the name '{shown}', which is no place below a folder")
-
-
-def _read(archive: Extent, size: int, position: int, count: int) -> bytes:
-    size = min(size, archive.stop - position)
-    block = os.pread(archive.handle, size, position) if size >= BLOCK else b""
-    if len(block) < BLOCK:
-        _cut(archive, count)
-    return block
 
 
 def _cut(archive: Extent, count: int | None) -> NoReturn:

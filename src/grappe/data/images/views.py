@@ -75,7 +75,8 @@ class RandomResizedCrop:
         box = self.box(header.height, header.width, key)
         scale = scale_for(header, box.height, box.width, self.size)
         pixels = torch.from_numpy(decoded(data, header, scale, fast=fast))
-        part = resized(_cut(pixels, box, scale), self.size, self.size)
+        top, left, height, width = (round(side / scale) for side in box)
+        part = resized(pixels[top : top + height, left : left + width], self.size, self.size)
         return part.flip(2) if draw_one(mix(key, _CROP, 1), 0) < self.flip else part
 
     def box(self, height: int, width: int, key: int) -> Box:
@@ -92,10 +93,7 @@ class RandomResizedCrop:
                 top = int((height - tall + 1) * draw_one(key, first + 2))
                 left = int((width - wide + 1) * draw_one(key, first + 3))
                 return Box(top, left, tall, wide)
-        return self._centred(height, width)
-
-    def _centred(self, height: int, width: int) -> Box:
-        """The largest part in the middle whose ratio is allowed, for pictures that hardly any crop fits into."""
+        # Hardly any crop fits into it: the largest part in the middle whose ratio is allowed.
         wide = min(width, max(1, round(height * self.ratio[1])))
         tall = min(height, max(1, round(width / self.ratio[0])))
         return Box((height - tall) // 2, (width - wide) // 2, tall, wide)
@@ -146,14 +144,6 @@ def resized(pixels: Tensor, height: int, width: int) -> Tensor:
     if image.shape[1:] == (height, width):
         return image
     return F.interpolate(image[None], size=(height, width), mode="bilinear", antialias=True)[0]
-
-
-def _cut(pixels: Tensor, box: Box, scale: int) -> Tensor:
-    """The box of a picture, [H, W, 3], that was scaled down while it was decoded."""
-    if scale == 1:
-        return pixels[box.top : box.top + box.height, box.left : box.left + box.width]
-    top, left = round(box.top / scale), round(box.left / scale)
-    return pixels[top : top + round(box.height / scale), left : left + round(box.width / scale)]
 
 
 def _check_size(size: int) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -12,8 +12,7 @@ from torch import Tensor
 from grappe.errors import GrappeError, TaskError
 from grappe.errors.user_code import is_users, sentence
 from grappe.profiling.chronometer import Chronometer
-from grappe.step.scores import Scores
-from grappe.training.watchers.base import Outcome, Record, RunInfo, Watcher
+from grappe.training.watchers.base import Record, Watcher
 
 
 class WatcherList:
@@ -32,11 +31,6 @@ class WatcherList:
         """Returns whether a watcher overrides `gradients_ready`."""
         return bool(self._want_gradients)
 
-    def started(self, info: RunInfo) -> None:
-        """Calls `started` of every watcher."""
-        for watcher in self._watchers:
-            _call(watcher, "started", info)
-
     def stepped(self, records: Sequence[Record]) -> None:
         """Calls `stepped` of every watcher, once for each step."""
         for watcher in self._watchers:
@@ -44,29 +38,16 @@ class WatcherList:
                 _call(watcher, "stepped", record)
 
     def gradients_ready(self, step: int, parameters: Sequence[tuple[str, Tensor]]) -> None:
-        """Calls `gradients_ready` of every watcher."""
+        """Calls `gradients_ready` of every watcher that overrides it."""
         for watcher in self._want_gradients:
             _call(watcher, "gradients_ready", step, parameters)
 
-    def evaluated(self, step: int, scores: Scores) -> None:
-        """Calls `evaluated` of every watcher."""
+    def call(
+        self, method: Literal["started", "evaluated", "saving", "failed_to_save", "ended"], *arguments: Any
+    ) -> None:
+        """Calls another method of every watcher."""
         for watcher in self._watchers:
-            _call(watcher, "evaluated", step, scores)
-
-    def saving(self, step: int) -> None:
-        """Calls `saving` of every watcher."""
-        for watcher in self._watchers:
-            _call(watcher, "saving", step)
-
-    def failed_to_save(self, problem: str) -> None:
-        """Calls `failed_to_save` of every watcher."""
-        for watcher in self._watchers:
-            _call(watcher, "failed_to_save", problem)
-
-    def ended(self, outcome: Outcome | None) -> None:
-        """Calls `ended` of every watcher."""
-        for watcher in self._watchers:
-            _call(watcher, "ended", outcome)
+            _call(watcher, method, *arguments)
 
 
 def _call(watcher: Watcher, method: str, *arguments: Any) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import fcntl
+import hashlib
 import io
 import json
 import tarfile
@@ -17,7 +18,7 @@ import xxhash
 from grappe.data.images.dataset import Images
 from grappe.data.images.decode import NoPicture, decoded, header_of
 from grappe.data.images.listing import BEGUN, CLASSES, MANIFEST
-from grappe.data.images.views import shortened
+from grappe.data.images.views import CentreCrop, shortened
 from grappe.errors import DataError, UsageError
 from grappe.launch import files
 from grappe.verbs.data.walk import ProgressMeter, in_threads
@@ -78,18 +79,44 @@ def pack(
     source, to = source.absolute(), to.absolute()
     if to == source or to.is_relative_to(source):
         raise UsageError(f"--to {to}: this is in the source, which stays as it is")
-    data = Images(source, _nothing, labels=labels, numbering=numbering)
-    description = _description(source, data, form)
+    data = Images(source, CentreCrop(), labels=labels, numbering=numbering)
+    # What is packed and how: a folder that was begun with other settings is left alone.
+    names = xxhash.xxh3_64()
+    for content in data.identity():
+        names.update(content)
+    description = {
+        **dataclasses.asdict(form),
+        "source": source.name,
+        "images": len(data),
+        "names": names.hexdigest(),
+    }
+    label_of = data.targets()
+    meter = ProgressMeter("packing", len(data))
+
+    def made(index: int) -> bytes:
+        try:
+            return smaller(data.read(index), form)
+        except NoPicture as error:
+            raise DataError(
+                f"{source}: {data.name(index)}: {error}. Find all such files, and leave them out: "
+                f"grappe data check {source}"
+            ) from None
+
+    def members(ids: range) -> Iterator[tuple[str, bytes]]:
+        for index, content in zip(ids, in_threads(made, ids), strict=True):
+            yield f"{index:08d}.cls", b"%d" % label_of[index]
+            yield f"{index:08d}.jpg", content
+            meter.at(index + 1)
+
     written, there = [], 0
     with packing(to, description):
-        meter = ProgressMeter("packing", len(data))
         for number, first in enumerate(range(0, len(data), form.per_shard)):
             ids = range(first, min(first + form.per_shard, len(data)))
             shard = shard_there(to, number, len(ids))
             there += shard is not None
             if shard is None:
                 try:
-                    shard = write_shard(to, number, _members(data, ids, form, meter), len(ids))
+                    shard = write_shard(to, number, members(ids), len(ids))
                 except OSError as error:
                     raise DataError(
                         f"{to / shard_name(number)} cannot be written: {error.strerror or error}. {number} shards are "
@@ -124,44 +151,8 @@ def smaller(data: bytes, form: Packing) -> bytes:
     return stream.getvalue()
 
 
-def _members(data: Images, ids: range, form: Packing, meter: ProgressMeter) -> Iterator[tuple[str, bytes]]:
-    labels = data.targets()
-
-    def made(index: int) -> bytes:
-        try:
-            return smaller(data.read(index), form)
-        except NoPicture as error:
-            raise DataError(
-                f"{data.source}: {data.name(index)}: {error}. Find all such files, and leave them out: "
-                f"grappe data check {data.source}"
-            ) from None
-
-    for index, content in zip(ids, in_threads(made, ids), strict=True):
-        yield f"{index:08d}.cls", b"%d" % labels[index]
-        yield f"{index:08d}.jpg", content
-        meter.at(index + 1)
-
-
-def _description(source: Path, data: Images, form: Packing) -> dict[str, Any]:
-    """Writes what is packed and how: a folder that was begun with other settings is left alone."""
-    names = xxhash.xxh3_64()
-    for content in data.identity():
-        names.update(content)
-    return {
-        **dataclasses.asdict(form),
-        "source": source.name,
-        "images": len(data),
-        "names": names.hexdigest(),
-    }
-
-
-def _nothing(data: bytes, key: int, *, fast: bool = True) -> Any:
-    raise AssertionError("packing reads files, and no samples")
-
-
 _LOCK = ".pack.lock"
 _BLOCK = 512
-_READ = 1 << 22
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -195,28 +186,23 @@ def packing(folder: Path, description: dict[str, Any]) -> Iterator[None]:
             raise UsageError(f"{folder}: another process is packing into it") from None
         except OSError:
             pass  # a file system without locks
-        _check_begun(folder, text)
-        for name in files.names(folder):
-            if name.startswith(
-                (".shard-", f".{BEGUN}.", f".{MANIFEST}.", f".{CLASSES}.")
-            ):  # of a process that was killed
+        if (folder / BEGUN).is_file():
+            if files.read_bytes(folder / BEGUN) != text:
+                raise UsageError(
+                    f"{folder} was begun from another source or with other options (see {BEGUN} in it): name a new "
+                    "folder, or remove this one"
+                )
+        else:
+            names = files.names(folder)
+            there = [name for name in names if name != _LOCK and not name.startswith(f".{BEGUN}.")]
+            if there:
+                raise UsageError(f"{folder} has something in it, {there[0]} for one: name a new folder")
+            files.replace(folder / BEGUN, text, durable=True)
+        for name in files.names(folder):  # of a process that was killed
+            if name.startswith((".shard-", f".{BEGUN}.", f".{MANIFEST}.", f".{CLASSES}.")):
                 files.remove(folder / name)
         yield
     files.remove(folder / _LOCK)
-
-
-def _check_begun(folder: Path, text: bytes) -> None:
-    if (folder / BEGUN).is_file():
-        if files.read_bytes(folder / BEGUN) != text:
-            raise UsageError(
-                f"{folder} was begun from another source or with other options (see {BEGUN} in it): name a new folder, "
-                "or remove this one"
-            )
-        return
-    there = [name for name in files.names(folder) if name != _LOCK and not name.startswith(f".{BEGUN}.")]
-    if there:
-        raise UsageError(f"{folder} has something in it, {there[0]} for one: name a new folder")
-    files.replace(folder / BEGUN, text, durable=True)
 
 
 def write_shard(folder: Path, number: int, members: Iterable[tuple[str, bytes]], samples: int) -> Shard:
@@ -240,16 +226,13 @@ def write_shard(folder: Path, number: int, members: Iterable[tuple[str, bytes]],
 
 def shard_there(folder: Path, number: int, samples: int) -> Shard | None:
     """A shard that an earlier start has written whole; None where there is none."""
-    file = folder / shard_name(number)
-    digest, size = xxhash.xxh3_128(), 0
+    name = shard_name(number)
     try:
-        with files.reader(file) as stream:
-            while content := stream.read(_READ):
-                digest.update(content)
-                size += len(content)
+        with files.reader(folder / name) as stream:
+            digest = hashlib.file_digest(stream, xxhash.xxh3_128).hexdigest()
+            return Shard(name=name, samples=samples, bytes=stream.tell(), xxh3=digest)
     except FileNotFoundError:
         return None
-    return Shard(name=file.name, samples=samples, bytes=size, xxh3=digest.hexdigest())
 
 
 def write_manifest(

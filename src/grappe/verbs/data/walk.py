@@ -13,7 +13,7 @@ from typing import TypeVar
 
 from grappe.data.images.dataset import Reader
 from grappe.data.images.decode import NoPicture, decoded, header_of, simplejpeg
-from grappe.data.images.index import Index, open_index, quarantined, write_quarantine
+from grappe.data.images.index import open_index, quarantined, write_quarantine
 from grappe.errors import DataError
 from grappe.launch.terminal import progress
 from grappe.launch.world import cores
@@ -83,24 +83,6 @@ def check(source: Path, *, labels: Path | None = None, numbering: Path | None = 
     """
     source = source.absolute()
     index = open_index(source, labels, numbering, report=Ticker())[0]
-    bad = _bad(source, index)
-    if len(bad) > _MOST_BAD * len(index):
-        place = next(iter(bad))
-        raise DataError(
-            f"{source}: {len(bad):,} of {len(index):,} images cannot be decoded, {Reader(source, index).name(place)} "
-            f"for one ({bad[place]}): no list is written, since this is no collection of JPEG and PNG files"
-        )
-    reader = Reader(source, index)
-    return Checked(
-        images=len(index),
-        bad=tuple((reader.name(place), reason) for place, reason in sorted(bad.items())),
-        quarantine=write_quarantine(source, index, bad),
-        sees_all=simplejpeg() is not None,
-    )
-
-
-def _bad(source: Path, index: Index) -> dict[int, str]:
-    """The reason why an image cannot be decoded, by its place."""
     reader = Reader(source, index)
 
     def reason(place: int) -> str:
@@ -118,7 +100,18 @@ def _bad(source: Path, index: Index) -> dict[int, str]:
             bad[place] = why
         meter.at(place + 1, f"{len(bad):,} bad" if bad else "")
     meter.end()
-    return bad
+    if len(bad) > _MOST_BAD * len(index):
+        place, why = next(iter(bad.items()))
+        raise DataError(
+            f"{source}: {len(bad):,} of {len(index):,} images cannot be decoded, {reader.name(place)} "
+            f"for one ({why}): no list is written, since this is no collection of JPEG and PNG files"
+        )
+    return Checked(
+        images=len(index),
+        bad=tuple((reader.name(place), why) for place, why in bad.items()),
+        quarantine=write_quarantine(source, index, bad),
+        sees_all=simplejpeg() is not None,
+    )
 
 
 _TERMINAL_SECONDS = 0.2
@@ -126,56 +119,55 @@ _LOG_SECONDS = 10.0
 _BAR = 24  # characters
 
 
-class ProgressMeter:
-    """A line on standard error, rewritten as images are done; in a log, a new line every ten seconds."""
-
-    def __init__(
-        self, verb: str, total: int, show: Callable[[str], None] = progress, unit: str = "images"
-    ) -> None:
-        self._verb, self._total, self._show, self._unit = verb, total, show, unit
-        self._began = self._shown = time.monotonic()
-        self._pause = _TERMINAL_SECONDS if sys.stderr.isatty() else _LOG_SECONDS
-
-    def at(self, done: int, note: str = "") -> None:
-        """Shows that `done` images are done."""
-        now = time.monotonic()
-        if now - self._shown < self._pause:
-            return
-        self._shown = now
-        rate = done / (now - self._began)
-        left = (self._total - done) / rate if rate else 0.0
-        share = done / self._total
-        bar = "#" * round(share * _BAR)
-        self._show(
-            f"{self._verb} [{bar:<{_BAR}}] {done:,} of {self._total:,} {self._unit}, "
-            f"{rate:,.0f}/s, {_spoken(left)} left" + (f", {note}" if note else "")
-        )
-
-    def end(self) -> None:
-        """Removes the line."""
-        self._show("")
-
-
 class Ticker:
-    """Rate-limits the progress messages of a walk of unknown length."""
+    """Rate-limits the progress messages of a walk: on a terminal a line that is rewritten, in a log a new one."""
 
     def __init__(self, show: Callable[[str], None] = progress) -> None:
         self._show = show
         self._pause = _TERMINAL_SECONDS if sys.stderr.isatty() else _LOG_SECONDS
         self._shown = time.monotonic()
 
+    def is_due(self, now: float) -> bool:
+        """Returns whether words shown `now` would not follow others too soon; they then count as shown."""
+        due = now - self._shown >= self._pause
+        if due:
+            self._shown = now
+        return due
+
     def __call__(self, words: str) -> None:
         """Shows `words`, unless others were shown a moment ago."""
-        now = time.monotonic()
-        if now - self._shown >= self._pause:
-            self._shown = now
+        if self.is_due(time.monotonic()):
             self._show(words)
 
 
-def _spoken(seconds: float) -> str:
-    if seconds < 100:
-        return f"{seconds:.0f} s"
-    return f"{seconds / 60:.0f} min" if seconds < 100 * 60 else f"{seconds / 3600:.1f} h"
+class ProgressMeter:
+    """A line on standard error about a walk of a length that is known: a bar, the rate, and the time that is left."""
+
+    def __init__(
+        self, verb: str, total: int, show: Callable[[str], None] = progress, unit: str = "images"
+    ) -> None:
+        self._verb, self._total, self._show, self._unit = verb, total, show, unit
+        self._began, self._ticker = time.monotonic(), Ticker(show)
+
+    def at(self, done: int, note: str = "") -> None:
+        """Shows that `done` images are done."""
+        now = time.monotonic()
+        if not self._ticker.is_due(now):
+            return
+        rate = done / (now - self._began)
+        left = (self._total - done) / rate if rate else 0.0
+        bar = "#" * round(done / self._total * _BAR)
+        spoken = f"{left:.0f} s" if left < 100 else f"{left / 60:.0f} min"
+        if left >= 100 * 60:
+            spoken = f"{left / 3600:.1f} h"
+        self._show(
+            f"{self._verb} [{bar:<{_BAR}}] {done:,} of {self._total:,} {self._unit}, "
+            f"{rate:,.0f}/s, {spoken} left" + (f", {note}" if note else "")
+        )
+
+    def end(self) -> None:
+        """Removes the line."""
+        self._show("")
 
 
 T = TypeVar("T")

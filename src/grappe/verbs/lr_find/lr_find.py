@@ -6,7 +6,7 @@ import dataclasses
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
 
@@ -103,13 +103,11 @@ class Band:
         return math.sqrt(self.steepest * self.largest_stable)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Advice:
+class Advice(NamedTuple):
     """A band, or why there is none."""
 
     band: Band | None
-    reason: str
-    """Empty where there is a band."""
+    reason: str = ""
 
 
 def advise(curves: Sequence[LossCurve], steps: int) -> Advice:
@@ -122,21 +120,21 @@ def advise(curves: Sequence[LossCurve], steps: int) -> Advice:
     for curve in curves:
         band = band_of(curve, steps)
         if isinstance(band, str):
-            return Advice(band=None, reason=f"seed {curve.seed}: {band}")
+            return Advice(None, f"seed {curve.seed}: {band}")
         bands.append(band)
     for name in ("steepest", "largest_stable"):
         values = [getattr(band, name) for band in bands]
         if max(values) > SPREAD * min(values):
             what = name.replace("_", " ")
             return Advice(
-                band=None,
-                reason=f"the seeds disagree: their {what} learning rates are {min(values):.2g} to {max(values):.2g}. "
+                None,
+                f"the seeds disagree: their {what} learning rates are {min(values):.2g} to {max(values):.2g}. "
                 "Give more --steps, or a larger batch_size",
             )
     stable = min(band.largest_stable for band in bands)
     steepest = min(float(np.median([band.steepest for band in bands])), stable)
     reaches = all(band.reaches_the_end for band in bands)
-    return Advice(band=Band(steepest=steepest, largest_stable=stable, reaches_the_end=reaches), reason="")
+    return Advice(Band(steepest=steepest, largest_stable=stable, reaches_the_end=reaches))
 
 
 def band_of(curve: LossCurve, steps: int) -> Band | str:

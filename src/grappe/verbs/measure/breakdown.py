@@ -10,6 +10,7 @@ import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 from grappe.data.loading import workers_needed
 from grappe.parallel.pipeline.rules import idle_part
@@ -131,26 +132,13 @@ def break_down(point: Measurement, trace: RunTrace, intervals: Intervals) -> Tim
     operators = [seen.operators for seen in traced if seen.operators is not None]
     precision = plan.precision
     if operators:
-        mean = {
-            name: statistics.fmean(getattr(totals, name) for totals in operators)
-            for name in (
-                "launches",
-                "messages",
-                "matrix",
-                "copies",
-                "casts",
-                "elementwise",
-                "host",
-                "reads",
-                "flops",
-            )
-        }
+        names = [field.name for field in dataclasses.fields(OperatorTotals) if field.type == "float"]
+        mean = {name: statistics.fmean(getattr(totals, name) for totals in operators) for name in names}
         untraced = statistics.fmean(seen.computing for seen in traced)
         if operators[0].clock == "host" and untraced:
             # Processes differ in pace: by where their memory lies, or by what else their machine does.
             mean = {
-                name: value if name == "flops" else value * computing / untraced
-                for name, value in mean.items()
+                name: value * (computing / untraced if name != "flops" else 1) for name, value in mean.items()
             }
         launching = min(computing, mean["launches"])
         copied = min(parts["exposed communication"], mean["messages"])
@@ -253,8 +241,7 @@ class Remedy:
         return self.saves / (1 - self.saves) if self.saves < 1 else math.inf
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class PartRule:
+class PartRule(NamedTuple):
     """A remedy that moves a part of the time."""
 
     word: Callable[[TimeBreakdown, Measurement], str]
@@ -368,43 +355,44 @@ def _copies(breakdown: TimeBreakdown, point: Measurement) -> str:
     return f"a layout is copied each step{where}: make it once, in data()"
 
 
+def _of_plan(word: Callable[[Plan], str]) -> Callable[[TimeBreakdown, Measurement], str]:
+    return lambda breakdown, point: word(Plan.parse(breakdown.plan))
+
+
 RULES = {
-    "watching": PartRule(word=lambda *_: "fewer loggers and watchers, or cheaper ones", at_most=True),
-    "waiting for data": PartRule(word=_data),
-    "transfers": PartRule(
-        word=lambda *_: "send smaller types (bytes, not floats), and convert on the device"
-    ),
-    "imbalance": PartRule(word=_imbalance),
-    "pipeline bubble": PartRule(
-        word=lambda breakdown, point: f"microbatches={2 * Plan.parse(breakdown.plan).microbatches}", saves=0.5
-    ),
+    "watching": PartRule(lambda *_: "fewer loggers and watchers, or cheaper ones", at_most=True),
+    "waiting for data": PartRule(_data),
+    "transfers": PartRule(lambda *_: "send smaller types (bytes, not floats), and convert on the device"),
+    "imbalance": PartRule(_imbalance),
+    "pipeline bubble": PartRule(_of_plan(lambda plan: f"microbatches={2 * plan.microbatches}"), saves=0.5),
     "copies for messages": PartRule(
-        word=lambda *_: "a larger batch_size makes them rarer; one process needs none", saves=0.0
+        lambda *_: "a larger batch_size makes them rarer; one process needs none", saves=0.0
     ),
-    "exposed communication": PartRule(word=_communication, at_most=True),
+    "exposed communication": PartRule(_communication, at_most=True),
     "update": PartRule(
-        word=lambda breakdown, point: (
-            "a larger batch_size makes updates rarer"
-            + ("; shard= with zero=1 splits them" if Plan.parse(breakdown.plan).replicate > 1 else "")
+        _of_plan(
+            lambda plan: (
+                "a larger batch_size makes updates rarer"
+                + ("; shard= with zero=1 splits them" if plan.replicate > 1 else "")
+            )
         ),
         saves=0.0,
     ),
-    "values read by the host": PartRule(word=_reads),
-    "host between kernels": PartRule(word=_host, at_most=True),
-    "copies of layouts": PartRule(word=_copies),
+    "values read by the host": PartRule(_reads),
+    "host between kernels": PartRule(_host, at_most=True),
+    "copies of layouts": PartRule(_copies),
     "memory-bound operators": PartRule(
-        word=lambda breakdown, point: (
-            "" if Plan.parse(breakdown.plan).compile else "compile fuses some of them"
-        ),
-        at_most=True,
+        _of_plan(lambda plan: "" if plan.compile else "compile fuses some of them"), at_most=True
     ),
-    "small matrices": PartRule(word=lambda *_: "a larger batch_size, or wider layers", saves=0.0),
-    UNUSED: PartRule(word=lambda breakdown, point: f"precision={breakdown.precision}", at_most=True),
+    "small matrices": PartRule(lambda *_: "a larger batch_size, or wider layers", saves=0.0),
+    UNUSED: PartRule(lambda breakdown, _: f"precision={breakdown.precision}", at_most=True),
     "not explained": PartRule(
-        word=lambda breakdown, point: (
-            "kernels that compile fused are in here: --profile shows them"
-            if Plan.parse(breakdown.plan).compile
-            else "measure again, while nothing else runs here"
+        _of_plan(
+            lambda plan: (
+                "kernels that compile fused are in here: --profile shows them"
+                if plan.compile
+                else "measure again, while nothing else runs here"
+            )
         ),
         saves=0.0,
     ),

@@ -116,26 +116,19 @@ def explain(
                 per_process_watchers=(TraceWatcher(),),
                 quiet=True,
             )
+            explanation = Explanation(plan=point.plan, batch=point.batch)
             try:
                 trace: RunTrace = start("grappe.verbs.measure.explain:worker", training, plan, run=run)
             except GrappeError as error:
-                explanations.append(
-                    Explanation(plan=point.plan, batch=point.batch, failure=first_line(error))
-                )
+                explanations.append(dataclasses.replace(explanation, failure=first_line(error)))
                 continue
             epoch = trace.processes[0].steps_per_epoch
             intervals = Intervals(
                 evaluation=options.evaluate_every or epoch, save=options.save_every or epoch
             )
             breakdown = break_down(point, trace, intervals)
-            explanations.append(
-                Explanation(
-                    plan=point.plan,
-                    batch=point.batch,
-                    breakdown=breakdown,
-                    remedies=tuple(remedies(breakdown, point, points)),
-                )
-            )
+            helpful = tuple(remedies(breakdown, point, points))
+            explanations.append(dataclasses.replace(explanation, breakdown=breakdown, remedies=helpful))
     return explanations
 
 
@@ -145,12 +138,9 @@ def worker(request: Request, process: ProcessRank, rendezvous_folder: Path) -> R
     if process.rank:
         return None
     plan = request.plan
-    traces = [
-        msgspec.json.decode(files.read_text(_trace_file(run, rank)), type=ProcessTrace)
-        for rank in range(plan.processes)
-    ]
+    traces = (files.read_text(_trace_file(run, rank)) for rank in range(plan.processes))
     return RunTrace(
-        processes=tuple(traces),
+        processes=tuple(msgspec.json.decode(trace, type=ProcessTrace) for trace in traces),
         reachable=reachable(choose_device(plan, process), plan),
     )
 

@@ -102,12 +102,9 @@ def breakdown_table(breakdown: TimeBreakdown, remedies: Sequence[Remedy], title:
             rest += share
             continue
         name = f"{USEFUL}, at the rate of {breakdown.precision}" if part == USEFUL else part
-        remedy = by_part.get(part)
-        word = gain = ""
-        if remedy is not None:
-            word = remedy.word
-            gain = f"{'up to ' if remedy.at_most else ''}{remedy.gain:+.0%}" if remedy.saves else ""
-        rows.add_row(name, f"{share:.1%}", word, gain)
+        remedy = by_part.get(part, Remedy(part=part, word=""))
+        gain = f"{'up to ' if remedy.at_most else ''}{remedy.gain:+.0%}" if remedy.saves else ""
+        rows.add_row(name, f"{share:.1%}", remedy.word, gain)
     if rest:
         rows.add_row("less than that, together", f"{rest:.1%}", "", "")
     return rows

@@ -96,8 +96,7 @@ def advised_workers(point: Measurement) -> int | None:
 
 
 def _data(point: Measurement) -> Iterator[str]:
-    waits = point.share("data", "transfer")
-    if waits < WAITING:
+    if (waits := point.share("data", "transfer")) < WAITING:
         return
     who = "the GPU waits" if point.device != "cpu" else "it waits"
     wait = f"{name(point)}: {who} for data {waits:.0%} of the time"
@@ -148,8 +147,8 @@ def _one_more_process(good: Sequence[Measurement]) -> Iterator[str]:
     }
     if len(family) < 2:
         return
-    last = family[max(family)]
     alone, many = min(family), max(family)
+    last = family[many]
     # step(n) = fixed + shared / n, through the ends (Amdahl 1967)
     few_step, many_step = (family[count].batch / family[count].rate for count in (alone, many))
     shared = (few_step - many_step) / (1 / alone - 1 / many)
@@ -160,8 +159,6 @@ def _one_more_process(good: Sequence[Measurement]) -> Iterator[str]:
     # Where nothing seems fixed (noise, caches that fit better) one more brings no more than its share.
     bring = many_step / (fixed + shared / (many + 1)) if fixed > 0 else (many + 1) / many
     speed = last.rate / family[alone].rate
-    share = efficiency(last, family[alone])
-    scaling = f"{many} processes are {speed:.1f} times as fast as {alone} (efficiency {share:.0%}"
     gone = efficiency_loss(last, family[alone])
     parts = {
         "waiting for data": gone.data,
@@ -171,7 +168,10 @@ def _one_more_process(good: Sequence[Measurement]) -> Iterator[str]:
     }
     worst = max(parts, key=lambda part: parts[part])
     where = f"; most is lost to {worst}, {parts[worst]:.0%}" if parts[worst] > 0.05 else ""
-    yield f"{scaling}{where}); one more would bring about {bring - 1:+.0%}"
+    yield (
+        f"{many} processes are {speed:.1f} times as fast as {alone} (efficiency "
+        f"{efficiency(last, family[alone]):.0%}{where}); one more would bring about {bring - 1:+.0%}"
+    )
 
 
 def _alike(point: Measurement) -> Plan:
@@ -193,10 +193,11 @@ def next_points(points: Sequence[Measurement]) -> list[tuple[Plan, int]]:
     good = [point for point in points if not point.failure]
     tried = {(point.plan, point.batch) for point in points}
     plans: list[tuple[Plan, int]] = []
-    for point in good[:1]:
+    if good:
+        point, plan = good[0], Plan.parse(good[0].plan)
         workers = advised_workers(point)
         if workers is not None and workers <= MOST_WORKERS:
-            plans.append((dataclasses.replace(Plan.parse(point.plan), workers=workers), point.batch))
+            plans.append((dataclasses.replace(plan, workers=workers), point.batch))
         if len({other.batch for other in good}) == 1:
-            plans.append((Plan.parse(point.plan), 4 * point.batch))
+            plans.append((plan, 4 * point.batch))
     return [(plan, batch) for plan, batch in plans if (str(plan), batch) not in tried]

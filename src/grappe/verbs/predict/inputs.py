@@ -169,11 +169,8 @@ def files_of(inputs: Any) -> list[Path] | None:
                 raise DataError(f"{path}: there is no picture in this folder ({', '.join(PICTURES)})")
             return files
         return [path] if path.suffix.lower() in PICTURES else None
-    if (
-        not isinstance(inputs, list | tuple)
-        or not inputs
-        or not all(isinstance(file, str | Path) for file in inputs)
-    ):
+    several = isinstance(inputs, list | tuple) and inputs
+    if not several or not all(isinstance(file, str | Path) for file in inputs):
         return None
     files = [Path(file) for file in inputs]
     for file in files:
@@ -228,12 +225,8 @@ class _Pictures(Dataset[tuple[Tensor, int]]):
             return self.decode(content), 0
         except OSError as error:
             raise DataError(f"{file} cannot be read: {error.strerror or error}") from error
-        except (NoPicture, _Unfit) as error:
+        except NoPicture as error:
             raise DataError(f"{file}: {printable(error)}") from None
-
-
-class _Unfit(ValueError):
-    """A picture is of another size than the task's."""
 
 
 def _pixels(data: bytes, shape: torch.Size) -> Tensor:
@@ -242,12 +235,12 @@ def _pixels(data: bytes, shape: torch.Size) -> Tensor:
 
     channels, (height, width) = (shape[0] if len(shape) == 3 else 1), shape[-2:]
     if channels not in CHANNELS:
-        raise _Unfit(
+        raise NoPicture(
             f"the task's samples have {channels} channels, and pictures have 1 or 3: give a .npy file"
         )
     header = header_of(data)
     if (header.height, header.width) != (height, width):
-        raise _Unfit(
+        raise NoPicture(
             f"it has {header.width} x {header.height} pixels, and the task's samples {width} x {height}: resize it"
         )
     pixels = Image.fromarray(decoded(data, header)).convert(CHANNELS[channels])
@@ -362,24 +355,17 @@ def _array(value: Any, example: Tensor, place: str) -> np.ndarray:
     except ValueError:  # rows of several lengths
         array = np.array(None)
     integers = not example.is_floating_point()
-    if (
-        integers
-        and array.dtype.kind == "f"
-        and (np.abs(array) <= EXACT).all()
-        and (array == np.rint(array)).all()
-    ):
+    if integers and array.dtype.kind == "f" and ((np.abs(array) <= EXACT) & (array == np.rint(array))).all():
         array = array.astype(np.int64)  # 1.0
     if array.dtype.kind not in (INTEGERS if integers else f"{INTEGERS}f"):
         what = "whole numbers" if integers else "numbers"
         raise DataError(f"{place}: give {what}, in nested lists of one length, as the model's inputs are")
     if integers and array.size:
-        bounds = (
-            (0, 1)
-            if example.dtype == torch.bool
-            else (torch.iinfo(example.dtype).min, torch.iinfo(example.dtype).max)
-        )
-        if int(array.min()) < bounds[0] or int(array.max()) > bounds[1]:
-            raise DataError(f"{place}: a number is not from {bounds[0]} to {bounds[1]}")
+        low, high = 0, 1
+        if example.dtype != torch.bool:
+            low, high = torch.iinfo(example.dtype).min, torch.iinfo(example.dtype).max
+        if int(array.min()) < low or int(array.max()) > high:
+            raise DataError(f"{place}: a number is not from {low} to {high}")
     if array.ndim != example.dim() - 1:
         raise DataError(f"{place}: it is {list(array.shape)}, and the model takes {list(example.shape[1:])}")
     return array

@@ -10,12 +10,12 @@ import json
 import re
 import time
 from pathlib import Path
+from typing import Self
 
 from grappe import errors
 from grappe.errors import EXIT_INTERRUPTED, EXIT_OK, GrappeError, RunError, UsageError
 from grappe.launch import files
 from grappe.launch.files import IN_PART
-from grappe.launch.signals import SignalForwarding
 from grappe.sites import slurm
 from grappe.sites.sbatch import TRAIN, JobOptions
 from grappe.sites.slurm import Entry, SlurmError
@@ -25,7 +25,7 @@ from grappe.verbs.submit import jobs
 from grappe.verbs.submit.submission import Submission
 from grappe.verbs.submit.submit import submit
 from grappe.verbs.tune.study import run_folder
-from grappe.verbs.tune.trainings import KILLED, OF_THE_MACHINE, NotNow, TrialEnd
+from grappe.verbs.tune.trainings import KILLED, OF_THE_MACHINE, NotNow, Trainings, TrialEnd
 
 SLICE_SECONDS = 0.2
 SIGNALLED = 128
@@ -61,7 +61,7 @@ class TrialJob:
         return jobs.written_code(self.run / "logs" / f"job-{self.id}.end")
 
 
-class SlurmTrainings:
+class SlurmTrainings(Trainings):
     """Trains each trial as a job; at most `parallel` are in the queue.
 
     A job is recognised by its name, which is made of the study's and the trial's: so also a job whose submission this
@@ -81,45 +81,31 @@ class SlurmTrainings:
         parallel: int,
         query_every: float = jobs.QUERY_SECONDS,
     ) -> None:
+        super().__init__()
         self._study = study = study.resolve()  # one study has one name, by whatever link
         key = hashlib.sha256(str(study).encode()).hexdigest()[:8]
         self._prefix = f"{re.sub(r'[^A-Za-z0-9_.-]', '-', study.name)[:40]}-{key}-"
         self._options, self._parallel, self._every = options, parallel, query_every
-        self._signals = SignalForwarding([], saves=True)
         self._jobs: dict[int, TrialJob] = {}
         self._queue: dict[int, Entry] = {}
         self._queried = self._read = 0.0
         self._refused_until, self._refusal = 0.0, ""
         self._leaving = False
-        self.notes = ""
 
-    def __enter__(self) -> SlurmTrainings:
+    def __enter__(self) -> Self:
         self._query()
-        self._signals.__enter__()
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._signals.over = True
-        self._signals.__exit__(*error)  # type: ignore[arg-type]
+        return super().__enter__()
 
     @property
     def running(self) -> frozenset[int]:
-        """The trials that have a job, which may pend."""
-        return frozenset(self._jobs)
-
-    @property
-    def stopping(self) -> bool:
-        """True if a signal has come."""
-        return self._signals.received
+        return frozenset(self._jobs)  # which may pend
 
     def interrupt(self) -> None:
-        """Leaves the jobs to themselves: the next coordinator finds them."""
-        self._leaving = True
+        self._leaving = True  # the jobs stay: the next coordinator finds them
 
     def start(self, number: int, request: Request) -> None:
-        """Takes over the job that the trial has, or submits one."""
         assert request.run is not None
-        entry = self._queue.get(number)
+        entry = self._queue.get(number)  # the job that the trial has is taken over
         if entry is not None and not self._over(number, entry):
             job = _id(entry)
             if job not in (str(record["job"]) for record in jobs.submitted(request.run)):
@@ -157,7 +143,6 @@ class SlurmTrainings:
         self._jobs[number] = TrialJob(submitted.job, request.run)
 
     def poll(self, timeout: float) -> list[TrialEnd]:
-        """Reads the runs' folders each second, and asks Slurm each minute."""
         until = time.monotonic() + timeout
         while not (self.stopping or self._leaving):
             now = time.monotonic()

@@ -7,7 +7,7 @@ import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, NoReturn
 
 from cyclopts import Parameter
 
@@ -249,8 +249,14 @@ def make_study(folder: Path, search: SearchDefinition) -> Study:
 
 
 def _refuse_other_search(study: Study, search: SearchDefinition) -> None:
-    def shown(name: str, values: Mapping[str, Any]) -> str:
-        return f"{name}={values[name]}" if name in values else f"no {name}"
+    """Raises UsageError at the first difference between the study's search and this command's."""
+    there = study.search
+
+    def refuse(verb: str, before: str, now: str) -> NoReturn:
+        raise UsageError(
+            f"the study {study.folder} {verb} {before}, and this command {now}: give what the study has, or another "
+            "--study"
+        )
 
     def option(name: str, value: Any) -> str:
         if name == "maximize":
@@ -260,20 +266,13 @@ def _refuse_other_search(study: Study, search: SearchDefinition) -> None:
         words = f"--{name.replace('_', '-')}"
         return f"{words} {value}" if value not in (None, "") else f"no {words}"
 
-    there = study.search
-    for word, before, now in (("searches", there.space, search.space), ("has", there.fields, search.fields)):
+    for verb, before, now in (("searches", there.space, search.space), ("has", there.fields, search.fields)):
         for name in sorted({*before, *now}):
             # A field that the task did not have then was what its default is now.
             new = now is search.fields and name not in before and name not in search.fixed_fields
             if before.get(name) != now.get(name) and not new:
-                raise UsageError(
-                    f"the study {study.folder} {word} {shown(name, before)}, and this command {shown(name, now)}: "
-                    "give what the study has, or another --study"
-                )
+                refuse(verb, *(f"{name}={of[name]}" if name in of else f"no {name}" for of in (before, now)))
     values = dataclasses.asdict(search)
     for name, value in dataclasses.asdict(there).items():
         if name not in (*ADOPTED, "fields") and value != values[name]:
-            raise UsageError(
-                f"the study {study.folder} has {option(name, value)}, and this command {option(name, values[name])}: "
-                "give what the study has, or another --study"
-            )
+            refuse("has", option(name, value), option(name, values[name]))

@@ -5,9 +5,10 @@ from __future__ import annotations
 import dataclasses
 import os
 import signal
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import Literal, Self
 
 from grappe.checkpoint.lease import Lease
 from grappe.errors import DataError, GrappeError, RunError, UsageError
@@ -39,21 +40,33 @@ class NotNow(Exception):
     """A training cannot be started now; the message says why. It is tried again."""
 
 
-class Trainings(Protocol):
-    """Trains some trials at a time."""
+class Trainings(ABC):
+    """Trains some trials at a time; a context, in which this command's signals go to `processes`."""
 
-    @property
-    def running(self) -> frozenset[int]:
-        """The trials that are being trained, by number."""
+    def __init__(self, processes: Sequence[LocalProcess] = ()) -> None:
+        self._signals = SignalForwarding(processes, saves=True)
+        self.notes = ""
+        """Note for the user about the trainings now; "": nothing."""
+
+    def __enter__(self) -> Self:
+        self._signals.__enter__()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._signals.over = True
+        self._signals.__exit__(*error)  # type: ignore[arg-type]
 
     @property
     def stopping(self) -> bool:
         """True if a signal has come: nothing new is to be started."""
+        return self._signals.received
 
     @property
-    def notes(self) -> str:
-        """Note for the user about the trainings now; "": nothing."""
+    @abstractmethod
+    def running(self) -> frozenset[int]:
+        """The trials that are being trained, by number."""
 
+    @abstractmethod
     def start(self, number: int, request: Request) -> None:
         """Starts a trial's training.
 
@@ -62,19 +75,16 @@ class Trainings(Protocol):
             GrappeError: it cannot be started here, whatever the trial's fields.
         """
 
+    @abstractmethod
     def poll(self, timeout: float) -> list[TrialEnd]:
         """Waits until something happens, but at most `timeout` seconds; returns the trainings that have ended."""
-        ...
 
+    @abstractmethod
     def interrupt(self) -> None:
         """Stops the trainings at a checkpoint, if they end with this command."""
 
-    def __enter__(self) -> Trainings: ...
 
-    def __exit__(self, *error: object) -> None: ...
-
-
-class LocalTrainings:
+class LocalTrainings(Trainings):
     """Trains at most `parallel` trials at a time in processes of this machine, which end with this one.
 
     Args:
@@ -83,17 +93,16 @@ class LocalTrainings:
     """
 
     def __init__(self, *, parallel: int, limited: bool, plans: Sequence[Plan]) -> None:
+        self._processes: list[LocalProcess] = []
+        super().__init__(self._processes)
         self._parallel, self._gpus_per_place = parallel, max(map(gpus_needed, plans))
         self._limited = limited or "SLURM_JOB_END_TIME" in os.environ
         self._running: dict[int, tuple[int, Launch]] = {}
-        self._processes: list[LocalProcess] = []
-        self._signals = SignalForwarding(self._processes, saves=True)
         self._gpus = visible_gpus()
-        self.notes = ""
 
-    def __enter__(self) -> LocalTrainings:
-        self._signals.__enter__()
-        return self
+    @property
+    def running(self) -> frozenset[int]:
+        return frozenset(self._running)
 
     def __exit__(self, *error: object) -> None:
         try:
@@ -101,20 +110,9 @@ class LocalTrainings:
             for _, launch in self._running.values():
                 launch.close()
         finally:
-            self._signals.__exit__(*error)  # type: ignore[arg-type]
-
-    @property
-    def running(self) -> frozenset[int]:
-        """The trials that are being trained."""
-        return frozenset(self._running)
-
-    @property
-    def stopping(self) -> bool:
-        """True if a signal has come."""
-        return self._signals.received
+            super().__exit__(*error)
 
     def start(self, number: int, request: Request) -> None:
-        """Starts a trial's processes."""
         folder = request.run
         assert folder is not None
         if Run.is_run(folder) and (who := Lease(folder).held_by()):
@@ -132,7 +130,6 @@ class LocalTrainings:
         launch.start()
 
     def poll(self, timeout: float) -> list[TrialEnd]:
-        """Waits for the processes, and gathers those that have ended."""
         advance([launch for _, launch in self._running.values()], timeout)
         ends = []
         for number, (_, launch) in list(self._running.items()):
@@ -160,7 +157,6 @@ class LocalTrainings:
         return TrialEnd(number=number, outcome="killed", reason="it was interrupted")
 
     def interrupt(self) -> None:
-        """Stops the trials at a checkpoint."""
         for process in self._processes:
             process.signal(signal.SIGTERM)
 
