@@ -206,12 +206,9 @@ def as_tensor(data: Any) -> Tensor:
 
 def _of_frame(data: Any) -> np.ndarray:
     """The values of a frame or series: decimal ones as float32, since nobody chose a CSV file's float64."""
-    columns = (
-        {str(name): data[name] for name in data.columns}
-        if hasattr(data, "columns")
-        else {str(data.name): data}
-    )
-    for name, column in columns.items():
+    is_frame = hasattr(data, "columns")
+    columns = {name: data[name] for name in data.columns} if is_frame else {data.name: data}
+    for name, column in ((str(name), column) for name, column in columns.items()):
         missing = int(column.isna().sum())
         if missing:
             raise TaskError(

@@ -67,11 +67,11 @@ def prepare(task: Task, folder: Path, world: World | None = None) -> None:
                 user_call(task, "prepare", folder)
         except GrappeError as error:
             problem = error
-    problems = [problem] if world is None else world.gather(problem)
     if world is not None:
-        problem = world.share(next((reported for reported in problems if reported is not None), None))
+        reported = next((each for each in world.gather(problem) if each is not None), None)
+        problem = None if reported is None else TaskError(str(reported))
     if problem is not None:
-        raise problem if world is None else TaskError(str(problem))
+        raise problem
 
 
 @contextlib.contextmanager

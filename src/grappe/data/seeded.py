@@ -142,11 +142,8 @@ def _seed_generators(key: int) -> None:
 @contextmanager
 def _generators_kept() -> Iterator[None]:
     """Context that restores the three global generators at its end."""
-    of_python, of_numpy, of_torch = (
-        random.getstate(),
-        np.random.get_state(),
-        torch.default_generator.get_state(),
-    )
+    of_python, of_numpy = random.getstate(), np.random.get_state()
+    of_torch = torch.default_generator.get_state()
     try:
         yield
     finally:

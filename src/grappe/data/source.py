@@ -15,7 +15,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, InvalidStateError, ThreadPoolExecutor, wait
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch.utils.data import DataLoader
@@ -30,19 +30,6 @@ from grappe.launch.world import World, own_cores
 from grappe.plan import Plan
 from grappe.private_api.torch import end_data_workers, tree_map
 from grappe.task import Task
-
-
-class Source(Protocol):
-    """Loads batches in the order in which they are requested; may begin again once all were taken."""
-
-    def begin(self, requests: Iterator[Sequence[Request]]) -> None:
-        """Begins to load the batches of (epoch, id) requests."""
-
-    def next(self) -> Any:
-        """Returns the next batch, (inputs, targets) on the CPU."""
-
-    def close(self) -> None:
-        """Ends its threads or processes."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -93,20 +80,22 @@ def for_threads(dataset: SeededDataset) -> Callable[[Request], Any]:
 
 
 class ThisProcess:
-    """Batches that are loaded when they are asked for."""
+    """Batches that are loaded when they are asked for. As of all sources: in the order of the requests."""
 
     def __init__(self, samples: Samples) -> None:
         self._samples = samples
         self._requests: Iterator[Sequence[Request]] = iter(())
 
     def begin(self, requests: Iterator[Sequence[Request]]) -> None:
+        """Begins to load the batches of (epoch, id) requests; may begin again once all were taken."""
         self._requests = requests
 
     def next(self) -> Any:
+        """Returns the next batch, (inputs, targets) on the CPU."""
         return self._samples.collate(self._samples.dataset.__getitems__(next(self._requests)))
 
     def close(self) -> None:
-        return
+        """Ends its threads or processes."""
 
 
 class WorkerProcesses:
@@ -282,6 +271,7 @@ class Sources:
 
 
 Request = tuple[int, int]
+"""Epoch and id of a sample."""
 _PARTS = 4  # of a batch for each thread: samples differ in size
 
 _ACTIVE: weakref.WeakSet[ThreadedBatches] = weakref.WeakSet()
@@ -384,6 +374,10 @@ class _Batch:
         except BaseException as error:
             with contextlib.suppress(InvalidStateError):
                 self.loaded.set_exception(error)
+
+
+Source = ThisProcess | WorkerProcesses | ThreadedBatches
+"""What loads batches."""
 
 
 def settle() -> None:

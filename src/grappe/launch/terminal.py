@@ -7,7 +7,7 @@ import io
 import os
 import sys
 from collections.abc import Callable, Iterator
-from typing import IO, Any, Protocol
+from typing import IO, Any
 
 from grappe.errors.foreign_text import printable, printable_lines
 from grappe.language import translated
@@ -16,15 +16,7 @@ from grappe.launch.rank import ProcessRank
 TERMINAL = "GRAPPE_TERMINAL"  # the variable that names process 0's way to the user
 
 
-class TextStream(Protocol):
-    """A text stream."""
-
-    def write(self, text: str, /) -> object: ...
-
-    def flush(self) -> object: ...
-
-
-def say(text: object, stream: TextStream | None = None, *, end: str = "\n") -> None:
+def say(text: object, stream: IO[str] | UserStream | None = None, *, end: str = "\n") -> None:
     """Writes lines of text to `stream`, the standard output by default."""
     stream = sys.stdout if stream is None else stream
     stream.write(f"{printable_lines(text)}{end}")

@@ -221,11 +221,8 @@ def choose_device(plan: Plan, process: ProcessRank) -> torch.device:
         )
     visible = torch.cuda.device_count()
     # Under --gpus-per-task each process sees one GPU only, whatever its local rank.
-    index = (
-        0 if visible == 1 and process.local_size <= plan.per_device else process.local_rank // plan.per_device
-    )
-    if visible == 1 and process.launcher == "srun":
-        index = 0
+    alone = visible == 1 and (process.local_size <= plan.per_device or process.launcher == "srun")
+    index = 0 if alone else process.local_rank // plan.per_device
     if index >= visible:
         raise PlanError(
             f"plan needs {-(-process.local_size // plan.per_device)} GPUs on this node, torch sees {visible}: "

@@ -5,18 +5,9 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 POWERCAP = Path("/sys/class/powercap")
-
-
-class Counter(Protocol):
-    """A counter of joules."""
-
-    name: str
-
-    def joules(self) -> float:
-        """Returns the joules since this object was made; call it more often than the hardware's counter wraps."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -43,6 +34,7 @@ class Powercap:
         self._sum = 0
 
     def joules(self) -> float:
+        """Returns the joules since this object was made; call it more often than the hardware's counter wraps."""
         now = int(self._file.read_text())
         self._sum += now - self._last if now >= self._last else now + self._range - self._last
         self._last = now
@@ -96,6 +88,9 @@ class Gpu:
             return getattr(self._nvml, name)(self._handle)
         except self._nvml.NVMLError as error:
             raise OSError(f"the GPU does not tell: {error}") from None
+
+
+Counter = Powercap | Gpu
 
 
 def processor_counters(root: Path = POWERCAP) -> EnergyCounters:

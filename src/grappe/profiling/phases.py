@@ -7,17 +7,8 @@ PHASES = (
     "evaluation", "checkpoint", "start",
 )  # fmt: skip
 (
-    DATA,
-    TRANSFER,
-    FORWARD,
-    BACKWARD,
-    COMMUNICATION,
-    UPDATE,
-    WATCHING,
-    EVALUATION,
-    CHECKPOINT,
-    START,
-) = range(len(PHASES))
+    DATA, TRANSFER, FORWARD, BACKWARD, COMMUNICATION, UPDATE, WATCHING, EVALUATION, CHECKPOINT, START,
+) = range(len(PHASES))  # fmt: skip
 IN_A_STEP = PHASES[: WATCHING + 1]
 """The phases that make up a step; the others lie between steps."""
 

@@ -8,9 +8,8 @@ from pathlib import Path
 from grappe.checkpoint.format import Checkpoint, step_folder
 from grappe.errors import UsageError, nearest
 from grappe.errors.user_code import naming_user_line
-from grappe.launch.rank import ProcessRank, is_main_process
+from grappe.launch.rank import ProcessRank
 from grappe.launch.start import start
-from grappe.launch.terminal import complain
 from grappe.plan import Plan, as_plan
 from grappe.step.scores import Scores
 from grappe.task import SPLITS, Task
@@ -61,8 +60,6 @@ def evaluate(
         raise UsageError(f"split={split}: {nearest(split, SPLITS)}")
     reference = resolve_task(run, task)
     choice, chosen = choose(run, checkpoint)
-    if choice.passed_over and is_main_process():
-        complain(f"grappe: {run.folder}: {choice}")
     request = EvaluateRequest(
         run=run.folder,
         task=reference,

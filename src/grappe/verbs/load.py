@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from grappe.checkpoint.format import Choice, select
 from grappe.errors import RunError
 from grappe.errors.user_code import naming_user_line
+from grappe.launch.rank import is_main_process
 from grappe.launch.terminal import complain
 from grappe.task import Task
 from grappe.training.run import Run
@@ -48,7 +49,7 @@ def load(
 
     run = run if isinstance(run, Run) else Run(run)
     made = resolve_task(run, task).resolve()
-    chosen = taken(run, checkpoint)
+    _, chosen = choose(run, checkpoint)
     with naming_user_line(made):
         if torch.get_default_device().type == "meta":
             # A part of another task's model, whose own checkpoint has the values.
@@ -89,20 +90,8 @@ def load_models(
     return models
 
 
-def taken(run: Run, which: int | str | None = None) -> Checkpoint:
-    """Chooses a checkpoint as `choose` does, and names the passed-over ones on standard error.
-
-    Raises:
-        RunError: no checkpoint verifies, or the requested one does not.
-    """
-    choice, checkpoint = choose(run, which)
-    if choice.passed_over:
-        complain(f"grappe: {run.folder}: {choice}")
-    return checkpoint
-
-
 def choose(run: Run, which: int | str | None = None) -> tuple[Choice, Checkpoint]:
-    """Chooses the newest checkpoint that verifies, or the requested one.
+    """Chooses the newest checkpoint that verifies, or the requested one; names the passed-over ones for the user.
 
     Raises:
         RunError: there is no such checkpoint.
@@ -113,6 +102,8 @@ def choose(run: Run, which: int | str | None = None) -> tuple[Choice, Checkpoint
         raise RunError(
             f"{run.folder} has no checkpoint that verifies{why}: train it first, or look with: grappe runs RUN"
         )
+    if choice.passed_over and is_main_process():
+        complain(f"grappe: {run.folder}: {choice}")
     return choice, choice.checkpoint
 
 

@@ -103,13 +103,9 @@ def _entry(run: Run, target: Target, names: set[str]) -> BoardEntry | None:
     for record in run.records("evaluation"):
         names.update(record)
         step, score = record.get("step"), record.get(target.name)
-        if (
-            isinstance(step, int)
-            and isinstance(score, int | float)
-            and all(
-                abs(value) <= sys.float_info.max for value in (step, score)
-            )  # an int of 400 digits is no float
-        ):
+        numbers = isinstance(step, int) and isinstance(score, int | float)
+        # An int of 400 digits is no float.
+        if numbers and all(abs(value) <= sys.float_info.max for value in (step, score)):
             scored.append((step, float(score)))
     if not scored:
         return None
@@ -160,11 +156,8 @@ def _costs(run: Run, about: dict[str, Any], crossing: float) -> dict[str, float 
     used = used if isinstance(used, dict) else {}
     part = until / total if total else 0.0
     joules = used.get("joules")
-    measured = (
-        [value for value in joules.values() if isinstance(value, int | float)]
-        if isinstance(joules, dict)
-        else []
-    )
+    values = joules.values() if isinstance(joules, dict) else ()
+    measured = [value for value in values if isinstance(value, int | float)]
     return {
         "time": until,
         "samples": samples,

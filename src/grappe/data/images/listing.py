@@ -66,22 +66,6 @@ class _Part(NamedTuple):
     """The folders that they lie in."""
 
 
-def kind_of(source: Path) -> Kind:
-    """Returns what kind a source is.
-
-    Raises:
-        DataError: it is nothing that has images.
-    """
-    if source.is_file():
-        return "archive"
-    if not source.is_dir():
-        raise DataError(
-            f"{source}: there is no such file or folder. Name a folder of class folders, a .tar archive, or a folder "
-            "of .tar shards"
-        )
-    return "shards" if shards_in(source) else "folder"
-
-
 def listing(source: Path, labels: Path | None, numbering: Path | None, report: Report) -> Listing:
     """Lists all images of a source.
 
@@ -92,7 +76,15 @@ def listing(source: Path, labels: Path | None, numbering: Path | None, report: R
     Raises:
         DataError: it is damaged, of another form, or has none.
     """
-    kind = kind_of(source)
+    if source.is_file():
+        kind: Kind = "archive"
+    elif source.is_dir():
+        kind = "shards" if shards_in(source) else "folder"
+    else:
+        raise DataError(
+            f"{source}: there is no such file or folder. Name a folder of class folders, a .tar archive, or a folder "
+            "of .tar shards"
+        )
     if labels is not None and kind != "archive":
         raise DataError(f"{source} has labels of its own: labels= is for an archive without classes")
     if kind == "archive":

@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from io import BufferedReader
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -127,10 +127,8 @@ def _of_array(array: Any) -> Batches:
             kind = np.dtype(np.float64) if part.dtype.kind == "f" and part.itemsize > 8 else part.dtype
             part = np.array(part, kind.newbyteorder("="))  # a copy: the file stays as it is
         tensor = torch.as_tensor(part)
-        yield (
-            (tensor.float() if tensor.dtype == torch.float64 else tensor),
-            count,
-        )  # no model here has float64
+        # No model here has float64.
+        yield tensor.float() if tensor.dtype == torch.float64 else tensor, count
 
 
 def _read(file: Path) -> np.ndarray:
@@ -248,13 +246,7 @@ def _pixels(data: bytes, shape: torch.Size) -> Tensor:
     return values.reshape(shape) if channels == 1 else values.permute(2, 0, 1).contiguous()
 
 
-class ByteStream(Protocol):
-    """A stream of bytes."""
-
-    def read1(self, size: int, /) -> bytes: ...
-
-
-def open_lines(file: Path) -> ByteStream:
+def open_lines(file: Path) -> BufferedReader:
     """Opens a file of JSON lines, or the standard input for "-".
 
     Raises:
@@ -275,7 +267,7 @@ def open_lines(file: Path) -> ByteStream:
         raise DataError(f"{file} cannot be read: {error.strerror or error}") from error
 
 
-def line_batches(stream: ByteStream, name: str, example: Any) -> Iterator[tuple[Any, int]]:
+def line_batches(stream: BufferedReader, name: str, example: Any) -> Iterator[tuple[Any, int]]:
     """Yields inputs of the model, and their number of samples: of the lines that are there, by shape.
 
     Args:
@@ -306,7 +298,7 @@ def line_batches(stream: ByteStream, name: str, example: Any) -> Iterator[tuple[
             yield _stacked(waiting, example), len(waiting)
 
 
-def _complete_lines(stream: ByteStream, name: str) -> Iterator[list[bytes]]:
+def _complete_lines(stream: BufferedReader, name: str) -> Iterator[list[bytes]]:
     """Yields the lines that are there, complete ones only, until the stream ends."""
     rest = bytearray()
     while part := stream.read1(PART):

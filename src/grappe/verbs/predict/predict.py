@@ -233,9 +233,9 @@ class _Column:
             TypeError, ValueError: it is no array of numbers of the first row's type and shape.
         """
         tensor = torch.as_tensor(row)
-        array = (
-            tensor.float() if tensor.dtype == torch.bfloat16 else tensor
-        ).numpy()  # NumPy has no bfloat16
+        if tensor.dtype == torch.bfloat16:  # which NumPy does not have
+            tensor = tensor.float()
+        array = tensor.numpy()
         if self._kind is None:
             self._kind = array.dtype, array.shape
             self._header()

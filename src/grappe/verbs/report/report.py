@@ -120,11 +120,8 @@ def _usage(run: Run) -> list[dict[str, Any]]:
             record = json.loads(line)
         except (ValueError, RecursionError):
             continue  # half of a line: a process was killed while it wrote
-        if (
-            isinstance(record, dict)
-            and isinstance(record.get("phases"), dict)
-            and _is_number(record.get("time"))
-        ):
+        phases = record.get("phases") if isinstance(record, dict) else None
+        if isinstance(phases, dict) and _is_number(record.get("time")):
             records.append(record)
     while len(records) > POINTS // 2:
         pairs = [records[place : place + 2] for place in range(0, len(records), 2)]
@@ -137,12 +134,8 @@ def _merged(a: dict[str, Any], b: dict[str, Any]) -> dict[str, Any]:
     phases = dict(a["phases"])
     for name, value in b["phases"].items():
         phases[name] = number(phases.get(name)) + number(value)
-    merged = {
-        **b,
-        "seconds": seconds,
-        "steps": number(a.get("steps")) + number(b.get("steps")),
-        "phases": phases,
-    }
+    steps = number(a.get("steps")) + number(b.get("steps"))
+    merged = {**b, "seconds": seconds, "steps": steps, "phases": phases}
     for name in ("watts", "memory"):
         if isinstance(a.get(name), dict) and isinstance(b.get(name), dict):
             merged[name] = {

@@ -16,7 +16,7 @@ from grappe.plan import Plan
 from grappe.training.options import Options
 from grappe.training.request import Request
 from grappe.training.run import Run
-from grappe.training.task_reference import TaskReference
+from grappe.training.task_reference import TaskReference, field_texts
 from grappe.verbs.tune.schedule import RungJob, Schedule, draw, has_result, learns, rung_parts
 from grappe.verbs.tune.space import PLAN, Space
 from grappe.verbs.tune.study import Study, Trial
@@ -149,7 +149,18 @@ class Coordinator:
         trial, part = self._drawn(job), self._parts[job.rung]
         if has_result(trial, job.rung):
             return True
-        refuse_other_fields(self._study, trial)
+        fields = dict(trial.fields)
+        plan, text = self._request.plan, fields.pop(PLAN, None)
+        if text is not None:
+            own = Plan.parse(text)
+            shares = own.threads is None and not own.exact
+            plan = dataclasses.replace(own, threads=plan.threads) if shares else own
+        try:
+            task = with_fields(self._request.task, fields)
+        except UsageError as error:  # the task itself refuses this combination
+            self._write(failed(trial, first_line(error)))
+            return True
+        refuse_other_fields(self._study, trial, task)
         if has_trained_to(self._study, trial, part):
             self._write(with_result(self._study, trial, job.rung, part))
             return True
@@ -158,20 +169,6 @@ class Coordinator:
             options = dataclasses.replace(options, time_limit=max(1.0, self._deadline - time.monotonic()))
         if part < 1:
             options = dataclasses.replace(options, part=part)
-        fields = dict(trial.fields)
-        plan, text = self._request.plan, fields.pop(PLAN, None)
-        if text is not None:
-            own = Plan.parse(text)
-            plan = (
-                own
-                if own.threads is not None or own.exact
-                else dataclasses.replace(own, threads=plan.threads)
-            )
-        try:
-            task = with_fields(self._request.task, fields)
-        except UsageError as error:  # the task itself refuses this combination
-            self._write(failed(trial, first_line(error)))
-            return True
         run = self._study.run_folder(trial.number)
         request = dataclasses.replace(self._request, task=task, plan=plan, options=options, run=run)
         try:
@@ -328,32 +325,16 @@ def _evaluations(run: Run, step: object, at: object) -> list[dict[str, Any]]:
     return sorted(before, key=lambda record: record["step"])
 
 
-def refuse_other_fields(study: Study, trial: Trial) -> None:
-    """Raises RunError where the trial's run was made with other fields than the trial has."""
+def refuse_other_fields(study: Study, trial: Trial, task: TaskReference) -> None:
+    """Raises RunError where the trial's run was made with other fields than `task` has, which is the trial's."""
     folder = study.run_folder(trial.number)
     if not Run.is_run(folder):
         return
-    fields = Run(folder).read_description().get("fields")
-    for name, text in trial.fields.items():
-        if name == PLAN:
-            continue  # a run's plan may change
+    fields, texts = Run(folder).read_description().get("fields"), field_texts(task.resolve())
+    for name in trial.fields.keys() - {PLAN}:  # a run's plan may change
         value = fields.get(name) if isinstance(fields, dict) else None
-        if not _is_same(value, text):
+        if value != texts[name]:
             raise RunError(
-                f"{folder} was trained with {name}={value}, and the study draws {name}={text} for it: "
+                f"{folder} was trained with {name}={value}, and the study draws {name}={trial.fields[name]} for it: "
                 "was it copied from another study? Remove that folder to train it again"
             )
-
-
-def _is_same(value: object, text: str) -> bool:
-    """Returns whether a field's value, as run.json has it, is what a text of the study says."""
-    if isinstance(value, bool):
-        return (text.lower() in ("true", "yes", "on", "1")) == value
-    if isinstance(value, int | float):
-        try:
-            return float(text.replace("_", "")) == value
-        except ValueError:
-            return False
-    if value is None:
-        return text.lower() in ("none", "auto", "null")
-    return str(value) == text

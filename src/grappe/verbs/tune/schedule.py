@@ -88,9 +88,7 @@ class Schedule:
                 return
             heapq.heappop(self._heap)
             self._clock = ends
-            self._ended[job.rung][job.number] = (
-                None if len(trial.rungs) <= job.rung else trial.rungs[job.rung]
-            )
+            self._ended[job.rung][job.number] = dict(enumerate(trial.rungs)).get(job.rung)
             self._free_workers += self._waits
 
     def _next_job(self, trial_of: Callable[[int], Trial | None]) -> RungJob | None:

@@ -23,7 +23,7 @@ from grappe.verbs.tune.schedule import check_sampler, fewest_trials, grid
 from grappe.verbs.tune.slurm_trainings import SlurmTrainings
 from grappe.verbs.tune.space import PLAN, Choices, as_texts, read_space
 from grappe.verbs.tune.study import SearchDefinition, SearchOptions, Study, make_study
-from grappe.verbs.tune.trainings import LocalTrainings
+from grappe.verbs.tune.trainings import LocalTrainings, Trainings
 
 TRIALS = 20
 """Of a search without an end of its own, as a grid has."""
@@ -199,11 +199,10 @@ def search(
         quiet=True,
     )
     parallel = search_options.parallel
-    trainings = (
-        LocalTrainings(parallel=parallel, limited=options.time_limit is not None, plans=plans)
-        if jobs is None
-        else SlurmTrainings(study.folder, jobs, parallel=parallel, query_every=query_every)
-    )
+    if jobs is not None:
+        trainings: Trainings = SlurmTrainings(study.folder, jobs, parallel=parallel, query_every=query_every)
+    else:
+        trainings = LocalTrainings(parallel=parallel, limited=options.time_limit is not None, plans=plans)
     coordinator = Coordinator(study, space, request, trainings, parallel=parallel, total=total, watch=watch)
     return study, coordinator.run()
 
