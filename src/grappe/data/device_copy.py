@@ -9,6 +9,7 @@ A copy from other memory waits, for the kernels enqueued before it too.
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -63,38 +64,31 @@ def on_device(leaf: Any, device: torch.device) -> Any:
     return leaf.to(device, non_blocking=True) if device.type == "cuda" else leaf.to(device)
 
 
-class BatchCopy:
-    """Copies batches to one GPU on a stream of its own, while kernels that were enqueued before run.
-
-    The stream that computes waits for the copy by an event, the host for nothing. Memory on the GPU is allocated on the
-    copy's stream; `record_stream` keeps it from being given to a later copy before the kernels that read it have ended.
-    Objects with a `to` of their own, whose tensors cannot be recorded, and tensors that are not dense are copied on the
-    stream that computes.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._stream = torch.cuda.Stream(device)
-
-    def __call__(self, batch: Any) -> Any:
-        """Returns the batch, of any nesting, on the GPU."""
-        computing = torch.cuda.current_stream(self._device)
-        with torch.cuda.stream(self._stream):
-            begun = tree_map(self._begun, batch)
-        computing.wait_stream(self._stream)
-        return tree_map(lambda leaf: self._handed_over(leaf, computing), begun)
-
-    def _begun(self, leaf: Any) -> Any:
-        return sent(leaf, self._device) if is_dense(leaf) and leaf.is_cpu else leaf
-
-    def _handed_over(self, leaf: Any, computing: torch.cuda.Stream) -> Any:
-        moved = on_device(leaf, self._device)
-        if is_dense(moved) and moved.is_cuda:
-            moved.record_stream(computing)
-        return moved
-
-
 @functools.lru_cache(maxsize=8)
-def copies_to(device: torch.device) -> BatchCopy:
-    """Returns the process's BatchCopy for a GPU: training and evaluation share its stream."""
-    return BatchCopy(device)
+def copies_to(device: torch.device) -> Callable[[Any], Any]:
+    """Returns what copies a batch, of any nesting, to a GPU: on a stream of its own, while kernels enqueued before run.
+
+    Training and evaluation share the stream. The stream that computes waits for the copy by an event, the host for
+    nothing. Memory on the GPU is allocated on the copy's stream; `record_stream` keeps it from being given to a later
+    copy before the kernels that read it have ended. Objects with a `to` of their own, whose tensors cannot be recorded,
+    and tensors that are not dense are copied on the stream that computes.
+    """
+    stream = torch.cuda.Stream(device)
+
+    def copied(batch: Any) -> Any:
+        computing = torch.cuda.current_stream(device)
+        with torch.cuda.stream(stream):
+            begun = tree_map(
+                lambda leaf: sent(leaf, device) if is_dense(leaf) and leaf.is_cpu else leaf, batch
+            )
+        computing.wait_stream(stream)
+
+        def handed_over(leaf: Any) -> Any:
+            moved = on_device(leaf, device)
+            if is_dense(moved) and moved.is_cuda:
+                moved.record_stream(computing)
+            return moved
+
+        return tree_map(handed_over, begun)
+
+    return copied

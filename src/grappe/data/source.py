@@ -299,7 +299,7 @@ class ThreadedBatches:
         self._workers, self._most = workers, ahead + 1
         self._collating = threading.Lock()  # a task's own collate may not be made for several threads
         self._requests: Iterator[Sequence[Request]] = iter(())
-        self._batches: deque[_Batch] = deque()
+        self._batches: deque[Future[Any]] = deque()
         self._pool = _pool(workers)
         _ACTIVE.add(self)
 
@@ -311,69 +311,56 @@ class ThreadedBatches:
     def next(self) -> Any:
         """Returns the next batch; raises what a thread raised."""
         self._read_ahead()
-        batch = self._batches.popleft()
-        return batch.loaded.result()
+        return self._batches.popleft().result()
 
     def close(self) -> None:
         """Ends the threads; batches that were read ahead are dropped."""
         for batch in self._batches:
-            batch.loaded.cancel()  # its threads stop after the sample at hand
+            batch.cancel()  # its threads stop after the sample at hand
         self._batches.clear()
         self._pool.shutdown(wait=True, cancel_futures=True)
 
     def settle(self) -> None:
         """Waits until no thread is at work; it goes on when the next batch is asked for."""
-        wait([batch.loaded for batch in self._batches])
+        wait(list(self._batches))
 
     def _read_ahead(self) -> None:
         while len(self._batches) < self._most:
             requests = next(self._requests, None)
             if requests is None:
                 return
-            batch = _Batch(self._sample, self._collate, self._collating, requests)
-            self._batches.append(batch)
-            share = -(-len(requests) // (_PARTS * self._workers))
-            batch.parts = -(-len(requests) // share)
-            for first in range(0, len(requests), share):
-                self._pool.submit(batch.load, first, first + share)
+            self._batches.append(self._begun(requests))
 
+    def _begun(self, requests: Sequence[Request]) -> Future[Any]:
+        """Has threads load the parts of a batch; the one that loads the last part makes the batch."""
+        share = -(-len(requests) // (_PARTS * self._workers))
+        samples: list[Any] = [None] * len(requests)
+        parts_left, lock = -(-len(requests) // share), threading.Lock()
+        batch: Future[Any] = Future()
 
-class _Batch:
-    """A batch that several threads load."""
-
-    def __init__(
-        self,
-        sample: Callable[[Request], Any],
-        collate: Callable[[Sequence[Any]], Any],
-        collating: threading.Lock,
-        requests: Sequence[Request],
-    ) -> None:
-        self._sample, self._collate, self._collating, self._requests = sample, collate, collating, requests
-        self._samples: list[Any] = [None] * len(requests)
-        self._lock = threading.Lock()
-        self.parts = 0
-        """Parts that are not loaded yet."""
-        self.loaded: Future[Any] = Future()
-
-    def load(self, first: int, stop: int) -> None:
-        """Loads a part; who loads the last one makes the batch."""
-        try:
-            for place in range(first, min(stop, len(self._requests))):
-                if self.loaded.done():  # failed, or dropped
-                    return
-                self._samples[place] = self._sample(self._requests[place])
-            with self._lock:
-                self.parts -= 1
-                last = self.parts == 0
-            if last:
-                with self._collating:
-                    batch = self._collate(self._samples)
-                self._samples = []  # they are in the batch
+        def load(first: int) -> None:
+            nonlocal samples, parts_left
+            try:
+                for place in range(first, min(first + share, len(requests))):
+                    if batch.done():  # failed, or dropped
+                        return
+                    samples[place] = self._sample(requests[place])
+                with lock:
+                    parts_left -= 1
+                    last = parts_left == 0
+                if last:
+                    with self._collating:
+                        result = self._collate(samples)
+                    samples = []  # they are in the batch
+                    with contextlib.suppress(InvalidStateError):
+                        batch.set_result(result)
+            except BaseException as error:
                 with contextlib.suppress(InvalidStateError):
-                    self.loaded.set_result(batch)
-        except BaseException as error:
-            with contextlib.suppress(InvalidStateError):
-                self.loaded.set_exception(error)
+                    batch.set_exception(error)
+
+        for first in range(0, len(requests), share):
+            self._pool.submit(load, first)
+        return batch
 
 
 Source = ThisProcess | WorkerProcesses | ThreadedBatches

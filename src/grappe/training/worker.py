@@ -52,7 +52,7 @@ from grappe.training.watchers import find
 from grappe.training.watchers.base import ClockWatcher, Outcome, RunInfo, Watcher
 from grappe.training.watchers.curves import NoiseWatcher
 from grappe.training.watchers.meter import Meter, used
-from grappe.training.watchers.watcher_list import GradientsHook, WatcherList
+from grappe.training.watchers.watcher_list import WatcherList, gradients_hooked
 
 
 def worker(request: Request, process: ProcessRank, rendezvous_folder: Path) -> Result:
@@ -203,7 +203,7 @@ def _trained(request: Request, process: ProcessRank, rendezvous_folder: Path) ->
             training = Training(session)
             if info.start:
                 training.resume(started.checkpoint, tensors)
-            hook = GradientsHook(watchers, lambda: training.step, clock)
+            hook = gradients_hooked(watchers, lambda: training.step, clock)
             with hook, naming_overwritten(task, batches, plan):
                 outcome = training.run()
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal
 
 import torch
@@ -61,7 +62,10 @@ def _call(watcher: Watcher, method: str, *arguments: Any) -> None:
         raise TaskError(f"{type(watcher).__name__}.{method}() failed: {sentence(error)}") from error
 
 
-class GradientsHook:
+@contextlib.contextmanager
+def gradients_hooked(
+    watchers: WatcherList, steps_done: Callable[[], int], chronometer: Chronometer
+) -> Iterator[None]:
     """Context in which the engine's optimizer calls `gradients_ready` before each step.
 
     Without a watcher that overrides `gradients_ready` nothing is hooked, and steps have no cost.
@@ -70,38 +74,32 @@ class GradientsHook:
         steps_done: returns the number of steps taken.
         chronometer: has the engine's optimizer, and this process's parameters.
     """
+    if not watchers.wants_gradients:
+        yield
+        return
 
-    def __init__(
-        self, watchers: WatcherList, steps_done: Callable[[], int], chronometer: Chronometer
-    ) -> None:
-        self._watchers, self._steps_done, self._chronometer = watchers, steps_done, chronometer
-        self._hook: Any = None
+    def call() -> None:
+        watchers.gradients_ready(steps_done() + 1, chronometer.parameters)
 
-    def __enter__(self) -> None:
-        if self._watchers.wants_gradients:
-            optimizer = self._chronometer.optimizer
-            assert optimizer is not None, "an engine announces its optimizer when it is made"
-            self._hook = optimizer.register_step_pre_hook(self._before_step)
-
-    def __exit__(self, *_: object) -> None:
-        if self._hook is not None:
-            self._hook.remove()
-
-    def _before_step(self, optimizer: object, arguments: tuple[Any, ...], options: dict[str, Any]) -> Any:
+    def before_step(optimizer: object, arguments: tuple[Any, ...], options: dict[str, Any]) -> Any:
         """Calls the watchers now, or after the closure that computes gradients within the step (Lightning's)."""
         bound = inspect.signature(torch.optim.Optimizer.step).bind(*arguments, **options)
         closure = bound.arguments.get("closure")
         if closure is None:
-            self._call()
+            call()
             return None
 
         def computed() -> Any:
             value = closure()
-            self._call()
+            call()
             return value
 
         bound.arguments["closure"] = computed
         return bound.args, bound.kwargs
 
-    def _call(self) -> None:
-        self._watchers.gradients_ready(self._steps_done() + 1, self._chronometer.parameters)
+    assert chronometer.optimizer is not None, "an engine announces its optimizer when it is made"
+    hook = chronometer.optimizer.register_step_pre_hook(before_step)
+    try:
+        yield
+    finally:
+        hook.remove()
