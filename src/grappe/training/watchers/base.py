@@ -142,8 +142,3 @@ class ClockWatcher(Watcher):
 
     chronometer: Chronometer
     """Set before the training starts."""
-
-
-def as_json(value: float | None) -> Any:
-    """Converts a number for JSON: infinities and NaN become null."""
-    return value if value is not None and value - value == 0 else None

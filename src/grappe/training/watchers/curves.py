@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import time
+from collections.abc import Mapping
 from typing import Any, BinaryIO
+
+import msgspec
 
 from grappe.launch import files
 from grappe.launch.terminal import UserStream, say
 from grappe.step.noise_scale import Noise, NoiseScale
 from grappe.step.scores import Scores
-from grappe.training.watchers.base import Outcome, Record, RunInfo, Watcher, as_json
+from grappe.training.watchers.base import Outcome, Record, RunInfo, Watcher
 
 FLUSH_SECONDS = 1.0  # what a killed process loses at most, besides records that were not passed to it yet
-SKIPPED = ', "skipped": true'
+
+
+JSON = msgspec.json.Encoder(enc_hook=float)
+"""Of records: a number that is not finite becomes null."""
 
 
 class Curves(Watcher):
@@ -42,7 +47,7 @@ class Curves(Watcher):
     def evaluated(self, step: int, scores: Scores) -> None:
         self._flush()
         line = {"kind": "evaluation", "step": step, "samples": scores.samples, "count": scores.count}
-        self._write({**line, "loss": as_json(scores.loss), **scores.metrics})
+        self._text += _line({**line, "loss": scores.loss, **scores.metrics})
 
     def saving(self, step: int) -> None:
         self._flush()
@@ -50,60 +55,48 @@ class Curves(Watcher):
     def ended(self, outcome: Outcome | None) -> None:
         if outcome is not None:
             self._flush()
-            self._write({"kind": "data", "step": outcome.step, **outcome.headspace.as_json()})
+            self._text += _line({"kind": "data", "step": outcome.step, **outcome.headspace.as_json()})
         self._flush()
         if self._file is not None:
             self._file.close()
 
     def _flush(self) -> None:
-        self._text += "".join(map(self._lines, self._waiting)).encode()
+        self._text += b"".join(map(self._lines, self._waiting))
         self._waiting.clear()
         with contextlib.suppress(OSError):  # a full disk: kept until there is room; a failed save reports it
             while self._file is not None and self._text:
                 self._text = self._text[self._file.write(self._text) :]
 
-    def _lines(self, record: Record) -> str:
+    def _lines(self, record: Record) -> bytes:
         """Formats a step, and after an epoch's last step the seconds of its steps in this start."""
+        line = {
+            "kind": "step",
+            "step": record.step,
+            "epoch": record.epoch,
+            "samples": record.samples,
+            "loss": record.loss,
+            "lr": record.lr,
+            "seconds": round(record.seconds, 6),
+            "data": round(record.data, 6),
+            **record.metrics,
+        }
+        if record.device is not None:
+            line["device"] = round(record.device, 6)
+        if record.norm is not None:
+            line["norm"] = record.norm
+        if record.skipped:
+            line["skipped"] = True
         self._epoch_seconds += record.seconds
         self._epoch_steps += 1
         if record.step % self._steps_per_epoch:
-            return _line(record)
-        text = (
-            f'{{"kind": "epoch", "step": {record.step}, "epoch": {record.epoch}, "steps": {self._epoch_steps}, '
-            f'"seconds": {self._epoch_seconds:.6f}}}\n'
-        )
-        self._epoch_seconds, self._epoch_steps = 0.0, 0
-        return _line(record) + text
-
-    def _write(self, line: dict) -> None:
-        self._text += json.dumps(line).encode() + b"\n"
+            return _line(line)
+        epoch = {"kind": "epoch", "step": record.step, "epoch": record.epoch, "steps": self._epoch_steps}
+        seconds, self._epoch_seconds, self._epoch_steps = round(self._epoch_seconds, 6), 0.0, 0
+        return _line(line) + _line({**epoch, "seconds": seconds})
 
 
-def _line(record: Record) -> str:
-    """Formats a step as a line of JSON by hand, since json.dumps takes three times as long."""
-    device = "" if record.device is None else f', "device": {record.device:.6f}'
-    norm = "" if record.norm is None else f', "norm": {_number(record.norm)}'
-    return (
-        f'{{"kind": "step", "step": {record.step}, "epoch": {record.epoch}, "samples": {record.samples}, '
-        f'"loss": {_number(record.loss)}, "lr": {record.lr!r}, "seconds": {record.seconds:.6f}, '
-        f'"data": {record.data:.6f}{device}'
-        f"{norm}{SKIPPED if record.skipped else ''}{_metrics(record)}}}\n"
-    )
-
-
-def _metrics(record: Record) -> str:
-    """Formats the training metrics that --print-every shows; the steps between have none."""
-    if not record.metrics:
-        return ""
-    values = {
-        name: [as_json(entry) for entry in value] if isinstance(value, list) else as_json(value)
-        for name, value in record.metrics.items()
-    }
-    return ", " + json.dumps(values)[1:-1]
-
-
-def _number(value: float) -> str:
-    return repr(value) if value - value == 0 else "null"
+def _line(record: Mapping[str, Any]) -> bytes:
+    return JSON.encode(record) + b"\n"
 
 
 FAR = 4.0
@@ -136,25 +129,24 @@ class NoiseWatcher(Watcher):
             self._first = noise.scale
         with contextlib.suppress(OSError):  # a full disk is reported by the next checkpoint
             assert self._file is not None, "a watcher is started first"
-            self._file.write(json.dumps(record(noise, step)).encode() + b"\n")
+            self._file.write(
+                _line(
+                    {
+                        "kind": "noise",
+                        "step": step,
+                        "steps": noise.steps,
+                        "noise_scale": noise.scale,
+                        "variance": noise.variance,
+                        "gradient_square": noise.square,
+                    }
+                )
+            )
 
     def ended(self, outcome: Outcome | None) -> None:
         if self._file is not None:
             self._file.close()
         if outcome is not None and self._stream is not None and self._last is not None:
             say(sentence(self._last, self._batch_size, self._first), self._stream)
-
-
-def record(noise: Noise, step: int) -> dict[str, Any]:
-    """The line of the curves."""
-    return {
-        "kind": "noise",
-        "step": step,
-        "steps": noise.steps,
-        "noise_scale": noise.scale,
-        "variance": noise.variance,
-        "gradient_square": noise.square,
-    }
 
 
 def sentence(noise: Noise, batch_size: int, first: float | None = None) -> str:
