@@ -8,6 +8,7 @@ from typing import Annotated
 
 from cyclopts import App, ArgumentCollection, Group, Parameter
 
+from grappe.cli import completion
 from grappe.errors.causes import unfit_packages
 from grappe.fields import split, text_form
 from grappe.launch.terminal import complain
@@ -25,16 +26,29 @@ spread over processes. Changing the plan does not change what is learned.
 
 --debug shows the whole traceback of an error.
 """
-TaskName = Annotated[str, Parameter(help="A shipped task, path/to/file.py[:Name], or package.module:Name.")]
-FieldText = Annotated[str, Parameter(help="The task's fields: epochs=3 lr=0.2 (see: grappe tasks NAME).")]
+TaskName = Annotated[
+    str,
+    Parameter(
+        completer=completion.tasks, help="A shipped task, path/to/file.py[:Name], or package.module:Name."
+    ),
+]
+FieldText = Annotated[
+    str,
+    Parameter(
+        completer=completion.fields, help="The task's fields: epochs=3 lr=0.2 (see: grappe tasks NAME)."
+    ),
+]
 PlanText = Annotated[
     str,
     Parameter(
         show_default=False,
+        completer=completion.plan,
         help="Distribution over processes: replicate=2, or shard=4,zero=2,precision=bf16 (see: grappe engines)",
     ),
 ]
-RunFolder = Annotated[Path, Parameter(help="A run's folder: runs/… (see: grappe runs)")]
+RunFolder = Annotated[
+    Path, Parameter(completer=completion.runs, help="A run's folder: runs/… (see: grappe runs)")
+]
 RunTask = Annotated[
     str | None,
     Parameter(

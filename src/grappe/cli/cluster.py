@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import App, CycloptsError, Parameter
 
+from grappe.cli import completion
 from grappe.cli.application import OPTIONS, SWITCH, BaseFolder, FieldText, PlanText, RunFolder, app, preflight
 from grappe.cli.corrections import corrected
 from grappe.cli.exit import show
@@ -236,7 +237,12 @@ def cancel(*runs: RunFolder) -> int:
     return EXIT_OK
 
 
-def sites(name: Annotated[str | None, Parameter(help="A site, to show all its facts.")] = None, /) -> int:
+def sites(
+    name: Annotated[
+        str | None, Parameter(completer=completion.sites, help="A site, to show all its facts.")
+    ] = None,
+    /,
+) -> int:
     """List the clusters that jobs can be submitted to, or one cluster's facts and their sources."""
     from grappe.verbs.catalogue import site_facts, site_list
 

@@ -10,7 +10,7 @@ from typing import Annotated, Literal
 
 from cyclopts import Parameter
 
-from grappe.cli import cluster, images, measuring, tuning
+from grappe.cli import cluster, completion, images, measuring, tuning
 from grappe.cli import exit as entry_point
 from grappe.cli.application import (
     OPTIONS,
@@ -344,6 +344,16 @@ def fetch(task: TaskName, /, *, data: DataFolder = None) -> int:
     done = verb(task, folder)
     sizes = [(file.name, "was there" if file.was_there else f"{file.size / 1e6:,.1f} MB") for file in done]
     show_facts([*sizes, ("folder", folder.absolute())])
+    return EXIT_OK
+
+
+@app.command(name="completion")
+def completion_(shell: Literal["bash", "zsh", "fish"], /) -> int:
+    """Print what completes commands, tasks, fields, plans and runs in your shell.
+
+    For ~/.bashrc or ~/.zshrc: eval "$(grappe completion bash)". For fish: grappe completion fish | source
+    """
+    print(completion.script(app, shell))
     return EXIT_OK
 
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from cyclopts import App, Parameter
 
+from grappe.cli import completion
 from grappe.cli.application import (
     OPTIONS,
     SWITCH,
@@ -49,15 +50,23 @@ def register(app: App) -> None:
 
 
 def foresee(
-    task: Annotated[str, Parameter(help="A shipped task, path/to/file.py[:Name], or package.module:Name.")],
+    task: TaskName,
     /,
     *fields: FieldText,
     plan: Annotated[
         list[str] | None,
-        Parameter(negative="", help="A plan; repeatable. Default: plans that train the same, on --gpus."),
+        Parameter(
+            completer=completion.plan,
+            negative="",
+            help="A plan; repeatable. Default: plans that train the same, on --gpus.",
+        ),
     ] = None,
     site: Annotated[
-        str | None, Parameter(help="Compare with the memory of this cluster's GPUs (see: grappe sites).")
+        str | None,
+        Parameter(
+            completer=completion.sites,
+            help="Compare with the memory of this cluster's GPUs (see: grappe sites).",
+        ),
     ] = None,
     gpus: Annotated[
         Counts, Parameter(help="Without --plan: numbers of processes to try: 1,2,8. Default: 1,2,4,8.")
@@ -119,14 +128,22 @@ def measure(
     *fields: FieldText,
     plan: Annotated[
         list[str] | None,
-        Parameter(negative="", help="A plan to measure; repeatable. The first is the baseline."),
+        Parameter(
+            completer=completion.plan,
+            negative="",
+            help="A plan to measure; repeatable. The first is the baseline.",
+        ),
     ] = None,
     options: Annotated[MeasureOptions, OPTIONS, Parameter(negative="")] = DEFAULTS,
     no_advice: Annotated[
         bool, SWITCH, Parameter(help="Do not measure plans that the first figures suggest.")
     ] = False,
     site: Annotated[
-        str | None, Parameter(help="Submit each training as a Slurm job of this cluster (see: grappe sites).")
+        str | None,
+        Parameter(
+            completer=completion.sites,
+            help="Submit each training as a Slurm job of this cluster (see: grappe sites).",
+        ),
     ] = None,
     account: Annotated[str | None, Parameter(help="Account to bill for such jobs.")] = None,
     time: Annotated[str | None, Parameter(help="Time limit of such a job: 30m. Default: 1 h.")] = None,
@@ -268,7 +285,10 @@ def verify(
     task: TaskName,
     /,
     *fields: FieldText,
-    plan: Annotated[list[str] | None, Parameter(negative="", help="A plan to compare; repeatable.")] = None,
+    plan: Annotated[
+        list[str] | None,
+        Parameter(completer=completion.plan, negative="", help="A plan to compare; repeatable."),
+    ] = None,
     steps: Annotated[int, Parameter(help="Optimizer steps of each trial.")] = 8,
     json: Annotated[Path | None, Parameter(help="Write the findings to this JSON file.")] = None,
     html: Annotated[Path | None, Parameter(help="Write them to this HTML file.")] = None,

@@ -1,0 +1,56 @@
+"""A real bash completes what is typed after grappe."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from grappe.cli.commands import app
+from grappe.cli.completion import script
+from tests.commands import GRAPPE
+
+TRY = """
+source "$1"; shift
+for line in "$@"; do
+  COMP_LINE="$line"; COMP_POINT=${#line}; COMP_WORDS=($line); COMP_CWORD=$((${#COMP_WORDS[@]} - 1)); COMPREPLY=()
+  _grappe_words 2>/dev/null
+  echo "${COMPREPLY[*]}"
+done
+"""
+LINES = {
+    "grappe tra": "train",
+    "grappe train dig": "digits",
+    "grappe train digits mom": "momentum=",
+    "grappe train mine.py wid": "width=",
+    "grappe train mi": "mine.py",
+    "grappe train digits --plan replicate=2,sh": "2,shard=",
+    "grappe train digits --plan replicate=2,engine=tex": "textbook",
+    "grappe train digits --evaluate-e": "--evaluate-every",
+    "grappe evaluate ru": "runs/b runs/a",
+    "grappe sites narval-": "narval-cpu",
+}
+
+
+def test_bash_completes_tasks_fields_plans_and_runs(tmp_path: Path) -> None:
+    for run in ("a", "b"):
+        (tmp_path / "runs" / run).mkdir(parents=True)
+        (tmp_path / "runs" / run / "run.json").write_text("{}")
+    (tmp_path / "mine.py").write_text("import nothing_of_that_name\nclass Mine(Task):\n    width: int = 3\n")
+    (tmp_path / "grappe.bash").write_text(script(app, "bash"))
+    done = subprocess.run(
+        ["bash", "-c", TRY, "try", "grappe.bash", *LINES],
+        cwd=tmp_path,
+        env={**os.environ, "PATH": f"{Path(GRAPPE).parent}:{os.environ['PATH']}"},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert dict(zip(LINES, done.stdout.splitlines(), strict=True)) == LINES
+
+
+@pytest.mark.parametrize("shell", ["zsh", "fish"])
+def test_other_shells_ask_grappe_too(shell: str) -> None:
+    assert "__complete" in script(app, shell)  # type: ignore[arg-type]
