@@ -7,29 +7,33 @@ import os
 import shutil
 import signal
 import subprocess
-import sys
 import tempfile
 import time
 import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from tests import warm
 from tests.patience import PATIENCE_SECONDS
 
-MARK = "GRAPPE_TEST"  # the variable by which all that descends from a command is found
-GRAPPE = str(Path(sys.executable).with_name("grappe"))
+GRAPPE, MARK, TORCHRUN = warm.GRAPPE, warm.MARK, warm.TORCHRUN
 SLOW = str(Path(__file__).with_name("slow.py"))
 
 
 class Command:
-    """A command in a session of its own; `members` finds all that descends from it, orphans too."""
+    """A command in a session of its own; `members` finds all that descends from it, orphans too.
 
-    def __init__(self, *arguments: str, cwd: Path, text: str | None = None, **variables: str) -> None:
+    Python programs are started warm, unless `cold` asks for an interpreter of its own.
+    """
+
+    def __init__(
+        self, *arguments: str, cwd: Path, text: str | None = None, cold: bool = False, **variables: str
+    ) -> None:
         self._mark = f"{MARK}={uuid.uuid4()}"
         self.temp = Path(tempfile.mkdtemp(prefix="gt-", dir="/tmp"))  # short, as names of sockets must be
         name, _, value = self._mark.partition("=")
         with _signals_as_in_a_terminal():
-            self.process = subprocess.Popen(
+            self.process = (subprocess.Popen if cold else warm.WarmProcess)(
                 arguments,
                 cwd=cwd,
                 env={**_plain_environment(), name: value, "TMPDIR": str(self.temp), **variables},
@@ -70,7 +74,25 @@ class Command:
         """Ends all of it."""
         send(self.members(), signal.SIGKILL)
         self.process.communicate()
+        # One that was killed and is not gone yet holds its run's lease against the next command.
+        until(lambda: self.process.pid not in map(_session, _pids()), "all of its session are gone")
         shutil.rmtree(self.temp, ignore_errors=True)
+
+
+def ran(*arguments: str, cwd: Path, **variables: str) -> subprocess.CompletedProcess[str]:
+    """Runs a Python program warm, with these variables besides this process's own, and waits for its end."""
+    with warm.WarmProcess(
+        arguments,
+        cwd=cwd,
+        env={**os.environ, **variables},
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    ) as process:
+        out, err = process.communicate(timeout=PATIENCE_SECONDS)
+    return subprocess.CompletedProcess(arguments, process.returncode, out, err)
 
 
 def send(pids: list[int], number: signal.Signals) -> bool:
@@ -114,6 +136,13 @@ def _plain_environment() -> dict[str, str]:
 
 def _pids() -> list[int]:
     return [int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit()]
+
+
+def _session(pid: int) -> int:
+    try:
+        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[3])
+    except OSError:
+        return 0
 
 
 def _environment(pid: int) -> str:

@@ -22,6 +22,7 @@ import cloudpickle
 
 from grappe.launch import local
 from grappe.launch.rank import ProcessRank
+from tests import needs
 from tests.patience import PATIENCE_SECONDS
 
 MOST_THREADS = 0 if version("torch").startswith(("2.8", "2.9")) else 100
@@ -55,7 +56,13 @@ class Pool:
             self._members.append((process, ours))
 
     def run(self, function: str, size: int, *arguments: Any) -> list[Any]:
-        """Returns the result of each of `size` processes. Raises AssertionError with the first traceback."""
+        """Returns the result of each of `size` processes. Raises AssertionError with the first traceback.
+
+        The test is skipped where a plan among the arguments needs what this machine lacks.
+        """
+        for text in arguments:
+            if isinstance(text, str):
+                needs.need(text)
         self._start(size - len(self._members))  # the few tests that need more than all others share
         job = f"call{next(self._calls)}"
         members = self._members[:size]

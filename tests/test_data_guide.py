@@ -5,15 +5,13 @@ from __future__ import annotations
 import json
 import re
 import shlex
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 from benchmarks import photos
 
 from grappe.cli.commands import app
-from tests.patience import PATIENCE_SECONDS
+from tests.commands import GRAPPE, ran
 
 PAGE = (Path(__file__).parent.parent / "docs" / "data.md").read_text()
 CODE = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
@@ -32,10 +30,7 @@ def run(command: str, folder: Path, *more: str) -> None:
     if plain[1] == "data":
         assert app(plain[1:], exit_on_error=False, print_error=False) == 0
         return
-    words = [sys.executable, "-m", *plain, *more]
-    done = subprocess.run(
-        words, cwd=folder, capture_output=True, text=True, check=False, timeout=PATIENCE_SECONDS
-    )
+    done = ran(GRAPPE, *plain[1:], *more, cwd=folder)
     assert done.returncode == 0, done.stdout + done.stderr
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from pathlib import Path
 
@@ -14,12 +13,14 @@ from benchmarks.gpu.__main__ import LATE, PARTS
 from benchmarks.gpu.clocks import busy
 from benchmarks.gpu.part import Aim, Part, read_rows
 
+from tests.commands import ran
+
 ROOT = Path(__file__).parents[1]
 
 
 def run(out: Path, *arguments: str) -> tuple[int, dict, str]:
-    command = [sys.executable, "-m", "benchmarks.gpu", "--device", "cpu", "--out", str(out), *arguments]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    command = (sys.executable, "-m", "benchmarks.gpu", "--device", "cpu", "--out", str(out))
+    done = ran(*command, *arguments, cwd=ROOT)
     return done.returncode, json.loads((out / "gpu.json").read_text())["parts"], done.stdout + done.stderr
 
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import re
 import shlex
-import subprocess
-import sys
 from pathlib import Path
 
 from benchmarks import photos
@@ -14,7 +12,7 @@ from benchmarks import photos
 from grappe.data import augment
 from grappe.tasks import defaults
 from grappe.tasks.imagenet import ImageNet
-from tests.patience import PATIENCE_SECONDS
+from tests.commands import GRAPPE, ran
 
 DOCS = Path(__file__).parent.parent / "docs"
 PAGE = (DOCS / "imagenet.md").read_text()
@@ -31,14 +29,7 @@ QUICK = {
 
 def train(command: str, place: Path, run: str) -> list[dict]:
     words = [*shlex.split(command)[1:], "--run", run, "--plan", "threads=1,device=cpu,workers=0"]
-    done = subprocess.run(
-        [sys.executable, "-m", "grappe", *words],
-        cwd=place,
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=PATIENCE_SECONDS,
-    )
+    done = ran(GRAPPE, *words, cwd=place)
     assert done.returncode == 0, done.stdout + done.stderr
     return [json.loads(line) for line in (place / run / "metrics.jsonl").read_text().splitlines()]
 

@@ -15,6 +15,7 @@ from grappe import engines
 from grappe.cli import commands
 from grappe.errors import GrappeError
 from grappe.plan import Plan
+from tests.commands import GRAPPE, ran
 from tests.patience import PATIENCE_SECONDS
 
 ROOT = Path(__file__).parent.parent
@@ -58,8 +59,7 @@ def test_the_watcher_of_the_guide_runs(tmp_path: Path) -> None:
         "--plan",
         "threads=1,device=cpu",
     ]
-    command = [sys.executable, "-m", "grappe", "train", *arguments, "--run", "run"]
-    subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True, timeout=120)
+    ran(GRAPPE, "train", *arguments, "--run", "run", cwd=tmp_path).check_returncode()
     found = json.loads((tmp_path / "run" / "slowest_steps.json").read_text())
     assert sorted(one["step"] for one in found) == [1, 2, 3]
     assert all(one["seconds"] > 0 for one in found)

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.commands import GRAPPE, ran
 from tests.patience import PATIENCE_SECONDS
 
 ENGLISH = re.compile(r"\b(?:the|there|give|use|is|with|must|has|leave|needs)\b")
@@ -76,8 +77,8 @@ def grappe(*words: str, cwd: Path, **variables: str) -> subprocess.CompletedProc
     ],
 )
 def test_an_error_is_told_in_french(words: str, french: str, tmp_path: Path) -> None:
-    done = grappe(*words.split(), cwd=tmp_path, GRAPPE_LANG="fr")
-    said = done.stderr.decode()
+    done = ran(GRAPPE, *words.split(), cwd=tmp_path, GRAPPE_LANG="fr")
+    said = done.stderr
     assert done.returncode == 2
     assert said.startswith("grappe : ")
     assert french in said
@@ -112,7 +113,8 @@ def test_the_environment_says_which_language(variables: dict[str, str], said: st
 
 def test_an_unknown_language_is_said_once(tmp_path: Path) -> None:
     first, second = (
-        grappe(
+        ran(
+            GRAPPE,
             "tasks",
             cwd=tmp_path,
             GRAPPE_LANG="de",
@@ -124,8 +126,8 @@ def test_an_unknown_language_is_said_once(tmp_path: Path) -> None:
         )
         for rank in "01"
     )
-    assert b"GRAPPE_LANG=de" in first.stderr
-    assert second.stderr == b""
+    assert "GRAPPE_LANG=de" in first.stderr
+    assert second.stderr == ""
 
 
 @pytest.mark.parametrize("words", ["--help", "tasks", "evaluate runs/a"])
@@ -145,8 +147,8 @@ def test_a_closed_output_is_no_error(words: str, language: str, tmp_path: Path) 
 
 
 def test_foreign_text_is_shown_and_not_obeyed(tmp_path: Path) -> None:
-    done = grappe("train", "\x07{name}%s{0}", cwd=tmp_path, GRAPPE_LANG="fr")
-    assert b"grappe : il n'y a pas de t\xc3\xa2che '\\x07{name}%s{0}'" in done.stderr
+    done = ran(GRAPPE, "train", "\x07{name}%s{0}", cwd=tmp_path, GRAPPE_LANG="fr")
+    assert "grappe : il n'y a pas de tâche '\\x07{name}%s{0}'" in done.stderr
 
 
 def test_help_is_in_french_on_any_terminal(tmp_path: Path) -> None:
@@ -161,23 +163,32 @@ def test_results_and_logs_have_one_language(tmp_path: Path) -> None:
     """Only what the user is told changes: the remedy is French on the terminal, and the log is as it always was."""
     (tmp_path / "wrong.py").write_text(WRONG)
     words = ("train", "wrong.py", "--plan", "device=cpu", "--run", "run")
-    done = grappe(*words, cwd=tmp_path, GRAPPE_LANG="fr")
-    said = done.stderr.decode()
+    done = ran(GRAPPE, *words, cwd=tmp_path, GRAPPE_LANG="fr")
+    said = done.stderr
     assert done.returncode == 2
     assert "Les entrées ont 4 caractéristiques et la couche en prend 3 : nn.Linear(4, 2)" in said
     for log in tmp_path.rglob("*.log"):
         assert "grappe :" not in log.read_text()
-    tasks = [grappe("tasks", cwd=tmp_path, GRAPPE_LANG=one).stdout for one in ("en", "fr")]
+    tasks = [ran(GRAPPE, "tasks", cwd=tmp_path, GRAPPE_LANG=one).stdout for one in ("en", "fr")]
     assert tasks[0] == tasks[1]
 
 
 def test_json_has_one_language(tmp_path: Path) -> None:
-    done = grappe(
-        "train", "digits", "epochs=1", "--plan", "device=cpu", "--run", "run", cwd=tmp_path, GRAPPE_LANG="fr"
+    done = ran(
+        GRAPPE,
+        "train",
+        "digits",
+        "epochs=1",
+        "--plan",
+        "device=cpu",
+        "--run",
+        "run",
+        cwd=tmp_path,
+        GRAPPE_LANG="fr",
     )
     assert done.returncode == 0, done.stderr
     shown = [
-        grappe("evaluate", "run", "--json", "--plan", "device=cpu", cwd=tmp_path, GRAPPE_LANG=one).stdout
+        ran(GRAPPE, "evaluate", "run", "--json", "--plan", "device=cpu", cwd=tmp_path, GRAPPE_LANG=one).stdout
         for one in ("en", "fr")
     ]
     assert json.loads(shown[0]) == json.loads(shown[1])

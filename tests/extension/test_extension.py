@@ -18,6 +18,7 @@ from grappe import tasks
 from grappe.errors import UsageError
 from grappe.training.run import Run
 from grappe.verbs.export.export import export
+from tests.commands import GRAPPE, ran
 from tests.extension import cell
 from tests.parity.cell import TOLERANCE, difference
 from tests.patience import PATIENCE_SECONDS
@@ -127,16 +128,8 @@ def test_every_plan_learns_what_one_process_does_in_python(plan: str, pool: Pool
 
 
 def test_verify_judges_it(built: str, tmp_path: Path) -> None:
-    words = [sys.executable, "-m", "grappe", "verify", str(cell.TASK), "--plan", "exact=2"]
-    done = subprocess.run(
-        words,
-        check=False,
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE_SECONDS,
-        cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": f"{os.environ.get('PYTHONPATH', '')}:{built}"},
-    )
+    path = f"{os.environ.get('PYTHONPATH', '')}:{built}"
+    done = ran(GRAPPE, "verify", str(cell.TASK), "--plan", "exact=2", cwd=tmp_path, PYTHONPATH=path)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "same" in done.stdout
 

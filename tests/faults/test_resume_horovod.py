@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from pathlib import Path
 
 import pytest
@@ -11,10 +10,6 @@ from tests.faults.resume_cell import curves, hashes, samples
 from tests.faults.test_resume import STEPS, run
 from tests.parity.tasks import Images
 from tests.processes import Pool
-
-pytestmark = pytest.mark.skipif(
-    importlib.util.find_spec("horovod") is None, reason="Horovod is not built: make horovod"
-)
 
 
 @pytest.mark.parametrize("plan", ["engine=horovod", "engine=horovod,replicate=2,microbatches=2"])

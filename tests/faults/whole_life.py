@@ -25,11 +25,12 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from pathlib import Path
+from typing import Any
 
 from grappe.checkpoint.format import latest
 from grappe.cli.exit import BUG
 from grappe.training.run import Run
-from tests.commands import GRAPPE, Command, send
+from tests.commands import GRAPPE, TORCHRUN, Command, send
 from tests.faults.pressure import waited
 from tests.faults.resume_cell import curves, hashes_of
 from tests.faults.victims import ROLES, roles
@@ -37,7 +38,6 @@ from tests.faults.victims import ROLES, roles
 ROOT = Path(__file__).parents[2]
 TASK = f"{Path(__file__).with_name('life.py')}:Life"
 LOOP = str(ROOT / "tests/training/gan.py")
-TORCHRUN = str(Path(sys.executable).with_name("torchrun"))
 GONE_SECONDS = 10.0
 """Until no process is left, on a quiet machine: seconds in which somebody waits for a core are not counted."""
 BUSY_SECONDS = 60.0
@@ -81,7 +81,8 @@ def command(plan: str, folder: Path) -> Command:
     """Starts, or goes on with, the training in `folder`."""
     own, _, rest = plan.partition("own loop")
     path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
-    more = {"PYTHONPATH": path, "OMP_WAIT_POLICY": "passive"}
+    # Cold, as victims.py tells processes by their command lines.
+    more: dict[str, Any] = {"PYTHONPATH": path, "OMP_WAIT_POLICY": "passive", "cold": True}
     if not own and "own loop" in plan:
         rest = rest.lstrip(",")
         starter = (TORCHRUN, "--nproc-per-node", "2", "--standalone") if rest else (sys.executable,)

@@ -110,7 +110,7 @@ def spins(tmp_path: Path):
 
     def of(*words: str, **variables: str) -> list[int]:
         folder = Path(tempfile.mkdtemp(dir=tmp_path))
-        command = Command(*words, cwd=folder, OMP_DISPLAY_ENV="verbose", **variables)
+        command = Command(*words, cwd=folder, OMP_DISPLAY_ENV="verbose", cold=True, **variables)
         try:
             code, _, err = command.end()
         finally:

@@ -19,7 +19,7 @@ from grappe.errors import ProcessDied
 from grappe.launch import rendezvous
 from grappe.launch.rank import ProcessRank
 from grappe.training.run import Run
-from tests.commands import GRAPPE, SLOW, Command, pids_in_training, send, until
+from tests.commands import GRAPPE, SLOW, TORCHRUN, Command, pids_in_training, send, until
 
 PLAN = ("--plan", "replicate=2,threads=1,device=cpu,workers=1")
 O_ASYNC = 0o20000
@@ -31,7 +31,7 @@ def start(tmp_path: Path) -> Iterator[Start]:
     started: list[Command] = []
 
     def begin(*arguments: str) -> Command:
-        started.append(Command(GRAPPE, "train", SLOW, *arguments, cwd=tmp_path))
+        started.append(Command(GRAPPE, "train", SLOW, *arguments, cwd=tmp_path, cold=True))
         return started[-1]
 
     yield begin
@@ -187,10 +187,9 @@ fork.run_in_fork(lambda: open(sys.argv[1], "w").close())
 
 
 def test_processes_of_torchrun_end_with_it(tmp_path: Path) -> None:
-    torchrun = str(Path(sys.executable).with_name("torchrun"))
     plan = ("--plan", "replicate=2,threads=1,device=cpu,workers=1")
-    starter = (torchrun, "--standalone", "--nproc-per-node", "2", "--no-python")
-    command = Command(*starter, GRAPPE, "train", SLOW, *plan, cwd=tmp_path)
+    starter = (TORCHRUN, "--standalone", "--nproc-per-node", "2", "--no-python")
+    command = Command(*starter, GRAPPE, "train", SLOW, *plan, cwd=tmp_path, cold=True)
 
     def trains() -> bool:
         assert command.process.poll() is None

@@ -15,19 +15,16 @@ from tests.parity.test_native import TASKS, check, expected
 from tests.parity.test_whole_batch import check as check_whole_batch
 from tests.processes import Pool
 
-BUILT = importlib.util.find_spec("horovod") is not None
 PLANS = ["engine=horovod", "engine=horovod,replicate=2", "engine=horovod,replicate=3,microbatches=2"]
 
 
 @pytest.mark.grid
-@pytest.mark.skipif(not BUILT, reason="Horovod is not built: make horovod")
 @pytest.mark.parametrize("plan", PLANS)
 @pytest.mark.parametrize("name", TASKS)
 def test_learns_the_same(pool: Pool, name: str, plan: str) -> None:
     check(pool, TASKS[name], plan, expected(name))
 
 
-@pytest.mark.skipif(not BUILT, reason="Horovod is not built: make horovod")
 @pytest.mark.parametrize("plan", PLANS)
 def test_a_loss_of_the_whole_batch(pool: Pool, plan: str) -> None:
     check_whole_batch(pool, plan, "sgd")
@@ -42,7 +39,6 @@ def test_where_it_is_not_built_the_way_to_build_it_is_said(monkeypatch: pytest.M
     assert "CVE" in MISSING and "CVE" in Horovod.about
 
 
-@pytest.mark.skipif(not BUILT, reason="Horovod is not built: make horovod")
 def test_rows_of_padding_do_not_enter_batch_normalisation(pool: Pool) -> None:
     """A step of one sample in two microbatches: the second one is a row of padding."""
     task = Images(batchnorm=True, samples=1, batch_size=1, epochs=1)

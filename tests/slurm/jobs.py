@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 from grappe.training.run import Run
-from tests.commands import SLOW
+from tests.commands import GRAPPE, SLOW, ran
 from tests.patience import PATIENCE_SECONDS
 from tests.slurm.cluster import Cluster
 
@@ -21,14 +19,7 @@ PLAN = "replicate=2,threads=1,workers=0,device=cpu"
 
 def grappe(*words: str, cwd: Path, code: int | None = 0) -> str:
     """Runs `grappe …`, and returns its output."""
-    done = subprocess.run(
-        [sys.executable, "-m", "grappe", *words],
-        cwd=cwd,
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=PATIENCE_SECONDS,
-    )
+    done = ran(GRAPPE, *words, cwd=cwd)
     if code is not None:
         assert done.returncode == code, f"{done.returncode}\n{done.stdout}{done.stderr}"
     return done.stdout + done.stderr

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from grappe.training.run import Run
-from tests.commands import SLOW
+from tests.commands import SLOW, ran
 from tests.patience import PATIENCE_SECONDS
 from tests.slurm.cluster import Cluster
 from tests.slurm.configuration import CPUS
@@ -107,11 +107,8 @@ def test_a_shell_with_an_older_jobs_variables(tmp_path: Path) -> None:
         "SLURM_NNODES": "2",
         "SLURM_LOCALID": "0",
     }
-    done = subprocess.run(
-        [*GRAPPE, "train", SLOW, "epochs=1", "pause=0", "--run", "run", "--plan", PLAIN],
-        cwd=tmp_path, env={**os.environ, **stale}, capture_output=True, text=True, check=False,
-        timeout=PATIENCE_SECONDS,
-    )  # fmt: skip
+    words = ("train", SLOW, "epochs=1", "pause=0", "--run", "run", "--plan", PLAIN)
+    done = ran(*GRAPPE, *words, cwd=tmp_path, **stale)
     assert done.returncode == 0, done.stderr
     assert "Slow on 1 process (cpu" in done.stdout
 

@@ -11,6 +11,7 @@ from pytest import approx
 
 from grappe.engines.deepspeed import library
 from grappe.training.run import Run
+from tests import needs
 from tests.commands import GRAPPE, Command
 
 ROOT = Path(__file__).parents[2]
@@ -44,10 +45,11 @@ def test_one_process_cannot_and_is_told_what_can(tmp_path: Path) -> None:
     assert Run(tmp_path / "run").latest() is not None, "nothing that was saved is lost"
 
 
-def test_a_disk_can(tmp_path: Path, request: pytest.FixtureRequest) -> None:
-    request.getfixturevalue("operators")
+def test_a_disk_can(tmp_path: Path) -> None:
+    plan = f",engine=deepspeed,offload=nvme:{tmp_path / 'disk'}"
+    needs.need(plan)
     (tmp_path / "disk").mkdir()
-    code, out, err = train(tmp_path / "run", f",engine=deepspeed,offload=nvme:{tmp_path / 'disk'}")
+    code, out, err = train(tmp_path / "run", plan)
     assert code == 0, err
     assert "finished, 2 steps" in out
     run = Run(tmp_path / "run")

@@ -14,11 +14,10 @@ from torch import nn
 import grappe
 from grappe.errors import PlanError, RunError, TaskError, UsageError
 from grappe.plan import Plan
-from tests.commands import Command
+from tests.commands import TORCHRUN, Command
 
 SCRIPT = str(Path(__file__).with_name("gan.py"))
 EXAMPLES = Path(__file__).parents[2] / "examples"
-TORCHRUN = str(Path(sys.executable).with_name("torchrun"))
 TOLERANCE = 1e-5
 
 

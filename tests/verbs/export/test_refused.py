@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -22,7 +20,7 @@ from grappe.verbs.export.folder import complete_or_nothing
 from grappe.verbs.export.program import input_names, output_names, program_of, trace
 from grappe.verbs.export.proof import samples_of
 from grappe.verbs.load import load
-from tests.patience import PATIENCE_SECONDS
+from tests.commands import GRAPPE, ran
 from tests.training.test_training import train
 from tests.verbs.export import tasks
 
@@ -264,14 +262,7 @@ def test_which_statistics_of_batch_normalisation_were_exported_is_said(tmp_path:
     """Each of two processes has its own: the mean is exported, and the manifest says so."""
     task = f"{tasks.__file__}:Layered"
     words = ["train", task, "middle=BatchNorm1d", "--plan", "replicate=2,batchnorm=local", "--steps", "3"]
-    done = subprocess.run(
-        [sys.executable, "-m", "grappe", *words, "--run", "run"],
-        cwd=tmp_path,
-        check=False,
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE_SECONDS,
-    )
+    done = ran(GRAPPE, *words, "--run", "run", cwd=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
     out = tmp_path / "out"
     words = ["export", str(tmp_path / "run"), "--to", str(out), "--format", "safetensors", "--task", task]

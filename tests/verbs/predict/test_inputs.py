@@ -24,7 +24,7 @@ from grappe.tasks.digits import Digits
 from grappe.training.run import Run
 from grappe.verbs.predict import inputs as verb_inputs
 from grappe.verbs.predict.predict import predict, save
-from tests.commands import GRAPPE
+from tests.commands import GRAPPE, ran
 from tests.patience import PATIENCE_SECONDS
 from tests.training.test_training import train
 from tests.verbs.export.tasks import Plain
@@ -294,10 +294,8 @@ def test_a_splits_name_is_never_a_folder(
     assert len(given("digits", "validation")) == len(wanted)  # no pictures are in the folder
     with pytest.raises(DataError, match="there is no picture in this folder"):
         given("digits", "./validation")
-    done = subprocess.run(
-        [GRAPPE, "predict", str(runs("digits").folder), "validation", "--task", "digits", "--data", str(folder)],
-        check=False, capture_output=True, text=True, timeout=PATIENCE_SECONDS,
-    )  # fmt: skip
+    words = ("predict", str(runs("digits").folder), "validation", "--task", "digits", "--data", str(folder))
+    done = ran(GRAPPE, *words, cwd=tmp_path)
     assert len(done.stdout.splitlines()) == len(wanted), done.stderr
 
 
