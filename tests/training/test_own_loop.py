@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import difflib
+import functools
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -35,17 +37,26 @@ def train(folder: Path, plan: str, name: str, *more: str) -> int:
     return code
 
 
+Tensors = dict[str, torch.Tensor]
+Trained = Callable[[str], tuple[Path, Tensors]]
+
+
 @pytest.fixture(scope="module")
-def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, torch.Tensor]:
-    folder = tmp_path_factory.mktemp("alone")
-    assert train(folder, "", "alone") == 0
-    return load_file(folder / "alone.safetensors")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Trained:
+    """By plan: the folder of a loop that nobody has stopped, and what it has learned."""
+
+    @functools.cache
+    def of(plan: str) -> tuple[Path, Tensors]:
+        folder = tmp_path_factory.mktemp("trained")
+        assert train(folder, plan, "found", "run") == 0
+        return folder / "run", load_file(folder / "found.safetensors")
+
+    return of
 
 
 @pytest.mark.parametrize("plan", ["replicate=2", "shard=2", "replicate=3"])
-def test_learns_the_same(tmp_path: Path, alone: dict[str, torch.Tensor], plan: str) -> None:
-    assert train(tmp_path, plan, "found") == 0
-    found = load_file(tmp_path / "found.safetensors")
+def test_learns_the_same(trained: Trained, plan: str) -> None:
+    alone, found = trained("")[1], trained(plan)[1]
     assert set(found) == set(alone)
     for name, wanted in alone.items():
         gap = (found[name].double() - wanted.double()).norm() / wanted.double().norm()
@@ -53,45 +64,41 @@ def test_learns_the_same(tmp_path: Path, alone: dict[str, torch.Tensor], plan: s
 
 
 @pytest.mark.parametrize("plan", ["replicate=2", "shard=2"])
-def test_its_folder_gives_the_trained_models(tmp_path: Path, plan: str) -> None:
-    assert train(tmp_path, plan, "found", "run") == 0
-    found = load_file(tmp_path / "found.safetensors")
+def test_its_folder_gives_the_trained_models(tmp_path: Path, trained: Trained, plan: str) -> None:
+    run, found = trained(plan)
     made = (
         nn.Sequential(nn.Linear(4, 16), nn.Dropout(0.0), nn.ReLU(), nn.Linear(16, 2)),
         nn.Sequential(nn.Linear(2, 16), nn.LeakyReLU(0.2), nn.Linear(16, 1)),
     )
-    generator, critic = grappe.load_models(tmp_path / "run", *made)
+    generator, critic = grappe.load_models(run, *made)
     assert not generator.training
     for which, model in (("g", generator), ("c", critic)):
         for name, parameter in model.named_parameters():
             assert torch.equal(parameter.detach(), found[f"{which}.{name}"]), name
     with pytest.raises(TaskError, match="another model's"):
-        grappe.load_models(tmp_path / "run", nn.Sequential(*made[0], nn.Linear(2, 2)))
+        grappe.load_models(run, nn.Sequential(*made[0], nn.Linear(2, 2)))
     with pytest.raises(RunError, match=r"grappe\.Loop"):
         grappe.load_models(tmp_path, *made)
 
 
 @pytest.mark.parametrize("plan", ["", "replicate=2"])
-def test_a_signal_saves_and_it_goes_on_to_the_same_bits(tmp_path: Path, plan: str) -> None:
-    assert train(tmp_path, plan, "whole", "whole") == 0
+def test_a_signal_saves_and_it_goes_on_to_the_same_bits(tmp_path: Path, trained: Trained, plan: str) -> None:
     code = train(tmp_path, plan, "parts", "parts", "6")
     assert code == (75 if not plan else 1), "torchrun has one exit code of its own for all failures"
     assert not (tmp_path / "parts.safetensors").exists()
     assert train(tmp_path, plan, "parts", "parts") == 0
-    whole, parts = (load_file(tmp_path / f"{name}.safetensors") for name in ("whole", "parts"))
-    losses = [found.pop("losses") for found in (parts, whole)]
-    assert 0 < len(losses[0]) < len(losses[1])
-    assert torch.equal(losses[0], losses[1][-len(losses[0]) :])
+    whole, parts = trained(plan)[1], load_file(tmp_path / "parts.safetensors")
+    assert 0 < len(parts["losses"]) < len(whole["losses"])
     for name, wanted in whole.items():
-        assert torch.equal(parts[name], wanted), name
+        assert torch.equal(parts[name], wanted[-len(parts["losses"]) :] if name == "losses" else wanted), name
 
 
-def test_it_goes_on_under_other_numbers_of_processes(tmp_path: Path, alone: dict[str, torch.Tensor]) -> None:
+def test_it_goes_on_under_other_numbers_of_processes(tmp_path: Path, trained: Trained) -> None:
     """Two replicas, then one process, then two shards: in the end what one process alone has learned."""
     for plan, stop in (("replicate=2", "4"), ("", "8")):
         assert train(tmp_path, plan, "found", "run", stop) in (1, 75)
     assert train(tmp_path, "shard=2", "found", "run") == 0
-    found = load_file(tmp_path / "found.safetensors")
+    alone, found = trained("")[1], load_file(tmp_path / "found.safetensors")
     losses = found.pop("losses")
     assert 0 < len(losses) < len(alone["losses"]) - 6, "it went on behind the second stop"
     assert torch.allclose(losses, alone["losses"][-len(losses) :], rtol=TOLERANCE)
