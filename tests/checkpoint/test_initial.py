@@ -20,7 +20,7 @@ from grappe.checkpoint.initial import build, built
 from grappe.errors import OutOfMemory, RunError, TaskError
 
 MADE_BY: list[int] = []
-WHATEVER = Literal["well", "raise", "kill", "leave", "exit", "nothing", "need"]
+WHATEVER = Literal["well", "raise", "kill", "leave", "exit", "nothing", "need", "sparse"]
 
 
 class Small(Task):
@@ -44,6 +44,8 @@ class Small(Task):
         if self.goes == "nothing":
             return None  # type: ignore[return-value]
         model = nn.Sequential(nn.Linear(self.width, 4), nn.BatchNorm1d(4))
+        if self.goes == "sparse":
+            model[0].register_buffer("graph", torch.eye(3).to_sparse())
         model.register_buffer("hidden", torch.randn(2), persistent=False)
         return model
 
@@ -91,6 +93,7 @@ def test_the_model_is_made_in_a_child(tmp_path) -> None:
         ("leave", r"was killed, or ended itself"),
         ("exit", r"Small.model\(\) failed: SystemExit: no more"),
         ("nothing", r"Small.model\(\) returned NoneType: return an nn.Module"),
+        ("sparse", r"Small.model\(\) has sparse tensors \(0.graph\).*indices and values as buffers"),
     ],
 )
 def test_what_goes_wrong_in_the_child_is_one_message(tmp_path, goes: WHATEVER, words: str) -> None:

@@ -133,6 +133,17 @@ def test_a_piece_that_is_there_twice_does_not_hide_one_that_is_missing(tmp_path)
 
 
 @pytest.mark.parametrize(
+    ("shape", "offsets"), [((4,), [(0,), (1,)]), ((4, 4), [(0, 0), (0, 2), (2, 0), (2, 1)])]
+)
+def test_pieces_that_overlap_do_not_hide_a_gap(tmp_path, shape: tuple, offsets: list[tuple]) -> None:
+    """Of the right size together: what is read would have numbers that nobody wrote."""
+    half = torch.ones([2] * len(shape))
+    files = written(tmp_path, [Piece("t", half, shape, offset) for offset in offsets])
+    with pytest.raises(RunError, match="the pieces of 't' overlap"):
+        TensorFiles(files).read("t")
+
+
+@pytest.mark.parametrize(
     ("local", "shape", "offset"),
     [(2, (4,), (3,)), (2, (4,), (-1,)), (2, (4, 4), (0, 0)), (2, (1,), (0,)), (2, (4,), (0, 0))],
 )

@@ -207,6 +207,62 @@ def test_run_json(run, case: str) -> None:
         assert all(look(run)[2:])
 
 
+def altered(content: dict) -> Iterator[tuple[str, dict]]:
+    """Yields the object with each of its entries, and of theirs, as a value of each other type in turn."""
+    for name, value in content.items():
+        for wrong in (None, True, 5, -1, 1.5, "x", [], {}, [5], [[]], {"a": 1}):
+            if type(wrong) is not type(value) or wrong == [5]:
+                yield f"{name}: {wrong!r}", {**content, name: wrong}
+        if isinstance(value, dict):
+            yield from ((f"{name}.{place}", {**content, name: inner}) for place, inner in altered(value))
+
+
+def test_each_entry_of_run_json_as_another_type(run) -> None:
+    """Whoever changes run.json can give it a hash that fits: one clear line, or the command does its work."""
+    description = Run(run).read_description()
+    description["start"]["units"] = ["0.0"]
+    description |= {
+        "changes": ["restart 1"],
+        "loading": {"kind": "processes", "workers": 2},
+        "used": {"joules": {}},
+    }
+    refused = []
+    for place, content in altered(description):
+        (run / "run.json").write_text(json.dumps({**content, "xxh3_128": json_hash(content)}))
+        said = told(lambda: Run(run).read_description())
+        if said:
+            assert "run.json is damaged (" in said, place
+            refused.append(place)
+        else:
+            told(lambda: describe(run))
+        assert told(lambda: listing(run.parent)) == "", place
+    for place in ("changes: 5", "plan: {'a': 1}", "versions.torch: 5", "start.units: 5", "costs: [5]"):
+        assert place in refused
+    for value in ([], {}, 5, "0"):
+        (run / "run.json").write_text(json.dumps({**description, "xxh3_128": value}))
+        assert "is damaged (its hash is another)" in told(lambda: Run(run).read_description())
+
+
+def test_each_entry_of_a_state_as_another_type(run) -> None:
+    """Each in one of the wrong types, as a training that resumes takes a while."""
+    checkpoint = newest(run)
+    state = json.loads((checkpoint / STATE).read_text())
+    signal.alarm(0)
+    shutil.copytree(run, run.parent / "kept")
+    cases: dict[str, list] = {}
+    for place, content in altered(state):
+        cases.setdefault(place.partition(":")[0], []).append((place, content))
+    for number, (name, of_entry) in enumerate(cases.items()):
+        place, content = of_entry[number % len(of_entry)]
+        shutil.rmtree(run)
+        shutil.copytree(run.parent / "kept", run)
+        (checkpoint / STATE).write_text(json.dumps(content))
+        seal(checkpoint)
+        said = told(lambda: train(run, Images(epochs=2), steps=2))
+        assert not said or "not one that a training can go on from" in said or name in said, (place, said)
+    shutil.rmtree(run.parent / "kept")
+
+
 @pytest.mark.parametrize("case", MANIFESTS)
 def test_manifest(run, case: str) -> None:
     checkpoint = newest(run)

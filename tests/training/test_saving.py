@@ -12,6 +12,7 @@ import pytest
 from torch import Tensor
 
 from grappe.checkpoint.tensor_file import TensorFiles
+from grappe.errors import RunError
 from grappe.launch.rank import ProcessRank
 from grappe.plan import Plan
 from grappe.training.options import Options
@@ -72,8 +73,10 @@ def test_a_resumed_training_reads_its_weights_once(pool: Pool, tmp_path: Path, p
             assert total[name] == copies * size, name
 
 
-def test_a_count_of_restarts_that_is_none_begins_anew(tmp_path: Path) -> None:
+def test_a_count_of_restarts_that_is_no_number_is_refused(tmp_path: Path) -> None:
     train(tmp_path / "run", steps=2, save_every=1)
     Run(tmp_path / "run").describe(restarts=[[], None])
-    train(tmp_path / "run", steps=3, save_every=1)
-    assert Run(tmp_path / "run").read_description()["restarts"] == 1
+    with pytest.raises(
+        RunError, match=r"run.json is damaged \(Expected `int`, got `array` - at `\$.restarts`\)"
+    ):
+        train(tmp_path / "run", steps=3, save_every=1)

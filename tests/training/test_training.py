@@ -142,6 +142,8 @@ def test_patience_stops_and_counts_as_finished(tmp_path) -> None:
 def test_a_loss_that_is_no_number_stops_before_anything_is_saved_over(tmp_path) -> None:
     with pytest.raises(DivergedError, match=r"epoch 1, step \d+ \(sample ids .*11"):
         train(tmp_path / "run", Poisoned(epochs=2, batch_size=10))
+    run = Run(tmp_path / "run")
+    assert run.read_status(run.read_description()).startswith("failed: the loss")
     assert [one.name for one in Run(tmp_path / "run").checkpoints.iterdir()] == ["step-000000"]
     assert Run(tmp_path / "run").latest() is not None
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
@@ -14,6 +15,7 @@ from grappe.checkpoint.weights import Weights
 from grappe.data.batch import Batch
 from grappe.engines.shared.state import SavedState, State, TrainState
 from grappe.launch.world import World
+from grappe.parallel.units import Blocks, blocks_for
 from grappe.plan import Plan
 from grappe.step.observers import Observers
 from grappe.step.reduction import After, StepResult
@@ -53,6 +55,13 @@ class EngineSetup:
     """Inputs of one or two samples, on the CPU, by which the work of pipeline stages is counted."""
     samples: int = 0
     """Number of training samples; 0 if nothing is trained."""
+    kept_blocks: Sequence[str] = ()
+    """The names of the units that the run has had so far, where its task gives none."""
+
+    @functools.cached_property
+    def blocks(self) -> Blocks:
+        """The model's units, where the plan needs some and the task gives none."""
+        return blocks_for(self.task, self.plan, self.sample_inputs, self.kept_blocks)
 
 
 class Engine(ABC):
@@ -66,6 +75,8 @@ class Engine(ABC):
     """The plan keys that the engine supports; the support table is made from them."""
     about: ClassVar[str]
     """One line for the table of engines."""
+    sharded_units: ClassVar[bool] = False
+    """Whether it gathers a sharded model unit by unit."""
 
     train_state: TrainState
     """The model, its optimizer and schedule, to be saved and restored."""

@@ -56,6 +56,7 @@ class Gradients(Protocol):
 class Native(Engine):
     """Updates the parameters; a strategy computes their gradients: whole, exact or pipelined."""
 
+    sharded_units = True
     supported_keys = COMMON | KEYS | {"pipeline", "schedule", "stages", "exact", "cuda_graphs"}
     about = "torch's own: DDP, FSDP2 (ZeRO 1-3), pipelines, tensor parallelism and their products"
 
@@ -127,7 +128,9 @@ class WholeModel:
 
     def __init__(self, setup: EngineSetup) -> None:
         self._setup = setup
-        self.module = parallelize(setup.task, setup.plan, setup.world, setup.weights)
+        self.module = parallelize(
+            setup.task, setup.plan, setup.world, setup.weights, blocks=setup.blocks.names
+        )
         self.named = trained_parameters(self.module)
 
     def make_optimizer(self) -> Optimizer:

@@ -35,6 +35,7 @@ from grappe.parallel.pipeline.cut import Cut, check_without_values
 from grappe.parallel.pipeline.stage import Stage
 from grappe.parallel.pipeline.units import pipeline_units
 from grappe.parallel.tensor import split_tensors
+from grappe.parallel.units import blocks_of, units_of
 from grappe.plan import Plan
 from grappe.private_api.torch import fake_store, fake_tensors, forget_meshes, tree_map
 from grappe.step.task_contract import optimizer_of
@@ -214,7 +215,8 @@ class FakeModel:
             self.plain = on_meta(task)
             model = self._build_model()
             refuse_sparse(task, model)
-            homes = sharded_with(model, task.units(model))
+            self._blocks = blocks_of(task, self.batches.example).names
+            homes = sharded_with(model, self.units(model))
             self.buffers = sum(buffer.nbytes for buffer in model.buffers())
         with explaining_trace_errors(task, "be stepped by its optimizer"), self.mode:
             named = list(model.named_parameters())
@@ -243,7 +245,7 @@ class FakeModel:
         batch = self._cut(self.batches, rows, slices)
 
         def run(model: nn.Module, world: World) -> Trace:
-            units = list(self.task.units(model))
+            units = self.units(model)
             switch_off_caches(model, plan)
             checkpoint_activations(units or [model], plan)
             if slices.synchronised and world.data_group is not None:
@@ -277,7 +279,7 @@ class FakeModel:
         batch = self._cut(self._validation, rows, slices)
 
         def run(model: nn.Module, world: World) -> Trace:
-            units, describes = list(self.task.units(model.eval())), self.runs_kernels
+            units, describes = self.units(model.eval()), self.runs_kernels
             with self.mode, torch.no_grad():
                 return traced(
                     self.task, model, units, batch, precision, plan, world, describes=describes, trains=False
@@ -337,6 +339,10 @@ class FakeModel:
                 for number in range(len(stages))
             ]
         return tuple(self._with_kernels(trace, threads) for trace in traces)
+
+    def units(self, model: nn.Module) -> list[nn.Module]:
+        """Returns the units of a model of the task, as a training without a pipeline has them."""
+        return units_of(self.task, model, self._blocks)
 
     def check_units(self) -> None:
         """Checks that a pipeline's units make up the model, as far as can be seen without values.

@@ -19,6 +19,7 @@ from grappe.parallel.compile import compile_units
 from grappe.parallel.materialise import fill, on_meta
 from grappe.parallel.shard import shard, sum_scalars, uses_shard
 from grappe.parallel.tensor import split_tensors
+from grappe.parallel.units import units_of
 from grappe.plan import Plan
 from grappe.task import Task
 
@@ -32,15 +33,23 @@ Keep = Callable[[nn.Module, list[nn.Module]], Sequence[tuple[nn.Module, list[nn.
 
 
 def parallelize(
-    task: Task, plan: Plan, world: World, weights: Weights, keep: Keep = lambda model, units: [(model, units)]
+    task: Task,
+    plan: Plan,
+    world: World,
+    weights: Weights,
+    keep: Keep = lambda model, units: [(model, units)],
+    blocks: Sequence[str] = (),
 ) -> nn.Module:
     """Makes the task's model, spread over `world`'s processes, with values from `weights`. Collective.
+
+    Args:
+        blocks: the names of its units, where the task gives none.
 
     Returns:
         The task's own modules and names, in training mode; parameters may be sharded.
     """
     model = on_meta(task)
-    units = list(task.units(model))
+    units = units_of(task, model, blocks)
     switch_off_caches(model, plan)
     split_tensors(model, task, plan, world)
     for part, inside in keep(model, units):

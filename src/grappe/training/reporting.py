@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -11,8 +12,10 @@ from torch import Tensor
 
 from grappe.checkpoint.weights import MODEL, Weights
 from grappe.data.loading import Loading
+from grappe.engines.base import Engine, EngineSetup
 from grappe.launch.terminal import UserStream, say
 from grappe.launch.world import World
+from grappe.parallel.shard import uses_shard
 from grappe.plan import Plan
 from grappe.private_api.torch import tree_leaves
 from grappe.task import Task
@@ -25,7 +28,7 @@ from grappe.training.watchers.curves import Curves
 from grappe.training.watchers.expected_end import ExpectedEnd
 from grappe.training.watchers.logger import find as find_logger
 from grappe.training.watchers.profile import Profile
-from grappe.words import count_of, host_name
+from grappe.words import count_of, format_bytes, host_name
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
@@ -123,6 +126,17 @@ def start_facts(
     }
 
 
+def unit_facts(engine: type[Engine], setup: EngineSetup) -> dict[str, Any]:
+    """Returns the facts on the units of a model whose task gives none, where the plan needs some."""
+    shards = engine.sharded_units and uses_shard(setup.plan)
+    if not (shards or setup.plan.recompute):
+        return {}
+    return {
+        "units": list(setup.blocks.names),
+        "gathered": setup.blocks.ungrouped if shards and setup.plan.zero == 3 else 0,
+    }
+
+
 def note_optimizer(facts: dict[str, Any], optimizer: Optimizer, named: object) -> None:
     """Adds an engine's first optimizer: its class, number of parameter groups, the first group's hyperparameters."""
     groups = optimizer.param_groups
@@ -151,6 +165,15 @@ def lines(facts: Mapping[str, Any]) -> Iterator[str]:
         f"{facts['parameters']:,} parameters, {_optimizer(facts.get('optimizer'))}, inputs {shapes}, "
         f"{count_of(facts['steps_per_epoch'], 'step')} an epoch"
     )
+    places = Counter(name.rpartition(".")[0] or "the model" for name in facts.get("units", ()))
+    if places:
+        units = ", ".join(f"{count} of {place}" for place, count in places.items())
+        yield f"units: {units}, found as blocks of one class; units(model) in the task gives others"
+    if size := facts.get("gathered"):
+        yield (
+            f"no units: all parameters are gathered at once, {format_bytes(size)} at the peak: give the task "
+            "units(model), its blocks in order"
+        )
 
 
 def device_name(device: torch.device) -> str:

@@ -9,12 +9,13 @@ import secrets
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
 from grappe.checkpoint import format as checkpoint_format
 from grappe.checkpoint.commit import LARGEST_LIST, json_hash, read_json, strangers, write_json
 from grappe.checkpoint.format import Choice, leftovers, refuse_package, select
-from grappe.errors import RunError
+from grappe.errors import GrappeError, PlanError, RunError
+from grappe.errors.foreign_text import printable
 from grappe.launch import files
 from grappe.launch.files import IN_PART
 from grappe.launch.folders import RUNS
@@ -22,12 +23,24 @@ from grappe.launch.folders import RUNS
 DESCRIPTION = "run.json"
 HASH = "xxh3_128"  # of the other entries of run.json
 METRICS = "metrics.jsonl"
+MOST_OF_REASON = 500  # characters, of why a start failed
 LONGEST_LINE = 1 << 20  # bytes; a longer one is damage, and is read in parts
-DONE = "done"
+DONE, FAILED = "done", "failed"
 SAVED = ("finished", "stopped", "paused", "interrupted")
 """Endings behind a save: run.json has its step then."""
-PARTS = ("checkpoints", "logs", METRICS, "usage.jsonl", "samples", "profile", "tensorboard", "wandb")
+PARTS = ("checkpoints", "logs", METRICS, FAILED, "usage.jsonl", "samples", "profile", "tensorboard", "wandb")
 """What a training writes in a run's folder, besides run.json and files that are replaced whole."""
+ENTRIES: dict[str, Any] = {
+    **dict.fromkeys(("task", "class", "plan", "data", "dataset", "sampling", "source", "device"), str),
+    **dict.fromkeys(("processor", "host", "started", "status", "id"), str),
+    **dict.fromkeys(("seed", "processes", "threads", "restarts", "step", "total_steps"), int),
+    **dict.fromkeys(("fields", "used", "headspace", "loading"), dict[str, Any]),
+    "start": TypedDict("Start", {"units": list[str]}, total=False),  # pyrefly: ignore
+    "versions": dict[str, str],
+    "changes": list[str],
+    "costs": list[dict[str, Any]],
+}
+"""The types of run.json's entries; a run has those that its starts have written so far."""
 RENDEZVOUS = re.compile(r"\.(rendezvous|secret)-[0-9a-f-]+(\.[0-9a-f]{8})?", re.ASCII)
 
 
@@ -49,16 +62,25 @@ class Run:
         return f"Run({str(self.folder)!r})"
 
     def read_description(self) -> dict[str, Any]:
-        """Reads run.json: task, fields, plan, versions, hosts, restarts.
+        """Reads run.json: task, fields, plan, versions, hosts, restarts, each of its type.
 
         Raises:
             RunError: run.json is damaged.
         """
+        import msgspec  # 20 ms that few commands need
+
         description = read_json(self.folder / DESCRIPTION, largest=LARGEST_LIST)
-        if description.pop(HASH, None) not in {None, json_hash(description)}:
+        damage = (
+            "" if description.pop(HASH, None) in (None, json_hash(description)) else "its hash is another"
+        )
+        try:
+            msgspec.convert(description, TypedDict("Entries", ENTRIES, total=False))  # pyrefly: ignore
+        except (msgspec.ValidationError, ValueError) as error:
+            damage = str(error)
+        if damage:
             raise RunError(
-                f"{self.folder / DESCRIPTION} is damaged. The checkpoints beside it are whole: start a new run "
-                f"from their weights with --from {self.folder}"
+                f"{self.folder / DESCRIPTION} is damaged ({damage}). The checkpoints beside it are whole: start a new "
+                f"run from their weights with --from {self.folder}"
             )
         return description
 
@@ -78,10 +100,9 @@ class Run:
     def read_id(self) -> str:
         """Reads the run's id, which its checkpoints carry, from run.json; "": unknown."""
         try:
-            value = self.read_description().get("id")
+            return self.read_description().get("id", "")
         except RunError:
             return ""
-        return value if isinstance(value, str) else ""
 
     def choose(
         self, which: int | str | None = None, *, description: Mapping[str, Any] | None = None
@@ -100,13 +121,8 @@ class Run:
                 description = self.read_description()
             except RunError:
                 description = {}
-        run, step, status = (description.get(name) for name in ("id", "step", "status"))
-        return select(
-            self.checkpoints,
-            which,
-            run=run if isinstance(run, str) else "",
-            saved=step if isinstance(step, int) and status in SAVED else None,
-        )
+        saved = description.get("step") if description.get("status") in SAVED else None
+        return select(self.checkpoints, which, run=description.get("id", ""), saved=saved)
 
     def records(self, kind: str | None = None) -> Iterator[dict[str, Any]]:
         """Yields the records of the run's curves, of one `kind` ("step", "evaluation") or all; skips a damaged line."""
@@ -145,6 +161,27 @@ class Run:
     def finish(self) -> None:
         """Marks the training as finished."""
         files.replace(self.folder / DONE, b"")
+
+    @contextlib.contextmanager
+    def noting_failure(self) -> Iterator[None]:
+        """Context of a start, in each of its processes: writes down the first error that ends it."""
+        try:
+            yield
+        except Exception as error:
+            if isinstance(error, PlanError) and not files.kind(self.folder / METRICS):
+                raise  # a new run is taken back
+            reason = str(error) if isinstance(error, GrappeError) else f"{type(error).__name__}: {error}"
+            with contextlib.suppress(OSError, RunError):  # another process has failed before, say
+                files.replace(self.folder / FAILED, printable(reason, MOST_OF_REASON).encode(), new=True)
+            raise
+
+    def read_status(self, description: Mapping[str, Any]) -> str:
+        """Reads how the last start stands: "running", "paused", "failed: " and why; "finished" once all is done."""
+        if self.is_finished():
+            return "finished"
+        with contextlib.suppress(OSError, RunError, ValueError):
+            return f"failed: {printable(files.read_text(self.folder / FAILED), MOST_OF_REASON)}"
+        return description.get("status", "unknown")
 
     @staticmethod
     def is_run(folder: Path) -> bool:

@@ -27,7 +27,7 @@ from grappe.launch.world import World
 from grappe.plan import Plan
 from grappe.task import Task
 from grappe.tasks import defaults
-from grappe.training.run import METRICS, PARTS, Made, Run, new_folder
+from grappe.training.run import FAILED, METRICS, PARTS, Made, Run, new_folder
 from grappe.training.task_reference import field_texts, same_task, source_hash, write_record
 from grappe.words import host_name, processor_name
 
@@ -102,9 +102,10 @@ def start_run(request: RunRequest, world: World) -> Iterator[StartedRun]:
         folder, described, step, notes, token = start
         run = Run(folder)
         checkpoint = Checkpoint(folder=step_folder(run.checkpoints, step), step=step)
-        yield StartedRun(
-            run=run, description=described, checkpoint=checkpoint, token=token, notes=notes, lease=lease
-        )
+        with run.noting_failure():
+            yield StartedRun(
+                run=run, description=described, checkpoint=checkpoint, token=token, notes=notes, lease=lease
+            )
     except PlanError:
         refused = True
         raise
@@ -151,6 +152,7 @@ def _begin(
 ) -> tuple[dict[str, Any], int, tuple[str, ...]]:
     for name in PARTS:
         files.refuse_link(run.folder / name)
+    files.remove(run.folder / FAILED)  # of the start before
     for entry in leftovers(run.checkpoints):
         with contextlib.suppress(OSError):
             files.remove_tree(entry, IN_PART)
@@ -168,11 +170,12 @@ def _begin(
         assert checkpoint is not None, "what was built just now verifies"
     changes = tuple(changed(before, now, defaults(type(request.task))))
     _refuse_another_order(run, before, now, checkpoint.step)
-    restarts_before = before.get("restarts")
-    restarts = (restarts_before if isinstance(restarts_before, int) else 0) + 1
+    restarts = before.get("restarts", 0) + 1
     kept = {name: before[name] for name in ("started", "host", "id") if name in before}
-    history = before.get("changes") if isinstance(before.get("changes"), list) else []
-    history = [*history, *(f"restart {restarts} at step {checkpoint.step}: {change}" for change in changes)]
+    history = [
+        *before.get("changes", []),
+        *(f"restart {restarts} at step {checkpoint.step}: {change}" for change in changes),
+    ]
     described = {**before, **now, **kept, "restarts": restarts, "status": "running", "changes": history}
     run.write_description(described)
     run.cut_back(checkpoint.step)

@@ -199,7 +199,7 @@ def resolve_task(run: Run, task: Task | type[Task] | str | None) -> TaskReferenc
 def texts_of(description: dict[str, Any]) -> dict[str, str] | None:
     """Returns the texts of the task's fields in a run's description; None where it has none."""
     values = description.get("fields")
-    if not isinstance(values, dict):
+    if values is None:
         return None
     return {field: "none" if value is None else str(value) for field, value in values.items()}
 

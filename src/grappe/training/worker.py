@@ -42,7 +42,7 @@ from grappe.training.headspace import headspace
 from grappe.training.loop import Session, Training, WeightAverage, naming_overwritten
 from grappe.training.options import Options
 from grappe.training.out_of_memory import LocalOutOfMemory, reporting_out_of_memory, with_plan_that_fits
-from grappe.training.reporting import announce, note_optimizer, report, reporting, start_facts
+from grappe.training.reporting import announce, note_optimizer, report, reporting, start_facts, unit_facts
 from grappe.training.request import Request, Result
 from grappe.training.run import Run
 from grappe.training.sample_log import SampleLog
@@ -118,7 +118,7 @@ def _trained(request: Request, process: ProcessRank, rendezvous_folder: Path) ->
             training_scores = TrainingScores(task, world, metrics=options.training_metrics)
             noise = _noise_scale(options, info, world)
             engine = engine_class(
-                EngineSetup(
+                setup := EngineSetup(
                     task=task,
                     plan=plan,
                     world=world,
@@ -141,9 +141,10 @@ def _trained(request: Request, process: ProcessRank, rendezvous_folder: Path) ->
                     ),
                     sample_inputs=example,
                     samples=info.samples,
+                    kept_blocks=started.description.get("start", {}).get("units", ()),
                 )
             )
-            report(facts, started.run, terminal, world)
+            report(facts | unit_facts(engine_class, setup), started.run, terminal, world)
 
             meter = Meter(
                 world,

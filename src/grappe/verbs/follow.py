@@ -30,7 +30,7 @@ BLOCKS = "▁▂▃▄▅▆▇█"
 WIDTH = 60
 MOST_COLUMNS = 10_000
 FIRST_COLUMNS = ("run", "kind", "step", "epoch", "samples", "loss")
-ENDED = ("finished", "stopped", "paused", "interrupted")
+ENDED = ("finished", "stopped", "paused", "interrupted", "failed")
 
 
 class Tail:
@@ -99,9 +99,7 @@ class RunView:
     def status(self) -> str:
         """Returns the run's status in one or two words; "" if it cannot be read now."""
         try:
-            if self.run.is_finished():
-                return "finished"
-            return str(self.run.read_description().get("status") or "running")
+            return self.run.read_status(self.run.read_description())
         except RunError:
             return ""
 
@@ -172,7 +170,7 @@ def follow(place: Path | str, stream: IO[str], *, sleep: Callable[[float], None]
         while True:
             # Before reading: what the run wrote at its end is read below.
             status, over = view.status(), ""
-            if status in ENDED:
+            if status.startswith(ENDED):
                 over = status
             elif time.monotonic() - view.last_change > SILENT_SECONDS:
                 over = f"{status or 'unknown'}, silent for {SILENT_SECONDS:.0f} s: it may have ended unexpectedly"

@@ -109,5 +109,4 @@ def choose(run: Run, which: int | str | None = None) -> tuple[Choice, Checkpoint
 
 def data_of(run: Run, folder: Path | str | None) -> Path:
     """Returns the folder of a run's data: `folder`, else the one that its description names."""
-    named = run.read_description().get("data")
-    return Path(folder or (named if isinstance(named, str) and named else "data"))
+    return Path(folder or run.read_description().get("data") or "data")

@@ -34,7 +34,7 @@ def listing(base: Path) -> Table | str:
             continue
         evaluation = _last(run, "evaluation")
         step, plan = str(evaluation.get("step", "")), plan_name(description.get("plan"))
-        table.add_row(run.folder.name, _status(run, description), step, plan, _scores(evaluation))
+        table.add_row(run.folder.name, run.read_status(description), step, plan, _scores(evaluation))
     for run, job in waiting.items():
         table.add_row(run.name, f"submitted, job {job}", "", "", "")
     return table
@@ -49,10 +49,10 @@ def describe(folder: Path) -> Table:
     table.add_row("task", str(description.get("task")))
     table.add_row("fields", _pairs(description.get("fields"), "="))
     table.add_row("plan", plan_name(description.get("plan")))
-    table.add_row("status", f"{_status(run, description)}, restarts {description.get('restarts', 0)}")
+    table.add_row("status", f"{run.read_status(description)}, restarts {description.get('restarts', 0)}")
     table.add_row("started", f"{description.get('started')} on {description.get('host')}")
     table.add_row("versions", _pairs(description.get("versions"), " "))
-    for change in description.get("changes") or []:
+    for change in description.get("changes", []):
         table.add_row("changed", str(change))
     step = _last(run, "step")
     if step:
@@ -62,8 +62,8 @@ def describe(folder: Path) -> Table:
     if evaluation := _last(run, "evaluation"):
         where = f"step {evaluation.get('step')}, {evaluation.get('samples')} samples"
         table.add_row("evaluation", f"{where}: {_scores(evaluation)}")
-    if isinstance(description.get("used"), dict):
-        table.add_row("used", _used(description["used"]))
+    if used := description.get("used"):
+        table.add_row("used", _used(used))
     for checkpoint in list_checkpoints(run.checkpoints):
         table.add_row(
             "checkpoint",
@@ -97,10 +97,6 @@ def _pairs(named: Any, between: str) -> str:
     if not isinstance(named, dict):
         return str(named or "")
     return " ".join(f"{name}{between}{value}" for name, value in named.items())
-
-
-def _status(run: Run, description: dict[str, Any]) -> str:
-    return "done" if run.is_finished() else str(description.get("status", "unknown"))
 
 
 def _last(run: Run, kind: str) -> dict[str, Any]:

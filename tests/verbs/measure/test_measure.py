@@ -125,7 +125,7 @@ def test_runs_become_points_and_one_that_has_not_ended_a_row(tmp_path: Path) -> 
     for name in ("a", "b"):
         train(tmp_path / name)
     shutil.copytree(tmp_path / "a", tmp_path / "c")
-    Run(tmp_path / "c").describe(costs=None, plan="threads=1,replicate=2", status="running")
+    Run(tmp_path / "c").describe(costs=[], plan="threads=1,replicate=2", status="running")
     places = [tmp_path / name for name in ("c", "a", "b")]
     alone, pair = verb.gather(places)
     assert len(alone.trials) == 2

@@ -25,6 +25,7 @@ from grappe.launch.world import World
 from grappe.parallel.activation_checkpointing import checkpoint_activations, switch_off_caches
 from grappe.parallel.batchnorm import synchronise_batchnorm
 from grappe.parallel.materialise import check_weights, fill, on_meta
+from grappe.parallel.units import units_of
 from grappe.private_api.torch import module_buffers, module_parameters
 from grappe.step.precision import LossScale, autocast
 from grappe.step.scores import Scores
@@ -81,7 +82,7 @@ class DeepSpeedModel:
         config = settings.settings(plan, task, sum(sizes), max(sizes, default=1), cuda)
         self._scratch.make(sum(sizes), config)
         switch_off_caches(model, plan)
-        checkpoint_activations(list(task.units(model)) or [model], plan)
+        checkpoint_activations(units_of(task, model, self._setup.blocks.names) or [model], plan)
         if self.stage == 3:
             partitioned(model, weights, world.device, config)
         else:

@@ -22,6 +22,7 @@ INSTALL = "engine=lightning needs the package lightning: pip install 'grappe[lig
 class Lightning(Engine):
     """Trains in Lightning's Trainer, with torch's parallelism, or with DeepSpeed's if the plan offloads."""
 
+    sharded_units = True
     supported_keys = COMMON | KEYS
     about = "lightning.Trainer and its strategies: DDP, FSDP2 with tensor parallelism, DeepSpeed for offload"
     owns_loop = True

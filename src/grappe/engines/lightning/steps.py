@@ -164,7 +164,7 @@ class Spread:
     def __init__(self, setup: EngineSetup) -> None:
         self._setup = setup
         task, plan, world = setup.task, setup.plan, setup.world
-        model = parallelize(task, plan, world, setup.weights)
+        model = parallelize(task, plan, world, setup.weights, blocks=setup.blocks.names)
         named = trained_parameters(model)
         parameters = [parameter for _, parameter in named]
         optimizer = optimizer_of(task, named)

@@ -151,9 +151,8 @@ def export(
 def _origin(run: Run, task: Task, checkpoint: str, *, averaged: bool) -> dict[str, Any]:
     """Describes where the model is from, with what is foreign in it made fit to show."""
     description = run.read_description()
-    processes = description.get("processes")
     own_statistics = (
-        "batchnorm=sync" not in str(description.get("plan")) and isinstance(processes, int) and processes > 1
+        "batchnorm=sync" not in description.get("plan", "") and description.get("processes", 1) > 1
     )
     return {
         "format": 1,

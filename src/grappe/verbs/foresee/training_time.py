@@ -145,17 +145,13 @@ def _took_such_steps(query: RunQuery, run: Run, description: Mapping[str, Any]) 
 
     if not same_task(query.task, description) or description.get("source") != source_hash(query.task):
         return False
-    requested, fields = field_texts(query.task), description.get("fields")
-    if (
-        not isinstance(fields, dict)
-        or {**fields, **{name: requested[name] for name in NOT_OF_A_STEP}} != requested
-    ):
+    requested = field_texts(query.task)
+    if {**description.get("fields", {}), **{name: requested[name] for name in NOT_OF_A_STEP}} != requested:
         return False
-    changes = description.get("changes")
-    moved = isinstance(changes, list) and any("plan: " in str(change) for change in changes)
+    moved = any("plan: " in change for change in description.get("changes", ()))
     if moved and description.get("status") not in SAVED:  # what it measured may be of the plan before
         return False
-    plan = Plan.parse(str(description.get("plan") or ""))
+    plan = Plan.parse(description.get("plan", ""))
     # Where "auto" became a CPU is known by the device.
     if dataclasses.replace(plan, device="auto") != dataclasses.replace(query.plan, device="auto"):
         return False
@@ -179,10 +175,9 @@ def _took_such_steps(query: RunQuery, run: Run, description: Mapping[str, Any]) 
 
 def _measured(run: Run, description: Mapping[str, Any], step: float, options: Options) -> MeasuredRun | None:
     """Reads the costs of a run; None: its description lacks something."""
-    start, fields = description.get("start"), description.get("fields")
     costs = costs_of(description)
-    steps_per_epoch = start.get("steps_per_epoch") if isinstance(start, dict) else None
-    batch = fields.get("batch_size") if isinstance(fields, dict) else None
+    steps_per_epoch = description.get("start", {}).get("steps_per_epoch")
+    batch = description.get("fields", {}).get("batch_size")
     end, samples = costs[0].get("step"), costs[0].get("samples")
     if not all(isinstance(count, int) and count > 0 for count in (steps_per_epoch, batch, end, samples)):
         return None
@@ -236,9 +231,8 @@ def median_step(description: Mapping[str, Any]) -> float | None:
 
 
 def costs_of(description: Mapping[str, Any]) -> Sequence[dict[str, Any]]:
-    """Returns the measurements of each process of a run; of a damaged description, none."""
-    costs = description.get("costs")
-    return [cost for cost in costs if isinstance(cost, dict)] if isinstance(costs, list) else []
+    """Returns the measurements of each process of a run; none of a run that has not ended."""
+    return description.get("costs", ())
 
 
 def seconds_from(value: object) -> float | None:

@@ -264,14 +264,13 @@ def gather(places: Sequence[Path]) -> list[Measurement]:
             continue
         run = Run(place)
         description = run.read_description()
-        fields = description.get("fields")
-        batch = fields.get("batch_size") if isinstance(fields, dict) else None
+        batch = description.get("fields", {}).get("batch_size")
         if not isinstance(batch, int):
             raise RunError(f"{run.folder}: its run.json says no batch_size")
-        key = (str(description.get("plan") or ""), batch)
+        key = (description.get("plan", ""), batch)
         trials = runs.setdefault(key, [])
         usages = description.get("costs")
-        if not isinstance(usages, list) or not usages:
+        if not usages:
             failures[key] = f"{run.folder} has not ended ({description.get('status')})"
         elif not all(usage.get("timing") for usage in usages):
             failures[key] = (

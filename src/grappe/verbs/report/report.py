@@ -76,8 +76,8 @@ def gather(places: Sequence[Path]) -> dict[str, Any]:
 
 def _run(run: Run) -> dict[str, Any]:
     description = run.read_description()
-    status = "finished" if run.is_finished() else str(description.get("status") or "")
-    if status not in ("finished", "paused", "interrupted", "stopped"):
+    status = run.read_status(description)
+    if not status.startswith(("finished", "paused", "interrupted", "stopped", "failed")):
         status = "still going, or ended unexpectedly"
     steps: dict[str, Points] = {}
     evaluations: dict[str, Points] = {}
@@ -102,8 +102,8 @@ def _run(run: Run) -> dict[str, Any]:
         "training": {name: thinned(curve) for name, curve in steps.items()},
         "validation": {name: thinned(curve) for name, curve in evaluations.items()},
         "usage": _usage(run),
-        "processes": description.get("costs") if isinstance(description.get("costs"), list) else [],
-        "used": description.get("used") if isinstance(description.get("used"), dict) else {},
+        "processes": description.get("costs", []),
+        "used": description.get("used", {}),
         "foreseen": foreseen_run(run).as_json(),
     }
 

@@ -330,9 +330,9 @@ def refuse_other_fields(study: Study, trial: Trial, task: TaskReference) -> None
     folder = study.run_folder(trial.number)
     if not Run.is_run(folder):
         return
-    fields, texts = Run(folder).read_description().get("fields"), field_texts(task.resolve())
+    fields, texts = Run(folder).read_description().get("fields", {}), field_texts(task.resolve())
     for name in trial.fields.keys() - {PLAN}:  # a run's plan may change
-        value = fields.get(name) if isinstance(fields, dict) else None
+        value = fields.get(name)
         if value != texts[name]:
             raise RunError(
                 f"{folder} was trained with {name}={value}, and the study draws {name}={trial.fields[name]} for it: "

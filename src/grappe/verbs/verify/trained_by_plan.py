@@ -74,7 +74,14 @@ def worker(
     with joined(plan, process, rendezvous_folder) as world:
         loader = training_loader(task, task.data("train", request.data), plan, world)
         total = max(request.steps, task.epochs * loader.order.steps_per_epoch)
-        setup = EngineSetup(task=task, plan=plan, world=world, weights=built(task), total_steps=total)
+        setup = EngineSetup(
+            task=task,
+            plan=plan,
+            world=world,
+            weights=built(task),
+            total_steps=total,
+            sample_inputs=loader.example(),
+        )
         recording = off or (request.draws and not plan.compile)
         random_ops = RandomOps(off=off) if recording else None
 
