@@ -159,6 +159,14 @@ def test_what_computes_on_the_cpu_has_no_gpu(
     assert layout.gpus == 0
 
 
+@pytest.mark.parametrize("command", ["train digits", "verify digits", "train digits --plan threads=2"])
+def test_a_site_of_cpu_nodes_supplies_the_device(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    job = ["--site", "jean-zay-cpu", "--account", "abc@cpu", "--show", "--no-doctor", "--"]
+    assert app(["submit", *job, *command.split()]) == 0
+    text = capsys.readouterr().out
+    assert "plan: device=cpu" in text and "--plan device=cpu" in text.replace("'", "") and "gpu:" not in text
+
+
 def test_downloads_are_for_the_login_node() -> None:
     with pytest.raises(UsageError, match="login node"):
         read_submission(["fetch", "mnist"], JobOptions(), app)

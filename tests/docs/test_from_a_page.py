@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 import shlex
 from pathlib import Path
@@ -10,7 +11,8 @@ import pytest
 
 from grappe import engines
 from grappe.cli.commands import app
-from grappe.plan import Plan
+from grappe.errors import PlanError
+from grappe.plan import STRATEGIES, Plan
 
 GUIDE = Path(__file__).parents[2] / "docs" / "from-a-page.md"
 ROW = re.compile(r"^\| (.+?) \| (.+) \|$", re.MULTILINE)
@@ -105,3 +107,34 @@ def test_commands_that_are_tested_elsewhere_are_parsed(command: str) -> None:
         if word == "--plan":
             plan = Plan.parse(words[at + 1])
             assert plan.changed_keys() - {"engine"} <= engines.find(plan.engine).supported_keys
+
+
+PLAN = r"([a-z_]+(?:=[\w:$.]+)?(?:,[a-z_]+(?:=[\w:$.]+)?)*)"
+
+
+def plans() -> list[str]:
+    """What stands after --plan in the cells, and keys with their values that stand alone there."""
+    cells = " ".join(here for _, here in ROW.findall(GUIDE.read_text()))
+    keys = {field.name for field in dataclasses.fields(Plan)}
+    alone = [text for text in re.findall(f"`{PLAN}`", cells) if "=" in text and "N" not in text]
+    after = re.findall(rf"--plan '?{PLAN}(?![\w=])", cells)
+    return sorted({*after, *(text for text in alone if text.partition("=")[0] in keys)})
+
+
+def test_every_plan_of_a_row_is_one_that_its_engine_takes() -> None:
+    assert len(plans()) > 25
+    for text in plans():
+        plan = Plan.parse(text)
+        assert plan.changed_keys() - {"engine"} <= engines.find(plan.engine).supported_keys, text
+        assert "$" in plan.offload or engines.find(plan.engine).unsupported_reason(plan) is None, text
+
+
+def test_a_strategy_offloads_only_if_its_name_says_so() -> None:
+    """The scripts of deepspeed_stage_3 keep all on the GPUs."""
+    for name in STRATEGIES:
+        with pytest.raises(PlanError) as refusal:
+            Plan.parse(name)
+        assert ("offload=" in str(refusal.value)) is ("offload" in name), name
+    for page, here in ROW.findall(GUIDE.read_text()):
+        if ("stage_3" in page and "offload" not in page) or page.startswith("`deepspeed-stage3.sh"):
+            assert "offload" not in here, here

@@ -169,3 +169,14 @@ def test_without_the_package_it_says_how_to_install_it(monkeypatch) -> None:
     monkeypatch.setattr(lightning.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(PlanError, match=r"pip install 'grappe\[lightning\]'"):
         engines.check(Plan.parse("engine=lightning"))
+
+
+def test_lightning_takes_a_script_under_submit_for_no_slurm_job(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So it neither requeues the job nor replaces signal handlers: the job's script sets this name."""
+    from lightning.fabric.plugins.environments import SLURMEnvironment
+
+    monkeypatch.setenv("SLURM_NTASKS", "2")
+    monkeypatch.setenv("SLURM_JOB_NAME", "mine")
+    assert SLURMEnvironment.detect()
+    monkeypatch.setenv("SLURM_JOB_NAME", "interactive")
+    assert not SLURMEnvironment.detect()

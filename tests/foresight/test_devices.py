@@ -17,6 +17,17 @@ def test_each_sites_gpu_has_a_data_sheet_or_is_known_to_have_none() -> None:
     assert {name for name in named if device_named(name) is None} == WITHOUT
 
 
+def test_generations_and_memory_are_those_that_the_sites_say() -> None:
+    for site in map(sites.find, sites.files()):
+        device = device_named(site.node.gpu) if site.node and site.node.gpu else None
+        if site.node and device is not None:
+            assert site.node.capability is None or device.generation.endswith(f", {site.node.capability}")
+            assert (
+                any(size in site.node.gpu for size in device.memory_gb.split(" or "))
+                or site.node.gpu == "H100"
+            )
+
+
 def test_each_data_sheet_says_its_source_and_belongs_to_a_name() -> None:
     names = [name for device in devices() for name in device.names]
     assert len(names) == len(set(names)) > 5

@@ -100,6 +100,15 @@ def test_compiled_kernels_are_kept_beside_the_runs(given: dict[str, str], expect
     assert done.stdout == expected
 
 
+def test_lightnings_requeue_is_off_in_a_script_that_imports_it_and_the_doctor_reads_its_imports() -> None:
+    own = {"kind": SCRIPT, "task": (), "arguments": ("my script.py", "--lr", "1")}
+    for torchrun, lightning in ((True, True), (False, True), (True, False)):
+        text = render(narval(torchrun=torchrun, lightning=lightning, **own))
+        assert ("export SLURM_JOB_NAME=interactive" in text) is lightning
+        assert " doctor --script 'my script.py' --job" in text
+    assert "--script" not in render(narval())
+
+
 @pytest.mark.parametrize(
     "part", [f"{FINISHED}\n", f"{FINISHED}\n{STEPS}\nend 7\n"], ids=["finished", "ended"]
 )

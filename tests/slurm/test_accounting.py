@@ -34,7 +34,11 @@ def test_accounting_knows_how_jobs_ended(
         notebook.submit(f"{SLOW} --run refused --plan device=cpu", site="generic", account="def-other")
     assert "Invalid account or account/partition combination" in str(refusal.value)
     assert "sacctmgr show assoc" in str(refusal.value)
-    assert [file.name for file in (tmp_path / "refused" / "logs").iterdir()] == ["refused-1.sh"]
+    assert not (tmp_path / "refused").exists()
+    (tmp_path / "run" / "logs").mkdir(parents=True)
+    with pytest.raises(slurm.SlurmError):
+        notebook.submit(f"{SLOW} --run run --plan device=cpu", site="generic", account="def-other")
+    assert [file.name for file in (tmp_path / "run" / "logs").iterdir()] == ["refused-1.sh"]
 
 
 def test_a_study_of_more_jobs_than_one_may_have(accounted: Cluster, tmp_path: Path) -> None:

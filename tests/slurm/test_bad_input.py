@@ -78,7 +78,7 @@ def refused(*words: str) -> str:
     ],
 )
 def test_wrong_submissions(
-    words: tuple[str, ...], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    words: tuple[str, ...], said: str, cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     assert said in refused(*words)

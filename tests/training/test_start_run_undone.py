@@ -10,7 +10,9 @@ import pytest
 import torch
 
 from grappe.checkpoint.format import leftovers
-from grappe.errors import GrappeError, RunError
+from grappe.engines.base import EngineSetup
+from grappe.engines.native import Native
+from grappe.errors import GrappeError, PlanError, RunError
 from grappe.launch.rank import ProcessRank
 from grappe.plan import Plan
 from grappe.training.options import Options
@@ -22,7 +24,7 @@ from tests.parity.tasks import Images
 from tests.training.test_training import train
 
 
-def refused_start(folder: Path, weights: Path) -> str:
+def refused_start(folder: Path, weights: Path | None) -> str:
     request = Request(
         task=TaskReference.of(Images(epochs=1)),
         plan=Plan.parse("threads=1"),
@@ -71,6 +73,25 @@ def test_a_refused_start_in_a_new_folder_leaves_nothing(tmp_path: Path, bad: Pat
     before = files(tmp_path)
     refused_start(tmp_path / "run", bad)
     assert files(tmp_path) == before
+
+
+def test_a_plan_that_the_engine_refuses_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before, folder = files(tmp_path), tmp_path / "runs" / "run"
+
+    def refuse(self: Native, setup: EngineSetup) -> None:
+        assert (folder / "checkpoints" / "step-000000").is_dir()
+        (folder / "logs" / "rank-0.log").write_text("begun")
+        raise PlanError("no such plan")
+
+    monkeypatch.setattr(Native, "__init__", refuse)
+    assert refused_start(folder, None) == "no such plan"
+    assert files(tmp_path) == before
+    (folder / "logs").mkdir(parents=True)
+    (folder / "logs" / "job-1.out").write_text("of a job")
+    assert refused_start(folder, None) == "no such plan"
+    assert [*files(folder)] == ["logs", "logs/job-1.out", "logs/rank-0.log"]
 
 
 @pytest.mark.parametrize(

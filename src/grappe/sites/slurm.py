@@ -118,6 +118,8 @@ def submit(script: Path, *, test_only: bool = False) -> str:
     options = ("--test-only",) if test_only else ("--parsable",)
     try:
         answer = run("sbatch", *options, str(script), both=test_only)
+    except ControllerDown:
+        raise
     except SlurmError as error:
         raise SlurmError(f"{error}{remedy(str(error))}") from None
     return answer.strip() if test_only else answer.strip().partition(";")[0]

@@ -139,7 +139,7 @@ if [ ! -e "$env" ]; then
 fi
 END
 run_step --nodes="$SLURM_NNODES" --ntasks="$SLURM_NNODES" --ntasks-per-node=1 bash -c "$once" &&
-    run_step --kill-on-bad-exit=1 --wait=60 "${grappe[@]}" doctor --job --plan "$plan" --folder "$run" &&
+    run_step --kill-on-bad-exit=1 --wait=60 "${grappe[@]}" doctor --script mine.py --job --plan "$plan" --folder "$run" &&
     meet &&
     run_step --label --kill-on-bad-exit=1 --wait=60 --gpu-bind=none bash -c "$start" start "${python[@]}"
 code=$?

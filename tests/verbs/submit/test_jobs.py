@@ -109,3 +109,10 @@ def test_sites_are_listed_with_the_source_of_each_fact() -> None:
     said = shown(catalogue.site_facts("jean-zay-a100")).splitlines()
     assert any("node.cores " in line and "UNCONFIRMED, seen in users' scripts only" in line for line in said)
     assert any("node.gpus " in line and "idris.fr" in line and "2026-11-20" in line for line in said)
+
+
+def test_gpus_are_listed_with_the_sites_that_have_them() -> None:
+    lines = shown(catalogue.gpu_list()).splitlines()
+    (row,) = (line.split() for line in lines if "A100 SXM4, 40 GB" in line)
+    assert {"Ampere,", "8.0", "19.5", "156", "312", "1555", "300", "400", "narval,"} <= {*row}
+    assert "peak TFLOP/s without sparsity" in lines[-1]

@@ -11,6 +11,7 @@ import pytest
 from grappe import engines, sites
 from grappe.errors import UsageError
 from grappe.plan import Plan
+from grappe.sites.environment import modules_of
 from grappe.sites.sbatch import JobOptions
 from grappe.verbs.submit.packages import job_packages, requirements
 from grappe.verbs.submit.submission import Submission
@@ -65,3 +66,19 @@ def test_equal_packages_are_one_environment() -> None:
     assert "wandb" not in text
     assert "scikit-learn" in text
     assert [name for name in one.files if name.endswith(".whl")]
+
+
+def test_deepspeed_has_its_package_and_cudas_module_on_gpus_alone() -> None:
+    site = sites.find("narval")
+    for text, package, modules in (
+        ("engine=deepspeed,shard=2", True, ("python/3.11", "cuda")),
+        ("engine=lightning,shard=2,offload=cpu", True, ("python/3.11", "cuda")),
+        ("engine=deepspeed,shard=2,device=cpu", True, ("python/3.11",)),
+        ("engine=lightning,shard=2", False, ("python/3.11",)),
+    ):
+        plan = Plan.parse(text)
+        content, _ = job_packages(submitted("digits"), site, plan, show=True)
+        assert content is not None
+        assert ("deepspeed" in content.files["requirements.txt"].decode()) is package
+        assert modules_of(site, (), plan) == modules
+        assert modules_of(site, ("mine",), plan) == ("mine",)

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import dataclasses
+import importlib.metadata
 import os
+import sys
 from pathlib import Path
 
 import pytest
 
+from grappe import sites
 from grappe.errors import UsageError
-from grappe.sites.environment import own_wheel
-from grappe.verbs.submit.packages import Unresolvable, Wheelhouse, resolve
+from grappe.sites.environment import Packages, own_wheel
+from grappe.verbs.submit.packages import Unresolvable, Wheelhouse, resolve, torch_of
+from tests.sites.golden import script, with_job
 from tests.wheelhouse import wheel, wheelhouse
 
 
@@ -33,12 +38,17 @@ def test_everything_is_there(tmp_path: Path) -> None:
     assert not any(one.startswith("grappe") for one in found.requirements)
 
 
-def test_all_that_is_missing_is_named_with_what_it_needs_in_turn(tmp_path: Path) -> None:
+def test_all_that_is_missing_is_named_with_what_it_needs_in_turn(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     wheelhouse(tmp_path, lacks=("cyclopts", "docstring-parser"))
     wheel(tmp_path, "extra", "1.0")
     with pytest.raises(UsageError) as refusal:
         resolve(own_wheel(), [], ["scikit-learn", "extra==2.0"], house(tmp_path))
-    said = str(refusal.value)
+    said, err = str(refusal.value), capsys.readouterr().err
+    assert (
+        "asking pip which packages the wheels of narval have (0 missing so far)\n" in err and "(3 mis" in err
+    )
     assert "the wheels of narval lack 3 packages, and nothing was submitted" in said
     assert "extra==2.0: there is 1.0" in said
     assert "cyclopts>=4, which grappe needs: there is none" in said
@@ -73,3 +83,27 @@ def test_modules_are_loaded_and_their_names_are_words(
 def test_a_machine_without_modules_resolves_nothing(tmp_path: Path) -> None:
     with pytest.raises(Unresolvable, match="narval's login node"):
         resolve(own_wheel(), [], [], house(tmp_path, "python/3.11"))
+
+
+def test_the_torch_of_a_job_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As pip resolved it, as installed, of the modules; else as avail_wheels says, which is a stand-in."""
+    own = importlib.metadata.version("torch")
+    site = script(sites.find("narval"), "1-gpu")
+
+    def named(env: str, requirements: str = "", *, locked: bool = True) -> str:
+        content = Packages(files={"requirements.txt": requirements.encode()}, key="0", locked=locked)
+        made = env in ("virtualenv", "module")
+        return torch_of(dataclasses.replace(with_job(site, env=env), packages=content if made else None))
+
+    assert named("here") == named(sys.prefix) == f"torch {own}, as installed"
+    assert named("conda:x") == named("virtualenv", "torch>=2.8\n", locked=False) == ""
+    assert named("virtualenv", "numpy==2\ntorch==2.9.1+x\n") == "torch 2.9.1+x, from wheels"
+    monkeypatch.setenv("BASH_FUNC_module%%", "() { :; }")
+    listing = "name version python arch\n---- --- ---\ntorch 2.9.1 cp311 x\ntorch 2.10.0 cp311 x\ntorchvision 9 cp311 x"
+    (tmp_path / "avail_wheels").write_text(f"#!/bin/sh\necho '{listing}'\n")
+    (tmp_path / "avail_wheels").chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    assert named("virtualenv", locked=False) == "torch 2.10.0, if the newest that avail_wheels lists fits"
+    (tmp_path / "python").write_text(f'#!/bin/sh\nexec {sys.executable} "$@"\n')
+    (tmp_path / "python").chmod(0o755)
+    assert named("module", "numpy==2\n") == f"torch {own}, of the modules"
