@@ -226,6 +226,8 @@ def split_modules(fake_model: FakeModel, plan: Plan) -> int:
 def _axis(style: str, fake_model: FakeModel, module: str, name: str) -> int | None:
     """Returns the axis along which a style of torch's splits a parameter; None: every process has it whole."""
     embeds = type(fake_model.plain.get_submodule(module)).__name__ == "Embedding"
+    if style == "SplitOutputs":
+        return 0
     if style == "ColwiseParallel":
         return 1 if embeds else 0
     if style == "RowwiseParallel":

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch import nn
-from torch.distributed.tensor import Replicate
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     ParallelStyle,
@@ -25,6 +27,49 @@ ROWS = frozenset({"rowwise"})
 GATHERED_COLUMNS = frozenset({"colwise_gather_output", "colwise_rep"})
 SPLIT_ROWS = frozenset({"embedding_rowwise", "rowwise_split_input", "rowwise_rep"})
 """transformers' words for how a module is split."""
+
+
+class SplitOutputs(ParallelStyle):
+    """Splits the outputs of an nn.Linear, or the output channels of an nn.Conv2d, and gathers them.
+
+    Inputs and outputs are whole on every process, so that any module may follow.
+    """
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        layer: Any = module
+        outputs, size = len(layer.weight), device_mesh.size()
+        if outputs % size:
+            raise PlanError(
+                f"tensor={size}: {module} has {outputs} outputs, which {size} processes cannot share: take a divisor"
+            )
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            part = distribute_tensor(parameter, device_mesh, [Shard(0)], src_data_rank=self.src_data_rank)
+            module.register_parameter(name, nn.Parameter(part, requires_grad=parameter.requires_grad))
+        dim = -1 if isinstance(module, nn.Linear) else 1
+
+        def forward(inputs: Tensor) -> Tensor:
+            # Each process has the part of the inputs' gradient that comes from its own outputs.
+            copied = DTensor.from_local(inputs, device_mesh, [Replicate()], run_check=False)
+            local, weight = copied.to_local(grad_placements=[Partial()]), layer.weight.to_local()
+            bias = None if layer.bias is None else layer.bias.to_local()
+            if isinstance(module, nn.Linear):
+                output = F.linear(local, weight, bias)
+            else:
+                output = F.conv2d(local, weight, bias, layer.stride, layer.padding, layer.dilation)
+            parts = DTensor.from_local(output, device_mesh, [Shard(dim)], run_check=False)
+            return parts.redistribute(placements=[Replicate()]).to_local()
+
+        layer.forward = forward
+        return module
+
+
+def split_convolutions(model: nn.Module) -> dict[str, ParallelStyle]:
+    """Returns the styles that split the channels of each convolution without groups, by name."""
+    return {
+        name: SplitOutputs()
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Conv2d) and module.groups == 1 and module.padding_mode == "zeros"
+    }
 
 
 def split_tensors(model: nn.Module, task: Task, plan: Plan, world: World) -> None:

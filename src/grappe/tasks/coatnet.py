@@ -16,9 +16,11 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel
 
 from grappe import Arrays, Task
 from grappe.errors import TaskError
+from grappe.parallel.tensor import SplitOutputs, split_convolutions
 from grappe.tasks.digits import Digits
 
 if TYPE_CHECKING:
@@ -224,3 +226,11 @@ class CoAtNet(Task):
 
     def units(self, model: nn.Module) -> list[nn.Module]:
         return list(model.children())
+
+    def tensor_plan(self, model: nn.Module) -> dict[str, ParallelStyle]:
+        styles = split_convolutions(model)
+        for name, module in model.named_modules():
+            if isinstance(module, Attention):
+                styles |= {f"{name}.{layer}": SplitOutputs() for layer in ("queries_keys_values", "out")}
+                styles |= {f"{name}.wide": ColwiseParallel(), f"{name}.narrow": RowwiseParallel()}
+        return styles

@@ -9,10 +9,12 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel
 
 from grappe import Arrays, Task
 from grappe.errors import TaskError
 from grappe.optimizers.batch_scaling import LrScaling, scale_factor, warmed_up
+from grappe.parallel.tensor import split_convolutions
 
 if TYPE_CHECKING:
     import torchmetrics
@@ -80,3 +82,6 @@ class Digits(Task):
 
     def units(self, model: Any) -> list[nn.Module]:
         return list(model)
+
+    def tensor_plan(self, model: Any) -> dict[str, ParallelStyle]:
+        return {**split_convolutions(model), "2.1": ColwiseParallel(), "3": RowwiseParallel()}

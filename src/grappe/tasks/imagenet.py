@@ -13,11 +13,13 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.tensor.parallel import ParallelStyle
 
 from grappe import Sampling, Task
 from grappe.data import CentreCrop, Images, Normalise, RandomResizedCrop, augment
 from grappe.errors import DataError, TaskError
 from grappe.optimizers.batch_scaling import LrScaling, scale_factor
+from grappe.parallel.tensor import split_convolutions
 from grappe.tasks.images.resnet import convolution, initialise, resnet
 
 if TYPE_CHECKING:
@@ -178,6 +180,9 @@ class ImageNet(Task):
 
     def units(self, model: Any) -> list[nn.Module]:
         return list(model)
+
+    def tensor_plan(self, model: Any) -> dict[str, ParallelStyle]:
+        return split_convolutions(model)
 
 
 def _find(folder: Path, name: str, usual: Sequence[str]) -> Path:
