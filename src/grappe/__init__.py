@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from grappe.data.draw import draw, mixup_pairs
     from grappe.data.rand_like import rand_like, randn_like
     from grappe.data.sampling import Sampling
+    from grappe.parallel.tensor import SplitOutputs, split_convolutions
     from grappe.tasks.lightning_module import from_lightning
     from grappe.training.options import Options
     from grappe.training.own_loop import Loop, parallelize
@@ -33,6 +34,7 @@ __all__ = [
     "Record",
     "RunInfo",
     "Sampling",
+    "SplitOutputs",
     "Task",
     "Watcher",
     "draw",
@@ -48,6 +50,7 @@ __all__ = [
     "rand_like",
     "randn_like",
     "split",
+    "split_convolutions",
     "train",
     "tune",
     "verify",
@@ -65,6 +68,8 @@ _LAZY = {
     "Sampling": "grappe.data.sampling",
     "split": "grappe.data.datasets",
     "from_lightning": "grappe.tasks.lightning_module",
+    "SplitOutputs": "grappe.parallel.tensor",
+    "split_convolutions": "grappe.parallel.tensor",
     "Options": "grappe.training.options",
     "Loop": "grappe.training.own_loop",
     "parallelize": "grappe.training.own_loop",
