@@ -69,6 +69,8 @@ class Task:
     """Files that `grappe fetch` downloads for `data`, on a machine with internet."""
     whole_batch_loss: ClassVar[bool] = False
     """Set where `loss` compares samples (CLIP, SimCLR): it then gets the global batch's outputs and targets."""
+    monitor: ClassVar[str] = "loss"
+    """The score of each evaluation that a ReduceLROnPlateau is given: the loss, or another by its name."""
 
     def __init_subclass__(cls, **keywords: Any) -> None:
         super().__init_subclass__(**keywords)
@@ -135,7 +137,7 @@ class Task:
         return None
 
     def schedule(self, optimizer: Optimizer, total_steps: int) -> LRScheduler | None:
-        """Makes a learning-rate schedule, stepped once per optimizer step."""
+        """Makes a learning-rate schedule, stepped once per optimizer step; a ReduceLROnPlateau once per evaluation."""
         return None
 
     def after_step(self, model: Any) -> None:

@@ -27,6 +27,10 @@ from tests.processes import Pool
         ("schedule-free", "shard=2"),
         ("schedule-free", "engine=lightning,replicate=2"),
         ("schedule-free", "engine=deepspeed,replicate=2"),
+        ("lbfgs", "replicate=2"),
+        ("lbfgs", "shard=2"),
+        ("sam", ""),
+        ("sam", "shard=2"),
     ],
 )
 def test_the_same_plan_goes_on_to_the_same_bits(pool: Pool, tmp_path: Path, rule: str, plan: str) -> None:
@@ -55,11 +59,23 @@ def test_another_world_goes_on_with_the_same_weights(
     pool: Pool, tmp_path: Path, rule: str, before: str, after: str
 ) -> None:
     task = TunedTokens(by=rule)
+    check_another_world(pool, tmp_path, task, before, after)
+
+
+def check_another_world(
+    pool: Pool, tmp_path: Path, task: TunedTokens | TunedImages, before: str, after: str
+) -> None:
     run(pool, task, "", tmp_path / "one", save_every=2)
     run(pool, task, before, tmp_path / "run", 3, save_every=2)
     assert "resuming from step 2" in run(pool, task, after, tmp_path / "run", save_every=2)
     gap, name = difference(weights(tmp_path / "one"), weights(tmp_path / "run"))
     assert gap <= TOLERANCE, name
+
+
+@pytest.mark.parametrize("rule", ["lbfgs", "sam"])
+def test_closures_go_on_in_another_world(pool: Pool, tmp_path: Path, rule: str) -> None:
+    task = TunedImages(by=rule, batch_size=29, epochs=4, scheduled=False)
+    check_another_world(pool, tmp_path, task, "replicate=2", "shard=2")
 
 
 @pytest.mark.parametrize("plan", ["", "shard=2", "pipeline=2,microbatches=4"])

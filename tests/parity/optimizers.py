@@ -11,7 +11,54 @@ from grappe import optimizers
 from tests.parity.tasks import Images, Tokens
 
 RULES = ("lars", "larc", "lamb", "muon")
-Rule = Literal["lars", "larc", "lamb", "muon", "schedule-free"]
+Rule = Literal["lars", "larc", "lamb", "muon", "schedule-free", "lbfgs", "sam"]
+
+
+class SAM(torch.optim.Optimizer):
+    """Sharpness-aware minimisation (Foret et al. 2021, arXiv:2010.01412), as it is usually copied (davda54/sam).
+
+    Its step asks for the gradients before it, and asserts that there is a closure; it replaces `p.data`; the state that
+    counts is that of an optimizer which it wraps.
+    """
+
+    def __init__(self, params: Any, base_optimizer: Any, rho: float = 0.05, **options: Any) -> None:
+        super().__init__(params, {"rho": rho, **options})
+        self.base_optimizer = base_optimizer(self.param_groups, **options)
+        self.param_groups = self.base_optimizer.param_groups
+        self.defaults.update(self.base_optimizer.defaults)
+
+    @torch.no_grad()
+    def first_step(self, zero_grad: bool = False) -> None:
+        norms = [
+            p.grad.norm(p=2) for group in self.param_groups for p in group["params"] if p.grad is not None
+        ]
+        norm = torch.norm(torch.stack(norms), p=2)
+        for group in self.param_groups:
+            scale = group["rho"] / (norm + 1e-12)
+            for p in group["params"]:
+                if p.grad is not None:
+                    self.state[p]["old_p"] = p.data.clone()
+                    p.add_(p.grad * scale)
+        if zero_grad:
+            self.zero_grad()
+
+    @torch.no_grad()
+    def second_step(self, zero_grad: bool = False) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    p.data = self.state[p]["old_p"]
+        self.base_optimizer.step()
+        if zero_grad:
+            self.zero_grad()
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        assert closure is not None, "Sharpness Aware Minimization requires closure, but it was not provided"
+        closure = torch.enable_grad()(closure)
+        self.first_step(zero_grad=True)
+        closure()
+        self.second_step()
 
 
 class ScheduleFree(torch.optim.Optimizer):
@@ -69,6 +116,10 @@ def made(rule: Rule, named: list[tuple[str, nn.Parameter]]) -> torch.optim.Optim
         return optimizers.LAMB(groups, lr=0.01, weight_decay=0.01)
     if rule == "muon":
         return optimizers.Muon(named, lr=0.02, weight_decay=0.01, rest=[named[0][0]], rest_lr=0.003)
+    if rule == "lbfgs":
+        return torch.optim.LBFGS(named, lr=0.1, max_iter=3, history_size=4)
+    if rule == "sam":
+        return SAM(groups, torch.optim.SGD, lr=0.1, momentum=0.9, rho=0.1)
     return ScheduleFree(named, lr=0.3)
 
 

@@ -39,26 +39,37 @@ def train(task: Task, steps: int, pieces: int = 1, ways: int = 1, skip: int | No
         inputs, targets = dataset.inputs[ids], dataset.targets[ids]
         counts = task.counts(targets)
         total = len(ids) if counts is None else counts.sum()
-        optimizer.zero_grad()
-        loss = torch.zeros(())
-        for way in range(ways):
-            first, last = cut(len(ids), ways, way)
-            _share_parameters(model, models[way])
-            for piece in range(pieces):
-                a, b = cut(last - first, pieces, piece)
-                if a == b:
-                    continue
-                values = task.loss(models[way](inputs[first + a : first + b]), targets[first + a : first + b])
-                part = (values if counts is None else values * counts[first + a : first + b]).sum() / total
-                part.backward()
-                loss += part.detach()
-        bound = task.clip if task.clip is not None else float("inf")
-        norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), bound).item())
-        if step != skip:
-            optimizer.step()
-            if schedule is not None:
-                schedule.step()
-        losses.append(loss.item())
+        calls = []
+
+        def closure() -> torch.Tensor:
+            optimizer.zero_grad()
+            loss = torch.zeros(())
+            for way in range(ways):
+                first, last = cut(len(ids), ways, way)
+                _share_parameters(model, models[way])
+                for piece in range(pieces):
+                    a, b = cut(last - first, pieces, piece)
+                    if a == b:
+                        continue
+                    rows = slice(first + a, first + b)
+                    values = task.loss(models[way](inputs[rows]), targets[rows])
+                    part = (values if counts is None else values * counts[rows]).sum() / total
+                    part.backward()
+                    loss += part.detach()
+            bound = task.clip if task.clip is not None else float("inf")
+            calls.append((loss.item(), torch.nn.utils.clip_grad_norm_(model.parameters(), bound).item()))
+            return loss
+
+        if isinstance(optimizer, torch.optim.LBFGS):
+            optimizer.step(closure)
+        else:
+            closure()
+            if step != skip:
+                optimizer.step(*([closure] if hasattr(optimizer, "first_step") else []))
+        if schedule is not None and step != skip:
+            schedule.step()
+        losses.append(calls[0][0])
+        norms.append(calls[0][1])
     return {"losses": losses, "norms": norms, "weights": _weights(models), **_scores(task, models[0])}
 
 

@@ -66,9 +66,9 @@ def expected(name: str, pieces: int = 1, ways: int = 1) -> dict:
     return reference.train(TASKS[name], STEPS, pieces, ways)
 
 
-def check(pool: Pool, task: Task, plan: str, wanted: dict) -> dict:
+def check(pool: Pool, task: Task, plan: str, wanted: dict, steps: int = STEPS) -> dict:
     """Runs a cell and compares it; gives back what process 0 found."""
-    found = pool.run("tests.parity.cell:train", Plan.parse(plan).processes, task, plan, STEPS)
+    found = pool.run("tests.parity.cell:train", Plan.parse(plan).processes, task, plan, steps)
     gap, name = difference(wanted["weights"], found[0]["weights"])
     assert gap <= TOLERANCE, f"{plan}: {name} is {gap:.1e} away"
     for one in found:

@@ -439,22 +439,27 @@ CASES = (
         fix="is every requires_grad False",
     ),
     Case(
-        name="an optimizer that wants a closure",
+        name="an optimizer that wants a closure, and does not say so",
         changes={
-            OPTIMIZER: "        return torch.optim.LBFGS([one for _, one in named_parameters])\n",
-            **method("optimizer"),
+            OPTIMIZER: "        class Climber(torch.optim.SGD):\n"
+            "            def step(self, closure=None):\n"
+            f"                assert closure is not None, 'Climber requires a closure'  {HERE}\n"
+            "\n"
+            "        return Climber(named_parameters, lr=0.1)\n"
         },
-        says="Mine.optimizer() returned LBFGS",
-        fix="torch.optim.AdamW",
+        says="Climber requires a closure",
+        fix="optimizer.needs_closure = True",
     ),
     Case(
-        name="a schedule that wants a metric",
+        name="a schedule that wants a metric that is not there",
         changes=also(
             f"    def schedule(self, optimizer, total_steps):  {HERE}\n"
             "        return torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)\n"
+            "\n"
+            "    monitor = 'accuracy'\n"
         ),
-        says="Mine.schedule() returned ReduceLROnPlateau",
-        fix="stepped once each optimizer step",
+        says="Mine.schedule() returned a ReduceLROnPlateau for monitor='accuracy', which no evaluation has",
+        fix="there is: loss",
     ),
     Case(
         name="a metric of other shapes",

@@ -21,6 +21,8 @@ from grappe.engines.base import COMMON, Engine, EngineSetup
 from grappe.engines.shared.after_step import AfterStep
 from grappe.engines.shared.microbatch import MicrobatchRunner, evaluate, within
 from grappe.engines.shared.state import ModelState, trained_parameters
+from grappe.errors import PlanError
+from grappe.optimizers.modes import has_modes
 from grappe.parallel import compile as compile_rules
 from grappe.parallel.compile import replaying
 from grappe.parallel.parallelize import KEYS, parallelize
@@ -30,6 +32,7 @@ from grappe.parallel.shard import reduction_switch
 from grappe.plan import Plan
 from grappe.profiling.phases import UPDATE
 from grappe.step.clip import clipping, gradient_norm
+from grappe.step.closure import ClosureStep, WholeCopies, copies_of, needs_closure
 from grappe.step.exact import rules as exact_rules
 from grappe.step.exact.sums import exact_sums
 from grappe.step.fast_paths import OptimizerStep, backward
@@ -89,6 +92,7 @@ class Native(Engine):
         self._gradients = strategy.gradients
         optimizer = self._model.make_optimizer()
         setup.observers.optimizer(optimizer, self._model.named)
+        self._closure_step = self._model.closure_step(optimizer)
         self._schedule = schedule_of(setup.task, optimizer, setup.total_steps)
         self.train_state = self._model.train_state(optimizer, self._schedule, loss_scale)
         self._group = optimizer.param_groups[0]
@@ -98,14 +102,16 @@ class Native(Engine):
         self._after_step = AfterStep(setup, self._model.module)
 
     def step(self, batch: Batch) -> StepResult:
-        sums = self._gradients(batch)
         lr = self._group["lr"]
-        self._on_phase(UPDATE)
-        norm, skipped = self._clip() if self._clip is not None else (None, False)
-        if not skipped:
-            self._step_optimizer()
-            if self._schedule is not None:
-                self._schedule.step()
+        if self._closure_step is not None:
+            skipped = False
+            sums, norm = self._closure_step(lambda: self._clipped_gradients(batch)[:2], batch)
+        else:
+            sums, norm, skipped = self._clipped_gradients(batch)
+            if not skipped:
+                self._step_optimizer()
+        if self._schedule is not None and not skipped:
+            self._schedule.step()
         # As optimizer.zero_grad(), less the 8 microseconds that its profiling takes.
         for parameter in self._parameters:
             parameter.grad = None
@@ -113,8 +119,14 @@ class Native(Engine):
             self._after_step(batch.step)
         return StepResult(batch, sums, norm, skipped, lr)
 
+    def _clipped_gradients(self, batch: Batch) -> tuple[Sums, Tensor | None, bool]:
+        sums = self._gradients(batch)
+        self._on_phase(UPDATE)
+        norm, skipped = self._clip() if self._clip is not None else (None, False)
+        return sums, norm, skipped
+
     def remarks(self) -> Sequence[str]:
-        return compile_rules.remarks(self._plan)
+        return [*compile_rules.remarks(self._plan), *self._model.remarks()]
 
     def evaluate(self, batches: Iterator[Batch], samples: int) -> Scores:
         return self._model.evaluate(batches, samples)
@@ -132,10 +144,45 @@ class WholeModel:
             setup.task, setup.plan, setup.world, setup.weights, blocks=setup.blocks.names
         )
         self.named = trained_parameters(self.module)
+        self._copies: WholeCopies | None = None
 
     def make_optimizer(self) -> Optimizer:
-        """Makes the task's optimizer over this process's parameters."""
-        return optimizer_of(self._setup.task, self.named)
+        """Makes the task's optimizer over this process's parameters, or over whole copies of sharded ones.
+
+        Raises:
+            PlanError: it calls a closure, and the plan has fp16, or shards what it evaluates.
+        """
+        task, plan = self._setup.task, self._setup.plan
+        optimizer = optimizer_of(task, self.named, closures=True)
+        if not needs_closure(optimizer):
+            return optimizer
+        if plan.precision == "fp16":
+            raise PlanError(
+                f"precision=fp16 skips steps whose gradient overflows, and {type(optimizer).__name__} computes several "
+                "gradients a step: use precision=bf16 or fp32"
+            )
+        self._copies = copies_of(self.named)
+        if self._copies is not None and has_modes(optimizer):
+            raise PlanError(
+                f"{type(optimizer).__name__} calls a closure and evaluates other weights than it trains, which is not "
+                "supported for sharded weights: use replicate="
+            )
+        return optimizer if self._copies is None else optimizer_of(task, self._copies.named, closures=True)
+
+    def closure_step(self, optimizer: Optimizer) -> ClosureStep | None:
+        """Returns what steps an optimizer that calls a closure; None: it does not."""
+        if not needs_closure(optimizer):
+            return None
+        parameters = [parameter for _, parameter in self.named]
+        return ClosureStep(optimizer, parameters, self._setup.observers, self._copies)
+
+    def remarks(self) -> Sequence[str]:
+        """Returns remarks on what the optimizer holds."""
+        if self._copies is None:
+            return ()
+        return (
+            "the optimizer calls a closure: every process holds whole copies of the weights, and its whole state",
+        )
 
     def train_state(
         self, optimizer: Optimizer, schedule: LRScheduler | None, loss_scale: LossScale
@@ -147,6 +194,7 @@ class WholeModel:
             schedule=schedule,
             world=self._setup.world,
             loss_scale=loss_scale,
+            stepped=None if self._copies is None else self._copies.named,
         )
 
     def evaluate(self, batches: Iterator[Batch], samples: int) -> Scores:

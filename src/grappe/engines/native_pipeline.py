@@ -35,6 +35,7 @@ from grappe.plan import Plan
 from grappe.private_api.torch import BatchNormBase
 from grappe.profiling.phases import BACKWARD, FORWARD
 from grappe.step.clip import gradient_norm
+from grappe.step.closure import needs_closure
 from grappe.step.fast_paths import seed_dropout
 from grappe.step.precision import LossScale, autocast
 from grappe.step.reduction import Sums, loss_reduction
@@ -188,6 +189,11 @@ class StagedModel:
                 for name, parameter in everywhere
             ]
         )
+        if needs_closure(optimizer):
+            raise PlanError(
+                f"{type(optimizer).__name__} computes several gradients a step by a closure, and looks at all "
+                "parameters together, which a pipeline's processes do not have: use shard= or replicate= instead"
+            )
         own = {id(parameter) for parameter in own_parameters.values()}
         for group in optimizer.param_groups:
             kept = [number for number, parameter in enumerate(group["params"]) if id(parameter) in own]
@@ -209,6 +215,13 @@ class StagedModel:
             world=self._setup.world,
             loss_scale=loss_scale,
         )
+
+    def closure_step(self, optimizer: Optimizer) -> None:
+        """Returns None: optimizers that call a closure are refused."""
+
+    def remarks(self) -> Sequence[str]:
+        """Returns no remarks."""
+        return ()
 
     def reshard(self) -> None:
         """Frees gathered parameters."""

@@ -41,7 +41,7 @@ from grappe.step.exact.sums import Exact
 from grappe.step.precision import set_tf32
 from grappe.step.reduction import PAYLOAD_SIZE, StepResult, Sums
 from grappe.step.scores import Scores
-from grappe.step.task_contract import schedule_of
+from grappe.step.task_contract import optimizer_of, schedule_of
 from grappe.step.whole_batch_loss import make_losses
 from grappe.task import Task
 
@@ -170,7 +170,7 @@ class Textbook(Engine):
         self._parameters = [parameter for _, parameter in named]
         self._sizes = [parameter.numel() for parameter in self._parameters]
         self._losses = make_losses(self._task, setup.plan, setup.world, setup.observers)
-        self._optimizer = self._task.optimizer(named)
+        self._optimizer = optimizer_of(self._task, named)
         setup.observers.optimizer(self._optimizer, named)
         self._schedule = schedule_of(self._task, self._optimizer, setup.total_steps)
         # What is saved: parameters and optimizer state once, since all have the same; the buffers of each process.

@@ -101,6 +101,10 @@ REMEDIES = tuple(
             "or in groups by grappe.optimizers.by_name",
         ),
         (
+            r"\b[Cc]losure\b",
+            "An optimizer whose step() must be given a closure says so: optimizer.needs_closure = True, in optimizer()",
+        ),
+        (
             r"optimizer got an empty parameter list",
             "Give it named_parameters, or those of them that are to be trained: do the names match?",
         ),

@@ -20,6 +20,7 @@ from grappe.data.batch import Microbatch
 from grappe.errors import UsageError
 from grappe.plan import Plan
 from grappe.profiling.phases import UPDATE
+from grappe.step.closure import needs_closure
 from grappe.task import Task
 
 KEPT = 0.5
@@ -98,7 +99,13 @@ class NoiseScale:
         self._kept = (0.0, 0.0, 0.0)
 
     def on_optimizer(self, optimizer: Optimizer, named: Any) -> None:
-        """Listens to the parameters' gradients."""
+        """Listens to the parameters' gradients.
+
+        Raises:
+            UsageError: the optimizer computes several gradients a step.
+        """
+        if needs_closure(optimizer):
+            raise UsageError(f"--noise-scale: {type(optimizer).__name__} computes several gradients a step")
         self._parameters = [parameter for _, parameter in named]
         for parameter in self._parameters:
             parameter.register_hook(self._add)

@@ -42,9 +42,13 @@ class Observers:
         self.optimizer: OnOptimizer = _calling(optimizer)
         self.output: OnOutput | None = _calling(output) if output else None
         self.named_losses: OnOutput = _calling(named_losses)
+        self.muted = False
+        """Whether losses are not passed on, since the step's batch was seen already."""
 
     def after_loss(self, output: Any, micro: Microbatch, named: Mapping[str, Tensor]) -> None:
         """Passes on a training microbatch's output, and the sums of its named losses."""
+        if self.muted:
+            return
         if self.output is not None:
             self.output(output, micro, named)
         if named:

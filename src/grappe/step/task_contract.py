@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -11,10 +11,14 @@ from torch.optim import lr_scheduler
 from torch.optim.lr_scheduler import LRScheduler
 
 from grappe.checkpoint.initial import check_model
-from grappe.errors import TaskError
+from grappe.errors import TaskError, nearest
 from grappe.errors.causes import broken_package
 from grappe.errors.user_code import at
+from grappe.step.closure import needs_closure
 from grappe.task import Task
+
+if TYPE_CHECKING:
+    from grappe.step.scores import Scores
 
 
 def model_of(task: Task) -> nn.Module:
@@ -28,11 +32,16 @@ def model_of(task: Task) -> nn.Module:
     return model
 
 
-def optimizer_of(task: Task, named: Sequence[tuple[str, Any]]) -> torch.optim.Optimizer:
+def optimizer_of(
+    task: Task, named: Sequence[tuple[str, Any]], *, closures: bool = False
+) -> torch.optim.Optimizer:
     """Makes the task's optimizer of the parameters `named`.
 
+    Args:
+        closures: whether optimizers that call a closure are supported.
+
     Raises:
-        TaskError: it returns no optimizer.
+        TaskError: it returns no optimizer, or an optimizer that calls a closure where none is supported.
     """
     if not named:
         raise method_error(
@@ -46,12 +55,13 @@ def optimizer_of(task: Task, named: Sequence[tuple[str, Any]]) -> torch.optim.Op
         raise method_error(
             task, "optimizer", f"returned {type(optimizer).__name__}: return a torch.optim.Optimizer"
         )
-    if isinstance(optimizer, torch.optim.LBFGS):
+    if not closures and needs_closure(optimizer):
         raise method_error(
             task,
             "optimizer",
-            "returned LBFGS, which computes the loss several times a step: take an optimizer of one gradient a step, "
-            "torch.optim.AdamW say",
+            f"returned {type(optimizer).__name__}, which computes several gradients a step by a closure. Only "
+            "engine=native trains with it, without pipeline; there is no forecast, but grappe measure. Or take an "
+            "optimizer of one gradient a step, torch.optim.AdamW say",
         )
     trained = {id(parameter) for _, parameter in named}
     strangers = [
@@ -71,22 +81,79 @@ def optimizer_of(task: Task, named: Sequence[tuple[str, Any]]) -> torch.optim.Op
 
 
 def schedule_of(task: Task, optimizer: torch.optim.Optimizer, total_steps: int) -> LRScheduler | None:
-    """Makes the task's schedule.
+    """Makes the task's schedule; a ReduceLROnPlateau becomes a Plateau, which evaluations step.
 
     Raises:
-        TaskError: it returns no schedule that is stepped once an optimizer step.
+        TaskError: it returns no schedule, or a ReduceLROnPlateau that its `monitor` does not fit.
     """
     schedule: Any = task.schedule(optimizer, total_steps)
-    if schedule is None or (
-        isinstance(schedule, LRScheduler) and not isinstance(schedule, lr_scheduler.ReduceLROnPlateau)
-    ):
-        return schedule
-    raise method_error(
-        task,
-        "schedule",
-        f"returned {type(schedule).__name__}: return a schedule of torch.optim.lr_scheduler that is stepped once each "
-        "optimizer step, OneCycleLR say, or None",
-    )
+    if isinstance(schedule, lr_scheduler.ReduceLROnPlateau):
+        return Plateau(task, schedule)
+    if schedule is not None and not isinstance(schedule, LRScheduler):
+        raise method_error(
+            task,
+            "schedule",
+            f"returned {type(schedule).__name__}: return a schedule of torch.optim.lr_scheduler, OneCycleLR say, or "
+            "None",
+        )
+    parts = () if schedule is None else schedule.state_dict().get("_schedulers", ())
+    if any("num_bad_epochs" in part for part in parts):
+        raise method_error(
+            task,
+            "schedule",
+            f"returned {type(schedule).__name__} with a ReduceLROnPlateau in it, which it steps without a score: "
+            "return the ReduceLROnPlateau itself",
+        )
+    return schedule
+
+
+class Plateau(LRScheduler):
+    """A task's ReduceLROnPlateau. Evaluations step it, with the score that the task's `monitor` names."""
+
+    def __init__(self, task: Task, schedule: lr_scheduler.ReduceLROnPlateau) -> None:
+        # Without LRScheduler's own, which would set the learning rates.
+        self.optimizer, self.last_epoch = schedule.optimizer, 0
+        self._task, self._schedule = task, schedule
+        self.seen: list[float] = []
+        """The scores so far: a new one that is given them again is where this one is."""
+        name = task.monitor
+        metrics = {} if name.startswith("loss") else metrics_of(task)
+        metric = metrics.get(name)
+        if metric is None and not name.startswith(("loss", "training_")):
+            raise method_error(task, "schedule", self._unknown(["loss", *metrics]))
+        higher = False if metric is None and "loss" in name else getattr(metric, "higher_is_better", None)
+        if higher is not None and higher != (schedule.mode == "max"):
+            raise method_error(
+                task,
+                "schedule",
+                f"returned a ReduceLROnPlateau of mode={schedule.mode!r} for monitor={name!r}, of which "
+                f"{'more' if higher else 'less'} is better: give it mode={'max' if higher else 'min'!r}",
+            )
+
+    def _unknown(self, names: Sequence[str]) -> str:
+        name = self._task.monitor
+        return f"returned a ReduceLROnPlateau for monitor={name!r}, which no evaluation has: {nearest(name, names)}"
+
+    def step(self, epoch: int | None = None) -> None:
+        """Does nothing: an optimizer step brings no score."""
+
+    def score(self, scores: Scores) -> float:
+        """Returns the score of an evaluation that the schedule is fed with.
+
+        Raises:
+            TaskError: the evaluation does not have it, or it is no single number.
+        """
+        numbers = {"loss": scores.loss, **scores.metrics}
+        value = numbers.get(self._task.monitor)
+        if not isinstance(value, int | float):
+            names = [name for name, number in numbers.items() if isinstance(number, int | float)]
+            raise method_error(self._task, "schedule", self._unknown(names))
+        return float(value)
+
+    def evaluated(self, score: float) -> None:
+        """Steps the schedule by an evaluation's score."""
+        self._schedule.step(score)
+        self.seen.append(score)
 
 
 def metrics_of(task: Task, method: str = "metrics") -> dict[str, Any]:

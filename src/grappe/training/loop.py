@@ -41,7 +41,7 @@ from grappe.profiling.chronometer import Chronometer, StepTimes
 from grappe.step.loss import loss_of
 from grappe.step.reduction import HostCopy, StepResult
 from grappe.step.scores import Scores
-from grappe.step.task_contract import model_of
+from grappe.step.task_contract import Plateau, model_of
 from grappe.step.training_scores import SliceSums, TrainingScores
 from grappe.task import Task
 from grappe.training.headspace import Headspace
@@ -351,6 +351,8 @@ class Training:
                 f"{seconds / taken * total:.3g} s"
             )
         self.progress.note(step, scores)
+        if isinstance(plateau := session.engine.train_state.schedule, Plateau):
+            plateau.evaluated(plateau.score(scores))
         session.watchers.call("evaluated", step, scores)
         patience = session.options.patience
         if patience is not None and self.progress.since_best >= patience:  # the same on every process
@@ -369,7 +371,9 @@ class Training:
         batches = session.watchdog.counted(session.validation.rehearsed())
         try:
             with session.clock.during(phases.EVALUATION), refusing_late_parameters():
-                session.engine.evaluate(batches, min(order.batch_size, order.length))
+                scores = session.engine.evaluate(batches, min(order.batch_size, order.length))
+            if isinstance(plateau := session.engine.train_state.schedule, Plateau):
+                plateau.score(scores)
         except Exception as error:
             if isinstance(error, GrappeError) or not is_users(error):
                 raise  # an error about the task's contract needs no note on where it was seen first

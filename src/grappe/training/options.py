@@ -12,7 +12,8 @@ from grappe.fields import CountOrPart, Duration, Names, Part, Ranks, at_least
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Options:
-    """Options of evaluation, saving, logging and stopping; no option changes the learned weights.
+    """Options of evaluation, saving, logging and stopping; none changes the learned weights,
+    except evaluate_every where the schedule is a ReduceLROnPlateau.
 
     `grappe train` has an option for each field, with the docstring under the field as its help.
     """

@@ -241,14 +241,14 @@ class PartitionedState:
         loss_scale: LossScale,
     ) -> None:
         self._partitioned, self._model, self._optimizer = partitioned, model, optimizer
-        self._schedule, self._world, self._loss_scale = schedule, world, loss_scale
+        self.schedule, self._world, self._loss_scale = schedule, world, loss_scale
 
     def state(self) -> State:
         """Returns the state to save: shapes, and a stream of whole tensors."""
         values: dict[str, Any] = {
             "optimizer": self._partitioned.plain(),
             "scale": self._loss_scale.state(),
-            **position(self._schedule, self._world),
+            **position(self.schedule, self._world),
         }
         return State(
             tensors=self._partitioned.shapes(),
@@ -261,7 +261,7 @@ class PartitionedState:
         """Restores a state that `state` returned, or another engine's state. Collective."""
         restore_buffers(self._model, self._world, saved)
         self._partitioned.restore(counting_as(saved, self._optimizer))
-        replay(self._schedule, saved)
+        replay(self.schedule, saved)
         self._loss_scale.restore(saved.values.get("scale", {}))
 
     def export(self) -> Iterator[tuple[str, Tensor]]:

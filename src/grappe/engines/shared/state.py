@@ -26,7 +26,13 @@ from grappe.checkpoint.weights import (
 from grappe.launch.world import World
 from grappe.optimizers.modes import begin_training, evaluated_weights, has_modes
 from grappe.parallel.batchnorm import agreed_between
+from grappe.step.closure import wrapped
+from grappe.step.observers import NamedParameters
 from grappe.step.precision import LossScale
+from grappe.step.task_contract import Plateau
+
+SCORES = "schedule_scores"
+"""Key of the scores that a ReduceLROnPlateau was given, in a checkpoint's JSON."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -56,13 +62,17 @@ class SavedState:
     def weights_only(self) -> SavedState:
         """Returns the state without the optimizer's, which another engine can restore."""
         kept = {
-            name: value for name, value in self.values.items() if name in ("schedule_steps", "data_parallel")
+            name: value
+            for name, value in self.values.items()
+            if name in ("schedule_steps", "data_parallel", SCORES)
         }
         return dataclasses.replace(self, tensors=Without(self.tensors, OPTIMIZER), values=kept)
 
 
 class TrainState(Protocol):
     """The trained model, its optimizer and schedule, to be saved, restored and exported. All methods are collective."""
+
+    schedule: LRScheduler | None
 
     def state(self) -> State:
         """Returns the state to save."""
@@ -81,11 +91,19 @@ TRAINED = "trained_weight"
 """Key of the weight that a schedule-free optimizer trains; the model's own tensors are its evaluation weights."""
 GROUP = "group."
 """Prefix of values that an optimizer counts in its `param_groups`, saved with each parameter's state."""
+WRAPPED = ":"
+"""Between the attribute by which an optimizer has another one (`base_optimizer`), and a key of that one's state."""
+ITEM = "#"
+"""Between the key of a list in the optimizer's state, and a tensor's number in the list."""
 SCHEDULED = frozenset({"lr", "initial_lr"})
 
 
 class ModelState:
-    """The TrainState of a model whose parameters are tensors, sharded ones too, and of a torch optimizer."""
+    """The TrainState of a model whose parameters are tensors, sharded ones too, and of a torch optimizer.
+
+    Args:
+        stepped: what the optimizer has in place of the model's parameters, by their names: whole copies.
+    """
 
     def __init__(
         self,
@@ -95,8 +113,10 @@ class ModelState:
         schedule: LRScheduler | None,
         world: World,
         loss_scale: LossScale | None = None,
+        stepped: NamedParameters | None = None,
     ) -> None:
-        self._model, self._optimizer, self._schedule = model, optimizer, schedule
+        self._stepped = stepped
+        self._model, self._optimizer, self.schedule = model, optimizer, schedule
         self._world, self._loss_scale = world, loss_scale
         begin_training(optimizer)
         self._made = [_counters(group) for group in optimizer.param_groups]
@@ -113,7 +133,7 @@ class ModelState:
             }
             tensors, parameters = {**tensors, **trained}, evaluated
         tensors.update({f"{MODEL}{name}": parameter for name, parameter in parameters.items()})
-        values = {"optimizer": plain, **position(self._schedule, self._world)}
+        values = {"optimizer": plain, **position(self.schedule, self._world)}
         if self._loss_scale is not None:
             values["scale"] = self._loss_scale.state()
         return State(tensors=tensors, local=own_buffers(self._model, self._world), values=values)
@@ -126,7 +146,7 @@ class ModelState:
                 read_into(parameter, weights, name)
         restore_buffers(self._model, self._world, saved)
         self._restore_optimizer(saved)
-        replay(self._schedule, saved)
+        replay(self.schedule, saved)
         if self._loss_scale is not None:
             self._loss_scale.restore(saved.values.get("scale", {}))
 
@@ -142,15 +162,22 @@ class ModelState:
         """Returns the `optimizer.NAME.KEY` tensors, and the other entries by parameter."""
         tensors: dict[str, Tensor] = {}
         plain: dict[str, dict[str, Any]] = {}
-        parameters = dict(self._model.named_parameters())
-        held = self._optimizer.state
-        assert set(held) <= set(parameters.values()), "a state without its parameter would be lost"
-        for name, parameter in parameters.items():
-            for key, value in held.get(parameter, {}).items():
-                if isinstance(value, Tensor):
-                    tensors[f"{OPTIMIZER}{name}.{key}"] = value
-                elif value is not None:
-                    plain.setdefault(name, {})[key] = value
+        parameters = dict(self._stepped or self._model.named_parameters())
+        for attribute, optimizer in wrapped(self._optimizer).items():
+            held, prefix = optimizer.state, attribute and f"{attribute}{WRAPPED}"
+            assert set(held) <= set(parameters.values()), "a state without its parameter would be lost"
+            for name, parameter in parameters.items():
+                for key, value in held.get(parameter, {}).items():
+                    full = f"{OPTIMIZER}{name}.{prefix}{key}"
+                    if isinstance(value, Tensor):
+                        tensors[full] = value
+                    elif isinstance(value, list):
+                        items = {f"{full}{ITEM}{i}": item for i, item in enumerate(value)}
+                        tensors |= {name: item for name, item in items.items() if isinstance(item, Tensor)}
+                        rest = [None if isinstance(item, Tensor) else item for item in value]
+                        plain.setdefault(name, {})[prefix + key] = rest
+                    elif value is not None:
+                        plain.setdefault(name, {})[prefix + key] = value
         for name, counted in self._counted(parameters):
             plain.setdefault(name, {}).update(counted)
         return tensors, plain
@@ -171,21 +198,31 @@ class ModelState:
             if full.startswith(OPTIMIZER):
                 name, _, key = full.removeprefix(OPTIMIZER).rpartition(".")
                 keys.setdefault(name, []).append(key)
-        for name, parameter in self._model.named_parameters():
-            state, counted = {}, {}
-            for key, value in saved.values.get("optimizer", {}).get(name, {}).items():
-                (counted if key.startswith(GROUP) else state)[key.removeprefix(GROUP)] = value
+        optimizers = wrapped(self._optimizer)
+        for name, parameter in self._stepped or self._model.named_parameters():
+            entries = dict(saved.values.get("optimizer", {}).get(name, {}))
             for key in keys.get(name, ()):
+                full, (items, _, item) = f"{OPTIMIZER}{name}.{key}", key.partition(ITEM)
                 if key == TRAINED:
-                    read_into(parameter, saved.tensors, f"{OPTIMIZER}{name}.{key}")
+                    read_into(parameter, saved.tensors, full)
+                elif item and isinstance(entries.get(items), list):
+                    entries[items][int(item)] = _read(saved, full, parameter)
                 else:
-                    state[key] = _read(saved, f"{OPTIMIZER}{name}.{key}", parameter)
-            if state:
-                self._optimizer.state[parameter] = state
-            if counted:
-                for group in self._optimizer.param_groups:
-                    if any(member is parameter for member in group["params"]):
-                        group.update(counted)
+                    entries[key] = _read(saved, full, parameter)
+            counted = {
+                key.removeprefix(GROUP): value for key, value in entries.items() if key.startswith(GROUP)
+            }
+            states: dict[str, dict[str, Any]] = {}
+            for full in entries.keys() - {f"{GROUP}{key}" for key in counted}:
+                attribute, _, key = full.partition(WRAPPED)
+                if attribute not in optimizers or not key:
+                    attribute, key = "", full
+                states.setdefault(attribute, {})[key] = entries[full]
+            for attribute, state in states.items():
+                optimizers[attribute].state[parameter] = state
+            for group in self._optimizer.param_groups:
+                if any(member is parameter for member in group["params"]):
+                    group.update(counted)
 
 
 def _counters(group: dict[str, Any]) -> dict[str, Any]:
@@ -224,8 +261,9 @@ def restore_buffers(model: nn.Module, world: World, saved: SavedState) -> None:
 
 
 def position(schedule: LRScheduler | None, world: World) -> dict[str, Any]:
-    """Returns the schedule's step, and the number of slices that the buffers belong to, as JSON."""
-    return {"schedule_steps": _steps_of(schedule), "data_parallel": world.data_size}
+    """Returns the schedule's step and scores, and the number of slices that the buffers belong to, as JSON."""
+    scores = {SCORES: list(schedule.seen)} if isinstance(schedule, Plateau) else {}
+    return {"schedule_steps": _steps_of(schedule), "data_parallel": world.data_size, **scores}
 
 
 def _steps_of(schedule: LRScheduler | None) -> int:
@@ -243,6 +281,10 @@ def _steps_of(schedule: LRScheduler | None) -> int:
 def replay(schedule: LRScheduler | None, saved: SavedState) -> None:
     """Steps a new schedule to its saved position: a schedule restored from JSON can be silently wrong."""
     if schedule is None:
+        return
+    if isinstance(schedule, Plateau):
+        for score in saved.values.get(SCORES, ()):
+            schedule.evaluated(float(score))
         return
     with warnings.catch_warnings():
         # torch warns that the optimizer has not stepped yet: it did, before it was saved.
@@ -269,7 +311,8 @@ def export(
 
 def _read(saved: SavedState, name: str, parameter: nn.Parameter) -> Tensor:
     if saved.tensors.shape(name) != tuple(parameter.shape) or not parameter.dim():
-        return saved.tensors.read(name).clone()  # a step counter, which optimizers keep on the CPU
+        value = saved.tensors.read(name).clone()
+        return value.to(parameter.device) if value.dim() else value  # step counters are kept on the CPU
     value = torch.empty_like(parameter, requires_grad=False)
     read_into(value, saved.tensors, name)
     return value

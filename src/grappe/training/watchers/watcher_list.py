@@ -89,9 +89,14 @@ def gradients_hooked(
             call()
             return None
 
+        calls = 0
+
         def computed() -> Any:
+            nonlocal calls
             value = closure()
-            call()
+            calls += 1
+            if calls == 1:  # L-BFGS and SAM call it several times a step
+                call()
             return value
 
         bound.arguments["closure"] = computed

@@ -45,6 +45,7 @@ from grappe.optimizers.modes import begin_training
 from grappe.parallel.batchnorm import kept_buffers, replace_buffers
 from grappe.plan import Plan
 from grappe.private_api.torch import module_parameters, tree_leaves, tree_map
+from grappe.step.closure import needs_closure, step_with_closure
 from grappe.step.loss import LossValues, loss_of
 from grappe.step.precision import autocast
 from grappe.step.task_contract import optimizer_of, schedule_of
@@ -284,6 +285,27 @@ class ReferenceModel:
             parts: the number of parts in which the rows run through the model, to change only the rounding.
             sums: the number of partial sums of the losses, each with its own backward, to change only the rounding.
         """
+        results: list[tuple[float, float]] = []
+
+        def compute() -> float:
+            results.append(self._gradients(number, batch, parts, sums))
+            return results[-1][0]
+
+        if needs_closure(self._optimizer):
+            step_with_closure(self._optimizer, compute)
+        else:
+            compute()
+            self._optimizer.step()
+        if self._schedule is not None:
+            self._schedule.step()
+        if overrides(self._task, "after_step"):
+            torch.manual_seed(mix(self._task.seed, number, WORD))
+            with torch.no_grad():
+                self._task.after_step(self.model)
+        return results[0]
+
+    def _gradients(self, number: int, batch: ReferenceBatch, parts: int, sums: int) -> tuple[float, float]:
+        """Leaves the clipped gradients on the parameters; returns the loss, and the norm before clipping."""
         self._optimizer.zero_grad()
         total = torch.zeros((), device=self._device)
         for index, (model, pieces) in enumerate(zip(self._models, batch.slices, strict=True)):
@@ -317,13 +339,6 @@ class ReferenceModel:
                 f"the loss is {float(total)} on one plain process, in step {number + 1} (sample ids "
                 f"{shown}): nothing can be compared. Try a lower lr, clip=1, or look at those samples"
             )
-        self._optimizer.step()
-        if self._schedule is not None:
-            self._schedule.step()
-        if overrides(self._task, "after_step"):
-            torch.manual_seed(mix(self._task.seed, number, WORD))
-            with torch.no_grad():
-                self._task.after_step(self.model)
         return float(total), norm
 
     def _call(self, model: nn.Module, inputs: Any) -> Any:
