@@ -87,6 +87,11 @@ _LAZY = {
 }
 
 
+def __dir__() -> list[str]:
+    """Lists the public names, for completion in a notebook; those of `_LAZY` are not in globals() yet."""
+    return sorted([*__all__, "__version__", "optimizers"])
+
+
 def __getattr__(name: str) -> Any:
     if name == "optimizers":
         return importlib.import_module("grappe.optimizers")

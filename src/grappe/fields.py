@@ -110,6 +110,19 @@ def convert(kind: Any, text: str) -> Any:
     raise ValueError(f"settable from text (its type is {kind}): set it in Python")
 
 
+def text_of(value: object) -> str:
+    """Returns the text that `convert` reads as `value`: of a number, a text, True, False or None.
+
+    Raises:
+        UsageError: it is of another type.
+    """
+    if isinstance(value, bool) or value is None:
+        return str(value).lower()
+    if isinstance(value, int | float | str):
+        return str(value)
+    raise UsageError(f"{value!r} is neither a number nor a text: set it in Python, on the task itself")
+
+
 def from_json(kind: type[T], value: Any) -> T:
     """Converts what a JSON or TOML file holds to `kind`, usually a dataclass. Names that it does not have are ignored.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Literal
 
 from grappe import fields
@@ -180,9 +181,23 @@ class Plan:
             raise PlanError(str(error)) from error
 
 
-def as_plan(plan: Plan | str) -> Plan:
-    """Returns a Plan from a Plan or its text."""
-    return plan if isinstance(plan, Plan) else Plan.parse(plan)
+AnyPlan = Plan | str | Mapping[str, object]
+"""A plan, its text ("replicate=2,recompute"), or its keys ({"replicate": 2, "recompute": True})."""
+
+
+def as_plan(plan: AnyPlan) -> Plan:
+    """Returns the Plan of any of its forms.
+
+    Raises:
+        PlanError: it is none of them, or a key or value is wrong.
+    """
+    if isinstance(plan, Plan):
+        return plan
+    if isinstance(plan, Mapping):
+        return Plan.parse(",".join(f"{key}={fields.text_of(value)}" for key, value in plan.items()))
+    if isinstance(plan, str):
+        return Plan.parse(plan)
+    raise PlanError(f'{plan!r} is not a plan: write "replicate=2", or {{"replicate": 2}}')
 
 
 STRATEGIES = {

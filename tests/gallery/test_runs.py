@@ -64,7 +64,7 @@ def test_resumes_to_the_bit_and_predicts(name: str, trained: Callable[[str], Pat
 
 def test_a_teacher_comes_from_its_own_run_and_stays_as_it_is(tmp_path: Path) -> None:
     file, options = gallery_files.file("distillation"), grappe.Options(steps=STEPS)
-    grappe.train(file, PLAN, tmp_path / "teacher", fields={"student": "false"}, options=options)
+    grappe.train(file, PLAN, tmp_path / "teacher", student=False, options=options)
     given = {"teacher": str(tmp_path / "teacher")}
     grappe.train(file, PLAN, tmp_path / "student", fields=given, options=options)
     teacher, pair = [grappe.load(tmp_path / name) for name in ("teacher", "student")]

@@ -30,7 +30,7 @@ TRAIN = (
 )
 SCRIPT = """
 import os, torch, grappe
-grappe.train("digits", "device=cpu", "run", fields={"epochs": "1", "batch_size": "1437"})
+grappe.train("digits", {"device": "cpu"}, "run", fields={"epochs": 1}, batch_size=1437)
 assert "OMP_WAIT_POLICY" not in os.environ
 """
 

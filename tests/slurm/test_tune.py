@@ -30,7 +30,7 @@ def slow(tmp_path: Path) -> Path:
 
 def local(folder: Path, **wanted) -> Study:
     """Makes the study that it is to be."""
-    return grappe.tune(LINE, SPACE, PLAN, parallel=2, study=folder, fields={"epochs": "20"}, **wanted)
+    return grappe.tune(LINE, SPACE, PLAN, parallel=2, study=folder, fields={"epochs": 20}, **wanted)
 
 
 @pytest.fixture(scope="module")

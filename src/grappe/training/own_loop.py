@@ -37,7 +37,7 @@ from grappe.launch.terminal import say
 from grappe.launch.world import join
 from grappe.parallel.replicate import wrap
 from grappe.parallel.shard import shard, sum_scalars, uses_shard
-from grappe.plan import Plan, as_plan
+from grappe.plan import AnyPlan, as_plan
 from grappe.profiling.chronometer import Chronometer
 from grappe.profiling.phases import BACKWARD, CHECKPOINT, DATA, FORWARD, UPDATE
 from grappe.step.fast_paths import seed_dropout
@@ -76,7 +76,7 @@ class Loop:
     """
 
     def __init__(
-        self, plan: Plan | str = "", run: Path | str | None = None, *, save_every: int = 100, seed: int = 0
+        self, plan: AnyPlan = "", run: Path | str | None = None, *, save_every: int = 100, seed: int = 0
     ) -> None:
         began = time.perf_counter()
         self.plan = as_plan(plan)
@@ -276,7 +276,7 @@ class Loop:
 
 
 def parallelize(
-    model: nn.Module, optimizer: Optimizer, plan: Plan | str = ""
+    model: nn.Module, optimizer: Optimizer, plan: AnyPlan = ""
 ) -> tuple[nn.Module, Optimizer, Loop]:
     """Parallelizes a model and its optimizer, and returns their loop too: Loop(plan).parallelize in one call."""
     loop = Loop(plan)

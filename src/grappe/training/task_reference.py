@@ -19,6 +19,7 @@ from typing import Any
 from grappe import tasks
 from grappe.checkpoint.commit import read_json
 from grappe.errors import RunError, TaskError
+from grappe.fields import parse, text_of
 from grappe.launch import files
 from grappe.launch.folders import state_base, state_folder
 from grappe.task import Task, check_signatures, fields, overrides
@@ -67,16 +68,24 @@ class TaskReference:
         return self.with_values(batch_size=(batch or self.resolve().batch_size) * times)
 
     @classmethod
-    def of(cls, task: Task | type[Task] | str, texts: Mapping[str, str] | None = None) -> TaskReference:
-        """Makes a reference from a task, its class, or its name."""
+    def of(cls, task: Task | type[Task] | str, values: Mapping[str, object] | None = None) -> TaskReference:
+        """Makes a reference from a task, its class, or its name, with other `values` of some of its fields.
+
+        Raises:
+            TaskError: it is no task.
+            UsageError: it has no such field, or a value is of the wrong type.
+        """
         if isinstance(task, str):
             place, colon, class_name = task.partition(":")
             name = f"{Path(place).resolve()}{colon}{class_name}" if place.endswith(".py") else task
-            return cls(name=name, texts=dict(texts or {}))
+            return cls(name=name, texts={name: text_of(value) for name, value in (values or {}).items()})
         value = task() if isinstance(task, type) else task
         if not isinstance(value, Task):
             raise TaskError(f"{value!r} is not a task: derive its class from grappe.Task")
         kind = type(value)
+        if values:
+            texts = {name: text_of(value) for name, value in values.items()}
+            value = dataclasses.replace(value, **parse(kind, texts, f"task {kind.__name__}"))
         return cls(name=f"{kind.__module__}:{kind.__qualname__}", value=value)
 
 

@@ -10,7 +10,7 @@ from grappe.errors import UsageError, nearest
 from grappe.errors.user_code import naming_user_line
 from grappe.launch.rank import ProcessRank
 from grappe.launch.start import start
-from grappe.plan import Plan, as_plan
+from grappe.plan import AnyPlan, Plan, as_plan
 from grappe.step.scores import Scores
 from grappe.task import SPLITS, Task
 from grappe.training.run import Run
@@ -35,7 +35,7 @@ class EvaluateRequest:
 def evaluate(
     run: Run | Path | str,
     split: str = "validation",
-    plan: Plan | str = "",
+    plan: AnyPlan = "",
     *,
     task: Task | type[Task] | str | None = None,
     data: Path | str | None = None,

@@ -9,7 +9,7 @@ from pathlib import Path
 from grappe.errors import UsageError
 from grappe.launch.folders import scratch
 from grappe.launch.start import start
-from grappe.plan import Plan, as_plan
+from grappe.plan import AnyPlan, as_plan
 from grappe.task import Task
 from grappe.training.options import Options
 from grappe.training.request import Request, Result, checked_watchers, data_folder
@@ -22,38 +22,40 @@ from grappe.words import plan_name
 
 def train(
     task: Task | type[Task] | str,
-    plan: Plan | str = "",
+    plan: AnyPlan = "",
     run: Path | str | None = None,
     *,
     data: Path | str | None = None,
-    fields: Mapping[str, str] | None = None,
+    fields: Mapping[str, object] | None = None,
     from_: Path | str | None = None,
     with_optimizer: bool = False,
     epochs_done: int | None = None,
     options: Options | None = None,
     base: Path | str = "runs",
     watchers: Sequence[Watcher | str] = (),
+    **values: object,
 ) -> Run:
-    """Trains `task` under `plan`, or resumes the run in the folder `run`.
+    """Trains `task` under `plan`, or resumes the run in the folder `run`: `train("digits", "replicate=2", epochs=3)`.
 
     Args:
         task: a task, its class, or its name as on the command line.
-        plan: a Plan or its text, "replicate=2"; "" is one process.
+        plan: a Plan, its text, "replicate=2", or its keys, {"replicate": 2}; "" is one process.
         run: the run's folder; None makes a new one under `base`.
         data: the folder of datasets; None: the environment's GRAPPE_DATA, or ./data.
-        fields: texts for the task's fields, if the task is given by name.
+        fields: values of the task's fields, {"epochs": 3}; also those that are named as an argument here is.
         from_: a run, or a .safetensors, .ckpt or .pt file to start from.
         with_optimizer: take over the optimizer's state and the number of epochs done in the file `from_`, too.
         epochs_done: epochs that the training of `from_` has done: the run begins behind them. None: what the file says
             if `with_optimizer`, else 0.
         watchers: callbacks of your own: instances of classes derived from grappe.Watcher, or their names,
             "file.py:MyWatcher". Watchers run on process 0, which gets copies of instances.
+        **values: further values of the task's fields: epochs=3.
 
     Raises:
         GrappeError: an argument is wrong or the training failed; the message says what to do.
     """
     request = Request(
-        task=TaskReference.of(task, fields),
+        task=TaskReference.of(task, {**(fields or {}), **values}),
         plan=as_plan(plan),
         run=Path(run) if run else None,
         base=Path(base),

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from grappe.errors import GrappeError, TaskError, UsageError
-from grappe.plan import Plan, as_plan
+from grappe.plan import AnyPlan, Plan, as_plan
 from grappe.sites.layout import on_site
 from grappe.task import Task
 from grappe.training.request import data_folder
@@ -101,12 +101,12 @@ def budget_in(site: Site) -> MemoryBudget | None:
 
 def foresee(
     task: Task | type[Task] | str,
-    plans: Sequence[Plan | str] = (),
+    plans: Sequence[AnyPlan] = (),
     *,
     gpus: Sequence[int] = (),
     batch_size: Sequence[int] = (),
     site: str | None = None,
-    fields: Mapping[str, str] | None = None,
+    fields: Mapping[str, object] | None = None,
     data: Path | str | None = None,
     times: bool = True,
     on_memory: Callable[[Sequence[Foreseen], MemoryBudget | None], None] = lambda forecasts, budget: None,

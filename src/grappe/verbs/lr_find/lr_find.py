@@ -13,7 +13,7 @@ import numpy as np
 from grappe.errors import DivergedError, TaskError, UsageError
 from grappe.launch.rank import ProcessRank
 from grappe.launch.start import start
-from grappe.plan import Plan, as_plan
+from grappe.plan import AnyPlan, Plan, as_plan
 from grappe.task import Task
 from grappe.training.request import data_folder
 from grappe.training.task_reference import TaskReference
@@ -286,10 +286,10 @@ class LearningRates:
 
 def lr_find(
     task: Task | type[Task] | str,
-    plan: Plan | str = "",
+    plan: AnyPlan = "",
     *,
     ramp: Ramp | None = None,
-    fields: Mapping[str, str] | None = None,
+    fields: Mapping[str, object] | None = None,
     data: Path | str | None = None,
 ) -> LearningRates:
     """Trains the task from new weights for each seed, the learning rate rising; reads no run and writes none.

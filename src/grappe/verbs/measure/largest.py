@@ -12,7 +12,7 @@ from grappe.errors import GrappeError
 from grappe.launch.folders import scratch
 from grappe.launch.rank import ProcessRank
 from grappe.launch.start import start
-from grappe.plan import Plan, as_plan
+from grappe.plan import AnyPlan, Plan, as_plan
 from grappe.profiling import limits
 from grappe.task import Task
 from grappe.training.options import Options
@@ -117,9 +117,9 @@ def largest_batch(
 
 def largest_batches(
     task: Task | type[Task] | str,
-    plans: Sequence[Plan | str],
+    plans: Sequence[AnyPlan],
     data: Path | str | None = None,
-    fields: Mapping[str, str] | None = None,
+    fields: Mapping[str, object] | None = None,
 ) -> Iterator[Largest]:
     """Finds the largest batch of each plan; raises like `largest_batch`."""
     with scratch("largest") as folder:

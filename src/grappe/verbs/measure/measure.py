@@ -17,7 +17,7 @@ from grappe.fields import split
 from grappe.launch.folders import scratch
 from grappe.launch.rank import ProcessRank
 from grappe.launch.start import start
-from grappe.plan import Plan, as_plan
+from grappe.plan import AnyPlan, Plan, as_plan
 from grappe.profiling.phases import WARMUP
 from grappe.sites.sbatch import JobOptions
 from grappe.task import Task
@@ -45,12 +45,12 @@ class MeasureRequest:
 
 def measure(
     task: Task | type[Task] | str,
-    plans: Sequence[Plan | str] = ("",),
+    plans: Sequence[AnyPlan] = ("",),
     *,
     options: MeasureOptions | None = None,
     advise: bool = True,
     data: Path | str | None = None,
-    fields: Mapping[str, str] | None = None,
+    fields: Mapping[str, object] | None = None,
     note: Callable[[str], None] = lambda line: None,
 ) -> list[Measurement]:
     """Measures each plan at each batch size; the first point is the baseline of the comparison.

@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 from grappe.errors import UsageError, nearest
+from grappe.fields import text_of
 from grappe.launch.rank import rank_from_environment
-from grappe.plan import Plan, as_plan
+from grappe.plan import AnyPlan, Plan, as_plan
 from grappe.sites.sbatch import JobOptions
 from grappe.task import Task
 from grappe.tasks import defaults
@@ -32,7 +33,7 @@ TRIALS = 20
 def tune(
     task: Task | type[Task] | str,
     space: Mapping[str, str | Sequence[Any]],
-    plan: Plan | str = "",
+    plan: AnyPlan = "",
     *,
     trials: int | None = None,
     parallel: int = 1,
@@ -44,7 +45,7 @@ def tune(
     rungs: int | None = None,
     seed: int = 0,
     data: Path | str | None = None,
-    fields: Mapping[str, str] | None = None,
+    fields: Mapping[str, object] | None = None,
     options: Options | None = None,
 ) -> Study:
     """Searches the fields of `task` in `space`, or goes on with the study in `study`.
@@ -85,7 +86,7 @@ def tune(
         seed=seed,
     )
     folder = Path(study) if study else None
-    texts = {**(fields or {}), **as_texts(space)}
+    texts = {name: text_of(value) for name, value in (fields or {}).items()} | as_texts(space)
     return search(task, texts, as_plan(plan), search_options, folder, data=data, options=options)[0]
 
 

@@ -10,7 +10,7 @@ from grappe import engines
 from grappe.errors import UsageError
 from grappe.launch.rank import rank_from_environment
 from grappe.launch.start import start
-from grappe.plan import Plan, as_plan
+from grappe.plan import AnyPlan, as_plan
 from grappe.task import Task
 from grappe.training.request import data_folder
 from grappe.training.task_reference import TaskReference
@@ -22,9 +22,9 @@ STEPS = 8  # two epochs of a trial; longer trainings of correct code drift apart
 
 def verify(
     task: Task | type[Task] | str,
-    plans: Sequence[Plan | str],
+    plans: Sequence[AnyPlan],
     *,
-    fields: Mapping[str, str] | None = None,
+    fields: Mapping[str, object] | None = None,
     data: Path | str | None = None,
     steps: int = STEPS,
     run: StartProcesses = start,
