@@ -46,6 +46,7 @@ USED = tuple(
         ("torch", "_foreach_mul_"),
         ("torch", "_foreach_norm"),
         ("torch", "_subclasses"),
+        ("torch._C", "_dispatch_key_parse"),
         ("torch._C", "_dispatch_tls_is_dispatch_key_included"),
         ("torch._C", "_dispatch_tls_set_dispatch_key_included"),
         ("torch._ops.OpOverload", "_schema"),
@@ -234,6 +235,7 @@ def fake_tensors() -> Any:
 
 INTERCEPTING_KEY = "DeferredInit"
 """A key of torch's dispatcher that torch itself uses for nothing, before autograd and before autocast."""
+_KEY = torch._C._dispatch_key_parse(INTERCEPTING_KEY)  # each parsing takes 2 microseconds
 
 
 def intercept(functions: Mapping[str, Callable[[Any], Callable[..., Any]]]) -> Any:
@@ -257,6 +259,6 @@ def intercept(functions: Mapping[str, Callable[[Any], Callable[..., Any]]]) -> A
 
 def set_intercepting(on: bool) -> bool:
     """Sets whether this thread is intercepting; returns whether it was. Takes 0.2 microseconds."""
-    before = torch._C._dispatch_tls_is_dispatch_key_included(INTERCEPTING_KEY)
-    torch._C._dispatch_tls_set_dispatch_key_included(INTERCEPTING_KEY, on)
+    before = torch._C._dispatch_tls_is_dispatch_key_included(_KEY)
+    torch._C._dispatch_tls_set_dispatch_key_included(_KEY, on)
     return before
