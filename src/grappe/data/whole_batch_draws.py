@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from grappe.data.draw import mix
-from grappe.private_api.torch import intercept, operator_arguments, set_intercepting
+from grappe.private_api.torch import intercept, set_intercepting
 
 
 class BatchRows(NamedTuple):
@@ -43,6 +43,8 @@ class _Kept(NamedTuple):
 
 
 _NOTHING = _Kept(0, 0, 0, 0)
+OWN_DRAWS: set[str] = set()
+"""The operators that drew numbers of a microbatch's own, in this process."""
 
 
 class _Now:
@@ -101,7 +103,7 @@ def _places(kept: _Kept, drawn: Tensor) -> Tensor:
 @functools.cache
 def _registered() -> Any:
     """Registers the functions that run instead of torch's operators inside whole_batch_draws."""
-    kinds = {_filled: FILLS, _normal: NORMALS, _own: OWN, _native_dropout: DROPOUTS, _fused_attention: FUSED}
+    kinds = {_filled: FILLS, _own: OWN, _native_dropout: DROPOUTS, _fused: FUSED}
     return intercept({name: _around(function) for function, names in kinds.items() for name in names})
 
 
@@ -138,7 +140,7 @@ def _filled(operator: Any, tensor: Tensor, *arguments: Any, generator: Any = Non
     if part is None:
         # A single integer of all its bits is another generator's seed.
         alone = tensor.numel() != 1 or operator is torch.ops.aten.random_.default
-        generator = _own_generator(tensor.device, rows) if alone else None
+        generator = _own_generator(operator, tensor, rows) if alone else None
         return operator(tensor, *arguments, generator=generator, **options)
     words = 0
     if part.dimension == 0 and part.first + part.size <= part.of and tensor.is_contiguous():
@@ -194,20 +196,6 @@ def _pass_over(words: int) -> None:
         left -= len(scratch.random_())
 
 
-NORMALS = ("normal.Tensor_float", "normal.float_Tensor", "normal.Tensor_Tensor")
-
-
-@torch.no_grad()
-def _normal(operator: Any, mean: Any, std: Any = 1.0, *, generator: Any = None) -> Tensor:
-    tensors = [value for value in (mean, std) if isinstance(value, Tensor)]
-    if _torchs_own(tensors[0], generator) is None:
-        return operator(mean, std, generator=generator)
-    shape = torch.broadcast_shapes(*(value.shape for value in tensors))
-    drawn = torch.empty(shape, dtype=tensors[0].dtype, device=tensors[0].device)
-    _filled(torch.ops.aten.normal_.default, drawn, 0.0, 1.0 if isinstance(std, Tensor) else std)
-    return (drawn.mul_(std) if isinstance(std, Tensor) else drawn).add_(mean)
-
-
 DROPOUTS = ("native_dropout",)
 """Dropout on a GPU."""
 
@@ -217,13 +205,11 @@ def _native_dropout(operator: Any, tensor: Tensor, p: float, train: bool | None)
     if rows is None or train is False:
         return operator(tensor, p, train)
     part = _part(tensor, rows)
-    with _drawing(part):
-        if part is None:
-            mask = torch.rand(
-                tensor.shape, device=tensor.device, generator=_own_generator(tensor.device, rows)
-            )
-            mask = mask >= p
-        else:
+    if part is None:
+        mask = torch.empty_like(tensor, dtype=torch.bool)
+        mask.bernoulli_(1.0 - p, generator=_own_generator(operator, tensor, rows))
+    else:
+        with _drawing(part):
             mask = own_part(operator(_for_all(tensor.detach(), part), p, True)[1])
     return tensor * mask * (0.0 if p == 1.0 else 1.0 / (1.0 - p)), mask
 
@@ -232,20 +218,20 @@ def _native_dropout(operator: Any, tensor: Tensor, p: float, train: bool | None)
 
 OWN = (
     "poisson", "binomial", "_standard_gamma", "_sample_dirichlet", "multinomial", "rrelu_with_noise",
-    "rrelu_with_noise_", "randperm.generator_out",
+    "rrelu_with_noise_", "randperm.generator_out", "normal.Tensor_float", "normal.float_Tensor", "normal.Tensor_Tensor",
 )  # fmt: skip
-"""How many numbers they draw depends on what they are given; or they mix rows."""
+"""How many numbers they draw depends on what they get; or they mix rows; or the mean of other rows is not there."""
 
 
 def _own(operator: Any, *arguments: Any, **options: Any) -> Any:
-    tensor = options.get("out", arguments[0])
+    tensor = next(each for each in (options.get("out"), *arguments) if isinstance(each, Tensor))
     generator = next(
         (each for each in (*arguments, *options.values()) if isinstance(each, torch.Generator)), None
     )
     rows = _torchs_own(tensor, generator)
     if rows is None:
         return operator(*arguments, **options)
-    options["generator"] = _own_generator(tensor.device, rows)
+    options["generator"] = _own_generator(operator, tensor, rows)
     return operator(*(each for each in arguments if each is not None), **options)
 
 
@@ -257,19 +243,22 @@ FUSED = (
 """Attention on a GPU, which draws inside its kernel."""
 
 
-def _fused_attention(operator: Any, query: Tensor, *arguments: Any, **options: Any) -> Any:
-    rows = _torchs_own(query, None)
-    names = [argument.name for argument in operator_arguments(operator)][1:]
-    if rows is None or not {**dict(zip(names, arguments, strict=False)), **options}.get("dropout_p"):
-        return operator(query, *arguments, **options)
-    word = _word()
-    generator = _default_generator(query.device)
-    before = generator.get_state()
-    generator.manual_seed(mix(word, rows.first))
+def _fused(operator: Any, tensor: Tensor, *arguments: Any, **options: Any) -> Any:
+    rows = _torchs_own(tensor, None)
+    rate = any(
+        isinstance(argument, float) and argument for argument in (*arguments, options.get("dropout_p"))
+    )
+    if rows is None or not rate:
+        return operator(tensor, *arguments, **options)
+    generator = torch.cuda.default_generators[tensor.device.index]
+    before, offset = generator.get_state(), generator.get_offset()
+    generator.manual_seed(_own_seed(operator, rows))
     try:
-        return operator(query, *arguments, **options)
-    finally:
+        return operator(tensor, *arguments, **options)
+    finally:  # as far on as after the whole batch's
+        used = generator.get_offset() * rows.of // rows.size
         generator.set_state(before)
+        generator.set_offset(offset + used)
 
 
 # ---- What they share ---------------------------------------------------------------------------------------
@@ -314,14 +303,11 @@ def _for_all(tensor: Tensor, part: _Kept) -> Tensor:
     return torch.empty_permuted(shape, order, dtype=tensor.dtype, device=tensor.device)
 
 
-def _own_generator(device: torch.device, rows: BatchRows) -> torch.Generator:
-    """Makes a generator that no other microbatch of the step has; a forward that runs again makes it again."""
-    return torch.Generator(device).manual_seed(mix(_word(), rows.first))
+def _own_seed(operator: Any, rows: BatchRows) -> int:
+    """Draws a seed that no other microbatch of the step has; a forward that runs again draws it again."""
+    OWN_DRAWS.add(operator.overloadpacket.__name__)
+    return mix(int(torch.empty((), dtype=torch.int64).random_()), rows.first)
 
 
-def _word() -> int:
-    return int(torch.empty((), dtype=torch.int64).random_())
-
-
-def _default_generator(device: torch.device) -> torch.Generator:
-    return torch.cuda.default_generators[device.index] if device.type == "cuda" else torch.default_generator
+def _own_generator(operator: Any, tensor: Tensor, rows: BatchRows) -> torch.Generator:
+    return torch.Generator(tensor.device).manual_seed(_own_seed(operator, rows))

@@ -45,24 +45,6 @@ def seed_generators(seed: int, device: torch.device) -> None:
         torch.cuda.default_generators[device.index].manual_seed(seed)
 
 
-def generator_states(device: torch.device) -> Tensor:
-    """Returns the states of the generators of the CPU and of the device: uint8, one after the other."""
-    return torch.cat([generator.get_state() for generator in _generators(device)])
-
-
-def set_generator_states(states: Tensor, device: torch.device) -> None:
-    """Sets the states that `generator_states` has returned."""
-    for generator in _generators(device):
-        size = len(generator.get_state())
-        generator.set_state(states[:size].clone())
-        states = states[size:]
-
-
-def _generators(device: torch.device) -> list[torch.Generator]:
-    cuda = [torch.cuda.default_generators[device.index]] if device.type == "cuda" else []
-    return [torch.default_generator, *cuda]
-
-
 @functools.lru_cache(maxsize=8)
 def _seeds(seed: int, number: int, *words: int) -> list[int]:
     """Computes the seeds of SEEDS_AT_ONCE steps: one by one, each seed would take 5 microseconds."""

@@ -29,6 +29,7 @@ from grappe.checkpoint.weights import AVERAGE, Weights, read_into
 from grappe.data.batch import Batch
 from grappe.data.loader import BatchLoader
 from grappe.engines.base import Engine, SavedState
+from grappe.engines.shared.microbatch import remarks_on_draws
 from grappe.errors import DivergedError, GrappeError, RunError, TaskError
 from grappe.errors.remedies import OVERWRITTEN, remedy
 from grappe.errors.user_code import FRAME, Line, is_users, is_users_file, sentence
@@ -224,7 +225,10 @@ class Training:
                 peaks=session.world.gather({**memory.peak(session.world.device), **clock.held}),
                 timing=timing,
                 headspace=session.loading_cost(timing),
-                remarks=engine.remarks(),
+                remarks=[
+                    *engine.remarks(),
+                    *remarks_on_draws(Plan.parse(session.info.plan), session.world.device),
+                ],
                 limited_validation=self._limited,
             )
         finally:

@@ -73,7 +73,7 @@ def test_a_planted_fault_is_found_and_named(
         (Tokens(samples=60), "tensor=2"),
         (NORMED, "replicate=2,batchnorm=sync"),
         (DROPPING, "replicate=2"),
-        (DROPPING, "shard=2,microbatches=3,recompute"),
+        (DROPPING, "shard=2,microbatches=3,recompute,dropout=whole"),
         (BOTH, "replicate=2,batchnorm=sync"),
         (planted.With(samples=64, kind="gumbel"), "replicate=2"),
         (planted.With(samples=64, kind="attending", rule="adam"), "shard=2,microbatches=2"),
@@ -107,6 +107,7 @@ def test_a_fault_in_a_loss_of_the_whole_batch_is_found(pool: Pool) -> None:
         (NORMED, "shard=2,microbatches=2", ["batch normalisation (0.1)"]),
         (NORMED, "engine=textbook,replicate=3", ["batch normalisation (0.1)"]),
         (DROPPING, "replicate=2,dropout=local", ["dropout's random streams (bernoulli_)"]),
+        (DROPPING, "replicate=2,microbatches=3", ["dropout's random streams (bernoulli_)"]),  # six parts
         (BOTH, "replicate=2", ["batch normalisation (0.1)"]),
         (
             BOTH,

@@ -12,11 +12,12 @@ from torch import Tensor, nn
 
 from grappe.data.batch import Batch, Microbatch
 from grappe.data.rand_like import entering
-from grappe.data.whole_batch_draws import whole_batch_draws
+from grappe.data.whole_batch_draws import OWN_DRAWS, whole_batch_draws
 from grappe.engines.base import EngineSetup
 from grappe.parallel.batchnorm import buffers_agreed, buffers_kept, buffers_restored, ignoring_padding
 from grappe.parallel.compile import replaying
 from grappe.parallel.shard import reshard
+from grappe.plan import Plan
 from grappe.profiling import memory
 from grappe.profiling.phases import FORWARD
 from grappe.step.fast_paths import seed_dropout
@@ -144,6 +145,29 @@ def draws(setup: EngineSetup, batch: Batch, micro: Microbatch) -> contextlib.Abs
     # Each microbatch begins where one process begins, and so draws the same numbers as all others.
     seed_dropout(setup.task.seed, batch.step, setup.world.device, 0)
     return whole_batch_draws(micro.place)
+
+
+def remarks_on_draws(plan: Plan, device: torch.device) -> list[str]:
+    """Returns a remark if random numbers of this process's training were not those of one process, unasked."""
+    generator = (
+        torch.cuda.default_generators[device.index] if device.type == "cuda" else torch.default_generator
+    )
+    unused = torch.Generator(device).manual_seed(generator.initial_seed()).get_state()
+    if plan.draws_whole_batches and OWN_DRAWS:
+        names = ", ".join(sorted(OWN_DRAWS))
+        return [
+            f"random numbers that are not those of one process: {names} drew some without a row for each sample"
+        ]
+    alone = plan.data_parallel * plan.microbatches * plan.pipeline == 1
+    if plan.draws_whole_batches or plan.dropout == "local" or plan.exact or alone:
+        return []
+    if torch.equal(unused, generator.get_state()):
+        return []
+    able = not plan.compile and plan.tensor == 1
+    instead = (
+        ": dropout=whole makes it so, and takes longer" if able else ", since the plan has compile or tensor"
+    )
+    return [f"dropout or noise that is not that of one process{instead}"]
 
 
 def within(

@@ -25,7 +25,6 @@ from grappe.private_api.torch import (
     treespec_dumps,
     treespec_loads,
 )
-from grappe.step.fast_paths import generator_states, set_generator_states
 from grappe.task import Call
 
 
@@ -268,7 +267,7 @@ class StageGenerators:
     @contextlib.contextmanager
     def of_step(self) -> Iterator[None]:
         """Context of a step's forwards; the generators are seeded, alike on all processes."""
-        self._states[0] = generator_states(self._world.device)
+        self._states[0] = self._state()
         try:
             yield
             for work, _ in self._sending.values():
@@ -286,12 +285,22 @@ class StageGenerators:
             source = self._relay.rank_of(stage.number - 1)
             dist.recv(state, src=source, group=self._world.control, tag=stage.number)
             self._states[stage.number] = state
-        set_generator_states(self._states[stage.number], self._world.device)
+        state = self._states[stage.number]
+        torch.set_rng_state(state[: len(torch.get_rng_state())])
+        if self._world.device.type == "cuda":
+            torch.cuda.set_rng_state(state[len(torch.get_rng_state()) :], self._world.device)
 
     def _end(self, stage: Stage) -> None:
         following = stage.number + 1
         if not self._states or stage.is_last or following in self._sending:
             return
-        state, target = generator_states(self._world.device), self._relay.rank_of(following)
+        state, target = self._state(), self._relay.rank_of(following)
         work = dist.isend(state, dst=target, group=self._world.control, tag=following)
         self._sending[following] = work, state
+
+    def _state(self) -> Tensor:
+        """Returns the states of the generators of the CPU and of the device: uint8, one after the other."""
+        cuda = self._world.device.type == "cuda"
+        return torch.cat(
+            [torch.get_rng_state(), *([torch.cuda.get_rng_state(self._world.device)] if cuda else [])]
+        )
