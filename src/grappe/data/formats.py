@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from grappe.data.pickles import Rebuilt, Refused, values
-from grappe.errors import DataError
+from grappe.errors import DataError, reading
 
 Images = NDArray[np.uint8]
 Labels = NDArray[np.int64]
@@ -242,10 +242,8 @@ def _gunzipped(
 
 
 def _bytes_of(path: Path) -> NDArray[np.uint8]:
-    try:
+    with reading(path):
         return np.fromfile(path, np.uint8)
-    except OSError as error:
-        raise DataError(f"{path} cannot be read: {error.strerror or error}") from None
 
 
 def _dims(shape: tuple[int, ...]) -> str:

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NoReturn
 
+import msgspec
 import xxhash
 
 from grappe.data.images.index import INDEX, QUARANTINE
@@ -225,9 +226,8 @@ def _hash(file: Path) -> str:
 def _recorded_names(record: Path) -> set[str] | None:
     """Reads which files a copy has begun with; None: there was none."""
     try:
-        names = json.loads(files.read_bytes(record))
+        return msgspec.json.decode(files.read_bytes(record), type=set[str])
     except FileNotFoundError:
         return None
-    except (OSError, ValueError, RecursionError):
+    except (OSError, msgspec.DecodeError, RecursionError):
         return set()
-    return {name for name in names if isinstance(name, str)} if isinstance(names, list) else set()

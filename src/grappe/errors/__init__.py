@@ -13,9 +13,11 @@ GrappeError                 a request cannot be carried out; the message says wh
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import errno
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from pathlib import Path
 
 EXIT_OK = 0
 EXIT_FAILURE = 1
@@ -74,6 +76,15 @@ class ProcessDied(GrappeError):
 def of_file(error: OSError) -> UsageError:
     """The message of an error about a file: which file, and what is wrong with it."""
     return UsageError(f"{error.filename}: {error.strerror}" if error.filename else str(error))
+
+
+@contextlib.contextmanager
+def reading(file: Path | str) -> Iterator[None]:
+    """Context in which the system's refusal to read a file of data is a DataError."""
+    try:
+        yield
+    except OSError as error:
+        raise DataError(f"{file} cannot be read: {error.strerror or error}") from None
 
 
 def is_of_disk(error: OSError) -> bool:

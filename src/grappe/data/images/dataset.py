@@ -23,7 +23,7 @@ from grappe.data.images.index import Index, open_index, quarantined
 from grappe.data.images.tar import BLOCK, mark_of
 from grappe.data.images.views import View
 from grappe.data.seeded import claims
-from grappe.errors import DataError, TaskError
+from grappe.errors import DataError, TaskError, reading
 from grappe.errors.foreign_text import printable
 from grappe.launch.rank import is_main_process
 from grappe.launch.terminal import complain
@@ -100,10 +100,8 @@ class _Handle:
 
     def __init__(self, file: Path) -> None:
         self.number = -1
-        try:
+        with reading(printable(file)):
             self.number = os.open(file, os.O_RDONLY | os.O_CLOEXEC)
-        except OSError as error:
-            raise DataError(f"{printable(file)} cannot be read: {error.strerror}") from None
 
     def __del__(self) -> None:
         if self.number >= 0:

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from grappe.data.images.listing import ENTRY, Kind, Listing, Report, listing
 from grappe.data.images.tar import BLOCK, mark_of
-from grappe.errors import DataError
+from grappe.errors import DataError, reading
 from grappe.errors.foreign_text import printable
 from grappe.launch import files
 from grappe.launch.folders import locked, state_folder
@@ -196,11 +196,8 @@ def _content_hash(file: Path | None) -> str:
     """Hashes a file of labels."""
     if file is None:
         return ""
-    try:
-        with file.open("rb") as stream:
-            return hashlib.file_digest(stream, xxhash.xxh3_128).hexdigest()
-    except OSError as error:
-        raise DataError(f"{file} cannot be read: {error.strerror or error}") from None
+    with reading(file), file.open("rb") as stream:
+        return hashlib.file_digest(stream, xxhash.xxh3_128).hexdigest()
 
 
 def _check_entries(index: Index, file_sizes: list[int]) -> None:

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from grappe.data.images.tar import Extent, Member, members
-from grappe.errors import DataError
+from grappe.errors import DataError, reading
 from grappe.errors.foreign_text import printable
 
 T = TypeVar("T")
@@ -191,10 +191,8 @@ def opened(file: Path) -> Iterator[Extent]:
         DataError: it cannot be read.
     """
     with ExitStack() as stack:
-        try:
+        with reading(file):
             stream = stack.enter_context(file.open("rb", buffering=0))
-        except OSError as error:
-            raise DataError(f"{file} cannot be read: {error.strerror or error}") from None
         handle = stream.fileno()
         yield Extent(handle, printable(file), 0, os.fstat(handle).st_size)
 
@@ -315,11 +313,8 @@ def _class_of_number(file: Path) -> dict[int, str]:
 
 
 def _label_lines(file: Path) -> list[str]:
-    try:
-        with file.open("rb") as stream:
-            content = stream.read(MOST_LABEL_BYTES + 1)
-    except OSError as error:
-        raise DataError(f"{file} cannot be read: {error.strerror or error}") from None
+    with reading(file), file.open("rb") as stream:
+        content = stream.read(MOST_LABEL_BYTES + 1)
     if len(content) > MOST_LABEL_BYTES:
         raise DataError(f"{file} is too large for a file of labels")
     return [line for line in _text(content).splitlines() if line.strip()]
@@ -360,10 +355,8 @@ def shard_names(source: Path) -> tuple[str, ...]:
 
 def shards_in(source: Path) -> list[str]:
     """Returns the names of the shards in a folder."""
-    try:
+    with reading(source):
         return sorted(place.name for place in source.glob("*.tar") if place.is_file())
-    except OSError as error:
-        raise DataError(f"{source} cannot be read: {error.strerror or error}") from None
 
 
 def _missing_numbers(names: Sequence[str]) -> Iterator[str]:

@@ -26,7 +26,7 @@ from grappe.data.draw import mix, sample_keys
 from grappe.data.images.dataset import Images
 from grappe.data.images.decode import NoPicture, decoded, header_of
 from grappe.data.seeded import SeededDataset
-from grappe.errors import DataError, UsageError
+from grappe.errors import DataError, UsageError, reading
 from grappe.errors.foreign_text import printable
 from grappe.private_api.torch import tree_map
 from grappe.task import SPLITS, Task
@@ -215,14 +215,12 @@ class _Pictures(Dataset[tuple[Tensor, int]]):
 
     def __getitem__(self, index: int) -> tuple[Tensor, int]:
         file = self.files[index]
+        if not file.is_file():
+            raise DataError(f"{file} is no file")
+        with reading(file), file.open("rb") as stream:
+            content = stream.read(LARGEST)
         try:
-            if not file.is_file():
-                raise DataError(f"{file} is no file")
-            with file.open("rb") as stream:
-                content = stream.read(LARGEST)
             return self.decode(content), 0
-        except OSError as error:
-            raise DataError(f"{file} cannot be read: {error.strerror or error}") from error
         except NoPicture as error:
             raise DataError(f"{file}: {printable(error)}") from None
 
@@ -261,10 +259,8 @@ def open_lines(file: Path) -> BufferedReader:
             ) from error
     if file.exists() and not file.is_file():
         raise DataError(f"{file} is no file: its lines can come from the standard input, with -")
-    try:
+    with reading(file):
         return BufferedReader(file.open("rb", buffering=0))
-    except OSError as error:
-        raise DataError(f"{file} cannot be read: {error.strerror or error}") from error
 
 
 def line_batches(stream: BufferedReader, name: str, example: Any) -> Iterator[tuple[Any, int]]:
