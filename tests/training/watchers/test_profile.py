@@ -13,7 +13,7 @@ from grappe.plan import Plan
 from grappe.training.options import Options
 from grappe.training.request import Request
 from grappe.training.task_reference import TaskReference
-from grappe.training.watchers.profile import Event, common, summary, union
+from grappe.training.watchers.profile import Event, summary, union
 from grappe.verbs.train import run_training
 from tests.parity.tasks import Images
 from tests.training.test_training import train
@@ -22,8 +22,6 @@ from tests.training.test_training import train
 def test_spans_of_time() -> None:
     events = [Event("a", begin, end, 0, "main") for begin, end in ((5, 7), (0, 2), (1, 3), (6, 6.5))]
     assert union(events) == [(0, 3), (5, 7)]
-    assert common([(0, 3), (5, 7)], [(2, 6), (6.5, 9)]) == [(2, 3), (5, 6), (6.5, 7)]
-    assert common([], [(0, 1)]) == []
 
 
 def test_a_summary_names_operators_gaps_and_what_overlaps() -> None:

@@ -60,7 +60,12 @@ class Profile(Watcher):
     def stepped(self, record: Record) -> None:
         self._seen += 1
         if self._seen == self._before:
-            self._begin()
+            import torch
+            from torch.profiler import ProfilerActivity, profile
+
+            gpu = [ProfilerActivity.CUDA] if torch.cuda.is_available() else []
+            self._profiler = profile(activities=[ProfilerActivity.CPU, *gpu])
+            self._profiler.__enter__()
         elif self._profiler is not None and self._seen == self._before + self._steps:
             self._end()
 
@@ -71,16 +76,6 @@ class Profile(Watcher):
             return
         needed = self._before + self._steps
         say(self._text or f"too few steps to profile: {self._seen} of {needed}\n", self._stream, end="")
-
-    def _begin(self) -> None:
-        import torch
-        from torch.profiler import ProfilerActivity, profile
-
-        kinds = [ProfilerActivity.CPU]
-        if torch.cuda.is_available():
-            kinds.append(ProfilerActivity.CUDA)
-        self._profiler = profile(activities=kinds)
-        self._profiler.__enter__()
 
     def _end(self) -> None:
         import torch
@@ -140,36 +135,30 @@ def summary(events: Sequence[Event], steps: int, title: str) -> str:
     for place, word in (("main", "operators on the host (their own time)"), ("device", "kernels on the GPU")):
         lines += _top([event for event in events if event.place == place], steps, step_time, word)
         lines += _gaps(spans[place], events, place, steps, step_time)
-    waited = union(event for event in events if _communicates(event))
-    if waited:
-        total = _length(waited)
-        computed = [event for event in events if not _communicates(event)]
-        place = "device" if any(event.place == "device" for event in computed) else "main"
-        beside = _length(common(waited, union(event for event in computed if event.place == place)))
-        share = beside / total
+    messages = [event for event in events if event.name.lower().startswith(COMMUNICATION)]
+    if messages:
+        others = [event for event in events if not event.name.lower().startswith(COMMUNICATION)]
+        place = "device" if any(event.place == "device" for event in others) else "main"
+        computed = [event for event in others if event.place == place]
+        total = _length(messages)
+        share = (total + _length(computed) - _length([*messages, *computed])) / total
         lines.append(
             f"communication {_time(total / steps)} a step, {share:.0%} of it while something was computed"
         )
     return "\n".join(lines) + "\n"
 
 
-def _communicates(event: Event) -> bool:
-    return event.name.lower().startswith(COMMUNICATION)
-
-
 def _top(events: Sequence[Event], steps: int, step_time: float, word: str) -> list[str]:
     if not events:
         return []
-    own: collections.Counter[str] = collections.Counter()
-    calls: collections.Counter[str] = collections.Counter()
+    own: dict[str, list[float]] = collections.defaultdict(list)
     for event in events:
-        own[event.name] += event.own  # type: ignore[assignment]
-        calls[event.name] += 1
+        own[event.name].append(event.own)
     lines = [f"  {word}"]
-    for name, time in own.most_common(TOP):
-        share = time / steps / step_time
+    for name, calls in sorted(own.items(), key=lambda item: -sum(item[1]))[:TOP]:
+        time = sum(calls) / steps
         lines.append(
-            f"    {_time(time / steps):>10} {share:>5.0%} {calls[name] / steps:>6.0f} x  {name[:80]}"
+            f"    {_time(time):>10} {time / step_time:>5.0%} {len(calls) / steps:>6.0f} x  {name[:80]}"
         )
     return lines
 
@@ -200,22 +189,9 @@ def union(events: Iterable[Event]) -> list[tuple[float, float]]:
     return spans
 
 
-def common(a: Sequence[tuple[float, float]], b: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
-    """Returns the intersection of two lists of intervals, each in order and disjoint."""
-    overlaps, left, right = [], 0, 0
-    while left < len(a) and right < len(b):
-        begin, end = max(a[left][0], b[right][0]), min(a[left][1], b[right][1])
-        if begin < end:
-            overlaps.append((begin, end))
-        if a[left][1] < b[right][1]:
-            left += 1
-        else:
-            right += 1
-    return overlaps
-
-
-def _length(spans: Iterable[tuple[float, float]]) -> float:
-    return sum(end - begin for begin, end in spans)
+def _length(events: Iterable[Event]) -> float:
+    """Computes the time in which at least one of `events` was running."""
+    return sum(end - begin for begin, end in union(events))
 
 
 def _time(microseconds: float) -> str:
