@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,7 +16,7 @@ from grappe.data.order import SampleOrder
 from grappe.data.sampling import DrawnSamples, Sampling
 from grappe.errors import DataError, GrappeError, TaskError
 from grappe.errors.user_code import at, line_of, user_call
-from grappe.launch.folders import locked
+from grappe.launch.folders import locked, own_folder, state_base
 from grappe.task import Task, overrides
 from grappe.words import host_name
 
@@ -77,8 +76,10 @@ def prepare(task: Task, folder: Path, world: World | None = None) -> None:
 @contextlib.contextmanager
 def once_at_a_time() -> Iterator[None]:
     """Context that this user's processes of this machine enter one after the other."""
-    state = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state"
-    with locked(Path(state) / "grappe" / LOCK):
+    base = state_base()
+    if base is not None:
+        own_folder(base / "grappe")  # for the user alone, also where the lock is its first file
+    with contextlib.nullcontext() if base is None else locked(base / "grappe" / LOCK):
         yield
 
 

@@ -53,7 +53,9 @@ def state_base() -> Path | None:
 def own_folder(folder: Path) -> Path | None:
     """Makes `folder`, readable by the user alone; returns None if that fails, or others can write in it."""
     try:
-        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        if not folder.parent.exists():  # with the same mode: mkdir leaves parents to the umask
+            own_folder(folder.parent)
+        folder.mkdir(exist_ok=True, mode=0o700)
         status = folder.lstat()
     except OSError:
         return None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import codecs
 import contextlib
 import csv
 import json
@@ -39,8 +38,7 @@ class Tail:
     def __init__(self, file: Path) -> None:
         self._file = file
         self._offset = self._identity = 0
-        self._rest = ""
-        self._text = codecs.getincrementaldecoder("utf-8")(errors="replace")
+        self._rest = b""
 
     def new(self) -> Iterator[dict[str, Any]]:
         """Yields the records since the last call; leaves an incomplete line for the next call."""
@@ -51,16 +49,15 @@ class Tail:
         if not (stat.S_ISREG(status.st_mode) or stat.S_ISLNK(status.st_mode)):
             return  # a link is refused by name, below
         if status.st_ino != self._identity or status.st_size < self._offset:
-            self._identity, self._offset, self._rest = status.st_ino, 0, ""
-            self._text.reset()
+            self._identity, self._offset, self._rest = status.st_ino, 0, b""
         with files.reader(self._file) as stream:
             stream.seek(self._offset)
-            text = self._rest + self._text.decode(stream.read())
+            content = self._rest + stream.read()
             self._offset = stream.tell()
-        *lines, self._rest = text.split("\n")
+        *lines, self._rest = content.split(b"\n")
         for line in lines:
             try:
-                record = json.loads(line)
+                record = json.loads(line.decode(errors="replace"))
             except (ValueError, RecursionError):
                 continue
             if isinstance(record, dict):

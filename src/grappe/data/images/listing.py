@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import os
 import re
@@ -387,7 +388,8 @@ def _list_shards(source: Path, report: Report) -> Listing:
 def _list_shard(source: Path, name: str, number: int) -> _Part:
     rows, left_out = [], 0
     with opened(source / name) as archive:
-        for key, parts in _samples(members(archive)):
+        for key, group in itertools.groupby(members(archive), _sample_key):
+            parts = {member.name[len(key) + 1 :].lower(): member for member in group}  # by their endings
             image = next((member for ending, member in parts.items() if b"." + ending in ENDINGS), None)
             if image is None:
                 left_out += 1
@@ -397,19 +399,9 @@ def _list_shard(source: Path, name: str, number: int) -> _Part:
     return _part(rows, left_out)
 
 
-def _samples(files: Iterator[Member]) -> Iterator[tuple[bytes, dict[bytes, Member]]]:
-    """Yields the key of each sample, and its files by their endings."""
-    key, parts = b"", {}
-    for member in files:
-        folder, slash, name = member.name.rpartition(b"/")
-        stem, _, ending = name.partition(b".")
-        if folder + slash + stem != key and parts:
-            yield key, parts
-            parts = {}
-        key = folder + slash + stem
-        parts[ending.lower()] = member
-    if parts:
-        yield key, parts
+def _sample_key(member: Member) -> bytes:
+    folder, slash, name = member.name.rpartition(b"/")
+    return folder + slash + name.partition(b".")[0]
 
 
 def _label_in_shard(archive: Extent, key: bytes, parts: dict[bytes, Member]) -> int:
