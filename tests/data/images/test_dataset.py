@@ -349,19 +349,22 @@ def test_labels_that_do_not_fit_are_refused(tmp_path: Path, capsys) -> None:
         Images(tmp_path / "val.tar", VIEW)
 
 
-@pytest.mark.parametrize("what", ["nothing", "empty folder", "texts", "a shard"])
+@pytest.mark.parametrize("what", ["nothing", "empty folder", "texts", "an archive of texts", "a shard"])
 def test_what_is_no_source_says_what_one_is(tmp_path: Path, what: str) -> None:
     place = tmp_path / "x"
     if what == "empty folder":
         place.mkdir()
     elif what == "texts":
         folder(place, {"a/b.txt": b"text"})
+    elif what == "an archive of texts":
+        place.write_bytes(tar([("a/b.txt", b"text")]))
     elif what == "a shard":
         place.write_bytes(tar([("a.jpg", jpeg(part(0))), ("a.cls", b"0")]))
     words = {
         "nothing": "no such file",
         "empty folder": "no class folders",
         "texts": "no image",
+        "an archive of texts": "no image",
         "a shard": "is a shard",
     }
     with pytest.raises(DataError, match=words[what]):

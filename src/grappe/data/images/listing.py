@@ -78,20 +78,16 @@ def listing(source: Path, labels: Path | None, numbering: Path | None, report: R
         DataError: it is damaged, of another form, or has none.
     """
     if source.is_file():
-        kind: Kind = "archive"
-    elif source.is_dir():
-        kind = "shards" if shards_in(source) else "folder"
-    else:
+        images = _list_archive(source, labels, numbering, report)
+    elif not source.is_dir():
         raise DataError(
             f"{source}: there is no such file or folder. Name a folder of class folders, a .tar archive, or a folder "
             "of .tar shards"
         )
-    if labels is not None and kind != "archive":
+    elif labels is not None:
         raise DataError(f"{source} has labels of its own: labels= is for an archive without classes")
-    if kind == "archive":
-        images = _list_archive(source, labels, numbering, report)
     else:
-        images = (_list_folder if kind == "folder" else _list_shards)(source, report)
+        images = (_list_shards if shards_in(source) else _list_folder)(source, report)
     if not len(images.entries):
         raise DataError(f"{source} has no image (.jpg, .jpeg or .png) in it")
     return images
@@ -128,7 +124,7 @@ def _joined(
         kind=kind,
         files=tuple(files),
         classes=tuple(classes),
-        entries=np.concatenate([part.entries for part in parts]),
+        entries=np.concatenate([np.empty(0, ENTRY), *(part.entries for part in parts)]),
         names=[name for part in parts for name in part.names],
         left_out=left_out + sum(part.left_out for part in parts),
     )
