@@ -306,9 +306,9 @@ def quarantined(source: Path, index: Index) -> NDArray[np.int64]:
     file = next((place for place in places(source, QUARANTINE) if place.is_file()), None)
     if file is None:
         return np.empty(0, np.int64)
-    content = file.open("rb").read(_MOST_QUARANTINE)
-    lines = [line for line in content.split(b"\n") if line and not line.startswith(b"#")]
-    names = {line.partition(b"\t")[0] for line in lines}
+    with file.open("rb") as stream:
+        lines = stream.read(_MOST_QUARANTINE).split(b"\n")
+    names = {line.partition(b"\t")[0] for line in lines if line and not line.startswith(b"#")}
     place_of = _places_of(index, names)
     absent = sorted(names - place_of.keys())
     if absent:
