@@ -109,7 +109,8 @@ def test_a_sites_gpu_is_foreseen_from_its_data_sheet_and_says_so(tmp_path: Path)
     assert not one.time.measured and one.time.spread == 0.5 and one.cost.kwh is not None
     assert eight.time is not None and eight.time.communication == 0  # within computing
     assert found.gpu.startswith("NVIDIA A100")
-    assert "not measured on it" in found.notes[-1] and "data sheet" in found.notes[-1]
+    assert "not measured on it" in found.notes[-2] and "data sheet" in found.notes[-2]
+    assert found.notes[-1].startswith("a GPU or not: this model keeps one NVIDIA A100 SXM4, 40 GB ")
     assert measuring.foresee("digits", site="narval", plan=[""], out=tmp_path / "a.json") == 0
     assert json.loads((tmp_path / "a.json").read_text())["gpu"] == found.gpu
 

@@ -135,46 +135,44 @@ def foresee(
     requested = [as_plan(plan) for plan in plans] or list(candidates(gpus or (1, 2, 4, 8)))
     if place is not None:
         requested = [on_site(plan, place) for plan in requested]
-    on_gpu = [place is not None and plan.device != "cpu" for plan in requested]
-    budget = budget_of(site) if site is not None and any(on_gpu) else None
+
+    def on_gpu(plan: Plan) -> bool:
+        return place is not None and plan.device != "cpu"
+
+    kinds = {on_gpu(plan) for plan in requested}
+    budget = budget_of(site) if site is not None and True in kinds else None
     reference = TaskReference.of(task, fields)
     resolved = reference.resolve()
     folder = data_folder(data)
     prepare(resolved, folder)
-    compared = any(on_gpu) or any(map(_is_one_process, requested))
+    records = times and (True in kinds or any(map(_is_one_process, requested)))
     models = {
-        gpu: FakeModel(
-            resolved,
-            folder,
-            foreach=gpu,
-            kernels=None if gpu else Kernels(),
-            records=times and compared,
-        )
-        for gpu in dict.fromkeys(on_gpu)
+        gpu: FakeModel(resolved, folder, foreach=gpu, kernels=None if gpu else Kernels(), records=records)
+        for gpu in kinds
     }
-    batches = batch_size or (resolved.batch_size,)
-    pairs = [(gpu, plan, batch) for batch in batches for gpu, plan in zip(on_gpu, requested, strict=True)]
-    forecasts = [foreseen(models[gpu], plan, batch, budget if gpu else None) for gpu, plan, batch in pairs]
+    forecasts = [
+        foreseen(models[on_gpu(plan)], plan, batch, budget if on_gpu(plan) else None)
+        for batch in batch_size or (resolved.batch_size,)
+        for plan in requested
+    ]
     if all(forecast.needs is None for forecast in forecasts):
         raise UsageError("; ".join(dict.fromkeys(forecast.why for forecast in forecasts)))
     on_memory(forecasts, budget)
     if not times:
         return PlanTimes(plans=tuple(TimedPlan(foreseen=forecast) for forecast in forecasts))
-    timed: dict[int, TimedPlan] = {}
-    notes, gpu_title, fabric = list[str](), "", None
-    for gpu, model in models.items():
-        of_kind = [forecast for forecast, (kind, *_) in zip(forecasts, pairs, strict=True) if kind == gpu]
-        if gpu:
-            assert place is not None
-            fabric = site_fabric(place)
-            part = _on_gpus(model, of_kind, place, fabric)
-        else:
-            part = _on_cores(model, of_kind, reference, folder, place)
-        timed |= {id(plan.foreseen): plan for plan in part.plans}
-        notes, gpu_title = [*notes, *part.notes], gpu_title or part.gpu
-    ordered = tuple(timed[id(forecast)] for forecast in forecasts)
-    verdict = gpu_or_not(models[max(models)], ordered, fabric) if compared else None
-    return PlanTimes(plans=ordered, gpu=gpu_title, notes=(*notes, *([verdict] if verdict else [])))
+    parts, fabric = [], None
+    on_gpus = [forecast for forecast in forecasts if on_gpu(Plan.parse(forecast.plan))]
+    if place is not None and on_gpus:
+        fabric = site_fabric(place)
+        parts.append(_on_gpus(models[True], on_gpus, place, fabric))
+    if on_cores := [forecast for forecast in forecasts if forecast not in on_gpus]:
+        parts.append(_on_cores(models[False], on_cores, reference, folder, place))
+    timed = {id(plan.foreseen): plan for part in parts for plan in part.plans}
+    plans_timed = tuple(timed[id(forecast)] for forecast in forecasts)
+    notes = [note for part in parts for note in part.notes]
+    if records and (verdict := gpu_or_not(models[max(kinds)], plans_timed, fabric)):
+        notes.append(verdict)
+    return PlanTimes(plans=plans_timed, gpu=parts[0].gpu, notes=tuple(notes))
 
 
 def _is_one_process(plan: Plan) -> bool:
@@ -295,14 +293,8 @@ def gpu_or_not(fake_model: FakeModel, plans: Sequence[TimedPlan], fabric: Fabric
     from grappe.foresight.gpu_time import Fabric, gpu_time
     from grappe.launch.world import cores
 
-    here = next(
-        (
-            plan
-            for plan in plans
-            if plan.time and plan.time.measured and _is_one_process(Plan.parse(plan.foreseen.plan))
-        ),
-        None,
-    )
+    run_here = (plan for plan in plans if plan.time is not None and plan.time.measured)
+    here = next((plan for plan in run_here if _is_one_process(Plan.parse(plan.foreseen.plan))), None)
     if here is None and fabric is None:
         return None
     device = device_named(REFERENCE) if fabric is None else fabric.device
@@ -315,12 +307,9 @@ def gpu_or_not(fake_model: FakeModel, plans: Sequence[TimedPlan], fabric: Fabric
     share = share_of_gpu(on_gpu)
     what = f"this model keeps one {device.title} {share:.0%} busy"
     if here is None or here.time is None:
-        verdict = (
-            "how many times as fast as cores it is: add --plan device=cpu, whose steps are run here"
-            if share >= BUSY
-            else f"{LITTLE}; --plan device=cpu says how long a step takes on the cores here"
-        )
-        return f"a GPU or not: {what}; {verdict}. From its data sheet, not measured on one"
+        verdict = "worth its queue" if share >= BUSY else LITTLE
+        text = f"{what}, {verdict}; --plan device=cpu runs its steps on the cores here"
+        return f"a GPU or not: {text}. From its data sheet, not measured on one"
     faster = here.time.total / on_gpu.total
     low, high = faster * (1 - on_gpu.spread), faster * (1 + on_gpu.spread)
     many = f"{cores()} cores here" if cores() > 1 else "one core here"
