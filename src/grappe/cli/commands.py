@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import shlex
 import sys
 from pathlib import Path
 from typing import Annotated, Literal
@@ -78,6 +79,7 @@ def train(
 ) -> int:
     """Train a task under a plan, or resume a run."""
     texts = preflight([plan], task, fields, run=run, once=not smoke)
+    from grappe.launch.rank import rank_from_environment
     from grappe.launch.start import interrupted
     from grappe.plan import as_plan
     from grappe.training.request import Request, checked_watchers, data_folder
@@ -101,7 +103,13 @@ def train(
     result = verb.run_training(request)
     if result.status == "finished before":
         show(f"{result.run} is finished (step {result.step}): nothing to do")
-    return interrupted() if result.status == "interrupted" else EXIT_OK
+    if result.status != "interrupted":
+        return EXIT_OK
+    if rank_from_environment() is None:  # a job's script and torchrun's user know their own command
+        typed = [text for text in sys.argv[1:] if text != "--debug"]
+        resumed = typed if run is not None else [*typed, "--run", str(result.run)]
+        show(f"resume           {shlex.join(['grappe', *resumed])}")
+    return interrupted()
 
 
 @app.command
