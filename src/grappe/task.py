@@ -71,6 +71,8 @@ class Task:
     """Set where `loss` compares samples (CLIP, SimCLR): it then gets the global batch's outputs and targets."""
     monitor: ClassVar[str] = "loss"
     """The score of each evaluation that a ReduceLROnPlateau is given: the loss, or another by its name."""
+    consecutive_batches: ClassVar[bool] = False
+    """Set where a batch goes on where the last one ended, row by row: evaluations then have batches of `batch_size`."""
 
     def __init_subclass__(cls, **keywords: Any) -> None:
         super().__init_subclass__(**keywords)

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 import grappe
 from grappe import tasks
 from grappe.data.batch import SampleIds
+from grappe.data.datasets import training_order
 from grappe.data.draw import sample_keys
 from grappe.data.order import SampleOrder
 from grappe.data.rand_like import inside
@@ -27,8 +28,8 @@ def task(name: str) -> grappe.Task:
 class Batches:
     """A task's sample order and random numbers, for its plain loop."""
 
-    def __init__(self, seed: int, length: int, batch_size: int) -> None:
-        self._order = SampleOrder(seed=seed, length=length, batch_size=batch_size)
+    def __init__(self, order: SampleOrder) -> None:
+        self._order = order
         self._keys = torch.zeros(0, dtype=torch.int64)
 
     def shuffled(self, epoch: int) -> Iterator[Tensor]:
@@ -51,7 +52,7 @@ def train_plain(name: str, steps: int) -> tuple[list[float], nn.Module]:
     torch.manual_seed(one.seed)
     net = by_hand.network()
     average = None if one.ema is None else by_hand.copy.deepcopy(net)
-    batches = Batches(one.seed, len(one.data("train", Path())), one.batch_size)  # type: ignore[arg-type]
+    batches = Batches(training_order(one, one.data("train", Path())))
     offered = {
         "rand": batches.rand,
         "randn_like": grappe.randn_like,

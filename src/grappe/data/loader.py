@@ -266,21 +266,25 @@ def training_loader(
 def evaluation_loader(task: Task, dataset: Dataset, plan: Plan, world: World) -> BatchLoader:
     """Loads all samples once, in order, in batches of twice a training microbatch, since no gradients are kept.
 
-    A loss of the whole batch has the batches of the training, under any plan.
+    A loss of the whole batch, and a task with `consecutive_batches`, have the batches of the training, under any plan.
 
     Raises:
-        PlanError: the plan's validation_batch, of such a loss.
+        PlanError: the plan's validation_batch, of such a task.
     """
     ways = plan.exact or plan.data_parallel
     micro = -(-task.batch_size // (ways * plan.microbatches))
-    if task.whole_batch_loss and plan.validation_batch is not None:
+    as_training = task.whole_batch_loss or task.consecutive_batches
+    if as_training and plan.validation_batch is not None:
+        why = (
+            "loss compares the samples of a batch"
+            if task.whole_batch_loss
+            else "batches go on from each other"
+        )
         raise PlanError(
-            f"validation_batch={plan.validation_batch}: {type(task).__name__}'s loss compares the samples of a batch, "
+            f"validation_batch={plan.validation_batch}: {type(task).__name__}'s {why}, "
             "so an evaluation has the training's batches: leave it out"
         )
-    batch_size = (
-        task.batch_size if task.whole_batch_loss else plan.validation_batch or max(2, 2 * micro) * ways
-    )
+    batch_size = task.batch_size if as_training else plan.validation_batch or max(2, 2 * micro) * ways
     order = SampleOrder(
         seed=task.seed,
         length=len(dataset),  # type: ignore[arg-type]

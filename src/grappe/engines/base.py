@@ -13,6 +13,7 @@ from torch import Tensor
 
 from grappe.checkpoint.weights import Weights
 from grappe.data.batch import Batch
+from grappe.engines.shared.carried import CarriedState
 from grappe.engines.shared.state import SavedState, State, TrainState
 from grappe.launch.world import World
 from grappe.parallel.units import Blocks, blocks_for
@@ -57,6 +58,8 @@ class EngineSetup:
     """Number of training samples; 0 if nothing is trained."""
     kept_blocks: Sequence[str] = ()
     """The names of the units that the run has had so far, where its task gives none."""
+    carried: CarriedState = dataclasses.field(default_factory=CarriedState)
+    """The model's attributes that change while it trains; the engine binds its model to it."""
 
     @functools.cached_property
     def blocks(self) -> Blocks:

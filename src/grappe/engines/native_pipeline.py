@@ -18,7 +18,8 @@ from grappe.data.collate import at_rows
 from grappe.data.order import cut
 from grappe.data.whole_batch_draws import whole_batch_draws
 from grappe.engines.base import EngineSetup
-from grappe.engines.shared.microbatch import MicrobatchRunner, nothing_changed
+from grappe.engines.shared.carried import nothing_changed
+from grappe.engines.shared.microbatch import MicrobatchRunner
 from grappe.engines.shared.state import ModelState, State, export, trained_parameters
 from grappe.errors import GrappeError, PlanError
 from grappe.launch.fork import run_in_fork
@@ -84,7 +85,8 @@ class PipelinedGradients:
         if self._anybody(not self._model.relay.knows(micros[0])):
             # Every stage must know its input's shapes before a schedule is made for them. Not by a loop, whose
             # variable would keep the output in memory during the step.
-            with buffers_restored(self._model.module):
+            watch = self._loss_runner.watch
+            with buffers_restored(self._model.module), watch.undone(), watch.watching(micros[0].size):
                 deque(self._model.relay.forward([micros[0]]), maxlen=0)
             self._model.reshard()
         self._batch, self._loss_runner.total = batch._replace(microbatches=micros), None

@@ -30,6 +30,7 @@ from grappe.engines.base import COMMON, Engine, EngineSetup
 from grappe.engines.shared.after_step import AfterStep
 from grappe.engines.shared.microbatch import draws, evaluate, first_pass, seed_slice
 from grappe.engines.shared.state import ModelState, trained_parameters
+from grappe.engines.shared.watched_forward import WatchedForward
 from grappe.launch.world import choose_backend
 from grappe.parallel.batchnorm import statistics_frozen
 from grappe.parallel.materialise import fill, on_meta
@@ -187,6 +188,7 @@ class Textbook(Engine):
         )
         call = functools.partial(self._task.forward, self._model)
         self._forward = call if self._exact is None else self._exact.forward
+        self._watch = WatchedForward(setup, self._model)
         self._after_step = AfterStep(setup, self._model)
         self._model.train()
 
@@ -220,7 +222,7 @@ class Textbook(Engine):
 
     def _output(self, batch: Batch, micro: Microbatch) -> Any:
         with draws(self._setup, batch, micro):
-            return self._forward(entering(micro))
+            return self._watch(self._forward, entering(micro), micro.size)
 
     def _summed_exactly(self, batch: Batch, exact: Exact) -> tuple[Sums, Tensor | None]:
         """Computes the same sum in an order that is independent of W, and so are its bits: see step/exact.
@@ -257,7 +259,7 @@ class Textbook(Engine):
         each loss, from 1 over the count of the *global* batch: the same, and any optimizer will do. The
         mean of the slices' means would be wrong if two slices differ in size.
         """
-        loss = self._losses(self._forward(entering(micro)), micro, batch)
+        loss = self._losses(self._watch(self._forward, entering(micro), micro.size), micro, batch)
         loss.values.backward(loss.output_gradient)
         return loss.total
 

@@ -29,7 +29,9 @@ from grappe.checkpoint.weights import AVERAGE, Weights, read_into
 from grappe.data.batch import Batch
 from grappe.data.loader import BatchLoader
 from grappe.engines.base import Engine, SavedState
+from grappe.engines.shared.carried import CarriedState
 from grappe.engines.shared.microbatch import remarks_on_draws
+from grappe.engines.shared.watched_forward import parameters_kept
 from grappe.errors import DivergedError, GrappeError, RunError, TaskError
 from grappe.errors.remedies import OVERWRITTEN, remedy
 from grappe.errors.user_code import FRAME, Line, is_users, is_users_file, sentence
@@ -75,6 +77,7 @@ class Session:
     stop_signal: StopSignal
     saver: Saver
     average: WeightAverage
+    carried: CarriedState
     training_scores: TrainingScores
     loading_cost: Callable[[StepTimes], Headspace]
     """Computes what waiting for samples has cost. Collective."""
@@ -183,6 +186,7 @@ class Training:
             session.engine.restore(saved if same_engine else saved.weights_only())
             self.progress.restore(values)
             session.average.restore(tensors)
+            session.carried.restore(tensors, session.world)
         except (TypeError, ValueError, KeyError, AttributeError, IndexError) as error:
             raise RunError(
                 f"{checkpoint.folder} verifies, but its state is not one that a training can go on from "
@@ -374,7 +378,11 @@ class Training:
         order = session.validation.order
         batches = session.watchdog.counted(session.validation.rehearsed())
         try:
-            with session.clock.during(phases.EVALUATION), refusing_late_parameters():
+            # What a forward writes is not known yet.
+            kept = (
+                parameters_kept(session.carried.model) if session.carried.model else contextlib.nullcontext()
+            )
+            with session.clock.during(phases.EVALUATION), refusing_late_parameters(), kept:
                 scores = session.engine.evaluate(batches, min(order.batch_size, order.length))
             if isinstance(plateau := session.engine.train_state.schedule, Plateau):
                 plateau.score(scores)
@@ -408,7 +416,8 @@ class Training:
             if stream is not None and averages:
                 engines = stream
                 stream = lambda: itertools.chain(engines(), averages.items())  # noqa: E731
-            problem = session.saver.save(step, {**state.tensors, **averages}, state.local, values, stream)
+            own = {**state.local, **session.carried.tensors(session.world)}
+            problem = session.saver.save(step, {**state.tensors, **averages}, own, values, stream)
             self._saved_step = step
             self._report_failed_save(problem)
         session.stop_signal.reserve(saving=time.perf_counter() - began)

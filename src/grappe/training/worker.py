@@ -22,6 +22,7 @@ from grappe.data.rand_like import inside
 from grappe.data.seeded import fingerprint
 from grappe.data.source import explaining_ended_workers
 from grappe.engines.base import EngineSetup
+from grappe.engines.shared.carried import CarriedState
 from grappe.errors import OutOfMemory
 from grappe.errors.user_code import naming_user_line
 from grappe.launch.child import early_log, end_now, redirect
@@ -109,7 +110,7 @@ def _trained(request: Request, process: ProcessRank, rendezvous_folder: Path) ->
 
             batches.phase = clock.switch
             tensors = started.checkpoint.read_tensors()
-            average = WeightAverage(task.ema)
+            average, carried = WeightAverage(task.ema), CarriedState()
             if options.steps_only:
                 _set_heap_limits(plan)
 
@@ -142,6 +143,7 @@ def _trained(request: Request, process: ProcessRank, rendezvous_folder: Path) ->
                     sample_inputs=example,
                     samples=info.samples,
                     kept_blocks=started.description.get("start", {}).get("units", ()),
+                    carried=carried,
                 )
             )
             report(facts | unit_facts(engine_class, setup), started.run, terminal, world)
@@ -195,6 +197,7 @@ def _trained(request: Request, process: ProcessRank, rendezvous_folder: Path) ->
                     run=info.description.get("id", ""),
                 ),
                 average=average,
+                carried=carried,
                 training_scores=training_scores,
                 loading_cost=lambda timing: headspace(
                     timing, (batches, validation), world, tuned=batches.sources.tuned

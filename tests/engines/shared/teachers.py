@@ -4,34 +4,44 @@ from __future__ import annotations
 
 import copy
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
 from grappe import Arrays, Task
+from grappe.errors import GrappeError
+from grappe.launch.rank import ProcessRank
+from tests.parity import cell
 
 
 class Pair(nn.Module):
     """A student and a copy of it, which no optimizer trains."""
 
-    def __init__(self, moves: float = 0.0, sums: bool = False) -> None:
+    def __init__(self, way: str) -> None:
         super().__init__()
         self.student = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 4))
         self.teacher = copy.deepcopy(self.student).requires_grad_(False)
+        for parameter in self.teacher.parameters():  # else what moves it in a dry run would not show
+            parameter.data.mul_(0.5)
         self.register_buffer("seen", torch.zeros(4))
-        self._moves, self._sums = moves, sums
+        self._way = way
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        if self._moves:
-            with torch.no_grad():
-                for target, source in zip(self.teacher.parameters(), self.student.parameters(), strict=True):
-                    target.lerp_(source, self._moves)
+        with torch.no_grad():
+            for target, source in zip(self.teacher.parameters(), self.student.parameters(), strict=True):
+                if self._way == "forward":
+                    target.lerp_(source, 0.2)
+                elif self._way == "forward_data":
+                    target.data = target.data * 0.8 + source.data * 0.2
+            if self._way == "codebook":
+                self.teacher[2].bias.copy_(x[:, :4].mean(0))
         with torch.no_grad():
             said = self.teacher(x)
-        if self._sums:
+        if self._way == "statistics":
             self.seen += said.detach().sum(0)
         return self.student(x), said
 
@@ -42,11 +52,22 @@ class Distilled(Task):
     epochs: int = 2
     batch_size: int = 12
     way: Literal[
-        "lerp", "data", "foreach", "noise", "statistics", "other", "fails", "shape", "forward", "nothing"
+        "lerp",
+        "data",
+        "foreach",
+        "noise",
+        "statistics",
+        "other",
+        "fails",
+        "shape",
+        "nothing",
+        "forward",
+        "forward_data",
+        "codebook",
     ] = "lerp"
 
     def model(self) -> nn.Module:
-        return Pair(0.2 if self.way == "forward" else 0.0, self.way == "statistics")
+        return Pair(self.way)
 
     def data(self, split: str, folder: Path) -> Arrays:
         generator = torch.Generator().manual_seed(3)
@@ -90,3 +111,20 @@ class Distilled(Task):
                 target.copy_(torch.zeros(3))
         if self.way == "other":
             model.teacher = copy.deepcopy(model.student)
+
+
+class Written(Distilled):
+    """Its teacher moves in forward."""
+
+    way: Literal["forward", "forward_data", "codebook"] = "forward"
+    after_step = Task.after_step
+
+
+def train(process: ProcessRank, rendezvous_folder: Path, task: Task, plan: str, steps: int) -> Any:
+    """As tests.parity.cell.train; returns the message where the task is refused, on every process."""
+    try:
+        return cell.train(process, rendezvous_folder, task, plan, steps)
+    except GrappeError as error:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        return f"{type(error).__name__}: {error}"

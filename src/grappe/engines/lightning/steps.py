@@ -100,9 +100,8 @@ class LightningSteps:
         """Computes the item's part of the step's loss, times the gradient divisor; a scalar, as Lightning takes."""
         if item.dry_run:
             self.setup.observers.phase(FORWARD)
-            return self._runner.losses.dry_run(
-                self.forward(entering(item.micro)), item.micro, item.batch
-            ).scalar()
+            output = self._runner.watch(self.forward, entering(item.micro), item.micro.size)
+            return self._runner.losses.dry_run(output, item.micro, item.batch).scalar()
         return self._runner.loss(item.batch, item.micro)[0].scalar()
 
     def clip(self) -> None:
@@ -131,7 +130,7 @@ class LightningSteps:
     def dry_run(self, item: Item, loss: Callable[[Item], Tensor]) -> bool:
         """Runs forward and backward without an update; returns whether every parameter got a gradient. Collective."""
         parameters = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
-        with buffers_restored(self.model):
+        with buffers_restored(self.model), self._runner.watch.undone():
             loss(item._replace(dry_run=True)).backward()
         reached = all(parameter.grad is not None for parameter in parameters)
         for parameter in parameters:

@@ -14,7 +14,9 @@ from grappe.data.batch import Batch, Microbatch
 from grappe.data.rand_like import entering
 from grappe.data.whole_batch_draws import OWN_DRAWS, whole_batch_draws
 from grappe.engines.base import EngineSetup
-from grappe.parallel.batchnorm import buffers_agreed, buffers_kept, buffers_restored, ignoring_padding
+from grappe.engines.shared.carried import nothing_changed
+from grappe.engines.shared.watched_forward import WatchedForward, parameters_kept
+from grappe.parallel.batchnorm import buffers_agreed, buffers_restored, ignoring_padding
 from grappe.parallel.compile import replaying
 from grappe.parallel.shard import reshard
 from grappe.plan import Plan
@@ -57,6 +59,7 @@ class MicrobatchRunner:
     ) -> None:
         self._setup, self._model, self._forward = setup, model, forward
         self._first_forward = first_forward or forward
+        self.watch = WatchedForward(setup, model)
         self._loss_scale, self._gradient_divisor, self._precision = loss_scale, gradient_divisor, precision
         self._on_phase, self._stop_requested = setup.observers.phase, setup.stop_requested
         self.losses = make_losses(setup.task, setup.plan, setup.world, setup.observers)
@@ -106,7 +109,7 @@ class MicrobatchRunner:
     def loss(self, batch: Batch, micro: Microbatch) -> tuple[Loss, Roots]:
         """Runs forward and loss; returns the loss, and further roots of the step's last backward, which sum it up."""
         self._on_phase(FORWARD)
-        return self.loss_of(self._forward(entering(micro)), batch, micro)
+        return self.loss_of(self.watch(self._forward, entering(micro), micro.size), batch, micro)
 
     def loss_of(self, output: Any, batch: Batch, micro: Microbatch) -> tuple[Loss, Roots]:
         """Computes the loss of a microbatch's output; after the step's last one starts the reduction of the sum."""
@@ -125,8 +128,8 @@ class MicrobatchRunner:
     def dry_run(self, batch: Batch, forward: Callable[[Any], Any], roots: Roots) -> None:
         """Runs a forward and backward of the first microbatch that changes only gradients."""
         micro = batch.microbatches[0]
-        with buffers_restored(self._model):
-            output = forward(entering(micro))
+        with buffers_restored(self._model), self.watch.undone():
+            output = self.watch(forward, entering(micro), micro.size)
             with self._precision:
                 loss = self.losses.dry_run(output, micro, batch)
             torch.autograd.backward((loss.values, *roots[0]), (loss.output_gradient, *roots[1]))
@@ -236,7 +239,13 @@ def evaluate(
     model.eval()
     try:
         heap = contextlib.nullcontext() if plan.saves_memory else memory.keep_freed_memory()
-        with heap, buffers_agreed(model, world.data_group), autocast(plan.precision, world.device):
+        with (
+            heap,
+            buffers_agreed(model, world.data_group),
+            autocast(plan.precision, world.device),
+            setup.carried.apart(),
+            parameters_kept(setup.carried.model or model, setup.carried.written),
+        ):
             for batch in batches:
                 for micro in batch.microbatches:
                     scorer.add(forward(entering(micro)), micro, batch)
@@ -245,10 +254,3 @@ def evaluate(
     scores = scorer.scores(samples)
     reshard(model)
     return scores
-
-
-@contextlib.contextmanager
-def nothing_changed(model: nn.Module, device: torch.device) -> Iterator[None]:
-    """Context in which forwards change no buffer of the model and no random generator."""
-    with torch.random.fork_rng([device] if device.type == "cuda" else []), buffers_kept(model):
-        yield

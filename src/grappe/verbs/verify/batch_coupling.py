@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from grappe.data.rand_like import inside
+from grappe.engines.shared.carried import attributes_kept
 from grappe.parallel.batchnorm import buffers_kept
 from grappe.private_api.torch import BatchNormBase, tree_flatten, tree_map, tree_unflatten
 from grappe.task import Call as ModelCall
@@ -148,7 +149,7 @@ def _calls(model: nn.Module, call: ModelCall, inputs: Any) -> dict[str, Call]:
             calls.setdefault(name, _copied((args, kwargs)))
 
         hooks.append(module.register_forward_pre_hook(keep, with_kwargs=True))
-    with buffers_kept(model):
+    with buffers_kept(model), attributes_kept(model):
         call(model, _copied(inputs))
     for hook in hooks:
         hook.remove()
@@ -241,5 +242,5 @@ def _first(leaf: Any, dim: int, rows: int, kept: int) -> Any:
 
 def _outputs(module: nn.Module, call: Call) -> list[Any]:
     args, kwargs = _copied(call)
-    with buffers_kept(module):
+    with buffers_kept(module), attributes_kept(module):
         return tree_flatten(module(*args, **kwargs))[0]

@@ -37,6 +37,8 @@ from grappe.data.rand_like import inside
 from grappe.data.seeded import SeededDataset
 from grappe.data.whole_batch_draws import BatchRows, whole_batch_draws
 from grappe.engines.shared.after_step import WORD
+from grappe.engines.shared.carried import CarriedState, attributes_kept, has_rows
+from grappe.engines.shared.watched_forward import sets_before_reads, writes_seen
 from grappe.errors import DivergedError
 from grappe.errors.user_code import naming_user_line
 from grappe.launch.rank import ProcessRank
@@ -549,6 +551,12 @@ class Reference:
     clips: bool
     whole_batch: bool
     """The task's `whole_batch_loss`: rows must not be separated."""
+    written: tuple[str, ...]
+    """Parameters that forward writes."""
+    attributes: tuple[str, ...]
+    """Attributes that forward changes for the next."""
+    carries_rows: bool
+    """Whether some of them have a row for each sample: a batch of another size would begin with others' rows."""
 
 
 def worker(request: ReferenceRequest, process: ProcessRank, rendezvous_folder: Path) -> Reference:
@@ -566,12 +574,19 @@ def _trained(plain: Task, request: ReferenceRequest, world: World) -> Reference:
     weights = built(task)
     torch.manual_seed(task.seed)
     probe, rows = task.model().to(world.device).train(), batches.batch(0).slices[0][0]
+    written: list[str] = []
+    carried = CarriedState()
     with (
         RandomOps(off=request.instrumentation.without_randomness) as random_ops,
         torch.no_grad(),
         inside(rows.sample_ids),
+        attributes_kept(probe),
     ):
-        task.forward(probe, rows.inputs)
+        carried.begin(probe)
+        with writes_seen(probe, lambda name, _: written.append(name)), sets_before_reads(probe) as unread:
+            task.forward(probe, rows.inputs)
+        carried.unread |= unread
+        changed = carried.changed()
     kinds = {name: type(module).__name__ for name, module in probe.named_modules()}
     coupling = batch_coupled_modules(probe, task.forward, rows.part, len(rows.ids))
 
@@ -582,7 +597,8 @@ def _trained(plain: Task, request: ReferenceRequest, world: World) -> Reference:
         rounding_trial = RoundingTrial(
             new_model,
             drawing=bool(random_ops.seen),
-            independent_rows=coupling.independent_rows and rows.cuttable,
+            # Parts are further forwards, which would change them further.
+            independent_rows=coupling.independent_rows and rows.cuttable and not (written or changed),
             channels_last=request.plan.channels_last,
             perturbed=request.perturbed,
         )
@@ -611,6 +627,9 @@ def _trained(plain: Task, request: ReferenceRequest, world: World) -> Reference:
         augments=overrides(task, "augment"),
         clips=task.clip != NO_CLIP,
         whole_batch=task.whole_batch_loss,
+        written=tuple(dict.fromkeys(written)),
+        attributes=tuple(f"{path}.{name}".lstrip(".") for path, name in changed),
+        carries_rows=any(has_rows(value, len(rows.ids)) for value in changed.values()),
     )
 
 

@@ -62,7 +62,8 @@ def judge(runner: TrialRunner, plan: Plan) -> PlanVerdict:
     """
     base = runner.reference(plan, Instrumentation())
     start = Instrumentation()
-    if plan.pipeline > 1 and any("BatchNorm" in kind for kind in base.coupled.values()):
+    normalised = plan.pipeline > 1 and any("BatchNorm" in kind for kind in base.coupled.values())
+    if normalised or base.carries_rows:
         # Pipelines refuse steps that do not divide evenly then: padding rows would enter the statistics.
         start = Instrumentation(batch_multiple=2 * plan.data_parallel * plan.microbatches)
         base = runner.reference(plan, start)
@@ -108,7 +109,15 @@ class _Judgement:
     def _finding(
         self, verdict: VerdictWord, causes: Sequence[str] = (), notes: Sequence[str] = ()
     ) -> PlanVerdict:
-        tensors = self._difference.drifting
+        base, tensors = self._base, self._difference.drifting
+        if base.written:
+            several = "are" if len(base.written) > 1 else "is"
+            notes = [
+                *notes,
+                f"{and_more(base.written, SHOWN)} {several} written in forward: after_step() can do that",
+            ]
+        if base.attributes:
+            notes = [*notes, f"forward keeps {and_more(base.attributes, SHOWN)} for the next batch"]
         if verdict in ("same", "same but for these") and tensors:
             notes = [
                 *notes,

@@ -1,0 +1,264 @@
+"""CarriedState: what a model keeps in attributes, hidden states and counts say: saved, and kept apart in evaluation."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import functools
+import json
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from grappe.checkpoint.weights import Weights
+from grappe.data.order import cut
+from grappe.errors import RunError
+from grappe.launch.terminal import say
+from grappe.launch.world import World
+from grappe.parallel.batchnorm import buffers_kept
+from grappe.private_api.torch import tree_flatten, tree_leaves
+
+CARRIED = "carried."
+"""`carried.SLICE`: attributes of the processes that train on slice `SLICE`, as JSON; `carried.SLICE.N`: a tensor."""
+OF_MODULES = frozenset(vars(nn.Module()))
+OF_LIBRARIES = ("ds_", "_external_params", "_fsdp", "_compiled_call_impl", "forward", "grappe_")
+Place = tuple[str, str]
+"""A module's name, and its attribute's."""
+Attributes = dict[Place, Any]
+
+
+def own_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Yields the modules whose classes are not all torch's, by name."""
+    for path, module in model.named_modules():
+        if not {base.__module__.partition(".")[0] for base in type(module).__mro__} <= {"torch", "builtins"}:
+            yield path, module
+
+
+def attributes(model: nn.Module) -> Attributes:
+    """Returns what the modules of a model keep outside of parameters, buffers and modules."""
+    return {
+        (path, name): value
+        for path, module in own_modules(model)
+        for name, value in vars(module).items()
+        if name not in OF_MODULES and not name.startswith(OF_LIBRARIES)
+    }
+
+
+def _put(model: nn.Module, values: Attributes) -> None:
+    """Gives the model these attributes, and no others."""
+    homes = {path: vars(module) for path, module in own_modules(model)}
+    for path, name in attributes(model).keys() - values.keys():
+        del homes[path][name]
+    for (path, name), value in values.items():
+        homes[path][name] = value
+
+
+def is_state(leaf: Any) -> bool:
+    """Returns whether a leaf is a tensor that can go from one step to the next: no parameter, no part of a graph."""
+    return (
+        isinstance(leaf, Tensor) and not isinstance(leaf, nn.Parameter | DTensor) and not leaf.requires_grad
+    )
+
+
+def _copied(values: Attributes) -> Attributes:
+    """Copies tensors, generators and what they are nested in; everything else is shared."""
+    others = [v for v in tree_leaves(values) if not (is_state(v) or isinstance(v, torch.Generator))]
+    return copy.deepcopy(values, {id(other): other for other in others})
+
+
+def copied_attributes(model: nn.Module) -> Attributes:
+    """Returns copies of a model's attributes."""
+    return _copied(attributes(model))
+
+
+def _equal(a: Any, b: Any) -> bool:
+    (leaves, spec), (others, other_spec) = tree_flatten(a), tree_flatten(b)
+    return spec == other_spec and all(map(_equal_leaves, leaves, others))
+
+
+def _equal_leaves(a: Any, b: Any) -> bool:
+    if isinstance(a, torch.Generator) and isinstance(b, torch.Generator):
+        a, b = a.get_state(), b.get_state()
+    if is_state(a) and is_state(b):
+        return a.dtype == b.dtype and a.shape == b.shape and torch.equal(a.cpu(), b.cpu())
+    return a is b or (isinstance(a, bool | int | float | str) and type(a) is type(b) and a == b)
+
+
+def has_rows(value: Any, rows: int) -> bool:
+    """Returns whether a value is tensors that have `rows` rows, in one dimension or another."""
+    leaves = tree_leaves(value)
+    return bool(leaves) and all(is_state(leaf) and rows in leaf.shape for leaf in leaves)
+
+
+@contextlib.contextmanager
+def attributes_kept(model: nn.Module) -> Iterator[None]:
+    """Context in which a model changes copies of its attributes."""
+    before = attributes(model)
+    _put(model, copied_attributes(model))
+    try:
+        yield
+    finally:
+        _put(model, before)
+
+
+@contextlib.contextmanager
+def nothing_changed(model: nn.Module, device: torch.device) -> Iterator[None]:
+    """Context in which forwards change no buffer and no attribute of the model, and no random generator."""
+    generators = torch.random.fork_rng([device] if device.type == "cuda" else [])
+    with generators, buffers_kept(model), attributes_kept(model):
+        yield
+
+
+class CarriedState:
+    """The attributes of a model that change while it trains."""
+
+    def __init__(self) -> None:
+        self.model: nn.Module | None = None
+        self._first: Attributes = {}
+        self._said: set[Place] = set()
+        self.unread: set[Place] = set()
+        """Attributes that a forward sets before it reads them, an activation to look at say: they are not carried."""
+        self.written: set[str] = set()
+        """Parameters that a forward writes."""
+        self.rows = 0
+        """Rows of the last microbatch."""
+
+    def begin(self, model: nn.Module) -> None:
+        """Notes the attributes as they are: what differs later is carried."""
+        self.model, self._first = model, copied_attributes(model)
+
+    def changed(self, since: Attributes | None = None) -> Attributes:
+        """Returns the attributes that are not what they were, at the beginning or in a copy `since`."""
+        before = self._first if since is None else since
+        return {
+            place: value
+            for place, value in ({} if self.model is None else attributes(self.model)).items()
+            if place not in self.unread and not (place in before and _equal(value, before[place]))
+        }
+
+    @contextlib.contextmanager
+    def apart(self) -> Iterator[None]:
+        """Context of an evaluation: it changes no attribute, and begins without hidden states of training's rows."""
+        if self.model is None:
+            yield
+            return
+        with attributes_kept(self.model):
+            values = attributes(self.model)
+            for place, value in self.changed().items():
+                first = self._first.get(place)
+                if has_rows(value, self.rows) and _shapes(first) != _shapes(value):
+                    del values[place]
+                    values |= _copied({place: first} if place in self._first else {})
+            _put(self.model, values)
+            yield
+
+    def tensors(self, world: World) -> dict[str, Tensor]:
+        """Returns this data slice's attributes, to save."""
+        values, tensors = self.changed(), list[Tensor]()
+        if not values or not world.speaks_for_buffers or world.coordinates()["pipeline"][1] > 1:
+            return {}
+        trees: dict[str, dict[str, Any]] = {}
+        for (path, name), value in values.items():
+            try:
+                trees.setdefault(path, {})[name] = _encoded(value, tensors)
+            except TypeError as error:
+                if (path, name) not in self._said and world.rank == 0:
+                    shown = f"{path}.{name}".lstrip(".")
+                    say(
+                        f"the model's attribute '{shown}' changes, and is not saved ({error}): a resumed training "
+                        "begins with it as model() makes it"
+                    )
+                self._said.add((path, name))
+        own = f"{CARRIED}{world.data_rank}"
+        text = json.dumps({"rows": self.rows, "attributes": trees}).encode()
+        named = {f"{own}.{number}": tensor for number, tensor in enumerate(tensors)}
+        return {own: torch.frombuffer(bytearray(text), dtype=torch.uint8), **named}
+
+    def restore(self, saved: Weights, world: World) -> None:
+        """Restores a checkpoint's attributes; rows are cut again where the number of data slices is another.
+
+        Raises:
+            RunError: the slices differ in more than rows.
+        """
+        slices = sum(name.startswith(CARRIED) and name.count(".") == 1 for name in saved)
+        if not slices or self.model is None:
+            return
+        texts = [json.loads(saved.read(f"{CARRIED}{n}").numpy().tobytes()) for n in range(slices)]
+        alike = slices == world.data_size
+        own = texts[world.data_rank if alike else 0]
+        if not alike and any(text["attributes"] != own["attributes"] for text in texts):
+            raise RunError(_several(slices))
+
+        values, rows = attributes(self.model), [text["rows"] for text in texts]
+
+        def read(number: int, place: Place) -> Tensor:
+            if alike:
+                return saved.read(f"{CARRIED}{world.data_rank}.{number}").clone()
+            parts = [saved.read(f"{CARRIED}{n}.{number}") for n in range(slices)]
+            # A model is made for no number of rows.
+            made = parts[0].shape in _shapes(self._first.get(place))
+            return _cut_again(parts, [] if made else rows, world)
+
+        paths = {path for path, _ in own_modules(self.model)}
+        for path, named in own["attributes"].items():
+            for name, tree in named.items():
+                if path not in paths or name in OF_MODULES or name.startswith(OF_LIBRARIES):
+                    raise KeyError(name)
+                values[path, name] = _decoded(tree, functools.partial(read, place=(path, name)), world)
+        _put(self.model, values)
+        self.rows = own["rows"]
+
+
+def _shapes(value: Any) -> list[Any]:
+    return [getattr(leaf, "shape", None) for leaf in tree_leaves(value)]
+
+
+def _several(slices: int) -> str:
+    return (
+        f"each of the {slices} data slices of this checkpoint has its own values in the model's attributes, which "
+        f"cannot be joined by rows: resume with as many slices (replicate x shard = {slices})"
+    )
+
+
+def _cut_again(parts: list[Tensor], rows: list[int], world: World) -> Tensor:
+    """Joins the slices' tensors along their rows, and returns this slice's part; without rows they must be equal."""
+    shapes = [part.shape for part in parts]
+    dims = [dim for dim in range(parts[0].dim()) if [shape[dim] for shape in shapes] == rows]
+    if not dims and all(_equal_leaves(part, parts[0]) for part in parts):
+        return parts[0].clone()
+    if len(dims) != 1:
+        raise RunError(_several(len(parts)))
+    first, last = cut(sum(rows), world.data_size, world.data_rank)
+    return torch.cat(parts, dims[0]).narrow(dims[0], first, last - first).clone()
+
+
+def _encoded(value: Any, tensors: list[Tensor]) -> Any:
+    """Encodes a value as JSON, its tensors by number; raises TypeError where it has anything else."""
+    if type(value) is dict and all(type(key) is str for key in value):
+        return {"dict": {key: _encoded(entry, tensors) for key, entry in value.items()}}
+    if type(value) in (list, tuple):
+        return {type(value).__name__: [_encoded(entry, tensors) for entry in value]}
+    if value is None or type(value) in (bool, int, float, str):
+        return {"plain": value}
+    generator = isinstance(value, torch.Generator)
+    if not generator and not is_state(value):
+        raise TypeError(type(value).__name__)
+    tensors.append(value.get_state() if generator else value)
+    return {"generator" if generator else "tensor": len(tensors) - 1, "cuda": value.device.type == "cuda"}
+
+
+def _decoded(tree: Any, read: Callable[[int], Tensor], world: World) -> Any:
+    if "plain" in tree:
+        return tree["plain"]
+    if "dict" in tree:
+        return {key: _decoded(entry, read, world) for key, entry in tree["dict"].items()}
+    if "list" in tree or "tuple" in tree:
+        kind = list if "list" in tree else tuple
+        return kind(_decoded(entry, read, world) for entry in tree[kind.__name__])
+    device = world.device if tree["cuda"] else torch.device("cpu")
+    if "tensor" in tree:
+        return read(tree["tensor"]).to(device)
+    return torch.Generator(device).set_state(read(tree["generator"]))

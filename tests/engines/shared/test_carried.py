@@ -1,0 +1,93 @@
+"""What a model keeps in attributes: the same under every plan, exact on resume, apart from evaluation, or refused."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import grappe
+from grappe.checkpoint.format import list_checkpoints
+from grappe.plan import Plan
+from grappe.training.options import Options
+from tests.engines.shared.streams import CHUNKS, Stream
+from tests.faults.resume_cell import hashes, hashes_of
+from tests.gallery.cell import runner
+from tests.parity.cell import TOLERANCE, difference
+from tests.processes import Pool
+
+STEPS = CHUNKS - 1  # in mid-epoch
+
+
+def train(pool: Pool, plan: str) -> Any:
+    return pool.run("tests.engines.shared.teachers:train", Plan.parse(plan).processes, Stream(), plan, STEPS)[
+        0
+    ]
+
+
+def part(pool: Pool, task: Stream, plan: str, run: Path, steps: int, **options: Any) -> str:
+    asked = Options(steps=steps, save_every=1, keep=9, **{"evaluate_every": 1, **options})
+    return pool.run(
+        "tests.faults.resume_cell:part", Plan.parse(plan).processes, task, plan, run, asked, None
+    )[0]
+
+
+@pytest.mark.parametrize(
+    "plan",
+    ["replicate=2", "shard=2", "compile", "engine=textbook,replicate=2", "engine=lightning,replicate=2"],
+)
+def test_hidden_states_are_those_of_one_process(pool: Pool, plan: str) -> None:
+    alone, spread = train(pool, ""), train(pool, plan)
+    assert difference(alone["weights"], spread["weights"])[0] <= TOLERANCE
+    assert spread["scores"].loss == pytest.approx(alone["scores"].loss, rel=1e-5)
+
+
+@pytest.mark.parametrize(("way", "plan"), [("hidden", "replicate=2"), ("hidden", "shard=2"), ("numbers", "")])
+def test_they_resume_to_the_bit_in_mid_epoch(pool: Pool, tmp_path: Path, way: Any, plan: str) -> None:
+    said = part(pool, Stream(way=way), plan, tmp_path / "whole", STEPS)
+    for steps in (2, STEPS):
+        part(pool, Stream(way=way), plan, tmp_path / "run", steps)
+    assert hashes(tmp_path / "run", STEPS) == hashes(tmp_path / "whole", STEPS)
+    assert any(name.startswith("carried.0.") for name in hashes(tmp_path / "run", STEPS))
+    assert ("attribute 'strange' changes, and is not saved (object)" in said) == (way == "numbers")
+
+
+@pytest.mark.parametrize(("first", "second"), [("replicate=2", ""), ("", "replicate=2")])
+def test_rows_are_cut_again_for_another_number_of_processes(
+    pool: Pool, tmp_path: Path, first: str, second: str
+) -> None:
+    part(pool, Stream(), "", tmp_path / "whole", STEPS)
+    part(pool, Stream(), first, tmp_path / "run", 2)
+    part(pool, Stream(), second, tmp_path / "run", STEPS)
+    models = [grappe.load(tmp_path / run, Stream()).state_dict() for run in ("whole", "run")]
+    assert difference(*models)[0] <= TOLERANCE
+
+
+def test_evaluation_changes_nothing_and_no_activation_is_saved(pool: Pool, tmp_path: Path) -> None:
+    kept = []
+    for folder, every in (("seldom", STEPS), ("often", 1)):
+        part(pool, Stream(), "", tmp_path / folder, STEPS, evaluate_every=every)
+        kept.append(list_checkpoints(tmp_path / folder / "checkpoints"))
+    for pair in zip(*kept, strict=True):
+        seldom, often = ({**hashes_of(one), "json": ""} for one in pair)
+        assert seldom == often
+    assert [name for name in hashes_of(kept[0][0]) if name.startswith("carried.0.")] == [
+        "carried.0.0",
+        "carried.0.1",
+    ]
+
+
+def test_verify_judges_it_and_names_it(pool: Pool) -> None:
+    [verdict] = grappe.verify(Stream(), ["replicate=2,threads=1,device=cpu"], run=runner(pool))
+    assert verdict.verdict == "same", verdict
+    assert "forward keeps hidden for the next batch" in verdict.notes
+
+
+@pytest.mark.parametrize("plan", ["microbatches=2", "recompute", "exact=2"])
+def test_plans_whose_next_forward_has_other_rows_are_refused(pool: Pool, plan: str) -> None:
+    said = train(pool, plan)
+    assert re.match(
+        rf"TaskError: .*attribute 'hidden'.*under {plan} the next forward does not have the same", said
+    )
