@@ -19,6 +19,12 @@ def test_every_engine_and_every_plan_is_in_the_table() -> None:
     assert all(0 <= gap <= TOLERANCE for gap in gaps.values())
 
 
+def test_every_plan_is_in_the_table_with_dropout() -> None:
+    gaps = table.known("drawn")
+    assert tuple(gaps) == table.DRAWN_PLANS
+    assert all(0 <= gap <= TOLERANCE for gap in gaps.values())
+
+
 def test_every_optimizer_is_in_the_table_under_every_plan_or_refused_by_deepspeed() -> None:
     for gaps in table.known_optimizers().values():
         assert set(gaps) == set(table.OPTIMIZER_PLANS)

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from grappe.data.draw import mix
 from grappe.data.order import SampleOrder, cut
 from grappe.optimizers.modes import begin_training
 from grappe.task import Task
@@ -43,6 +44,7 @@ def train(task: Task, steps: int, pieces: int = 1, ways: int = 1, skip: int | No
 
         def closure() -> torch.Tensor:
             optimizer.zero_grad()
+            torch.manual_seed(mix(task.seed, step, 0))  # dropout's
             loss = torch.zeros(())
             for way in range(ways):
                 first, last = cut(len(ids), ways, way)

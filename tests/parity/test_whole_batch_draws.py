@@ -3,72 +3,15 @@
 from __future__ import annotations
 
 import functools
-from pathlib import Path
 
 import pytest
-import torch
-from torch import Tensor, nn
-from torch.nn import functional as F
-from torch.utils.data import TensorDataset
 
-import grappe
 from grappe.plan import Plan
 from tests.parity.cell import TOLERANCE, difference
+from tests.parity.drawn import Drawn
 from tests.processes import Pool
 
 STEPS = 5
-WIDTH = 8
-LENGTH = 7  # of no microbatch: rows are found by their number
-
-
-class Drawing(nn.Module):
-    """Layers that draw in every way that is found by its rows; input and output are [b, LENGTH, WIDTH]."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = nn.Linear(WIDTH, WIDTH)
-        self.lstm = nn.LSTM(WIDTH, WIDTH, 2, dropout=0.4, batch_first=True)
-        self.attention = nn.MultiheadAttention(WIDTH, 2, dropout=0.3, batch_first=True)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = F.dropout1d(F.alpha_dropout(self.inner(x), 0.1, True), 0.2)
-        x = x + torch.bernoulli(torch.full((len(x), 1, 1), 0.8)) * self.lstm(x)[0]  # drop path
-        x = x + self.attention(x, x, x)[0] + 0.1 * torch.randn_like(x) * torch.rand(len(x), 1, 1)
-        x = x + 0.1 * torch.empty_like(x).exponential_() * torch.rand(())
-        heads = x.unflatten(-1, (2, -1)).transpose(1, 2)
-        x = x + F.scaled_dot_product_attention(heads, heads, heads, dropout_p=0.3).transpose(1, 2).flatten(-2)
-        return torch.tanh(0.5 * x * torch.randint(1, 3, (len(x), 1, 1)))
-
-
-class Drawn(grappe.Task):
-    """A regression on sequences; 29 samples in batches of 12, so that the last batch is short and odd."""
-
-    epochs: int = 2
-    batch_size: int = 12
-    noisy_loss: bool = True
-
-    def model(self) -> nn.Module:
-        ends = nn.Sequential(nn.Flatten(), nn.Dropout(0.3), nn.Linear(LENGTH * WIDTH, 3))
-        return nn.Sequential(nn.Dropout(0.2), Drawing(), nn.Dropout(0.2), Drawing(), ends)
-
-    def units(self, model: nn.Module) -> list[nn.Module]:
-        assert isinstance(model, nn.Sequential)
-        return list(model)
-
-    def data(self, split: str, folder: Path) -> TensorDataset:
-        generator = torch.Generator().manual_seed(1)
-        return TensorDataset(
-            torch.randn(29, LENGTH, WIDTH, generator=generator), torch.randn(29, 3, generator=generator)
-        )
-
-    def loss(self, output: Tensor, target: Tensor) -> Tensor:
-        noise = torch.randn_like(target) if self.noisy_loss else 0.0
-        return F.mse_loss(output, target + 0.3 * noise, reduction="none").mean(1)
-
-    def optimizer(self, named):
-        return torch.optim.SGD([parameter for _, parameter in named], lr=0.05, momentum=0.9)
-
-
 PLANS = [
     "microbatches=3",
     "replicate=2",

@@ -106,7 +106,11 @@ def test_a_fault_in_a_loss_of_the_whole_batch_is_found(pool: Pool) -> None:
         (NORMED, "replicate=2", ["batch normalisation (0.1)"]),
         (NORMED, "shard=2,microbatches=2", ["batch normalisation (0.1)"]),
         (NORMED, "engine=textbook,replicate=3", ["batch normalisation (0.1)"]),
-        (DROPPING, "replicate=2,dropout=local", ["dropout's random streams (bernoulli_)"]),
+        (
+            DROPPING,
+            "replicate=2,dropout=local",
+            ["dropout's random streams (bernoulli_); dropout=whole would"],
+        ),
         (DROPPING, "replicate=2,microbatches=3", ["dropout's random streams (bernoulli_)"]),  # six parts
         (BOTH, "replicate=2", ["batch normalisation (0.1)"]),
         (

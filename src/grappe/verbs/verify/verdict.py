@@ -256,6 +256,11 @@ class _Judgement:
             return f"precision ({self._plan.precision})"
         if feature == DROPOUT:
             words = f"dropout's random streams ({', '.join(self._base.draws)})"
+            if (
+                dataclasses.replace(self._plan, dropout="whole").draws_whole_batches
+                > self._plan.draws_whole_batches
+            ):
+                return f"{words}; dropout=whole would draw the same"
             like = sorted({"rand_like", "randn_like"}.intersection(self._base.draws))
             instead = " and ".join(f"grappe.{name}" for name in like)
             return f"{words}; {instead} would draw the same under every plan" if like else words
