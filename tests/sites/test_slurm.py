@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from grappe import sites
 from grappe.errors import UsageError
-from grappe.sites.slurm import probed, rows
+from grappe.sites.slurm import ControllerDown, probed, queue, rows
 
 TEXT = """cpu|64|257000+|(null)|1-00:00:00|100
 gpu*|48|498000|gpu:a100:4(S:0-1),tmp:1|7-00:00:00|12
@@ -48,3 +50,24 @@ def test_what_is_not_there() -> None:
         probed(generic, TEXT, "cpu", wants_gpus=True)
     with pytest.raises(UsageError, match="is Slurm running"):
         probed(generic, "", None, wants_gpus=False)
+
+
+@pytest.mark.parametrize("backup", ["UP", "DOWN", None])
+def test_a_controller_is_alive_if_one_of_them_is_or_nobody_can_ask(
+    backup: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Slurm's commands are stand-ins; some containers have no scontrol."""
+    commands = {"squeue": "echo '7|mine|RUNNING|None|N/A|1:00|1'", "sbatch": "true"}
+    if backup is not None:
+        commands["scontrol"] = (
+            f"echo 'Slurmctld(primary) at a is DOWN'; echo 'Slurmctld(backup) at b is {backup}'"
+        )
+    for name, line in commands.items():
+        (tmp_path / name).write_text(f"#!/bin/sh\n{line}\n")
+        (tmp_path / name).chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    if backup == "DOWN":
+        with pytest.raises(ControllerDown, match="gives no answer"):
+            queue()
+    else:
+        assert [entry.job for entry in queue()] == ["7"]

@@ -73,10 +73,14 @@ class End:
 def check_controller() -> None:
     """Asks Slurm's controller for a sign of life: other commands wait a minute or more for one that is down.
 
+    Nothing is asked where there is sbatch and no scontrol, as in some containers.
+
     Raises:
         UsageError: Slurm is not installed.
         ControllerDown: the controller does not answer.
     """
+    if shutil.which("sbatch") and not shutil.which("scontrol"):
+        return
     try:
         answer = run("scontrol", "ping", seconds=PING_SECONDS)
     except SlurmError as error:
@@ -96,7 +100,7 @@ def run(*words: str, both: bool = False, seconds: float = command.ANSWER_SECONDS
         SlurmError: the command failed, or gave no answer in `seconds`.
         ControllerDown: the controller does not answer, which is known in PING_SECONDS.
     """
-    if words[0] in OF_THE_CONTROLLER and shutil.which(words[0]) and shutil.which("scontrol"):
+    if words[0] in OF_THE_CONTROLLER and shutil.which(words[0]):
         check_controller()
     try:
         return command.run(*words, both=both, seconds=seconds)
