@@ -87,8 +87,9 @@ locked.txt: .venv/bin/pip constraints.txt pyproject.toml  ## requirements with h
 
 OLDEST := 2.8.0
 PARITY ?= tests/parity tests/checkpoint
+QUICK ?= tests
 oldest: .venv-oldest/test  ## run the quick tests, parity and checkpoints on the oldest torch (7 GB, with its CUDA)
-	@.venv-oldest/bin/python -m pytest -q -m "not slow and not soak" --numprocesses $(WORKERS) --no-loadscope-reorder
+	@.venv-oldest/bin/python -m pytest -q -m "not slow and not soak" $(QUICK) --numprocesses $(WORKERS) --no-loadscope-reorder
 	@.venv-oldest/bin/python -m pytest -q -m "slow and not soak" $(PARITY) --numprocesses $(WORKERS) --no-loadscope-reorder
 
 clean:  ## forget the environments

@@ -88,25 +88,25 @@ def test_an_error_is_told_in_french(words: str, french: str, tmp_path: Path) -> 
 @pytest.mark.parametrize(
     ("variables", "said"),
     [
-        ({"LANG": "C"}, "grappe: runs/a is no run"),
-        ({"LANG": "fr_FR.UTF-8"}, "grappe : runs/a n'est pas une exécution"),
-        ({"LC_ALL": "fr_FR.UTF-8", "GRAPPE_LANG": "en"}, "grappe: runs/a is no run"),
+        ({"LANG": "C"}, "grappe: --race=3: give a score"),
+        ({"LANG": "fr_FR.UTF-8"}, "grappe : --race=3 : donnez un score et un nombre à"),
+        ({"LC_ALL": "fr_FR.UTF-8", "GRAPPE_LANG": "en"}, "grappe: --race=3: give a score"),
         (
             {"GRAPPE_LANG": "de"},
-            "grappe: GRAPPE_LANG=de: there is en and fr: English it is\ngrappe: runs/a is no run",
+            "grappe: GRAPPE_LANG=de: there is en and fr: English it is\ngrappe: --race=3: give a score",
         ),
         (
             {"LANG": "fr_FR.ISO-8859-1", "PYTHONIOENCODING": "latin-1"},
-            "grappe : runs/a n'est pas une exécution",
+            "grappe : --race=3 : donnez un score et un nombre à",
         ),
         (
             {"LC_ALL": "C", "GRAPPE_LANG": "fr", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"},
-            "grappe : runs/a n'est pas une execution",
+            "grappe : --race=3 : donnez un score et un nombre a",
         ),
     ],
 )
 def test_the_environment_says_which_language(variables: dict[str, str], said: str, tmp_path: Path) -> None:
-    done = grappe("evaluate", "runs/a", cwd=tmp_path, **variables)
+    done = grappe("runs", "--race", "3", cwd=tmp_path, **variables)  # which needs no torch
     assert done.stderr.decode(variables.get("PYTHONIOENCODING", "utf-8")).startswith(said)
     assert done.returncode == 2
 
@@ -130,8 +130,9 @@ def test_an_unknown_language_is_said_once(tmp_path: Path) -> None:
     assert second.stderr == ""
 
 
-@pytest.mark.parametrize("words", ["--help", "tasks", "evaluate runs/a"])
-@pytest.mark.parametrize("language", ["en", "fr"])
+@pytest.mark.parametrize(
+    ("words", "language"), [("--help", "en"), ("--help", "fr"), ("tasks", "fr"), ("runs --race 3", "en")]
+)
 def test_a_closed_output_is_no_error(words: str, language: str, tmp_path: Path) -> None:
     line = f"{shlex.quote(sys.executable)} -m grappe {words} >&-"
     done = subprocess.run(
@@ -142,7 +143,7 @@ def test_a_closed_output_is_no_error(words: str, language: str, tmp_path: Path) 
         text=True,
         check=False,
     )
-    assert done.returncode == (2 if "runs/a" in words else 0), done.stderr
+    assert done.returncode == (2 if "--race" in words else 0), done.stderr
     assert "Error" not in done.stderr
 
 

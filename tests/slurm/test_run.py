@@ -30,10 +30,10 @@ def scores(run: Path) -> list[tuple[int, float, float]]:
 
 
 def test_four_processes_on_two_nodes(cluster: Cluster, tmp_path: Path) -> None:
-    """As a user submits it, the doctor first; the same accuracy as on this machine without Slurm."""
+    """The same accuracy as on this machine without Slurm."""
     run = tmp_path / "run"
     said = grappe(
-        "submit", "--site", "generic", "--nodes", "2", "--time", "10m",
+        "submit", "--site", "generic", "--nodes", "2", "--time", "10m", "--no-doctor",
         "--", "train", WHERE, "--run", "run", "--plan", "replicate=4,threads=1", cwd=tmp_path,
     )  # fmt: skip
     assert "4 GPUs for at most 00:10:00: 0.667 GPU-hours" in said
@@ -55,7 +55,7 @@ def test_four_processes_on_two_nodes(cluster: Cluster, tmp_path: Path) -> None:
 def test_a_carried_lightning_module_is_submitted_as_any_task(cluster: Cluster, tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(CARRIED)
     grappe(
-        "submit", "--site", "generic", "--nodes", "2", "--time", "10m",
+        "submit", "--site", "generic", "--nodes", "2", "--time", "10m", "--no-doctor",
         "--", "train", "mine.py", "--run", "run", "--plan", f"replicate=2,{PLAIN}", cwd=tmp_path,
     )  # fmt: skip
     grappe("train", "mine.py", "--run", "local", "--plan", PLAIN, cwd=tmp_path)
@@ -150,7 +150,8 @@ def test_an_environment_and_data_on_the_node(
 ) -> None:
     """A fresh account: an empty HOME, no network, wheels without grappe, and a task that imports one more package.
 
-    The first job makes the environment; the second, on nodes that are new to it, unpacks what the first kept.
+    The first job makes the environment, and the doctor looks at it; the second, on nodes that are new to it, unpacks
+    what the first kept.
     """
     for name in ("home", "tasks"):
         (tmp_path / name).mkdir()
@@ -171,17 +172,19 @@ def test_an_environment_and_data_on_the_node(
     subprocess.run(["tar", "-cf", "data.tar", "images"], cwd=tmp_path, check=True)
     submit = (
         "submit", "--site", "mine", "--time", "10m", "--stage", "data.tar", "--wheels", "my wheels",
+    )  # fmt: skip
+    train = (
         "--", "train", "tasks/mine.py", "epochs=1", "pause=0", "--plan", f"{PLAIN},replicate=2",
     )  # fmt: skip
     (tmp_path / "my wheels").mkdir()
-    said = grappe(*submit, "--run", "run", cwd=tmp_path, code=2)
+    said = grappe(*submit, *train, "--run", "run", cwd=tmp_path, code=2)
     assert "the wheels of mine lack a package, and nothing was submitted:\n  extra: there is none" in said
     assert not (tmp_path / "run").exists()
     wheel(tmp_path / "my wheels", "extra", "1.0", files={"extra.py": "NAME = 'extra'"})
-    for number in (1, 2):
+    for number, doctor in ((1, ()), (2, ("--no-doctor",))):
         local = tmp_path / f"local-{number}"
         monkeypatch.setenv("NODE_LOCAL", str(local))
-        grappe(*submit, "--run", f"run-{number}", cwd=tmp_path)
+        grappe(*submit, *doctor, *train, "--run", f"run-{number}", cwd=tmp_path)
         grappe("wait", f"run-{number}", cwd=tmp_path)
         assert "has extra" in grappe("logs", f"run-{number}", cwd=tmp_path)
         assert (local / "data" / "images").read_text() == "data"
