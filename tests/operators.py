@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 
 OPERATORS = ("CPUAdamBuilder", "AsyncIOBuilder")
 
 
-def build() -> dict[str, bool]:
+def build(names: Sequence[str] = OPERATORS) -> dict[str, bool]:
     """Whether each is there now; they stay in the environment's folder."""
     os.environ["DS_ACCELERATOR"] = "cpu"
     from grappe.engines.deepspeed import library
 
-    return {name: library.builds(name) for name in OPERATORS}
+    return {name: library.builds(name) for name in names}
 
 
 if __name__ == "__main__":
