@@ -14,6 +14,7 @@ from tests.test_wheel import grappe, wheel  # noqa: F401
 
 LABS = Path(__file__).parents[2] / "labs"
 BOOKS = sorted(LABS.glob("*.ipynb"))
+EXAMPLES = sorted((LABS.parent / "examples").glob("*.ipynb"))
 QUICK = ("01-first-job", "10-from-scratch")
 """Those of every test run; with the others it would be minutes more."""
 
@@ -32,7 +33,10 @@ def kernel(grappe: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:  # n
 
 @pytest.mark.parametrize(
     "book",
-    [pytest.param(one, marks=[] if one.stem in QUICK else [pytest.mark.soak], id=one.stem) for one in BOOKS],
+    [
+        pytest.param(one, marks=[] if one.stem in QUICK else [pytest.mark.soak], id=one.stem)
+        for one in (*BOOKS, *EXAMPLES)
+    ],
 )
 def test_a_lab_runs(book: Path, kernel: Path, tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setenv("JUPYTER_PATH", str(kernel))
