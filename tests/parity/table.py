@@ -105,7 +105,7 @@ def main(only_drawn: bool = False) -> None:
             print(f"{text}: {error}", file=sys.stderr)
             continue
         if text in DRAWN_PLANS:
-            drawn[text] = measure(pool, text, Drawn())
+            drawn[text] = measure(pool, f"{text},dropout=whole", Drawn())
             print(f"{text} with dropout: {drawn[text]:.1e}", file=sys.stderr)
         if only_drawn:
             continue
