@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import resource
 import signal
+import subprocess
 import sys
 import tempfile
 import threading
@@ -118,6 +119,29 @@ def test_a_killed_process_is_named_and_not_its_peers(number: signal.Signals) -> 
     message = str(caught.value)
     assert message.startswith(f"process 1 of 2 on {HOST} was killed by {number.name}")
     assert message.endswith("\n  | hello from 1")
+    own = "launched.py, line" in message and ", in die(): os.kill(os.getpid(), number))\n" in message
+    assert own == (number == signal.SIGSEGV)  # which Python can still name
+
+
+LOADED_BY_HAND = """
+import importlib.util, sys
+spec = importlib.util.spec_from_file_location("by_hand", sys.argv[1])
+module = sys.modules["by_hand"] = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(module)
+from grappe.launch import local
+if __name__ == "__main__":
+    print(local.local("tests.launched:answer", module.Given(), 2)[0].text())
+"""
+
+
+def test_a_class_of_a_module_that_was_loaded_by_hand_reaches_the_processes(tmp_path: Path) -> None:
+    file = tmp_path / "elsewhere.py"
+    file.write_text("WORD = 'by value'\nclass Given:\n    def text(self):\n        return WORD\n")
+    (tmp_path / "script.py").write_text(LOADED_BY_HAND)
+    words = [sys.executable, str(tmp_path / "script.py"), str(file)]
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+    done = subprocess.run(words, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+    assert done.stdout.strip() == "by value", done.stderr
 
 
 def test_a_process_that_leaves_without_a_word_is_named() -> None:

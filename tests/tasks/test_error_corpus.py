@@ -38,6 +38,12 @@ def test_two_processes(name: str, tmp_path: Path, monkeypatch, capfd) -> None:
     check(case, "replicate=2,", tmp_path, monkeypatch, capfd)
 
 
+def test_a_sharded_model(tmp_path: Path, monkeypatch, capfd) -> None:
+    """Each process has a part of the model: the line is found without its values."""
+    case = next(case for case in CASES if case.name == "in place on what backward needs")
+    check(case, "shard=2,", tmp_path, monkeypatch, capfd)
+
+
 @pytest.mark.parametrize("name", [name for name in BOTH if name not in SEEN_BY_TRAINING_ONLY])
 def test_verify(name: str, tmp_path: Path, monkeypatch, capfd) -> None:
     case = next(case for case in CASES if case.name == name)

@@ -124,6 +124,11 @@ REMEDIES = tuple(
             "grappe.split(dataset, split, validation=0.1) cuts one that is in one piece",
         ),
         (
+            r"distributed collective mismatch",
+            "A collective of the model's own needs tensors of one size, and the slices of a batch may differ by a row: "
+            "let the loss compare samples instead, with whole_batch_loss = True in the task",
+        ),
+        (
             r"uninitialized parameter",
             "A lazy layer has its sizes only after a forward: give them, as in nn.Linear(3, 4), or call the model once "
             "in model()",

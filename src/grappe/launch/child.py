@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import faulthandler
 import importlib
 import os
 import sys
@@ -38,6 +39,7 @@ from grappe.words import host_name
 
 MOST_WORDS = 2000  # of an error's text: its first lines name the error
 STARTED = "--- started "  # opens each start's part of a log
+FATAL = "Fatal Python error: "  # opens the stacks of a process that a signal ended
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -80,6 +82,7 @@ def run(
     code = EXIT_FAILURE
     try:
         redirect(early_log(rendezvous_folder, process), process)
+        faulthandler.enable(2)  # a library that aborts says nothing of the user's line
         name, argument, environment = cloudpickle.loads(payload)
         # A server that forked this process was started under an older environment.
         os.environ.clear()

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import io
+import itertools
 import multiprocessing
 import os
+import re
 import secrets
 import shutil
 import signal
@@ -25,6 +27,8 @@ import cloudpickle
 from grappe import errors
 from grappe.errors import GrappeError, ProcessDied, RunError, TaskError
 from grappe.errors.causes import limits_set
+from grappe.errors.remedies import remedy
+from grappe.errors.user_code import Line, is_users_file
 from grappe.launch import child, files
 from grappe.launch.child import Report, Terminal
 from grappe.launch.files import IN_PART
@@ -44,6 +48,7 @@ NAME = "grappe-rank-"
 REFUSED = frozenset({1, -signal.SIGSEGV, -signal.SIGABRT, -signal.SIGBUS})
 """Exit codes of libraries that got no memory and cannot say so: libgomp's is 1; oneDNN uses the address 0."""
 LAST_LINES = 12
+FRAME = re.compile(r'^  File "(.+)", line (\d+) in (.+)$')
 UNKNOWN = 255  # exit code
 LOST = ("closed by peer", "reset by peer", "Broken pipe")
 
@@ -103,7 +108,7 @@ class Launch:
 
     def start(self) -> None:
         """Starts the processes."""
-        with sleeping_threads():
+        with sleeping_threads(), _by_value():
             try:
                 payload = cloudpickle.dumps((*self._call, {**os.environ, **self._environment}))
             except Exception as error:
@@ -438,4 +443,29 @@ def last_lines(log: Path) -> str:
         return ""
     begins = [index for index, line in enumerate(lines) if line.startswith(child.STARTED)]
     lines = lines[begins[-1] + 1 :] if begins else lines
-    return "".join(f"\n  | {line}" for line in lines[-LAST_LINES:])
+    stack = list(itertools.dropwhile(lambda line: not line.startswith(child.FATAL), lines))
+    lines = lines[: len(lines) - len(stack)]
+    calls = [Line(match[1], int(match[2]), match[3]) for match in map(FRAME.match, stack) if match]
+    own = next((call for call in calls if is_users_file(call.file)), None)
+    advice = remedy("\n".join(lines)) if own else ""
+    where = f" ({own})" + (f". {advice}" if advice else "") if own else ""
+    return where + "".join(f"\n  | {line}" for line in lines[-LAST_LINES:])
+
+
+@contextlib.contextmanager
+def _by_value() -> Iterator[None]:
+    """Context in which classes of modules that were loaded by hand from a file go to other processes by value."""
+    by_hand = [
+        module
+        for name, module in list(sys.modules.items())
+        if name != "__main__"
+        and is_users_file(getattr(module, "__file__", None) or "<none>")
+        and not any(finder.find_spec(name.partition(".")[0], None) for finder in sys.meta_path)
+    ]
+    for module in by_hand:
+        cloudpickle.register_pickle_by_value(module)
+    try:
+        yield
+    finally:
+        for module in by_hand:
+            cloudpickle.unregister_pickle_by_value(module)

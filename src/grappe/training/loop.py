@@ -38,7 +38,7 @@ from grappe.errors.user_code import FRAME, Line, is_users, is_users_file, senten
 from grappe.launch.signals import StopSignal
 from grappe.launch.world import World
 from grappe.plan import Plan
-from grappe.private_api.torch import foreach_add_, foreach_mul_, local_tensor
+from grappe.private_api.torch import foreach_add_, foreach_mul_, local_tensor, tree_map
 from grappe.profiling import memory, phases
 from grappe.profiling.chronometer import Chronometer, StepTimes
 from grappe.step.loss import loss_of
@@ -457,15 +457,16 @@ ANOMALY = re.compile("Traceback of forward call")
 def naming_overwritten(task: Task, loader: BatchLoader, plan: Plan) -> Iterator[None]:
     """Context in which backward's error about an overwritten tensor names the line that made the tensor.
 
-    This process alone repeats the forward for that, so the plan must have the whole model on a process.
+    This process alone repeats the forward for that; where it has a part of the model, without values.
     """
     try:
         yield
     except RuntimeError as error:
         line = None
-        if OVERWRITTEN.search(str(error)) and plan.replicate == plan.processes:
+        if OVERWRITTEN.search(str(error)):
+            place = torch.device("cpu" if plan.replicate == plan.processes else "meta")
             with contextlib.suppress(Exception):  # without a line the message stays as it was
-                line = _line_overwritten(task, loader)
+                line = _line_overwritten(task, loader, place)
         if line is None:
             raise
         raise TaskError(
@@ -474,14 +475,17 @@ def naming_overwritten(task: Task, loader: BatchLoader, plan: Plan) -> Iterator[
         ) from error
 
 
-def _line_overwritten(task: Task, loader: BatchLoader) -> Line | None:
-    inputs, targets = loader.example_batch()
-    model = model_of(task).cpu()
+def _line_overwritten(task: Task, loader: BatchLoader, place: torch.device) -> Line | None:
+    inputs, targets = tree_map(
+        lambda leaf: leaf.to(place) if isinstance(leaf, Tensor) else leaf, loader.example_batch()
+    )
     with (
+        place,
         warnings.catch_warnings(record=True) as caught,
         torch.autograd.set_detect_anomaly(True, check_nan=False),
     ):
         warnings.simplefilter("always")
+        model = model_of(task).to(place)
         values = loss_of(task, task.forward(model, inputs), targets).values
         with contextlib.suppress(RuntimeError):
             values.sum().backward()
