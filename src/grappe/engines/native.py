@@ -178,11 +178,8 @@ class WholeModel:
 
     def remarks(self) -> Sequence[str]:
         """Returns remarks on what the optimizer holds."""
-        if self._copies is None:
-            return ()
-        return (
-            "the optimizer calls a closure: every process holds whole copies of the weights, and its whole state",
-        )
+        held = "the optimizer calls a closure: every process holds whole copies of the weights, and its whole state"
+        return (held,) * (self._copies is not None)
 
     def train_state(
         self, optimizer: Optimizer, schedule: LRScheduler | None, loss_scale: LossScale

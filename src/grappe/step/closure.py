@@ -42,9 +42,12 @@ def needs_closure(optimizer: Optimizer) -> bool:
         return bool(declared)
     if isinstance(optimizer, LBFGS) or _gradients_first(optimizer):
         return True
+    _, *parameters = inspect.signature(
+        type(optimizer).step
+    ).parameters.values()  # a schedule replaces the method
     required = [
         parameter
-        for parameter in inspect.signature(optimizer.step).parameters.values()
+        for parameter in parameters
         if parameter.default is parameter.empty
         and parameter.kind in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD)
     ]

@@ -96,14 +96,6 @@ def schedule_of(task: Task, optimizer: torch.optim.Optimizer, total_steps: int) 
             f"returned {type(schedule).__name__}: return a schedule of torch.optim.lr_scheduler, OneCycleLR say, or "
             "None",
         )
-    parts = () if schedule is None else schedule.state_dict().get("_schedulers", ())
-    if any("num_bad_epochs" in part for part in parts):
-        raise method_error(
-            task,
-            "schedule",
-            f"returned {type(schedule).__name__} with a ReduceLROnPlateau in it, which it steps without a score: "
-            "return the ReduceLROnPlateau itself",
-        )
     return schedule
 
 

@@ -1,0 +1,78 @@
+"""Which optimizers get a closure, and where a training refuses one."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from grappe.errors import UsageError
+from grappe.step.closure import needs_closure, wrapped
+from grappe.step.noise_scale import NoiseScale
+from tests.parity.optimizers import SAM, TunedTokens
+from tests.processes import Pool
+
+
+class Required(torch.optim.SGD):
+    """Its step cannot be called without a closure."""
+
+    def step(self, closure):
+        return super().step(closure)
+
+
+class Wrapper(torch.optim.Optimizer):
+    """Wraps another, and needs no closure."""
+
+    def __init__(self, inner: torch.optim.Optimizer) -> None:
+        super().__init__(inner.param_groups, {})
+        self.inner = inner
+
+    def step(self, closure=None):
+        return self.inner.step(closure)
+
+
+def test_an_optimizer_that_needs_a_closure_is_recognised() -> None:
+    weights = [nn.Parameter(torch.ones(2))]
+    for made in (
+        torch.optim.LBFGS(weights),
+        SAM(weights, torch.optim.SGD, lr=0.1),
+        Required(weights, lr=0.1),
+    ):
+        assert needs_closure(made), type(made)
+    plain = torch.optim.Adam(weights)
+    assert not needs_closure(plain)
+    assert not needs_closure(Wrapper(plain))
+    torch.optim.lr_scheduler.StepLR(plain, 1)  # which replaces `step` by its own
+    assert not needs_closure(plain)
+    plain.needs_closure = True
+    assert needs_closure(plain)
+
+
+def test_a_wrapped_optimizer_is_saved_once() -> None:
+    weights = [nn.Parameter(torch.ones(2))]
+    sam = SAM(weights, torch.optim.SGD, lr=0.1)
+    assert wrapped(sam) == {"": sam, "base_optimizer": sam.base_optimizer}
+    sam.state = sam.base_optimizer.state
+    assert wrapped(sam) == {"": sam}
+
+
+@pytest.mark.parametrize(
+    ("plan", "says"),
+    [
+        ("engine=textbook", "returned SAM, which computes several gradients a step by a closure"),
+        ("engine=lightning", "returned SAM, which computes several gradients a step by a closure"),
+        ("precision=fp16", "precision=fp16 skips steps whose gradient overflows, and SAM computes several"),
+        ("pipeline=2,microbatches=2", "SAM computes several gradients a step by a closure, and looks at all"),
+    ],
+)
+def test_a_plan_that_cannot_call_a_closure_refuses_it_by_name(pool: Pool, plan: str, says: str) -> None:
+    processes = 2 if "pipeline" in plan else 1
+    for told in pool.run("tests.engines.told:told", processes, TunedTokens(by="sam"), plan, 1):
+        assert says in told
+
+
+def test_the_noise_scale_has_no_place_for_several_gradients() -> None:
+    noise = NoiseScale(data_size=2, batch_size=4, short_step=None, steps_per_epoch=1, start=0)
+    weights = [("weight", nn.Parameter(torch.ones(2)))]
+    with pytest.raises(UsageError, match="LBFGS computes several gradients a step"):
+        noise.on_optimizer(torch.optim.LBFGS(weights), weights)
