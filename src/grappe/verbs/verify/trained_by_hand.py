@@ -275,7 +275,7 @@ class ReferenceModel:
             self._models.append(other)
         named = [(name, p) for name, p in self.model.named_parameters() if p.requires_grad]
         self._parameters = [parameter for _, parameter in named]
-        self._optimizer = optimizer_of(task, named)
+        self._optimizer = optimizer_of(task, named, closures=True)
         begin_training(self._optimizer)
         self._schedule = schedule_of(task, self._optimizer, total)
         self._autocast = autocast(request.plan.precision, device)
