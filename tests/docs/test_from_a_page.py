@@ -113,7 +113,7 @@ PLAN = r"([a-z_]+(?:=[\w:$.]+)?(?:,[a-z_]+(?:=[\w:$.]+)?)*)"
 
 
 def plans() -> list[str]:
-    """What stands after --plan in the cells, and keys with their values that stand alone there."""
+    """Lists what stands after --plan in the cells, and keys with their values that stand alone there."""
     cells = " ".join(here for _, here in ROW.findall(GUIDE.read_text()))
     keys = {field.name for field in dataclasses.fields(Plan)}
     alone = [text for text in re.findall(f"`{PLAN}`", cells) if "=" in text and "N" not in text]

@@ -116,7 +116,7 @@ def test_a_sites_gpu_is_foreseen_from_its_data_sheet_and_says_so(tmp_path: Path)
 
 
 def test_a_plan_for_cpus_has_no_gpus_figures(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its steps are run here; a site of CPU nodes supplies device=cpu."""
+    """Runs its steps here; a site of CPU nodes supplies device=cpu."""
     step = StepTime(compute=1.0, spread=0.1, measured=True)
     monkeypatch.setattr(measured_step, "measured_step", lambda *_, **__: step)
     budgets: list[Any] = []
