@@ -77,8 +77,7 @@ class Launch:
 
     Args:
         function: "package.module:name", called as function(argument, process, rendezvous_folder).
-        signals: what forwards this command's signals to `started`.
-        started: gets each process as it is started, and loses them all in `close`.
+        signals: forwards this command's signals to the processes from their start to `close`.
         environment: variables that these processes get besides this one's.
         from_training: whether a process that was launched itself may start them.
     """
@@ -89,7 +88,6 @@ class Launch:
         argument: Any,
         processes: int,
         signals: SignalForwarding,
-        started: list[LocalProcess],
         environment: Mapping[str, str] | None = None,
         *,
         from_training: bool = False,
@@ -101,7 +99,7 @@ class Launch:
             )
         self._call, self._count, self._environment = (function, argument), processes, environment or {}
         self._folder = Path(tempfile.mkdtemp(prefix="grappe-"))
-        self._signals, self._all, self._mine = signals, started, list[LocalProcess]()
+        self._signals, self._mine = signals, list[LocalProcess]()
         self._living: dict[Any, LocalProcess] = {}
         self._failed: list[LocalProcess] = []
         self._deadline: float | None = None
@@ -132,7 +130,7 @@ class Launch:
                 self._folder,
             )
             self._mine.append(process)
-            self._all.append(process)
+            self._signals.processes.append(process)
             # A signal would be lost before the process can save: StopSignal.install lifts the mask.
             with signals_blocked():
                 process.start(payload, self._folder, context)
@@ -190,7 +188,9 @@ class Launch:
         """Kills what is left, and removes the rendezvous folder."""
         for process in self._mine:
             process.kill()
-        self._all[:] = [process for process in self._all if process not in self._mine]
+        self._signals.processes = [
+            process for process in self._signals.processes if process not in self._mine
+        ]
         shutil.rmtree(self._folder, ignore_errors=True)
 
 
@@ -219,9 +219,8 @@ def local(
         GrappeError: a process raised it; ProcessDied if a process ended unexpectedly, with its name and last lines.
         KeyboardInterrupt: after Ctrl-C; with `saves`, after the second one.
     """
-    started: list[LocalProcess] = []
-    with SignalForwarding(started, saves) as signals:
-        launch = Launch(function, argument, processes, signals, started, from_training=from_training)
+    with SignalForwarding(saves=saves) as signals:
+        launch = Launch(function, argument, processes, signals, from_training=from_training)
         try:
             launch.start()
             while not launch.over:

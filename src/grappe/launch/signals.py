@@ -6,7 +6,7 @@ import contextlib
 import os
 import signal
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from types import FrameType
 from typing import Any, Protocol
 
@@ -92,8 +92,9 @@ class SignalForwarding:
     have nothing to save, ends them at once, and then has its usual effect on the command.
     """
 
-    def __init__(self, processes: Sequence[Signalled], saves: bool) -> None:
-        self._processes, self._saves = processes, saves
+    def __init__(self, *, saves: bool) -> None:
+        self.processes: list[Signalled] = []
+        self._saves = saves
         self._received: list[int] = []
         self._before: dict[int, Any] = {}
         self.over = False
@@ -112,7 +113,11 @@ class SignalForwarding:
         if not self._saves or self._received.count(signal.SIGINT) > 1:
             self.over = True
             raise _EndAtOnce
-        for process in self._processes:
+        self.send(number)
+
+    def send(self, number: int) -> None:
+        """Sends a signal to all processes."""
+        for process in self.processes:
             process.signal(number)
 
     @property

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 import numpy as np
 
 from grappe.errors import DivergedError, TaskError, UsageError
+from grappe.fields import at_least
 from grappe.launch.rank import ProcessRank
 from grappe.launch.start import start
 from grappe.plan import AnyPlan, Plan, as_plan
@@ -187,9 +188,8 @@ class Ramp:
     """Trainings: of the task's seed, and of those that follow it."""
 
     def __post_init__(self) -> None:
-        for name, least in (("steps", 20), ("seeds", 1)):
-            if getattr(self, name) < least:
-                raise UsageError(f"--{name}={getattr(self, name)}: it must be at least {least}")
+        at_least(self, 20, "steps")
+        at_least(self, 1, "seeds")
         for name in ("lowest", "highest"):
             value = getattr(self, name)
             if value is not None and not 0 < value < float("inf"):

@@ -12,7 +12,7 @@ from typing import Literal, Self
 
 from grappe.checkpoint.lease import Lease
 from grappe.errors import DataError, GrappeError, RunError, UsageError
-from grappe.launch.local import Launch, LocalProcess, advance
+from grappe.launch.local import Launch, advance
 from grappe.launch.mps import DEVICES
 from grappe.launch.signals import SignalForwarding
 from grappe.plan import Plan
@@ -41,10 +41,10 @@ class NotNow(Exception):
 
 
 class Trainings(ABC):
-    """Trains some trials at a time; a context, in which this command's signals go to `processes`."""
+    """Trains some trials at a time; a context, in which it sees this command's signals."""
 
-    def __init__(self, processes: Sequence[LocalProcess] = ()) -> None:
-        self._signals = SignalForwarding(processes, saves=True)
+    def __init__(self) -> None:
+        self._signals = SignalForwarding(saves=True)
         self.notes = ""
         """Note for the user about the trainings now; "": nothing."""
 
@@ -93,8 +93,7 @@ class LocalTrainings(Trainings):
     """
 
     def __init__(self, *, parallel: int, limited: bool, plans: Sequence[Plan]) -> None:
-        self._processes: list[LocalProcess] = []
-        super().__init__(self._processes)
+        super().__init__()
         self._parallel, self._gpus_per_place = parallel, max(map(gpus_needed, plans))
         self._limited = limited or "SLURM_JOB_END_TIME" in os.environ
         self._running: dict[int, tuple[int, Launch]] = {}
@@ -123,7 +122,6 @@ class LocalTrainings(Trainings):
             request,
             request.plan.processes,
             self._signals,
-            self._processes,
             gpu_variables(request.plan, place, self._gpus, self._gpus_per_place),
         )
         self._running[number] = (place, launch)
@@ -157,8 +155,7 @@ class LocalTrainings(Trainings):
         return TrialEnd(number=number, outcome="killed", reason="it was interrupted")
 
     def interrupt(self) -> None:
-        for process in self._processes:
-            process.signal(signal.SIGTERM)
+        self._signals.send(signal.SIGTERM)
 
 
 def first_line(error: GrappeError) -> str:
