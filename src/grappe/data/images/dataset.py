@@ -81,10 +81,11 @@ class Reader:
         except OSError as error:
             raise DataError(f"{self.name(place)} cannot be read: {error.strerror}") from None
         try:
-            facts = os.fstat(handle)
+            content = os.pread(handle, size, 0)
+            facts = os.fstat(handle)  # after it was read: it may be written to meanwhile
             if (facts.st_size, facts.st_mtime_ns) != (size, mtime):
                 raise self._changed(place)
-            return os.pread(handle, size, 0)
+            return content
         finally:
             os.close(handle)
 
