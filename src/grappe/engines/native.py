@@ -93,6 +93,7 @@ class Native(Engine):
         optimizer = self._model.make_optimizer()
         setup.observers.optimizer(optimizer, self._model.named)
         self._closure_step = self._model.closure_step(optimizer)
+        setup.carried.repeated = None if self._closure_step is None else type(optimizer).__name__
         self._schedule = schedule_of(setup.task, optimizer, setup.total_steps)
         self.train_state = self._model.train_state(optimizer, self._schedule, loss_scale)
         self._group = optimizer.param_groups[0]

@@ -89,5 +89,5 @@ def test_verify_judges_it_and_names_it(pool: Pool) -> None:
 def test_plans_whose_next_forward_has_other_rows_are_refused(pool: Pool, plan: str) -> None:
     said = train(pool, plan)
     assert re.match(
-        rf"TaskError: .*attribute 'hidden'.*under {plan} the next forward does not have the same", said
+        rf"TaskError: .*attribute 'hidden'.*under {plan} the next forward is not that of the same", said
     )

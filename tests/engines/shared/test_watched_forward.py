@@ -85,6 +85,18 @@ def test_a_write_that_would_be_lost_is_refused_with_the_name_and_the_line(
     assert re.match(f"TaskError: {pattern}", said), said
 
 
+class Searched(Written):
+    """An optimizer that runs the forward several times a step."""
+
+    def optimizer(self, named_parameters):
+        return torch.optim.LBFGS([parameter for _, parameter in named_parameters], lr=0.1, max_iter=3)
+
+
+def test_an_optimizer_that_calls_a_closure_would_repeat_it(pool: Pool) -> None:
+    said = train(pool, Searched(), "")
+    assert "under LBFGS forward runs several times a step, and so would the change" in said
+
+
 def test_a_value_of_a_process_s_own_samples_is_refused(pool: Pool) -> None:
     said = train(pool, Written(way="codebook"), "replicate=2")
     assert re.match("TaskError: the parameter 'teacher.2.bias' .*each process writes another", said), said

@@ -125,6 +125,8 @@ class CarriedState:
         """Parameters that a forward writes."""
         self.rows = 0
         """Rows of the last microbatch."""
+        self.repeated: str | None = None
+        """The class of an optimizer that calls a closure: it runs the forward several times a step."""
 
     def begin(self, model: nn.Module) -> None:
         """Notes the attributes as they are: what differs later is carried."""

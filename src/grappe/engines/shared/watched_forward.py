@@ -96,7 +96,8 @@ class WatchedForward:
             yield
         self._carried.unread |= unread
         self._carried.written |= lines.keys()
-        why = not_kept(plan)
+        several = self._carried.repeated or several_forwards(plan)
+        why = not_kept(plan, several)
         if why is None:
             named = {name: p for name, p in self._model.named_parameters() if name in lines}
             if (odd := differing(named, self._setup.world)) is not None:
@@ -105,13 +106,14 @@ class WatchedForward:
         if why is not None and lines:
             name, line = next(iter(lines.items()))
             raise TaskError(f"the parameter '{name}' is written in forward ({line}): {why}. {INSTEAD}")
-        several = several_forwards(plan) or (f"tensor={plan.tensor}" if plan.tensor > 1 else None)
+        several = several or (f"tensor={plan.tensor}" if plan.tensor > 1 else None)
         for (path, name), value in self._carried.changed(before).items() if several else ():
             if has_rows(value, rows):
                 shown = f"{path}.{name}" if path else name
                 raise TaskError(
                     f"forward keeps tensors in the attribute '{shown}' for the next batch: under {several} the next "
-                    "forward does not have the same rows. Use replicate= or shard=, without microbatches and recompute"
+                    "forward is not that of the same rows in the next batch. Use replicate= or shard=, without "
+                    "microbatches and recompute"
                 )
 
     @contextlib.contextmanager
@@ -155,13 +157,16 @@ def several_forwards(plan: Plan) -> str | None:
     return "recompute" if plan.recompute else None
 
 
-def not_kept(plan: Plan) -> str | None:
-    """Returns why a plan does not keep what a forward writes to parameters; None: it does."""
+def not_kept(plan: Plan, several: str | None) -> str | None:
+    """Returns why a plan does not keep what a forward writes to parameters; None: it does.
+
+    Args:
+        several: what runs the forward several times a step.
+    """
     if uses_shard(plan) or plan.tensor > 1:
         keys = ("shard", "offload", "tensor")
         key = next(f"{key}={getattr(plan, key)}" for key in keys if getattr(plan, key) not in (1, "none"))
         return f"under {key} no process has all of a parameter, and the change would be lost"
-    several = several_forwards(plan)
     return several and f"under {several} forward runs several times a step, and so would the change"
 
 
