@@ -93,8 +93,8 @@ def test_little_shared_memory_for_images(place: Path, commands: list[Command]) -
     if commands[-1].end()[0]:
         pytest.skip("no mounts of one's own")
     ended = {}
-    for kind in ("processes", "threads"):
-        train = words(f"workers=2,loading={kind}", "epochs=40")
+    for kind, epochs in (("processes", 40), ("threads", 2)):
+        train = words(f"workers=2,loading={kind}", f"epochs={epochs}")
         commands.append(Command(*OWN, SMALL + ' && exec "$@"', "bash", *train, cwd=place))
         ended[kind] = commands[-1].end()
         until(lambda: not commands[-1].members(), "all of its processes have ended")

@@ -30,7 +30,7 @@ PLANS = [
 ]
 
 
-@pytest.mark.grid
+@pytest.mark.grid(each=2)
 @pytest.mark.parametrize("plan", PLANS)
 @pytest.mark.parametrize("name", TASKS)
 def test_learns_the_same(pool: Pool, name: str, plan: str) -> None:
