@@ -78,7 +78,8 @@ def test_each_task_has_its_own_places_and_its_racers_names(tmp_path: Path) -> No
 
 
 def test_damaged_records_are_passed_over(tmp_path: Path) -> None:
-    make(tmp_path, "one", {10: 0.8, 20: 1.0}, used=["no", "dictionary"])
+    make(tmp_path, "one", {10: 0.8, 20: 1.0})
+    make(tmp_path, "damaged", {10: 0.8, 20: 1.0}, used=["no", "dictionary"])
     with (tmp_path / "one" / "metrics.jsonl").open("a") as file:
         file.write(
             '{"kind": "evaluation", "step": "x", "accuracy": NaN}\n{"kind": "evaluation", "accuracy": []}\n{'
