@@ -21,15 +21,18 @@ STEPS = 3
 PLANS = ("replicate=2", "shard=2", "replicate=2,microbatches=2", "exact=2,replicate=2",
          "engine=lightning,replicate=2")  # fmt: skip
 FURTHER = {"causal_lm": ["recompute", "engine=textbook,replicate=2"], "unet": ["pipeline=2,microbatches=2"],
-           "tabular": ["pipeline=2,microbatches=2"], "lora": ["recompute"],
+           "tabular": ["pipeline=2,microbatches=2"], "lora": ["recompute"], "pinn": ["recompute"],
            "masked_lm": ["engine=deepspeed,replicate=2"]}  # fmt: skip
 NORMALISED = {"image_classification"}
 """Tasks with batch normalisation: the plan must ask for the global batch's statistics, which microbatches have not."""
 GOING_ON = {"language_model"}
 """Tasks whose batches go on from each other, which plans with several forwards a step refuse."""
+CLOSURES = {"pinn"}
+"""Tasks whose optimizer calls a closure, which the native engine alone gives it."""
 CELLS = [(name, plan) for name in gallery_files.NAMES for plan in (*PLANS, *FURTHER.get(name, []))
          if not (name in NORMALISED | GOING_ON and "microbatches" in plan)
-         and not (name in GOING_ON and "exact" in plan)]  # fmt: skip
+         and not (name in GOING_ON and "exact" in plan)
+         and not (name in CLOSURES and "engine" in plan)]  # fmt: skip
 
 
 @functools.cache

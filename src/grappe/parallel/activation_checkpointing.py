@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -32,7 +33,24 @@ def switch_off_caches(model: nn.Module, plan: Plan) -> None:
 
 
 def _contexts(unit: nn.Module) -> tuple[contextlib.AbstractContextManager, contextlib.AbstractContextManager]:
-    return contextlib.nullcontext(), _as_before(unit, entered(), drawn_rows())
+    return contextlib.nullcontext(), _EnteredAgain(
+        functools.partial(_as_before, unit, entered(), drawn_rows())
+    )
+
+
+class _EnteredAgain(contextlib.AbstractContextManager):
+    """Context that is made at each entry: with derivatives in a forward, backward repeats a unit several times."""
+
+    def __init__(self, make: Callable[[], contextlib.AbstractContextManager]) -> None:
+        self._make = make
+        self._entered: list[contextlib.AbstractContextManager] = []
+
+    def __enter__(self) -> None:
+        self._entered.append(self._make())
+        self._entered[-1].__enter__()
+
+    def __exit__(self, *error: Any) -> bool | None:
+        return self._entered.pop().__exit__(*error)
 
 
 @contextlib.contextmanager
