@@ -37,6 +37,11 @@ from grappe.private_api.torch import (
 )
 
 SPREADERS = (os.path.join("torch", "distributed"), "deepspeed")  # noqa: PTH118 - parts of frames' file names
+OF_MODES = (
+    __file__, *(os.path.join("torch", name) for name in ("overrides.py", "_ops.py", "_compile.py")),  # noqa: PTH118
+    os.path.join("torch", "_dynamo", "eval_frame.py"),  # noqa: PTH118
+)  # fmt: skip
+"""Files of the frames that modes put between a layer and its operator."""
 INSTEAD = (
     "Write it in after_step(self, model) of the task, which runs after each optimizer step under every plan, or keep "
     "it in a buffer: register_buffer"
@@ -177,7 +182,17 @@ def not_kept(plan: Plan, several: str | None) -> str | None:
 def writes_seen(model: nn.Module, before_write: BeforeWrite) -> Iterator[None]:
     """Context in which `before_write` is called before each write to a parameter that is not FSDP2's or DeepSpeed's."""
     with InPlaceWrites(model, before_write), AssignedData(model, before_write):
-        yield
+        try:
+            yield
+        except Exception as error:  # its message names the layer of the innermost frame
+            part = error.__traceback__
+            while part is not None:
+                while part.tb_next is not None and part.tb_next.tb_frame.f_code.co_filename.endswith(
+                    OF_MODES
+                ):
+                    part.tb_next = part.tb_next.tb_next
+                part = part.tb_next
+            raise
 
 
 class InPlaceWrites(TorchDispatchMode):
