@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from grappe.data import whole_batch_draws as module
 from grappe.data.whole_batch_draws import OWN_DRAWS, BatchRows, whole_batch_draws
+from grappe.verbs.verify.random_ops import RandomOps
 
 ROWS = 13
 CUTS = ((0, 4), (4, 10), (10, 13))
@@ -69,6 +70,17 @@ def test_rows_have_the_whole_batchs_numbers_and_the_generator_goes_as_far(name: 
             found = DRAWS[name](x[first:last])
         torch.testing.assert_close(found, wanted[first:last])
         assert torch.equal(after, torch.get_rng_state())
+
+
+@pytest.mark.parametrize("name", DRAWS)
+def test_the_same_in_a_dispatch_mode(name: str) -> None:
+    """The first forward of a training is watched by one, and so is each of verify's."""
+    x = torch.randn(ROWS, 5, 8, generator=torch.Generator().manual_seed(0))
+    torch.manual_seed(3)
+    wanted = DRAWS[name](x)
+    torch.manual_seed(3)
+    with whole_batch_draws(BatchRows(4, 6, ROWS)), RandomOps(off=False):
+        torch.testing.assert_close(DRAWS[name](x[4:10]), wanted[4:10])
 
 
 def test_rows_of_padding_and_gradients() -> None:

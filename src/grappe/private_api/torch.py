@@ -47,7 +47,9 @@ USED = tuple(
         ("torch", "_foreach_norm"),
         ("torch", "_subclasses"),
         ("torch._C", "_dispatch_key_parse"),
+        ("torch._C", "_dispatch_tls_is_dispatch_key_excluded"),
         ("torch._C", "_dispatch_tls_is_dispatch_key_included"),
+        ("torch._C", "_dispatch_tls_set_dispatch_key_excluded"),
         ("torch._C", "_dispatch_tls_set_dispatch_key_included"),
         ("torch._ops.OpOverload", "_schema"),
         ("torch.autograd.Variable", "_execution_engine"),
@@ -255,6 +257,16 @@ def intercept(functions: Mapping[str, Callable[[Any], Callable[..., Any]]]) -> A
             name, make(getattr(getattr(torch.ops.aten, packet), overload or "default")), INTERCEPTING_KEY
         )
     return everything, aten
+
+
+def call_in_mode(operator: Callable[..., Any], arguments: Any, options: Any) -> Any:
+    """Calls an operator in a TorchDispatchMode, where torch would intercept nothing that the operator calls."""
+    before = torch._C._dispatch_tls_is_dispatch_key_excluded(_KEY)
+    torch._C._dispatch_tls_set_dispatch_key_excluded(_KEY, False)
+    try:
+        return operator(*arguments, **options)
+    finally:
+        torch._C._dispatch_tls_set_dispatch_key_excluded(_KEY, before)
 
 
 def set_intercepting(on: bool) -> bool:

@@ -30,6 +30,7 @@ from grappe.parallel.shard import reshard, uses_shard
 from grappe.plan import Plan
 from grappe.private_api.torch import (
     TorchDispatchMode,
+    call_in_mode,
     local_tensor,
     operator_arguments,
     operator_mutates,
@@ -215,7 +216,7 @@ class InPlaceWrites(TorchDispatchMode):
             for name, parameter in list(self._model.named_parameters()):
                 if id(parameter) in written or _memory(parameter) in written:
                     self._before_write(name, parameter)
-        return func(*args, **kwargs)
+        return call_in_mode(func, args, kwargs)
 
 
 class AssignedData(TorchFunctionMode):

@@ -12,7 +12,7 @@ import xxhash
 from torch import Tensor
 
 from grappe.data.whole_batch_draws import own_part
-from grappe.private_api.torch import TorchDispatchMode, operator_arguments
+from grappe.private_api.torch import TorchDispatchMode, call_in_mode, operator_arguments
 
 LEAST_NUMBERS = 64  # of a step's draws: fewer can be equal by chance
 MOST_NUMBERS = 512  # batches of graphs or texts go on for longer or shorter on the same stream
@@ -39,7 +39,7 @@ class RandomOps(TorchDispatchMode):
     def __torch_dispatch__(self, func: Op, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if self._paused or torch.Tag.nondeterministic_seeded not in func.tags:
-            return func(*args, **kwargs)
+            return call_in_mode(func, args, kwargs)
         name = func.overloadpacket.__name__
         names = [argument.name for argument in operator_arguments(func)]
         arguments = {**dict(zip(names, args, strict=False)), **kwargs}
@@ -47,13 +47,13 @@ class RandomOps(TorchDispatchMode):
         rates = [rate for rate in ("dropout_p", "dropout") if rate in arguments]
         evaluated = any(arguments.get(name) is False for name in ("train", "training"))
         if evaluated or any(arguments[rate] == 0.0 for rate in rates):
-            return func(*args, **kwargs)
+            return call_in_mode(func, args, kwargs)
         self.seen.add(name)
         if self._off:
             if name in _MEANS:
                 return _MEANS[name](arguments)
             return _called(func, {**arguments, **dict.fromkeys(rates[:1], 0.0)})
-        result = func(*args, **kwargs)
+        result = call_in_mode(func, args, kwargs)
         # Fused attention returns (seed, offset) instead of a dropout mask.
         for leaf in result if isinstance(result, tuple | list) else (result,):
             if isinstance(leaf, Tensor) and not isinstance(leaf, torch.distributed.tensor.DTensor):
