@@ -162,18 +162,18 @@ def test_a_study(browser: chromium.Browser, tmp_path: Path) -> None:
 
 
 def test_a_run_still_going_and_one_that_crashed(browser: chromium.Browser, run: Path, tmp_path: Path) -> None:
-    going = another(run, "going", status=None, costs=None, used=None)
+    going = another(run, "going", status="running", costs=[], used={})
     (going / "done").unlink()
     for name in ("metrics.jsonl", "usage.jsonl"):
         with (going / name).open("a") as file:
             file.write('{"kind": "step", "step": 10, "lo')  # half a line
-    crashed = another(run, "crashed", status=None, costs=[], used={})
+    crashed = another(run, "crashed", status="running", costs=[], used={})
     (crashed / "done").unlink()
     (crashed / "metrics.jsonl").write_text(
         'not json\n{"kind": "step", "step": 1, "loss": null, "lr": 0.1}\n[1]\n'
     )
     (crashed / "usage.jsonl").write_text('{"phases": 3}\n{"time": "now", "phases": {}}\n')
-    fresh = another(run, "fresh", status=None, costs=[], used={})
+    fresh = another(run, "fresh", status="running", costs=[], used={})
     for name in ("done", "metrics.jsonl", "usage.jsonl"):
         (fresh / name).unlink()
     for place in (going, crashed):
