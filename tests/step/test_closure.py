@@ -1,4 +1,4 @@
-"""Which optimizers get a closure, and where a training refuses one."""
+"""Tests of which optimizers get a closure, and of the plans that refuse one."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.processes import Pool
 
 
 class Required(torch.optim.SGD):
-    """Its step cannot be called without a closure."""
+    """An optimizer whose step cannot be called without a closure."""
 
     def step(self, closure):
         return super().step(closure)
