@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -16,9 +16,6 @@ from grappe.errors.causes import broken_package
 from grappe.errors.user_code import at
 from grappe.step.closure import needs_closure
 from grappe.task import Task
-
-if TYPE_CHECKING:
-    from grappe.step.scores import Scores
 
 
 def model_of(task: Task) -> nn.Module:
@@ -129,13 +126,13 @@ class Plateau(LRScheduler):
     def step(self, epoch: int | None = None) -> None:
         """Does nothing: an optimizer step brings no score."""
 
-    def score(self, scores: Scores) -> float:
-        """Returns the score of an evaluation that the schedule is fed with.
+    def score(self, loss: float, metrics: Mapping[str, Any]) -> float:
+        """Returns the score of an evaluation that the schedule is fed with, of its loss and metrics.
 
         Raises:
             TaskError: the evaluation does not have it, or it is no single number.
         """
-        numbers = {"loss": scores.loss, **scores.metrics}
+        numbers = {"loss": loss, **metrics}
         value = numbers.get(self._task.monitor)
         if not isinstance(value, int | float):
             names = [name for name, number in numbers.items() if isinstance(number, int | float)]

@@ -360,7 +360,7 @@ class Training:
             )
         self.progress.note(step, scores)
         if isinstance(plateau := session.engine.train_state.schedule, Plateau):
-            plateau.evaluated(plateau.score(scores))
+            plateau.evaluated(plateau.score(scores.loss, scores.metrics))
         session.watchers.call("evaluated", step, scores)
         patience = session.options.patience
         if patience is not None and self.progress.since_best >= patience:  # the same on every process
@@ -385,7 +385,7 @@ class Training:
             with session.clock.during(phases.EVALUATION), refusing_late_parameters(), kept:
                 scores = session.engine.evaluate(batches, min(order.batch_size, order.length))
             if isinstance(plateau := session.engine.train_state.schedule, Plateau):
-                plateau.score(scores)
+                plateau.score(scores.loss, scores.metrics)
         except Exception as error:
             if isinstance(error, GrappeError) or not is_users(error):
                 raise  # an error about the task's contract needs no note on where it was seen first
