@@ -1,4 +1,4 @@
-"""What people type first is answered with what to type instead."""
+"""Unknown commands, options and arguments are answered with what to type instead."""
 
 from __future__ import annotations
 

@@ -67,7 +67,10 @@ def test_foreign_values_stay_as_they_are(value: str) -> None:
         ("step 3: no such run", "step 3: no such run"),
         ("step 3 has no log", "step 3 n'a pas de journal"),
         ("grappe: step 3: the file is empty", "grappe : step 3 : le fichier est vide"),
-        ("--from step 3: step 3 is float32", "--from step 3 : step 3 est float32"),
+        (
+            "--from step 3: there is no such run or file",
+            "--from step 3 : il n'y a pas de telle exécution, ni de tel fichier",
+        ),
         ("digits: lr=step 3 is not a number", "digits : lr=step 3 n'est pas un nombre"),
         ("the first step's/the home folder has no line", "the first step's/the home folder n'a pas de ligne"),
     ],

@@ -29,7 +29,7 @@ class FewPhotos(Cifar10):
 
 
 class FewDigits(Digits):
-    """Its shapes, without a transform, which the reference has not."""
+    """Digits in few channels, without a transform, which the reference has not."""
 
     def data(self, split: str, folder: Path) -> Arrays:
         return grey(29, 8)

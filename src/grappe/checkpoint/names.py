@@ -24,10 +24,10 @@ class Place:
     """A tensor of the model, and where its values are in the file."""
 
     name: str
-    """Its first name in the model: tied tensors have several."""
+    """First name in the model: tied tensors have several."""
     tensor: Tensor
     sources: Sequence[str]
-    """Its names in the file; several where the file has each name of a tied tensor."""
+    """Names in the file; several where the file has each name of a tied tensor."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -40,7 +40,7 @@ class Matched:
     left: Shapes
     """The file's tensors that the model lacks, by their names there."""
     note: str = ""
-    """What the user should know of a match that is not by names."""
+    """Note for the user on a match that is not by names."""
 
 
 def match(model: nn.Module, weights: Weights, ways: Iterable[Callable[[str], str]] | None = None) -> Matched:

@@ -20,7 +20,6 @@ COMMANDS = {
     "dashboard": "report",
     "eval": "evaluate",
     "fit": "train",
-    "gpus": "doctor",
     "hpo": "tune",
     "infer": "predict",
     "inference": "predict",

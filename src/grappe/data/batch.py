@@ -52,7 +52,7 @@ class Microbatch(NamedTuple):
     sample_ids: SampleIds | None = None
     """The samples that `grappe.rand_like` draws for."""
     place: BatchRows | None = None
-    """Its rows in the global batch, where a model's random numbers are drawn for the whole batch."""
+    """Rows in the global batch, where a model's random numbers are drawn for the whole batch."""
 
     @property
     def size(self) -> int:
@@ -130,16 +130,21 @@ def divided(
             for weights in several
         ]
     )
-    if exact is not None and group is not None:
-        total = exact.gathered(sums, group).sum(0)
-    else:
-        total = sums.sum(0)
-        if group is not None:
-            torch.distributed.all_reduce(total, group=group)
+    total = _total(sums, exact, group)
     if not isinstance(several[0], Mapping):
         return total, micros
     factors = dict(zip(several[0], torch.where(total > 0, samples / total, 0.0).unbind(), strict=True))
     return float(samples), tuple(micro._replace(weights=_times(micro.weights, factors)) for micro in micros)
+
+
+def _total(sums: Tensor, exact: ExactPieces | None, group: Any) -> Tensor:
+    """Sums each microbatch's part, over all data slices; verify's tests plant a fault here."""
+    if exact is not None and group is not None:
+        return exact.gathered(sums, group).sum(0)
+    total = sums.sum(0)
+    if group is not None:
+        torch.distributed.all_reduce(total, group=group)
+    return total
 
 
 def _times(weights: LossWeights, factors: Mapping[str, Tensor]) -> LossWeights:

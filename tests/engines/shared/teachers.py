@@ -114,7 +114,7 @@ class Distilled(Task):
 
 
 class Written(Distilled):
-    """Its teacher moves in forward."""
+    """Mean teacher that moves in forward."""
 
     way: Literal["forward", "forward_data", "codebook"] = "forward"
     after_step = Task.after_step

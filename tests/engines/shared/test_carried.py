@@ -1,4 +1,4 @@
-"""What a model keeps in attributes: the same under every plan, exact on resume, apart from evaluation, or refused."""
+"""State in a model's attributes: the same under every plan, exact on resume, apart from evaluation, or refused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a training's end says of random numbers that were not those of one process."""
+"""Remarks at a training's end on random numbers that were not those of one process."""
 
 from __future__ import annotations
 

@@ -93,7 +93,7 @@ class Outcome:
     remarks: Sequence[str] = ()
     """The engine's remarks on the plan's execution."""
     limited_validation: str = ""
-    """What an evaluation of all batches would take, where `validation_batches` leaves some out."""
+    """Estimate of what an evaluation of all batches would take, where `validation_batches` leaves some out."""
 
 
 class Watcher:
