@@ -44,7 +44,6 @@ MODULES = (
     "grappe.cli.commands",
     "grappe.verbs.train",
 )
-PR_SET_PDEATHSIG = 1
 
 
 class WarmProcess(subprocess.Popen):
@@ -113,7 +112,7 @@ def _address() -> str:
             [sys.executable, "-m", "tests.warm", str(listener.fileno()), name[1:]],
             env={**os.environ, MARK: BLANK, "OMP_WAIT_POLICY": "passive"},
             pass_fds=[listener.fileno()],
-            stdin=subprocess.DEVNULL,
+            stdin=subprocess.PIPE,  # closed when this process ends, however it does
             cwd=Path(__file__).parents[1],
         )
     atexit.register(process.wait)
@@ -123,9 +122,7 @@ def _address() -> str:
 
 def _serve(listener: socket.socket, name: str) -> None:
     """Forks a program for each connection, until the process of pytest ends."""
-    libc = ctypes.CDLL(None)
-    libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    getenv = libc.getenv
+    getenv = ctypes.CDLL(None).getenv
     getenv.restype = ctypes.c_void_p
     mark = getenv(MARK.encode())  # in the memory that /proc/PID/environ shows
     sys.path[:] = [entry for entry in sys.path if entry not in ("", str(Path.cwd()))]
@@ -140,7 +137,10 @@ def _serve(listener: socket.socket, name: str) -> None:
     signal.set_wakeup_fd(woken.fileno())
     running: dict[int, socket.socket] = {}
     while True:
-        if wake in select.select([listener, wake], [], [])[0]:
+        ready = select.select([listener, wake, 0], [], [])[0]
+        if 0 in ready:
+            os._exit(0)
+        if wake in ready:
             wake.recv(4096)
             _tell_ends(running)
             continue

@@ -41,6 +41,7 @@ SPREADERS = (os.path.join("torch", "distributed"), "deepspeed")  # noqa: PTH118 
 OF_MODES = (
     __file__, *(os.path.join("torch", name) for name in ("overrides.py", "_ops.py", "_compile.py")),  # noqa: PTH118
     os.path.join("torch", "_dynamo", "eval_frame.py"),  # noqa: PTH118
+    call_in_mode.__code__.co_filename,
 )  # fmt: skip
 """Files of the frames that modes put between a layer and its operator."""
 INSTEAD = (
