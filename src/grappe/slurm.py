@@ -88,12 +88,13 @@ def queue(
 
     Args:
         until_empty: return only when no job is left.
-            every: seconds between queries of Slurm; sites ask for few queries.
+        every: seconds between queries of Slurm; sites ask for few queries.
     """
     numbers = None if only is None else [job.job for job in only]
     while True:
-        entries = slurm.queue(numbers) if numbers != [] else []
-        if not until_empty or not entries:
+        ask = slurm.queue_now if until_empty else slurm.queue
+        entries = ask(numbers) if numbers != [] else []
+        if entries is not None and (not until_empty or not entries):
             return entries
         time.sleep(every)
 
@@ -199,15 +200,17 @@ def display_slurm_queue(name: str | None = None, timestep: float = jobs.QUERY_SE
     """
     shown: list[str] | None = None
     while True:
-        entries = [entry for entry in slurm.queue() if name is None or entry.name == name]
-        lines = [
-            f"{entry.job}  {entry.name}  {entry.state}  {entry.reason}  {entry.left}" for entry in entries
-        ]
-        if lines != shown:
-            say("\n".join(lines) or "no job is left in the queue")
-        if not entries:
-            return
-        shown = lines
+        if (entries := slurm.queue_now()) is not None:
+            lines = [
+                f"{entry.job}  {entry.name}  {entry.state}  {entry.reason}  {entry.left}"
+                for entry in entries
+                if name in (None, entry.name)
+            ]
+            if lines != shown:
+                say("\n".join(lines) or "no job is left in the queue")
+            if not lines:
+                return
+            shown = lines
         time.sleep(timestep)
 
 

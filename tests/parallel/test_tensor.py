@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from grappe import Arrays
+from grappe.errors import PlanError
+from grappe.parallel.tensor import SplitOutputs, split_convolutions
 from grappe.tasks.cifar10 import Cifar10
 from grappe.tasks.coatnet import CoAtNet
 from grappe.tasks.digits import Digits
@@ -82,3 +87,27 @@ def test_attention_beside_convolutions_learns_the_same(pool: Pool) -> None:
 def test_channels_that_do_not_divide_are_refused(pool: Pool) -> None:
     [*words] = pool.run("tests.engines.told:told", 4, FewPhotos(), "tensor=4", 1)
     assert all("tensor=4: Conv2d(3, 6" in text and "take a divisor" in text for text in words)
+
+
+class Standardised(nn.Conv2d):
+    """A convolution with a forward of its own."""
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        weight = self.weight - self.weight.mean((1, 2, 3), keepdim=True)
+        return nn.functional.conv2d(input, weight, self.bias)
+
+
+@pytest.mark.parametrize(
+    "layer",
+    [
+        Standardised(2, 4, 3),
+        nn.Conv2d(2, 4, 3, padding=1, padding_mode="reflect"),
+        nn.Conv2d(2, 4, 3, groups=2),
+        nn.ConvTranspose2d(2, 4, 3),
+    ],
+)
+def test_a_layer_that_computes_something_else_is_refused(layer: nn.Module) -> None:
+    mesh: Any = SimpleNamespace(size=lambda: 2)
+    assert not split_convolutions(nn.Sequential(layer))
+    with pytest.raises(PlanError, match=type(layer).__name__):
+        SplitOutputs()._apply(layer, mesh)

@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 
 from grappe import sites
+from grappe import slurm as notebook
 from grappe.errors import UsageError
-from grappe.sites.slurm import ControllerDown, probed, queue, rows
+from grappe.sites.slurm import ControllerDown, NoAnswer, SlurmError, probed, queue, queue_now, rows, run
 
 TEXT = """cpu|64|257000+|(null)|1-00:00:00|100
 gpu*|48|498000|gpu:a100:4(S:0-1),tmp:1|7-00:00:00|12
@@ -67,7 +68,46 @@ def test_a_controller_is_alive_if_one_of_them_is_or_nobody_can_ask(
         (tmp_path / name).chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path))
     if backup == "DOWN":
+        assert queue_now() is None
         with pytest.raises(ControllerDown, match="gives no answer"):
             queue()
     else:
         assert [entry.job for entry in queue()] == ["7"]
+
+
+def answers(folder: Path, monkeypatch: pytest.MonkeyPatch, sbatch: str) -> None:
+    """Puts stand-ins of Slurm's commands on the PATH."""
+    lines = {"sbatch": sbatch, "scontrol": "echo UP", "sinfo": "echo 'cpu*|64|257000|(null)|1-00:00:00|100'"}
+    for name, line in lines.items():
+        (folder / name).write_text(f"#!/bin/sh\n{line}\n")
+        (folder / name).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{folder}:/usr/bin:/bin")
+
+
+def test_a_run_whose_job_may_be_in_the_queue_keeps_its_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(NoAnswer, match="no answer in 0 s"):
+        run("sleep", "9", seconds=0.1)
+    answers(tmp_path, monkeypatch, "echo 'Socket timed out on send/recv operation' >&2; exit 1")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(NoAnswer, match="may be in the queue"):
+        notebook.submit("digits --run run --plan device=cpu", site="generic", account="a")
+    assert (tmp_path / "run/logs/submit-1.sh").is_file()
+
+
+def test_a_refused_submission_takes_back_what_it_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another command may write into the run's folder meanwhile."""
+    (tmp_path / "bin").mkdir()
+    other = tmp_path / "runs/run/mine"
+    monkeypatch.chdir(tmp_path)
+    for meanwhile, left in (("true", []), (f"touch {other}", ["bin", "runs", "runs/run", "runs/run/mine"])):
+        answers(tmp_path / "bin", monkeypatch, f"{meanwhile}; echo no >&2; exit 1")
+        with pytest.raises(SlurmError, match="no"):
+            notebook.submit("digits --run runs/run --plan device=cpu", site="generic", account="a")
+        found = {
+            str(entry.relative_to(tmp_path)) for entry in tmp_path.rglob("*") if "bin/" not in str(entry)
+        }
+        assert found == {"bin", *left}

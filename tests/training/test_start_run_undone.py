@@ -10,14 +10,16 @@ import pytest
 import torch
 
 from grappe.checkpoint.format import leftovers
+from grappe.checkpoint.lease import Lease
 from grappe.engines.base import EngineSetup
 from grappe.engines.native import Native
 from grappe.errors import GrappeError, PlanError, RunError
+from grappe.launch.files import kind
 from grappe.launch.rank import ProcessRank
 from grappe.plan import Plan
 from grappe.training.options import Options
 from grappe.training.request import Request
-from grappe.training.run import Run
+from grappe.training.run import FAILED, Run
 from grappe.training.task_reference import TaskReference
 from grappe.training.worker import worker
 from tests.parity.tasks import Images
@@ -83,6 +85,8 @@ def test_a_plan_that_the_engine_refuses_leaves_nothing(
     def refuse(self: Native, setup: EngineSetup) -> None:
         assert (folder / "checkpoints" / "step-000000").is_dir()
         (folder / "logs" / "rank-0.log").write_text("begun")
+        first = folder / "checkpoints" / "step-000000"
+        first.rename(first.with_name("step-000007"))  # where the other program's training stood
         raise PlanError("no such plan")
 
     monkeypatch.setattr(Native, "__init__", refuse)
@@ -155,3 +159,14 @@ def test_one_of_many_starts_at_the_same_moment_begins_the_run(tmp_path: Path) ->
         assert len(began) == 1
         assert Run(folder).read_id() == str(began[0])
         assert sorted(files(folder)) == ["checkpoints", "logs", "run.json"]
+
+
+def test_a_start_that_lost_its_lease_notes_no_failure_in_its_successors_run(tmp_path: Path) -> None:
+    run = Run.create(tmp_path / "run", {})
+    mine, other = Lease(run.folder), Lease(run.folder)
+    other.take()
+    for lease, noted in ((mine, ""), (other, "file")):
+        with pytest.raises(RuntimeError), run.noting_failure(lease.token):
+            raise RuntimeError("lost")
+        assert kind(run.folder / FAILED) == noted
+    other.release()

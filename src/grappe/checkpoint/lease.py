@@ -51,7 +51,7 @@ class Lease:
 
     def held_by(self) -> str:
         """Names the living process that holds the lease; "": none."""
-        holder = self._holder()
+        holder = _holder(self._file)
         if holder is None or not _lives(holder):
             return ""
         return f"process {holder.pid} on {holder.host}{f', job {holder.job}' if holder.job else ''}"
@@ -76,7 +76,7 @@ class Lease:
 
     def check(self) -> None:
         """Raises RunError when another process has taken the lease."""
-        holder = self._holder()
+        holder = _holder(self._file)
         if holder is None or holder.token != self.token:
             who = (
                 f"process {holder.pid} on {holder.host}"
@@ -90,7 +90,7 @@ class Lease:
         self._stop.set()
         if self._thread is not None:
             self._thread.join()
-        holder = self._holder()
+        holder = _holder(self._file)
         if holder is not None and holder.token == self.token:
             with contextlib.suppress(OSError):  # it expires anyway; an error here would hide the one before
                 files.remove(self._file)
@@ -106,19 +106,26 @@ class Lease:
     def _write(self) -> None:
         write_json(self._file, {**_myself(), "token": self.token, "beat": time.time()})
 
-    def _holder(self) -> Holder | None:
-        try:
-            holder = read_json(self._file)
-            return Holder(
-                token=str(holder["token"]),
-                host=str(holder["host"]),
-                pid=int(holder["pid"]),
-                job=str(holder["job"]),
-                restart=int(holder["restart"]),
-                beat=float(holder["beat"]),
-            )
-        except (RunError, KeyError, TypeError, ValueError, OverflowError):
-            return None  # an incomplete lease blocks nobody
+
+def is_taken_over(folder: Path, token: str) -> bool:
+    """Returns whether another start than the one of `token` holds the lease of the run in `folder`."""
+    holder = _holder(folder / FILE)
+    return holder is not None and holder.token != token
+
+
+def _holder(file: Path) -> Holder | None:
+    try:
+        holder = read_json(file)
+        return Holder(
+            token=str(holder["token"]),
+            host=str(holder["host"]),
+            pid=int(holder["pid"]),
+            job=str(holder["job"]),
+            restart=int(holder["restart"]),
+            beat=float(holder["beat"]),
+        )
+    except (RunError, KeyError, TypeError, ValueError, OverflowError):
+        return None  # an incomplete lease blocks nobody
 
 
 def _myself() -> dict[str, Any]:

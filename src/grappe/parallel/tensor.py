@@ -33,10 +33,19 @@ class SplitOutputs(ParallelStyle):
     """Splits the outputs of an nn.Linear, or the output channels of an nn.Conv2d, and gathers them.
 
     Inputs and outputs are whole on every process, so that any module may follow.
+
+    Raises:
+        PlanError: the outputs do not divide, or the module computes something else: a subclass with a `forward` of its
+            own, a convolution with groups or another padding than zeros.
     """
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         layer: Any = module
+        if not _is_linear(module) and not _is_plain_convolution(module):
+            raise PlanError(
+                f"tensor={device_mesh.size()}: {module} is neither an nn.Linear nor an nn.Conv2d without groups that "
+                "pads zeros, with their own forward(): take it out of the tensor_plan()"
+            )
         outputs, size = len(layer.weight), device_mesh.size()
         if outputs % size:
             raise PlanError(
@@ -45,14 +54,15 @@ class SplitOutputs(ParallelStyle):
         for name, parameter in list(module.named_parameters(recurse=False)):
             part = distribute_tensor(parameter, device_mesh, [Shard(0)], src_data_rank=self.src_data_rank)
             module.register_parameter(name, nn.Parameter(part, requires_grad=parameter.requires_grad))
-        dim = -1 if isinstance(module, nn.Linear) else 1
+        linear = _is_linear(module)
+        dim = -1 if linear else 1
 
         def forward(inputs: Tensor) -> Tensor:
             # Each process has the part of the inputs' gradient that comes from its own outputs.
             copied = DTensor.from_local(inputs, device_mesh, [Replicate()], run_check=False)
             local, weight = copied.to_local(grad_placements=[Partial()]), layer.weight.to_local()
             bias = None if layer.bias is None else layer.bias.to_local()
-            if isinstance(module, nn.Linear):
+            if linear:
                 output = F.linear(local, weight, bias)
             else:
                 output = F.conv2d(local, weight, bias, layer.stride, layer.padding, layer.dilation)
@@ -65,11 +75,17 @@ class SplitOutputs(ParallelStyle):
 
 def split_convolutions(model: nn.Module) -> dict[str, ParallelStyle]:
     """Returns the styles that split the channels of each convolution without groups, by name."""
-    return {
-        name: SplitOutputs()
-        for name, module in model.named_modules()
-        if isinstance(module, nn.Conv2d) and module.groups == 1 and module.padding_mode == "zeros"
-    }
+    return {name: SplitOutputs() for name, module in model.named_modules() if _is_plain_convolution(module)}
+
+
+def _is_linear(module: nn.Module) -> bool:
+    return type(module).forward is nn.Linear.forward
+
+
+def _is_plain_convolution(module: Any) -> bool:
+    """Returns whether it computes what F.conv2d does: no subclass that standardises its weights, say."""
+    own = type(module).forward is nn.Conv2d.forward and type(module)._conv_forward is nn.Conv2d._conv_forward
+    return own and module.groups == 1 and module.padding_mode == "zeros"
 
 
 def split_tensors(model: nn.Module, task: Task, plan: Plan, world: World) -> None:

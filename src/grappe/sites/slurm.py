@@ -14,6 +14,7 @@ from grappe.sites.schema import PARTITION, Node, Queue, Site
 from grappe.words import first_line
 
 GONE = ("Invalid job id",)  # what squeue says of jobs that ended a while ago
+SILENT = ("Socket timed out", "Unable to contact slurm controller")
 PING_SECONDS = 4.0
 OF_THE_CONTROLLER = ("sbatch", "squeue", "sinfo", "scancel")
 ENDED = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY", "BOOT_FAIL", "DEADLINE")
@@ -44,6 +45,10 @@ class SlurmError(GrappeError):
 
 class ControllerDown(SlurmError):
     """Slurm's controller does not answer."""
+
+
+class NoAnswer(SlurmError):
+    """A command got no answer in time: it may have been carried out."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -97,7 +102,8 @@ def run(*words: str, both: bool = False, seconds: float = command.ANSWER_SECONDS
 
     Raises:
         UsageError: Slurm is not installed.
-        SlurmError: the command failed, or gave no answer in `seconds`.
+        SlurmError: the command failed.
+        NoAnswer: it gave no answer in `seconds`, or the controller gave it none.
         ControllerDown: the controller does not answer, which is known in PING_SECONDS.
     """
     if words[0] in OF_THE_CONTROLLER and shutil.which(words[0]):
@@ -110,7 +116,8 @@ def run(*words: str, both: bool = False, seconds: float = command.ANSWER_SECONDS
             "does the same here, and grappe submit --show --site NAME shows a script"
         ) from None
     except command.Failed as error:
-        raise SlurmError(str(error)) from None
+        silent = error.code is None or any(words in str(error) for words in SILENT)
+        raise (NoAnswer if silent else SlurmError)(str(error)) from None
 
 
 def submit(script: Path, *, test_only: bool = False) -> str:
@@ -118,12 +125,17 @@ def submit(script: Path, *, test_only: bool = False) -> str:
 
     Raises:
         SlurmError: sbatch rejects the script; its complete message, and the remedy.
+        NoAnswer: the job may be in the queue all the same.
     """
     options = ("--test-only",) if test_only else ("--parsable",)
     try:
         answer = run("sbatch", *options, str(script), both=test_only)
     except ControllerDown:
         raise
+    except NoAnswer as error:
+        raise NoAnswer(
+            f"{error}\n  the job may be in the queue all the same: grappe queue, before you submit it again"
+        ) from None
     except SlurmError as error:
         raise SlurmError(f"{error}{remedy(str(error))}") from None
     return answer.strip() if test_only else answer.strip().partition(";")[0]
@@ -149,6 +161,14 @@ def queue(jobs: Iterable[str] | None = None) -> list[Entry]:
             return []
         raise
     return entries(text)
+
+
+def queue_now(jobs: Iterable[str] | None = None) -> list[Entry] | None:
+    """Lists jobs as `queue` does; None if Slurm gives no answer now, which tells nothing about the jobs."""
+    try:
+        return queue(jobs)
+    except (ControllerDown, NoAnswer):
+        return None
 
 
 def entries(text: str) -> list[Entry]:

@@ -14,6 +14,7 @@ from typing import Any, TypedDict
 from grappe.checkpoint import format as checkpoint_format
 from grappe.checkpoint.commit import LARGEST_LIST, json_hash, read_json, strangers, write_json
 from grappe.checkpoint.format import Choice, leftovers, refuse_package, select
+from grappe.checkpoint.lease import is_taken_over
 from grappe.errors import GrappeError, PlanError, RunError
 from grappe.errors.foreign_text import printable
 from grappe.launch import files
@@ -163,13 +164,19 @@ class Run:
         files.replace(self.folder / DONE, b"")
 
     @contextlib.contextmanager
-    def noting_failure(self) -> Iterator[None]:
-        """Context of a start, in each of its processes: writes down the first error that ends it."""
+    def noting_failure(self, token: str) -> Iterator[None]:
+        """Context of a start, in each of its processes: writes down the first error that ends it.
+
+        Args:
+            token: the lease's; a start that has lost the lease to another writes nothing.
+        """
         try:
             yield
         except Exception as error:
             if isinstance(error, PlanError) and not files.kind(self.folder / METRICS):
                 raise  # a new run is taken back
+            if is_taken_over(self.folder, token):
+                raise  # the run's state is the other start's
             reason = str(error) if isinstance(error, GrappeError) else f"{type(error).__name__}: {error}"
             with contextlib.suppress(OSError, RunError):  # another process has failed before, say
                 files.replace(self.folder / FAILED, printable(reason, MOST_OF_REASON).encode(), new=True)
@@ -244,15 +251,16 @@ class Made:
             self._folders.append(folder)
 
     def undo(self) -> None:
-        """Removes run.json, the first checkpoint, its processes' logs, and the folders that are empty then."""
+        """Removes run.json, the checkpoints, its processes' logs, and the folders that are empty then."""
         logs = self.run / "logs"
         with contextlib.suppress(OSError, RunError):
             for name in files.names(logs) if logs in self._folders else ():
                 if name.startswith("rank-"):
                     files.remove(logs / name)
             if self.described:  # so nothing was in `checkpoints` before this start
-                first = checkpoint_format.step_folder(self.run / "checkpoints", 0)
-                for left in (*leftovers(first.parent), first):
+                checkpoints = self.run / "checkpoints"
+                saved = [saved.folder for saved in checkpoint_format.list_checkpoints(checkpoints)]
+                for left in (*leftovers(checkpoints), *saved):
                     if files.kind(left) == "folder" and not strangers(left):
                         files.remove_tree(left, IN_PART)
                 files.remove(self.run / DESCRIPTION)

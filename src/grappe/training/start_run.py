@@ -102,7 +102,7 @@ def start_run(request: RunRequest, world: World) -> Iterator[StartedRun]:
         folder, described, step, notes, token = start
         run = Run(folder)
         checkpoint = Checkpoint(folder=step_folder(run.checkpoints, step), step=step)
-        with run.noting_failure():
+        with run.noting_failure(token):
             yield StartedRun(
                 run=run, description=described, checkpoint=checkpoint, token=token, notes=notes, lease=lease
             )

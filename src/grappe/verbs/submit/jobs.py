@@ -128,9 +128,9 @@ def wait(run: Path, job: str = "", *, query_every: float = QUERY_SECONDS) -> int
         now = time.monotonic()
         if not queried or now - queried >= query_every:
             queried = now
-            if slurm.queue([job]):
+            if entries := slurm.queue_now([job]):
                 missed = 0.0
-            else:
+            elif entries is not None:
                 missed = missed or now
                 if (end := slurm.ended(job)) is not None and not exit_file.exists():
                     if end.state in ("COMPLETED", "FAILED") and not end.signal:

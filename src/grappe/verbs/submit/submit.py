@@ -7,7 +7,6 @@ import dataclasses
 import os
 import re
 import shlex
-import shutil
 import sys
 import tempfile
 import time
@@ -159,12 +158,17 @@ def _send(script: Script, text: str) -> str:
         ) from error
     try:
         job = slurm.submit(file)
+    except slurm.NoAnswer:
+        raise  # the job may start
     except GrappeError:
         if absent:
-            shutil.rmtree(script.run, ignore_errors=True)
-            for folder in absent[1:]:
-                with contextlib.suppress(OSError):  # another command has made a run there
-                    folder.rmdir()
+            with contextlib.suppress(OSError, RunError):
+                files.remove(file, IN_PART)
+                # Another command may have submitted a job of the same run just now.
+                if script.packages is not None and not any(map(SCRIPT_FILE.fullmatch, files.names(logs))):
+                    files.remove_tree(logs / script.packages.folder_name, IN_PART)
+            for folder in (logs, *absent):
+                files.remove_empty(folder)
         else:  # what was refused can be read, and is no submission
             files.rename(file, file.with_name(file.name.replace("submit", "refused", 1)), IN_PART)
         raise
