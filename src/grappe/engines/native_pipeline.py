@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -111,8 +112,8 @@ class PipelinedGradients:
             seed_dropout(setup.task.seed, batch.step, device, setup.world.data_rank, self._place)
             yield
             return
-        seed_dropout(setup.task.seed, batch.step, device, 0)
-        with whole_batch_draws(batch.microbatches[0].place), self._generators.of_step():
+        seed = functools.partial(seed_dropout, setup.task.seed, batch.step, device, 0)
+        with whole_batch_draws(batch.microbatches[0].place), self._generators.of_step(seed):
             yield
 
     def _first_pass(self, batch: Batch, losses: WholeBatchLosses) -> None:

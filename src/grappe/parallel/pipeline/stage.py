@@ -252,47 +252,58 @@ class StageGenerators:
     """Makes each stage draw the numbers that come after the earlier stages' in one process.
 
     Every microbatch draws the same numbers, those of the whole batch. So the states of torch's generators (5 kB) are
-    sent on after a stage's first forward in a step, and the next stage begins each of its forwards with them.
+    sent on after a stage's first forward in a step, and the next stage begins each of its forwards with them. The first
+    stage's are seeded.
     """
 
     def __init__(self, relay: Relay, world: World) -> None:
         self._relay, self._world = relay, world
         self._states: dict[int, Tensor] = {}
-        """By stage, the states at the beginning of its forwards in this step; empty outside of steps."""
+        """By stage after the first, the states at the beginning of its forwards in this step."""
+        self._seed: Callable[[], None] | None = None
+        self._of_cpu = len(torch.get_rng_state())
         self._sending: dict[int, tuple[dist.Work | None, Tensor]] = {}
         for stage in relay.stages:
             stage.register_forward_pre_hook(lambda stage, _: self._begin(stage))
             stage.register_forward_hook(lambda stage, *_: self._end(stage))
 
     @contextlib.contextmanager
-    def of_step(self) -> Iterator[None]:
-        """Context of a step's forwards; the generators are seeded, alike on all processes."""
-        self._states[0] = self._state()
+    def of_step(self, seed: Callable[[], None]) -> Iterator[None]:
+        """Context of a step's forwards.
+
+        Args:
+            seed: seeds the generators, alike on all processes.
+        """
+        self._seed = seed
         try:
             yield
             for work, _ in self._sending.values():
                 assert work is not None
                 work.wait()
         finally:
+            self._seed = None
             self._states.clear()
             self._sending.clear()
 
     def _begin(self, stage: Stage) -> None:
-        if not self._states:
+        if self._seed is None:
+            return
+        if stage.is_first:
+            self._seed()
             return
         if stage.number not in self._states:
-            state = torch.empty_like(self._states[0])
+            state = self._state()
             source = self._relay.rank_of(stage.number - 1)
             dist.recv(state, src=source, group=self._world.control, tag=stage.number)
             self._states[stage.number] = state
         state = self._states[stage.number]
-        torch.set_rng_state(state[: len(torch.get_rng_state())])
+        torch.set_rng_state(state[: self._of_cpu])
         if self._world.device.type == "cuda":
-            torch.cuda.set_rng_state(state[len(torch.get_rng_state()) :], self._world.device)
+            torch.cuda.set_rng_state(state[self._of_cpu :], self._world.device)
 
     def _end(self, stage: Stage) -> None:
         following = stage.number + 1
-        if not self._states or stage.is_last or following in self._sending:
+        if self._seed is None or stage.is_last or following in self._sending:
             return
         state, target = self._state(), self._relay.rank_of(following)
         work = dist.isend(state, dst=target, group=self._world.control, tag=following)
@@ -300,7 +311,6 @@ class StageGenerators:
 
     def _state(self) -> Tensor:
         """Returns the states of the generators of the CPU and of the device: uint8, one after the other."""
-        cuda = self._world.device.type == "cuda"
-        return torch.cat(
-            [torch.get_rng_state(), *([torch.cuda.get_rng_state(self._world.device)] if cuda else [])]
-        )
+        if self._world.device.type != "cuda":
+            return torch.get_rng_state()
+        return torch.cat([torch.get_rng_state(), torch.cuda.get_rng_state(self._world.device)])
