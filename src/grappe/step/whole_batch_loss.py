@@ -21,6 +21,7 @@ from torch import Tensor
 from grappe.data.batch import Batch, Microbatch
 from grappe.data.device_copy import sent
 from grappe.data.pieces import rows_of_slices
+from grappe.data.whole_batch_draws import whole_batch_draws
 from grappe.errors import TaskError
 from grappe.errors.user_code import at
 from grappe.launch.world import World, gather_into
@@ -150,7 +151,8 @@ class WholeBatchLosses:
         """Computes the loss of the whole batch, by microbatch of this process; without `scale` no gradients."""
         micros = batch.microbatches
         self._slices.begin(batch.samples)
-        with torch.set_grad_enabled(scale is not None):
+        # Every process has all rows, and so draws for them all as one process does.
+        with torch.set_grad_enabled(scale is not None), whole_batch_draws(None):
             output, leaves = self._gathered(micros, outputs, "the model's output", training=scale is not None)
             self._check_targets(micros)
             targets, _ = self._gathered(micros, [micro.targets for micro in micros], "the target")
