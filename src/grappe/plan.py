@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Mapping
 from typing import Literal
 
@@ -121,7 +122,7 @@ class Plan:
         """Returns the number of data slices of each global batch."""
         return self.replicate * self.shard
 
-    @property
+    @functools.cached_property
     def draws_whole_batches(self) -> bool:
         """Returns whether a model's random numbers are those that one process draws for the whole batch."""
         parts = self.data_parallel * self.microbatches

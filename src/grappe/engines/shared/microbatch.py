@@ -57,6 +57,7 @@ class MicrobatchRunner:
         reduction: LossReduction | None = None,
         first_forward: Callable[[Any], Any] | None = None,
     ) -> None:
+        OWN_DRAWS.clear()  # of a training before in this process
         self._setup, self._model, self._forward = setup, model, forward
         self._first_forward = first_forward or forward
         self.watch = WatchedForward(setup, model)
