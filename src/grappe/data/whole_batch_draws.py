@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from grappe.data.draw import mix
-from grappe.private_api.torch import intercept, set_intercepting
+from grappe.private_api.torch import intercept, is_shard_or_traced, set_intercepting
 
 
 class BatchRows(NamedTuple):
@@ -138,14 +138,13 @@ def _filled(operator: Any, tensor: Tensor, *arguments: Any, generator: Any = Non
         return operator(tensor, *arguments, generator=generator, **options)
     part = _part(tensor, rows)
     if part is None:
-        # A single integer of all its bits is another generator's seed.
-        alone = tensor.numel() != 1 or operator is torch.ops.aten.random_.default
-        generator = _own_generator(operator, tensor, rows) if alone else None
-        return operator(tensor, *arguments, generator=generator, **options)
-    words = 0
-    if part.dimension == 0 and part.first + part.size <= part.of and tensor.is_contiguous():
-        words = _words_each(operator, tensor.device, tensor.dtype, arguments)
-    if words:
+        if tensor.numel() == 1 and not _is_seed(operator, *arguments):
+            return operator(tensor, *arguments, **options)
+        with _own_stream(operator, tensor, rows):
+            return operator(tensor, *arguments, **options)
+    in_order = part.dimension == 0 and part.first + part.size <= part.of and tensor.is_contiguous()
+    plain = tensor.device.type == "cpu" and not any(isinstance(each, Tensor) for each in arguments)
+    if in_order and plain and (words := _words_each(operator, tensor.dtype, arguments)):
         each = words * (tensor.numel() // part.size)
         with _drawing(_NOTHING):
             _pass_over(each * part.first)
@@ -166,14 +165,18 @@ def _filled(operator: Any, tensor: Tensor, *arguments: Any, generator: Any = Non
         return tensor.copy_(own_part(drawn))
 
 
+def _is_seed(operator: Any, *arguments: Any) -> bool:
+    """Returns whether a single number that is drawn seeds other draws: an integer of 24 bits or more."""
+    most = arguments[-1] if arguments else None
+    return operator.overloadpacket is torch.ops.aten.random_ and (most is None or most >= 1 << 24)
+
+
 _SCRATCH = 1 << 13  # 64 kB: more would be asked of the system at each draw
 
 
 @functools.lru_cache(maxsize=256)
-def _words_each(operator: Any, device: torch.device, dtype: torch.dtype, arguments: tuple[Any, ...]) -> int:
+def _words_each(operator: Any, dtype: torch.dtype, arguments: tuple[Any, ...]) -> int:
     """Returns how many words of the CPU's generator each number takes, if they are drawn one by one; otherwise 0."""
-    if device.type != "cpu" or any(isinstance(argument, Tensor) for argument in arguments):
-        return 0
     generators = [torch.Generator().manual_seed(1) for _ in range(4)]
     at_once, first, then = (torch.empty(size, dtype=dtype) for size in (40, 17, 23))
     for tensor, generator in zip((at_once, first, then), (generators[0], *generators[1:2] * 2), strict=True):
@@ -206,11 +209,10 @@ def _native_dropout(operator: Any, tensor: Tensor, p: float, train: bool | None)
         return operator(tensor, p, train)
     part = _part(tensor, rows)
     if part is None:
-        mask = torch.empty_like(tensor, dtype=torch.bool)
-        mask.bernoulli_(1.0 - p, generator=_own_generator(operator, tensor, rows))
-    else:
-        with _drawing(part):
-            mask = own_part(operator(_for_all(tensor.detach(), part), p, True)[1])
+        with _own_stream(operator, tensor, rows):
+            return operator(tensor, p, train)
+    with _drawing(part):  # cloned, or the whole batch's would be kept for backward
+        mask = own_part(operator(_for_all(tensor.detach(), part), p, True)[1]).clone()
     return tensor * mask * (0.0 if p == 1.0 else 1.0 / (1.0 - p)), mask
 
 
@@ -231,8 +233,8 @@ def _own(operator: Any, *arguments: Any, **options: Any) -> Any:
     rows = _torchs_own(tensor, generator)
     if rows is None:
         return operator(*arguments, **options)
-    options["generator"] = _own_generator(operator, tensor, rows)
-    return operator(*(each for each in arguments if each is not None), **options)
+    with _own_stream(operator, tensor, rows):
+        return operator(*arguments, **options)
 
 
 FUSED = (
@@ -250,15 +252,12 @@ def _fused(operator: Any, tensor: Tensor, *arguments: Any, **options: Any) -> An
     )
     if rows is None or not rate:
         return operator(tensor, *arguments, **options)
-    generator = torch.cuda.default_generators[tensor.device.index]
-    before, offset = generator.get_state(), generator.get_offset()
-    generator.manual_seed(_own_seed(operator, rows))
-    try:
-        return operator(tensor, *arguments, **options)
-    finally:  # as far on as after the whole batch's
-        used = generator.get_offset() * rows.of // rows.size
-        generator.set_state(before)
-        generator.set_offset(offset + used)
+    with _own_stream(operator, tensor, rows) as generator:
+        result = operator(tensor, *arguments, **options)
+        used = generator.get_offset() // rows.size * rows.of
+    # As far on as after the whole batch's; offsets are multiples of 4.
+    generator.set_offset(generator.get_offset() + -(-used // 4) * 4)
+    return result
 
 
 # ---- What they share ---------------------------------------------------------------------------------------
@@ -269,11 +268,17 @@ def _torchs_own(tensor: Tensor, generator: Any) -> BatchRows | None:
     rows = _Now.rows
     if rows is None or rows.size >= rows.of or generator is not None or not tensor.numel():
         return None
-    return rows if type(tensor) in (Tensor, nn.Parameter) else None
+    return rows if _is_plain(tensor) or not is_shard_or_traced(tensor) else None
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    return type(tensor) in (Tensor, nn.Parameter) and not tensor.is_nested
 
 
 def _part(tensor: Tensor, rows: BatchRows) -> _Kept | None:
     """Finds the rows in a draw's shape: what is to be kept of the whole batch's draw."""
+    if not _is_plain(tensor):
+        return None
     shape = tensor.shape
     for dimension in range(min(2, len(shape))):
         if shape[dimension] == rows.size:
@@ -303,11 +308,19 @@ def _for_all(tensor: Tensor, part: _Kept) -> Tensor:
     return torch.empty_permuted(shape, order, dtype=tensor.dtype, device=tensor.device)
 
 
-def _own_seed(operator: Any, rows: BatchRows) -> int:
-    """Draws a seed that no other microbatch of the step has; a forward that runs again draws it again."""
+@contextlib.contextmanager
+def _own_stream(operator: Any, tensor: Tensor, rows: BatchRows) -> Iterator[torch.Generator]:
+    """Context in which torch's generator has a seed that no other microbatch of the step has.
+
+    A forward that runs again has the same seed again.
+    """
     OWN_DRAWS.add(operator.overloadpacket.__name__)
-    return mix(int(torch.empty((), dtype=torch.int64).random_()), rows.first)
-
-
-def _own_generator(operator: Any, tensor: Tensor, rows: BatchRows) -> torch.Generator:
-    return torch.Generator(tensor.device).manual_seed(_own_seed(operator, rows))
+    seed = mix(int(torch.empty((), dtype=torch.int64).random_()), rows.first)
+    cuda = tensor.device.type == "cuda"
+    generator = torch.cuda.default_generators[tensor.device.index] if cuda else torch.default_generator
+    before = generator.get_state()
+    generator.manual_seed(seed)
+    try:
+        yield generator
+    finally:
+        generator.set_state(before)

@@ -45,12 +45,15 @@ USED = tuple(
         ("torch", "_foreach_add_"),
         ("torch", "_foreach_mul_"),
         ("torch", "_foreach_norm"),
+        ("torch", "_ops"),
         ("torch", "_subclasses"),
         ("torch._C", "_dispatch_key_parse"),
         ("torch._C", "_dispatch_tls_is_dispatch_key_excluded"),
         ("torch._C", "_dispatch_tls_is_dispatch_key_included"),
         ("torch._C", "_dispatch_tls_set_dispatch_key_excluded"),
         ("torch._C", "_dispatch_tls_set_dispatch_key_included"),
+        ("torch._ops", "_HIGHER_ORDER_OP_DEFAULT_FALLTHROUGH_DISPATCH_KEYS"),
+        ("torch._ops", "_higher_order_ops"),
         ("torch._ops.OpOverload", "_schema"),
         ("torch.autograd.Variable", "_execution_engine"),
         ("torch.autograd.profiler", "_is_profiler_enabled"),
@@ -235,6 +238,15 @@ def fake_tensors() -> Any:
     return FakeTensorMode(allow_non_fake_inputs=True)
 
 
+def is_shard_or_traced(tensor: Tensor) -> bool:
+    """Returns whether a tensor is a DTensor, or one that has no values, since torch only traces."""
+    from torch._subclasses import FakeTensor
+    from torch._subclasses.functional_tensor import FunctionalTensor
+    from torch.distributed.tensor import DTensor
+
+    return isinstance(tensor, DTensor | FakeTensor | FunctionalTensor)
+
+
 INTERCEPTING_KEY = "DeferredInit"
 """A key of torch's dispatcher that torch itself uses for nothing, before autograd and before autocast."""
 _KEY = torch._C._dispatch_key_parse(INTERCEPTING_KEY)  # each parsing takes 2 microseconds
@@ -251,6 +263,10 @@ def intercept(functions: Mapping[str, Callable[[Any], Callable[..., Any]]]) -> A
     """
     everything, aten = torch.library.Library("_", "IMPL"), torch.library.Library("aten", "IMPL")
     everything.fallback(torch.library.fallthrough_kernel, INTERCEPTING_KEY)
+    # torch.cond and other operators in Python, which do not ask C++ what falls through.
+    torch._ops._HIGHER_ORDER_OP_DEFAULT_FALLTHROUGH_DISPATCH_KEYS.append(_KEY)
+    for operator in torch._ops._higher_order_ops.values():
+        operator.fallthrough(_KEY)
     for name, make in functions.items():
         packet, _, overload = name.partition(".")
         aten.impl(
