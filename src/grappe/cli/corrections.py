@@ -12,37 +12,25 @@ from cyclopts.exceptions import MissingArgumentError, UnusedCliTokensError
 from grappe.errors import GrappeError, UsageError
 
 COMMANDS = {
-    "bench": "measure",
     "benchmark": "measure",
-    "best": "runs",
     "check": "verify",
-    "compare": "report",
-    "dashboard": "report",
     "eval": "evaluate",
     "fit": "train",
-    "hpo": "tune",
     "infer": "predict",
-    "inference": "predict",
     "list": "runs",
     "ls": "runs",
     "lr": "lr-find",
     "lr_find": "lr-find",
-    "memory": "foresee",
-    "optimize": "tune",
-    "plan": "foresee",
-    "plans": "engines",
     "plot": "report",
     "profile": "measure",
     "run": "train",
     "sbatch": "submit",
     "search": "tune",
-    "show": "runs",
     "status": "runs",
     "stop": "cancel",
     "sweep": "tune",
     "tensorboard": "report",
     "test": "evaluate",
-    "top": "follow",
     "validate": "evaluate",
     "watch": "follow",
 }
@@ -110,13 +98,13 @@ def _option(typed: str, arguments: Sequence[str], options: Sequence[str]) -> str
     option, equals, value = typed.partition("=")
     name = option.lstrip("-").replace("-", "_")
     place = next(at for at, text in enumerate(arguments) if text.partition("=")[0] == option)
-    apart = not equals and place + 1 < len(arguments) and not arguments[place + 1].startswith("-")
+    dashed = f"--{name.replace('_', '-')}"
+    known = dashed in options
+    apart = not equals and place + 1 < len(arguments) and _is_value(name, arguments[place + 1], known)
     value = arguments[place + 1] if apart else value
     rest = [*arguments[:place], *arguments[place + 1 + apart :]]  # the command without the option
-
-    dashed = f"--{name.replace('_', '-')}"
     fields = _fields(rest) if "FIELDS" in options else frozenset[str]()
-    if dashed in options:
+    if known:
         return f"there is no option {option}: {_line(rest, dashed, value)}"
     if name in fields:
         return (
@@ -135,6 +123,16 @@ def _option(typed: str, arguments: Sequence[str], options: Sequence[str]) -> str
     return f"there is no option {option}: did you mean {close if close in options else f'{close[2:]}=…'}?"
 
 
+def _is_value(name: str, word: str, known: bool) -> bool:
+    """Returns whether the word after an option is its value, and not a field or the task."""
+    from grappe.plan import Plan
+
+    key = Plan.__dataclass_fields__.get(name)
+    if word.startswith("-") or ("=" in word and not known) or (key is not None and key.type == "bool"):
+        return False
+    return name not in PLAN_WORDS or ("{}" in PLAN_WORDS[name] and word.isdigit())
+
+
 def _line(rest: Sequence[str], *words: str) -> str:
     return shlex.join(["grappe", *rest, *filter(None, words)])
 
@@ -149,6 +147,7 @@ def _plan_words(name: str, value: str) -> str:
 
 
 def _with_plan(rest: Sequence[str], words: str) -> str:
+    rest = [part for text in rest for part in (text.split("=", 1) if text.startswith("--plan=") else [text])]
     if "--plan" not in rest[:-1]:
         return _line(rest, "--plan", words)
     place = rest.index("--plan") + 1

@@ -91,8 +91,10 @@ def unfit_packages() -> list[str]:
     lines = []
     for torch, name in itertools.product(distributions(name="torch"), ("torchvision", "torchaudio")):
         for companion in distributions(name=name):
-            pinned = re.search(r"^torch ?\(?==([\d.]+)", "\n".join(companion.requires or ()), re.MULTILINE)
-            if pinned is not None and pinned[1] != torch.version.partition("+")[0]:
+            pinned = re.search(
+                r"^torch ?\(?==([^\s,;)*]+)(?=[\s,;)]|$)", "\n".join(companion.requires or ()), re.MULTILINE
+            )
+            if pinned is not None and pinned[1] not in (torch.version, torch.version.partition("+")[0]):
                 lines.append(
                     f"{name} {companion.version} is made for torch {pinned[1]}, and torch {torch.version} is "
                     f"installed: install a {name} that fits, or remove it: pip uninstall {name}"

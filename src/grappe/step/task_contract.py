@@ -108,7 +108,7 @@ class Plateau(LRScheduler):
         name = task.monitor
         metrics = {} if name.startswith("loss") else metrics_of(task)
         metric = metrics.get(name)
-        if metric is None and not name.startswith(("loss", "training_")):
+        if metric is None and not name.startswith("loss"):
             raise method_error(task, "schedule", self._unknown(["loss", *metrics]))
         higher = False if metric is None and "loss" in name else getattr(metric, "higher_is_better", None)
         if higher is not None and higher != (schedule.mode == "max"):
