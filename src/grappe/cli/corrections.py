@@ -99,12 +99,12 @@ def _option(typed: str, arguments: Sequence[str], options: Sequence[str]) -> str
     name = option.lstrip("-").replace("-", "_")
     place = next(at for at, text in enumerate(arguments) if text.partition("=")[0] == option)
     dashed = f"--{name.replace('_', '-')}"
-    known = dashed in options
-    apart = not equals and place + 1 < len(arguments) and _is_value(name, arguments[place + 1], known)
+    exists = dashed in options
+    apart = not equals and place + 1 < len(arguments) and _is_value(name, arguments[place + 1], exists)
     value = arguments[place + 1] if apart else value
     rest = [*arguments[:place], *arguments[place + 1 + apart :]]  # the command without the option
     fields = _fields(rest) if "FIELDS" in options else frozenset[str]()
-    if known:
+    if exists:
         return f"there is no option {option}: {_line(rest, dashed, value)}"
     if name in fields:
         return (
@@ -123,12 +123,12 @@ def _option(typed: str, arguments: Sequence[str], options: Sequence[str]) -> str
     return f"there is no option {option}: did you mean {close if close in options else f'{close[2:]}=…'}?"
 
 
-def _is_value(name: str, word: str, known: bool) -> bool:
+def _is_value(name: str, word: str, exists: bool) -> bool:
     """Returns whether the word after an option is its value, and not a field or the task."""
     from grappe.plan import Plan
 
     key = Plan.__dataclass_fields__.get(name)
-    if word.startswith("-") or ("=" in word and not known) or (key is not None and key.type == "bool"):
+    if word.startswith("-") or ("=" in word and not exists) or (key is not None and key.type == "bool"):
         return False
     return name not in PLAN_WORDS or ("{}" in PLAN_WORDS[name] and word.isdigit())
 
