@@ -241,7 +241,7 @@ class StagedModel:
         for module in modules:
             module.eval()
         try:
-            with buffers_agreed(self.module, world.data_group):
+            with buffers_agreed(self.module, world.data_group), self._setup.carried.apart():
                 waiting: deque[Batch] = deque(maxlen=None if self.stages[-1].is_last else 0)
                 for micro, output in self.relay.forward(_microbatches(batches, waiting)):
                     with precision:

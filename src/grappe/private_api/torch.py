@@ -219,7 +219,7 @@ def operator_arguments(operator: Any) -> Sequence[Any]:
 
 def operator_mutates(operator: Any) -> bool:
     """Returns whether an operator changes one of its arguments."""
-    return operator._schema.is_mutable
+    return isinstance(operator, torch._ops.OpOverload) and operator._schema.is_mutable
 
 
 def end_data_workers(loaded: Any) -> None:

@@ -31,7 +31,6 @@ from grappe.data.loader import BatchLoader
 from grappe.engines.base import Engine, SavedState
 from grappe.engines.shared.carried import CarriedState
 from grappe.engines.shared.microbatch import remarks_on_draws
-from grappe.engines.shared.watched_forward import parameters_kept
 from grappe.errors import DivergedError, GrappeError, RunError, TaskError
 from grappe.errors.remedies import OVERWRITTEN, remedy
 from grappe.errors.user_code import FRAME, Line, is_users, is_users_file, sentence
@@ -378,11 +377,7 @@ class Training:
         order = session.validation.order
         batches = session.watchdog.counted(session.validation.rehearsed())
         try:
-            # What a forward writes is not known yet.
-            kept = (
-                parameters_kept(session.carried.model) if session.carried.model else contextlib.nullcontext()
-            )
-            with session.clock.during(phases.EVALUATION), refusing_late_parameters(), kept:
+            with session.clock.during(phases.EVALUATION), refusing_late_parameters():
                 scores = session.engine.evaluate(batches, min(order.batch_size, order.length))
             if isinstance(plateau := session.engine.train_state.schedule, Plateau):
                 plateau.score(scores.loss, scores.metrics)

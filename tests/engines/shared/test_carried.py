@@ -44,13 +44,19 @@ def test_hidden_states_are_those_of_one_process(pool: Pool, plan: str) -> None:
     assert spread["scores"].loss == pytest.approx(alone["scores"].loss, rel=1e-5)
 
 
-@pytest.mark.parametrize(("way", "plan"), [("hidden", "replicate=2"), ("hidden", "shard=2"), ("numbers", "")])
+@pytest.mark.parametrize(
+    ("way", "plan"),
+    [("hidden", "replicate=2"), ("hidden", "shard=2"), ("numbers", ""), ("rare", "replicate=2")],
+)
 def test_they_resume_to_the_bit_in_mid_epoch(pool: Pool, tmp_path: Path, way: Any, plan: str) -> None:
     said = part(pool, Stream(way=way), plan, tmp_path / "whole", STEPS)
     for steps in (2, STEPS):
         part(pool, Stream(way=way), plan, tmp_path / "run", steps)
     assert hashes(tmp_path / "run", STEPS) == hashes(tmp_path / "whole", STEPS)
-    assert any(name.startswith("carried.0.") for name in hashes(tmp_path / "run", STEPS))
+    assert any(
+        name.startswith("carried.1." if way == "rare" else "carried.0.")
+        for name in hashes(tmp_path / "run", STEPS)
+    )
     assert ("attribute 'strange' changes, and is not saved (object)" in said) == (way == "numbers")
 
 
@@ -76,6 +82,7 @@ def test_evaluation_changes_nothing_and_no_activation_is_saved(pool: Pool, tmp_p
     assert [name for name in hashes_of(kept[0][0]) if name.startswith("carried.0.")] == [
         "carried.0.0",
         "carried.0.1",
+        "carried.0.2",
     ]
 
 

@@ -44,12 +44,15 @@ class AfterStep:
         if self._split:
             reshard(self._model)
         before = {} if self._checked else dict(self._model.named_parameters())
-        seed_generators(mix(self._task.seed, step, WORD), self._world.device)
-        drawn = _generator_states(self._world)
-        with torch.no_grad(), DataIsCopied():
-            user_call(self._task, "after_step", self._model)
+        device = self._world.device
+        with torch.random.fork_rng([device] if device.type == "cuda" else []):
+            seed_generators(mix(self._task.seed, step, WORD), device)
+            drawn = None if self._checked else _generator_states(self._world)
+            with torch.no_grad(), DataIsCopied():
+                user_call(self._task, "after_step", self._model)
+            draws = drawn is not None and _generator_states(self._world) != drawn
         if not self._checked:
-            self._check(before, draws=_generator_states(self._world) != drawn)
+            self._check(before, draws=draws)
             self._checked = True
 
     def _check(self, before: dict[str, nn.Parameter], *, draws: bool) -> None:

@@ -88,9 +88,9 @@ def _equal_leaves(a: Any, b: Any) -> bool:
 
 
 def has_rows(value: Any, rows: int) -> bool:
-    """Returns whether a value is tensors that have `rows` rows, in one dimension or another."""
+    """Returns whether a value is tensors that have `rows` rows, in one dimension and no other, as a mask [L, L] has."""
     leaves = tree_leaves(value)
-    return bool(leaves) and all(is_state(leaf) and rows in leaf.shape for leaf in leaves)
+    return bool(leaves) and all(is_state(leaf) and leaf.shape.count(rows) == 1 for leaf in leaves)
 
 
 @contextlib.contextmanager
@@ -120,9 +120,9 @@ class CarriedState:
         self._first: Attributes = {}
         self._said: set[Place] = set()
         self.unread: set[Place] = set()
-        """Attributes that a forward sets before it reads them, an activation to look at say: they are not carried."""
-        self.written: set[str] = set()
-        """Parameters that a forward writes."""
+        """Attributes that a forward sets before it reads them; with rows, an activation say, they are not carried."""
+        self.written: set[str] | None = set()
+        """Parameters that a forward writes; None: a training has begun, and its first forward has not run."""
         self.rows = 0
         """Rows of the last microbatch."""
         self.repeated: str | None = None
@@ -130,7 +130,7 @@ class CarriedState:
 
     def begin(self, model: nn.Module) -> None:
         """Notes the attributes as they are: what differs later is carried."""
-        self.model, self._first = model, copied_attributes(model)
+        self.model, self._first, self.written = model, copied_attributes(model), None
 
     def changed(self, since: Attributes | None = None) -> Attributes:
         """Returns the attributes that are not what they were, at the beginning or in a copy `since`."""
@@ -138,7 +138,8 @@ class CarriedState:
         return {
             place: value
             for place, value in ({} if self.model is None else attributes(self.model)).items()
-            if place not in self.unread and not (place in before and _equal(value, before[place]))
+            if not (place in self.unread and has_rows(value, self.rows))
+            and not (place in before and _equal(value, before[place]))
         }
 
     @contextlib.contextmanager
@@ -158,16 +159,24 @@ class CarriedState:
             yield
 
     def tensors(self, world: World) -> dict[str, Tensor]:
-        """Returns this data slice's attributes, to save."""
+        """Returns this data slice's attributes, to save; none if no slice has changed any. Collective."""
         values, tensors = self.changed(), list[Tensor]()
-        if not values or not world.speaks_for_buffers or world.coordinates()["pipeline"][1] > 1:
+        staged = world.coordinates()["pipeline"][1] > 1
+        changed = any(world.gather(bool(values)))
+        if staged and changed and world.rank == 0 and not self._said:
+            say(
+                "the model's attributes change, and are not saved under pipeline=: a resumed training begins with them "
+                "as model() makes them"
+            )
+            self._said.add(("", ""))
+        if staged or not changed or not world.speaks_for_buffers:
             return {}
         trees: dict[str, dict[str, Any]] = {}
         for (path, name), value in values.items():
             try:
                 trees.setdefault(path, {})[name] = _encoded(value, tensors)
             except TypeError as error:
-                if (path, name) not in self._said and world.rank == 0:
+                if (path, name) not in self._said | self.unread and world.rank == 0:
                     shown = f"{path}.{name}".lstrip(".")
                     say(
                         f"the model's attribute '{shown}' changes, and is not saved ({error}): a resumed training "
@@ -175,7 +184,8 @@ class CarriedState:
                     )
                 self._said.add((path, name))
         own = f"{CARRIED}{world.data_rank}"
-        text = json.dumps({"rows": self.rows, "attributes": trees}).encode()
+        unread = sorted(self.unread & values.keys())
+        text = json.dumps({"rows": self.rows, "attributes": trees, "unread": unread}).encode()
         named = {f"{own}.{number}": tensor for number, tensor in enumerate(tensors)}
         return {own: torch.frombuffer(bytearray(text), dtype=torch.uint8), **named}
 
@@ -191,9 +201,6 @@ class CarriedState:
         texts = [json.loads(saved.read(f"{CARRIED}{n}").numpy().tobytes()) for n in range(slices)]
         alike = slices == world.data_size
         own = texts[world.data_rank if alike else 0]
-        if not alike and any(text["attributes"] != own["attributes"] for text in texts):
-            raise RunError(_several(slices))
-
         values, rows = attributes(self.model), [text["rows"] for text in texts]
 
         def read(number: int, place: Place) -> Tensor:
@@ -209,9 +216,18 @@ class CarriedState:
             for name, tree in named.items():
                 if path not in paths or name in OF_MODULES or name.startswith(OF_LIBRARIES):
                     raise KeyError(name)
-                values[path, name] = _decoded(tree, functools.partial(read, place=(path, name)), world)
+                try:
+                    if not alike and any(
+                        text["attributes"].get(path, {}).get(name) != tree for text in texts
+                    ):
+                        raise RunError(_several(slices))
+                    values[path, name] = _decoded(tree, functools.partial(read, place=(path, name)), world)
+                except RunError:  # what no forward reads, the last loss say, may differ
+                    if [path, name] not in own.get("unread", []):
+                        raise
         _put(self.model, values)
         self.rows = own["rows"]
+        self.unread |= {(path, name) for path, name in own.get("unread", [])}
 
 
 def _shapes(value: Any) -> list[Any]:

@@ -188,6 +188,10 @@ def within(
     return call
 
 
+def _parameters_kept(setup: EngineSetup, model: nn.Module) -> contextlib.AbstractContextManager[None]:
+    return parameters_kept(setup.carried.model or model, setup.carried.written)
+
+
 @torch.no_grad()
 def first_pass(
     losses: AnyLosses,
@@ -212,7 +216,7 @@ def first_pass(
     if not isinstance(losses, WholeBatchLosses) or not losses.look_ahead_needed(batch):
         return
     outputs = []
-    with nothing_changed(model, setup.world.device):
+    with nothing_changed(model, setup.world.device), _parameters_kept(setup, model):
         for number, micro in enumerate(batch.microbatches):
             with contextlib.nullcontext() if micro.rows else ignoring_padding(model):
                 outputs.append(forward(number, micro))
@@ -245,7 +249,7 @@ def evaluate(
             buffers_agreed(model, world.data_group),
             autocast(plan.precision, world.device),
             setup.carried.apart(),
-            parameters_kept(setup.carried.model or model, setup.carried.written),
+            _parameters_kept(setup, model),
         ):
             for batch in batches:
                 for micro in batch.microbatches:

@@ -102,7 +102,7 @@ class WatchedForward:
         with writes_seen(self._model, note), sets_before_reads(self._model) as unread:
             yield
         self._carried.unread |= unread
-        self._carried.written |= lines.keys()
+        self._carried.written = set(lines)
         several = self._carried.repeated or several_forwards(plan)
         why = not_kept(plan, several)
         if why is None:
@@ -200,6 +200,13 @@ def writes_seen(model: nn.Module, before_write: BeforeWrite) -> Iterator[None]:
 class InPlaceWrites(TorchDispatchMode):
     """Mode that sees the operators that change a parameter's memory."""
 
+    supports_higher_order_operators = True
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Returns True: what the user compiles, and torch.cond, is compiled under this mode too."""
+        return True
+
     def __init__(self, model: nn.Module, before_write: BeforeWrite) -> None:
         super().__init__()
         self._model, self._before_write = model, before_write
@@ -271,9 +278,8 @@ def sets_before_reads(model: nn.Module) -> Iterator[set[Place]]:
             kind.__setattr__(self, name, value)
 
         methods = {"__getattribute__": get, "__setattr__": put, "__module__": kind.__module__}
-        with contextlib.suppress(
-            TypeError
-        ):  # a class that cannot be derived from: its attributes count as read
+        # The attributes of a class that cannot be derived from count as read. type() would call __init_subclass__.
+        with contextlib.suppress(Exception):
             module.__class__ = type(kind.__name__, (kind,), methods)
             watched.append((module, kind))
     try:

@@ -585,8 +585,7 @@ def _trained(plain: Task, request: ReferenceRequest, world: World) -> Reference:
         carried.begin(probe)
         with writes_seen(probe, lambda name, _: written.append(name)), sets_before_reads(probe) as unread:
             task.forward(probe, rows.inputs)
-        carried.unread |= unread
-        changed = carried.changed()
+        changed = {place: value for place, value in carried.changed().items() if place not in unread}
     kinds = {name: type(module).__name__ for name, module in probe.named_modules()}
     coupling = batch_coupled_modules(probe, task.forward, rows.part, len(rows.ids))
 
