@@ -89,7 +89,7 @@ def test_evaluation_changes_nothing_and_no_activation_is_saved(pool: Pool, tmp_p
 def test_verify_judges_it_and_names_it(pool: Pool) -> None:
     [verdict] = grappe.verify(Stream(), ["replicate=2,threads=1,device=cpu"], run=runner(pool))
     assert verdict.verdict == "same", verdict
-    assert "forward keeps hidden for the next batch" in verdict.notes
+    assert "forward keeps hidden, length for the next batch" in verdict.notes
 
 
 @pytest.mark.parametrize("plan", ["microbatches=2", "recompute", "exact=2"])
