@@ -73,7 +73,7 @@ def grappe(*words: str, cwd: Path, **variables: str) -> subprocess.CompletedProc
         ("tune digits", "rien n'est cherché : donnez un intervalle, lr=0.01..1:log, ou des valeurs"),
         ("sites nowhere", "il n'y a pas de site 'nowhere'"),
         ("runs --race 3", "--race=3 : donnez un score et un nombre à atteindre"),
-        ("wait", 'Commande "wait" : le paramètre RUN demande un argument.'),
+        ("wait", "il manque RUN : grappe wait --help"),
     ],
 )
 def test_an_error_is_told_in_french(words: str, french: str, tmp_path: Path) -> None:

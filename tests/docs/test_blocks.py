@@ -40,6 +40,10 @@ NOT_RUN = {
         "slurm.md",
         "import grappe.slurm",
     ): "needs a cluster; tests/docs/test_pieces.py holds its calls to their signatures",
+    (
+        "task.md",
+        "def model(self):\n    student = network()",
+    ): "a part of a task; tests/engines/shared/test_after_step.py trains such a teacher",
     ("lightning.md", "#SBATCH --nodes=2"): "a job script of the reader's",
     ("data.md", "srun --ntasks-per-node=1"): "a line of a job script of the reader's",
     ("export.md", "module load"): "needs a cluster's modules; tests/verbs/export runs the cmake lines",

@@ -23,10 +23,18 @@ def test_a_piece_of_code_takes_a_step(code: str) -> None:
     model = task.model()
     optimizer = names["optimizer"](task, model.named_parameters())
     before = [parameter.clone() for parameter in model.parameters()]
-    model(torch.randn(2, 1, 8, 8)).square().sum().backward()
-    optimizer.step()
+    inputs = torch.randn(2, 1, 8, 8)
+
+    def closure() -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = model(inputs).square().sum()
+        loss.backward()
+        return loss
+
+    closure()
+    optimizer.step(closure) if isinstance(optimizer, torch.optim.LBFGS) else optimizer.step()
     assert all(not torch.equal(*pair) for pair in zip(model.parameters(), before, strict=True))
 
 
 def test_there_are_some() -> None:
-    assert len(BLOCKS) == 3
+    assert len(BLOCKS) == 4

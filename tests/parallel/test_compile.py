@@ -45,6 +45,10 @@ class Two(Task):
         return torch.optim.SGD(named_parameters, lr=0.1)
 
 
+FORWARDS = 4
+"""The first step's is watched once without compilation; two steps; one evaluation."""
+
+
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Records each unit's compilation, each mark of a step and each forward of the first unit."""
@@ -80,12 +84,12 @@ def trained(plan: Plan) -> None:
 
 def test_each_forward_begins_a_step_of_graphs(calls: list[str]) -> None:
     trained(GRAPHS)
-    assert calls == ["compile reduce-overhead"] * 2 + ["mark", "forward"] * 3
+    assert calls == ["compile reduce-overhead"] * 2 + ["mark", "forward"] * FORWARDS
 
 
 def test_without_graphs_no_step_is_marked(calls: list[str]) -> None:
     trained(Plan.parse("compile"))
-    assert calls == ["compile None"] * 2 + ["forward"] * 3
+    assert calls == ["compile None"] * 2 + ["forward"] * FORWARDS
 
 
 def test_what_an_evaluation_keeps_is_a_copy() -> None:

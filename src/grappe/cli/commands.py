@@ -361,7 +361,8 @@ def completion_(shell: Literal["bash", "zsh", "fish"], /) -> int:
 
     For ~/.bashrc or ~/.zshrc: eval "$(grappe completion bash)". For fish: grappe completion fish | source
     """
-    print(completion.script(app, shell))
+    for line in completion.script(app, shell).splitlines():
+        say(line)
     return EXIT_OK
 
 

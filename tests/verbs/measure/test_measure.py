@@ -156,6 +156,7 @@ def test_nothing_is_sent_when_one_of_them_is_wrong(monkeypatch: pytest.MonkeyPat
     monkeypatch.chdir(tmp_path)
     sent: list[str] = []
     monkeypatch.setattr("grappe.verbs.submit.submit._send", lambda script, text: sent.append(text))
+    monkeypatch.setattr("grappe.sites.slurm.check_controller", lambda: None)
     with pytest.raises(PlanError):
         list(verb.send(dataclasses.replace(REQUEST, plans=("replicate=4", "replicat=8"))))
     with pytest.raises(UsageError, match="--steps=0"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 
 import pytest
 
@@ -202,11 +203,14 @@ def test_a_pipeline_differs_by_its_batch_normalisation_alone(pool: Pool) -> None
     assert (found.verdict, found.causes) == ("same but for these", ("batch normalisation (0.1)",))
 
 
+VAE = str(Path(__file__).parents[3] / "examples/gallery/vae.py")
+
+
 def test_one_plans_failure_leaves_the_others_their_rows(capfd: pytest.CaptureFixture) -> None:
-    found = list(verify("digits", ["tensor=2", "threads=1"], steps=2, note=progress))
+    found = list(verify(VAE, ["tensor=2", "threads=1"], steps=2, note=progress))
     assert [one.verdict for one in found] == ["failed", "same"]
     assert "tensor_plan" in found[0].causes[0]
     assert "tensor_plan" in repr(found[0]) and len(repr(found[1])) < 100
     assert [len(verdict_cells(one)) for one in found] == [len(COLUMNS)] * 2
-    assert "failed" in html_page("digits", found)
+    assert "failed" in html_page(VAE, found)
     assert "one plain process\ntensor=2\n" in capfd.readouterr().err
