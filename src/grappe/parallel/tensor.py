@@ -84,8 +84,7 @@ def _is_linear(module: nn.Module) -> bool:
 
 def _is_plain_convolution(module: Any) -> bool:
     """Returns whether it computes what F.conv2d does: no subclass that standardises its weights, say."""
-    own = type(module).forward is nn.Conv2d.forward and type(module)._conv_forward is nn.Conv2d._conv_forward
-    return own and module.groups == 1 and module.padding_mode == "zeros"
+    return type(module).forward is nn.Conv2d.forward and module.groups == 1 and module.padding_mode == "zeros"
 
 
 def split_tensors(model: nn.Module, task: Task, plan: Plan, world: World) -> None:
@@ -98,7 +97,13 @@ def split_tensors(model: nn.Module, task: Task, plan: Plan, world: World) -> Non
         return
     styles = tensor_styles(model, task, plan)
     assert world.mesh is not None
-    parallelize_module(model, world.mesh["tensor"], styles)
+    modules = dict(model.named_modules())
+    for name, style in styles.items():
+        # Under torch 2.8 a dotted name also styles a module of the outermost that has the name's last part.
+        if name in modules:
+            parallelize_module(modules[name], world.mesh["tensor"], style)
+        else:
+            parallelize_module(model, world.mesh["tensor"], {name: style})
 
 
 def tensor_styles(model: nn.Module, task: Task, plan: Plan) -> dict[str, ParallelStyle]:
