@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -97,6 +98,12 @@ def split_tensors(model: nn.Module, task: Task, plan: Plan, world: World) -> Non
         return
     styles = tensor_styles(model, task, plan)
     assert world.mesh is not None
+    split = any(isinstance(style, SplitOutputs) for style in styles.values())
+    if split and plan.shard > 1 and torch.__version__.startswith("2.8."):
+        raise PlanError(
+            f"plan: {plan}: torch 2.8 shards layers whose outputs are split wrongly: use torch 2.9 or newer, or "
+            "replicate= in place of shard="
+        )
     modules = dict(model.named_modules())
     for name, style in styles.items():
         # Under torch 2.8 a dotted name also styles a module of the outermost that has the name's last part.
