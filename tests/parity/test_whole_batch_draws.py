@@ -7,8 +7,8 @@ import functools
 import pytest
 
 from grappe.plan import Plan
-from tests.parity.cell import TOLERANCE, difference
 from tests.parity.drawn import Drawn
+from tests.parity.test_native import assert_learned_alike
 from tests.processes import Pool
 
 STEPS = 5
@@ -48,8 +48,4 @@ def alone(pool: Pool) -> dict:
 
 @pytest.mark.parametrize("plan", PLANS)
 def test_every_plan_draws_what_one_process_draws(pool: Pool, plan: str) -> None:
-    wanted, found = alone(pool), train(pool, plan)
-    gap, tensor = difference(wanted["weights"], found[0]["weights"])
-    assert gap <= TOLERANCE, f"{plan}: {tensor} is {gap:.1e} away"
-    for one in found:
-        assert one["losses"] == pytest.approx(wanted["losses"], rel=1e-5)
+    assert_learned_alike(train(pool, plan), alone(pool), plan)
