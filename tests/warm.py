@@ -32,6 +32,7 @@ from multiprocessing import forkserver, resource_tracker, util
 from pathlib import Path
 from typing import Any, NoReturn
 
+ENVIRONMENT = dict(os.environ)  # without what fixtures add: a cluster's end kills all that have its variable
 MARK = "GRAPPE_TEST"  # the variable by which all that descends from a command is found
 BLANK = "0" * 36  # as long as a mark
 GRAPPE = str(Path(sys.executable).with_name("grappe"))
@@ -110,7 +111,7 @@ def _address() -> str:
         listener.listen()
         process = subprocess.Popen(
             [sys.executable, "-m", "tests.warm", str(listener.fileno()), name[1:]],
-            env={**os.environ, MARK: BLANK, "OMP_WAIT_POLICY": "passive"},
+            env={**ENVIRONMENT, MARK: BLANK, "OMP_WAIT_POLICY": "passive"},
             pass_fds=[listener.fileno()],
             stdin=subprocess.PIPE,  # closed when this process ends, however it does
             cwd=Path(__file__).parents[1],

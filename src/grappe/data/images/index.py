@@ -164,7 +164,7 @@ def read_index(file: Path, source: Path, labels: LabelFiles) -> Index:
 
 def _bytes_of(file: Path) -> NDArray[np.uint8]:
     try:
-        raw = np.load(file, mmap_mode="r")  # a pickle is refused
+        raw = np.load(file, mmap_mode="r", allow_pickle=False)
     except OSError as error:
         raise Stale(f"it cannot be read: {error}") from None
     except Exception:  # its header is Python's text, and damage in it may raise anything
