@@ -44,8 +44,8 @@ def test_a_plan_that_is_not_foreseen_says_why_and_the_others_are_foreseen() -> N
     found = [one.foreseen for one in times.plans]
     assert "compile" in found[0].why
     assert found[1].needs is not None and found[1].needs.peak is None
-    times = foresee(f"{unusual.__file__}:Unchained", ["tensor=2"])
-    assert "tensor_plan" in times.plans[0].foreseen.why
+    times = foresee(f"{unusual.__file__}:Unchained", ["", "tensor=2"])
+    assert "tensor_plan" in times.plans[1].foreseen.why
 
 
 def test_units_that_are_not_the_model_refuse_a_pipeline_alone() -> None:
