@@ -26,6 +26,18 @@ def test_a_part_and_its_total_have_one_unit() -> None:
     ]  # fmt: skip
 
 
+def test_measured_numbers_have_four_significant_digits() -> None:
+    assert [words.format_number(each) for each in (0.98, 12.345, 999.96, 45123.4, 3.2e-5, 0.0, 2e12)] == [
+        "0.9800", "12.35", "1,000", "45,123", "3.200e-05", "0.000", "2.000e+12",
+    ]  # fmt: skip
+
+
+def test_a_column_that_says_nothing_is_left_out() -> None:
+    table = words.filled_table(("plan", "energy", "data", "step"), [("a", "", "-", "1"), ("b", "", "", "2")])
+    assert [column.header for column in table.columns] == ["plan", "step"]
+    assert [list(column.cells) for column in table.columns] == [["a", "b"], ["1", "2"]]
+
+
 def test_durations_have_three_figures() -> None:
     assert [words.format_seconds(each) for each in (2.4e-5, 0.00024, 0.0123, 1.25, 73.0)] == [
         "0.02 ms", "0.2 ms", "12.3 ms", "1.25 s", "73.00 s",

@@ -35,6 +35,11 @@ def format_seconds(seconds: float) -> str:
     return f"{1e3 * seconds:.1f} ms" if seconds >= 1e-4 else f"{1e3 * seconds:.2f} ms"
 
 
+def format_number(value: float) -> str:
+    """Formats a measured number to four significant digits: 0.9800, 12.35, 45,123, 3.200e-05."""
+    return f"{value:,.0f}" if 999.95 <= abs(value) < 1e9 else f"{value:#.4g}"
+
+
 def count_of(number: int, noun: str) -> str:
     """Formats a count with its noun: 1 step, 1,200 steps, 2 processes."""
     ending = "es" if noun.endswith("s") else "s"
@@ -74,7 +79,17 @@ def processor_name() -> str:
 
 
 def plain_table(*columns: str) -> Table:
-    """Makes a table without lines; without a header if no column has a name."""
-    from rich.table import Table
+    """Makes a table without lines, whose first column keeps its lines; without a header if no column has a name."""
+    from rich.table import Column, Table
 
-    return Table(*columns, box=None, show_header=any(columns), padding=(0, 2, 0, 0))
+    headers = [Column(name, overflow="fold", no_wrap=not index) for index, name in enumerate(columns)]
+    return Table(*headers, box=None, show_header=any(columns), padding=(0, 2, 0, 0))
+
+
+def filled_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
+    """Makes a table like `plain_table`, without the columns in which all cells are "" or "-"."""
+    kept = [index for index in range(len(columns)) if any(row[index] not in ("", "-") for row in rows)]
+    table = plain_table(*(columns[index] for index in kept))
+    for row in rows:
+        table.add_row(*(row[index] for index in kept))
+    return table

@@ -98,8 +98,8 @@ def test_thousands_have_a_space_in_french_but_where_they_were_typed() -> None:
             "fetching a b [##  ] 3 of 9 bytes, 1/s, 2 s left",
             "téléchargement de a b [##  ] 3 sur 9 octets, 1/s, encore 2 s",
         ),
-        ("trial 3 of 9: lr=0.1: failed: it diverged", "essai 3 sur 9 : lr=0.1 : échec : il a divergé"),
-        ("trial 3 of 9: lr=0.1: accuracy 0.97", "essai 3 sur 9 : lr=0.1 : accuracy 0.97"),
+        ("3 of 9: trial 2: lr=0.1: failed: it diverged", "3 sur 9 : essai 2 : lr=0.1 : échec : il a divergé"),
+        ("3 of 9: trial 2: lr=0.1: accuracy 0.97", "3 sur 9 : essai 2 : lr=0.1 : accuracy 0.97"),
         (
             "study a: 3 of 9 trials ended, 1 failed, 2 stopped early, 1 running, waiting: there is none",
             "étude a : 3 essais terminés sur 9, 1 en échec, 2 arrêtés tôt, 1 en cours, en attente : il n'y en a aucun",

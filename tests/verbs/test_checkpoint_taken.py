@@ -60,7 +60,7 @@ def test_an_older_one_is_never_taken_in_silence(run: Path, how: str, capfd: pyte
 
 def test_the_newest_needs_no_words_but_the_result_says_it(run: Path, capfd: pytest.CaptureFixture) -> None:
     assert str(grappe.load(run).grappe_checkpoint).endswith("step-000003")
-    assert grappe.evaluate(run, plan=PLAN).checkpoint == "step-000003 is taken, the newest"
+    assert grappe.evaluate(run, plan=PLAN).checkpoint == "step-000003 (newest)"
     assert "step-" not in capfd.readouterr().err
 
 
@@ -89,4 +89,4 @@ def test_one_that_is_asked_for_is_never_another(run: Path, which: str) -> None:
 
 def test_older_ones_can_be_asked_for(run: Path) -> None:
     assert str(grappe.load(run, checkpoint=1).grappe_checkpoint).endswith("step-000001")
-    assert grappe.evaluate(run, plan=PLAN, checkpoint="2").checkpoint == "step-000002 is taken, as asked for"
+    assert grappe.evaluate(run, plan=PLAN, checkpoint="2").checkpoint == "step-000002 (as asked)"

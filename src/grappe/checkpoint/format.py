@@ -15,6 +15,7 @@ from grappe.checkpoint.commit import MANIFEST, read_json, step_name, strangers, 
 from grappe.errors import RunError, UsageError
 from grappe.launch import files
 from grappe.launch.files import IN_CHECKPOINT, IN_PART, IN_RUN
+from grappe.words import format_number
 
 if TYPE_CHECKING:
     from grappe.checkpoint.tensor_file import TensorFiles
@@ -105,13 +106,15 @@ class Choice:
 
     checkpoint: Checkpoint | None
     """None: there is none that verifies."""
-    why: str = "the newest"
+    why: str = "newest"
     passed_over: tuple[str, ...] = ()
     """Checkpoints that might be newer, and are not taken: a sentence each."""
 
     def __str__(self) -> str:
-        taken = f"{self.checkpoint.folder.name} is taken" if self.checkpoint else "no checkpoint verifies"
-        return "; ".join((*self.passed_over, f"{taken}, {self.why}" if not self.passed_over else taken))
+        name = self.checkpoint.folder.name if self.checkpoint else ""
+        if name and not self.passed_over:
+            return f"{name} ({self.why})"
+        return "; ".join((*self.passed_over, f"{name} is taken" if name else "no checkpoint verifies"))
 
 
 def choose(folder: Path, run: str = "", saved: int | None = None) -> Choice:
@@ -161,7 +164,7 @@ def select(folder: Path, which: int | str | None, *, run: str = "", saved: int |
     problem = verify(checkpoint.folder, run)
     if problem is not None:
         raise RunError(f"{checkpoint.folder} does not verify: {problem}. {_others(folder)}")
-    return Choice(checkpoint=checkpoint, why="as asked for")
+    return Choice(checkpoint=checkpoint, why="as asked")
 
 
 def _best(folder: Path, run: str) -> Choice:
@@ -175,7 +178,7 @@ def _best(folder: Path, run: str) -> Choice:
     best = min(checkpoints, key=validation_loss, default=None)
     if best is None or validation_loss(best) == math.inf:
         raise RunError(f"no checkpoint of {folder.parent} has a validation loss. {_others(folder)}")
-    return Choice(checkpoint=best, why=f"the best: validation loss {validation_loss(best):.6g}")
+    return Choice(checkpoint=best, why=f"best: validation loss {format_number(validation_loss(best))}")
 
 
 def validation_loss(checkpoint: Checkpoint) -> float:

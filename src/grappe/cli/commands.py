@@ -31,6 +31,7 @@ from grappe.cli.exit import show, show_facts
 from grappe.errors import EXIT_FAILURE, EXIT_OK, UsageError
 from grappe.launch.terminal import progress, say
 from grappe.training.options import Options
+from grappe.words import format_number
 
 Trained = Annotated[
     bool,
@@ -157,7 +158,7 @@ def evaluate(
         return EXIT_OK
     facts = [("checkpoint", scores.checkpoint), ("samples", f"{scores.samples:,} of {split}, each once")]
     for name, value in (("loss", scores.loss), *scores.metrics.items()):
-        facts.append((name, f"{value:.6f}" if isinstance(value, float) else str(value)))
+        facts.append((name, format_number(value) if isinstance(value, float) else str(value)))
     show_facts(facts)
     return EXIT_OK
 

@@ -19,6 +19,7 @@ from grappe.launch.terminal import complain, say
 from grappe.sites.sbatch import JobOptions
 from grappe.training.options import Options
 from grappe.verbs.tune.study import SearchOptions, Study, Trial, best_of, open_study
+from grappe.words import filled_table, format_number
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -102,12 +103,13 @@ def _show(folder: Path) -> int:
     study = open_study(folder)
     trials = study.trials
     best = best_of(study.search, trials)
-    show(trial_table(study, trials, seconds=_training_seconds(study, trials)))
-    if best is None:
+    show(trial_table(study, trials, facts=_facts(study, trials)))
+    if best is None or best.value is None:
         running = any(trial.state == "open" for trial in trials)
         say("no trial has a result yet" if running else "no trial has a result")
         return EXIT_FAILURE
-    say(f"best: trial {best.number}, {study.search.metric} {best.value:.6g}, {study.run_folder(best.number)}")
+    value = f"{study.search.metric} {format_number(best.value)}"
+    say(f"best: trial {best.number}, {value}, {study.run_folder(best.number)}")
     say(train_command(study, best))
     return EXIT_OK
 
@@ -147,9 +149,11 @@ class _ProgressLines:
         for number in sorted(ended.keys() - self._reported):
             trial, metric = ended[number], progress.study.search.metric
             fields = " ".join(f"{name}={text}" for name, text in trial.fields.items())
-            result = f"failed: {trial.reason}" if trial.value is None else f"{metric} {trial.value:.6g}"
-            complain(f"trial {number} of {progress.total}: {fields}: {result}")
-        self._reported |= ended.keys()
+            result = (
+                f"failed: {trial.reason}" if trial.value is None else f"{metric} {format_number(trial.value)}"
+            )
+            self._reported.add(number)
+            complain(f"{len(self._reported)} of {progress.total}: trial {number}: {fields}: {result}")
         if progress.waiting != self._waiting:
             self._waiting = progress.waiting
             if self._waiting:
@@ -161,23 +165,20 @@ def trial_table(
     trials: Sequence[Trial],
     running: frozenset[int] = frozenset(),
     most: int | None = None,
-    seconds: Mapping[int, float] | None = None,
+    facts: Mapping[int, Mapping[str, str]] | None = None,
 ) -> Table:
     """A row for each trial, of the last `most`; the best is marked.
 
     Args:
-        seconds: by number, what the trainings took; None: no column for them.
+        facts: by number, further cells by their columns; None: there are none.
     """
-    from rich.table import Table
-
     from grappe.verbs.tune.schedule import rung_parts
 
-    names = list(study.search.space)
-    time = ["seconds"] if seconds is not None else []
-    table = Table("trial", study.search.metric, *time, *names, "", box=None, padding=(0, 2, 0, 0))
+    names, rows = list(study.search.space), list[list[str]]()
+    further = list(dict.fromkeys(name for cells in (facts or {}).values() for name in cells))
     best = best_of(study.search, trials)
     for trial in trials[-most:] if most else trials:
-        value = f"{trial.rungs[-1]:.6g}" if trial.rungs and trial.state != "failed" else ""
+        value = format_number(trial.rungs[-1]) if trial.rungs and trial.state != "failed" else ""
         what = trial.reason or trial.state
         if trial.number in running:
             what = "running"
@@ -187,11 +188,10 @@ def trial_table(
             what = "best" if trial is best else ""
         elif trial.state == "failed":
             what = f"failed: {trial.reason}"
-        took = (
-            [f"{seconds[trial.number]:.1f}" if trial.number in seconds else ""] if seconds is not None else []
-        )
-        table.add_row(str(trial.number), value, *took, *(trial.fields[name] for name in names), what)
-    return table
+        cells = (facts or {}).get(trial.number, {})
+        more = [cells.get(name, "") for name in further]
+        rows.append([str(trial.number), value, *more, *(trial.fields[name] for name in names), what])
+    return filled_table(("trial", study.search.metric, *further, *names, ""), rows)
 
 
 def summary(progress: SearchProgress) -> str:
@@ -221,16 +221,21 @@ def train_command(study: Study, trial: Trial) -> str:
     return shlex.join([*words, *(["--plan", plan] if plan else [])])
 
 
-def _training_seconds(study: Study, trials: Sequence[Trial]) -> dict[int, float]:
-    """Returns the seconds that the trainings took, all starts together, by number."""
+def _facts(study: Study, trials: Sequence[Trial]) -> dict[int, dict[str, str]]:
+    """Returns the other scores of each trial's last evaluation, and the seconds of all its starts, by number."""
     from grappe.training.run import Run
 
-    seconds = {}
+    facts = {}
     for trial in trials:
+        cells = facts.setdefault(trial.number, dict[str, str]())
         try:
-            used = Run(study.run_folder(trial.number)).read_description().get("used")
+            run = Run(study.run_folder(trial.number))
+            used = run.read_description().get("used")
         except RunError:
             continue
+        last = run.last_record("evaluation")
+        scores = {name: value for name, value in last.items() if isinstance(value, float) and name != "count"}
+        cells |= {name: format_number(scores[name]) for name in scores if name != study.search.metric}
         if isinstance(used, dict) and isinstance(duration := used.get("seconds"), int | float):
-            seconds[trial.number] = float(duration)
-    return seconds
+            cells["seconds"] = f"{duration:.1f}"
+    return facts

@@ -142,6 +142,13 @@ class Run:
                 if isinstance(record, dict) and kind in (None, record.get("kind")):
                     yield record
 
+    def last_record(self, kind: str) -> dict[str, Any]:
+        """Returns the newest record of a kind; {} if there is none."""
+        last: dict[str, Any] = {}
+        for record in self.records(kind):
+            last = record
+        return last
+
     def cut_back(self, step: int) -> None:
         """Drops the records of the curves after `step`, at which the training resumes."""
         kept = []

@@ -21,7 +21,8 @@ from grappe.launch.safe_console import SafeConsole
 from grappe.profiling.phases import PHASES
 from grappe.training.run import METRICS, Run
 from grappe.training.watchers.meter import USAGE
-from grappe.words import plain_table
+from grappe.verbs.runs import score_words
+from grappe.words import format_number, plain_table
 
 POLL_SECONDS = 0.5
 SILENT_SECONDS = 120.0
@@ -109,7 +110,7 @@ class RunView:
         epoch = number(step.get("epoch")) + 1
         rows.add_row("step", f"{step.get('step', 0)}, epoch {epoch:.0f}, lr {number(step.get('lr')):.3g}")
         if self._losses:
-            rows.add_row("loss", f"{self._losses[-1]:.4f}  {spark(self._losses)}")
+            rows.add_row("loss", f"{format_number(self._losses[-1])}  {spark(self._losses)}")
         for record in self.evaluations[-1:]:
             rows.add_row("validation", scores(record))
         if steps := number(used.get("steps")):
@@ -149,9 +150,7 @@ def spark(values: list[float], width: int = WIDTH) -> str:
 
 def scores(record: dict[str, Any]) -> str:
     """Formats an evaluation as one line."""
-    names = [name for name in record if name not in ("kind", "step", "samples", "count")]
-    values = ", ".join(f"{name} {record[name]:.4f}" for name in names if isinstance(record[name], float))
-    return f"step {record.get('step')}: {values}"
+    return f"step {record.get('step')}: {score_words(record)}"
 
 
 def follow(place: Path | str, stream: IO[str], *, sleep: Callable[[float], None] = time.sleep) -> str:

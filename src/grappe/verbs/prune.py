@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-
-from rich.table import Table
+from typing import TYPE_CHECKING
 
 from grappe.checkpoint.commit import strangers, verify
 from grappe.checkpoint.format import leftovers, list_checkpoints, remove, superfluous
@@ -13,6 +12,10 @@ from grappe.errors import RunError
 from grappe.launch import files
 from grappe.launch.files import IN_PART
 from grappe.training.run import Run
+from grappe.words import plain_table
+
+if TYPE_CHECKING:
+    from rich.table import Table
 
 Removed = tuple[Path, int]
 """A folder, and its bytes."""
@@ -60,7 +63,7 @@ def table(removed: list[Removed], *, dry_run: bool) -> Table | str:
     """Makes a table of removed folders and their bytes."""
     if not removed:
         return "nothing to remove"
-    shown = Table("would remove" if dry_run else "removed", "bytes", box=None, padding=(0, 2, 0, 0))
+    shown = plain_table("would remove" if dry_run else "removed", "bytes")
     for folder, size in removed:
         shown.add_row(str(folder), f"{size:,}")
     shown.add_row("together", f"{sum(size for _, size in removed):,}")

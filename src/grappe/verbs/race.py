@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from grappe.errors import RunError, UsageError
 from grappe.errors.foreign_text import number
 from grappe.training.run import Run, all_runs
-from grappe.words import plain_table, plan_name
+from grappe.words import filled_table, format_number, plan_name
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -170,7 +170,7 @@ def _costs(run: Run, about: dict[str, Any], crossing: float) -> dict[str, float 
 def board(entries: list[BoardEntry], target: Target, by: By) -> Table:
     """Makes the board, task by task: runs that reached the target by their costs, then others by their best score."""
     sign = "<=" if target.falls else ">="
-    table = plain_table(
+    columns = (
         "", "run", "who", "task", f"{target.name} {sign} {target.value:g}", "time", "samples", "GPU-hours",
         "core-hours", "energy", "plan", "hardware",
     )  # fmt: skip
@@ -181,7 +181,7 @@ def board(entries: list[BoardEntry], target: Target, by: By) -> Table:
         cost = entry.costs[by]
         return entry.task, False, math.inf if cost is None else cost
 
-    places = collections.Counter[str]()
+    places, rows = collections.Counter[str](), list[tuple[str, ...]]()
     for entry in sorted(entries, key=order):
         costs = entry.costs
         places[entry.task] += costs is not None
@@ -191,7 +191,8 @@ def board(entries: list[BoardEntry], target: Target, by: By) -> Table:
                 "unknown" if costs[name] is None else form.format(costs[name])
                 for name, form in COST_FORMATS.items()
             ]
-        reached = f"best {entry.best:.4f}" if costs is not None else f"not reached, best {entry.best:.4f}"
+        best = f"best {format_number(entry.best)}"
+        reached = best if costs is not None else f"not reached, {best}"
         place = str(places[entry.task]) if costs is not None else "-"
-        table.add_row(place, entry.run, entry.who, entry.task, reached, *cells, entry.plan, entry.hardware)
-    return table
+        rows.append((place, entry.run, entry.who, entry.task, reached, *cells, entry.plan, entry.hardware))
+    return filled_table(columns, rows)

@@ -11,7 +11,7 @@ from grappe.errors import RunError
 from grappe.errors.foreign_text import number
 from grappe.training.run import Run, all_runs
 from grappe.verbs.submit.jobs import submitted
-from grappe.words import plain_table, plan_name
+from grappe.words import filled_table, format_number, plain_table, plan_name
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -25,19 +25,19 @@ def listing(base: Path) -> Table | str:
     waiting = {entry: str(jobs[-1]["job"]) for entry, jobs in submissions.items() if jobs}
     if not runs and not waiting:
         return f"no run in {base}: grappe train digits makes one"
-    table = plain_table("run", "status", "step", "plan", "validation")
+    rows = list[tuple[str, ...]]()
     for run in runs:
         try:
             description = run.read_description()
         except RunError:
-            table.add_row(run.folder.name, "run.json cannot be read", "", "", "")
+            rows.append((run.folder.name, "run.json cannot be read", "", "", ""))
             continue
-        evaluation = _last(run, "evaluation")
-        step, plan = str(evaluation.get("step", "")), plan_name(description.get("plan"))
-        table.add_row(run.folder.name, run.read_status(description), step, plan, _scores(evaluation))
-    for run, job in waiting.items():
-        table.add_row(run.name, f"submitted, job {job}", "", "", "")
-    return table
+        evaluation = run.last_record("evaluation")
+        saved = max((checkpoint.step for checkpoint in list_checkpoints(run.checkpoints)), default=0)
+        step, plan = str(saved or evaluation.get("step", "")), plan_name(description.get("plan"))
+        rows.append((run.folder.name, run.read_status(description), step, plan, score_words(evaluation)))
+    rows += [(run.name, f"submitted, job {job}", "", "", "") for run, job in waiting.items()]
+    return filled_table(("run", "status", "step", "plan", "validation"), rows)
 
 
 def describe(folder: Path) -> Table:
@@ -54,14 +54,14 @@ def describe(folder: Path) -> Table:
     table.add_row("versions", _pairs(description.get("versions"), " "))
     for change in description.get("changes", []):
         table.add_row("changed", str(change))
-    step = _last(run, "step")
+    step = run.last_record("step")
     if step:
         loss = step.get("loss")
-        shown = f"{loss:.4f}" if isinstance(loss, float) else str(loss)
+        shown = format_number(loss) if isinstance(loss, float) else str(loss)
         table.add_row("last step", f"{step.get('step')}, loss {shown}")
-    if evaluation := _last(run, "evaluation"):
+    if evaluation := run.last_record("evaluation"):
         where = f"step {evaluation.get('step')}, {evaluation.get('samples')} samples"
-        table.add_row("evaluation", f"{where}: {_scores(evaluation)}")
+        table.add_row("evaluation", f"{where}: {score_words(evaluation)}")
     if used := description.get("used"):
         table.add_row("used", _used(used))
     for checkpoint in list_checkpoints(run.checkpoints):
@@ -99,18 +99,12 @@ def _pairs(named: Any, between: str) -> str:
     return " ".join(f"{name}{between}{value}" for name, value in named.items())
 
 
-def _last(run: Run, kind: str) -> dict[str, Any]:
-    last: dict[str, Any] = {}
-    for record in run.records(kind):
-        last = record
-    return last
-
-
-def _scores(evaluation: dict[str, Any]) -> str:
-    shown = {
+def score_words(evaluation: dict[str, Any]) -> str:
+    """Formats the scores of an evaluation's record: loss 0.06640, accuracy 0.9833."""
+    scores = {
         name: value for name, value in evaluation.items() if name not in ("kind", "step", "samples", "count")
     }
     return ", ".join(
-        f"{name} {value:.4f}" if isinstance(value, float) else f"{name} {value}"
-        for name, value in shown.items()
+        f"{name} {format_number(value) if isinstance(value, float) else value}"
+        for name, value in scores.items()
     )

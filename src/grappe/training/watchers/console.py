@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import shlex
 import statistics
 import sys
 from collections.abc import Callable, Mapping
@@ -16,7 +17,7 @@ from grappe.launch.terminal import UserStream
 from grappe.step.scores import Scores
 from grappe.training.watchers.base import Outcome, Record, RunInfo, Watcher
 from grappe.training.watchers.expected_end import ExpectedEnd
-from grappe.words import format_bytes
+from grappe.words import count_of, format_bytes, format_number
 
 REFRESH_SECONDS = 0.2
 CELL_SECONDS = 1.0  # a notebook keeps all that was written to it
@@ -24,6 +25,8 @@ CELL_WIDTH = 78
 IN_NOTEBOOK = "JPY_PARENT_PID"
 """Variable that Jupyter's kernels have, and the processes that they start."""
 SHOWN = 8  # processes whose memory is shown
+LITTLE = 0.05  # of a peak: less of parameters, gradients and optimizer state together is not shown
+TRAINING = "training_"
 WIDE = 96  # characters that the longest line takes
 
 
@@ -120,8 +123,8 @@ class Console(Watcher):
         loss = statistics.fmean(self._losses) if self._losses else math.nan
         self._clear_cell()
         self._console.print(
-            f"epoch {record.epoch + 1:>2}  step {record.step:>4}  loss {loss:.4f}{_metrics(record.metrics)}  "
-            f"lr {record.lr:.3g}  {rate:,.0f}{self._unit}"
+            f"epoch {record.epoch + 1:>2}  step {record.step:>4}  loss {format_number(loss)}"
+            f"{_metrics(record.metrics)}  lr {record.lr:.3g}  {rate:,.0f}{self._unit}"
         )
         self._losses, self._loss_steps, self._loss_seconds = [], 0, 0.0
 
@@ -132,9 +135,9 @@ class Console(Watcher):
         self._refresh()
         self._clear_cell()
         epoch = -(-step // self._info.steps_per_epoch)
-        train = f"loss {self._record.loss:.4f}  " if self._record else ""
+        train = f"loss {format_number(self._record.loss)}  " if self._record else ""
         self._console.print(
-            f"epoch {epoch:>2}  step {step:>4}  {train}validation {scores.loss:.4f}"
+            f"epoch {epoch:>2}  step {step:>4}  {train}validation {format_number(scores.loss)}"
             f"{_metrics(scores.metrics)}  {self._rate:,.0f}{self._unit}{end}"
         )
 
@@ -157,13 +160,13 @@ class Console(Watcher):
             return
         if self._cell is not None:
             place = f"epoch {self._record.epoch + 1}  step {self._record.step}/{self._info.last_step}"
-            text = f"{place}  loss {self._record.loss:.4f}  {self._rate:,.0f}{self._unit}"
+            text = f"{place}  loss {format_number(self._record.loss)}  {self._rate:,.0f}{self._unit}"
             self._cell.write(f"\r{text[:CELL_WIDTH]:<{CELL_WIDTH}}")
             self._cell.flush()
         if self._progress is None:
             return
         metrics = _metrics(self._scores.metrics) if self._scores is not None else ""
-        text = f"loss {self._record.loss:.4f}{metrics}  {self._rate:,.0f}{self._unit}"
+        text = f"loss {format_number(self._record.loss)}{metrics}  {self._rate:,.0f}{self._unit}"
         self._progress.update(
             self._bar,
             completed=self._record.step,
@@ -184,39 +187,47 @@ class Console(Watcher):
             "interrupted": "interrupted, saved",
             "paused": "paused after --steps",
         }
-        rows = [
-            ("training", f"{words[outcome.status]}, {outcome.step} step{'s' if outcome.step != 1 else ''}")
-        ]
+        rows = [("training", f"{words[outcome.status]}, {count_of(outcome.step, 'step')}")]
         if outcome.scores is not None:
             for name, value in outcome.scores.metrics.items():
-                rows.append((name, _with_counts(name, value, outcome.scores)))
-            rows.append(("validation loss", f"{outcome.scores.loss:.4f}"))
+                shown = name.replace("_", " ") if name.startswith(TRAINING) else f"validation {name}"
+                rows.append((shown, _with_counts(name, value, outcome.scores)))
+            rows.append(("validation loss", format_number(outcome.scores.loss)))
         if outcome.limited_validation:
             rows.append(("validation", outcome.limited_validation))
         spent = outcome.timing.totals
         total = sum(spent.values())
-        parts = [f"{name} {seconds:.1f} s" for name, seconds in spent.items() if seconds >= 0.05]
+        least = max(0.05, 0.005 * total)
+        parts = [f"{name} {seconds:.1f} s" for name, seconds in spent.items() if seconds >= least]
         rows.append(("time", f"{total:.1f} s: {', '.join(parts)}"))
-        rows.append(("data", str(outcome.headspace)))
-        if self._epochs:
-            epoch = f"{statistics.median(self._epochs):.3g} s"
-            if len(self._epochs) > 1:
-                epoch += f" ({min(self._epochs):.3g} to {max(self._epochs):.3g})"
-            rows.append(("epoch", epoch))
+        if outcome.headspace.advice:
+            rows.append(("data", str(outcome.headspace)))
+        if len(self._epochs) > 1:
+            between = f"{min(self._epochs):.3g} to {max(self._epochs):.3g}"
+            rows.append(("epoch", f"{statistics.median(self._epochs):.3g} s ({between})"))
         rows += _memory(outcome)
         rows.extend(("engine", remark) for remark in outcome.remarks)
         rows.append(("run", str(self._info.folder)))
+        if outcome.status in ("finished", "stopped") and outcome.scores is not None:
+            folder = shlex.quote(str(self._info.folder))
+            rows.append(("next", f"grappe evaluate {folder}; grappe report {folder}"))
         width = max(len(name) for name, _ in rows)
         return [f"{name:<{width}}  {value}" for name, value in rows]
 
 
 def _memory(outcome: Outcome) -> list[tuple[str, str]]:
-    """Formats each process's peak memory and its parts; of many processes, only the highest and the lowest peak."""
+    """Formats each process's peak memory and its parts; of many processes, only the highest and the lowest peak.
+
+    A small model's parts say nothing: all processes share a row then.
+    """
     ranked = sorted(enumerate(outcome.peaks), key=lambda entry: -_most(entry[1]))
-    if len(ranked) > SHOWN:
-        ranked = [ranked[0], ranked[-1]]
     if len(ranked) == 1:
         return [("peak memory", _spent(ranked[0][1]))]
+    if not any(map(_parts, outcome.peaks)):
+        least, most = (format_bytes(_most(ranked[place][1])) for place in (-1, 0))
+        return [("peak memory", f"{most if least == most else f'{least} to {most}'} in each process")]
+    if len(ranked) > SHOWN:
+        ranked = [ranked[0], ranked[-1]]
     return [
         (f"peak memory, process {rank}", _spent(entry))
         for rank, entry in sorted(ranked, key=lambda entry: entry[0])
@@ -227,9 +238,15 @@ def _most(peak: Mapping[str, int]) -> int:
     return peak.get("device", peak.get("host", 0))
 
 
-def _spent(peak: Mapping[str, int]) -> str:
+def _parts(peak: Mapping[str, int]) -> dict[str, int]:
+    """Returns what the parameters, gradients and optimizer state take; nothing where that is too little to matter."""
     kinds = {"parameters": "parameters", "gradients": "gradients", "optimizer": "optimizer state"}
     held = {word: peak[kind] for kind, word in kinds.items() if kind in peak}
+    return held if sum(held.values()) >= LITTLE * _most(peak) else {}
+
+
+def _spent(peak: Mapping[str, int]) -> str:
+    held = _parts(peak)
     if not held:
         return format_bytes(_most(peak))
     rest = max(0, _most(peak) - sum(held.values()))
@@ -238,17 +255,19 @@ def _spent(peak: Mapping[str, int]) -> str:
 
 
 def _metrics(metrics: Mapping[str, float | list[float]]) -> str:
-    return "".join(f"  {name} {value:.4f}" for name, value in metrics.items() if isinstance(value, float))
+    numbers = {name: value for name, value in metrics.items() if isinstance(value, float)}
+    return "".join(f"  {name} {format_number(value)}" for name, value in numbers.items())
 
 
 def _with_counts(name: str, value: float | list[float], scores: Scores) -> str:
     if isinstance(value, list):
-        return ", ".join(f"{entry:.4f}" for entry in value)
+        return ", ".join(map(format_number, value))
     hits = value * scores.samples
     if name == "accuracy" and abs(hits - round(hits)) < 0.01:  # otherwise it counts pixels, for example
         return f"{value:.2%} ({round(hits)} of {scores.samples})"
     over = scores.losses.get(name, scores.samples)
-    return f"{value:.4f}" if name.startswith("training_") else f"{value:.4f} (over {over:.12g})"
+    shown = format_number(value)
+    return shown if name.startswith(TRAINING) else f"{shown} (over {over:.12g})"
 
 
 def sample_word(dataset: Any) -> str:

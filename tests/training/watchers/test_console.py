@@ -1,0 +1,70 @@
+"""The end of a training in rows: no row that says nothing, and the commands that go on."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from grappe.launch.terminal import UserStream
+from grappe.profiling.chronometer import timing
+from grappe.profiling.phases import PHASES
+from grappe.step.scores import Scores
+from grappe.training.headspace import Headspace
+from grappe.training.watchers.base import Outcome
+from grappe.training.watchers.console import Console, _spent
+from tests.training.watchers.made_up import INFO
+
+
+def closing(peaks: Sequence[Mapping[str, int]], waits: Headspace, status: str = "finished") -> dict[str, str]:
+    """The rows of a small training's end, by their names."""
+    stream = io.StringIO()
+    stream.fileno = lambda: 1  # type: ignore[method-assign]
+    console = Console(UserStream(stream))
+    console.started(dataclasses.replace(INFO, folder=Path("runs/my run")))
+    console.ended(
+        Outcome(
+            status=status,
+            step=1200,
+            scores=Scores(
+                samples=4, count=4.0, loss=3.21e-5, metrics={"accuracy": 0.75, "training_loss": 0.5}
+            ),
+            timing=timing("host", [], list((dict.fromkeys(PHASES, 0.0) | {"forward": 2.0}).values())),
+            headspace=waits,
+            peaks=peaks,
+        )
+    )
+    rows = (line.partition("  ") for line in stream.getvalue().splitlines())
+    return {name: value.strip() for name, _, value in rows}
+
+
+SMALL = {"host": 488_000_000, "parameters": 18_000, "gradients": 18_000}
+QUICK = Headspace(waited=0.0, share=0.0)
+
+
+def test_a_peak_is_a_sum_where_it_has_several_parts_that_matter() -> None:
+    assert _spent({"host": 488_000_000}) == _spent(SMALL) == "488 MB"
+    assert (
+        _spent({"host": 488_000_000, "parameters": 102_000_000}) == "488 MB = parameters 102 MB, rest 386 MB"
+    )
+
+
+def test_the_end_says_what_matters_and_what_comes_next() -> None:
+    assert closing([SMALL, {**SMALL, "host": 495_000_000}], QUICK) == {
+        "training": "finished, 1,200 steps",
+        "validation accuracy": "75.00% (3 of 4)",
+        "training loss": "0.5000",
+        "validation loss": "3.210e-05",
+        "time": "2.0 s: forward 2.0 s",
+        "peak memory": "488 MB to 495 MB in each process",
+        "run": "runs/my run",
+        "next": "grappe evaluate 'runs/my run'; grappe report 'runs/my run'",
+    }
+
+
+def test_waits_and_large_parts_have_rows_of_their_own() -> None:
+    large = {"host": 488_000_000, "parameters": 102_000_000}
+    rows = closing([large, large], Headspace(waited=1.0, share=0.5, advice="use workers=1"), "interrupted")
+    assert rows["data"].endswith("use workers=1") and rows["peak memory, process 1"].startswith("488 MB = ")
+    assert "next" not in rows
