@@ -42,8 +42,8 @@ class Distillation(grappe.Task):
 
     def data(self, split, folder):
         images, labels = load_digits(return_X_y=True)
-        held = torch.arange(len(labels)) % 5 == 0
-        keep = (~held if split == "train" else held).numpy()
+        place = torch.arange(len(labels)).numpy() % 10
+        keep = {"train": place % 5 != 0, "validation": place == 0, "test": place == 5}[split]
         return grappe.Arrays((images[keep] / 8 - 1).astype("float32"), labels[keep])
 
     def loss(self, output, target):

@@ -42,7 +42,8 @@ class LanguageModel(grappe.Task):
 
     def data(self, split, folder):
         text = "".join(topics.values()).encode("ascii", "replace")
-        text = text[:54_000] if split == "train" else text[54_000:60_000]
+        first = {"train": 0, "validation": 54_000, "test": 60_000}[split]
+        text = text[first : first + (54_000 if split == "train" else 6_000)]
         size = (len(text) // self.batch_size - 1) // self.length * self.length + 1
         columns = torch.tensor(list(text)).unfold(0, size, size)[: self.batch_size]
         rows = columns.unfold(1, self.length + 1, self.length).transpose(0, 1).clone()

@@ -33,8 +33,8 @@ class Vae(grappe.Task):
 
     def data(self, split, folder):
         images = torch.from_numpy(load_digits().data / 16).float()
-        held = torch.arange(len(images)) % 5 == 0
-        images = images[~held if split == "train" else held]
+        place = torch.arange(len(images)) % 10
+        images = images[{"train": place % 5 != 0, "validation": place == 0, "test": place == 5}[split]]
         return grappe.Arrays(images, images)
 
     def loss(self, output, target):

@@ -103,6 +103,11 @@ class Task:
         """Returns notes for the user, one line each, which are shown when a training starts."""
         return ()
 
+    @property
+    def validation_is_test(self) -> bool:
+        """True where the validation samples are those of the test split, as on some pages: each score says so."""
+        return False
+
     def model(self) -> nn.Module:
         """Makes the network on the current default device; its weights are drawn from torch's generator."""
         raise NotImplementedError
@@ -221,6 +226,11 @@ class Task:
 def overrides(task: Task, method: str) -> bool:
     """Returns whether the task overrides `method`."""
     return getattr(type(task), method) is not getattr(Task, method)
+
+
+def split_name(task: Task, split: str) -> str:
+    """Returns the name of a split as it is shown with a score."""
+    return "validation (the test set)" if split == "validation" and task.validation_is_test else split
 
 
 def fields(task: Task) -> dict[str, Any]:

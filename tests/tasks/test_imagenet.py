@@ -86,8 +86,10 @@ def test_every_kind_of_source(tmp_path: Path):
     task = ImageNet(classes=KINDS, image_size=16, validation_size=20, validation_resize=24)
     archive(tmp_path / "train.tar", files())
     folder(tmp_path / "val", files())
-    train, validation, test = (task.data(split, tmp_path) for split in ("train", "validation", "test"))
-    assert train.source.name == "train.tar" and validation.source.name == test.source.name == "val"
+    train, validation = (task.data(split, tmp_path) for split in ("train", "validation"))
+    assert train.source.name == "train.tar" and validation.source.name == "val"
+    with pytest.raises(TaskError, match=r"imagenet has no test split.*--split validation"):
+        task.data("test", tmp_path)
     assert train[0][0].shape == (3, 16, 16) and validation[0][0].shape == (3, 20, 20)
     assert list(train.classes) == list(validation.classes)
     folder(tmp_path / "mine", files())

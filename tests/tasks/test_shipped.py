@@ -12,16 +12,21 @@ import numpy as np
 import pytest
 import torch
 
+import grappe
 from grappe import Arrays, Task, tasks
 from grappe.data.draw import sample_keys
 from grappe.data.order import cut
 from grappe.errors import DataError, TaskError, UsageError
 from grappe.task import fields
 from grappe.tasks.cifar10 import Cifar10
+from grappe.tasks.coatnet import CoAtNet
+from grappe.tasks.digits import Digits
 from grappe.tasks.fashion_mnist import FashionMnist
 from grappe.tasks.pysource import IGNORED, PySource
+from grappe.training.run import Run
 from grappe.verbs.tune.space import read_space
 from tests.rates import rates
+from tests.training.test_training import train
 
 GENERATOR = np.random.default_rng(0)
 TINY = {"width": 16, "depth": 2, "heads": 2, "context": 32, "megabytes": 0.3}
@@ -117,6 +122,19 @@ def test_fashion_mnist_is_split_as_in_the_book(fashion):
     assert np.array_equal(validation.inputs, test.inputs)
     with pytest.raises(TaskError, match=r"holdout=1\.0"):
         FashionMnist(holdout=1.0)
+
+
+def test_scores_say_that_validation_is_the_test_set(fashion: Path, capfd: pytest.CaptureFixture) -> None:
+    task = FashionMnist(holdout=0.0, epochs=1, batch_size=8)
+    run = Run(train(fashion / "run", task).run)  # type: ignore[arg-type]
+    out, _ = capfd.readouterr()
+    assert "  validation (the test set) " in out and "\nvalidation (the test set) loss  " in out
+    assert [record["split"] for record in run.records("evaluation")] == ["validation (the test set)"]
+    splits = {
+        split: grappe.evaluate(run, split, "threads=1", task=task, data=fashion).split
+        for split in ("validation", "test")
+    }
+    assert splits == {"validation": "validation (the test set)", "test": "test"}
 
 
 def test_fashion_mnist_learns(fashion):
@@ -259,6 +277,17 @@ def test_mixup_mixes_pairs_alike():
     assert classes[2, 2] == classes[3, 2] == 1
     torch.testing.assert_close(mixed[4], inputs[4])  # an odd batch's last has no partner
     assert task.loss(task.model()(mixed), classes).shape == (5,)
+
+
+# digits
+
+
+def test_digits_are_split_in_three_without_overlap() -> None:
+    splits = [Digits().data(split, Path()) for split in ("train", "validation", "test")]
+    assert [len(split) for split in splits] == [1437, 180, 180]
+    images = {bytes(image.numpy()) for split in splits for image in split.inputs}
+    assert len(images) == 1797
+    assert {len(CoAtNet().data(split, Path())) for split in ("validation", "test")} == {180}
 
 
 # Python's source

@@ -21,8 +21,8 @@ def network():
 
 def data(split):
     images, labels = load_digits(return_X_y=True)
-    held = torch.arange(len(labels)) % 5 == 0
-    keep = ~held if split == "train" else held
+    place = torch.arange(len(labels)) % 10
+    keep = place % 5 != 0 if split == "train" else place == 0
     return torch.tensor(images).float().reshape(-1, 1, 8, 8)[keep] / 8 - 1, torch.tensor(labels)[keep]
 
 

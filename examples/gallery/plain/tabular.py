@@ -19,8 +19,8 @@ def data(split):
         torch.tensor(20 * frame.to_numpy()).float(),
         torch.tensor((target / 100).to_numpy()).float(),
     )
-    held = torch.arange(len(rows)) % 5 == 0
-    keep = ~held if split == "train" else held
+    place = torch.arange(len(rows)) % 10
+    keep = place % 5 != 0 if split == "train" else place == 0
     return rows[keep], target[keep]
 
 

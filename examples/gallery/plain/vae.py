@@ -26,8 +26,8 @@ def network():
 
 def data(split):
     images = torch.from_numpy(load_digits().data / 16).float()
-    held = torch.arange(len(images)) % 5 == 0
-    return images[~held if split == "train" else held]
+    place = torch.arange(len(images)) % 10
+    return images[place % 5 != 0 if split == "train" else place == 0]
 
 
 def loss_of(net, images, randn_like=torch.randn_like):

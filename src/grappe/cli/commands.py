@@ -156,7 +156,10 @@ def evaluate(
     if json_:
         show(json.dumps(dataclasses.asdict(scores)))
         return EXIT_OK
-    facts = [("checkpoint", scores.checkpoint), ("samples", f"{scores.samples:,} of {split}, each once")]
+    facts = [
+        ("checkpoint", scores.checkpoint),
+        ("samples", f"{scores.samples:,} of {scores.split}, each once"),
+    ]
     for name, value in (("loss", scores.loss), *scores.metrics.items()):
         facts.append((name, format_number(value) if isinstance(value, float) else str(value)))
     show_facts(facts)

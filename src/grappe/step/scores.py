@@ -41,6 +41,8 @@ class Scores:
     """By name; `loss_NAME`: each of several losses; `training_NAME`: over the training since the evaluation before."""
     losses: Mapping[str, float] = dataclasses.field(default_factory=dict)
     """The names of several losses in `metrics`, with what each was divided by."""
+    split: str = "validation"
+    """The split's name; "validation (the test set)" where a task has no other validation samples."""
     checkpoint: str = ""
     """Of a run that was evaluated: the checkpoint that was taken, and why."""
 

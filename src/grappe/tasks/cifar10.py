@@ -84,6 +84,10 @@ class Cifar10(Task):
                 f"momentum={self.momentum} is of optimizer=sgd: Adam has its betas, so leave it out"
             )
 
+    @property
+    def validation_is_test(self) -> bool:
+        return self.holdout == 0
+
     def model(self) -> nn.Module:
         return Small() if self.network == "small" else resnet18()
 

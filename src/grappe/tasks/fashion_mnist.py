@@ -68,6 +68,10 @@ class FashionMnist(Digits):
         if not 0 <= self.holdout < 1:
             raise TaskError(f"holdout={self.holdout}: it is a share, from 0 to 1")
 
+    @property
+    def validation_is_test(self) -> bool:
+        return self.holdout == 0
+
     def model(self) -> nn.Module:
         return lenet()
 

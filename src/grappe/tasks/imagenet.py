@@ -100,6 +100,10 @@ class ImageNet(Task):
 
     def data(self, split: str, folder: Path) -> Images:
         train = _find(folder, self.train_images, TRAIN)
+        if split == "test":
+            raise TaskError(
+                "imagenet has no test split, as ImageNet publishes no labels of its test images: use --split validation"
+            )
         if split == "train":
             images = Images(train, RandomResizedCrop(size=self.image_size, area=(self.area, 1.0)))
         else:

@@ -45,7 +45,7 @@ from grappe.step.reduction import HostCopy, StepResult
 from grappe.step.scores import Scores
 from grappe.step.task_contract import Plateau, model_of
 from grappe.step.training_scores import SliceSums, TrainingScores
-from grappe.task import Task
+from grappe.task import Task, split_name
 from grappe.training.headspace import Headspace
 from grappe.training.options import Options
 from grappe.training.run import Run
@@ -351,6 +351,7 @@ class Training:
         with session.clock.during(phases.EVALUATION), weights, session.average.in_place():
             scores = session.engine.evaluate(batches, min(order.length, taken * order.batch_size))
             scores = session.training_scores.joined(scores)
+        scores = dataclasses.replace(scores, split=split_name(session.task, "validation"))
         if taken < total:
             seconds = time.perf_counter() - began
             self._limited = (

@@ -12,7 +12,7 @@ from grappe.launch.rank import ProcessRank
 from grappe.launch.start import start
 from grappe.plan import AnyPlan, Plan, as_plan
 from grappe.step.scores import Scores
-from grappe.task import SPLITS, Task
+from grappe.task import SPLITS, Task, split_name
 from grappe.training.run import Run
 from grappe.training.task_reference import TaskReference, resolve_task
 from grappe.verbs.load import choose, data_of
@@ -98,6 +98,7 @@ def worker(request: EvaluateRequest, process: ProcessRank, rendezvous_folder: Pa
                 sample_inputs=batches.example(),
             )
             with engines.running(setup) as engine:
-                return engine.evaluate(
+                scores = engine.evaluate(
                     batches.batches(0, batches.order.steps_per_epoch), batches.order.length
                 )
+                return dataclasses.replace(scores, split=split_name(task, request.split))

@@ -137,7 +137,7 @@ class Console(Watcher):
         epoch = -(-step // self._info.steps_per_epoch)
         train = f"loss {format_number(self._record.loss)}  " if self._record else ""
         self._console.print(
-            f"epoch {epoch:>2}  step {step:>4}  {train}validation {format_number(scores.loss)}"
+            f"epoch {epoch:>2}  step {step:>4}  {train}{scores.split} {format_number(scores.loss)}"
             f"{_metrics(scores.metrics)}  {self._rate:,.0f}{self._unit}{end}"
         )
 
@@ -190,9 +190,11 @@ class Console(Watcher):
         rows = [("training", f"{words[outcome.status]}, {count_of(outcome.step, 'step')}")]
         if outcome.scores is not None:
             for name, value in outcome.scores.metrics.items():
-                shown = name.replace("_", " ") if name.startswith(TRAINING) else f"validation {name}"
+                shown = (
+                    name.replace("_", " ") if name.startswith(TRAINING) else f"{outcome.scores.split} {name}"
+                )
                 rows.append((shown, _with_counts(name, value, outcome.scores)))
-            rows.append(("validation loss", format_number(outcome.scores.loss)))
+            rows.append((f"{outcome.scores.split} loss", format_number(outcome.scores.loss)))
         if outcome.limited_validation:
             rows.append(("validation", outcome.limited_validation))
         spent = outcome.timing.totals

@@ -47,6 +47,8 @@ class Curves(Watcher):
     def evaluated(self, step: int, scores: Scores) -> None:
         self._flush()
         line = {"kind": "evaluation", "step": step, "samples": scores.samples, "count": scores.count}
+        if scores.split != "validation":
+            line["split"] = scores.split
         self._text += _line({**line, "loss": scores.loss, **scores.metrics})
 
     def saving(self, step: int) -> None:
