@@ -53,7 +53,7 @@ def others() -> dict[str, set[str]]:
     """Returns the templates, each with the file that it is from."""
     found = {text: {"the help"} for text in help_texts()}
     found |= {text: {"cyclopts"} for text in CYCLOPTS}
-    found |= {GROUP.sub(r"{part\1}", text): {"grappe/errors/remedies.py"} for _, text in REMEDIES}
+    found |= {GROUP.sub(r"{part\1}", text): {"grappe/errors/remedies.py"} for text in REMEDIES.values()}
     found |= {os.strerror(getattr(errno, name)): {"the system"} for name in SYSTEM}
     found |= {text: {"grappe/errors/user_code.py"} for text in LINES}
     found |= {text: {"grappe/verbs/data/walk.py"} for text in METER}

@@ -195,10 +195,10 @@ def _errors() -> str:
         "Where a task fails, grappe shows the line of yours and what Python or torch says, and then what to do about "
         "it, where that is known. What grappe itself refuses says its remedy in its message.",
     ]
-    for pattern, text in REMEDIES:
-        said = " or ".join(f"`{one}`" for one in _readable(pattern.pattern))
+    for pattern, text in REMEDIES.items():
+        said = " or ".join(f"`{one}`" for one in _readable(pattern))
         parts += [
-            f"## {_readable(pattern.pattern)[0]}",
+            f"## {_readable(pattern)[0]}",
             f"Python or torch says: {said}",
             f"{_escaped(text)}.",
         ]

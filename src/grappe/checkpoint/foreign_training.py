@@ -23,17 +23,9 @@ EPOCHS = ("epoch", "epochs", "start_epoch")
 OF_A_VERSION = {"maximize", "foreach", "capturable", "differentiable", "fused", "decoupled_weight_decay"}
 """Fields of a parameter group that some versions of torch have and others have not."""
 OF_A_SCHEDULE = {
-    "params",
-    "param_names",
-    "initial_lr",
-    "swa_lr",
-    "max_lr",
-    "min_lr",
-    "max_momentum",
-    "base_momentum",
-    "lr_scale",
+    "params", "param_names", "initial_lr", "swa_lr", "max_lr", "min_lr", "max_momentum", "base_momentum", "lr_scale",
     "name",
-}
+}  # fmt: skip
 """Fields of a parameter group that schedules and scripts add."""
 
 

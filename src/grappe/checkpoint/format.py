@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from grappe.checkpoint.weights import ModelWeights
 
 STATE = "state.json"
+STEP = re.compile(r"step-(\d+)", re.ASCII)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -66,15 +67,9 @@ def list_checkpoints(folder: Path) -> list[Checkpoint]:
     except OSError:
         return []
     for name in names:
-        prefix, _, number = name.partition("-")
-        if (
-            prefix == "step"
-            and number.isdecimal()
-            and number.isascii()
-            and files.kind(folder / name) == "folder"
-        ):
-            step = int(number)
-            if folder / name == step_folder(folder, step):  # a step has one name
+        if (match := STEP.fullmatch(name)) and files.kind(folder / name) == "folder":
+            step = int(match[1])
+            if name == step_name(step):  # a step has one name
                 checkpoints.append(Checkpoint(folder=folder / name, step=step))
     return sorted(checkpoints, key=lambda checkpoint: checkpoint.step, reverse=True)
 
@@ -85,10 +80,7 @@ def latest(folder: Path, run: str = "") -> Checkpoint | None:
     Args:
         run: the id of the run that it should be of; "": any.
     """
-    return next(
-        (checkpoint for checkpoint in list_checkpoints(folder) if verify(checkpoint.folder, run) is None),
-        None,
-    )
+    return choose(folder, run).checkpoint
 
 
 def step_folder(folder: Path, step: int) -> Path:

@@ -77,10 +77,9 @@ def _parameters_in_words(task: Task) -> str:
 
     def work() -> str:
         with contextlib.suppress(Exception), torch.device("meta"):
-            sizes = (
-                parameter.nbytes for parameter in user_call(task, "model").parameters() if parameter.is_meta
-            )
-            return f", with {format_bytes(sum(sizes))} of parameters"
+            parameters = user_call(task, "model").parameters()
+            size = sum(parameter.nbytes for parameter in parameters if parameter.is_meta)
+            return f", with {format_bytes(size)} of parameters"
         return ""
 
     try:

@@ -14,6 +14,7 @@ from typing import Any
 
 from grappe.checkpoint.commit import read_json, write_json
 from grappe.errors import RunError
+from grappe.fields import from_json
 from grappe.launch import files
 
 FILE = "lease.json"
@@ -78,11 +79,9 @@ class Lease:
         """Raises RunError when another process has taken the lease."""
         holder = _holder(self._file)
         if holder is None or holder.token != self.token:
-            who = (
-                f"process {holder.pid} on {holder.host}"
-                if holder
-                else "somebody removed the lease; another process"
-            )
+            who = "somebody removed the lease; another process"
+            if holder is not None:
+                who = f"process {holder.pid} on {holder.host}"
             raise RunError(f"{who} writes {self._file.parent} now: this process writes nothing more")
 
     def release(self) -> None:
@@ -115,16 +114,8 @@ def is_taken_over(folder: Path, token: str) -> bool:
 
 def _holder(file: Path) -> Holder | None:
     try:
-        holder = read_json(file)
-        return Holder(
-            token=str(holder["token"]),
-            host=str(holder["host"]),
-            pid=int(holder["pid"]),
-            job=str(holder["job"]),
-            restart=int(holder["restart"]),
-            beat=float(holder["beat"]),
-        )
-    except (RunError, KeyError, TypeError, ValueError, OverflowError):
+        return from_json(Holder, read_json(file))
+    except (RunError, ValueError):
         return None  # an incomplete lease blocks nobody
 
 

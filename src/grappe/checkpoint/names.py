@@ -64,10 +64,8 @@ def match(model: nn.Module, weights: Weights, ways: Iterable[Callable[[str], str
         theirs = max(theirs, {way(name): name for name in weights}, key=lambda each: len(names & each.keys()))
     note = ""
     if by_shape and not names & theirs.keys():
-        theirs = (
-            _by_shape({name: tuple(tensor.shape) for name, tensor in tensors if name in saved}, weights)
-            or theirs
-        )
+        shapes = {name: tuple(tensor.shape) for name, tensor in tensors if name in saved}
+        theirs = _by_shape(shapes, weights) or theirs
         pairs = [f"{source} as {name}" for name, source in theirs.items() if name in names]
         note = f"no name is the model's, and each shape is there once: took {some(pairs)}" if pairs else ""
     places = [

@@ -42,7 +42,7 @@ def pretrained(
     where = f"grappe.pretrained({str(place)!r})"
     weights = _files(Path(place), where)
     prefix = (
-        f"{getattr(model, 'base_model_prefix', '')}."  # a model of transformers without its head, or with one
+        f"{getattr(model, 'base_model_prefix', '')}."  # a model of transformers, with or without its head
     )
     matched = match(model, weights, [lambda name: f"{prefix}{name}", lambda name: name.removeprefix(prefix)])
     missing, left = _without(matched.missing, fresh), _without(matched.left, unused)
@@ -58,12 +58,13 @@ def pretrained(
 
 def _files(place: Path, where: str) -> TensorFiles:
     # What the user names may be a link, as in transformers' own cache.
-    if place.is_file() and place.suffix == ".safetensors":
-        return TensorFiles([place.resolve()], levels=1)
+    named = [place] if place.is_file() and place.suffix == ".safetensors" else []
     if (place / INDEX).is_file():
-        return TensorFiles([(place / name).resolve() for name in _indexed(place / INDEX, where)], levels=1)
-    if (place / SINGLE).is_file():
-        return TensorFiles([(place / SINGLE).resolve()], levels=1)
+        named = [place / name for name in _indexed(place / INDEX, where)]
+    elif (place / SINGLE).is_file():
+        named = [place / SINGLE]
+    if named:
+        return TensorFiles([file.resolve() for file in named], levels=1)
     pickled = sorted(file.name for file in place.glob("*.bin"))
     why = f"only {pickled[0]}, a pickle, which is never loaded" if pickled else "there is neither"
     raise TaskError(

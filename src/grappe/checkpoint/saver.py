@@ -54,8 +54,7 @@ class Saver:
         may_commit: Callable[[], None],
         run: str = "",
     ) -> None:
-        self._run = run
-        self._folder, self._world, self._token = folder, world, token
+        self._folder, self._world, self._token, self._run = folder, world, token, run
         self._keep, self._may_commit = keep, may_commit
         self._snapshots = Snapshots()
         self._first: int | None = None
@@ -98,20 +97,14 @@ class Saver:
             self._first = step
         if stream is None:
             # The first step makes the optimizer's state, so that only the second one needs all that a step needs.
-            peak_known = step >= self._first + 2
-            pieces, copied = self._snapshots.take(
-                uncopied, self._world.process.local_size, peak_known=peak_known
-            )
+            peak_known, processes = step >= self._first + 2, self._world.process.local_size
+            pieces, copied = self._snapshots.take(uncopied, processes, peak_known=peak_known)
         else:
             streamed = self._stream(beside, uncopied, own, stream)
         self._saving = True
         try:
-            thread = threading.Thread(
-                target=self._write,
-                args=(step, pieces, dict(values), streamed),
-                name="grappe-save",
-                daemon=True,
-            )
+            arguments = (step, pieces, dict(values), streamed)
+            thread = threading.Thread(target=self._write, args=arguments, name="grappe-save", daemon=True)
             thread.start()
             self._thread = thread
         except RuntimeError:  # no memory for a thread

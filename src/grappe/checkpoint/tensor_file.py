@@ -64,9 +64,7 @@ def write(file: Path, pieces: Sequence[Piece], values: Iterable[Tensor] | None =
     Args:
         values: the pieces' values, in their order, when `pieces` has shapes only; read one after the other.
     """
-    header = _header(pieces)
-    digest = xxhash.xxh3_128()
-    size = 0
+    header, digest, size = _header(pieces), xxhash.xxh3_128(), 0
     tensors = (piece.data for piece in pieces) if values is None else _fitting(pieces, values)
     with files.new_file(file, IN_CHECKPOINT) as stream:
         for chunk in itertools.chain([header], (part for tensor in tensors for part in _bytes(tensor))):
@@ -84,8 +82,7 @@ def _fitting(pieces: Sequence[Piece], values: Iterable[Tensor]) -> Iterator[Tens
 
 def _header(pieces: Sequence[Piece]) -> bytes:
     entries: dict[str, Any] = {}
-    parts = {}
-    position = 0
+    parts, position = {}, 0
     for piece in pieces:
         if piece.data.dtype not in NAMES:
             raise RunError(f"{piece.name!r} is {piece.data.dtype}, which safetensors cannot hold")
@@ -105,10 +102,10 @@ def _header(pieces: Sequence[Piece]) -> bytes:
 
 
 def _bytes(data: Tensor) -> Iterator[memoryview]:
-    flat = (
-        data.contiguous().view(-1).view(torch.uint8) if data.numel() else data.new_empty(0, dtype=torch.uint8)
-    )
-    view = memoryview(flat.numpy())  # pyrefly: ignore
+    data = (
+        data.contiguous().view(-1) if data.numel() else data.new_empty(0)
+    )  # an empty one may have any strides
+    view = memoryview(data.view(torch.uint8).numpy())  # pyrefly: ignore
     for start in range(0, len(view), WRITE_SIZE):
         yield view[start : start + WRITE_SIZE]
 
@@ -169,9 +166,7 @@ class TensorFiles:
                 self._add(file, levels)
             except RunError:
                 raise
-            except (
-                Exception
-            ) as error:  # the library has an error class of its own, besides OSError and ValueError
+            except Exception as error:  # the library has an error class of its own
                 if is_out_of_memory(error):
                     raise OutOfMemory(
                         f"no memory was left to read {file}: {error}. Give the process more (the job's --mem, "

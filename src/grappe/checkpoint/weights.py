@@ -65,49 +65,35 @@ class InMemory:
         ]
 
 
-class Under:
-    """The weights whose names start with a prefix; the prefix is removed from the names."""
+class Renamed:
+    """Some tensors of other weights, each under a name of its own.
 
-    def __init__(self, weights: Weights, prefix: str) -> None:
-        self._weights, self._prefix = weights, prefix
+    Args:
+        names: the name in `weights`, by the new name.
+    """
 
-    def __contains__(self, name: str) -> bool:
-        return self._prefix + name in self._weights
-
-    def __iter__(self) -> Iterator[str]:
-        start = len(self._prefix)
-        return iter([name[start:] for name in self._weights if name.startswith(self._prefix)])
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        return self._weights.shape(self._prefix + name)
-
-    def read(self, name: str) -> Tensor:
-        return self._weights.read(self._prefix + name)
-
-    def read_part(self, name: str, shape: Sequence[int], offset: Sequence[int]) -> Tensor:
-        return self._weights.read_part(self._prefix + name, shape, offset)
-
-
-class Without:
-    """The weights, without those whose names start with a prefix."""
-
-    def __init__(self, weights: Weights, prefix: str) -> None:
-        self._weights, self._prefix = weights, prefix
+    def __init__(self, weights: Weights, names: Mapping[str, str]) -> None:
+        self._weights, self._names = weights, names
 
     def __contains__(self, name: str) -> bool:
-        return not name.startswith(self._prefix) and name in self._weights
+        return name in self._names
 
     def __iter__(self) -> Iterator[str]:
-        return iter([name for name in self._weights if not name.startswith(self._prefix)])
+        return iter(self._names)
 
     def shape(self, name: str) -> tuple[int, ...]:
-        return self._weights.shape(name)
+        return self._weights.shape(self._names[name])
 
     def read(self, name: str) -> Tensor:
-        return self._weights.read(name)
+        return self._weights.read(self._names[name])
 
     def read_part(self, name: str, shape: Sequence[int], offset: Sequence[int]) -> Tensor:
-        return self._weights.read_part(name, shape, offset)
+        return self._weights.read_part(self._names[name], shape, offset)
+
+
+def without(weights: Weights, prefix: str) -> Weights:
+    """Returns the weights, without those whose names start with a prefix."""
+    return Renamed(weights, {name: name for name in weights if not name.startswith(prefix)})
 
 
 def agreed(buffers: Sequence[Tensor]) -> Tensor:
@@ -150,10 +136,7 @@ def kind_of(dtype: torch.dtype) -> str:
     return "truth" if dtype == torch.bool else "whole"
 
 
-NOTHING = "\0"  # what no name begins with
-
-
-class ModelWeights:
+class ModelWeights(Renamed):
     """Parameters and buffers of a model; a buffer that differs between processes is their mean.
 
     Names: `model.NAME` for parameters, `average.NAME` for their moving averages, `local.SLICE.NAME` for buffers.
@@ -163,34 +146,16 @@ class ModelWeights:
     """
 
     def __init__(self, tensors: Weights, *, averaged: bool = False) -> None:
-        self._parameters = Under(tensors, MODEL)
-        self._averages = Under(tensors, AVERAGE if averaged else NOTHING)
-        self._tensors = tensors
-        self._buffers: dict[str, list[str]] = {}
+        names, self._buffers = {}, dict[str, list[str]]()
         for full in tensors:
-            if full.startswith(LOCAL):
-                name = full.removeprefix(LOCAL).partition(".")[2]
-                self._buffers.setdefault(name, []).append(full)
-
-    def __contains__(self, name: str) -> bool:
-        return name in self._buffers or name in self._parameters
-
-    def __iter__(self) -> Iterator[str]:
-        yield from self._parameters
-        yield from self._buffers
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        if name in self._buffers:
-            return self._tensors.shape(self._buffers[name][0])
-        return self._parameters.shape(name)
+            if full.startswith(MODEL):
+                name = full.removeprefix(MODEL)
+                names[name] = AVERAGE + name if averaged and AVERAGE + name in tensors else full
+            elif full.startswith(LOCAL):
+                self._buffers.setdefault(full.removeprefix(LOCAL).partition(".")[2], []).append(full)
+        super().__init__(tensors, {**names, **{name: fulls[0] for name, fulls in self._buffers.items()}})
 
     def read(self, name: str) -> Tensor:
         if name not in self._buffers:
-            return self._source(name).read(name)
-        return agreed([self._tensors.read(full) for full in sorted(self._buffers[name])])
-
-    def read_part(self, name: str, shape: Sequence[int], offset: Sequence[int]) -> Tensor:
-        return self._source(name).read_part(name, shape, offset)
-
-    def _source(self, name: str) -> Weights:
-        return self._averages if name in self._averages else self._parameters
+            return super().read(name)
+        return agreed([self._weights.read(full) for full in sorted(self._buffers[name])])

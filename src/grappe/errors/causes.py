@@ -18,13 +18,7 @@ from pathlib import Path
 from grappe.errors import GrappeError
 from grappe.words import and_more
 
-WORDS = (
-    "can't allocate memory",
-    "not enough memory",
-    "out of memory",
-    "Cannot allocate memory",
-    "bad_alloc",
-)
+WORDS = ("can't allocate memory", "not enough memory", "out of memory", "Cannot allocate memory", "bad_alloc")
 WHERE_LIMITED = ("can't start new thread", "could not create a primitive")
 """Python's words and oneDNN's, for which there are other reasons where memory is not limited."""
 LIMITS = {resource.RLIMIT_DATA: "`ulimit -d`", resource.RLIMIT_AS: "`ulimit -v`"}

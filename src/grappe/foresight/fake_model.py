@@ -267,12 +267,7 @@ class FakeModel:
 
     @functools.lru_cache(maxsize=64)  # noqa: B019 - as long as the fake model
     def evaluation(
-        self,
-        rows: int,
-        precision: str = "fp32",
-        threads: int = 1,
-        tensor: int = 1,
-        slices: Slices = ALONE,
+        self, rows: int, precision: str = "fp32", threads: int = 1, tensor: int = 1, slices: Slices = ALONE
     ) -> Trace:
         """Traces an evaluation of `rows` validation samples: a forward without gradients, and the loss."""
         plan = Plan(tensor=tensor, replicate=slices.ways)
@@ -289,12 +284,7 @@ class FakeModel:
 
     @functools.lru_cache(maxsize=16)  # noqa: B019 - as long as the fake model
     def passes(
-        self,
-        plan: Plan,
-        cut: Cut,
-        rows: int,
-        threads: int,
-        slices: Slices = ALONE,
+        self, plan: Plan, cut: Cut, rows: int, threads: int, slices: Slices = ALONE
     ) -> tuple[Trace, ...]:
         """Traces the passes of each process of a pipeline, with microbatches of `rows` samples.
 

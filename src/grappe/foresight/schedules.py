@@ -75,9 +75,7 @@ class SimulatedStep:
 
 
 def simulate(
-    orders: Sequence[Sequence[Pass]],
-    seconds: Callable[[Kind, int], float],
-    transfer: Callable[[int], float],
+    orders: Sequence[Sequence[Pass]], seconds: Callable[[Kind, int], float], transfer: Callable[[int], float]
 ) -> SimulatedStep:
     """Runs each process's passes in its order, each as soon as its inputs have arrived.
 

@@ -22,12 +22,7 @@ CONTEXT_BYTES = 1_500_000_000  # of a GPU: CUDA's context and libraries, and NCC
 MARGIN = 1.1  # of a peak: what an allocator cannot use between blocks, and kernels' workspace
 SECONDS = 60  # for a search
 MORE = (2, 4, 8)  # times as many processes, where none of as many fits
-MEASURES = (
-    "",
-    "microbatches=4",
-    "recompute",
-    "recompute,microbatches=4",
-)
+MEASURES = ("", "microbatches=4", "recompute", "recompute,microbatches=4")
 """Ways to need less memory in one process, the cheapest first."""
 
 

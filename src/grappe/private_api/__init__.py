@@ -5,6 +5,7 @@ Each file lists its private names in USED; tests/private_api fails by name when 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import NamedTuple
 
 
@@ -16,3 +17,8 @@ class PrivateName(NamedTuple):
     name: str
     versions: str
     """Releases whose source contains the name; tests run with the pinned release."""
+
+
+def private_names(versions: str, names: Mapping[str, str]) -> tuple[PrivateName, ...]:
+    """Lists private names that are written, by module or class, with spaces between."""
+    return tuple(PrivateName(where, name, versions) for where, text in names.items() for name in text.split())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from grappe.private_api import PrivateName
+from grappe.private_api import private_names
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -12,23 +12,19 @@ if TYPE_CHECKING:
 SEEN = "0.19.8"
 _STAGE3 = "deepspeed.runtime.zero.stage3.DeepSpeedZeroOptimizer_Stage3"
 
-USED = tuple(
-    PrivateName(where, name, SEEN)
-    for where, name in (
-        ("deepspeed.runtime.zero.parameter_offload.DeepSpeedZeRoOffload", "_register_deepspeed_module"),
-        (_STAGE3, "_get_fp32_opt_state_partition"),
-        (_STAGE3, "_optimizer_states_and_gradient_swap_in"),
-        (_STAGE3, "_optimizer_states_and_gradient_swap_out"),
-        (_STAGE3, "_swappable_optimizer_subgroup"),
-        ("deepspeed.runtime.zero.stage_1_and_2.DeepSpeedZeroOptimizer", "_hp_optimizer_states_linked"),
-        (
-            "deepspeed.runtime.zero.stage_1_and_2.DeepSpeedZeroOptimizer",
-            "_lazy_init_hp_params_optimizer_state",
+USED = private_names(
+    SEEN,
+    {
+        "deepspeed.runtime.zero.parameter_offload.DeepSpeedZeRoOffload": "_register_deepspeed_module",
+        _STAGE3: (
+            "_get_fp32_opt_state_partition _optimizer_states_and_gradient_swap_in "
+            "_optimizer_states_and_gradient_swap_out _swappable_optimizer_subgroup"
         ),
-        ("deepspeed.utils.groups", "_DATA_PARALLEL_GROUP"),
-        ("deepspeed.utils.groups", "_WORLD_GROUP"),
-        ("deepspeed.utils.groups", "_ZERO_PARAM_INTRA_PARALLEL_GROUP"),
-    )
+        "deepspeed.runtime.zero.stage_1_and_2.DeepSpeedZeroOptimizer": (
+            "_hp_optimizer_states_linked _lazy_init_hp_params_optimizer_state"
+        ),
+        "deepspeed.utils.groups": "_DATA_PARALLEL_GROUP _WORLD_GROUP _ZERO_PARAM_INTRA_PARALLEL_GROUP",
+    },
 )
 
 

@@ -4,20 +4,20 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from grappe.private_api import PrivateName
+from grappe.private_api import private_names
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer
 
 SEEN = "2.6"
 
-USED = tuple(
-    PrivateName(where, name, SEEN)
-    for where, name in (
-        ("lightning.pytorch.LightningModule", "_trainer"),
-        ("lightning.pytorch.Trainer", "_signal_connector"),
-        ("lightning.pytorch.core.optimizer", "_init_optimizers_and_lr_schedulers"),
-    )
+USED = private_names(
+    SEEN,
+    {
+        "lightning.pytorch.LightningModule": "_trainer",
+        "lightning.pytorch.Trainer": "_signal_connector",
+        "lightning.pytorch.core.optimizer": "_init_optimizers_and_lr_schedulers",
+    },
 )
 
 

@@ -23,7 +23,7 @@ from torch.utils._pytree import (
     treespec_loads,
 )
 
-from grappe.private_api import PrivateName
+from grappe.private_api import private_names
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -38,47 +38,35 @@ __all__ = [
 
 SEEN = "2.8 to 2.14"
 
-USED = tuple(
-    PrivateName(where, name, SEEN)
-    for where, name in (
-        ("torch", "_C"),
-        ("torch", "_foreach_add_"),
-        ("torch", "_foreach_mul_"),
-        ("torch", "_foreach_norm"),
-        ("torch", "_ops"),
-        ("torch", "_subclasses"),
-        ("torch._C", "_dispatch_key_parse"),
-        ("torch._C", "_dispatch_tls_is_dispatch_key_excluded"),
-        ("torch._C", "_dispatch_tls_is_dispatch_key_included"),
-        ("torch._C", "_dispatch_tls_set_dispatch_key_excluded"),
-        ("torch._C", "_dispatch_tls_set_dispatch_key_included"),
-        ("torch._ops", "_HIGHER_ORDER_OP_DEFAULT_FALLTHROUGH_DISPATCH_KEYS"),
-        ("torch._ops", "_higher_order_ops"),
-        ("torch._ops.OpOverload", "_schema"),
-        ("torch.autograd.Variable", "_execution_engine"),
-        ("torch.autograd.profiler", "_is_profiler_enabled"),
-        ("torch.distributed", "_functional_collectives"),
-        ("torch.distributed.device_mesh", "_mesh_resources"),
-        ("torch.distributed.device_mesh.DeviceMesh", "_flatten"),
-        ("torch.distributed.distributed_c10d", "_get_default_store"),
-        ("torch.distributed.pipelining", "_backward"),
-        ("torch.distributed.tensor", "_utils"),
-        ("torch.utils.data.dataloader._MultiProcessingDataLoaderIter", "_shutdown_workers"),
-        ("torch.distributed.tensor.DTensor", "_local_tensor"),
-        ("torch.nn.Module", "_buffers"),
-        ("torch.nn.Module", "_modules"),
-        ("torch.nn.Module", "_parameters"),
-        ("torch.nn.modules.batchnorm", "_BatchNorm"),
-        ("torch.optim.Optimizer", "_optimizer_step_post_hooks"),
-        ("torch.optim.Optimizer", "_optimizer_step_pre_hooks"),
-        ("torch.optim.lr_scheduler", "_opt_called"),
-        ("torch.optim.lr_scheduler", "_wrapped_by_lr_sched"),
-        ("torch.optim.optimizer", "_global_optimizer_post_hooks"),
-        ("torch.optim.optimizer", "_global_optimizer_pre_hooks"),
-        ("torch.testing", "_internal"),
-        ("torch.utils", "_python_dispatch"),
-        ("torch.utils", "_pytree"),
-    )
+USED = private_names(
+    SEEN,
+    {
+        "torch": "_C _foreach_add_ _foreach_mul_ _foreach_norm _ops _subclasses",
+        "torch._C": (
+            "_dispatch_key_parse _dispatch_tls_is_dispatch_key_excluded "
+            "_dispatch_tls_is_dispatch_key_included _dispatch_tls_set_dispatch_key_excluded "
+            "_dispatch_tls_set_dispatch_key_included"
+        ),
+        "torch._ops": "_HIGHER_ORDER_OP_DEFAULT_FALLTHROUGH_DISPATCH_KEYS _higher_order_ops",
+        "torch._ops.OpOverload": "_schema",
+        "torch.autograd.Variable": "_execution_engine",
+        "torch.autograd.profiler": "_is_profiler_enabled",
+        "torch.distributed": "_functional_collectives",
+        "torch.distributed.device_mesh": "_mesh_resources",
+        "torch.distributed.device_mesh.DeviceMesh": "_flatten",
+        "torch.distributed.distributed_c10d": "_get_default_store",
+        "torch.distributed.pipelining": "_backward",
+        "torch.distributed.tensor": "_utils",
+        "torch.utils.data.dataloader._MultiProcessingDataLoaderIter": "_shutdown_workers",
+        "torch.distributed.tensor.DTensor": "_local_tensor",
+        "torch.nn.Module": "_buffers _modules _parameters",
+        "torch.nn.modules.batchnorm": "_BatchNorm",
+        "torch.optim.Optimizer": "_optimizer_step_post_hooks _optimizer_step_pre_hooks",
+        "torch.optim.lr_scheduler": "_opt_called _wrapped_by_lr_sched",
+        "torch.optim.optimizer": "_global_optimizer_post_hooks _global_optimizer_pre_hooks",
+        "torch.testing": "_internal",
+        "torch.utils": "_python_dispatch _pytree",
+    },
 )
 
 # Gradients as lists. torch.nn.utils.clip_grads_with_norm_ would group them by device and type at each step, and

@@ -12,10 +12,7 @@ from typing import Any
 from grappe.private_api import PrivateName
 
 SEEN = "2.11 to 2.13"
-USED = (
-    PrivateName("torch", "_inductor", SEEN),
-    PrivateName("torch", "_dynamo", "2.8 to 2.13"),
-)
+USED = (PrivateName("torch", "_inductor", SEEN), PrivateName("torch", "_dynamo", "2.8 to 2.13"))
 
 
 def compile_package(program: Any, file: Path, options: dict[str, Any], scratch: Path) -> None:

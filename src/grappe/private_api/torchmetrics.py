@@ -5,14 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from grappe.private_api import PrivateName
+from grappe.private_api import private_names
 
 SEEN = "1.4 to 1.9"
 
-USED = tuple(
-    PrivateName("torchmetrics.Metric", name, SEEN)
-    for name in ("_computed", "_defaults", "_forward_cache", "_reductions", "_to_sync", "_update_count")
-)
+NAMES = "_computed _defaults _forward_cache _reductions _to_sync _update_count"
+USED = private_names(SEEN, {"torchmetrics.Metric": NAMES})
 
 
 def default_states(metric: Any) -> dict[str, Any]:

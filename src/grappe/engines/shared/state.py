@@ -19,9 +19,9 @@ from grappe.checkpoint.weights import (
     OPTIMIZER,
     ModelWeights,
     Weights,
-    Without,
     full_tensor,
     read_into,
+    without,
 )
 from grappe.launch.world import World
 from grappe.optimizers.modes import begin_training, evaluated_weights, has_modes
@@ -66,7 +66,7 @@ class SavedState:
             for name, value in self.values.items()
             if name in ("schedule_steps", "data_parallel", SCORES)
         }
-        return dataclasses.replace(self, tensors=Without(self.tensors, OPTIMIZER), values=kept)
+        return dataclasses.replace(self, tensors=without(self.tensors, OPTIMIZER), values=kept)
 
 
 class TrainState(Protocol):

@@ -61,12 +61,7 @@ class Packed:
 
 
 def pack(
-    source: Path,
-    to: Path,
-    form: Packing,
-    *,
-    labels: Path | None = None,
-    numbering: Path | None = None,
+    source: Path, to: Path, form: Packing, *, labels: Path | None = None, numbering: Path | None = None
 ) -> Packed:
     """Packs a source into a folder of shards; samples keep their ids, so that orders and resumed runs are the same.
 

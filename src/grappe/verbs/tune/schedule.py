@@ -141,11 +141,7 @@ def has_result(trial: Trial, rung: int) -> bool:
 
 
 def draw(
-    search: SearchDefinition,
-    space: Space,
-    number: int,
-    observed: Sequence[Trial],
-    pending: Sequence[Trial],
+    search: SearchDefinition, space: Space, number: int, observed: Sequence[Trial], pending: Sequence[Trial]
 ) -> dict[str, str]:
     """The searched fields of trial `number`, as texts.
 

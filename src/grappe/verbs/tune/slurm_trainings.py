@@ -74,12 +74,7 @@ class SlurmTrainings(Trainings):
     """
 
     def __init__(
-        self,
-        study: Path,
-        options: JobOptions,
-        *,
-        parallel: int,
-        query_every: float = jobs.QUERY_SECONDS,
+        self, study: Path, options: JobOptions, *, parallel: int, query_every: float = jobs.QUERY_SECONDS
     ) -> None:
         super().__init__()
         self._study = study = study.resolve()  # one study has one name, by whatever link
