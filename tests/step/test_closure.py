@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import Shard, distribute_tensor
 
 from grappe.errors import UsageError
-from grappe.step.closure import needs_closure, wrapped
+from grappe.launch.rank import ProcessRank
+from grappe.launch.world import join
+from grappe.plan import Plan
+from grappe.step.closure import copies_of, needs_closure, wrapped
 from grappe.step.noise_scale import NoiseScale
 from tests.parity.optimizers import SAM, TunedTokens
 from tests.processes import Pool
@@ -76,3 +83,22 @@ def test_the_noise_scale_has_no_place_for_several_gradients() -> None:
     weights = [("weight", nn.Parameter(torch.ones(2)))]
     with pytest.raises(UsageError, match="LBFGS computes several gradients a step"):
         noise.on_optimizer(torch.optim.LBFGS(weights), weights)
+
+
+def gradients(process: ProcessRank, rendezvous_folder: Path) -> list[list[float]]:
+    """Whole copies' gradients under tensor=2, where each process has computed another one for what is not split."""
+    world = join(Plan.parse("tensor=2,threads=1,device=cpu"), process, rendezvous_folder)
+    assert world.mesh is not None
+    split = nn.Parameter(distribute_tensor(torch.zeros(2), world.mesh["tensor"], [Shard(0)]))
+    split.grad = distribute_tensor(torch.tensor([3.0, 4.0]), world.mesh["tensor"], [Shard(0)])
+    unsplit = nn.Parameter(torch.zeros(1))
+    unsplit.grad = torch.tensor([1.0 + process.rank * 1e-6])  # as sums on a GPU can be
+    copies = copies_of([("split", split), ("unsplit", unsplit)], world)
+    assert copies is not None
+    copies.read_gradients()
+    dist.destroy_process_group()
+    return [copy.grad.tolist() for _, copy in copies.named if copy.grad is not None]
+
+
+def test_all_processes_of_the_tensor_axis_search_with_the_same_gradients(pool: Pool) -> None:
+    assert pool.run("tests.step.test_closure:gradients", 2) == [[[3.0, 4.0], [1.0]]] * 2

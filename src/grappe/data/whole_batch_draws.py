@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from grappe.data.draw import mix
-from grappe.private_api.torch import intercept, is_shard_or_traced, set_intercepting
+from grappe.private_api.torch import intercept, is_shard_or_traced, set_intercepting, tree_leaves
 
 
 class BatchRows(NamedTuple):
@@ -45,6 +45,8 @@ class _Kept(NamedTuple):
 _NOTHING = _Kept(0, 0, 0, 0)
 OWN_DRAWS: set[str] = set()
 """The operators that drew numbers of a microbatch's own, in this process."""
+SAME_DRAWS: set[str] = set()
+"""The operators of others than torch whose kernels drew the same numbers in every microbatch, in this process."""
 
 
 class _Now:
@@ -52,6 +54,8 @@ class _Now:
 
     rows: BatchRows | None = None
     kept: _Kept | None = None
+    intercepted = 0
+    """Draws from torch's generator so far that were intercepted."""
 
 
 @contextlib.contextmanager
@@ -268,6 +272,7 @@ def _torchs_own(tensor: Tensor, generator: Any) -> BatchRows | None:
     rows = _Now.rows
     if rows is None or rows.size >= rows.of or generator is not None or not tensor.numel():
         return None
+    _Now.intercepted += 1
     return rows if _is_plain(tensor) or not is_shard_or_traced(tensor) else None
 
 
@@ -316,11 +321,36 @@ def _own_stream(operator: Any, tensor: Tensor, rows: BatchRows) -> Iterator[torc
     """
     OWN_DRAWS.add(operator.overloadpacket.__name__)
     seed = mix(int(torch.empty((), dtype=torch.int64).random_()), rows.first)
-    cuda = tensor.device.type == "cuda"
-    generator = torch.cuda.default_generators[tensor.device.index] if cuda else torch.default_generator
+    generator = torchs_generator(tensor.device)
     before = generator.get_state()
     generator.manual_seed(seed)
     try:
         yield generator
     finally:
         generator.set_state(before)
+
+
+# ---- Operators that are not torch's ------------------------------------------------------------------------
+
+
+def torchs_generator(device: torch.device) -> torch.Generator:
+    """Returns the generator that torch draws from on a device."""
+    return torch.cuda.default_generators[device.index] if device.type == "cuda" else torch.default_generator
+
+
+@contextlib.contextmanager
+def noting_own_kernels(operator: Any, arguments: Any) -> Iterator[None]:
+    """Context of an operator's call that adds the operator to SAME_DRAWS, if it is not torch's and its kernel draws.
+
+    A kernel that draws from torch's generator by itself, as flash-attn's does, cannot be intercepted.
+    """
+    tensor = next((leaf for leaf in tree_leaves(arguments) if isinstance(leaf, Tensor)), None)
+    rows = _Now.rows
+    if tensor is None or rows is None or rows.size >= rows.of or getattr(operator, "namespace", "") == "aten":
+        yield
+        return
+    generator, intercepted = torchs_generator(tensor.device), _Now.intercepted
+    before = generator.get_state()
+    yield
+    if intercepted == _Now.intercepted and not torch.equal(before, generator.get_state()):
+        SAME_DRAWS.add(str(getattr(operator, "overloadpacket", operator)))

@@ -162,7 +162,7 @@ class WholeModel:
                 f"precision=fp16 skips steps whose gradient overflows, and {type(optimizer).__name__} computes several "
                 "gradients a step: use precision=bf16 or fp32"
             )
-        self._copies = copies_of(self.named)
+        self._copies = copies_of(self.named, self._setup.world)
         if self._copies is not None and has_modes(optimizer):
             raise PlanError(
                 f"{type(optimizer).__name__} calls a closure and evaluates other weights than it trains, which is not "

@@ -6,13 +6,16 @@ import inspect
 from collections.abc import Callable, Sequence
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import LBFGS, Optimizer
 
-from grappe.checkpoint.weights import InMemory, full_tensor, read_into
+from grappe.checkpoint.weights import InMemory, read_into
 from grappe.data.batch import Batch
 from grappe.errors import TaskError
+from grappe.launch.world import World
+from grappe.step.clip import sharded_groups
 from grappe.step.observers import NamedParameters, Observers
 from grappe.step.reduction import Sums
 
@@ -75,26 +78,30 @@ class WholeCopies:
     """Whole copies of sharded parameters, for optimizers that join all parameters to one vector or replace tensors.
 
     Every process holds all of them, and computes the same update.
+
+    Args:
+        peers: the processes of the tensor axis. Each computes the gradients of parameters that are not split over it,
+            and on a GPU not always to the same bit: all take those of the first.
     """
 
-    def __init__(self, sharded: NamedParameters) -> None:
-        self._sharded = sharded
-        self.named = [
-            (name, nn.Parameter(full_tensor(parameter).to(parameter.device, copy=True)))
-            for name, parameter in sharded
-        ]
+    def __init__(self, sharded: NamedParameters, peers: dist.ProcessGroup | None = None) -> None:
+        self._sharded, self._peers = sharded, peers
+        self.named = [(name, nn.Parameter(_gathered(parameter).clone())) for name, parameter in sharded]
 
     @torch.no_grad()
     def read(self) -> None:
         """Reads the weights from all processes' shards. Collective."""
         for (_, parameter), (_, copy) in zip(self._sharded, self.named, strict=True):
-            copy.copy_(full_tensor(parameter))
+            copy.copy_(_gathered(parameter))
 
     def read_gradients(self) -> None:
         """Reads the gradients from all processes' shards. Collective."""
         for (_, parameter), (_, copy) in zip(self._sharded, self.named, strict=True):
-            gradient = parameter.grad
-            copy.grad = None if gradient is None else full_tensor(gradient).to(copy.device, copy=True)
+            copy.grad = None
+            if (gradient := parameter.grad) is not None:
+                copy.grad = joined = _gathered(gradient).clone()
+                if self._peers is not None and self._peers not in sharded_groups(gradient):
+                    dist.broadcast(joined, group=self._peers, group_src=0)
 
     def write(self) -> None:
         """Writes the weights into this process's shards."""
@@ -103,9 +110,18 @@ class WholeCopies:
             read_into(parameter.detach(), weights, name)
 
 
-def copies_of(named: NamedParameters) -> WholeCopies | None:
+def _gathered(tensor: Tensor) -> Tensor:
+    """Returns the whole tensor where it is. Collective if the tensor is sharded."""
+    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach()
+
+
+def copies_of(named: NamedParameters, world: World) -> WholeCopies | None:
     """Returns whole copies of the parameters; None if none is sharded."""
-    return WholeCopies(named) if any(isinstance(parameter, DTensor) for _, parameter in named) else None
+    if not any(isinstance(parameter, DTensor) for _, parameter in named):
+        return None
+    assert world.mesh is not None
+    axis = world.mesh["tensor"]
+    return WholeCopies(named, axis.get_group() if axis.size() > 1 else None)
 
 
 class ClosureStep:

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import gc
 import re
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch import Tensor, nn
 
 import grappe
 from grappe.checkpoint.format import list_checkpoints
+from grappe.engines.shared.carried import CarriedState, copied_attributes
 from grappe.plan import Plan
 from grappe.training.options import Options
 from tests.engines.shared.streams import CHUNKS, Stream
@@ -98,3 +102,31 @@ def test_plans_whose_next_forward_has_other_rows_are_refused(pool: Pool, plan: s
     assert re.match(
         rf"TaskError: .*attribute 'hidden'.*under {plan} the next forward is not that of the same", said
     )
+
+
+class Graph(nn.Module):
+    """Features and edges of a graph in plain attributes, and a state that forward writes in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.features, self.edges = torch.ones(7, 11, 13), torch.eye(7).to_sparse()
+        self.state = torch.zeros(3)
+
+    def forward(self) -> None:
+        self.state += 1
+
+
+def test_what_does_not_change_is_in_memory_once() -> None:
+    model, carried = Graph(), CarriedState()
+    carried.begin(model)
+    before = copied_attributes(model)
+    model()
+    carried.keep_first(before)
+    assert carried.changed().keys() == {("", "state")}
+    del before
+    alive = [each for each in gc.get_objects() if type(each) is Tensor and each.shape == (7, 11, 13)]
+    assert [each is model.features for each in alive] == [True]
+    model.features.data[6, 10, 12] = 2  # without a sign of it on the tensor
+    model.edges = model.edges * 2
+    model.state.zero_()
+    assert carried.changed().keys() == {("", "features"), ("", "edges")}

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch import nn
 
-from grappe.data.whole_batch_draws import OWN_DRAWS
+from grappe.data.whole_batch_draws import OWN_DRAWS, SAME_DRAWS, BatchRows, whole_batch_draws
 from grappe.engines.shared.microbatch import remarks_on_draws
+from grappe.engines.shared.watched_forward import writes_seen
 from grappe.plan import Plan
 from grappe.step.fast_paths import seed_dropout
 
@@ -42,3 +44,32 @@ def test_draws_without_rows_are_named() -> None:
     finally:
         OWN_DRAWS.clear()
     assert "multinomial" in found
+
+
+@torch.library.custom_op("grappe_tests::kernel_noise", mutates_args=())
+def kernel_noise(x: torch.Tensor) -> torch.Tensor:
+    """Draws from torch's generator as a kernel in C++ does: by no operator of torch."""
+    generator = torch.default_generator.clone_state()
+    drawn = torch.rand(x.shape, generator=generator)
+    torch.default_generator.set_state(generator.get_state())
+    return drawn
+
+
+@torch.library.custom_op("grappe_tests::torchs_noise", mutates_args=())
+def torchs_noise(x: torch.Tensor) -> torch.Tensor:
+    """Draws by an operator of torch."""
+    return torch.rand(x.shape)
+
+
+def test_a_kernel_that_draws_by_itself_is_named() -> None:
+    SAME_DRAWS.clear()
+    x, rows = torch.zeros(2, 3), BatchRows(0, 2, 4)
+    try:
+        with whole_batch_draws(rows), writes_seen(nn.Linear(1, 1), lambda *_: None):
+            torchs_noise(x)
+            assert not SAME_DRAWS
+            kernel_noise(x)
+        [remark] = remarks_on_draws(Plan.parse("replicate=2"), CPU)
+    finally:
+        SAME_DRAWS.clear()
+    assert "grappe_tests.kernel_noise drew some in a kernel of its own" in remark

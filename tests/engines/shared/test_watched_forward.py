@@ -14,6 +14,7 @@ from torch import nn
 
 import grappe
 from grappe.checkpoint.format import list_checkpoints
+from grappe.engines.shared.watched_forward import sets_before_reads, writes_seen
 from grappe.plan import Plan
 from grappe.training.options import Options
 from tests.engines.shared.teachers import Distilled, Written
@@ -124,3 +125,29 @@ def test_verify_names_it(pool: Pool) -> None:
     assert "parameter 'teacher.0.weight' is written in forward" in sharded.causes[0]
     assert replicated.verdict == "same"
     assert "teacher.0.weight" in replicated.notes[0]
+
+
+class Branched(nn.Module):
+    """Two branches, each traced, which read a layer, a number and a hidden state."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.factor = nn.Linear(3, 3), 2.0
+        self.hidden: Any = (torch.ones(2, 3), torch.zeros(2, 3))
+
+    def forward(self, x):
+        output = torch.cond(
+            x.sum() > 0, lambda x: self.layer(x) * self.factor, lambda x: x - self.hidden[0], (x,)
+        )
+        self.last = output.detach()
+        self.hidden = (self.last, self.last)
+        return output
+
+
+def test_branches_that_torch_traces_read_a_modules_attributes() -> None:
+    model, x = Branched(), torch.ones(2, 3)
+    with torch.no_grad(), writes_seen(model, lambda *_: None), sets_before_reads(model) as unread:
+        output = model(x)
+    assert torch.equal(output, model.layer(x) * 2.0)
+    assert ("", "last") in unread
+    assert ("", "hidden") not in unread

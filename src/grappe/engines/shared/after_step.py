@@ -5,17 +5,16 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import xxhash
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 
 from grappe.data.draw import mix
 from grappe.engines.base import EngineSetup
+from grappe.engines.shared.carried import content_hash
 from grappe.errors.user_code import user_call
 from grappe.launch.world import World
 from grappe.parallel.shard import reshard, uses_shard
-from grappe.private_api.torch import local_tensor
 from grappe.step.fast_paths import seed_generators
 from grappe.step.task_contract import method_error
 from grappe.task import overrides
@@ -92,7 +91,7 @@ def differing(parameters: dict[str, nn.Parameter], world: World) -> str | None:
     """Finds a parameter of which processes with the same part have other bits. Collective."""
     if world.size == 1:
         return None
-    prints = {name: (_part(p, world), _hash(p)) for name, p in parameters.items()}
+    prints = {name: (_part(p, world), content_hash(p)) for name, p in parameters.items()}
     everyone = world.gather(prints)
     odd = [
         name
@@ -109,12 +108,6 @@ def _part(tensor: Tensor, world: World) -> list[int]:
         axes = zip(tensor.device_mesh.mesh_dim_names or (), tensor.placements, strict=True)
         split = {axis for axis, placed in axes if not placed.is_replicate()}
     return [place if axis in split else -1 for axis, (place, _) in world.coordinates().items()]
-
-
-def _hash(tensor: Tensor) -> int:
-    own = local_tensor(tensor) if isinstance(tensor, DTensor) else tensor
-    bits = own.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-    return xxhash.xxh3_64(bits.numpy().data).intdigest()
 
 
 def _generator_states(world: World) -> list[bytes]:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import dataclasses
 import functools
 import json
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+import xxhash
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
@@ -19,10 +21,11 @@ from grappe.errors import RunError
 from grappe.launch.terminal import say
 from grappe.launch.world import World
 from grappe.parallel.batchnorm import buffers_kept
-from grappe.private_api.torch import tree_flatten, tree_leaves
+from grappe.private_api.torch import local_tensor, tree_flatten, tree_leaves, tree_map
 
 CARRIED = "carried."
 """`carried.SLICE`: attributes of the processes that train on slice `SLICE`, as JSON; `carried.SLICE.N`: a tensor."""
+PIECE = 1 << 24  # numbers that are hashed at once
 OF_MODULES = frozenset(vars(nn.Module()))
 OF_LIBRARIES = ("ds_", "_external_params", "_fsdp", "_compiled_call_impl", "forward", "grappe_")
 Place = tuple[str, str]
@@ -74,6 +77,37 @@ def copied_attributes(model: nn.Module) -> Attributes:
     return _copied(attributes(model))
 
 
+def content_hash(tensor: Tensor) -> int:
+    """Returns a hash of a tensor's numbers; of a DTensor, of this process's part."""
+    own = (local_tensor(tensor) if isinstance(tensor, DTensor) else tensor).detach()
+    digest, parts = xxhash.xxh3_64(), [own]
+    if own.layout != torch.strided:
+        ordered = own.to_sparse_coo().coalesce()
+        parts = [ordered.indices(), ordered.values()]
+    for piece in (piece for part in parts for piece in part.reshape(-1).split(PIECE)):
+        digest.update(piece.cpu().contiguous().view(torch.uint8).numpy().data)
+    return digest.intdigest()
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class Hashed:
+    """A tensor, and the hash of the numbers that it had: a copy of a graph's features would take as much memory."""
+
+    tensor: Tensor
+    hash: int
+
+    @property
+    def shape(self) -> torch.Size:
+        """Returns the tensor's shape."""
+        return self.tensor.shape
+
+
+def _hashed(leaf: Any) -> Any:
+    if isinstance(leaf, torch.Generator):
+        return leaf.clone_state()
+    return Hashed(tensor=leaf, hash=content_hash(leaf)) if is_state(leaf) else leaf
+
+
 def _equal(a: Any, b: Any) -> bool:
     (leaves, spec), (others, other_spec) = tree_flatten(a), tree_flatten(b)
     return spec == other_spec and all(map(_equal_leaves, leaves, others))
@@ -82,8 +116,14 @@ def _equal(a: Any, b: Any) -> bool:
 def _equal_leaves(a: Any, b: Any) -> bool:
     if isinstance(a, torch.Generator) and isinstance(b, torch.Generator):
         a, b = a.get_state(), b.get_state()
+    if isinstance(b, Hashed):
+        return (
+            is_state(a)
+            and (a.dtype, a.shape) == (b.tensor.dtype, b.tensor.shape)
+            and content_hash(a) == b.hash
+        )
     if is_state(a) and is_state(b):
-        return a.dtype == b.dtype and a.shape == b.shape and torch.equal(a.cpu(), b.cpu())
+        return _equal_leaves(a, _hashed(b))
     return a is b or (isinstance(a, bool | int | float | str) and type(a) is type(b) and a == b)
 
 
@@ -130,7 +170,17 @@ class CarriedState:
 
     def begin(self, model: nn.Module) -> None:
         """Notes the attributes as they are: what differs later is carried."""
-        self.model, self._first, self.written = model, copied_attributes(model), None
+        self.model, self._first, self.written = model, tree_map(_hashed, attributes(model)), None
+
+    def keep_first(self, before: Attributes) -> None:
+        """Keeps the copies of those attributes that the first forward has changed, and no others.
+
+        Args:
+            before: copies of the attributes before it.
+        """
+        for place in self.changed(before).keys() & before.keys() & self._first.keys():
+            if _equal(before[place], self._first[place]):  # not a checkpoint's
+                self._first[place] = before[place]
 
     def changed(self, since: Attributes | None = None) -> Attributes:
         """Returns the attributes that are not what they were, at the beginning or in a copy `since`."""
@@ -154,7 +204,8 @@ class CarriedState:
                 first = self._first.get(place)
                 if has_rows(value, self.rows) and _shapes(first) != _shapes(value):
                     del values[place]
-                    values |= _copied({place: first} if place in self._first else {})
+                    made = tree_map(lambda leaf: leaf.tensor if isinstance(leaf, Hashed) else leaf, first)
+                    values |= _copied({place: made} if place in self._first else {})
             _put(self.model, values)
             yield
 

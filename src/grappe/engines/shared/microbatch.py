@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from grappe.data.batch import Batch, Microbatch
 from grappe.data.rand_like import entering
-from grappe.data.whole_batch_draws import OWN_DRAWS, whole_batch_draws
+from grappe.data.whole_batch_draws import OWN_DRAWS, SAME_DRAWS, torchs_generator, whole_batch_draws
 from grappe.engines.base import EngineSetup
 from grappe.engines.shared.carried import nothing_changed
 from grappe.engines.shared.watched_forward import WatchedForward, parameters_kept
@@ -58,6 +58,7 @@ class MicrobatchRunner:
         first_forward: Callable[[Any], Any] | None = None,
     ) -> None:
         OWN_DRAWS.clear()  # of a training before in this process
+        SAME_DRAWS.clear()
         self._setup, self._model, self._forward = setup, model, forward
         self._first_forward = first_forward or forward
         self.watch = WatchedForward(setup, model)
@@ -153,17 +154,20 @@ def draws(setup: EngineSetup, batch: Batch, micro: Microbatch) -> contextlib.Abs
 
 def remarks_on_draws(plan: Plan, device: torch.device) -> list[str]:
     """Returns a remark if random numbers of this process's training were not those of one process, unasked."""
-    generator = (
-        torch.cuda.default_generators[device.index] if device.type == "cuda" else torch.default_generator
-    )
+    generator = torchs_generator(device)
     unused = torch.Generator(device).manual_seed(generator.initial_seed()).get_state()
-    if plan.draws_whole_batches and OWN_DRAWS:
-        names = ", ".join(sorted(OWN_DRAWS))
+    if plan.draws_whole_batches:
+        ways = {
+            "without a row for each sample": OWN_DRAWS,
+            "in a kernel of its own, the same in each microbatch: dropout=local gives each others": SAME_DRAWS,
+        }
         return [
-            f"random numbers that are not those of one process: {names} drew some without a row for each sample"
+            f"random numbers that are not those of one process: {', '.join(sorted(names))} drew some {way}"
+            for way, names in ways.items()
+            if names
         ]
     alone = plan.data_parallel * plan.microbatches * plan.pipeline == 1
-    if plan.draws_whole_batches or plan.dropout == "local" or plan.exact or alone:
+    if plan.dropout == "local" or plan.exact or alone:
         return []
     if torch.equal(unused, generator.get_state()):
         return []

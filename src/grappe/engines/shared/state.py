@@ -199,16 +199,18 @@ class ModelState:
                 name, _, key = full.removeprefix(OPTIMIZER).rpartition(".")
                 keys.setdefault(name, []).append(key)
         optimizers = wrapped(self._optimizer)
+        groups = {id(p): group for group in self._optimizer.param_groups for p in group["params"]}
         for name, parameter in self._stepped or self._model.named_parameters():
+            group = groups.get(id(parameter), {})
             entries = dict(saved.values.get("optimizer", {}).get(name, {}))
             for key in keys.get(name, ()):
                 full, (items, _, item) = f"{OPTIMIZER}{name}.{key}", key.partition(ITEM)
                 if key == TRAINED:
                     read_into(parameter, saved.tensors, full)
                 elif item and isinstance(entries.get(items), list):
-                    entries[items][int(item)] = _read(saved, full, parameter)
+                    entries[items][int(item)] = _read(saved, full, parameter, group)
                 else:
-                    entries[key] = _read(saved, full, parameter)
+                    entries[key] = _read(saved, full, parameter, group)
             counted = {
                 key.removeprefix(GROUP): value for key, value in entries.items() if key.startswith(GROUP)
             }
@@ -220,9 +222,7 @@ class ModelState:
                 states.setdefault(attribute, {})[key] = entries[full]
             for attribute, state in states.items():
                 optimizers[attribute].state[parameter] = state
-            for group in self._optimizer.param_groups:
-                if any(member is parameter for member in group["params"]):
-                    group.update(counted)
+            group.update(counted)
 
 
 def _counters(group: dict[str, Any]) -> dict[str, Any]:
@@ -309,10 +309,13 @@ def export(
         yield name, full_tensor(buffer if group is None else agreed_between(buffer, group))
 
 
-def _read(saved: SavedState, name: str, parameter: nn.Parameter) -> Tensor:
+def _read(saved: SavedState, name: str, parameter: nn.Parameter, group: dict[str, Any]) -> Tensor:
+    """Reads an optimizer's tensor to where torch's load_state_dict puts it, as the parameter's group says."""
     if saved.tensors.shape(name) != tuple(parameter.shape) or not parameter.dim():
         value = saved.tensors.read(name).clone()
-        return value.to(parameter.device) if value.dim() else value  # step counters are kept on the CPU
+        counter = name.endswith((".step", f"{WRAPPED}step"))
+        on_cpu = counter and not (group.get("fused") or group.get("capturable"))
+        return value if on_cpu else value.to(parameter.device)
     value = torch.empty_like(parameter, requires_grad=False)
     read_into(value, saved.tensors, name)
     return value

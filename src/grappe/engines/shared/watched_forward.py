@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 
+from grappe.data.whole_batch_draws import noting_own_kernels
 from grappe.engines.base import EngineSetup
 from grappe.engines.shared.after_step import SET_DATA, differing
 from grappe.engines.shared.carried import (
@@ -103,6 +104,7 @@ class WatchedForward:
             yield
         self._carried.unread |= unread
         self._carried.written = set(lines)
+        self._carried.keep_first(before)
         several = self._carried.repeated or several_forwards(plan)
         why = not_kept(plan, several)
         if why is None:
@@ -224,7 +226,8 @@ class InPlaceWrites(TorchDispatchMode):
             for name, parameter in list(self._model.named_parameters()):
                 if id(parameter) in written or _memory(parameter) in written:
                     self._before_write(name, parameter)
-        return call_in_mode(func, args, kwargs)
+        with noting_own_kernels(func, args):
+            return call_in_mode(func, args, kwargs)
 
 
 class AssignedData(TorchFunctionMode):
@@ -262,20 +265,24 @@ def _by_a_library() -> bool:
 
 @contextlib.contextmanager
 def sets_before_reads(model: nn.Module) -> Iterator[set[Place]]:
-    """Context that finds the attributes which a forward sets before it reads them: nothing goes on in them."""
+    """Context that finds the attributes which a forward sets before it reads them: nothing goes on in them.
+
+    torch.cond traces these methods: they note nothing then, and call the module's own by super(), which can be traced.
+    A tensor that a branch reads is read once more outside of the trace.
+    """
     read, unread, watched = set[Place](), set[Place](), list[tuple[nn.Module, type]]()
     for path, module in own_modules(model):
         kind: Any = type(module)
 
-        def get(self: Any, name: str, path: str = path, kind: Any = kind) -> Any:
-            if (path, name) not in unread:
+        def get(self: Any, name: str, path: str = path) -> Any:
+            if not torch.compiler.is_compiling() and (path, name) not in unread:
                 read.add((path, name))
-            return kind.__getattribute__(self, name)
+            return super(type(self), self).__getattribute__(name)  # type: ignore[invalid-argument]
 
-        def put(self: Any, name: str, value: Any, path: str = path, kind: Any = kind) -> None:
-            if (path, name) not in read:
+        def put(self: Any, name: str, value: Any, path: str = path) -> None:
+            if not torch.compiler.is_compiling() and (path, name) not in read:
                 unread.add((path, name))
-            kind.__setattr__(self, name, value)
+            super(type(self), self).__setattr__(name, value)  # type: ignore[invalid-argument]
 
         methods = {"__getattribute__": get, "__setattr__": put, "__module__": kind.__module__}
         # The attributes of a class that cannot be derived from count as read. type() would call __init_subclass__.
