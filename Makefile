@@ -47,7 +47,7 @@ docs: .venv/test  ## regenerate the README's tables and the catalogue of French 
 	@$(BIN)/python docs/generate.py
 	@$(BIN)/python -m docs.messages
 
-site: .venv/test  ## build the documentation site, which opens from its folder: build/site/index.html
+site: .venv/docs  ## build the documentation site, which opens from its folder: build/site/index.html
 	@$(BIN)/python -m docs.site
 
 labs: .venv/test  ## execute all labs, from a wheel
@@ -103,6 +103,10 @@ clean:  ## forget the environments
 .venv/train: .venv/bin/pip pyproject.toml constraints.txt
 	@echo "installing grappe and what it needs"
 	@$(PIP) torch && $(PIP) --editable '.[demo]'
+	@touch $@
+
+.venv/docs: .venv/train
+	@$(PIP) --editable '.[docs]'
 	@touch $@
 
 .venv/test: .venv/train

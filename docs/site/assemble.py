@@ -12,19 +12,43 @@ from pathlib import Path, PurePosixPath
 
 from docs import translations
 from docs.site import notebooks, reference
-from docs.site.links import FRENCH, ORPHAN, ROOT, rewrite, site_page
+from docs.site.links import FRENCH, ROOT, front_matter, rewrite, site_page
 
 IMAGE = re.compile(r"!\[[^\]]*\]\(([^():\s]+)\)")
 LEXERS = {".py": "python", ".toml": "toml", ".cpp": "cpp", ".json": "json", ".sh": "bash"}
-MACHINES = ("slurm", "from-a-page", "gpu", "lightning", "deepspeed", "horovod")
-PROJECT = ("promises", "parity", "benchmarks", "soak", "security", "step", "log")
 BOTH = ("commands/", "labs/")
 """Pages that both languages have under the same name."""
-FIRST = ("task", "gallery", "plans", "resume", "measure", "verify", "too-big", "data", "own-loop")
-CAPTIONS = {
-    "en": ("Guides", "Machines and engines", "Labs", "Reference", "Project"),
-    "fr": ("Guides", "Machines et moteurs", "Travaux pratiques (en anglais)", "Référence", "Projet"),
-}
+NAVIGATION = (
+    ("Get started", "Premiers pas", ("task", "plans", "resume", "slurm", "from-a-page", "gallery")),
+    ("Data", "Données", ("data", "imagenet", "augmentation")),
+    (
+        "Training",
+        "Entraînement",
+        (
+            "optimizers",
+            "learning-rate",
+            "larger-batch",
+            "tune",
+            "watchers",
+            "own-loop",
+            "transformers",
+        ),
+    ),
+    (
+        "Parallelism, memory, speed",
+        "Parallélisme, mémoire, vitesse",
+        ("foresee", "too-big", "measure", "verify", "gpu", "deepspeed", "lightning", "horovod"),
+    ),
+    ("After training", "Après l'entraînement", ("predict", "export", "extension")),
+    ("Labs", "Travaux pratiques (en anglais)", ()),
+    ("Reference", "Référence", ()),
+    ("How it works", "Fonctionnement", ("step", "parity", "promises", "soak", "benchmarks", "security", "log")),
+)
+"""The groups of the sidebar: title, French title, guides in their order. Labs and reference pages are found."""
+REFERENCE = ("commands/index", "plan/index", "docs/api", "sites/index", "errors")
+PROJECT = ("docs/decisions/index", "CHANGELOG", "CONTRIBUTING", "benchmarks/README")
+UNSEARCHED = ("CHANGELOG", "docs/decisions/", "docs/log", "benchmarks/")
+"""Pages that the search leaves out, as it does those that the sidebar does not list: guides and keys come first."""
 
 
 def assemble(language: str, folder: Path) -> None:
@@ -108,20 +132,20 @@ def _copy(path: str, folder: Path, page: str, target: Callable[[str], str]) -> N
         text = rewrite(_listing(file), f"{path}/index.md", target)
     elif file.suffix == ".md":
         text = rewrite(_noted(file), path, target)
-        if file.parent.name == "decisions":
-            text = ORPHAN + text
         for image in IMAGE.findall(text):
             copy = folder / PurePosixPath(page).parent / image
             copy.parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(file.parent / image, copy)
     elif file.suffix == ".ipynb":
-        head = "" if path.startswith("labs/") else ORPHAN
-        text = head + rewrite(notebooks.markdown(file), path, target)
+        text = rewrite(notebooks.markdown(file), path, target)
     else:
         fence = "`" * 12
-        text = f"{ORPHAN}# {path}\n\n{fence}{LEXERS.get(file.suffix, 'text')}\n"
+        text = f"# {path}\n\n{fence}{LEXERS.get(file.suffix, 'text')}\n"
         text += f"{file.read_text()}{fence}\n"
-    _write(folder / f"{page}.md", text)
+    listed = path == "docs/decisions" or path.startswith("labs/")
+    listed = listed or (file.suffix == ".md" and file.parent.name != "decisions")
+    searched = listed and not page.startswith(UNSEARCHED)
+    _write(folder / f"{page}.md", front_matter(listed=listed, searched=searched) + text)
 
 
 def _noted(file: Path) -> str:
@@ -150,38 +174,31 @@ def _listing(folder: Path) -> str:
             lines.append(f"- [{title or file.name}]({file.name})")
         elif file.is_file() and file.suffix:
             lines.append(f"- `{file.name}`")
-    return ("" if folder.name == "decisions" else ORPHAN) + "\n".join(lines) + "\n"
+    return "\n".join(lines) + "\n"
 
 
 def _contents(language: str, pages: set[str]) -> str:
-    """The table of contents, which the sidebar shows."""
+    """Returns the table of contents, which the sidebar shows.
+
+    Raises:
+        ValueError: a guide is in no group.
+    """
     under = "docs/" if language == "en" else ""
-    guides = {
-        page.removeprefix(under)
-        for page in pages
-        if page.startswith(under) and "/" not in page.removeprefix(under)
-    }
-    guides -= {"index", "README", "api", "CONTRIBUTING", "CHANGELOG", "errors"}
-    named = {*MACHINES, *PROJECT, *FIRST}
-    groups = [
-        [f"{under}{one}" for one in (*FIRST, *sorted(guides - named)) if one in guides],
-        [f"{under}{one}" for one in MACHINES if one in guides],
-        sorted(page for page in pages if page.startswith("labs/") and page != "labs/index"),
-        [
-            page
-            for page in ("commands/index", "plan/index", "docs/api", "sites/index", "errors")
-            if page in pages
-        ],
-        [f"{under}{one}" for one in PROJECT if one in guides],
-    ]
-    if language == "en":
-        groups[-1] += ["docs/decisions/index", "CHANGELOG", "CONTRIBUTING", "benchmarks/README"]
+    listed = {name for _, _, names in NAVIGATION for name in names}
+    if lost := {file.stem for file in (ROOT / "docs").glob("*.md")} - listed - {"api"}:
+        raise ValueError(f"docs/site/assemble.py: NAVIGATION does not list {', '.join(sorted(lost))}")
     parts = [""]
-    for caption, group in zip(CAPTIONS[language], groups, strict=True):
-        if group:
-            parts.append(
-                "\n".join(["```{toctree}", ":hidden:", f":caption: {caption}", "", *group, "```", ""])
-            )
+    for english, french, names in NAVIGATION:
+        group = [f"{under}{name}" for name in names]
+        if english == "Labs":
+            group = sorted(page for page in pages if page.startswith("labs/") and page != "labs/index")
+        elif english == "Reference":
+            group = list(REFERENCE)
+        elif names[0] == "step" and language == "en":
+            group += PROJECT
+        group = [page for page in group if page in pages]
+        caption = english if language == "en" else french
+        parts.append("\n".join(["```{toctree}", ":hidden:", f":caption: {caption}", "", *group, "```", ""]))
     return "\n".join(parts)
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from sphinx.application import Sphinx
+from sphinx.locale import _
 
 project = "grappe"
 extensions = ["myst_parser"]
@@ -35,10 +36,17 @@ myst_heading_anchors = 4
 myst_links_external_new_tab = False
 nitpicky = True
 show_warning_types = True
+FRENCH = {
+    "On this page": "Sur cette page",
+    "Next": "Suivant",
+    "Previous": "Précédent",
+    "Home": "Accueil",
+}
+"""The theme's words that its catalogues leave in English."""
 
 
 def setup(app: Sphinx) -> None:
-    """Gives each page the addresses of its translations."""
+    """Gives each page the addresses of its translations, and the theme its French words."""
     app.connect("html-page-context", _languages)
 
 
@@ -47,6 +55,8 @@ def _languages(app: Sphinx, page: str, template: str, context: dict[str, Any], t
     up = "../" * (page.count("/") + (app.config.language == "fr"))
     english = app.config.language == "en"
     other = found.get(page, "fr/index.html" if english else "index.html")
+    if not english:
+        context["_"] = lambda text: FRENCH.get(text) or _(text)
     context["translation"] = up + other
     context["translation_language"] = "fr" if english else "en"
     context["translation_name"] = "Français" if english else "English"

@@ -12,8 +12,12 @@ from docs.translations import BLOCK
 ROOT = Path(__file__).parents[2]
 LINK = re.compile(r"(!?)\[((?:[^\[\]]|\[[^\]]*\])*)\]\(([^()\s]+)\)")
 FRENCH = "docs/fr/"
-ORPHAN = "---\norphan: true\n---\n"
-"""Front matter of a page that the sidebar does not list: a sidebar of hundreds would make every page long."""
+
+
+def front_matter(*, listed: bool, searched: bool) -> str:
+    """Returns what stands before a page that the sidebar does not list, or that the search leaves out."""
+    lines = ["orphan: true"] * (not listed) + ["nosearch: true"] * (not searched)
+    return "\n".join(["---", *lines, "---", ""]) if lines else ""
 
 
 def site_page(path: str) -> str:

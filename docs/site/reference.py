@@ -10,7 +10,7 @@ from pathlib import Path
 
 from docs import api
 from docs.messages.others import commands
-from docs.site.links import ORPHAN
+from docs.site.links import front_matter
 from rich.console import Console
 
 import grappe
@@ -62,7 +62,7 @@ def french_pages() -> dict[str, str]:
 
 
 def _orphan(path: str, text: str) -> str:
-    return text if path in LISTED else ORPHAN + text
+    return front_matter(listed=path in LISTED, searched=True) + text
 
 
 def _commands(language: str) -> dict[str, str]:
