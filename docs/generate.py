@@ -45,13 +45,22 @@ def parity() -> str:
 
 
 def foreseen() -> str:
-    """A line for every task and plan of foresee.json, which `python -m benchmarks.foresee` measures."""
-    lines = ["| task | plan | measured | predicted | outside the range |", "|---|---|---|---|---|"]
+    """A line for each task of foresee.json, which `python -m benchmarks.foresee` measures: its farthest plan."""
+    gaps: dict[str, list[tuple[float, str, str, str]]] = {}
     for key, cell in json.loads((RESULTS / "foresee.json").read_text()).items():
         task, _, plan = key.partition(" | ")
         measured = max(one["peak"] for one in cell["measured"])
         said, gap = _predicted(cell["predicted"]["least"], cell["predicted"]["peak"], measured)
-        lines.append(f"| `{task}` | `{plan or 'one process'}` | {measured / 1e6:.2f} MB | {said} | {gap} |")
+        if gap:
+            row = (abs(float(gap.removesuffix(" %"))), plan or "one process", f"{measured / 1e6:.2f} MB", said)
+            gaps.setdefault(task, []).append(row)
+    lines = ["| task | plans | median error | largest error | of | measured | predicted |", "|---" * 7 + "|"]
+    for task, rows in gaps.items():
+        gap, plan, measured, said = max(rows)
+        middle = statistics.median(row[0] for row in rows)
+        lines.append(
+            f"| `{task}` | {len(rows)} | {middle:.2f} % | {gap:.2f} % | `{plan}` | {measured} | {said} |"
+        )
     return "\n".join(lines)
 
 
@@ -226,7 +235,7 @@ PARTS: dict[str, dict[str, Callable[[], str]]] = {
     "README.md": {"rooms": rooms},
     "docs/plans.md": {"plan keys": plan_markdown},
     "docs/parity.md": {"parity": parity},
-    "docs/foresee.md": {
+    "docs/accuracy.md": {
         "foreseen": foreseen,
         "foreseen-errors": foreseen_errors,
         "foreseen-between": foreseen_between,

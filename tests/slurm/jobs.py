@@ -25,6 +25,11 @@ def grappe(*words: str, cwd: Path, code: int | None = 0) -> str:
     return done.stdout + done.stderr
 
 
+def run_of(said: str) -> str:
+    """Returns the run's folder that `grappe submit` has printed; what it says of its progress may follow."""
+    return said.split("run ")[-1].splitlines()[0]
+
+
 class Job:
     """A training of tests/slow.py on two nodes, from its submission to its end."""
 

@@ -12,7 +12,7 @@ import pytest
 from benchmarks import cifar_files
 
 from tests.slurm.cluster import Cluster
-from tests.slurm.jobs import grappe
+from tests.slurm.jobs import grappe, run_of
 from tests.slurm.test_run import MINE, PLAIN
 from tests.wheelhouse import wheel, wheelhouse
 
@@ -118,7 +118,7 @@ def test_the_pages_scripts(cluster: Cluster, fresh: Path) -> None:
             "submit", "--site", "mine", "--gpus", "0", "--time", "10m", "--no-doctor", *options,
             "--", script, *arguments, cwd=fresh,
         )  # fmt: skip
-        folder = said.split("run ")[-1].strip()
+        folder = run_of(said)
         grappe("wait", folder, cwd=fresh)
         assert expected in grappe("logs", folder, cwd=fresh)
         assert len(list((fresh / "runs" / ".environments").iterdir())) == environments, page
@@ -137,7 +137,7 @@ def test_other_commands(cluster: Cluster, tmp_path: Path, name: str) -> None:
         "submit", "--site", "generic", "--time", "10m", "--no-doctor", "--", name, *arguments, cwd=tmp_path
     )
     assert "core-hours" in said  # and no GPU
-    folder = said.split("run ")[-1].strip()
+    folder = run_of(said)
     grappe("wait", folder, cwd=tmp_path)
     assert expected in grappe("logs", folder, cwd=tmp_path)
     assert (Path(folder) / "done").exists()

@@ -15,7 +15,7 @@ from tests.commands import SLOW, ran
 from tests.patience import PATIENCE_SECONDS
 from tests.slurm.cluster import Cluster
 from tests.slurm.configuration import CPUS
-from tests.slurm.jobs import grappe
+from tests.slurm.jobs import grappe, run_of
 from tests.wheelhouse import wheel, wheelhouse
 
 WHERE = str(Path(__file__).with_name("where.py"))
@@ -220,7 +220,7 @@ def test_a_script_of_ones_own(cluster: Cluster, tmp_path: Path) -> None:
         "submit", "--site", "generic", "--nodes", "2", "--processes", "2", "--gpus", "0", "--time", "10m",
         "--no-doctor", "--", "python", "mine.py", "--lr", "a b", cwd=tmp_path,
     )  # fmt: skip
-    folder = said.split("run ")[-1].strip()
+    folder = run_of(said)
     grappe("wait", folder, cwd=tmp_path)
     text = grappe("logs", folder, cwd=tmp_path)
     assert text.count("0: total 3 --lr a b n0 0 1") == 2, text
@@ -240,7 +240,7 @@ def test_another_command(cluster: Cluster, tmp_path: Path) -> None:
         "submit", "--site", "generic", "--time", "10m", "--no-doctor",
         "--", "evaluate", "run", "--json", "--plan", f"{PLAIN},replicate=2", cwd=tmp_path,
     )  # fmt: skip
-    folder = said.split("run ")[-1].strip()
+    folder = run_of(said)
     grappe("wait", folder, cwd=tmp_path)
     found = [line for line in grappe("logs", folder, cwd=tmp_path).splitlines() if "{" in line]
     assert len(found) == 1, found
