@@ -52,7 +52,12 @@ def foreseen() -> str:
         measured = max(one["peak"] for one in cell["measured"])
         said, gap = _predicted(cell["predicted"]["least"], cell["predicted"]["peak"], measured)
         if gap:
-            row = (abs(float(gap.removesuffix(" %"))), plan or "one process", f"{measured / 1e6:.2f} MB", said)
+            row = (
+                abs(float(gap.removesuffix(" %"))),
+                plan or "one process",
+                f"{measured / 1e6:.2f} MB",
+                said,
+            )
             gaps.setdefault(task, []).append(row)
     lines = ["| task | plans | median error | largest error | of | measured | predicted |", "|---" * 7 + "|"]
     for task, rows in gaps.items():

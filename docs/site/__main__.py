@@ -27,7 +27,7 @@ def build(output: Path) -> int:
         (folder / MARKER).touch()
     for language, target in (("en", output), ("fr", output / "fr")):
         assemble(language, sources / language)
-        options = "-q -j 2 -W --keep-going -b html".split()
+        options = ["-q", "-j", "2", "-W", "--keep-going", "-b", "html"]
         options += ["-c", str(HERE), "-D", f"language={language}"]
         trees = str(sources / f"{language}-trees")
         if code := sphinx([*options, "-d", trees, str(sources / language), str(target)]):

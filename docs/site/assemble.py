@@ -42,7 +42,11 @@ NAVIGATION = (
     ("After training", "Après l'entraînement", ("predict", "export", "extension")),
     ("Labs", "Travaux pratiques (en anglais)", ()),
     ("Reference", "Référence", ()),
-    ("How it works", "Fonctionnement", ("step", "parity", "accuracy", "promises", "soak", "benchmarks", "security", "log")),
+    (
+        "How it works",
+        "Fonctionnement",
+        ("step", "parity", "accuracy", "promises", "soak", "benchmarks", "security", "log"),
+    ),
 )
 """The groups of the sidebar: title, French title, guides in their order. Labs and reference pages are found."""
 REFERENCE = ("commands/index", "plan/index", "docs/api", "sites/index", "errors")

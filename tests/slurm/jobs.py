@@ -27,7 +27,7 @@ def grappe(*words: str, cwd: Path, code: int | None = 0) -> str:
 
 def run_of(said: str) -> str:
     """Returns the run's folder that `grappe submit` has printed; what it says of its progress may follow."""
-    return said.split("run ")[-1].splitlines()[0]
+    return said.rsplit("run ", maxsplit=1)[-1].splitlines()[0]
 
 
 class Job:
