@@ -9,7 +9,18 @@ import pytest
 from grappe import sites
 from grappe import slurm as notebook
 from grappe.errors import UsageError
-from grappe.sites.slurm import ControllerDown, NoAnswer, SlurmError, probed, queue, queue_now, rows, run
+from grappe.sites.slurm import (
+    ControllerDown,
+    NoAnswer,
+    SlurmError,
+    check_controller,
+    probed,
+    queue,
+    queue_now,
+    rows,
+    run,
+)
+from grappe.verbs.doctor.checks import allocation, note
 
 TEXT = """cpu|64|257000+|(null)|1-00:00:00|100
 gpu*|48|498000|gpu:a100:4(S:0-1),tmp:1|7-00:00:00|12
@@ -111,3 +122,22 @@ def test_a_refused_submission_takes_back_what_it_made(
             str(entry.relative_to(tmp_path)) for entry in tmp_path.rglob("*") if "bin/" not in str(entry)
         }
         assert found == {"bin", *left}
+
+
+def test_a_machine_of_no_cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Slurm's programs are installed, and no cluster is configured: a stand-in says what they then do."""
+    program = tmp_path / "scontrol"
+    program.write_text(
+        "#!/bin/sh\necho 'scontrol: fatal: Could not establish a configuration source' >&2\nexit 1\n"
+    )
+    program.chmod(0o755)
+    (tmp_path / "sbatch").symlink_to(program)
+    (tmp_path / "sinfo").symlink_to(program)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    for ask in (check_controller, lambda: run("sinfo")):
+        with pytest.raises(
+            UsageError, match=r"^no Slurm here: no Slurm controller is reachable .* --site NAME"
+        ):
+            ask()
+    (finding,) = allocation.submittable()
+    assert finding == note("no Slurm here: no Slurm controller is reachable from this machine")

@@ -300,6 +300,8 @@ def doctor(
     findings = verb.doctor(request)
     if is_main_process():
         shown = [finding for finding in findings if finding.level != "note"] if job else findings
-        if shown or not job:
+        if shown:
             say(verb.text(shown))
+        if not job:
+            say(verb.summary(findings))
     return EXIT_FAILURE if verb.failed(findings) else EXIT_OK

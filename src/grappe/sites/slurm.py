@@ -15,6 +15,7 @@ from grappe.words import first_line
 
 GONE = ("Invalid job id",)  # what squeue says of jobs that ended a while ago
 SILENT = ("Socket timed out", "Unable to contact slurm controller")
+UNCONFIGURED = "Could not establish a configuration source"  # Slurm's programs on a machine of no cluster
 PING_SECONDS = 4.0
 OF_THE_CONTROLLER = ("sbatch", "squeue", "sinfo", "scancel")
 ENDED = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY", "BOOT_FAIL", "DEADLINE")
@@ -81,7 +82,7 @@ def check_controller() -> None:
     Nothing is asked where there is sbatch and no scontrol, as in some containers.
 
     Raises:
-        UsageError: Slurm is not installed.
+        UsageError: this machine belongs to no cluster.
         ControllerDown: the controller does not answer.
     """
     if shutil.which("sbatch") and not shutil.which("scontrol"):
@@ -90,6 +91,8 @@ def check_controller() -> None:
         answer = run("scontrol", "ping", seconds=PING_SECONDS)
     except SlurmError as error:
         answer = str(error)
+    if UNCONFIGURED in answer:
+        raise no_slurm("no Slurm controller is reachable from this machine")
     if "UP" not in answer.split():  # of one controller at least
         raise ControllerDown(
             f"Slurm's controller gives no answer ({first_line(answer)}): try again in a minute; tell the site if it "
@@ -101,7 +104,7 @@ def run(*words: str, both: bool = False, seconds: float = command.ANSWER_SECONDS
     """Runs one of Slurm's commands; returns its standard output, with `both` its standard error too.
 
     Raises:
-        UsageError: Slurm is not installed.
+        UsageError: this machine belongs to no cluster.
         SlurmError: the command failed.
         NoAnswer: it gave no answer in `seconds`, or the controller gave it none.
         ControllerDown: the controller does not answer, which is known in PING_SECONDS.
@@ -111,13 +114,18 @@ def run(*words: str, both: bool = False, seconds: float = command.ANSWER_SECONDS
     try:
         return command.run(*words, both=both, seconds=seconds)
     except command.Missing as error:
-        raise UsageError(
-            f"no Slurm here: {error}. Log in to the cluster first; without one, grappe train "
-            "does the same here, and grappe submit --show --site NAME shows a script"
-        ) from None
+        raise no_slurm(str(error)) from None
     except command.Failed as error:
         silent = error.code is None or any(words in str(error) for words in SILENT)
         raise (NoAnswer if silent else SlurmError)(str(error)) from None
+
+
+def no_slurm(why: str) -> UsageError:
+    """Makes the error of a machine that belongs to no cluster."""
+    return UsageError(
+        f"no Slurm here: {why}. To see a job's script, give --site NAME (grappe sites lists them); to submit it, log "
+        "in to the cluster; grappe train does the same here"
+    )
 
 
 def submit(script: Path, *, test_only: bool = False) -> str:

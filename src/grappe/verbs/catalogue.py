@@ -110,21 +110,19 @@ def gpu_list() -> Group:
 
 def site_facts(name: str) -> Table:
     """Lists all facts of one site; unconfirmed facts are marked."""
-    table = plain_table("fact", "value", "source")
+    table = plain_table("fact", "value", "source, if another")
     for row in described_facts(sites.find(name)):
         table.add_row(*row)
     return table
 
 
 def described_facts(site: Site) -> Iterator[tuple[str, str, str]]:
-    """Yields each fact of a site as (key, value, source)."""
+    """Yields each fact of a site as (key, value, source); the source is "" where it is the site's own."""
     for key, value in _flat("", dataclasses.asdict(site), site):
-        top = key.partition(".")[0]
-        if top in ("sources", "unconfirmed", "name"):
+        if key.partition(".")[0] in ("sources", "unconfirmed", "name"):
             continue
         why = _marked(site.unconfirmed, key)
-        origin = f"UNCONFIRMED, {why}" if why else _marked(site.sources, key) or f"{site.source}, {site.date}"
-        yield key, str(value), "" if top in ("source", "date", "title", "probe") else origin
+        yield key, str(value), f"UNCONFIRMED, {why}" if why else _marked(site.sources, key)
 
 
 def _marked(marks: Mapping[str, str], key: str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 from pathlib import Path
 
 import pytest
@@ -42,4 +43,6 @@ def test_the_same_of_several_nodes_is_said_once() -> None:
         doctor.text(found) == "ERROR: full (on n0)\nwarning: slow\n  why: why\n  do:  do\nnote: idle (on n1)"
     )
     assert doctor.failed(found)
-    assert doctor.text([]) == "nothing is wrong here"
+    assert doctor.summary(found).endswith(": everything else is fine")
+    assert f"torch {importlib.metadata.version('torch')}, Python 3." in doctor.summary([idle])
+    assert doctor.summary([idle]).endswith(": nothing is wrong here")

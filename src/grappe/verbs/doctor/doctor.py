@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib.metadata
 import os
+import platform
 import time
 from collections.abc import Sequence
 from datetime import timedelta
@@ -123,8 +125,6 @@ def _ordered(findings: Sequence[Sequence[Finding]], hosts: Sequence[str]) -> lis
 
 def text(findings: Sequence[Finding]) -> str:
     """Formats findings as text, three lines each."""
-    if not findings:
-        return "nothing is wrong here"
     lines = []
     for finding in findings:
         lines.append(
@@ -133,6 +133,16 @@ def text(findings: Sequence[Finding]) -> str:
         lines += [f"  why: {finding.why}"] if finding.why else []
         lines += [f"  do:  {finding.do}"] if finding.do else []
     return "\n".join(lines)
+
+
+def summary(findings: Sequence[Finding]) -> str:
+    """Returns the last line: versions, and whether anything is wrong."""
+    worst = any(finding.level != "note" for finding in findings)
+    versions = [f"{name} {importlib.metadata.version(name)}" for name in ("grappe", "torch")]
+    return (
+        f"{', '.join(versions)}, Python {platform.python_version()}: "
+        f"{'everything else is fine' if worst else 'nothing is wrong here'}"
+    )
 
 
 def failed(findings: Sequence[Finding]) -> bool:

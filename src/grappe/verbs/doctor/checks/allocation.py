@@ -9,7 +9,7 @@ from pathlib import Path
 from grappe.errors import GrappeError
 from grappe.sites import slurm
 from grappe.verbs.doctor.checks import Finding, Machine, error, note, warning
-from grappe.words import host_name
+from grappe.words import first_line
 
 TRIAL = "#!/bin/bash\n#SBATCH --time=5\ntrue\n"
 
@@ -58,11 +58,7 @@ def submittable() -> Iterator[Finding]:
             slurm.submit(script, test_only=True)
         except slurm.ControllerDown as silence:
             yield warning(str(silence), why="no job can be submitted, and no queue be read")
-        except slurm.SlurmError as refusal:
-            yield warning(
-                "sbatch would refuse even a small job",
-                why=str(refusal),
-                do="grappe submit says what to change",
-            )
-        except GrappeError:
-            yield note(f"no Slurm on {host_name()}")
+        except slurm.SlurmError as refusal:  # with its remedy
+            yield warning("sbatch would refuse even a small job", why=str(refusal))
+        except GrappeError as absence:
+            yield note(first_line(absence).partition(". ")[0])
