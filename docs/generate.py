@@ -237,7 +237,7 @@ def _measured(part: str) -> dict[str, Any]:
 
 
 PARTS: dict[str, dict[str, Callable[[], str]]] = {
-    "README.md": {"rooms": rooms},
+    "CONTRIBUTING.md": {"rooms": rooms},
     "docs/plans.md": {"plan keys": plan_markdown},
     "docs/parity.md": {"parity": parity},
     "docs/accuracy.md": {
