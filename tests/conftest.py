@@ -1,8 +1,11 @@
 """Fixtures that all tests share."""
 
+# ruff: noqa: E402  # garbage is collected again once all tests are: imports alone make a million objects that stay
+
 from __future__ import annotations
 
 import atexit
+import gc
 import os
 import shutil
 import sys
@@ -12,6 +15,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
+gc.disable()
+
 import torch
 
 from tests import operators as compiled
@@ -44,6 +50,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     tiers.mark(items)
     if config.pluginmanager.hasplugin("xdist"):
         tiers.arrange(items)
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()
+    gc.enable()
 
 
 @pytest.hookimpl(optionalhook=True)  # xdist's

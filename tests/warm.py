@@ -127,10 +127,12 @@ def _serve(listener: socket.socket, name: str) -> None:
     getenv.restype = ctypes.c_void_p
     mark = getenv(MARK.encode())  # in the memory that /proc/PID/environ shows
     sys.path[:] = [entry for entry in sys.path if entry not in ("", str(Path.cwd()))]
+    gc.disable()
     for module in MODULES:
         importlib.import_module(module)
     assert threading.active_count() == 1
     gc.freeze()
+    gc.enable()
     wake, woken = socket.socketpair()
     for end in (wake, woken):
         end.setblocking(False)
