@@ -1,14 +1,19 @@
-"""Skips a test where this machine lacks what its plan needs, and says how to get it."""
+"""Skips a test where this machine lacks what it needs, and says how to get it."""
 
 from __future__ import annotations
 
 import importlib.util
+import os
+import shutil
+import sysconfig
+from pathlib import Path
 
 import pytest
 
+from grappe.verbs.doctor.checks import compiler as check
 from tests import operators
 
-DISK = "AsyncIOBuilder"  # DeepSpeed's operator that reads and writes disks
+ADAM, DISK = operators.OPERATORS
 
 
 def need(plan: str) -> None:
@@ -17,5 +22,23 @@ def need(plan: str) -> None:
         pytest.skip("Horovod is not built: make horovod")
     if "engine=deepspeed" in plan and importlib.util.find_spec("deepspeed") is None:
         pytest.skip("DeepSpeed is not installed: pip install 'grappe[deepspeed]'")
+    if "compile" in plan.split(","):
+        compiler()
+    if "engine=deepspeed" in plan and "offload=cpu" in plan and not operators.build([ADAM])[ADAM]:
+        pytest.skip("DeepSpeed's optimizer on the CPU needs a C++ compiler: apt-get install g++ python3-dev")
     if "offload=nvme" in plan and not operators.build([DISK])[DISK]:
         pytest.skip("DeepSpeed's disk needs libaio and a C++ compiler: apt-get install libaio-dev g++")
+
+
+def program(name: str) -> None:
+    """Skips the test unless this machine has a program, which Debian's package of that name brings."""
+    if shutil.which(name) is None:
+        pytest.skip(f"there is no {name}: apt-get install {name}")
+
+
+def compiler() -> None:
+    """Skips the test unless this machine has a C++ compiler, with Python's headers."""
+    if check.of_name(os.environ) is None:
+        pytest.skip("there is no C++ compiler: apt-get install g++")
+    if not Path(sysconfig.get_paths()["include"], "Python.h").is_file():
+        pytest.skip("there are no headers of Python: apt-get install python3-dev")

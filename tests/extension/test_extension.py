@@ -18,6 +18,7 @@ from grappe import tasks
 from grappe.errors import UsageError
 from grappe.training.run import Run
 from grappe.verbs.export.export import export
+from tests import needs
 from tests.commands import GRAPPE, ran
 from tests.extension import cell
 from tests.parity.cell import TOLERANCE, difference
@@ -36,6 +37,7 @@ PLANS = (
 @pytest.fixture(scope="module")
 def built(tmp_path_factory: pytest.TempPathFactory) -> str:
     """The folder in which pip has installed the extension, from a copy: building leaves files beside the sources."""
+    needs.compiler()
     folder = tmp_path_factory.mktemp("extension")
     ignored = shutil.ignore_patterns("build", "*.egg-info")
     copy = shutil.copytree(cell.FOLDER, folder / "source", ignore=ignored)

@@ -11,6 +11,7 @@ import pytest
 from grappe.launch.rank import ProcessRank
 from grappe.plan import Plan
 from grappe.verbs.doctor.checks import Finding, Machine, compiler, error, extensions, note
+from tests import needs
 
 APT = "install one: apt install g++, or conda install gxx"
 
@@ -26,6 +27,7 @@ def examine(check, plan: str = "", **changes) -> list[Finding]:
 
 def test_this_machines_compiler_fits() -> None:
     """Leaves out nvcc, which may be of another CUDA than torch."""
+    needs.compiler()
     assert not [found for found in examine(compiler.check) if not found.what.startswith("nvcc")]
 
 
@@ -103,6 +105,7 @@ def test_nvcc() -> None:
 @pytest.fixture
 def library(tmp_path: Path):
     """Builds a shared library beside a task, from C++."""
+    needs.compiler()
 
     def build(name: str, source: str, *flags: str) -> Path:
         (tmp_path / f"{name}.cpp").write_text(source)
@@ -161,6 +164,7 @@ def test_a_build_for_gpus() -> None:
 @pytest.fixture
 def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Installs a package that requires torch; returns the extension in it, beside which is a variant for GPUs."""
+    needs.compiler()
     extension = tmp_path / "packages" / f"mine{sysconfig.get_config_var('EXT_SUFFIX')}"
     facts = tmp_path / "packages" / "mine-1.dist-info"
     facts.mkdir(parents=True)

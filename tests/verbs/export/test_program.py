@@ -20,6 +20,7 @@ from grappe.training.run import Run
 from grappe.verbs.export.export import export
 from grappe.verbs.export.proof import TOLERANCE
 from grappe.verbs.predict.predict import predict
+from tests import needs
 from tests.patience import PATIENCE_SECONDS
 from tests.training.test_training import train
 from tests.verbs.export.tasks import Tied
@@ -28,6 +29,7 @@ from tests.verbs.export.tasks import Tied
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
     """A training in bf16, which is predicted and exported in float32."""
+    needs.compiler()
     folder = tmp_path_factory.mktemp("program") / "run"
     return Run(train(folder, Digits(epochs=1), "threads=1,precision=bf16").run)  # type: ignore[arg-type]
 
@@ -43,6 +45,7 @@ def exported(run: Run, tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def program(exported: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Built from a copy of the folder, as its README says: LibTorch is in the wheel of the environment's `python3`."""
+    needs.program("cmake")
     copy = tmp_path_factory.mktemp("build") / "digits"
     shutil.copytree(exported, copy)
     line = re.search(r"^(cmake .*) && (cmake .*)$", (copy / "README.md").read_text(), re.MULTILINE)

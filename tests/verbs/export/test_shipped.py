@@ -10,11 +10,13 @@ from pathlib import Path
 
 import pytest
 
+from tests import needs
 from tests.verbs.export.shipped import SHIPPED, exported
 
 
 @pytest.mark.parametrize("name", ["cifar10", "pysource context=32"])
 def test_the_program_predicts_what_the_run_does(name: str, tmp_path: Path) -> None:
+    needs.compiler()
     size, proof = SHIPPED[name].task.batch_size, exported(name, tmp_path)["proof"]
     assert proof["batch_sizes"] == [1, 2, size]
     assert proof["samples"] > size
