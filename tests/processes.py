@@ -29,6 +29,14 @@ MOST_THREADS = 0 if version("torch").startswith(("2.8", "2.9")) else 100
 """Of a process before the pool starts new ones: caches of torch's keep process groups, whose threads poll forever.
 Older releases of torch find those groups again, destroyed, for an equal mesh: new processes each time."""
 
+PRELOADED = (
+    "torch.distributed.pipelining",
+    "grappe.engines.native_pipeline",
+    "grappe.engines.lightning.fit",
+    "horovod.torch",
+)
+"""What engines import in seconds, and each new process of the pool again."""
+
 SHOW_STACKS = signal.SIGRTMIN
 """The signal on which a process of the pool, and a process that it forked, writes the stacks of its Python threads."""
 STACKS_SECONDS = 5.0  # for writing them
@@ -38,6 +46,7 @@ class Pool:
     """Processes that wait for functions ("package.module:name"), called as function(place, meet, *arguments)."""
 
     def __init__(self, size: int) -> None:
+        local.PRELOADED = (*local.PRELOADED, *PRELOADED)
         local.start_server()  # the server is one for all of this process: it must be the one that launching needs
         self._context = multiprocessing.get_context("forkserver")
         self._rendezvous_folder = Path(tempfile.mkdtemp(prefix="grappe-test-"))

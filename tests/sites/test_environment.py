@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import os
-import shutil
 import subprocess
 import sys
 import zipfile
@@ -13,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from grappe.sites.environment import PACKAGE, Packages, made, own_wheel, packages, packed
+from tests import needs
 from tests.patience import PATIENCE_SECONDS
 
 WHEEL = packed(
@@ -60,9 +60,9 @@ def test_it_is_made_once_and_kept_for_other_nodes(content: Packages, tmp_path: P
     assert kept.stat().st_mtime_ns == before
 
 
-@pytest.mark.skipif(shutil.which("shellcheck") is None, reason="shellcheck is not installed (.ci/run does)")
 @pytest.mark.parametrize("kind", ["virtualenv", "module"])
 def test_shellcheck_finds_nothing(kind: str, content: Packages, tmp_path: Path) -> None:
+    needs.program("shellcheck")
     text = made(
         content, kind=kind, local="$LOCAL", run=Path("/a b"), python="/x y/python", modules=False, wheels=Path("/w w")
     )  # fmt: skip

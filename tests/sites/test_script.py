@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import os
-import shutil
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -28,6 +27,7 @@ from grappe.sites.script import (
     notice,
     render,
 )
+from tests import needs
 from tests.sites.golden import FOLDER, golden, script, with_job
 
 HOSTILE = [
@@ -57,8 +57,8 @@ def test_no_golden_file_is_left_over() -> None:
     assert {file.name for file in FOLDER.iterdir()} == set(golden())
 
 
-@pytest.mark.skipif(shutil.which("shellcheck") is None, reason="shellcheck is not installed (.ci/run does)")
 def test_shellcheck_finds_nothing() -> None:
+    needs.program("shellcheck")
     done = subprocess.run(
         ["shellcheck", *sorted(map(str, FOLDER.iterdir()))], capture_output=True, text=True, check=False
     )

@@ -229,6 +229,7 @@ def test_another_libtorch_is_refused_by_the_compiler(program: Path, tmp_path: Pa
 
 def test_tied_weights_buffers_and_nested_predictions_are_exported(tmp_path: Path) -> None:
     """Proven in Python only: the program is built by the other tests."""
+    needs.compiler()
     made = Run(train(tmp_path / "run", Tied(), steps=2).run)
     done = export(made, tmp_path / "out", task=Tied, data=tmp_path, build=False)
     assert done.cpp == "it was not asked for"

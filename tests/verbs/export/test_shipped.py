@@ -1,7 +1,7 @@
 """Shipped tasks go through export: in Python and by the C++ program, at four batch sizes.
 
-All of them would be minutes of compiling: docs/export.md has the table of shipped.py, and here are a convolutional
-network and a transformer. Digits: test_program.py.
+All of them would be minutes of compiling: docs/export.md has the table of shipped.py. Two of them are in `make soak`,
+and a small transformer in Python here. Digits: test_program.py.
 """
 
 from __future__ import annotations
@@ -10,10 +10,24 @@ from pathlib import Path
 
 import pytest
 
+from grappe.tasks.pysource import PySource
+from grappe.training.run import Run
+from grappe.verbs.export.export import export
 from tests import needs
+from tests.training.test_training import train
 from tests.verbs.export.shipped import SHIPPED, exported
 
 
+def test_a_transformer_is_exported(tmp_path: Path) -> None:
+    needs.compiler()
+    task = PySource(batch_size=7, context=16, width=16, depth=1, heads=2, megabytes=0.3)
+    run = Run(train(tmp_path / "run", task, "threads=1", steps=1).run)
+    proof = export(run, tmp_path / "out", task=PySource, data=tmp_path, build=False).proof
+    assert proof.batch_sizes == (1, 2, 7)
+    assert proof.samples > 7
+
+
+@pytest.mark.soak
 @pytest.mark.parametrize("name", ["cifar10", "pysource context=32"])
 def test_the_program_predicts_what_the_run_does(name: str, tmp_path: Path) -> None:
     needs.compiler()
