@@ -29,12 +29,7 @@ MOST_THREADS = 0 if version("torch").startswith(("2.8", "2.9")) else 100
 """Of a process before the pool starts new ones: caches of torch's keep process groups, whose threads poll forever.
 Older releases of torch find those groups again, destroyed, for an equal mesh: new processes each time."""
 
-PRELOADED = (
-    "torch.distributed.pipelining",
-    "grappe.engines.native_pipeline",
-    "grappe.engines.lightning.fit",
-    "horovod.torch",
-)
+PRELOADED = ("grappe.engines.native_pipeline", "grappe.engines.lightning.fit", "horovod.torch")
 """What engines import in seconds, and each new process of the pool again."""
 
 SHOW_STACKS = signal.SIGRTMIN
