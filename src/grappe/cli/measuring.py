@@ -31,10 +31,9 @@ from grappe.fields import Counts, split
 from grappe.launch.terminal import complain, progress, say
 from grappe.sites.sbatch import JobOptions
 from grappe.verbs.measure.points import MeasureOptions
-from grappe.words import plain_table
+from grappe.words import count_of, plain_table
 
 if TYPE_CHECKING:
-    from grappe.foresight.search import Foreseen, MemoryBudget
     from grappe.verbs.lr_find.lr_find import LearningRates
     from grappe.verbs.measure.measure import JobRequest
     from grappe.verbs.verify.verdict import PlanVerdict
@@ -82,6 +81,12 @@ def foresee(
     no_times: Annotated[
         bool, Parameter(negative="", show_default=False, help="Memory alone: no steps are run.")
     ] = False,
+    all_: Annotated[
+        bool,
+        Parameter(
+            name="--all", negative="", show_default=False, help="All plans, and the parts of memory and time."
+        ),
+    ] = False,
     out: Annotated[Path | None, Parameter(help="Write it all to this file, .json.")] = None,
 ) -> int:
     """Say what plans need in memory before any process of them starts, and how long a step of them takes.
@@ -95,11 +100,6 @@ def foresee(
     if out is not None:
         tables.check_out(out)
 
-    def show_memory(foreseen: Sequence[Foreseen], budget: MemoryBudget | None) -> None:
-        show(tables.memory_table(foreseen, budget))
-        for line in tables.memory_sentences(foreseen, budget):
-            show(line)
-
     foresight = verb(
         task,
         plan or (),
@@ -109,14 +109,20 @@ def foresee(
         fields=split(fields),
         data=data,
         times=not no_times,
-        on_memory=show_memory,
     )
     if out is not None:
         tables.write(foresight, out)
-    if (table := tables.time_table(foresight)) is not None:
+    shown = list(foresight.plans) if plan or all_ else tables.shortlist(foresight, aim)
+    columns = (tables.MEMORY_PARTS, tables.TIME_PARTS) if all_ else (tables.SHORT,)
+    for line in tables.answer(foresight, aim):
+        show(line)
+    for part in columns:
         show("")
-        show(table)
-    for line in tables.time_sentences(foresight, aim):
+        show(tables.table(foresight, shown, part))
+    if hidden := len(foresight.plans) - len(shown):
+        show(f"{count_of(hidden, 'other plan')}: --all shows them")
+    show("")
+    for line in (*tables.notes(foresight), *(foresight.reasons if plan or all_ else ())):
         show(line)
     fits = [timed.foreseen.fits for timed in foresight.plans if timed.foreseen.needs is not None]
     return EXIT_FAILURE if all(answer is False for answer in fits) else EXIT_OK
@@ -205,19 +211,12 @@ def measure(
             task, plans, options=options, advise=not no_advice, data=data, fields=texts, note=complain
         )
     )
-    for part in (
-        table.table(points),
-        "",
-        table.losses(points),
-        *table.notes(points),
-        *verdict.sentences(points),
-    ):
-        if part is not None:
-            show(part)
     explanations = (
         explain(task, points, options=options, data=data, fields=texts, note=complain) if options.why else []
     )
-    for shown in table.explained(explanations):
+    losses = table.losses(points)
+    figures = ["", table.table(points), *([] if losses is None else ["", losses]), "", *table.notes(points)]
+    for shown in (*verdict.sentences(points), *table.explained(explanations), *figures):
         show(shown)
     if largest_batch:
         for largest in verb_largest(task, plans, data, texts):

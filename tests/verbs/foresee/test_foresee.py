@@ -121,20 +121,15 @@ def test_a_plan_for_cpus_has_no_gpus_figures(monkeypatch: pytest.MonkeyPatch) ->
     """Runs its steps here; a site of CPU nodes supplies device=cpu."""
     step = StepTime(compute=1.0, spread=0.1, measured=True)
     monkeypatch.setattr(measured_step, "measured_step", lambda *_, **__: step)
-    budgets: list[Any] = []
-    times = foresee(
-        "digits",
-        ["", "device=cpu,threads=1"],
-        site="narval",
-        on_memory=lambda _, budget: budgets.append(budget),
-    )
+    times = foresee("digits", ["", "device=cpu,threads=1"], site="narval")
     gpu, cpu = times.plans
     assert gpu.cost is not None and gpu.cost.kwh is not None and gpu.foreseen.fits
     assert cpu.cost is not None and cpu.cost.kwh is None and cpu.cost.unit_hours == cpu.cost.hours
-    assert cpu.time == step and cpu.foreseen.fits is None and budgets[0].size == 40 * 10**9
+    assert cpu.time == step and cpu.foreseen.fits is None
+    assert times.budget is not None and times.budget.size == 40 * 10**9
     assert any("how fast the cores of narval-cpu are is not known here" in note for note in times.notes)
-    times = foresee("digits", [""], site="jean-zay-cpu", on_memory=lambda _, budget: budgets.append(budget))
-    assert times.plans[0].foreseen.plan == "device=cpu" and not times.gpu and budgets.pop() is None
+    times = foresee("digits", [""], site="jean-zay-cpu")
+    assert times.plans[0].foreseen.plan == "device=cpu" and not times.gpu and times.budget is None
     assert "A100" not in "".join(times.notes) and "jean-zay-cpu" in "".join(times.notes)
 
 
@@ -192,35 +187,28 @@ def test_plain_plans_are_tried_first_and_each_number_of_processes_in_turn() -> N
 
 
 def test_steps_of_at_most_five_plans_that_fit_this_machine_are_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The memory is shown first; plans of another batch size run at theirs."""
+    """Plans of another batch size run at theirs."""
     ran: list[tuple[str, Any]] = []
 
     def measured(task: Any, plan: Any, data: Path, *, seconds: float) -> StepTime:
-        assert shown
         ran.append((str(plan), task.texts.get("batch_size")))
         if plan.microbatches > 1:
             raise PlanError("no step of it ended in 1 s")
         return StepTime(compute=1.0 / plan.processes, spread=0.1, measured=True)
 
-    shown: list[Foreseen] = []
-
-    def show(forecasts: Any, budget: object) -> None:
-        assert budget is None
-        shown.extend(forecasts)
-
     monkeypatch.setattr(measured_step, "measured_step", measured)
     monkeypatch.setattr(measured_step, "cores", lambda: 2)
     plans = ["", "replicate=2", "shard=2", "replicate=4,threads=1", "microbatches=2"]
-    times = foresee("digits", plans, batch_size=(64, 32), on_memory=show)
-    assert len(shown) == 2 * len(plans) and len(ran) == MEASURED
+    times = foresee("digits", plans, batch_size=(64, 32))
+    assert len(times.plans) == 2 * len(plans) and len(ran) == MEASURED
     assert ran[:4] == [("", "64"), ("replicate=2", "64"), ("", "32"), ("replicate=2", "32")]
     assert times.plans[0].time is not None and times.plans[0].cost is not None
     assert "4 threads of 4 processes on 2 cores" in times.plans[3].why
     assert any(
-        "foresee runs steps of at most 5 plans, for about 15 s; name others" in one for one in times.notes
+        "foresee runs steps of at most 5 plans, for about 15 s; name others" in one for one in times.reasons
     )
     assert "a GPU or not" in times.notes[-1]
     times = foresee("digits", ["", "microbatches=2"])
-    assert "microbatches=2: no step of it ended in 1 s" in times.notes
+    assert "microbatches=2: no step of it ended in 1 s" in times.reasons
     chosen = best(times, "fastest")
     assert chosen is not None and chosen.foreseen.plan == ""

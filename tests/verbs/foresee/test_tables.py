@@ -14,7 +14,7 @@ from grappe.foresight.gpu_time import StepTime
 from grappe.foresight.search import Foreseen, MemoryBudget
 from grappe.verbs.foresee import tables
 from grappe.verbs.foresee.foresee import PlanTimes, TimedPlan, TrainingCost
-from grappe.verbs.foresee.tables import memory_sentences, time_sentences
+from grappe.verbs.foresee.tables import answer, notes, shortlist
 from tests.foresight.test_search import needing
 
 
@@ -35,14 +35,39 @@ PLANS = PlanTimes(
 )
 
 
-def test_the_first_that_fits_is_named_or_what_to_change() -> None:
+def without_time(text: str, peak: int | None, fits: bool | None = None) -> TimedPlan:
+    return TimedPlan(foreseen=Foreseen(plan=text, processes=1, batch=8, needs=needing(peak), fits=fits))
+
+
+def test_the_answer_is_a_plan_that_fits_or_what_to_change() -> None:
     budget = MemoryBudget(whose="a GPU", size=20 * 10**9)
-    too_big = Foreseen(plan="", processes=1, batch=8, needs=needing(30 * 10**9), fits=False)
-    fitting = Foreseen(plan="shard=2", processes=2, batch=8, needs=needing(10 * 10**9), fits=True)
-    assert "the first that fits: shard=2" in memory_sentences([too_big, fitting], budget)[-1]
-    assert "none of them fits" in memory_sentences([too_big], budget)[-1]
-    unknown = Foreseen(plan="pipeline=2", processes=2, batch=8, needs=needing(None), fits=None)
-    assert "none of them fits" not in memory_sentences([too_big, unknown], budget)[-1]
+    too_big = without_time("", 30 * 10**9, fits=False)
+    times = PlanTimes(plans=(too_big, without_time("shard=2", 10 * 10**9, fits=True)), budget=budget)
+    assert answer(times, "fastest") == ["Use shard=2: 12.5 GB of 20.0 GB a process"]
+    assert "None of them fits" in answer(PlanTimes(plans=(too_big,), budget=budget), "fastest")[0]
+    unknown = PlanTimes(plans=(too_big, without_time("pipeline=2", None)), budget=budget)
+    assert "None of them fits" not in answer(unknown, "fastest")[0]
+
+
+def test_a_small_training_needs_one_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("grappe.profiling.limits.free", lambda: 16 * 10**9)
+    quick = PlanTimes(plans=(plan("", 0.01, 1, 10**6), plan("replicate=2", 0.005, 2, 10**6)))
+    assert answer(quick, "fastest") == [
+        "Everything fits; one process is enough: 1 MB a process, about 36 s (±15%)"
+    ]
+    assert answer(PLANS, "fastest")[0].startswith("Use replicate=2: 2.0 GB a process, about 36 min (±15%)")
+    monkeypatch.setattr("grappe.profiling.limits.free", lambda: 10**6)
+    assert answer(quick, "fastest")[0].startswith("Use replicate=2")
+
+
+def test_at_most_five_plans_are_shown_of_which_none_is_worse_than_another() -> None:
+    assert [timed.foreseen.plan for timed in shortlist(PLANS, "fastest")] == ["replicate=2", "shard=2", ""]
+    small = [plan(f"replicate={count}", 1.0, count, 1000) for count in range(2, 9)]
+    names = [timed.foreseen.plan for timed in shortlist(PlanTimes(plans=tuple(small)), "fastest")]
+    assert names == ["replicate=2"], "equal rows are one"
+    many = [plan(f"shard={count}", count / 10, count, 10**12 // count**2) for count in range(2, 20)]
+    kept = shortlist(PlanTimes(plans=(*many, plan("", 1.0, 1, 10**12))), "cheapest")
+    assert len(kept) == 5 and {"", "shard=19"} <= {timed.foreseen.plan for timed in kept}
 
 
 @pytest.mark.parametrize(
@@ -56,33 +81,33 @@ def test_the_first_that_fits_is_named_or_what_to_change() -> None:
 )
 def test_a_reason_begins_with_its_plan_once(plan: str, why: str, said: str) -> None:
     found = Foreseen(plan=plan, processes=1, batch=8, needs=None, why=why)
-    assert memory_sentences([found], None) == [said]
+    assert notes(PlanTimes(plans=(TimedPlan(foreseen=found),))) == [said]
 
 
-def test_the_sentence_names_the_best_and_how_many_may_be_as_good() -> None:
-    assert time_sentences(PLANS, "fastest")[-1] == "fastest: replicate=2, with 600.0 ms a step"
-    close = dataclasses.replace(PLANS, plans=(plan("", 1.0, 1, 1), plan("replicate=2", 0.95, 2, 1)))
-    assert "1 other plan may be as good" in time_sentences(close, "fastest")[-1]
-    assert tables.time_table(PlanTimes(plans=PLANS.plans[-1:])) is None
+def test_the_answer_says_how_many_others_may_be_as_good() -> None:
+    close = dataclasses.replace(PLANS, plans=(plan("", 1.0, 1, 1), plan("replicate=2", 0.9, 2, 1)))
+    assert answer(close, "fastest")[0].endswith("; 1 other plan may be as good: grappe measure")
 
 
 def test_gpu_hours_and_core_hours_are_not_compared() -> None:
     cores = [plan("device=cpu", 2.0, 1, 1), plan("device=cpu,replicate=2", 1.5, 2, 1)]
     gpus = [dataclasses.replace(one, cost=dataclasses.replace(one.cost, kwh=0.1)) for one in PLANS.plans[:2]]  # type: ignore[type-var]
-    times = PlanTimes(plans=(*gpus, *cores), gpu="A100")
-    said = time_sentences(times, "cheapest")
-    assert [line.partition(",")[0] for line in said] == ["cheapest: one process", "cheapest: device=cpu"]
-    table = tables.time_table(times)
-    assert table is not None
-    figures = {str(column.header): list(column.cells)[1:3] for column in table.columns[-3:]}
-    assert figures == {"GPU-hours": ["1.2", "-"], "kWh at most": ["0.1", "-"], "core-hours": ["-", "2"]}
+    budget = MemoryBudget(whose="an A100", size=40 * 10**9)
+    times = PlanTimes(plans=(*gpus, *cores), gpu="A100", budget=budget)
+    assert [line.split(":")[0] for line in answer(times, "cheapest")] == ["Use one process", "Use device=cpu"]
+    table = tables.table(times, times.plans)
+    figures = {str(column.header): list(column.cells)[1:3] for column in table.columns}
+    assert figures["GPU-hours"] == ["1.2", "-"] and figures["kWh at most"] == ["0.1", "-"]
+    assert figures["core-hours"] == ["-", "2"] and "batch" not in figures
+    parts = [column.header for column in tables.table(times, times.plans, tables.TIME_PARTS).columns]
+    assert "compute" in parts and "communication" not in parts, "no plan communicates"
 
 
 def test_the_smallest_is_named_with_its_memory_and_without_times() -> None:
     bare = PlanTimes(plans=tuple(TimedPlan(foreseen=one.foreseen) for one in PLANS.plans))
-    assert time_sentences(bare, "smallest") == ["smallest: shard=2, with 1.0 GB a process"]
-    assert time_sentences(PLANS, "smallest") == time_sentences(bare, "smallest")
-    assert time_sentences(bare, "fastest") == []
+    assert answer(bare, "smallest") == ["Use shard=2: 1.0 GB a process"]
+    assert answer(PLANS, "smallest")[0].startswith("Use shard=2: 1.0 GB a process, about")
+    assert "step" not in [column.header for column in tables.table(bare, bare.plans).columns]
 
 
 def test_all_of_it_is_written_as_json(tmp_path: Path) -> None:

@@ -269,7 +269,7 @@ def test_table_and_json() -> None:
     shown = breakdown_table(breakdown, explanation.remedies, "one process (batch 64)")
     assert shown.row_count == 4  # data, host, useful, and what is too little
     said = [line for line in explained([explanation]) if isinstance(line, str)]
-    assert "first: waiting for data 75%: workers=4 (about +300%)" in said
+    assert "first: waiting for data 75%: workers=4 (up to 4x)" in said
     known = explanation.as_json()
     assert sum(known["parts"].values()) == pytest.approx(1)
     assert known["remedies"][0]["gain"] == pytest.approx(3)

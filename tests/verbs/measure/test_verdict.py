@@ -10,7 +10,15 @@ import pytest
 from grappe.plan import Plan
 from grappe.profiling.phases import IN_A_STEP
 from grappe.verbs.measure import verdict
-from grappe.verbs.measure.points import Measurement, ProcessTimes, TimedRun, efficiency, efficiency_loss
+from grappe.verbs.measure.points import (
+    Measurement,
+    ProcessTimes,
+    TimedRun,
+    baseline,
+    efficiency,
+    efficiency_loss,
+)
+from grappe.verbs.measure.table import losses, table
 
 NONE = dict.fromkeys(IN_A_STEP, 0.0)
 COMPUTE = {"forward": 0.004, "backward": 0.006}
@@ -41,6 +49,19 @@ def test_lost_adds_up_to_what_is_missing() -> None:
     assert sum(dataclasses.astuple(gone)) == pytest.approx(1 - efficiency(pair, alone))
     assert gone.imbalance == pytest.approx(0.002 / 0.024)
     assert gone.communication == pytest.approx(0, abs=1e-9)
+
+
+def test_efficiency_is_of_one_batch_or_of_equal_slices_on_one_device() -> None:
+    alone, pair = point(COMPUTE), point(COMPUTE, COMPUTE, plan="replicate=2")
+    larger, weak = point(COMPUTE, batch=256), point(COMPUTE, COMPUTE, plan="replicate=2", batch=128)
+    gpu = point(COMPUTE, plan="device=cuda", device="NVIDIA H100")
+    failed = Measurement(plan="", batch=0, processes=0, slices=0, failure="no")
+    points = [failed, alone, pair, larger, weak, gpu]
+    assert [baseline(each, points) for each in points[1:]] == [None, alone, None, alone, None]
+    shown = table(points)
+    columns = {str(column.header): list(column.cells) for column in shown.columns}
+    assert columns["efficiency"] == ["", "", "50%", "", "100%", ""] and "J a sample" not in columns
+    assert len(columns["samples/s"]) == len(points) and losses(points) is not None and losses([alone]) is None
 
 
 @pytest.mark.parametrize(
@@ -74,7 +95,9 @@ def test_a_slow_process_is_named_with_what_it_is_slow_in() -> None:
     assert "most of it in forward" in told
     assert "communication:" not in told  # it is waiting, and has been named
     even = {**COMPUTE, "communication": 0.001}
-    assert "holds" not in said(point(even, even, plan="replicate=2"))
+    assert "delays" not in said(point(even, even, plan="replicate=2"))
+    crowded = said(point(quick, slow, plan="replicate=2", cores=1))
+    assert "delays" not in crowded and "2 processes with 1 thread each share 1 cores" in crowded
 
 
 def test_small_slices_are_named() -> None:

@@ -7,7 +7,7 @@ import math
 import re
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -69,6 +69,18 @@ class PlanTimes:
     gpu: str = ""
     """The GPU that they are of; "": this machine's cores."""
     notes: tuple[str, ...] = ()
+    reasons: tuple[str, ...] = ()
+    """Why some plans have no time."""
+    budget: MemoryBudget | None = None
+    """The memory of the site's GPU; None: no site, or of plans for CPUs alone."""
+
+    def taken(self, timed: TimedPlan) -> int:
+        """Returns the bytes that a process of a foreseen plan takes; where its peak is unknown, at least."""
+        needs = timed.foreseen.needs
+        assert needs is not None
+        if self.budget is not None and timed.foreseen.fits is not None:
+            return self.budget.taken(needs)
+        return needs.states.total if needs.most is None else needs.most
 
 
 def budget_of(site: str) -> MemoryBudget:
@@ -109,7 +121,6 @@ def foresee(
     fields: Mapping[str, object] | None = None,
     data: Path | str | None = None,
     times: bool = True,
-    on_memory: Callable[[Sequence[Foreseen], MemoryBudget | None], None] = lambda forecasts, budget: None,
 ) -> PlanTimes:
     """Foresees each plan's memory and time at each batch size; without plans, some that train the same on `gpus`.
 
@@ -119,7 +130,6 @@ def foresee(
 
     Args:
         times: whether times are foreseen or measured too.
-        on_memory: called before the times, with the memory of all plans and that of the site's GPU.
 
     Raises:
         TaskError: the task cannot be traced.
@@ -145,7 +155,7 @@ def foresee(
     resolved = reference.resolve()
     folder = data_folder(data)
     prepare(resolved, folder)
-    records = times and (True in kinds or any(map(_is_one_process, requested)))
+    records = times and (True in kinds or any(map(is_one_process, requested)))
     models = {
         gpu: FakeModel(resolved, folder, foreach=gpu, kernels=None if gpu else Kernels(), records=records)
         for gpu in kinds
@@ -157,9 +167,9 @@ def foresee(
     ]
     if all(forecast.needs is None for forecast in forecasts):
         raise UsageError("; ".join(dict.fromkeys(forecast.why for forecast in forecasts)))
-    on_memory(forecasts, budget)
     if not times:
-        return PlanTimes(plans=tuple(TimedPlan(foreseen=forecast) for forecast in forecasts))
+        untimed = tuple(TimedPlan(foreseen=forecast) for forecast in forecasts)
+        return PlanTimes(plans=untimed, budget=budget)
     parts, fabric = [], None
     on_gpus = [forecast for forecast in forecasts if on_gpu(Plan.parse(forecast.plan))]
     if place is not None and on_gpus:
@@ -172,10 +182,11 @@ def foresee(
     notes = [note for part in parts for note in part.notes]
     if records and (verdict := gpu_or_not(models[max(kinds)], plans_timed, fabric)):
         notes.append(verdict)
-    return PlanTimes(plans=plans_timed, gpu=parts[0].gpu, notes=tuple(notes))
+    reasons = tuple(reason for part in parts for reason in part.reasons)
+    return PlanTimes(plans=plans_timed, gpu=parts[0].gpu, notes=tuple(notes), reasons=reasons, budget=budget)
 
 
-def _is_one_process(plan: Plan) -> bool:
+def is_one_process(plan: Plan) -> bool:
     """Returns whether it is the default plan, which also may say that it is for the CPU."""
     return plan in (Plan(), Plan(device="cpu"))
 
@@ -215,7 +226,7 @@ def _on_gpus(
         plans.append(_timed(forecast, time_of, fake_model, why, watts=device.watts))
     of = f"{device.title} ({device.source})"
     note = f"times are from the data sheet of {of}: not measured on it, take them as half to twice"
-    return PlanTimes(plans=tuple(plans), gpu=device.title, notes=(*_reasons(plans), note))
+    return PlanTimes(plans=tuple(plans), gpu=device.title, notes=(note,), reasons=tuple(_reasons(plans)))
 
 
 def _on_cores(
@@ -251,12 +262,12 @@ def _on_cores(
             progress("")
         timed[id(forecast)] = _timed(forecast, time_of, fake_model, why)
     plans = tuple(timed.values())
-    notes = _reasons(plans)
+    notes, reasons = list[str](), _reasons(plans)
     left_out = sum(
         timed.foreseen.needs is not None and timed.time is None and not timed.why for timed in plans
     )
     if left_out:
-        notes.append(
+        reasons.append(
             f"not run, though this machine has the cores and the memory: {count_of(left_out, 'plan')}. foresee runs "
             f"steps of at most {MEASURED} plans, for about {SECONDS:.0f} s; name others with --plan, or try grappe "
             "measure"
@@ -266,7 +277,7 @@ def _on_cores(
             f"times of device=cpu are of steps that were run on this machine ({count_of(cores(), 'core')}): how fast "
             f"the cores of {site.cpu or site.name} are is not known here"
         )
-    return PlanTimes(plans=plans, notes=tuple(notes))
+    return PlanTimes(plans=plans, notes=tuple(notes), reasons=tuple(reasons))
 
 
 def by_importance(forecasts: Sequence[Foreseen]) -> list[Foreseen]:
@@ -294,7 +305,7 @@ def gpu_or_not(fake_model: FakeModel, plans: Sequence[TimedPlan], fabric: Fabric
     from grappe.launch.world import cores
 
     run_here = (plan for plan in plans if plan.time is not None and plan.time.measured)
-    here = next((plan for plan in run_here if _is_one_process(Plan.parse(plan.foreseen.plan))), None)
+    here = next((plan for plan in run_here if is_one_process(Plan.parse(plan.foreseen.plan))), None)
     if here is None and fabric is None:
         return None
     device = device_named(REFERENCE) if fabric is None else fabric.device

@@ -1,4 +1,4 @@
-"""Tables of foreseen memory and times, sentences on the plan to take, and the file of --out."""
+"""Output of grappe foresee: the answer in a sentence, tables of plans, and the file of --out."""
 
 from __future__ import annotations
 
@@ -8,49 +8,196 @@ import json
 import os
 from collections.abc import Sequence
 from pathlib import Path
-
-from rich.table import Table
+from typing import TYPE_CHECKING
 
 from grappe.errors import UsageError
-from grappe.foresight.search import Foreseen, MemoryBudget
 from grappe.launch import files
-from grappe.verbs.foresee.foresee import Aim, PlanTimes, TimedPlan, best, has_merit, merit, reason
-from grappe.words import format_bytes, format_seconds, plan_name
+from grappe.plan import Plan
+from grappe.profiling import limits
+from grappe.training.watchers.expected_end import span
+from grappe.verbs.foresee.foresee import (
+    Aim,
+    PlanTimes,
+    TimedPlan,
+    best,
+    is_one_process,
+    merit,
+    reason,
+)
+from grappe.verbs.foresee.measured_step import MEMORY
+from grappe.words import filled_table, format_bytes, format_seconds, plan_name
 
-MEMORY_COLUMNS = (
-    "plan", "batch", "parameters", "gradients", "optimizer", "peak of a step", "of an evaluation", "checkpoint's copy",
+if TYPE_CHECKING:
+    from rich.table import Table
+
+SHORT = (
+    "plan", "batch", "memory a process", "fits", "step", "samples/s", "training", "GPU-hours", "kWh at most",
+    "core-hours",
 )  # fmt: skip
-TIME_COLUMNS = ("plan", "batch", "step", "compute", "communication", "bubble", "data", "samples/s", "hours")
+MEMORY_PARTS = (
+    "plan", "batch", "parameters", "gradients", "optimizer", "peak of a step", "of an evaluation",
+    "checkpoint's copy", "fits",
+)  # fmt: skip
+TIME_PARTS = (
+    "plan", "batch", "step", "compute", "communication", "bubble", "data", "samples/s", "training", "GPU-hours",
+    "kWh at most", "core-hours",
+)  # fmt: skip
 FITS = {True: "yes", False: "no", None: "?"}
+MOST_ROWS = 5
+SHORT_TRAINING = 1 / 6  # hours, within which one process is enough
+SMALL = 50e6  # bytes of a process, below which less is no better
+ALIKE = 1.05  # figures of which neither is this many times the other are the same
 
 
-def memory_table(forecasts: Sequence[Foreseen], budget: MemoryBudget | None) -> Table:
-    """Makes the table: bytes of the process that needs most."""
-    table = Table(box=None, padding=(0, 2, 0, 0))
-    for column in MEMORY_COLUMNS:
-        table.add_column(column, overflow="fold")
-    if budget is not None:
-        table.add_column("fits")
-    for forecast in forecasts:
-        name = plan_name(forecast.plan)
-        if forecast.needs is None:
-            table.add_row(
-                name, str(forecast.batch), *["-"] * (len(MEMORY_COLUMNS) - 2 + (budget is not None))
-            )
-            continue
-        needs, states = forecast.needs, forecast.needs.states
-        cells = [
-            format_bytes(states.parameters),
-            format_bytes(states.gradients),
-            format_bytes(states.optimizer),
-            _range(needs.least, needs.peak) or f"more than {format_bytes(states.total)}",
-        ]
-        cells.append(_range(needs.evaluation_least, needs.evaluation) or "?")
-        cells.append("?" if needs.checkpoint is None else format_bytes(needs.checkpoint))
-        table.add_row(
-            name, str(forecast.batch), *cells, *([FITS[forecast.fits]] if budget is not None else [])
+def answer(times: PlanTimes, aim: Aim) -> list[str]:
+    """Says which plan to take; of GPU-hours and core-hours, which are not compared, one sentence each."""
+    return [_answer(several, aim) for several in _comparable(times, aim)]
+
+
+def _answer(times: PlanTimes, aim: Aim) -> str:
+    usable = [timed for timed in times.plans if timed.foreseen.needs is not None]
+    fitting = [timed for timed in usable if timed.foreseen.fits is not False]
+    if not fitting:
+        least = format_bytes(min(map(times.taken, usable)))
+        return (
+            f"None of them fits: the smallest takes {least} a process. Take more processes with shard=, more "
+            "microbatches, recompute, or a smaller batch_size"
         )
-    return table
+    plain = _plain(usable)
+    chosen = best(times, aim) or next((timed for timed in fitting if timed.foreseen.fits), fitting[0])
+    if plain is not None and aim != "smallest" and all(_fits(times, timed) for timed in usable):
+        within = plain.cost is not None and plain.cost.hours <= SHORT_TRAINING
+        if chosen is plain or within:
+            return f"Everything fits; one process is enough: {_details(times, plain)}"
+    if len(usable) == 1:
+        return f"{plan_name(chosen.foreseen.plan)}: {_details(times, chosen)}"
+    close = _as_good(times, chosen, aim)
+    others = f"; {close} other plan{'s' if close > 1 else ''} may be as good: grappe measure" if close else ""
+    return f"Use {plan_name(chosen.foreseen.plan)}: {_details(times, chosen)}{others}"
+
+
+def _fits(times: PlanTimes, timed: TimedPlan) -> bool:
+    """Returns whether a plan fits for sure: on the site's GPU, or without a site in this machine's free memory."""
+    if times.budget is not None:
+        return timed.foreseen.fits is True
+    free, known = limits.free(), timed.foreseen.needs is not None and timed.foreseen.needs.most is not None
+    return known and free is not None and timed.foreseen.processes * times.taken(timed) <= free * MEMORY
+
+
+def _details(times: PlanTimes, timed: TimedPlan) -> str:
+    compared = times.budget is not None and timed.foreseen.fits is not None
+    of = f" of {format_bytes(times.budget.size)}" if times.budget is not None and compared else ""
+    parts = [f"{format_bytes(times.taken(timed))}{of} a process"]
+    if timed.time is not None and timed.cost is not None:
+        parts.append(f"about {_duration(timed.cost.hours)} (±{timed.time.spread:.0%})")
+    return ", ".join(parts)
+
+
+def _as_good(times: PlanTimes, chosen: TimedPlan, aim: Aim) -> int:
+    """Counts the other plans that may be as good, within the uncertainty."""
+    if aim == "smallest" or chosen.time is None:
+        return 0
+    most = merit(chosen, aim) * (1 + chosen.time.spread)
+    return sum(
+        merit(timed, aim) * (1 - timed.time.spread) <= most
+        for timed in times.plans
+        if timed is not chosen and timed.time is not None and timed.foreseen.fits is not False
+    )
+
+
+def shortlist(times: PlanTimes, aim: Aim) -> list[TimedPlan]:
+    """Chooses at most MOST_ROWS plans, the best first: none of them is worse than another in memory and in time.
+
+    Of plans that are as good, the first is taken, which is the plainest.
+    """
+    usable = [timed for timed in times.plans if timed.foreseen.needs is not None]
+    usable = [timed for timed in usable if timed.foreseen.fits is not False] or usable
+    usable = [timed for timed in usable if timed.time is not None] or usable
+
+    def figures(timed: TimedPlan) -> tuple[float, ...]:
+        cost, memory = timed.cost, max(times.taken(timed), SMALL)
+        return (memory, timed.foreseen.processes) if cost is None else (memory, cost.hours, cost.unit_hours)
+
+    def is_better(other: TimedPlan, timed: TimedPlan) -> bool:
+        pairs = list(zip(figures(other), figures(timed), strict=True))
+        if any(theirs > own * ALIKE for theirs, own in pairs):
+            return False
+        return any(theirs * ALIKE < own for theirs, own in pairs) or usable.index(other) < usable.index(timed)
+
+    chosen, plain = best(times, aim), _plain(usable)
+    kept = [
+        timed
+        for timed in usable
+        if timed in (chosen, plain) or not any(is_better(other, timed) for other in usable)
+    ]
+    kept.sort(key=lambda timed: (timed is not chosen, figures(timed)[1:]))
+    if len(kept) > MOST_ROWS:  # one process, with which all are compared, and the smallest stay
+        stay = [kept[0], min(kept, key=times.taken), *([plain] if plain in kept else [])]
+        others = [timed for timed in kept if timed not in stay][: MOST_ROWS - len(set(map(id, stay)))]
+        kept = [timed for timed in kept if timed in stay or timed in others]
+    return kept
+
+
+def _plain(plans: Sequence[TimedPlan]) -> TimedPlan | None:
+    return next((timed for timed in plans if is_one_process(Plan.parse(timed.foreseen.plan))), None)
+
+
+def table(times: PlanTimes, plans: Sequence[TimedPlan], columns: Sequence[str] = SHORT) -> Table:
+    """Makes a table of plans: bytes of the process that needs most, times of a step and of the training."""
+    several = len({timed.foreseen.batch for timed in plans}) > 1
+    cells = [_cells(times, timed) for timed in plans]
+    columns = [column for column in columns if column != "batch" or several]
+    return filled_table(columns, [[row.get(column, "-") for column in columns] for row in cells])
+
+
+def _cells(times: PlanTimes, timed: TimedPlan) -> dict[str, str]:
+    foreseen = timed.foreseen
+    cells = {"plan": plan_name(foreseen.plan), "batch": str(foreseen.batch)}
+    if foreseen.needs is not None:
+        needs, states = foreseen.needs, foreseen.needs.states
+        more_than = f"more than {format_bytes(states.total)}"
+        cells |= {
+            "memory a process": more_than if needs.most is None else format_bytes(times.taken(timed)),
+            "parameters": format_bytes(states.parameters),
+            "gradients": format_bytes(states.gradients),
+            "optimizer": format_bytes(states.optimizer),
+            "peak of a step": _range(needs.least, needs.peak) or more_than,
+            "of an evaluation": _range(needs.evaluation_least, needs.evaluation) or "?",
+            "checkpoint's copy": "?" if needs.checkpoint is None else format_bytes(needs.checkpoint),
+        }
+        if times.budget is not None:
+            cells["fits"] = FITS[foreseen.fits]
+    if timed.time is not None and timed.cost is not None:
+        time, cost = timed.time, timed.cost
+        cells |= {
+            "step": f"{format_seconds(time.total)} ±{time.spread:.0%}",
+            "samples/s": f"{cost.samples_per_second:,.0f}",
+            "training": _duration(cost.hours),
+        }
+        for name in ("compute", "communication", "bubble", "data"):
+            cells[name] = format_seconds(seconds) if (seconds := getattr(time, name)) else "-"
+        if cost.kwh is None:
+            cells["core-hours"] = _hours(cost.unit_hours)
+        else:
+            cells |= {"GPU-hours": _hours(cost.unit_hours), "kWh at most": f"{cost.kwh:.2g}"}
+    return cells
+
+
+def notes(times: PlanTimes) -> list[str]:
+    """Explains the figures: which plans cannot be foreseen, and what a process may have."""
+    forecasts = [timed.foreseen for timed in times.plans]
+    lines = [reason(forecast.plan, forecast.why) for forecast in forecasts if forecast.needs is None]
+    if any(forecast.needs is not None and forecast.needs.peak is None for forecast in forecasts):
+        lines.append(
+            "more than …: the activations of such a plan are not foreseen, so whether it fits is measured"
+        )
+    if times.budget is not None:
+        lines.append(
+            f"a process may have {format_bytes(times.budget.size)} ({times.budget.whose}); counted are the higher of "
+            "both peaks, a tenth more for what the allocator cannot use, and 1.5 GB for CUDA and NCCL. Not measured on "
+            "that GPU"
+        )
+    return [*lines, *times.notes]
 
 
 def _range(least: int | None, most: int | None) -> str:
@@ -60,90 +207,15 @@ def _range(least: int | None, most: int | None) -> str:
     return texts[0] if texts[0] == texts[1] else " to ".join(texts)
 
 
-def memory_sentences(forecasts: Sequence[Foreseen], budget: MemoryBudget | None) -> list[str]:
-    """Says which plans cannot be foreseen, and which forecast to take for a site."""
-    lines = [reason(forecast.plan, forecast.why) for forecast in forecasts if forecast.needs is None]
-    if any(forecast.needs is not None and forecast.needs.peak is None for forecast in forecasts):
-        lines.append(
-            "more than …: the activations of such a plan are not foreseen, so whether it fits is measured"
-        )
-    if budget is None:
-        return lines
-    lines.append(
-        f"a process may have {format_bytes(budget.size)} ({budget.whose}); counted are the higher of both peaks, a "
-        "tenth more for what the allocator cannot use, and 1.5 GB for CUDA and NCCL. Not measured on that GPU"
-    )
-    fitting = next((forecast for forecast in forecasts if forecast.fits), None)
-    needs = [
-        forecast.needs
-        for forecast in forecasts
-        if forecast.needs is not None and forecast.needs.most is not None
-    ]
-    if fitting is not None and fitting.needs is not None and fitting.needs.most is not None:
-        needed = format_bytes(budget.taken(fitting.needs))
-        lines.append(f"the first that fits: {plan_name(fitting.plan)}, with {needed} a process")
-    elif needs and not any(forecast.fits is None for forecast in forecasts if forecast.needs is not None):
-        lines.append(
-            f"none of them fits: the smallest takes {format_bytes(min(map(budget.taken, needs)))} a process. Take more "
-            "processes with shard=, more microbatches, recompute, or a smaller batch_size"
-        )
-    return lines
-
-
-def time_table(times: PlanTimes) -> Table | None:
-    """Makes the table; None: no time is known."""
-    with_time = [timed for timed in times.plans if timed.time is not None]
-    if not with_time:
-        return None
-    table = Table(box=None, padding=(0, 2, 0, 0))
-    on_gpu = {_is_gpus(timed) for timed in with_time}
-    units = [
-        *(["GPU-hours", "kWh at most"] if True in on_gpu else []),
-        *(["core-hours"] if False in on_gpu else []),
-    ]
-    for column in (*TIME_COLUMNS, *units):
-        table.add_column(column, overflow="fold")
-    for timed in with_time:
-        assert timed.time is not None and timed.cost is not None
-        time, cost = timed.time, timed.cost
-        parts = (time.compute, time.communication, time.bubble, time.data)
-        cells = [f"{_seconds(time.total)} ±{time.spread:.0%}", *(_seconds(part) for part in parts)]
-        cells += [f"{cost.samples_per_second:,.0f}", _hours(cost.hours)]
-        units_of = {"core-hours": _hours(cost.unit_hours)}
-        if cost.kwh is not None:
-            units_of = {"GPU-hours": _hours(cost.unit_hours), "kWh at most": f"{cost.kwh:.2g}"}
-        cells += [units_of.get(unit, "-") for unit in units]
-        table.add_row(plan_name(timed.foreseen.plan), str(timed.foreseen.batch), *cells)
-    return table
-
-
-def time_sentences(times: PlanTimes, aim: Aim) -> list[str]:
-    """Says which plan is best under the aim, and what is unknown."""
-    lines = list(times.notes)
-    for several in _comparable(times, aim):
-        chosen = best(several, aim)
-        if chosen is None or sum(has_merit(timed, aim) for timed in several.plans) == 1:
-            continue
-        name = plan_name(chosen.foreseen.plan)
-        if aim == "smallest":
-            lines.append(f"smallest: {name}, with {format_bytes(int(merit(chosen, aim)))} a process")
-        else:
-            assert chosen.time is not None
-            close = _close(several, chosen, aim)
-            lines.append(f"{aim}: {name}, with {_seconds(chosen.time.total)} a step{close}")
-    return lines
-
-
-def _is_gpus(timed: TimedPlan) -> bool:
-    return timed.cost is not None and timed.cost.kwh is not None
-
-
 def _comparable(times: PlanTimes, aim: Aim) -> list[PlanTimes]:
     """Returns the plans that an aim compares: GPU-hours and core-hours are not compared with each other."""
     if aim != "cheapest":
         return [times]
-    kinds = ([timed for timed in times.plans if _is_gpus(timed) is gpu] for gpu in (True, False))
-    return [dataclasses.replace(times, plans=tuple(plans)) for plans in kinds if plans]
+    kinds = (
+        [timed for timed in times.plans if timed.cost is not None and (timed.cost.kwh is not None) is gpu]
+        for gpu in (True, False)
+    )
+    return [dataclasses.replace(times, plans=tuple(plans)) for plans in kinds if plans] or [times]
 
 
 def write(times: PlanTimes, file: Path) -> None:
@@ -189,22 +261,8 @@ def _unwritable(file: Path, why: str | None) -> UsageError:
     return UsageError(f"{file} cannot be written: {why}: give another with --out")
 
 
-def _close(times: PlanTimes, chosen: TimedPlan, aim: Aim) -> str:
-    """Says how many other plans may be as good, within the uncertainty."""
-    assert chosen.time is not None
-    most = merit(chosen, aim) * (1 + chosen.time.spread)
-    others = sum(
-        merit(timed, aim) * (1 - timed.time.spread) <= most
-        for timed in times.plans
-        if timed is not chosen and timed.time is not None and timed.foreseen.fits is not False
-    )
-    return (
-        f"; {others} other plan{'s' if others > 1 else ''} may be as good: grappe measure" if others else ""
-    )
-
-
-def _seconds(value: float) -> str:
-    return format_seconds(value) if value else "-"
+def _duration(hours: float) -> str:
+    return span(3600 * hours) if hours >= 1 / 60 else f"{3600 * hours:.2g} s"
 
 
 def _hours(value: float) -> str:

@@ -240,6 +240,11 @@ class Remedy:
         """Computes by how much more samples are trained in the same time: 0.25, a quarter more."""
         return self.saves / (1 - self.saves) if self.saves < 1 else math.inf
 
+    @property
+    def speed_up(self) -> str:
+        """Formats the gain as a factor of the rate, of this change alone: factors of several do not multiply."""
+        return f"up to {1 + self.gain:.3g}x" if self.saves else ""
+
 
 class PartRule(NamedTuple):
     """A remedy that moves a part of the time."""

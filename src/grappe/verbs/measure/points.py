@@ -224,20 +224,37 @@ def efficiency(point: Measurement, first: Measurement) -> float:
     return (point.rate / point.processes) / (first.rate / first.processes)
 
 
-def as_json(point: Measurement, first: Measurement) -> dict[str, Any]:
-    """Converts a point to JSON, for files and for the report."""
+def baseline(point: Measurement, points: Sequence[Measurement]) -> Measurement | None:
+    """Finds the first other point whose efficiency can be compared: of this device and batch, or this slice (weak).
+
+    A larger batch costs less a sample, whatever the number of processes: between batches there is no efficiency.
+    """
+    for other in points:
+        if other is point:
+            break
+        if other.failure or other.device != point.device:
+            continue
+        if other.batch == point.batch or other.batch / other.slices == point.batch / point.slices:
+            return other
+    return None
+
+
+def as_json(point: Measurement, points: Sequence[Measurement]) -> dict[str, Any]:
+    """Converts a point of `points` to JSON, for files and for the report."""
     names = ("plan", "batch", "processes", "slices", "device", "cores", "threads", "workers", "origin")
     content: dict[str, Any] = {name: getattr(point, name) for name in names}
     if point.failure:
         return {**content, "failure": point.failure}
+    first = next(point for point in points if not point.failure)
+    base = baseline(point, points)
     phases = list(point.trials[0].processes[0].phases)
     return {
         **content,
         "samples_per_second": point.rate,
         "trials": point.rates,
         "speed_up": point.rate / first.rate,
-        "efficiency": efficiency(point, first),
-        "lost": dataclasses.asdict(efficiency_loss(point, first)),
+        "efficiency": None if base is None else efficiency(point, base),
+        "lost": None if base is None else dataclasses.asdict(efficiency_loss(point, base)),
         "shares": {name: point.share(name) for name in phases},
         "memory": point.memory,
         "held": dict(point.trials[0].processes[0].held),

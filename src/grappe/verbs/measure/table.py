@@ -10,57 +10,63 @@ from typing import TYPE_CHECKING
 from grappe.errors import UsageError
 from grappe.verbs.measure import verdict
 from grappe.verbs.measure.breakdown import SMALL_BATCH, USEFUL, Remedy, TimeBreakdown
-from grappe.verbs.measure.points import Measurement, as_json, efficiency, efficiency_loss
-from grappe.words import first_line, plain_table, plan_name
+from grappe.verbs.measure.points import Measurement, as_json, baseline, efficiency, efficiency_loss
+from grappe.words import filled_table, first_line, plain_table, plan_name
 
 if TYPE_CHECKING:
     from rich.table import Table
 
     from grappe.verbs.measure.explain import Explanation
 
-LEAST = 0.005  # of the time; what takes less is in one row together
+COLUMNS = (
+    "plan", "batch", "samples/s", "speed-up", "efficiency", "data, of a step", "communication", "imbalance",
+    "memory, MB", "of reachable FLOP/s", "J a sample",
+)  # fmt: skip
+LEAST = 0.005  # of the time; what takes less is in one row together, or not shown
 SENTENCES = 3
 
 
 def table(points: Sequence[Measurement]) -> Table:
-    """Makes the table of the points' figures, with shares of a step in the later columns."""
+    """Makes the table of the points' figures; columns without a figure are left out."""
     first = next(point for point in points if not point.failure)
-    columns = ("plan", "batch", "samples/s", "per process", "speed-up", "efficiency", "data", "communication")
-    rows = plain_table(*columns, "imbalance", "memory", "of reachable", "J/sample")
-    for point in points:
-        title = plan_name(point.plan) + ("  (tried)" if point.origin == "advice" else "")
-        if point.failure:
-            rows.add_row(title, str(point.batch or ""), f"failed: {first_line(point.failure)}")
-            continue
-        rows.add_row(
-            title,
-            f"{point.batch}",
-            f"{point.rate:,.0f} ({min(point.rates):,.0f} to {max(point.rates):,.0f})",
-            f"{point.rate / point.processes:,.0f}",
-            f"{point.rate / first.rate:.2f}",
-            f"{efficiency(point, first):.0%}",
-            f"{point.share('data', 'transfer'):.0%}",
-            f"{point.share('communication'):.0%}",
-            f"{point.imbalance / point.cost():.0%}",
-            f"{point.memory / 1e6:,.0f} MB",
-            "" if point.computed is None else f"{point.computed:.1%}",
-            "not measurable here" if point.joules is None else f"{point.joules:.3g}",
-        )
-    return rows
+    return filled_table(COLUMNS, [_row(point, points, first) for point in points])
+
+
+def _row(point: Measurement, points: Sequence[Measurement], first: Measurement) -> list[str]:
+    title = plan_name(point.plan) + ("  (tried)" if point.origin == "advice" else "")
+    if point.failure:
+        cells = [title, str(point.batch or ""), f"failed: {first_line(point.failure)}"]
+        return [*cells, *[""] * (len(COLUMNS) - len(cells))]
+    base = baseline(point, points)
+    return [
+        title,
+        f"{point.batch}",
+        f"{point.rate:,.0f} ({min(point.rates):,.0f} to {max(point.rates):,.0f})",
+        f"{point.rate / first.rate:.2f}" if len(points) > 1 else "",
+        "" if base is None else f"{efficiency(point, base):.0%}",
+        _share(point.share("data", "transfer")),
+        _share(point.share("communication")),
+        _share(point.imbalance / point.cost()),
+        f"{point.memory / 1e6:,.0f}",
+        "" if point.computed is None else f"{point.computed:.1%}",
+        "" if point.joules is None else f"{point.joules:.3g}",
+    ]
 
 
 def losses(points: Sequence[Measurement]) -> Table | None:
-    """Makes the table of efficiency losses compared with the first point; None if there is only one point."""
-    measured = [point for point in points if not point.failure]
-    if len(measured) < 2:
-        return None
-    columns = ("data", "communication", "imbalance", "smaller slices, shared cores", "rest")
-    rows = plain_table("efficiency lost to", *columns)
-    for point in measured[1:]:
-        loss = efficiency_loss(point, measured[0])
+    """Makes the table of efficiency losses, each compared with its baseline; None if nothing can be compared."""
+    compared = [(point, base) for point in points if not point.failure and (base := baseline(point, points))]
+    rows = []
+    for point, base in compared:
+        loss = efficiency_loss(point, base)
         parts = (loss.data, loss.communication, loss.imbalance, loss.computing, loss.rest)
-        rows.add_row(verdict.name(point), *(f"{part:+.0%}" for part in parts))
-    return rows
+        rows.append((verdict.name(point), *(_share(part, sign="+") for part in parts)))
+    columns = ("data", "communication", "imbalance", "smaller slices, shared cores", "rest")
+    return filled_table(("efficiency lost to", *columns), rows) if rows else None
+
+
+def _share(part: float, sign: str = "") -> str:
+    return f"{part:{sign}.0%}" if abs(part) >= LEAST else ""
 
 
 def notes(points: Sequence[Measurement]) -> Iterator[str]:
@@ -86,8 +92,7 @@ def explained(explanations: Sequence[Explanation]) -> Iterator[Table | str]:
             yield f"{title}: nothing was found that would bring much"
         for number, remedy in enumerate(helpful[:SENTENCES]):
             share = "" if remedy.part == SMALL_BATCH else f" {breakdown.share(remedy.part):.0%}"
-            gain = f"{'at most ' if remedy.at_most else 'about '}{remedy.gain:+.0%}"
-            yield f"{'then' if number else 'first'}: {remedy.part}{share}: {remedy.word} ({gain})"
+            yield f"{'then' if number else 'first'}: {remedy.part}{share}: {remedy.word} ({remedy.speed_up})"
 
 
 def breakdown_table(breakdown: TimeBreakdown, remedies: Sequence[Remedy], title: str) -> Table:
@@ -103,8 +108,7 @@ def breakdown_table(breakdown: TimeBreakdown, remedies: Sequence[Remedy], title:
             continue
         name = f"{USEFUL}, at the rate of {breakdown.precision}" if part == USEFUL else part
         remedy = by_part.get(part, Remedy(part=part, word=""))
-        gain = f"{'up to ' if remedy.at_most else ''}{remedy.gain:+.0%}" if remedy.saves else ""
-        rows.add_row(name, f"{share:.1%}", remedy.word, gain)
+        rows.add_row(name, f"{share:.1%}", remedy.word, remedy.speed_up)
     if rest:
         rows.add_row("less than that, together", f"{rest:.1%}", "", "")
     return rows
@@ -123,12 +127,11 @@ def write(
     Raises:
         UsageError: the file cannot be written.
     """
-    first = next(point for point in points if not point.failure)
     content = {
         "kind": "measurement",
         "task": task,
         "weak": weak,
-        "points": [as_json(point, first) for point in points],
+        "points": [as_json(point, points) for point in points],
         "why": [explanation.as_json() for explanation in explanations],
         "verdict": verdict.sentences(points),
     }

@@ -35,14 +35,19 @@ def _advice(good: Sequence[Measurement]) -> Iterator[str]:
     yield from _fastest(good)
     for point in asked:
         yield from _data(point)
-        if point.processes > 1 and point.imbalance / point.cost() >= IMBALANCE / point.processes:
+        crowded = point.device == "cpu" and point.processes * point.threads > point.cores
+        if (
+            point.processes > 1
+            and not crowded
+            and point.imbalance / point.cost() >= IMBALANCE / point.processes
+        ):
             slow, more, where = point.slowest()
             if more >= IMBALANCE * slow.step:
                 yield (
                     f"{name(point)}: process {slow.rank} on {slow.host} delays the others: it has "
                     f"{slow.busy * 1e3:.3g} ms a step to do, {more * 1e3:.3g} ms more than they, most of it in {where}"
                 )
-        if point.device == "cpu" and point.processes * point.threads > point.cores:
+        if crowded:
             yield (
                 f"{name(point)}: {point.processes} processes with {point.threads} thread"
                 f"{'s' if point.threads > 1 else ''} each share {point.cores} cores: use at most {point.cores} in all"
@@ -149,6 +154,7 @@ def _one_more_process(good: Sequence[Measurement]) -> Iterator[str]:
         return
     alone, many = min(family), max(family)
     last = family[many]
+    speed = last.rate / family[alone].rate
     # step(n) = fixed + shared / n, through the ends (Amdahl 1967)
     few_step, many_step = (family[count].batch / family[count].rate for count in (alone, many))
     shared = (few_step - many_step) / (1 / alone - 1 / many)
@@ -158,7 +164,6 @@ def _one_more_process(good: Sequence[Measurement]) -> Iterator[str]:
         return
     # Where nothing seems fixed (noise, caches that fit better) one more brings no more than its share.
     bring = many_step / (fixed + shared / (many + 1)) if fixed > 0 else (many + 1) / many
-    speed = last.rate / family[alone].rate
     gone = efficiency_loss(last, family[alone])
     parts = {
         "waiting for data": gone.data,

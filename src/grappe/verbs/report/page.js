@@ -121,11 +121,11 @@ function scaling() {
     bars(grid, "speed", "samples/s", good.map((point) => ({ name: title(point), parts: { "samples/s": point.samples_per_second } })), () => color(0), short);
     bars(grid, "where a step's time goes", "shares", good.map((point) => ({ name: title(point), parts: nonzero(point.shares, PHASES) })), phaseColor, (value) => `${short(value * 100)} %`);
     const LOST = { data: 35, communication: 350, imbalance: 310, computing: 205, rest: 90 };
-    if (good.length > 1) bars(grid, "efficiency lost", `beside ${title(first)}`, good.slice(1).map((point) => ({ name: title(point), parts: point.lost })), (part) => `hsl(${LOST[part] ?? 0} var(--s) var(--l))`, (value) => `${short(value * 100)} %`);
+    if (good.some((point) => point.lost)) bars(grid, "efficiency lost", "to the first plan of the same batch", good.filter((point) => point.lost).map((point) => ({ name: title(point), parts: point.lost })), (part) => `hsl(${LOST[part] ?? 0} var(--s) var(--l))`, (value) => `${short(value * 100)} %`);
     waterfall(grid, one);
     const energy = good.filter((point) => known(point.joules_per_sample));
     if (energy.length) bars(grid, "energy", "J a sample", energy.map((point) => ({ name: title(point), parts: { "J a sample": point.joules_per_sample } })), () => color(3), short);
-    const rows = one.points.map((point) => point.failure ? [title(point), `failed: ${point.failure}`] : [title(point), short(point.samples_per_second), short(point.speed_up), `${Math.round(point.efficiency * 100)} %`, megabytes(point.memory), known(point.share_of_reachable) ? `${short(point.share_of_reachable * 100)} %` : "", known(point.joules_per_sample) ? short(point.joules_per_sample) : "not measurable here"]);
+    const rows = one.points.map((point) => point.failure ? [title(point), `failed: ${point.failure}`] : [title(point), short(point.samples_per_second), short(point.speed_up), known(point.efficiency) ? `${Math.round(point.efficiency * 100)} %` : "", megabytes(point.memory), known(point.share_of_reachable) ? `${short(point.share_of_reachable * 100)} %` : "", known(point.joules_per_sample) ? short(point.joules_per_sample) : "not measurable here"]);
     table(grid.parentNode, ["plan", "samples/s", "speed-up", "efficiency", "memory", "of reachable", "J a sample"], rows);
   }
 }
@@ -137,7 +137,7 @@ function waterfall(grid, one) {
   const names = Object.keys(whys[0].parts), title = (why) => `${why.plan || "one process"} (batch ${why.batch})`;
   const hue = (part) => (part === "useful compute" ? "var(--text)" : part === "not explained" ? "var(--line)" : `hsl(${(names.indexOf(part) * 137.5 + 35) % 360} var(--s) var(--l))`);
   bars(grid, "why: where a step's time goes", "shares; evaluations and saves spread over steps", whys.map((why) => ({ name: `${title(why)}, ${seconds(why.seconds)} a step`, parts: nonzero(why.parts, names) })), hue, (value) => `${short(value * 100)} %`);
-  const rows = whys.flatMap((why) => why.remedies.map((remedy) => [title(why), remedy.part, known(why.parts[remedy.part]) ? `${short(100 * why.parts[remedy.part])} %` : "", remedy.word, remedy.saves ? `${remedy.at_most ? "up to " : ""}+${Math.round(100 * remedy.gain)} %` : ""]));
+  const rows = whys.flatMap((why) => why.remedies.map((remedy) => [title(why), remedy.part, known(why.parts[remedy.part]) ? `${short(100 * why.parts[remedy.part])} %` : "", remedy.word, remedy.saves ? `up to ${short(1 + remedy.gain)}x` : ""]));
   if (rows.length) table(grid.parentNode, ["plan", "part", "share", "what moves it", "gain"], rows);
 }
 
