@@ -80,8 +80,10 @@ def _fits(times: PlanTimes, timed: TimedPlan) -> bool:
     """Returns whether a plan fits for sure: on the site's GPU, or without a site in this machine's free memory."""
     if times.budget is not None:
         return timed.foreseen.fits is True
-    free, known = limits.free(), timed.foreseen.needs is not None and timed.foreseen.needs.most is not None
-    return known and free is not None and timed.foreseen.processes * times.taken(timed) <= free * MEMORY
+    free, needs = limits.free(), timed.foreseen.needs
+    if needs is None or needs.most is None or free is None:
+        return False
+    return timed.foreseen.processes * needs.most <= free * MEMORY
 
 
 def _details(times: PlanTimes, timed: TimedPlan) -> str:
