@@ -22,7 +22,7 @@ ERRORS = {
 }
 SAYING = {"complain", "progress", "_note", "note", "Report"}
 """Functions whose text is shown on the standard error."""
-REASONS = {"advice", "failure", "hint", "message", "problem", "reason", "unchecked", "why"}
+REASONS = {"advice", "failure", "hint", "message", "problem", "reason", "unchecked", "whose", "why"}
 """Attributes that hold a part of a message, wherever they are set."""
 RESULTS = (
     "cli/application.py",

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from grappe.checkpoint.names import Matched, copy_values, differences, match
 from grappe.checkpoint.weights import InMemory
-from grappe.errors import RunError
+from grappe.errors import UsageError
 from grappe.tasks.cifar10 import Small
 
 
@@ -41,7 +41,7 @@ def filled(model: nn.Module, content: dict[str, Tensor]) -> Matched:
     matched = match(model, InMemory(content))
     assert not matched.missing, differences(matched.missing, matched.left)
     assert not matched.left, differences(matched.missing, matched.left)
-    copy_values(matched, InMemory(content), "--from a.pt", RunError)
+    copy_values(matched, InMemory(content), "--from a.pt")
     return matched
 
 
@@ -75,7 +75,7 @@ def test_tied_weights_under_any_of_their_names(names: list[str]) -> None:
 def test_a_tied_weight_with_two_values_is_refused() -> None:
     content = {"encoder.weight": torch.zeros(7, 3), "decoder.weight": torch.ones(7, 3)}
     with pytest.raises(
-        RunError, match=r"encoder\.weight and decoder\.weight differ there, and are one tensor"
+        UsageError, match=r"encoder\.weight and decoder\.weight differ there, and are one tensor"
     ):
         filled(Tied(), content)
 

@@ -7,12 +7,13 @@ import importlib.metadata
 import os
 import subprocess
 import sys
+import sysconfig
 from pathlib import Path
 
 import pytest
 
 from grappe.cli.exit import BUG
-from grappe.errors.causes import broken_package, refused_process, unfit_packages
+from grappe.errors.causes import broken_package, hiding, refused_process, unfit_packages
 
 
 @pytest.mark.parametrize(
@@ -117,3 +118,23 @@ def test_a_torchvision_for_another_torch_is_named(
     lines = [line for line in unfit_packages() if line.startswith("torchvision 0.15.2")]
     assert bool(lines) is not fits
     assert fits or "is made for torch 2.0.1" in lines[0]
+
+
+@pytest.mark.parametrize(
+    ("text", "named"),
+    [
+        ("ModuleNotFoundError: No module named 'numpy.linalg'; 'numpy' is not a package", True),
+        ("ImportError: cannot import name 'array' from 'numpy'", True),
+        ("AttributeError: module 'numpy' has no attribute 'array'", True),
+        ("AttributeError: partially initialized module 'mine' has no attribute 'x'", False),
+        ("AttributeError: 'Net' object has no attribute 'numpy'", False),
+        ("grappe.errors.UsageError: no such field", False),
+    ],
+)
+def test_a_folder_of_pythonpath_is_named_where_it_can_be_why(text: str, named: bool, tmp_path: Path) -> None:
+    for name in ("numpy.py", "mine.py"):
+        (tmp_path / name).touch()
+    installed = tmp_path / "installed"
+    installed.symlink_to(sysconfig.get_path("purelib"))
+    paths = os.pathsep.join([str(tmp_path), str(installed)])
+    assert hiding(text, paths) == ({str(tmp_path): "numpy"} if named else {})

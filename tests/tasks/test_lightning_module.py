@@ -20,6 +20,7 @@ from grappe.errors import TaskError
 from grappe.parallel.materialise import fill, on_meta
 from grappe.training.run import Run
 from tests.commands import GRAPPE, Command
+from tests.faults.resume_cell import curves
 from tests.parity.cell import TOLERANCE, difference
 from tests.processes import Pool
 from tests.tasks import modules
@@ -129,7 +130,7 @@ def test_metrics_are_fresh_wherever_memory_comes_from() -> None:
         ("Counting", "Data", ["training_step", "depends on batch_idx"]),
         ("Ranked", "Data", ["largest", "not the mean over its batch"]),
         ("TwoOptimizers", "Data", ["configure_optimizers", "something else than one optimizer"]),
-        ("Plateau", "Data", ["lr_scheduler", "ReduceLROnPlateau"]),
+        ("Unmonitored", "Data", ["lr_scheduler", "monitors train_loss", "logs val_loss, val_accuracy"]),
         ("Attached", "Data", ["current_epoch", "not carried over"]),
         ("Net", "Weighted", ["sampler", "WeightedRandomSampler", "drop_last"]),
         ("Manual", "Ordered", ["grappe.Loop"]),
@@ -154,6 +155,16 @@ def test_a_schedule_that_is_left_out_is_left_out_of_the_training_too() -> None:
     task = grappe.from_lightning(modules.Plateau(), Data(), without=["lr_scheduler"])()
     optimizer = task.optimizer(list(task.model().named_parameters()))
     assert task.schedule(optimizer, 20) is None
+
+
+@pytest.mark.parametrize("monitor", ["val_loss", "val_accuracy"])
+def test_a_rate_that_falls_on_a_plateau_is_given_the_monitors_score(tmp_path: Path, monitor: str) -> None:
+    module = modules.Plateau()
+    module.monitor = monitor
+    task = grappe.from_lightning(module, Data(), epochs=3)()
+    train(tmp_path / "run", task)
+    steps = [line["lr"] for line in curves(tmp_path / "run") if line["kind"] == "step"]
+    assert steps[:: STEPS // EPOCHS] == [0.1, 0.1, pytest.approx(0.01)]
 
 
 @pytest.mark.parametrize(

@@ -103,28 +103,29 @@ def wrapping(names: Iterable[str]) -> str:
 
 
 @torch.no_grad()
-def copy_values(matched: Matched, weights: Weights, where: str, error: type[UsageError]) -> None:
+def copy_values(matched: Matched, weights: Weights, where: str) -> None:
     """Copies the file's values into the model.
 
     Args:
         where: the words for the file, which begin the message.
 
     Raises:
-        UsageError: of the class `error`: values have another shape or kind, or a tied tensor has two values.
+        UsageError: values have another shape or kind, or a tied tensor has two values.
     """
     for place in [place for place in matched.places if place.sources]:
         name, tensor, (first, *others) = place.name, place.tensor, place.sources
         if weights.shape(first) != tuple(tensor.shape):
             shapes = f"{list(weights.shape(first))} there and {list(tensor.shape)} in the model"
-            raise error(f"{where}: {name} is {shapes}: is it made from the same configuration?")
+            raise UsageError(f"{where}: {name} is {shapes}: is it made from the same configuration?")
         value = weights.read(first)
         if kind_of(value.dtype) != kind_of(tensor.dtype):
             kinds = f"{value.dtype} there and {tensor.dtype} in the model".replace("torch.", "")
-            raise error(f"{where}: {name} is {kinds}: quantized weights have to be converted first")
+            raise UsageError(f"{where}: {name} is {kinds}: quantized weights have to be converted first")
         for other in others:
             if not torch.equal(weights.read(other), value):
-                raise error(
-                    f"{where}: {first} and {other} differ there, and are one tensor in the model, {name}"
+                raise UsageError(
+                    f"{where}: {first} and {other} differ there, and are one tensor in the model, {name}: give each a "
+                    "parameter of its own in model(), or delete one of them from the file"
                 )
         tensor.copy_(value)
 

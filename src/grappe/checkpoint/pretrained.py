@@ -52,7 +52,7 @@ def pretrained(
             "fresh=[…] for what is to be learned, and unused=[…] for what is left: patterns as "
             f"{next(iter(missing or left)).partition('.')[0]}.*"
         )
-    copy_values(matched, weights, where, TaskError)
+    copy_values(matched, weights, where)
     return model
 
 

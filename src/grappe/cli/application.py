@@ -9,7 +9,7 @@ from typing import Annotated
 from cyclopts import App, ArgumentCollection, Group, Parameter
 
 from grappe.cli import completion
-from grappe.errors.causes import unfit_packages
+from grappe.errors.causes import COMPANIONS, unfit_packages
 from grappe.fields import split, text_form
 from grappe.launch.terminal import complain
 
@@ -129,7 +129,8 @@ def preflight(
         engines.check_name(plan.engine)
     if task is not None:
         tasks.check_name(task)
-    for text in unfit_packages() if is_main_process() else ():
+    imported = [name for name in COMPANIONS if task is not None and tasks.mentions(task, name)]
+    for text in unfit_packages(imported) if is_main_process() else ():
         complain(f"grappe: warning: {text}")
     done = run is not None and (run / "done").exists()
     single = once and all(plan.processes == 1 for plan in parsed)

@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 from cyclopts import App, CycloptsError
 
 from grappe.errors import EXIT_FAILURE, EXIT_OK, EXIT_USAGE, GrappeError, ProcessDied, UsageError, of_file
-from grappe.errors.causes import broken_package, hidden_modules, refused_process
+from grappe.errors.causes import broken_package, hiding, refused_process
 from grappe.language.choice import chosen_language, unknown_language
 from grappe.launch.openmp import let_threads_sleep
 from grappe.launch.rank import is_main_process, rank_from_environment
@@ -104,10 +104,11 @@ def _complain(error: GrappeError, debug: bool) -> int:
     from grappe.launch.start import leave_error
 
     if error.by or is_main_process():
+        details = error.details or "".join(traceback.format_exception(error))
         if debug:
-            say(error.details or "".join(traceback.format_exception(error)), sys.stderr)
+            say(details, sys.stderr)
         complain(f"grappe: {error}")
-        for folder, names in hidden_modules(os.environ.get("PYTHONPATH", "")).items():
+        for folder, names in hiding(details, os.environ.get("PYTHONPATH", "")).items():
             complain(
                 f"grappe: PYTHONPATH={folder} hides installed modules ({names}): unset PYTHONPATH if that is why"
             )

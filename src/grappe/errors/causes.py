@@ -11,6 +11,7 @@ import re
 import resource
 import sysconfig
 import traceback
+from collections.abc import Iterable
 from importlib.machinery import PathFinder
 from importlib.metadata import distributions
 from pathlib import Path
@@ -67,23 +68,48 @@ WATCHED = ("torch", "numpy", "lightning", "deepspeed", "torchmetrics", "torchvis
 """Named first: what grappe, or a task, imports most."""
 
 
-def hidden_modules(pythonpath: str) -> dict[str, str]:
-    """Maps the folders of PYTHONPATH to the installed modules that they hide, in words."""
+IMPORT_FAILED = re.compile(
+    r"\b(?:ImportError|ModuleNotFoundError)\b|AttributeError: (?:partially initialized )?module '(\w+)"
+)
+
+
+def hiding(traceback_text: str, pythonpath: str) -> dict[str, str]:
+    """Returns those of the hidden modules that can be why an import, or a module's attribute, failed."""
+    failed = IMPORT_FAILED.search(traceback_text)
+    hidden = {} if failed is None else hidden_modules(pythonpath)
+    return {
+        entry: and_more(names, 5)
+        for entry, names in hidden.items()
+        if failed and (failed[1] or names[0]) in names
+    }
+
+
+def hidden_modules(pythonpath: str) -> dict[str, list[str]]:
+    """Maps the folders of PYTHONPATH to the installed modules that they hide; those of WATCHED come first."""
     own = [sysconfig.get_path(name) for name in ("purelib", "platlib")]
+    resolved = {Path(folder).resolve() for folder in own}
     hidden = {}
     for entry in filter(None, pythonpath.split(os.pathsep)):
-        files = () if entry in own else (*Path(entry).glob("*.py"), *Path(entry).glob("*/__init__.py"))
+        files = (
+            ()
+            if Path(entry).resolve() in resolved
+            else (*Path(entry).glob("*.py"), *Path(entry).glob("*/__init__.py"))
+        )
         names = sorted({file.parent.name if file.stem == "__init__" else file.stem for file in files})
         specs = [PathFinder.find_spec(name, own) for name in names]
         if installed := [spec.name for spec in specs if spec is not None and spec.has_location]:
-            hidden[entry] = and_more(sorted(installed, key=lambda name: (name not in WATCHED, name)), 5)
+            hidden[entry] = sorted(installed, key=lambda name: (name not in WATCHED, name))
     return hidden
 
 
-def unfit_packages() -> list[str]:
+COMPANIONS = ("torchvision", "torchaudio")
+"""Of torch, each made for one version of it."""
+
+
+def unfit_packages(names: Iterable[str] = COMPANIONS) -> list[str]:
     """Names the installed companions of torch that require another version of it: their import often fails."""
     lines = []
-    for torch, name in itertools.product(distributions(name="torch"), ("torchvision", "torchaudio")):
+    for name, torch in itertools.product(names, distributions(name="torch")):
         for companion in distributions(name=name):
             pinned = re.search(
                 r"^torch ?\(?==([^\s,;)*]+)(?=[\s,;)]|$)", "\n".join(companion.requires or ()), re.MULTILINE

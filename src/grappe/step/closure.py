@@ -43,7 +43,7 @@ def needs_closure(optimizer: Optimizer) -> bool:
     declared = getattr(optimizer, "needs_closure", None)
     if declared is not None:
         return bool(declared)
-    if isinstance(optimizer, LBFGS) or _gradients_first(optimizer):
+    if isinstance(optimizer, LBFGS) or gradients_first(optimizer):
         return True
     _, *parameters = inspect.signature(
         type(optimizer).step
@@ -57,7 +57,7 @@ def needs_closure(optimizer: Optimizer) -> bool:
     return bool(required)
 
 
-def _gradients_first(optimizer: Optimizer) -> bool:
+def gradients_first(optimizer: Optimizer) -> bool:
     """Returns whether the gradients are expected before `step(closure)` is called, as SAM's authors call it."""
     return all(callable(getattr(optimizer, name, None)) for name in ("first_step", "second_step"))
 
@@ -69,7 +69,7 @@ def step_with_closure(optimizer: Optimizer, compute: Callable[[], float]) -> Non
     def closure() -> Tensor:
         return torch.tensor(compute())  # float32, as in a loop by hand: a search along a line compares losses
 
-    if _gradients_first(optimizer):
+    if gradients_first(optimizer):
         closure()
     optimizer.step(closure)  # type: ignore[arg-type]
 
@@ -178,6 +178,7 @@ class ClosureStep:
             copies.write()
         if not calls:
             raise TaskError(
-                f"{type(self._optimizer).__name__}.step() has not called its closure, so it had no gradient"
+                f"{type(self._optimizer).__name__}.step() has not called its closure, so it had no gradient: if it "
+                "takes the gradients as they are, set optimizer.needs_closure = False in optimizer()"
             )
         return calls[0]

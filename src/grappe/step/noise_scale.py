@@ -105,7 +105,10 @@ class NoiseScale:
             UsageError: the optimizer computes several gradients a step.
         """
         if needs_closure(optimizer):
-            raise UsageError(f"--noise-scale: {type(optimizer).__name__} computes several gradients a step")
+            raise UsageError(
+                f"--noise-scale: {type(optimizer).__name__} computes several gradients a step: leave it out, or "
+                "measure it with torch.optim.SGD"
+            )
         self._parameters = [parameter for _, parameter in named]
         for parameter in self._parameters:
             parameter.register_hook(self._add)

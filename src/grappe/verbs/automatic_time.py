@@ -208,7 +208,9 @@ def _fabric(job: _Job) -> Fabric | None:
         fabric = site_fabric(job.site)
         if fabric is None:
             gpu = job.site.node.gpu if job.site.node else ""
-            raise UsageError(f"no data sheet of {job.site.name}'s GPU ({gpu}) is known here")
+            raise UsageError(
+                f"no data sheet of {job.site.name}'s GPU ({gpu}) is known here: run grappe measure in a job there"
+            )
         return fabric
     if not job.here:
         raise UsageError(

@@ -6,10 +6,14 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
+from torch import nn
 
 from grappe.errors import DivergedError
 from grappe.launch.rank import ProcessRank
 from grappe.plan import Plan
+from grappe.profiling.chronometer import Chronometer
+from grappe.step.closure import step_with_closure
 from grappe.training import loop
 from grappe.training.options import Options
 from grappe.training.request import Request
@@ -17,8 +21,9 @@ from grappe.training.run import Run
 from grappe.training.task_reference import TaskReference
 from grappe.training.watchers.base import Outcome, Record, RunInfo, Watcher
 from grappe.training.watchers.curves import Curves
-from grappe.training.watchers.watcher_list import WatcherList
+from grappe.training.watchers.watcher_list import WatcherList, gradients_hooked
 from grappe.training.worker import worker
+from tests.parity.optimizers import SAM
 from tests.parity.tasks import Images
 from tests.training.test_training import Poisoned
 from tests.training.watchers.made_up import record, run_info
@@ -96,6 +101,30 @@ def test_one_that_wants_each_step_has_all_called_after_each() -> None:
     assert WatcherList([Calls(), Prompt()]).prompt
     assert not WatcherList([Calls()]).prompt
     assert not WatcherList([Calls()]).wants_gradients
+
+
+class Slopes(Watcher):
+    def __init__(self) -> None:
+        self.seen: list[float] = []
+
+    def gradients_ready(self, step: int, parameters) -> None:
+        self.seen.append(float(parameters[0][1].grad))
+
+
+def test_sams_gradients_are_those_of_the_weights_before_its_step() -> None:
+    weight, slopes = nn.Parameter(torch.ones(1)), Slopes()
+    sam = SAM([weight], torch.optim.SGD, lr=0.1, rho=0.5)
+    chronometer = Chronometer(torch.device("cpu"), 0.0)
+    chronometer.on_optimizer(sam, [("weight", weight)])
+
+    def compute() -> float:
+        weight.grad = None
+        weight.square().sum().backward()
+        return 0.0
+
+    with gradients_hooked(WatcherList([slopes]), lambda: 0, chronometer):
+        step_with_closure(sam, compute)
+    assert slopes.seen == [2.0]
 
 
 def test_curves_are_on_disk_after_a_second(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torch.utils.data import DataLoader, Dataset, SequentialSampler
 
 from grappe.data.datasets import once_at_a_time
@@ -61,6 +62,8 @@ class LightningSource(NamedTuple):
     """The share of the training samples that validates, without a loader of its own."""
     validates: bool = True
     """Whether there is validation data; without, a share of the training samples is scored, which are trained on."""
+    without: Collection[str] = ()
+    """Names of the features that are left out."""
     unkept: tuple[str, ...] = ()
     """Values that training_step logs and no curve has, with the reason."""
 
@@ -151,7 +154,9 @@ class Carried(Task):
             module_parameters(module.get_submodule(path))[leaf] = parameter
             passed[id(parameter)] = parameter
         # from_lightning has refused what is not carried over, or was told to leave it out.
-        supported = unsupported.optimizers(module.configure_optimizers(), Refusals(type(module).__name__, ()))
+        supported = unsupported.optimizers(
+            module.configure_optimizers(), Refusals(type(module).__name__, self.source.without)
+        )
         assert supported is not None
         optimizer, schedule = supported
         # Frozen parameters, and second names of tied ones, are the engine's own.
@@ -162,7 +167,8 @@ class Carried(Task):
 
     def schedule(self, optimizer: Optimizer, total_steps: int) -> Any:
         schedule = vars(optimizer).get(SCHEDULE)
-        if schedule is None or schedule["interval"] == "step":
+        plateau = schedule is not None and isinstance(schedule["scheduler"], ReduceLROnPlateau)
+        if schedule is None or plateau or schedule["interval"] == "step":
             return schedule and schedule["scheduler"]
         return EachEpoch(schedule["scheduler"], total_steps // self.epochs)
 
@@ -221,8 +227,9 @@ def from_lightning(
     length = len(held)  # type: ignore[arg-type]
     steps = epochs * -(-length // size)
     copied = _fresh(module, NoTrainer(epochs, steps))
-    unsupported.optimizers(copied.configure_optimizers(), refusals)
+    made = unsupported.optimizers(copied.configure_optimizers(), refusals)
     trial_result = unsupported.tried(copied, train, refusals, without)
+    monitor = unsupported.monitored(made, trial_result.validation, refusals)
     refusals.check()
     refusals.check_without(trial_result.left_out)
     shuffle = not isinstance(train.sampler, SequentialSampler)
@@ -236,9 +243,10 @@ def from_lightning(
         shuffle=shuffle,
         held_out=validation,
         validates=validates,
+        without=tuple(without),
         unkept=trial_result.unkept,
     )
-    return _task_class(name, source, epochs=epochs, batch_size=size, seed=seed, clip=clip)
+    return _task_class(name, source, monitor, epochs=epochs, batch_size=size, seed=seed, clip=clip)
 
 
 def _data_of(
@@ -251,9 +259,10 @@ def _data_of(
     return Loaders(*data) if isinstance(data, Sequence) else data
 
 
-def _task_class(name: str, source: LightningSource, **defaults: Any) -> type[Task]:
+def _task_class(name: str, source: LightningSource, monitor: str, **defaults: Any) -> type[Task]:
     kinds = {"epochs": int, "batch_size": int, "seed": int, "clip": float | None}
-    body = {"__annotations__": kinds, "source": source, "__doc__": f"{name}, made for Lightning.", **defaults}
+    about = f"{name}, made for Lightning."
+    body = {"__annotations__": kinds, "source": source, "monitor": monitor, "__doc__": about, **defaults}
     # As if it stood where from_lightning was called, as named tuples do: `grappe train FILE` finds it there.
     body["__module__"] = sys._getframe(2).f_globals.get("__name__", __name__)
     return type(f"{name}Task", (Carried,), body)

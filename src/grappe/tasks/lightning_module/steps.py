@@ -31,7 +31,8 @@ class NoTrainer:
         if name.startswith("__"):  # copying and pickling ask for some
             raise AttributeError(name)
         raise TaskError(
-            f"the LightningModule uses its trainer's {name}, which is not carried over: there is no Trainer here"
+            f"the LightningModule uses its trainer's {name}, which is not carried over, as there is no Trainer here: "
+            "keep what it needs in the module, or train it as it is under Lightning's Trainer"
         )
 
 
@@ -61,7 +62,10 @@ class Logged:
         if name not in self.values and missing is not None:
             return torch.tensor(missing)
         if name not in self.values:
-            raise TaskError(f"a step logged '{name}' for some batches, and not for others")
+            raise TaskError(
+                f"a step logged '{name}' for some batches, and not for others: log it for each, or leave it out: "
+                f"from_lightning(…, without=['{name}'])"
+            )
         value = self.values[name]
         if isinstance(value, torchmetrics.Metric):
             # Called, it knows its last batch; updated, it has seen nothing else since it was reset.
@@ -69,7 +73,10 @@ class Logged:
             value = last if last is not None else value.compute()
         value = torch.as_tensor(value)
         if value.numel() != 1:
-            raise TaskError(f"a step logs '{name}' as {list(value.shape)}: only one number is carried over")
+            raise TaskError(
+                f"a step logs '{name}' as {list(value.shape)}, and only one number is carried over: log its mean, or "
+                f"leave it out: from_lightning(…, without=['{name}'])"
+            )
         return value.detach().reshape(())
 
 
@@ -162,7 +169,10 @@ class ModuleSteps(nn.Module):
             return self._log.read(scoring.loss), self._log
         loss = loss_in(result)
         if loss is None:
-            raise TaskError(f"{type(self.module).__name__}.{name}() returned no loss that is one number")
+            raise TaskError(
+                f"{type(self.module).__name__}.{name}() returned no loss that is one number: return the mean over the "
+                "batch, for each batch"
+            )
         return loss.reshape(()), self._log
 
     def run(self, batch: Any, name: str, index: int = 0) -> Any:

@@ -67,9 +67,13 @@ class Refusals:
 
     def add(self, what: str, why: str = "it is not carried over", *, needed: bool = False) -> None:
         """Refuses `what`, unless the user leaves it out; what is needed cannot be left out."""
-        self._features.add(what)
-        if needed or what not in self._without:
+        if not self.leaves_out(what) or needed:
             self._found.append(f"{what} ({WHY.get(what, why)})")
+
+    def leaves_out(self, what: str) -> bool:
+        """Returns whether the user leaves out `what`, which is there."""
+        self._features.add(what)
+        return what in self._without
 
     def check(self) -> None:
         """Raises TaskError if an unsupported feature was found."""
@@ -131,7 +135,7 @@ def _is_plain(sampler: Any) -> bool:
 
 
 def optimizers(configured: Any, refusals: Refusals) -> tuple[Optimizer, dict[str, Any] | None] | None:
-    """Returns the optimizer, and its schedule {"scheduler", "interval"}; None, and a refusal, if there are several."""
+    """Returns the optimizer, and its schedule {"scheduler", "interval", "monitor"}; None, and a refusal, if several."""
     schedule = None
     if isinstance(configured, tuple) and len(configured) == 2 and isinstance(configured[0], list | tuple):
         ones, schedules = configured
@@ -145,19 +149,35 @@ def optimizers(configured: Any, refusals: Refusals) -> tuple[Optimizer, dict[str
     if not isinstance(configured, Optimizer):
         refusals.add("configure_optimizers", "it gives something else than one optimizer", needed=True)
         return None
-    if schedule is None:
+    if schedule is None or refusals.leaves_out("lr_scheduler"):
         return configured, None
     if not isinstance(schedule, dict):
         schedule = {"scheduler": schedule}
-    scheduler = schedule.get("scheduler")
-    if isinstance(scheduler, ReduceLROnPlateau) or not hasattr(scheduler, "step"):
-        refusals.add(
-            "lr_scheduler", f"{type(scheduler).__name__} is not stepped by the number of steps alone"
-        )
-        return configured, None  # left out, if at all
+    schedule = {"scheduler": None, "interval": "epoch", "monitor": None, **schedule}
+    if not hasattr(schedule["scheduler"], "step"):
+        refusals.add("lr_scheduler", f"{type(schedule['scheduler']).__name__} is no schedule")
     if schedule.get("frequency", 1) != 1:
         refusals.add("frequency", "of the schedule: every step or every epoch is carried over")
-    return configured, {"scheduler": scheduler, "interval": schedule.get("interval", "epoch")}
+    if isinstance(schedule["scheduler"], ReduceLROnPlateau) and schedule["interval"] != "epoch":
+        refusals.add("interval", "of ReduceLROnPlateau: each evaluation steps it")
+    return configured, schedule
+
+
+def monitored(
+    made: tuple[Optimizer, dict[str, Any] | None] | None, validation: Scoring | None, refusals: Refusals
+) -> str:
+    """Returns the score of an evaluation that a ReduceLROnPlateau is given, by the task's name for it."""
+    schedule = made[1] if made is not None else None
+    if schedule is None or not isinstance(schedule["scheduler"], ReduceLROnPlateau):
+        return "loss"
+    name, logged = schedule["monitor"], () if validation is None else validation.logged
+    if name in logged:
+        return name
+    own_loss = None if validation is None else validation.loss
+    if name is None or name != own_loss:
+        names = _words([*filter(None, [own_loss]), *logged])
+        refusals.add("lr_scheduler", f"ReduceLROnPlateau monitors {name}, and validation_step logs {names}")
+    return "loss"
 
 
 def mean_over_rows(steps: ModuleSteps, samples: list[Any], collate: Any) -> Iterator[tuple[str, str, str]]:

@@ -13,6 +13,7 @@ from torch import Tensor
 from grappe.errors import GrappeError, TaskError
 from grappe.errors.user_code import is_users, sentence
 from grappe.profiling.chronometer import Chronometer
+from grappe.step.closure import gradients_first
 from grappe.training.watchers.base import Record, Watcher
 
 
@@ -81,11 +82,16 @@ def gradients_hooked(
     def call() -> None:
         watchers.gradients_ready(steps_done() + 1, chronometer.parameters)
 
-    def before_step(optimizer: object, arguments: tuple[Any, ...], options: dict[str, Any]) -> Any:
-        """Calls the watchers now, or after the closure that computes gradients within the step (Lightning's)."""
+    def before_step(
+        optimizer: torch.optim.Optimizer, arguments: tuple[Any, ...], options: dict[str, Any]
+    ) -> Any:
+        """Calls the watchers now, or after the first closure, which computes gradients within the step.
+
+        SAM has the gradients before its step: its closure's are those of other weights.
+        """
         bound = inspect.signature(torch.optim.Optimizer.step).bind(*arguments, **options)
         closure = bound.arguments.get("closure")
-        if closure is None:
+        if closure is None or gradients_first(optimizer):
             call()
             return None
 
@@ -95,7 +101,7 @@ def gradients_hooked(
             nonlocal calls
             value = closure()
             calls += 1
-            if calls == 1:  # L-BFGS and SAM call it several times a step
+            if calls == 1:  # L-BFGS calls it several times a step
                 call()
             return value
 

@@ -209,7 +209,10 @@ def _on_gpus(
     from grappe.foresight.gpu_time import gpu_time
 
     if fabric is None:
-        why = f"{site.name}: no data sheet of its GPU is known here, so times are not foreseen"
+        why = (
+            f"{site.name}: no data sheet of its GPU is known here, so times are not foreseen: run grappe measure in a "
+            "job there"
+        )
         return PlanTimes(plans=tuple(TimedPlan(foreseen=forecast) for forecast in forecasts), notes=(why,))
     device = fabric.device
     plans = []

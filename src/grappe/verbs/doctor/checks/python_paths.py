@@ -59,7 +59,7 @@ def of_pythonpath(text: str) -> Iterator[Finding]:
             yield note(f"PYTHONPATH names {entry}, which is no folder")
     for entry, names in hidden_modules(text).items():
         yield warning(
-            f"PYTHONPATH={entry} hides installed modules: {names}",
+            f"PYTHONPATH={entry} hides installed modules: {and_more(names, SHOWN)}",
             why="Python takes what stands there, whatever is installed",
             do="unset PYTHONPATH (a module may have set it: module list)",
         )
