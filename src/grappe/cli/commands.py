@@ -179,6 +179,7 @@ def predict(
     ],
     /,
     *pictures: Annotated[str, Parameter(help="Further pictures.")],
+    plan: PlanText = "",
     task: RunTask = None,
     checkpoint: CheckpointName = None,
     data: DataFolder = None,
@@ -189,15 +190,22 @@ def predict(
     trained: Trained = False,
 ) -> int:
     """Print the predictions of a run's model for inputs: one JSON line per sample."""
+    from grappe.launch.rank import is_main_process
     from grappe.verbs.predict import predict as verb
     from grappe.verbs.predict.inputs import files_of
     from grappe.verbs.predict.predict import save
 
+    if run.is_dir():
+        preflight([plan], once=True)
     files = files_of([inputs, *pictures] if pictures else inputs)
     taken: list[str] = []
     predictions = verb.predict(
-        run, files or inputs, task=task, data=data, checkpoint=checkpoint, taken=taken.append, trained=trained
-    )
+        run, files or inputs, plan, task=task, data=data, checkpoint=checkpoint, taken=taken.append,
+        trained=trained,
+    )  # fmt: skip
+    if not is_main_process():  # of those that a launcher started
+        list(predictions)
+        return EXIT_OK
     if out is not None:
         save(out, predictions)
         return EXIT_OK

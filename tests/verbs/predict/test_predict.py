@@ -14,11 +14,15 @@ import pytest
 import torch
 from torch import nn
 
-from grappe.errors import DataError, TaskError, UsageError
+from grappe.errors import DataError, GrappeError, TaskError, UsageError
+from grappe.launch.rank import ProcessRank
+from grappe.plan import Plan
 from grappe.training.run import Run
+from grappe.training.task_reference import TaskReference
 from grappe.verbs.predict import predict as verb
 from grappe.verbs.predict.predict import as_json, rows, save
 from tests.parity.tasks import Images
+from tests.processes import Pool
 from tests.training.test_training import train
 
 GIVES: dict[str, Callable[[torch.Tensor], Any]] = {}
@@ -43,7 +47,7 @@ class Outputs(Images):
         return Giving()
 
     def units(self, model: nn.Module) -> list[nn.Module]:
-        return [model]
+        return [model.layer]  # type: ignore[attr-defined]
 
 
 @pytest.fixture(scope="module")
@@ -220,3 +224,42 @@ def test_arrays(tmp_path: Path) -> None:
 def test_a_tensor_without_numbers_is_said() -> None:
     with pytest.raises(TaskError, match="a tensor on the device meta"):
         as_json({"score": torch.ones(2, device="meta")})
+
+
+def computed(process: ProcessRank, rendezvous_folder: Path, request: verb.PredictRequest) -> list[Any]:
+    return verb.worker(request, process, rendezvous_folder)
+
+
+@pytest.mark.parametrize("plan", ["replicate=2", "shard=2", "replicate=2,shard=2", "shard=2,zero=2"])
+@pytest.mark.parametrize("samples", [3, 67])
+def test_several_processes_predict_what_one_does(pool: Pool, run: Run, plan: str, samples: int) -> None:
+    """To the bit, each sample once, in order; with a batch for one process alone, and with a short last batch."""
+    inputs = np.random.default_rng(0).normal(size=(samples, 3, 8, 8)).astype("float32")
+    wanted = list(verb.predict(run, inputs, task=Outputs(), data=run.folder))
+    parts = Plan.parse(f"{plan},threads=1,device=cpu")
+    request = verb.PredictRequest(
+        run=run.folder, task=TaskReference.of(Outputs(), {}), plan=parts, inputs=inputs, data=run.folder,
+        step=1, trained=False,
+    )  # fmt: skip
+    first, *others = pool.run("tests.verbs.predict.test_predict:computed", parts.processes, request)
+    found = [row for output, count in first for row in rows(output, count, "Outputs")]
+    assert torch.equal(torch.stack(found), torch.stack(wanted)) and len(found) == samples
+    assert not any(others)
+
+
+@pytest.mark.parametrize(
+    ("plan", "inputs", "words"),
+    [
+        ("pipeline=2", ARRAY, "has no pipeline= in its plan"),
+        (
+            "replicate=2,microbatches=2",
+            ARRAY,
+            "has no microbatches= in its plan, but backend, device, per_device",
+        ),
+        ("engine=deepspeed,replicate=2", ARRAY, "has no engine="),
+        ("replicate=2", "-", "lines on the standard input go to one process"),
+    ],
+)
+def test_other_plans_are_refused(run: Run, plan: str, inputs: Any, words: str) -> None:
+    with pytest.raises(GrappeError, match=words):
+        list(verb.predict(run, inputs, plan, task=Outputs(), data=run.folder))

@@ -5,6 +5,7 @@ Shapes: B samples of a batch; pictures of C x H x W.
 
 from __future__ import annotations
 
+import functools
 import io
 import json
 import sys
@@ -35,8 +36,8 @@ BATCH = 256
 BATCH_BYTES = 1 << 26
 """Of an array's batch: large samples come in smaller batches."""
 
-Batches = Iterator[tuple[Any, int]]
-"""Inputs of the model, and their number of samples."""
+Batches = Iterator[tuple[Callable[[], Any], int]]
+"""What reads inputs of the model, and their number of samples."""
 Source = Callable[[Task, Callable[[], Path]], Batches]
 """From a task and what gives its data folder to batches."""
 PICTURES = (".jpg", ".jpeg", ".png")
@@ -74,7 +75,8 @@ def source_of(inputs: Any) -> Source:
 
         def of_lines(task: Task, data: Callable[[], Path]) -> Batches:
             example = split_reader(task, _split(task, "validation", data()))(np.arange(1))
-            return line_batches(stream, str(file), example)
+            batches = line_batches(stream, str(file), example)
+            return ((lambda batch=batch: batch, count) for batch, count in batches)
 
         return of_lines
     if file.suffix == ".npy":
@@ -97,7 +99,7 @@ def _of_dataset(task: Task, dataset: Any) -> Batches:
     size = min(BATCH, task.batch_size)
     for first in range(0, len(dataset), size):
         ids = np.arange(first, min(first + size, len(dataset)))
-        yield read(ids), len(ids)
+        yield functools.partial(read, ids), len(ids)
 
 
 def split_reader(task: Task, dataset: Dataset) -> Callable[[np.ndarray], Any]:
@@ -120,15 +122,18 @@ def split_reader(task: Task, dataset: Dataset) -> Callable[[np.ndarray], Any]:
 def _of_array(array: Any) -> Batches:
     sample = array[:1]
     size = max(1, min(BATCH, BATCH_BYTES // max(1, getattr(sample, "nbytes", 1))))
-    for first in range(0, len(array), size):
-        part = array[first : first + size]
-        count = len(part)
+
+    def read(part: Any) -> Tensor:
         if isinstance(part, np.ndarray):  # also of the other byte order, or of more bits than torch has
             kind = np.dtype(np.float64) if part.dtype.kind == "f" and part.itemsize > 8 else part.dtype
             part = np.array(part, kind.newbyteorder("="))  # a copy: the file stays as it is
         tensor = torch.as_tensor(part)
         # No model here has float64.
-        yield tensor.float() if tensor.dtype == torch.float64 else tensor, count
+        return tensor.float() if tensor.dtype == torch.float64 else tensor
+
+    for first in range(0, len(array), size):
+        part = array[first : first + size]
+        yield functools.partial(read, part), len(part)
 
 
 def _read(file: Path) -> np.ndarray:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import itertools
 import math
 import tempfile
 import zipfile
@@ -13,22 +15,33 @@ from typing import Any, BinaryIO
 import numpy as np
 import torch
 
+from grappe.checkpoint.format import Checkpoint, step_folder
 from grappe.data.batch import SampleIds
 from grappe.data.rand_like import inside
-from grappe.errors import DataError, TaskError, UsageError
+from grappe.errors import DataError, PlanError, TaskError, UsageError
 from grappe.errors.foreign_text import printable
 from grappe.errors.user_code import naming_user_line
+from grappe.launch.rank import ProcessRank
+from grappe.launch.start import start
+from grappe.plan import AnyPlan, Plan, as_plan
 from grappe.private_api.torch import tree_leaves, tree_map
+from grappe.step.precision import autocast
 from grappe.task import Task
 from grappe.training.run import Run
-from grappe.training.task_reference import resolve_task
-from grappe.verbs.load import data_of, load
-from grappe.verbs.predict.inputs import source_of
+from grappe.training.task_reference import TaskReference, resolve_task
+from grappe.verbs.load import choose, data_of, load
+from grappe.verbs.predict.inputs import STDIN, source_of
+
+CPU = torch.device("cpu")
+PLAN_KEYS = frozenset(
+    {"replicate", "shard", "zero", "precision", "device", "backend", "per_device", "threads"}
+)
 
 
 def predict(
     run: Run | Path | str,
     inputs: Any,
+    plan: AnyPlan = "",
     *,
     task: Task | type[Task] | str | None = None,
     data: Path | str | None = None,
@@ -36,7 +49,10 @@ def predict(
     taken: Callable[[str], object] = str,
     trained: bool = False,
 ) -> Iterator[Any]:
-    """Yields what the task's `prediction` gives for each sample, on the CPU: the model's output, if it has none.
+    """Yields what the task's `prediction` gives for each sample: the model's output, if it has none.
+
+    Under a plan the processes take turns with the batches that one process has: the predictions are the same to the bit
+    on the same device with the same threads. They are in memory until the last is there.
 
     If a newer checkpoint is passed over, a message on standard error names it.
 
@@ -44,6 +60,7 @@ def predict(
         inputs: a split's name; a .npy file of samples in the form of the model's inputs (first dimension N), or a
             tensor or array of that form; a file of JSON lines with a sample each, "-" for the standard input; a
             picture, JPEG or PNG, a folder of them, or a list of their files. It is read a batch at a time.
+        plan: of several processes, by replicate and shard, on the plan's device; "" is this process, on the CPU.
         task: needed where the run was not trained here by this user, as for grappe.load.
         checkpoint: a step, "best" or "last": that one and no other. None: the newest that verifies.
         taken: called with the name of the checkpoint that was taken.
@@ -52,38 +69,126 @@ def predict(
     Raises:
         DataError: a file has no samples of the model's, or the model cannot take them.
         UsageError: `inputs` is none of these.
+        PlanError: a key of the plan has no meaning for predictions, or the task's batches go on from each other.
         TaskError: the output does not have a row for each sample.
     """
     run = run if isinstance(run, Run) else Run(run)
+    plan = as_plan(plan)
+    _refuse(plan, inputs)
     source = source_of(inputs)
-    made = resolve_task(run, task).resolve()
+    reference = resolve_task(run, task)
+    made = reference.resolve()
+    if plan != Plan():
+        if plan.processes > 1 and made.consecutive_batches:
+            raise PlanError(
+                f"{type(made).__name__}'s batches go on from each other, so one process predicts them: leave --plan out"
+            )
+        _, chosen = choose(run, checkpoint)
+        taken(chosen.folder.name)
+        request = PredictRequest(
+            run=run.folder, task=reference, plan=plan, inputs=inputs, data=data_of(run, data),
+            step=chosen.step, trained=trained,
+        )  # fmt: skip
+        for output, count in start("grappe.verbs.predict.predict:worker", request, plan, run=run.folder):
+            yield from rows(output, count, type(made).__name__)
+        return
     model = load(run, made, checkpoint=checkpoint, trained=trained)
     taken(Path(str(model.grappe_checkpoint)).name)
     with naming_user_line(made):
         batches = source(made, lambda: data_of(run, data))
     done = 0
     while True:
-        # Left before each yield: otherwise gradients would be off in the caller's code.
-        with torch.no_grad(), naming_user_line(made):
+        with naming_user_line(made):
             entry = next(batches, None)
-            if entry is None:
-                return
-            batch, count = entry
-            with inside(SampleIds(made.seed, -1, np.arange(done, done + count))):
-                try:
-                    output = tree_map(_plain_tensor, made.forward(model, batch))
-                except (RuntimeError, ValueError, IndexError, TypeError) as error:
-                    if not isinstance(batch, torch.Tensor):
-                        raise
-                    kind = str(batch.dtype).removeprefix("torch.")
-                    raise DataError(
-                        f"the model does not take inputs of shape {['N', *batch.shape[1:]]} and type {kind}: "
-                        f"{printable(error, 500)}"
-                    ) from error
-                output = made.prediction(output)
-            cut = list(rows(output, count, type(made).__name__))
-            done += count
-        yield from cut
+        if entry is None:
+            return
+        read, count = entry
+        # Computed before the first yield: otherwise gradients would be off in the caller's code.
+        yield from list(rows(_output(made, model, read, done, count), count, type(made).__name__))
+        done += count
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PredictRequest:
+    """The input of the processes of a prediction under a plan."""
+
+    run: Path
+    task: TaskReference
+    plan: Plan
+    inputs: Any
+    data: Path
+    step: int
+    """Of the checkpoint, which has been verified."""
+    trained: bool
+
+
+def worker(request: PredictRequest, process: ProcessRank, rendezvous_folder: Path) -> list[tuple[Any, int]]:
+    """Runs one process of a prediction; process 0 returns each batch's output and size, in order. Collective."""
+    from grappe.launch.world import joined
+    from grappe.parallel.parallelize import parallelize
+
+    run, plan = Run(request.run), request.plan
+    with joined(plan, process, rendezvous_folder) as world:
+        task = request.task.resolve()
+        checkpoint = Checkpoint(folder=step_folder(run.checkpoints, request.step), step=request.step)
+        weights = checkpoint.read_model(averaged=not request.trained)
+        units = run.read_description().get("start", {}).get("units", ())
+        with naming_user_line(task):
+            model = parallelize(task, plan, world, weights, blocks=units).eval()
+            batches = source_of(request.inputs)(task, lambda: request.data)
+        outputs: list[tuple[Any, int]] = []
+        done = 0
+        while group := list(itertools.islice(batches, world.size)):
+            counts = [count for _, count in group]
+            # All gather sharded parameters: a process without a batch computes the last one again.
+            own = min(world.rank, len(group) - 1)
+            with autocast(plan.precision, world.device):
+                output = _output(
+                    task, model, group[own][0], done + sum(counts[:own]), counts[own], world.device
+                )
+            gathered = world.gather(
+                tree_map(lambda leaf: leaf.cpu() if hasattr(leaf, "cpu") else leaf, output)
+            )
+            if world.rank == 0:
+                outputs += zip(gathered, counts, strict=False)
+            done += sum(counts)
+        return outputs
+
+
+def _refuse(plan: Plan, inputs: Any) -> None:
+    if unfit := sorted(plan.changed_keys() - PLAN_KEYS):
+        raise PlanError(
+            f"grappe predict has no {unfit[0]}= in its plan, but {', '.join(sorted(PLAN_KEYS))}: leave it out"
+        )
+    if isinstance(inputs, str) and inputs == STDIN and plan.processes > 1:
+        raise UsageError(
+            "lines on the standard input go to one process: leave --plan out, or give a file of lines"
+        )
+
+
+def _output(
+    task: Task,
+    model: torch.nn.Module,
+    read: Callable[[], Any],
+    first: int,
+    count: int,
+    device: torch.device = CPU,
+) -> Any:
+    """Computes what the task's `prediction` gives for a batch: `count` samples, the first of which has this number."""
+    with torch.no_grad(), naming_user_line(task):
+        batch = tree_map(lambda leaf: leaf.to(device) if isinstance(leaf, torch.Tensor) else leaf, read())
+        with inside(SampleIds(task.seed, -1, np.arange(first, first + count))):
+            try:
+                output = tree_map(_plain_tensor, task.forward(model, batch))
+            except (RuntimeError, ValueError, IndexError, TypeError) as error:
+                if not isinstance(batch, torch.Tensor):
+                    raise
+                kind = str(batch.dtype).removeprefix("torch.")
+                raise DataError(
+                    f"the model does not take inputs of shape {['N', *batch.shape[1:]]} and type {kind}: "
+                    f"{printable(error, 500)}"
+                ) from error
+            return task.prediction(output)
 
 
 def _plain_tensor(value: Any) -> Any:
