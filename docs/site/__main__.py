@@ -6,7 +6,7 @@ import shutil
 import sys
 from pathlib import Path
 
-from docs.site.assemble import assemble
+from docs.site.assemble import assemble, llms
 from sphinx.cmd.build import main as sphinx
 
 HERE = Path(__file__).parent
@@ -32,6 +32,7 @@ def build(output: Path) -> int:
         trees = str(sources / f"{language}-trees")
         if code := sphinx([*options, "-d", trees, str(sources / language), str(target)]):
             return code
+    (output / "llms.txt").write_text(llms())
     return 0
 
 

@@ -206,6 +206,22 @@ def _contents(language: str, pages: set[str]) -> str:
     return "\n".join(parts)
 
 
+def llms() -> str:
+    """Returns llms.txt, the list of guides that agents read: title, page and first sentence of each."""
+    readme = (ROOT / "README.md").read_text()
+    claim = re.search(r"^\*\*(.+)\*\*$", readme, re.MULTILINE)
+    lines = ["# grappe", "", f"> {claim[1] if claim else ''}"]
+    for caption, _, names in NAVIGATION:
+        lines += ["", f"## {caption}", ""] if names else []
+        for name in names:
+            title, _, rest = (ROOT / "docs" / f"{name}.md").read_text().partition("\n")
+            text = translations.BLOCK.sub("", rest)
+            first = re.search(r"^(?![|#<>*!-])\S.*?(?:\.(?=\s)|:$|\n\n)", text, re.MULTILINE | re.DOTALL)
+            words = f": {' '.join(first[0].split()).rstrip(':')}" if first else ""
+            lines.append(f"- [{title.lstrip('# ')}](docs/{name}.html){words}")
+    return "\n".join([*lines, ""])
+
+
 def _relative(page: str, start: str) -> str:
     return os.path.relpath(page, PurePosixPath(start).parent)
 

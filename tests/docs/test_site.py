@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from html.parser import HTMLParser
@@ -108,6 +109,24 @@ def test_each_language_leads_to_the_other(site: Path) -> None:
         assert f"../../{page}" in (site / "fr" / page).read_text()
         assert f"../fr/{page}" in (site / page).read_text()
     assert 'lang="fr"' in (site / "fr" / "index.html").read_text()
+
+
+def test_agents_find_every_guide(site: Path) -> None:
+    text = (site / "llms.txt").read_text()
+    pages = re.findall(r"^- \[.+\]\((\S+)\)", text, re.MULTILINE)
+    assert {(site / page).stem for page in pages} == {file.stem for file in (ROOT / "docs").glob("*.md")} - {
+        "api"
+    }
+    assert all((site / page).is_file() for page in pages)
+
+
+def test_the_search_leaves_decisions_and_sources_out(site: Path) -> None:
+    text = (site / "searchindex.js").read_text()
+    index = json.loads(text[text.index("(") + 1 : text.rindex(")")])
+    pages = index["terms"]["fsdp"]
+    names = {index["docnames"][page] for page in ([pages] if isinstance(pages, int) else pages)}
+    assert "docs/plans" in names
+    assert not any(name.startswith(("docs/decisions/", "tests/", "src/")) for name in names)
 
 
 def test_each_command_has_its_help(site: Path) -> None:
