@@ -28,7 +28,6 @@ class CausalLM(grappe.Task):
     def model(self):
         sizes = {"vocab_size": END + 1, "n_positions": self.window, "n_embd": 32, "n_layer": 2, "n_head": 2}
         config = GPT2Config(**sizes, use_cache=False, eos_token_id=END, bos_token_id=END)
-        config.resid_pdrop = config.embd_pdrop = config.attn_pdrop = 0.0
         return GPT2LMHeadModel(config)
 
     def data(self, split, folder):

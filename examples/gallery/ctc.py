@@ -2,7 +2,7 @@
 
 import torch
 from torch import nn
-from torch.nn.functional import ctc_loss
+from torch.nn.functional import ctc_loss, dropout1d
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence, pad_sequence
 
 import grappe
@@ -19,7 +19,7 @@ class Network(nn.Module):
     def forward(self, frames, lengths):  # [B, T, 4], [B]
         packed = pack_padded_sequence(frames, lengths.cpu(), batch_first=True, enforce_sorted=False)
         hidden = pad_packed_sequence(self.recurrent(packed)[0], batch_first=True)[0]
-        return self.head(hidden), lengths
+        return self.head(dropout1d(hidden.mT, 0.2, self.training).mT), lengths  # whole features, all frames
 
 
 def utterance(number):

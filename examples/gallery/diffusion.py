@@ -3,6 +3,7 @@
 import torch
 from sklearn.datasets import load_digits
 from torch import nn
+from torch.nn.functional import dropout
 
 import grappe
 
@@ -22,7 +23,7 @@ class Denoiser(nn.Module):
     def forward(self, image, time):
         x = self.first(image) + self.time(time)
         for layer in self.layers:
-            x = x + layer(x.relu())
+            x = x + layer(dropout(x.relu(), 0.1, self.training))
         return self.last(x)
 
 

@@ -2,7 +2,6 @@
 
 import torch
 from torch import nn
-from torch.nn.functional import cross_entropy
 from torchmetrics.classification import MulticlassJaccardIndex
 
 import grappe
@@ -16,11 +15,10 @@ class Level(nn.Module):
     def __init__(self, before, width, below):
         super().__init__()
         self.down, self.up = block(before, width), block(3 * width, width)
-        self.below = nn.Sequential(nn.MaxPool2d(2), below, nn.Upsample(scale_factor=2))
+        self.below = nn.Sequential(nn.MaxPool2d(2), below, nn.Dropout2d(0.2), nn.Upsample(scale_factor=2))
 
     def forward(self, image):
-        fine = self.down(image)
-        return self.up(torch.cat([self.below(fine), fine], 1))
+        return self.up(torch.cat([self.below(fine := self.down(image)), fine], 1))
 
 
 class Segmentation(grappe.Task):
@@ -41,13 +39,16 @@ class Segmentation(grappe.Task):
         return grappe.Arrays((disc + torch.randn(200, 24, 24, generator=g))[:, None], labels)
 
     def loss(self, output, target):
-        return cross_entropy(output, target, reduction="none")
+        return nn.functional.cross_entropy(output, target, reduction="none")
 
     def counts(self, target):
         return target != -100  # which cross_entropy ignores
 
     def optimizer(self, named_parameters):
         return torch.optim.Adam(named_parameters, lr=0.01)
+
+    def schedule(self, optimizer, total_steps):
+        return torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.3, patience=1)
 
     def metrics(self):
         return {"overlap": MulticlassJaccardIndex(3, ignore_index=-100)}

@@ -27,6 +27,7 @@ FIELDS: dict[str, dict[str, str]] = {
         "heads": "2",
         "context": "32",
         "megabytes": "0.3",
+        "dropout": "0.1",
     },
     "imagenet": {"batch_size": "16", "network": "resnet18", "classes": "3", "image_size": "64"},
 }

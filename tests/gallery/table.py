@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
-from benchmarks.gallery_files import NAMES, file, known, write
+from benchmarks.gallery_files import NAMES, ROOT, file, known, write
 
 import grappe
 from tests.gallery import shipped
@@ -35,7 +35,8 @@ def verified(pool: Pool, name: str, plans: Sequence[str] = PLANS) -> Iterator[tu
         try:
             for one in _findings(pool, name, tuple(left)):
                 gap = one.difference.loss if one.difference else None
-                yield left.pop(0), {"verdict": one.verdict, "why": [*one.causes, *one.notes], "loss": gap}
+                why = [text.replace(f"{ROOT}/", "") for text in (*one.causes, *one.notes)]
+                yield left.pop(0), {"verdict": one.verdict, "why": why, "loss": gap}
         except AssertionError as error:  # a process of the pool ended with a traceback
             print(error, file=sys.stderr)
             yield (

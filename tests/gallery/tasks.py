@@ -18,6 +18,7 @@ from grappe.data.datasets import training_order
 from grappe.data.draw import sample_keys
 from grappe.data.order import SampleOrder
 from grappe.data.rand_like import inside
+from grappe.step.fast_paths import seed_dropout
 
 
 def task(name: str) -> grappe.Task:
@@ -36,6 +37,7 @@ class Batches:
         """Ids of each batch of an epoch."""
         for step in range(self._order.steps_per_epoch):
             ids = self._order.ids(epoch, step)
+            seed_dropout(self._order.seed, epoch * self._order.steps_per_epoch + step, torch.device("cpu"), 0)
             self._keys = torch.from_numpy(sample_keys(self._order.seed, epoch, ids))
             with inside(SampleIds(self._order.seed, epoch, ids)):  # what grappe.rand_like draws then
                 yield torch.from_numpy(ids)

@@ -27,7 +27,7 @@ NORMALISED = {"image_classification"}
 """Tasks with batch normalisation: the plan must ask for the global batch's statistics, which microbatches have not."""
 GOING_ON = {"language_model"}
 """Tasks whose batches go on from each other, which plans with several forwards a step refuse."""
-CLOSURES = {"pinn"}
+CLOSURES = {"pinn", "sam"}
 """Tasks whose optimizer calls a closure, which the native engine alone gives it."""
 CELLS = [(name, plan) for name in gallery_files.NAMES for plan in (*PLANS, *FURTHER.get(name, []))
          if not (name in NORMALISED | GOING_ON and "microbatches" in plan)
@@ -43,7 +43,7 @@ def _plain(pool: Pool, name: str, plan: str) -> dict[str, Any]:
 @pytest.mark.grid(each=2)
 @pytest.mark.parametrize(("name", "plan"), CELLS)
 def test_every_plan_learns_the_same(pool: Pool, name: str, plan: str) -> None:
-    exact = "exact" in plan and name in NORMALISED
+    exact = "exact" in plan  # pieces have dropout and statistics of their own
     alone = _plain(pool, name, "exact=2" if exact else "")
     asked = f"{plan},batchnorm=sync" if name in NORMALISED and not exact else plan
     found = pool.run(

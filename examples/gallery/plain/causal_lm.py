@@ -10,7 +10,6 @@ END, WINDOW, EPOCHS, BATCH, RATE = 256, 32, 2, 16, 3e-3
 def network():
     sizes = {"vocab_size": END + 1, "n_positions": WINDOW, "n_embd": 32, "n_layer": 2, "n_head": 2}
     config = GPT2Config(**sizes, use_cache=False, eos_token_id=END, bos_token_id=END)
-    config.resid_pdrop = config.embd_pdrop = config.attn_pdrop = 0.0
     return GPT2LMHeadModel(config)
 
 

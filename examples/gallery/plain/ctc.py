@@ -2,7 +2,7 @@
 
 import torch
 from torch import nn
-from torch.nn.functional import ctc_loss
+from torch.nn.functional import ctc_loss, dropout1d
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence, pad_sequence
 
 BLANK, TOKENS, EPOCHS, BATCH, RATE = 0, 6, 8, 16, 0.01
@@ -16,7 +16,8 @@ class Network(nn.Module):
 
     def forward(self, frames, lengths):
         packed = pack_padded_sequence(frames, lengths, batch_first=True, enforce_sorted=False)
-        return self.head(pad_packed_sequence(self.recurrent(packed)[0], batch_first=True)[0])
+        hidden = pad_packed_sequence(self.recurrent(packed)[0], batch_first=True)[0]
+        return self.head(dropout1d(hidden.mT, 0.2, self.training).mT)
 
 
 def network():

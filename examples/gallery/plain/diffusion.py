@@ -5,7 +5,7 @@ import copy
 import torch
 from sklearn.datasets import load_digits
 from torch import nn
-from torch.nn.functional import mse_loss
+from torch.nn.functional import dropout, mse_loss
 
 EPOCHS, BATCH, RATE, DECAY, STEPS = 10, 64, 2e-3, 0.99, 100
 KEPT = torch.cumprod(1 - torch.linspace(1e-3, 0.2, STEPS), 0)  # of the image's variance, after each step
@@ -23,7 +23,7 @@ class Denoiser(nn.Module):
     def forward(self, image, time):
         x = self.first(image) + self.time(time)
         for layer in self.layers:
-            x = x + layer(x.relu())
+            x = x + layer(dropout(x.relu(), 0.1, self.training))
         return self.last(x)
 
 

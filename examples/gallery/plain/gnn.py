@@ -2,7 +2,7 @@
 
 import torch
 from torch import nn
-from torch.nn.functional import cross_entropy
+from torch.nn.functional import cross_entropy, dropout
 from torch_geometric.data import Batch, Data
 from torch_geometric.nn import GINConv, global_mean_pool
 
@@ -19,7 +19,7 @@ class Network(nn.Module):
         x = graph.x
         for layer in self.layers:
             x = layer(x, graph.edge_index).relu()
-        return self.head(global_mean_pool(x, graph.batch, graph.num_graphs))
+        return self.head(dropout(global_mean_pool(x, graph.batch, graph.num_graphs), 0.5, self.training))
 
 
 def network():

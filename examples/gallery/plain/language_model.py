@@ -13,11 +13,12 @@ class Network(nn.Module):
     def __init__(self):
         super().__init__()
         self.embed, self.head = nn.Embedding(128, WIDTH), nn.Linear(WIDTH, 128)
-        self.lstm = nn.LSTM(WIDTH, WIDTH, 2, batch_first=True)
+        self.lstm = nn.LSTM(WIDTH, WIDTH, 2, batch_first=True, dropout=0.2)
+        self.drop = nn.Dropout(0.2)
 
     def forward(self, tokens, state):
-        output, state = self.lstm(self.embed(tokens), state)
-        return self.head(output), tuple(part.detach() for part in state)
+        output, state = self.lstm(self.drop(self.embed(tokens)), state)
+        return self.head(self.drop(output)), tuple(part.detach() for part in state)
 
 
 def network():

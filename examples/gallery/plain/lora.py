@@ -17,7 +17,7 @@ def network():
         num_attention_heads=2,
         use_cache=False,
     )
-    adapters = LoraConfig(r=RANK, lora_alpha=8, target_modules=["q_proj", "v_proj"])
+    adapters = LoraConfig(r=RANK, lora_alpha=8, lora_dropout=0.05, target_modules=["q_proj", "v_proj"])
     return get_peft_model(LlamaForCausalLM(config), adapters)
 
 

@@ -11,7 +11,6 @@ def network():
     config = BertConfig(
         vocab_size=64, hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=64
     )
-    config.hidden_dropout_prob = config.attention_probs_dropout_prob = 0.0
     config.tie_word_embeddings = False
     model = BertForMaskedLM(config)
     model.bert.embeddings.requires_grad_(False)

@@ -9,7 +9,7 @@ EPOCHS, BATCH, RATE = 20, 32, 3e-3
 
 
 def network():
-    blocks = [nn.Sequential(nn.Linear(size, 64), nn.ReLU()) for size in (10, 64)]
+    blocks = [nn.Sequential(nn.Linear(size, 64), nn.ReLU(), nn.Dropout(0.1)) for size in (10, 64)]
     return nn.Sequential(*blocks, nn.Linear(64, 1))
 
 

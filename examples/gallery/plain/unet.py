@@ -16,11 +16,10 @@ class Level(nn.Module):
     def __init__(self, before, width, below):
         super().__init__()
         self.down, self.up = block(before, width), block(3 * width, width)
-        self.below = nn.Sequential(nn.MaxPool2d(2), below, nn.Upsample(scale_factor=2))
+        self.below = nn.Sequential(nn.MaxPool2d(2), below, nn.Dropout2d(0.2), nn.Upsample(scale_factor=2))
 
     def forward(self, image):
-        fine = self.down(image)
-        return self.up(torch.cat([self.below(fine), fine], 1))
+        return self.up(torch.cat([self.below(fine := self.down(image)), fine], 1))
 
 
 def network():
@@ -40,14 +39,16 @@ def data(split):
 def train(net, shuffled, epochs=EPOCHS):
     images, labels = data("train")
     optimizer = torch.optim.Adam(net.parameters(), lr=RATE)
-    net.train()
+    schedule = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.3, patience=1)
     for epoch in range(epochs):
+        net.train()
         for ids in shuffled(epoch):
             optimizer.zero_grad()
             loss = cross_entropy(net(images[ids]), labels[ids])
             loss.backward()
             optimizer.step()
             yield loss.item()
+        schedule.step(evaluate(net)[0])
 
 
 @torch.no_grad()

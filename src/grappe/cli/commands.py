@@ -306,6 +306,13 @@ def export(
             "from_pretrained of transformers; or ONNX (needs grappe[onnx])."
         ),
     ] = "program",
+    weights: Annotated[
+        Literal["fp32", "bf16", "int8"],
+        Parameter(
+            help="How a program or ONNX stores matrices: int8 takes a quarter of the bytes. It computes in float32; "
+            "the scores of the rounded weights are measured and shown."
+        ),
+    ] = "fp32",
     task: RunTask = None,
     checkpoint: CheckpointName = None,
     data: DataFolder = None,
@@ -320,7 +327,7 @@ def export(
 ) -> int:
     """Write a run's model as a C++ program, weights, or ONNX; proven on the whole validation split, or not written."""
     from grappe.verbs.export.export import export as verb
-    from grappe.verbs.export.folder import check_target
+    from grappe.verbs.export.folder import check_target, scores_line
 
     check_target(to)
     done = verb(
@@ -330,6 +337,7 @@ def export(
         task=task,
         data=data,
         format=format,
+        weights=weights,
         build=not no_build,
         sources=operators or (),
         trained=trained,
@@ -343,6 +351,10 @@ def export(
         ("checkpoint", done.checkpoint),
         ("proven", f"{proof.samples:,} samples of {proof.split}, {sizes} at a time"),
         ("largest difference", f"{proof.largest_difference:.1e} of a row"),
+        *(
+            (f"scores, weights in {rounding}", scores_line(scores))
+            for rounding, scores in done.scores.items()
+        ),
         *([("C++ program", built)] if format == "program" else []),
         ("how to use it", f"{done.folder}/README.md"),
     ]

@@ -14,7 +14,8 @@ from typing import Any, TypedDict
 from grappe.checkpoint import format as checkpoint_format
 from grappe.checkpoint.commit import LARGEST_LIST, json_hash, read_json, strangers, write_json
 from grappe.checkpoint.format import Choice, leftovers, refuse_package, select
-from grappe.checkpoint.lease import is_taken_over
+from grappe.checkpoint.lease import FILE as LEASE
+from grappe.checkpoint.lease import STALE_SECONDS, Lease, is_taken_over
 from grappe.errors import GrappeError, PlanError, RunError
 from grappe.errors.foreign_text import printable
 from grappe.launch import files
@@ -27,6 +28,7 @@ METRICS = "metrics.jsonl"
 MOST_OF_REASON = 500  # characters, of why a start failed
 LONGEST_LINE = 1 << 20  # bytes; a longer one is damage, and is read in parts
 DONE, FAILED = "done", "failed"
+ENDED_UNEXPECTEDLY = "ended unexpectedly"
 SAVED = ("finished", "stopped", "paused", "interrupted")
 """Endings behind a save: run.json has its step then."""
 PARTS = ("checkpoints", "logs", METRICS, FAILED, "usage.jsonl", "samples", "profile", "tensorboard", "wandb")
@@ -190,12 +192,24 @@ class Run:
             raise
 
     def read_status(self, description: Mapping[str, Any]) -> str:
-        """Reads how the last start stands: "running", "paused", "failed: " and why; "finished" once all is done."""
+        """Reads how the last start stands: "running", "paused", "failed: " and why; "finished" once all is done.
+
+        A start that was killed leaves "running" in run.json: without a living holder of its lease it is
+        "ended unexpectedly".
+        """
         if self.is_finished():
             return "finished"
         with contextlib.suppress(OSError, RunError, ValueError):
             return f"failed: {printable(files.read_text(self.folder / FAILED), MOST_OF_REASON)}"
-        return description.get("status", "unknown")
+        status = description.get("status", "unknown")
+        if status == "running" and not Lease(self.folder).held_by() and not self._has_just_begun():
+            return ENDED_UNEXPECTEDLY
+        return status
+
+    def _has_just_begun(self) -> bool:
+        """Returns whether run.json is new, without a lease yet: a start writes run.json before it takes the lease."""
+        age = time.time() - (self.folder / DESCRIPTION).stat().st_mtime
+        return files.kind(self.folder / LEASE) == "" and age < STALE_SECONDS
 
     @staticmethod
     def is_run(folder: Path) -> bool:

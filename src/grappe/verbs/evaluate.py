@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from grappe.checkpoint.format import Checkpoint, step_folder
 from grappe.errors import UsageError, nearest
@@ -16,6 +17,9 @@ from grappe.task import SPLITS, Task, split_name
 from grappe.training.run import Run
 from grappe.training.task_reference import TaskReference, resolve_task
 from grappe.verbs.load import choose, data_of
+
+if TYPE_CHECKING:
+    from grappe.verbs.export.rounding import Rounding
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -30,6 +34,7 @@ class EvaluateRequest:
     step: int
     """Of the checkpoint, which has been verified."""
     trained: bool = False
+    rounding: Rounding = "fp32"
 
 
 def evaluate(
@@ -41,6 +46,7 @@ def evaluate(
     data: Path | str | None = None,
     checkpoint: int | str | None = None,
     trained: bool = False,
+    rounding: Rounding = "fp32",
 ) -> Scores:
     """Evaluates one of a run's checkpoints on `split`, under any plan; the scores name the checkpoint.
 
@@ -51,6 +57,7 @@ def evaluate(
             instance, a class, or a name as on the command line.
         checkpoint: a step, "best" or "last": that one and no other. None: the newest that verifies.
         trained: take the weights themselves where the run keeps a moving average (`ema`).
+        rounding: "bf16" or "int8": score the weights that `grappe export --weights` would write.
 
     Raises:
         GrappeError: the run, its task or the split cannot be found.
@@ -68,6 +75,7 @@ def evaluate(
         data=data_of(run, data),
         step=chosen.step,
         trained=trained,
+        rounding=rounding,
     )
     scores = start("grappe.verbs.evaluate:worker", request, request.plan, run=run.folder)
     return dataclasses.replace(scores, checkpoint=str(choice))
@@ -80,6 +88,7 @@ def worker(request: EvaluateRequest, process: ProcessRank, rendezvous_folder: Pa
     from grappe.data.datasets import dataset_of, prepare
     from grappe.engines.base import EngineSetup
     from grappe.launch.world import joined
+    from grappe.verbs.export.rounding import rounded
 
     plan = request.plan
     with joined(plan, process, rendezvous_folder) as world:
@@ -93,7 +102,7 @@ def worker(request: EvaluateRequest, process: ProcessRank, rendezvous_folder: Pa
                 task=task,
                 plan=plan,
                 world=world,
-                weights=weights,
+                weights=rounded(weights, request.rounding),
                 total_steps=1,
                 sample_inputs=batches.example(),
             )

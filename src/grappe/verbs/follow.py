@@ -19,7 +19,7 @@ from grappe.errors.foreign_text import number, spreadsheet_cell
 from grappe.launch import files
 from grappe.launch.safe_console import SafeConsole
 from grappe.profiling.phases import PHASES
-from grappe.training.run import METRICS, Run
+from grappe.training.run import ENDED_UNEXPECTEDLY, METRICS, SAVED, Run
 from grappe.training.watchers.meter import USAGE
 from grappe.verbs.runs import score_words
 from grappe.words import format_number, plain_table
@@ -30,7 +30,7 @@ BLOCKS = "▁▂▃▄▅▆▇█"
 WIDTH = 60
 MOST_COLUMNS = 10_000
 FIRST_COLUMNS = ("run", "kind", "step", "epoch", "samples", "loss")
-ENDED = ("finished", "stopped", "paused", "interrupted", "failed")
+ENDED = (*SAVED, "failed", ENDED_UNEXPECTEDLY)
 
 
 class Tail:

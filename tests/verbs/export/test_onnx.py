@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+import grappe
 from grappe.cli.commands import app
 from grappe.errors import TaskError, UsageError
 from grappe.training.run import Run
@@ -17,6 +18,7 @@ from grappe.verbs.export import formats
 from grappe.verbs.export.export import export
 from grappe.verbs.export.program import trace
 from grappe.verbs.export.proof import PredictionMismatch
+from grappe.verbs.export.rounding import Rounding
 from tests.training.test_training import train
 from tests.verbs.export import tasks
 
@@ -55,6 +57,32 @@ def test_onnx_gives_the_runs_predictions(run: Run, tmp_path: Path) -> None:
     assert known["proof"]["batch_sizes"] == [1, 2, 12]
     assert known["onnxruntime"] == onnxruntime.__version__
     assert "onnxruntime.InferenceSession" in (tmp_path / "out" / "README.md").read_text()
+
+
+@pytest.mark.parametrize("weights", ["bf16", "int8"])
+def test_rounded_weights_are_proven_and_scored(weights: Rounding, run: Run, tmp_path: Path) -> None:
+    done = export(run, tmp_path / "out", task=tasks.Tied, format="onnx", weights=weights)
+    known, feed, wanted = written(tmp_path / "out")
+    session = onnxruntime.InferenceSession(
+        tmp_path / "out" / "model.onnx", providers=["CPUExecutionProvider"]
+    )
+    found = session.run(None, feed)
+    assert np.allclose(found[1], [row["chances"] for row in wanted], atol=1e-5)
+    scores = known["proof"]["scores"]
+    assert known["weights"] == weights
+    assert scores == done.scores
+    assert list(scores) == ["fp32", weights]
+    assert scores["fp32"]["loss"] == grappe.evaluate(run, task=tasks.Tied).loss
+    assert scores[weights]["loss"] != scores["fp32"]["loss"]
+    assert scores[weights]["loss"] == pytest.approx(scores["fp32"]["loss"], rel=0.05)
+    assert f"with weights in {weights}: loss " in (tmp_path / "out" / "README.md").read_text()
+
+
+def test_rounded_weights_are_a_programs(run: Run, tmp_path: Path) -> None:
+    with pytest.raises(
+        UsageError, match="--weights int8: --format safetensors writes the weights as they are"
+    ):
+        export(run, tmp_path / "out", task=tasks.Tied, format="safetensors", weights="int8")
 
 
 def test_what_looks_at_values_is_refused(tmp_path: Path) -> None:

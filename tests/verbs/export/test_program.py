@@ -120,6 +120,17 @@ def test_the_test_vectors_are_right(program: Path) -> None:
     )
 
 
+def test_int8_weights_make_a_smaller_program_that_scores_as_well(
+    exported: Path, run: Run, tmp_path: Path
+) -> None:
+    done = export(run, tmp_path / "out", weights="int8", build=False)
+    sizes = [(folder / "model.pt2").stat().st_size for folder in (exported, done.folder)]
+    matrices = sum(one.numel() for one in Digits().model().parameters() if one.dim() > 1)
+    assert sizes[0] - sizes[1] > 2 * matrices  # of four bytes each one is left
+    assert done.proof.largest_difference <= TOLERANCE
+    assert abs(done.scores["int8"]["accuracy"] - done.scores["fp32"]["accuracy"]) <= 0.01
+
+
 GOOD = np.zeros((3, 1, 8, 8), np.uint8)
 
 

@@ -169,6 +169,7 @@ def test_a_run_still_going_and_one_that_crashed(browser: chromium.Browser, run: 
             file.write('{"kind": "step", "step": 10, "lo')  # half a line
     crashed = another(run, "crashed", status="running", costs=[], used={})
     (crashed / "done").unlink()
+    (crashed / "lease.json").write_text("{}")  # nobody holds it
     (crashed / "metrics.jsonl").write_text(
         'not json\n{"kind": "step", "step": 1, "loss": null, "lr": 0.1}\n[1]\n'
     )
@@ -180,7 +181,8 @@ def test_a_run_still_going_and_one_that_crashed(browser: chromium.Browser, run: 
         shown(browser, report([place]))
     shown(browser, report([run, going, crashed, fresh], tmp_path / "all.html"))
     text = browser.evaluate("document.getElementById('legend').innerText")
-    assert "going (still going, or ended unexpectedly, step 9)" in text
+    assert "going (running, step 9)" in text
+    assert "crashed (ended unexpectedly, step 1)" in text
     browser.open(report([fresh]))
     assert browser.complaints == []
     assert "no step has been taken yet" in browser.evaluate("document.body.innerText")

@@ -11,21 +11,33 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
+from torch import Tensor
 
 import grappe
 from grappe.errors import UsageError
 from grappe.errors.foreign_text import printable
 from grappe.errors.user_code import naming_user_line
 from grappe.launch import files
+from grappe.plan import Plan
 from grappe.private_api.torch import tree_leaves
 from grappe.task import Task
 from grappe.training.run import Run
 from grappe.training.task_reference import field_texts, resolve_task
+from grappe.verbs.evaluate import evaluate
 from grappe.verbs.export.cpp import write_program
 from grappe.verbs.export.folder import check_target, complete_or_nothing, write_manifest
 from grappe.verbs.export.formats import check_packages, write_onnx, write_safetensors, write_transformers
-from grappe.verbs.export.program import Exporter, ExportJob, input_names, output_names, program_of
-from grappe.verbs.export.proof import TOLERANCE, TYPES, Proof, prove, samples_of, write_npy
+from grappe.verbs.export.program import (
+    Exporter,
+    ExportJob,
+    Program,
+    in_batches,
+    input_names,
+    output_names,
+    program_of,
+)
+from grappe.verbs.export.proof import TOLERANCE, TYPES, ExportSamples, Proof, prove, samples_of, write_npy
+from grappe.verbs.export.rounding import RoundedProgram, Rounding
 from grappe.verbs.load import data_of, load
 from grappe.verbs.predict.predict import predict
 
@@ -50,6 +62,8 @@ class ExportResult:
     proof: Proof
     cpp: str | None
     """Reason why the C++ program was not built; None if it was, or is not part of the format."""
+    scores: Mapping[Rounding, Mapping[str, float]]
+    """Loss and metrics of validation, of weights in "fp32" and of the rounded ones; empty: nothing was rounded."""
 
 
 def export(
@@ -60,6 +74,7 @@ def export(
     task: Task | type[Task] | str | None = None,
     data: Path | str | None = None,
     format: Format = "program",
+    weights: Rounding = "fp32",
     build: bool = True,
     sources: Sequence[Path] = (),
     trained: bool = False,
@@ -69,11 +84,13 @@ def export(
     from_pretrained reads it, or ONNX.
 
     Nothing is left at `folder` unless the predictions for the whole validation split, at several batch sizes,
-    equal grappe.predict's.
+    equal grappe.predict's; with rounded weights, those of the model that has them.
 
     Args:
         checkpoint: a step, "best" or "last": that one and no other. None: the newest that verifies.
         task: needed where the run was not trained here by this user, as for grappe.load.
+        weights: how a program or ONNX stores matrices: as they are, in bf16, or in int8 with a scale for each row. It
+            computes in float32. The scores of the rounded weights are measured.
         build: whether to build and prove the C++ program too, where there are cmake and a compiler.
         sources: C++ files that register the operators that the model uses and LibTorch lacks.
         trained: take the weights themselves where the run keeps a moving average (`ema`).
@@ -90,6 +107,10 @@ def export(
         check_packages()
     if sources and format != "program":
         raise UsageError(f"--operators: --format {format} compiles nothing: leave the option out")
+    if weights != "fp32" and format not in ("program", "onnx"):
+        raise UsageError(
+            f"--weights {weights}: --format {format} writes the weights as they are: take --format program or onnx"
+        )
     run = run if isinstance(run, Run) else Run(run)
     resolved = resolve_task(run, task).resolve()
     model = load(run, resolved, checkpoint=checkpoint, trained=trained)
@@ -98,23 +119,39 @@ def export(
     with naming_user_line(resolved):
         samples = samples_of(resolved, SPLIT, place)
         program = program_of(resolved, model, samples)
+        carrier = program if weights == "fp32" else RoundedProgram(program, weights).eval()
         outputs = output_names(program, samples.example())
     job = ExportJob(
         task=resolved,
         model=model,
-        program=program,
+        program=carrier,
         samples=samples,
         inputs=input_names(samples),
         outputs=outputs,
-        origin=_origin(run, resolved, name, averaged=resolved.ema is not None and not trained),
+        origin={
+            **_origin(run, resolved, name, averaged=resolved.ema is not None and not trained),
+            "weights": weights,
+        },
         build=build,
         sources=sources,
         progress=progress,
     )
 
+    step = int(name.rpartition("-")[2])
+
     def predictions() -> Iterator[Any]:
-        step = int(name.rpartition("-")[2])
+        if weights != "fp32":
+            return _rows(program, samples, resolved.batch_size)
         return predict(run, SPLIT, task=resolved, data=place, checkpoint=step, trained=trained)
+
+    def scores(rounding: Rounding) -> dict[str, float]:
+        progress(f"scoring the weights in {rounding}")
+        plan = Plan(device="cpu")
+        measured = evaluate(
+            run, SPLIT, plan, task=resolved, data=place, checkpoint=step, trained=trained, rounding=rounding
+        )
+        numbers = {name: value for name, value in measured.metrics.items() if isinstance(value, float)}
+        return {"loss": measured.loss, **numbers}
 
     with (
         complete_or_nothing(target) as staged,
@@ -140,12 +177,21 @@ def export(
                 ],
                 "outputs": [{"name": name} for name in outputs],
             }
-        proven = {**dataclasses.asdict(proof), "tolerance": TOLERANCE}
+        roundings: tuple[Rounding, ...] = () if weights == "fp32" else ("fp32", weights)
+        scored = {rounding: scores(rounding) for rounding in roundings}
+        proven = {**dataclasses.asdict(proof), "tolerance": TOLERANCE, "scores": scored}
         if format == "program":
             proven["cpp"] = written.not_built or True
         facts = {"kind": format, **job.origin, **written.facts, **interface, "proof": proven}
         write_manifest(staged, names, facts, written.readme(facts))
-    return ExportResult(folder=target, checkpoint=name, proof=proof, cpp=written.not_built)
+    return ExportResult(folder=target, checkpoint=name, proof=proof, cpp=written.not_built, scores=scored)
+
+
+def _rows(program: Program, samples: ExportSamples, size: int) -> Iterator[tuple[Tensor, ...]]:
+    """Yields what a program predicts for each sample."""
+    for first in range(0, samples.length, size):
+        inputs = samples.read(first, min(first + size, samples.length))
+        yield from zip(*in_batches(program)(inputs, size), strict=True)
 
 
 def _origin(run: Run, task: Task, checkpoint: str, *, averaged: bool) -> dict[str, Any]:

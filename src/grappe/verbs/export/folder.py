@@ -95,8 +95,18 @@ def interface(tensors: Iterable[Mapping[str, Any]]) -> str:
 
 def proven(proof: Mapping[str, Any], where: str) -> str:
     """Formats a proof, as the manifest describes it, for a README."""
+    against = "the model with the rounded weights" if proof["scores"] else "`grappe predict`"
+    rounded = "".join(
+        f" The scores on {proof['split']} with weights in {rounding}: {scores_line(scores)}."
+        for rounding, scores in proof["scores"].items()
+    )
     return (
         f"Proven before it was written: all {proof['samples']:,} samples of {proof['split']}, "
-        f"{', '.join(map(str, proof['batch_sizes']))} at a time, {where}, against `grappe predict`; the largest "
-        f"difference was {proof['largest_difference']:.1e} of a row."
+        f"{', '.join(map(str, proof['batch_sizes']))} at a time, {where}, against {against}; the largest "
+        f"difference was {proof['largest_difference']:.1e} of a row.{rounded}"
     )
+
+
+def scores_line(scores: Mapping[str, float]) -> str:
+    """Formats scores for one line."""
+    return ", ".join(f"{name} {value:.5g}" for name, value in scores.items())

@@ -72,7 +72,8 @@ class ExportJob:
 
     task: Task
     model: nn.Module
-    program: Program
+    program: nn.Module
+    """A Program, or a RoundedProgram."""
     samples: ExportSamples
     inputs: tuple[str, ...]
     """Names of the tensors that the program takes."""

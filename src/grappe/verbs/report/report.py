@@ -76,9 +76,6 @@ def gather(places: Sequence[Path]) -> dict[str, Any]:
 
 def _run(run: Run) -> dict[str, Any]:
     description = run.read_description()
-    status = run.read_status(description)
-    if not status.startswith(("finished", "paused", "interrupted", "stopped", "failed")):
-        status = "still going, or ended unexpectedly"
     steps: dict[str, Points] = {}
     evaluations: dict[str, Points] = {}
     last = 0
@@ -96,7 +93,7 @@ def _run(run: Run) -> dict[str, Any]:
                 curves.setdefault(name, []).append((step, rounded))
     return {
         "name": run.folder.resolve().name,
-        "status": status,
+        "status": run.read_status(description),
         "step": last,
         "description": {name: value for name, value in description.items() if name not in ("costs", "used")},
         "training": {name: thinned(curve) for name, curve in steps.items()},
