@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import gc
 import importlib
 import itertools
 import multiprocessing
 import os
 import shutil
 import signal
+import sys
 import tempfile
 import time
 import traceback
@@ -26,7 +28,7 @@ from tests import needs
 from tests.patience import PATIENCE_SECONDS
 
 MOST_THREADS = 0 if version("torch").startswith(("2.8", "2.9")) else 100
-"""Of a process before the pool starts new ones: caches of torch's keep process groups, whose threads poll forever.
+"""Of a process before the pool starts new ones: caches of torch's may keep process groups, whose threads poll forever.
 Older releases of torch find those groups again, destroyed, for an equal mesh: new processes each time."""
 
 PRELOADED = ("grappe.engines.native_pipeline", "grappe.engines.lightning.fit", "horovod.torch")
@@ -138,7 +140,14 @@ def _serve(pipe: Connection, stacks: Path) -> None:
     # What it forks writes into the same file.
     faulthandler.register(SHOW_STACKS, file=(stacks / f"process-{os.getpid()}").open("w"), all_threads=True)
     torch.set_num_threads(1)
+    modules = 0
     while True:
+        # A mesh that nobody has any more keeps process groups, whose threads poll: with the libraries' objects frozen
+        # they are collected in milliseconds.
+        gc.collect()
+        if len(sys.modules) > modules:
+            modules = len(sys.modules)
+            gc.freeze()
         function, process, rendezvous_folder, arguments = cloudpickle.loads(pipe.recv())
         try:
             module, _, name = function.partition(":")
