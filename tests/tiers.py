@@ -90,8 +90,9 @@ def has_slow_tests_only(path: Path) -> bool:
 
 
 def arrange(items: list[pytest.Item]) -> None:
-    """Puts the cluster's tests first, as they mostly wait, and whole trainings next."""
+    """Puts the cluster's tests first, as they mostly wait; then artefacts, which take minutes; then whole trainings."""
     items.sort(key=lambda item: not _is_in(item.path, FOLDERS))
+    items.sort(key=lambda item: not _is_in(item.path, ARTEFACTS))
     items.sort(key=lambda item: unit(item.nodeid) != CLUSTER)
 
 
