@@ -11,7 +11,6 @@ import multiprocessing
 import os
 import shutil
 import signal
-import sys
 import tempfile
 import time
 import traceback
@@ -33,6 +32,9 @@ Older releases of torch find those groups again, destroyed, for an equal mesh: n
 
 PRELOADED = ("grappe.engines.native_pipeline", "grappe.engines.lightning.fit", "horovod.torch")
 """What engines import in seconds, and each new process of the pool again."""
+
+NEW_THREADS = 20
+"""Of a process before it collects what it needs no more."""
 
 SHOW_STACKS = signal.SIGRTMIN
 """The signal on which a process of the pool, and a process that it forked, writes the stacks of its Python threads."""
@@ -140,14 +142,13 @@ def _serve(pipe: Connection, stacks: Path) -> None:
     # What it forks writes into the same file.
     faulthandler.register(SHOW_STACKS, file=(stacks / f"process-{os.getpid()}").open("w"), all_threads=True)
     torch.set_num_threads(1)
-    modules = 0
+    gc.freeze()  # the libraries' objects: what comes after is collected in milliseconds
+    kept = 0
     while True:
-        # A mesh that nobody has any more keeps process groups, whose threads poll: with the libraries' objects frozen
-        # they are collected in milliseconds.
-        gc.collect()
-        if len(sys.modules) > modules:
-            modules = len(sys.modules)
-            gc.freeze()
+        # A mesh that nobody has any more keeps process groups, whose threads poll.
+        if _threads(os.getpid()) > kept + NEW_THREADS:
+            gc.collect()
+            kept = _threads(os.getpid())
         function, process, rendezvous_folder, arguments = cloudpickle.loads(pipe.recv())
         try:
             module, _, name = function.partition(":")
