@@ -20,7 +20,7 @@ ERRORS = {
     "TaskError",
     "UsageError",
 }
-SAYING = {"complain", "progress", "_note", "note", "Report"}
+SAYING = {"complain", "progress", "waiting", "_note", "note", "Report"}
 """Functions whose text is shown on the standard error."""
 REASONS = {"advice", "failure", "hint", "message", "problem", "reason", "unchecked", "whose", "why"}
 """Attributes that hold a part of a message, wherever they are set."""

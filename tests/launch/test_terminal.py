@@ -5,6 +5,9 @@ from __future__ import annotations
 import ast
 import io
 import os
+import pty
+import signal
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -16,7 +19,8 @@ from rich.text import Text
 import grappe
 from grappe.launch.rank import ProcessRank
 from grappe.launch.safe_console import SafeConsole
-from grappe.launch.terminal import UserStream, complain, say, user_stream
+from grappe.launch.signals import SignalForwarding
+from grappe.launch.terminal import CLEAR, UserStream, complain, say, starting, user_stream
 
 ROOT = Path(grappe.__file__).parent
 HOSTILE = "\x1b]0;owned\x07[red]a[/red]\u202eb:smile:"
@@ -164,3 +168,22 @@ def test_only_process_0_has_one(monkeypatch) -> None:
     assert os.read(reader, 100) == b"hello"
     assert "GRAPPE_TERMINAL" not in os.environ  # data workers must not write there
     os.close(reader)
+
+
+def test_a_start_and_its_stop_are_shown_at_once_on_a_terminal_alone(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    starting(2)
+    assert capsys.readouterr() == ("", ""), "a log has no such line"
+    terminal, ours = pty.openpty()
+    with os.fdopen(ours, "w") as stream, SignalForwarding(saves=True) as signals:
+        monkeypatch.setattr(sys, "stdout", stream)
+        monkeypatch.setattr(sys, "stderr", stream)
+        starting(2)
+        shown = os.read(terminal, 1000).decode()
+        assert shown.startswith(CLEAR) and "2 process" in shown and "\n" not in shown
+        say("begins")
+        assert os.read(terminal, 1000).decode() == f"{CLEAR}begins\r\n"
+        os.kill(os.getpid(), signal.SIGINT)
+        assert os.read(terminal, 1000).decode().startswith(f"{CLEAR}stopping: ") and signals.received
+    os.close(terminal)

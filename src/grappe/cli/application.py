@@ -11,7 +11,7 @@ from cyclopts import App, ArgumentCollection, Group, Parameter
 from grappe.cli import completion
 from grappe.errors.causes import COMPANIONS, unfit_packages
 from grappe.fields import split, text_form
-from grappe.launch.terminal import complain
+from grappe.launch.terminal import complain, starting
 
 HELP = """Train a PyTorch model on whatever machines you were given.
 
@@ -134,6 +134,9 @@ def preflight(
         complain(f"grappe: warning: {text}")
     done = run is not None and (run / "done").exists()
     single = once and all(plan.processes == 1 for plan in parsed)
-    if not done and not single and rank_from_environment() is None:
+    starts = not done and rank_from_environment() is None
+    if starts:
+        starting(max((plan.processes for plan in parsed), default=1))
+    if starts and not single:
         local.start_server(metrics=task is None or tasks.mentions(task, local.METRICS))
     return texts

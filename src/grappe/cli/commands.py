@@ -29,7 +29,7 @@ from grappe.cli.application import (
 )
 from grappe.cli.exit import show, show_facts
 from grappe.errors import EXIT_FAILURE, EXIT_OK, UsageError
-from grappe.launch.terminal import progress, say
+from grappe.launch.terminal import progress, say, waiting
 from grappe.training.options import Options
 from grappe.words import format_number
 
@@ -124,6 +124,7 @@ def drill(task: TaskName, /, *fields: FieldText, plan: PlanText = "", data: Data
     from grappe.verbs.drill import drill as verb
 
     training = Request(task=TaskReference.of(task, texts), plan=as_plan(plan), data=data_folder(data))
+    waiting("")
     with SafeConsole(sys.stderr).status("") as status:  # seen on a terminal only
         findings = list(verb.drill(training, lambda words: status.update(f"drill: {words}")))
     show(verb.table(findings))

@@ -16,7 +16,7 @@ from grappe.errors.causes import broken_package, hiding, refused_process
 from grappe.language.choice import chosen_language, unknown_language
 from grappe.launch.openmp import let_threads_sleep
 from grappe.launch.rank import is_main_process, rank_from_environment
-from grappe.launch.terminal import complain, say, show_any_text
+from grappe.launch.terminal import clear, complain, say, show_any_text
 from grappe.words import plain_table
 
 EXIT_SIGINT = 130
@@ -121,6 +121,7 @@ def show(content: Any) -> None:
     from grappe.launch.safe_console import wide_console
 
     if is_main_process():
+        clear(sys.stdout)
         wide_console(sys.stdout, soft_wrap=isinstance(content, str)).print(content)
 
 

@@ -31,7 +31,7 @@ from grappe.fields import Counts, split
 from grappe.launch.terminal import complain, progress, say
 from grappe.sites.sbatch import JobOptions
 from grappe.verbs.measure.points import MeasureOptions
-from grappe.words import count_of, plain_table
+from grappe.words import count_of, filled_table, plain_table
 
 if TYPE_CHECKING:
     from grappe.verbs.lr_find.lr_find import LearningRates
@@ -303,10 +303,9 @@ def verify(
     findings = list(verb.verify(task, plan, fields=texts, data=data, steps=steps, note=note))
     note("")
     sys.stderr.flush()
-    table = plain_table(*COLUMNS)
-    for finding in findings:
-        table.add_row(*verdict_cells(finding))
-    show(table)
+    tick = " ✓" if (sys.stdout.encoding or "").lower().startswith("utf") else ""
+    rows = [verdict_cells(finding, tick if finding.learns_the_same else "") for finding in findings]
+    show(filled_table(COLUMNS, rows))
     if json is not None:
         json.write_text(dumps([as_json(finding) for finding in findings], indent=1) + "\n")
     if html is not None:
@@ -314,17 +313,17 @@ def verify(
     return EXIT_OK if all(finding.learns_the_same for finding in findings) else EXIT_FAILURE
 
 
-def verdict_cells(finding: PlanVerdict) -> list[str]:
-    """Makes a row under COLUMNS; differences are relative."""
-    gap = finding.difference
+def verdict_cells(finding: PlanVerdict, tick: str = "") -> list[str]:
+    """Makes a row under COLUMNS, the verdict with a `tick`; differences are relative."""
+    gap, verdict = finding.difference, f"{finding.verdict}{tick}"
     why = "; ".join([*finding.causes, *finding.notes])
     if gap is None:
-        return [finding.plan or "one process", finding.verdict, "", "", "", "", "", why]
+        return [finding.plan or "one process", verdict, "", "", "", "", "", why]
     first = "" if gap.first is None else f"step {gap.first + 1} ({', '.join(gap.what)})"
     norm = "" if gap.norm is None else f"{gap.norm:.1e}"
     weights = f"{gap.weights:.1e}" + (f" ({gap.tensor})" if gap.tensor else "")
     return [
-        finding.plan or "one process", finding.verdict, first, f"{gap.loss:.1e}", norm, weights,
+        finding.plan or "one process", verdict, first, f"{gap.loss:.1e}", norm, weights,
         f"{gap.tolerance:.1e}", why,
     ]  # fmt: skip
 
@@ -406,7 +405,7 @@ def lr_find(
 
 
 def _show_band(result: LearningRates) -> None:
-    from grappe.verbs.lr_find.lr_find import plot
+    from grappe.verbs.lr_find.lr_find import plain, plot
 
     for line in plot(result):
         say(line)
@@ -416,8 +415,8 @@ def _show_band(result: LearningRates) -> None:
         table.add_row("no suggestion", result.advice.reason)
     else:
         ended = ", where the ramp ended: give a larger --highest to see more" if band.reaches_the_end else ""
-        table.add_row("steepest", f"{band.steepest:.2g}")
-        table.add_row("largest stable", f"{band.largest_stable:.2g}{ended}")
+        table.add_row("steepest", plain(band.steepest))
+        table.add_row("largest stable", f"{plain(band.largest_stable)}{ended}")
         name = "lr=" if result.is_field else "the optimizer's learning rate: "
-        table.add_row("suggested", f"{name}{band.suggested:.2g}  (the task's own: {result.own:.2g})")
+        table.add_row("suggested", f"{name}{plain(band.suggested)}  (the task's own: {plain(result.own)})")
     show(table)

@@ -15,7 +15,7 @@ from cyclopts import App, Group, Parameter
 from grappe.cli.application import OPTIONS, DataFolder, PlanText, preflight
 from grappe.cli.exit import show
 from grappe.errors import EXIT_FAILURE, EXIT_OK, RunError, UsageError
-from grappe.launch.terminal import complain, say
+from grappe.launch.terminal import complain, say, waiting
 from grappe.sites.sbatch import JobOptions
 from grappe.training.options import Options
 from grappe.verbs.tune.study import SearchOptions, Study, Trial, best_of, open_study
@@ -125,6 +125,7 @@ def _watched() -> Iterator[Callable[[SearchProgress], None]]:
 
     from grappe.launch.safe_console import SafeConsole
 
+    waiting("")
     with Live(console=SafeConsole(sys.stderr), auto_refresh=False, transient=True) as live:
 
         def update(progress: SearchProgress) -> None:

@@ -5,10 +5,13 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import sys
 import time
 from collections.abc import Iterator, Mapping
 from types import FrameType
 from typing import Any, Protocol
+
+from grappe.launch.terminal import complain
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP)
 SPARE_SECONDS = 5.0  # for the processes to leave, beyond what was measured
@@ -113,6 +116,9 @@ class SignalForwarding:
         if not self._saves or self._received.count(signal.SIGINT) > 1:
             self.over = True
             raise _EndAtOnce
+        if number == signal.SIGINT and sys.stderr.isatty():
+            with contextlib.suppress(OSError, RuntimeError):  # the signal may have come within a write
+                complain("stopping: what was learned is saved; Ctrl-C again ends at once")
         self.send(number)
 
     def send(self, number: int) -> None:

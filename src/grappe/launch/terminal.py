@@ -12,13 +12,16 @@ from typing import IO, Any
 from grappe.errors.foreign_text import printable, printable_lines
 from grappe.language import translated
 from grappe.launch.rank import ProcessRank
+from grappe.words import count_of
 
+CLEAR = "\r\033[K"
 TERMINAL = "GRAPPE_TERMINAL"  # the variable that names process 0's way to the user
 
 
 def say(text: object, stream: IO[str] | UserStream | None = None, *, end: str = "\n") -> None:
     """Writes lines of text to `stream`, the standard output by default."""
     stream = sys.stdout if stream is None else stream
+    clear(stream)
     stream.write(f"{printable_lines(text)}{end}")
     stream.flush()
 
@@ -30,12 +33,30 @@ def complain(text: object) -> None:
 
 def progress(words: str) -> None:
     """Writes a line on standard error, in the user's language; on a terminal over the previous line."""
-    words = str(translated(words, sys.stderr))
     if sys.stderr.isatty():
-        sys.stderr.write(f"\r\033[K{printable(words)}")
+        waiting(words)
     elif words:  # a log: half a minute of silence looks like a hang
-        sys.stderr.write(f"{printable(words)}\n")
-    sys.stderr.flush()
+        sys.stderr.write(f"{printable(translated(words, sys.stderr))}\n")
+        sys.stderr.flush()
+
+
+def waiting(words: str) -> None:
+    """Shows on a terminal what is waited for, in the user's language, until the next line is written; "" ends it."""
+    if sys.stderr.isatty():
+        sys.stderr.write(f"{CLEAR}{printable(translated(words, sys.stderr))}")
+        sys.stderr.flush()
+
+
+def starting(processes: int) -> None:
+    """Shows that processes are being started, where the user's terminal has the results too."""
+    if sys.stdout.isatty():
+        waiting(f"starting {count_of(processes, 'process')} …")
+
+
+def clear(stream: IO[str] | UserStream) -> None:
+    """Clears the line that `waiting` has left on a terminal, maybe in another process."""
+    if stream.isatty():
+        stream.write(CLEAR)
 
 
 def show_any_text() -> None:

@@ -26,6 +26,7 @@ from grappe.verbs.lr_find.lr_find import (
     band_of,
     lr_find,
     noise,
+    plain,
     plot,
     ramped,
     smoothed,
@@ -108,8 +109,13 @@ def test_the_plot_fits_a_terminal_and_the_file_is_json(alone: tuple) -> None:
     lines = list(plot(one))
     assert max(map(len, lines)) <= COLUMNS + 11
     assert sum("•" in line for line in lines) > 3
+    assert lines[-1].strip().startswith("loss: • seed 0, × seed 1")
     json.loads(json.dumps(one.as_json(), allow_nan=False))
     assert list(plot(shown((LossCurve(seed=0, lr=(), loss=(), diverged=True),), RAMP))) == []
+
+
+def test_a_learning_rate_has_no_exponent_where_it_is_readable() -> None:
+    assert [plain(rate) for rate in (1e-4, 0.0932, 100.0, 1e-7)] == ["0.0001", "0.093", "100", "1e-07"]
 
 
 def test_it_goes_from_the_lowest_to_the_highest() -> None:

@@ -18,6 +18,7 @@ from grappe.plan import AnyPlan, Plan, as_plan
 from grappe.task import Task
 from grappe.training.request import data_folder
 from grappe.training.task_reference import TaskReference
+from grappe.words import format_number
 
 if TYPE_CHECKING:
     from grappe.launch.world import World
@@ -401,8 +402,21 @@ def plot(result: LearningRates) -> Iterator[str]:
                 grid[row][column(rate)] = DOTS[number % len(DOTS)]
     for row, line in enumerate(grid):
         value = top - (top - bottom) * row / (ROWS - 1)
-        label = f"{value:.4g}" if row % 4 == 0 or row == ROWS - 1 else ""
+        label = format_number(value) if row % 4 == 0 or row == ROWS - 1 else ""
         yield f"{label:>9} ┤{''.join(line).rstrip()}"
     yield f"{'':>9} └{'─' * COLUMNS}"
-    ends, space = (f"{low:.2g}", f"{high:.2g}"), COLUMNS
+    ends, space = (plain(low), plain(high)), COLUMNS
     yield f"{'':>10} {ends[0]}{'learning rate':^{space - len(ends[0]) - len(ends[1])}}{ends[1]}"
+    seeds = (
+        f"{DOTS[number % len(DOTS)]} seed {curve.seed}"
+        for number, curve in enumerate(result.curves)
+        if curve.loss
+    )
+    lines = ["│ steepest, largest stable"] if result.advice.band is not None else []
+    yield f"{'':>10} loss: {', '.join([*seeds, *lines])}"
+
+
+def plain(rate: float) -> str:
+    """Formats a learning rate by two digits, without an exponent where it is readable: 0.0001, 100, 1e-07."""
+    rounded = float(f"{rate:.2g}")
+    return f"{rounded:g}" if rate < 1e-5 or rate >= 1e6 else f"{rounded:.6f}".rstrip("0").rstrip(".")
