@@ -13,7 +13,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.text import Text
 
-WIDTH, HEIGHT = 104, 20
+WIDTH, HEIGHT = 104, 24
 COMMAND = "grappe train digits --plan replicate=2"
 SESSION = "grappe-picture"
 
@@ -33,12 +33,12 @@ def frames() -> list[str]:
             time.sleep(1)
             tmux("send-keys", "-t", SESSION, f"clear; {COMMAND}", "Enter")
             seen: list[str] = []
-            while len(seen) < 600:
+            while len(seen) < 3000:
                 time.sleep(0.1)
                 seen.append(tmux("capture-pane", "-e", "-p", "-t", SESSION))
                 if "finished," in seen[-1]:
                     return seen
-            raise SystemExit("the run did not end within a minute")
+            raise SystemExit("the run did not end within five minutes")
         finally:
             tmux("kill-session", "-t", SESSION)
 
