@@ -59,7 +59,8 @@ def test_the_end_says_what_matters_and_what_comes_next() -> None:
         "time": "2.0 s: forward 2.0 s",
         "peak memory": "488 MB to 495 MB in each process",
         "run": "runs/my run",
-        "next": "grappe evaluate 'runs/my run'; grappe report 'runs/my run'",
+        "next": "grappe evaluate 'runs/my run'",
+        "": "grappe report 'runs/my run'",
     }
 
 

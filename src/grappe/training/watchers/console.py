@@ -212,7 +212,7 @@ class Console(Watcher):
         rows.append(("run", str(self._info.folder)))
         if outcome.status in ("finished", "stopped") and outcome.scores is not None:
             folder = shlex.quote(str(self._info.folder))
-            rows.append(("next", f"grappe evaluate {folder}; grappe report {folder}"))
+            rows += [("next", f"grappe evaluate {folder}"), ("", f"grappe report {folder}")]
         width = max(len(name) for name, _ in rows)
         return [f"{name:<{width}}  {value}" for name, value in rows]
 
