@@ -129,9 +129,7 @@ def measured(request: tuple[str, float], process: ProcessRank, rendezvous_folder
     task = Sleepers(units_=plan.pipeline * each, seconds=seconds / each, batch_size=2 * plan.microbatches)
     loader = training_loader(task, task.data("train", rendezvous_folder), plan, world)
     engine = engines.check(plan)(
-        EngineSetup(
-            task=task, plan=plan, world=world, weights=built(task), total_steps=9, stop_requested=lambda: 0.0
-        )
+        EngineSetup(task=task, plan=plan, world=world, weights=built(task), total_steps=9)
     )
     engine.train(loader.batches(0, 1), lambda result: False)
     shares = []

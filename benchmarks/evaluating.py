@@ -189,7 +189,7 @@ def grappe() -> Pass:
     task = Random()
     batches = loader.evaluation_loader(task, task.data("test", Path()), plan, world)
     setup = EngineSetup(
-        task=task, plan=plan, world=world, weights=built(task), total_steps=1, stop_requested=lambda: 0.0,
+        task=task, plan=plan, world=world, weights=built(task), total_steps=1,
         sample_inputs=batches.example(),
     )  # fmt: skip
     engine = engines.check(plan)(setup)

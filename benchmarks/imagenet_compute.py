@@ -44,7 +44,6 @@ def training(task: ImageNet, dataset: Dataset) -> Iterator[float]:
         world=world,
         weights=built(task),
         total_steps=10_000,
-        stop_requested=lambda: 0.0,
         sample_inputs=loader.example(),
         samples=len(dataset),
     )

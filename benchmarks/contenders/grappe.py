@@ -13,7 +13,7 @@ from benchmarks.pacer import Pacer, Seat
 from benchmarks.tiny_task import TinyTask
 from grappe.launch.rank import ProcessRank
 from grappe.plan import as_plan
-from grappe.step.reduction import StepResult
+from grappe.step.loss import StepResult
 from grappe.training.loop import Training
 from grappe.training.options import Options
 from grappe.training.request import Request

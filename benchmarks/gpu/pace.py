@@ -15,7 +15,7 @@ from benchmarks.gpu.part import Part
 from benchmarks.gpu.training import plan_on
 from grappe.launch.rank import ProcessRank
 from grappe.plan import Plan
-from grappe.step.reduction import StepResult
+from grappe.step.loss import StepResult
 from grappe.training.loop import Training
 from grappe.training.options import Options
 from grappe.training.request import Request

@@ -131,6 +131,16 @@ class Plan:
         return self.dropout == "whole" or (self.dropout == "auto" and parts <= WHOLE_DRAWS)
 
     @property
+    def uses_fsdp(self) -> bool:
+        """Returns whether the plan needs fully_shard: to shard, to replicate with tensor parallelism, or to offload."""
+        return self.shard > 1 or self.offload != "none" or (self.replicate > 1 and self.tensor > 1)
+
+    @property
+    def uses_ddp(self) -> bool:
+        """Returns whether DDP sums the gradients: fully_shard, pipelines and exact sums do that themselves."""
+        return self.data_parallel > 1 and not self.uses_fsdp and self.pipeline == 1 and not self.exact
+
+    @property
     def saves_memory(self) -> bool:
         """Returns whether a key was chosen to save memory."""
         return self.shard > 1 or self.offload != "none"

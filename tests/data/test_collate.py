@@ -13,7 +13,7 @@ import torch
 from torch.utils.data import Dataset, TensorDataset
 
 from grappe import Task, draw
-from grappe.data.collate import augments, collated, form
+from grappe.data.collate import collated, form, takes_training
 from grappe.data.datasets import dataset_of
 from grappe.data.loader import evaluation_loader, training_loader
 from grappe.errors import TaskError
@@ -117,7 +117,7 @@ class Noised(Graphs):
 
 def test_augment_that_takes_training_is_called_in_evaluation() -> None:
     task = Noised()
-    assert augments(task, training=False) and not augments(Plain(), training=False)
+    assert takes_training(task) and not takes_training(Plain())
     loader = evaluation_loader(task, task.data("validation", Path()), PLAN, WORLD)
     first, again = (next(loader.batches(0, 1)).microbatches[0].inputs for _ in range(2))
     assert first[0].any() and torch.equal(first[0], again[0]) and not first[1].any()

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-import pickle
+import itertools
 import subprocess
 import sys
+from collections import deque
+from collections.abc import Iterator
 from unittest import mock
 
 import numpy as np
@@ -162,26 +164,23 @@ def test_slices_cover_in_order_and_are_even(size: int, parts: int) -> None:
     length=st.integers(1, 400),
     batch_size=st.integers(1, 20),
     shuffle=st.booleans(),
-    visits=st.lists(st.tuples(st.integers(0, 2), st.integers(0, 399)), max_size=30),
+    start=st.integers(0, 99),
+    count=st.integers(1, 99),
 )
-def test_steps_may_be_read_in_any_order(
-    length: int, batch_size: int, shuffle: bool, visits: list[tuple[int, int]]
+def test_blocks_have_the_ids_of_their_steps(
+    length: int, batch_size: int, shuffle: bool, start: int, count: int
 ) -> None:
     order = SampleOrder(seed=9, length=length, batch_size=batch_size, shuffle=shuffle)
-    expected = [order.order(epoch, 0, length) for epoch in range(3)]
-    forwards = [(epoch, step) for epoch in range(3) for step in range(order.steps_per_epoch)]
-    jumps = [(epoch, step % order.steps_per_epoch) for epoch, step in visits]
+    steps = [divmod(step, order.steps_per_epoch) for step in range(start, start + count)]
     with mock.patch.multiple(module, **TINY_BLOCKS):
-        for epoch, step in [*jumps, *forwards, *reversed(forwards), *jumps]:
-            start = step * batch_size
-            assert np.array_equal(order.ids(epoch, step), expected[epoch][start : start + batch_size])
-
-
-def test_reading_on_through_blocks_of_the_real_sizes() -> None:
-    order = SampleOrder(seed=2, length=50_001, batch_size=7)
-    for epoch in range(2):
-        read = [order.ids(epoch, step) for step in range(order.steps_per_epoch)]
-        assert np.array_equal(np.concatenate(read), order.order(epoch, 0, 50_001))
+        blocks = list(order.blocks(start, start + count))
+    assert np.array_equal(
+        np.concatenate([block for _, _, block in blocks]),
+        np.concatenate([order.ids(epoch, step) for epoch, step in steps]),
+    )
+    for step, epoch, block in blocks:
+        assert epoch == step // order.steps_per_epoch
+        assert np.array_equal(block[:batch_size], order.ids(epoch, step % order.steps_per_epoch))
 
 
 @untimed
@@ -196,11 +195,10 @@ def test_epochs_and_seeds_have_orders_of_their_own(seed: int, other: int, length
         )
 
 
-def count_evaluated(order: SampleOrder, steps: range) -> list[int]:
-    """Counts the positions of each evaluation, to read these steps of epoch 3."""
+def count_evaluated(blocks: Iterator) -> list[int]:
+    """Counts the positions of each evaluation that these blocks take."""
     with mock.patch.object(module, "permute", side_effect=permute) as spy:
-        for step in steps:
-            order.ids(3, step)
+        deque(blocks, maxlen=0)
     return [len(call.args[0]) for call in spy.call_args_list]
 
 
@@ -209,9 +207,9 @@ def count_evaluated(order: SampleOrder, steps: range) -> list[int]:
 )  # the latter is nowhere near a square or a power of two
 def test_seeking_far_evaluates_no_more_than_a_small_block(length: int) -> None:
     order = SampleOrder(seed=0, length=length, batch_size=8)
-    step = 10**9 // 8
-    assert count_evaluated(order, range(step, step + 1)) == [256]
-    assert np.array_equal(order.ids(3, step), order.order(3, 10**9, 10**9 + 8))
+    step = 3 * order.steps_per_epoch + 10**9 // 8
+    assert count_evaluated(itertools.islice(order.blocks(step, step + 10**6), 1)) == [256]
+    assert count_evaluated(order.blocks(step, step + 1)) == [8]
 
 
 def test_walking_is_rare_for_every_length() -> None:
@@ -223,24 +221,14 @@ def test_walking_is_rare_for_every_length() -> None:
 
 
 def test_reading_on_evaluates_each_sample_once_in_few_blocks() -> None:
-    evaluated = count_evaluated(SampleOrder(seed=0, length=10**12, batch_size=8), range(1000, 11_000))
-    assert evaluated == [256, 2048, *[16_384] * 5]
+    order = SampleOrder(seed=0, length=10**12, batch_size=8)
+    assert count_evaluated(order.blocks(1000, 11_000)) == [256, 2048, *[16_384] * 4, 12_160]
 
 
 def test_short_epochs_are_evaluated_whole() -> None:
     order = SampleOrder(seed=0, length=1437, batch_size=256)
-    with mock.patch.object(module, "permute", side_effect=permute) as spy:
-        for epoch in range(4):
-            for step in range(order.steps_per_epoch):
-                order.ids(epoch, step)
-    assert [len(call.args[0]) for call in spy.call_args_list] == [256, 1181, 1437, 1437, 1437]
-
-
-def test_the_ids_belong_to_the_caller() -> None:
-    order = SampleOrder(seed=0, length=100, batch_size=10)
-    before = order.ids(0, 2).tolist()
-    order.ids(0, 2)[:] = -1
-    assert order.ids(0, 2).tolist() == before
+    steps = 4 * order.steps_per_epoch
+    assert count_evaluated(order.blocks(0, steps)) == [256, 1181, 1437, 1437, 1437]
 
 
 @pytest.mark.parametrize("length", [20, 24])
@@ -250,15 +238,6 @@ def test_a_step_beyond_the_epoch_is_refused(length: int) -> None:
     for step in (3, 4, -1):
         with pytest.raises(AssertionError, match=f"of {length}"):
             order.ids(0, step)
-
-
-def test_a_pickled_order_leaves_its_block_behind() -> None:
-    order = SampleOrder(seed=0, length=10**6, batch_size=10_000)
-    ids = order.ids(0, 5)
-    sent = pickle.dumps(order)
-    assert len(sent) < 1000
-    received = pickle.loads(sent)
-    assert received == order and np.array_equal(received.ids(0, 5), ids)
 
 
 def test_the_order_needs_no_torch() -> None:

@@ -30,4 +30,3 @@ def test_one_process_has_all_pieces_in_order() -> None:
     pieces = ExactPieces.of(Plan.parse("exact=4"))
     assert pieces is not None
     assert pieces.gathered(torch.arange(4), None).tolist() == [0, 1, 2, 3]
-    assert ExactPieces.of(Plan()) is None

@@ -10,9 +10,8 @@ import pytest
 import torch
 
 import grappe
-from grappe.data.batch import Microbatch, SampleIds
+from grappe.data.batch import InModel, Microbatch, SampleIds, entering, first_rows, inside
 from grappe.data.loader import training_loader
-from grappe.data.rand_like import entered, entering, first_rows, inside
 from grappe.errors import TaskError
 from grappe.launch.rank import ProcessRank
 from grappe.launch.world import World
@@ -87,7 +86,7 @@ def outside_a_batch() -> Iterator[None]:
 
 
 def test_without_a_batch_they_are_torchs() -> None:
-    assert entered() is None
+    assert InModel.samples is None
     torch.manual_seed(5)
     found = grappe.randn_like(torch.empty(7)), grappe.rand_like(torch.empty(7))
     torch.manual_seed(5)
@@ -102,7 +101,7 @@ def test_a_microbatch_is_entered_and_cut() -> None:
         with first_rows(2):
             assert torch.equal(grappe.rand_like(torch.empty(2, 2)), whole[:2])
         assert torch.equal(grappe.rand_like(torch.empty(3, 2)), whole)
-    assert entered() is None
+    assert InModel.samples is None
 
 
 class Noised(Images):

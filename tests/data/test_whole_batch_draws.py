@@ -12,7 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from grappe.data import whole_batch_draws as module
-from grappe.data.whole_batch_draws import OWN_DRAWS, BatchRows, whole_batch_draws
+from grappe.data.batch import BatchRows, InModel
+from grappe.data.whole_batch_draws import OWN_DRAWS, whole_batch_draws
 from grappe.verbs.verify.random_ops import RandomOps
 
 ROWS = 13
@@ -194,15 +195,15 @@ def test_fused_attention_of_a_mock_gpu_draws_its_own_and_leaves_the_generator_as
     operator.overloadpacket = mock.Mock(__name__="fused")  # type: ignore[attr-defined]
     with (
         mock.patch.object(torch.cuda, "default_generators", (generator,)),
-        mock.patch.object(module, "_torchs_own", lambda tensor, _: module.drawn_rows()),
+        mock.patch.object(module, "_torchs_own", lambda tensor, _: InModel.place),
     ):
         for first in (0, 4):
             torch.manual_seed(3)
             generator.set_state((7, 40))
-            module.draw_for(BatchRows(first, 4, 12))
+            InModel.place = BatchRows(first, 4, 12)
             module._fused(operator, query, query, query, 0.1, False)
             assert generator.get_state() == (7, 40 + 32 * 12)
         module._fused(operator, query, query, query, 0.0, False)
-        module.draw_for(None)
+        InModel.place = None
     assert len(set(seeds)) == 3, "two microbatches draw the same"
     assert seeds[2] == 7, "without dropout nothing is drawn"

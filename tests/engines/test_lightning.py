@@ -42,7 +42,6 @@ def made(
         world=world,
         weights=built(task),
         total_steps=STEPS,
-        stop_requested=lambda: 0.0,
     )
     return Lightning(setup), list(loader.batches(0, STEPS))
 

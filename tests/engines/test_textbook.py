@@ -106,14 +106,8 @@ def trained(
     world = join(plan, process, rendezvous_folder)
     task = Switched()
     loader = training_loader(task, task.data("train", Path()), plan, world)
-    setup = EngineSetup(
-        task=task,
-        plan=plan,
-        world=world,
-        weights=built(task),
-        total_steps=3,
-        stop_requested=lambda: process.rank + 1.0,
-    )
+    setup = EngineSetup(task=task, plan=plan, world=world, weights=built(task), total_steps=3)
+    setup.stop.flag = process.rank + 1.0
     with mock.patch.object(textbook, "ring_all_reduce", ALL_REDUCES[all_reduce]):
         engine = Textbook(setup)
     before = {name: tensor.clone() for name, tensor in engine.export()}

@@ -22,7 +22,7 @@ from grappe.checkpoint.format import Checkpoint
 from grappe.launch.rank import ProcessRank
 from grappe.launch.signals import SIGNALS
 from grappe.plan import Plan
-from grappe.step.reduction import StepResult
+from grappe.step.loss import StepResult
 from grappe.task import Task
 from grappe.training import worker as verb
 from grappe.training.loop import Training

@@ -13,11 +13,10 @@ from torch import Tensor, nn
 
 import grappe
 from grappe import tasks
-from grappe.data.batch import SampleIds
+from grappe.data.batch import SampleIds, inside
 from grappe.data.datasets import training_order
 from grappe.data.draw import sample_keys
 from grappe.data.order import SampleOrder
-from grappe.data.rand_like import inside
 from grappe.step.fast_paths import seed_dropout
 
 

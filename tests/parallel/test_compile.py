@@ -71,9 +71,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 def trained(plan: Plan) -> None:
     """Trains both steps of an epoch and evaluates, on the CPU."""
     task, world = Two(), ALONE
-    setup = EngineSetup(
-        task=task, plan=plan, world=world, weights=built(task), total_steps=2, stop_requested=lambda: 0.0
-    )
+    setup = EngineSetup(task=task, plan=plan, world=world, weights=built(task), total_steps=2)
     engine = engines.check(plan)(setup)
     data = task.data("train", Path())
     engine.train(training_loader(task, data, plan, world).batches(0, 2), lambda _: False)
@@ -95,10 +93,10 @@ def test_without_graphs_no_step_is_marked(calls: list[str]) -> None:
 def test_what_an_evaluation_keeps_is_a_copy() -> None:
     memory = torch.zeros(2)
     nested = {"logits": memory, "name": "a"}
-    copied = compilation.replaying(lambda _: nested, GRAPHS, keeps=True)(None)
+    copied = compilation.replaying(lambda _: nested, keeps=True)(None)
     assert copied["logits"].data_ptr() != memory.data_ptr()
     assert copied["name"] == "a"
-    assert compilation.replaying(lambda _: memory, GRAPHS, keeps=False)(None) is memory
+    assert compilation.replaying(lambda _: memory, keeps=False)(None) is memory
 
 
 @pytest.mark.parametrize(

@@ -31,7 +31,6 @@ def train(process: ProcessRank, rendezvous_folder: Path, task: Task, text: str, 
         world=world,
         weights=built(task),
         total_steps=task.epochs * loader.order.steps_per_epoch,
-        stop_requested=lambda: 0.0,
         sample_inputs=loader.example(),
         samples=len(dataset),
     )

@@ -189,6 +189,7 @@ class Stopped(StopSignal):
     at: int = 0
     calls: int = 0
 
+    @property
     def flag(self) -> float:
         Stopped.calls += 1
         return 1.0 if Stopped.calls >= Stopped.at else 0.0
@@ -222,6 +223,7 @@ def test_numpys_learning_rates_are_numbers_in_the_curves(tmp_path: Path) -> None
 def test_a_part_of_an_epoch_is_printed() -> None:
     def after(every: float, per_epoch: int, steps: int) -> list[int]:
         prints = Options(print_every=every).printing(per_epoch)
+        assert prints is not None
         return [step for step in range(1, steps + 1) if prints(step)]
 
     assert after(0.1, 20, 40) == list(range(2, 41, 2))

@@ -7,14 +7,14 @@ weights of a training batch are then the counts times N / C_k, so that everythin
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import contextlib
+from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from grappe.data.pieces import ExactPieces
-from grappe.data.whole_batch_draws import BatchRows
 from grappe.errors import TaskError
 from grappe.errors.user_code import at
 from grappe.task import Task
@@ -25,6 +25,16 @@ if TYPE_CHECKING:
 LossWeights = Tensor | Mapping[str, Tensor] | None
 
 # Tuples, since several are made at each step: a frozen dataclass of six fields takes 2 microseconds, a tuple 0.4.
+
+
+class BatchRows(NamedTuple):
+    """The rows of a microbatch in the global batch."""
+
+    first: int
+    size: int
+    """Padding included."""
+    of: int
+    """The number of rows of the global batch."""
 
 
 class SampleIds(NamedTuple):
@@ -73,6 +83,40 @@ class Batch(NamedTuple):
     """The divisor of the global sum of losses, known before the first backward."""
     ids: np.ndarray
     """The sample ids of this process's slice, int64."""
+
+
+class InModel:
+    """The rows in this process's model, whose random numbers are drawn.
+
+    Not per thread, since backward, which runs forwards again, has threads of its own on a GPU.
+    """
+
+    samples: SampleIds | None = None
+    """`grappe.rand_like` draws for these; None: from torch's generator."""
+    place: BatchRows | None = None
+    """`whole_batch_draws` draws for these."""
+
+
+def entering(micro: Microbatch) -> Any:
+    """Returns the inputs of a microbatch whose forward, loss and backward come next: its samples' numbers are drawn."""
+    InModel.samples, InModel.place = micro.sample_ids, micro.place
+    return micro.inputs
+
+
+@contextlib.contextmanager
+def inside(samples: SampleIds | None) -> Iterator[None]:
+    """Context in which `grappe.rand_like` draws for `samples`; None: from torch's generator."""
+    before, InModel.samples = InModel.samples, samples
+    try:
+        yield
+    finally:
+        InModel.samples = before
+
+
+def first_rows(rows: int) -> contextlib.AbstractContextManager[None]:
+    """Context of a call with the first rows of the microbatch alone."""
+    samples = InModel.samples
+    return inside(None if samples is None else samples._replace(ids=samples.ids[:rows]))
 
 
 def counts_of(task: Task, targets: Any) -> LossWeights:

@@ -55,15 +55,10 @@ def collated(task: Task, samples: Sequence[Any]) -> tuple[Any, Any]:
     )
 
 
-def augments(task: Task, *, training: bool) -> bool:
-    """Returns whether the task changes batches: of training; of evaluation too where `augment` takes `training`."""
-    return overrides(task, "augment") and (training or _takes_training(task))
-
-
 def augment(task: Task, inputs: Any, targets: Any, keys: Tensor, *, training: bool = True) -> tuple[Any, Any]:
     """The task's augmentation of a batch."""
     with _in_full_precision(keys.device):
-        if _takes_training(task):
+        if takes_training(task):
             batch = task.augment(inputs, targets, keys, training=training)  # type: ignore[call-arg]
         else:
             batch = task.augment(inputs, targets, keys)
@@ -102,7 +97,8 @@ def _without_lower_precision(device: torch.device) -> Iterator[None]:
         setattr(matmul, name, before)
 
 
-def _takes_training(task: Task) -> bool:
+def takes_training(task: Task) -> bool:
+    """Returns whether the task's `augment` takes `training`: it changes batches of evaluations, too."""
     return _has_training(getattr(task.augment, "__func__", task.augment))
 
 

@@ -12,18 +12,16 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from grappe.data.arrays import in_memory, with_copies
-from grappe.data.batch import Batch, Microbatch, SampleIds, as_weights, counts_of, divided
-from grappe.data.collate import at_rows, augment, augments, collated
+from grappe.data.batch import Batch, BatchRows, Microbatch, SampleIds, as_weights, counts_of, divided, inside
+from grappe.data.collate import at_rows, augment, collated, takes_training
 from grappe.data.datasets import training_order
 from grappe.data.device_copy import copies_to, on_device, sent
 from grappe.data.draw import sample_keys
 from grappe.data.loading import Loading
 from grappe.data.order import SampleOrder, cut
 from grappe.data.pieces import ExactPieces
-from grappe.data.rand_like import inside
 from grappe.data.seeded import SeededDataset
 from grappe.data.source import Request, Samples, Source, Sources, for_threads
-from grappe.data.whole_batch_draws import BatchRows
 from grappe.errors import PlanError
 from grappe.launch.world import World
 from grappe.plan import Plan
@@ -62,46 +60,52 @@ class BatchLoader:
         self.dataset = dataset
         self._task, self._plan, self._world = task, plan, world
         self._training = training
-        self._augments = augments(task, training=training)
+        self._augments = overrides(task, "augment") and (training or takes_training(task))
         self._counts = overrides(task, "counts")
         self._parts = plan.microbatches if training else 1
-        self._exact = ExactPieces.of(plan)
+        self._exact = ExactPieces.of(plan) if plan.exact else None
         self._places = training and plan.draws_whole_batches
         self.phase: Callable[[int], None] | None = None  # called as a batch leaves and arrives
         self._arrays = in_memory(dataset)
         self._cuts = plan.pipeline > 1 and self._parts > 1 and self._arrays is None
+        self.waited = 0.0
+        """Seconds spent waiting for samples."""
         if self._arrays is not None:
             self._arrays.to_device(world.device)
+            return
         seeded = SeededDataset(dataset, seed=order.seed)
-        if self._arrays is None and plan.loading == "threads" and plan.workers != 0:
+        if plan.loading == "threads" and plan.workers != 0:
             for_threads(seeded)  # now, and not at the first evaluation
         pin = world.device.type == "cuda"
         self.sources = Sources(
             Samples(dataset=seeded, task=task, pin=pin, prefetch=plan.prefetch), plan, world
         )
-        self.waited = 0.0
-        """Seconds spent waiting for samples."""
+        """Of samples that are not in memory."""
 
     def slices(self, start: int, stop: int) -> Iterator[StepSlice]:
         """Yields this process's part of steps `start` to `stop`, a pure function of the sample order."""
-        per_epoch = self.order.steps_per_epoch
-        for step in range(start, stop):
-            epoch, within = divmod(step, per_epoch)
-            everyone = self.order.ids(epoch, within)
-            first, last = cut(len(everyone), self._world.data_size, self._world.data_rank)
-            ids = everyone[first:last]
-            if self._exact is not None:
-                bounds = self._exact.spans(len(everyone), self._world.data_rank)
-            elif self._parts == 1:
-                bounds = [(first, last)]
-            else:
-                bounds = [cut(len(ids), self._parts, part) for part in range(self._parts)]
-                bounds = [(first + a, first + b) for a, b in bounds]
-            pieces = tuple([everyone[a:b] for a, b in bounds])
-            if self._exact is not None:
-                ids = np.concatenate(pieces)
-            places = tuple([BatchRows(a, max(1, b - a), len(everyone)) for a, b in bounds])
-            yield StepSlice(step, epoch, len(everyone), ids, pieces, places)
+        size, bounds = 0, list[tuple[int, int]]()
+        places: tuple[BatchRows, ...] = ()
+        for first_step, epoch, block in self.order.blocks(start, stop):
+            for step, row in enumerate(range(0, len(block), self.order.batch_size), first_step):
+                everyone = block[row : row + self.order.batch_size]
+                if len(everyone) != size:  # at the first step, and around an epoch's end
+                    size = len(everyone)
+                    bounds = self._bounds(size)
+                    places = tuple([BatchRows(a, max(1, b - a), size) for a, b in bounds])
+                pieces = tuple([everyone[a:b] for a, b in bounds])
+                ids = (
+                    everyone[bounds[0][0] : bounds[-1][1]] if self._exact is None else np.concatenate(pieces)
+                )
+                yield StepSlice(step, epoch, size, ids, pieces, places)
+
+    def _bounds(self, size: int) -> list[tuple[int, int]]:
+        """Returns the begin and the end of each of this process's pieces in the `size` rows of a global batch."""
+        if self._exact is not None:
+            return self._exact.spans(size, self._world.data_rank)
+        first, last = cut(size, self._world.data_size, self._world.data_rank)
+        cuts = [cut(last - first, self._parts, part) for part in range(self._parts)]
+        return [(first + a, first + b) for a, b in cuts]
 
     def batches(self, start: int, stop: int) -> Iterator[Batch]:
         """Gives the batches of steps `start` to `stop`. Collective where the task counts its targets.
@@ -169,7 +173,8 @@ class BatchLoader:
             seeded = self.sources.samples.dataset
             inputs, targets = collated(self._task, [seeded[-1, int(index)] for index in ids])
         cpu = torch.device("cpu")
-        inputs, targets = tree_map(lambda leaf: on_device(leaf, cpu), (inputs, targets))
+        if self._world.device != cpu:
+            inputs, targets = tree_map(lambda leaf: on_device(leaf, cpu), (inputs, targets))
         # A model may accept augmented samples only.
         if not self._augments:
             return inputs, targets

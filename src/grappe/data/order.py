@@ -6,7 +6,8 @@ an epoch's order is a permutation chosen by a key, evaluated only at the positio
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Iterator
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -30,18 +31,6 @@ def cut(size: int, parts: int, part: int) -> tuple[int, int]:
     return 2 * (pairs * part // parts), min(2 * (pairs * (part + 1) // parts), size)
 
 
-class _Block:
-    """The part of an order that was evaluated last."""
-
-    def __init__(self) -> None:
-        nothing = np.empty(0, np.int64)
-        # one tuple, replaced whole: a thread that reads ahead sees the old block or the new one
-        self.held: tuple[int, int, int, int, NDArray[np.int64]] = (-1, 0, 0, 0, nothing)
-
-    def __reduce__(self) -> tuple[type[_Block], tuple[()]]:
-        return _Block, ()  # a data worker that receives a SampleOrder need not receive its block
-
-
 @dataclass(frozen=True, kw_only=True)
 class SampleOrder:
     """Order in which every epoch sees each sample once, or as often as `sampling` says.
@@ -56,25 +45,32 @@ class SampleOrder:
     batch_size: int
     shuffle: bool = True
     sampling: DrawnSamples | None = None
-    _block: _Block = field(default_factory=_Block, init=False, repr=False, compare=False)
 
     @property
     def steps_per_epoch(self) -> int:
         """Steps in an epoch, the last short one included."""
         return -(-self.length // self.batch_size)
 
-    def ids(self, epoch: int, step_in_epoch: int) -> NDArray[np.int64]:
-        """Returns the ids of a step's global batch, in order: int64 (batch_size,), shorter at an epoch's end.
+    def blocks(self, start: int, stop: int) -> Iterator[tuple[int, int, NDArray[np.int64]]]:
+        """Yields (step, epoch, ids) of blocks that cover steps `start` to `stop`, counted over all epochs.
 
-        Steps may be read in any order; consecutive steps are fastest.
+        A block begins with `step`, and has the ids of whole steps of one epoch, one after the other: int64 (n,). Its
+        ids are evaluated together; the first block is small, so that a jump costs little.
         """
+        size = _FIRST_BLOCK
+        while start < stop:
+            epoch, within = divmod(start, self.steps_per_epoch)
+            steps = min(max(size // self.batch_size, 1), self.steps_per_epoch - within, stop - start)
+            first = within * self.batch_size
+            yield start, epoch, self.order(epoch, first, min(first + steps * self.batch_size, self.length))
+            start += steps
+            size = min(size * _GROWTH, _LARGEST_BLOCK)
+
+    def ids(self, epoch: int, step_in_epoch: int) -> NDArray[np.int64]:
+        """Returns the ids of a step's global batch, in order: int64 (batch_size,), shorter at an epoch's end."""
         start = step_in_epoch * self.batch_size
-        stop = min(start + self.batch_size, self.length)
-        held_epoch, first, last, _, block = self._block.held
-        if epoch != held_epoch or not first <= start < stop <= last:
-            first, block = self._evaluate(epoch, start)
-        # a copy, since torch.from_numpy warns about what it may not write to
-        return block[start - first : stop - first].copy()
+        assert 0 <= start < self.length, f"position {start} of {self.length}"
+        return self.order(epoch, start, min(start + self.batch_size, self.length))
 
     def samples(self, ids: NDArray[np.int64]) -> NDArray[np.int64]:
         """Returns the samples of `ids`; several may be copies of one sample."""
@@ -89,16 +85,3 @@ class SampleOrder:
         if not self.shuffle:
             return positions
         return permute(positions, key=mix(self.seed, epoch), length=self.length)
-
-    def _evaluate(self, epoch: int, start: int) -> tuple[int, NDArray[np.int64]]:
-        """Evaluates and keeps the block that begins at `start`: small after a jump, larger for consecutive reads."""
-        assert 0 <= start < self.length, f"position {start} of {self.length}"
-        held_epoch, _, last, size, _ = self._block.held
-        at_the_end = last == self.length
-        goes_on = (epoch, start) == ((held_epoch + 1, 0) if at_the_end else (held_epoch, last))
-        size = min(size * _GROWTH, _LARGEST_BLOCK) if goes_on else _FIRST_BLOCK
-        # whole batches, so that no step straddles two blocks
-        stop = min(start + max(size // self.batch_size, 1) * self.batch_size, self.length)
-        block = self.order(epoch, start, stop)
-        self._block.held = (epoch, start, stop, size, block)
-        return start, block

@@ -31,10 +31,8 @@ class ExactPieces:
     """Whether a slice has every `slices`-th piece instead of consecutive pieces."""
 
     @classmethod
-    def of(cls, plan: Plan) -> ExactPieces | None:
-        """Returns the plan's pieces; None if the plan is not exact."""
-        if not plan.exact:
-            return None
+    def of(cls, plan: Plan) -> ExactPieces:
+        """Returns the pieces of an exact plan."""
         # With sharding, pieces that are reduced together must be neighbours in the summation tree.
         return cls(pieces=plan.exact, slices=plan.data_parallel, interleaved=plan.shard > 1)
 
@@ -73,7 +71,7 @@ class ExactPieces:
 
 def rows_of_slices(plan: Plan, samples: int) -> list[np.ndarray]:
     """Returns, for each data slice, the rows of a global batch of `samples` rows that it has: int64 arrays."""
-    exact = ExactPieces.of(plan)
+    exact = ExactPieces.of(plan) if plan.exact else None
     indices = []
     for rank in range(plan.data_parallel):
         spans = [cut(samples, plan.data_parallel, rank)] if exact is None else exact.spans(samples, rank)

@@ -2,55 +2,17 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
-from collections.abc import Iterator
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from grappe.data.batch import Microbatch, SampleIds
+from grappe.data.batch import InModel, SampleIds
 from grappe.data.device_copy import sent
 from grappe.data.draw import draw, mix, sample_keys
-from grappe.data.whole_batch_draws import draw_for
 from grappe.errors import TaskError
 
 _PURPOSE = 0x72616E646E  # other numbers than those that augment() draws with the same samples' keys
-
-
-class _Entered:
-    """The samples in the model of this process; not per thread, since backward has threads of its own on a GPU."""
-
-    samples: SampleIds | None = None
-
-
-def entering(micro: Microbatch) -> Any:
-    """Returns the inputs of a microbatch whose forward, loss and backward come next: its samples' numbers are drawn."""
-    _Entered.samples = micro.sample_ids
-    draw_for(micro.place)
-    return micro.inputs
-
-
-def entered() -> SampleIds | None:
-    """Returns the samples that are in the model."""
-    return _Entered.samples
-
-
-@contextlib.contextmanager
-def inside(samples: SampleIds | None) -> Iterator[None]:
-    """Context in which numbers are drawn for `samples`; None: from torch's generator."""
-    before, _Entered.samples = _Entered.samples, samples
-    try:
-        yield
-    finally:
-        _Entered.samples = before
-
-
-def first_rows(rows: int) -> contextlib.AbstractContextManager[None]:
-    """Context of a call with the first rows of the microbatch alone."""
-    samples = _Entered.samples
-    return inside(None if samples is None else samples._replace(ids=samples.ids[:rows]))
 
 
 @torch.compiler.disable
@@ -68,7 +30,7 @@ def rand_like(like: Tensor, salt: int = 0) -> Tensor:
     Raises:
         TaskError: `like` has not a row for each sample.
     """
-    samples = _Entered.samples
+    samples = InModel.samples
     if samples is None:
         return torch.rand_like(like)
     return _uniform(like, salt, samples, 1).view(like.shape).to(like.dtype)
@@ -81,7 +43,7 @@ def randn_like(like: Tensor, salt: int = 0) -> Tensor:
     By the transform of Box and Muller (1958), "A note on the generation of random normal deviates", so none is beyond
     5.8; in float64, whose errors, which differ between devices and vector lengths, do not show in float32.
     """
-    samples = _Entered.samples
+    samples = InModel.samples
     if samples is None:
         return torch.randn_like(like)
     pairs = _uniform(like, salt, samples, 2).view(-1, 2)

@@ -18,18 +18,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from grappe.data.batch import BatchRows, InModel
 from grappe.data.draw import mix
 from grappe.private_api.torch import intercept, is_shard_or_traced, set_intercepting, tree_leaves
-
-
-class BatchRows(NamedTuple):
-    """The rows of a microbatch in the global batch."""
-
-    first: int
-    size: int
-    """b, rows of padding included."""
-    of: int
-    """N."""
 
 
 class _Kept(NamedTuple):
@@ -50,9 +41,8 @@ SAME_DRAWS: set[str] = set()
 
 
 class _Now:
-    """Not per thread, since backward, which runs forwards again, has threads of its own on a GPU."""
+    """Not per thread, as InModel."""
 
-    rows: BatchRows | None = None
     kept: _Kept | None = None
     intercepted = 0
     """Draws from torch's generator so far that were intercepted."""
@@ -69,23 +59,13 @@ def whole_batch_draws(rows: BatchRows | None) -> Iterator[None]:
     """
     if rows is not None:
         _registered()
-    before, _Now.rows = _Now.rows, rows
+    before, InModel.place = InModel.place, rows
     was_on = set_intercepting(rows is not None)
     try:
         yield
     finally:
-        _Now.rows = before
+        InModel.place = before
         set_intercepting(was_on)
-
-
-def drawn_rows() -> BatchRows | None:
-    """Returns the rows that are drawn for."""
-    return _Now.rows
-
-
-def draw_for(rows: BatchRows | None) -> None:
-    """Changes the rows inside whole_batch_draws."""
-    _Now.rows = rows
 
 
 def own_part(drawn: Tensor) -> Tensor:
@@ -269,7 +249,7 @@ def _fused(operator: Any, tensor: Tensor, *arguments: Any, **options: Any) -> An
 
 def _torchs_own(tensor: Tensor, generator: Any) -> BatchRows | None:
     """Returns the rows to draw for; None: torch draws as it would alone."""
-    rows = _Now.rows
+    rows = InModel.place
     if rows is None or rows.size >= rows.of or generator is not None or not tensor.numel():
         return None
     _Now.intercepted += 1
@@ -345,7 +325,7 @@ def noting_own_kernels(operator: Any, arguments: Any) -> Iterator[None]:
     A kernel that draws from torch's generator by itself, as flash-attn's does, cannot be intercepted.
     """
     tensor = next((leaf for leaf in tree_leaves(arguments) if isinstance(leaf, Tensor)), None)
-    rows = _Now.rows
+    rows = InModel.place
     if tensor is None or rows is None or rows.size >= rows.of or getattr(operator, "namespace", "") == "aten":
         yield
         return

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, ClassVar, final
 
@@ -15,11 +15,12 @@ from grappe.checkpoint.weights import Weights
 from grappe.data.batch import Batch
 from grappe.engines.shared.carried import CarriedState
 from grappe.engines.shared.state import SavedState, State, TrainState
+from grappe.launch.signals import StopSignal
 from grappe.launch.world import World
 from grappe.parallel.units import Blocks, blocks_for
 from grappe.plan import Plan
+from grappe.step.loss import After, StepResult
 from grappe.step.observers import Observers
-from grappe.step.reduction import After, StepResult
 from grappe.step.scores import Scores
 from grappe.task import Task
 
@@ -48,8 +49,8 @@ class EngineSetup:
     weights: Weights
     """The model's initial parameters and buffers."""
     total_steps: int
-    stop_requested: Callable[[], float] = lambda: 0.0
-    """Returns more than 0 when all processes should stop after this step (signal or time limit)."""
+    stop: StopSignal = dataclasses.field(default_factory=StopSignal)
+    """Its flag is more than 0 when all processes should stop after this step (signal or time limit)."""
     observers: Observers = dataclasses.field(default_factory=Observers)
     """The callbacks that the engine calls at its steps' phases, at its making of the optimizer, and after each loss."""
     sample_inputs: Any = None

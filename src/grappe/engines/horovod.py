@@ -31,10 +31,11 @@ from grappe.parallel.materialise import fill, on_meta
 from grappe.plan import Plan
 from grappe.profiling.phases import COMMUNICATION, UPDATE
 from grappe.step.clip import clipping, gradient_norm
+from grappe.step.loss import PAYLOAD_SIZE, StepResult, Sums
 from grappe.step.precision import LossScale, set_tf32
-from grappe.step.reduction import PAYLOAD_SIZE, StepResult, Sums
 from grappe.step.scores import Scores
 from grappe.step.task_contract import optimizer_of, schedule_of
+from grappe.task import overrides
 
 LOOPBACK = "127.0.0.1"
 MISSING = (
@@ -79,7 +80,7 @@ class Horovod(Engine):
         norm = functools.partial(gradient_norm, self._parameters)
         loss_scale = LossScale(setup.plan.precision)
         self._clip = clipping(self._task, setup.plan, loss_scale, self._parameters, norm)
-        self._after_step = AfterStep(setup, self._model)
+        self._after_step = AfterStep(setup, self._model) if overrides(setup.task, "after_step") else None
         self._alike = False
         self._model.train()
 
@@ -100,7 +101,8 @@ class Horovod(Engine):
         if self._schedule is not None:
             self._schedule.step()
         self._optimizer.zero_grad()
-        self._after_step(batch.step)
+        if self._after_step is not None:
+            self._after_step(batch.step)
         return StepResult(batch=batch, sums=sums, norm=norm, skipped=False, lr=lr)
 
     def _broadcast(self) -> None:
@@ -118,7 +120,7 @@ class Horovod(Engine):
         """Waits for the gradients' sums; a parameter with no gradient on any process keeps none, and is not updated."""
         without = [parameter for parameter in self._parameters if parameter.grad is None]
         reached = [float(parameter.grad is not None) for parameter in self._parameters]
-        notes = torch.cat([total.reshape(1).cpu(), torch.tensor([self._setup.stop_requested(), *reached])])
+        notes = torch.cat([total.reshape(1).cpu(), torch.tensor([self._setup.stop.flag, *reached])])
         handle = self._hvd.allreduce_async_(notes, op=self._hvd.Sum, name="grappe.notes")
         self._optimizer.synchronize()
         sums, counts = self._hvd.synchronize(handle).split([PAYLOAD_SIZE, len(reached)])

@@ -15,8 +15,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from grappe.data.batch import Batch
-from grappe.data.rand_like import entering
+from grappe.data.batch import Batch, entering
 from grappe.engines.base import COMMON, Engine, EngineSetup
 from grappe.engines.shared.after_step import AfterStep
 from grappe.engines.shared.microbatch import MicrobatchRunner, evaluate, within
@@ -27,7 +26,7 @@ from grappe.parallel import compile as compile_rules
 from grappe.parallel.compile import replaying
 from grappe.parallel.parallelize import KEYS, parallelize
 from grappe.parallel.pipeline import rules as pipeline_rules
-from grappe.parallel.replicate import Replicas, uses_replicas
+from grappe.parallel.replicate import Replicas
 from grappe.parallel.shard import reduction_switch
 from grappe.plan import Plan
 from grappe.profiling.phases import UPDATE
@@ -36,11 +35,11 @@ from grappe.step.closure import ClosureStep, WholeCopies, copies_of, needs_closu
 from grappe.step.exact import rules as exact_rules
 from grappe.step.exact.sums import exact_sums
 from grappe.step.fast_paths import OptimizerStep, backward
-from grappe.step.loss import Loss
+from grappe.step.loss import Loss, Roots, StepResult, Sums, loss_reduction
 from grappe.step.precision import LossScale, autocast, set_tf32
-from grappe.step.reduction import Roots, StepResult, Sums, loss_reduction
 from grappe.step.scores import Scores
 from grappe.step.task_contract import optimizer_of, schedule_of
+from grappe.task import overrides
 
 if TYPE_CHECKING:
     from grappe.engines.native_pipeline import StagedModel
@@ -71,8 +70,9 @@ class Native(Engine):
             )
         if plan.tensor > 1 and plan.batchnorm == "sync":
             return "batchnorm=sync with tensor parallelism is not supported: use batchnorm=local"
-        rules = (exact_rules, pipeline_rules, compile_rules)
-        return next((why for rule in rules if (why := rule.unsupported_reason(plan))), None)
+        rules = {"exact": exact_rules, "pipeline": pipeline_rules, "cuda_graphs": compile_rules}
+        asked = [rule for key, rule in rules.items() if key in plan.changed_keys()]
+        return next((why for rule in asked if (why := rule.unsupported_reason(plan))), None)
 
     def __init__(self, setup: EngineSetup) -> None:
         self._on_phase, self._plan = setup.observers.phase, setup.plan
@@ -92,15 +92,19 @@ class Native(Engine):
         self._gradients = strategy.gradients
         optimizer = self._model.make_optimizer()
         setup.observers.optimizer(optimizer, self._model.named)
-        self._closure_step = self._model.closure_step(optimizer)
-        setup.carried.repeated = None if self._closure_step is None else type(optimizer).__name__
+        self._parameters = [parameter for _, parameter in self._model.named]
+        self._closure_step: ClosureStep | None = None
+        if needs_closure(optimizer):
+            self._closure_step = ClosureStep(optimizer, self._parameters, setup.observers, self._model.copies)
+            setup.carried.repeated = type(optimizer).__name__
         self._schedule = schedule_of(setup.task, optimizer, setup.total_steps)
         self.train_state = self._model.train_state(optimizer, self._schedule, loss_scale)
         self._group = optimizer.param_groups[0]
         self._step_optimizer = OptimizerStep(optimizer)
-        self._parameters = [parameter for _, parameter in self._model.named]
         self._clip = clipping(setup.task, setup.plan, loss_scale, self._parameters, strategy.norm)
-        self._after_step = AfterStep(setup, self._model.module)
+        self._after_step = (
+            AfterStep(setup, self._model.module) if overrides(setup.task, "after_step") else None
+        )
 
     def step(self, batch: Batch) -> StepResult:
         lr = self._group["lr"]
@@ -116,7 +120,7 @@ class Native(Engine):
         # As optimizer.zero_grad(), less the 8 microseconds that its profiling takes.
         for parameter in self._parameters:
             parameter.grad = None
-        if not skipped:
+        if self._after_step is not None and not skipped:
             self._after_step(batch.step)
         return StepResult(batch, sums, norm, skipped, lr)
 
@@ -127,7 +131,8 @@ class Native(Engine):
         return sums, norm, skipped
 
     def remarks(self) -> Sequence[str]:
-        return [*compile_rules.remarks(self._plan), *self._model.remarks()]
+        held = "the optimizer calls a closure: every process holds whole copies of the weights, and its whole state"
+        return [*compile_rules.remarks(self._plan), *([] if self._model.copies is None else [held])]
 
     def evaluate(self, batches: Iterator[Batch], samples: int) -> Scores:
         return self._model.evaluate(batches, samples)
@@ -145,7 +150,8 @@ class WholeModel:
             setup.task, setup.plan, setup.world, setup.weights, blocks=setup.blocks.names
         )
         self.named = trained_parameters(self.module)
-        self._copies: WholeCopies | None = None
+        self.copies: WholeCopies | None = None
+        """Whole weights, for an optimizer that calls a closure, where this process holds parts."""
 
     def make_optimizer(self) -> Optimizer:
         """Makes the task's optimizer over this process's parameters, or over whole copies of sharded ones.
@@ -162,25 +168,13 @@ class WholeModel:
                 f"precision=fp16 skips steps whose gradient overflows, and {type(optimizer).__name__} computes several "
                 "gradients a step: use precision=bf16 or fp32"
             )
-        self._copies = copies_of(self.named, self._setup.world)
-        if self._copies is not None and has_modes(optimizer):
+        self.copies = copies_of(self.named, self._setup.world)
+        if self.copies is not None and has_modes(optimizer):
             raise PlanError(
                 f"{type(optimizer).__name__} calls a closure and evaluates other weights than it trains, which is not "
                 "supported for sharded weights: use replicate="
             )
-        return optimizer if self._copies is None else optimizer_of(task, self._copies.named, closures=True)
-
-    def closure_step(self, optimizer: Optimizer) -> ClosureStep | None:
-        """Returns what steps an optimizer that calls a closure; None: it does not."""
-        if not needs_closure(optimizer):
-            return None
-        parameters = [parameter for _, parameter in self.named]
-        return ClosureStep(optimizer, parameters, self._setup.observers, self._copies)
-
-    def remarks(self) -> Sequence[str]:
-        """Returns remarks on what the optimizer holds."""
-        held = "the optimizer calls a closure: every process holds whole copies of the weights, and its whole state"
-        return (held,) * (self._copies is not None)
+        return optimizer if self.copies is None else optimizer_of(task, self.copies.named, closures=True)
 
     def train_state(
         self, optimizer: Optimizer, schedule: LRScheduler | None, loss_scale: LossScale
@@ -192,7 +186,7 @@ class WholeModel:
             schedule=schedule,
             world=self._setup.world,
             loss_scale=loss_scale,
-            stepped=None if self._copies is None else self._copies.named,
+            stepped=None if self.copies is None else self.copies.named,
         )
 
     def evaluate(self, batches: Iterator[Batch], samples: int) -> Scores:
@@ -208,21 +202,22 @@ class WholeGradients:
 
     def __init__(self, setup: EngineSetup, model: WholeModel, loss_scale: LossScale) -> None:
         self._parameters = [parameter for _, parameter in model.named]
-        self._switch = reduction_switch(model.module, setup.plan)
+        self._switch = reduction_switch(model.module, setup.plan) if setup.plan.uses_fsdp else None
         self._unwrapped: Replicas | None = None
         forward: Callable[[Any], Any] = functools.partial(setup.task.forward, model.module)
         divisor = 1.0
-        if uses_replicas(setup.plan, setup.world):
+        if setup.plan.uses_ddp:
             forward = self._unwrapped = Replicas(model.module, setup.world, setup.task.forward)
             divisor = float(setup.world.data_size)  # DDP averages where FSDP2 is made to sum
             if setup.plan.microbatches > 1:
                 self._switch = self._unwrapped.reduce_in_next_backward
         self._precision = autocast(setup.plan.precision, setup.world.device)
-        replayed = replaying(forward, setup.plan, keeps=setup.observers.output is not None)
+        if setup.plan.cuda_graphs:
+            forward = replaying(forward, keeps=setup.observers.output is not None)
         self._runner = MicrobatchRunner(
             setup,
             model.module,
-            within(self._precision, replayed),
+            within(self._precision, forward),
             loss_scale=loss_scale,
             gradient_divisor=divisor,
             precision=self._precision,
@@ -254,15 +249,14 @@ class ExactGradients:
     """Strategy for exact plans: sums every piece's gradients in one order, so that no number of processes shows."""
 
     def __init__(self, setup: EngineSetup, model: WholeModel, loss_scale: LossScale) -> None:
-        self._seed, self._stop_requested = setup.task.seed, setup.stop_requested
+        self._seed, self._stop = setup.task.seed, setup.stop
         parameters = [parameter for _, parameter in model.named]
         self._exact = exact_sums(model.module, parameters, setup.plan, setup.world, setup.task.forward)
         self._precision = autocast(setup.plan.precision, setup.world.device)
-        forward = replaying(self._exact.forward, setup.plan, keeps=setup.observers.output is not None)
         self._runner = MicrobatchRunner(
             setup,
             model.module,
-            within(self._precision, forward),
+            within(self._precision, self._exact.forward),
             loss_scale=loss_scale,
             precision=self._precision,
         )
@@ -278,7 +272,7 @@ class ExactGradients:
                 with exact.piece(index, batch.step, seed):
                     runner.run(batch, micro, _backward)
             exact.add(runner.total)
-        return exact.reduce(self._stop_requested(), batch.samples)
+        return exact.reduce(self._stop.flag, batch.samples)
 
     def norm(self) -> Tensor:
         """Computes the 2-norm of the whole gradient, exact to the bit. Collective if parameters are sharded."""

@@ -23,6 +23,7 @@ from grappe.engines.shared.carried import nothing_changed
 from grappe.engines.shared.microbatch import MicrobatchRunner
 from grappe.engines.shared.state import ModelState, State, export, trained_parameters
 from grappe.errors import GrappeError, PlanError
+from grappe.errors.user_code import method_error
 from grappe.launch.fork import run_in_fork
 from grappe.parallel.batchnorm import buffers_agreed, buffers_restored
 from grappe.parallel.materialise import on_meta
@@ -32,17 +33,16 @@ from grappe.parallel.pipeline.rules import stages_each
 from grappe.parallel.pipeline.schedules import Runner
 from grappe.parallel.pipeline.stage import Relay, Stage, StageGenerators, key_of, prune
 from grappe.parallel.pipeline.units import pipeline_units
-from grappe.parallel.shard import reshard, uses_shard
+from grappe.parallel.shard import reshard
 from grappe.plan import Plan
 from grappe.private_api.torch import BatchNormBase
 from grappe.profiling.phases import BACKWARD, FORWARD
 from grappe.step.clip import gradient_norm
 from grappe.step.closure import needs_closure
 from grappe.step.fast_paths import seed_dropout
+from grappe.step.loss import Sums, loss_reduction
 from grappe.step.precision import LossScale, autocast
-from grappe.step.reduction import Sums, loss_reduction
 from grappe.step.scores import Scorer, Scores
-from grappe.step.task_contract import method_error
 from grappe.step.whole_batch_loss import WholeBatchLosses
 from grappe.task import overrides
 
@@ -67,12 +67,12 @@ class PipelinedGradients:
                 "than in the pass that gives the loss its outputs, and dropout would differ: take schedule=1f1b"
             )
         # Parameters and gradients of zero=1 are whole during a step: torch's stages then reduce them at its end.
-        held = uses_shard(plan) and plan.zero == 1
+        held = plan.uses_fsdp and plan.zero == 1
         self._runner = Runner(plan.schedule, model.relay, world.device, self._loss, held)
         # Forwards have collectives: a process that alone sees a new shape would send it through without the others.
-        together = uses_shard(plan) or plan.batchnorm == "sync"
+        together = plan.uses_fsdp or plan.batchnorm == "sync"
         self._together = together and world.data_group is not None
-        self._replicas = None if uses_shard(plan) else world.data_group
+        self._replicas = None if plan.uses_fsdp else world.data_group
         self._batch: Batch | None = None
         self._generators = StageGenerators(model.relay, world)
         for stage in model.stages:  # what a schedule does between two forwards is backward, but for its waits
@@ -101,7 +101,7 @@ class PipelinedGradients:
         # Only the last stage has the loss, but the reduction divides by the stages: multiply by them.
         total = self._loss_runner.total
         total = total * plan.pipeline if total is not None else self._reduction.zero
-        self._reduction.start(total, self._setup.stop_requested())
+        self._reduction.start(total, self._setup.stop.flag)
         return self._reduction.sums()
 
     @contextlib.contextmanager
@@ -154,6 +154,9 @@ def _no_forward(inputs: Any) -> Any:
 
 class StagedModel:
     """Holds the units of this process's stages only; their parameters keep the model's names."""
+
+    copies = None
+    """None: optimizers that call a closure are refused."""
 
     def __init__(self, setup: EngineSetup) -> None:
         self._setup = setup
@@ -219,13 +222,6 @@ class StagedModel:
             loss_scale=loss_scale,
         )
 
-    def closure_step(self, optimizer: Optimizer) -> None:
-        """Returns None: optimizers that call a closure are refused."""
-
-    def remarks(self) -> Sequence[str]:
-        """Returns no remarks."""
-        return ()
-
     def reshard(self) -> None:
         """Frees gathered parameters."""
         for stage in self.stages:
@@ -241,7 +237,9 @@ class StagedModel:
         for module in modules:
             module.eval()
         try:
-            with buffers_agreed(self.module, world.data_group), self._setup.carried.apart():
+            group = world.data_group
+            agreed = contextlib.nullcontext() if group is None else buffers_agreed(self.module, group)
+            with agreed, self._setup.carried.apart():
                 waiting: deque[Batch] = deque(maxlen=None if self.stages[-1].is_last else 0)
                 for micro, output in self.relay.forward(_microbatches(batches, waiting)):
                     with precision:

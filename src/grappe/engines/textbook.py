@@ -23,9 +23,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from grappe.checkpoint.weights import Weights
-from grappe.data.batch import Batch, Microbatch
+from grappe.data.batch import Batch, Microbatch, entering
 from grappe.data.device_copy import sent
-from grappe.data.rand_like import entering
 from grappe.engines.base import COMMON, Engine, EngineSetup
 from grappe.engines.shared.after_step import AfterStep
 from grappe.engines.shared.microbatch import draws, evaluate, first_pass, seed_slice
@@ -39,12 +38,11 @@ from grappe.profiling.phases import FORWARD, UPDATE
 from grappe.step.clip import bounding, scale
 from grappe.step.exact import rules
 from grappe.step.exact.sums import Exact
+from grappe.step.loss import PAYLOAD_SIZE, StepResult, Sums
 from grappe.step.precision import set_tf32
-from grappe.step.reduction import PAYLOAD_SIZE, StepResult, Sums
-from grappe.step.scores import Scores
+from grappe.step.scores import Scores, make_losses
 from grappe.step.task_contract import optimizer_of, schedule_of
-from grappe.step.whole_batch_loss import make_losses
-from grappe.task import Task
+from grappe.task import Task, overrides
 
 # ---- 1. The same parameters everywhere (the book's get_params) -----------------------------------------
 
@@ -161,7 +159,7 @@ class Textbook(Engine):
 
     @classmethod
     def unsupported_reason(cls, plan: Plan) -> str | None:
-        return rules.unsupported_reason(plan)
+        return rules.unsupported_reason(plan) if plan.exact else None
 
     def __init__(self, setup: EngineSetup) -> None:
         self._setup, self._task, self._world = setup, setup.task, setup.world
@@ -189,7 +187,7 @@ class Textbook(Engine):
         call = functools.partial(self._task.forward, self._model)
         self._forward = call if self._exact is None else self._exact.forward
         self._watch = WatchedForward(setup, self._model)
-        self._after_step = AfterStep(setup, self._model)
+        self._after_step = AfterStep(setup, self._model) if overrides(setup.task, "after_step") else None
         self._model.train()
 
     def step(self, batch: Batch) -> StepResult:
@@ -201,7 +199,8 @@ class Textbook(Engine):
         if self._schedule is not None:
             self._schedule.step()
         self._optimizer.zero_grad()
-        self._after_step(batch.step)
+        if self._after_step is not None:
+            self._after_step(batch.step)
         return StepResult(batch=batch, sums=sums, norm=norm, skipped=False, lr=lr)
 
     def _summed(self, batch: Batch) -> tuple[Sums, Tensor | None]:
@@ -222,7 +221,7 @@ class Textbook(Engine):
 
     def _output(self, batch: Batch, micro: Microbatch) -> Any:
         with draws(self._setup, batch, micro):
-            return self._watch(self._forward, entering(micro), micro.size)
+            return self._watch(self._forward, micro)
 
     def _summed_exactly(self, batch: Batch, exact: Exact) -> tuple[Sums, Tensor | None]:
         """Computes the same sum in an order that is independent of W, and so are its bits: see step/exact.
@@ -244,7 +243,7 @@ class Textbook(Engine):
                 with exact.piece(index, batch.step, self._task.seed):
                     loss = self._gradients(batch, micro)
             exact.add(loss)
-        sums = exact.reduce(self._setup.stop_requested(), batch.samples)
+        sums = exact.reduce(self._setup.stop.flag, batch.samples)
         self._setup.observers.phase(UPDATE)
         if self._task.clip is None:
             return sums, None
@@ -259,7 +258,7 @@ class Textbook(Engine):
         each loss, from 1 over the count of the *global* batch: the same, and any optimizer will do. The
         mean of the slices' means would be wrong if two slices differ in size.
         """
-        loss = self._losses(self._watch(self._forward, entering(micro), micro.size), micro, batch)
+        loss = self._losses(self._watch(self._forward, micro), micro, batch)
         loss.values.backward(loss.output_gradient)
         return loss.total
 
@@ -289,7 +288,7 @@ class Textbook(Engine):
 
     def _flat(self, loss: Tensor) -> Tensor:
         pieces = [torch.zeros_like(p) if p.grad is None else p.grad for p in self._parameters]
-        notes = torch.tensor([self._setup.stop_requested(), *(p.grad is not None for p in self._parameters)])
+        notes = torch.tensor([self._setup.stop.flag, *(p.grad is not None for p in self._parameters)])
         notes = sent(notes, loss.device)
         return torch.cat([*(piece.reshape(-1) for piece in pieces), loss.reshape(1), notes])
 

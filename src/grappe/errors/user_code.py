@@ -79,6 +79,11 @@ def at(owner: object, name: str) -> str:
     return f" ({line})" if line else ""
 
 
+def method_error(task: object, method: str, what: str) -> TaskError:
+    """Returns the error that `method` of the task does `what`, with the line of the user's."""
+    return TaskError(f"{type(task).__name__}.{method}() {what}{at(task, method)}")
+
+
 def layer_of(error: BaseException) -> str | None:
     """Names the layer of torch.nn whose forward raised the exception."""
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]

@@ -246,8 +246,9 @@ class FakeModel:
 
         def run(model: nn.Module, world: World) -> Trace:
             units = self.units(model)
-            switch_off_caches(model, plan)
-            checkpoint_activations(units or [model], plan)
+            if recompute:
+                switch_off_caches(model)
+                checkpoint_activations(units or [model])
             if slices.synchronised and world.data_group is not None:
                 synchronise_batchnorm(model, world.data_group)
             with self.mode:
@@ -357,9 +358,10 @@ class FakeModel:
 
     def _stages(self, plan: Plan, cut: Cut) -> list[Stage]:
         model = self._build_model()
-        switch_off_caches(model, plan)
         units = pipeline_units(self.task, model)
-        checkpoint_activations(units, plan)
+        if plan.recompute:
+            switch_off_caches(model)
+            checkpoint_activations(units)
         return stages_of(self.task, units, cut, plan.precision)
 
     def _cut(self, batches: Batches, rows: int, slices: Slices) -> Batch:

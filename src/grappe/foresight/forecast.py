@@ -53,7 +53,6 @@ from grappe.launch.local import local
 from grappe.launch.rank import ProcessRank
 from grappe.parallel.materialise import untied
 from grappe.parallel.pipeline.units import pipeline_units
-from grappe.parallel.shard import uses_shard
 from grappe.plan import Plan
 from grappe.profiling.memory import data_size, return_freed_memory
 from grappe.step.scores import bytes_kept
@@ -186,7 +185,7 @@ def _has_known_peaks(fake_model: FakeModel, plan: Plan, samples: int, gpu: bool)
         return False
     units = pipeline_units(task, fake_model.plain)
     # With ties, the stages' roots gather parameters, too.
-    return not uses_shard(plan) or len(untied(fake_model.plain, units)) == len(units)
+    return not plan.uses_fsdp or len(untied(fake_model.plain, units)) == len(units)
 
 
 class BalancedWriters:
@@ -283,7 +282,7 @@ class _AlikeProcesses:
 
     def _memory(self, copies: CommunicationBuffers, is_first: bool, is_last: bool) -> PlanMemory:
         plan = self._plan
-        if uses_shard(plan):
+        if plan.uses_fsdp:
             reduces = is_last or plan.zero != 1
             return FsdpMemory(
                 self._own, plan.shard, plan.zero, there=not is_first, reduces=reduces, copies=copies
@@ -296,7 +295,7 @@ class _AlikeProcesses:
     def _forward_memory(self, copies: CommunicationBuffers) -> PlanMemory:
         """Returns the plan's memory in a forward without backward: between steps there are no gradients."""
         plan = self._plan
-        if uses_shard(plan):
+        if plan.uses_fsdp:
             return FsdpMemory(self._own, plan.shard, plan.zero, there=False, reduces=False, copies=copies)
         gradients = sum(parameter.size for parameter in self._own if parameter.trained)
         return DdpMemory([], there=False, buckets=gradients if plan.replicate > 1 else 0)
@@ -339,7 +338,7 @@ class _Pipeline:
         most = peak(trace.marks, memory)
         after = trace.marks[-1].level + memory.now
         summed = 0
-        if plan.replicate > 1 and not uses_shard(plan):
+        if plan.replicate > 1 and not plan.uses_fsdp:
             summed = states(parts, 0).gradients  # flat copies, all at once
         temporary = int(self._fake_model.together * max((part.temporary for part in parts), default=0))
         waiting = most_waiting = 0  # units whose forward will run again, each with a random state
@@ -377,7 +376,7 @@ class _Pipeline:
         return kept(self._fake_model, self._plan, parts, own, self._buffers[place])
 
     def _memory(self, place: int, copies: CommunicationBuffers) -> PlanMemory:
-        if not uses_shard(self._plan):
+        if not self._plan.uses_fsdp:
             return DdpMemory([], there=False)
         own = [part.parameter for part in self._parts[place]]
         return _ShardedStages(

@@ -18,7 +18,6 @@ from grappe.launch.world import own_cores
 from grappe.parallel.pipeline.cut import Cut, cut_into_stages
 from grappe.parallel.pipeline.rules import stages_each
 from grappe.parallel.pipeline.units import pipeline_units
-from grappe.parallel.shard import uses_shard
 from grappe.parallel.tensor import tensor_styles
 from grappe.plan import Plan
 from grappe.step.precision import LOWER
@@ -68,7 +67,7 @@ def kept(
     """
     held = states(parts, fake_model.buffers if buffers is None else buffers)
     parameters = held.parameters
-    if uses_shard(plan):
+    if plan.uses_fsdp:
         parameters = sum(
             padded(parameter, plan.shard) // plan.shard if parameter.shape else parameter.size
             for parameter in own

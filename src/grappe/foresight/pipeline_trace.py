@@ -10,8 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from grappe.data.batch import Batch
-from grappe.data.rand_like import entering
+from grappe.data.batch import Batch, entering
 from grappe.foresight.kernels import describe
 from grappe.foresight.schedules import Kind, order_of
 from grappe.foresight.trace import (
@@ -31,7 +30,6 @@ from grappe.foresight.trace import (
 )  # fmt: skip
 from grappe.parallel.pipeline.cut import Cut
 from grappe.parallel.pipeline.stage import Stage
-from grappe.parallel.shard import uses_shard
 from grappe.plan import Plan
 from grappe.private_api.torch import split_backward, tree_flatten, tree_unflatten
 from grappe.step.loss import Losses
@@ -186,7 +184,7 @@ def traced_step(
     own = {stage.number: stage for stage in stages if stage.number % plan.pipeline == place}
     parameters = [parameter for stage in own.values() for parameter in stage.parameters()]
     ledger = _ledger(own.values(), batch, describes, records)
-    if uses_shard(plan):
+    if plan.uses_fsdp:
         _mark_units(stages, own, ledger)
         if plan.zero != 1:
             take_gradients(enumerate(parameters), ledger)

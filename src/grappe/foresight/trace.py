@@ -14,8 +14,7 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 from torch.utils.weak import WeakIdKeyDictionary
 
-from grappe.data.batch import Batch, Microbatch
-from grappe.data.rand_like import entering
+from grappe.data.batch import Batch, Microbatch, entering
 from grappe.foresight.kernels import Call, Kernels, describe
 from grappe.launch.world import World
 from grappe.parallel.batchnorm import buffers_kept
@@ -24,7 +23,8 @@ from grappe.private_api.torch import TorchDispatchMode, operator_mutates, tree_l
 from grappe.step.fast_paths import backward
 from grappe.step.loss import Loss
 from grappe.step.precision import autocast
-from grappe.step.whole_batch_loss import AnyLosses, WholeBatchLosses, make_losses
+from grappe.step.scores import make_losses
+from grappe.step.whole_batch_loss import AnyLosses, WholeBatchLosses
 from grappe.task import Task
 
 WAIT = "wait_tensor.default"

@@ -40,12 +40,16 @@ def signals_blocked() -> Iterator[None]:
 class StopSignal:
     """Remembers a signal or the end of the time limit; the running step informs the other processes.
 
+    Each step reads `flag`, so it is an attribute.
+
     Args:
         time_limit: seconds from now; None: until Slurm's end time, if there is one.
     """
 
+    flag = 0.0
+    """1.0 after a signal or the end of the time limit."""
+
     def __init__(self, time_limit: float | None = None, environment: Mapping[str, str] = os.environ) -> None:
-        self._received = 0.0
         self.deadline: float | None = None
         """The end of the time limit or of the job, as time.time has it; None: there is none."""
         if time_limit is not None:
@@ -68,13 +72,12 @@ class StopSignal:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        self._received = 1.0
+        self.flag = 1.0
 
-    def flag(self) -> float:
-        """Returns 1.0 after a signal or the end of the time limit, else 0.0."""
+    def check_time(self) -> None:
+        """Sets the flag if the time limit ends before a further step and a save have ended."""
         if self.deadline is not None and time.time() + self._margin > self.deadline:
-            return 1.0
-        return self._received
+            self.flag = 1.0
 
 
 class Signalled(Protocol):

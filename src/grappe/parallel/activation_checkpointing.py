@@ -10,23 +10,21 @@ from typing import Any
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from grappe.data.batch import SampleIds
-from grappe.data.rand_like import entered, inside
-from grappe.data.whole_batch_draws import BatchRows, drawn_rows, whole_batch_draws
-from grappe.plan import Plan
+from grappe.data.batch import BatchRows, InModel, SampleIds, inside
+from grappe.data.whole_batch_draws import whole_batch_draws
 from grappe.private_api.torch import BatchNormBase
 
 
-def checkpoint_activations(units: Sequence[nn.Module], plan: Plan) -> None:
-    """Wraps each unit's forward if the plan has `recompute`; names and hooks stay the same."""
-    for unit in units if plan.recompute else ():
+def checkpoint_activations(units: Sequence[nn.Module]) -> None:
+    """Wraps each unit's forward; names and hooks stay the same."""
+    for unit in units:
         contexts = functools.partial(_contexts, unit)
         unit.forward = functools.partial(checkpoint, unit.forward, use_reentrant=False, context_fn=contexts)
 
 
-def switch_off_caches(model: nn.Module, plan: Plan) -> None:
+def switch_off_caches(model: nn.Module) -> None:
     """Switches off a transformers model's cache of keys and values: a repeated forward would find its own entries."""
-    for module in model.modules() if plan.recompute else ():
+    for module in model.modules():
         config = getattr(module, "config", None)
         if getattr(config, "use_cache", None) is True:
             config.use_cache = False  # pyrefly: ignore
@@ -34,7 +32,7 @@ def switch_off_caches(model: nn.Module, plan: Plan) -> None:
 
 def _contexts(unit: nn.Module) -> tuple[contextlib.AbstractContextManager, contextlib.AbstractContextManager]:
     return contextlib.nullcontext(), _EnteredAgain(
-        functools.partial(_as_before, unit, entered(), drawn_rows())
+        functools.partial(_as_before, unit, InModel.samples, InModel.place)
     )
 
 

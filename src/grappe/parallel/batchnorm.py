@@ -195,11 +195,8 @@ def buffers_kept(model: nn.Module) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def buffers_agreed(model: nn.Module, group: ProcessGroup | None) -> Iterator[None]:
+def buffers_agreed(model: nn.Module, group: ProcessGroup) -> Iterator[None]:
     """Context in which float buffers that differ between processes hold their mean. Collective over `group`."""
-    if group is None:
-        yield
-        return
     buffers = [buffer for buffer in model.buffers() if buffer.is_floating_point()]
     before = [buffer.clone() for buffer in buffers]
     for buffer in buffers:

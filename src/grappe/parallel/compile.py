@@ -32,8 +32,8 @@ def compile_units(units: Sequence[nn.Module], plan: Plan) -> None:
         unit.compile(mode="reduce-overhead" if plan.cuda_graphs else None)
 
 
-def replaying(forward: Forward, plan: Plan, *, keeps: bool) -> Forward:
-    """Returns `forward`; under a plan with CUDA graphs, each call may use the memory of the last call's graphs again.
+def replaying(forward: Forward, *, keeps: bool) -> Forward:
+    """Returns a `forward` with CUDA graphs, each call of which may use the memory of the last call's graphs again.
 
     Without `torch.compiler.cudagraph_mark_step_begin`, torch would take each unit for a step of its own, and record a
     graph again for each order in which it finds the units' outputs alive (torch/_inductor/cudagraph_trees.py).
@@ -42,8 +42,6 @@ def replaying(forward: Forward, plan: Plan, *, keeps: bool) -> Forward:
         keeps: whether an output may be used after the next call, as a metric's may be: then the output is copied, since
             a unit's output is in the memory of its graph.
     """
-    if not plan.cuda_graphs:
-        return forward
 
     def replay(inputs: Any) -> Any:
         torch.compiler.cudagraph_mark_step_begin()
@@ -56,9 +54,7 @@ def replaying(forward: Forward, plan: Plan, *, keeps: bool) -> Forward:
 
 
 def unsupported_reason(plan: Plan) -> str | None:
-    """Returns the reason why CUDA graphs do not work under a plan; None if they work, or are not requested."""
-    if not plan.cuda_graphs:
-        return None
+    """Returns the reason why CUDA graphs, which the plan asks for, do not work under it; None: they work."""
     if not plan.compile:
         return "cuda_graphs replays the kernels that compile makes: add compile"
     for key, used in WITHOUT_GRAPHS.items():

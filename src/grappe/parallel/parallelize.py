@@ -17,7 +17,7 @@ from grappe.parallel.activation_checkpointing import checkpoint_activations, swi
 from grappe.parallel.batchnorm import synchronise_batchnorm
 from grappe.parallel.compile import compile_units
 from grappe.parallel.materialise import fill, on_meta
-from grappe.parallel.shard import shard, sum_scalars, uses_shard
+from grappe.parallel.shard import shard, sum_scalars
 from grappe.parallel.tensor import split_tensors
 from grappe.parallel.units import units_of
 from grappe.plan import Plan
@@ -50,18 +50,21 @@ def parallelize(
     """
     model = on_meta(task)
     units = units_of(task, model, blocks)
-    switch_off_caches(model, plan)
-    split_tensors(model, task, plan, world)
+    if plan.recompute:
+        switch_off_caches(model)
+    if plan.tensor > 1:
+        split_tensors(model, task, plan, world)
     for part, inside in keep(model, units):
-        checkpoint_activations(inside or [part], plan)
+        if plan.recompute:
+            checkpoint_activations(inside or [part])
         if plan.compile:
             compile_units(inside or [part], plan)
-        if uses_shard(plan):
+        if plan.uses_fsdp:
             shard(part, inside, plan, world)
     fill(model, weights, world.device, offloaded=plan.offload == "cpu")
-    if uses_shard(plan):
+    if plan.uses_fsdp:
         sum_scalars(model, world)
-    if plan.channels_last and not uses_shard(plan):  # FSDP2 refuses parameters that are not contiguous
+    if plan.channels_last and not plan.uses_fsdp:  # FSDP2 refuses parameters that are not contiguous
         model.to(memory_format=torch.channels_last)  # pyrefly: ignore
     if plan.batchnorm == "sync" and world.data_group is not None:
         synchronise_batchnorm(model, world.data_group)

@@ -13,9 +13,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from grappe.launch.world import World
-from grappe.parallel.shard import uses_shard
-from grappe.plan import Plan
-from grappe.step.reduction import NO_ROOTS, PAYLOAD_SIZE, LossReduction, Roots, loss_reduction
+from grappe.step.loss import NO_ROOTS, PAYLOAD_SIZE, LossReduction, Roots, loss_reduction
 from grappe.task import Call
 
 # Renamed in torch 2.13.
@@ -98,11 +96,6 @@ class Replicas:
         """Sets whether the next backward reduces gradients, as the backward of a step's last microbatch does."""
         assert self._wrapped is not None
         self._wrapped.require_backward_grad_sync = last
-
-
-def uses_replicas(plan: Plan, world: World) -> bool:
-    """Returns whether DDP sums the gradients: fully_shard, pipelines and exact sums do that themselves."""
-    return world.data_group is not None and not uses_shard(plan) and plan.pipeline == 1 and not plan.exact
 
 
 def wrap(model: nn.Module, world: World, *, find_unused: bool = False) -> DistributedDataParallel:

@@ -16,11 +16,6 @@ from grappe.plan import Plan
 from grappe.step.exact.sums import tree_sum, wire
 
 
-def uses_shard(plan: Plan) -> bool:
-    """Returns whether the plan needs fully_shard: to shard, to replicate with tensor parallelism, or to offload."""
-    return plan.shard > 1 or plan.offload != "none" or (plan.replicate > 1 and plan.tensor > 1)
-
-
 def shard(model: nn.Module, units: Sequence[nn.Module], plan: Plan, world: World) -> None:
     """Shards each unit, then the root's remaining parameters, which include tied units' parameters. Collective.
 
@@ -82,10 +77,12 @@ def reshard(model: nn.Module) -> None:
 def reduction_switch(model: nn.Module, plan: Plan) -> Callable[[bool], None] | None:
     """Returns a callback for the start of each microbatch (argument: is it the last?); None: every backward may reduce.
 
+    For a model that FSDP2 shards.
+
     With zero=1, unsharded gradients accumulate and are reduced once a step; with 2 and 3, at each microbatch.
     The all-reduce over replicas always waits for the last microbatch.
     """
-    if plan.microbatches == 1 or not uses_shard(plan):
+    if plan.microbatches == 1:
         return None
     assert isinstance(model, FSDPModule)
     if plan.zero == 1:

@@ -94,8 +94,6 @@ def split_tensors(model: nn.Module, task: Task, plan: Plan, world: World) -> Non
     Raises:
         PlanError: neither the task nor its model has a tensor plan, or the model's own cannot be followed.
     """
-    if plan.tensor == 1:
-        return
     styles = tensor_styles(model, task, plan)
     assert world.mesh is not None
     split = any(isinstance(style, SplitOutputs) for style in styles.values())

@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from grappe.parallel.materialise import on_meta
-from grappe.parallel.shard import uses_shard
 from grappe.plan import Plan
 from grappe.private_api.torch import tree_flatten, tree_leaves, tree_map, tree_unflatten
 from grappe.task import Task, overrides
@@ -36,7 +35,7 @@ def blocks_for(task: Task, plan: Plan, example: Any, kept: Sequence[str] = ()) -
         example: inputs of one or two samples, on the CPU.
         kept: the names that the run has been trained with so far.
     """
-    needed = plan.pipeline == 1 and (uses_shard(plan) or plan.recompute)
+    needed = plan.pipeline == 1 and (plan.uses_fsdp or plan.recompute)
     return blocks_of(task, example, kept) if needed else Blocks()
 
 

@@ -24,6 +24,7 @@ from torch.utils._pytree import (
 )
 
 from grappe.private_api import private_names
+from grappe.private_api.torch_dynamo import is_wrapped
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -50,7 +51,7 @@ USED = private_names(
         "torch._ops": "_HIGHER_ORDER_OP_DEFAULT_FALLTHROUGH_DISPATCH_KEYS _higher_order_ops",
         "torch._ops.OpOverload": "_schema",
         "torch.autograd.Variable": "_execution_engine",
-        "torch.autograd.profiler": "_is_profiler_enabled",
+        "torch.autograd": "_profiler_enabled",
         "torch.distributed": "_functional_collectives",
         "torch.distributed.device_mesh": "_mesh_resources",
         "torch.distributed.device_mesh.DeviceMesh": "_flatten",
@@ -62,7 +63,7 @@ USED = private_names(
         "torch.nn.Module": "_buffers _modules _parameters",
         "torch.nn.modules.batchnorm": "_BatchNorm",
         "torch.optim.Optimizer": "_optimizer_step_post_hooks _optimizer_step_pre_hooks",
-        "torch.optim.lr_scheduler": "_opt_called _wrapped_by_lr_sched",
+        "torch.optim.lr_scheduler": "_wrapped_by_lr_sched",
         "torch.optim.optimizer": "_global_optimizer_post_hooks _global_optimizer_pre_hooks",
         "torch.testing": "_internal",
         "torch.utils": "_python_dispatch _pytree",
@@ -94,34 +95,34 @@ def _key_name(key: Any) -> str:
     return str(next(getattr(key, kind) for kind in ("key", "idx", "name") if hasattr(key, kind)))
 
 
-def unwrapped_step(optimizer: Optimizer) -> Callable[[Any], Any] | None:
+profiler_enabled: Callable[[], bool] = torch.autograd._profiler_enabled
+"""Returns whether a profiler records now."""
+
+
+def unwrapped_step(optimizer: Optimizer) -> tuple[Callable[[Any], Any] | None, bool]:
     """Returns the optimizer's `step` without torch's wrapper for profilers and hooks; None if there is no wrapper.
 
-    The wrapper takes 9 microseconds.
+    And without the one that sets the gradient mode; the second value is whether there is one.
     """
     wrapped = type(optimizer).step
-    return getattr(wrapped, "__wrapped__", None) if getattr(wrapped, "hooked", False) else None
+    inside = getattr(wrapped, "__wrapped__", None) if getattr(wrapped, "hooked", False) else None
+    sets_mode = is_wrapped(inside)
+    return (inside.__wrapped__ if sets_mode else inside), sets_mode  # type: ignore[union-attr]
 
 
-def step_is_observed(optimizer: Optimizer) -> bool:
-    """Returns whether a profiler or a hook, global or the optimizer's own, needs the wrapper of `step`."""
-    return bool(
-        torch.autograd.profiler._is_profiler_enabled
-        or optimizer._optimizer_step_pre_hooks
-        or optimizer._optimizer_step_post_hooks
-        or optimizer_module._global_optimizer_pre_hooks
-        or optimizer_module._global_optimizer_post_hooks
+def step_hooks(optimizer: Optimizer) -> tuple[Mapping[int, Any], ...]:
+    """Returns the hooks of `step`, global ones and the optimizer's own: dictionaries that torch changes in place."""
+    return (
+        optimizer._optimizer_step_pre_hooks,
+        optimizer._optimizer_step_post_hooks,
+        optimizer_module._global_optimizer_pre_hooks,
+        optimizer_module._global_optimizer_post_hooks,
     )
 
 
 def is_schedulers_step(step: Any) -> bool:
     """Returns whether a learning-rate schedule has replaced its optimizer's `step` by this one, to see its calls."""
     return hasattr(step, "_wrapped_by_lr_sched")
-
-
-def mark_step_called(optimizer: Any) -> None:
-    """Does the same as a schedule's replacement of `step`, except calling the optimizer's own."""
-    optimizer._opt_called = True
 
 
 # Written to where assigning an attribute is not the same: that makes a buffer which is an nn.Parameter, of a tied

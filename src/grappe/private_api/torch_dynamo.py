@@ -35,7 +35,7 @@ def leave_unloaded() -> None:
 
 
 def is_wrapped(step: Any) -> bool:
-    """Returns whether `step` has torch's wrapper that imports torch._dynamo."""
+    """Returns whether `step` has torch's wrapper that imports torch._dynamo and sets the gradient mode."""
     code = getattr(step, "__code__", None)
     return code is not None and code.co_name == STEP and hasattr(step, "__wrapped__")
 
@@ -56,13 +56,13 @@ def _leave_enabled(method: Any) -> None:
 
 
 def _without_dynamo(step: Any) -> Callable[..., Any]:
-    """Does the same as torch's wrapper, without its calls to the compiler."""
+    """Does the same as torch's wrapper, without its calls to the compiler; it has the same name."""
     import torch
 
     inside = step.__wrapped__
 
-    @functools.wraps(step)
-    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+    @functools.wraps(inside)
+    def _use_grad(self: Any, *args: Any, **kwargs: Any) -> Any:
         if DYNAMO in sys.modules:
             return step(self, *args, **kwargs)
         before = torch.is_grad_enabled()
@@ -72,4 +72,4 @@ def _without_dynamo(step: Any) -> Callable[..., Any]:
         finally:
             torch.set_grad_enabled(before)
 
-    return call
+    return _use_grad

@@ -16,8 +16,8 @@ from grappe.data.batch import Batch
 from grappe.errors import TaskError
 from grappe.launch.world import World
 from grappe.step.clip import sharded_groups
+from grappe.step.loss import Sums
 from grappe.step.observers import NamedParameters, Observers
-from grappe.step.reduction import Sums
 
 Gradients = Callable[[], tuple[Sums, Tensor | None]]
 """Leaves the global batch's gradient on the parameters; returns the step's sums and the gradient's norm."""

@@ -1,34 +1,27 @@
-"""Losses: calls a task's loss, checks its contract, and computes backward's start and the reported sum.
+"""The loss of a step: calls the task's loss for each microbatch, makes backward's start, and sums over the processes.
 
 Shapes: values [B, ...], one for each example or token; weights and output_gradient the same.
 """
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+import torch.distributed as dist
+from torch import Tensor, nn
 
 from grappe.data.batch import Batch, Microbatch, flat
-from grappe.data.rand_like import first_rows
-from grappe.errors import TaskError
-from grappe.errors.user_code import at, calls_users
-from grappe.private_api.torch import tree_flatten, tree_unflatten
+from grappe.launch.world import World
 from grappe.profiling.phases import BACKWARD
+from grappe.step.loss_contract import NO_NAMES, LossValues, check_independent_samples, checked_values
 from grappe.step.observers import Observers
-from grappe.step.task_contract import method_error
 from grappe.task import Task
 
-if TYPE_CHECKING:
-    from grappe.data.batch import LossWeights
-
-NO_NAMES: Mapping[str, Tensor] = {}
-RELATIVE = {torch.float16: 0.05, torch.bfloat16: 0.05}
-"""By the loss's type, the difference that rounding may make, relative to the largest value; others: ROUNDING."""
-ROUNDING = 1e-3
+PAYLOAD_SIZE = 2  # the loss's sum and the flag
+Roots = tuple[tuple[Tensor, ...], tuple[Tensor, ...]]
+NO_ROOTS: Roots = ((), ())
 
 
 class Loss(NamedTuple):
@@ -56,20 +49,6 @@ class ScoredLoss(NamedTuple):
     """The sums of its named losses."""
     counts: Mapping[str, Tensor] = {}
     """The sums of their weights, where each has its own."""
-
-
-class LossValues(NamedTuple):
-    """The values that a task's `loss` returned for some rows."""
-
-    values: Tensor
-    """Of several losses their sum; of losses of several shapes their values one after the other."""
-    named: Mapping[str, Tensor]
-    """Several losses by name; empty if there is one."""
-
-    @property
-    def each(self) -> tuple[Tensor, ...]:
-        """Returns the values of each loss."""
-        return tuple(self.named.values()) or (self.values,)
 
 
 class Losses:
@@ -182,150 +161,148 @@ def _flat(weights: Tensor | Mapping[str, Tensor]) -> Tensor:
     return flat(weights) if isinstance(weights, Mapping) else weights
 
 
-# ---- The contract of task.loss -----------------------------------------------------------------------------
+# ---- The sum of a step's losses, and the stop flag, over all processes -------------------------------------
 
 
-@calls_users("loss()")
-def loss_of(task: Task, output: Any, target: Any) -> LossValues:
-    """Calls `task.loss`.
+class Sums:
+    """The global sums of one step, still being computed; `read` waits for the sums."""
 
-    Raises:
-        TaskError: it returned no tensor of decimal numbers, and no dictionary of such tensors.
+    def __init__(self, values: Tensor, work: dist.Work | None = None, flag: float | None = None) -> None:
+        if work is not None and values.is_cuda:
+            work.wait()  # makes the stream wait, not the host
+        self._values: Tensor | HostCopy = HostCopy(values) if values.is_cuda else values
+        self._work = work
+        self._flag = flag
+
+    def read(self) -> Sequence[float]:
+        """Returns [the loss's sum over all processes, the sum of their flags]."""
+        if self._work is not None:
+            self._work.wait()
+            self._work = None
+        values = self._values.read() if isinstance(self._values, HostCopy) else self._values
+        return (values.item(), self._flag) if self._flag is not None else values.tolist()
+
+
+class LossReduction:
+    """The loss reduction of a single process; also the base of the other reductions."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._loss = torch.zeros((), device=device)
+        self._flag = 0.0
+        self._flags = {0.0: torch.zeros((), device=device)}
+        self.zero = self._flags[0.0]
+
+    def payload(self, loss: Tensor, flag: float) -> Tensor:
+        """Returns [loss, flag] as one tensor, which stays unchanged until it is read."""
+        if flag not in self._flags:
+            self._flags[flag] = torch.full_like(self.zero, flag)
+        return torch.stack((loss, self._flags[flag]))
+
+    def start(self, loss: Tensor, flag: float) -> Roots:
+        """Starts the reduction, before the step's last backward.
+
+        Returns:
+            Additional roots of that backward, and their gradients, which carry the sums.
+        """
+        self._loss, self._flag = loss, flag
+        return NO_ROOTS
+
+    def sums(self) -> Sums:
+        """Returns the step's sums, after the step's last backward has been called."""
+        return Sums(self._loss, flag=self._flag)
+
+
+class PiggybackReduction(LossReduction):
+    """Loss reduction within DDP's own reduction: the sums are the gradient of a parameter with no other use."""
+
+    def __init__(self, carried: nn.Parameter, processes: int) -> None:
+        super().__init__(carried.device)
+        self._carried = carried
+        self._as_root = (carried,)  # a leaf's gradient is the one that backward gets for it
+        self._processes = processes
+
+    def start(self, loss: Tensor, flag: float) -> Roots:
+        return self._as_root, (self.payload(loss, flag),)
+
+    def sums(self) -> Sums:
+        assert self._carried.grad is not None
+        total = self._carried.grad * self._processes  # DDP has divided by them
+        self._carried.grad = None
+        return Sums(total)
+
+
+class AllReduceReduction(LossReduction):
+    """Loss reduction by a separate all-reduce, started before backward, so that it usually ends before it is read."""
+
+    def __init__(self, world: World) -> None:
+        super().__init__(world.device)
+        # Over the whole world, since a flag may be raised anywhere; tensor peers have the same loss.
+        self._copies = world.size // world.data_size
+        self._work: dist.Work | None = None
+
+    def start(self, loss: Tensor, flag: float) -> Roots:
+        self._payload = self.payload(loss / self._copies, flag)
+        self._work = dist.all_reduce(self._payload, async_op=True)
+        return NO_ROOTS
+
+    def sums(self) -> Sums:
+        return Sums(self._payload, self._work)
+
+
+def loss_reduction(world: World, carried: nn.Parameter | None = None) -> LossReduction:
+    """Chooses the loss reduction for `world`'s processes.
+
+    Args:
+        carried: a parameter of PAYLOAD_SIZE numbers whose gradient DDP averages over the data slices, if there is one.
     """
-    loss: Any = task.loss(output, target)
-    return read_loss(task, loss)
+    if carried is not None:
+        return PiggybackReduction(carried, world.data_size)
+    return AllReduceReduction(world) if world.size > 1 else LossReduction(world.device)
 
 
-def values_of(task: Task, output: Any, targets: Any, rows: int, weights: LossWeights) -> LossValues:
-    """Calls `task.loss` for `rows` rows, and checks its whole contract.
+class HostCopy:
+    """A tensor being copied from a GPU; on a CPU, the tensor itself."""
 
-    Raises:
-        TaskError: the loss is a mean, or not one value per example or token.
-    """
-    loss: Any = task.loss(output, targets)
-    return checked_values(task, loss, rows, weights)
+    def __init__(self, values: Tensor) -> None:
+        self._event = None
+        self._values = values
+        if values.is_cuda:
+            self._values = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
+            self._values.copy_(values, non_blocking=True)
+            self._event = torch.cuda.Event()
+            self._event.record()
 
-
-def read_loss(task: Task, loss: Any) -> LossValues:
-    """Returns the values of what `task.loss` returned.
-
-    Raises:
-        TaskError: it is no tensor of decimal numbers, and no dictionary of such tensors.
-    """
-    if not isinstance(loss, Mapping):
-        _check_kind(task, loss)
-        return LossValues(loss, NO_NAMES)
-    if not loss:
-        raise method_error(task, "loss", "returned an empty dictionary: return a tensor for each loss's name")
-    for name, values in loss.items():
-        if not (isinstance(name, str) and name.isidentifier()):
-            raise method_error(
-                task, "loss", f"has the name {name!r}: use letters, digits and _, as in 'boxes'"
-            )
-        _check_kind(task, values, f" for {name!r}")
-    several = list(loss.values())
-    if len({values.shape for values in several}) > 1:
-        return LossValues(flat(loss), dict(loss))
-    return LossValues(functools.reduce(torch.add, several), dict(loss))
+    def read(self) -> Tensor:
+        """Returns the tensor on the CPU; waits for the end of the copy."""
+        if self._event is not None:
+            self._event.synchronize()
+        return self._values
 
 
-def _check_kind(task: Task, values: Any, of: str = "") -> None:
-    if not isinstance(values, Tensor) or not values.is_floating_point() or values.layout != torch.strided:
-        kind = str(values.dtype) if isinstance(values, Tensor) else type(values).__name__
-        raise method_error(
-            task, "loss", f"returned {kind}{of}: return a tensor of decimal numbers, one for each example"
-        )
+def host_copy(leaf: Any) -> Any:
+    """Begins to copy a tensor that is changed in place later; returns anything else as it is."""
+    if not isinstance(leaf, Tensor):
+        return leaf
+    return HostCopy(leaf if leaf.is_cuda else leaf.clone())
 
 
-def checked_values(task: Task, loss: Any, rows: int, weights: LossWeights) -> LossValues:
-    """Returns the values of what `task.loss` returned for `rows` rows, and checks them against `counts`.
-
-    Raises:
-        TaskError: the loss is a mean, or not one value per example or token.
-    """
-    loss_values = read_loss(task, loss)
-    values, named = loss_values
-    if any(each.dim() == 0 for each in loss_values.each):
-        raise TaskError(
-            f"{type(task).__name__}.loss() returned one number, so what it averaged over cannot be known. "
-            'Return one value per example: reduction="none", as in '
-            'F.cross_entropy(output, target, reduction="none")' + at(task, "loss")
-        )
-    shapes = {name: list(each.shape) for name, each in named.items()}
-    if isinstance(weights, Mapping):
-        counted = {name: list(each.shape) for name, each in weights.items()}
-        if shapes != counted:
-            raise TaskError(
-                f"{type(task).__name__}: counts() has the shapes {counted}, loss() "
-                f"{shapes or 'one loss without a name'}: they must be the same{at(task, 'counts')}"
-            )
-        return LossValues(flat(named, weights), named)
-    if any(each.shape != values.shape for each in named.values()):
-        raise TaskError(
-            f"{type(task).__name__}.loss() has losses of different shapes, {shapes}: give each one value for each "
-            "example, or say with counts() what the values of each count: a dictionary by the same names"
-            + at(task, "loss")
-        )
-    if weights is None and (values.numel() % rows or values.numel() == 0):
-        raise TaskError(
-            f"{type(task).__name__}.loss() returned {list(values.shape)} for {rows} rows: return one "
-            'value per example or per token (reduction="none"), or say with counts() what each value counts'
-            + at(task, "loss")
-        )
-    if weights is not None and weights.shape != values.shape:
-        raise TaskError(
-            f"{type(task).__name__}: counts() has shape {list(weights.shape)}, loss() "
-            f"{list(values.shape)}: they must be the same{at(task, 'counts')}"
-        )
-    return loss_values
+def read(leaf: Any) -> Any:
+    """Returns the tensor of a HostCopy; anything else as it is."""
+    return leaf.read() if isinstance(leaf, HostCopy) else leaf
 
 
-# ---- A sample's loss depends on that sample's output alone, so that a batch can be cut anywhere -------------
+class StepResult(NamedTuple):
+    """The result of one optimizer step; its values may still be being computed."""
+
+    batch: Batch
+    sums: Sums
+    """The loss's global sum and the processes' flags, still being computed."""
+    norm: Tensor | None
+    """The whole gradient's norm before clipping, a scalar; None if the step did not need it."""
+    skipped: bool
+    """Whether an fp16 infinity occurred: nothing was learned, and the schedule did not advance."""
+    lr: float
+    """The learning rate of the first parameter group in this step."""
 
 
-@torch.no_grad()
-def check_independent_samples(task: Task, output: Any, micro: Microbatch, loss_values: LossValues) -> None:
-    """Computes the loss of the first half of the rows alone, and compares it with `loss_values` of all rows.
-
-    Nothing is checked where outputs, targets or values have no row for each sample (a batch of graphs), or where the
-    loss draws random numbers.
-
-    Raises:
-        TaskError: the values differ, so that under another plan the task would learn something else.
-    """
-    half = micro.rows // 2
-    if micro.padding or not half:
-        return
-    leaves, nesting = tree_flatten((output, micro.targets))
-    if any(isinstance(leaf, Tensor) and leaf.dim() and len(leaf) != micro.rows for leaf in leaves):
-        return
-    first = [leaf[:half] if isinstance(leaf, Tensor) and leaf.dim() else leaf for leaf in leaves]
-    part, targets = tree_unflatten(first, nesting)
-    devices = [loss_values.values.device] if loss_values.values.is_cuda else []
-    with torch.random.fork_rng(devices=devices):
-        again = loss_of(task, output, micro.targets)
-        if not all(torch.equal(a, b) for a, b in zip(again.each, loss_values.each, strict=True)):
-            return  # the loss draws random numbers of its own
-        try:
-            with first_rows(half):
-                of_half = loss_of(task, part, targets)
-        except Exception:
-            return
-    for values, half_values in zip(loss_values.each, of_half.each, strict=True):
-        if loss_values.named and len(values) != micro.rows:
-            continue  # one of several losses may have values for boxes, in any order
-        if not values.numel() or values.numel() % micro.rows:
-            continue
-        expected = values.reshape(micro.rows, -1)[:half].float()
-        if half_values.numel() != expected.numel():
-            continue
-        gap = (half_values.reshape(half, -1).float() - expected).abs().max()
-        if not gap > RELATIVE.get(values.dtype, ROUNDING) * expected.abs().max():
-            continue
-        raise TaskError(
-            f"{type(task).__name__}.loss() gives a sample another value when the batch has other samples: with "
-            f"{half} of {micro.rows} samples values differ by {float(gap):.2g}. Under another plan, which cuts the "
-            "batch elsewhere, the task would learn something else. If the loss is to compare samples (CLIP, SimCLR), "
-            "write `whole_batch_loss = True` in the task; else let each value depend on its own sample"
-            + at(task, "loss")
-        )
+After = Callable[[StepResult], bool]

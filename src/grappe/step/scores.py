@@ -20,8 +20,10 @@ from grappe.launch.world import World
 from grappe.plan import Plan
 from grappe.private_api.torch import tree_map
 from grappe.private_api.torchmetrics import default_states, never_synchronise, reductions, states_were_set
+from grappe.step.loss import Losses
+from grappe.step.observers import Observers
 from grappe.step.task_contract import metrics_of
-from grappe.step.whole_batch_loss import make_losses
+from grappe.step.whole_batch_loss import AnyLosses, WholeBatchLosses
 from grappe.task import Task
 
 BLOCK = 1024
@@ -75,6 +77,13 @@ class DeviceNumbers:
 def bytes_kept(microbatches: int, columns: int) -> int:
     """Returns the bytes of so many columns, each with a number of each microbatch."""
     return columns * -(-microbatches // BLOCK) * BLOCK * torch.float64.itemsize
+
+
+def make_losses(task: Task, plan: Plan, world: World, observers: Observers | None = None) -> AnyLosses:
+    """Makes the object that computes the task's loss under the plan."""
+    if task.whole_batch_loss:
+        return WholeBatchLosses(task, plan, world, observers)
+    return Losses(task, observers)
 
 
 class Scorer:

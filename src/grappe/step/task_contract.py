@@ -11,9 +11,9 @@ from torch.optim import lr_scheduler
 from torch.optim.lr_scheduler import LRScheduler
 
 from grappe.checkpoint.initial import check_model
-from grappe.errors import TaskError, nearest
+from grappe.errors import nearest
 from grappe.errors.causes import broken_package
-from grappe.errors.user_code import at
+from grappe.errors.user_code import method_error
 from grappe.step.closure import needs_closure
 from grappe.task import Task
 
@@ -170,8 +170,3 @@ def metrics_of(task: Task, method: str = "metrics") -> dict[str, Any]:
                 task, method, f"has {type(metric).__name__} for {name!r}: give a metric of torchmetrics"
             )
     return dict(metrics)
-
-
-def method_error(task: Task, method: str, what: str) -> TaskError:
-    """Returns the error that `method` of the task does `what`, with the line of the user's."""
-    return TaskError(f"{type(task).__name__}.{method}() {what}{at(task, method)}")

@@ -13,7 +13,7 @@ from torch import Tensor
 from grappe.data.batch import Microbatch
 from grappe.launch.world import World
 from grappe.private_api.torch import tree_map
-from grappe.step.reduction import host_copy, read
+from grappe.step.loss import host_copy, read
 from grappe.step.scores import Metrics, Number, Scores
 from grappe.task import Task, overrides
 

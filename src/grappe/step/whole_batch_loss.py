@@ -29,7 +29,8 @@ from grappe.plan import Plan
 from grappe.private_api.torch import tree_flatten, tree_leaves, tree_unflatten
 from grappe.profiling.phases import BACKWARD
 from grappe.step.exact.sums import wire
-from grappe.step.loss import Loss, Losses, ScoredLoss, values_of
+from grappe.step.loss import Loss, Losses, ScoredLoss
+from grappe.step.loss_contract import values_of
 from grappe.step.observers import Observers
 from grappe.task import Task
 
@@ -239,13 +240,6 @@ class WholeBatchLosses:
 
 
 AnyLosses = Losses | WholeBatchLosses
-
-
-def make_losses(task: Task, plan: Plan, world: World, observers: Observers | None = None) -> AnyLosses:
-    """Makes the object that computes the task's loss under the plan."""
-    if task.whole_batch_loss:
-        return WholeBatchLosses(task, plan, world, observers)
-    return Losses(task, observers)
 
 
 def _start(values: Tensor, batch: Batch, weights: Tensor | None, scale: float) -> Tensor:

@@ -40,8 +40,8 @@ from grappe.plan import Plan
 from grappe.private_api.torch import foreach_add_, foreach_mul_, local_tensor, tree_map
 from grappe.profiling import memory, phases
 from grappe.profiling.chronometer import Chronometer, StepTimes
-from grappe.step.loss import loss_of
-from grappe.step.reduction import HostCopy, StepResult
+from grappe.step.loss import HostCopy, StepResult
+from grappe.step.loss_contract import loss_of
 from grappe.step.scores import Scores
 from grappe.step.task_contract import Plateau, model_of
 from grappe.step.training_scores import SliceSums, TrainingScores
@@ -268,13 +268,16 @@ class Training:
         """Evaluates, saves and reports after a step; returns True when the training should stop."""
         session = self.session
         seconds = session.clock.end_step()
+        if session.stop_signal.deadline is not None:
+            session.stop_signal.check_time()
         self._read_previous_step()
         if session.average.kept and not result.skipped:
             session.average.update()
         batch, norm = result.batch, result.norm
         count = None if batch.count.__class__ is float else HostCopy(batch.count)  # type: ignore[arg-type]
         self.step = session.watchdog.step = step = batch.step + 1
-        scores = session.training_scores.copied() if self._prints_after(step) else None
+        prints = self._prints_after is not None and self._prints_after(step)
+        scores = session.training_scores.copied() if prints else None
         spent, size = session.clock.last_step, None if norm is None else HostCopy(norm)
         self._pending = Pending(result, seconds, spent, count, size, scores)
         session.watchdog.marks += 1

@@ -85,11 +85,13 @@ class Options:
         """Returns the number of steps between evaluations; None: there are none."""
         return None if self.steps_only else self.evaluate_every or steps_per_epoch
 
-    def printing(self, steps_per_epoch: int) -> Callable[[int], bool]:
-        """Returns the function that says whether a line follows a step, which counts from 1."""
+    def printing(self, steps_per_epoch: int) -> Callable[[int], bool] | None:
+        """Returns the function that says whether a line follows a step, which counts from 1; None: there are none."""
         every = self.print_every
-        if every is None or every >= 1:
-            return lambda step: every is not None and step % every == 0
+        if every is None:
+            return None
+        if every >= 1:
+            return lambda step: step % every == 0
         # A part's multiples, in each epoch; 1e-9, as 1 // 0.1 is 9.
         lines = [int(step / steps_per_epoch / every + 1e-9) for step in range(steps_per_epoch + 1)]
         return lambda step: lines[(step - 1) % steps_per_epoch + 1] > lines[(step - 1) % steps_per_epoch]

@@ -26,9 +26,8 @@ from grappe.checkpoint.format import Checkpoint, Retention, latest
 from grappe.checkpoint.lease import Lease
 from grappe.checkpoint.saver import Saver
 from grappe.data import loader
-from grappe.data.batch import Batch
+from grappe.data.batch import Batch, entering
 from grappe.data.datasets import check
-from grappe.data.rand_like import entering
 from grappe.engines.shared.state import ModelState, SavedState
 from grappe.errors import EXIT_INTERRUPTED, PlanError, RunError, UsageError
 from grappe.launch.rank import ProcessRank, rank_from_environment
@@ -36,7 +35,7 @@ from grappe.launch.signals import StopSignal
 from grappe.launch.terminal import say
 from grappe.launch.world import join
 from grappe.parallel.replicate import wrap
-from grappe.parallel.shard import shard, sum_scalars, uses_shard
+from grappe.parallel.shard import shard, sum_scalars
 from grappe.plan import AnyPlan, as_plan
 from grappe.profiling.chronometer import Chronometer
 from grappe.profiling.phases import BACKWARD, CHECKPOINT, DATA, FORWARD, UPDATE
@@ -101,7 +100,7 @@ class Loop:
         self.step = 0
         """Optimizer steps done, over restarts."""
         self._seed, self._save_every = seed, save_every
-        self._averaged = 1 if uses_shard(self.plan) else self.world.data_size
+        self._averaged = 1 if self.plan.uses_fsdp else self.world.data_size
         """What DDP divides a sum of gradients by; FSDP2 does not divide."""
         self._states: list[ModelState] = []
         self._batch: Batch | None = None
@@ -127,7 +126,7 @@ class Loop:
             if self.world.size > 1:
                 dist.broadcast(tensor.detach(), 0)
         before = {parameter: name for name, parameter in model.named_parameters()}
-        if uses_shard(self.plan):
+        if self.plan.uses_fsdp:
             shard(model, [], self.plan, self.world)
             sum_scalars(model, self.world)
         after = dict(model.named_parameters())
@@ -143,7 +142,7 @@ class Loop:
             state.restore(SavedState(tensors=self._found.read_tensors(), values=values))
         optimizer.register_step_pre_hook(lambda *_: self.chronometer.switch(UPDATE))
         optimizer.register_step_post_hook(lambda *_: self.chronometer.switch(FORWARD))
-        replicated = self.world.data_group is not None and not uses_shard(self.plan)
+        replicated = self.world.data_group is not None and not self.plan.uses_fsdp
         return (wrap(model, self.world) if replicated else model), optimizer
 
     def batches(self, dataset: Dataset, batch_size: int, epochs: int) -> Batches:
@@ -241,7 +240,8 @@ class Loop:
 
     def _stop_agreed(self) -> bool:
         """Returns whether any process had a signal by the step before: reduced asynchronously. Collective."""
-        flag = torch.tensor(self._stop_signal.flag())
+        self._stop_signal.check_time()
+        flag = torch.tensor(self._stop_signal.flag)
         if self.world.control is None:
             return bool(flag)
         before, self._stop_reduction = self._stop_reduction, None

@@ -15,7 +15,6 @@ from grappe.data.loading import Loading
 from grappe.engines.base import Engine, EngineSetup
 from grappe.launch.terminal import UserStream, say
 from grappe.launch.world import World
-from grappe.parallel.shard import uses_shard
 from grappe.plan import Plan
 from grappe.private_api.torch import tree_leaves
 from grappe.task import Task
@@ -58,7 +57,7 @@ def reporting(
         if terminal is not None:
             every = options.evaluations_every(info.steps_per_epoch)
             end = ExpectedEnd(every, stops_early=options.patience is not None, deadline=deadline)
-            prints = None if options.print_every is None else options.printing(info.steps_per_epoch)
+            prints = options.printing(info.steps_per_epoch)
             watchers.append(Console(terminal, sample_word(samples), prints, end=end))
         watchers += [find_logger(name)() for name in options.log]
     if world.rank in options.profile:
@@ -128,7 +127,7 @@ def start_facts(
 
 def unit_facts(engine: type[Engine], setup: EngineSetup) -> dict[str, Any]:
     """Returns the facts on the units of a model whose task gives none, where the plan needs some."""
-    shards = engine.sharded_units and uses_shard(setup.plan)
+    shards = engine.sharded_units and setup.plan.uses_fsdp
     if not (shards or setup.plan.recompute):
         return {}
     return {

@@ -25,21 +25,15 @@ class SampleLog(Watcher):
     """Log of the batches' own sample ids, with which the sample order can be checked independently.
 
     Every process has a SampleLog with a separate file. A line is {"kind": "step" or "evaluation", "step", "ids"}.
-
-    Args:
-        enabled: whether to write at all.
     """
 
-    def __init__(self, *, enabled: bool = True) -> None:
-        self._enabled = enabled
+    def __init__(self) -> None:
         self._file: BinaryIO | None = None
         self._buffer = bytearray()
         self._step = 0  # the last delivered step: before an evaluation, all steps are delivered
 
     def started(self, info: RunInfo) -> None:
         """Drops lines after the resumed checkpoint, whose steps the training repeats, perhaps on fewer processes."""
-        if not self._enabled:
-            return
         folder = info.folder / FOLDER
         files.make_folder(folder, IN_RUN)
         self._step = info.start
@@ -71,10 +65,6 @@ class SampleLog(Watcher):
         if self._file is not None:
             self._file.close()
 
-    def logged(self, loader: BatchLoader, kind: str) -> BatchLoader | LoggedLoader:
-        """Yields the loader's batches, and logs each when it is taken."""
-        return LoggedLoader(self, loader, kind) if self._enabled else loader
-
     def add(self, kind: str, batch: Batch, order: SampleOrder | None = None) -> None:
         """Logs a batch of a step, or of the evaluation after the last step."""
         step = batch.step + 1 if kind == "step" else self._step
@@ -91,7 +81,7 @@ class SampleLog(Watcher):
 
 
 class LoggedLoader:
-    """A BatchLoader whose batches are written to a SampleLog."""
+    """A BatchLoader whose batches are written to a SampleLog, each when it is taken."""
 
     def __init__(self, log: SampleLog, loader: BatchLoader, kind: str) -> None:
         self._log, self._loader, self._kind = log, loader, kind

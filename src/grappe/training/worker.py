@@ -16,9 +16,9 @@ from grappe.checkpoint.format import Retention
 from grappe.checkpoint.saver import Saver
 from grappe.checkpoint.weights import ModelWeights
 from grappe.data import loader
+from grappe.data.batch import inside
 from grappe.data.datasets import dataset_of, prepare, refuse_differing_lengths
 from grappe.data.order import SampleOrder
-from grappe.data.rand_like import inside
 from grappe.data.seeded import fingerprint
 from grappe.data.source import explaining_ended_workers
 from grappe.engines.base import EngineSetup
@@ -46,7 +46,7 @@ from grappe.training.out_of_memory import LocalOutOfMemory, reporting_out_of_mem
 from grappe.training.reporting import announce, note_optimizer, report, reporting, start_facts, unit_facts
 from grappe.training.request import Request, Result
 from grappe.training.run import Run
-from grappe.training.sample_log import SampleLog
+from grappe.training.sample_log import LoggedLoader, SampleLog
 from grappe.training.start_run import RunRequest, StartedRun, start_run
 from grappe.training.watchdog import Watchdog
 from grappe.training.watchers import find
@@ -84,7 +84,7 @@ def _trained(request: Request, process: ProcessRank, rendezvous_folder: Path) ->
     task = request.task.resolve()
     if options.noise_scale:
         refuse_noise_scale(task, plan)
-    own_watchers = find.make(request.watchers) if world.rank == 0 else []
+    own_watchers = find.make(request.watchers) if request.watchers and world.rank == 0 else []
     prepare(task, request.data, world)
     data = read(task, request.data, world)
 
@@ -125,7 +125,7 @@ def _trained(request: Request, process: ProcessRank, rendezvous_folder: Path) ->
                     world=world,
                     weights=ModelWeights(tensors),
                     total_steps=info.total_steps,
-                    stop_requested=stop_signal.flag,
+                    stop=stop_signal,
                     observers=Observers(
                         phase=[clock.switch, *([noise.on_phase] if noise else ())],
                         optimizer=[
@@ -156,13 +156,13 @@ def _trained(request: Request, process: ProcessRank, rendezvous_folder: Path) ->
                 baseline=baseline,
                 loading=lambda: batches.loading,
             )
-            sample_log = SampleLog(enabled=options.log_samples)
+            sample_log = SampleLog() if options.log_samples else None
             watchers = WatcherList(
                 [
                     *reporting(options, terminal, data.train, world, info, stop_signal.deadline),
                     *([NoiseWatcher(noise, terminal)] if noise is not None else []),
                     meter,
-                    sample_log,
+                    *([] if sample_log is None else [sample_log]),
                     *own_watchers,
                     *_with_clock(request.per_process_watchers, clock),
                 ]
@@ -173,8 +173,10 @@ def _trained(request: Request, process: ProcessRank, rendezvous_folder: Path) ->
                 info=info,
                 world=world,
                 engine=engine,
-                batches=sample_log.logged(batches, "step"),
-                validation=sample_log.logged(validation, "evaluation"),
+                batches=batches if sample_log is None else LoggedLoader(sample_log, batches, "step"),
+                validation=validation
+                if sample_log is None
+                else LoggedLoader(sample_log, validation, "evaluation"),
                 clock=clock,
                 watchers=watchers,
                 watchdog=Watchdog(
@@ -200,7 +202,10 @@ def _trained(request: Request, process: ProcessRank, rendezvous_folder: Path) ->
                 carried=carried,
                 training_scores=training_scores,
                 loading_cost=lambda timing: headspace(
-                    timing, (batches, validation), world, tuned=batches.sources.tuned
+                    timing,
+                    (batches, validation),
+                    world,
+                    tuned=batches.loading is not None and batches.sources.tuned,
                 ),
                 first_use=library_memory,
             )
@@ -271,15 +276,17 @@ def loaders(
             with contextlib.suppress(OSError):  # a full disk is reported by the next checkpoint
                 started.run.describe(loading=dict(loading))
 
+    sources = [each.sources for each in (batches, validation) if each.loading is not None]
     if chronometer is not None and batches.loading is not None:
-        batches.sources.tune(chronometer.spent, started.description.get("loading"), chosen)
-        validation.sources.like = batches.sources
+        sources[0].tune(chronometer.spent, started.description.get("loading"), chosen)
+        for others in sources[1:]:
+            others.like = sources[0]
     try:
-        with explaining_ended_workers():
+        with explaining_ended_workers() if sources else contextlib.nullcontext():
             yield batches, validation
     finally:
-        batches.sources.close()
-        validation.sources.close()
+        for each in sources:
+            each.close()
 
 
 def _run_request(request: Request, task: Task, data: Data, world: World) -> RunRequest:

@@ -53,9 +53,7 @@ def held(process: ProcessRank, rendezvous_folder: Path, text: str) -> dict[str, 
     task = Wide()
     loader = training_loader(task, task.data("train", Path()), plan, world)
     engine = engines.check(plan)(
-        EngineSetup(
-            task=task, plan=plan, world=world, weights=built(task), total_steps=2, stop_requested=lambda: 0.0
-        )
+        EngineSetup(task=task, plan=plan, world=world, weights=built(task), total_steps=2)
     )
     found: dict[str, int] = {}
     model = engine._model.module

@@ -24,9 +24,9 @@ from grappe.launch.rank import ProcessRank
 from grappe.launch.world import World
 from grappe.optimizers import LAMB, LARC, LARS, Muon
 from grappe.plan import Plan
+from grappe.step.loss import HostCopy
 from grappe.step.noise_scale import NoiseScale
 from grappe.step.observers import Observers
-from grappe.step.reduction import HostCopy
 from grappe.step.training_scores import TrainingScores
 from grappe.training.loop import WeightAverage
 from tests.gpu_stand_in import GPU, GpuStandIn, Wait, gpu_stand_in
@@ -157,7 +157,6 @@ def waits(gpu: GpuStandIn, task: Task, text: str, noise: NoiseScale | None = Non
         world=world,
         weights=built(task),
         total_steps=100,
-        stop_requested=lambda: 0.0,
         samples=64,
         observers=Observers(optimizer=[average.watch], output=[scores.add]),
     )

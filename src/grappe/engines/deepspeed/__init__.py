@@ -20,10 +20,10 @@ from grappe.parallel.parallelize import KEYS
 from grappe.plan import Plan
 from grappe.profiling.phases import UPDATE
 from grappe.step.clip import clipping, gradient_norm, needs_norm
-from grappe.step.loss import Loss
+from grappe.step.loss import Loss, Roots, StepResult, loss_reduction
 from grappe.step.precision import LossScale, autocast, set_tf32
-from grappe.step.reduction import Roots, StepResult, loss_reduction
 from grappe.step.scores import Scores
+from grappe.task import overrides
 
 
 class DeepSpeed(Engine):
@@ -80,7 +80,7 @@ class DeepSpeed(Engine):
         )
         self._update = self._update_partitioned if held.stage else self._update_whole
         parameters = [parameter for _, parameter in held.named]
-        self._after_step = AfterStep(setup, held.module)
+        self._after_step = AfterStep(setup, held.module) if overrides(setup.task, "after_step") else None
         norm = functools.partial(gradient_norm, parameters)
         self._clip = clipping(setup.task, setup.plan, self._loss_scale, parameters, norm)
 
@@ -104,7 +104,7 @@ class DeepSpeed(Engine):
         norm, skipped = self._update()
         if not skipped and held.schedule is not None:
             held.schedule.step()
-        if not skipped:
+        if not skipped and self._after_step is not None:
             self._after_step(batch.step)
         return StepResult(batch=batch, sums=sums, norm=norm, skipped=skipped, lr=lr)
 

@@ -21,6 +21,7 @@ from grappe.engines.deepspeed.state import Partitioned, PartitionedState, WholeS
 from grappe.engines.shared.microbatch import evaluate
 from grappe.engines.shared.state import TrainState, trained_parameters
 from grappe.errors import TaskError
+from grappe.errors.user_code import method_error
 from grappe.launch.world import World
 from grappe.parallel.activation_checkpointing import checkpoint_activations, switch_off_caches
 from grappe.parallel.batchnorm import synchronise_batchnorm
@@ -29,7 +30,7 @@ from grappe.parallel.units import units_of
 from grappe.private_api.torch import module_buffers, module_parameters
 from grappe.step.precision import LossScale, autocast
 from grappe.step.scores import Scores
-from grappe.step.task_contract import method_error, optimizer_of, schedule_of
+from grappe.step.task_contract import optimizer_of, schedule_of
 from grappe.task import Call, overrides
 
 
@@ -81,8 +82,9 @@ class DeepSpeedModel:
         cuda = world.device.type == "cuda"
         config = settings.settings(plan, task, sum(sizes), max(sizes, default=1), cuda)
         self._scratch.make(sum(sizes), config)
-        switch_off_caches(model, plan)
-        checkpoint_activations(units_of(task, model, self._setup.blocks.names) or [model], plan)
+        if plan.recompute:
+            switch_off_caches(model)
+            checkpoint_activations(units_of(task, model, self._setup.blocks.names) or [model])
         if self.stage == 3:
             partitioned(model, weights, world.device, config)
         else:

@@ -6,14 +6,13 @@ import importlib.util
 import itertools
 from collections.abc import Iterator, Sequence
 
-from grappe.data.batch import Batch
-from grappe.data.rand_like import inside
+from grappe.data.batch import Batch, inside
 from grappe.engines.base import COMMON, Engine, EngineSetup
 from grappe.engines.lightning.steps import Item, Parts
 from grappe.parallel.parallelize import KEYS
 from grappe.plan import Plan
+from grappe.step.loss import After
 from grappe.step.precision import set_tf32
-from grappe.step.reduction import After
 from grappe.step.scores import Scores
 
 INSTALL = "engine=lightning needs the package lightning: pip install 'grappe[lightning]'"

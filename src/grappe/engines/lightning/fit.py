@@ -26,10 +26,9 @@ from grappe.data.batch import Batch
 from grappe.engines.lightning.steps import Item, LightningSteps, Parts
 from grappe.launch.world import World
 from grappe.parallel.replicate import ddp_arguments
-from grappe.parallel.shard import uses_shard
 from grappe.private_api.lightning import configured_optimizers, replace_signal_connector
+from grappe.step.loss import After
 from grappe.step.precision import autocast
-from grappe.step.reduction import After
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
@@ -263,7 +262,7 @@ def choose(steps: LightningSteps, first: Item) -> Strategy:
         return placed(Stage3(steps.forward), world)
     if world.size == 1:
         return Single(world.device)
-    if uses_shard(plan) or plan.tensor > 1:
+    if plan.uses_fsdp or plan.tensor > 1:
         split: Any = Split(data_parallel_size=plan.data_parallel, tensor_parallel_size=plan.tensor)
         return placed(split, world)
     reached = steps.dry_run(first, steps.loss)

@@ -12,20 +12,20 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from grappe.data.batch import Batch, Microbatch
-from grappe.data.rand_like import entering
 from grappe.engines.base import EngineSetup
 from grappe.engines.shared.after_step import AfterStep
 from grappe.engines.shared.microbatch import NOT_SCALED, MicrobatchRunner, draws, evaluate
 from grappe.engines.shared.state import ModelState, TrainState, trained_parameters
 from grappe.parallel.batchnorm import buffers_restored
 from grappe.parallel.parallelize import parallelize
-from grappe.parallel.shard import reduction_switch, uses_shard
+from grappe.parallel.shard import reduction_switch
 from grappe.profiling.phases import FORWARD, UPDATE
 from grappe.step.clip import clipping, gradient_norm
+from grappe.step.loss import StepResult, loss_reduction
 from grappe.step.precision import LossScale
-from grappe.step.reduction import StepResult, loss_reduction
 from grappe.step.scores import Scores
 from grappe.step.task_contract import optimizer_of, schedule_of
+from grappe.task import overrides
 
 
 class Item(NamedTuple):
@@ -71,7 +71,7 @@ class LightningSteps:
         self.setup, self.model, self.optimizer, self.schedule = setup, model, optimizer, schedule
         self.forward, self._switch = forward, switch
         self._clip, self._after_update = clip, after_update
-        self._after_step = AfterStep(setup, model)
+        self._after_step = AfterStep(setup, model) if overrides(setup.task, "after_step") else None
         self._runner = MicrobatchRunner(
             setup,
             model,
@@ -100,7 +100,7 @@ class LightningSteps:
         """Computes the item's part of the step's loss, times the gradient divisor; a scalar, as Lightning takes."""
         if item.dry_run:
             self.setup.observers.phase(FORWARD)
-            output = self._runner.watch(self.forward, entering(item.micro), item.micro.size)
+            output = self._runner.output(self.forward, item.micro)
             return self._runner.losses.dry_run(output, item.micro, item.batch).scalar()
         return self._runner.loss(item.batch, item.micro)[0].scalar()
 
@@ -117,7 +117,7 @@ class LightningSteps:
         if not item.last:
             return None
         norm = self._after_update()
-        if not self.skipped:
+        if not self.skipped and self._after_step is not None:
             self._after_step(item.batch.step)
         return StepResult(
             batch=item.batch,
@@ -176,7 +176,7 @@ class Spread:
         norm = functools.partial(gradient_norm, parameters)
         clip = clipping(task, plan, loss_scale, parameters, norm)
         # Lightning divides by the microbatches, and DDP by the processes where FSDP2 is made to sum.
-        summed = uses_shard(plan) or world.data_group is None
+        summed = plan.uses_fsdp or world.data_group is None
         self.steps = LightningSteps(
             setup,
             model=model,
@@ -184,7 +184,7 @@ class Spread:
             optimizer=optimizer,
             schedule=schedule,
             gradient_divisor=float(plan.microbatches * (1 if summed else world.data_size)),
-            switch=reduction_switch(model, plan),
+            switch=reduction_switch(model, plan) if plan.uses_fsdp else None,
             loss_context=contextlib.nullcontext(),  # Lightning's own is around it
             loss_scale=loss_scale,
             clip=lambda: (None, False) if clip is None else clip(),

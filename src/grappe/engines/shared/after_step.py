@@ -12,24 +12,21 @@ from torch.overrides import TorchFunctionMode
 from grappe.data.draw import mix
 from grappe.engines.base import EngineSetup
 from grappe.engines.shared.carried import content_hash
-from grappe.errors.user_code import user_call
+from grappe.errors.user_code import method_error, user_call
 from grappe.launch.world import World
-from grappe.parallel.shard import reshard, uses_shard
+from grappe.parallel.shard import reshard
 from grappe.step.fast_paths import seed_generators
-from grappe.step.task_contract import method_error
-from grappe.task import overrides
 
 WORD = 0x6166  # of the keys of its random numbers, so that they are no slice's
 SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]
 
 
 class AfterStep:
-    """Calls `Task.after_step` without gradients; does nothing where the task has none. Collective."""
+    """Calls `Task.after_step` without gradients. Collective."""
 
     def __init__(self, setup: EngineSetup, model: nn.Module) -> None:
         self._task, self._model, self._world = setup.task, model, setup.world
-        self._used = overrides(setup.task, "after_step")
-        self._split = uses_shard(setup.plan) or setup.plan.tensor > 1
+        self._split = setup.plan.uses_fsdp or setup.plan.tensor > 1
         self._checked = False
 
     def __call__(self, step: int) -> None:
@@ -38,8 +35,6 @@ class AfterStep:
         Raises:
             TaskError: the method fails, makes other parameters, or does not do the same on every process.
         """
-        if not self._used:
-            return
         if self._split:
             reshard(self._model)
         before = {} if self._checked else dict(self._model.named_parameters())
@@ -66,7 +61,7 @@ class AfterStep:
                 "makes other parameters, which nothing trains or shards: write into those that are there, as in "
                 "target.lerp_(source, 0.01)"
             )
-        elif (name := differing(before, self._world)) is not None:
+        elif self._world.size > 1 and (name := differing(before, self._world)) is not None:
             what = (
                 f"gives '{name}' another value on each process: it may use parameters, and nothing that differs "
                 "between processes, as samples and statistics of their batches do"
@@ -89,8 +84,6 @@ class DataIsCopied(TorchFunctionMode):
 
 def differing(parameters: dict[str, nn.Parameter], world: World) -> str | None:
     """Finds a parameter of which processes with the same part have other bits. Collective."""
-    if world.size == 1:
-        return None
     prints = {name: (_part(p, world), content_hash(p)) for name, p in parameters.items()}
     everyone = world.gather(prints)
     odd = [

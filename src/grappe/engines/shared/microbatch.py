@@ -10,8 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from grappe.data.batch import Batch, Microbatch
-from grappe.data.rand_like import entering
+from grappe.data.batch import Batch, InModel, Microbatch, entering
 from grappe.data.whole_batch_draws import OWN_DRAWS, SAME_DRAWS, torchs_generator, whole_batch_draws
 from grappe.engines.base import EngineSetup
 from grappe.engines.shared.carried import nothing_changed
@@ -23,11 +22,10 @@ from grappe.plan import Plan
 from grappe.profiling import memory
 from grappe.profiling.phases import FORWARD
 from grappe.step.fast_paths import seed_dropout
-from grappe.step.loss import Loss
+from grappe.step.loss import NO_ROOTS, Loss, LossReduction, Roots, Sums
 from grappe.step.precision import LossScale, autocast
-from grappe.step.reduction import NO_ROOTS, LossReduction, Roots, Sums
-from grappe.step.scores import Scorer, Scores
-from grappe.step.whole_batch_loss import AnyLosses, WholeBatchLosses, make_losses
+from grappe.step.scores import Scorer, Scores, make_losses
+from grappe.step.whole_batch_loss import AnyLosses, WholeBatchLosses
 
 _NOTHING: Any = contextlib.nullcontext()
 NOT_SCALED = LossScale("fp32")
@@ -59,11 +57,11 @@ class MicrobatchRunner:
     ) -> None:
         OWN_DRAWS.clear()  # of a training before in this process
         SAME_DRAWS.clear()
-        self._setup, self._model, self._forward = setup, model, forward
+        self._setup, self._model, self._forward, self._carried = setup, model, forward, setup.carried
         self._first_forward = first_forward or forward
         self.watch = WatchedForward(setup, model)
         self._loss_scale, self._gradient_divisor, self._precision = loss_scale, gradient_divisor, precision
-        self._on_phase, self._stop_requested = setup.observers.phase, setup.stop_requested
+        self._on_phase, self._stop = setup.observers.phase, setup.stop
         self.losses = make_losses(setup.task, setup.plan, setup.world, setup.observers)
         self._whole_batch = setup.task.whole_batch_loss
         self.reduction = reduction
@@ -111,7 +109,16 @@ class MicrobatchRunner:
     def loss(self, batch: Batch, micro: Microbatch) -> tuple[Loss, Roots]:
         """Runs forward and loss; returns the loss, and further roots of the step's last backward, which sum it up."""
         self._on_phase(FORWARD)
-        return self.loss_of(self.watch(self._forward, entering(micro), micro.size), batch, micro)
+        return self.loss_of(self.output(self._forward, micro), batch, micro)
+
+    def output(self, forward: Callable[[Any], Any], micro: Microbatch) -> Any:
+        """Calls `forward` with the inputs of a microbatch; the training's first one is watched."""
+        if not self.watch.over:
+            return self.watch(forward, micro)
+        # As entering(micro), without a call.
+        InModel.samples, InModel.place = micro.sample_ids, micro.place
+        self._carried.rows = micro.rows + micro.padding
+        return forward(micro.inputs)
 
     def loss_of(self, output: Any, batch: Batch, micro: Microbatch) -> tuple[Loss, Roots]:
         """Computes the loss of a microbatch's output; after the step's last one starts the reduction of the sum."""
@@ -120,7 +127,7 @@ class MicrobatchRunner:
         self.total = loss.total if self.total is None else self.total + loss.total
         if self.reduction is None or micro is not batch.microbatches[-1]:
             return loss, NO_ROOTS
-        return loss, self.reduction.start(self.total, self._stop_requested())
+        return loss, self.reduction.start(self.total, self._stop.flag)
 
     def sums(self) -> Sums:
         """Returns the step's sums over all processes, after the step's last backward has been called."""
@@ -131,7 +138,7 @@ class MicrobatchRunner:
         """Runs a forward and backward of the first microbatch that changes only gradients."""
         micro = batch.microbatches[0]
         with buffers_restored(self._model), self.watch.undone():
-            output = self.watch(forward, entering(micro), micro.size)
+            output = self.output(forward, micro)
             with self._precision:
                 loss = self.losses.dry_run(output, micro, batch)
             torch.autograd.backward((loss.values, *roots[0]), (loss.output_gradient, *roots[1]))
@@ -222,11 +229,12 @@ def first_pass(
     outputs = []
     with nothing_changed(model, setup.world.device), _parameters_kept(setup, model):
         for number, micro in enumerate(batch.microbatches):
-            with contextlib.nullcontext() if micro.rows else ignoring_padding(model):
+            with _NOTHING if micro.rows else ignoring_padding(model):
                 outputs.append(forward(number, micro))
-        with precision or contextlib.nullcontext():
+        with precision or _NOTHING:
             losses.look_ahead(batch, outputs, scale)
-    reshard(model)
+    if setup.plan.uses_fsdp:
+        reshard(model)
 
 
 @torch.no_grad()
@@ -244,13 +252,14 @@ def evaluate(
     """
     plan, world = setup.plan, setup.world
     scorer = Scorer(setup.task, plan, world)
-    forward = replaying(forward or functools.partial(setup.task.forward, model), plan, keeps=True)
+    forward = forward or functools.partial(setup.task.forward, model)
+    if plan.cuda_graphs:
+        forward = replaying(forward, keeps=True)
     model.eval()
     try:
-        heap = contextlib.nullcontext() if plan.saves_memory else memory.keep_freed_memory()
         with (
-            heap,
-            buffers_agreed(model, world.data_group),
+            _NOTHING if plan.saves_memory else memory.keep_freed_memory(),
+            _NOTHING if world.data_group is None else buffers_agreed(model, world.data_group),
             autocast(plan.precision, world.device),
             setup.carried.apart(),
             _parameters_kept(setup, model),
@@ -261,5 +270,6 @@ def evaluate(
     finally:
         model.train()
     scores = scorer.scores(samples)
-    reshard(model)
+    if plan.uses_fsdp:
+        reshard(model)
     return scores

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 
+from grappe.data.batch import Microbatch, entering
 from grappe.data.whole_batch_draws import noting_own_kernels
 from grappe.engines.base import EngineSetup
 from grappe.engines.shared.after_step import SET_DATA, differing
@@ -27,7 +28,7 @@ from grappe.engines.shared.carried import (
 )
 from grappe.errors import TaskError
 from grappe.errors.user_code import place_in
-from grappe.parallel.shard import reshard, uses_shard
+from grappe.parallel.shard import reshard
 from grappe.plan import Plan
 from grappe.private_api.torch import (
     TorchDispatchMode,
@@ -60,40 +61,43 @@ class WatchedForward:
 
     def __init__(self, setup: EngineSetup, model: nn.Module) -> None:
         self._setup, self._model, self._carried = setup, model, setup.carried
-        self._watched = False
+        self.over = False
+        """Whether the first forward has run."""
         self._carried.begin(model)
 
-    def __call__(self, forward: Callable[[Any], Any], inputs: Any, rows: int) -> Any:
-        """Calls `forward` with the inputs of a microbatch of `rows` samples. The first call is collective.
+    def __call__(self, forward: Callable[[Any], Any], micro: Microbatch) -> Any:
+        """Calls `forward` with the inputs of a microbatch. The first call is collective.
 
         Raises:
             TaskError: the plan cannot keep what the forward changes.
         """
+        inputs, rows = entering(micro), micro.size
         self._carried.rows = rows
-        if self._watched:
+        if self.over:
             return forward(inputs)
         if not self._setup.plan.compile:
             with self.watching(rows):
                 return forward(inputs)
         # Nothing is compiled under a mode, and a step that is not would have other bits.
         with (
-            torch.set_grad_enabled(not uses_shard(self._setup.plan)),
+            torch.set_grad_enabled(not self._setup.plan.uses_fsdp),
             torch.compiler.set_stance("force_eager"),
             nothing_changed(self._model, self._setup.world.device),
             parameters_kept(self._model),
             self.watching(rows),
         ):
             forward(inputs)
-        reshard(self._model)
+        if self._setup.plan.uses_fsdp:
+            reshard(self._model)
         return forward(inputs)
 
     @contextlib.contextmanager
     def watching(self, rows: int) -> Iterator[None]:
         """Context of the first forward. Collective."""
-        if self._watched:
+        if self.over:
             yield
             return
-        self._watched = True
+        self.over = True
         plan, lines, before = self._setup.plan, dict[str, str](), copied_attributes(self._model)
 
         def note(name: str, parameter: nn.Parameter) -> None:
@@ -107,7 +111,7 @@ class WatchedForward:
         self._carried.keep_first(before)
         several = self._carried.repeated or several_forwards(plan)
         why = not_kept(plan, several)
-        if why is None:
+        if why is None and self._setup.world.size > 1:
             named = {name: p for name, p in self._model.named_parameters() if name in lines}
             if (odd := differing(named, self._setup.world)) is not None:
                 why = "each process writes another value, as its samples are others"
@@ -172,7 +176,7 @@ def not_kept(plan: Plan, several: str | None) -> str | None:
     Args:
         several: what runs the forward several times a step.
     """
-    if uses_shard(plan) or plan.tensor > 1:
+    if plan.uses_fsdp or plan.tensor > 1:
         keys = ("shard", "offload", "tensor")
         key = next(f"{key}={getattr(plan, key)}" for key in keys if getattr(plan, key) not in (1, "none"))
         return f"under {key} no process has all of a parameter, and the change would be lost"

@@ -48,9 +48,7 @@ def idle_part(plan: Plan) -> float:
 
 
 def unsupported_reason(plan: Plan) -> str | None:
-    """Returns the reason why this pipeline is not possible; None if it is possible, or if there is no pipeline."""
-    if plan.pipeline == 1:
-        return None
+    """Returns the reason why this pipeline is not possible; None if it is possible."""
     rule, each, request = RULES[plan.schedule], stages_each(plan), f"pipeline={plan.pipeline}"
     least, most = rule.stages
     if each < least:

@@ -10,8 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, schedules
 
-from grappe.data.batch import Microbatch
-from grappe.data.rand_like import entering
+from grappe.data.batch import Microbatch, entering
 from grappe.errors import PlanError
 from grappe.parallel.pipeline.rules import RULES
 from grappe.parallel.pipeline.stage import Relay, Stage, key_of

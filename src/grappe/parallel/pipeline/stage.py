@@ -13,8 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from grappe.data.batch import Microbatch
-from grappe.data.rand_like import entering, inside
+from grappe.data.batch import Microbatch, entering, inside
 from grappe.errors import TaskError
 from grappe.launch.world import World
 from grappe.private_api.torch import (

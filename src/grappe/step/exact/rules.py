@@ -6,9 +6,7 @@ from grappe.plan import Plan
 
 
 def unsupported_reason(plan: Plan) -> str | None:
-    """Returns the reason why another key excludes `exact`; None if no key does, or if the plan is not exact."""
-    if not plan.exact:
-        return None
+    """Returns the reason why another key of an exact plan excludes `exact`; None if no key does."""
     if plan.pipeline > 1:
         others = plan.data_parallel * plan.pipeline
         return (

@@ -27,7 +27,7 @@ from grappe.private_api.torch import foreach_add_
 from grappe.step.clip import NO_GRADIENT, PIECE, local_part, sharded_groups
 from grappe.step.exact.statistics import Statistics
 from grappe.step.fast_paths import seed_generators
-from grappe.step.reduction import Sums
+from grappe.step.loss import Sums
 from grappe.task import Call
 
 

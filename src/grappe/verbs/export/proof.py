@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from grappe.data.arrays import in_memory
-from grappe.data.collate import augments
+from grappe.data.collate import takes_training
 from grappe.errors import DataError, GrappeError, TaskError
 from grappe.launch import files
 from grappe.private_api.torch import TreeSpec, tree_flatten, tree_leaves
@@ -91,7 +91,7 @@ def samples_of(task: Task, split: str, folder: Path) -> ExportSamples:
     if not length:
         raise DataError(f"{split}: there is no sample to prove an export with")
     arrays, transform = in_memory(dataset), None
-    if arrays is not None and arrays.transform is not None and not augments(task, training=False):
+    if arrays is not None and arrays.transform is not None and not takes_training(task):
         stored, transform = arrays.stored, arrays.transform
 
         def batch(ids: np.ndarray) -> Any:

@@ -22,7 +22,7 @@ from grappe.words import format_number
 
 if TYPE_CHECKING:
     from grappe.launch.world import World
-    from grappe.step.reduction import StepResult
+    from grappe.step.loss import StepResult
 
 COLUMNS, ROWS = 64, 14
 DOTS = "•×+∘"

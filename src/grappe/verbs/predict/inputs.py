@@ -21,7 +21,7 @@ from torch.utils.data import Dataset
 
 from grappe.checkpoint.format import refuse_package
 from grappe.data.arrays import in_memory
-from grappe.data.collate import augment, augments, collated
+from grappe.data.collate import augment, collated, takes_training
 from grappe.data.datasets import dataset_of, prepare
 from grappe.data.draw import mix, sample_keys
 from grappe.data.images.dataset import Images
@@ -111,7 +111,7 @@ def split_reader(task: Task, dataset: Dataset) -> Callable[[np.ndarray], Any]:
             inputs, targets = arrays.gather(ids)
         else:
             inputs, targets = collated(task, seeded.__getitems__([(-1, int(index)) for index in ids]))
-        if augments(task, training=False):
+        if takes_training(task):
             keys = torch.from_numpy(sample_keys(task.seed, -1, ids))
             inputs, targets = augment(task, inputs, targets, keys, training=False)
         return inputs

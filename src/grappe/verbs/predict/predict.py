@@ -16,8 +16,7 @@ import numpy as np
 import torch
 
 from grappe.checkpoint.format import Checkpoint, step_folder
-from grappe.data.batch import SampleIds
-from grappe.data.rand_like import inside
+from grappe.data.batch import SampleIds, inside
 from grappe.errors import DataError, PlanError, TaskError, UsageError
 from grappe.errors.foreign_text import printable
 from grappe.errors.user_code import naming_user_line

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from grappe.data.rand_like import inside
+from grappe.data.batch import inside
 from grappe.engines.shared.carried import attributes_kept
 from grappe.parallel.batchnorm import buffers_kept
 from grappe.private_api.torch import BatchNormBase, tree_flatten, tree_map, tree_unflatten

@@ -26,16 +26,15 @@ from torch import Tensor, nn
 from grappe.checkpoint.initial import built
 from grappe.checkpoint.weights import Weights, named_tensors
 from grappe.data.arrays import in_memory, with_copies
-from grappe.data.batch import SampleIds
+from grappe.data.batch import BatchRows, SampleIds, inside
 from grappe.data.collate import augment, collated
 from grappe.data.datasets import drawn_samples, prepare
 from grappe.data.device_copy import on_device
 from grappe.data.draw import mix, permute, sample_keys
 from grappe.data.loader import in_channels_last
 from grappe.data.order import cut
-from grappe.data.rand_like import inside
 from grappe.data.seeded import SeededDataset
-from grappe.data.whole_batch_draws import BatchRows, whole_batch_draws
+from grappe.data.whole_batch_draws import whole_batch_draws
 from grappe.engines.shared.after_step import WORD
 from grappe.engines.shared.carried import CarriedState, attributes_kept, has_rows
 from grappe.engines.shared.watched_forward import sets_before_reads, writes_seen
@@ -48,7 +47,7 @@ from grappe.parallel.batchnorm import kept_buffers, replace_buffers
 from grappe.plan import Plan
 from grappe.private_api.torch import module_parameters, tree_leaves, tree_map
 from grappe.step.closure import needs_closure, step_with_closure
-from grappe.step.loss import LossValues, loss_of
+from grappe.step.loss_contract import LossValues, loss_of
 from grappe.step.precision import autocast
 from grappe.step.task_contract import optimizer_of, schedule_of
 from grappe.task import Task, overrides

@@ -21,7 +21,7 @@ from grappe.engines.base import Engine, EngineSetup
 from grappe.launch.rank import ProcessRank
 from grappe.launch.world import World, joined
 from grappe.plan import Plan
-from grappe.step.reduction import StepResult
+from grappe.step.loss import StepResult
 from grappe.verbs.verify.instrument import NOTHING, Instrumentation, SampleRecorder, instrumented
 from grappe.verbs.verify.random_ops import RandomOps
 from grappe.verbs.verify.trained_by_hand import gap
