@@ -29,7 +29,8 @@ SHOWN = (
     (r"\((?:\?:)?([^()|]*)(?:\|[^()]*)?\)", r"\1"),  # the first of alternatives
     (r"\\[Ab]|\\Z|\?(?=\W|$)", ""),
     (r"(?:-\?)?\\d\+", "N"),
-    (r"\[([DF])[df]\]", r"\1"),
+    (r"\[([A-Z])[a-z]\]", r"\1"),
+    (r"(?<=_)\?", ""),
     (r"\s*\.\*\s*", " … "),
     (r"\[\\w\.\]\+", "NAME"),
     (r"\\(.)", r"\1"),
@@ -192,16 +193,15 @@ def _errors() -> str:
     """Each remedy, under what Python or torch says."""
     parts = [
         "# Errors and their remedies",
-        "Where a task fails, grappe shows the line of yours and what Python or torch says, and then what to do about "
-        "it, where that is known. What grappe itself refuses says its remedy in its message.",
+        "When a task fails, grappe shows your line, the message of Python or torch, and a remedy if it has one. Here are "
+        "the messages with their remedies.",
     ]
     for pattern, text in REMEDIES.items():
-        said = " or ".join(f"`{one}`" for one in _readable(pattern))
-        parts += [
-            f"## {_readable(pattern)[0]}",
-            f"Python or torch says: {said}",
-            f"{_escaped(text)}.",
-        ]
+        message, *others = _readable(pattern)
+        parts.append(f"## {_escaped(message)}")
+        if others:
+            parts.append(f"Also: {', '.join(f'`{other}`' for other in others)}")
+        parts.append(f"{_escaped(text)}.")
     return "\n\n".join(parts) + "\n"
 
 
@@ -225,6 +225,7 @@ def _readable(pattern: str) -> list[str]:
 
 
 def _plain(text: str) -> str:
+    text = text.replace(r"\(", "\1").replace(r"\)", "\2")  # a message's own parentheses, not a group's
     for written, shown in SHOWN:
         text = re.sub(written, shown, text)
-    return text.strip(" …")
+    return text.replace("\1", "(").replace("\2", ")").strip(" …")
