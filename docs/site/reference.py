@@ -193,8 +193,8 @@ def _errors() -> str:
     """Each remedy, under what Python or torch says."""
     parts = [
         "# Errors and their remedies",
-        "When a task fails, grappe shows your line, the message of Python or torch, and a remedy if it has one. Here are "
-        "the messages with their remedies.",
+        "When a task fails, grappe shows your line, the message of Python or torch, and a remedy if it has one. Here "
+        "are the messages with their remedies.",
     ]
     for pattern, text in REMEDIES.items():
         message, *others = _readable(pattern)
