@@ -64,10 +64,16 @@ def match(model: nn.Module, weights: Weights, ways: Iterable[Callable[[str], str
         theirs = max(theirs, {way(name): name for name in weights}, key=lambda each: len(names & each.keys()))
     note = ""
     if by_shape and not names & theirs.keys():
-        shapes = {name: tuple(tensor.shape) for name, tensor in tensors if name in saved}
-        theirs = _by_shape(shapes, weights) or theirs
-        pairs = [f"{source} as {name}" for name, source in theirs.items() if name in names]
-        note = f"no name is the model's, and each shape is there once: took {some(pairs)}" if pairs else ""
+        shapes = {tuple(tensor.shape): name for name, tensor in tensors if name in saved}
+        of_shape = {weights.shape(name): name for name in weights}
+        if (
+            shapes.keys() == of_shape.keys()
+            and len(shapes) == len(saved)
+            and len(shapes) == len(list(weights))
+        ):
+            theirs = {name: of_shape[shape] for shape, name in shapes.items()}
+            pairs = [f"{source} as {name}" for name, source in theirs.items()]
+            note = f"no name is the model's, and each shape is there once: took {some(pairs)}"
     places = [
         Place(name=every[0], tensor=tensor, sources=[theirs[name] for name in every if name in theirs])
         for tensor, every in own.values()
@@ -82,14 +88,6 @@ def match(model: nn.Module, weights: Weights, ways: Iterable[Callable[[str], str
         left={source: weights.shape(source) for name, source in theirs.items() if name not in names},
         note=note,
     )
-
-
-def _by_shape(own: Shapes, weights: Weights) -> dict[str, str]:
-    """Returns the file's names by the model's; empty: the shapes are not the same ones, or one is there twice."""
-    of_shape = {weights.shape(name): name for name in weights}
-    if len(of_shape) != len(list(weights)) or sorted(of_shape) != sorted(own.values()):
-        return {}
-    return {name: of_shape[shape] for name, shape in own.items()}
 
 
 def wrapping(names: Iterable[str]) -> str:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import dataclasses
-from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, get_args, get_origin
 
@@ -57,8 +56,10 @@ def fields(context: CompletionContext) -> list[str]:
     names = [field.name for field in dataclasses.fields(Task)]
     place = str(context["task"].value or "").partition(":")[0]
     file = Path(place) if place.endswith(".py") else Path(tasks.__path__[0]) / f"{place}.py"
-    if file.is_file():
-        names += _annotated(ast.parse(file.read_text(errors="replace")))
+    module = ast.parse(file.read_text(errors="replace") if file.is_file() else "")
+    lines = (line for cls in module.body if isinstance(cls, ast.ClassDef) for line in cls.body)
+    fields = (line.target for line in lines if isinstance(line, ast.AnnAssign))
+    names += [field.id for field in fields if isinstance(field, ast.Name)]
     return [f"{name}=" for name in dict.fromkeys(names)]
 
 
@@ -74,7 +75,8 @@ def plan(context: CompletionContext) -> list[str]:
     kinds = hints(Plan)
     if not equals:
         return [f"{begun}{name}" if kind is bool else f"{begun}{name}=" for name, kind in kinds.items()]
-    values = names() if key == "engine" else _choices(kinds.get(key))
+    kind = kinds.get(key)
+    values = names() if key == "engine" else get_args(kind) if get_origin(kind) is Literal else ()
     return [f"{begun}{key}={value}" for value in values]
 
 
@@ -89,14 +91,3 @@ def sites(context: CompletionContext) -> list[str]:
     from grappe.sites import files
 
     return list(files())
-
-
-def _annotated(module: ast.Module) -> Iterator[str]:
-    for cls in module.body:
-        for line in cls.body if isinstance(cls, ast.ClassDef) else ():
-            if isinstance(line, ast.AnnAssign) and isinstance(line.target, ast.Name):
-                yield line.target.id
-
-
-def _choices(kind: object) -> list[str]:
-    return [str(value) for value in get_args(kind)] if get_origin(kind) is Literal else []

@@ -12,48 +12,32 @@ from cyclopts.exceptions import MissingArgumentError, UnusedCliTokensError
 from grappe.errors import GrappeError, UsageError
 
 COMMANDS = {
-    "benchmark": "measure",
-    "check": "verify",
-    "eval": "evaluate",
-    "fit": "train",
-    "infer": "predict",
-    "list": "runs",
-    "ls": "runs",
-    "lr": "lr-find",
-    "lr_find": "lr-find",
-    "plot": "report",
-    "profile": "measure",
-    "run": "train",
-    "sbatch": "submit",
-    "search": "tune",
-    "status": "runs",
-    "stop": "cancel",
-    "sweep": "tune",
-    "tensorboard": "report",
-    "test": "evaluate",
-    "validate": "evaluate",
-    "watch": "follow",
-}
+    typed: command
+    for command, words in {
+        "cancel": ("stop",), "evaluate": ("eval", "test", "validate"), "follow": ("watch",),
+        "lr-find": ("lr", "lr_find"), "measure": ("benchmark", "profile"), "predict": ("infer",),
+        "report": ("plot", "tensorboard"), "runs": ("list", "ls", "status"), "submit": ("sbatch",),
+        "train": ("fit", "run"), "tune": ("search", "sweep"), "verify": ("check",),
+    }.items()
+    for typed in words
+}  # fmt: skip
 """What people type, and the command that does it."""
 
-PROCESSES = ("devices", "gpus", "nproc", "nproc_per_node", "num_gpus", "num_processes", "processes", "ranks")
 PLAN_WORDS = {
-    "accumulate": "microbatches={}",
-    "accumulate_grad_batches": "microbatches={}",
-    "activation_checkpointing": "recompute",
-    "amp": "precision=bf16",
-    "bf16": "precision=bf16",
-    "ddp": "replicate={}",
-    "fp16": "precision=fp16",
-    "fsdp": "shard={}",
-    "gradient_accumulation": "microbatches={}",
-    "gradient_accumulation_steps": "microbatches={}",
-    "gradient_checkpointing": "recompute",
-    "num_workers": "workers={}",
-    "pp": "pipeline={}",
-    "tp": "tensor={}",
-    **dict.fromkeys(PROCESSES, "replicate={}"),
-}
+    typed: key
+    for key, words in {
+        "microbatches={}": (
+            "accumulate", "accumulate_grad_batches", "gradient_accumulation", "gradient_accumulation_steps",
+        ),
+        "pipeline={}": ("pp",), "precision=bf16": ("amp", "bf16"), "precision=fp16": ("fp16",),
+        "recompute": ("activation_checkpointing", "gradient_checkpointing"),
+        "replicate={}": (
+            "ddp", "devices", "gpus", "nproc", "nproc_per_node", "num_gpus", "num_processes", "processes", "ranks",
+        ),
+        "shard={}": ("fsdp",), "tensor={}": ("tp",), "workers={}": ("num_workers",),
+    }.items()
+    for typed in words
+}  # fmt: skip
 """What people type as an option, and the words of a plan that mean it."""
 
 

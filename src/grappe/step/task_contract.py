@@ -106,11 +106,9 @@ class Plateau(LRScheduler):
         self.seen: list[float] = []
         """The scores so far: a new one that is given them again is where this one is."""
         name = task.monitor
-        metrics = {} if name.startswith("loss") else metrics_of(task)
-        metric = metrics.get(name)
-        if metric is None and not name.startswith("loss"):
-            raise method_error(task, "schedule", self._unknown(["loss", *metrics]))
-        higher = False if metric is None and "loss" in name else getattr(metric, "higher_is_better", None)
+        is_loss = name.startswith("loss")
+        metric = None if is_loss else metrics_of(task).get(name)
+        higher = False if is_loss else getattr(metric, "higher_is_better", None)
         if higher is not None and higher != (schedule.mode == "max"):
             raise method_error(
                 task,
@@ -118,10 +116,6 @@ class Plateau(LRScheduler):
                 f"returned a ReduceLROnPlateau of mode={schedule.mode!r} for monitor={name!r}, of which "
                 f"{'more' if higher else 'less'} is better: give it mode={'max' if higher else 'min'!r}",
             )
-
-    def _unknown(self, names: Sequence[str]) -> str:
-        name = self._task.monitor
-        return f"returned a ReduceLROnPlateau for monitor={name!r}, which no evaluation has: {nearest(name, names)}"
 
     def step(self, epoch: int | None = None) -> None:
         """Does nothing: an optimizer step brings no score."""
@@ -136,7 +130,12 @@ class Plateau(LRScheduler):
         value = numbers.get(self._task.monitor)
         if not isinstance(value, int | float):
             names = [name for name, number in numbers.items() if isinstance(number, int | float)]
-            raise method_error(self._task, "schedule", self._unknown(names))
+            raise method_error(
+                self._task,
+                "schedule",
+                f"returned a ReduceLROnPlateau for monitor={self._task.monitor!r}, which no evaluation has: "
+                f"{nearest(self._task.monitor, names)}",
+            )
         return float(value)
 
     def evaluated(self, score: float) -> None:
