@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import shlex
 from pathlib import Path
 
 import pytest
@@ -12,8 +14,10 @@ from grappe.cli.commands import app
 from grappe.errors import UsageError
 from grappe.plan import Plan
 from grappe.sites.sbatch import SCRIPT, JobOptions
+from grappe.sites.script import Script, render
 from grappe.verbs.submit.packages import job_packages
 from grappe.verbs.submit.resources import allocation, jobs_of, laid_out, line_in_allocation
+from grappe.verbs.submit.submit import job_script
 
 JOB = JobOptions()
 
@@ -170,3 +174,31 @@ def test_a_site_of_cpu_nodes_supplies_the_device(command: str, capsys: pytest.Ca
 def test_downloads_are_for_the_login_node() -> None:
     with pytest.raises(UsageError, match="login node"):
         read_submission(["fetch", "mnist"], JobOptions(), app)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "--site narval --account def-me --time 90m --gpus 2 -- train digits epochs=3 lr=0.2",
+        "--site narval --account def-me --time 3h --no-doctor --mem 32G --sbatch=--exclude=n1 --sbatch=--comment=x "
+        "--modules python/3.11,gcc --with einops --with timm==1.0 --restarts 3 -- train digits --run runs/mine",
+        "--site jean-zay-a100 --account abc@a100 --chain 3 --name here -- verify digits --plan replicate=2",
+    ],
+)
+def test_the_line_in_a_script_makes_it_again(
+    words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+
+    def script(words: list[str]) -> Script:
+        _, bound, _ = app.parse_args(["submit", *words], exit_on_error=False, print_error=False)
+        submission = read_submission(bound.args, bound.arguments["job"], app)
+        return job_script(next(jobs_of(submission)), show=True).script
+
+    made = script(words.split())
+    grappe, submit, *line = shlex.split(made.command)
+    again = script(line)
+    if made.kind != "train":  # whose folder has a random name
+        again = dataclasses.replace(again, run=made.run)
+    assert (grappe, submit) == ("grappe", "submit")
+    assert render(again) == render(made)

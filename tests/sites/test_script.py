@@ -16,9 +16,7 @@ from grappe.plan import Plan
 from grappe.sites.layout import layout
 from grappe.sites.sbatch import SCRIPT, JobOptions
 from grappe.sites.script import (
-    FINISHED,
-    REQUEUE,
-    STEPS,
+    FUNCTIONS,
     Script,
     check_name,
     clock,
@@ -28,6 +26,7 @@ from grappe.sites.script import (
     render,
 )
 from tests import needs
+from tests.patience import PATIENCE_SECONDS
 from tests.sites.golden import FOLDER, golden, script, with_job
 
 HOSTILE = [
@@ -60,9 +59,19 @@ def test_no_golden_file_is_left_over() -> None:
 def test_shellcheck_finds_nothing() -> None:
     needs.program("shellcheck")
     done = subprocess.run(
-        ["shellcheck", *sorted(map(str, FOLDER.iterdir()))], capture_output=True, text=True, check=False
+        ["shellcheck", "--exclude=SC1090,SC1091", FUNCTIONS, *sorted(FOLDER.iterdir())],
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert done.returncode == 0, done.stdout
+
+
+def test_a_script_can_be_read_in_a_minute() -> None:
+    """A fact that is not confirmed and an option of the user's are a line each."""
+    for name, made in golden().items():
+        lines = [line for line in render(made).splitlines() if not line.startswith("# Unconfirmed")]
+        assert len(lines) <= (48 if "options" in name else 40), name
 
 
 @pytest.mark.parametrize(
@@ -80,7 +89,7 @@ def test_every_kind_of_script_is_bash(environment: str, chain: int, tmp_path: Pa
     subprocess.run(["bash", "-n", str(file)], check=True)
     assert ("--requeue" in text) is not bool(chain)
     assert ("#SBATCH --array=1-3%1" in text) is bool(chain)
-    assert "tar -xf '/data/my $x.tar'" in text
+    assert "on_each_node unpack '/data/my $x.tar' \"$SLURM_TMPDIR/data\"\n" in text
 
 
 @pytest.mark.parametrize(
@@ -109,27 +118,30 @@ def test_lightnings_requeue_is_off_in_a_script_that_imports_it_and_the_doctor_re
     assert "--script" not in render(narval())
 
 
-@pytest.mark.parametrize(
-    "part", [f"{FINISHED}\n", f"{FINISHED}\n{STEPS}\nend 7\n"], ids=["finished", "ended"]
-)
-def test_the_exit_code_is_not_written_through_a_link(tmp_path: Path, part: str) -> None:
+def job(run: Path, text: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    """Runs a script of the functions that a job's script sources, with the variables of job 5."""
+    (run / "logs").mkdir(parents=True, exist_ok=True)
+    shutil.copy(FUNCTIONS, run / "logs")
+    return subprocess.run(
+        ["bash", "-uc", f"source {run}/logs/job.sh || exit 1\n{text}"],
+        capture_output=True, text=True, check=False, timeout=PATIENCE_SECONDS,
+        env={"PATH": os.environ["PATH"], "SLURM_JOB_ID": "5", "SLURM_CPUS_PER_TASK": "1", **variables},
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(("text", "code"), [("step false", 0), ("end 7", 7)], ids=["finished", "ended"])
+def test_the_exit_code_is_not_written_through_a_link(tmp_path: Path, text: str, code: int) -> None:
     run, outside = tmp_path / "run", tmp_path / "thesis"
     (run / "logs").mkdir(parents=True)
     outside.write_text("mine")
     end = run / "logs" / "job-5.end"
     end.symlink_to(outside)
-    if "end 7" not in part:
+    if not code:
         (run / "done").touch()
-    environment = {
-        "PATH": os.environ["PATH"],
-        "run": str(run),
-        "SLURM_JOB_ID": "5",
-        "SLURM_CPUS_PER_TASK": "1",
-    }
-    code = subprocess.run(["bash", "-uc", part], env=environment, check=False).returncode
+    assert job(run, text).returncode == code
     assert outside.read_text() == "mine"
     assert not end.is_symlink()
-    assert int(end.read_text()) == code == (7 if "end 7" in part else 0)
+    assert int(end.read_text()) == code
 
 
 @pytest.mark.parametrize(("scontrol", "left"), [(0, False), (143, False), (1, True)])
@@ -138,20 +150,41 @@ def test_a_job_that_goes_back_into_the_queue_leaves_no_exit_code(
 ) -> None:
     """Slurm's commands are stand-ins: Slurm ends scontrol or sleep before bash, or refuses."""
     run, commands = tmp_path / "run", tmp_path / "bin"
-    (run / "logs").mkdir(parents=True)
     commands.mkdir()
     for name, body in {"squeue": "echo RUNNING", "scontrol": f"exit {scontrol}", "sleep": "exit 143"}.items():
         (commands / name).write_text(f"#!/bin/sh\n{body}\n")
         (commands / name).chmod(0o755)
-    text = f"{FINISHED}\n{STEPS}\ncode=75 again=yes\n{REQUEUE.format(restarts=3)}\n"
-    environment = {
-        "PATH": f"{commands}:{os.environ['PATH']}",
-        "run": str(run),
-        "SLURM_JOB_ID": "5",
-        "SLURM_CPUS_PER_TASK": "1",
-    }
-    assert subprocess.run(["bash", "-uc", text], env=environment, check=False).returncode == 75
+    path = f"{commands}:{os.environ['PATH']}"
+    assert job(run, "step bash -c 'exit 75'\nstep touch no\nfinish train 3", PATH=path).returncode == 75
     assert (run / "logs" / "job-5.end").exists() is left
+
+
+@pytest.mark.parametrize("command", ["train", "evaluate"])
+@pytest.mark.parametrize(
+    ("code", "place", "goes_on"), [(75, 1, True), (137, 1, None), (1, 1, False), (75, 2, False)]
+)
+def test_the_next_job_of_a_chain_goes_on(
+    tmp_path: Path, command: str, code: int, place: int, goes_on: bool | None
+) -> None:
+    """After a save, and after a kill of what resumes; not after the last."""
+    array = {"SLURM_ARRAY_JOB_ID": "5", "SLURM_ARRAY_TASK_ID": str(place), "SLURM_ARRAY_TASK_MAX": "2"}
+    assert job(tmp_path, f"step bash -c 'exit {code}'\nfinish {command} 0", **array).returncode == code
+    left = (tmp_path / "logs" / "job-5.end").exists()
+    assert left is not (command == "train" if goes_on is None else goes_on)
+
+
+@pytest.mark.parametrize(("command", "kills"), [("train", 3), ("evaluate", 0)])
+def test_what_is_killed_goes_back_three_times(tmp_path: Path, command: str, kills: int) -> None:
+    """Slurm's commands are stand-ins, as functions."""
+    slurm = "squeue() { echo RUNNING; }; sleep() { :; }; scontrol() { echo requeued; }\n"
+    for number in range(4):
+        done = job(
+            tmp_path,
+            f"{slurm}step bash -c 'kill -9 $$'\nfinish {command} 50",
+            SLURM_RESTART_COUNT=str(number),
+        )
+        assert done.returncode == 137
+        assert ("requeued" in done.stdout) is (number < kills)
 
 
 @pytest.mark.parametrize("name", HOSTILE)
@@ -187,16 +220,14 @@ def test_hostile_words_reach_the_program_as_they_are(word: str, tmp_path: Path) 
         data=word,
         job={"doctor": False, "env": "here"},
     )
-    lines = render(made).splitlines()
-    start = next(index for index, line in enumerate(lines) if line.startswith("cd -- "))
-    kept = [
-        line for line in lines if line.startswith(("task=(", "command=(", "run=", "python=(", "grappe=("))
-    ]
-    probe = "\n".join(["set -eu", lines[start], *kept, 'printf "%s\\0" "$PWD" "${task[@]}" "${command[@]}"'])
+    probe = (
+        f'source() {{ :; }}; step() {{ printf \'%s\\0\' "$PWD" "$@"; }}; finish() {{ :; }}\n{render(made)}'
+    )
     done = subprocess.run(["bash", "-c", probe], capture_output=True, text=True, check=True, cwd=tmp_path)
+    place, *words = done.stdout.split("\0")[:-1]
     program = [made.python, "-m", "grappe"]
-    expected = [str(folder), word, *program, "train", word, "--run", str(made.run), "--data", word]
-    assert done.stdout.split("\0")[:-1] == expected
+    expected = [*program, "train", word, "--run", str(made.run), "--data", word]
+    assert place == str(folder) and words[words.index(made.python) :] == expected
     assert not list(tmp_path.rglob("hacked"))
 
 
@@ -240,17 +271,14 @@ def test_times() -> None:
 def test_hostile_words_reach_a_script_as_they_are(word: str, tmp_path: Path) -> None:
     made = narval(
         arguments=("mine.py", word, "$HERE"), kind=SCRIPT, torchrun=True,
-        job={"doctor": False, "env": "here"},
+        job={"doctor": False, "env": "conda:one"},
     )  # fmt: skip
     text = render(made)
-    begin = text.index("read -r -d '' start")
-    start = text[begin : text.index("\nEND\n", begin) + 5]
-    probe = f'{start}\nfirst={tmp_path}/first bash -c "$start" start printf "%s\\0"'
+    process = text[text.index("process() {") : text.index("}\n", text.index("    program ")) + 2]
     slurm = dict.fromkeys(("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", "SLURM_NTASKS_PER_NODE"), "1")
-    done = subprocess.run(
-        ["bash", "-c", probe], capture_output=True, text=True, check=True, cwd=tmp_path,
-        env={"PATH": "/usr/bin:/bin", "HERE": "a b", "SLURM_NODEID": "0", **slurm},
-    )  # fmt: skip
+    done = job(
+        tmp_path / "run", f"python=(printf '%s\\0')\n{process}process", HERE="a b", SLURM_NODEID="0", **slurm
+    )
     assert done.stdout.split("\0")[:-1] == ["mine.py", word, "a b"]
     assert not list(tmp_path.rglob("hacked"))
 

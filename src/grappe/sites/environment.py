@@ -1,4 +1,4 @@
-"""Renders how a job makes its Python environment from wheels: once on a node, or from the archive of an earlier job."""
+"""Packages of a Python environment that a job makes on its nodes from wheels; grappe's own wheel."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import importlib.metadata
 import io
 import shlex
 import zipfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from grappe.errors import UsageError
@@ -69,66 +69,16 @@ def place(local: str, key: str) -> str:
     return f"{local or '${TMPDIR:-/tmp}'}/grappe-$UID/{key}"
 
 
-MADE = """\
-# An environment with these packages is made once on a node. The first is kept beside the runs for later jobs.
-env="{place}"
-kept={kept}
-packages={packages}
-(umask 077 && mkdir -p "${{env%/*}}")
-[ -O "${{env%/*}}" ] || {{ echo "${{env%/*}} is not yours: give another folder as TMPDIR" >&2; exit 1; }}
-if [ ! -e "$env" ]; then
-    [ -d "$packages" ] || {{ echo "there is no $packages: grappe submit without --show writes it" >&2; exit 1; }}
-    new=$env.$SLURM_JOB_ID.$$
-    mkdir "$new" || exit 1
-    if [ ! -e "$kept" ] || ! tar -xf "$kept" -C "$new"; then
-        rm -rf -- "$new"
-        {create}
-        "$new/bin/python" -m pip install {options} || exit 1
-        "$new/bin/python" -m pip install --quiet --no-index --no-deps "$packages"/grappe-*.whl || exit 1
-        if [ "${{SLURM_NODEID:-0}}" = 0 ]; then
-            mkdir -p "${{kept%/*}}"
-            tar -cf "$kept.$SLURM_JOB_ID" -C "$new" . && mv -- "$kept.$SLURM_JOB_ID" "$kept"
-            rm -f -- "$kept.$SLURM_JOB_ID"
-        fi
-    fi
-    mv -T -- "$new" "$env" 2>/dev/null || rm -rf -- "$new" # another job on this node was first
-    [ -e "$env" ] || exit 1
-fi"""
-
-VIRTUALENV = """\
-if command -v virtualenv >/dev/null; then
-            virtualenv --quiet --no-download "$new"
-        else
-            {python} -m venv "$new"
-        fi"""
-"""virtualenv where the site has it, as the Alliance asks."""
-
-
-def made(
-    content: Packages, *, kind: str, local: str, run: Path, python: str, modules: bool, wheels: Path | None
-) -> str:
-    """Renders the commands that make the environment on one node; the last command moves it to its place, complete.
+def options(content: Packages, wheels: Path | None) -> Iterator[str]:
+    """Yields the options of pip for the packages, quoted for bash.
 
     Args:
-        kind: virtualenv, of wheels alone, or module, on top of what the modules hold.
-        local: the site's local scratch; "": the system's.
-        python: the interpreter of the submitting command, which is used where no module brings one.
         wheels: a folder of wheels besides the site's.
     """
-    base = "python" if modules else shlex.quote(python)
-    make = f'{base} -m venv --system-site-packages "$new"'
-    options = ["--quiet", "--no-index"]
     if wheels is not None:
-        options += ["--find-links", shlex.quote(str(wheels))]
+        yield f"--find-links {shlex.quote(str(wheels))}"
     if content.locked:
-        options += ["--no-deps"]
-    return MADE.format(
-        place=place(local, content.key),
-        kept=shlex.quote(str(run.parent / ".environments" / f"{content.key}.tar")),
-        packages=shlex.quote(str(run / "logs" / content.folder_name)),
-        create=make if kind == "module" else VIRTUALENV.format(python=base),
-        options=" ".join([*options, f'-r "$packages/{REQUIREMENTS}"']),
-    )
+        yield "--no-deps"
 
 
 PACKAGE = Path(__file__).parents[1]

@@ -1,6 +1,7 @@
 """Renders the batch script of a job: a pure function of the submission and of the site.
 
-The bash parts that are the same in every script, and the quoting of words for a shell, stand at the end.
+What is the same in every script is in job.sh, which submit puts into the run's logs and the script sources there. The
+quoting of words for a shell is at the end.
 """
 
 from __future__ import annotations
@@ -23,6 +24,8 @@ from grappe.sites.schema import GPUS, MODULE, Site
 NAME = re.compile(r"[\w.-]{1,64}", re.ASCII)
 ACCOUNT = re.compile(r"[\w.@+-]{1,64}", re.ASCII)
 IMAGES = (".sif", ".simg")
+FUNCTIONS = Path(__file__).with_name("job.sh")
+"""The file of functions that a script sources."""
 FOLDER = re.compile(r"/[\w./@+=:,-]*", re.ASCII)
 LEAST_NOTICE, MOST_NOTICE = 20, 300
 
@@ -93,23 +96,15 @@ def render(script: Script) -> str:
         UsageError: sbatch or a shell could read a name or a path as something else.
     """
     _check(script)
-    if script.job.chain:
-        over = (CHAIN_END if script.resumes else CHAIN_END_SAVED).format(chain=script.job.chain)
-    else:  # after a kill only what resumes is requeued
-        over = (AGAIN if script.resumes else AGAIN_SAVED) + REQUEUE.format(restarts=script.job.restarts)
-    sections = [
-        _head(script),
+    start = [
         "set -u",
         f"cd -- {shlex.quote(str(script.folder))} || exit 1",
         f"run={shlex.quote(str(script.run))}",
-        FINISHED + (CHAINED if script.job.chain else FRESH),
-        _environment(script),
-        STEPS,
-        _command(script),
-        _steps(script),
-        over,
+        "# Passes signals on to the processes, puts the job back into the queue: grappe submit writes the file.",
+        f'source "$run/logs/{FUNCTIONS.name}" || exit 1',
     ]
-    return "\n\n".join(sections) + "\n"
+    sections = ([_head(script)], start, _environment(script), _steps(script))
+    return "\n\n".join("\n".join(lines) for lines in sections) + "\n"
 
 
 def notice(seconds: int) -> int:
@@ -212,295 +207,79 @@ def with_mps(options: list[str], site: Site, layout: Layout, plan: Plan) -> list
     return options
 
 
-def _environment(script: Script) -> str:
+def _environment(script: Script) -> list[str]:
     """Renders the environment: modules, variables, and the Python interpreter."""
-    site, kind = script.site, script.environment
-    lines = []
-    if kind in environment.MADE_ON_NODES:
-        lines.append("# Neither the user's own packages nor those of another Python.")
-        lines.append("unset PYTHONPATH PYTHONHOME\nexport PYTHONNOUSERSITE=1")
-    modules = script.modules if kind in environment.MADE_ON_NODES else script.job.modules
-    if modules:
+    site, kind, local = script.site, script.environment, script.site.job.local
+    made, lines = kind in environment.MADE_ON_NODES, []
+    if made:
+        lines.append("unset PYTHONPATH PYTHONHOME; export PYTHONNOUSERSITE=1 # no packages of another Python")
+    if modules := script.modules if made else script.job.modules:
         lines.append(f"module purge\nmodule load {' '.join(modules)}")
     lines += [f"export {name}={shlex.quote(value)}" for name, value in site.job.variables.items()]
     if site.job.internet is False:
-        lines.append("# Compute nodes here have no way to the internet.")
-        lines.append("export WANDB_MODE=offline HF_HUB_OFFLINE=1")
-    if script.job.stage is not None and script.kind != TRAIN:
-        lines.append(f'export GRAPPE_DATA="{site.job.local}/data"')
-    if script.plan.compile and not kind.endswith(
-        IMAGES
-    ):  # an image sees the run's folder, and not the one around it
-        lines.append(
-            "# Kernels are compiled once: a restart, on another node too, and later runs find them there."
-        )
+        lines.append("export WANDB_MODE=offline HF_HUB_OFFLINE=1 # compute nodes have no internet here")
+    if script.plan.compile and not kind.endswith(IMAGES):  # an image sees only the run's folder
+        lines.append("# Compiled kernels are kept for restarts, on other nodes too, and for later runs.")
         lines.append('export TORCHINDUCTOR_CACHE_DIR="${TORCHINDUCTOR_CACHE_DIR:-${run%/*}/.compiled}"')
-    lines.append(f"python=({_python(script, kind)})")
-    lines.append('grappe=("${python[@]}" -m grappe)')
-    return "\n".join(lines)
+    if script.job.stage is not None:
+        if not local:
+            raise UsageError(f"{site.name} names no local scratch to stage data to: leave --stage out")
+        if script.kind != TRAIN:
+            lines.append(f'export GRAPPE_DATA="{local}/data"')
+        lines.append(f'on_each_node unpack {shlex.quote(str(script.job.stage))} "{local}/data"')
+    if made:
+        assert script.packages is not None, "what is made on the nodes is made of something"
+        words = environment.options(script.packages, script.job.wheels)
+        base = "python" if script.modules else shlex.quote(script.python)
+        lines.append(f'env="{environment.place(local, script.packages.key)}"')
+        lines.append(" ".join(['on_each_node make_environment "$env"', kind, base, *words]))
+    return [*lines, f"python={_python(script, kind)}"]
 
 
 def _python(script: Script, kind: str) -> str:
     if kind == "here":
-        return f"{shlex.quote(script.python)}"
+        return shlex.quote(script.python)
     if kind in environment.MADE_ON_NODES:
-        assert script.packages is not None, "what is made on the nodes is made of something"
-        return f'"{environment.place(script.site.job.local, script.packages.key)}/bin/python"'
+        return "$env/bin/python"
     if kind.startswith("conda:"):
-        return f"conda run --no-capture-output --name {shlex.quote(kind.removeprefix('conda:'))} python"
+        return f"(conda run --no-capture-output --name {shlex.quote(kind.removeprefix('conda:'))} python)"
     if kind.endswith(IMAGES):
-        image = shlex.quote(kind)
-        return f'"$(command -v apptainer || command -v singularity)" exec --nv --bind "$run" {image} python'
-    return f"{shlex.quote(str(Path(kind) / 'bin' / 'python'))}"
+        program = '"$(command -v apptainer || command -v singularity)"'
+        return f'({program} exec --nv --bind "$run" {shlex.quote(kind)} python)'
+    return shlex.quote(str(Path(kind) / "bin" / "python"))
 
 
-def _steps(script: Script) -> str:
-    """Renders the steps: prepare and examine each node, then the command; the first that fails ends the job."""
-    gpus = " --gpu-bind=none" if script.layout.gpus else ""
-    program = 'bash -c "$start" start "${python[@]}"' if script.kind == SCRIPT else '"${command[@]}"'
-    steps = [f"run_step --label --kill-on-bad-exit=1 --wait=60{gpus} {program}"]
-    if script.kind == SCRIPT:
-        steps.insert(0, "meet")
-    if script.job.doctor:
-        task = ' "${task[@]}"' if script.task else ""
-        if script.kind == SCRIPT:
-            task = f" --script {literal(script.arguments[0])}"
-        steps.insert(0, DOCTOR.format(task=task))
-    text = ""
-    if script.kind == SCRIPT:
-        words = " ".join(map(expanded, script.arguments))
-        variables = (TORCHRUN if script.torchrun else "") + (NO_LIGHTNING_REQUEUE if script.lightning else "")
-        text = MEET + START.format(torchrun=variables, words=words)
-    if once := _once(script):
-        text += ONCE.format(body="\n".join(once))
-        steps.insert(0, ON_EACH_NODE)
-    text += " &&\n    ".join(steps) + "\ncode=$?\n"
-    if script.kind == SCRIPT:
-        text += FIRST
-    if script.kind != TRAIN:
-        text += IS_DONE
-    return text + '[ ! -e "$run/done" ] || end 0\n' + FAILED
-
-
-def _once(script: Script) -> list[str]:
-    """Renders the preparation of every node: makes the environment, stages the data."""
-    local, kind = script.site.job.local, script.environment
-    commands = []
-    if kind in environment.MADE_ON_NODES and script.packages is not None:
-        commands.append(
-            environment.made(
-                script.packages,
-                kind=kind,
-                local=local,
-                run=script.run,
-                python=script.python,
-                modules=bool(script.modules),
-                wheels=script.job.wheels,
-            )
-        )
-    if script.job.stage is not None:
-        if not local:
-            raise UsageError(f"{script.site.name} names no local scratch to stage data to: leave --stage out")
-        archive = shlex.quote(str(script.job.stage))
-        commands.append(f'mkdir -p "{local}/data" && tar -xf {archive} -C "{local}/data"')
-    return commands
-
-
-def _command(script: Script) -> str:
+def _steps(script: Script) -> list[str]:
+    """Renders the steps, of which the first that fails ends the job: the doctor, then the command."""
+    kind = script.environment
+    python = '"${python[@]}"' if kind.startswith("conda:") or kind.endswith(IMAGES) else '"$python"'
+    srun, gpus = "srun --kill-on-bad-exit=1 --wait=60", " --gpu-bind=none" if script.layout.gpus else ""
     lines = []
-    if script.task:
-        lines.append(f"task=({' '.join(command_words(script.task))})")
-    lines.append(f"plan={literal(str(script.plan))}")
-    if script.kind == SCRIPT:
-        return "\n".join(lines)
-    words = list(command_words(script.arguments))
-    if script.kind == TRAIN:
-        data = (
-            f'"{script.site.job.local}/data"'
-            if script.job.stage is not None
-            else next(command_words([script.data]))
+    if script.job.doctor:
+        words = (
+            ["--script", literal(script.arguments[0])]
+            if script.kind == SCRIPT
+            else command_words(script.task)
         )
-        words += ['--run "$run"', "--data", data]
-    lines.append(f'command=("${{grappe[@]}}" {" ".join(words)})')
-    return "\n".join(lines)
-
-
-FINISHED = """\
-job=${SLURM_ARRAY_JOB_ID:-$SLURM_JOB_ID}
-export GRAPPE_FAILURE=$run/logs/job-$job.failed
-
-# A finished run ends at once, however often it is started.
-if [ -e "$run/done" ]; then
-    echo "$run is finished: nothing to do"
-    rm -f "$run/logs/job-$job.end" # it may be a link of somebody else's
-    echo 0 > "$run/logs/job-$job.end"
-    exit 0
-fi"""
-
-FRESH = """
-rm -f "$run/logs/job-$job.end" "$GRAPPE_FAILURE" "$run/logs/job-$job.why\""""
-
-CHAINED = """
-# A chain whose job failed by itself is over.
-if [ -e "$run/logs/job-$job.failed" ]; then
-    echo "an earlier job of this chain failed: nothing to do"
-    exit "$(cat "$run/logs/job-$job.failed")"
-fi
-# The job before may have died without giving the run back: its lease ends a minute after its last sign of life.
-while [ -e "$run/lease.json" ] && [ $(($(date +%s) - $(stat -c %Y "$run/lease.json"))) -lt 65 ]; do
-    sleep 5
-done"""
-
-STEPS = """\
-# srun of Slurm 22.05 and later does not take --cpus-per-task from the job by itself.
-export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK
-
-# USR2 comes before the time limit and on preemption. Every process gets it, saves, and process 0 ends with 75.
-# TERM comes when Slurm ends the job: there is a moment left to save.
-told=0 ended=0 step=
-# shellcheck disable=SC2317
-pass_on() {
-    told=1
-    [ -z "$step" ] || kill -USR2 "$step" 2>/dev/null
-}
-trap pass_on USR2
-trap 'ended=1; pass_on' TERM
-
-# bash runs a trap only between commands, so srun runs behind it; a wait that a signal ended begins again.
-run_step() {
-    [ "$told" = 0 ] || return 75
-    srun "$@" &
-    step=$!
-    while :; do
-        wait "$step"
-        kill -0 "$step" 2>/dev/null || break
-    done
-    wait "$step"
-    code=$?
-    step=
-    return "$code"
-}
-
-# Leaves the exit code for grappe wait; of a job that Slurm ended, Slurm knows the reason.
-end() {
-    [ "$ended" = 1 ] || { rm -f "$run/logs/job-$job.end" && echo "$1" > "$run/logs/job-$job.end"; }
-    exit "$1"
-}"""
-
-ONCE = """\
-# Once on every node, on its local scratch.
-read -r -d '' once <<'END'
-set -u
-{body}
-END
-"""
-
-ON_EACH_NODE = """\
-run_step --nodes="$SLURM_NNODES" --ntasks="$SLURM_NNODES" --ntasks-per-node=1 bash -c "$once\""""
-
-# What is wrong with these nodes is said now, in seconds.
-DOCTOR = (
-    "run_step --kill-on-bad-exit=1 --wait=60 "
-    '"${{grappe[@]}}" doctor{task} --job --plan "$plan" --folder "$run"'
-)
-
-FAILED = """\
-# srun ends the others when one fails, and then says that they were killed: what failed first has left its code.
-[ ! -e "$GRAPPE_FAILURE" ] || end "$(cat "$GRAPPE_FAILURE")\""""
-
-MEET = """\
-# Where the script's processes meet: on this node, that of process 0, at a port that is free now.
-export OMP_NUM_THREADS=$SLURM_CPUS_PER_TASK PYTHONUNBUFFERED=1
-meet() {
-    MASTER_ADDR=$(hostname)
-    MASTER_PORT=$("${python[@]}" -c 'import socket; s = socket.socket(); s.bind(("", 0)); print(s.getsockname()[1])')
-    export MASTER_ADDR MASTER_PORT
-    [ -n "$MASTER_PORT" ]
-}
-"""
-
-START = """\
-# What each process runs. Its first failure leaves its code; after 75 srun must not end the others, which may be saving.
-export first=$run/logs/job-$job.first
-rm -f "$first"
-read -r -d '' start <<'END'
-{torchrun}trap : USR2 # which is for the program
-"$@" {words}
-code=$?
-if [ "$code" != 0 ] && [ "$(cat "$first" 2>/dev/null || echo 75)" = 75 ]; then
-    echo "$code" > "$first"
-fi
-[ "$code" != 75 ] || code=0
-exit "$code"
-END
-"""
-
-TORCHRUN = """\
-# As torchrun says it.
-export RANK=$SLURM_PROCID WORLD_SIZE=$SLURM_NTASKS LOCAL_RANK=$SLURM_LOCALID
-export LOCAL_WORLD_SIZE=$SLURM_NTASKS_PER_NODE GROUP_RANK=$SLURM_NODEID
-"""
-
-NO_LIGHTNING_REQUEUE = """\
-# Lightning takes an interactive job for no Slurm job: it neither requeues this one nor replaces signal handlers.
-export SLURM_JOB_NAME=interactive
-"""
-
-FIRST = """\
-[ ! -e "$first" ] || code=$(cat "$first")
-"""
-
-IS_DONE = """\
-[ "$code" != 0 ] || : > "$run/done"
-"""
-
-CHAIN_END = """\
-# The next job of the chain goes on, if this one saved, or if something was killed.
-if {{ [ "$code" = 75 ] || [ "$code" -gt 128 ]; }} && [ "$SLURM_ARRAY_TASK_ID" -lt {chain} ]; then
-    exit "$code"
-fi
-end "$code\""""
-
-CHAIN_END_SAVED = """\
-# The next job of the chain goes on, if this one saved and ended with 75.
-if [ "$code" = 75 ] && [ "$SLURM_ARRAY_TASK_ID" -lt {chain} ]; then
-    exit "$code"
-fi
-end "$code\""""
-
-AGAIN = """\
-# 75: saved, and there is more to do. Above 128: killed, three times at most; 140 is USR2 before training began.
-again=no
-if [ "$code" = 75 ] || [ "$code" = 140 ]; then
-    again=yes
-elif [ "$code" -gt 128 ]; then
-    echo "job $SLURM_JOB_ID, restart ${SLURM_RESTART_COUNT:-0}: exit code $code" >> "$run/logs/killed"
-    [ "$(grep -c "^job $SLURM_JOB_ID," "$run/logs/killed")" -gt 3 ] || again=yes
-fi
-"""
-
-AGAIN_SAVED = """\
-# 75: saved, and there is more to do. All else would begin again.
-again=no
-[ "$code" != 75 ] || again=yes
-"""
-
-REQUEUE = """\
-# A job that is being cancelled, or requeued by Slurm itself, is not running any more.
-if [ "$again" = yes ] && [ "$ended" = 0 ] && [ "${{SLURM_RESTART_COUNT:-0}}" -lt {restarts} ] &&
-    [ "$(squeue -h -j "$SLURM_JOB_ID" -o %T)" = RUNNING ]; then
-    echo "back into the queue after restart ${{SLURM_RESTART_COUNT:-0}}, exit code $code"
-    trap - TERM
-    refused=0
-    scontrol requeue "$SLURM_JOB_ID" || refused=$?
-    # Slurm ends this script now, one process after the other: it leaves no exit code.
-    # A code above 128: scontrol was ended first.
-    if [ "$refused" = 0 ] || [ "$refused" -gt 128 ]; then
-        sleep 60
-        exit "$code"
-    fi
-fi
-end "$code\""""
+        line = " ".join([f"step {srun} {python} -m grappe doctor", *words])
+        lines.append(f'{line} --job --plan {literal(str(script.plan))} --folder "$run"')
+    if script.kind == SCRIPT:
+        lines.append("process() {")
+        if script.torchrun:
+            lines.append("    torchrun_variables")
+        if script.lightning:
+            lines.append("    # Lightning then neither requeues the job nor replaces signal handlers.")
+            lines.append("    export SLURM_JOB_NAME=interactive")
+        lines.append(" ".join([f"    program {python}", *map(expanded, script.arguments)]))
+        lines += ["}", f"on_each_process{gpus}"]
+    else:
+        words = list(command_words(script.arguments))
+        if script.kind == TRAIN:
+            staged = script.job.stage is not None
+            data = f'"{script.site.job.local}/data"' if staged else next(command_words([script.data]))
+            words += ['--run "$run"', "--data", data]
+        lines.append(" ".join([f"step {srun} --label{gpus} {python} -m grappe", *words]))
+    return [*lines, f"finish {script.kind} {script.job.restarts}"]
 
 
 VARIABLE = re.compile(r"\$(?:([A-Za-z_][A-Za-z0-9_]*)|\{([A-Za-z_][A-Za-z0-9_]*)\})")

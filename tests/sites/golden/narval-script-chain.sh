@@ -18,147 +18,23 @@
 #SBATCH --array=1-3%1
 
 set -u
-
 cd -- /scratch/me || exit 1
-
 run=/scratch/me/runs/digits-1
+# Passes signals on to the processes, puts the job back into the queue: grappe submit writes the file.
+source "$run/logs/job.sh" || exit 1
 
-job=${SLURM_ARRAY_JOB_ID:-$SLURM_JOB_ID}
-export GRAPPE_FAILURE=$run/logs/job-$job.failed
-
-# A finished run ends at once, however often it is started.
-if [ -e "$run/done" ]; then
-    echo "$run is finished: nothing to do"
-    rm -f "$run/logs/job-$job.end" # it may be a link of somebody else's
-    echo 0 > "$run/logs/job-$job.end"
-    exit 0
-fi
-# A chain whose job failed by itself is over.
-if [ -e "$run/logs/job-$job.failed" ]; then
-    echo "an earlier job of this chain failed: nothing to do"
-    exit "$(cat "$run/logs/job-$job.failed")"
-fi
-# The job before may have died without giving the run back: its lease ends a minute after its last sign of life.
-while [ -e "$run/lease.json" ] && [ $(($(date +%s) - $(stat -c %Y "$run/lease.json"))) -lt 65 ]; do
-    sleep 5
-done
-
-# Neither the user's own packages nor those of another Python.
-unset PYTHONPATH PYTHONHOME
-export PYTHONNOUSERSITE=1
+unset PYTHONPATH PYTHONHOME; export PYTHONNOUSERSITE=1 # no packages of another Python
 module purge
 module load python/3.11
-# Compute nodes here have no way to the internet.
-export WANDB_MODE=offline HF_HUB_OFFLINE=1
-python=("$SLURM_TMPDIR/grappe-$UID/0123456789ab/bin/python")
-grappe=("${python[@]}" -m grappe)
-
-# srun of Slurm 22.05 and later does not take --cpus-per-task from the job by itself.
-export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK
-
-# USR2 comes before the time limit and on preemption. Every process gets it, saves, and process 0 ends with 75.
-# TERM comes when Slurm ends the job: there is a moment left to save.
-told=0 ended=0 step=
-# shellcheck disable=SC2317
-pass_on() {
-    told=1
-    [ -z "$step" ] || kill -USR2 "$step" 2>/dev/null
-}
-trap pass_on USR2
-trap 'ended=1; pass_on' TERM
-
-# bash runs a trap only between commands, so srun runs behind it; a wait that a signal ended begins again.
-run_step() {
-    [ "$told" = 0 ] || return 75
-    srun "$@" &
-    step=$!
-    while :; do
-        wait "$step"
-        kill -0 "$step" 2>/dev/null || break
-    done
-    wait "$step"
-    code=$?
-    step=
-    return "$code"
-}
-
-# Leaves the exit code for grappe wait; of a job that Slurm ended, Slurm knows the reason.
-end() {
-    [ "$ended" = 1 ] || { rm -f "$run/logs/job-$job.end" && echo "$1" > "$run/logs/job-$job.end"; }
-    exit "$1"
-}
-
-plan=replicate=4
-
-# Where the script's processes meet: on this node, that of process 0, at a port that is free now.
-export OMP_NUM_THREADS=$SLURM_CPUS_PER_TASK PYTHONUNBUFFERED=1
-meet() {
-    MASTER_ADDR=$(hostname)
-    MASTER_PORT=$("${python[@]}" -c 'import socket; s = socket.socket(); s.bind(("", 0)); print(s.getsockname()[1])')
-    export MASTER_ADDR MASTER_PORT
-    [ -n "$MASTER_PORT" ]
-}
-# What each process runs. Its first failure leaves its code; after 75 srun must not end the others, which may be saving.
-export first=$run/logs/job-$job.first
-rm -f "$first"
-read -r -d '' start <<'END'
-# As torchrun says it.
-export RANK=$SLURM_PROCID WORLD_SIZE=$SLURM_NTASKS LOCAL_RANK=$SLURM_LOCALID
-export LOCAL_WORLD_SIZE=$SLURM_NTASKS_PER_NODE GROUP_RANK=$SLURM_NODEID
-trap : USR2 # which is for the program
-"$@" mine.py
-code=$?
-if [ "$code" != 0 ] && [ "$(cat "$first" 2>/dev/null || echo 75)" = 75 ]; then
-    echo "$code" > "$first"
-fi
-[ "$code" != 75 ] || code=0
-exit "$code"
-END
-# Once on every node, on its local scratch.
-read -r -d '' once <<'END'
-set -u
-# An environment with these packages is made once on a node. The first is kept beside the runs for later jobs.
+export WANDB_MODE=offline HF_HUB_OFFLINE=1 # compute nodes have no internet here
 env="$SLURM_TMPDIR/grappe-$UID/0123456789ab"
-kept=/scratch/me/runs/.environments/0123456789ab.tar
-packages=/scratch/me/runs/digits-1/logs/environment-0123456789ab
-(umask 077 && mkdir -p "${env%/*}")
-[ -O "${env%/*}" ] || { echo "${env%/*} is not yours: give another folder as TMPDIR" >&2; exit 1; }
-if [ ! -e "$env" ]; then
-    [ -d "$packages" ] || { echo "there is no $packages: grappe submit without --show writes it" >&2; exit 1; }
-    new=$env.$SLURM_JOB_ID.$$
-    mkdir "$new" || exit 1
-    if [ ! -e "$kept" ] || ! tar -xf "$kept" -C "$new"; then
-        rm -rf -- "$new"
-        if command -v virtualenv >/dev/null; then
-            virtualenv --quiet --no-download "$new"
-        else
-            python -m venv "$new"
-        fi
-        "$new/bin/python" -m pip install --quiet --no-index --no-deps -r "$packages/requirements.txt" || exit 1
-        "$new/bin/python" -m pip install --quiet --no-index --no-deps "$packages"/grappe-*.whl || exit 1
-        if [ "${SLURM_NODEID:-0}" = 0 ]; then
-            mkdir -p "${kept%/*}"
-            tar -cf "$kept.$SLURM_JOB_ID" -C "$new" . && mv -- "$kept.$SLURM_JOB_ID" "$kept"
-            rm -f -- "$kept.$SLURM_JOB_ID"
-        fi
-    fi
-    mv -T -- "$new" "$env" 2>/dev/null || rm -rf -- "$new" # another job on this node was first
-    [ -e "$env" ] || exit 1
-fi
-END
-run_step --nodes="$SLURM_NNODES" --ntasks="$SLURM_NNODES" --ntasks-per-node=1 bash -c "$once" &&
-    run_step --kill-on-bad-exit=1 --wait=60 "${grappe[@]}" doctor --script mine.py --job --plan "$plan" --folder "$run" &&
-    meet &&
-    run_step --label --kill-on-bad-exit=1 --wait=60 --gpu-bind=none bash -c "$start" start "${python[@]}"
-code=$?
-[ ! -e "$first" ] || code=$(cat "$first")
-[ "$code" != 0 ] || : > "$run/done"
-[ ! -e "$run/done" ] || end 0
-# srun ends the others when one fails, and then says that they were killed: what failed first has left its code.
-[ ! -e "$GRAPPE_FAILURE" ] || end "$(cat "$GRAPPE_FAILURE")"
+on_each_node make_environment "$env" virtualenv python --no-deps
+python=$env/bin/python
 
-# The next job of the chain goes on, if this one saved and ended with 75.
-if [ "$code" = 75 ] && [ "$SLURM_ARRAY_TASK_ID" -lt 3 ]; then
-    exit "$code"
-fi
-end "$code"
+step srun --kill-on-bad-exit=1 --wait=60 "$python" -m grappe doctor --script mine.py --job --plan replicate=4 --folder "$run"
+process() {
+    torchrun_variables
+    program "$python" mine.py
+}
+on_each_process --gpu-bind=none
+finish script 50

@@ -23,7 +23,8 @@ from grappe.plan import Plan
 from grappe.sites import slurm
 from grappe.sites.advice import misplaced, unfit_precision
 from grappe.sites.sbatch import SCRIPT, TRAIN, TUNE
-from grappe.sites.script import Script, check_name, cost, render
+from grappe.sites.schema import Site
+from grappe.sites.script import FUNCTIONS, Script, check_name, cost, render
 from grappe.training.run import DESCRIPTION, DONE, Run, new_folder
 from grappe.verbs.automatic_time import AutomaticTime, with_time
 from grappe.verbs.submit.jobs import record_job
@@ -147,6 +148,7 @@ def _send(script: Script, text: str) -> str:
         numbers = [int(match[1]) for name in files.names(logs) if (match := SCRIPT_FILE.fullmatch(name))]
         file = logs / f"submit-{max(numbers, default=0) + 1}.sh"
         files.replace(file, text.encode(), IN_PART)
+        files.replace(logs / FUNCTIONS.name, FUNCTIONS.read_bytes(), IN_PART)
         if script.packages is not None:
             folder = logs / script.packages.folder_name
             files.make_folder(folder, IN_PART)
@@ -161,16 +163,18 @@ def _send(script: Script, text: str) -> str:
     except slurm.NoAnswer:
         raise  # the job may start
     except GrappeError:
-        if absent:
-            with contextlib.suppress(OSError, RunError):
+        with contextlib.suppress(OSError, RunError):
+            if absent:
                 files.remove(file, IN_PART)
-                # Another command may have submitted a job of the same run just now.
-                if script.packages is not None and not any(map(SCRIPT_FILE.fullmatch, files.names(logs))):
+            else:  # what was refused can be read, and is no submission
+                files.rename(file, file.with_name(file.name.replace("submit", "refused", 1)), IN_PART)
+            # Another command may have submitted a job of the same run just now.
+            if not any(name.startswith("submit-") for name in files.names(logs)):
+                files.remove(logs / FUNCTIONS.name, IN_PART)
+                if script.packages is not None:
                     files.remove_tree(logs / script.packages.folder_name, IN_PART)
-            for folder in (logs, *absent):
-                files.remove_empty(folder)
-        else:  # what was refused can be read, and is no submission
-            files.rename(file, file.with_name(file.name.replace("submit", "refused", 1)), IN_PART)
+        for folder in (logs, *absent):
+            files.remove_empty(folder)
         raise
     record_job(script.run, job, script.site.name, cost(script.layout))
     return job
@@ -199,7 +203,6 @@ def job_script(submission: Submission, *, show: bool = False) -> JobScript:
         slurm.check_controller()  # before pip is asked, which may take minutes
     content, note = job_packages(submission, site, plan, show=show)
     is_script = submission.command == SCRIPT
-    typed = submission.arguments if is_script else (submission.command, *submission.arguments)
     # Of a search the doctor gets the task alone, since its fields are ranges.
     fields = () if submission.command == TUNE else submission.fields
     saves, modules = submission.command in (TRAIN, TUNE), set[str]()
@@ -229,7 +232,7 @@ def job_script(submission: Submission, *, show: bool = False) -> JobScript:
         lightning=not modules.isdisjoint(LIGHTNING),
         saves=saves,
         packages=content,
-        command=f"grappe submit --site {site.name} -- {shlex.join(typed)}",
+        command=shlex.join(_command(submission, site, run)),
         time_note=automatic.sentence if automatic else "",
     )
     script = dataclasses.replace(script, torch=torch_of(script))
@@ -315,6 +318,30 @@ def _environment(text: str) -> str:
             "or a .sif image"
         )
     return str(path)
+
+
+def _command(submission: Submission, site: Site, run: Path) -> Iterator[str]:
+    """Yields the words that make the same script again, in this folder; but for a training it gets a new folder."""
+    yield from ("grappe", "submit")
+    job = dataclasses.replace(submission.job, site=site.name)
+    for field in dataclasses.fields(job):
+        value, name = getattr(job, field.name), field.name.strip("_").replace("_", "-")
+        if value == field.default:
+            continue
+        if value is False:
+            yield f"--no-{name}"
+            continue
+        values = value if isinstance(value, tuple) else (value,)
+        if field.type in ("Names", "CountsFromZero"):  # one text, with commas
+            values = (",".join(map(str, values)),)
+        for text in values:
+            yield from (f"--{name}", str(text))
+    yield "--"
+    if submission.command != SCRIPT:
+        yield submission.command
+    yield from submission.arguments
+    if submission.command == TRAIN and submission.run is None:
+        yield from ("--run", str(run.relative_to(Path.cwd()) if run.is_relative_to(Path.cwd()) else run))
 
 
 def _arguments(submission: Submission, plan: Plan, run: Path) -> tuple[str, ...]:

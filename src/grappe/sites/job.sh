@@ -1,0 +1,192 @@
+# Functions of a job's script, which sources this file from its run's logs, where `grappe submit` puts it.
+#
+#   step COMMAND …           runs srun, passes Slurm's signals on to it, and is skipped after a step that failed
+#   on_each_node FUNCTION …  runs one of the functions below once on every node, as a step
+#   on_each_process OPTION … runs the script's function `process` once for each process, as a step
+#   finish COMMAND RESTARTS  ends the job with the exit code of its steps, or puts it back into the queue
+#
+# shellcheck shell=bash
+
+run=${BASH_SOURCE[0]%/logs/*}
+
+# ---- once on each node ----
+
+# make_environment FOLDER KIND PYTHON [OPTION OF PIP …]: a Python environment of the wheels in the run's logs, complete or
+# not there. It is made once for a folder's name, which is a hash of all packages; the first is kept for later jobs.
+make_environment() {
+    local env=$1 kind=$2 python=$3 key=${1##*/}
+    shift 3
+    local kept=${run%/*}/.environments/$key.tar packages=$run/logs/environment-$key new=$env.$SLURM_JOB_ID.$$
+    (umask 077 && mkdir -p "${env%/*}")
+    [ -O "${env%/*}" ] || { echo "${env%/*} is not yours: give another folder as TMPDIR" >&2; return 1; }
+    [ ! -e "$env" ] || return 0
+    [ -d "$packages" ] || { echo "there is no $packages: grappe submit writes it" >&2; return 1; }
+    mkdir "$new" || return 1
+    if [ ! -e "$kept" ] || ! tar -xf "$kept" -C "$new"; then
+        rm -rf -- "$new"
+        if [ "$kind" = module ]; then # on top of what the modules hold
+            "$python" -m venv --system-site-packages "$new"
+        elif command -v virtualenv >/dev/null; then # as the Alliance asks
+            virtualenv --quiet --no-download "$new"
+        else
+            "$python" -m venv "$new"
+        fi
+        "$new/bin/python" -m pip install --quiet --no-index "$@" -r "$packages/requirements.txt" || return 1
+        "$new/bin/python" -m pip install --quiet --no-index --no-deps "$packages"/grappe-*.whl || return 1
+        if [ "${SLURM_NODEID:-0}" = 0 ]; then
+            mkdir -p "${kept%/*}"
+            tar -cf "$kept.$SLURM_JOB_ID" -C "$new" . && mv -- "$kept.$SLURM_JOB_ID" "$kept"
+            rm -f -- "$kept.$SLURM_JOB_ID"
+        fi
+    fi
+    mv -T -- "$new" "$env" 2>/dev/null || rm -rf -- "$new" # another job on this node was first
+    [ -e "$env" ]
+}
+
+# unpack ARCHIVE FOLDER
+unpack() {
+    mkdir -p "$2" && tar -xf "$1" -C "$2"
+}
+
+# ---- once for each process, in the script's function `process` ----
+
+# The variables that torchrun sets.
+torchrun_variables() {
+    export RANK=$SLURM_PROCID WORLD_SIZE=$SLURM_NTASKS LOCAL_RANK=$SLURM_LOCALID
+    export LOCAL_WORLD_SIZE=$SLURM_NTASKS_PER_NODE GROUP_RANK=$SLURM_NODEID
+}
+
+# program COMMAND …: the first failure leaves its code; after 75 srun must not end the others, which may be saving.
+program() {
+    local code
+    trap : USR2 # which is for the program
+    "$@"
+    code=$?
+    if [ "$code" != 0 ] && [ "$(cat "$first" 2>/dev/null || echo 75)" = 75 ]; then
+        echo "$code" > "$first"
+    fi
+    [ "$code" != 75 ] || code=0
+    exit "$code"
+}
+
+# ---- steps of the job ----
+
+# bash runs a trap only between commands, so the step runs in the background; a wait that a signal ended begins again.
+step() {
+    [ "$code" = 0 ] || return
+    if [ "$told" = 1 ]; then
+        code=75
+        return
+    fi
+    "$@" &
+    step=$!
+    while :; do
+        wait "$step"
+        kill -0 "$step" 2>/dev/null || break
+    done
+    wait "$step"
+    code=$?
+    step=
+}
+
+on_each_node() {
+    step srun --nodes="$SLURM_NNODES" --ntasks="$SLURM_NNODES" --ntasks-per-node=1 bash "$run/logs/job.sh" "$@"
+}
+
+# The processes meet on this node, that of process 0, at a port that is free now.
+on_each_process() {
+    [ "$code" = 0 ] || return
+    MASTER_ADDR=$(hostname)
+    MASTER_PORT=$("${python[@]}" -c 'import socket; s = socket.socket(); s.bind(("", 0)); print(s.getsockname()[1])')
+    export MASTER_ADDR MASTER_PORT OMP_NUM_THREADS=$SLURM_CPUS_PER_TASK PYTHONUNBUFFERED=1
+    [ -n "$MASTER_PORT" ] || code=1
+    step srun --label --kill-on-bad-exit=1 --wait=60 "$@" \
+        bash -c "$(declare -p first python; declare -f torchrun_variables program process); process"
+}
+
+# Leaves the exit code for grappe wait; of a job that Slurm ended, Slurm knows the reason.
+end() {
+    [ "$ended" = 1 ] || { rm -f "$run/logs/job-$job.end" && echo "$1" > "$run/logs/job-$job.end"; }
+    exit "$1"
+}
+
+# USR2 comes before the time limit and on preemption. Every process gets it, saves, and process 0 ends with 75.
+# TERM comes when Slurm ends the job: there is a moment left to save.
+pass_on() {
+    told=1
+    [ -z "$step" ] || kill -USR2 "$step" 2>/dev/null
+}
+
+begin() {
+    code=0 told=0 ended=0 step=
+    job=${SLURM_ARRAY_JOB_ID:-$SLURM_JOB_ID}
+    first=$run/logs/job-$job.first
+    export GRAPPE_FAILURE=$run/logs/job-$job.failed
+    # srun of Slurm 22.05 and later does not take --cpus-per-task from the job by itself.
+    export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK
+    if [ -e "$run/done" ]; then # however often it is started
+        echo "$run is finished: nothing to do"
+        end 0 # the file may be a link of somebody else's
+    fi
+    if [ -z "${SLURM_ARRAY_JOB_ID:-}" ]; then
+        rm -f "$run/logs/job-$job.end" "$GRAPPE_FAILURE" "$run/logs/job-$job.why"
+    elif [ -e "$GRAPPE_FAILURE" ]; then # a chain whose job failed by itself is over
+        echo "an earlier job of this chain failed: nothing to do"
+        exit "$(cat "$GRAPPE_FAILURE")"
+    fi
+    rm -f "$first"
+    # The job before may have died without giving the run back: its lease ends a minute after its last sign of life.
+    while [ -n "${SLURM_ARRAY_JOB_ID:-}" ] && [ -e "$run/lease.json" ] &&
+        [ $(($(date +%s) - $(stat -c %Y "$run/lease.json"))) -lt 65 ]; do
+        sleep 5
+    done
+    trap pass_on USR2
+    trap 'ended=1; pass_on' TERM
+}
+
+finish() {
+    local again=no resumes=no refused=0
+    case $1 in train | tune) resumes=yes ;; esac # the others would begin again
+    # srun ends the others when one fails, and then says that they were killed: what failed first has left its code.
+    [ ! -e "$first" ] || code=$(cat "$first")
+    [ "$1" = train ] || [ "$code" != 0 ] || : > "$run/done"
+    [ ! -e "$run/done" ] || end 0
+    [ ! -e "$GRAPPE_FAILURE" ] || end "$(cat "$GRAPPE_FAILURE")"
+
+    # 75: saved, and there is more to do. Above 128: killed; 140 is USR2 before training began.
+    if [ "$code" = 75 ]; then
+        again=yes
+    elif [ "$resumes" = yes ] && [ "$code" -gt 128 ]; then
+        again=yes
+        if [ "$code" != 140 ] && [ -z "${SLURM_ARRAY_JOB_ID:-}" ]; then # three times at most
+            echo "job $SLURM_JOB_ID, restart ${SLURM_RESTART_COUNT:-0}: exit code $code" >> "$run/logs/killed"
+            [ "$(grep -c "^job $SLURM_JOB_ID," "$run/logs/killed")" -le 3 ] || again=no
+        fi
+    fi
+    [ "$again" = yes ] || end "$code"
+    if [ -n "${SLURM_ARRAY_JOB_ID:-}" ]; then # a chain: the next job goes on
+        [ "$SLURM_ARRAY_TASK_ID" -ge "$SLURM_ARRAY_TASK_MAX" ] || exit "$code"
+        end "$code"
+    fi
+    # A job that is being cancelled, or requeued by Slurm itself, is not running any more.
+    if [ "$ended" = 0 ] && [ "${SLURM_RESTART_COUNT:-0}" -lt "$2" ] &&
+        [ "$(squeue -h -j "$SLURM_JOB_ID" -o %T)" = RUNNING ]; then
+        echo "back into the queue after restart ${SLURM_RESTART_COUNT:-0}, exit code $code"
+        trap - TERM
+        scontrol requeue "$SLURM_JOB_ID" || refused=$?
+        # Slurm ends this script now, one process after the other: it leaves no exit code.
+        # A code above 128: scontrol was ended first.
+        if [ "$refused" = 0 ] || [ "$refused" -gt 128 ]; then
+            sleep 60
+            exit "$code"
+        fi
+    fi
+    end "$code"
+}
+
+if [ "${BASH_SOURCE[0]}" = "$0" ]; then # on_each_node
+    set -u
+    "$@"
+else
+    begin
+fi
