@@ -108,7 +108,8 @@ def test_sites_are_listed_with_the_source_of_each_fact() -> None:
     assert "retired: replaced by fir" in shown(catalogue.site_list())
     said = shown(catalogue.site_facts("jean-zay-a100")).splitlines()
     assert any("node.cores " in line and "UNCONFIRMED, seen in users' scripts only" in line for line in said)
-    assert any("node.gpus " in line and "idris.fr" in line and "2026-11-20" in line for line in said)
+    assert len([line for line in said if "slurm_partitions_gpu" in line]) == 1  # the site's own page
+    assert any("storage.$HOME " in line and "espaces-disques" in line for line in said)
 
 
 def test_gpus_are_listed_with_the_sites_that_have_them() -> None:
