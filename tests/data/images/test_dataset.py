@@ -277,8 +277,12 @@ def test_labels_in_json(tmp_path: Path) -> None:
     assert data.name(0) == "only.tar/x/a.jpg"
 
 
-VALIDATION = {f"ILSVRC2012_val_{number:08d}.JPEG": jpeg(part(number, 20, 60)) for number in range(1, 7)}
+VALIDATION = [f"ILSVRC2012_val_{number:08d}.JPEG" for number in range(1, 7)]
 TRUTH = [CLASSES[place] for place in (2, 0, 1, 1, 2, 0)]
+
+
+def validation() -> list[tuple[str, bytes]]:
+    return [(name, jpeg(part(number, 20, 60))) for number, name in enumerate(VALIDATION, 1)]
 
 
 @pytest.mark.parametrize(
@@ -302,7 +306,7 @@ TRUTH = [CLASSES[place] for place in (2, 0, 1, 1, 2, 0)]
 def test_the_validation_archive_takes_its_labels_from_a_file(
     tmp_path: Path, lines: list, numbering: list | None
 ) -> None:
-    (tmp_path / "val.tar").write_bytes(tar(reversed(VALIDATION.items())))
+    (tmp_path / "val.tar").write_bytes(tar(reversed(validation())))
     (tmp_path / "labels.txt").write_text("\n".join(lines))
     more = {}
     if numbering:
@@ -312,7 +316,7 @@ def test_the_validation_archive_takes_its_labels_from_a_file(
         more = {"numbering": tmp_path / "map.txt"}
     data = Images(tmp_path / "val.tar", CentreCrop(size=8), labels=tmp_path / "labels.txt", **more)
     assert [data.classes[label] for label in data.targets()] == TRUTH
-    assert [data.name(index) for index in range(6)] == list(VALIDATION)
+    assert [data.name(index) for index in range(6)] == VALIDATION
     other = Images(
         tmp_path / "val.tar",
         CentreCrop(size=8),
@@ -324,7 +328,7 @@ def test_the_validation_archive_takes_its_labels_from_a_file(
 
 
 def test_labels_that_do_not_fit_are_refused(tmp_path: Path, capsys) -> None:
-    (tmp_path / "val.tar").write_bytes(tar(VALIDATION.items()))
+    (tmp_path / "val.tar").write_bytes(tar(validation()))
     file = tmp_path / "labels.txt"
 
     def images(**more: object) -> Images:
