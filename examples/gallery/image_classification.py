@@ -22,7 +22,7 @@ class ImageClassification(grappe.Task):
     ema: float | None = 0.95  # evaluated, saved, loaded and exported instead of the weights
 
     def model(self):
-        head = nn.Sequential(nn.Flatten(), nn.Dropout(0.2), nn.Linear(32 * 16, 10))
+        head = nn.Sequential(nn.Flatten(), nn.Linear(32 * 16, 10))
         return nn.Sequential(block(1, 16), nn.Sequential(block(16, 32), nn.MaxPool2d(2)), block(32, 32), head)
 
     def data(self, split, folder):
