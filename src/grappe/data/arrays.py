@@ -102,13 +102,10 @@ class Arrays(Dataset):
         if rows is not None:
             size = size * len(rows) // stored
         if size < DEVICE_SHARE * torch.cuda.mem_get_info(device)[0]:
-            # Where several splits share arrays, each split moves its own rows.
-            self.inputs, self.targets = tree_map(
-                lambda leaf: (leaf if rows is None else leaf.index_select(0, rows.to(leaf.device))).to(
-                    device
-                ),
-                (self.inputs, self.targets),
-            )
+            both = (self.inputs, self.targets)
+            if rows is not None:  # where several splits share arrays, each split moves its own rows
+                both = tree_map(lambda leaf: leaf.index_select(0, rows.to(leaf.device)), both)
+            self.inputs, self.targets = tree_map(lambda leaf: leaf.to(device), both)
             self._on_gpu, self._plain, self._rows = device, False, None
 
 

@@ -85,9 +85,7 @@ def _without_lower_precision(device: torch.device) -> Iterator[None]:
     matmul = torch.backends.cuda.matmul
     try:
         name, before, full = "allow_tf32", matmul.allow_tf32, False
-    except (
-        RuntimeError
-    ):  # from torch 2.9 on, where a task has set the newer name, the older one cannot be read
+    except RuntimeError:  # from torch 2.9 on: a task has set the newer name, so the older one cannot be read
         name, before, full = "fp32_precision", matmul.fp32_precision, "ieee"
     setattr(matmul, name, full)
     try:

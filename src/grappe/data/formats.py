@@ -165,9 +165,7 @@ def cifar10_python(paths: Sequence[Path]) -> tuple[Images, Labels]:
             isinstance(stored, list) and len(stored) == rows and all(type(label) is int for label in stored)
         ):
             raise _damaged(path, f"expected labels to be a list of {rows} whole numbers")
-        if not all(
-            0 <= label < _CLASSES for label in stored
-        ):  # before an array, where a large one would not fit
+        if not all(0 <= label < _CLASSES for label in stored):  # a large one would not fit into an array
             raise _damaged(path, f"a label is not in 0 to {_CLASSES - 1}")
         labels.append(np.array(stored, np.int64))
     return np.concatenate(images).reshape(-1, 3, _SIDE, _SIDE), np.concatenate(labels)

@@ -280,22 +280,15 @@ def evaluation_loader(task: Task, dataset: Dataset, plan: Plan, world: World) ->
     micro = -(-task.batch_size // (ways * plan.microbatches))
     as_training = task.whole_batch_loss or task.consecutive_batches
     if as_training and plan.validation_batch is not None:
-        why = (
-            "loss compares the samples of a batch"
-            if task.whole_batch_loss
-            else "batches go on from each other"
-        )
+        compares, goes_on = "loss compares the samples of a batch", "batches go on from each other"
+        why = compares if task.whole_batch_loss else goes_on
         raise PlanError(
             f"validation_batch={plan.validation_batch}: {type(task).__name__}'s {why}, "
             "so an evaluation has the training's batches: leave it out"
         )
     batch_size = task.batch_size if as_training else plan.validation_batch or max(2, 2 * micro) * ways
-    order = SampleOrder(
-        seed=task.seed,
-        length=len(dataset),  # type: ignore[arg-type]
-        batch_size=batch_size,
-        shuffle=False,
-    )
+    length = len(dataset)  # type: ignore[arg-type]
+    order = SampleOrder(seed=task.seed, length=length, batch_size=batch_size, shuffle=False)
     return BatchLoader(task, dataset, order, plan, world, training=False)
 
 
@@ -305,10 +298,7 @@ def in_channels_last(inputs: Any) -> Any:
 
 
 def _channels_last(leaf: Any) -> Any:
-    if (
-        isinstance(leaf, Tensor)
-        and leaf.dim() == 4
-        and (leaf.is_floating_point() or leaf.dtype == torch.uint8)
-    ):
+    image = isinstance(leaf, Tensor) and leaf.dim() == 4
+    if image and (leaf.is_floating_point() or leaf.dtype == torch.uint8):
         return leaf.contiguous(memory_format=torch.channels_last)
     return leaf

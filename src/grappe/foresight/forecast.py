@@ -430,14 +430,6 @@ Calls = tuple[tuple[Call, ...], tuple[Call, ...]]
 """The distinct calls of an evaluation and of a step, of one process."""
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class KeptRequest:
-    """The calls of each process that differs, on their way to the process that runs them."""
-
-    calls: tuple[Calls, ...]
-    threads: int
-
-
 def library_memory(fake_model: FakeModel, plan: Plan, samples: int) -> LibraryMemory | None:
     """Measures what libraries keep in the process of a plan in which they keep most, at `samples` samples a step.
 
@@ -462,15 +454,16 @@ def _distinct_calls(traces: Sequence[Trace]) -> tuple[Call, ...]:
 
 @functools.lru_cache(maxsize=64)
 def _measured(calls: tuple[Calls, ...], threads: int) -> list[LibraryMemory]:
-    request = KeptRequest(calls=calls, threads=threads)
-    return local("grappe.foresight.forecast:worker", request, 1, from_training=True)
+    return local("grappe.foresight.forecast:worker", (calls, threads), 1, from_training=True)
 
 
-def worker(request: KeptRequest, process: ProcessRank, rendezvous_folder: Path) -> list[LibraryMemory]:
-    """Runs the calls of each process in a fork of this one, whose libraries keep nothing yet."""
-    memories = []
-    for evaluation, step in request.calls:
-        text = run_in_fork(functools.partial(_kept, evaluation, step, request.threads))
+def worker(
+    request: tuple[tuple[Calls, ...], int], process: ProcessRank, rendezvous_folder: Path
+) -> list[LibraryMemory]:
+    """Runs the calls of each process, with a number of threads, in a fork of this one, whose libraries keep nothing."""
+    memories, (calls, threads) = [], request
+    for evaluation, step in calls:
+        text = run_in_fork(functools.partial(_kept, evaluation, step, threads))
         after_evaluation, after_step = map(int, text.split())
         memories.append(LibraryMemory(evaluation=after_evaluation, step=after_step))
     return memories
@@ -481,9 +474,7 @@ def _kept(evaluation: Iterable[Call], step: Iterable[Call], threads: int) -> str
     return_freed_memory()
     torch.set_num_threads(threads)
     start = data_size()
-    torch.ones(
-        threads << 16
-    ).exp_()  # starts all threads: no library computes some operators of an evaluation
+    torch.ones(threads << 16).exp_()  # starts all threads, as operators of no library do
     _run(evaluation)
     between = data_size()
     _run(step)

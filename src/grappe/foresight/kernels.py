@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
 import json
 import tempfile
@@ -72,14 +71,6 @@ class Call(NamedTuple):
         return functools.partial(function, *arguments, **{key: _real(value) for key, value in self.keywords})
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class KernelRequest:
-    """The calls to measure, on their way to the process that runs them."""
-
-    calls: tuple[Call, ...]
-    threads: int
-
-
 def describe(operator: Any, arguments: Any, keywords: Any, output: Any) -> Call | None:
     """Describes an operator whose kernel is in a library; None: its kernel is torch's own."""
     if not str(operator).startswith(OF_LIBRARIES):
@@ -113,35 +104,33 @@ class Kernels:
             return dict.fromkeys(measurable, 0)
         new = tuple(call for call in measurable if (threads, call) not in self._known)
         if new:
-            request = KernelRequest(calls=new, threads=threads)
-            sizes = local("grappe.foresight.kernels:worker", request, 1)
+            sizes = local("grappe.foresight.kernels:worker", (new, threads), 1)
             for call, size in zip(new, sizes, strict=True):
                 self._known[threads, call] = size
         return {call: self._known[threads, call] for call in measurable}
 
 
-def worker(request: KernelRequest, process: ProcessRank, rendezvous_folder: Path) -> list[int]:
-    """Runs each call twice, and returns the bytes that its second run took besides its output."""
-    torch.set_num_threads(request.threads)
+def worker(request: tuple[Sequence[Call], int], process: ProcessRank, rendezvous_folder: Path) -> list[int]:
+    """Runs each call twice, with a number of threads; returns the bytes that its second run took besides its output."""
+    calls, threads = request
+    torch.set_num_threads(threads)
     # torch's profiler writes to the standard error.
     with without_standard_error(), tempfile.TemporaryDirectory() as folder:
         kept = []
-        profiler = torch.profiler.profile(
-            activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True
-        )
+        cpu = [torch.profiler.ProfilerActivity.CPU]
+        profiler = torch.profiler.profile(activities=cpu, profile_memory=True)
         with torch.no_grad(), profiler:
-            for number, call in enumerate(request.calls):
+            for number, call in enumerate(calls):
                 function, output = call.on_ones(), None
                 # In bf16 fake tensors may have a type that kernels do not take.
                 with contextlib.suppress(RuntimeError):
                     function()  # oneDNN keeps what it makes for a first call
                     with torch.profiler.record_function(f"kernel {number}"):
                         output = function()
-                storages = [
-                    leaf.untyped_storage() for leaf in tree_leaves(output) if isinstance(leaf, Tensor)
-                ]
+                leaves = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
+                storages = [leaf.untyped_storage() for leaf in leaves]
                 kept.append(sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values()))
-                del function, output, storages
+                del function, output, leaves, storages
         file = Path(folder) / "trace.json"
         profiler.export_chrome_trace(str(file))
         events = json.loads(file.read_text())["traceEvents"]
@@ -152,8 +141,7 @@ def _peak(events: Sequence[dict[str, Any]], name: str) -> int:
     spans = [event for event in events if event.get("name") == name and event.get("ph") == "X"]
     if not spans:  # it did not run
         return 0
-    span = spans[0]
-    start, end = span["ts"], span["ts"] + span["dur"]
+    start, end = spans[0]["ts"], spans[0]["ts"] + spans[0]["dur"]
     now = most = 0
     changes = [event for event in events if event.get("name") == "[memory]" and start <= event["ts"] <= end]
     for change in sorted(changes, key=lambda event: event["ts"]):

@@ -96,20 +96,16 @@ def stepped(
         )
     for _, parameter in trained:
         parameter.grad = torch.empty_like(parameter)
-    held = [
-        value
-        for _, parameter in named
-        for value in (parameter, parameter.grad, *_state(optimizer, parameter))
-    ]
-    ledger = Ledger([value for value in held if value is not None])
+    pairs = [(parameter.grad, _state(optimizer, parameter)) for _, parameter in named]
+    held = [value for gradient, state in pairs for value in (gradient, *state) if value is not None]
+    ledger = Ledger([*(parameter for _, parameter in named), *held])
     with ledger:
         optimizer.step()
     ledger.mark(END)
     for _, parameter in trained:
         parameter.grad = None
-    return tuple(parameters), ledger.marks[-1].peak / max(
-        1, *(parameter.temporary for parameter in parameters)
-    )
+    largest = max(1, *(parameter.temporary for parameter in parameters))
+    return tuple(parameters), ledger.marks[-1].peak / largest
 
 
 def _state(optimizer: Optimizer, parameter: nn.Parameter) -> list[Tensor]:
@@ -307,9 +303,8 @@ class FsdpMemory:
         self._gathered: dict[int, int] = {}  # whole parameters, by unit
         self._buffers: dict[int, int] = {}  # what all-gathers write, by unit
         self._reducing = 0  # what the last reduce-scatter read
-        self._late: list[
-            tuple[bool, int]
-        ] = []  # buffers that a thread of the library may still hold; whether they are the last call's
+        # Buffers that a thread of the library may still hold; whether they are the last call's.
+        self._late: list[tuple[bool, int]] = []
         self._traced = 0  # the bytes of all this that the trace has counted already
         self._there = there
         self._shards = sum(self._trained.values()) // ways if there and zero != 1 else 0  # reduced gradients

@@ -73,9 +73,8 @@ def kept(
             for parameter in own
         )
     average = held.gradients if fake_model.task.ema is not None else 0  # of as many numbers
-    example = sum(
-        tensor.nbytes for tensor in tensors_of(fake_model.example())
-    )  # of two samples, kept from the start
+    # Of two samples, kept from the start.
+    example = sum(tensor.nbytes for tensor in tensors_of(fake_model.example()))
     return held.buffers + held.optimizer + parameters + average + example + SCALARS
 
 
@@ -123,16 +122,12 @@ def stage_parameters(fake_model: FakeModel, plan: Plan) -> list[list[Parameter]]
     place_of = {unit: number % plan.pipeline for number, units in enumerate(parts) for unit in units}
     # Not Parameter.unit: of a model of transformers a pipeline's units are others than those that are sharded.
     homes = homes_of(pipeline_units(fake_model.task, fake_model.plain))
-    places = {name: place_of[homes[id(parameter)]] for name, parameter in fake_model.plain.named_parameters()}
     units = {name: homes[id(parameter)] for name, parameter in fake_model.plain.named_parameters()}
-    return [
-        [
-            dataclasses.replace(parameter, unit=units[parameter.name])
-            for parameter in fake_model.parameters
-            if places[parameter.name] == place
-        ]
-        for place in range(plan.pipeline)
-    ]
+    stages: list[list[Parameter]] = [[] for _ in range(plan.pipeline)]
+    for parameter in fake_model.parameters:
+        unit = units[parameter.name]
+        stages[place_of[unit]].append(dataclasses.replace(parameter, unit=unit))
+    return stages
 
 
 def updated_parts(

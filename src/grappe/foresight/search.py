@@ -113,9 +113,7 @@ def foreseen(fake_model: FakeModel, plan: Plan, batch: int, budget: MemoryBudget
         if isinstance(error, TaskError):
             if plan.pipeline == plan.tensor == 1:
                 raise  # every plan has it
-            memory_forecast(
-                fake_model, Plan(), batch=batch
-            )  # raises it where it is not of the plan's stages or parts
+            memory_forecast(fake_model, Plan(), batch=batch)  # raises it where it is not of stages or parts
         return Foreseen(plan=str(plan), processes=plan.processes, batch=batch, needs=None, why=str(error))
     return Foreseen(
         plan=str(plan),

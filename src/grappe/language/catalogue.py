@@ -278,9 +278,8 @@ class Template:
         values, place = list[str](), len(first)
         for number, fixed in enumerate(self.texts[1:-1]):
             earlier = self._earlier_value(number, values)
-            adjacent = (
-                earlier if not fixed and text.startswith(earlier, place) else ""
-            )  # one more of a name known before
+            # One more of a name known before.
+            adjacent = earlier if not fixed and text.startswith(earlier, place) else ""
             there = text.find(fixed, place + len(adjacent), end)
             if there < 0:
                 return None

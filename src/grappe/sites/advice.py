@@ -90,16 +90,12 @@ def unfit_precision(precision: str, gpu: str, capability: tuple[int, int] | None
         return None
     name = f"precision={precision} on {gpu} (compute capability {capability[0]}.{capability[1]})"
     if precision == "bf16" and capability < AMPERE:
-        slow = "bf16 arithmetic came with Ampere (8.0): here it is emulated, and slower than fp32"
-        return UnfitPrecision(
-            name, slow, "use precision=fp16, with loss scaling" if capability >= VOLTA else "use fp32"
-        )
-    if precision == "tf32" and capability < AMPERE:
-        return UnfitPrecision(
-            name, "TF32 came with Ampere (8.0): here matrix products stay in fp32", "use precision=fp16"
-        )
-    if precision == "fp16" and capability < VOLTA:
-        return UnfitPrecision(
-            name, "tensor cores came with Volta (7.0): fp16 saves memory and hardly any time", "use fp32"
-        )
-    return None
+        why = "bf16 arithmetic came with Ampere (8.0): here it is emulated, and slower than fp32"
+        do = "use precision=fp16, with loss scaling" if capability >= VOLTA else "use fp32"
+    elif precision == "tf32" and capability < AMPERE:
+        why, do = "TF32 came with Ampere (8.0): here matrix products stay in fp32", "use precision=fp16"
+    elif precision == "fp16" and capability < VOLTA:
+        why, do = "tensor cores came with Volta (7.0): fp16 saves memory and hardly any time", "use fp32"
+    else:
+        return None
+    return UnfitPrecision(name, why, do)

@@ -222,9 +222,8 @@ def _value(kind: Any, value: Any, path: str, wrong: Wrong) -> Any:
         if isinstance(value, str) and value in choices:
             return value
         raise wrong(path, f"={_shown(value)} is not one of {', '.join(repr(choice) for choice in choices)}")
-    if (
-        type(value) in (int, float) and kind in (int, float) and not 0 < value <= LARGEST
-    ):  # nan is not, either
+    number = type(value) in (int, float) and kind in (int, float)
+    if number and not 0 < value <= LARGEST:  # nan is not, either
         raise wrong(path, f"={_shown(value)}: it must be more than 0, and at most {LARGEST:,.0f}")
     if kind is float and type(value) is int:
         value = float(value)

@@ -184,11 +184,8 @@ def entries(text: str) -> list[Entry]:
     jobs = []
     for line in text.splitlines():
         job, *name, state, reason, start, left, nodes = line.split("|")
-        jobs.append(
-            Entry(
-                job=job, name="|".join(name), state=state, reason=reason, start=start, left=left, nodes=nodes
-            )
-        )
+        when = {"start": start, "left": left}
+        jobs.append(Entry(job=job, name="|".join(name), state=state, reason=reason, nodes=nodes, **when))
     return jobs
 
 

@@ -53,7 +53,7 @@ def find(reference: str, root: str = "") -> type[Task]:
             f"in Python, as in grappe.evaluate(run, task={name}())"
         )
     if place.endswith(".py"):
-        module = _from_file(Path(place))
+        module = _executed(lambda: module_of_file(Path(place), "task"), place)
     elif "." in place or name:
         module = _imported(place, place) if shipped(reference) else _users(place, root)
     else:
@@ -103,16 +103,16 @@ def defaults(cls: type[Task]) -> dict[str, object]:
     return {field.name: field.default for field in dataclasses.fields(cls)}
 
 
-def _from_file(path: Path) -> ModuleType:
-    name = f"grappe_task_{path.stem}"
-    spec = importlib.util.spec_from_file_location(name, path.resolve())
+def module_of_file(path: Path, kind: str) -> ModuleType:
+    """Loads a user's file as a module of its own name; `kind` is the word for what it holds: task, watcher."""
+    path, name = path.resolve(), f"grappe_{kind}_{path.stem}"
+    spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module
-    folder = str(path.resolve().parent)
-    if folder not in sys.path:
-        sys.path.insert(0, folder)  # so that it may import its neighbours, as when it is run
-    _executed(lambda: spec.loader.exec_module(module), str(path))
+    if str(path.parent) not in sys.path:
+        sys.path.insert(0, str(path.parent))  # so that it may import its neighbours, as when it is run
+    spec.loader.exec_module(module)
     return module
 
 

@@ -80,11 +80,7 @@ def members(archive: Extent) -> Iterator[Member]:
                 what = _REFUSED.get(kind, "a sparse file")
                 _refuse(archive, f"'{printable(name.decode(errors='replace'))}' is {what}")
             if kind != b"5":
-                if kind not in (
-                    b"0",
-                    b"\0",
-                    b"7",
-                ):  # 7: a contiguous file, which everyone takes for a regular one
+                if kind not in (b"0", b"\0", b"7"):  # 7: a contiguous file, taken for a regular one
                     _refuse(archive, f"a member of the unknown type '{printable(kind.decode('latin-1'))}'")
                 if not name.endswith(b"/"):
                     _check_name(name, archive)

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import importlib
-import importlib.util
 import inspect
 import sys
 from collections.abc import Iterable
 from pathlib import Path
-from types import ModuleType
 
 from grappe.errors import GrappeError, UsageError, nearest, user_code
+from grappe.tasks import module_of_file
 from grappe.training.watchers.base import Watcher
 
 
@@ -32,7 +31,7 @@ def find(reference: str) -> type[Watcher]:
     place, _, name = check_name(reference).rpartition(":")
     try:
         if place.endswith(".py"):
-            module = _from_file(Path(place))
+            module = module_of_file(Path(place), "watcher")
         else:
             if "" not in sys.path and str(Path.cwd()) not in sys.path:
                 sys.path.insert(0, str(Path.cwd()))
@@ -43,12 +42,10 @@ def find(reference: str) -> type[Watcher]:
         raise UsageError(f"--watch={reference} cannot be loaded: {user_code.sentence(error)}") from error
     member = getattr(module, name, None)
     if not (inspect.isclass(member) and issubclass(member, Watcher)):
-        classes = [
-            key for key, value in vars(module).items()
-            if inspect.isclass(value) and issubclass(value, Watcher) and value is not Watcher
-        ]  # fmt: skip
         if inspect.isclass(member):
             raise UsageError(f"--watch={reference}: {name} does not derive from grappe.Watcher")
+        kinds = {key: value for key, value in vars(module).items() if inspect.isclass(value)}
+        classes = [key for key, kind in kinds.items() if issubclass(kind, Watcher) and kind is not Watcher]
         raise UsageError(f"--watch={reference}: there is no watcher '{name}' in it: {nearest(name, classes)}")
     return member
 
@@ -71,18 +68,6 @@ def check_name(reference: str) -> str:
             f"--watch={reference}: there is no file {place}: is the path right, relative to {Path.cwd()}?"
         )
     return f"{Path(place).resolve()}:{name}"
-
-
-def _from_file(path: Path) -> ModuleType:
-    name = f"grappe_watcher_{path.stem}"
-    spec = importlib.util.spec_from_file_location(name, path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module
-    if str(path.parent) not in sys.path:
-        sys.path.insert(0, str(path.parent))  # so that it can import its neighbours, as when it is run
-    spec.loader.exec_module(module)
-    return module
 
 
 def _made(kind: type[Watcher], reference: str) -> Watcher:

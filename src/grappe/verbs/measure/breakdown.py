@@ -132,7 +132,7 @@ def break_down(point: Measurement, trace: RunTrace, intervals: Intervals) -> Tim
     operators = [seen.operators for seen in traced if seen.operators is not None]
     precision = plan.precision
     if operators:
-        names = [field.name for field in dataclasses.fields(OperatorTotals) if field.type == "float"]
+        names = [name for name, value in vars(operators[0]).items() if isinstance(value, float)]
         mean = {name: statistics.fmean(getattr(totals, name) for totals in operators) for name in names}
         untraced = statistics.fmean(seen.computing for seen in traced)
         if operators[0].clock == "host" and untraced:

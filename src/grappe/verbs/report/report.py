@@ -248,9 +248,8 @@ def html(gathered: dict[str, Any], title: str) -> str:
     # "<" would end the element that the data is in; JSON may write it otherwise.
     data = json.dumps(_finite(gathered), separators=(",", ":")).replace("<", "\\u003c")
     parts = {"TITLE": html_text(title), "STYLE": style, "DATA": data, "CODE": plots + code}
-    return re.sub(
-        "@@([A-Z]+)@@", lambda match: parts[match[1]], page
-    )  # in one pass: data is not looked through
+    # In one pass: data is not looked through.
+    return re.sub("@@([A-Z]+)@@", lambda match: parts[match[1]], page)
 
 
 def _finite(value: Any) -> Any:

@@ -123,9 +123,7 @@ def instrumented(task: Task, instrumentation: Instrumentation, recorder: SampleR
         counts = counts_of(task, target[0])
         if not instrumentation.batch_multiple or not isinstance(counts, Mapping):
             return None if instrumentation.batch_multiple else counts
-        return {
-            name: torch.ones_like(values) for name, values in counts.items()
-        }  # several shapes need counts
+        return {name: torch.ones_like(values) for name, values in counts.items()}  # several shapes
 
     def loss(self: Task, output: Any, target: Any) -> Any:
         target, ids = target

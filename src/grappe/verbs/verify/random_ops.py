@@ -77,9 +77,7 @@ class RandomOps(TorchDispatchMode):
 
     def _record(self, leaf: Tensor) -> None:
         seed = (torch.cuda if leaf.is_cuda else torch).initial_seed()
-        if (
-            seed != self._seed
-        ):  # what came before a new seed is forgotten: dry runs draw, from a stream alike everywhere
+        if seed != self._seed:  # what came before is forgotten: dry runs draw, from a stream alike everywhere
             self._seed, self._hash, self._numbers = seed, xxhash.xxh3_64(), 0
         flat = leaf.detach().reshape(-1)[: max(0, MOST_NUMBERS - self._numbers)]
         self._hash.update(flat.cpu().contiguous().view(torch.uint8).numpy().tobytes())

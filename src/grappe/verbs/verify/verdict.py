@@ -109,22 +109,20 @@ class _Judgement:
     def _finding(
         self, verdict: VerdictWord, causes: Sequence[str] = (), notes: Sequence[str] = ()
     ) -> PlanVerdict:
-        base, tensors = self._base, self._difference.drifting
+        base, tensors, notes = self._base, self._difference.drifting, list(notes)
         if base.written:
             several = "are" if len(base.written) > 1 else "is"
-            notes = [
-                *notes,
-                f"{and_more(base.written, SHOWN)} {several} written in forward: after_step() can do that",
-            ]
+            notes.append(
+                f"{and_more(base.written, SHOWN)} {several} written in forward: after_step() can do that"
+            )
         if base.attributes:
-            notes = [*notes, f"forward keeps {and_more(base.attributes, SHOWN)} for the next batch"]
+            notes.append(f"forward keeps {and_more(base.attributes, SHOWN)} for the next batch")
         if verdict in ("same", "same but for these") and tensors:
-            notes = [
-                *notes,
+            notes.append(
                 f"not judged: {and_more(tensors, SHOWN)}, which one process that takes each batch's samples in "
                 f"another order moves by more than {BOUND / FACTOR:.1%}: little but rounding, of a gradient that Adam "
-                "scales up, say",
-            ]
+                "scales up, say"
+            )
         return PlanVerdict(
             plan=str(self._plan),
             processes=self._plan.processes,
@@ -182,9 +180,8 @@ class _Judgement:
                 return self._finding("different", faults, notes)
             fp16 = PRECISION in fewest and self._plan.precision == "fp16"
             if not fp16 and self._difference_from_pieces(self._plan, self._start, precision=True).agrees:
-                notes = [
-                    *notes, "one process that takes the plan's pieces one after the other learns the same"
-                ]  # fmt: skip
+                pieces = "one process that takes the plan's pieces one after the other learns the same"
+                notes = [*notes, pieces]
             return self._finding("same but for these", [self._name(feature) for feature in fewest], notes)
         plan, instrumentation = self._without(asked_for)
         causes = ablations(self._runner, plan, instrumentation, self._runner.reference(plan, instrumentation))
@@ -256,10 +253,8 @@ class _Judgement:
             return f"precision ({self._plan.precision})"
         if feature == DROPOUT:
             words = f"dropout's random streams ({', '.join(self._base.draws)})"
-            if (
-                dataclasses.replace(self._plan, dropout="whole").draws_whole_batches
-                > self._plan.draws_whole_batches
-            ):
+            of_whole = dataclasses.replace(self._plan, dropout="whole")
+            if of_whole.draws_whole_batches and not self._plan.draws_whole_batches:
                 return f"{words}; dropout=whole would draw the same"
             like = sorted({"rand_like", "randn_like"}.intersection(self._base.draws))
             instead = " and ".join(f"grappe.{name}" for name in like)
