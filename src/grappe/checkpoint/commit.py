@@ -15,7 +15,6 @@ import xxhash
 
 from grappe.errors import RunError
 from grappe.launch import files
-from grappe.launch.files import IN_CHECKPOINT, IN_PART, IN_RUN, flush
 
 MANIFEST = "manifest.json"
 READ_SIZE = 1 << 22
@@ -46,40 +45,40 @@ def commit(beside: Path, folder: Path, fingerprints: Mapping[str, Fingerprint], 
     content = {**dataclasses.asdict(origin), "files": fingerprints}
     manifest = {**content, "xxh3_128": json_hash(content)}
     write_new(beside / MANIFEST, json.dumps(manifest, indent=1).encode())
-    flush(beside, IN_PART)
+    files.flush(beside, files.IN_PART)
     if files.kind(folder):
         if verify(folder, origin.run) is None:  # the same step, saved before
-            files.remove_tree(beside, IN_PART)
+            files.remove_tree(beside, files.IN_PART)
             return
         _make_way(folder)
-    files.rename(beside, folder, IN_PART)
-    flush(folder.parent, IN_RUN)
+    files.rename(beside, folder, files.IN_PART)
+    files.flush(folder.parent, files.IN_RUN)
 
 
 def _make_way(folder: Path) -> None:
     """Removes a damaged checkpoint, as a rename replaces empty folders only; files that grappe did not make stay."""
     if files.kind(folder) == "folder" and not strangers(folder):
-        files.remove_tree(folder, IN_PART)
+        files.remove_tree(folder, files.IN_PART)
     else:
-        files.rename(folder, folder.with_name(f"damaged-{folder.name}-{secrets.token_hex(4)}"), IN_PART)
+        files.rename(folder, folder.with_name(f"damaged-{folder.name}-{secrets.token_hex(4)}"), files.IN_PART)
 
 
 def strangers(folder: Path) -> list[str]:
     """Lists files in a checkpoint's folder that no save puts there: grappe must not remove them."""
     try:
-        listed = set(read_json(folder / MANIFEST, IN_CHECKPOINT, largest=LARGEST_LIST).get("files", {}))
+        listed = set(read_json(folder / MANIFEST, files.IN_CHECKPOINT, largest=LARGEST_LIST).get("files", {}))
     except (RunError, TypeError):
         listed = set()
     return [
         name
-        for name in files.names(folder, IN_PART)
+        for name in files.names(folder, files.IN_PART)
         if not (name in listed or OURS.fullmatch(name)) or files.kind(folder / name) == "folder"
     ]
 
 
 def write_new(file: Path, content: bytes) -> Fingerprint:
     """Writes a new file and flushes it to disk; returns its fingerprint."""
-    with files.new_file(file, IN_CHECKPOINT) as stream:
+    with files.new_file(file, files.IN_CHECKPOINT) as stream:
         write_all(stream.fileno(), content)
         os.fsync(stream.fileno())
     return {"bytes": len(content), "xxh3_128": xxhash.xxh3_128_hexdigest(content)}
@@ -100,7 +99,7 @@ def verify(folder: Path, run: str = "") -> str | None:
         run: the id of the run that it should be of; "": any.
     """
     try:
-        manifest = read_json(folder / MANIFEST, IN_CHECKPOINT, largest=LARGEST_LIST)
+        manifest = read_json(folder / MANIFEST, files.IN_CHECKPOINT, largest=LARGEST_LIST)
         expected_hash = manifest.pop("xxh3_128", None)
         fingerprints = manifest["files"]
         if fingerprints and not manifest.keys() & {"step", "run"}:
@@ -135,7 +134,7 @@ def json_hash(content: Mapping[str, Any]) -> str:
 def fingerprint(file: Path, size: int | None = None) -> Fingerprint:
     """Reads a file's size in bytes and its XXH3 hash; a file without the expected `size` is not read."""
     digest = xxhash.xxh3_128()
-    with files.reader(file, IN_CHECKPOINT) as stream:
+    with files.reader(file, files.IN_CHECKPOINT) as stream:
         actual = os.fstat(stream.fileno()).st_size
         if size is not None and actual != size:
             return {"bytes": actual}
@@ -144,7 +143,7 @@ def fingerprint(file: Path, size: int | None = None) -> Fingerprint:
     return {"bytes": actual, "xxh3_128": digest.hexdigest()}
 
 
-def write_json(file: Path, content: object, levels: int = IN_RUN, *, new: bool = False) -> None:
+def write_json(file: Path, content: object, levels: int = files.IN_RUN, *, new: bool = False) -> None:
     """Replaces a JSON file by one rename, so that no reader sees half of the file.
 
     Raises:
@@ -153,7 +152,7 @@ def write_json(file: Path, content: object, levels: int = IN_RUN, *, new: bool =
     files.replace(file, (json.dumps(content, indent=1) + "\n").encode(), levels, durable=True, new=new)
 
 
-def read_json(file: Path, levels: int = IN_RUN, *, largest: int = LARGEST_JSON) -> dict[str, Any]:
+def read_json(file: Path, levels: int = files.IN_RUN, *, largest: int = LARGEST_JSON) -> dict[str, Any]:
     """Reads the object in a JSON file of at most `largest` bytes.
 
     Raises:

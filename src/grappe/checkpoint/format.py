@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 from grappe.checkpoint.commit import MANIFEST, read_json, step_name, strangers, verify
 from grappe.errors import RunError, UsageError
 from grappe.launch import files
-from grappe.launch.files import IN_CHECKPOINT, IN_PART, IN_RUN
 from grappe.words import format_number
 
 if TYPE_CHECKING:
@@ -37,12 +36,12 @@ class Checkpoint:
         """Opens the checkpoint's files and checks their headers; each tensor is read when it is requested."""
         from grappe.checkpoint.tensor_file import TensorFiles
 
-        names = read_json(self.folder / MANIFEST, IN_CHECKPOINT).get("files", {})
+        names = read_json(self.folder / MANIFEST, files.IN_CHECKPOINT).get("files", {})
         return TensorFiles([self.folder / name for name in sorted(names) if name.endswith(".safetensors")])
 
     def read_values(self) -> dict[str, Any]:
         """Reads the checkpoint's JSON."""
-        return read_json(self.folder / STATE, IN_CHECKPOINT)
+        return read_json(self.folder / STATE, files.IN_CHECKPOINT)
 
     def read_model(self, *, averaged: bool = False) -> ModelWeights:
         """Opens the model's parameters and buffers, as one model.
@@ -63,7 +62,7 @@ def list_checkpoints(folder: Path) -> list[Checkpoint]:
     """
     checkpoints = []
     try:
-        names = files.names(folder, IN_RUN)
+        names = files.names(folder, files.IN_RUN)
     except OSError:
         return []
     for name in names:
@@ -231,8 +230,8 @@ def remove(checkpoint: Path) -> bool:
         return False
     # Renamed first, so that a kill in between leaves nothing that looks like a checkpoint.
     doomed = checkpoint.with_name(f".old-{checkpoint.name}.{secrets.token_hex(8)}")
-    files.rename(checkpoint, doomed, IN_PART)
-    files.remove_tree(doomed, IN_PART)
+    files.rename(checkpoint, doomed, files.IN_PART)
+    files.remove_tree(doomed, files.IN_PART)
     return True
 
 

@@ -20,12 +20,10 @@ from grappe.checkpoint.foreign import ALONE, foreign_weights
 from grappe.checkpoint.foreign_training import Begin, ForeignTraining, foreign_training
 from grappe.checkpoint.format import STATE, choose, step_folder
 from grappe.checkpoint.names import copy_values, differences, match, some
-from grappe.checkpoint.tensor_file import Piece
 from grappe.checkpoint.weights import LOCAL, MODEL, InMemory, Weights, named_tensors
 from grappe.errors import GrappeError, OutOfMemory, RunError, TaskError, disk_advice
 from grappe.errors.user_code import at, user_call
 from grappe.launch import files
-from grappe.launch.files import IN_PART, IN_RUN
 from grappe.launch.fork import LimitReached, Limits, run_in_fork
 from grappe.task import Task
 from grappe.words import format_bytes
@@ -146,8 +144,8 @@ def check_model(task: Task, model: object) -> None:
 def _save(
     model: nn.Module, checkpoints: Path, run: str, step: int = 0, training: ForeignTraining | None = None
 ) -> None:
-    pieces = [Piece.complete(f"{MODEL}{name}", value) for name, value in model.named_parameters()]
-    pieces += [Piece.complete(f"{LOCAL}0.{name}", value) for name, value in model.named_buffers()]
+    pieces = [tensor_file.Piece.complete(f"{MODEL}{name}", value) for name, value in model.named_parameters()]
+    pieces += [tensor_file.Piece.complete(f"{LOCAL}0.{name}", value) for name, value in model.named_buffers()]
     state: dict[str, Any] = {"step": step}
     if training is not None:
         pieces += training.pieces
@@ -155,8 +153,8 @@ def _save(
     try:
         beside = checkpoints / f".{step_folder(checkpoints, step).name}.{secrets.token_hex(8)}"
         checkpoints.parent.mkdir(parents=True, exist_ok=True)
-        files.make_folder(checkpoints, IN_RUN)
-        files.make_folder(beside, IN_PART)
+        files.make_folder(checkpoints, files.IN_RUN)
+        files.make_folder(beside, files.IN_PART)
         fingerprints = {"rank-0.safetensors": tensor_file.write(beside / "rank-0.safetensors", pieces)}
         fingerprints[STATE] = write_new(beside / STATE, json.dumps(state).encode())
         commit(beside, step_folder(checkpoints, step), fingerprints, Origin(step=step, run=run))

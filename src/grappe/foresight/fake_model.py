@@ -20,7 +20,6 @@ from grappe.data.datasets import dataset_of
 from grappe.data.loader import BatchLoader, evaluation_loader, training_loader
 from grappe.data.order import cut
 from grappe.errors import GrappeError, PlanError, TaskError, user_code
-from grappe.errors.user_code import naming_user_line
 from grappe.foresight.kernels import Kernels
 from grappe.foresight.memory import sharded_with, stepped
 from grappe.foresight.pipeline_trace import Boundaries, stages_of, traced_evaluation, traced_step
@@ -209,7 +208,7 @@ class FakeModel:
     ) -> None:
         self.task, self._kernels, self._data, self._records = task, kernels, data, records
         self.mode: Any = fake_tensors()
-        with naming_user_line(task):
+        with user_code.naming_user_line(task):
             self.batches = Batches(task, data, self.mode)
         with explaining_trace_errors(task, "be made"):
             self.plain = on_meta(task)

@@ -11,16 +11,9 @@ import torch
 from torch import nn
 
 from grappe.errors import PlanError
+from grappe.foresight import partition
 from grappe.foresight.devices import LAUNCH, LEAST, OF_BANDWIDTH, PASS, SPLIT, STEP, Device, kernel_seconds
 from grappe.foresight.fake_model import FakeModel
-from grappe.foresight.partition import (
-    largest_rows,
-    precision_of,
-    split_modules,
-    stage_parameters,
-    traced_passes,
-    updated_parts,
-)
 from grappe.foresight.schedules import Kind, orders_of, simulate
 from grappe.foresight.trace import LOSS, Ledger, Operator, tensors_of
 from grappe.plan import Plan
@@ -134,8 +127,8 @@ def gpu_time(fake_model: FakeModel, plan: Plan, fabric: Fabric, *, batch: int | 
     samples = batch or fake_model.task.batch_size
     if plan.pipeline > 1:
         return _pipelined(fake_model, plan, samples, fabric)
-    rows = largest_rows(fake_model, plan, samples)
-    trace = fake_model.trace(rows, precision_of(plan), plan.recompute, 1, plan.tensor)
+    rows = partition.largest_rows(fake_model, plan, samples)
+    trace = fake_model.trace(rows, partition.precision_of(plan), plan.recompute, 1, plan.tensor)
     update = _updates(fake_model, plan)[0]
     busy = plan.microbatches * kernel_seconds(device, trace.operators, plan.precision)
     busy += kernel_seconds(device, update, plan.precision)
@@ -143,7 +136,7 @@ def gpu_time(fake_model: FakeModel, plan: Plan, fabric: Fabric, *, batch: int | 
     launches = sum(
         _launch(operator, "forward" if operator.mark <= loss else "backward") for operator in trace.operators
     )
-    host = STEP + plan.microbatches * (launches + split_modules(fake_model, plan) * SPLIT)
+    host = STEP + plan.microbatches * (launches + partition.split_modules(fake_model, plan) * SPLIT)
     host += _launches(update, "update")
     compute = max(busy, host)
     # The next operator waits for each message of a split module.
@@ -177,7 +170,7 @@ def refuse_untimed(plan: Plan) -> None:
 
 def _pipelined(fake_model: FakeModel, plan: Plan, samples: int, fabric: Fabric) -> StepTime:
     """Foresees a step of a pipeline, pass by pass; the others wait for the process that has most."""
-    passes, owned = PipelinePasses(fake_model, plan, samples), stage_parameters(fake_model, plan)
+    passes, owned = PipelinePasses(fake_model, plan, samples), partition.stage_parameters(fake_model, plan)
     device = fabric.device
     on_gpu = passes.means(lambda operator: device.kernel(operator, plan.precision))
     ahead, back = (
@@ -225,7 +218,7 @@ class PipelinePasses:
                 "a pipeline with a loss of the whole batch: its time is not foreseen; grappe measure runs any plan"
             )
         self.orders = orders_of(plan)
-        self._traces = traced_passes(fake_model, plan, samples)
+        self._traces = partition.traced_passes(fake_model, plan, samples)
         self.handed: dict[int, int] = {}
         """Bytes that each stage hands to the next one."""
         for order, trace in zip(self.orders, self._traces, strict=True):
@@ -279,7 +272,8 @@ def update_operators(
 
 def _updates(fake_model: FakeModel, plan: Plan) -> list[list[Operator]]:
     return [
-        update_operators(fake_model.task, fake_model.mode, named) for named in updated_parts(fake_model, plan)
+        update_operators(fake_model.task, fake_model.mode, named)
+        for named in partition.updated_parts(fake_model, plan)
     ]
 
 

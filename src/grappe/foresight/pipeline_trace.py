@@ -11,23 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from grappe.data.batch import Batch, entering
+from grappe.foresight import trace
 from grappe.foresight.kernels import describe
 from grappe.foresight.schedules import Kind, order_of
-from grappe.foresight.trace import (
-    CPU,
-    END,
-    LEFT,
-    REDUCE,
-    SCORED,
-    START,
-    Ledger,
-    Trace,
-    ordered,
-    scored,
-    take_gradients,
-    tensors_of,
-    watch,
-)  # fmt: skip
 from grappe.parallel.pipeline.cut import Cut
 from grappe.parallel.pipeline.stage import Stage
 from grappe.plan import Plan
@@ -42,7 +28,9 @@ Leaves = tuple[Tensor, ...]
 def stages_of(task: Task, units: Sequence[nn.Module], parts: Cut, precision: str) -> list[Stage]:
     """Makes all stages of a pipeline of a model's units."""
     return [
-        Stage([units[unit] for unit in part], number, len(parts), autocast(precision, CPU), task.forward)
+        Stage(
+            [units[unit] for unit in part], number, len(parts), autocast(precision, trace.CPU), task.forward
+        )
         for number, part in enumerate(parts)
     ]
 
@@ -115,7 +103,7 @@ class _Process:
         self._cached[key] = outputs, inputs
         if stage.is_last:
             assert stage.leaving is not None
-            with autocast(self._precision, CPU):
+            with autocast(self._precision, trace.CPU):
                 loss = self._losses(tree_unflatten(list(outputs), stage.leaving), micro_batch, self._batch)
             self._roots[micro] = loss.scalar()
             return ()
@@ -134,7 +122,7 @@ class _Process:
                 [output for output, _ in with_gradients], [gradient for _, gradient in with_gradients]
             )
         gradients = tuple(leaf.grad for leaf in inputs if isinstance(leaf, Tensor) and leaf.grad is not None)
-        for leaf in tensors_of(inputs):
+        for leaf in trace.tensors_of(inputs):
             leaf.grad = None
         return gradients
 
@@ -175,7 +163,7 @@ def traced_step(
     *,
     describes: bool,
     records: bool,
-) -> Trace:
+) -> trace.Trace:
     """Runs a step of the process at `place`, and follows the bytes in use; inside the mode of fake tensors.
 
     Where the plan shards, units are marked; with zero=2 and 3 gradients are taken away as soon as they are there.
@@ -187,7 +175,7 @@ def traced_step(
     if plan.uses_fsdp:
         _mark_units(stages, own, ledger)
         if plan.zero != 1:
-            take_gradients(enumerate(parameters), ledger)
+            trace.take_gradients(enumerate(parameters), ledger)
     # 1F1B awaits each send before the next one, the others await all at the step's end.
     most = 1 if plan.schedule == "1f1b" else None
     sent: deque[Any] = deque(maxlen=most)  # gradients of inputs
@@ -197,34 +185,34 @@ def traced_step(
         order, late = order_of(plan, place), None
         begins = next(index for index, (kind, _, _) in enumerate(order) if kind != "forward")
         for index, (kind, number, which) in enumerate(order):
-            ledger.mark(START, number)
+            ledger.mark(trace.START, number)
             (handed if kind == "forward" else sent).append(process.run(kind, own[number], which))
             if kind == "forward" and index == begins - 2:
                 # Tensors that 1F1B sends before its last warm-up are freed with the cool-down's first send.
                 late = handed[-1]
-            ledger.mark(LEFT if kind == "forward" else END)
+            ledger.mark(trace.LEFT if kind == "forward" else trace.END)
         sent.clear()
         handed.clear()
         del late
-        ledger.mark(REDUCE)  # gradients, and what was received into, which stays
+        ledger.mark(trace.REDUCE)  # gradients, and what was received into, which stays
     for parameter in parameters:
         parameter.grad = None
     return _made(ledger, batch, [bounds.handed(number) for number in own])
 
 
-def _mark_units(stages: Sequence[Stage], own: Mapping[int, Stage], ledger: Ledger) -> None:
+def _mark_units(stages: Sequence[Stage], own: Mapping[int, Stage], ledger: trace.Ledger) -> None:
     """Marks the units of a process's stages, numbered over the whole model."""
     numbers = {
         id(unit): number for number, unit in enumerate(unit for stage in stages for unit in stage.units)
     }
     for stage in own.values():
         for unit in stage.units:
-            watch(unit, numbers[id(unit)], ledger)
+            trace.watch(unit, numbers[id(unit)], ledger)
 
 
 def traced_evaluation(
     task: Task, stages: Sequence[Stage], number: int, bounds: Boundaries, batch: Batch, *, describes: bool
-) -> Trace:
+) -> trace.Trace:
     """Runs a stage on validation samples, without gradients; inside the mode of fake tensors."""
     stage = stages[number]
     micro, losses = batch.microbatches[0], Losses(task)
@@ -232,30 +220,30 @@ def traced_evaluation(
     _mark_units(stages, {stage.number: stage}, ledger)
     numbers = 0
     with ledger, torch.no_grad():
-        ledger.mark(START, stage.number)
+        ledger.mark(trace.START, stage.number)
         leaves = bounds.entering[0] if stage.is_first else bounds.received(stage.number)
         entering(micro)
         outputs = stage(*leaves)
-        ledger.mark(LEFT)
+        ledger.mark(trace.LEFT)
         if stage.is_last:
             assert stage.leaving is not None
-            numbers = scored(losses, tree_unflatten(list(outputs), stage.leaving), micro, batch)
-        ledger.mark(SCORED)
+            numbers = trace.scored(losses, tree_unflatten(list(outputs), stage.leaving), micro, batch)
+        ledger.mark(trace.SCORED)
     return dataclasses.replace(_made(ledger, batch, [outputs]), numbers=numbers)
 
 
-def _ledger(stages: Iterable[Stage], batch: Batch, describes: bool, records: bool = False) -> Ledger:
+def _ledger(stages: Iterable[Stage], batch: Batch, describes: bool, records: bool = False) -> trace.Ledger:
     existing = [tensor for stage in stages for tensor in (*stage.parameters(), *stage.buffers())]
-    existing += tensors_of(batch.microbatches[0])
-    return Ledger(existing, describe if describes else None, records=records)
+    existing += trace.tensors_of(batch.microbatches[0])
+    return trace.Ledger(existing, describe if describes else None, records=records)
 
 
-def _made(ledger: Ledger, batch: Batch, handed: Iterable[Leaves]) -> Trace:
+def _made(ledger: trace.Ledger, batch: Batch, handed: Iterable[Leaves]) -> trace.Trace:
     micro = batch.microbatches[0]
-    return Trace(
+    return trace.Trace(
         rows=micro.size,
-        marks=ordered(ledger.marks),
-        batch=sum(tensor.nbytes for tensor in tensors_of(micro)),
+        marks=trace.ordered(ledger.marks),
+        batch=sum(tensor.nbytes for tensor in trace.tensors_of(micro)),
         boundaries=tuple(sum(leaf.nbytes for leaf in leaves) for leaves in handed),
         calls=tuple(ledger.calls),
         operators=tuple(ledger.operators),
@@ -263,4 +251,4 @@ def _made(ledger: Ledger, batch: Batch, handed: Iterable[Leaves]) -> Trace:
 
 
 def _like(leaf: Tensor, requires_grad: bool = False) -> Tensor:
-    return torch.empty(leaf.shape, dtype=leaf.dtype, device=CPU, requires_grad=requires_grad)
+    return torch.empty(leaf.shape, dtype=leaf.dtype, device=trace.CPU, requires_grad=requires_grad)

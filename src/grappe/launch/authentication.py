@@ -88,9 +88,8 @@ def authenticate(process: ProcessRank, secret: str, group: ProcessGroup | None =
         text = f"{prover} to {other} of {members} ".encode() + words[prover] + words[other]
         return hmac.digest(secret.encode(), text, "sha256")
 
-    answer = torch.frombuffer(
-        bytearray(b"".join(shown(rank, other) for other in range(size))), dtype=torch.uint8
-    )
+    digests = bytearray(b"".join(shown(rank, other) for other in range(size)))
+    answer = torch.frombuffer(digests, dtype=torch.uint8)
     taken = torch.empty_like(answer)
     _finished(process, dist.all_to_all_single(taken, answer, group=group, async_op=True))
     for other, row in enumerate(taken.view(size, BYTES)):

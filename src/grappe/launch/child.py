@@ -17,20 +17,10 @@ from typing import Any
 
 import cloudpickle
 
-from grappe.errors import (
-    EXIT_FAILURE,
-    EXIT_OK,
-    EXIT_USAGE,
-    GrappeError,
-    RunError,
-    disk_advice,
-    is_of_disk,
-    of_file,
-)
+from grappe import errors
 from grappe.errors.causes import broken_package, refused_process
 from grappe.language.choice import VARIABLE
 from grappe.launch import files
-from grappe.launch.files import IN_PART
 from grappe.launch.orphan import end_with_parent
 from grappe.launch.rank import ProcessRank
 from grappe.launch.terminal import TERMINAL, complain
@@ -79,7 +69,7 @@ def run(
 ) -> None:
     """Runs the function that `payload` names, reports on `pipe`, and ends this process."""
     end_with_parent()
-    code = EXIT_FAILURE
+    code = errors.EXIT_FAILURE
     try:
         redirect(early_log(rendezvous_folder, process), process)
         faulthandler.enable(2)  # a library that aborts says nothing of the user's line
@@ -96,26 +86,24 @@ def run(
         report = Report(kind="returned", value=value if process.rank == 0 else None)
         # By value: pipe.send would leave tensors in this process's shared memory, to be fetched when it has ended.
         pipe.send_bytes(cloudpickle.dumps(report))
-        code = EXIT_OK
+        code = errors.EXIT_OK
     except BaseException as error:
         mistake = error
-        if isinstance(error, OSError) and is_of_disk(error):
-            mistake = RunError(f"{error}: {disk_advice(error)}")
+        if isinstance(error, OSError) and errors.is_of_disk(error):
+            mistake = errors.RunError(f"{error}: {errors.disk_advice(error)}")
         elif isinstance(error, OSError) and error.filename is not None:
-            mistake = of_file(error)
-        if isinstance(mistake, GrappeError):
+            mistake = errors.of_file(error)
+        if isinstance(mistake, errors.GrappeError):
             name, details = type(mistake).__name__, traceback.format_exc()
             pipe.send(Report(kind="error", error=name, message=str(mistake), details=details))
             code = mistake.exit_code
         else:
             traceback.print_exc()  # the last lines of the log tell the user
-            explanation = (
-                refused_process(error) or broken_package(error) if isinstance(error, Exception) else None
-            )
-            if explanation is not None:
+            plain = isinstance(error, Exception)
+            if plain and (explanation := refused_process(error) or broken_package(error)) is not None:
                 details = traceback.format_exc()
                 pipe.send(Report(kind="error", error="UsageError", message=explanation, details=details))
-                code = EXIT_USAGE
+                code = errors.EXIT_USAGE
             else:
                 words = str(error)[:MOST_WORDS]
                 pipe.send(Report(kind="crashed", error=type(error).__name__, message=words))
@@ -138,7 +126,7 @@ def end_now(rendezvous_folder: Path, process: ProcessRank, message: str) -> None
         files.replace(_last_words(early_log(rendezvous_folder, process)), message.encode(errors="replace"))
     else:
         complain(f"grappe: {message}")
-    os._exit(EXIT_FAILURE)
+    os._exit(errors.EXIT_FAILURE)
 
 
 def last_words(log: Path) -> Report | None:
@@ -159,7 +147,7 @@ def redirect(log: Path, process: ProcessRank, early: Path | None = None) -> None
         files.make_folder(log.parent)
     sys.stdout.flush()
     sys.stderr.flush()
-    with files.appender(log, IN_PART) as stream:
+    with files.appender(log, files.IN_PART) as stream:
         handle = os.dup(stream.fileno())
     if early is None:
         when = time.strftime("%Y-%m-%d %H:%M:%S")

@@ -15,7 +15,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 from grappe import errors
-from grappe.errors import GrappeError, OutOfMemory, TaskError, user_code
 from grappe.errors.causes import is_out_of_memory
 from grappe.launch.orphan import end_with_forking_parent
 
@@ -63,7 +62,7 @@ def run_in_fork(work: Callable[[], str | None], limits: Limits | None = None) ->
             "the process that makes the model was killed, or ended itself: "
             "is the model larger than this machine's memory?"
         )
-    raise getattr(errors, name, TaskError)(text)
+    raise getattr(errors, name, errors.TaskError)(text)
 
 
 def exit_code_in_fork(work: Callable[[], None]) -> int:
@@ -88,15 +87,15 @@ def _message_of(work: Callable[[], str | None], limits: Limits | None) -> str:
         if limits is not None:
             limits.apply()
         message = f"{DONE}\n{work() or ''}"
-    except GrappeError as error:
+    except errors.GrappeError as error:
         message = f"{type(error).__name__}\n{error}"
     except BaseException as error:
         traceback.print_exc()
-        sentence = user_code.sentence(error)
+        sentence = errors.user_code.sentence(error)
         if is_out_of_memory(error):
-            made = OutOfMemory(f"the process that makes the model ran out of memory: {sentence}")
+            made = errors.OutOfMemory(f"the process that makes the model ran out of memory: {sentence}")
         else:
-            made = TaskError(f"the model cannot be made: {sentence}")
+            made = errors.TaskError(f"the model cannot be made: {sentence}")
         message = f"{type(made).__name__}\n{made}"
     finally:
         sys.stdout.flush()
@@ -108,7 +107,7 @@ POLL_SECONDS = 0.02
 PAGE = resource.getpagesize()
 
 
-class LimitReached(GrappeError):
+class LimitReached(errors.GrappeError):
     """The process needed more than its limit; the message names the limit and its size."""
 
 

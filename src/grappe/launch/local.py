@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import io
 import itertools
 import multiprocessing
@@ -25,12 +26,10 @@ from typing import Any
 import cloudpickle
 
 from grappe import errors
-from grappe.errors import GrappeError, ProcessDied, RunError, TaskError
 from grappe.errors.causes import limits_set
 from grappe.errors.remedies import remedy
 from grappe.errors.user_code import Line, is_users_file
 from grappe.launch import child, files
-from grappe.launch.child import Report, Terminal
 from grappe.launch.files import IN_PART
 from grappe.launch.openmp import sleeping_threads
 from grappe.launch.orphan import parent_pipe_in_environment
@@ -93,7 +92,7 @@ class Launch:
         from_training: bool = False,
     ) -> None:
         if not from_training and multiprocessing.current_process().name.startswith(NAME):
-            raise TaskError(
+            raise errors.TaskError(
                 "the task's file starts processes itself when it is loaded: put that under "
                 'if __name__ == "__main__":, or leave it out'
             )
@@ -110,25 +109,16 @@ class Launch:
             try:
                 payload = cloudpickle.dumps((*self._call, {**os.environ, **self._environment}))
             except Exception as error:
-                raise TaskError(
+                raise errors.TaskError(
                     f"the task cannot be sent to its processes ({type(error).__name__}: {error}): make what "
                     "holds an open file, a lock or a thread inside data() or model(), or put the task in a file: "
                     "grappe.train('task.py')"
                 ) from error
         context = _context(self._count)
         secret = secrets.token_hex(32)
+        alone = ProcessRank(size=self._count, local_size=self._count, job=self._folder.name, secret=secret)
         for rank in range(self._count):
-            process = LocalProcess(
-                ProcessRank(
-                    rank=rank,
-                    size=self._count,
-                    local_rank=rank,
-                    local_size=self._count,
-                    job=self._folder.name,
-                    secret=secret,
-                ),
-                self._folder,
-            )
+            process = LocalProcess(dataclasses.replace(alone, rank=rank, local_rank=rank), self._folder)
             self._mine.append(process)
             self._signals.processes.append(process)
             # A signal would be lost before the process can save: StopSignal.install lifts the mask.
@@ -156,10 +146,8 @@ class Launch:
     @property
     def killed(self) -> bool:
         """Returns whether a process was killed from outside, as SIGKILL alone does for certain."""
-        return any(
-            process.report.kind == "silent" and process.exit_code == -signal.SIGKILL
-            for process in self._failed
-        )
+        silent = [process.exit_code for process in self._failed if process.report.kind == "silent"]
+        return -signal.SIGKILL in silent
 
     def advance(self, ready: Sequence[Any]) -> None:
         """Reads what is ready in `handles`; if a process fails, the others get a short time to report."""
@@ -188,9 +176,7 @@ class Launch:
         """Kills what is left, and removes the rendezvous folder."""
         for process in self._mine:
             process.kill()
-        self._signals.processes = [
-            process for process in self._signals.processes if process not in self._mine
-        ]
+        self._signals.processes = [each for each in self._signals.processes if each not in self._mine]
         shutil.rmtree(self._folder, ignore_errors=True)
 
 
@@ -254,7 +240,7 @@ class LocalProcess:
     def __init__(self, rank: ProcessRank, rendezvous_folder: Path) -> None:
         self._rank = rank
         self.log = child.early_log(rendezvous_folder, rank)
-        self.report = Report(kind="none yet")
+        self.report = child.Report(kind="none yet")
         self.process: Any = None
         self._ended = False
         self._killed_before = 0
@@ -274,7 +260,7 @@ class LocalProcess:
             with theirs, without_main():
                 self.process.start()
         except (EOFError, ConnectionError, BrokenPipeError) as error:
-            raise ProcessDied(f"{self.name} could not be started: {server_end() or error}") from error
+            raise errors.ProcessDied(f"{self.name} could not be started: {server_end() or error}") from error
         finally:
             if terminal is not None:
                 terminal.close()
@@ -295,7 +281,7 @@ class LocalProcess:
             if self.reporting and self.pipe.poll():
                 self.report = self.pipe.recv()
         except (EOFError, OSError):
-            self.report = Report(kind="silent")
+            self.report = child.Report(kind="silent")
 
     def join(self) -> None:
         """Waits for the process's end, and reads its report, or the message of `child.end_now`."""
@@ -303,7 +289,7 @@ class LocalProcess:
         self._ended = True
         self.read_report()
         if self.reporting:
-            self.report = Report(kind="silent")
+            self.report = child.Report(kind="silent")
         if self.report.kind == "silent":
             self.report = child.last_words(self.log) or self.report
 
@@ -384,7 +370,7 @@ def without_main() -> Iterator[None]:
         sys.modules["__main__"] = main
 
 
-def _terminal() -> Terminal | None:
+def _terminal() -> child.Terminal | None:
     """Duplicates this process's standard output; None if it is closed."""
     stream = sys.stdout
     # A notebook's or a test's stand-in names the descriptor that it hides; what reaches 1, it shows.
@@ -395,10 +381,10 @@ def _terminal() -> Terminal | None:
         return None
     if stream is not None:
         stream.flush()
-    return Terminal(duplicate)
+    return child.Terminal(duplicate)
 
 
-def explanation(failed: Sequence[LocalProcess]) -> GrappeError:
+def explanation(failed: Sequence[LocalProcess]) -> errors.GrappeError:
     """Returns the error of the process that failed first, since the others' errors may follow from it."""
 
     def how_late(process: LocalProcess) -> tuple[bool, bool, float]:
@@ -409,7 +395,7 @@ def explanation(failed: Sequence[LocalProcess]) -> GrappeError:
 
     first = min(failed, key=how_late)
     if first.report.kind == "error":
-        error = getattr(errors, first.report.error, GrappeError)(first.report.message)
+        error = getattr(errors, first.report.error, errors.GrappeError)(first.report.message)
         error.details = first.report.details
         return error
     who, number, why = first.name, first.exit_code, first.why
@@ -420,11 +406,9 @@ def explanation(failed: Sequence[LocalProcess]) -> GrappeError:
         end = f"{who} was ended with what had started it: {of_server}"
     elif first.report.kind == "crashed":
         end = f"{who} failed with {first.report.error}"
-    elif why:
-        end = f"{who} ended by itself with exit code {number} ({why})"
     else:
-        end = f"{who} ended by itself with exit code {number}"
-    died = ProcessDied(end + last_lines(first.log))
+        end = f"{who} ended by itself with exit code {number}{f' ({why})' if why else ''}"
+    died = errors.ProcessDied(end + last_lines(first.log))
     died.killed = number == -signal.SIGKILL
     return died
 
@@ -438,7 +422,7 @@ def last_lines(log: Path) -> str:
     """Formats the end of a process's log, of this start only, to follow a message."""
     try:
         lines = files.read_text(log.resolve(), IN_PART).rstrip().splitlines()  # a link of this start's own
-    except (OSError, RunError):
+    except (OSError, errors.RunError):
         return ""
     begins = [index for index, line in enumerate(lines) if line.startswith(child.STARTED)]
     lines = lines[begins[-1] + 1 :] if begins else lines

@@ -20,11 +20,8 @@ SPARE_SAVES = 2.0  # a save may take twice as long as the slowest so far
 
 def handled() -> tuple[signal.Signals, ...]:
     """Returns the signals on which a training saves and ends; SIGHUP not under nohup, which ignores it."""
-    return tuple(
-        number
-        for number in SIGNALS
-        if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN
-    )
+    ignored = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    return tuple(number for number in SIGNALS if number != signal.SIGHUP or not ignored)
 
 
 @contextlib.contextmanager

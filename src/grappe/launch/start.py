@@ -17,9 +17,7 @@ from typing import Any
 
 from grappe.errors import EXIT_FAILURE, EXIT_INTERRUPTED, EXIT_OK, GrappeError, ProcessDied, RunError, of_file
 from grappe.launch import files, local, mps
-from grappe.launch.files import IN_PART
 from grappe.launch.folders import rendezvous_folder_of
-from grappe.launch.local import lost_another
 from grappe.launch.rank import ProcessRank, rank_from_environment
 from grappe.plan import Plan
 from grappe.words import host_name
@@ -68,9 +66,9 @@ def reported_once(error: Exception, process: ProcessRank) -> BaseException:
     ours = isinstance(error, GrappeError)
     code = error.exit_code if ours else EXIT_FAILURE
     file = os.environ.get(FAILURE)  # for the batch script: srun reports only that the others were killed
-    if file and (ours or not lost_another(str(error))):
+    if file and (ours or not local.lost_another(str(error))):
         with contextlib.suppress(OSError, RunError):
-            files.replace(Path(file), str(code).encode(), IN_PART)
+            files.replace(Path(file), str(code).encode(), files.IN_PART)
     if not claims_error_report(process):
         return SystemExit(code)
     name = f"process {process.rank} of {process.size} on {host_name()}"
@@ -78,7 +76,7 @@ def reported_once(error: Exception, process: ProcessRank) -> BaseException:
         reported = type(error)(f"{name}: {error}" if process.rank else str(error))
     else:
         how = f"failed with {type(error).__name__}: {error}"
-        if lost_another(str(error)):
+        if local.lost_another(str(error)):
             how = "lost another process, which has ended: the launcher says which, and how"
         reported = ProcessDied(f"{name} {how}")
     reported.by = name
@@ -92,7 +90,7 @@ def leave_error(error: GrappeError) -> None:
         killed = isinstance(error, ProcessDied) and error.killed
         why = {"error": type(error).__name__, "message": str(error), "killed": killed}
         with contextlib.suppress(OSError, RunError):
-            files.replace(Path(file).with_suffix(WHY), json.dumps(why).encode(), IN_PART)
+            files.replace(Path(file).with_suffix(WHY), json.dumps(why).encode(), files.IN_PART)
 
 
 def interrupted() -> int:

@@ -29,19 +29,14 @@ def folders(
     lines = []
     with contextlib.suppress(OSError):
         lines = [line.split(":", 2) for line in own.read_text().splitlines() if line.count(":") >= 2]
-    paths = {
-        "": "",
-        controller: "",
-        **{name: path for _, several, path in lines for name in several.split(",")},
-    }
+    paths = {"": "", controller: ""}
+    paths |= {name: path for _, several, path in lines for name in several.split(",")}
     for base, path in ((root, paths[""]), (root / controller, paths[controller])):
         folder = base.joinpath(*[part for part in path.split("/") if part])
         # In a container, the path may be the one outside of the container.
-        yield from (
-            above
-            for above in (folder, *folder.parents)
-            if above.is_relative_to(base) and ".." not in above.parts
-        )
+        for above in (folder, *folder.parents):
+            if above.is_relative_to(base) and ".." not in above.parts:
+                yield above
 
 
 def cpu_quota(root: Path = CGROUPS, own: Path = OWN_CGROUP) -> int | None:

@@ -11,15 +11,6 @@ from grappe.data.augment.mixing import cutmix, mixup, mixup_or_cutmix
 from grappe.data.augment.policies import auto_augment, rand_augment, trivial_augment
 
 __all__ = [
-    "auto_augment",
-    "colour_jitter",
-    "cutmix",
-    "erase",
-    "flip",
-    "mixup",
-    "mixup_or_cutmix",
-    "pad_and_crop",
-    "rand_augment",
-    "random_resized_crop",
-    "trivial_augment",
-]
+    "auto_augment", "colour_jitter", "cutmix", "erase", "flip", "mixup", "mixup_or_cutmix", "pad_and_crop",
+    "rand_augment", "random_resized_crop", "trivial_augment",
+]  # fmt: skip

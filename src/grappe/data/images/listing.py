@@ -273,9 +273,8 @@ def _labels_of(
         words = [line[0] for line in lines]
     else:
         by_stem = {Path(line[0]).stem: line[1] for line in lines if len(line) > 1}
-        stems = [
-            Path(_text(name)).stem for name in names
-        ]  # a line names the image with or without its ending
+        # A line names the image with or without its ending.
+        stems = [Path(_text(name)).stem for name in names]
         absent = next((stem for stem in stems if stem not in by_stem), None)
         if absent is not None:
             raise DataError(f"{file} has no line for the image '{printable(absent)}'")

@@ -167,13 +167,8 @@ class Console(Watcher):
             return
         metrics = _metrics(self._scores.metrics) if self._scores is not None else ""
         text = f"loss {format_number(self._record.loss)}{metrics}  {self._rate:,.0f}{self._unit}"
-        self._progress.update(
-            self._bar,
-            completed=self._record.step,
-            description=text,
-            epoch=self._record.epoch + 1,
-            refresh=True,
-        )
+        step, epoch = self._record.step, self._record.epoch + 1
+        self._progress.update(self._bar, completed=step, description=text, epoch=epoch, refresh=True)
 
     def _clear_cell(self) -> None:
         if self._cell is not None and self._record is not None:

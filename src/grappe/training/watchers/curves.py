@@ -131,18 +131,8 @@ class NoiseWatcher(Watcher):
             self._first = noise.scale
         with contextlib.suppress(OSError):  # a full disk is reported by the next checkpoint
             assert self._file is not None, "a watcher is started first"
-            self._file.write(
-                _line(
-                    {
-                        "kind": "noise",
-                        "step": step,
-                        "steps": noise.steps,
-                        "noise_scale": noise.scale,
-                        "variance": noise.variance,
-                        "gradient_square": noise.square,
-                    }
-                )
-            )
+            line = {"kind": "noise", "step": step, "steps": noise.steps, "noise_scale": noise.scale}
+            self._file.write(_line({**line, "variance": noise.variance, "gradient_square": noise.square}))
 
     def ended(self, outcome: Outcome | None) -> None:
         if self._file is not None:
@@ -163,10 +153,8 @@ def sentence(noise: Noise, batch_size: int, first: float | None = None) -> str:
         return text + f"A larger batch learns almost as much from each sample, up to about {about}"
     if batch_size <= scale:
         return text + f"Beyond about {about} samples a step more devices bring speed, not progress"
-    return (
-        text
-        + "More samples a step bring hardly any progress: a smaller batch learns as much in as many steps"
-    )
+    small = "More samples a step bring hardly any progress: a smaller batch learns as much in as many steps"
+    return text + small
 
 
 def rounded(value: float) -> str:

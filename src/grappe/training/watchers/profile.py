@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from grappe.launch import files
-from grappe.launch.files import IN_PART
 from grappe.launch.terminal import UserStream, say
 from grappe.profiling.phases import WARMUP
 from grappe.training.watchers.base import Outcome, Record, RunInfo, Watcher
@@ -90,7 +89,7 @@ class Profile(Watcher):
         steps = self._seen - self._before
         self._text = summary(_events(profiler), steps, f"process {self._rank}")
         self._text += f"\nfull trace: {trace} (open it in ui.perfetto.dev)\n"
-        files.replace(self._folder / f"rank-{self._rank}.txt", self._text.encode(), IN_PART)
+        files.replace(self._folder / f"rank-{self._rank}.txt", self._text.encode(), files.IN_PART)
 
 
 def _export(profiler: Any, trace: Path) -> None:
@@ -98,10 +97,10 @@ def _export(profiler: Any, trace: Path) -> None:
     with tempfile.TemporaryDirectory(prefix="grappe-profile-") as private:
         plain = Path(private) / trace.with_suffix("").name
         profiler.export_chrome_trace(str(plain))
-        files.remove(trace, IN_PART)  # of an earlier start
+        files.remove(trace, files.IN_PART)  # of an earlier start
         with (
             files.reader(plain) as source,
-            files.new_file(trace, IN_PART) as target,
+            files.new_file(trace, files.IN_PART) as target,
             gzip.open(target, "wb", compresslevel=3) as packed,
         ):
             shutil.copyfileobj(source, packed)

@@ -111,10 +111,9 @@ def _measured(
                 quiet=True,
             )
             measured = MeasureRequest(training=training, count=turn == 0)
+            function = "grappe.verbs.measure.measure:worker"
             try:
-                run: Measurement = start(
-                    "grappe.verbs.measure.measure:worker", measured, plan, run=training.run
-                )
+                run: Measurement = start(function, measured, plan, run=training.run)
             except GrappeError as error:
                 failures[index] = str(error)
                 note(f"{title}: {first_line(failures[index])}")
@@ -225,9 +224,8 @@ def send(request: JobRequest, *, show: bool = False) -> Iterator[Submitted]:
         if batch or request.options.weak:
             total = batch or tasks.make(tasks.find(request.task), split(fields)).batch_size
             total *= Plan.parse(text).data_parallel if request.options.weak else 1
-            fields = (
-                *(field for field in fields if not field.startswith("batch_size=")), f"batch_size={total}"
-            )  # fmt: skip
+            others = [field for field in fields if not field.startswith("batch_size=")]
+            fields = (*others, f"batch_size={total}")
         options = Options(steps_only=True, steps=request.options.steps + WARMUP)
         submissions.append(
             Submission(

@@ -112,10 +112,8 @@ def _data(point: Measurement) -> Iterator[str]:
         yield f"{wait}: {needed or 'more'} workers would be needed, so store the samples decoded and smaller first"
     else:
         room = point.cores // max(1, point.processes)
-        short = (
-            f" (it has {room} cores a process: fewer may do if loading only waits)" if needed > room else ""
-        )
-        yield f"{wait}: use workers={needed}{short}"
+        short = f" (it has {room} cores a process: fewer may do if loading only waits)"
+        yield f"{wait}: use workers={needed}{short if needed > room else ''}"
 
 
 def _small_slices(point: Measurement, good: Sequence[Measurement]) -> Iterator[str]:
@@ -181,16 +179,8 @@ def _one_more_process(good: Sequence[Measurement]) -> Iterator[str]:
 
 def _alike(point: Measurement) -> Plan:
     """Returns the plan without its degrees: only points that agree in the rest show the effect of more processes."""
-    return dataclasses.replace(
-        Plan.parse(point.plan),
-        replicate=1,
-        shard=1,
-        zero=3,
-        pipeline=1,
-        schedule="1f1b",
-        stages=None,
-        tensor=1,
-    )
+    degrees = ("replicate", "shard", "zero", "pipeline", "schedule", "stages", "tensor")
+    return dataclasses.replace(Plan.parse(point.plan), **{name: getattr(Plan(), name) for name in degrees})
 
 
 def next_points(points: Sequence[Measurement]) -> list[tuple[Plan, int]]:

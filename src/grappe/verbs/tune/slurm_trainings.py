@@ -13,12 +13,9 @@ from pathlib import Path
 from typing import Self
 
 from grappe import errors
-from grappe.errors import EXIT_INTERRUPTED, EXIT_OK, GrappeError, RunError, UsageError
 from grappe.launch import files
-from grappe.launch.files import IN_PART
 from grappe.sites import slurm
 from grappe.sites.sbatch import TRAIN, JobOptions
-from grappe.sites.slurm import Entry, SlurmError
 from grappe.training.options import option_words
 from grappe.training.request import Request
 from grappe.verbs.submit import jobs
@@ -82,7 +79,7 @@ class SlurmTrainings(Trainings):
         self._prefix = f"{re.sub(r'[^A-Za-z0-9_.-]', '-', study.name)[:40]}-{key}-"
         self._options, self._parallel, self._every = options, parallel, query_every
         self._jobs: dict[int, TrialJob] = {}
-        self._queue: dict[int, Entry] = {}
+        self._queue: dict[int, slurm.Entry] = {}
         self._queried = self._read = 0.0
         self._refused_until, self._refusal = 0.0, ""
         self._leaving = False
@@ -128,7 +125,7 @@ class SlurmTrainings(Trainings):
                 job=dataclasses.replace(self._options, name=f"{self._prefix}{number:04d}", dependency=waits),
             )
             [submitted] = submit(submission)
-        except SlurmError as error:
+        except slurm.SlurmError as error:
             refusal = str(error)
             if not _may_pass(refusal, queued=bool(self._queue or self._jobs)):
                 raise
@@ -144,7 +141,7 @@ class SlurmTrainings(Trainings):
             if now - self._queried >= self._every:
                 try:
                     self._query()
-                except SlurmError as error:
+                except slurm.SlurmError as error:
                     self.notes = f"Slurm does not answer: {str(error).partition(chr(10))[0]}"
             if now - self._read >= jobs.FILE_SECONDS:
                 self._read = now
@@ -185,7 +182,7 @@ class SlurmTrainings(Trainings):
         for number, several in by_trial.items():
             slurm.cancel([_id(entry) for entry in several if entry is not self._queue[number]])
 
-    def _over(self, number: int, entry: Entry) -> bool:
+    def _over(self, number: int, entry: slurm.Entry) -> bool:
         """Returns whether a job that is in the queue still has ended."""
         job = TrialJob(_id(entry), run_folder(self._study, number))
         return entry.state in ENDED_STATES or job.exit_code() is not None
@@ -217,29 +214,29 @@ class SlurmTrainings(Trainings):
 
 
 def _end_by_code(number: int, job: TrialJob, code: int) -> TrialEnd:
-    if code == EXIT_OK:
+    if code == errors.EXIT_OK:
         return TrialEnd(number=number, outcome="trained")
     ended = f"its job {job.id} ended with exit code {code}"
-    if code == EXIT_INTERRUPTED or code > SIGNALLED:
+    if code == errors.EXIT_INTERRUPTED or code > SIGNALLED:
         return TrialEnd(number=number, outcome="killed", reason=ended)
     try:  # the error that the job's process has left
-        record = json.loads(files.read_text(job.run / "logs" / f"job-{job.id}.why", IN_PART))
+        record = json.loads(files.read_text(job.run / "logs" / f"job-{job.id}.why", files.IN_PART))
         kind, message = getattr(errors, str(record["error"]), None), str(record["message"])
         killed = record.get("killed") is True
-    except (OSError, RunError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+    except (OSError, errors.RunError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         kind, message, killed = None, "", False
     if killed:
         return TrialEnd(number=number, outcome="killed", reason=KILLED)
-    if not (isinstance(kind, type) and issubclass(kind, GrappeError)):
+    if not (isinstance(kind, type) and issubclass(kind, errors.GrappeError)):
         return TrialEnd(number=number, outcome="failed", reason=f"{ended}: grappe logs {job.run}")
     message = message.partition("\n")[0]
-    if issubclass(kind, OF_THE_MACHINE) or kind is UsageError:
+    if issubclass(kind, OF_THE_MACHINE) or kind is errors.UsageError:
         error = kind(f"job {job.id} of {job.run}: {message}")
         return TrialEnd(number=number, outcome="error", error=error)
     return TrialEnd(number=number, outcome="failed", reason=f"{kind.__name__}: {message}"[:LONGEST_REASON])
 
 
-def _id(entry: Entry) -> str:
+def _id(entry: slurm.Entry) -> str:
     """A job's number, without its place in an array."""
     return entry.job.partition("_")[0]
 

@@ -15,7 +15,6 @@ from grappe.checkpoint.commit import LARGEST_LIST, read_json, write_json
 from grappe.errors import RunError, UsageError, disk_advice
 from grappe.fields import at_least, from_json
 from grappe.launch import files
-from grappe.launch.files import IN_PART
 
 SamplerName = Literal["tpe", "random", "grid"]
 
@@ -154,7 +153,7 @@ class Study:
     def read(self, number: int) -> Trial | None:
         """A trial's record; None: there is none, or it is damaged: the trial is then drawn again, the same."""
         try:
-            record = read_json(self._file(number), IN_PART, largest=LARGEST_LIST)
+            record = read_json(self._file(number), files.IN_PART, largest=LARGEST_LIST)
             if "rungs" not in record and record.get("state") == "complete":  # older than halving
                 record["rungs"] = [record.get("value")]
             trial = from_json(Trial, {**record, "number": number})
@@ -177,7 +176,7 @@ class Study:
             RunError: the disk is full, or may not be written.
         """
         try:
-            write_json(self._file(trial.number), dataclasses.asdict(trial), IN_PART)
+            write_json(self._file(trial.number), dataclasses.asdict(trial), files.IN_PART)
         except OSError as error:
             raise RunError(
                 f"{self.folder} cannot be written: {error.strerror}: {disk_advice(error)}; then start the same command "

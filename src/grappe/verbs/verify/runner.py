@@ -12,14 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from grappe.plan import Plan
+from grappe.verbs.verify import trained_by_hand
 from grappe.verbs.verify.instrument import Instrumentation
-from grappe.verbs.verify.trained_by_hand import (
-    RecordedBatch,
-    Reference,
-    ReferenceRequest,
-    ReferenceStep,
-    relative,
-)
 from grappe.verbs.verify.trained_by_plan import TrialRequest, TrialStep
 
 StartProcesses = Callable[[str, Any, Plan], Any]
@@ -47,9 +41,9 @@ class TrialRunner:
     """Called with a short description of the next training."""
 
     def __post_init__(self) -> None:
-        self._references: dict[Any, Reference] = {}
-        self._requests: dict[Path, ReferenceRequest] = {}
-        self._closer: dict[Path, Reference] = {}
+        self._references: dict[Any, trained_by_hand.Reference] = {}
+        self._requests: dict[Path, trained_by_hand.ReferenceRequest] = {}
+        self._closer: dict[Path, trained_by_hand.Reference] = {}
 
     def reference(
         self,
@@ -59,8 +53,8 @@ class TrialRunner:
         slices: int = 1,
         pieces: int = 1,
         precision: bool = False,
-        recorded: tuple[RecordedBatch, ...] = (),
-    ) -> Reference:
+        recorded: tuple[trained_by_hand.RecordedBatch, ...] = (),
+    ) -> trained_by_hand.Reference:
         """Runs one plain process on the plan's kind of device, once for the same arguments.
 
         Args:
@@ -77,18 +71,12 @@ class TrialRunner:
             dropout="local" if slices * pieces > 1 and not plan.draws_whole_batches else "whole",
         )
         # The samples are not hashable; the other fields determine them.
-        key = (
-            str(plain),
-            dataclasses.replace(instrumentation, loaded_samples=()),
-            bool(instrumentation.loaded_samples),
-            slices,
-            pieces,
-            recorded,
-        )
+        without = dataclasses.replace(instrumentation, loaded_samples=())
+        key = (str(plain), without, bool(instrumentation.loaded_samples), slices, pieces, recorded)
         if key not in self._references:
             folder = self.folder / f"reference-{len(self._references)}"
             folder.mkdir()
-            request = ReferenceRequest(
+            request = trained_by_hand.ReferenceRequest(
                 task=self.task, data=self.data, steps=self.steps, folder=folder,
                 instrumentation=instrumentation, plan=plain, slices=slices, pieces=pieces, recorded=recorded,
             )  # fmt: skip
@@ -97,13 +85,13 @@ class TrialRunner:
             self._requests[folder] = request
         return self._references[key]
 
-    def _trained(self, request: ReferenceRequest) -> Reference:
+    def _trained(self, request: trained_by_hand.ReferenceRequest) -> trained_by_hand.Reference:
         # The launcher starts a plain process: precision is applied inside.
         worker = "grappe.verbs.verify.trained_by_hand:worker"
         return self.run(worker, request, Plan(device=request.plan.device))
 
     def compare(
-        self, reference: Reference, steps: Sequence[TrialStep], without: Collection[str] = ()
+        self, reference: trained_by_hand.Reference, steps: Sequence[TrialStep], without: Collection[str] = ()
     ) -> Difference:
         """Compares a trial with a reference; if weights alone differ, measures rounding more closely."""
         difference = compare(reference, steps, without=without)
@@ -118,7 +106,7 @@ class TrialRunner:
         return compare(reference, steps, tolerance=self._closer[reference.folder], without=without)
 
     def trial(
-        self, plan: Plan, instrumentation: Instrumentation, reference: Reference
+        self, plan: Plan, instrumentation: Instrumentation, reference: trained_by_hand.Reference
     ) -> tuple[TrialStep, ...]:
         """Runs the plan's steps and compares them with a reference's."""
         request = TrialRequest(
@@ -130,7 +118,7 @@ class TrialRunner:
 
     def samples(self, plan: Plan, instrumentation: Instrumentation) -> tuple[Any, ...]:
         """Returns a trial's samples, each loaded once."""
-        request = ReferenceRequest(
+        request = trained_by_hand.ReferenceRequest(
             task=self.task,
             data=self.data,
             steps=self.steps,
@@ -155,11 +143,7 @@ SWITCH_NAMES = {
 
 
 def _switched_off(instrumentation: Instrumentation) -> str:
-    off = [
-        SWITCH_NAMES[field.name]
-        for field in dataclasses.fields(instrumentation)
-        if getattr(instrumentation, field.name)
-    ]
+    off = [words for name, words in SWITCH_NAMES.items() if getattr(instrumentation, name)]
     return f", with {' and '.join(off)} switched off" if off else ""
 
 
@@ -203,9 +187,9 @@ class Difference:
 
 
 def compare(
-    reference: Reference,
+    reference: trained_by_hand.Reference,
     steps: Sequence[TrialStep],
-    tolerance: Reference | None = None,
+    tolerance: trained_by_hand.Reference | None = None,
     without: Collection[str] = (),
 ) -> Difference:
     """Computes the differences of `steps` from `reference`.
@@ -215,7 +199,7 @@ def compare(
         without: tensors that are not compared.
     """
     # The largest noise up to each step: diverged values may be close again by chance.
-    noise: list[ReferenceStep] = []
+    noise: list[trained_by_hand.ReferenceStep] = []
     for step in (tolerance or reference).steps:
         before = noise[-1] if noise else step
         noise.append(
@@ -260,19 +244,22 @@ def _tolerated(noise: float) -> float:
 
 
 def _gaps(
-    step: TrialStep, noise: ReferenceStep, without: Collection[str]
+    step: TrialStep, noise: trained_by_hand.ReferenceStep, without: Collection[str]
 ) -> tuple[dict[str, float], dict[str, float]]:
     gaps = {name: _number(gap) for name, gap in step.gaps.items() if name not in without}
     return gaps, {name: _tolerated(noise.noise.get(name, 0.0)) for name in gaps}
 
 
 def _row(
-    plain: ReferenceStep, step: TrialStep, noise: ReferenceStep, without: Collection[str]
+    plain: trained_by_hand.ReferenceStep,
+    step: TrialStep,
+    noise: trained_by_hand.ReferenceStep,
+    without: Collection[str],
 ) -> dict[str, float]:
     gaps, allowed = _gaps(step, noise, without)
     worst = max(gaps, key=lambda name: gaps[name] / allowed[name], default="")
-    loss = _number(relative(plain.loss, step.loss))
-    norm = math.nan if step.norm is None else _number(relative(plain.norm, step.norm))
+    loss = _number(trained_by_hand.relative(plain.loss, step.loss))
+    norm = math.nan if step.norm is None else _number(trained_by_hand.relative(plain.norm, step.norm))
     row = {
         "loss": loss,
         "loss tolerated": _tolerated(noise.loss_noise),
