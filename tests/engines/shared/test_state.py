@@ -1,4 +1,4 @@
-"""Where a restored optimizer has its numbers: as torch's own load_state_dict puts them."""
+"""Checks where a restored optimizer has its numbers: as torch's own load_state_dict puts them."""
 
 from __future__ import annotations
 
