@@ -280,8 +280,9 @@ def evaluation_loader(task: Task, dataset: Dataset, plan: Plan, world: World) ->
     micro = -(-task.batch_size // (ways * plan.microbatches))
     as_training = task.whole_batch_loss or task.consecutive_batches
     if as_training and plan.validation_batch is not None:
-        compares, goes_on = "loss compares the samples of a batch", "batches go on from each other"
-        why = compares if task.whole_batch_loss else goes_on
+        why = "batches go on from each other"
+        if task.whole_batch_loss:
+            why = "loss compares the samples of a batch"
         raise PlanError(
             f"validation_batch={plan.validation_batch}: {type(task).__name__}'s {why}, "
             "so an evaluation has the training's batches: leave it out"

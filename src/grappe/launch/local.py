@@ -406,8 +406,10 @@ def explanation(failed: Sequence[LocalProcess]) -> errors.GrappeError:
         end = f"{who} was ended with what had started it: {of_server}"
     elif first.report.kind == "crashed":
         end = f"{who} failed with {first.report.error}"
+    elif why:
+        end = f"{who} ended by itself with exit code {number} ({why})"
     else:
-        end = f"{who} ended by itself with exit code {number}{f' ({why})' if why else ''}"
+        end = f"{who} ended by itself with exit code {number}"
     died = errors.ProcessDied(end + last_lines(first.log))
     died.killed = number == -signal.SIGKILL
     return died

@@ -93,9 +93,11 @@ def unfit_precision(precision: str, gpu: str, capability: tuple[int, int] | None
         why = "bf16 arithmetic came with Ampere (8.0): here it is emulated, and slower than fp32"
         do = "use precision=fp16, with loss scaling" if capability >= VOLTA else "use fp32"
     elif precision == "tf32" and capability < AMPERE:
-        why, do = "TF32 came with Ampere (8.0): here matrix products stay in fp32", "use precision=fp16"
+        why = "TF32 came with Ampere (8.0): here matrix products stay in fp32"
+        do = "use precision=fp16"
     elif precision == "fp16" and capability < VOLTA:
-        why, do = "tensor cores came with Volta (7.0): fp16 saves memory and hardly any time", "use fp32"
+        why = "tensor cores came with Volta (7.0): fp16 saves memory and hardly any time"
+        do = "use fp32"
     else:
         return None
     return UnfitPrecision(name, why, do)

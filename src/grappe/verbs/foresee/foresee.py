@@ -70,7 +70,7 @@ class PlanTimes:
     """The GPU that they are of; "": this machine's cores."""
     notes: tuple[str, ...] = ()
     reasons: tuple[str, ...] = ()
-    """Why some plans have no time."""
+    """Reasons why some plans have no time."""
     budget: MemoryBudget | None = None
     """The memory of the site's GPU; None: no site, or of plans for CPUs alone."""
 
