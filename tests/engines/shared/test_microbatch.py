@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from grappe.data.whole_batch_draws import OWN_DRAWS, SAME_DRAWS, BatchRows, whole_batch_draws
+from grappe.data.batch import BatchRows
+from grappe.data.whole_batch_draws import OWN_DRAWS, SAME_DRAWS, whole_batch_draws
 from grappe.engines.shared.microbatch import remarks_on_draws
 from grappe.engines.shared.watched_forward import writes_seen
 from grappe.plan import Plan
