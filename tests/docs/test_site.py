@@ -113,7 +113,7 @@ def test_each_language_leads_to_the_other(site: Path) -> None:
 
 def test_agents_find_every_guide(site: Path) -> None:
     text = (site / "llms.txt").read_text()
-    pages = re.findall(r"^- \[.+\]\((\S+)\)", text, re.MULTILINE)
+    pages = re.findall(r"^- \[.+?\]\((\S+?)\)", text, re.MULTILINE)
     assert {(site / page).stem for page in pages} == {file.stem for file in (ROOT / "docs").glob("*.md")} - {
         "api"
     }
