@@ -50,7 +50,7 @@ class EngineSetup:
     """The model's initial parameters and buffers."""
     total_steps: int
     stop: StopSignal = dataclasses.field(default_factory=StopSignal)
-    """Its flag is more than 0 when all processes should stop after this step (signal or time limit)."""
+    """Asks all processes to stop after this step (signal or time limit), where its flag is more than 0."""
     observers: Observers = dataclasses.field(default_factory=Observers)
     """The callbacks that the engine calls at its steps' phases, at its making of the optimizer, and after each loss."""
     sample_inputs: Any = None
