@@ -89,7 +89,7 @@ def commands_of(folder: Path) -> dict[str, Callable[[str], Answer]]:
     import grappe
 
     run = commands.grappe(folder, folder / "run", "digits", "--steps", "40", "--plan", "threads=1").run
-    commands.output([sys.executable, "-m", "grappe", "export", str(run.folder), "--to", "out"], folder)
+    commands.output([sys.executable, "-m", "grappe", "export", str(run.folder), "--out", "out"], folder)
     prefix = f"-DCMAKE_PREFIX_PATH={torch.utils.cmake_prefix_path}"
     commands.output(["cmake", "-S", "out", "-B", "build", prefix], folder)
     commands.output(["cmake", "--build", "build"], folder)

@@ -204,7 +204,7 @@ def large() -> None:
         for plans in (LARGE[:1], [plan.replace("1024", "4") for plan in LARGE[:1]], LARGE):
             before = resource.getrusage(resource.RUSAGE_CHILDREN)
             options = [part for plan in plans for part in ("--plan", plan)]
-            command = [sys.executable, "-m", "grappe", "foresee", task, "--batch-size", "8192", *options]
+            command = [sys.executable, "-m", "grappe", "foresee", task, "batch_size=8192", *options]
             subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
             after = resource.getrusage(resource.RUSAGE_CHILDREN)
             seconds = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime

@@ -1,6 +1,6 @@
 """A watcher (callback) that writes down the slowest optimizer steps.
 
-grappe train digits --watch examples/slowest_steps.py:SlowestSteps
+grappe train digits --callback examples/slowest_steps.py:SlowestSteps
 """
 
 import heapq

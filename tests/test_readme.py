@@ -52,7 +52,7 @@ def test_the_task_in_the_readme_learns(tmp_path) -> None:
 def test_the_watcher_of_the_guide_runs(tmp_path: Path) -> None:
     arguments = [
         "digits",
-        "--watch",
+        "--callback",
         f"{WATCHER}:SlowestSteps",
         "--steps",
         "3",

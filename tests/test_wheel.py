@@ -126,7 +126,7 @@ def test_a_task_of_ones_own_trains(user, tmp_path: Path) -> None:
 
 
 def test_a_job_is_shown(user, tmp_path: Path) -> None:
-    words = ("--site", "narval", "--account", "def-someone", "--time", "1h", "--show")
+    words = ("--site", "narval", "--account", "def-someone", "--time", "1h", "--dry-run")
     said = user("submit", *words, "--", "train", "digits")
     assert "#SBATCH --account=def-someone" in said
     assert not list((tmp_path / "work").iterdir())

@@ -12,6 +12,8 @@ from grappe.errors import PlanError, UsageError
 
 WHOLE_DRAWS = 4
 """Parts of a batch up to which dropout=auto has each part draw for all: a fifth to a half more time; 8 parts: twice."""
+ONE_PROCESS = "one"
+"""What a plan without any key is called on the command line."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -180,12 +182,12 @@ class Plan:
 
     @classmethod
     def parse(cls, text: str) -> Plan:
-        """Parses a plan's text, `"replicate=2,precision=bf16"`; "" is one plain process.
+        """Parses a plan's text, `"replicate=2,precision=bf16"`; "one" and "" are one plain process.
 
         Raises:
             PlanError: an unknown key, a value of the wrong type, a key given twice, or a contradiction.
         """
-        parts = [part for part in text.split(",") if part.strip()]
+        parts = [] if text.strip() == ONE_PROCESS else [part for part in text.split(",") if part.strip()]
         for part in parts:
             if (instead := strategy_in_grappe(part)) is not None:
                 raise PlanError(f"plan: {part.strip()} is a strategy of Lightning's: {instead}")

@@ -48,6 +48,16 @@ from grappe.tasks import find, make
         ("zzz", "there is no command 'zzz': grappe --help lists them"),
         ("evaluate runs/a runs/b", "'runs/b' is more than grappe evaluate takes"),
         ("wait", "RUN is missing"),
+        ("tune --show runs/study", "grappe tune --study runs/study --dry-run"),
+        ("tune digits --time 3h lr=0.1..1", "grappe tune digits --job-time 3h lr=0.1..1"),
+        ("measure digits --show --site narval", "grappe measure digits --dry-run --site narval"),
+        ("measure digits --batch-size 32,64", "grappe measure digits batch_size=32,64"),
+        ("runs --base mine", "grappe runs --runs mine"),
+        ("doctor --folder mine", "grappe doctor --runs mine"),
+        ("export run --to new", "grappe export run --out new"),
+        ("export run", "--out is missing"),
+        ("verify digits --html a.html", "grappe verify digits --out a.html"),
+        ("train digits --watch a.py:B", "grappe train digits --callback a.py:B"),
     ],
 )
 def test_the_answer_says_what_to_type(typed: str, answer: str | None) -> None:

@@ -28,7 +28,7 @@ def test_the_commands_in_the_order_of_the_guide(tmp_path: Path, capsys, monkeypa
     assert "bad.JPEG: the file is empty" in said
     assert "\x1b" not in said
     assert "train.quarantine.txt: datasets leave these out" in said
-    assert run("data", "pack", "train", "--to", "packed", "--short", "64", "--quality", "80") == 0
+    assert run("data", "pack", "train", "--out", "packed", "--short", "64", "--quality", "80") == 0
     said = capsys.readouterr()
     assert "packed: 1 shard" in said.out and "1 shards" not in said.out
     assert "24 of 26 images, 2 in quarantine" in said.err
@@ -45,7 +45,7 @@ def test_an_archive_with_a_file_of_labels(tmp_path: Path, capsys) -> None:
     words = ("--labels", str(tmp_path / "labels.txt"), "--numbering", str(tmp_path / "map.txt"))
     for command in ("index", "check"):
         assert run("data", command, str(tmp_path / "val.tar"), *words) == 0
-    assert run("data", "pack", str(tmp_path / "val.tar"), "--to", str(tmp_path / "packed"), *words) == 0
+    assert run("data", "pack", str(tmp_path / "val.tar"), "--out", str(tmp_path / "packed"), *words) == 0
     assert "2, short side at most 256" in capsys.readouterr().out
 
 
@@ -61,4 +61,4 @@ def test_what_is_wrong_is_one_message(tmp_path: Path, command: str) -> None:
 
 def test_pack_wants_sensible_sizes(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="--short 0"):
-        run("data", "pack", str(tmp_path), "--to", "x", "--short", "0")
+        run("data", "pack", str(tmp_path), "--out", "x", "--short", "0")

@@ -18,7 +18,7 @@ from tests.training.test_training import train
     [
         (["measure", "digits", "--steps", "0"], "--steps=0: it must be at least 1"),
         (["measure", "digits", "--repeats", "-1"], "--repeats=-1"),
-        (["measure", "digits", "--batch-size", "64,many"], "--batch-size=64,many: give whole numbers from 1"),
+        (["measure", "digits", "batch_size=64,many"], "batch_size=64,many: give whole numbers from 1"),
         (["measure", "digits", "--plan", "replicate=two"], "replicate=two"),
         (["measure", "digitz"], "did you mean digits"),
         (["report", "nowhere"], "nowhere is no run"),

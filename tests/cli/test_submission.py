@@ -62,12 +62,19 @@ def test_what_a_script_reads_is_not_ours(tmp_path: Path, monkeypatch: pytest.Mon
         read_submission(["python", "-c", "x"], JOB, app)
 
 
+def test_short_options_and_the_folder_of_runs() -> None:
+    found = read_submission(["train", "digits", "-p", "shard=2", "--runs", "mine"], JOB, app)
+    assert (found.plans, found.job.runs, found.arguments[1]) == (("shard=2",), Path("mine"), "--plan")
+    with pytest.raises(UsageError, match="grappe submit --dry-run -- train digits"):
+        read_submission(["--show", "train", "digits"], JOB, app)
+
+
 def test_a_search_names_its_task() -> None:
     words = ["tune", "digits", "lr=0.1..1", "--parallel", "3", "--study", "mine", "--plan", "shard=2"]
     found = read_submission(words, JOB, app)
     assert (found.task, found.parallel, found.study, found.plans) == ("digits", 3, Path("mine"), ("shard=2",))
     with pytest.raises(UsageError, match="needs no job"):
-        read_submission(["tune", "--show", "mine"], JOB, app)
+        read_submission(["tune", "--study", "mine", "--dry-run"], JOB, app)
 
 
 @pytest.mark.parametrize(
@@ -91,11 +98,11 @@ def test_a_search_names_its_task() -> None:
 def test_interactive_allocations(
     words: list[str], expected: str | None, capsys: pytest.CaptureFixture[str], monkeypatch
 ) -> None:
-    monkeypatch.setattr("os.execvp", lambda *given: pytest.fail(f"{given} is no --show"))
+    monkeypatch.setattr("os.execvp", lambda *given: pytest.fail(f"{given} is no --dry-run"))
     line = [
         "submit",
         "--interactive",
-        "--show",
+        "--dry-run",
         "--site",
         "narval",
         "--account",
@@ -153,7 +160,7 @@ def test_a_search_needs_its_samplers_package(sampler: tuple[str, ...], wanted: b
     assert any(b"optuna" in one for one in packages.files.values()) == wanted
 
 
-@pytest.mark.parametrize("command", ["predict run x.npy", "export run --to out"])
+@pytest.mark.parametrize("command", ["predict run x.npy", "export run --out out"])
 def test_what_computes_on_the_cpu_has_no_gpu(
     command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -165,7 +172,7 @@ def test_what_computes_on_the_cpu_has_no_gpu(
 
 @pytest.mark.parametrize("command", ["train digits", "verify digits", "train digits --plan threads=2"])
 def test_a_site_of_cpu_nodes_supplies_the_device(command: str, capsys: pytest.CaptureFixture[str]) -> None:
-    job = ["--site", "jean-zay-cpu", "--account", "abc@cpu", "--show", "--no-doctor", "--"]
+    job = ["--site", "jean-zay-cpu", "--account", "abc@cpu", "--dry-run", "--no-doctor", "--"]
     assert app(["submit", *job, *command.split()]) == 0
     text = capsys.readouterr().out
     assert "plan: device=cpu" in text and "--plan device=cpu" in text.replace("'", "") and "gpu:" not in text

@@ -28,8 +28,8 @@ from grappe.verbs.tune.study import SearchDefinition, Trial, make_study
         (["digits", "lr=0.1..1", "--plan", "per_device=2"], "per_device"),
         (["digits", "lr=0.1..1", "--plan", "replicate=two"], "replicate=two"),
         (["digits", "lr=0.1..1", "--study", "full"], "holds thesis.tex and is no study"),
-        (["digits", "--show", "full"], "--show shows a study and trains nothing"),
-        (["--show", "full"], "is no study"),
+        (["digits", "lr=0.1..1", "--dry-run"], "--dry-run shows a study: name it"),
+        (["--study", "full", "--dry-run"], "is no study"),
         ([], "which task?"),
     ],
 )
@@ -71,12 +71,12 @@ def test_a_study_is_shown_with_a_command_to_paste(tmp_path: Path, capsys: pytest
         threads=1,
     )
     study = make_study(tmp_path, search)
-    assert app(["tune", "--show", str(tmp_path)], exit_on_error=False, print_error=False) == 1
+    assert app(["tune", "--study", str(tmp_path), "--dry-run"], exit_on_error=False, print_error=False) == 1
     assert "no trial has a result" in capsys.readouterr().out
     study.write(Trial(number=0, fields={"lr": "0.2"}, state="complete", value=0.5, step=9, rungs=(0.5,)))
     study.write(Trial(number=1, fields={"lr": "0.3"}, state="failed", reason="DivergedError: \x1b[2Jnan"))
     study.write(Trial(number=2, fields={"lr": "0.4"}))
-    assert app(["tune", "--show", str(tmp_path)], exit_on_error=False, print_error=False) == 0
+    assert app(["tune", "--study", str(tmp_path), "--dry-run"], exit_on_error=False, print_error=False) == 0
     told = capsys.readouterr().out
     assert "best: trial 0, accuracy 0.5" in told
     assert "grappe train digits epochs=3 lr=0.2 --plan replicate=2" in told

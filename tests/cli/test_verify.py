@@ -22,7 +22,7 @@ def verify(folder: Path, task: str, *more: str) -> tuple[int, str, str]:
 
 
 def test_a_plan_that_learns_something_else_ends_with_1_and_is_written_down(tmp_path: Path) -> None:
-    files = ("--json", "found.json", "--html", "found.html")
+    files = ("--out", "found.json")
     code, out, err = verify(tmp_path, "tests.parity.planted:Noisy", *files)
     assert code == 1, err
     assert "different" in out

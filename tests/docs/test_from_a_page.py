@@ -52,8 +52,8 @@ def test_jobs_are_shown(command: str, tmp_path: Path, monkeypatch, capsys) -> No
     monkeypatch.chdir(tmp_path)
     (tmp_path / "pytorch-test.py").write_text("print(1)\n")
     words = shlex.split(command)
-    if "--show" not in words:
-        words.insert(1, "--show")
+    if "--dry-run" not in words:
+        words.insert(1, "--dry-run")
     assert app(words) == 0
     said = capsys.readouterr().out
     site = words[words.index("--site") + 1]
@@ -67,7 +67,7 @@ def test_jobs_are_shown(command: str, tmp_path: Path, monkeypatch, capsys) -> No
 def test_the_pages_resources_are_asked_for(tmp_path: Path, monkeypatch, capsys) -> None:
     monkeypatch.chdir(tmp_path)
     four = next(one for one in of("submit") if "pipeline=2,microbatches=8,replicate=4" in one)
-    app(["submit", "--show", *shlex.split(four)[1:]])
+    app(["submit", "--dry-run", *shlex.split(four)[1:]])
     said = capsys.readouterr().out
     assert "#SBATCH --nodes=2\n" in said
     assert "gpus-per-node=a100:4" in said

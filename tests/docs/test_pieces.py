@@ -146,7 +146,7 @@ def a_site(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (folder / "grappe" / "sites" / "mine.toml").write_text(text)
     monkeypatch.setenv("XDG_CONFIG_HOME", str(folder))
     monkeypatch.chdir(folder)
-    words = "submit --show --site mine --account a --time 1h -- train digits --plan replicate=2"
+    words = "submit --dry-run --site mine --account a --time 1h -- train digits --plan replicate=2"
     assert app(words.split(), exit_on_error=False, print_error=False) == 0
 
 

@@ -185,12 +185,12 @@ WORDS = st.one_of(
             "--data",
             "--json",
             "--out",
-            "--base",
+            "--runs",
             "--keep",
             "--split",
             "test",
             "--from",
-            "--show",
+            "--dry-run",
             "--site",
             "narval",
             "--time",
@@ -207,13 +207,14 @@ WORDS = st.one_of(
             "--debug",
             "--help",
             "--rank",
-            "--dry-run",
+            "-n",
+            "-p",
             "--chain",
             "--name",
             "--env",
             "--wheels",
             "--stage",
-            "--watch",
+            "--callback",
             "--log",
             "validation",
             "0",
@@ -250,7 +251,7 @@ def test_command_lines(command: str, words: list[str]) -> None:
 @given(words=st.lists(WORDS, max_size=7), job=st.lists(WORDS, max_size=5))
 @fuzzed(40)
 def test_submissions(words: list[str], job: list[str]) -> None:
-    _ended(["submit", "--show", "--site", "narval", *job, "--", "train", *words])
+    _ended(["submit", "--dry-run", "--site", "narval", *job, "--", "train", *words])
     told(lambda: read_submission(("train", *words), JobOptions(), app))
 
 

@@ -42,7 +42,7 @@ def _submitted(plans: list[str], folder: Path) -> tuple[list[Path], list[str]]:
     """The runs, and the command that gathers them."""
     said = grappe(
         "measure", SLOW, "pause=0.02", "epochs=1", "--plan", plans[0], "--plan", plans[1], "--steps", "10",
-        "--repeats", "1", "--site", "generic", "--time", "5m", "--out", "m.json", cwd=folder,
+        "--repeats", "1", "--site", "generic", "--job-time", "5m", "--out", "m.json", cwd=folder,
     )  # fmt: skip
     assert re.findall(r"^job \d+: (\d cores?) ", said, re.MULTILINE) == ["1 core", "2 cores"]
     gather = said.rpartition("once they have ended: grappe ")[2].split()

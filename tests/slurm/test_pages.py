@@ -126,7 +126,7 @@ def test_the_pages_scripts(cluster: Cluster, fresh: Path) -> None:
 
 COMMANDS = {
     "measure": (("digits", "--steps", "5", "--repeats", "1", "--no-advice", "--plan", PLAIN), "samples/s"),
-    "data": (("stage", __file__, "--to", "staged"), "staged"),
+    "data": (("stage", __file__, "--out", "staged"), "staged"),
 }
 
 

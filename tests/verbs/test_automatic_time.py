@@ -99,7 +99,7 @@ def test_a_data_sheet_and_the_memory_from_one_trace(
     (folder / "big.py").write_text(BIG)
     monkeypatch.setattr(submission_memory, "in_limited_process", lambda _: pytest.fail("it was traced twice"))
     job = JobOptions(site="narval", account="def-me", time="auto")
-    assert cluster.submit("train", "big.py", "epochs=3", job=job, show_=True) == 0
+    assert cluster.submit("train", "big.py", "epochs=3", job=job, dry_run=True) == 0
     out, err = capsys.readouterr()
     assert "3 steps of " in out and "from the data sheet of NVIDIA A100 SXM4, 40 GB, not measured" in out
     assert "it will run out of memory" in err and err.count("tracing the model") == 1
@@ -155,7 +155,7 @@ def test_what_is_not_known_is_one_message(words: str, site: str | None, says: st
 
 def test_an_interactive_allocation_has_no_training() -> None:
     with pytest.raises(UsageError, match="whose time is yours"):
-        cluster.submit("train", "digits", job=JobOptions(time="auto"), interactive=True, show_=True)
+        cluster.submit("train", "digits", job=JobOptions(time="auto"), interactive=True, dry_run=True)
 
 
 def test_a_limit_that_is_given_stays(monkeypatch: pytest.MonkeyPatch) -> None:

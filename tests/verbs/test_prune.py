@@ -53,7 +53,7 @@ def test_a_run_that_is_written_is_left_alone(run: Path) -> None:
     lease = Lease(run)
     lease.take()
     try:
-        assert commands.app(["prune", "--base", str(run.parent), "--keep", "1"]) == 0
+        assert commands.app(["prune", "--runs", str(run.parent), "--keep", "1"]) == 0
     finally:
         lease.release()
     assert names(run) == before

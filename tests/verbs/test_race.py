@@ -125,7 +125,7 @@ def test_from_the_command_line(
     code: int,
 ) -> None:
     make(tmp_path, "one", {10: 0.8, 20: 1.0})
-    monkeypatch.setattr("sys.argv", ["grappe", "runs", *words, "--base", str(tmp_path)])
+    monkeypatch.setattr("sys.argv", ["grappe", "runs", *words, "--runs", str(tmp_path)])
     monkeypatch.setenv("COLUMNS", "200")
     with pytest.raises(SystemExit) as ended:
         main()

@@ -88,7 +88,7 @@ def warnings(folder: Path, site: str, plan: str, fields: tuple[str, ...]) -> lis
     def examine(submission: Submission, made: JobScript) -> None:
         found.extend(foreseen_warnings(submission, made.script))
 
-    job = JobOptions(site=site, account="def-me", base=folder / "runs")
+    job = JobOptions(site=site, account="def-me", runs=folder / "runs")
     task = str(folder / "big.py")
     submission = Submission(task=task, arguments=(task,), plans=(plan,), fields=fields, job=job)
     list(submit(submission, show=True, examine=examine))

@@ -269,6 +269,6 @@ def refuse_package(file: Path) -> None:
     if file.suffix.lower() == PACKAGE:
         raise UsageError(
             f"{file}: grappe opens no {PACKAGE} file. It is native code (or a pickle), and opening it runs what is in "
-            "it. Give the run that it was exported from, or weights alone: grappe export RUN --to FOLDER --format "
+            "it. Give the run that it was exported from, or weights alone: grappe export RUN --out FOLDER --format "
             "safetensors"
         )

@@ -38,14 +38,17 @@ FieldText = Annotated[
         completer=completion.fields, help="The task's fields: epochs=3 lr=0.2 (see: grappe tasks NAME)."
     ),
 ]
+PLAN_NAMES = ("--plan", "-p")
 PlanText = Annotated[
     str,
     Parameter(
+        name=PLAN_NAMES,
         show_default=False,
         completer=completion.plan,
         help="Distribution over processes: replicate=2, or shard=4,zero=2,precision=bf16 (see: grappe engines)",
     ),
 ]
+Plans = Annotated[list[str] | None, Parameter(name=PLAN_NAMES, completer=completion.plan, negative="")]
 RunFolder = Annotated[
     Path, Parameter(completer=completion.runs, help="A run's folder: runs/… (see: grappe runs)")
 ]
@@ -64,8 +67,11 @@ CheckpointName = Annotated[
     ),
 ]
 DataFolder = Annotated[Path | None, Parameter(help="Folder of datasets. Default: $GRAPPE_DATA, or ./data.")]
-BaseFolder = Annotated[Path, Parameter(help="The folder of runs.")]
+RunsFolder = Annotated[Path, Parameter(help="Folder of runs.")]
 SWITCH = Parameter(negative="", show_default=False)
+OUT_NAMES = ("--out", "-o")
+OutFile = Annotated[Path | None, Parameter(name=OUT_NAMES)]
+DryRun = Annotated[bool, SWITCH, Parameter(name=("--dry-run", "-n"))]
 
 
 OPTIONS = Parameter(

@@ -5,6 +5,8 @@ The command that follows `grappe submit … --` is read by the definitions of gr
 
 from __future__ import annotations
 
+import dataclasses
+import re
 import shlex
 import sys
 from collections.abc import Sequence
@@ -14,10 +16,21 @@ from typing import TYPE_CHECKING, Annotated, Any
 from cyclopts import App, CycloptsError, Parameter
 
 from grappe.cli import completion
-from grappe.cli.application import OPTIONS, SWITCH, BaseFolder, FieldText, PlanText, RunFolder, app, preflight
-from grappe.cli.corrections import corrected
+from grappe.cli.application import (
+    OPTIONS,
+    SWITCH,
+    DryRun,
+    FieldText,
+    PlanText,
+    RunFolder,
+    RunsFolder,
+    app,
+    preflight,
+)
+from grappe.cli.corrections import corrected, unknown_option
 from grappe.cli.exit import show
 from grappe.errors import EXIT_FAILURE, EXIT_OK, UsageError
+from grappe.launch.folders import RUNS
 from grappe.launch.terminal import complain, say
 from grappe.sites.sbatch import SCRIPT, TRAIN, TUNE, JobOptions
 from grappe.training.options import Options
@@ -52,10 +65,7 @@ def submit(
         SWITCH,
         Parameter(help="Allocate the nodes and open a shell there (salloc), for --gpus or a command's plan."),
     ] = False,
-    show_: Annotated[
-        bool,
-        Parameter(name="--show", negative="", show_default=False, help="Print the script; submit nothing."),
-    ] = False,
+    dry_run: Annotated[DryRun, Parameter(help="Print the script; submit nothing.")] = False,
 ) -> int:
     """Submit a command as a Slurm job: grappe submit --time 3h -- train TASK …
 
@@ -63,7 +73,7 @@ def submit(
     saves before its time is over or when it is preempted, and goes back into the
     queue until the run is finished.
 
-        grappe submit --show -- train digits          its script, and no job
+        grappe submit --dry-run -- train digits       its script, and no job
         grappe submit --gpus 4 --time 3h -- train my_task.py epochs=90
         grappe submit --time auto -- train my_task.py     as earlier runs measured, or as is foreseen
         grappe submit --site narval --account def-me --time 3h \\
@@ -75,7 +85,7 @@ def submit(
     from grappe.verbs.submit import submit as verb
 
     if interactive:
-        return _allocate(words, job, show_only=show_ or test_only)
+        return _allocate(words, job, show_only=dry_run or test_only)
     submission = read_submission(words, job, app)
     if test_only:
         for answer in verb.judged(submission):
@@ -88,12 +98,12 @@ def submit(
             complain(f"grappe: warning: {text}")
 
     warned: set[str] = set()
-    for submitted in verb.submit(submission, show=show_, examine=examine):
+    for submitted in verb.submit(submission, show=dry_run, examine=examine):
         for text in submitted.warnings:
             if text not in warned:
                 complain(f"grappe: warning: {text}")
         warned |= set(submitted.warnings)
-        if show_:
+        if dry_run:
             say(submitted.text, end="")
         else:
             if submitted.torch:
@@ -107,7 +117,7 @@ def submit(
 
 
 def _allocate(words: Sequence[str], job: JobOptions, *, show_only: bool) -> int:  # noqa: RET503 - salloc takes over
-    """Becomes salloc; without a terminal, or with --show, prints the line."""
+    """Becomes salloc; without a terminal, or with --dry-run, prints the line."""
     from grappe.launch.command import become
     from grappe.verbs.submit.resources import allocation, line_in_allocation
 
@@ -120,7 +130,7 @@ def _allocate(words: Sequence[str], job: JobOptions, *, show_only: bool) -> int:
         return EXIT_OK
     if not sys.stdin.isatty():
         raise UsageError(
-            "a shell needs a terminal, and this is none: run the line above in one, or add --show"
+            "a shell needs a terminal, and this is none: run the line above in one, or add --dry-run"
         )
     if words:
         complain(f"grappe: in that shell, start it so: {shlex.join(line_in_allocation(submission))}")
@@ -137,14 +147,15 @@ def read_submission(words: Sequence[str], job: JobOptions, app: App) -> Submissi
         UsageError: the words are neither, or an option is unknown or wrong.
     """
     words = list(words)
-    if words and words[0] == "grappe":
-        words = words[1:]
-    elif words and words[0] in ("python", "python3"):
-        words = words[1:]
-        if not words or not words[0].endswith(".py"):
-            raise UsageError(f"python is followed by a script, my_script.py: {USAGE}")
+    first = words[0] if words else ""
+    words = words[first in ("grappe", "python", "python3") :]
+    if first in ("python", "python3") and not (words and words[0].endswith(".py")):
+        raise UsageError(f"python is followed by a script, my_script.py: {USAGE}")
     if not words:
         raise UsageError(f"what shall the job do? {USAGE}")
+    if words[0].startswith("-"):
+        typed = sys.argv[1:] if words[0] in sys.argv else ["submit", words[0], "--", *words[1:]]
+        raise UsageError(unknown_option(words[0], typed, app["submit"].assemble_argument_collection()))
     if words[0].endswith(".py"):
         if not Path(words[0]).is_file():
             raise UsageError(f"there is no script {words[0]}: is the path right, seen from {Path.cwd()}?")
@@ -158,6 +169,7 @@ def read_submission(words: Sequence[str], job: JobOptions, app: App) -> Submissi
         raise UsageError(f"grappe {words[0]} is for the login node, and runs in no job: {USAGE}")
     if words[0] not in app:
         raise UsageError(f"grappe has no command {words[0]!r}: {USAGE}")
+    words = [re.sub("^-p=?(?=.)", "--plan=", word) if word != "-p" else "--plan" for word in words]
     try:
         _, bound, _ = app.parse_args(words, exit_on_error=False, print_error=False)
     except CycloptsError as error:
@@ -170,10 +182,8 @@ def read_submission(words: Sequence[str], job: JobOptions, app: App) -> Submissi
         raise UsageError(
             "grappe tune --site submits a job for each trial, and itself runs on the login node: leave submit out"
         )
-    if words[0] == TUNE and (values.get("task") is None or values.get("show_") is not None):
-        raise UsageError(
-            "grappe tune --show reads a study and needs no job; a search names its task: tune TASK …"
-        )
+    if words[0] == TUNE and (values.get("task") is None or values.get("dry_run")):
+        raise UsageError("grappe tune --dry-run shows a study and needs no job: leave submit out")
     return Submission(
         command=words[0],
         task=values.get("task"),
@@ -188,15 +198,15 @@ def read_submission(words: Sequence[str], job: JobOptions, app: App) -> Submissi
         study=values.get("study"),
         loggers=tuple(getattr(options, "log", ())),
         options=options if words[0] == TRAIN and options is not None else Options(),
-        job=job,
+        job=dataclasses.replace(job, runs=values["runs"]) if words[0] == TRAIN and "runs" in values else job,
     )
 
 
-def queue(*, base: BaseFolder = Path("runs")) -> int:
+def queue(*, runs: RunsFolder = RUNS) -> int:
     """List your jobs in Slurm's queue, by run: state, reason, expected start."""
     from grappe.verbs.submit.jobs import queue as verb
 
-    show(verb(base))
+    show(verb(runs))
     return EXIT_OK
 
 
@@ -263,7 +273,7 @@ def doctor(
     /,
     *fields: FieldText,
     plan: PlanText = "",
-    folder: Annotated[Path, Parameter(help="Folder in which runs are written.")] = Path("runs"),
+    runs: RunsFolder = RUNS,
     job: Annotated[
         bool, SWITCH, Parameter(help="As the first step of a job: warnings and errors only.")
     ] = False,
@@ -295,7 +305,7 @@ def doctor(
     from grappe.verbs.doctor import doctor as verb
 
     request = verb.DoctorRequest(
-        plan=Plan.parse(plan), folder=folder.absolute(), job=job, task=task, script=script, fields=texts
+        plan=Plan.parse(plan), folder=runs.absolute(), job=job, task=task, script=script, fields=texts
     )
     findings = verb.doctor(request)
     if is_main_process():

@@ -15,13 +15,16 @@ from grappe.cli import cluster, completion, images, measuring, tuning
 from grappe.cli import exit as entry_point
 from grappe.cli.application import (
     OPTIONS,
+    OUT_NAMES,
     SWITCH,
-    BaseFolder,
     CheckpointName,
     DataFolder,
+    DryRun,
     FieldText,
+    OutFile,
     PlanText,
     RunFolder,
+    RunsFolder,
     RunTask,
     TaskName,
     app,
@@ -29,6 +32,7 @@ from grappe.cli.application import (
 )
 from grappe.cli.exit import show, show_facts
 from grappe.errors import EXIT_FAILURE, EXIT_OK, UsageError
+from grappe.launch.folders import RUNS
 from grappe.launch.terminal import progress, say, waiting
 from grappe.training.options import Options
 from grappe.words import format_number
@@ -48,6 +52,7 @@ def train(
     *fields: FieldText,
     plan: PlanText = "",
     run: Annotated[Path | None, Parameter(help="The run's folder; if there is a run, it is resumed.")] = None,
+    runs: RunsFolder = RUNS,
     data: DataFolder = None,
     from_: Annotated[
         Path | None,
@@ -67,10 +72,10 @@ def train(
             help="Epochs that the training of --from has done: begin behind them. Default: what the file says."
         ),
     ] = None,
-    watch: Annotated[
+    callback: Annotated[
         list[str] | None,
         Parameter(
-            negative="", help="A watcher (callback) of your own: file.py:Class or module:Class. Repeatable."
+            negative="", help="A callback (watcher) of your own: file.py:Class or module:Class. Repeatable."
         ),
     ] = None,
     options: Annotated[Options, OPTIONS, Parameter(negative="")] = DEFAULTS,
@@ -91,12 +96,13 @@ def train(
         task=TaskReference.of(task, texts),
         plan=as_plan(plan),
         run=run,
+        base=runs,
         data=data_folder(data),
         weights=from_,
         with_optimizer=with_optimizer,
         epochs_done=epochs_done,
         options=options,
-        watchers=checked_watchers(watch or ()),
+        watchers=checked_watchers(callback or ()),
     )
     if smoke:
         show(verb.smoke(request))
@@ -185,7 +191,7 @@ def predict(
     checkpoint: CheckpointName = None,
     data: DataFolder = None,
     out: Annotated[
-        Path | None,
+        OutFile,
         Parameter(help="Write them [N, ...] to this file instead: .npy, or .npz where they have names."),
     ] = None,
     trained: Trained = False,
@@ -221,7 +227,7 @@ def runs(
     run: Annotated[Path | None, Parameter(help="A run's folder. Default: list them all.")] = None,
     /,
     *,
-    base: BaseFolder = Path("runs"),
+    runs: RunsFolder = RUNS,
     race: Annotated[
         str | None,
         Parameter(help="Rank the runs by what they took to reach a score: accuracy=0.97, 'perplexity<=20'."),
@@ -239,11 +245,11 @@ def runs(
         from grappe.verbs.race import race as verb
 
         if run is not None:
-            raise UsageError("--race ranks all runs of a folder: leave RUN out, and say --base FOLDER")
+            raise UsageError("--race ranks all runs of a folder: leave RUN out, and give --runs FOLDER")
         target = target_of(race)
-        show(board(verb(base, target), target, by))
+        show(board(verb(runs, target), target, by))
         return EXIT_OK
-    show(describe(run) if run is not None else listing(base))
+    show(describe(run) if run is not None else listing(runs))
     return EXIT_OK
 
 
@@ -254,9 +260,11 @@ def prune(
     ] = None,
     /,
     *,
-    base: BaseFolder = Path("runs"),
-    keep: Annotated[int, Parameter(help="Number of newest checkpoints to keep, besides the best.")] = 1,
-    dry_run: Annotated[bool, SWITCH, Parameter(help="List what would be removed; remove nothing.")] = False,
+    runs: RunsFolder = RUNS,
+    keep: Annotated[
+        int, Parameter(help="Number of newest checkpoints to keep, besides the best.")
+    ] = DEFAULTS.keep,
+    dry_run: Annotated[DryRun, Parameter(help="List what would be removed; remove nothing.")] = False,
 ) -> int:
     """Remove checkpoints that are not needed any more, and files of killed saves."""
     if keep < 1:
@@ -265,7 +273,7 @@ def prune(
     from grappe.verbs.prune import prune as verb
     from grappe.verbs.prune import table
 
-    removed = verb([Run(run)] if run is not None else all_runs(base), keep, dry_run=dry_run)
+    removed = verb([Run(run)] if run is not None else all_runs(runs), keep, dry_run=dry_run)
     show(table(removed, dry_run=dry_run))
     return EXIT_OK
 
@@ -299,7 +307,7 @@ def export(
     run: RunFolder,
     /,
     *,
-    to: Annotated[Path, Parameter(help="A new folder to write.")],
+    out: Annotated[Path, Parameter(name=OUT_NAMES, help="A new folder to write.")],
     format: Annotated[
         Literal["program", "safetensors", "transformers", "onnx"],
         Parameter(
@@ -330,10 +338,10 @@ def export(
     from grappe.verbs.export.export import export as verb
     from grappe.verbs.export.folder import check_target, scores_line
 
-    check_target(to)
+    check_target(out)
     done = verb(
         run,
-        to,
+        out,
         checkpoint=checkpoint,
         task=task,
         data=data,

@@ -6,7 +6,7 @@ import difflib
 import shlex
 from collections.abc import Sequence
 
-from cyclopts import App, CycloptsError, UnknownCommandError, UnknownOptionError
+from cyclopts import App, ArgumentCollection, CycloptsError, UnknownCommandError, UnknownOptionError
 from cyclopts.exceptions import MissingArgumentError, UnusedCliTokensError
 
 from grappe.errors import GrappeError, UsageError
@@ -22,6 +22,21 @@ COMMANDS = {
     for typed in words
 }  # fmt: skip
 """What people type, and the command that does it."""
+
+OPTIONS = {
+    "base": "--runs",
+    "folder": "--runs",
+    "history": "--runs",
+    "html": "--out",
+    "output": "--out",
+    "preview": "--dry-run",
+    "show": "--dry-run",
+    "time": "--job-time",
+    "to": "--out",
+    "watch": "--callback",
+    "watcher": "--callback",
+}
+"""Options that people type, or that once were, and the option that does it, of a command that has it."""
 
 PLAN_WORDS = {
     typed: key
@@ -52,17 +67,17 @@ def corrected(error: CycloptsError, arguments: Sequence[str], app: App) -> Usage
             _command(error.unused_tokens[0], [name for name in app if not name.startswith("-")])
         )
     if isinstance(error, UnknownOptionError) and (typed := error.token.keyword or error.token.value):
-        options = sorted(
-            {name for option in error.argument_collection if option.parse for name in option.names}
-        )
-        return UsageError(_option(typed, list(arguments), options))
+        return UsageError(unknown_option(typed, arguments, error.argument_collection))
     if isinstance(error, UnusedCliTokensError) and error.unused_tokens:
         return UsageError(
             f"'{error.unused_tokens[0]}' is more than grappe {arguments[0]} takes: grappe {arguments[0]} --help"
         )
     if isinstance(error, MissingArgumentError) and error.argument is not None:
         name = error.argument.names[0]
-        if not name.startswith("-"):
+        older = [text for text in arguments if OPTIONS.get(text.partition("=")[0].lstrip("-")) == name]
+        if older:
+            return UsageError(unknown_option(older[0], arguments, ArgumentCollection([error.argument])))
+        if not name.startswith("-") or name not in arguments:
             return UsageError(f"{name} is missing: grappe {arguments[0]} --help")
     return UsageError(" ".join(str(error).split()))
 
@@ -78,7 +93,14 @@ def _command(typed: str, commands: Sequence[str]) -> str:
     return f"there is no command '{typed}': grappe --help lists them"
 
 
-def _option(typed: str, arguments: Sequence[str], options: Sequence[str]) -> str:
+def unknown_option(typed: str, arguments: Sequence[str], collection: ArgumentCollection) -> str:
+    """Returns the message for an option that does not exist.
+
+    Args:
+        arguments: what was typed after `grappe`.
+        collection: the command's arguments and options.
+    """
+    options = sorted({name for argument in collection if argument.parse for name in argument.names})
     option, equals, value = typed.partition("=")
     name = option.lstrip("-").replace("-", "_")
     place = next(at for at, text in enumerate(arguments) if text.partition("=")[0] == option)
@@ -86,10 +108,15 @@ def _option(typed: str, arguments: Sequence[str], options: Sequence[str]) -> str
     exists = dashed in options
     apart = not equals and place + 1 < len(arguments) and _is_value(name, arguments[place + 1], exists)
     value = arguments[place + 1] if apart else value
-    rest = [*arguments[:place], *arguments[place + 1 + apart :]]  # the command without the option
+    before, after = arguments[:place], arguments[place + 1 + apart :]
+    rest = [*before, *after]  # the command without the option
     fields = _fields(rest) if "FIELDS" in options else frozenset[str]()
-    if exists:
-        return f"there is no option {option}: {_line(rest, dashed, value)}"
+    renamed = OPTIONS.get(name)
+    if exists or renamed in options:
+        right = [dashed if exists else str(renamed), value]
+        if renamed == "--dry-run" and value:  # the study of tune --show STUDY
+            right = ["--study", value, "--dry-run"]
+        return f"there is no option {option}: {_line([*before, *filter(None, right), *after])}"
     if name in fields:
         return (
             f"{name} is a field of the task, and fields have no dashes: {_line(rest, f'{name}={value or 0}')}"

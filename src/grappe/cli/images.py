@@ -7,7 +7,7 @@ from typing import Annotated
 
 from cyclopts import App, Parameter
 
-from grappe.cli.application import SWITCH
+from grappe.cli.application import OUT_NAMES, SWITCH
 from grappe.cli.exit import show, show_facts
 from grappe.errors import EXIT_OK, UsageError
 from grappe.launch.terminal import say
@@ -91,7 +91,9 @@ def pack(
     source: Source,
     /,
     *,
-    to: Annotated[Path, Parameter(help="A new folder for the shards, or one that was begun.")],
+    out: Annotated[
+        Path, Parameter(name=OUT_NAMES, help="A new folder for the shards, or one that was begun.")
+    ],
     short: Annotated[
         int, Parameter(help="Pixels of the short side; smaller pictures stay as they are.")
     ] = 256,
@@ -109,7 +111,7 @@ def pack(
     from grappe.verbs.data.pack import pack as verb
 
     form = Packing(short=short, quality=quality, per_shard=per_shard)
-    done = verb(source, to, form, labels=labels, numbering=numbering)
+    done = verb(source, out, form, labels=labels, numbering=numbering)
     there = f", {done.were_there:,} of them by an earlier start" if done.were_there else ""
     shards = "shard" if len(done.shards) == 1 else "shards"
     written = ("written", f"{done.folder}: {len(done.shards):,} {shards}{there}")
@@ -122,7 +124,9 @@ def stage(
     source: Annotated[Path, Parameter(help="A file or folder, of images or of anything else.")],
     /,
     *,
-    to: Annotated[Path, Parameter(help="A folder on a disk of the node, $SLURM_TMPDIR say.")],
+    out: Annotated[
+        Path, Parameter(name=OUT_NAMES, help="A folder on a disk of the node, $SLURM_TMPDIR say.")
+    ],
 ) -> int:
     """Copy data to a disk of the node, once for all processes that ask for it.
 
@@ -139,7 +143,7 @@ def stage(
             meters.append(ProgressMeter("copying", max(1, total), unit="bytes"))
         meters[0].at(done)
 
-    done = copied(source, to, report)
+    done = copied(source, out, report)
     for meter in meters:
         meter.end()
     files = f"{done.files:,} ({_size(done.bytes)}), {done.copied:,} copied now"

@@ -18,7 +18,10 @@ from grappe.cli.application import (
     OPTIONS,
     SWITCH,
     DataFolder,
+    DryRun,
     FieldText,
+    OutFile,
+    Plans,
     PlanText,
     RunFolder,
     TaskName,
@@ -27,7 +30,7 @@ from grappe.cli.application import (
 from grappe.cli.exit import show
 from grappe.errors import EXIT_FAILURE, EXIT_OK, UsageError
 from grappe.errors.foreign_text import html_text
-from grappe.fields import Counts, split
+from grappe.fields import Counts, split, whole_numbers
 from grappe.launch.terminal import complain, progress, say
 from grappe.sites.sbatch import JobOptions
 from grappe.verbs.measure.points import MeasureOptions
@@ -53,12 +56,7 @@ def foresee(
     /,
     *fields: FieldText,
     plan: Annotated[
-        list[str] | None,
-        Parameter(
-            completer=completion.plan,
-            negative="",
-            help="A plan; repeatable. Default: plans that train the same, on --gpus.",
-        ),
+        Plans, Parameter(help="A plan; repeatable. Default: plans that train the same, on --gpus.")
     ] = None,
     site: Annotated[
         str | None,
@@ -69,9 +67,6 @@ def foresee(
     ] = None,
     gpus: Annotated[
         Counts, Parameter(help="Without --plan: numbers of processes to try: 1,2,8. Default: 1,2,4,8.")
-    ] = (),
-    batch_size: Annotated[
-        Counts, Parameter(help="Samples per step over all processes: 64,256. Default: the task's.")
     ] = (),
     data: DataFolder = None,
     aim: Annotated[
@@ -87,26 +82,26 @@ def foresee(
             name="--all", negative="", show_default=False, help="All plans, and the parts of memory and time."
         ),
     ] = False,
-    out: Annotated[Path | None, Parameter(help="Write it all to this file, .json.")] = None,
+    out: Annotated[OutFile, Parameter(help="Write it all to this file, .json.")] = None,
 ) -> int:
     """Say what plans need in memory before any process of them starts, and how long a step of them takes.
 
     Exit code 1 if no plan fits the site, 2 if none can be foreseen or what is given is wrong.
     """
-    from grappe.fields import split
     from grappe.verbs.foresee import tables
     from grappe.verbs.foresee.foresee import foresee as verb
 
     if out is not None:
         tables.check_out(out)
 
+    texts, sizes = _batch_sizes(fields)
     foresight = verb(
         task,
         plan or (),
         gpus=gpus,
-        batch_size=batch_size,
+        batch_size=sizes,
         site=site,
-        fields=split(fields),
+        fields=texts,
         data=data,
         times=not no_times,
     )
@@ -133,12 +128,7 @@ def measure(
     /,
     *fields: FieldText,
     plan: Annotated[
-        list[str] | None,
-        Parameter(
-            completer=completion.plan,
-            negative="",
-            help="A plan to measure; repeatable. The first is the baseline.",
-        ),
+        Plans, Parameter(help="A plan to measure; repeatable: one, replicate=2. The first is the baseline.")
     ] = None,
     options: Annotated[MeasureOptions, OPTIONS, Parameter(negative="")] = DEFAULTS,
     no_advice: Annotated[
@@ -152,11 +142,8 @@ def measure(
         ),
     ] = None,
     account: Annotated[str | None, Parameter(help="Account to bill for such jobs.")] = None,
-    time: Annotated[str | None, Parameter(help="Time limit of such a job: 30m. Default: 1 h.")] = None,
-    show_: Annotated[
-        bool,
-        Parameter(name="--show", negative="", show_default=False, help="Print the jobs; submit nothing."),
-    ] = False,
+    job_time: Annotated[str | None, Parameter(help="Time limit of such a job: 30m. Default: 1 h.")] = None,
+    dry_run: Annotated[DryRun, Parameter(help="With --site: print the jobs; submit nothing.")] = False,
     gather: Annotated[
         list[Path] | None,
         Parameter(
@@ -168,14 +155,15 @@ def measure(
     largest_batch: Annotated[
         bool, SWITCH, Parameter(help="Find the largest batch that fits, too, under each plan.")
     ] = False,
-    out: Annotated[
-        Path | None, Parameter(help="Write the figures to this JSON file, for grappe report.")
-    ] = None,
+    out: Annotated[OutFile, Parameter(help="Write the figures to this JSON file, for grappe report.")] = None,
     data: DataFolder = None,
 ) -> int:
     """Measure plans and how they scale: speed, memory, energy, and where efficiency is lost."""
-    texts = split(fields)
+    texts, sizes = _batch_sizes(fields)
+    options = dataclasses.replace(options, batch_size=sizes)
     plans = plan or [""]
+    if dry_run and site is None:
+        raise UsageError("--dry-run prints the jobs of --site: give a site, or leave it out")
     if options.why and (site is not None or gather):
         raise UsageError("--why traces steps on this machine: leave out --site and --gather")
     if (options.evaluate_every or options.save_every) and not options.why:
@@ -191,10 +179,10 @@ def measure(
                 fields=fields,
                 plans=tuple(plans),
                 options=options,
-                job=JobOptions(site=site, account=account, time=time),
+                job=JobOptions(site=site, account=account, time=job_time),
                 data=str(data) if data else None,
             ),
-            show_,
+            dry_run,
             ("--weak",) * options.weak + (("--out", str(out)) if out else ()),
         )
     if not gather:
@@ -226,6 +214,12 @@ def measure(
     return EXIT_FAILURE if any(point.failure for point in points) else EXIT_OK
 
 
+def _batch_sizes(fields: Sequence[str]) -> tuple[dict[str, str], tuple[int, ...]]:
+    """Returns the texts of the fields by name, and the values of batch_size=32,64 apart from them."""
+    texts = split(fields)
+    return texts, whole_numbers(texts.pop("batch_size", ""), "batch_size")
+
+
 def _send(request: JobRequest, only_show: bool, later: Sequence[str]) -> int:
     """Submits trainings as jobs, and prints the command that gathers their results."""
     from grappe.verbs.measure.measure import send
@@ -245,7 +239,7 @@ def _send(request: JobRequest, only_show: bool, later: Sequence[str]) -> int:
 def report(
     *places: Annotated[Path, Parameter(help="Runs' or studies' folders, or files of grappe measure --out.")],
     out: Annotated[
-        Path | None, Parameter(help="The file. Default: report.html, in the run's folder if there is one.")
+        OutFile, Parameter(help="The file. Default: report.html, in the run's folder if there is one.")
     ] = None,
 ) -> int:
     """Write one HTML file that opens offline: curves, time, memory, scaling, configuration."""
@@ -265,7 +259,7 @@ def follow(run: RunFolder, /) -> int:
 
 def curves(
     *runs: Annotated[Path, Parameter(help="Runs' folders: runs/… (see: grappe runs)")],
-    out: Annotated[Path | None, Parameter(help="A file. Default: the standard output.")] = None,
+    out: Annotated[OutFile, Parameter(help="A file. Default: the standard output.")] = None,
 ) -> int:
     """Print the curves of runs as CSV: one line per step, one line per evaluation."""
     from grappe.verbs.follow import write_csv
@@ -284,18 +278,16 @@ def verify(
     task: TaskName,
     /,
     *fields: FieldText,
-    plan: Annotated[
-        list[str] | None,
-        Parameter(completer=completion.plan, negative="", help="A plan to compare; repeatable."),
-    ] = None,
+    plan: Annotated[Plans, Parameter(help="A plan to compare with one process; repeatable.")] = None,
     steps: Annotated[int, Parameter(help="Optimizer steps of each trial.")] = 8,
-    json: Annotated[Path | None, Parameter(help="Write the findings to this JSON file.")] = None,
-    html: Annotated[Path | None, Parameter(help="Write them to this HTML file.")] = None,
+    out: Annotated[OutFile, Parameter(help="Write the findings to this file, .json or .html.")] = None,
     data: DataFolder = None,
 ) -> int:
     """Check that plans learn what one plain process learns; if one does not, name the cause and exit with code 1."""
     if not plan:
         raise UsageError("grappe verify needs a plan: give --plan replicate=2, once for each plan")
+    if out is not None and out.suffix not in (".json", ".html"):
+        raise UsageError(f"--out={out}: the name has to end in .json or .html")
     texts = preflight(plan, task, fields)
     from grappe.verbs.verify import verify as verb
 
@@ -306,10 +298,9 @@ def verify(
     tick = " ✓" if (sys.stdout.encoding or "").lower().startswith("utf") else ""
     rows = [verdict_cells(finding, tick if finding.learns_the_same else "") for finding in findings]
     show(filled_table(COLUMNS, rows))
-    if json is not None:
-        json.write_text(dumps([as_json(finding) for finding in findings], indent=1) + "\n")
-    if html is not None:
-        html.write_text(html_page(task, findings))
+    if out is not None:
+        content = dumps([as_json(finding) for finding in findings], indent=1) + "\n"
+        out.write_text(content if out.suffix == ".json" else html_page(task, findings))
     return EXIT_OK if all(finding.learns_the_same for finding in findings) else EXIT_FAILURE
 
 
@@ -381,9 +372,7 @@ def lr_find(
     ] = None,
     steps: Annotated[int, Parameter(help="Optimizer steps of each training.")] = 100,
     seeds: Annotated[int, Parameter(help="Trainings, each with the next seed.")] = 3,
-    out: Annotated[
-        Path | None, Parameter(help="Write the curves to this JSON file, for grappe report.")
-    ] = None,
+    out: Annotated[OutFile, Parameter(help="Write the curves to this JSON file, for grappe report.")] = None,
     data: DataFolder = None,
 ) -> int:
     """Find a band of learning rates, from short trainings that are thrown away. Exit code 1 if there is none."""

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import App, Group, Parameter
 
-from grappe.cli.application import OPTIONS, DataFolder, PlanText, preflight
+from grappe.cli.application import OPTIONS, DataFolder, DryRun, PlanText, preflight
 from grappe.cli.exit import show
 from grappe.errors import EXIT_FAILURE, EXIT_OK, RunError, UsageError
 from grappe.launch.terminal import complain, say, waiting
@@ -28,7 +28,18 @@ if TYPE_CHECKING:
 
 DEFAULTS = Options()
 SEARCH = SearchOptions()
-NO_JOB = JobOptions()
+TIME = "--job-time"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TrialJobOptions(JobOptions):
+    """Options of each trial's Slurm job; their --time is called otherwise, as --time-limit is a training's."""
+
+    time: Annotated[str | None, Parameter(name=TIME)] = None
+    """Time limit of each trial's job: 90m, 3h, 1-00:00:00. Default: 1 h."""
+
+
+NO_JOB = TrialJobOptions()
 JOBS = Group("Trials as Slurm jobs, with --site")
 LIVE_ROWS = 15
 
@@ -53,27 +64,28 @@ def tune(
     ] = None,
     data: DataFolder = None,
     options: Annotated[Options, OPTIONS, Parameter(negative="")] = DEFAULTS,
-    job: Annotated[JobOptions, OPTIONS, Parameter(group=JOBS)] = NO_JOB,
-    show_: Annotated[
-        Path | None, Parameter(name="--show", help="Show this study, and train nothing.")
-    ] = None,
+    job: Annotated[TrialJobOptions, OPTIONS, Parameter(group=JOBS)] = NO_JOB,
+    dry_run: Annotated[DryRun, Parameter(help="Show the study of --study; train nothing.")] = False,
 ) -> int:
     """Search a task's fields; each trial is an ordinary run. Exit code 1 if none has a result."""
-    if show_ is not None:
-        if task is not None:
-            raise UsageError("--show shows a study and trains nothing: leave the task out, or --show")
-        return _show(show_)
+    if dry_run:
+        if study is None:
+            raise UsageError("--dry-run shows a study: name it, grappe tune --study STUDY --dry-run")
+        return _show(study)
     if task is None:
-        raise UsageError("which task? grappe tune TASK lr=0.01..1:log …, or grappe tune --show STUDY")
+        raise UsageError(
+            "which task? grappe tune TASK lr=0.01..1:log …, or grappe tune --study STUDY --dry-run"
+        )
     from grappe.launch.start import interrupted
 
-    if job.site is None and job != NO_JOB:
+    if job.site is None and dataclasses.replace(job, runs=NO_JOB.runs) != NO_JOB:
         name = next(
-            field.name for field in dataclasses.fields(job) if getattr(job, field.name) != field.default
+            field.name
+            for field in dataclasses.fields(job)
+            if field.name != "runs" and getattr(job, field.name) != field.default
         )
-        raise UsageError(
-            f"--{name.strip('_').replace('_', '-')} is of Slurm jobs: give --site too, for trials as jobs"
-        )
+        option = TIME if name == "time" else f"--{name.strip('_').replace('_', '-')}"
+        raise UsageError(f"{option} is of Slurm jobs: give --site too, for trials as jobs")
     texts = preflight([plan], task, fields)
     from grappe.plan import as_plan
     from grappe.verbs.tune import tune as verb
@@ -85,6 +97,7 @@ def tune(
             as_plan(plan),
             search,
             study,
+            runs=job.runs,
             data=data,
             options=options,
             jobs=job if job.site else None,

@@ -66,7 +66,7 @@ def copied(source: Path, to: Path, report: Callable[[int, int], None] = lambda d
     """Copies as `stage` does; `report` is called with how many bytes of how many are there."""
     source, to = source.absolute(), to.absolute()
     if to == source or to.is_relative_to(source) or to == source.parent:
-        raise UsageError(f"--to {to}: this is where the source lies")
+        raise UsageError(f"--out {to}: this is where the source lies")
     try:
         to.mkdir(parents=True, exist_ok=True)
         with files.appender(to / f".{source.name}.stage.lock") as lock:
@@ -167,18 +167,18 @@ def _remove_others(to: Path, source: Path, names: set[str], recorded: set[str] |
         if recorded is not None and name in recorded - names:
             (to / name).unlink(missing_ok=True)
     if place.is_symlink():
-        raise UsageError(f"{place} is a link: name another folder with --to")
+        raise UsageError(f"{place} is a link: name another folder with --out")
     if not place.exists():
         return
     if recorded is None:
-        raise UsageError(f"{place} is there and was not staged by grappe: name another folder with --to")
+        raise UsageError(f"{place} is there and was not staged by grappe: name another folder with --out")
     for path in _walk(place):
         name = str(path.relative_to(to))
         if _is_unfinished(path, to, names) or name in recorded - names:
             path.unlink()
         elif name not in names:
             raise UsageError(
-                f"{printable(path)} was not staged by grappe: remove it, or name another folder with --to"
+                f"{printable(path)} was not staged by grappe: remove it, or name another folder with --out"
             )
 
 

@@ -20,7 +20,7 @@ NAMES: dict[Contents, str] = {
     "caches": "caches",
 }
 CHANGE: dict[Contents, str] = {
-    "runs": "submit from there, or give --run (--base for other commands)",
+    "runs": "submit from there, or give --run (--runs for other commands)",
     "data": "give --data, or export GRAPPE_DATA",
     "caches": "export XDG_CACHE_HOME, HF_HOME and TORCH_HOME",
 }

@@ -124,7 +124,7 @@ class JobOptions:
     """Maximal number of requeues of the job."""
     doctor: bool = True
     """Examine the nodes with grappe doctor first."""
-    base: Path = Path("runs")
+    runs: Path = Path("runs")
     """Folder of runs."""
 
     def __post_init__(self) -> None:

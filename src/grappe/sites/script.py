@@ -262,7 +262,7 @@ def _steps(script: Script) -> list[str]:
             else command_words(script.task)
         )
         line = " ".join([f"step {srun} {python} -m grappe doctor", *words])
-        lines.append(f'{line} --job --plan {literal(str(script.plan))} --folder "$run"')
+        lines.append(f'{line} --job --plan {literal(str(script.plan))} --runs "$run"')
     if script.kind == SCRIPT:
         lines.append("process() {")
         if script.torchrun:

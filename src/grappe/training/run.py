@@ -320,7 +320,8 @@ def all_runs(base: Path) -> list[Run]:
 
 def _neighbours(folder: Path) -> str:
     for base in (folder.parent, RUNS):
-        runs = [str(run.folder) for run in all_runs(base)][-3:]
+        runs = [run.folder for run in all_runs(base)]
+        runs.sort(key=lambda run: (run / DESCRIPTION).lstat().st_mtime, reverse=True)
         if runs:
-            return f"; there is: {', '.join(runs)}"
+            return f"; there is: {', '.join(map(str, runs[:3]))}{', …' if len(runs) > 3 else ''}"
     return ""

@@ -132,7 +132,7 @@ def _estimate(job: _Job) -> _Estimate:
     """Takes the costs that an earlier run measured, or else foresees them."""
     submission = job.submission
     query = RunQuery(task=job.task, plan=job.plan, site=job.site, layout=job.layout, here=job.here)
-    earlier = earlier_run(query, submission.job.base, submission.run, submission.options)
+    earlier = earlier_run(query, submission.job.runs, submission.run, submission.options)
     if earlier is not None:
         name = printable(earlier.folder.name, 100)
         return _Estimate(
@@ -144,7 +144,7 @@ def _estimate(job: _Job) -> _Estimate:
         return _foreseen(job)
     except GrappeError as error:
         raise UsageError(
-            f"--time auto: no run in {submission.job.base} has measured this task with this plan on such a device, and "
+            f"--time auto: no run in {submission.job.runs} has measured this task with this plan on such a device, and "
             f"its time cannot be foreseen: {error}. {_advice(submission)}"
         ) from error
 

@@ -35,7 +35,7 @@ env="${TMPDIR:-/tmp}/grappe-$UID/0123456789ab"
 on_each_node make_environment "$env" module python --no-deps
 python=$env/bin/python
 
-step srun --kill-on-bad-exit=1 --wait=60 "$python" -m grappe doctor --script mine.py --job --plan replicate=8 --folder "$run"
+step srun --kill-on-bad-exit=1 --wait=60 "$python" -m grappe doctor --script mine.py --job --plan replicate=8 --runs "$run"
 process() {
     torchrun_variables
     program "$python" mine.py --lr 0.1

@@ -35,6 +35,6 @@ env="${TMPDIR:-/tmp}/grappe-$UID/0123456789ab"
 on_each_node make_environment "$env" module python --no-deps
 python=$env/bin/python
 
-step srun --kill-on-bad-exit=1 --wait=60 "$python" -m grappe doctor digits --job --plan replicate=8 --folder "$run"
+step srun --kill-on-bad-exit=1 --wait=60 "$python" -m grappe doctor digits --job --plan replicate=8 --runs "$run"
 step srun --kill-on-bad-exit=1 --wait=60 --label --gpu-bind=none "$python" -m grappe tune digits lr=0.01..1:log --parallel 2 --study /scratch/me/runs/digits-1/study
 finish tune 50

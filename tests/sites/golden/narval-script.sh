@@ -31,7 +31,7 @@ env="$SLURM_TMPDIR/grappe-$UID/0123456789ab"
 on_each_node make_environment "$env" virtualenv python --no-deps
 python=$env/bin/python
 
-step srun --kill-on-bad-exit=1 --wait=60 "$python" -m grappe doctor --script mine.py --job --plan replicate=4 --folder "$run"
+step srun --kill-on-bad-exit=1 --wait=60 "$python" -m grappe doctor --script mine.py --job --plan replicate=4 --runs "$run"
 process() {
     torchrun_variables
     program "$python" mine.py --lr 0.1

@@ -31,6 +31,6 @@ env="$SLURM_TMPDIR/grappe-$UID/0123456789ab"
 on_each_node make_environment "$env" virtualenv python --no-deps
 python=$env/bin/python
 
-step srun --kill-on-bad-exit=1 --wait=60 "$python" -m grappe doctor digits --job --plan replicate=4 --folder "$run"
+step srun --kill-on-bad-exit=1 --wait=60 "$python" -m grappe doctor digits --job --plan replicate=4 --runs "$run"
 step srun --kill-on-bad-exit=1 --wait=60 --label --gpu-bind=none "$python" -m grappe tune digits lr=0.01..1:log --parallel 2 --study /scratch/me/runs/digits-1/study
 finish tune 50

@@ -30,6 +30,6 @@ env="$SLURM_TMPDIR/grappe-$UID/0123456789ab"
 on_each_node make_environment "$env" virtualenv python --no-deps
 python=$env/bin/python
 
-step srun --kill-on-bad-exit=1 --wait=60 "$python" -m grappe doctor digits epochs=3 --job --plan replicate=4 --folder "$run"
+step srun --kill-on-bad-exit=1 --wait=60 "$python" -m grappe doctor digits epochs=3 --job --plan replicate=4 --runs "$run"
 step srun --kill-on-bad-exit=1 --wait=60 --label --gpu-bind=none "$python" -m grappe train digits epochs=3 --plan replicate=4 --run "$run" --data data
 finish train 50

@@ -59,7 +59,7 @@ def test_gradients_are_of_the_step_that_uses_them(tmp_path: Path, engine: str) -
 def test_watch_on_the_command_line(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(FILE.read_text())
     plan = ("--plan", f"replicate=2,{HERE}", "--run", "run")
-    watch = ("--watch", "mine.py:Diary", "--watch", "mine:Gradients")
+    watch = ("--callback", "mine.py:Diary", "--callback", "mine:Gradients")
     command = Command(GRAPPE, "train", "digits", "epochs=1", *plan, "--steps", "2", *watch, cwd=tmp_path)
     code, _, err = command.end()
     command.close()

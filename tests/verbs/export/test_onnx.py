@@ -42,7 +42,7 @@ def written(folder: Path) -> tuple[dict[str, Any], dict[str, np.ndarray], list[d
 
 def test_onnx_gives_the_runs_predictions(run: Run, tmp_path: Path) -> None:
     """From the command: bytes in, tied weights, a buffer that no state dict has, three kinds of tensors out."""
-    words = ["export", str(run.folder), "--to", str(tmp_path / "out"), "--format", "onnx"]
+    words = ["export", str(run.folder), "--out", str(tmp_path / "out"), "--format", "onnx"]
     app([*words, "--task", f"{tasks.__file__}:Tied"], exit_on_error=False, print_error=False)
     known, feed, wanted = written(tmp_path / "out")
     session = onnxruntime.InferenceSession(

@@ -38,7 +38,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
 def exported(run: Run, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder, away from where it was written."""
     folder = tmp_path_factory.mktemp("away")
-    app(["export", str(run.folder), "--to", str(folder / "out")], exit_on_error=False, print_error=False)
+    app(["export", str(run.folder), "--out", str(folder / "out")], exit_on_error=False, print_error=False)
     return (folder / "out").rename(folder / "digits")
 
 

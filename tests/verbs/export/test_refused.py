@@ -201,7 +201,7 @@ def test_what_is_there_stays(kind: str, tmp_path: Path) -> None:
             target.mkdir()
             (target / "x").write_text("theirs")
 
-    with pytest.raises(UsageError, match=r"--to .*out: "):
+    with pytest.raises(UsageError, match=r"--out .*out: "):
         write()
     assert not list(tmp_path.rglob("y"))
     assert not list((tmp_path / "elsewhere").iterdir())
@@ -226,7 +226,7 @@ def test_a_package_is_opened_only_by_who_made_it(tmp_path: Path) -> None:
     [
         ["predict", "model.pt2", "validation"],
         ["evaluate", "model.pt2"],
-        ["export", "model.pt2", "--to", "new"],
+        ["export", "model.pt2", "--out", "new"],
         ["predict", "RUN", "model.pt2", "--task", f"{tasks.__file__}:Couples"],
     ],
 )
@@ -265,7 +265,7 @@ def test_which_statistics_of_batch_normalisation_were_exported_is_said(tmp_path:
     done = ran(GRAPPE, *words, "--run", "run", cwd=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
     out = tmp_path / "out"
-    words = ["export", str(tmp_path / "run"), "--to", str(out), "--format", "safetensors", "--task", task]
+    words = ["export", str(tmp_path / "run"), "--out", str(out), "--format", "safetensors", "--task", task]
     app(words, exit_on_error=False, print_error=False)
     checkpoint = Run(tmp_path / "run").latest()
     assert checkpoint is not None

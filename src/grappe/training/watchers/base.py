@@ -99,7 +99,7 @@ class Outcome:
 class Watcher:
     """Base class of watchers (callbacks): override the methods that you need.
 
-    To use a watcher: `grappe.train(..., watchers=[MyWatcher()])`, or `grappe train ... --watch file.py:MyWatcher`,
+    To use a watcher: `grappe.train(..., watchers=[MyWatcher()])`, or `grappe train ... --callback file.py:MyWatcher`,
     which makes it without arguments. A watcher runs on process 0 only, under every plan, as a pickled copy: values that
     the copy keeps in attributes are lost at the end, so write results to a file. An exception ends the
     training.

@@ -39,14 +39,16 @@ def find(reference: str) -> type[Watcher]:
     except GrappeError:
         raise
     except (Exception, SystemExit) as error:  # a script that ends itself holds no watcher either
-        raise UsageError(f"--watch={reference} cannot be loaded: {user_code.sentence(error)}") from error
+        raise UsageError(f"--callback={reference} cannot be loaded: {user_code.sentence(error)}") from error
     member = getattr(module, name, None)
     if not (inspect.isclass(member) and issubclass(member, Watcher)):
         if inspect.isclass(member):
-            raise UsageError(f"--watch={reference}: {name} does not derive from grappe.Watcher")
+            raise UsageError(f"--callback={reference}: {name} does not derive from grappe.Watcher")
         kinds = {key: value for key, value in vars(module).items() if inspect.isclass(value)}
         classes = [key for key, kind in kinds.items() if issubclass(kind, Watcher) and kind is not Watcher]
-        raise UsageError(f"--watch={reference}: there is no watcher '{name}' in it: {nearest(name, classes)}")
+        raise UsageError(
+            f"--callback={reference}: there is no watcher '{name}' in it: {nearest(name, classes)}"
+        )
     return member
 
 
@@ -59,13 +61,13 @@ def check_name(reference: str) -> str:
     place, _, name = reference.rpartition(":")
     if not place or not name.isidentifier():
         raise UsageError(
-            f"--watch={reference}: name a class, as in my_file.py:MyWatcher or package.module:MyWatcher"
+            f"--callback={reference}: name a class, as in my_file.py:MyWatcher or package.module:MyWatcher"
         )
     if not place.endswith(".py"):
         return reference
     if not Path(place).is_file():
         raise UsageError(
-            f"--watch={reference}: there is no file {place}: is the path right, relative to {Path.cwd()}?"
+            f"--callback={reference}: there is no file {place}: is the path right, relative to {Path.cwd()}?"
         )
     return f"{Path(place).resolve()}:{name}"
 
@@ -77,5 +79,6 @@ def _made(kind: type[Watcher], reference: str) -> Watcher:
         raise
     except Exception as error:
         raise UsageError(
-            f"--watch={reference}: {kind.__name__}() failed: {user_code.sentence(error)}. It is made without arguments"
+            f"--callback={reference}: {kind.__name__}() failed: {user_code.sentence(error)}. "
+            "It is made without arguments"
         ) from error

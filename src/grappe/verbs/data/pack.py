@@ -73,7 +73,7 @@ def pack(
     """
     source, to = source.absolute(), to.absolute()
     if to == source or to.is_relative_to(source):
-        raise UsageError(f"--to {to}: this is in the source, which stays as it is")
+        raise UsageError(f"--out {to}: this is in the source, which stays as it is")
     data = Images(source, CentreCrop(), labels=labels, numbering=numbering)
     # What is packed and how: a folder that was begun with other settings is left alone.
     names = xxhash.xxh3_64()

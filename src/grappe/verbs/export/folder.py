@@ -25,9 +25,9 @@ def check_target(folder: Path) -> None:
     kind = files.kind(folder)
     if kind not in ("", "folder") or (kind and files.names(folder)):
         what = "holds something" if kind == "folder" else "is no folder"
-        raise UsageError(f"--to {folder}: it {what}, and grappe overwrites nothing: give a new folder")
+        raise UsageError(f"--out {folder}: it {what}, and grappe overwrites nothing: give a new folder")
     if not folder.absolute().parent.is_dir():
-        raise UsageError(f"--to {folder}: there is no folder {folder.absolute().parent}")
+        raise UsageError(f"--out {folder}: there is no folder {folder.absolute().parent}")
 
 
 @contextlib.contextmanager
@@ -46,7 +46,7 @@ def complete_or_nothing(folder: Path) -> Iterator[Path]:
         try:
             files.rename(staged, target)  # replaces an empty folder, and no other
         except OSError as error:
-            raise UsageError(f"--to {folder}: {error.strerror}: give a new folder") from error
+            raise UsageError(f"--out {folder}: {error.strerror}: give a new folder") from error
         files.flush(target.parent)
     finally:
         files.remove_tree(staged)

@@ -233,7 +233,7 @@ def send(request: JobRequest, *, show: bool = False) -> Iterator[Submitted]:
                 arguments=(request.task, *fields, "--steps-only", "--steps", str(options.steps)),
                 plans=(text,),
                 fields=fields,
-                run=request.job.base / f"measure-{stamp}-{number}",
+                run=request.job.runs / f"measure-{stamp}-{number}",
                 data=request.data,
                 options=options,
                 job=dataclasses.replace(request.job, restarts=0),

@@ -5,7 +5,9 @@ from __future__ import annotations
 import dataclasses
 import statistics
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Annotated, Any
+
+from cyclopts import Parameter
 
 from grappe.errors import UsageError
 from grappe.fields import Counts, at_least
@@ -24,8 +26,8 @@ class MeasureOptions:
     """Timed steps of each training, after 5 warm-up steps."""
     repeats: int = 3
     """Number of trainings of each plan, by turns."""
-    batch_size: Counts = ()
-    """Samples per step over all processes: 64, or 32,64,128. Default: the task's own."""
+    batch_size: Annotated[Counts, Parameter(parse=False)] = ()
+    """Samples per step over all processes: (32, 64), or the field batch_size=32,64. Default: the task's own."""
     weak: bool = False
     """Weak scaling: batch sizes are for one data-parallel process and grow with their number."""
     why: bool = False
@@ -38,7 +40,7 @@ class MeasureOptions:
     def __post_init__(self) -> None:
         at_least(self, 1, "steps", "repeats", "evaluate_every", "save_every")
         if min(self.batch_size, default=1) < 1:
-            raise UsageError(f"--batch-size={min(self.batch_size)}: it must be at least 1")
+            raise UsageError(f"batch_size={min(self.batch_size)}: it must be at least 1")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

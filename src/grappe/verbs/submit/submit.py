@@ -34,7 +34,7 @@ from grappe.verbs.submit.submission import ON_CPU, Submission
 
 SCRIPT_FILE = re.compile(r"(?:submit|refused)-(\d{1,9})\.sh", re.ASCII)
 BETWEEN_SECONDS = 1.0  # between submissions, as the Alliance asks
-OWN_OPTIONS = ("--run", "--data", "--plan")  # of train: the script sets them again
+OWN_OPTIONS = ("--run", "--runs", "--data", "--plan")  # of train: the script sets them again
 LIGHTNING = ("lightning", "pytorch_lightning")  # by the names of its modules
 SAVE_ON_SIGNALS = ("grappe", "signal")  # imports of a script that saves on a signal
 
@@ -262,7 +262,7 @@ def _folder(submission: Submission) -> Path:
     Raises:
         RunError: the run is finished, or the run that the command reads is none.
     """
-    base, run = submission.job.base, submission.run
+    base, run = submission.job.runs, submission.run
     if submission.command == TRAIN:
         assert submission.task is not None
         folder = (run or new_folder(base, submission.task)).absolute()

@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 from grappe.errors import UsageError, nearest
 from grappe.fields import text_of
+from grappe.launch.folders import RUNS
 from grappe.launch.rank import rank_from_environment
 from grappe.plan import AnyPlan, Plan, as_plan
 from grappe.sites.sbatch import JobOptions
@@ -97,6 +98,7 @@ def search(
     search_options: SearchOptions,
     folder: Path | None,
     *,
+    runs: Path = RUNS,
     data: Path | str | None = None,
     options: Options | None = None,
     jobs: JobOptions | None = None,
@@ -107,6 +109,7 @@ def search(
 
     Args:
         texts: by field a range, values, or one text, which it has in all trials.
+        runs: where a new study's folder is made, if `folder` is None.
         jobs: of each trial's Slurm job; None: trials are trained in processes of this machine.
         query_every: seconds between queries to Slurm.
     """
@@ -188,7 +191,7 @@ def search(
     )
     name = task_reference.name
     study = make_study(
-        folder or new_folder(Path("runs"), f"{name}-study" if ":" in name else f"x:{Path(name).stem}-study"),
+        folder or new_folder(runs, f"{name}-study" if ":" in name else f"x:{Path(name).stem}-study"),
         definition,
     )
     threads = study.search.threads
@@ -223,7 +226,7 @@ def _refuse_options(options: Options, search_options: SearchOptions, jobs: JobOp
         return
     if options.time_limit is not None:
         raise UsageError(
-            "--time-limit is of this machine; each trial's job has its own, and requeues itself: --time"
+            "--time-limit is of this machine; each trial's job has its own, and requeues itself: --job-time"
         )
     if jobs.name is not None or jobs.gpus:
         which = "--name" if jobs.name is not None else "--gpus"
