@@ -10,9 +10,10 @@ from cyclopts import CycloptsError
 from docs.messages.others import commands, help_texts
 from rich.console import Console
 
+from grappe.cli.application import GROUPS
 from grappe.cli.commands import app
 from grappe.cli.corrections import corrected
-from grappe.cli.help import TranslatedHelp
+from grappe.cli.help import ADVANCED, TranslatedHelp
 from grappe.language import catalogue_of
 
 ENGLISH = re.compile(r"\b(?:the|of|is|with|which|default|choices|required|commands|usage)\b", re.IGNORECASE)
@@ -22,6 +23,13 @@ WIDTH = 500  # one line for each text
 @pytest.fixture
 def french():
     app.help_formatter = TranslatedHelp(text=catalogue_of("fr").text)
+    yield
+    app.help_formatter = None
+
+
+@pytest.fixture
+def english():
+    app.help_formatter = TranslatedHelp(text=str)
     yield
     app.help_formatter = None
 
@@ -43,12 +51,27 @@ def test_no_english_sentence_is_left(words: tuple[str, ...], french: None) -> No
 def test_each_text_has_a_translation() -> None:
     texts = catalogue_of("fr")
     same = {one for one in help_texts() if texts.text(one) == one}
-    assert same <= {"Arguments"}
+    assert same <= {"Arguments", "Options"}
 
 
-def test_english_help_is_cyclopts_own() -> None:
-    assert app.help_formatter is None
-    assert shown(("wait",)).startswith("Usage: grappe wait RUN")
+def test_each_command_is_in_a_group_and_each_rare_option_exists() -> None:
+    commands_of_groups = [name for names in GROUPS.values() for name in names]
+    assert sorted(commands_of_groups) == sorted(name for name in app if not name.startswith("-"))
+    options = " ".join(shown(words) for words in commands(app))
+    assert [name for name in ADVANCED if not re.search(rf"{name}\b", options)] == []
+
+
+@pytest.mark.parametrize("words", [(), *commands(app)], ids=" ".join)
+def test_nothing_of_the_parser_is_left_in_the_help(words: tuple[str, ...], english: None) -> None:
+    text = shown(words)
+    assert not re.search(r"--empty-|\[default: \(\)\]|Parameters", text)
+
+
+def test_rare_options_are_in_a_second_box(english: None) -> None:
+    usual, rare = shown(("train",)).split("Advanced options")
+    assert "--evaluate-every" in usual and "--stall-limit" not in usual
+    assert "--stall-limit" in rare
+    assert "shown with the next one and by --print-every." in usual
 
 
 @pytest.mark.parametrize(

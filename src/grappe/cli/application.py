@@ -74,12 +74,33 @@ OutFile = Annotated[Path | None, Parameter(name=OUT_NAMES)]
 DryRun = Annotated[bool, SWITCH, Parameter(name=("--dry-run", "-n"))]
 
 
-OPTIONS = Parameter(
-    name="*",
+OPTIONS = Parameter(name="*")
+"""Of a dataclass: each field is an option, the docstring under the field is the option's help."""
+USAGE = Parameter(
     show_default=lambda default: str(default) if default and default is not True else None,
     negative_iterable=(),
 )
-"""Of a dataclass: each field is an option, the docstring under the field is the option's help."""
+"""Of every option: an empty default is not shown, and a list has no --empty-NAME."""
+GROUPS = {
+    "Train": ("train", "tune", "drill", "verify"),
+    "Look at runs": ("runs", "follow", "report", "curves", "prune"),
+    "Choose a plan, a learning rate": ("foresee", "measure", "lr-find", "engines", "tasks", "gpus"),
+    "Data": ("fetch", "data"),
+    "Cluster": ("submit", "queue", "logs", "wait", "cancel", "sites", "doctor"),
+    "After training": ("evaluate", "predict", "export"),
+    "Shell": ("completion",),
+}
+"""The commands by what you do with them, in the order of the help."""
+
+
+def put_in_order(app: App) -> None:
+    """Puts the commands into their groups."""
+    for title, names in GROUPS.items():
+        group = Group.create_ordered(title)
+        for place, name in enumerate(names):
+            app[name].group = (group,)
+            app[name].sort_key = place
+    app["--help"].group = app["--version"].group = (Group.create_ordered("About"),)
 
 
 def read_text_forms(app: App, commands: tuple[str, ...], arguments: ArgumentCollection) -> None:
@@ -99,10 +120,10 @@ app = App(
     help_format="plaintext",
     version_flags=["--version"],
     config=read_text_forms,
+    default_parameter=USAGE,
     result_action="return_value",
     suppress_keyboard_interrupt=False,
 )
-app["--help"].group = app["--version"].group = Group("About")
 
 
 def preflight(

@@ -29,6 +29,7 @@ from grappe.cli.application import (
     TaskName,
     app,
     preflight,
+    put_in_order,
 )
 from grappe.cli.exit import show, show_facts
 from grappe.errors import EXIT_FAILURE, EXIT_OK, UsageError
@@ -403,6 +404,7 @@ measuring.register(app)
 tuning.register(app)
 images.register(app)
 cluster.register(app)
+put_in_order(app)
 
 
 def main() -> None:

@@ -13,7 +13,7 @@ from cyclopts import App, CycloptsError
 
 from grappe.errors import EXIT_FAILURE, EXIT_OK, EXIT_USAGE, GrappeError, ProcessDied, UsageError, of_file
 from grappe.errors.causes import broken_package, hiding, refused_process
-from grappe.language.choice import chosen_language, unknown_language
+from grappe.language.choice import unknown_language
 from grappe.launch.openmp import let_threads_sleep
 from grappe.launch.rank import is_main_process, rank_from_environment
 from grappe.launch.terminal import clear, complain, say, show_any_text
@@ -30,10 +30,10 @@ def run(app: App) -> NoReturn:
     show_any_text()
     if (unknown := unknown_language()) is not None and is_main_process():
         complain(f"grappe: {unknown}")
-    if chosen_language() != "en":
-        from grappe.cli.help import translate_help
+    if len(sys.argv) < 3 or {"--help", "-h"} & set(sys.argv):
+        from grappe.cli.help import set_formatter
 
-        translate_help(app)
+        set_formatter(app)
     debug = "--debug" in sys.argv
     try:
         code = _code(app, [text for text in sys.argv[1:] if text != "--debug"])
