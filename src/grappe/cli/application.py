@@ -69,6 +69,9 @@ CheckpointName = Annotated[
 DataFolder = Annotated[Path | None, Parameter(help="Folder of datasets. Default: $GRAPPE_DATA, or ./data.")]
 RunsFolder = Annotated[Path, Parameter(help="Folder of runs.")]
 SWITCH = Parameter(negative="", show_default=False)
+Json = Annotated[
+    bool, SWITCH, Parameter(name="--json", help="One line of JSON, and nothing else on the standard output.")
+]
 OUT_NAMES = ("--out", "-o")
 OutFile = Annotated[Path | None, Parameter(name=OUT_NAMES)]
 DryRun = Annotated[bool, SWITCH, Parameter(name=("--dry-run", "-n"))]

@@ -21,6 +21,7 @@ from grappe.cli.application import (
     SWITCH,
     DryRun,
     FieldText,
+    Json,
     PlanText,
     RunFolder,
     RunsFolder,
@@ -28,7 +29,7 @@ from grappe.cli.application import (
     preflight,
 )
 from grappe.cli.corrections import corrected, unknown_option
-from grappe.cli.exit import show
+from grappe.cli.exit import show, show_json
 from grappe.errors import EXIT_FAILURE, EXIT_OK, UsageError
 from grappe.launch.folders import RUNS
 from grappe.launch.terminal import complain, say
@@ -202,11 +203,23 @@ def read_submission(words: Sequence[str], job: JobOptions, app: App) -> Submissi
     )
 
 
-def queue(*, runs: RunsFolder = RUNS) -> int:
+def queue(*, runs: RunsFolder = RUNS, json: Json = False) -> int:
     """List your jobs in Slurm's queue, by run: state, reason, expected start."""
+    from grappe.sites import slurm
     from grappe.verbs.submit.jobs import queue as verb
+    from grappe.verbs.submit.jobs import runs_of
 
-    show(verb(runs))
+    if json:
+        folders = runs_of(runs)
+        show_json(
+            "queue",
+            jobs=[
+                dataclasses.asdict(entry) | {"run": folders.get(entry.job.partition("_")[0])}
+                for entry in slurm.queue()
+            ],
+        )
+    else:
+        show(verb(runs))
     return EXIT_OK
 
 
@@ -252,19 +265,31 @@ def sites(
         str | None, Parameter(completer=completion.sites, help="A site, to show all its facts.")
     ] = None,
     /,
+    *,
+    json: Json = False,
 ) -> int:
     """List the clusters that jobs can be submitted to, or one cluster's facts and their sources."""
+    from grappe import sites as known_sites
     from grappe.verbs.catalogue import site_facts, site_list
 
+    if json:
+        show_json(
+            "sites", sites=[known_sites.find(each) for each in ([name] if name else known_sites.files())]
+        )
+        return EXIT_OK
     show(site_facts(name) if name else site_list())
     return EXIT_OK
 
 
-def gpus() -> int:
+def gpus(*, json: Json = False) -> int:
     """List GPUs by their data sheets: memory, peak rates, power, generation, and the clusters that have them."""
+    from grappe.foresight.devices import devices
     from grappe.verbs.catalogue import gpu_list
 
-    show(gpu_list())
+    if json:
+        show_json("gpus", gpus=devices())
+    else:
+        show(gpu_list())
     return EXIT_OK
 
 
@@ -288,16 +313,20 @@ def doctor(
             "memory and power, the speed of a matrix product."
         ),
     ] = False,
+    json: Json = False,
 ) -> int:
     """Say what is wrong with this machine, or with all processes of this allocation, in seconds."""
     if gpu:
         from grappe.verbs.doctor.on_device import try_gpu
 
-        verdicts = set()
+        trials = []
         for trial in try_gpu():
-            show(f"{trial.verdict:9}  {trial.what}: {trial.text}")
-            verdicts.add(trial.verdict)
-        return EXIT_FAILURE if "FAILED" in verdicts else EXIT_OK
+            trials.append(trial)
+            if not json:
+                show(f"{trial.verdict:9}  {trial.what}: {trial.text}")
+        if json:
+            show_json("gpu", trials=trials)
+        return EXIT_FAILURE if any(trial.verdict == "FAILED" for trial in trials) else EXIT_OK
     from grappe.launch.rank import is_main_process
     from grappe.plan import Plan
 
@@ -308,7 +337,9 @@ def doctor(
         plan=Plan.parse(plan), folder=runs.absolute(), job=job, task=task, script=script, fields=texts
     )
     findings = verb.doctor(request)
-    if is_main_process():
+    if json:
+        show_json("doctor", findings=findings)
+    elif is_main_process():
         shown = [finding for finding in findings if finding.level != "note"] if job else findings
         if shown:
             say(verb.text(shown))

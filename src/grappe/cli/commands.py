@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import shlex
 import sys
+from json import dumps
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -21,6 +21,7 @@ from grappe.cli.application import (
     DataFolder,
     DryRun,
     FieldText,
+    Json,
     OutFile,
     PlanText,
     RunFolder,
@@ -31,8 +32,9 @@ from grappe.cli.application import (
     preflight,
     put_in_order,
 )
-from grappe.cli.exit import show, show_facts
+from grappe.cli.exit import show, show_facts, show_json
 from grappe.errors import EXIT_FAILURE, EXIT_OK, UsageError
+from grappe.fields import typed_name
 from grappe.launch.folders import RUNS
 from grappe.launch.terminal import progress, say, waiting
 from grappe.training.options import Options
@@ -150,9 +152,7 @@ def evaluate(
     task: RunTask = None,
     checkpoint: CheckpointName = None,
     data: DataFolder = None,
-    json_: Annotated[
-        bool, Parameter(name="--json", negative="", show_default=False, help="One JSON line.")
-    ] = False,
+    json: Json = False,
     trained: Trained = False,
 ) -> int:
     """Evaluate a run's checkpoint on a split, every sample counted once."""
@@ -161,8 +161,8 @@ def evaluate(
     from grappe.verbs.evaluate import evaluate as verb
 
     scores = verb(run, split, plan, task=task, data=data, checkpoint=checkpoint, trained=trained)
-    if json_:
-        show(json.dumps(dataclasses.asdict(scores)))
+    if json:
+        show_json("scores", split=split, **dataclasses.asdict(scores))
         return EXIT_OK
     facts = [
         ("checkpoint", scores.checkpoint),
@@ -219,7 +219,7 @@ def predict(
         return EXIT_OK
     for index, prediction in enumerate(predictions):
         name = {"file": str(files[index])} if files else {}
-        say(json.dumps({"sample": index, **name, "checkpoint": taken[0], **verb.as_json(prediction)}))
+        say(dumps({"sample": index, **name, "checkpoint": taken[0], **verb.as_json(prediction)}))
     return EXIT_OK
 
 
@@ -237,9 +237,10 @@ def runs(
         Literal["time", "samples", "gpu-hours", "core-hours", "energy"],
         Parameter(help="With --race: what they are ranked by."),
     ] = "time",
+    json: Json = False,
 ) -> int:
     """List the runs, or describe one: its task, plan, progress and checkpoints."""
-    from grappe.verbs.runs import describe, listing
+    from grappe.verbs.runs import describe, facts, listing
 
     if race is not None:
         from grappe.verbs.race import board, target_of
@@ -248,7 +249,14 @@ def runs(
         if run is not None:
             raise UsageError("--race ranks all runs of a folder: leave RUN out, and give --runs FOLDER")
         target = target_of(race)
-        show(board(verb(runs, target), target, by))
+        entries = verb(runs, target)
+        if json:
+            show_json("race", target=target, runs=entries)
+        else:
+            show(board(entries, target, by))
+        return EXIT_OK
+    if json:
+        show_json("runs", runs=facts(runs, run))
         return EXIT_OK
     show(describe(run) if run is not None else listing(runs))
     return EXIT_OK
@@ -266,6 +274,7 @@ def prune(
         int, Parameter(help="Number of newest checkpoints to keep, besides the best.")
     ] = DEFAULTS.keep,
     dry_run: Annotated[DryRun, Parameter(help="List what would be removed; remove nothing.")] = False,
+    json: Json = False,
 ) -> int:
     """Remove checkpoints that are not needed any more, and files of killed saves."""
     if keep < 1:
@@ -275,7 +284,14 @@ def prune(
     from grappe.verbs.prune import table
 
     removed = verb([Run(run)] if run is not None else all_runs(runs), keep, dry_run=dry_run)
-    show(table(removed, dry_run=dry_run))
+    if json:
+        show_json(
+            "prune",
+            dry_run=dry_run,
+            folders=[{"folder": str(folder), "bytes": size} for folder, size in removed],
+        )
+    else:
+        show(table(removed, dry_run=dry_run))
     return EXIT_OK
 
 
@@ -285,20 +301,50 @@ def tasks(
         str | None, Parameter(help="A task, as for grappe train. Default: the shipped ones.")
     ] = None,
     /,
+    *,
+    json: Json = False,
 ) -> int:
     """List the shipped tasks, or one task's fields."""
+    from grappe import tasks as shipped
     from grappe.verbs.catalogue import task_fields, task_list
 
+    if json:
+        classes = {each: shipped.find(each) for each in ([name] if name else shipped.names())}
+        show_json(
+            "tasks",
+            tasks=[
+                {
+                    "task": each,
+                    "what": shipped.describe(cls),
+                    "fields": {typed_name(field): value for field, value in shipped.defaults(cls).items()},
+                }
+                for each, cls in classes.items()
+            ],
+        )
+        return EXIT_OK
     show(task_fields(name) if name else task_list())
     return EXIT_OK
 
 
 @app.command
-def engines() -> int:
+def engines(*, json: Json = False) -> int:
     """Show what each engine can do: the keys of a plan."""
+    from grappe import engines as available
+    from grappe.verbs.catalogue import plan_table, support
 
-    from grappe.verbs.catalogue import plan_table
-
+    if json:
+        names = available.names()
+        keys = [
+            {
+                "key": key,
+                "default": default,
+                "what": what,
+                "engines": [name for name, able in zip(names, row, strict=True) if able],
+            }
+            for key, default, what, row in support()
+        ]
+        show_json("engines", engines=names, keys=keys)
+        return EXIT_OK
     show(plan_table())
     return EXIT_OK
 

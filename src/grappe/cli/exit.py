@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import json
+import math
 import os
 import sys
 import traceback
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any, NoReturn
 
 from cyclopts import App, CycloptsError
 
+from grappe import __version__
 from grappe.errors import EXIT_FAILURE, EXIT_OK, EXIT_USAGE, GrappeError, ProcessDied, UsageError, of_file
 from grappe.errors.causes import broken_package, hiding, refused_process
 from grappe.language.choice import unknown_language
@@ -20,6 +24,8 @@ from grappe.launch.terminal import clear, complain, say, show_any_text
 from grappe.words import plain_table
 
 EXIT_SIGINT = 130
+FORM = 1
+"""Version of the form of what --json prints: it rises when a name goes or changes its meaning."""
 BUG = "a bug in grappe"
 """What an exception that nobody foresaw is called: attacks and fuzzers search what was said for it."""
 
@@ -123,6 +129,30 @@ def show(content: Any) -> None:
     if is_main_process():
         clear(sys.stdout)
         wide_console(sys.stdout, soft_wrap=isinstance(content, str)).print(content)
+
+
+def show_json(kind: str, **content: Any) -> None:
+    """Prints the answer to --json: one line, an object of the form FORM; on the main process only.
+
+    Args:
+        content: dataclasses and paths may be in it; NaN and infinities become null.
+    """
+    if is_main_process():
+        head = {"grappe": __version__, "form": FORM, "kind": kind}
+        say(json.dumps(head | json_values(content), allow_nan=False))
+
+
+def json_values(value: Any) -> Any:
+    """Converts dataclasses, paths and collections to JSON's values; NaN and infinities become null."""
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        value = dataclasses.asdict(value)
+    if isinstance(value, Mapping):
+        return {str(name): json_values(item) for name, item in value.items()}
+    if isinstance(value, list | tuple | set | frozenset):
+        return [json_values(item) for item in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value if isinstance(value, str | int | float | None) else str(value)
 
 
 def show_facts(facts: Iterable[tuple[str, object]]) -> None:

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Sequence
 from json import dumps
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from cyclopts import App, Parameter
 
@@ -20,6 +20,7 @@ from grappe.cli.application import (
     DataFolder,
     DryRun,
     FieldText,
+    Json,
     OutFile,
     Plans,
     PlanText,
@@ -27,7 +28,7 @@ from grappe.cli.application import (
     TaskName,
     preflight,
 )  # fmt: skip
-from grappe.cli.exit import show
+from grappe.cli.exit import json_values, show, show_json
 from grappe.errors import EXIT_FAILURE, EXIT_OK, UsageError
 from grappe.errors.foreign_text import html_text
 from grappe.fields import Counts, split, whole_numbers
@@ -83,6 +84,7 @@ def foresee(
         ),
     ] = False,
     out: Annotated[OutFile, Parameter(help="Write it all to this file, .json.")] = None,
+    json: Json = False,
 ) -> int:
     """Say what plans need in memory before any process of them starts, and how long a step of them takes.
 
@@ -107,6 +109,11 @@ def foresee(
     )
     if out is not None:
         tables.write(foresight, out)
+    fits = [timed.foreseen.fits for timed in foresight.plans if timed.foreseen.needs is not None]
+    code = EXIT_FAILURE if all(answer is False for answer in fits) else EXIT_OK
+    if json:
+        show_json(**tables.as_json(foresight))
+        return code
     shown = list(foresight.plans) if plan or all_ else tables.shortlist(foresight, aim)
     columns = (tables.MEMORY_PARTS, tables.TIME_PARTS) if all_ else (tables.SHORT,)
     for line in tables.answer(foresight, aim):
@@ -119,8 +126,7 @@ def foresee(
     show("")
     for line in (*tables.notes(foresight), *(foresight.reasons if plan or all_ else ())):
         show(line)
-    fits = [timed.foreseen.fits for timed in foresight.plans if timed.foreseen.needs is not None]
-    return EXIT_FAILURE if all(answer is False for answer in fits) else EXIT_OK
+    return code
 
 
 def measure(
@@ -157,6 +163,7 @@ def measure(
     ] = False,
     out: Annotated[OutFile, Parameter(help="Write the figures to this JSON file, for grappe report.")] = None,
     data: DataFolder = None,
+    json: Json = False,
 ) -> int:
     """Measure plans and how they scale: speed, memory, energy, and where efficiency is lost."""
     texts, sizes = _batch_sizes(fields)
@@ -202,16 +209,26 @@ def measure(
     explanations = (
         explain(task, points, options=options, data=data, fields=texts, note=complain) if options.why else []
     )
+    code = EXIT_FAILURE if any(point.failure for point in points) else EXIT_OK
+    largest = [str(batch) for batch in verb_largest(task, plans, data, texts)] if largest_batch else []
+    content = table.content(points, task, weak=options.weak, explanations=explanations)
+    if out is not None:
+        _write(out, dumps(content, indent=1))
+    if json:
+        show_json(**content, largest_batch=largest)
+        return code
     losses = table.losses(points)
     figures = ["", table.table(points), *([] if losses is None else ["", losses]), "", *table.notes(points)]
-    for shown in (*verdict.sentences(points), *table.explained(explanations), *figures):
+    for shown in (*verdict.sentences(points), *table.explained(explanations), *figures, *largest):
         show(shown)
-    if largest_batch:
-        for largest in verb_largest(task, plans, data, texts):
-            show(str(largest))
-    if out is not None:
-        table.write(points, task, out, weak=options.weak, explanations=explanations)
-    return EXIT_FAILURE if any(point.failure for point in points) else EXIT_OK
+    return code
+
+
+def _write(file: Path, text: str) -> None:
+    try:
+        file.write_text(text)
+    except OSError as error:
+        raise UsageError(f"{file} cannot be written: {error.strerror}") from error
 
 
 def _batch_sizes(fields: Sequence[str]) -> tuple[dict[str, str], tuple[int, ...]]:
@@ -282,6 +299,7 @@ def verify(
     steps: Annotated[int, Parameter(help="Optimizer steps of each trial.")] = 8,
     out: Annotated[OutFile, Parameter(help="Write the findings to this file, .json or .html.")] = None,
     data: DataFolder = None,
+    json: Json = False,
 ) -> int:
     """Check that plans learn what one plain process learns; if one does not, name the cause and exit with code 1."""
     if not plan:
@@ -295,12 +313,15 @@ def verify(
     findings = list(verb.verify(task, plan, fields=texts, data=data, steps=steps, note=note))
     note("")
     sys.stderr.flush()
-    tick = " ✓" if (sys.stdout.encoding or "").lower().startswith("utf") else ""
-    rows = [verdict_cells(finding, tick if finding.learns_the_same else "") for finding in findings]
-    show(filled_table(COLUMNS, rows))
+    if json:
+        show_json("verify", task=task, findings=findings)
+    else:
+        tick = " ✓" if (sys.stdout.encoding or "").lower().startswith("utf") else ""
+        rows = [verdict_cells(finding, tick if finding.learns_the_same else "") for finding in findings]
+        show(filled_table(COLUMNS, rows))
     if out is not None:
-        content = dumps([as_json(finding) for finding in findings], indent=1) + "\n"
-        out.write_text(content if out.suffix == ".json" else html_page(task, findings))
+        content = dumps(json_values(findings), indent=1) + "\n"
+        _write(out, content if out.suffix == ".json" else html_page(task, findings))
     return EXIT_OK if all(finding.learns_the_same for finding in findings) else EXIT_FAILURE
 
 
@@ -317,11 +338,6 @@ def verdict_cells(finding: PlanVerdict, tick: str = "") -> list[str]:
         finding.plan or "one process", verdict, first, f"{gap.loss:.1e}", norm, weights,
         f"{gap.tolerance:.1e}", why,
     ]  # fmt: skip
-
-
-def as_json(finding: PlanVerdict) -> dict[str, Any]:
-    """Converts all findings to JSON; NaN and infinities become null."""
-    return _plain(dataclasses.asdict(finding))
 
 
 def html_page(task: str, findings: Sequence[PlanVerdict]) -> str:
@@ -347,14 +363,6 @@ def _rows(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     return f"<table>{line(columns, 'th')}{''.join(line(row, 'td') for row in rows)}</table>"
 
 
-def _plain(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {name: _plain(item) for name, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(item) for item in value]
-    return None if isinstance(value, float) and value - value != 0 else value
-
-
 def lr_find(
     task: TaskName,
     /,
@@ -374,6 +382,7 @@ def lr_find(
     seeds: Annotated[int, Parameter(help="Trainings, each with the next seed.")] = 3,
     out: Annotated[OutFile, Parameter(help="Write the curves to this JSON file, for grappe report.")] = None,
     data: DataFolder = None,
+    json: Json = False,
 ) -> int:
     """Find a band of learning rates, from short trainings that are thrown away. Exit code 1 if there is none."""
     from grappe.launch.rank import rank_from_environment
@@ -388,8 +397,11 @@ def lr_find(
     process = rank_from_environment()
     if process is None or process.rank == 0:
         if out is not None:
-            out.write_text(dumps(result.as_json(), indent=1) + "\n")
-        _show_band(result)
+            _write(out, dumps(result.as_json(), indent=1) + "\n")
+        if json:
+            show_json(**result.as_json())
+        else:
+            _show_band(result)
     return EXIT_OK if result.advice.band is not None else EXIT_FAILURE
 
 

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import App, Group, Parameter
 
-from grappe.cli.application import OPTIONS, DataFolder, DryRun, PlanText, preflight
-from grappe.cli.exit import show
+from grappe.cli.application import OPTIONS, DataFolder, DryRun, Json, PlanText, preflight
+from grappe.cli.exit import show, show_json
 from grappe.errors import EXIT_FAILURE, EXIT_OK, RunError, UsageError
 from grappe.launch.terminal import complain, say, waiting
 from grappe.sites.sbatch import JobOptions
@@ -66,12 +66,13 @@ def tune(
     options: Annotated[Options, OPTIONS, Parameter(negative="")] = DEFAULTS,
     job: Annotated[TrialJobOptions, OPTIONS, Parameter(group=JOBS)] = NO_JOB,
     dry_run: Annotated[DryRun, Parameter(help="Show the study of --study; train nothing.")] = False,
+    json: Json = False,
 ) -> int:
     """Search a task's fields; each trial is an ordinary run. Exit code 1 if none has a result."""
     if dry_run:
         if study is None:
             raise UsageError("--dry-run shows a study: name it, grappe tune --study STUDY --dry-run")
-        return _show(study)
+        return _show(study, as_json=json)
     if task is None:
         raise UsageError(
             "which task? grappe tune TASK lr=0.01..1:log …, or grappe tune --study STUDY --dry-run"
@@ -103,7 +104,7 @@ def tune(
             jobs=job if job.site else None,
             watch=watch,
         )
-    code = _show(searched.folder)
+    code = _show(searched.folder, as_json=json)
     if not complete:
         if job.site:
             complain("grappe: the trials' jobs go on without this command; grappe cancel RUN ends one")
@@ -112,10 +113,14 @@ def tune(
     return code
 
 
-def _show(folder: Path) -> int:
+def _show(folder: Path, *, as_json: bool) -> int:
     study = open_study(folder)
     trials = study.trials
     best = best_of(study.search, trials)
+    if as_json:
+        number = None if best is None else best.number
+        show_json("study", folder=folder, search=study.search, trials=trials, best=number)
+        return EXIT_FAILURE if best is None else EXIT_OK
     show(trial_table(study, trials, facts=_facts(study, trials)))
     if best is None or best.value is None:
         running = any(trial.state == "open" for trial in trials)

@@ -40,6 +40,20 @@ def listing(base: Path) -> Table | str:
     return filled_table(("run", "status", "step", "plan", "validation"), rows)
 
 
+def facts(base: Path, folder: Path | None = None) -> list[dict[str, Any]]:
+    """Returns run.json, the status and the last evaluation of the run in `folder`, or of all runs under `base`."""
+    return [
+        {
+            **(description := run.read_description()),
+            "folder": str(run.folder),
+            "status": run.read_status(description),
+            "evaluation": run.last_record("evaluation"),
+            "checkpoints": [checkpoint.step for checkpoint in list_checkpoints(run.checkpoints)],
+        }
+        for run in ([Run(folder)] if folder is not None else all_runs(base))
+    ]
+
+
 def describe(folder: Path) -> Table:
     """Describes one run in full."""
     run = Run(folder)

@@ -8,7 +8,7 @@ import json
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from grappe.errors import UsageError
 from grappe.launch import files
@@ -220,14 +220,9 @@ def _comparable(times: PlanTimes, aim: Aim) -> list[PlanTimes]:
     return [dataclasses.replace(times, plans=tuple(plans)) for plans in kinds if plans] or [times]
 
 
-def write(times: PlanTimes, file: Path) -> None:
-    """Writes all of it as JSON.
-
-    Raises:
-        UsageError: as `check_out`.
-    """
-    check_out(file)
-    content = {
+def as_json(times: PlanTimes) -> dict[str, Any]:
+    """Returns all of it as JSON's values."""
+    return {
         "kind": "times",
         "gpu": times.gpu,
         "plans": [
@@ -237,8 +232,17 @@ def write(times: PlanTimes, file: Path) -> None:
         ],
         "notes": times.notes,
     }
+
+
+def write(times: PlanTimes, file: Path) -> None:
+    """Writes all of it as JSON.
+
+    Raises:
+        UsageError: as `check_out`.
+    """
+    check_out(file)
     try:
-        files.replace(file, (json.dumps(content, indent=1) + "\n").encode())
+        files.replace(file, (json.dumps(as_json(times), indent=1) + "\n").encode())
     except OSError as error:
         raise _unwritable(file, error.strerror) from error
 

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Sequence
-from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from grappe.errors import UsageError
 from grappe.verbs.measure import verdict
 from grappe.verbs.measure.breakdown import SMALL_BATCH, USEFUL, Remedy, TimeBreakdown
 from grappe.verbs.measure.points import Measurement, as_json, baseline, efficiency, efficiency_loss
@@ -114,20 +111,15 @@ def breakdown_table(breakdown: TimeBreakdown, remedies: Sequence[Remedy], title:
     return rows
 
 
-def write(
+def content(
     points: Sequence[Measurement],
     task: str,
-    file: Path,
     *,
     weak: bool = False,
     explanations: Sequence[Explanation] = (),
-) -> None:
-    """Writes a file for `grappe report`.
-
-    Raises:
-        UsageError: the file cannot be written.
-    """
-    content = {
+) -> dict[str, Any]:
+    """Returns all figures as JSON's values, for --json, and for `grappe report`."""
+    return {
         "kind": "measurement",
         "task": task,
         "weak": weak,
@@ -135,7 +127,3 @@ def write(
         "why": [explanation.as_json() for explanation in explanations],
         "verdict": verdict.sentences(points),
     }
-    try:
-        file.write_text(json.dumps(content, indent=1))
-    except OSError as error:
-        raise UsageError(f"{file} cannot be written: {error.strerror}") from error
