@@ -49,7 +49,7 @@ NAVIGATION = (
     ),
 )
 """The groups of the sidebar: title, French title, guides in their order. Labs and reference pages are found."""
-REFERENCE = ("commands/index", "plan/index", "docs/api", "sites/index", "errors")
+REFERENCE = ("commands/index", "plan/index", "docs/api", "docs/json", "sites/index", "errors")
 PROJECT = ("docs/decisions/index", "CHANGELOG", "CONTRIBUTING", "benchmarks/README")
 UNSEARCHED = ("CHANGELOG", "docs/decisions/", "docs/log", "benchmarks/")
 """Pages that the search leaves out, as it does those that the sidebar does not list: guides and keys come first."""
@@ -189,7 +189,7 @@ def _contents(language: str, pages: set[str]) -> str:
     """
     under = "docs/" if language == "en" else ""
     listed = {name for _, _, names in NAVIGATION for name in names}
-    if lost := {file.stem for file in (ROOT / "docs").glob("*.md")} - listed - {"api"}:
+    if lost := {file.stem for file in (ROOT / "docs").glob("*.md")} - listed - {"api", "json"}:
         raise ValueError(f"docs/site/assemble.py: NAVIGATION does not list {', '.join(sorted(lost))}")
     parts = [""]
     for english, french, names in NAVIGATION:
@@ -197,7 +197,9 @@ def _contents(language: str, pages: set[str]) -> str:
         if english == "Labs":
             group = sorted(page for page in pages if page.startswith("labs/") and page != "labs/index")
         elif english == "Reference":
-            group = list(REFERENCE)
+            group = [
+                page for page in REFERENCE if page != "docs/json" or language == "en"
+            ]  # it is in English
         elif names[0] == "step" and language == "en":
             group += PROJECT
         group = [page for page in group if page in pages]
