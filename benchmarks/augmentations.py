@@ -39,10 +39,7 @@ def pixels() -> None:
         "Equalize": policies.Operation.EQUALIZE, "Invert": policies.Operation.INVERT,
     }  # fmt: skip
     images = torch.stack(
-        [
-            torch.from_numpy(np.array(photo.resize((SIDE, SIDE)))).permute(2, 0, 1)
-            for _, photo in photographs()
-        ]
+        [torch.from_numpy(np.array(photo.resize((SIDE, SIDE)))).permute(2, 0, 1) for _, photo in photographs()]
     )
     policy = v2.RandAugment()
     print("operation              equal levels, difference (quantile 99 %)")
@@ -52,9 +49,7 @@ def pixels() -> None:
         for strength in (3, 9, 30) if amounts is not None else (0,):
             amount = 0.0 if amounts is None else float(amounts[strength])
             for value in (amount, -amount) if signed else (amount,):
-                theirs = policy._apply_image_or_video_transform(
-                    images, name, value, v2.InterpolationMode.NEAREST, {}
-                )
+                theirs = policy._apply_image_or_video_transform(images, name, value, v2.InterpolationMode.NEAREST, {})
                 mine = 255 * value if name == "Solarize" else value
                 ours = policies.apply_operations(
                     images, torch.full((len(images),), kind), torch.full((len(images),), mine)
@@ -65,11 +60,7 @@ def pixels() -> None:
     for number in range(3):
         key = torch.tensor([number * 7919])
         box = geometry.draw_boxes(
-            numbers(key, "random_resized_crop", geometry.DRAWS),
-            (SIDE,) * 2,
-            (0.08, 1),
-            (3 / 4, 4 / 3),
-            tall=False,
+            numbers(key, "random_resized_crop", geometry.DRAWS), (SIDE,) * 2, (0.08, 1), (3 / 4, 4 / 3), tall=False
         )
         top, left, height, width = (int(column) for column in box[:4])
         theirs = F.resized_crop(images[:1], top, left, height, width, [48, 48], antialias=True)
@@ -90,9 +81,7 @@ def distributions() -> None:
     ones[::2] = 0
     crop = v2.RandomResizedCrop(48)
     theirs = [crop.make_params([image[0]]) for _ in range(COUNT)]
-    box = geometry.draw_boxes(
-        numbers(keys, "some", geometry.DRAWS), (SIDE,) * 2, (0.08, 1), (3 / 4, 4 / 3), tall=False
-    )
+    box = geometry.draw_boxes(numbers(keys, "some", geometry.DRAWS), (SIDE,) * 2, (0.08, 1), (3 / 4, 4 / 3), tall=False)
     for word in ("top", "left", "height", "width"):
         compare(f"crop {word}", getattr(box, word), [one[word] for one in theirs])
     eraser = v2.RandomErasing(p=1)
@@ -122,9 +111,7 @@ def distributions() -> None:
         ("AutoAugment", augment.auto_augment, v2.AutoAugment()),
     ):
         for word, score in SCORES.items():
-            ours = torch.cat(
-                [score(function(many[a : a + 100], keys[a : a + 100])) for a in range(0, COUNT, 100)]
-            )
+            ours = torch.cat([score(function(many[a : a + 100], keys[a : a + 100])) for a in range(0, COUNT, 100)])
             compare(f"{name} {word}", ours, [float(score(other(picture))) for _ in range(COUNT)], 3)
 
 

@@ -128,9 +128,7 @@ def measured(request: tuple[str, float], process: ProcessRank, rendezvous_folder
     each = stages_each(plan)
     task = Sleepers(units_=plan.pipeline * each, seconds=seconds / each, batch_size=2 * plan.microbatches)
     loader = training_loader(task, task.data("train", rendezvous_folder), plan, world)
-    engine = engines.check(plan)(
-        EngineSetup(task=task, plan=plan, world=world, weights=built(task), total_steps=9)
-    )
+    engine = engines.check(plan)(EngineSetup(task=task, plan=plan, world=world, weights=built(task), total_steps=9))
     engine.train(loader.batches(0, 1), lambda result: False)
     shares = []
     for step in range(1, STEPS + 1):

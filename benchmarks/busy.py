@@ -36,14 +36,7 @@ TASKS: dict[str, tuple[str, ...]] = {
 }
 STEPS = {"spiral": 60, "digits": 60, "coatnet": 10}
 FIRST = 5  # steps that are not counted: caches fill
-HEAD = (
-    "",
-    "busy loops",
-    "OpenMP's threads",
-    "ms a step",
-    "spinning takes so many times as long",
-    "command, s",
-)
+HEAD = ("", "busy loops", "OpenMP's threads", "ms a step", "spinning takes so many times as long", "command, s")
 
 
 def main() -> None:
@@ -52,9 +45,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--loops", type=int, nargs="+", default=[0, 2], help="busy loops beside it")
     parser.add_argument("--tasks", nargs="+", choices=sorted(TASKS), default=sorted(TASKS))
-    parser.add_argument(
-        "--ways", nargs="+", choices=sorted(WAYS), default=sorted(WAYS), help="beside spinning"
-    )
+    parser.add_argument("--ways", nargs="+", choices=sorted(WAYS), default=sorted(WAYS), help="beside spinning")
     parser.add_argument("--plan", default="device=cpu")
     parser.add_argument("--json", type=Path, help="write every round's figures here")
     options = parser.parse_args()
@@ -62,15 +53,11 @@ def main() -> None:
     before, rows, found = machine(), [], {}
     for loops in options.loops:
         for task in options.tasks:
-            turns = {
-                way: functools.partial(train, task, way, f"{options.plan},workers=0", loops) for way in ways
-            }
+            turns = {way: functools.partial(train, task, way, f"{options.plan},workers=0", loops) for way in ways}
             turned = commands.rounds(turns, options.rounds, f"{task} beside {loops} busy loops")
             found[f"{task}, {loops}"] = turned
             rows += [[task, str(loops), way, *cells(way, turned)] for way in ways]
-    print(
-        f"\n## Beside busy loops\n\n{options.rounds} rounds, plan {options.plan}.\nFrom {before}\nto {machine()}.\n"
-    )
+    print(f"\n## Beside busy loops\n\n{options.rounds} rounds, plan {options.plan}.\nFrom {before}\nto {machine()}.\n")
     print(table(HEAD, rows), flush=True)
     if options.json:
         options.json.write_text(json.dumps(found, indent=1))
@@ -79,14 +66,8 @@ def main() -> None:
 def train(task: str, way: str, plan: str, loops: int, _: str) -> tuple[float, float]:
     """Mean seconds of a step, and seconds of the whole command."""
     words = ("--plan", plan, "--steps-only", "--steps", str(STEPS[task]))
-    with (
-        tempfile.TemporaryDirectory(prefix="grappe-bench-") as folder,
-        company(loops),
-        environment(WAYS[way]),
-    ):
-        code = re.search(
-            r"```python\n(# spiral\.py\n.*?)```", (commands.ROOT / "README.md").read_text(), re.DOTALL
-        )
+    with tempfile.TemporaryDirectory(prefix="grappe-bench-") as folder, company(loops), environment(WAYS[way]):
+        code = re.search(r"```python\n(# spiral\.py\n.*?)```", (commands.ROOT / "README.md").read_text(), re.DOTALL)
         assert code, "the README shows no spiral.py"
         (Path(folder) / "spiral.py").write_text(code[1])
         done = commands.grappe(Path(folder), Path(folder) / "run", *TASKS[task], *words)

@@ -52,9 +52,7 @@ def main() -> None:
         found["costs"] = costs(folder, options.rounds, options.steps)
         found["kill"] = [after_a_kill(folder / f"killed-{number}") for number in range(options.rounds)]
     print(f"\n## Checkpoints\n\nFrom {before}\nto {machine()}.\n")
-    print(
-        text_of_parts(found["parts"]), text_of_costs(found["costs"]), text_of_kill(found["kill"]), sep="\n\n"
-    )
+    print(text_of_parts(found["parts"]), text_of_costs(found["costs"]), text_of_kill(found["kill"]), sep="\n\n")
     if options.json:
         options.json.write_text(json.dumps(found, indent=1))
 
@@ -161,11 +159,7 @@ def _workers(pid: int) -> list[int]:
 
 
 def _children(pid: int) -> list[int]:
-    return [
-        int(word)
-        for file in Path(f"/proc/{pid}/task").glob("*/children")
-        for word in file.read_text().split()
-    ]
+    return [int(word) for file in Path(f"/proc/{pid}/task").glob("*/children") for word in file.read_text().split()]
 
 
 def _lines(file: Path) -> int:
@@ -211,15 +205,8 @@ def text_of_costs(found: list[dict[str, list[tuple[float, float]]]]) -> str:
         pairs = [pair for one in found for pair in one[name]]
         added = spread([100 * (saving / plain - 1) for saving, plain in pairs])
         step = spread([1e3 * plain / (EVERY // 2) for _, plain in pairs])
-        rows.append(
-            [NAMES[name], step.text("{:.1f}"), f"{added.text('{:+.1f}')} ±{added.error:.1f}", str(len(pairs))]
-        )
-    head = (
-        "a checkpoint every ten steps",
-        "ms a step without",
-        f"added, % (aim of grappe {COST:.0%})",
-        "saves",
-    )
+        rows.append([NAMES[name], step.text("{:.1f}"), f"{added.text('{:+.1f}')} ±{added.error:.1f}", str(len(pairs))])
+    head = ("a checkpoint every ten steps", "ms a step without", f"added, % (aim of grappe {COST:.0%})", "saves")
     return f"### Saving while training, {len(found)} rounds\n\n{table(head, rows)}"
 
 
@@ -233,9 +220,7 @@ def text_of_kill(found: list[dict[str, float]]) -> str:
             ("whole", "together"),
         )
     ]
-    return (
-        f"### One of four processes killed, {len(found)} times\n\n{table(('digits, replicate=4', 's'), rows)}"
-    )
+    return f"### One of four processes killed, {len(found)} times\n\n{table(('digits, replicate=4', 's'), rows)}"
 
 
 if __name__ == "__main__":

@@ -32,8 +32,7 @@ CONTESTS = (
     Contest(plan="threads=2", alone=("--threads", "2")),
     Contest(plan="threads=2,channels_last", alone=("--threads", "2", "--channels-last")),
     Contest(
-        plan="replicate=2,threads=1,channels_last",
-        alone=("--processes", "2", "--threads", "1", "--channels-last"),
+        plan="replicate=2,threads=1,channels_last", alone=("--processes", "2", "--threads", "1", "--channels-last")
     ),
 )
 

@@ -100,9 +100,7 @@ def main() -> None:
         told = Path(folder) / "one.json"
         words = ("-m", "benchmarks.clock", "--one", str(told), "--pairs", str(options.pairs))
         for _ in range(options.starts):
-            commands.output(
-                [sys.executable, *words], PYTHONPATH=commands.paths(commands.ROOT), OMP_NUM_THREADS="1"
-            )
+            commands.output([sys.executable, *words], PYTHONPATH=commands.paths(commands.ROOT), OMP_NUM_THREADS="1")
             found.append(json.loads(told.read_text()))
     print(f"\n## What the chronometer takes of a step\n\nFrom {before}\nto {machine()}.\n")
     rows = [[str(at), spread(one).text("{:+.1f}")] for at, one in enumerate(found, 1)]

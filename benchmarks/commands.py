@@ -99,9 +99,7 @@ def again(begin: Callable[[], T]) -> T:
     return begin()
 
 
-def rounds(
-    turns: Mapping[str, Callable[[str], T]], count: int, said: str, *, warm: bool = False
-) -> list[dict[str, T]]:
+def rounds(turns: Mapping[str, Callable[[str], T]], count: int, said: str, *, warm: bool = False) -> list[dict[str, T]]:
     """Returns the results of all turns in each round; every round begins with another contender.
 
     Args:
@@ -112,9 +110,7 @@ def rounds(
     names, found = list(turns), []
     for number in range(-warm, count):
         first = number % len(names)
-        turn = {
-            name: again(functools.partial(turns[name], str(number))) for name in names[first:] + names[:first]
-        }
+        turn = {name: again(functools.partial(turns[name], str(number))) for name in names[first:] + names[:first]}
         print(f"{said}, round {number + 1}: {turn}", file=sys.stderr, flush=True)
         found.append(turn)
     return found[warm:]

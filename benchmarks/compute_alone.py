@@ -28,9 +28,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=98)
     parser.add_argument("--channels-last", action="store_true")
     options = parser.parse_args()
-    rate = images_per_second(
-        options.processes, options.threads, options.batch, options.steps, options.channels_last
-    )
+    rate = images_per_second(options.processes, options.threads, options.batch, options.steps, options.channels_last)
     print(f"images/s {rate:.1f}")
 
 
@@ -48,9 +46,7 @@ def images_per_second(processes: int, threads: int, batch: int, steps: int, chan
     return steps * rows * processes / (max(ended for _, ended in times) - min(began for began, _ in times))
 
 
-def _steps(
-    rows: int, threads: int, steps: int, channels_last: bool, together: Any = None
-) -> tuple[float, float]:
+def _steps(rows: int, threads: int, steps: int, channels_last: bool, together: Any = None) -> tuple[float, float]:
     """Returns the begin of the first step and the end of the last, on the system's monotonic clock."""
     torch.set_num_threads(threads)
     torch.manual_seed(0)

@@ -41,8 +41,7 @@ def main() -> None:
     folder, *words = sys.argv[1:]
     study = Path(folder)
     command = subprocess.Popen(
-        [sys.executable, "-m", "grappe", "tune", *words, "--study", str(study)],
-        stdout=subprocess.DEVNULL,
+        [sys.executable, "-m", "grappe", "tune", *words, "--study", str(study)], stdout=subprocess.DEVNULL
     )
     seen: dict[int, float] = {}
     start, server = 0.0, 0.0

@@ -40,9 +40,7 @@ def main() -> None:
         ratio = spread([one[plan] / one[PLANS[0]] for one in rounds])
         rows.append([f"`{plan}`", step.text("{:.2f}"), ratio.text("{:.2f}")])
     print(f"\n## Exact sums on two processes, LeNet on digits, batches of {options.batch_size}\n")
-    print(
-        f"{options.rounds} rounds of {options.steps} steps, one thread each.\nFrom {before}\nto {machine()}.\n"
-    )
+    print(f"{options.rounds} rounds of {options.steps} steps, one thread each.\nFrom {before}\nto {machine()}.\n")
     print(table(("plan", "ms a step", f"ratio (aim {AIM})"), rows))
     if options.json:
         options.json.write_text(json.dumps(rounds, indent=1))

@@ -66,14 +66,10 @@ def main() -> None:
             f"\n## From the start to the first answer\n\n{options.rounds} rounds of one sample of digits, one thread."
         )
         print(f"From {before}\nto {machine()}.\n")
-        print(
-            table(("", "s by the clock", "over Python", "s of computing", "over Python"), start_rows(starts))
-        )
+        print(table(("", "s by the clock", "over Python", "s of computing", "over Python"), start_rows(starts)))
         before = machine()
         calls = latencies(folder)
-        print(
-            f"\n## A batch of one sample\n\n{BLOCKS} rounds of {BLOCK} calls in a row, one thread; medians of a row."
-        )
+        print(f"\n## A batch of one sample\n\n{BLOCKS} rounds of {BLOCK} calls in a row, one thread; medians of a row.")
         print(f"From {before}\nto {machine()}.\n")
         print(table(("", "µs a call", "over eager"), latency_rows(calls)), flush=True)
     if options.json:

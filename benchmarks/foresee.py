@@ -109,11 +109,7 @@ def measured(request: Request, process: ProcessRank, rendezvous_folder: Path) ->
         for event in events
         if event["name"] == "[memory]" and event["args"]["Device Type"] == 0
     )
-    spans = {
-        one["name"]: one
-        for one in events
-        if one.get("ph") == "X" and one["name"] in (BEGUN, EVALUATION, SAVE)
-    }
+    spans = {one["name"]: one for one in events if one.get("ph") == "X" and one["name"] in (BEGUN, EVALUATION, SAVE)}
     begun = spans[BEGUN]["ts"]
     found = {
         "peak": max((level for at, level in levels if at >= begun), default=0),

@@ -33,12 +33,7 @@ SHARES = (1.0, 0.95, 0.9, 0.85)
 """Of what a process is taken to need."""
 BASE = 400_000_000
 """Bytes that a process has before its model, at least."""
-SHORT = (
-    "out of memory",
-    "starts no further process or thread",
-    "get no more memory",
-    "failed with MemoryError",
-)
+SHORT = ("out of memory", "starts no further process or thread", "get no more memory", "failed with MemoryError")
 KEPT = re.compile(r"([0-9.]+) ([kMG]?B) kept by libraries, and ([0-9.]+) ([MG]B) from before the model")
 UNITS = {"kB": 10**3, "MB": 10**6, "GB": 10**9}
 TASKS = (
@@ -122,9 +117,7 @@ def main() -> None:
         if key in found:
             continue
         name, *fields = task.split()
-        fake_model = FakeModel(
-            TaskReference.of(name, split(fields)).resolve(), data_folder(), kernels=Kernels()
-        )
+        fake_model = FakeModel(TaskReference.of(name, split(fields)).resolve(), data_folder(), kernels=Kernels())
         try:
             needs = memory_forecast(fake_model, Plan.parse(plan))
         except PlanError:  # the task does not support the plan

@@ -25,9 +25,7 @@ def measure(name: str, pace: Pace, starts: int) -> dict[str, Any]:
     blocks: dict[int, list[list[Block]]] = {0: [], 1: []}
     for _ in range(starts):
         with tempfile.TemporaryDirectory(prefix="grappe-bench-", ignore_cleanup_errors=True) as folder:
-            for place, taken in rotate(
-                [f"by_hand:{name}", f"grappe:{file(name)}"], 1, pace, Path(folder)
-            ).items():
+            for place, taken in rotate([f"by_hand:{name}", f"grappe:{file(name)}"], 1, pace, Path(folder)).items():
                 blocks[place] += taken
     pairs = [(plain, ours) for [plain], [ours] in zip(blocks[0], blocks[1], strict=True)]
     wall = spread([plain.wall / ours.wall for plain, ours in pairs])
@@ -65,9 +63,7 @@ def main() -> None:
         found[name] = measure(name, pace, options.starts)
         write("speed", {name: found[name]})
         print(row(name, found[name]), flush=True)
-    print(
-        f"\n## The gallery against plain loops\n\nFrom {before}\nto {machine()}. Aim: a speed of at least {AIM}.\n"
-    )
+    print(f"\n## The gallery against plain loops\n\nFrom {before}\nto {machine()}. Aim: a speed of at least {AIM}.\n")
     print(table(HEAD, [row(name, one) for name, one in found.items()]))
     if options.json:
         options.json.write_text(json.dumps(found, indent=1))

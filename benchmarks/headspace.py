@@ -149,9 +149,7 @@ def main() -> None:
             shares[number] = compared(case, Path(place, str(number)), options.pairs)
             named, saved = shares[number]["named"], shares[number]["brings"]
             sample = f"{case.kind} {case.milliseconds:g} ms"
-            rows.append(
-                [sample, f"`{case.plan}`", f"{named:.1%}", f"{saved:.1%}", f"{100 * (named - saved):+.1f}"]
-            )
+            rows.append([sample, f"`{case.plan}`", f"{named:.1%}", f"{saved:.1%}", f"{100 * (named - saved):+.1f}"])
     print(f"\n## Headspace\n\nFrom {before}\nto {machine()}.\n")
     print(table(("a sample", "plan", "named", "brings", "points apart"), rows))
     if options.json:

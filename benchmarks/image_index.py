@@ -100,10 +100,7 @@ class Nothing(torch.utils.data.Dataset):
 def private(process: str) -> float:
     """MB that a process shares with no other."""
     lines = Path(f"/proc/{process}/smaps_rollup").read_text().splitlines()
-    return (
-        sum(int(line.split()[1]) for line in lines if line.startswith(("Private_Clean", "Private_Dirty")))
-        / 1e3
-    )
+    return sum(int(line.split()[1]) for line in lines if line.startswith(("Private_Clean", "Private_Dirty"))) / 1e3
 
 
 def reads(source: Path, rounds: int) -> tuple[list[float], list[float]]:
@@ -124,9 +121,7 @@ def reads(source: Path, rounds: int) -> tuple[list[float], list[float]]:
 def child(source: Path, workers: int) -> dict[str, float]:
     """`opened`, in a new process."""
     words = [sys.executable, "-m", "benchmarks.image_index", "--one", str(source), "--workers", str(workers)]
-    return json.loads(
-        subprocess.run(words, check=True, capture_output=True, text=True).stdout.splitlines()[-1]
-    )
+    return json.loads(subprocess.run(words, check=True, capture_output=True, text=True).stdout.splitlines()[-1])
 
 
 def main() -> None:
@@ -147,10 +142,7 @@ def main() -> None:
         index, file = open_index(source)
         seconds, used = time.perf_counter() - began, time.process_time() - used
         assert len(index) == options.images
-        turns = [
-            (child(source, options.workers), child(Path("none"), options.workers))
-            for _ in range(options.rounds)
-        ]
+        turns = [(child(source, options.workers), child(Path("none"), options.workers)) for _ in range(options.rounds)]
         alone = [child(source, 0)["first"] for _ in range(options.rounds)]
         inorder, atrandom = reads(source, options.rounds)
         rows = [
@@ -168,8 +160,7 @@ def main() -> None:
             ["a read in order", spread(inorder).text("{:.1f}") + " µs of CPU time"],
             [
                 "more at random",
-                spread([a - b for a, b in zip(atrandom, inorder, strict=True)]).text("{:+.1f}")
-                + " µs, aim: 15",
+                spread([a - b for a, b in zip(atrandom, inorder, strict=True)]).text("{:+.1f}") + " µs, aim: 15",
             ],
         ]
     print(f"\n## An index of {options.images:,} images\n\nFrom {before}\nto {machine()}.\n")

@@ -157,9 +157,7 @@ def main() -> None:
             for name in order:
                 found[name].append(contenders[name].turn(options.batches))
     print(f"\n## From JPEG files to a float batch of 224 x 224\n\nFrom {before}\nto {machine()}.")
-    print(
-        f"{options.images} photos of 500 x 375, {size:.0f} kB each; packed to short side 256, {small:.0f} kB.\n"
-    )
+    print(f"{options.images} photos of 500 x 375, {size:.0f} kB each; packed to short side 256, {small:.0f} kB.\n")
     print(table(("", "CPU ms an image", "images/s a core", "over the recipe"), rows(found)))
     if options.json:
         options.json.write_text(json.dumps(found, indent=1))

@@ -37,9 +37,7 @@ def reference(run: object, task: grappe.Task, draws: int, data: Path) -> float:
         values, counts = task.loss(model(inputs), targets), task.counts(targets)
         model.zero_grad()
         (values.mean() if counts is None else values.sum() / counts.sum()).backward()
-        return sum(
-            float(one.grad.double().square().sum()) for one in model.parameters() if one.grad is not None
-        )
+        return sum(float(one.grad.double().square().sum()) for one in model.parameters() if one.grad is not None)
 
     small = sum(square(SMALL) for _ in range(8 * draws)) / (8 * draws)
     big = sum(square(BIG) for _ in range(draws)) / draws
@@ -58,19 +56,13 @@ def measured(task: str, fields: dict[str, str], run: Path, folder: Path, asked: 
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument(
-        "--tasks", default=TASKS, help="each with the steps after which it is measured, and fields"
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tasks", default=TASKS, help="each with the steps after which it is measured, and fields")
     parser.add_argument("--steps", type=int, default=160)
     parser.add_argument("--draws", type=int, default=40)
     parser.add_argument("--data", type=Path, default=Path("data"))
     asked = parser.parse_args()
-    print(
-        "| task | after steps | by the training's slices | by two batch sizes | ratio |\n|---|---|---|---|---|"
-    )
+    print("| task | after steps | by the training's slices | by two batch sizes | ratio |\n|---|---|---|---|---|")
     for text in asked.tasks.split():
         task, steps, *fields = text.split(":")
         with tempfile.TemporaryDirectory() as place:
@@ -86,8 +78,7 @@ def main() -> None:
             ours = measured(task, split(fields), folder / "first", folder / "second", asked)
             theirs = reference(run, make(find(task), split(fields)), asked.draws, asked.data)
         print(
-            f"| {' '.join([task, *fields])} | {steps} | {ours:.0f} | {theirs:.0f} | {ours / theirs:.2f} |",
-            flush=True,
+            f"| {' '.join([task, *fields])} | {steps} | {ours:.0f} | {theirs:.0f} | {ours / theirs:.2f} |", flush=True
         )
 
 

@@ -42,9 +42,7 @@ def main() -> None:
         options.json.write_text(json.dumps(raw, indent=1))
 
 
-def measure(
-    wanted: Sequence[str], size: int, pace: Pace, starts: int
-) -> dict[str, list[list[dict[str, float]]]]:
+def measure(wanted: Sequence[str], size: int, pace: Pace, starts: int) -> dict[str, list[list[dict[str, float]]]]:
     """Runs the rotation on `size` processes and prints its table; every block of every round, in seconds.
 
     Args:
@@ -59,9 +57,7 @@ def measure(
                 blocks[place] += taken
             _check(modules, Path(folder), pace)
     print(f"\n## Step time on {size} process{'es' if size > 1 else ''}\n")
-    print(
-        f"{starts} starts of {pace.rounds} rounds of {pace.block} steps, {pace.warmup} before them not timed."
-    )
+    print(f"{starts} starts of {pace.rounds} rounds of {pace.block} steps, {pace.warmup} before them not timed.")
     print("Medians over the rounds, ± the 95 % interval, and between which values half of the rounds lie.")
     print(f"From {before}\nto {machine()}.\n")
     print(table(HEAD, rows(modules, blocks, starts)))

@@ -42,9 +42,7 @@ class Pacer:
         wait: called before the clock is read at a block's ends, and nowhere else: waits for the device.
     """
 
-    def __init__(
-        self, pipe: Connection, warmup: int, block: int, wait: Callable[[], None] = lambda: None
-    ) -> None:
+    def __init__(self, pipe: Connection, warmup: int, block: int, wait: Callable[[], None] = lambda: None) -> None:
         self._wait = wait
         self._pipe, self._warmup, self._block = pipe, max(1, warmup), block
         self._left = 1

@@ -60,14 +60,9 @@ def make_photos(to: Path, images: int = 1000, seed: int = 0) -> Cut:
         raise UsageError(f"--images {images}: it must be 1 to 1,000,000")
     pictures = photographs()
     if not pictures:
-        raise UsageError(
-            "no package with photographs is installed: pip install scikit-learn, or 'grappe[demo]'"
-        )
+        raise UsageError("no package with photographs is installed: pip install scikit-learn, or 'grappe[demo]'")
     areas = [
-        (
-            f"{name}-{side}",
-            picture.crop((round(a * picture.width), 0, round(b * picture.width), picture.height)),
-        )
+        (f"{name}-{side}", picture.crop((round(a * picture.width), 0, round(b * picture.width), picture.height)))
         for name, picture in pictures
         for side, a, b in _AREAS
     ]
@@ -116,9 +111,7 @@ def main(words: Sequence[str] | None = None) -> None:
     """Cuts the photos that the command line asks for, and says what was written."""
     parser = argparse.ArgumentParser(description="Cut a small labelled set of photos, to try things on.")
     parser.add_argument("to", type=Path, help="a new folder")
-    parser.add_argument(
-        "--images", type=int, default=1000, help="photos for training; a fifth as many for validation"
-    )
+    parser.add_argument("--images", type=int, default=1000, help="photos for training; a fifth as many for validation")
     parser.add_argument("--seed", type=int, default=0, help="another seed cuts other photos")
     options = parser.parse_args(words)
     try:

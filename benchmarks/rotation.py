@@ -74,8 +74,7 @@ class Contender:
     def _last_lines(self) -> str:
         logs = sorted(self._folder.rglob("*.log"))
         return "".join(
-            f"\n{log}:\n" + "\n".join(log.read_text(errors="replace").splitlines()[-LAST_LINES:])
-            for log in logs
+            f"\n{log}:\n" + "\n".join(log.read_text(errors="replace").splitlines()[-LAST_LINES:]) for log in logs
         )
 
     def close(self) -> None:
@@ -104,9 +103,7 @@ def rotate(
 
 
 @contextlib.contextmanager
-def _seated(
-    modules: Sequence[str], size: int, pace: Pace, folder: Path, device: str
-) -> Iterator[list[Contender]]:
+def _seated(modules: Sequence[str], size: int, pace: Pace, folder: Path, device: str) -> Iterator[list[Contender]]:
     contenders: list[Contender] = []
     try:
         for place, module in enumerate(modules):

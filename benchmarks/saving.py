@@ -34,9 +34,7 @@ def network() -> nn.Module:
 def samples() -> tuple[Tensor, Tensor]:
     """x [64 BATCH, WIDTH], y [64 BATCH]."""
     source = torch.Generator().manual_seed(0)
-    return torch.randn(64 * BATCH, WIDTH, generator=source), torch.randint(
-        WIDTH, (64 * BATCH,), generator=source
-    )
+    return torch.randn(64 * BATCH, WIDTH, generator=source), torch.randint(WIDTH, (64 * BATCH,), generator=source)
 
 
 class Clock:
@@ -164,10 +162,7 @@ def grappe(steps: int, folder: Path, clock: Clock) -> None:
     task = Wide(epochs=NEVER, batch_size=BATCH)
     options = Options(evaluate_every=NEVER, save_every=EVERY, steps=steps + 1, keep=1)
     request = Request(
-        task=TaskReference.of(task),
-        plan=as_plan("device=cpu,threads=1"),
-        run=folder / "run",
-        options=options,
+        task=TaskReference.of(task), plan=as_plan("device=cpu,threads=1"), run=folder / "run", options=options
     )
     process = ProcessRank(rank=0, size=1, local_rank=0, local_size=1, launcher="torchrun")
     worker(request, process, folder)

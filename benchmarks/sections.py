@@ -31,10 +31,7 @@ COMMON = {
 }
 GRAPPE = {
     "backward": ("grappe.engines.native:backward",),
-    "feed": (
-        "grappe.training.loop:Training._timed.__next__",
-        "grappe.data.loader:BatchLoader._microbatch",
-    ),
+    "feed": ("grappe.training.loop:Training._timed.__next__", "grappe.data.loader:BatchLoader._microbatch"),
     "ledger": ("grappe.data.order:SampleOrder.ids",),
     "gather": ("grappe.data.arrays:Arrays.gather",),
     "seed dropout": ("grappe.engines.native:seed_dropout",),
@@ -54,10 +51,7 @@ GRAPPE = {
         "grappe.step.loss:PiggybackReduction.sums",
     ),
     "read the sums": ("grappe.step.loss:Sums.read",),
-    "after's own": (
-        "grappe.training.loop:Training.after",
-        "grappe.training.loop:Training._read_previous_step",
-    ),
+    "after's own": ("grappe.training.loop:Training.after", "grappe.training.loop:Training._read_previous_step"),
     "console": ("grappe.training.watchers.console:Console.stepped",),
     "console: draw": ("grappe.training.watchers.console:Console._refresh",),
     "curves": ("grappe.training.watchers.curves:Curves.stepped",),
@@ -162,12 +156,7 @@ def main(processes: Sequence[int], steps: int) -> None:
         print(f"\n## Sections of a step, {size} process{'es' if size > 1 else ''} (process 0)\n")
         print(f"{machine()}; {steps} steps, {cost * 1e6:.2f} µs taken off for each wrapped call.\n")
         theirs, ours = (_run(module, size, steps, cost) for module in ("handwritten", "grappe"))
-        print(
-            table(
-                ("section", "hand-written, µs", "grappe, µs", "calls a step"),
-                _rows(theirs, ours, cost, steps),
-            )
-        )
+        print(table(("section", "hand-written, µs", "grappe, µs", "calls a step"), _rows(theirs, ours, cost, steps)))
         for place in ours[3]:
             print(f"\nnot timed, since it is gone: {place}")
 
@@ -201,9 +190,7 @@ def _run(module: str, size: int, steps: int, cost: float) -> tuple:
         for rank in range(size):
             ours, theirs = context.Pipe()
             seat = Seat(rank=rank, size=size, folder=Path(folder))
-            process = context.Process(
-                target=_sit, args=(module, seat, steps, cost, theirs, port), daemon=True
-            )
+            process = context.Process(target=_sit, args=(module, seat, steps, cost, theirs, port), daemon=True)
             process.start()
             theirs.close()
             members.append((process, ours))
@@ -221,9 +208,7 @@ def _sit(module: str, seat: Seat, steps: int, cost: float, pipe: Connection, por
 
     torch.set_num_threads(1)
     contender = importlib.import_module(f"benchmarks.contenders.{module}")
-    torch.optim.SGD(
-        [torch.zeros(1)]
-    )  # torch wraps step() when the first is made: that is to be inside the clock
+    torch.optim.SGD([torch.zeros(1)])  # torch wraps step() when the first is made: that is to be inside the clock
     sections = Sections(cost)
     for section, places in [*COMMON.items(), *(GRAPPE.items() if module == "grappe" else ())]:
         for place in places:

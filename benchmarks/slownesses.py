@@ -234,9 +234,7 @@ def _stages() -> Case:
 
 def _all_reduce() -> Case:
     base = {"width": 2048, "wide": 4096, "batch_size": 32}
-    return _two(
-        "exposed communication", "one long all-reduce", base, {**base, "alone": True}, plan="replicate=2"
-    )
+    return _two("exposed communication", "one long all-reduce", base, {**base, "alone": True}, plan="replicate=2")
 
 
 SLEEPS = {"computing": 0.0002}

@@ -39,9 +39,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.startup", description=__doc__)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--processes", type=int, nargs="+", default=[1, 2], help="one after the other")
-    parser.add_argument(
-        "--only", nargs="+", choices=sorted(NAMES), default=sorted(NAMES), help="beside plain"
-    )
+    parser.add_argument("--only", nargs="+", choices=sorted(NAMES), default=sorted(NAMES), help="beside plain")
     parser.add_argument("--json", type=Path, help="write every round's figures here")
     options = parser.parse_args()
     wanted = [name for name in NAMES if name == "plain" or name in options.only]

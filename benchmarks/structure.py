@@ -146,10 +146,7 @@ def imports(files: Mapping[str, Path]) -> dict[str, set[str]]:
 
     An import of `package.module` counts as one of the module, not of its package.
     """
-    return {
-        name: {target for target in _targets(name, file, files) if target != name}
-        for name, file in files.items()
-    }
+    return {name: {target for target in _targets(name, file, files) if target != name} for name, file in files.items()}
 
 
 def _targets(name: str, file: Path, files: Mapping[str, Path]) -> Iterator[str]:
@@ -182,9 +179,7 @@ def _room(name: str) -> str:
 def circles(graph: Graph) -> list[list[str]]:
     """The strongly connected components of more than one node."""
     ahead = {name: _reached(graph, name) for name in graph}
-    found = {
-        tuple(sorted({name, *(other for other in ahead[name] if name in ahead[other])})) for name in graph
-    }
+    found = {tuple(sorted({name, *(other for other in ahead[name] if name in ahead[other])})) for name in graph}
     return sorted(list(one) for one in found if len(one) > 1)
 
 
@@ -223,10 +218,7 @@ def trace() -> dict[str, Any]:
         )  # fmt: skip
         if done.returncode:
             sys.exit(f"the traced training failed:\n{done.stdout}")
-        return {
-            part: json.loads((folder / f"{part}.json").read_text())
-            for part in ("caller", "training", "steps")
-        }
+        return {part: json.loads((folder / f"{part}.json").read_text()) for part in ("caller", "training", "steps")}
 
 
 def step_files(traced: Mapping[str, Any]) -> list[str]:
@@ -284,9 +276,7 @@ def _called_once(file: Path, tree: ast.Module) -> Iterator[str]:
         if isinstance(node, ast.Name | ast.Attribute)
     )
     for node in ast.walk(tree):
-        is_private = isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and re.match(
-            r"_[^_]", node.name
-        )
+        is_private = isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and re.match(r"_[^_]", node.name)
         if is_private and uses[node.name] == 1:
             yield f"{file.relative_to(PACKAGE).as_posix()}:{node.name}"
 

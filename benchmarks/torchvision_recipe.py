@@ -25,9 +25,7 @@ class ImageFolder(Dataset):
     def __init__(self, root: Path) -> None:
         classes = sorted(one.name for one in root.iterdir() if one.is_dir())
         self.samples = [
-            (str(file), label)
-            for label, name in enumerate(classes)
-            for file in sorted((root / name).iterdir())
+            (str(file), label) for label, name in enumerate(classes) for file in sorted((root / name).iterdir())
         ]
 
     def __len__(self) -> int:
@@ -38,9 +36,7 @@ class ImageFolder(Dataset):
         with open(path, "rb") as stream:  # noqa: PTH123 (as pil_loader does)
             image = Image.open(stream).convert("RGB")
         left, top, width, height = random_resized_crop(*image.size)
-        image = image.crop((left, top, left + width, top + height)).resize(
-            (SIZE, SIZE), Image.Resampling.BILINEAR
-        )
+        image = image.crop((left, top, left + width, top + height)).resize((SIZE, SIZE), Image.Resampling.BILINEAR)
         if torch.rand(1) < 0.5:
             image = image.transpose(Image.Transpose.FLIP_LEFT_RIGHT)
         return normalize(to_tensor(image)), label

@@ -348,15 +348,9 @@ def report(hashes: dict[str, str], failures: dict[str, str], before: dict[str, s
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument(
-        "--write", type=Path, metavar="FILE", help="write the hashes there; default: print them"
-    )
-    parser.add_argument(
-        "--compare", type=Path, metavar="FILE", help="hashes of before; exit code 1 on a difference"
-    )
-    parser.add_argument(
-        "--only", default="", metavar="TEXT", help="only combinations whose label has this in it"
-    )
+    parser.add_argument("--write", type=Path, metavar="FILE", help="write the hashes there; default: print them")
+    parser.add_argument("--compare", type=Path, metavar="FILE", help="hashes of before; exit code 1 on a difference")
+    parser.add_argument("--only", default="", metavar="TEXT", help="only combinations whose label has this in it")
     request = parser.parse_args()
     before = json.loads(request.compare.read_text()) if request.compare else {}
     began = time.perf_counter()

@@ -20,14 +20,7 @@ from grappe.verbs.catalogue import plan_markdown
 MODULES = ("grappe.data", "grappe.data.augment", "grappe.optimizers", "grappe.slurm")
 # What public functions return: these attributes are public, the classes are not for importing.
 RETURNED = {
-    "grappe.training.run:Run": (
-        "folder",
-        "read_description",
-        "is_finished",
-        "checkpoints",
-        "latest",
-        "records",
-    ),
+    "grappe.training.run:Run": ("folder", "read_description", "is_finished", "checkpoints", "latest", "records"),
     "grappe.step.scores:Scores": (),
     "grappe.verbs.tune.study:Study": ("folder", "search", "trials", "best", "run_folder"),
     "grappe.verbs.tune.study:Trial": (),
@@ -55,9 +48,7 @@ def page() -> str:
     parts = [HEAD, f"The commands: {', '.join(f'`{name}`' for name in commands())}."]
     for module in (grappe, *map(importlib.import_module, MODULES)):
         parts.append(f"## {module.__name__}")
-        parts += [
-            entry(f"{module.__name__}.{name}", getattr(module, name)) for name in sorted(module.__all__)
-        ]
+        parts += [entry(f"{module.__name__}.{name}", getattr(module, name)) for name in sorted(module.__all__)]
     parts += ["## Keys of a plan", "An empty cell: the engine refuses the key.", plan_markdown()]
     parts += ["## What functions return", "The attributes are public; the classes are not for importing."]
     for place, names in RETURNED.items():
@@ -98,9 +89,7 @@ def members(cls: type, only: tuple[str, ...]) -> Iterator[str]:
         for field in dataclasses.fields(cls):
             default = "" if field.default is dataclasses.MISSING else f" = {value(field.default)}"
             text = " ".join(texts.get(field.name, "").split())
-            lines.append(
-                f"- `{field.name}: {annotation(field.type)}{default}`" + (f": {text}" if text else "")
-            )
+            lines.append(f"- `{field.name}: {annotation(field.type)}{default}`" + (f": {text}" if text else ""))
         yield "\n".join(lines)
     for name, member in vars(cls).items():
         if name.startswith("_") or (only and name not in only):
@@ -126,9 +115,7 @@ def code(name: str, found: Any) -> str:
             parts.append("*")
         parts.append(spelled(parameter))
         keyword_only |= parameter.kind is parameter.VAR_POSITIONAL
-    back = (
-        "" if signature.return_annotation in (signature.empty, "None", None) else signature.return_annotation
-    )
+    back = "" if signature.return_annotation in (signature.empty, "None", None) else signature.return_annotation
     arrow = f" -> {annotation(back)}" if back else ""
     line = f"{name}({', '.join(parts)}){arrow}"
     if len(line) > 100:

@@ -52,20 +52,13 @@ def foreseen() -> str:
         measured = max(one["peak"] for one in cell["measured"])
         said, gap = _predicted(cell["predicted"]["least"], cell["predicted"]["peak"], measured)
         if gap:
-            row = (
-                abs(float(gap.removesuffix(" %"))),
-                plan or "one process",
-                f"{measured / 1e6:.2f} MB",
-                said,
-            )
+            row = (abs(float(gap.removesuffix(" %"))), plan or "one process", f"{measured / 1e6:.2f} MB", said)
             gaps.setdefault(task, []).append(row)
     lines = ["| task | plans | median error | largest error | of | measured | predicted |", "|---" * 7 + "|"]
     for task, rows in gaps.items():
         gap, plan, measured, said = max(rows)
         middle = statistics.median(row[0] for row in rows)
-        lines.append(
-            f"| `{task}` | {len(rows)} | {middle:.2f} % | {gap:.2f} % | `{plan}` | {measured} | {said} |"
-        )
+        lines.append(f"| `{task}` | {len(rows)} | {middle:.2f} % | {gap:.2f} % | `{plan}` | {measured} | {said} |")
     return "\n".join(lines)
 
 
@@ -99,9 +92,7 @@ def foreseen_between() -> str:
         if "between" not in cell:
             continue
         task, _, plan = key.partition(" | ")
-        measured, copied = (
-            max(one[name] for one in cell["between"]) for name in ("evaluation", "checkpoint")
-        )
+        measured, copied = (max(one[name] for one in cell["between"]) for name in ("evaluation", "checkpoint"))
         predicted = cell["predicted"]
         said, gap = _predicted(predicted["evaluation_least"], predicted["evaluation"], measured)
         lines.append(
@@ -126,9 +117,7 @@ def foreseen_limits() -> str:
         sizes = " | ".join(f"{cell[name] / 1e6:.0f} MB" for name in ("peak", "libraries", "needed"))
         lines.append(f"| `{task}` | `{plan or 'one process'}` | {sizes} | {ran} |")
     failed = sum(not cell["ran"]["1.0"] for cell in cells.values())
-    small = [
-        (share, sum(cell["ran"][share] for cell in cells.values())) for share in shares if share != "1.0"
-    ]
+    small = [(share, sum(cell["ran"][share] for cell in cells.values())) for share in shares if share != "1.0"]
     too_big = ", ".join(f"{ran} of {len(cells)} at {float(share):.0%}" for share, ran in small)
     return "\n".join(
         [
@@ -212,9 +201,7 @@ def gallery_speed() -> str:
         cells = [path.stem, *(str(len(_code(one).splitlines())) for one in (path, plain))]
         if measured:
             found = measured.get(path.stem)
-            cells += [
-                "{:.2f} ({:.2f} to {:.2f})".format(*found[what]) if found else "" for what in ("speed", "cpu")
-            ]
+            cells += ["{:.2f} ({:.2f} to {:.2f})".format(*found[what]) if found else "" for what in ("speed", "cpu")]
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 

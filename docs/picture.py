@@ -26,9 +26,7 @@ def frames() -> list[str]:
     """Records the terminal's content, a few times a second, until the run's closing table."""
     with tempfile.TemporaryDirectory() as folder:
         shell = f"cd {folder}; PATH={Path(sys.executable).parent}:$PATH PS1='$ ' bash --norc"
-        tmux(
-            "-f", "/dev/null", "new-session", "-d", "-s", SESSION, "-x", str(WIDTH), "-y", str(HEIGHT), shell
-        )
+        tmux("-f", "/dev/null", "new-session", "-d", "-s", SESSION, "-x", str(WIDTH), "-y", str(HEIGHT), shell)
         try:
             time.sleep(1)
             tmux("send-keys", "-t", SESSION, f"clear; {COMMAND}", "Enter")

@@ -92,11 +92,7 @@ def small_modules(trees: dict[Path, ast.Module]) -> Iterator[str]:
     for name, file in names.items():
         place = file.relative_to(PACKAGE).with_suffix("").as_posix()
         lines = len(file.read_text().splitlines())
-        if (
-            file.name == "__init__.py"
-            or place in ALONE
-            or place.startswith(tuple(f"{folder}/" for folder in BY_NAME))
-        ):
+        if file.name == "__init__.py" or place in ALONE or place.startswith(tuple(f"{folder}/" for folder in BY_NAME)):
             continue
         if place.startswith("verbs/") and (place.count("/") == 1 or file.stem == file.parent.name):
             continue  # a command's own

@@ -19,11 +19,7 @@ from typing import Any
 
 def main() -> int:
     """Writes the bill to the standard output, and what was changed to the standard error."""
-    found = {
-        one.metadata["Name"].lower(): one
-        for one in importlib.metadata.distributions()
-        if one.metadata["Name"]
-    }
+    found = {one.metadata["Name"].lower(): one for one in importlib.metadata.distributions() if one.metadata["Name"]}
     changed = {name: list(differing(one)) for name, one in found.items()}
     bill = {
         "bomFormat": "CycloneDX",
@@ -42,9 +38,7 @@ def main() -> int:
 def component(name: str, one: Distribution, changed: list[str]) -> dict[str, Any]:
     """A package: name, version, licence, and the hash of its RECORD, which has those of its files."""
     record = one.read_text("RECORD") or ""
-    licence = (
-        one.metadata.get("License-Expression") or (one.metadata.get("License") or "").partition("\n")[0][:80]
-    )
+    licence = one.metadata.get("License-Expression") or (one.metadata.get("License") or "").partition("\n")[0][:80]
     return {
         "type": "library",
         "name": name,
@@ -52,9 +46,7 @@ def component(name: str, one: Distribution, changed: list[str]) -> dict[str, Any
         "purl": f"pkg:pypi/{name.replace('_', '-')}@{one.version}",
         "licenses": [{"license": {"name": licence}}] if licence else [],
         "hashes": [{"alg": "SHA-256", "content": hashlib.sha256(record.encode()).hexdigest()}],
-        "properties": [
-            {"name": "requires", "value": text} for text in one.requires or () if "extra ==" not in text
-        ]
+        "properties": [{"name": "requires", "value": text} for text in one.requires or () if "extra ==" not in text]
         + [{"name": "changed", "value": file} for file in changed],
     }
 

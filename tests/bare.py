@@ -65,11 +65,7 @@ def main(expression: str = AFFECTED) -> int:
     try:
         place = folder / "grappe"
         clone(place)
-        environment = {
-            **os.environ,
-            "PATH": links(folder / "bin"),
-            "PYTEST_ADDOPTS": f"-rs -k '{expression}'",
-        }
+        environment = {**os.environ, "PATH": links(folder / "bin"), "PYTEST_ADDOPTS": f"-rs -k '{expression}'"}
         environment.pop("GRAPPE_NO_SKIPS", None)
         for target in ("train", "test"):
             if code := subprocess.run(["make", target], cwd=place, env=environment, check=False).returncode:

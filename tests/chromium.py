@@ -58,9 +58,7 @@ class Browser:
         self.complaints, self.requests = [], []
         self._size(width, height)
         self._call("Page.navigate", url=file.resolve().as_uri())
-        self.evaluate(
-            "new Promise(done => document.readyState === 'complete' ? done() : onload = () => done())"
-        )
+        self.evaluate("new Promise(done => document.readyState === 'complete' ? done() : onload = () => done())")
 
     def evaluate(self, expression: str) -> Any:
         """The value of a JavaScript expression. Raises AssertionError where it throws."""
@@ -72,9 +70,7 @@ class Browser:
 
     def press(self, key: str, times: int = 1) -> None:
         """Presses a key, as from the keyboard."""
-        code = {"Tab": 9, "End": 35, "Home": 36, "ArrowLeft": 37, "ArrowRight": 39, "ArrowDown": 40, " ": 32}[
-            key
-        ]
+        code = {"Tab": 9, "End": 35, "Home": 36, "ArrowLeft": 37, "ArrowRight": 39, "ArrowDown": 40, " ": 32}[key]
         for _ in range(times):
             for kind in ("keyDown", "keyUp"):
                 text = {"text": " "} if key == " " and kind == "keyDown" else {}
@@ -110,13 +106,7 @@ class Browser:
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def _size(self, width: int, height: int) -> None:
-        self._call(
-            "Emulation.setDeviceMetricsOverride",
-            width=width,
-            height=height,
-            deviceScaleFactor=1,
-            mobile=False,
-        )
+        self._call("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=False)
 
     def _call(self, method: str, **arguments: Any) -> dict[str, Any]:
         number = next(self._numbers)

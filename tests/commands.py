@@ -66,9 +66,7 @@ class Command:
 
     def left(self) -> list[str]:
         """Lists the files left in the command's temporary folder, without torch's cache, which may stay."""
-        return sorted(
-            entry.name for entry in self.temp.iterdir() if not entry.name.startswith("torchinductor_")
-        )
+        return sorted(entry.name for entry in self.temp.iterdir() if not entry.name.startswith("torchinductor_"))
 
     def close(self) -> None:
         """Ends all of it."""
@@ -118,9 +116,7 @@ def pids_in_training(run: Path, processes: int) -> list[int]:
 
     def found() -> list[int]:
         logs = [run / "logs" / f"rank-{rank}.log" for rank in range(processes)]
-        lines = [
-            [one for one in log.read_text().splitlines() if "step in" in one] for log in logs if log.exists()
-        ]
+        lines = [[one for one in log.read_text().splitlines() if "step in" in one] for log in logs if log.exists()]
         last = [int(mine[-1].split()[-1]) for mine in lines if len(set(mine[-3:])) == 1 and len(mine) > 2]
         return [pid for pid in last if Path(f"/proc/{pid}").exists()]  # not that of a check before
 
@@ -157,9 +153,7 @@ def _environment(pid: int) -> str:
 @contextlib.contextmanager
 def _signals_as_in_a_terminal() -> Iterator[None]:
     """A test run in the background has some ignored, and its children would too."""
-    before = {
-        number: signal.signal(number, signal.default_int_handler) for number in (signal.SIGINT, signal.SIGHUP)
-    }
+    before = {number: signal.signal(number, signal.default_int_handler) for number in (signal.SIGINT, signal.SIGHUP)}
     yield
     for number, handler in before.items():
         signal.signal(number, handler)

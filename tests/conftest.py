@@ -40,9 +40,7 @@ torch.set_num_threads(1)  # the same bits and no fights for two cores
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    return (
-        True if "not slow" in config.option.markexpr and tiers.has_slow_tests_only(collection_path) else None
-    )
+    return True if "not slow" in config.option.markexpr and tiers.has_slow_tests_only(collection_path) else None
 
 
 @pytest.hookimpl(tryfirst=True)  # before `-m` chooses

@@ -130,9 +130,7 @@ class _Functions(TorchFunctionMode):
         if function in (torch.tensor, torch.as_tensor) and _asks_for_gpu(kwargs.get("device")):
             kwargs.pop("device")
             return function(*args, **kwargs).to(META)  # as torch does: made on the host, and copied
-        found = function(
-            *(_on_meta(one) for one in args), **{key: _on_meta(one) for key, one in kwargs.items()}
-        )
+        found = function(*(_on_meta(one) for one in args), **{key: _on_meta(one) for key, one in kwargs.items()})
         return self._gpu.lock(found) if locks else found
 
 
@@ -214,26 +212,18 @@ def gpu_stand_in(monkeypatch: pytest.MonkeyPatch) -> Iterator[GpuStandIn]:
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device=None: (1 << 33, 1 << 33))
     monkeypatch.setattr(torch.cuda, "default_generators", generators)
     # Classes, since libraries that are imported meanwhile name them as types.
-    side = type(
-        "Stream", (Stream,), {"__init__": lambda stream, device=None: Stream.__init__(stream, gpu, "side")}
-    )
+    side = type("Stream", (Stream,), {"__init__": lambda stream, device=None: Stream.__init__(stream, gpu, "side")})
     monkeypatch.setattr(torch.cuda, "Stream", side)
     monkeypatch.setattr(
-        torch.cuda,
-        "Event",
-        type("Event", (Event,), {"__init__": lambda event, **_: Event.__init__(event, gpu)}),
+        torch.cuda, "Event", type("Event", (Event,), {"__init__": lambda event, **_: Event.__init__(event, gpu)})
     )
     # A build with CUDA would ask the driver.
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(torch.cuda, "stream", gpu.stream)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: gpu.current)
     monkeypatch.setattr(torch.cuda, "get_rng_state", lambda device=None: generators[0].get_state())
-    monkeypatch.setattr(
-        torch.cuda, "set_rng_state", lambda state, device=None: generators[0].set_state(state)
-    )
-    monkeypatch.setattr(
-        Tensor, "record_stream", lambda tensor, stream: gpu.calls.append(f"recorded on {stream.name}")
-    )
+    monkeypatch.setattr(torch.cuda, "set_rng_state", lambda state, device=None: generators[0].set_state(state))
+    monkeypatch.setattr(Tensor, "record_stream", lambda tensor, stream: gpu.calls.append(f"recorded on {stream.name}"))
     copies_to.cache_clear()
     with _Operators(gpu), _Functions(gpu):
         yield gpu

@@ -27,11 +27,7 @@ def thin(items: list[pytest.Item]) -> tuple[list[pytest.Item], dict[pytest.Item,
     """Returns the items to run, and those left out, each with the items that cover its pairs."""
     functions: dict[tuple[str, str], list[pytest.Function]] = defaultdict(list)
     for item in items:
-        if (
-            isinstance(item, pytest.Function)
-            and item.get_closest_marker("grid")
-            and hasattr(item, "callspec")
-        ):
+        if isinstance(item, pytest.Function) and item.get_closest_marker("grid") and hasattr(item, "callspec"):
             functions[str(item.path), item.originalname].append(item)
     left_out: dict[pytest.Item, list[pytest.Item]] = {}
     for cells in functions.values():
@@ -73,13 +69,7 @@ def _witnesses(
 
 def _values(name: str, value: object) -> set[tuple[str, str]]:
     """Returns a parameter's value, and the keys' values of a plan's text."""
-    text = (
-        value
-        if isinstance(value, str)
-        else repr(value)
-        if isinstance(value, (int, float, bool))
-        else str(id(value))
-    )
+    text = value if isinstance(value, str) else repr(value) if isinstance(value, (int, float, bool)) else str(id(value))
     keys = {(name, part) for part in text.split(",")} if isinstance(value, str) and "=" in text else set()
     return {(name, text), *keys}
 
@@ -93,9 +83,7 @@ def _pairs(cell: pytest.Function) -> set[Pair]:
     parameters = [_values(name, value) for name, value in sorted(cell.callspec.params.items())]
     keys = [{pair for pair in values if "," not in pair[1]} or values for values in parameters]
     pairs = {
-        frozenset(two)
-        for left, right in itertools.combinations(keys, 2)
-        for two in itertools.product(left, right)
+        frozenset(two) for left, right in itertools.combinations(keys, 2) for two in itertools.product(left, right)
     }
     return pairs | {frozenset([value]) for values in parameters for value in values}
 
@@ -107,9 +95,7 @@ def asks_for_all(config: pytest.Config) -> bool:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    config.addinivalue_line(
-        "markers", "grid: cells of which `make test` runs those in which each two values meet"
-    )
+    config.addinivalue_line("markers", "grid: cells of which `make test` runs those in which each two values meet")
 
 
 @pytest.hookimpl(trylast=True)
@@ -135,9 +121,7 @@ def main(files: Iterable[str]) -> int:
     command = [sys.executable, "-m", "pytest", "-q", "--collect-only", "-m", "not soak", *files]
     environment = {**os.environ, "GRAPPE_GRID": "list"}
     done = subprocess.run(command, env=environment, check=False, stdout=subprocess.PIPE, text=True)
-    print(
-        "\n".join(line for line in done.stdout.splitlines() if not line.startswith("tests/") or "\n" in line)
-    )
+    print("\n".join(line for line in done.stdout.splitlines() if not line.startswith("tests/") or "\n" in line))
     return done.returncode
 
 

@@ -56,7 +56,5 @@ def _judged(report: pytest.TestReport | pytest.CollectReport) -> pytest.TestRepo
     if report.skipped and not expected and os.environ.get(VARIABLE):
         reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else report.longrepr
         report.outcome = "failed"
-        report.longrepr = (
-            f"{report.nodeid}: {reason}; all tests must run here, and {LIST.name} does not name it"
-        )
+        report.longrepr = f"{report.nodeid}: {reason}; all tests must run here, and {LIST.name} does not name it"
     return report

@@ -11,15 +11,7 @@ import time
 from pathlib import Path
 
 import pytest
-from benchmarks import (
-    cifar_files,
-    cifar_script,
-    commands,
-    compute_alone,
-    exported,
-    pages,
-    structure,
-)
+from benchmarks import cifar_files, cifar_script, commands, compute_alone, exported, pages, structure
 from benchmarks.contenders.grappe import witness
 from benchmarks.figures import spread, table
 from benchmarks.overhead import rows
@@ -51,16 +43,10 @@ def test_a_table_is_markdown():
 
 def test_rows_compare_within_a_round_and_take_the_slower_process():
     def blocks(*microseconds: float) -> list[list[Block]]:
-        return [
-            [Block(wall=value * 1e-6, cpu=value * 1e-6), Block(wall=0.0, cpu=0.0)] for value in microseconds
-        ]
+        return [[Block(wall=value * 1e-6, cpu=value * 1e-6), Block(wall=0.0, cpu=0.0)] for value in microseconds]
 
     found = rows(["handwritten", "grappe"], {0: blocks(100, 200, 300), 1: blocks(110, 220, 330)})
-    assert found[1][1:4] == [
-        "220 (165 to 275)",
-        "+20 ±9 (+15 to +25) (aim: at most 25)",
-        "1.100 (1.100 to 1.100)",
-    ]
+    assert found[1][1:4] == ["220 (165 to 275)", "+20 ±9 (+15 to +25) (aim: at most 25)", "1.100 (1.100 to 1.100)"]
 
 
 def test_an_exported_program_is_compared_within_a_round(tmp_path):
@@ -127,11 +113,7 @@ def test_contenders_take_turns(size, tmp_path):
     pace = Pace(rounds=2, warmup=5, block=6000 // size)  # seconds of steps: a bar is drawn ten times in one
     modules = ["handwritten", "grappe"]
     blocks = rotate(modules, size, pace, tmp_path)
-    assert all(
-        len(one) == size and all(block.wall > 0 for block in one)
-        for taken in blocks.values()
-        for one in taken
-    )
+    assert all(len(one) == size and all(block.wall > 0 for block in one) for taken in blocks.values() for one in taken)
     assert [len(taken) for taken in blocks.values()] == [2, 2]
     witness(tmp_path / "1", 2 * pace.block)
 
@@ -165,9 +147,7 @@ def test_cifar_files_are_as_the_official_ones(tmp_path):
     images, labels = cifar10_python([folder / name for name in cifar_files.TRAINING])
     assert images.shape == (15, 3, 32, 32) and labels.shape == (15,)
     content = pickle.loads((folder / "data_batch_2").read_bytes(), encoding="latin1")
-    assert (content["data"].reshape(-1, 3, 32, 32) == images[3:6]).all() and content["labels"] == labels[
-        3:6
-    ].tolist()
+    assert (content["data"].reshape(-1, 3, 32, 32) == images[3:6]).all() and content["labels"] == labels[3:6].tolist()
     assert len(pickle.loads((folder / "batches.meta").read_bytes())["label_names"]) == 10
 
 

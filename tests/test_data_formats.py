@@ -60,10 +60,7 @@ def hdf5(folder: Path) -> Any:
 
 def of_lmdb(folder: Path) -> Any:
     names = taken("Lmdb", "lmdb")
-    with (
-        names["lmdb"].open(str(folder / "rows")) as environment,
-        environment.begin(write=True) as transaction,
-    ):
+    with names["lmdb"].open(str(folder / "rows")) as environment, environment.begin(write=True) as transaction:
         for index, (row, target) in enumerate(zip(INPUTS, TARGETS, strict=True)):
             transaction.put(b"%08d" % index, row.tobytes() + np.int64(target).tobytes())
     return names["Lmdb"](folder / "rows")

@@ -50,11 +50,7 @@ def test_the_commands_run_in_this_order(tmp_path: Path, monkeypatch: pytest.Monk
     for line in COMMANDS:
         if " measure " in line:
             continue  # many trainings: tests/verbs/measure
-        more = (
-            ("epochs=1", "--plan", "threads=1,device=cpu,workers=1", "--run", "run")
-            if " train " in line
-            else ()
-        )
+        more = ("epochs=1", "--plan", "threads=1,device=cpu,workers=1", "--run", "run") if " train " in line else ()
         run(line, tmp_path, *more)
     records = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert [one["count"] for one in records if one["kind"] == "evaluation"] == [8]

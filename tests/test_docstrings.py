@@ -62,7 +62,4 @@ class Plan:
     def names(self):
         """Returns the names."""
 '''
-    assert offenders(text, FORBIDDEN_IN_SRC) == [
-        "3 Plan: How a step is spread.",
-        "8 Plan.size: What it holds.",
-    ]
+    assert offenders(text, FORBIDDEN_IN_SRC) == ["3 Plan: How a step is spread.", "8 Plan.size: What it holds."]

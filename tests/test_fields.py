@@ -28,9 +28,7 @@ def test_what_says_no_time_is_refused(text: str) -> None:
         seconds(text, "--time-limit")
 
 
-@pytest.mark.parametrize(
-    ("text", "least", "wanted"), [("32,64", 1, (32, 64)), ("0, 3", 0, (0, 3)), ("", 1, ())]
-)
+@pytest.mark.parametrize(("text", "least", "wanted"), [("32,64", 1, (32, 64)), ("0, 3", 0, (0, 3)), ("", 1, ())])
 def test_numbers_with_commas(text: str, least: int, wanted: tuple[int, ...]) -> None:
     assert whole_numbers(text, "--gpus", least) == wanted
 

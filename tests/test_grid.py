@@ -39,17 +39,7 @@ def file(tmp_path: Path) -> Path:
 
 
 def collected(file: Path, *arguments: str, grid: str = "") -> list[str]:
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-q",
-        "--collect-only",
-        "-p",
-        "tests.grid",
-        "-p",
-        "no:cacheprovider",
-    ]
+    command = [sys.executable, "-m", "pytest", "-q", "--collect-only", "-p", "tests.grid", "-p", "no:cacheprovider"]
     done = subprocess.run(
         [*command, "--rootdir", str(file.parent), *arguments],
         cwd=file.parent,
@@ -80,9 +70,7 @@ def test_tests_without_the_mark_stay(file: Path) -> None:
     assert len([name for name in collected(file, file.name) if "plain" in name]) == 2
 
 
-@pytest.mark.parametrize(
-    "arguments", [["-k", "product"], ["test_cells.py::test_product"]], ids=["k", "named"]
-)
+@pytest.mark.parametrize("arguments", [["-k", "product"], ["test_cells.py::test_product"]], ids=["k", "named"])
 def test_a_test_that_is_asked_for_has_all_its_cells(file: Path, arguments: list[str]) -> None:
     assert len(collected(file, *arguments)) == 10
 

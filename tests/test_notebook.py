@@ -28,10 +28,7 @@ def executed(cells: list[str], folder: Path) -> list[str]:
         patch.delenv("PYTEST_CURRENT_TEST", raising=False)
         patch.setenv("PYTHONPATH", str(ROOT), prepend=os.pathsep)
         client.execute()
-    return [
-        "".join(output.text for output in cell.outputs if output.output_type == "stream")
-        for cell in book.cells
-    ]
+    return ["".join(output.text for output in cell.outputs if output.output_type == "stream") for cell in book.cells]
 
 
 TRAIN = """
@@ -62,9 +59,7 @@ def test_progress_is_in_the_cell(tmp_path: Path) -> None:
         ({"name": "a b"}, "letters, digits"),
     ],
 )
-def test_what_the_courses_call_cannot_have_is_refused(
-    options, words: str, tmp_path: Path, monkeypatch
-) -> None:
+def test_what_the_courses_call_cannot_have_is_refused(options, words: str, tmp_path: Path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "dlojz.py").write_text("print(1)\n")
     with pytest.raises(UsageError, match=words):

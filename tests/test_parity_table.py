@@ -33,22 +33,13 @@ def test_every_optimizer_is_in_the_table_under_every_plan_or_refused_by_deepspee
         assert (
             {"engine=deepspeed,shard=2,zero=1"}
             <= refused
-            <= {
-                "engine=deepspeed,shard=2,zero=1",
-                "engine=horovod,replicate=2",
-            }
+            <= {"engine=deepspeed,shard=2,zero=1", "engine=horovod,replicate=2"}
         )
     assert tuple(table.known_optimizers()) == RULES
 
 
 @pytest.mark.parametrize(
-    "plan",
-    [
-        "shard=2,zero=1",
-        "pipeline=2,microbatches=4",
-        "engine=textbook,replicate=3",
-        "engine=lightning,shard=2",
-    ],
+    "plan", ["shard=2,zero=1", "pipeline=2,microbatches=4", "engine=textbook,replicate=3", "engine=lightning,shard=2"]
 )
 def test_it_still_holds(pool: Pool, plan: str) -> None:
     gap = table.measure(pool, plan)

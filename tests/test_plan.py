@@ -26,12 +26,7 @@ from grappe.plan import STRATEGIES, Plan, as_plan
 )
 def test_a_plan_survives_its_text(replicate, shard, zero, precision, flags, threads) -> None:
     plan = Plan(
-        replicate=replicate,
-        shard=shard,
-        zero=zero,
-        precision=precision,
-        threads=threads,
-        **dict.fromkeys(flags, True),
+        replicate=replicate, shard=shard, zero=zero, precision=precision, threads=threads, **dict.fromkeys(flags, True)
     )
     assert Plan.parse(str(plan)) == plan
     assert plan.processes == replicate * shard

@@ -31,34 +31,15 @@ def test_the_task_in_the_readme_learns(tmp_path) -> None:
     code = re.search(r"```python\n(# spiral\.py\n.*?)```", README.read_text(), re.DOTALL)
     assert code
     (tmp_path / "spiral.py").write_text(code[1])
-    command = [
-        sys.executable,
-        "-m",
-        "grappe",
-        "train",
-        "spiral.py",
-        "epochs=12",
-        "--plan",
-        "threads=1,device=cpu",
-    ]
-    done = subprocess.run(
-        command, cwd=tmp_path, capture_output=True, text=True, check=True, timeout=PATIENCE_SECONDS
-    )
+    command = [sys.executable, "-m", "grappe", "train", "spiral.py", "epochs=12", "--plan", "threads=1,device=cpu"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True, timeout=PATIENCE_SECONDS)
     accuracy = re.search(r"accuracy +([\d.]+)%", done.stdout)
     assert accuracy, done.stdout
     assert float(accuracy[1]) > 90
 
 
 def test_the_watcher_of_the_guide_runs(tmp_path: Path) -> None:
-    arguments = [
-        "digits",
-        "--callback",
-        f"{WATCHER}:SlowestSteps",
-        "--steps",
-        "3",
-        "--plan",
-        "threads=1,device=cpu",
-    ]
+    arguments = ["digits", "--callback", f"{WATCHER}:SlowestSteps", "--steps", "3", "--plan", "threads=1,device=cpu"]
     ran(GRAPPE, "train", *arguments, "--run", "run", cwd=tmp_path).check_returncode()
     found = json.loads((tmp_path / "run" / "slowest_steps.json").read_text())
     assert sorted(one["step"] for one in found) == [1, 2, 3]
@@ -76,14 +57,7 @@ def test_the_readme_is_short() -> None:
 
 @pytest.mark.parametrize(
     "term",
-    [
-        "activation checkpointing",
-        "callback",
-        "gradient accumulation",
-        "loss scaling",
-        "mixed precision",
-        "padding",
-    ],
+    ["activation checkpointing", "callback", "gradient accumulation", "loss scaling", "mixed precision", "padding"],
 )
 def test_terms_of_the_field_lead_to_a_guide(term: str) -> None:
     guides = re.findall(r"^\| (.+) \| .*\]\((docs/[a-z-]+\.md)\).* \|$", README.read_text(), re.MULTILINE)

@@ -54,10 +54,7 @@ def test_a_bill_of_materials_names_what_was_changed(tmp_path: Path) -> None:
 
 def test_requirements_with_hashes() -> None:
     lock = script("lock")
-    known = {
-        "metadata": {"name": "b", "version": "2"},
-        "download_info": {"archive_info": {"hashes": {"sha256": "0f"}}},
-    }
+    known = {"metadata": {"name": "b", "version": "2"}, "download_info": {"archive_info": {"hashes": {"sha256": "0f"}}}}
     project = {"metadata": {"name": "grappe", "version": "0"}, "download_info": {"dir_info": {}}}
     assert list(lock.lines({"install": [known, project]})) == ["b==2 --hash=sha256:0f"]
     with pytest.raises(SystemExit, match="no sha256"):
@@ -65,9 +62,7 @@ def test_requirements_with_hashes() -> None:
 
 
 def test_every_dependency_is_pinned() -> None:
-    pins = dict(
-        line.split("==") for line in (ROOT / "constraints.txt").read_text().splitlines() if "==" in line
-    )
+    pins = dict(line.split("==") for line in (ROOT / "constraints.txt").read_text().splitlines() if "==" in line)
     names = {re.sub(r"[-_.]+", "-", name).lower() for name in pins}
     for name in (
         "torch",

@@ -66,9 +66,7 @@ def test_shipped_tasks_are_found_and_say_what_they_learn(name: str) -> None:
 
 def test_tasks_are_found_by_path_and_by_module(tmp_path) -> None:
     file = tmp_path / "mine.py"
-    file.write_text(
-        "from grappe import Task\nclass One(Task):\n    '''One.'''\nclass Two(Task):\n    lr: float = 3\n"
-    )
+    file.write_text("from grappe import Task\nclass One(Task):\n    '''One.'''\nclass Two(Task):\n    lr: float = 3\n")
     assert find(f"{file}:Two")().lr == 3
     assert find("tests.parity.tasks:Images").__name__ == "Images"
     with pytest.raises(TaskError, match=r"has several tasks: One, Two\. Say which, as in mine\.py:One"):

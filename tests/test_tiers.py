@@ -91,21 +91,9 @@ def test_a_module_stays_on_one_worker(tmp_path: Path) -> None:
     (tmp_path / "conftest.py").write_text("from tests.conftest import pytest_xdist_make_scheduler\n")
     for module in ("one", "two", "three"):
         (tmp_path / f"test_{module}.py").write_text(TWO_TESTS)
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-rP",
-        "-p",
-        "no:cacheprovider",
-        "--numprocesses",
-        "2",
-        str(tmp_path),
-    ]
+    command = [sys.executable, "-m", "pytest", "-rP", "-p", "no:cacheprovider", "--numprocesses", "2", str(tmp_path)]
     path = os.pathsep.join([str(tiers.ROOT.parent), *sys.path])
-    output = subprocess.run(
-        command, env=os.environ | {"PYTHONPATH": path}, capture_output=True, text=True, check=True
-    )
+    output = subprocess.run(command, env=os.environ | {"PYTHONPATH": path}, capture_output=True, text=True, check=True)
     lines = re.findall(r"^gw. test_\w+$", output.stdout, re.MULTILINE)
     assert len(lines) == 6
     assert len(set(lines)) == 3

@@ -171,10 +171,7 @@ def _tell_ends(running: dict[int, socket.socket]) -> None:
         pid, status = os.waitpid(-1, os.WNOHANG)
         if not pid:
             return
-        with (
-            running.pop(pid) as connection,
-            contextlib.suppress(OSError),
-        ):  # who has started it may have ended
+        with running.pop(pid) as connection, contextlib.suppress(OSError):  # who has started it may have ended
             connection.send(str(status).encode())
 
 

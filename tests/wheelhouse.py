@@ -18,9 +18,7 @@ def plain(name: str) -> str:
     return SEPARATORS.sub("-", name).lower()
 
 
-def wheel(
-    folder: Path, name: str, version: str, needs: Iterable[str] = (), files: Mapping[str, str] = {}
-) -> None:
+def wheel(folder: Path, name: str, version: str, needs: Iterable[str] = (), files: Mapping[str, str] = {}) -> None:
     """One wheel with these files, by their paths in site-packages."""
     metadata = f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n"
     metadata += "".join(f"Requires-Dist: {one}\n" for one in needs)

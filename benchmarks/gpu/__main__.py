@@ -47,9 +47,7 @@ def main() -> int:
     if options.part:
         folder = options.out / options.part
         folder.mkdir(parents=True, exist_ok=True)
-        importlib.import_module(f"benchmarks.gpu.{options.part}").main(
-            Part(options.device, folder, options.scratch)
-        )
+        importlib.import_module(f"benchmarks.gpu.{options.part}").main(Part(options.device, folder, options.scratch))
         return 0
     options.out.mkdir(parents=True, exist_ok=True)
     end = time.monotonic() + options.minutes * 60
@@ -131,9 +129,7 @@ def _options() -> argparse.Namespace:
 
     parser = argparse.ArgumentParser(description=__doc__)
     here = "cuda" if torch.cuda.is_available() else "cpu"
-    parser.add_argument(
-        "--device", choices=("cuda", "cpu"), default=here, help=f"default: {here}, what is here"
-    )
+    parser.add_argument("--device", choices=("cuda", "cpu"), default=here, help=f"default: {here}, what is here")
     parser.add_argument("--only", nargs="+", choices=list(PARTS), help="these parts alone")
     parser.add_argument("--minutes", type=float, default=10.0, help="for all parts together (default 10)")
     default = Path(tempfile.gettempdir()) / "grappe-gpu"

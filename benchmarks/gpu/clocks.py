@@ -64,9 +64,7 @@ class Marks:
 def _against_events(part: Part, task: Tokens, steps: int) -> float:
     """Compares the median step of the chronometer's own clock with that of the marks; returns the latter."""
     marks = Marks(part)
-    folder = train_here(
-        part, task, "precision=bf16", "events", Options(steps_only=True, steps=steps), marks.tick
-    )
+    folder = train_here(part, task, "precision=bf16", "events", Options(steps_only=True, steps=steps), marks.tick)
     timing = Run(folder).read_description()["costs"][0]["timing"]
     # The steps that the chronometer times: behind the warm-up, and on a GPU one in so many.
     every = SAMPLE if part.on_gpu else 1
@@ -76,8 +74,7 @@ def _against_events(part: Part, task: Tokens, steps: int) -> float:
     part.check(
         f"the chronometer's step against {clock}",
         timing["clock"] == ("device" if part.on_gpu else "host") and abs(found / step - 1) <= ALLOWED,
-        f"{found * 1e3:.3f} ms by its {timing['clock']}'s clock, {step * 1e3:.3f} ms by {clock}; "
-        f"{ALLOWED:.0%} allowed",
+        f"{found * 1e3:.3f} ms by its {timing['clock']}'s clock, {step * 1e3:.3f} ms by {clock}; {ALLOWED:.0%} allowed",
         chronometer_seconds=found,
         step_seconds=step,
     )

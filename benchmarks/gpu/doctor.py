@@ -72,9 +72,7 @@ def _findings(part: Part) -> None:
     part.check("the doctor on bf16 here", right, "; ".join(one.what for one in (listed, *others)))
     built = torch.cuda.get_arch_list()
     found = list(of_architectures(built, [capability], torch.__version__))
-    part.check(
-        "torch has code for this GPU", not found, f"sm_{facts.major}{facts.minor} of {', '.join(built)}"
-    )
+    part.check("torch has code for this GPU", not found, f"sm_{facts.major}{facts.minor} of {', '.join(built)}")
     other = list(of_architectures(["sm_10"], [capability], torch.__version__))
     part.check("a torch without code for this GPU is found", any(one.level == "error" for one in other))
 
@@ -84,13 +82,7 @@ def _nvidia_smi(part: Part) -> None:
     if shutil.which("nvidia-smi") is None:
         part.not_tried("the device against nvidia-smi", "there is no nvidia-smi here")
         return
-    command = [
-        "nvidia-smi",
-        "-i",
-        "0",
-        "--query-gpu=name,memory.total,compute_cap",
-        "--format=csv,noheader,nounits",
-    ]
+    command = ["nvidia-smi", "-i", "0", "--query-gpu=name,memory.total,compute_cap", "--format=csv,noheader,nounits"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         part.not_tried("the device against nvidia-smi", done.stdout.strip() or done.stderr.strip())

@@ -70,13 +70,7 @@ def main(part: Part) -> None:
 
 
 def _measure(
-    part: Part,
-    size: Size,
-    source: str,
-    kind: type[ImageNet],
-    plan: str,
-    memory: float | None = None,
-    **fields: object,
+    part: Part, size: Size, source: str, kind: type[ImageNet], plan: str, memory: float | None = None, **fields: object
 ) -> float:
     """Reports images/s of a source, and returns them.
 

@@ -56,10 +56,7 @@ def _try(part: Part, plan: str, kernel: str, plain: dict[str, torch.Tensor]) -> 
         return
     gap = distance(plain, weights(run.folder))
     part.check(
-        f"Adam under {plan}",
-        gap <= ALLOWED,
-        f"{gap:.1e} from the plain process, {ALLOWED:.0e} allowed",
-        distance=gap,
+        f"Adam under {plan}", gap <= ALLOWED, f"{gap:.1e} from the plain process, {ALLOWED:.0e} allowed", distance=gap
     )
     remarks = told.read_text().replace("\n", "; ")
     if f"DeepSpeed's {kernel} for" in remarks:

@@ -34,8 +34,7 @@ class Block(nn.Module):
 
     def attend(self, x: Tensor) -> Tensor:
         q, k, v = (
-            layer(x).unflatten(2, (self.heads, -1)).transpose(1, 2)
-            for layer in (self.query, self.key, self.value)
+            layer(x).unflatten(2, (self.heads, -1)).transpose(1, 2) for layer in (self.query, self.key, self.value)
         )
         heads = F.scaled_dot_product_attention(self.rotated(q), self.rotated(k), v, is_causal=True)
         return self.merge(heads.transpose(1, 2).flatten(2))

@@ -74,6 +74,4 @@ def _overflow(part: Part) -> None:
     run = train(part, Small(loud=True), "precision=fp16", "loud")
     records = list(run.records("step"))
     skipped, steps = [record["step"] for record in records if record.get("skipped")], len(records)
-    part.check(
-        "fp16 with a sample that overflows", 0 < len(skipped) < steps, f"skipped steps {skipped} of {steps}"
-    )
+    part.check("fp16 with a sample that overflows", 0 < len(skipped) < steps, f"skipped steps {skipped} of {steps}")

@@ -86,9 +86,7 @@ class Part:
         """Reports `passed` or `failed`."""
         self.report(Row(name=name, verdict="passed" if right else "failed", text=text, figures=figures))
 
-    def measured(
-        self, name: str, text: str, *, aim: Aim | None = None, found: float = 0.0, **figures: float
-    ) -> None:
+    def measured(self, name: str, text: str, *, aim: Aim | None = None, found: float = 0.0, **figures: float) -> None:
         """Reports figures that nothing is demanded of, with an aim that `found` is compared with."""
         if aim is not None:
             text = f"{text}; {aim.text(found, on_gpu=self.on_gpu)}"
@@ -100,14 +98,7 @@ class Part:
         verdicts: dict[str, Verdict] = {
             "passed": "passed", "FAILED": "failed", "measured": "measured", "not tried": "not tried",
         }  # fmt: skip
-        self.report(
-            Row(
-                name=trial.what,
-                verdict=verdicts[trial.verdict],
-                text=trial.text,
-                figures=dict(trial.figures),
-            )
-        )
+        self.report(Row(name=trial.what, verdict=verdicts[trial.verdict], text=trial.text, figures=dict(trial.figures)))
 
     def wait(self) -> None:
         """Waits until the device has done all that it was given."""

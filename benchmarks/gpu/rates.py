@@ -31,14 +31,7 @@ def peaks(part: Part) -> Peaks:
 
 
 def compare(
-    part: Part,
-    name: str,
-    task: LanguageTask,
-    plans: Sequence[str],
-    aim: float,
-    *,
-    warmup: int,
-    steps: int,
+    part: Part, name: str, task: LanguageTask, plans: Sequence[str], aim: float, *, warmup: int, steps: int
 ) -> None:
     """Reports tokens/s under each plan beside the same loop by hand, compiled where the plan is.
 

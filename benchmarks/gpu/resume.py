@@ -35,9 +35,7 @@ def main(part: Part) -> None:
         undisturbed.wait(LIMIT_SECONDS)
         same = code == 0 and sha256(weights(whole)) == sha256(weights(killed))
         part.check(
-            f"killed after step {step} under {plan or 'the plain plan'}: the same bits",
-            same,
-            f"exit code {code}",
+            f"killed after step {step} under {plan or 'the plain plan'}: the same bits", same, f"exit code {code}"
         )
 
 
@@ -52,10 +50,7 @@ def _start(part: Part, plan: str, folder: Path) -> subprocess.Popen[bytes]:
 def _wait_for_a_checkpoint(folder: Path, process: subprocess.Popen[bytes]) -> int:
     end = time.monotonic() + LIMIT_SECONDS
     while time.monotonic() < end and process.poll() is None:
-        steps = [
-            int(one.parent.name.removeprefix("step-"))
-            for one in folder.glob("checkpoints/step-*/manifest.json")
-        ]
+        steps = [int(one.parent.name.removeprefix("step-")) for one in folder.glob("checkpoints/step-*/manifest.json")]
         if max(steps, default=0) >= 32:
             return max(steps)
         time.sleep(0.02)

@@ -48,9 +48,7 @@ def _training(part: Part) -> None:
     # By the clock: a step's own seconds leave saving out. A save comes before its step's end.
     seconds = dict(enumerate((b - a for a, b in itertools.pairwise(ends)), 2))
     plain = statistics.median(seconds.values())
-    stalls = [
-        sum(seconds[every * save + after] - plain for after in range(AFTER)) for save in range(1, SAVES + 1)
-    ]
+    stalls = [sum(seconds[every * save + after] - plain for after in range(AFTER)) for save in range(1, SAVES + 1)]
     found = max(stalls[1:])
     part.measured(
         "a training's stall by a save",

@@ -48,12 +48,8 @@ def _count_synchronising_calls(part: Part) -> None:
             line = f"{one.filename.rpartition('/')[2]}:{one.lineno}"
             lines[line] = lines.get(line, 0) + 1
     often = {line: count for line, count in lines.items() if count >= STEPS // 2}
-    text = ", ".join(
-        f"{line} {count} times" for line, count in sorted(lines.items(), key=lambda item: -item[1])[:8]
-    )
-    part.check(
-        f"no call that waits for the device in each of {STEPS} steps", not often, text or "none at all"
-    )
+    text = ", ".join(f"{line} {count} times" for line, count in sorted(lines.items(), key=lambda item: -item[1])[:8])
+    part.check(f"no call that waits for the device in each of {STEPS} steps", not often, text or "none at all")
 
 
 def _phases_against_the_wall(part: Part) -> None:

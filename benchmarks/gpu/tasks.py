@@ -69,9 +69,7 @@ class LanguageTask(Task):
         return F.cross_entropy(output.flatten(0, 1), target.flatten(), reduction="none").view_as(target)
 
     def optimizer(self, named_parameters):
-        return torch.optim.AdamW(
-            named_parameters, lr=self.lr, betas=(0.9, 0.95), fused=torch.cuda.is_available()
-        )
+        return torch.optim.AdamW(named_parameters, lr=self.lr, betas=(0.9, 0.95), fused=torch.cuda.is_available())
 
     def flops_per_token(self) -> float:
         """Operations of forward and backward without the embedding: 6 N + 12 L W T.

@@ -32,13 +32,7 @@ def sharing(part: Part, plan: str) -> str:
 
 
 def train(
-    part: Part,
-    task: grappe.Task,
-    plan: str,
-    name: str,
-    *,
-    watchers: Sequence[grappe.Watcher] = (),
-    **options: object,
+    part: Part, task: grappe.Task, plan: str, name: str, *, watchers: Sequence[grappe.Watcher] = (), **options: object
 ) -> grappe.Run:
     """Trains into a folder of the part's own, `name`, in processes of its own."""
     return grappe.train(

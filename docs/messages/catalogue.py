@@ -122,11 +122,7 @@ def _wrong(text: str, other: str) -> str:
         return f"it has characters that terminals are not sent: {sorted(unseen)}"
     if _edges(text) != _edges(FRENCH_SPACE.sub("", other)):
         return "it begins or ends with other spaces"
-    if (
-        "\n" in text
-        and not names
-        and max(map(len, other.split("\n"))) > max(WIDEST, *map(len, text.split("\n")))
-    ):
+    if "\n" in text and not names and max(map(len, other.split("\n"))) > max(WIDEST, *map(len, text.split("\n"))):
         return f"a line of it has more than {WIDEST} characters"
     return ""
 

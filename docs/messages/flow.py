@@ -42,54 +42,12 @@ PATTERNS = ("remedies.py",)
 NOT_SHOWN = re.compile(
     r"^https://|\[\^|\\[AdwZ.]|^(?:Metadata-Version|Requires-Dist|No module named|no such option|WeightsUnpickler)"
     r"|^(?:accounting/qos policy|contact slurm|more processors requested|node configuration|node count|time limit)"
-    r"|^\n    cluster-constraint",
+    r"|^\n    cluster-constraint"
 )
 """Words by which grappe recognises what others say, and addresses."""
-COMMON = {
-    "append",
-    "decode",
-    "format",
-    "get",
-    "items",
-    "join",
-    "name",
-    "open",
-    "read",
-    "replace",
-    "split",
-    "strip",
-}
-COMMON |= {
-    "str",
-    "repr",
-    "len",
-    "sorted",
-    "map",
-    "list",
-    "dict",
-    "set",
-    "tuple",
-    "type",
-    "next",
-    "min",
-    "max",
-    "sum",
-}
-COMMON |= {
-    "keys",
-    "values",
-    "table",
-    "add",
-    "main",
-    "run",
-    "write",
-    "__init__",
-    "text",
-    "line",
-    "path",
-    "show",
-    "find",
-}
+COMMON = {"append", "decode", "format", "get", "items", "join", "name", "open", "read", "replace", "split", "strip"}
+COMMON |= {"str", "repr", "len", "sorted", "map", "list", "dict", "set", "tuple", "type", "next", "min", "max", "sum"}
+COMMON |= {"keys", "values", "table", "add", "main", "run", "write", "__init__", "text", "line", "path", "show", "find"}
 """Names of so many functions that a call says nothing about the one that is meant."""
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 
@@ -130,9 +88,7 @@ class Program:
         for node in tree.body:
             if isinstance(node, ast.Assign | ast.AnnAssign) and node.value is not None:
                 targets = node.targets if isinstance(node, ast.Assign) else [node.target]
-                self._constants |= {
-                    (name, one.id): node.value for one in targets if isinstance(one, ast.Name)
-                }
+                self._constants |= {(name, one.id): node.value for one in targets if isinstance(one, ast.Name)}
         yield from self._walk(tree, name, None)
 
     def _walk(self, node: ast.AST, file: str, function: Function | None) -> Iterator[ast.expr]:
@@ -183,9 +139,7 @@ class Program:
         if (file, name) in self._imports:
             module, name = self._imports[file, name]
             path = module.replace(".", "/")
-            file = next(
-                (one for one in (f"{path}.py", f"{path}/__init__.py") if (one, name) in self._constants), ""
-            )
+            file = next((one for one in (f"{path}.py", f"{path}/__init__.py") if (one, name) in self._constants), "")
         return self._constants.get((file, name))
 
     def _sources(self, part: ast.expr) -> Iterator[ast.expr]:

@@ -28,19 +28,7 @@ CYCLOPTS = (
     "Cannot supply keyword & non-keyword arguments to {option}.",
 )
 """What the parser of the command line says: cyclopts has no translations. tests/cli/test_help.py makes it say them."""
-SYSTEM = (
-    "ENOENT",
-    "EACCES",
-    "EPERM",
-    "ENOSPC",
-    "EDQUOT",
-    "EISDIR",
-    "ENOTDIR",
-    "EEXIST",
-    "EROFS",
-    "EIO",
-    "ENOTEMPTY",
-)
+SYSTEM = ("ENOENT", "EACCES", "EPERM", "ENOSPC", "EDQUOT", "EISDIR", "ENOTDIR", "EEXIST", "EROFS", "EIO", "ENOTEMPTY")
 """Errors of files, as the system calls them."""
 LINES = ("{file}, line {number}, in {function}()", "{file}, line {number}, in {function}(): {text}")
 """Lines of the user's code, which are written by a `__str__` of which the sources' messages know nothing."""

@@ -13,9 +13,7 @@ Piece = str | ast.expr
 """Text, or the expression of a placeholder."""
 
 WORD = re.compile(r"[A-Za-z]{3,}")
-CODE = re.compile(
-    r"[$]\{\{|\"[$]|^(?:export|set|unset|module|cd|mkdir|conda|command|#|--\S+ \{\w+\}$)|:: |\\A|\(\?:"
-)
+CODE = re.compile(r"[$]\{\{|\"[$]|^(?:export|set|unset|module|cd|mkdir|conda|command|#|--\S+ \{\w+\}$)|:: |\\A|\(\?:")
 SHORT = 14  # characters of a branch that is a part of words: 'sample' or 'samples'
 MOST = 12  # templates of one expression
 
@@ -49,9 +47,7 @@ def _forms(node: ast.expr, resolve: Resolve) -> list[list[Piece]]:
             return [*_forms(body, resolve), *_forms(orelse, resolve)]
         case ast.BoolOp(values=values):
             return [form for value in values for form in _forms(value, resolve)]
-        case ast.Name(id=name) if isinstance(
-            constant := resolve(name), ast.Constant | ast.JoinedStr | ast.BinOp
-        ):
+        case ast.Name(id=name) if isinstance(constant := resolve(name), ast.Constant | ast.JoinedStr | ast.BinOp):
             found = _forms(constant, resolve)
             return found if isinstance(found[0][0], str) else [[node]]
     return [[node]]
@@ -76,9 +72,7 @@ def _part(value: ast.expr, resolve: Resolve) -> list[list[Piece]]:
 
 
 def _product(parts: list[list[list[Piece]]]) -> list[list[Piece]]:
-    found = [
-        [piece for form in one for piece in form] for one in itertools.islice(itertools.product(*parts), MOST)
-    ]
+    found = [[piece for form in one for piece in form] for one in itertools.islice(itertools.product(*parts), MOST)]
     return [_joined(form) for form in found]
 
 

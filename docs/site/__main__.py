@@ -54,10 +54,7 @@ if __name__ == "__main__":
     given = len(sys.argv) > 1
     target = Path(sys.argv[1]) if given else OUTPUT
     if given and (other := stranger(target.resolve())):
-        print(
-            f"{other} holds something else than a built site: give an empty folder, or a new one",
-            file=sys.stderr,
-        )
+        print(f"{other} holds something else than a built site: give an empty folder, or a new one", file=sys.stderr)
         sys.exit(2)
     failed = build(target.resolve())
     if not failed:

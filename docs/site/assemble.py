@@ -24,15 +24,7 @@ NAVIGATION = (
     (
         "Training",
         "Entraînement",
-        (
-            "optimizers",
-            "learning-rate",
-            "larger-batch",
-            "tune",
-            "watchers",
-            "own-loop",
-            "transformers",
-        ),
+        ("optimizers", "learning-rate", "larger-batch", "tune", "watchers", "own-loop", "transformers"),
     ),
     (
         "Parallelism, memory, speed",
@@ -197,9 +189,7 @@ def _contents(language: str, pages: set[str]) -> str:
         if english == "Labs":
             group = sorted(page for page in pages if page.startswith("labs/") and page != "labs/index")
         elif english == "Reference":
-            group = [
-                page for page in REFERENCE if page != "docs/json" or language == "en"
-            ]  # it is in English
+            group = [page for page in REFERENCE if page != "docs/json" or language == "en"]  # it is in English
         elif names[0] == "step" and language == "en":
             group += PROJECT
         group = [page for page in group if page in pages]

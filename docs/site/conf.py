@@ -36,12 +36,7 @@ myst_heading_anchors = 4
 myst_links_external_new_tab = False
 nitpicky = True
 show_warning_types = True
-FRENCH = {
-    "On this page": "Sur cette page",
-    "Next": "Suivant",
-    "Previous": "Précédent",
-    "Home": "Accueil",
-}
+FRENCH = {"On this page": "Sur cette page", "Next": "Suivant", "Previous": "Précédent", "Home": "Accueil"}
 """The theme's words that its catalogues leave in English."""
 
 

@@ -38,11 +38,7 @@ SHOWN = (
 """What of a regular expression is shown otherwise, and how, in this order."""
 COMMANDS = {
     "en": ("# Commands", "", "Each command's own help, `grappe COMMAND --help`."),
-    "fr": (
-        "# Commandes",
-        "",
-        "L'aide de chaque commande en français, `GRAPPE_LANG=fr grappe COMMAND --help`.",
-    ),
+    "fr": ("# Commandes", "", "L'aide de chaque commande en français, `GRAPPE_LANG=fr grappe COMMAND --help`."),
 }
 WIDTH = 92  # of a command's help, in characters
 
@@ -105,12 +101,7 @@ def _mentions(pattern: re.Pattern[str]) -> str:
 def _plan_keys() -> dict[str, str]:
     made = {}
     head = "# Keys of a plan"
-    lines = [
-        head,
-        "",
-        "A plan is a text, `replicate=2,precision=bf16`; what is not named has its default.",
-        "",
-    ]
+    lines = [head, "", "A plan is a text, `replicate=2,precision=bf16`; what is not named has its default.", ""]
     kinds = {field.name: api.annotation(field.type) for field in dataclasses.fields(Plan)}
     texts = fields.docs(Plan)
     rows = [(key, default, able) for key, default, _, able in support()]
@@ -142,12 +133,7 @@ def _public_names() -> dict[str, str]:
             made[f"api/{title}.md"] = _page(api.entry(title, getattr(module, name)))
             lines.append(f"- [`{title}`](../api/{title}.md)")
         lines.append("")
-    lines += [
-        "## What functions return",
-        "",
-        "The attributes are public; the classes are not for importing.",
-        "",
-    ]
+    lines += ["## What functions return", "", "The attributes are public; the classes are not for importing.", ""]
     for place, names in api.RETURNED.items():
         module_name, _, name = place.partition(":")
         cls = getattr(importlib.import_module(module_name), name)
@@ -164,19 +150,12 @@ def _page(entry: str) -> str:
 
 def _sites() -> dict[str, str]:
     made = {}
-    lines = [
-        "# Sites",
-        "",
-        "Each cluster that grappe knows, with the source of each fact: `grappe sites NAME`.",
-        "",
-    ]
+    lines = ["# Sites", "", "Each cluster that grappe knows, with the source of each fact: `grappe sites NAME`.", ""]
     for file in sorted(Path(sites.__file__).parent.glob("*.toml")):
         name = file.stem
         site = sites.find(name)
         rows = ["| fact | value | source |", "|---|---|---|"]
-        rows += [
-            f"| `{key}` | {_cell(value)} | {_cell(source)} |" for key, value, source in described_facts(site)
-        ]
+        rows += [f"| `{key}` | {_cell(value)} | {_cell(source)} |" for key, value, source in described_facts(site)]
         made[f"sites/{name}.md"] = f"# {name}\n\n{site.title}\n\n" + "\n".join(rows) + "\n"
         lines.append(f"- [{name}]({name}.md): {site.title}")
     made["sites/index.md"] = "\n".join(lines)

@@ -25,9 +25,7 @@ class Lora(grappe.Task):
             num_attention_heads=2,
             use_cache=False,
         )
-        adapters = LoraConfig(
-            r=self.rank, lora_alpha=8, lora_dropout=0.05, target_modules=["q_proj", "v_proj"]
-        )
+        adapters = LoraConfig(r=self.rank, lora_alpha=8, lora_dropout=0.05, target_modules=["q_proj", "v_proj"])
         return get_peft_model(LlamaForCausalLM(config), adapters)  # it freezes all but the adapters
 
     def data(self, split, folder):

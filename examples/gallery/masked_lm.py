@@ -36,9 +36,7 @@ class MaskedLM(grappe.Task):
     def augment(self, inputs, targets, keys, training):
         chosen = grappe.draw(keys, targets.shape[1]) < self.masked
         chosen[:, 0] = True  # each sample has something to learn
-        return {"input_ids": inputs["input_ids"].masked_fill(chosen, MASK)}, targets.masked_fill(
-            ~chosen, IGNORED
-        )
+        return {"input_ids": inputs["input_ids"].masked_fill(chosen, MASK)}, targets.masked_fill(~chosen, IGNORED)
 
     def loss(self, output, target):
         return nn.functional.cross_entropy(

@@ -149,9 +149,7 @@ class Plan:
 
     def changed_keys(self) -> frozenset[str]:
         """Returns the names of the keys that differ from their default."""
-        return frozenset(
-            field.name for field in dataclasses.fields(self) if getattr(self, field.name) != field.default
-        )
+        return frozenset(field.name for field in dataclasses.fields(self) if getattr(self, field.name) != field.default)
 
     def check_fits(self, processes: int) -> None:
         """Raises PlanError if the plan's product is not the world size."""

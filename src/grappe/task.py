@@ -87,14 +87,10 @@ class Task:
                 raise TaskError(f"{name}={value}: it must be a whole number, at least {least}")
         check_choices(self)
         if self.clip is not None and not self.clip > 0:
-            raise TaskError(
-                f"clip={self.clip}: it bounds the gradient's norm, so it must be above 0 (or none)"
-            )
+            raise TaskError(f"clip={self.clip}: it bounds the gradient's norm, so it must be above 0 (or none)")
 
         if self.ema is not None and not 0 < self.ema < 1:
-            raise TaskError(
-                f"ema={self.ema}: the decay of an average is between 0 and 1, 0.999 say (or none)"
-            )
+            raise TaskError(f"ema={self.ema}: the decay of an average is between 0 and 1, 0.999 say (or none)")
 
     def prepare(self, folder: Path) -> None:
         """Downloads and unpacks what `data` needs: before it, by one process of each node at a time, under a lock."""
@@ -257,9 +253,7 @@ def check_signatures(task: Task) -> None:
             signature.bind(*meant[1:], **further)
         except TypeError as error:
             _refuse_signature(task, name, meant, error)
-        except (
-            ValueError
-        ) as error:  # it has no `self`; or torch's own code, which says nothing of its arguments
+        except ValueError as error:  # it has no `self`; or torch's own code, which says nothing of its arguments
             if inspect.isroutine(getattr(type(task), name)) and "invalid method" in str(error):
                 _refuse_signature(task, name, meant, error)
 

@@ -7,16 +7,7 @@ import shutil
 
 import pytest
 
-from grappe.checkpoint.commit import (
-    OLDER,
-    Origin,
-    commit,
-    json_hash,
-    read_json,
-    verify,
-    write_json,
-    write_new,
-)
+from grappe.checkpoint.commit import OLDER, Origin, commit, json_hash, read_json, verify, write_json, write_new
 from grappe.errors import RunError
 
 ORIGIN = Origin(step=1, run="ours", samples=64)
@@ -79,12 +70,7 @@ def test_a_manifest_that_lies_is_noticed(tmp_path, manifest: str) -> None:
 def test_a_name_turned_into_another_does_not_hide_a_file(tmp_path) -> None:
     folder, beside = tmp_path / "step-000001", tmp_path / ".step-000001.0"
     beside.mkdir()
-    commit(
-        beside,
-        folder,
-        {name: write_new(beside / name, name.encode()) for name in ("rank-0", "rank-1")},
-        ORIGIN,
-    )
+    commit(beside, folder, {name: write_new(beside / name, name.encode()) for name in ("rank-0", "rank-1")}, ORIGIN)
     text = (folder / "manifest.json").read_text()
     (folder / "manifest.json").write_text(text.replace("rank-0", "rank-1"))  # one bit; the later entry wins
     assert "manifest.json is not what was saved" in (verify(folder) or "")

@@ -159,11 +159,7 @@ def bytes_of(count: int) -> Callable[[Path], None]:
 
 def piece(file: Path) -> None:
     write(
-        file,
-        [
-            Piece("0.weight", TENSORS["0.weight"][:1], (2, 3), (0, 0)),
-            Piece("0.bias", torch.ones(2), (2,), (0,)),
-        ],
+        file, [Piece("0.weight", TENSORS["0.weight"][:1], (2, 3), (0, 0)), Piece("0.bias", torch.ones(2), (2,), (0,))]
     )
 
 
@@ -254,9 +250,7 @@ def test_other_precisions_and_odd_models_are_taken_over(tmp_path) -> None:
         for tensor in there.parameters():
             tensor.normal_()
     there.count.fill_(7)  # type: ignore[operator]
-    state = {
-        name: one.bfloat16() if one.is_floating_point() else one for name, one in there.state_dict().items()
-    }
+    state = {name: one.bfloat16() if one.is_floating_point() else one for name, one in there.state_dict().items()}
     del state["b"]
     torch.save(state, tmp_path / "a.pt")
     take_over(mine, tmp_path / "a.pt")

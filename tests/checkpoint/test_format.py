@@ -98,9 +98,7 @@ def test_what_is_not_taken_is_named(folder: Path, kind: str) -> None:
     assert words in str(error.value)
 
 
-@pytest.mark.parametrize(
-    "kind", ["damaged", "emptied", "missing", "renamed", "linked", "a file", "another run's"]
-)
+@pytest.mark.parametrize("kind", ["damaged", "emptied", "missing", "renamed", "linked", "a file", "another run's"])
 def test_what_is_asked_for_is_never_another(folder: Path, kind: str) -> None:
     damage(folder, kind)
     assert "30" in refused(folder, 30)

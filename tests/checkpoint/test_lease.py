@@ -94,9 +94,7 @@ def test_who_lives(tmp_path, changes: dict, free: bool) -> None:
 @pytest.mark.parametrize(
     ("job", "restart", "free"), [("12", "1", True), ("12", "0", False), ("13", "1", False), ("", "1", False)]
 )
-def test_slurm_restarts_a_job_only_when_it_is_gone(
-    monkeypatch, tmp_path, job: str, restart: str, free
-) -> None:
+def test_slurm_restarts_a_job_only_when_it_is_gone(monkeypatch, tmp_path, job: str, restart: str, free) -> None:
     monkeypatch.setenv("SLURM_JOB_ID", job)
     monkeypatch.setenv("SLURM_RESTART_COUNT", restart)
     held(tmp_path, job="12", restart=0)

@@ -62,9 +62,7 @@ def test_weights_of_the_inner_model_alone_and_of_a_model_around() -> None:
     assert torch.equal(outer.net.weight, inner.weight)  # type: ignore[union-attr]
 
 
-@pytest.mark.parametrize(
-    "names", [["encoder.weight"], ["decoder.weight"], ["encoder.weight", "decoder.weight"]]
-)
+@pytest.mark.parametrize("names", [["encoder.weight"], ["decoder.weight"], ["encoder.weight", "decoder.weight"]])
 def test_tied_weights_under_any_of_their_names(names: list[str]) -> None:
     model, value = Tied(), torch.randn(7, 3)
     filled(model, dict.fromkeys(names, value))
@@ -74,9 +72,7 @@ def test_tied_weights_under_any_of_their_names(names: list[str]) -> None:
 
 def test_a_tied_weight_with_two_values_is_refused() -> None:
     content = {"encoder.weight": torch.zeros(7, 3), "decoder.weight": torch.ones(7, 3)}
-    with pytest.raises(
-        UsageError, match=r"encoder\.weight and decoder\.weight differ there, and are one tensor"
-    ):
+    with pytest.raises(UsageError, match=r"encoder\.weight and decoder\.weight differ there, and are one tensor"):
         filled(Tied(), content)
 
 
@@ -95,10 +91,7 @@ def test_the_pages_checkpoint_is_taken_by_its_shapes_and_said() -> None:
         {"a": torch.ones(3, 3), "b": torch.ones(3, 3)},  # which is which?
         {"a": torch.ones(3, 3), "b": torch.ones(2)},
         {"a": torch.ones(3, 3)},
-        {
-            "0.weight": torch.ones(3, 3),
-            "b": torch.ones(3),
-        },  # a name that is the model's: the others are to be as well
+        {"0.weight": torch.ones(3, 3), "b": torch.ones(3)},  # a name that is the model's: the others are to be as well
     ],
 )
 def test_nothing_is_taken_by_shapes_that_could_mean_something_else(content: dict[str, Tensor]) -> None:

@@ -72,11 +72,7 @@ def test_a_file_a_folder_and_an_index(tmp_path: Path) -> None:
     given = network()
     (tmp_path / "one").mkdir()
     save_file(given.state_dict(), tmp_path / "one" / "model.safetensors")
-    places = [
-        tmp_path / "one",
-        tmp_path / "one" / "model.safetensors",
-        sharded(tmp_path / "several", given),
-    ]
+    places = [tmp_path / "one", tmp_path / "one" / "model.safetensors", sharded(tmp_path / "several", given)]
     (tmp_path / "link").symlink_to(tmp_path / "several")
     for place in [*places, tmp_path / "link"]:
         made = grappe.pretrained(network(), place)
@@ -100,8 +96,7 @@ def test_names_that_differ_are_said_and_may_be_meant(tmp_path: Path) -> None:
 
 def test_whole_numbers_are_no_weights(tmp_path: Path) -> None:
     save_file(
-        {"0.weight": torch.ones(4, 4, dtype=torch.int8), "1.weight": torch.ones(4, 4)},
-        tmp_path / "model.safetensors",
+        {"0.weight": torch.ones(4, 4, dtype=torch.int8), "1.weight": torch.ones(4, 4)}, tmp_path / "model.safetensors"
     )
     with pytest.raises(TaskError, match=r"0\.weight is int8 there and float32 in the model"):
         grappe.pretrained(network(), tmp_path)

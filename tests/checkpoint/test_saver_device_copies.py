@@ -27,10 +27,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[GpuStandIn]:
 
 
 def pieces() -> list[Piece]:
-    return [
-        Piece("w", torch.zeros(1024, device="cuda"), (1024,), (0,)),
-        Piece("step", torch.tensor([3.0]), (1,), (0,)),
-    ]
+    return [Piece("w", torch.zeros(1024, device="cuda"), (1024,), (0,)), Piece("step", torch.tensor([3.0]), (1,), (0,))]
 
 
 def test_the_training_waits_for_no_copy(gpu: GpuStandIn) -> None:
@@ -65,9 +62,7 @@ def test_without_room_on_the_gpu_the_training_waits(gpu: GpuStandIn, monkeypatch
     assert gpu.calls == ["copy to the host on computing", "host waits"]
 
 
-def test_memory_that_runs_out_all_the_same_is_no_error(
-    gpu: GpuStandIn, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_memory_that_runs_out_all_the_same_is_no_error(gpu: GpuStandIn, monkeypatch: pytest.MonkeyPatch) -> None:
     snapshots, given, empty = Snapshots(), pieces(), torch.empty
 
     def short(*shape: int, **options: object) -> torch.Tensor:

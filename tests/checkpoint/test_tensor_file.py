@@ -89,9 +89,7 @@ def cuts(size: int) -> st.SearchStrategy[list[int]]:
 def split_tensors(draw: st.DrawFn) -> tuple[torch.Tensor, list[Piece]]:
     shape = draw(st.lists(st.integers(1, 6), min_size=1, max_size=3))
     dtype = draw(st.sampled_from([torch.float32, torch.bfloat16, torch.int64, torch.bool]))
-    tensor = (
-        torch.randint(0, 2, shape).to(dtype) if dtype == torch.bool else torch.randn(shape).mul(9).to(dtype)
-    )
+    tensor = torch.randint(0, 2, shape).to(dtype) if dtype == torch.bool else torch.randn(shape).mul(9).to(dtype)
     sides = [list(itertools.pairwise(draw(cuts(size)))) for size in shape]
     pieces = []
     for box in itertools.product(*sides):
@@ -132,9 +130,7 @@ def test_a_piece_that_is_there_twice_does_not_hide_one_that_is_missing(tmp_path)
         TensorFiles(written(tmp_path, [piece, piece]))
 
 
-@pytest.mark.parametrize(
-    ("shape", "offsets"), [((4,), [(0,), (1,)]), ((4, 4), [(0, 0), (0, 2), (2, 0), (2, 1)])]
-)
+@pytest.mark.parametrize(("shape", "offsets"), [((4,), [(0,), (1,)]), ((4, 4), [(0, 0), (0, 2), (2, 0), (2, 1)])])
 def test_pieces_that_overlap_do_not_hide_a_gap(tmp_path, shape: tuple, offsets: list[tuple]) -> None:
     """Of the right size together: what is read would have numbers that nobody wrote."""
     half = torch.ones([2] * len(shape))
@@ -159,9 +155,7 @@ def test_a_shape_that_lies_is_refused_before_memory_is_asked_for(tmp_path) -> No
         TensorFiles([tmp_path / "a.safetensors"]).read("t")
 
 
-@pytest.mark.parametrize(
-    "pieces", ["[]", '{"t": 3}', '{"t": {"shape": "x", "offset": null}}', "[" * 100_000, "{"]
-)
+@pytest.mark.parametrize("pieces", ["[]", '{"t": 3}', '{"t": {"shape": "x", "offset": null}}', "[" * 100_000, "{"])
 def test_pieces_told_of_in_nonsense_are_refused(tmp_path, pieces: str) -> None:
     header = {"t": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}, "__metadata__": {"pieces": pieces}}
     text = json.dumps(header).encode()

@@ -97,10 +97,7 @@ def changed(old: str, new: str) -> str:
         (["train", "digits", "epochs=1", "epochs=2"], "epochs is given twice: 1 and 2"),
         (["train", "digits", "--plan", "replicat=2"], "plan has no 'replicat': did you mean replicate?"),
         (["train", "digits", "--plan", "replicate=two"], "plan: replicate=two is not a whole number"),
-        (
-            ["train", "digits", "--plan", "precision=fp8"],
-            "precision=fp8 is not one of fp32, tf32, bf16, fp16",
-        ),
+        (["train", "digits", "--plan", "precision=fp8"], "precision=fp8 is not one of fp32, tf32, bf16, fp16"),
         (["train", "digits", "--plan", "engine=natve"], "there is no engine 'natve': did you mean native?"),
         (
             ["train", "digits", "--plan", "engine=textbook,shard=2"],
@@ -108,10 +105,7 @@ def changed(old: str, new: str) -> str:
         ),
         (["train", "digits", "--plan", "engine=textbook,pipeline=2"], "engine=textbook has no pipeline: "),
         (["train", "digits", "--plan", "backend=mpi,replicate=2"], "backend=mpi is not in this torch"),
-        (
-            ["train", "digits", "--plan", "", "--evaluate-every", "0"],
-            "--evaluate-every=0: it must be at least 1",
-        ),
+        (["train", "digits", "--plan", "", "--evaluate-every", "0"], "--evaluate-every=0: it must be at least 1"),
         (["train", "digits", "--evry", "3"], "there is no option --evry"),
         (["trian", "digits"], "there is no command 'trian': grappe train does that"),
         (["train"], "TASK is missing"),
@@ -171,12 +165,9 @@ def test_a_sample_that_raises_in_a_data_worker(complain: Complain, tmp_path: Pat
 def test_a_loss_that_is_no_number(complain: Complain, tmp_path: Path) -> None:
     inputs = "torch.ones(32, 3).index_fill(0, torch.tensor(20), float('nan'))"
     (tmp_path / "task.py").write_text(changed("torch.ones(32, 3)", inputs))
-    said = complain(
-        "train", "task.py", "epochs=3", "--run", "run", "--log-samples", "--save-every", "1", *PLAN
-    )
+    said = complain("train", "task.py", "epochs=3", "--run", "run", "--log-samples", "--save-every", "1", *PLAN)
     found = re.match(
-        r"the loss is nan in epoch 1, step (\d+) \(sample ids ([\d, ]+)\)\. No checkpoint was overwritten",
-        said,
+        r"the loss is nan in epoch 1, step (\d+) \(sample ids ([\d, ]+)\)\. No checkpoint was overwritten", said
     )
     assert found, said
     step = int(found[1])
@@ -203,9 +194,7 @@ def test_a_run_of_another_task_or_of_nothing(complain: Complain, tmp_path: Path)
     said = complain("train", "task.py", "--run", "strangers", *PLAN)
     assert said == "strangers holds thesis.tex and is no run: give an empty folder, or a new one"
     assert [path.name for path in (tmp_path / "strangers").iterdir()] == ["thesis.tex"]
-    assert "file/run cannot be written: Not a directory" in complain(
-        "train", "task.py", "--run", "file/run", *PLAN
-    )
+    assert "file/run cannot be written: Not a directory" in complain("train", "task.py", "--run", "file/run", *PLAN)
     said = complain("evaluate", "runs/yours")
     assert said == "runs/yours is no run: it has no run.json; there is: runs/mine"
     assert complain("evaluate", "yours") == "yours is no run: it has no run.json; there is: runs/mine"
@@ -274,9 +263,7 @@ def test_from_a_shell(tmp_path: Path) -> None:
     command = Command(GRAPPE, "train", "task.py", "--plan", "replicate=2,threads=1", cwd=tmp_path)
     code, out, err = command.end()
     assert (code, out) == (2, "")
-    assert re.fullmatch(
-        r"grappe: [^\n]*TypeError: [^\n]*in model\(\): return nn.Linear\(3, 'two'\)\)\n", err
-    ), err
+    assert re.fullmatch(r"grappe: [^\n]*TypeError: [^\n]*in model\(\): return nn.Linear\(3, 'two'\)\)\n", err), err
     command.close()
 
 

@@ -68,13 +68,7 @@ def test_a_command_that_trains_does_without_torch(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("reference", "found"),
-    [
-        ("digits", True),
-        ("digits:Digits", True),
-        ("some.module:Task", True),
-        ("plain.py", False),
-        ("own.py:A", True),
-    ],
+    [("digits", True), ("digits:Digits", True), ("some.module:Task", True), ("plain.py", False), ("own.py:A", True)],
 )
 def test_which_tasks_may_import_a_module(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reference: str, found: bool

@@ -22,16 +22,10 @@ from grappe.tasks import find, make
         ("train digits --with_optimizer", None),
         ("train digits --evaluate-evry 3", "did you mean --evaluate-every?"),
         ("train digits --qqq 1", "there is no option --qqq: grappe train --help lists them"),
-        (
-            "train digits --resume runs/a",
-            "to resume a run, give its folder: grappe train digits --run runs/a",
-        ),
+        ("train digits --resume runs/a", "to resume a run, give its folder: grappe train digits --run runs/a"),
         ("train digits --checkpoint a.pt", "grappe train digits --from a.pt"),
         ("train digits --replicate 2", "grappe train digits --plan replicate=2"),
-        (
-            "train digits --gpus 4 --plan precision=bf16",
-            "grappe train digits --plan precision=bf16,replicate=4",
-        ),
+        ("train digits --gpus 4 --plan precision=bf16", "grappe train digits --plan precision=bf16,replicate=4"),
         ("train digits --nproc_per_node=4", "grappe train digits --plan replicate=4"),
         ("train digits --amp", "grappe train digits --plan precision=bf16"),
         ("train digits --amp lr=0.2", "grappe train digits lr=0.2 --plan precision=bf16"),

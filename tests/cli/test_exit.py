@@ -8,9 +8,7 @@ from cyclopts import App
 from grappe.cli import exit as end
 
 
-def test_what_nobody_foresaw_is_called_a_bug(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
-) -> None:
+def test_what_nobody_foresaw_is_called_a_bug(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
     """The words that all attacks and fuzzers search for."""
     app = App()
 

@@ -58,17 +58,11 @@ def grappe(*words: str, cwd: Path, **variables: str) -> subprocess.CompletedProc
         ("train digits --plan replicas=2", "plan n'a pas 'replicas' : vouliez-vous dire replicate"),
         ("train digits --plan replicate=0", "grappe : replicate=0 : il faut au moins 1"),
         ("train digits --plan ddp", "ddp est une stratégie de Lightning : utilisez replicate=2"),
-        (
-            "train digits --plan replicate=2,exact=3",
-            "exact=3 avec 2 tranches : les morceaux sont additionnés",
-        ),
+        ("train digits --plan replicate=2,exact=3", "exact=3 avec 2 tranches : les morceaux sont additionnés"),
         ("evaluate runs/none", "runs/none n'est pas une exécution : il n'a pas de run.json"),
         ("verify digits", "grappe verify a besoin d'un plan : donnez --plan replicate=2"),
         ("submit --time x -- train digits", "--time=x : donnez des secondes, ou une durée comme 90s"),
-        (
-            "submit --time 3h -- torchrun my.py",
-            "le job démarre lui-même les processus, donc retirez torchrun",
-        ),
+        ("submit --time 3h -- torchrun my.py", "le job démarre lui-même les processus, donc retirez torchrun"),
         ("cancel", "dites laquelle : grappe cancel RUN … (voir : grappe queue)"),
         ("tune digits", "rien n'est cherché : donnez un intervalle, lr=0.01..1:log, ou des valeurs"),
         ("sites nowhere", "il n'y a pas de site 'nowhere'"),
@@ -176,16 +170,7 @@ def test_results_and_logs_have_one_language(tmp_path: Path) -> None:
 
 def test_json_has_one_language(tmp_path: Path) -> None:
     done = ran(
-        GRAPPE,
-        "train",
-        "digits",
-        "epochs=1",
-        "--plan",
-        "device=cpu",
-        "--run",
-        "run",
-        cwd=tmp_path,
-        GRAPPE_LANG="fr",
+        GRAPPE, "train", "digits", "epochs=1", "--plan", "device=cpu", "--run", "run", cwd=tmp_path, GRAPPE_LANG="fr"
     )
     assert done.returncode == 0, done.stderr
     shown = [

@@ -79,16 +79,10 @@ def test_rare_options_are_in_a_second_box(english: None) -> None:
     [
         ("trian", "il n'y a pas de commande 'trian' : c'est grappe train"),
         ("train digits --qqq 1", "il n'y a pas d'option --qqq : grappe train --help les énumère"),
-        (
-            "train digits --epochs 1",
-            "epochs est un champ de la tâche, et s'écrit sans tirets : ",
-        ),
+        ("train digits --epochs 1", "epochs est un champ de la tâche, et s'écrit sans tirets : "),
         ("wait", "il manque RUN : grappe wait --help"),
         ("submit --account", 'Commande "submit" : le paramètre --account demande un argument.'),
-        (
-            "evaluate r --split tst",
-            'Valeur "tst" impossible pour --split. Au choix : "train", "validation", "test".',
-        ),
+        ("evaluate r --split tst", 'Valeur "tst" impossible pour --split. Au choix : "train", "validation", "test".'),
         ("prune --keep x", 'Valeur impossible pour --keep : "x" ne se convertit pas en int.'),
         ("wait a b", "'b' est de trop pour grappe wait : grappe wait --help"),
         ("prune --keep 1 --keep 2", "Le paramètre --keep est donné plusieurs fois."),

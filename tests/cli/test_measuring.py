@@ -45,9 +45,7 @@ def test_curves_go_to_a_file_and_reports_where_they_are_asked(tmp_path: Path) ->
     run = Run(train(tmp_path / "run").run)
     for words in (["curves", str(run.folder), "--out", str(tmp_path / "a.csv")], ["report", str(run.folder)]):
         assert app(words, exit_on_error=False, print_error=False) == 0
-    assert (
-        len((tmp_path / "a.csv").read_text().splitlines()) == 1 + 9 + 3 + 3 + 1
-    )  # steps, evaluations, epochs, waits
+    assert len((tmp_path / "a.csv").read_text().splitlines()) == 1 + 9 + 3 + 3 + 1  # steps, evaluations, epochs, waits
     assert (run.folder / "report.html").is_file()
     rows = dict(zip(*(column.cells for column in describe(run.folder).columns), strict=True))
     assert "core-hours" in rows["used"]

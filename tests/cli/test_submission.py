@@ -29,12 +29,7 @@ JOB = JobOptions()
         ("grappe train digits", "train", "digits", ("",)),
         ("verify digits --plan shard=2", "verify", "digits", ("shard=2",)),
         ("drill digits", "drill", "digits", ("",)),
-        (
-            "measure digits --plan replicate=1 --plan replicate=2",
-            "measure",
-            "digits",
-            ("replicate=1", "replicate=2"),
-        ),
+        ("measure digits --plan replicate=1 --plan replicate=2", "measure", "digits", ("replicate=1", "replicate=2")),
         ("evaluate runs/one --split test", "evaluate", None, ("",)),
     ],
 )
@@ -49,11 +44,7 @@ def test_scripts(python: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.chdir(tmp_path)
     (tmp_path / "mine.py").touch()
     found = read_submission([*python, "mine.py", "--lr", "0.1", "-x"], JOB, app)
-    assert (found.command, found.script, found.arguments) == (
-        SCRIPT,
-        Path("mine.py"),
-        ("mine.py", "--lr", "0.1", "-x"),
-    )
+    assert (found.command, found.script, found.arguments) == (SCRIPT, Path("mine.py"), ("mine.py", "--lr", "0.1", "-x"))
 
 
 def test_what_a_script_reads_is_not_ours(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -80,15 +71,9 @@ def test_a_search_names_its_task() -> None:
 @pytest.mark.parametrize(
     ("words", "expected"),
     [
-        (
-            ["--gpus", "2"],
-            "--ntasks-per-node=2 --cpus-per-task=12 --gpus-per-node=a100:2 --mem=248G --time=01:00:00",
-        ),
+        (["--gpus", "2"], "--ntasks-per-node=2 --cpus-per-task=12 --gpus-per-node=a100:2 --mem=248G --time=01:00:00"),
         (["--", "train", "digits", "--plan", "shard=4"], "--ntasks-per-node=4 --cpus-per-task=12"),
-        (
-            ["--", "tune", "digits", "lr=0.1..1", "--parallel", "3"],
-            "--cpus-per-task=36 --gpus-per-node=a100:3",
-        ),
+        (["--", "tune", "digits", "lr=0.1..1", "--parallel", "3"], "--cpus-per-task=36 --gpus-per-node=a100:3"),
         (["--gpus", "1", "--sbatch", "--comment=$(x)"], None),
         (["--gpus", "1", "--partition", "a;b"], None),
         (["--gpus", "1", "--env", "here"], None),
@@ -99,18 +84,7 @@ def test_interactive_allocations(
     words: list[str], expected: str | None, capsys: pytest.CaptureFixture[str], monkeypatch
 ) -> None:
     monkeypatch.setattr("os.execvp", lambda *given: pytest.fail(f"{given} is no --dry-run"))
-    line = [
-        "submit",
-        "--interactive",
-        "--dry-run",
-        "--site",
-        "narval",
-        "--account",
-        "def-me",
-        "--time",
-        "1h",
-        *words,
-    ]
+    line = ["submit", "--interactive", "--dry-run", "--site", "narval", "--account", "def-me", "--time", "1h", *words]
     if expected is None:
         with pytest.raises(UsageError):
             app(line)
@@ -161,9 +135,7 @@ def test_a_search_needs_its_samplers_package(sampler: tuple[str, ...], wanted: b
 
 
 @pytest.mark.parametrize("command", ["predict run x.npy", "export run --out out"])
-def test_what_computes_on_the_cpu_has_no_gpu(
-    command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_computes_on_the_cpu_has_no_gpu(command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     submission = read_submission(command.split(), JobOptions(site="narval", account="def-me"), app)
     layout, _, _ = laid_out(next(jobs_of(submission)))
@@ -192,9 +164,7 @@ def test_downloads_are_for_the_login_node() -> None:
         "--site jean-zay-a100 --account abc@a100 --chain 3 --name here -- verify digits --plan replicate=2",
     ],
 )
-def test_the_line_in_a_script_makes_it_again(
-    words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_line_in_a_script_makes_it_again(words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
 
     def script(words: list[str]) -> Script:

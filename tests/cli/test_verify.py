@@ -12,9 +12,7 @@ PLAN = "replicate=2,threads=1,workers=0,device=cpu"
 
 
 def verify(folder: Path, task: str, *more: str) -> tuple[int, str, str]:
-    command = Command(
-        GRAPPE, "verify", task, "samples=64", "--plan", PLAN, *more, cwd=folder, PYTHONPATH=ROOT
-    )
+    command = Command(GRAPPE, "verify", task, "samples=64", "--plan", PLAN, *more, cwd=folder, PYTHONPATH=ROOT)
     try:
         return command.end()
     finally:

@@ -43,11 +43,7 @@ class Triples(Task):
     ("task", "sample", "words"),
     [
         (Plain(), (torch.ones(3),), r"samples of the form \(Tensor \[3\],\) do not say what is input"),
-        (
-            Plain(),
-            {"input_ids": [1, 2], "labels": 0},
-            r"\{'input_ids': \[int, int\], 'labels': int\} do not say",
-        ),
+        (Plain(), {"input_ids": [1, 2], "labels": 0}, r"\{'input_ids': \[int, int\], 'labels': int\} do not say"),
         (Plain(), torch.ones(3), r"the form Tensor \[3\] do not say"),
         (Plain(), Graphs().data("train", Path())[0], "Graph cannot be put together by themselves"),
         (Triples(), 0, r"Triples.collate\(\) gave \(int, int, int\): it must give a pair"),
@@ -63,9 +59,7 @@ def test_an_error_in_collate_names_the_users_line() -> None:
         def collate(self, samples: Sequence[Any]) -> Any:
             return samples[0]["image"], 0
 
-    with pytest.raises(
-        TaskError, match=r"Wrong.collate\(\) failed: KeyError: 'image' .*test_collate.py, line"
-    ):
+    with pytest.raises(TaskError, match=r"Wrong.collate\(\) failed: KeyError: 'image' .*test_collate.py, line"):
         collated(Wrong(), [{"picture": 1}])
 
 
@@ -162,8 +156,7 @@ print(inside, matmul.{name})
 
 
 @pytest.mark.parametrize(
-    ("name", "allowed", "seen"),
-    [("allow_tf32", True, "False True"), ("fp32_precision", "tf32", "ieee tf32")],
+    ("name", "allowed", "seen"), [("allow_tf32", True, "False True"), ("fp32_precision", "tf32", "ieee tf32")]
 )
 def test_tf32_is_off_by_the_name_that_the_task_has_set(name: str, allowed: object, seen: str) -> None:
     if name == "fp32_precision" and not hasattr(torch.backends.cuda.matmul, name):

@@ -123,9 +123,7 @@ def test_arrays_that_stay_on_the_host_are_copied_beside_the_steps(
 ) -> None:
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device=None: (100, 100))
     arrays = Arrays(
-        np.zeros((50, 3, 2, 2), np.uint8),
-        {"class": np.zeros(50)},
-        transform=normalise((0.0,) * 3, (1.0,) * 3),
+        np.zeros((50, 3, 2, 2), np.uint8), {"class": np.zeros(50)}, transform=normalise((0.0,) * 3, (1.0,) * 3)
     )
     arrays.to_device(GPU)
     constants = ["copy to the GPU on computing"] * 2

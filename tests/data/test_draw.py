@@ -87,10 +87,7 @@ def test_a_draw_depends_on_its_key_and_place_alone(keys: list[int], n: int, data
 
 @untimed
 @given(
-    length=st.integers(1, 100),
-    batch_size=st.integers(1, 40),
-    parts=st.integers(1, 6),
-    microbatches=st.integers(1, 4),
+    length=st.integers(1, 100), batch_size=st.integers(1, 40), parts=st.integers(1, 6), microbatches=st.integers(1, 4)
 )
 def test_dividing_a_step_changes_no_draw_and_no_pair(
     length: int, batch_size: int, parts: int, microbatches: int
@@ -108,9 +105,7 @@ def test_dividing_a_step_changes_no_draw_and_no_pair(
 
 
 @pytest.mark.parametrize(("samples", "numbers"), [(0, 3), (1, 0), (3, 5), (64, 128), (1000, 40)])
-def test_numpy_draws_the_bits_that_torch_draws(
-    monkeypatch: pytest.MonkeyPatch, samples: int, numbers: int
-) -> None:
+def test_numpy_draws_the_bits_that_torch_draws(monkeypatch: pytest.MonkeyPatch, samples: int, numbers: int) -> None:
     keys = torch.from_numpy(sample_keys(0, 0, np.arange(samples)))
     few = drawn(keys.numpy(), numbers)
     monkeypatch.setattr("grappe.data.draw._ONE_THREAD", -1)

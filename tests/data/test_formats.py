@@ -215,9 +215,7 @@ class Run:
 def test_code_is_refused_and_does_not_run(tmp_path, pixels, protocol, function):
     marker = tmp_path / "ran"
     command = f"touch {marker}" if function is os.system else f"open({str(marker)!r}, 'w')"
-    name = (
-        "posix.system" if function is os.system else ("builtins" if protocol > 2 else "__builtin__") + ".eval"
-    )
+    name = "posix.system" if function is os.system else ("builtins" if protocol > 2 else "__builtin__") + ".eval"
     hostile = Run(function, command)
     for content in (hostile, [hostile], {"data": pixels, "labels": hostile}, {hostile: 1}, {"data": hostile}):
         path = write(tmp_path, pickle.dumps(content, protocol))
@@ -317,9 +315,7 @@ def test_a_truncated_pickle_is_refused_wherever_it_stops(tmp_path, pixels):
 
 
 def test_a_batch_of_the_official_size(tmp_path):
-    images, labels = cifar10_python(
-        [write(tmp_path, python2_batch(np.zeros((10_000, 3072), np.uint8), [3] * 10_000))]
-    )
+    images, labels = cifar10_python([write(tmp_path, python2_batch(np.zeros((10_000, 3072), np.uint8), [3] * 10_000))])
     assert images.shape == (10_000, 3, 32, 32) and labels.tolist() == [3] * 10_000
 
 

@@ -83,9 +83,7 @@ def rows(loader: BatchLoader, start: int, stop: int) -> list[list[torch.Tensor]]
     ]
 
 
-def everyone(
-    task: Task, data: Dataset, processes: int, stop: int, text: str = "", make=training_loader
-) -> list:
+def everyone(task: Task, data: Dataset, processes: int, stop: int, text: str = "", make=training_loader) -> list:
     """Each step's rows over all processes, in the order of their slices."""
     plan = Plan.parse(",".join(filter(None, [f"replicate={processes}", text])))
     each = [rows(loader, 0, stop) for loader in loaders(task, data, processes, plan, make)]

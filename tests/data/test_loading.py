@@ -23,13 +23,7 @@ from grappe.plan import Plan
 from grappe.profiling.phases import DATA, FORWARD, PHASES
 from tests.data.test_loader import world
 
-WAYS = (
-    "workers=0",
-    "workers=1",
-    "workers=3",
-    "workers=1,loading=threads",
-    "workers=3,loading=threads,prefetch=5",
-)
+WAYS = ("workers=0", "workers=1", "workers=3", "workers=1,loading=threads", "workers=3,loading=threads,prefetch=5")
 
 
 class Drawn(Dataset):
@@ -90,11 +84,7 @@ def test_workers_outlive_an_evaluation(plan: str) -> None:
     loader = evaluation_loader(Ten(), data, Plan.parse(plan), world(0, 1))
 
     def evaluated() -> set[object]:
-        values = {
-            value
-            for batch in loader.batches(0, 1)
-            for value in batch.microbatches[0].inputs.flatten().tolist()
-        }
+        values = {value for batch in loader.batches(0, 1) for value in batch.microbatches[0].inputs.flatten().tolist()}
         return values if data.__class__ is Pids else set(threading.enumerate())
 
     assert evaluated() == evaluated() == evaluated()
@@ -228,9 +218,7 @@ def test_batches_of_an_evaluation_are_as_large_as_the_plan_says(tmp_path: Path) 
         evaluation_loader(Whole(), Pids(), Plan.parse("validation_batch=5"), world(0, 1))
 
 
-def quickest(
-    first: Loading, kinds: tuple, most: int, costs: dict[str, tuple[float, float]]
-) -> tuple[str, list[str]]:
+def quickest(first: Loading, kinds: tuple, most: int, costs: dict[str, tuple[float, float]]) -> tuple[str, list[str]]:
     """Runs the search where each way costs (seconds, share of waiting); its result, and the ways tried."""
     tried = []
     going = search(first, kinds, most)
@@ -325,11 +313,5 @@ def test_a_run_remembers_what_was_measured_where_it_was() -> None:
     assert recorded(known, kinds, 16, "cpu") is None
     assert recorded(known, kinds, 8, "cuda") is None
     assert recorded(known, ("processes",), 8, "cpu") is None
-    for damage in (
-        None,
-        [],
-        {**known, "workers": "4"},
-        {**known, "workers": 10**9},
-        {**known, "kind": ["x"]},
-    ):
+    for damage in (None, [], {**known, "workers": "4"}, {**known, "workers": 10**9}, {**known, "kind": ["x"]}):
         assert recorded(damage, kinds, 8, "cpu") is None

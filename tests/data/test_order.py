@@ -59,9 +59,7 @@ def test_no_length_is_too_large(key: int, length: int, start: int) -> None:
 
 @untimed
 @given(key=SEEDS, length=st.integers(1, 2000), data=st.data())
-def test_a_position_does_not_depend_on_the_others_asked_for(
-    key: int, length: int, data: st.DataObject
-) -> None:
+def test_a_position_does_not_depend_on_the_others_asked_for(key: int, length: int, data: st.DataObject) -> None:
     some = np.array(data.draw(st.lists(st.integers(0, length - 1), max_size=20)), np.int64)
     whole = permute(np.arange(length), key=key, length=length)
     assert np.array_equal(permute(some, key=key, length=length), whole[some])
@@ -190,9 +188,7 @@ def test_epochs_and_seeds_have_orders_of_their_own(seed: int, other: int, length
     first = order.order(0, 0, length)
     assert not np.array_equal(first, order.order(1, 0, length))
     if seed != other:
-        assert not np.array_equal(
-            first, SampleOrder(seed=other, length=length, batch_size=8).order(0, 0, length)
-        )
+        assert not np.array_equal(first, SampleOrder(seed=other, length=length, batch_size=8).order(0, 0, length))
 
 
 def count_evaluated(blocks: Iterator) -> list[int]:
@@ -202,9 +198,7 @@ def count_evaluated(blocks: Iterator) -> list[int]:
     return [len(call.args[0]) for call in spy.call_args_list]
 
 
-@pytest.mark.parametrize(
-    "length", [10**12, 2**39 + 1]
-)  # the latter is nowhere near a square or a power of two
+@pytest.mark.parametrize("length", [10**12, 2**39 + 1])  # the latter is nowhere near a square or a power of two
 def test_seeking_far_evaluates_no_more_than_a_small_block(length: int) -> None:
     order = SampleOrder(seed=0, length=length, batch_size=8)
     step = 3 * order.steps_per_epoch + 10**9 // 8

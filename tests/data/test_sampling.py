@@ -52,9 +52,7 @@ def samplings(draw) -> tuple[Sampling, int]:
 
 @few
 @given(made=samplings(), batch_size=st.integers(1, 30), epoch=st.integers(0, 5))
-def test_each_sample_comes_as_often_as_its_weight_says(
-    made: tuple[Sampling, int], batch_size: int, epoch: int
-) -> None:
+def test_each_sample_comes_as_often_as_its_weight_says(made: tuple[Sampling, int], batch_size: int, epoch: int) -> None:
     sampling, length = made
     order = order_of(sampling, length, batch_size)
     ids = epoch_of(order, epoch)
@@ -80,9 +78,7 @@ def test_any_world_and_any_position_have_the_same_order(
     made: tuple[Sampling, int], batch_size: int, parts: int, data: st.DataObject
 ) -> None:
     sampling, length = made
-    whole = [
-        order_of(sampling, length, batch_size).order(epoch, 0, sampling.samples or length) for epoch in (0, 1)
-    ]
+    whole = [order_of(sampling, length, batch_size).order(epoch, 0, sampling.samples or length) for epoch in (0, 1)]
     order = order_of(sampling, length, batch_size)
     visits = [(epoch, step) for epoch in (0, 1) for step in range(order.steps_per_epoch)]
     for epoch, step in data.draw(st.permutations(visits)):  # a resumed run begins anywhere
@@ -106,10 +102,7 @@ def test_epochs_and_seeds_differ_and_classes_are_balanced() -> None:
 
 def test_batches_have_similar_lengths() -> None:
     lengths = np.random.default_rng(0).integers(1, 500, 2000)
-    bucketed, plain = (
-        order_of(Sampling(lengths=lengths), 2000, 16),
-        SampleOrder(seed=3, length=2000, batch_size=16),
-    )
+    bucketed, plain = (order_of(Sampling(lengths=lengths), 2000, 16), SampleOrder(seed=3, length=2000, batch_size=16))
 
     def padding(order: SampleOrder) -> float:
         steps = [lengths[order.ids(0, step)] for step in range(order.steps_per_epoch)]
@@ -147,9 +140,7 @@ def test_processes_together_load_the_one_process_batches(task: Task, processes: 
         return [batch.microbatches[0].inputs[: batch.microbatches[0].rows] for batch in loader.batches(0, 12)]
 
     alone = batches(1, 0)
-    together = [
-        torch.cat(parts) for parts in zip(*(batches(processes, r) for r in range(processes)), strict=True)
-    ]
+    together = [torch.cat(parts) for parts in zip(*(batches(processes, r) for r in range(processes)), strict=True)]
     assert all(torch.equal(one, other) for one, other in zip(alone, together, strict=True))
     epoch = torch.cat(alone[:6])
     assert len(epoch) == 31

@@ -31,9 +31,7 @@ class Drawing(Dataset[torch.Tensor]):
 
     def __getitem__(self, index: int) -> torch.Tensor:
         own = [float(index), random.random(), random.gauss(0, 1), np.random.rand(), np.random.randn()]
-        return torch.cat(
-            [torch.tensor(own, dtype=torch.float64), torch.rand(1).double(), torch.randn(1).double()]
-        )
+        return torch.cat([torch.tensor(own, dtype=torch.float64), torch.rand(1).double(), torch.randn(1).double()])
 
 
 class Batching(Drawing):
@@ -52,13 +50,7 @@ class Failing(Drawing):
 
 
 def draw_from_all() -> list[float]:
-    return [
-        random.random(),
-        random.gauss(0, 1),
-        np.random.rand(),
-        np.random.randn(),
-        *torch.randn(3).tolist(),
-    ]
+    return [random.random(), random.gauss(0, 1), np.random.rand(), np.random.randn(), *torch.randn(3).tolist()]
 
 
 def seed_all(seed: int) -> None:
@@ -79,9 +71,7 @@ def alone() -> list[torch.Tensor]:
 
 @pytest.mark.parametrize("workers", [0, 1, 2])
 @pytest.mark.parametrize("parts", [1, 3])
-def test_neither_processes_nor_workers_change_a_sample(
-    alone: list[torch.Tensor], parts: int, workers: int
-) -> None:
+def test_neither_processes_nor_workers_change_a_sample(alone: list[torch.Tensor], parts: int, workers: int) -> None:
     order = SampleOrder(seed=5, length=LENGTH, batch_size=8)
     loaded = []
     for part in range(parts):
@@ -105,9 +95,7 @@ def test_what_was_read_before_changes_nothing(order: list[tuple[int, int]]) -> N
 
 def test_every_generator_is_seeded_by_seed_epoch_and_id() -> None:
     requests = [(seed, epoch, index) for seed in (5, 6) for epoch in (0, 1) for index in (0, 1)]
-    draws = torch.stack(
-        [SeededDataset(Drawing(), seed=seed)[epoch, index][1:] for seed, epoch, index in requests]
-    )
+    draws = torch.stack([SeededDataset(Drawing(), seed=seed)[epoch, index][1:] for seed, epoch, index in requests])
     for column in draws.T:
         assert len(column.unique()) == len(requests)
 

@@ -16,12 +16,7 @@ from tests.data.test_order import untimed
 
 
 @settings(untimed, max_examples=40)
-@given(
-    length=st.integers(10, 300),
-    validation=st.floats(0.01, 0.4),
-    test=st.floats(0, 0.4),
-    seed=st.integers(0, 99),
-)
+@given(length=st.integers(10, 300), validation=st.floats(0.01, 0.4), test=st.floats(0, 0.4), seed=st.integers(0, 99))
 def test_parts_cover_and_do_not_overlap(length: int, validation: float, test: float, seed: int) -> None:
     whole = Arrays(torch.arange(length), torch.arange(length))
     names = ["train", "validation", *(["test"] if test else [])]

@@ -21,9 +21,7 @@ from tests.patience import PATIENCE_SECONDS
 
 
 def contents(place: Path) -> dict[str, bytes]:
-    return {
-        str(one.relative_to(place)): one.read_bytes() for one in sorted(place.rglob("*")) if one.is_file()
-    }
+    return {str(one.relative_to(place)): one.read_bytes() for one in sorted(place.rglob("*")) if one.is_file()}
 
 
 @pytest.mark.parametrize("make", [folder, shards])
@@ -93,10 +91,7 @@ def test_a_full_disk_is_said_before_and_while_copying(tmp_path: Path) -> None:
             raise OSError(errno.EDQUOT, "Disk quota exceeded")
         real(*of, **more)
 
-    with (
-        patch("os.utime", full),
-        pytest.raises(DataError, match=r"quota exceeded\. What was copied whole stays"),
-    ):
+    with patch("os.utime", full), pytest.raises(DataError, match=r"quota exceeded\. What was copied whole stays"):
         stage(source, tmp_path / "node")
     assert len(contents(tmp_path / "node" / "photos")) == 2
     done = copied(source, tmp_path / "node")
@@ -107,10 +102,7 @@ def test_a_full_disk_is_said_before_and_while_copying(tmp_path: Path) -> None:
 def test_a_copy_that_reads_otherwise_is_refused(tmp_path: Path) -> None:
     source = tmp_path / "train.tar"
     source.write_bytes(b"content")
-    with (
-        patch("grappe.data.staging._hash", return_value="another"),
-        pytest.raises(DataError, match="reads otherwise"),
-    ):
+    with patch("grappe.data.staging._hash", return_value="another"), pytest.raises(DataError, match="reads otherwise"):
         stage(source, tmp_path / "node")
     assert not (tmp_path / "node" / "train.tar").exists()
 
@@ -194,9 +186,7 @@ def test_a_killed_copy_of_a_single_file_leaves_nothing_behind(tmp_path: Path) ->
     (node / ".data.tar.0123abcd.staging").write_bytes(b"half")
     (node / ".other.tar.0123abcd.staging").write_bytes(b"of another")
     assert copied(source, node).copied == 1
-    assert {one.name for one in node.iterdir() if one.name.endswith(".staging")} == {
-        ".other.tar.0123abcd.staging"
-    }
+    assert {one.name for one in node.iterdir() if one.name.endswith(".staging")} == {".other.tar.0123abcd.staging"}
 
 
 def test_the_sources_own_files_may_be_called_so(tmp_path: Path) -> None:

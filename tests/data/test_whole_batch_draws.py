@@ -52,9 +52,7 @@ DRAWS: dict[str, Draw] = {
     "gumbel_softmax": F.gumbel_softmax,
     "rsample": lambda x: torch.distributions.Normal(x, x.abs() + 1).rsample(),
     "a number for all": lambda x: x * torch.rand(()),
-    "scaled_dot_product_attention": lambda x: F.scaled_dot_product_attention(
-        *[x[:, None]] * 3, dropout_p=0.4
-    ),
+    "scaled_dot_product_attention": lambda x: F.scaled_dot_product_attention(*[x[:, None]] * 3, dropout_p=0.4),
     "MultiheadAttention": lambda x: ATTENTION(x, x, x)[0],
     "MultiheadAttention without weights": lambda x: ATTENTION(x, x, x, need_weights=False)[0],
     "LSTM": lambda x: LSTM(x)[0],

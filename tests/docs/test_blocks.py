@@ -32,10 +32,7 @@ RUN_ELSEWHERE = {
 """Guides whose Python blocks a test of their own runs."""
 
 NOT_RUN = {
-    (
-        "own-loop.md",
-        "import grappe",
-    ): "a part of examples/gan.py; tests/training/test_own_loop.py trains such a loop",
+    ("own-loop.md", "import grappe"): "a part of examples/gan.py; tests/training/test_own_loop.py trains such a loop",
     (
         "slurm.md",
         "import grappe.slurm",
@@ -73,9 +70,7 @@ OUTPUT = {
 def commands(text: str) -> list[str]:
     """The commands of grappe in a block of the shell, without comments; not those that leave words out ("…")."""
     lines = [line.partition("  #")[0].partition(" | head")[0] for line in text.splitlines()]
-    found = [
-        line[at.end() :] for line in lines for at in re.finditer(r"^(?:\$ |.* [|&]+ )?(?=grappe )", line)
-    ]
+    found = [line[at.end() :] for line in lines for at in re.finditer(r"^(?:\$ |.* [|&]+ )?(?=grappe )", line)]
     return [one for one in found if "…" not in re.split(r"\s+", one)]
 
 

@@ -121,9 +121,7 @@ def test_a_planted_mistake_is_found(translation: str, mistake: str, small: Catal
 
 def test_what_is_new_stale_or_unsure_is_found(small: Catalog) -> None:
     assert mistakes(small, {**TEMPLATES, "a new one": {"a.py"}}) == ["untranslated: 'a new one'"]
-    assert mistakes(small, {"it is damaged": {"a.py"}}) == [
-        "stale, no such message any more: 'no run {name}'"
-    ]
+    assert mistakes(small, {"it is damaged": {"a.py"}}) == ["stale, no such message any more: 'no run {name}'"]
     small.get("it is damaged").flags.add("fuzzy")
     assert mistakes(small, TEMPLATES) == ["fuzzy, compare and remove the mark: 'it is damaged'"]
 

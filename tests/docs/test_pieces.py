@@ -90,9 +90,7 @@ def counts(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     mine = SimpleNamespace(compared=lambda output, target: (torch.rand(2), torch.rand(3)))
     boxes = [torch.rand(1, 5), torch.rand(2, 5)]
     losses, counted = defined["loss"](mine, None, boxes), defined["counts"](mine, boxes)
-    assert {name: one.shape for name, one in losses.items()} == {
-        name: one.shape for name, one in counted.items()
-    }
+    assert {name: one.shape for name, one in losses.items()} == {name: one.shape for name, one in counted.items()}
 
 
 def sampling(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -173,8 +171,6 @@ def test_a_piece_of_code(block: tuple[str, str], tmp_path: Path, monkeypatch: py
 def test_the_calls_of_the_guide_to_clusters_fit() -> None:
     import grappe.slurm
 
-    inspect.signature(grappe.slurm.submit).bind(
-        "digits", gpus=[1, 2, 4], site="narval", account="def-prof", time="1h"
-    )
+    inspect.signature(grappe.slurm.submit).bind("digits", gpus=[1, 2, 4], site="narval", account="def-prof", time="1h")
     inspect.signature(grappe.slurm.queue).bind([], until_empty=True)
     inspect.signature(grappe.slurm.logs).bind("digits-2026")

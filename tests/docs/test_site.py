@@ -75,11 +75,7 @@ class Page(HTMLParser):
             self.links.add(link)
         if tag in ("img", "script", "source") and (link := given.get("src")):
             self.loaded.add(link)
-        if (
-            tag == "link"
-            and given.get("rel") in ("stylesheet", "icon", "preload")
-            and (link := given.get("href"))
-        ):
+        if tag == "link" and given.get("rel") in ("stylesheet", "icon", "preload") and (link := given.get("href")):
             self.loaded.add(link)
 
 
@@ -114,9 +110,7 @@ def test_each_language_leads_to_the_other(site: Path) -> None:
 def test_agents_find_every_guide(site: Path) -> None:
     text = (site / "llms.txt").read_text()
     pages = re.findall(r"^- \[.+?\]\((\S+?)\)", text, re.MULTILINE)
-    assert {(site / page).stem for page in pages} == {file.stem for file in (ROOT / "docs").glob("*.md")} - {
-        "api"
-    }
+    assert {(site / page).stem for page in pages} == {file.stem for file in (ROOT / "docs").glob("*.md")} - {"api"}
     assert all((site / page).is_file() for page in pages)
 
 
@@ -145,9 +139,7 @@ def walked(browser: Browser, site: Path, files: list[Path]) -> list[str]:
         browser.open(file, NARROW, 800)
         name = file.relative_to(site)
         wrong += [f"{name}: {one}" for one in browser.complaints]
-        wrong += [
-            f"{name} asks for {one}" for one in browser.requests if not one.startswith(("file:", "data:"))
-        ]
+        wrong += [f"{name} asks for {one}" for one in browser.requests if not one.startswith(("file:", "data:"))]
         if (width := browser.evaluate("document.documentElement.scrollWidth")) > NARROW:
             wrong.append(f"{name} is {width} pixels wide")
     return wrong
@@ -176,9 +168,7 @@ def test_a_script_of_a_page_is_three_clicks_away(
 ) -> None:
     def address(text: str) -> str:
         links = "[...document.querySelectorAll('article a')]"
-        return browser.evaluate(
-            f"{links}.find(one => one.textContent.trim() == {json.dumps(text)})?.href ?? ''"
-        )
+        return browser.evaluate(f"{links}.find(one => one.textContent.trim() == {json.dumps(text)})?.href ?? ''")
 
     browser.open(site / folder / "index.html", NARROW)
     file = Path(unquote(urlsplit(address(page)).path))
@@ -186,9 +176,7 @@ def test_a_script_of_a_page_is_three_clicks_away(
     browser.open(file, NARROW)
     anchor = unquote(urlsplit(address(section)).fragment)
     rows = f"[...document.getElementById({json.dumps(anchor)}).querySelectorAll('tr')]"
-    row = browser.evaluate(
-        f"{rows}.find(one => one.textContent.includes('pytorch-ddp-test.sh'))?.textContent"
-    )
+    row = browser.evaluate(f"{rows}.find(one => one.textContent.includes('pytorch-ddp-test.sh'))?.textContent")
     assert "grappe submit" in row
     assert unquote(address(guide)).endswith("/slurm.html")
 

@@ -62,10 +62,6 @@ def test_every_guide_has_a_french_one() -> None:
 
 def test_the_french_gallery_has_every_task() -> None:
     text = (translations.FRENCH / "gallery.md").read_text()
-    tasks = [
-        one
-        for one in (translations.ROOT / "examples" / "gallery").glob("*.*")
-        if one.suffix in (".py", ".ipynb")
-    ]
+    tasks = [one for one in (translations.ROOT / "examples" / "gallery").glob("*.*") if one.suffix in (".py", ".ipynb")]
     assert tasks
     assert [one.name for one in tasks if f"../../examples/gallery/{one.name})" not in text] == []

@@ -15,13 +15,7 @@ REFUSED = "out of memory: "
 
 
 def train(
-    process: ProcessRank,
-    rendezvous_folder: Path,
-    task: Task,
-    text: str,
-    run: Path,
-    options: Options,
-    room: int,
+    process: ProcessRank, rendezvous_folder: Path, task: Task, text: str, run: Path, options: Options, room: int
 ) -> str:
     """Returns the message for the user, or REFUSED and the way in which memory was refused.
 

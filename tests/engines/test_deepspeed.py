@@ -54,9 +54,7 @@ def test_without_the_package_it_says_how_to_install_it(monkeypatch: pytest.Monke
         engines.check(plan("shard=2"))
 
 
-def test_a_folder_that_cannot_be_written_directly_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_folder_that_cannot_be_written_directly_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert disk.problem(tmp_path) is None
     assert not list(tmp_path.iterdir())
 
@@ -67,15 +65,11 @@ def test_a_folder_that_cannot_be_written_directly_is_refused(
     assert "Invalid argument" in str(disk.problem(tmp_path))
 
 
-def test_a_full_disk_is_refused_before_anything_is_written(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_full_disk_is_refused_before_anything_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from grappe.launch.rank import ProcessRank
     from grappe.launch.world import World
 
-    alone = World(
-        process=ProcessRank(rank=0, size=1, local_rank=0, local_size=1, job="x"), device=torch.device("cpu")
-    )
+    alone = World(process=ProcessRank(rank=0, size=1, local_rank=0, local_size=1, job="x"), device=torch.device("cpu"))
     monkeypatch.setattr(disk.library, "check_libaio", lambda world: None)
     usage = shutil.disk_usage(tmp_path)._replace(free=10**6)
     monkeypatch.setattr(disk.shutil, "disk_usage", lambda folder: usage)
@@ -100,9 +94,7 @@ def test_what_a_killed_training_left_on_the_disk_goes_with_the_next(
     (mine_own / "thesis.txt").write_text("mine")
     monkeypatch.setattr(disk.library, "check_libaio", lambda world: None)
     process = ProcessRank(rank=0, size=1, local_rank=0, local_size=1, job="x")
-    scratch = disk.Scratch(
-        plan(f"offload=nvme:{tmp_path}"), World(process=process, device=torch.device("cpu"))
-    )
+    scratch = disk.Scratch(plan(f"offload=nvme:{tmp_path}"), World(process=process, device=torch.device("cpu")))
     said: dict = {"zero_optimization": {"offload_optimizer": {}, "offload_param": {}}}
     scratch.make(1000, said)
     assert not gone.exists()
@@ -123,11 +115,7 @@ def test_without_libaio_it_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -
 
 def test_settings_that_leave_open_what_is_learned_go_to_deepspeed(tmp_path: Path) -> None:
     said = {
-        "zero_optimization": {
-            "stage": 3,
-            "stage3_max_live_parameters": 1000,
-            "offload_param": {"device": "none"},
-        },
+        "zero_optimization": {"stage": 3, "stage3_max_live_parameters": 1000, "offload_param": {"device": "none"}},
         "train_batch_size": 12,
         "gradient_accumulation_steps": "auto",
         "bf16": {"enabled": True},

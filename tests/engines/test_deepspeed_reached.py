@@ -11,9 +11,7 @@ from grappe.launch.rank import ProcessRank
 from grappe.launch.world import World
 from tests.parity.ways import Ways
 
-ALONE = World(
-    process=ProcessRank(rank=0, size=1, local_rank=0, local_size=1, job="x"), device=torch.device("cpu")
-)
+ALONE = World(process=ProcessRank(rank=0, size=1, local_rank=0, local_size=1, job="x"), device=torch.device("cpu"))
 ODD, EVEN = torch.tensor([[1, 2]]), torch.tensor([[2, 1]])
 
 
@@ -56,9 +54,7 @@ def test_evaluation_reaches_nothing() -> None:
 
 
 def test_a_parameter_that_is_reached_once_more_often_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    two = World(
-        process=ProcessRank(rank=0, size=2, local_rank=0, local_size=2, job="x"), device=torch.device("cpu")
-    )
+    two = World(process=ProcessRank(rank=0, size=2, local_rank=0, local_size=2, job="x"), device=torch.device("cpu"))
     monkeypatch.setattr(World, "gather", lambda self, value: [value])
     model = Ways(both=True)
     reached = Reached(model, 2, two)

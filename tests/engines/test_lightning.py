@@ -36,13 +36,7 @@ def made(
     task, parsed = Images(), Plan.parse(plan)
     world = join(parsed, process or ProcessRank(), rendezvous_folder or Path())
     loader = training_loader(task, task.data("train", Path()), parsed, world)
-    setup = EngineSetup(
-        task=task,
-        plan=parsed,
-        world=world,
-        weights=built(task),
-        total_steps=STEPS,
-    )
+    setup = EngineSetup(task=task, plan=parsed, world=world, weights=built(task), total_steps=STEPS)
     return Lightning(setup), list(loader.batches(0, STEPS))
 
 

@@ -48,9 +48,7 @@ def broken(tmp_path: Path) -> dict[str, str]:
     pytest.importorskip("torchmetrics")
     site = tmp_path / "site"  # not the working folder, where modules are not looked for
     (site / "torchvision").mkdir(parents=True)
-    (site / "torchvision/__init__.py").write_text(
-        "raise RuntimeError('operator torchvision::nms does not exist')\n"
-    )
+    (site / "torchvision/__init__.py").write_text("raise RuntimeError('operator torchvision::nms does not exist')\n")
     about = site / "torchvision-0.15.2.dist-info"
     about.mkdir()
     (about / "METADATA").write_text("Metadata-Version: 2.1\nName: torchvision\nVersion: 0.15.2\n")
@@ -61,11 +59,7 @@ def broken(tmp_path: Path) -> dict[str, str]:
 
 @pytest.mark.parametrize(
     "command",
-    [
-        ["train", "digits", "epochs=1"],
-        ["train", "digits", "epochs=1", "--plan", "replicate=2"],
-        ["doctor"],
-    ],
+    [["train", "digits", "epochs=1"], ["train", "digits", "epochs=1", "--plan", "replicate=2"], ["doctor"]],
     ids=" ".join,
 )
 def test_it_is_named_in_one_line(broken: dict[str, str], tmp_path: Path, command: list[str]) -> None:
@@ -73,9 +67,7 @@ def test_it_is_named_in_one_line(broken: dict[str, str], tmp_path: Path, command
         [sys.executable, "-m", "grappe", *command],
         env=broken, cwd=tmp_path, capture_output=True, text=True, check=False,
     )  # fmt: skip
-    lines = [
-        line for line in (done.stdout + done.stderr).splitlines() if "torchvision 0.15.2 cannot be" in line
-    ]
+    lines = [line for line in (done.stdout + done.stderr).splitlines() if "torchvision 0.15.2 cannot be" in line]
     assert len(lines) == 1, done.stderr
     assert "operator torchvision::nms does not exist" in lines[0]
     assert BUG not in done.stderr and "Traceback" not in done.stderr

@@ -43,14 +43,7 @@ def test_any_text_becomes_one_visible_line(text: str) -> None:
 
 
 def test_a_good_text_stays() -> None:
-    for text in (
-        "validation accuracy",
-        "précision 0,5 – été",
-        "精度",
-        "[bold]not markup[/]",
-        ":smile:",
-        "e\u0301",
-    ):
+    for text in ("validation accuracy", "précision 0,5 – été", "精度", "[bold]not markup[/]", ":smile:", "e\u0301"):
         assert printable(text) == text == printable_lines(text)
 
 
@@ -90,13 +83,7 @@ def test_no_cell_begins_with_a_sign(text: str) -> None:
 
 
 def test_numbers_stay_numbers() -> None:
-    assert [spreadsheet_cell(one) for one in (-0.5, 3, None, True, -math.inf)] == [
-        -0.5,
-        3,
-        None,
-        True,
-        -math.inf,
-    ]
+    assert [spreadsheet_cell(one) for one in (-0.5, 3, None, True, -math.inf)] == [-0.5, 3, None, True, -math.inf]
     assert math.isnan(spreadsheet_cell(math.nan))
     assert spreadsheet_cell([-0.5, 0.25]) == "-0.5 0.25"
     assert spreadsheet_cell(["=1", 2]) == "'=1 2"

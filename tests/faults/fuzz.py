@@ -47,9 +47,7 @@ TEXTS = st.one_of(
     st.text(max_size=30),
 )
 NUMBERS = st.one_of(
-    st.integers(-(10**20), 10**20),
-    st.sampled_from([0, 1, -1, 2**31, 2**63, 10**400, -(10**400)]),
-    st.floats(),
+    st.integers(-(10**20), 10**20), st.sampled_from([0, 1, -1, 2**31, 2**63, 10**400, -(10**400)]), st.floats()
 )
 JSON: st.SearchStrategy[Any] = st.recursive(
     st.one_of(st.none(), st.booleans(), NUMBERS, TEXTS),
@@ -57,9 +55,7 @@ JSON: st.SearchStrategy[Any] = st.recursive(
     max_leaves=6,
 )
 DEEP = [b"[" * 100_000, b'{"a":' * 50_000, b"[" * 900 + b"]" * 900]
-BYTES = st.one_of(
-    st.binary(max_size=60), st.sampled_from([b"", b"{}", b"[]", b"\xff\xfe", b"\x80\x04K.", *DEEP])
-)
+BYTES = st.one_of(st.binary(max_size=60), st.sampled_from([b"", b"{}", b"[]", b"\xff\xfe", b"\x80\x04K.", *DEEP]))
 FILES = (
     "run.json",
     "metrics.jsonl",
@@ -134,9 +130,7 @@ def damage(run: Path, outside: Path, todo: list[tuple[str, str, Any]], *, sealed
     folder = run / "checkpoints" / newest
     # Behind a link lies what is outside, which the damage itself must not change.
     if sealed and folder.is_dir() and not folder.is_symlink() and not folder.parent.is_symlink():
-        files = {
-            one.name: fingerprint(one) for one in folder.iterdir() if one.is_file() and not one.is_symlink()
-        }
+        files = {one.name: fingerprint(one) for one in folder.iterdir() if one.is_file() and not one.is_symlink()}
         files.pop(MANIFEST, None)
         if not (folder / MANIFEST).exists() or (folder / MANIFEST).is_file():
             (folder / MANIFEST).unlink(missing_ok=True)
@@ -155,9 +149,7 @@ def _changed(content: bytes, how: str, what: Any) -> bytes:
             return content[: what % (len(content) + 1)]
         case "line":
             return (
-                content
-                + json.dumps(what if isinstance(what, dict) else {"kind": "step", "x": what}).encode()
-                + b"\n"
+                content + json.dumps(what if isinstance(what, dict) else {"kind": "step", "x": what}).encode() + b"\n"
             )
         case "json":
             return _json_changed(content, *what)

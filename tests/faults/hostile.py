@@ -140,9 +140,7 @@ def in_fork(work: Callable[[], Any]) -> Any:
             os.kill(pid, signal.SIGKILL)
         said = stream.read()
     status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-    found = (
-        json.loads(said) if said else {"failed": f"the process ended with {status}, in time: {bool(in_time)}"}
-    )
+    found = json.loads(said) if said else {"failed": f"the process ended with {status}, in time: {bool(in_time)}"}
     if "failed" in found:
         raise RuntimeError(found["failed"])
     return found["result"]

@@ -86,9 +86,7 @@ def outcome(study: Path) -> dict[str, object]:
     steps = {}
     for folder in sorted(study.glob("trial-*")):
         records = [(one["step"], one["loss"], one["lr"]) for one in Run(folder).records("step")]
-        assert [step for step, *_ in records] == list(range(1, len(records) + 1)), (
-            f"{folder}: a step twice, or none"
-        )
+        assert [step for step, *_ in records] == list(range(1, len(records) + 1)), f"{folder}: a step twice, or none"
         steps[folder.name] = records
     best = found.best
     return {"rows": rows, "steps": steps, "best": best and best.number}
@@ -210,9 +208,7 @@ def compared(drill: Drill, folder: Path) -> Figures:
 
 def main() -> None:
     """Drills one study after another, until there were enough kills."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("kills", type=int, nargs="?", default=50)
     parser.add_argument("--trials", type=int, default=20)
     parser.add_argument("--parallel", type=int, default=4)
@@ -234,9 +230,7 @@ def main() -> None:
         with tempfile.TemporaryDirectory(prefix="study-", dir="/tmp") as folder:
             figures = compared(drill, Path(folder))
         cost = figures.core_seconds / figures.trial_seconds
-        print(
-            f"{time.monotonic() - began:.0f} s: {figures}, {figures.kills} kills, {cost:.2%} for the coordinator"
-        )
+        print(f"{time.monotonic() - began:.0f} s: {figures}, {figures.kills} kills, {cost:.2%} for the coordinator")
         left, seed = left - figures.kills, seed + 1
 
 

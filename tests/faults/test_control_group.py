@@ -50,9 +50,7 @@ def test_copies_leave_a_step_its_memory(grouped: Callable[[int], tuple[int, str]
     assert "the training waits for it" in (tmp_path / "run/logs/rank-0.log").read_text()
 
 
-def test_a_kill_at_the_groups_limit_is_named(
-    grouped: Callable[[int], tuple[int, str]], tmp_path: Path
-) -> None:
+def test_a_kill_at_the_groups_limit_is_named(grouped: Callable[[int], tuple[int, str]], tmp_path: Path) -> None:
     code, err = grouped(800 * MB)
     assert code == 1 and "Traceback" not in err
     assert re.search(r"killed by SIGKILL \(the system did, .* may have 800 MB of memory together", err), err

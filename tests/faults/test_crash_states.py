@@ -100,12 +100,7 @@ CASES: dict[str, tuple[Callable[[Path], None], Callable[[Path], None], set[int |
     "and two go": (lambda folder: before(folder, 1, 2), lambda folder: save(folder, 3), {2, 3}, 3),
     "of two processes": (lambda folder: before(folder, 1), lambda folder: save(folder, 2, 2), {1, 2}, 2),
     "the same again": (lambda folder: before(folder, 1, 2), lambda folder: save(folder, 2), {2}, 2),
-    "over a damaged one": (
-        lambda folder: damaged(folder, 1, 2),
-        lambda folder: save(folder, 2),
-        {1, 2},
-        2,
-    ),
+    "over a damaged one": (lambda folder: damaged(folder, 1, 2), lambda folder: save(folder, 2), {1, 2}, 2),
 }
 
 
@@ -168,9 +163,7 @@ def test_whatever_a_crash_leaves_a_run_goes_on_to_the_same_bits(tmp_path, record
 
 
 def as_tree(folder: Path) -> Tree:
-    return {
-        entry.name: as_tree(entry) if entry.is_dir() else entry.read_bytes() for entry in folder.iterdir()
-    }
+    return {entry.name: as_tree(entry) if entry.is_dir() else entry.read_bytes() for entry in folder.iterdir()}
 
 
 def test_step_0_is_there_or_not(tmp_path) -> None:

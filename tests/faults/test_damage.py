@@ -67,9 +67,7 @@ def damaged(run: Run, kind: str, file: Path, generator: random.Random) -> dict[P
 
 def test_damage_to_a_checkpoint(run, was) -> None:
     generator = random.Random(3)
-    whole = {
-        step: content(Checkpoint(folder=run.checkpoints / f"step-{step:06d}", step=step)) for step in (3, 6)
-    }
+    whole = {step: content(Checkpoint(folder=run.checkpoints / f"step-{step:06d}", step=step)) for step in (3, 6)}
     files = sorted(file for step in (3, 6) for file in (run.checkpoints / f"step-{step:06d}").iterdir())
     assert len(files) == 2 * (was.size + 2)
     passed_over = 0
@@ -154,9 +152,7 @@ def test_damage_to_the_description_is_said_or_harmless(run) -> None:
     for text in (*flips(good, 200), good[:-20], b""):
         file.write_bytes(text)
         try:
-            assert {
-                name: run.read_description().get(name) for name in whole
-            } == whole  # a flip in the key of the hash
+            assert {name: run.read_description().get(name) for name in whole} == whole  # a flip in the key of the hash
         except RunError as error:
             assert "run.json cannot be read" in str(error) or "run.json is damaged" in str(error)
         newest = run.latest()

@@ -87,9 +87,7 @@ def test_a_full_disk_costs_a_checkpoint_and_not_the_training(disk, capsys) -> No
 
 def test_it_stops_when_that_was_asked(disk) -> None:
     at(step4=lambda: fill(disk))
-    with pytest.raises(
-        RunError, match=r"step 6 could not be saved: .*No space.*checkpoint before it is whole"
-    ):
+    with pytest.raises(RunError, match=r"step 6 could not be saved: .*No space.*checkpoint before it is whole"):
         train(disk / "run", TASK, stop_on_failed_save=True)
     (disk / "ballast").unlink()
     newest = Run(disk / "run").latest()
@@ -117,9 +115,7 @@ def test_a_disk_that_becomes_read_only(disk, capsys) -> None:
     assert newest is not None
     assert newest.step == 3
     subprocess.run(["umount", "--lazy", str(disk)], check=True)
-    (
-        disk / "run/lease.json"
-    ).unlink()  # it could not be given back, and its process, which is this one, lives
+    (disk / "run/lease.json").unlink()  # it could not be given back, and its process, which is this one, lives
     at()
     assert train(disk / "run", TASK).status == "finished"
 
@@ -215,9 +211,7 @@ def limited(folder: Path) -> str | None:
     if os.fork() == 0:
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
         resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))
-        saver = Saver(
-            folder, World(process=ProcessRank(), device=torch.device("cpu")), "t", Retention(), lambda: None
-        )
+        saver = Saver(folder, World(process=ProcessRank(), device=torch.device("cpu")), "t", Retention(), lambda: None)
         told = [saver.save(1, {"model.w": torch.ones(10)}, {}, {}) or saver.wait()]
         told += [saver.save(2, {"model.w": torch.ones(10_000)}, {}, {}) or saver.wait()]
         told += [saver.save(3, {"model.w": torch.ones(10)}, {}, {}) or saver.wait()]

@@ -44,9 +44,7 @@ def test_everything_that_a_drill_does_is_recovered_from(tmp_path: Path) -> None:
         assert recovered == "yes", name
         assert 0 <= int(lost) <= 2 * drill.SAVE_EVERY, name
         assert float(seconds) > 0, name
-        assert weights == "the same bits" or ("processes" in name and weights.startswith("within 1e-05")), (
-            name
-        )
+        assert weights == "the same bits" or ("processes" in name and weights.startswith("within 1e-05")), name
     assert (command.process.returncode, err) == (0, "")
     assert list(tmp_path.iterdir()) == []
 

@@ -20,9 +20,7 @@ from grappe.training.run import HASH, Run
 from grappe.training.task_reference import ID
 from tests.cli.test_bad_input import TASK
 
-EVIL = "from pathlib import Path\n(Path(__file__).parents[{up}] / 'ran').touch()\n" + TASK.replace(
-    "Mine", "Evil"
-)
+EVIL = "from pathlib import Path\n(Path(__file__).parents[{up}] / 'ran').touch()\n" + TASK.replace("Mine", "Evil")
 PLAN = "threads=1,device=cpu"
 
 
@@ -36,9 +34,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     yield tmp_path / "work"
     sys.path[:] = before
     for name in set(sys.modules) - modules:
-        if name.partition(".")[0] in ("payload", "runs", "mine", "evil", "package") or name.startswith(
-            "grappe_task_"
-        ):
+        if name.partition(".")[0] in ("payload", "runs", "mine", "evil", "package") or name.startswith("grappe_task_"):
             del sys.modules[name]
 
 
@@ -67,12 +63,7 @@ def sent(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def foreign(sent: Path, place: Path) -> Path:
     """A run that somebody else has trained and sent, with code in it, beside it and in the working folder."""
     run = shutil.copytree(sent, place / "runs/digits-2026")
-    for file in (
-        "payload.py",
-        "runs/payload.py",
-        "runs/digits-2026/payload.py",
-        "runs/digits-2026/sub/payload.py",
-    ):
+    for file in ("payload.py", "runs/payload.py", "runs/digits-2026/payload.py", "runs/digits-2026/sub/payload.py"):
         (place / file).parent.mkdir(exist_ok=True)
         (place / file).write_text(EVIL.format(up=file.count("/")))
     return run

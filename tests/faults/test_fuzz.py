@@ -77,9 +77,7 @@ def workplace() -> Iterator[Path]:
             signal.alarm(0)
             signal.signal(signal.SIGALRM, before[2])
             os.chdir(before[0])
-            os.environ.pop("XDG_CONFIG_HOME") if before[1] is None else os.environ.update(
-                XDG_CONFIG_HOME=before[1]
-            )
+            os.environ.pop("XDG_CONFIG_HOME") if before[1] is None else os.environ.update(XDG_CONFIG_HOME=before[1])
         assert [(one.name, one.read_text()) for one in (base / "outside").iterdir()] == [("kept", "kept")]
         assert sorted(one.name for one in base.iterdir() if one.name != "config") == ["here", "outside"]
         assert not list(base.rglob("ran"))
@@ -96,9 +94,7 @@ def printed(content: Any) -> None:
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return train(
-        tmp_path_factory.mktemp("fuzz") / "run", Images(), steps=2, save_every=1, log_samples=True
-    ).run
+    return train(tmp_path_factory.mktemp("fuzz") / "run", Images(), steps=2, save_every=1, log_samples=True).run
 
 
 def a_while() -> Any:
@@ -327,9 +323,7 @@ VALUES = st.one_of(
         ]
     ),
 )
-PLANS = st.one_of(
-    TEXTS, st.lists(st.builds("{}={}".format, st.sampled_from(KEYS), VALUES), max_size=5).map(",".join)
-)
+PLANS = st.one_of(TEXTS, st.lists(st.builds("{}={}".format, st.sampled_from(KEYS), VALUES), max_size=5).map(",".join))
 
 
 @given(text=PLANS, nodes=st.none() | st.integers(-1, 5), gpus=st.none() | st.integers(-1, 10**6))

@@ -221,11 +221,7 @@ def test_each_entry_of_run_json_as_another_type(run) -> None:
     """Whoever changes run.json can give it a hash that fits: one clear line, or the command does its work."""
     description = Run(run).read_description()
     description["start"]["units"] = ["0.0"]
-    description |= {
-        "changes": ["restart 1"],
-        "loading": {"kind": "processes", "workers": 2},
-        "used": {"joules": {}},
-    }
+    description |= {"changes": ["restart 1"], "loading": {"kind": "processes", "workers": 2}, "used": {"joules": {}}}
     refused = []
     for place, content in altered(description):
         (run / "run.json").write_text(json.dumps({**content, "xxh3_128": json_hash(content)}))

@@ -68,9 +68,7 @@ def test_damage_itself_stays_inside(tmp_path: Path, link: str) -> None:
     train(run, Images(), steps=1)
     outside.mkdir()
     target = outside / "step-000001"
-    (run / "checkpoints/step-000001").rename(target) if link != "checkpoints" else (run / link).rename(
-        outside / "c"
-    )
+    (run / "checkpoints/step-000001").rename(target) if link != "checkpoints" else (run / link).rename(outside / "c")
     (run / link).symlink_to(target if link != "checkpoints" else outside / "c")
     before = {one: one.read_bytes() for one in outside.rglob("*") if one.is_file()}
     damage(run, outside, [], sealed=True)

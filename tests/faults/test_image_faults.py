@@ -105,15 +105,10 @@ def test_little_shared_memory_for_images(place: Path, commands: list[Command]) -
     assert ended["threads"][0] == 0, ended["threads"][2]
 
 
-def test_a_killed_worker_ends_it_with_one_message_and_it_goes_on(
-    place: Path, commands: list[Command]
-) -> None:
+def test_a_killed_worker_ends_it_with_one_message_and_it_goes_on(place: Path, commands: list[Command]) -> None:
     train = words("workers=2,loading=processes", "epochs=400", "--save-every", "5")
     commands.append(Command(*train, cwd=place))
-    until(
-        lambda: len(_workers(commands[0])) >= 2 and _step(place / "run") >= 5,
-        "workers load, and it was saved",
-    )
+    until(lambda: len(_workers(commands[0])) >= 2 and _step(place / "run") >= 5, "workers load, and it was saved")
     os.kill(_workers(commands[0])[0], signal.SIGKILL)
     code, _, err = commands[0].end()
     assert code == 2, err

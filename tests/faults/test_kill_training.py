@@ -28,17 +28,7 @@ def steps_in(run: Path) -> int:
 def train(folder: Path, kills: int, steps: int, plan: str, generator: random.Random) -> tuple[Path, int]:
     """Trains to the end through so many kills of the launcher or of one process; how many struck."""
     run, struck = folder / "run", 0
-    command_line = (
-        GRAPPE,
-        "train",
-        TASK,
-        "epochs=100000",
-        "--plan",
-        plan,
-        "--run",
-        str(run),
-        "--log-samples",
-    )
+    command_line = (GRAPPE, "train", TASK, "epochs=100000", "--plan", plan, "--run", str(run), "--log-samples")
     while True:
         command = Command(*command_line, "--save-every", "3", "--steps", str(steps), cwd=folder)
         try:
@@ -70,12 +60,7 @@ def strike(command: Command, run: Path, generator: random.Random) -> bool:
 
 
 @pytest.mark.parametrize(
-    ("plan", "kills"),
-    [
-        ("replicate=2", 4),
-        ("pipeline=2,microbatches=2", 1),
-        ("engine=deepspeed,shard=2", 1),
-    ],
+    ("plan", "kills"), [("replicate=2", 4), ("pipeline=2,microbatches=2", 1), ("engine=deepspeed,shard=2", 1)]
 )
 def test_a_training_that_is_killed_ends_as_one_that_is_not(tmp_path: Path, plan: str, kills: int) -> None:
     if "deepspeed" in plan:
@@ -98,6 +83,4 @@ def test_a_training_that_is_killed_ends_as_one_that_is_not(tmp_path: Path, plan:
     losses = [[(line["step"], line["loss"]) for line in Run(run).records("step")] for run in (quiet, killed)]
     assert losses[0] == losses[1]
     for rank in (0, 1):
-        assert (quiet / f"samples/rank-{rank}.jsonl").read_text() == (
-            killed / f"samples/rank-{rank}.jsonl"
-        ).read_text()
+        assert (quiet / f"samples/rank-{rank}.jsonl").read_text() == (killed / f"samples/rank-{rank}.jsonl").read_text()

@@ -66,10 +66,7 @@ def refused(link: Path, verb) -> None:
     assert "\n" not in str(error.value)
 
 
-@pytest.mark.parametrize(
-    "name",
-    ["usage.jsonl", "metrics.jsonl", "samples/rank-0.jsonl", "run.json"],
-)
+@pytest.mark.parametrize("name", ["usage.jsonl", "metrics.jsonl", "samples/rank-0.jsonl", "run.json"])
 @pytest.mark.parametrize("target", ["thesis.txt", "none.txt"])
 def test_a_file_that_training_writes_is_a_link(run: Path, outside: Path, name: str, target: str) -> None:
     plant(run / name, outside / target)

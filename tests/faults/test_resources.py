@@ -139,9 +139,7 @@ def test_few_processes(run, tmp_path: Path, limit: int) -> None:
     "variables",
     [
         pytest.param({"HOME": "/proc/nowhere", "XDG_CONFIG_HOME": "", "TERM": ""}, id="none"),
-        pytest.param(
-            {"HOME": "", "LANG": "C", "LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}, id="C"
-        ),
+        pytest.param({"HOME": "", "LANG": "C", "LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}, id="C"),
     ],
 )
 def test_odd_environments_and_a_name_that_is_no_text(run, tmp_path: Path, variables: dict[str, str]) -> None:

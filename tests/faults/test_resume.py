@@ -60,9 +60,7 @@ def task_of(cell: Cell) -> Images:
     return kind(rule=cell["rule"], batchnorm=cell["batchnorm"] == "batchnorm", dropout=0.3, clip=0.5)
 
 
-def run(
-    pool: Pool, task: Images, plan: str, folder: Path, dies_at: int | None = None, **options: int | None
-) -> str:
+def run(pool: Pool, task: Images, plan: str, folder: Path, dies_at: int | None = None, **options: int | None) -> str:
     request = Options(log_samples=True, keep=100, **options)
     return pool.run(PART, Plan.parse(plan).processes, task, plan, folder, request, dies_at)[0]
 
@@ -138,9 +136,7 @@ def test_another_world_goes_on_with_the_same_samples(
 
 
 @pytest.mark.parametrize(("before", "after"), [("native", "textbook"), ("textbook", "native")])
-def test_another_engine_takes_the_weights_over_and_says_so(
-    pool: Pool, tmp_path: Path, before: str, after: str
-) -> None:
+def test_another_engine_takes_the_weights_over_and_says_so(pool: Pool, tmp_path: Path, before: str, after: str) -> None:
     task = Images(rule="adam", dropout=0.3)
     run(pool, task, f"engine={before}", tmp_path / "run", steps=4, save_every=2)
     was = {name: one for name, one in hashes(tmp_path / "run", 4).items() if name.startswith(MODEL)}
@@ -150,9 +146,7 @@ def test_another_engine_takes_the_weights_over_and_says_so(
     assert fresh is not None
     tensors = fresh.read_tensors()
     counted = {
-        float(tensors.read(name))
-        for name in tensors
-        if name.startswith("optimizer.") and name.endswith(".step")
+        float(tensors.read(name)) for name in tensors if name.startswith("optimizer.") and name.endswith(".step")
     }
     assert counted == {1.0}, "Adam's step counters are not those of a fresh optimizer"
     moved = hashes(tmp_path / "run", 5)

@@ -38,9 +38,7 @@ CELLS = [
 ]
 
 
-def run(
-    pool: Pool, task: Task, plan: str, folder: Path, dies_at: int | None = None, **options: int | None
-) -> str:
+def run(pool: Pool, task: Task, plan: str, folder: Path, dies_at: int | None = None, **options: int | None) -> str:
     request = Options(log_samples=True, keep=100, **options)
     return pool.run(PART, Plan.parse(plan).processes, task, plan, folder, request, dies_at)[0]
 
@@ -116,12 +114,8 @@ def test_another_world_goes_on_with_the_same_samples(
     assert gap <= TOLERANCE, f"{name} is {gap:.1e} away"
 
 
-@pytest.mark.parametrize(
-    ("before", "after"), [("deepspeed,shard=2", "native,shard=2"), ("native", "deepspeed")]
-)
-def test_another_engine_takes_the_weights_over_and_says_so(
-    pool: Pool, tmp_path: Path, before: str, after: str
-) -> None:
+@pytest.mark.parametrize(("before", "after"), [("deepspeed,shard=2", "native,shard=2"), ("native", "deepspeed")])
+def test_another_engine_takes_the_weights_over_and_says_so(pool: Pool, tmp_path: Path, before: str, after: str) -> None:
     run(pool, WANDERER, f"engine={before}", tmp_path / "run", steps=4, save_every=2)
     was = model(tmp_path / "run", 4)
     told = run(pool, WANDERER, f"engine={after}", tmp_path / "run", steps=5, save_every=1)

@@ -62,9 +62,7 @@ def test_another_world_goes_on_with_the_same_weights(
     check_another_world(pool, tmp_path, task, before, after)
 
 
-def check_another_world(
-    pool: Pool, tmp_path: Path, task: TunedTokens | TunedImages, before: str, after: str
-) -> None:
+def check_another_world(pool: Pool, tmp_path: Path, task: TunedTokens | TunedImages, before: str, after: str) -> None:
     run(pool, task, "", tmp_path / "one", save_every=2)
     run(pool, task, before, tmp_path / "run", 3, save_every=2)
     assert "resuming from step 2" in run(pool, task, after, tmp_path / "run", save_every=2)
@@ -79,9 +77,7 @@ def test_closures_go_on_in_another_world(pool: Pool, tmp_path: Path, rule: str) 
 
 
 @pytest.mark.parametrize("plan", ["", "shard=2", "pipeline=2,microbatches=4"])
-def test_what_is_evaluated_saved_and_loaded_is_not_what_is_trained(
-    pool: Pool, tmp_path: Path, plan: str
-) -> None:
+def test_what_is_evaluated_saved_and_loaded_is_not_what_is_trained(pool: Pool, tmp_path: Path, plan: str) -> None:
     task = TunedTokens(by="schedule-free")
     run(pool, task, plan, tmp_path / "run", evaluate_every=1, save_every=2)
     trained = weights(tmp_path / "run", "optimizer.", ".trained_weight")

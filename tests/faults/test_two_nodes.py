@@ -18,17 +18,7 @@ from grappe.training.run import Run
 from tests.commands import GRAPPE, SLOW, Command, send, until
 from tests.faults.resume_cell import hashes
 
-OTHER = (
-    "unshare",
-    "--map-root-user",
-    "--uts",
-    "--pid",
-    "--fork",
-    "--kill-child",
-    "--mount-proc",
-    "bash",
-    "-c",
-)
+OTHER = ("unshare", "--map-root-user", "--uts", "--pid", "--fork", "--kill-child", "--mount-proc", "bash", "-c")
 TRAIN = (GRAPPE, "train", SLOW, "epochs=4", "--save-every", "4", "--plan", "replicate=2,threads=1,device=cpu")
 LAST = 32
 Start = Callable[..., Command]

@@ -57,14 +57,7 @@ def test_data_that_never_come_are_named_with_their_line(start: Start, tmp_path: 
     assert "__getitem__" in reports[causes]
 
 
-@pytest.mark.parametrize(
-    ("rank", "plan"),
-    [
-        (0, "replicate=2"),
-        (1, "replicate=2"),
-        (0, "pipeline=2,microbatches=2"),
-    ],
-)
+@pytest.mark.parametrize(("rank", "plan"), [(0, "replicate=2"), (1, "replicate=2"), (0, "pipeline=2,microbatches=2")])
 def test_a_stopped_process_is_named_by_the_other(start: Start, tmp_path: Path, rank: int, plan: str) -> None:
     command = start("Quick", "--stall-limit", "3s", plan=plan)
     os.kill(pids_in_training(tmp_path / "run", 2)[rank], signal.SIGSTOP)
@@ -163,10 +156,7 @@ def told(rank: int, *, step: int = 7, waits: bool = True) -> Standstill:
 @pytest.mark.parametrize(
     ("found", "wanted"),
     [
-        (
-            [told(0), told(1, waits=False)],
-            "process 1 of 2 on n1 makes no progress in step 8, at x.py, line 1;",
-        ),
+        ([told(0), told(1, waits=False)], "process 1 of 2 on n1 makes no progress in step 8, at x.py, line 1;"),
         ([told(0), told(1, step=6)], "process 1 of 2 on n1 makes no progress in step 7"),
         ([told(0), told(1)], "all 2 processes wait for each other: a message was lost"),
         ([told(1)], "process 0 of 2 does not answer"),

@@ -43,12 +43,7 @@ def test_what_is_lost_is_found(tmp_path: Path) -> None:
     ],
 )
 def test_what_a_user_must_never_read_is_found(tmp_path: Path, said: str, found: str) -> None:
-    life = Life(
-        "replicate=2",
-        whole_life.Whole(folder=tmp_path, seconds=1.0, end={}),
-        tmp_path / "x",
-        random.Random(0),
-    )
+    life = Life("replicate=2", whole_life.Whole(folder=tmp_path, seconds=1.0, end={}), tmp_path / "x", random.Random(0))
     life.kills.append(KILL)
     life.search(said, own=None)
     assert (life.findings == []) == (not found)

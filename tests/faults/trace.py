@@ -49,9 +49,7 @@ class Recorder:
             if entry.is_dir():
                 self._scan(entry)
             else:
-                self.start.append(
-                    Operation(kind="write", inode=self._inode(entry), content=entry.read_bytes())
-                )
+                self.start.append(Operation(kind="write", inode=self._inode(entry), content=entry.read_bytes()))
 
     def _inode(self, path: Path) -> int:
         status = path.lstat()
@@ -109,9 +107,7 @@ def _path(path: Any, dir_fd: int | None = None) -> Path:
 def recording(root: Path) -> Iterator[Recorder]:
     """Inside, every change under `root` made through os is recorded, and really made."""
     recorder = Recorder(root)
-    real = {
-        name: getattr(os, name) for name in ("mkdir", "rename", "replace", "unlink", "rmdir", "fsync", "open")
-    }
+    real = {name: getattr(os, name) for name in ("mkdir", "rename", "replace", "unlink", "rmdir", "fsync", "open")}
     kept = []  # open handles, so that no inode's number is given twice
 
     def mkdir(path: Any, mode: int = 0o777, *, dir_fd: int | None = None) -> None:
@@ -130,9 +126,7 @@ def recording(root: Path) -> Iterator[Recorder]:
         return removing
 
     def rename(name: str) -> Any:
-        def renaming(
-            old: Any, new: Any, *, src_dir_fd: int | None = None, dst_dir_fd: int | None = None
-        ) -> None:
+        def renaming(old: Any, new: Any, *, src_dir_fd: int | None = None, dst_dir_fd: int | None = None) -> None:
             when = time.monotonic_ns()
             real[name](old, new, src_dir_fd=src_dir_fd, dst_dir_fd=dst_dir_fd)
             recorder.moved(_path(old, src_dir_fd), _path(new, dst_dir_fd), when)
@@ -165,11 +159,7 @@ def recording(root: Path) -> Iterator[Recorder]:
 def unsynced(operations: list[Operation]) -> list[int]:
     """Finds the operations that are not yet flushed: a crash may keep or drop each."""
     last = {one.inode: index for index, one in enumerate(operations) if one.kind == "sync"}
-    return [
-        index
-        for index, one in enumerate(operations)
-        if one.kind != "sync" and index > last.get(one.inode, -1)
-    ]
+    return [index for index, one in enumerate(operations) if one.kind != "sync" and index > last.get(one.inode, -1)]
 
 
 def left(recorder: Recorder, operations: Iterable[Operation]) -> Tree:

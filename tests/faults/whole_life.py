@@ -171,9 +171,7 @@ class Life:
         self.kills.append(Kill(plan=self._plan, role=role, phase=phase, code=code, gone=gone, quiet=quiet))
         # What a training bears (the loss of a resource tracker) does not end it.
         if quiet > GONE_SECONDS and code != 0:
-            self.findings.append(
-                f"{role} killed {phase}: it took {gone:.1f} s ({quiet:.1f} quiet) until none was left"
-            )
+            self.findings.append(f"{role} killed {phase}: it took {gone:.1f} s ({quiet:.1f} quiet) until none was left")
         return code != 0
 
     def _wait(self, one: Command, role: str) -> None:
@@ -191,9 +189,7 @@ class Life:
         """Looks for what a user must never read; `own` is the exit code of a start that was not killed."""
         if own not in (None, 0):
             self.findings.append(f"the start that nobody killed ended with {own}: {said[-3000:]}")
-        wrong = (
-            MISTAKES[:1] if "own loop" in self._plan else MISTAKES
-        )  # the loop is a script, with Python's own words
+        wrong = MISTAKES[:1] if "own loop" in self._plan else MISTAKES  # the loop is a script, with Python's own words
         kill = self.kills[-1] if self.kills else None
         named = kill is None or kill.code != 1 or "own loop" in self._plan or "SIGKILL" in said
         if own is None and not named:
@@ -203,9 +199,7 @@ class Life:
     def compare(self) -> None:
         """Finds what is other than without kills."""
         ends = end_of(self._folder)
-        wrong = sorted(
-            name for name in {*ends, *self._whole.end} if ends.get(name) != self._whole.end.get(name)
-        )
+        wrong = sorted(name for name in {*ends, *self._whole.end} if ends.get(name) != self._whole.end.get(name))
         if wrong:
             some = {name: (self._whole.end.get(name), ends.get(name)) for name in wrong[:2]}
             self.findings.append(f"after {self.kills}: other {wrong}: {str(some)[:2000]}")
@@ -228,9 +222,7 @@ def one_life(number: int, plan: str, unkilled: Whole, base: Path) -> tuple[list[
     return life.kills, [f"{plan or 'one process'} {number}: {one}" for one in life.findings]
 
 
-def attack(
-    kills: int, first: int, side_by_side: int, plans: tuple[str, ...] = PLANS
-) -> tuple[list[Kill], list[str]]:
+def attack(kills: int, first: int, side_by_side: int, plans: tuple[str, ...] = PLANS) -> tuple[list[Kill], list[str]]:
     """Trains through `kills` kills and some more; returns them, and what was found."""
     done: list[Kill] = []
     findings: list[str] = []
@@ -243,11 +235,7 @@ def attack(
         base = Path(folder)
         places = [base / f"whole-{index}" for index in range(len(plans))]
         wholes = dict(zip(plans, pool.map(whole, plans, places), strict=True))
-        print(
-            "seconds of a whole life:",
-            {plan: round(one.seconds, 1) for plan, one in wholes.items()},
-            flush=True,
-        )
+        print("seconds of a whole life:", {plan: round(one.seconds, 1) for plan, one in wholes.items()}, flush=True)
         numbers, under_way = itertools.count(first), set[Future]()
         while len(done) < kills or under_way:
             while len(done) < kills and len(under_way) < side_by_side:
@@ -259,9 +247,7 @@ def attack(
                 done += more
                 findings += found
                 print("".join(f"FOUND {line}\n" for line in found), end="", flush=True)
-                print(
-                    f"{len(done)} of {kills}, {len(findings)} findings: {more}", file=sys.stderr, flush=True
-                )
+                print(f"{len(done)} of {kills}, {len(findings)} findings: {more}", file=sys.stderr, flush=True)
     return done, findings
 
 

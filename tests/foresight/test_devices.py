@@ -22,10 +22,7 @@ def test_generations_and_memory_are_those_that_the_sites_say() -> None:
         device = device_named(site.node.gpu) if site.node and site.node.gpu else None
         if site.node and device is not None:
             assert site.node.capability is None or device.generation.endswith(f", {site.node.capability}")
-            assert (
-                any(size in site.node.gpu for size in device.memory_gb.split(" or "))
-                or site.node.gpu == "H100"
-            )
+            assert any(size in site.node.gpu for size in device.memory_gb.split(" or ")) or site.node.gpu == "H100"
 
 
 def test_each_data_sheet_says_its_source_and_belongs_to_a_name() -> None:
@@ -33,9 +30,7 @@ def test_each_data_sheet_says_its_source_and_belongs_to_a_name() -> None:
     assert len(names) == len(set(names)) > 5
     reported = [name for device in devices() for name in device.reported]
     assert len(reported) == len(set(reported)) >= len(devices())
-    assert all(
-        "data sheet" in one.source and one.watts > 100 and one.tflops["fp32"] > 10 for one in devices()
-    )
+    assert all("data sheet" in one.source and one.watts > 100 and one.tflops["fp32"] > 10 for one in devices())
 
 
 def test_a_kernel_takes_what_bounds_it() -> None:

@@ -66,10 +66,7 @@ def trained(request: Trained, process: ProcessRank, folder: Path) -> LibraryMemo
     """Evaluates the model and runs a step of it, by torch alone; returns the bytes that stay beside its tensors."""
     return_freed_memory()
     torch.set_num_threads(2)
-    model, (inputs, targets) = (
-        Convolved().model(),
-        (torch.zeros(ROWS, CHANNELS[0], 16, 16), torch.zeros(ROWS)),
-    )
+    model, (inputs, targets) = (Convolved().model(), (torch.zeros(ROWS, CHANNELS[0], 16, 16), torch.zeros(ROWS)))
     began = data_size()
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
         model(torch.cat([inputs, inputs]))
@@ -112,9 +109,7 @@ def test_a_process_of_a_training_measures_it_under_its_limit(fake_model: FakeMod
 def test_a_plan_fits_only_with_what_its_kernels_keep(fake_model: FakeModel) -> None:
     needed = with_libraries(memory_forecast(fake_model, PLAN), fake_model, PLAN)
     assert needed.libraries is not None and needed.most is not None
-    budget = MemoryBudget(
-        whose="", size=needed.most + needed.libraries.total, besides=0, margin=1.0, gpu=False
-    )
+    budget = MemoryBudget(whose="", size=needed.most + needed.libraries.total, besides=0, margin=1.0, gpu=False)
     assert foreseen(fake_model, PLAN, ROWS, budget).fits
     assert not foreseen(fake_model, PLAN, ROWS, dataclasses.replace(budget, size=budget.size - MB)).fits
 
@@ -139,9 +134,7 @@ def test_the_process_that_keeps_most_counts(fake_model: FakeModel, monkeypatch: 
     assert library_memory(fake_model, Plan.parse("pipeline=2,microbatches=2"), ROWS) == kept[1]
 
 
-def test_kernels_that_get_no_memory_leave_it_unknown(
-    fake_model: FakeModel, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_kernels_that_get_no_memory_leave_it_unknown(fake_model: FakeModel, monkeypatch: pytest.MonkeyPatch) -> None:
     def died(*_: Any) -> None:
         raise ProcessDied("process 0")
 

@@ -14,14 +14,7 @@ from grappe import sites
 from grappe.errors import PlanError
 from grappe.foresight.devices import LEAST, OF_BANDWIDTH, device_named
 from grappe.foresight.fake_model import FakeModel
-from grappe.foresight.gpu_time import (
-    NETWORK_LEAST,
-    OF_NETWORK,
-    Fabric,
-    PipelinePasses,
-    gpu_time,
-    update_operators,
-)
+from grappe.foresight.gpu_time import NETWORK_LEAST, OF_NETWORK, Fabric, PipelinePasses, gpu_time, update_operators
 from grappe.foresight.trace import LOSS
 from grappe.parallel.pipeline.rules import RULES
 from grappe.plan import Plan
@@ -62,9 +55,7 @@ def test_one_process_sends_nothing_and_a_network_is_not_faster_than_links() -> N
 def test_a_network_that_is_not_known_is_named() -> None:
     unknown = dataclasses.replace(NARVAL, network_gbit=None)
     unknown.refuse_unknown_network(Plan(replicate=4))
-    with pytest.raises(
-        PlanError, match="8 GPUs, and a node has 4: the rate of the network between nodes is not known"
-    ):
+    with pytest.raises(PlanError, match="8 GPUs, and a node has 4: the rate of the network between nodes is not known"):
         unknown.refuse_unknown_network(Plan(replicate=8))
 
 
@@ -196,9 +187,7 @@ def test_a_pipeline_with_a_loss_of_the_whole_batch_has_no_time() -> None:
 def test_plans_without_a_time_say_why(plan: str, why: str) -> None:
     assert A100 is not None
     with pytest.raises(PlanError, match=why):
-        gpu_time(
-            FakeModel(Small(), Path("data"), records=True), Plan.parse(plan), Fabric(device=A100, node=4)
-        )
+        gpu_time(FakeModel(Small(), Path("data"), records=True), Plan.parse(plan), Fabric(device=A100, node=4))
 
 
 def test_a_pipeline_of_a_model_of_transformers(tmp_path: Path) -> None:
@@ -206,7 +195,5 @@ def test_a_pipeline_of_a_model_of_transformers(tmp_path: Path) -> None:
     from tests.parallel.families import Llama
 
     assert A100 is not None
-    found = gpu_time(
-        FakeModel(Llama(), tmp_path, records=True), Plan.parse("pipeline=2,microbatches=2"), NARVAL
-    )
+    found = gpu_time(FakeModel(Llama(), tmp_path, records=True), Plan.parse("pipeline=2,microbatches=2"), NARVAL)
     assert found.bubble > 0

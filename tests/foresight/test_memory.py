@@ -65,9 +65,7 @@ def test_a_unit_that_is_called_twice_is_gathered_twice_and_reduced_once() -> Non
     overlay = FsdpMemory(UNITS, 2, 3, there=False, reduces=True, copies=NCCL)
     for kind, which in [*marks, ("backward", 0), ("gradient", 0)]:
         overlay.at(Mark(kind, which, 0, 0))
-    assert (
-        overlay.now == 100 + 100 + 100 + 50
-    )  # its parameters, its gradient; unit 1's input and half of gradients
+    assert overlay.now == 100 + 100 + 100 + 50  # its parameters, its gradient; unit 1's input and half of gradients
     overlay.at(Mark("done", 0, 0, 0))
     overlay.at(Mark("end", -1, 0, 0))
     assert overlay.now == 100  # both halves

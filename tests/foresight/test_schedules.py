@@ -16,12 +16,7 @@ from grappe.plan import Plan
 from tests.foresight import clocks
 from tests.processes import Pool
 
-KINDS = {
-    "FORWARD": "forward",
-    "FULL_BACKWARD": "backward",
-    "BACKWARD_INPUT": "inputs",
-    "BACKWARD_WEIGHT": "weights",
-}
+KINDS = {"FORWARD": "forward", "FULL_BACKWARD": "backward", "BACKWARD_INPUT": "inputs", "BACKWARD_WEIGHT": "weights"}
 """torch's names of passes, and ours."""
 
 
@@ -105,10 +100,7 @@ def test_a_real_pipeline_waits_as_long_as_the_simulated_one(schedule: str, pool:
 
 
 def test_messages_are_waited_for_between_processes() -> None:
-    assert (
-        simulated("pipeline=2,microbatches=2", transfer=0.5).seconds
-        > simulated("pipeline=2,microbatches=2").seconds
-    )
+    assert simulated("pipeline=2,microbatches=2", transfer=0.5).seconds > simulated("pipeline=2,microbatches=2").seconds
 
 
 @given(text=PLANS)

@@ -41,9 +41,7 @@ def fake_model() -> FakeModel:
 
 def needing(peak: int | None) -> MemoryForecast:
     states = States(parameters=10**9, gradients=10**9, optimizer=2 * 10**9, buffers=0)
-    return MemoryForecast(
-        states=states, peak=peak, least=peak, rows=8, evaluation=peak, checkpoint=0, gpu=True
-    )
+    return MemoryForecast(states=states, peak=peak, least=peak, rows=8, evaluation=peak, checkpoint=0, gpu=True)
 
 
 def test_a_plan_fits_with_a_margin_and_an_unknown_peak_fits_never_for_sure() -> None:
@@ -74,9 +72,7 @@ def test_plans_that_are_tried_train_the_same_and_begin_with_the_plainest() -> No
 def test_the_first_that_fits_is_found_on_more_processes_where_none_of_as_many_does(
     fake_model: FakeModel, plan: str, limit: int, found: str | None
 ) -> None:
-    other = fitting(
-        fake_model, Plan.parse(plan), MemoryBudget(whose="", size=limit * MB, besides=0, gpu=False)
-    )
+    other = fitting(fake_model, Plan.parse(plan), MemoryBudget(whose="", size=limit * MB, besides=0, gpu=False))
     assert (other and other.plan) == found
 
 
@@ -92,9 +88,7 @@ def test_what_no_plan_can_trace_ends_the_search_for_a_pipeline_too(monkeypatch: 
     monkeypatch.setattr(search.engines, "check", lambda plan: (asked.append(plan), check(plan)))
     fake_model = FakeModel(Looks(), Path("data"))
     with pytest.raises(TaskError, match="cannot run without values"):
-        fitting(
-            fake_model, Plan.parse("pipeline=2,microbatches=2"), MemoryBudget(whose="", size=MB, gpu=False)
-        )
+        fitting(fake_model, Plan.parse("pipeline=2,microbatches=2"), MemoryBudget(whose="", size=MB, gpu=False))
     assert len(asked) == 1
 
 

@@ -39,7 +39,5 @@ def test_split_modules_send_messages(tmp_path: Path) -> None:
     task = PySource(width=32, depth=2, heads=2, batch_size=8, megabytes=0.3)
     trace = FakeModel(task, tmp_path, records=True).trace(8, tensor=2)
     sent = [one for one in trace.operators if one.collective is not None]
-    assert {one.collective for one in sent} == {"all_reduce"} and len(
-        sent
-    ) >= 2 * 4  # two of a block each way
+    assert {one.collective for one in sent} == {"all_reduce"} and len(sent) >= 2 * 4  # two of a block each way
     assert all(one.message > 0 and not one.view for one in sent)

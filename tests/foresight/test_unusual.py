@@ -17,9 +17,7 @@ from grappe.plan import Plan
 from tests.foresight import unusual
 
 
-@pytest.mark.parametrize(
-    ("task", "line"), [(unusual.Chosen, r"x\[x\[:, 0\] > 0\]"), (unusual.Numpy, r"x\.numpy\(\)")]
-)
+@pytest.mark.parametrize(("task", "line"), [(unusual.Chosen, r"x\[x\[:, 0\] > 0\]"), (unusual.Numpy, r"x\.numpy\(\)")])
 @pytest.mark.parametrize("plan", ["", "shard=2", "replicate=2,microbatches=2"])
 def test_what_needs_values_is_refused_with_its_line(task: type, line: str, plan: str) -> None:
     with pytest.raises(TaskError, match=rf"{task.__name__} cannot run without values.*unusual\.py.*{line}"):

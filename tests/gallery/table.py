@@ -39,10 +39,7 @@ def verified(pool: Pool, name: str, plans: Sequence[str] = PLANS) -> Iterator[tu
                 yield left.pop(0), {"verdict": one.verdict, "why": why, "loss": gap}
         except AssertionError as error:  # a process of the pool ended with a traceback
             print(error, file=sys.stderr)
-            yield (
-                left.pop(0),
-                {"verdict": "crash", "why": [str(error).strip().splitlines()[-1]], "loss": None},
-            )
+            yield (left.pop(0), {"verdict": "crash", "why": [str(error).strip().splitlines()[-1]], "loss": None})
 
 
 def _findings(pool: Pool, name: str, plans: Sequence[str]) -> Iterator[Any]:

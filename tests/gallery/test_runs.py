@@ -53,10 +53,7 @@ def test_the_plain_loop_learns_the_same(name: str, trained: Callable[[str], Path
 def test_resumes_to_the_bit_and_predicts(name: str, trained: Callable[[str], Path], tmp_path: Path) -> None:
     for steps in (2, STEPS):
         train(name, tmp_path / "resumed", steps)
-    both = [
-        grappe.load(run, gallery_files.file(name)).state_dict()
-        for run in (trained(name), tmp_path / "resumed")
-    ]
+    both = [grappe.load(run, gallery_files.file(name)).state_dict() for run in (trained(name), tmp_path / "resumed")]
     assert all(torch.equal(one, both[1][key]) for key, one in both[0].items())
     rows = list(grappe.predict(trained(name), "validation", task=gallery_files.file(name)))
     assert len(rows) == len(tasks.task(name).data("validation", tmp_path))  # type: ignore[arg-type]
@@ -68,9 +65,7 @@ def test_a_teacher_comes_from_its_own_run_and_stays_as_it_is(tmp_path: Path) -> 
     given = {"teacher": str(tmp_path / "teacher")}
     grappe.train(file, PLAN, tmp_path / "student", fields=given, options=options)
     teacher, pair = [grappe.load(tmp_path / name) for name in ("teacher", "student")]
-    assert all(
-        torch.equal(one, pair.state_dict()[f"teacher.{key}"]) for key, one in teacher.state_dict().items()
-    )
+    assert all(torch.equal(one, pair.state_dict()[f"teacher.{key}"]) for key, one in teacher.state_dict().items())
 
 
 def test_the_notebook_runs_in_a_kernel(tmp_path: Path) -> None:

@@ -54,9 +54,7 @@ def test_a_name_is_no_message() -> None:
     assert SMALL.message("the plan has no 'the plan': x") == "le plan n'a pas 'the plan' : x"
 
 
-@pytest.mark.parametrize(
-    "value", ["{name}", "{0.__class__}", "%s", "\x1b[31m", "{", "}}", "{{}}", "it is damaged"]
-)
+@pytest.mark.parametrize("value", ["{name}", "{0.__class__}", "%s", "\x1b[31m", "{", "}}", "{{}}", "it is damaged"])
 def test_foreign_values_stay_as_they_are(value: str) -> None:
     assert SMALL.message(f"grappe: the plan has no '{value}': x") == f"grappe : le plan n'a pas '{value}' : x"
 
@@ -82,9 +80,7 @@ def test_names_that_users_chose_stay(english: str, french: str) -> None:
 def test_thousands_have_a_space_in_french_but_where_they_were_typed() -> None:
     french = catalogue_of("fr").message
     assert french("1,024 members") == "1 024 membres"
-    assert (
-        french("--per-shard 1,024: it must be 1 to 1,000,000") == "--per-shard 1,024 : il faut 1 à 1 000 000"
-    )
+    assert french("--per-shard 1,024: it must be 1 to 1,000,000") == "--per-shard 1,024 : il faut 1 à 1 000 000"
 
 
 @pytest.mark.parametrize(
@@ -193,9 +189,7 @@ def test_grappe_in_a_zip_speaks_english(tmp_path: Path) -> None:
     assert (done.stdout, done.stderr) == ("the file is empty\n", "")
 
 
-@pytest.mark.parametrize(
-    "text", ["a: b; c. d, " * 1500, "grappe: " * 2000, "'" * 9000, "ValueError: " * 1500]
-)
+@pytest.mark.parametrize("text", ["a: b; c. d, " * 1500, "grappe: " * 2000, "'" * 9000, "ValueError: " * 1500])
 def test_a_hostile_text_is_given_up(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """However a text is made, only so many of its parts are looked at."""
     looked, whole = list[str](), _Message._by_one_template

@@ -36,17 +36,14 @@ def join_as(process: ProcessRank, rendezvous_folder: Path, secrets: list[str], f
 @pytest.mark.parametrize("size", [2, 3])
 def test_those_who_share_a_secret_join(pool, size: int) -> None:
     assert (
-        pool.run("tests.launch.test_authentication:join_as", size, ["ours"] * size, f"a{size}")
-        == ["joined []"] * size
+        pool.run("tests.launch.test_authentication:join_as", size, ["ours"] * size, f"a{size}") == ["joined []"] * size
     )
 
 
 def test_one_who_does_not_know_it_is_found_out_by_all(pool) -> None:
     told = pool.run("tests.launch.test_authentication:join_as", 3, ["ours", "ours", "theirs"], "b")
     for rank in (0, 1):
-        assert (
-            f"process {rank} of 3 is connected to a program that is not process 2 of this start" in told[rank]
-        )
+        assert f"process {rank} of 3 is connected to a program that is not process 2 of this start" in told[rank]
     assert "is not process 0 of this start" in told[2]
 
 

@@ -107,9 +107,7 @@ def opened(tree: ast.Module) -> Iterator[tuple[int, str]]:
             continue  # grappe.launch.files; dataclasses.replace; a method of one's own
         if name == "replace" and (len(node.args) != 1 or node.keywords) and not _is(of, "os"):
             continue  # a string's
-        own = name in ("remove", "link", "truncate", "move", "save") or (
-            name == "rename" and len(node.args) != 1
-        )
+        own = name in ("remove", "link", "truncate", "move", "save") or (name == "rename" and len(node.args) != 1)
         if own and not _is(of, "os", "shutil", "np"):
             continue  # a list's, or a function of grappe's
         if name in OPENS:
@@ -130,9 +128,7 @@ def test_what_opens_files_is_found() -> None:
     assert found("shutil.rmtree(a)\na.replace(b)\nos.replace(a, b)\na.rename(b)\nos.remove(a)") == [
         "rmtree", "replace", "replace", "rename", "remove",
     ]  # fmt: skip
-    assert (
-        found("files.replace(a, b)\n'a'.replace('b', 'c')\ndataclasses.replace(a, b=c)\nlist.remove(1)") == []
-    )
+    assert found("files.replace(a, b)\n'a'.replace('b', 'c')\ndataclasses.replace(a, b=c)\nlist.remove(1)") == []
 
 
 def test_files_of_a_run_are_opened_in_one_place() -> None:

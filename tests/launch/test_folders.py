@@ -10,9 +10,7 @@ import pytest
 from grappe.launch.folders import own_folder, state_folder
 
 
-def test_a_folder_above_one_of_the_users_own_is_as_well(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_folder_above_one_of_the_users_own_is_as_well(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Many systems let the group write: what the user's state lies in was then taken for somebody else's."""
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
     before = os.umask(0o002)

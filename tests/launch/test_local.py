@@ -301,11 +301,7 @@ PEER = "Connection closed by peer [127.0.0.1]:5000"
 
 def failed(rank: int, exit_code: int = 1, why: str = "", **report: Any) -> Any:
     return SimpleNamespace(
-        name=f"process {rank} of 2",
-        exit_code=exit_code,
-        why=why,
-        report=Report(**report),
-        log=Path("none"),
+        name=f"process {rank} of 2", exit_code=exit_code, why=why, report=Report(**report), log=Path("none")
     )
 
 
@@ -332,13 +328,9 @@ def test_one_that_was_killed_comes_before_all() -> None:
 
 
 @pytest.mark.parametrize("code", [1, -signal.SIGSEGV, -signal.SIGABRT])
-def test_a_silent_end_where_memory_is_limited_names_the_limit(
-    monkeypatch: pytest.MonkeyPatch, code: int
-) -> None:
+def test_a_silent_end_where_memory_is_limited_names_the_limit(monkeypatch: pytest.MonkeyPatch, code: int) -> None:
     assert hint(code) == ""
-    monkeypatch.setattr(
-        resource, "getrlimit", lambda kind: (10**9 if kind == resource.RLIMIT_DATA else -1, -1)
-    )
+    monkeypatch.setattr(resource, "getrlimit", lambda kind: (10**9 if kind == resource.RLIMIT_DATA else -1, -1))
     assert "no more memory, which is limited here: see `ulimit -d`" in hint(code)
     silent = failed(0, exit_code=code, kind="silent", why=hint(code))
     assert "`ulimit -d`" in str(explanation([silent]))

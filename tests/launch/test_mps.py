@@ -76,8 +76,7 @@ def test_ended_when_training_fails(record: Path) -> None:
 
 def test_the_first_process_of_a_node_starts_it_for_the_others(record: Path) -> None:
     places = [
-        ProcessRank(rank=rank, size=2, local_rank=rank, local_size=2, launcher="srun", job="7-0-0")
-        for rank in range(2)
+        ProcessRank(rank=rank, size=2, local_rank=rank, local_size=2, launcher="srun", job="7-0-0") for rank in range(2)
     ]
     first, second = {**os.environ}, {**os.environ}
     with mps.shared_gpus(SHARED, places[0], first), mps.shared_gpus(SHARED, places[1], second):
@@ -98,12 +97,8 @@ def test_a_killed_owners_daemon_is_ended_by_the_next(record: Path, base: Path) -
     assert told(record)[1][2]["CUDA_MPS_PIPE_DIRECTORY"] == str(orphan / "pipe")
 
 
-@pytest.mark.parametrize(
-    "plan", ["replicate=8", "replicate=8,per_device=8,device=cpu", "replicate=8,per_device=8"]
-)
-def test_plans_that_share_no_gpu_here_start_nothing(
-    record: Path, plan: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize("plan", ["replicate=8", "replicate=8,per_device=8,device=cpu", "replicate=8,per_device=8"])
+def test_plans_that_share_no_gpu_here_start_nothing(record: Path, plan: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if plan.endswith("per_device=8") and list(Path("/dev").glob("nvidia[0-9]*")):
         pytest.skip("this machine has a GPU, so that the plan shares it")
     environment: dict[str, str] = {}

@@ -16,18 +16,7 @@ from grappe.launch.openmp import CHOICES, POLICY, is_busy, let_threads_sleep, sl
 from tests.commands import GRAPPE, Command
 
 CORES = os.cpu_count() or 1
-TRAIN = (
-    "train",
-    "digits",
-    "batch_size=256",
-    "--steps-only",
-    "--steps",
-    "1",
-    "--run",
-    "run",
-    "--plan",
-    "device=cpu",
-)
+TRAIN = ("train", "digits", "batch_size=256", "--steps-only", "--steps", "1", "--run", "run", "--plan", "device=cpu")
 SCRIPT = """
 import os, torch, grappe
 grappe.train("digits", {"device": "cpu"}, "run", fields={"epochs": 1}, batch_size=1437)
@@ -132,9 +121,7 @@ def test_the_processes_of_a_command_sleep(spins, busy_machine, monkeypatch: pyte
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="LLVM's OpenMP prints another text")
-def test_the_processes_of_a_script_that_has_torch_sleep(
-    spins, busy_machine, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_processes_of_a_script_that_has_torch_sleep(spins, busy_machine, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in CHOICES:
         monkeypatch.delenv(name, raising=False)
     found = spins(sys.executable, "-c", SCRIPT)

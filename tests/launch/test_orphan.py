@@ -65,9 +65,7 @@ def signalling_pipes(pid: int) -> int:
         texts = [one.read_text() for one in Path(f"/proc/{pid}/fdinfo").iterdir()]
     except OSError:
         return 0
-    flags = [
-        int(row.split()[1], 8) for text in texts for row in text.splitlines() if row.startswith("flags:")
-    ]
+    flags = [int(row.split()[1], 8) for text in texts for row in text.splitlines() if row.startswith("flags:")]
     return sum(bool(one & O_ASYNC) for one in flags)
 
 
@@ -122,9 +120,7 @@ def early_log(command: Command) -> bool:
     ],
     ids=["server", "guarded", "first", "both"],
 )
-def test_a_server_killed_while_processes_start_is_named(
-    start: Start, moment: Callable[[Command], object]
-) -> None:
+def test_a_server_killed_while_processes_start_is_named(start: Start, moment: Callable[[Command], object]) -> None:
     command = start("--run", "run", "--steps", "2", "pause=0", *PLAN)
     until(lambda: moment(command), "they start")
     send(servers(command), signal.SIGKILL)
@@ -208,12 +204,7 @@ def test_a_process_whose_torchrun_has_ended_does_not_wait_for_it(monkeypatch: py
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         port = taken.getsockname()[1]
-    for name, value in {
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-        "RANK": "0",
-        "WORLD_SIZE": "2",
-    }.items():
+    for name, value in {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "RANK": "0", "WORLD_SIZE": "2"}.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
     process = ProcessRank(rank=0, size=2, local_size=2, launcher="torchrun")

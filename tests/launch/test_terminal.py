@@ -33,18 +33,8 @@ RICH = ("rich.table", "rich.progress", "rich.live")
 
 
 @pytest.mark.parametrize("terminal", [False, True])
-@pytest.mark.parametrize(
-    "content",
-    [
-        HOSTILE,
-        Text(HOSTILE),
-        Group(HOSTILE),
-        pytest.param(HOSTILE, id="table"),
-    ],
-)
-def test_a_console_shows_and_obeys_nothing(
-    content: object, terminal: bool, request: pytest.FixtureRequest
-) -> None:
+@pytest.mark.parametrize("content", [HOSTILE, Text(HOSTILE), Group(HOSTILE), pytest.param(HOSTILE, id="table")])
+def test_a_console_shows_and_obeys_nothing(content: object, terminal: bool, request: pytest.FixtureRequest) -> None:
     if "table" in request.node.callspec.id:
         content = Table(HOSTILE, title=HOSTILE, box=None)
         content.add_row(HOSTILE)
@@ -76,14 +66,10 @@ def _bypasses(file: str, tree: ast.AST) -> Iterator[tuple[int, str]]:
             case ast.Attribute(value=ast.Attribute(value=ast.Name(id="sys"), attr=stream), attr=way):
                 if stream.strip("_") in ("stdout", "stderr") and way in ("write", "writelines", "buffer"):
                     yield node.lineno, "a stream's write"
-            case ast.Attribute(
-                value=ast.Name(id="traceback"), attr="print_exc" | "print_exception" | "print_stack"
-            ):
+            case ast.Attribute(value=ast.Name(id="traceback"), attr="print_exc" | "print_exception" | "print_stack"):
                 if file not in TO_LOGS:
                     yield node.lineno, "traceback"
-            case ast.Call(
-                func=ast.Attribute(value=ast.Name(id="os"), attr="write"), args=[ast.Constant(), *_]
-            ):
+            case ast.Call(func=ast.Attribute(value=ast.Name(id="os"), attr="write"), args=[ast.Constant(), *_]):
                 yield node.lineno, "os.write"
             case ast.Call(func=ast.Name(id="TextColumn"), keywords=given):
                 if not any(one.arg == "markup" and ast.unparse(one.value) == "False" for one in given):
@@ -105,9 +91,7 @@ def _bypasses(file: str, tree: ast.AST) -> Iterator[tuple[int, str]]:
 
 def test_nothing_is_written_past_it() -> None:
     found = [
-        line
-        for file in sorted(ROOT.rglob("*.py"))
-        for line in bypasses(str(file.relative_to(ROOT)), file.read_text())
+        line for file in sorted(ROOT.rglob("*.py")) for line in bypasses(str(file.relative_to(ROOT)), file.read_text())
     ]
     assert not found, "say it with launch/terminal.py:\n" + "\n".join(found)
 
@@ -133,17 +117,12 @@ def test_what_goes_past_it_is_found(source: str) -> None:
     assert bypasses("a.py", source)
 
 
-def test_complaints_are_in_the_users_language(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
-) -> None:
+def test_complaints_are_in_the_users_language(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
     monkeypatch.setenv("GRAPPE_LANG", "fr")
     complain("grappe: warning: the nodes of narval have no GPU: add device=cpu to the plan")
     say("no trial has a result")
     said = capsys.readouterr()
-    assert (
-        said.err
-        == "grappe : avertissement : les nœuds de narval n'ont pas de GPU : ajoutez device=cpu au plan\n"
-    )
+    assert said.err == "grappe : avertissement : les nœuds de narval n'ont pas de GPU : ajoutez device=cpu au plan\n"
     assert said.out == "no trial has a result\n"
 
 

@@ -87,11 +87,7 @@ def test_torchrun_inside_a_slurm_job_wins() -> None:
 
 @pytest.mark.parametrize(
     "environment",
-    [
-        {**TORCHRUN, "RANK": "first"},
-        {**STEP, "SLURM_STEP_TASKS_PER_NODE": "two"},
-        {**STEP, "SLURM_PROCID": ""},
-    ],
+    [{**TORCHRUN, "RANK": "first"}, {**STEP, "SLURM_STEP_TASKS_PER_NODE": "two"}, {**STEP, "SLURM_PROCID": ""}],
 )
 def test_variables_that_are_no_numbers(environment: dict[str, str]) -> None:
     with pytest.raises(UsageError, match="is not a number"):
@@ -156,8 +152,7 @@ def test_a_gpu_that_is_not_there() -> None:
         (
             "replicate=2",
             1,
-            "plan needs 2 processes (replicate=2), this job has 1: "
-            "ask for 2, or choose degrees whose product is 1",
+            "plan needs 2 processes (replicate=2), this job has 1: ask for 2, or choose degrees whose product is 1",
         ),
     ],
 )
@@ -170,9 +165,7 @@ def test_a_plan_that_does_not_fit(plan: str, processes: int, message: str) -> No
 def test_a_group_with_nccl_is_bound_to_no_device(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Tests what torch 2.8 needs for a mesh of groups with gloo beside NCCL, by its sources: no GPU has run it."""
     given: list[tuple[str, dict]] = []
-    monkeypatch.setattr(
-        "torch.distributed.init_process_group", lambda name, **rest: given.append((name, rest))
-    )
+    monkeypatch.setattr("torch.distributed.init_process_group", lambda name, **rest: given.append((name, rest)))
     assert rendezvous.start(ProcessRank(), "nccl", torch.device("cuda", 0), tmp_path) == ""
     [(backends, rest)] = given
     assert backends == "cpu:gloo,cuda:nccl"

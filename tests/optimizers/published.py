@@ -63,6 +63,5 @@ def lamb(lr: float, betas: tuple[float, float], eps: float, decay: float) -> lis
 def away(a: list[Tensor], b: list[Tensor]) -> float:
     """The largest |a - b| / |a| of any tensor."""
     return max(
-        float((x.double() - y.double()).norm() / x.double().norm().clamp_min(1e-9))
-        for x, y in zip(a, b, strict=True)
+        float((x.double() - y.double()).norm() / x.double().norm().clamp_min(1e-9)) for x, y in zip(a, b, strict=True)
     )

@@ -9,13 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from torch.optim.lr_scheduler import (
-    CosineAnnealingLR,
-    CosineAnnealingWarmRestarts,
-    LambdaLR,
-    LRScheduler,
-    OneCycleLR,
-)
+from torch.optim.lr_scheduler import CosineAnnealingLR, CosineAnnealingWarmRestarts, LambdaLR, LRScheduler, OneCycleLR
 
 import grappe
 from grappe.engines.shared.state import position
@@ -92,9 +86,7 @@ def test_a_chained_schedule_is_saved_and_resumed(tmp_path: Path) -> None:
     def losses(name: str, *steps: int | None) -> list[tuple]:
         for last in steps:
             task = Digits(batch_size=512, lr_scaling="linear", epochs=8)
-            run = grappe.train(
-                task, "threads=1", tmp_path / name, options=Options(steps=last, evaluate_every=12)
-            )
+            run = grappe.train(task, "threads=1", tmp_path / name, options=Options(steps=last, evaluate_every=12))
         return [(one["loss"], one["lr"]) for one in run.records("step")]
 
     assert losses("parts", 1, 7, None) == losses("whole", None)

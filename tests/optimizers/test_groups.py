@@ -15,11 +15,7 @@ def test_the_first_rule_that_matches_decides_and_what_none_matches_comes_first()
     rules = {"*.bias": {"weight_decay": 0.0}, "head.*": {"lr": 0.5}}
     optimizer = torch.optim.SGD(by_name(model.named_parameters(), rules), lr=0.1, weight_decay=0.01)
     found = [(group["param_names"], group["lr"], group["weight_decay"]) for group in optimizer.param_groups]
-    assert found == [
-        (["body.weight"], 0.1, 0.01),
-        (["body.bias", "head.bias"], 0.1, 0.0),
-        (["head.weight"], 0.5, 0.01),
-    ]
+    assert found == [(["body.weight"], 0.1, 0.01), (["body.bias", "head.bias"], 0.1, 0.0), (["head.weight"], 0.5, 0.01)]
 
 
 def test_a_rule_for_everything_leaves_no_empty_group() -> None:

@@ -53,9 +53,7 @@ def test_a_convolution_is_a_matrix_of_its_filters() -> None:
 
 
 def test_patterns_and_groups_say_what_is_a_matrix() -> None:
-    named = [
-        (name, torch.nn.Parameter(torch.ones(2, 2))) for name in ("embed.weight", "a.weight", "head.weight")
-    ]
+    named = [(name, torch.nn.Parameter(torch.ones(2, 2))) for name in ("embed.weight", "a.weight", "head.weight")]
     named.append(("a.bias", torch.nn.Parameter(torch.ones(2))))
     muon = Muon(named, rest=["embed.*", "head.*"])
     assert [(group["muon"], group["lr"], group["param_names"]) for group in muon.param_groups] == [
@@ -64,10 +62,5 @@ def test_patterns_and_groups_say_what_is_a_matrix() -> None:
     ]
     again = Muon(muon.param_groups)  # as Horovod makes it anew
     assert [group["lr"] for group in again.param_groups] == [0.02, 3e-4]
-    split = Muon(
-        [{"params": named[:2], "weight_decay": 0.5}, {"params": named[2:], "muon": False, "lr": 1e-3}]
-    )
-    assert [(group["weight_decay"], group["lr"]) for group in split.param_groups] == [
-        (0.5, 0.02),
-        (0.0, 1e-3),
-    ]
+    split = Muon([{"params": named[:2], "weight_decay": 0.5}, {"params": named[2:], "muon": False, "lr": 1e-3}])
+    assert [(group["weight_decay"], group["lr"]) for group in split.param_groups] == [(0.5, 0.02), (0.0, 1e-3)]

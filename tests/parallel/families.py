@@ -90,13 +90,7 @@ class GPT2(Words):
 
     def model(self) -> GPT2LMHeadModel:
         sizes = {"vocab_size": 32, "n_embd": 32, "n_layer": 2, "n_head": 2, "n_positions": 16}
-        rest = {
-            "resid_pdrop": 0.0,
-            "embd_pdrop": 0.0,
-            "attn_pdrop": 0.0,
-            "bos_token_id": 1,
-            "eos_token_id": 1,
-        }
+        rest = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0, "bos_token_id": 1, "eos_token_id": 1}
         return GPT2LMHeadModel(GPT2Config(**sizes, **rest))
 
 

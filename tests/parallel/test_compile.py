@@ -53,9 +53,7 @@ FORWARDS = 4
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Records each unit's compilation, each mark of a step and each forward of the first unit."""
     found: list[str] = []
-    monkeypatch.setattr(
-        nn.Linear, "compile", lambda self, mode: found.append(f"compile {mode}"), raising=False
-    )
+    monkeypatch.setattr(nn.Linear, "compile", lambda self, mode: found.append(f"compile {mode}"), raising=False)
     monkeypatch.setattr(torch.compiler, "cudagraph_mark_step_begin", lambda: found.append("mark"))
     forward = nn.Linear.forward
 
@@ -130,7 +128,5 @@ def test_functions_without_a_graph_are_remarked(monkeypatch: pytest.MonkeyPatch)
     from torch._dynamo.utils import counters
 
     monkeypatch.setitem(counters, "inductor", {"cudagraph_skips": 3})
-    assert compilation.remarks(GRAPHS) == (
-        "3 compiled functions without a CUDA graph; TORCH_LOGS=cudagraphs says why",
-    )
+    assert compilation.remarks(GRAPHS) == ("3 compiled functions without a CUDA graph; TORCH_LOGS=cudagraphs says why",)
     assert compilation.remarks(Plan.parse("compile")) == ()

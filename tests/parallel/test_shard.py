@@ -62,7 +62,5 @@ def test_scalars_learn_the_same(pool: Pool, plan: str) -> None:
 
 def test_deepspeed_names_them(pool: Pool) -> None:
     pytest.importorskip("deepspeed")
-    with pytest.raises(
-        AssertionError, match=r"takes no scalar parameter, and the model has 4\.scale, 5\.0\.scale"
-    ):
+    with pytest.raises(AssertionError, match=r"takes no scalar parameter, and the model has 4\.scale, 5\.0\.scale"):
         list(verify(Logits(), ["engine=deepspeed,shard=2,threads=1"], run=planted.runner(pool)))

@@ -61,9 +61,7 @@ def test_uneven_counts_give_the_mean_over_all_counted_tokens_as_transformers_own
     model, data = task.model().train(), task.data("train", None)  # type: ignore[arg-type]
     ids = torch.tensor(found["ids"][0])
     inputs = {name: one[ids] for name, one in data.inputs.items()}
-    assert float(model(**inputs, labels=data.targets[ids]).loss) == pytest.approx(
-        found["losses"][0], rel=1e-6
-    )
+    assert float(model(**inputs, labels=data.targets[ids]).loss) == pytest.approx(found["losses"][0], rel=1e-6)
 
 
 def test_units_are_the_layers_of_which_those_that_share_weights_are_not_sharded() -> None:
@@ -80,11 +78,7 @@ def test_units_are_the_layers_of_which_those_that_share_weights_are_not_sharded(
 @pytest.mark.parametrize(
     ("name", "plan", "words"),
     [
-        (
-            "GPT2",
-            "tensor=2",
-            "GPT2LMHeadModel has no tensor plan in transformers: give the task a tensor_plan",
-        ),
+        ("GPT2", "tensor=2", "GPT2LMHeadModel has no tensor plan in transformers: give the task a tensor_plan"),
         ("Llama", "tensor=4", "num_key_value_heads=2, which 4 processes cannot share"),
     ],
 )

@@ -67,9 +67,7 @@ class NeverCalled(Net):
 class ChangesItsInput(Net):
     def __init__(self) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList(
-            nn.Sequential(nn.ReLU(inplace=True), nn.Linear(WIDTH, WIDTH)) for _ in range(3)
-        )
+        self.blocks = nn.ModuleList(nn.Sequential(nn.ReLU(inplace=True), nn.Linear(WIDTH, WIDTH)) for _ in range(3))
 
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x)
@@ -219,15 +217,6 @@ def test_they_are_shown_and_a_resumed_run_keeps_them(tmp_path: Path) -> None:
 
 
 def test_what_it_costs_to_have_none_is_said() -> None:
-    start = {
-        "nodes": {"a": {"cpu": 2}},
-        "processes": 2,
-        "threads": 1,
-        "workers": 0,
-        "inputs": [],
-        "parameters": 1,
-    }
+    start = {"nodes": {"a": {"cpu": 2}}, "processes": 2, "threads": 1, "workers": 0, "inputs": [], "parameters": 1}
     start |= {"steps_per_epoch": 1, "units": [], "gathered": 1_200_000_000}
-    assert list(lines(start))[-1].startswith(
-        "no units: all parameters are gathered at once, 1.2 GB at the peak: give"
-    )
+    assert list(lines(start))[-1].startswith("no units: all parameters are gathered at once, 1.2 GB at the peak: give")

@@ -117,9 +117,7 @@ def plain(task: Pairs, steps: int) -> dict[str, Any]:
         losses.append(loss.item())
     model.eval()
     with torch.no_grad():
-        several = [
-            _mean(task, model, dataset, ids) for ids in torch.arange(task.samples).split(task.batch_size)
-        ]
+        several = [_mean(task, model, dataset, ids) for ids in torch.arange(task.samples).split(task.batch_size)]
     loss = sum(float(loss) * count for loss, count in several) / sum(count for _, count in several)
     return {"losses": losses, "weights": dict(model.state_dict()), "validation": loss}
 
@@ -143,9 +141,7 @@ def both_passes(process: ProcessRank, rendezvous_folder: Path, task: Task, plan:
         ahead.update({id(one): output for one, output in zip(batch.microbatches, outputs, strict=True)})
         look_ahead(self, batch, outputs, scale)
 
-    def compared(
-        self: WholeBatchLosses, output: Any, micro: Microbatch, batch: Batch, scale: float = 1.0
-    ) -> Loss:
+    def compared(self: WholeBatchLosses, output: Any, micro: Microbatch, batch: Batch, scale: float = 1.0) -> Loss:
         nonlocal passes, equal
         if id(micro) in ahead:
             passes += 1

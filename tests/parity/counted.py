@@ -13,10 +13,7 @@ class Several(Images):
     """Images with two losses."""
 
     def loss(self, output: Tensor, target: Tensor) -> dict[str, Tensor]:  # pyrefly: ignore
-        return {
-            "classes": F.cross_entropy(output, target, reduction="none"),
-            "size": 0.1 * output.square().mean(1),
-        }
+        return {"classes": F.cross_entropy(output, target, reduction="none"), "size": 0.1 * output.square().mean(1)}
 
 
 class Counted(Several):

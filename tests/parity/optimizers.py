@@ -29,9 +29,7 @@ class SAM(torch.optim.Optimizer):
 
     @torch.no_grad()
     def first_step(self, zero_grad: bool = False) -> None:
-        norms = [
-            p.grad.norm(p=2) for group in self.param_groups for p in group["params"] if p.grad is not None
-        ]
+        norms = [p.grad.norm(p=2) for group in self.param_groups for p in group["params"] if p.grad is not None]
         norm = torch.norm(torch.stack(norms), p=2)
         for group in self.param_groups:
             scale = group["rho"] / (norm + 1e-12)

@@ -112,11 +112,7 @@ class Boxed(Dataset):
     def __getitem__(self, index: int) -> dict[str, Any]:
         draw = torch.Generator().manual_seed(index)
         boxes = torch.rand(1 + index % 3, 4, generator=draw)
-        return {
-            "image": torch.randn(3, 6, 6, generator=draw) + boxes.mean(),
-            "boxes": boxes,
-            "name": str(index),
-        }
+        return {"image": torch.randn(3, 6, 6, generator=draw) + boxes.mean(), "boxes": boxes, "name": str(index)}
 
 
 class Boxes(Task):
@@ -137,9 +133,7 @@ class Boxes(Task):
         return torch.stack([one["image"] for one in samples]), targets
 
     def loss(self, output: Tensor, target: list[dict[str, Any]]) -> Tensor:
-        each = [
-            F.l1_loss(one.expand_as(t["boxes"]), t["boxes"]) for one, t in zip(output, target, strict=True)
-        ]
+        each = [F.l1_loss(one.expand_as(t["boxes"]), t["boxes"]) for one, t in zip(output, target, strict=True)]
         return torch.stack(each)
 
     def optimizer(self, named_parameters: Any) -> torch.optim.Optimizer:

@@ -76,9 +76,7 @@ def measure_optimizer(pool: Pool, rule: str, text: str) -> float | None:
     return measure(pool, text, task)
 
 
-def write(
-    gaps: dict[str, float], drawn: dict[str, float], by_optimizer: dict[str, dict[str, float | None]]
-) -> None:
+def write(gaps: dict[str, float], drawn: dict[str, float], by_optimizer: dict[str, dict[str, float | None]]) -> None:
     """Writes the differences beside those that were known."""
     ordered = {}
     for kind, found in (("gaps", gaps), ("drawn", drawn)):
@@ -86,9 +84,7 @@ def write(
         ordered[kind] = {plan: merged[plan] for plan in PLANS if plan in merged}
     before = known_optimizers()
     rules = {rule: {**before.get(rule, {}), **by_optimizer.get(rule, {})} for rule in RULES}
-    FILE.write_text(
-        json.dumps({"date": time.strftime("%Y-%m-%d"), **ordered, "optimizers": rules}, indent=1) + "\n"
-    )
+    FILE.write_text(json.dumps({"date": time.strftime("%Y-%m-%d"), **ordered, "optimizers": rules}, indent=1) + "\n")
 
 
 def main(only_drawn: bool = False) -> None:

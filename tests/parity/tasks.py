@@ -84,9 +84,7 @@ class Images(Task):
         }
 
     def schedule(self, optimizer, total_steps: int):
-        return (
-            torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, total_steps + 3) if self.scheduled else None
-        )
+        return torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, total_steps + 3) if self.scheduled else None
 
     def units(self, model: nn.Module) -> list[nn.Module]:
         return list(model)

@@ -115,13 +115,10 @@ def test_deepspeed_too(pool: Pool, operators: None) -> None:
 
 def test_exact_plans_have_one_hash(pool: Pool) -> None:
     found = [
-        trained(pool, plan)[0]
-        for plan in ("exact=4", "exact=4,replicate=2", "exact=4,replicate=4", "exact=4,shard=2")
+        trained(pool, plan)[0] for plan in ("exact=4", "exact=4,replicate=2", "exact=4,replicate=4", "exact=4,shard=2")
     ]
     hashed = {
-        hashlib.sha256(
-            b"".join(tensor.numpy().tobytes() for _, tensor in sorted(one["weights"].items()))
-        ).hexdigest()
+        hashlib.sha256(b"".join(tensor.numpy().tobytes() for _, tensor in sorted(one["weights"].items()))).hexdigest()
         for one in found
     }
     assert len(hashed) == 1
@@ -134,9 +131,7 @@ def test_verify_finds_nothing(pool: Pool, plan: str) -> None:
 
 
 @pytest.mark.parametrize("plan", ["workers=2", "replicate=2,workers=0"])
-def test_imagenet_with_everything_goes_on_to_the_same_bits_after_a_kill(
-    pool: Pool, tmp_path: Path, plan: str
-) -> None:
+def test_imagenet_with_everything_goes_on_to_the_same_bits_after_a_kill(pool: Pool, tmp_path: Path, plan: str) -> None:
     task = ImageNet(
         epochs=2, batch_size=10, network="resnet18", classes=len(CLASSES), image_size=32, ema=0.9,
         mixup=0.2, cutmix=1.0, policy="trivial", jitter=0.4, erasing=0.25, schedule_shape="onecycle",
@@ -147,13 +142,7 @@ def test_imagenet_with_everything_goes_on_to_the_same_bits_after_a_kill(
 
     def train(run: str, dies_at: int | None = None) -> str:
         return pool.run(
-            "tests.faults.resume_cell:part",
-            Plan.parse(plan).processes,
-            task,
-            plan,
-            tmp_path / run,
-            options,
-            dies_at,
+            "tests.faults.resume_cell:part", Plan.parse(plan).processes, task, plan, tmp_path / run, options, dies_at
         )[0]
 
     train("whole")

@@ -115,17 +115,15 @@ def test_an_infinite_gradient_is_said_and_not_stood_still_at(pool: Pool, plan: s
 
 def test_a_parameter_that_nothing_reaches_is_named(pool: Pool) -> None:
     for told in pool.run("tests.engines.told:told", 2, Images(unused=True), "engine=deepspeed,shard=2", 2):
-        assert told.startswith(
-            "TaskError: the loss does not depend on spare: DeepSpeed would let weight decay"
-        )
+        assert told.startswith("TaskError: the loss does not depend on spare: DeepSpeed would let weight decay")
 
 
 def bits_around(process: ProcessRank, rendezvous_folder: Path, task: Tokens, text: str) -> float:
     """Computes the difference of two plain trainings with another training between them, in one process."""
     before, _, after = (
-        train(
-            dataclasses.replace(process, job=f"{process.job}-{turn}"), rendezvous_folder, task, plan, STEPS
-        )["weights"]
+        train(dataclasses.replace(process, job=f"{process.job}-{turn}"), rendezvous_folder, task, plan, STEPS)[
+            "weights"
+        ]
         for turn, plan in enumerate(("", text, ""))
     )
     return difference(before, after)[0]
@@ -155,9 +153,7 @@ def test_layers_in_another_order_on_another_process_are_summed_by_name(pool: Poo
         (False, "shard=2,zero=2", "but not both"),
     ],
 )
-def test_what_would_be_summed_with_something_else_is_refused(
-    pool: Pool, both: bool, plan: str, words: str
-) -> None:
+def test_what_would_be_summed_with_something_else_is_refused(pool: Pool, both: bool, plan: str, words: str) -> None:
     task, text = Forked(both=both), f"engine=deepspeed,{plan}"
     for told in pool.run("tests.engines.told:told", Plan.parse(text).processes, task, text, STEPS):
         assert told.startswith("TaskError: the model uses different parameters for different samples")
@@ -165,8 +161,6 @@ def test_what_would_be_summed_with_something_else_is_refused(
         assert "use engine=native" in told
 
 
-@pytest.mark.parametrize(
-    "plan", ["replicate=2", "microbatches=2", "shard=2,zero=1", "shard=2,zero=3,microbatches=2"]
-)
+@pytest.mark.parametrize("plan", ["replicate=2", "microbatches=2", "shard=2,zero=1", "shard=2,zero=3,microbatches=2"])
 def test_a_loss_of_the_whole_batch(pool: Pool, plan: str) -> None:
     check_whole_batch(pool, f"engine=deepspeed,{plan}", "views")

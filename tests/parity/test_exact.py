@@ -93,9 +93,7 @@ def test_one_hash_on_1_2_4_and_8_processes(pool: Pool, name: str, plan: str) -> 
     found = {size: trained(pool, TASKS[name], plan, size) for size in SIZES}
     wanted = digest(found[1][0])
     for size, everyone in found.items():
-        assert {digest({**everyone[0], **one, "weights": everyone[0]["weights"]}) for one in everyone} == {
-            wanted
-        }, size
+        assert {digest({**everyone[0], **one, "weights": everyone[0]["weights"]}) for one in everyone} == {wanted}, size
     ids = {
         size: [[i for one in everyone for i in one["ids"][step]] for step in range(STEPS)]
         for size, everyone in found.items()
@@ -114,18 +112,10 @@ def test_one_hash_on_1_2_4_and_8_processes(pool: Pool, name: str, plan: str) -> 
         ("loaded", "exact=4,workers=0", ("shard=4",)),
     ],
 )
-def test_the_same_hash_where_everything_is_sharded(
-    pool: Pool, name: str, plan: str, more: tuple[str, ...]
-) -> None:
+def test_the_same_hash_where_everything_is_sharded(pool: Pool, name: str, plan: str, more: tuple[str, ...]) -> None:
     wanted = digest(trained(pool, TASKS[name], plan, 1)[0])
     for one in more:
-        everyone = pool.run(
-            "tests.parity.cell:train",
-            Plan.parse(one).processes,
-            TASKS[name],
-            f"{plan},{one}",
-            STEPS,
-        )
+        everyone = pool.run("tests.parity.cell:train", Plan.parse(one).processes, TASKS[name], f"{plan},{one}", STEPS)
         assert digest(everyone[0]) == wanted, one
         assert len({repr(found["losses"]) for found in everyone}) == 1
 

@@ -50,8 +50,7 @@ def test_synchronised_batchnorm_is_that_of_one_process(pool: Pool, plan: str) ->
 
 
 @pytest.mark.parametrize(
-    ("plan", "pieces", "ways"),
-    [(f"{L},replicate=2", 1, 2), (f"{L},shard=2", 1, 2), (f"{L},microbatches=2", 2, 1)],
+    ("plan", "pieces", "ways"), [(f"{L},replicate=2", 1, 2), (f"{L},shard=2", 1, 2), (f"{L},microbatches=2", 2, 1)]
 )
 def test_local_batchnorm_is_that_of_each_slice(pool: Pool, plan: str, pieces: int, ways: int) -> None:
     check(pool, NORMED, plan, reference.train(NORMED, STEPS, pieces, ways))
@@ -99,9 +98,7 @@ def test_the_same_plan_goes_on_to_the_same_bits(
 
 
 @pytest.mark.parametrize(("before", "after"), [("replicate=3", "shard=2"), ("shard=2", "")])
-def test_another_world_goes_on_with_the_same_samples(
-    pool: Pool, tmp_path: Path, before: str, after: str
-) -> None:
+def test_another_world_goes_on_with_the_same_samples(pool: Pool, tmp_path: Path, before: str, after: str) -> None:
     task = Images(epochs=4, clip=0.5)
     run(pool, task, "", tmp_path / "one", save_every=2)
     run(pool, task, f"{L},{before}", tmp_path / "run", dies_at=3, save_every=2)

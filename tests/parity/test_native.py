@@ -51,13 +51,7 @@ PLANS = [
     "engine=textbook,replicate=3",
     "engine=textbook,replicate=4,microbatches=2",
 ]
-SPLIT = [
-    "tensor=2",
-    "tensor=2,replicate=2",
-    "tensor=2,shard=2",
-    "tensor=2,microbatches=2",
-    "tensor=2,recompute",
-]
+SPLIT = ["tensor=2", "tensor=2,replicate=2", "tensor=2,shard=2", "tensor=2,microbatches=2", "tensor=2,recompute"]
 
 
 @functools.cache

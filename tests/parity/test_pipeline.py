@@ -135,9 +135,7 @@ def test_a_pipeline_rounds_as_one_process_with_the_same_microbatches(pool: Pool,
     """To the bit: where bf16 through a pipeline differs from one process, it is that the batch is cut."""
     plans = (f"microbatches=4,precision={precision}", f"pipeline=2,microbatches=4,precision={precision}")
     task = Tokens(rule="sgd", batch_size=12)
-    one, two = (
-        pool.run("tests.parity.cell:train", Plan.parse(plan).processes, task, plan, 4)[0] for plan in plans
-    )
+    one, two = (pool.run("tests.parity.cell:train", Plan.parse(plan).processes, task, plan, 4)[0] for plan in plans)
     assert two["losses"] == one["losses"]
     assert set(one["weights"]) == set(two["weights"])
     assert all(torch.equal(tensor, two["weights"][name]) for name, tensor in one["weights"].items())

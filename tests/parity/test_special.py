@@ -16,16 +16,7 @@ NORMED = Images(batchnorm=True, rule="adam", clip=0.5)
 
 
 @pytest.mark.parametrize(
-    "plan",
-    [
-        "",
-        "replicate=2",
-        "replicate=3",
-        "replicate=4",
-        "shard=2",
-        "replicate=2,shard=2",
-        "replicate=2,recompute",
-    ],
+    "plan", ["", "replicate=2", "replicate=3", "replicate=4", "shard=2", "replicate=2,shard=2", "replicate=2,recompute"]
 )
 def test_synchronised_batchnorm_is_that_of_one_process(pool: Pool, plan: str) -> None:
     text = f"{plan},batchnorm=sync" if plan else "batchnorm=sync"

@@ -29,9 +29,7 @@ class Steps(nn.Module):
 def found(module: nn.Module) -> BatchCoupling:
     torch.manual_seed(0)
     model, samples = nn.Sequential(nn.Linear(8, 8), module), torch.randn(ROWS, 8)
-    return batch_coupled_modules(
-        model, lambda made, inputs: made(inputs), lambda first, end: samples[first:end], ROWS
-    )
+    return batch_coupled_modules(model, lambda made, inputs: made(inputs), lambda first, end: samples[first:end], ROWS)
 
 
 @pytest.mark.parametrize(

@@ -76,13 +76,7 @@ def test_under_pipelines(pool: Pool, plan: str) -> None:
 
 @pytest.mark.parametrize(
     "plan",
-    [
-        "microbatches=2",
-        "replicate=2,microbatches=2",
-        "shard=2,microbatches=3",
-        "exact=4",
-        "pipeline=2,microbatches=2",
-    ],
+    ["microbatches=2", "replicate=2,microbatches=2", "shard=2,microbatches=3", "exact=4", "pipeline=2,microbatches=2"],
 )
 def test_the_first_pass_draws_the_same(pool: Pool, plan: str) -> None:
     """With dropout, the outputs of both passes are equal to the bit: the first leaves the generators as they were."""
@@ -92,9 +86,7 @@ def test_the_first_pass_draws_the_same(pool: Pool, plan: str) -> None:
     assert all(one["equal"] for one in found)
 
 
-@pytest.mark.parametrize(
-    "plan", ["exact=4,replicate=2", "exact=4,shard=2", "exact=4,engine=textbook,replicate=4"]
-)
+@pytest.mark.parametrize("plan", ["exact=4,replicate=2", "exact=4,shard=2", "exact=4,engine=textbook,replicate=4"])
 def test_the_same_bits(pool: Pool, plan: str) -> None:
     task = Views(dropout=0.4)
     [alone] = pool.run("tests.parity.cell:train", 1, task, plan.split(",", maxsplit=1)[0], STEPS)

@@ -28,9 +28,7 @@ ENTRIES = [entry for file in FILES.values() for entry in file.USED]
 def test_the_library_has_it(entry: PrivateName) -> None:
     if importlib.util.find_spec(entry.where.partition(".")[0]) is None:
         pytest.skip(f"{entry.where.partition('.')[0]} is not installed")
-    assert has(entry.where, entry.name), (
-        f"{entry.where} has no {entry.name} any more: last seen in {entry.versions}"
-    )
+    assert has(entry.where, entry.name), f"{entry.where} has no {entry.name} any more: last seen in {entry.versions}"
 
 
 def has(where: str, name: str) -> bool:
@@ -62,6 +60,4 @@ def test_what_is_gone_is_noticed() -> None:
 def test_the_list_has_all_that_the_file_uses(library: str) -> None:
     file = Path(str(FILES[library].__file__))
     tree = ast.parse(file.read_text())
-    assert {access.name for access in accesses(file, tree, set())} == {
-        entry.name for entry in FILES[library].USED
-    }
+    assert {access.name for access in accesses(file, tree, set())} == {entry.name for entry in FILES[library].USED}

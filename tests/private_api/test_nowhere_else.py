@@ -22,9 +22,7 @@ def test_what_is_private_elsewhere_is_found() -> None:
     assert found_in("from torch.nn.modules.batchnorm import _BatchNorm") == ["_BatchNorm"]
     assert found_in("import torch.distributed._functional_collectives") == ["_functional_collectives"]
     assert found_in("getattr(optimizer, '_opt_called')") == ["_opt_called"]
-    assert found_in("class A(Trainer):\n  def b(self):\n    self._signal_connector.c()") == [
-        "_signal_connector"
-    ]
+    assert found_in("class A(Trainer):\n  def b(self):\n    self._signal_connector.c()") == ["_signal_connector"]
     assert found_in("class A:\n  def b(self, module):\n    self._buffers = module._buffers") == ["_buffers"]
 
 

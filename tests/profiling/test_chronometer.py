@@ -65,9 +65,7 @@ class Seen(Watcher):
         self.over = time.perf_counter()
 
 
-def timed(
-    process: ProcessRank, rendezvous_folder: Path, plan: str, task: Sleeping = TASK
-) -> tuple[Seen, float]:
+def timed(process: ProcessRank, rendezvous_folder: Path, plan: str, task: Sleeping = TASK) -> tuple[Seen, float]:
     """A training of STEPS steps, and the seconds from its start to its end; run on several processes or one."""
     os.environ["SLEEPING_LATE"] = str(process.rank)
     seen = Seen()
@@ -136,8 +134,7 @@ def test_phases_of_one_process_are_what_was_planted(tmp_path: Path, plan: str) -
 
 
 @pytest.mark.parametrize(
-    "plan",
-    [*plans(2), "shard=2", "shard=2,zero=2", "replicate=2,microbatches=2", "replicate=2,exact=2"],
+    "plan", [*plans(2), "shard=2", "shard=2,zero=2", "replicate=2,microbatches=2", "replicate=2,exact=2"]
 )
 def test_who_waits_for_a_slow_process_spends_it_in_communication(pool: Pool, plan: str) -> None:
     parsed = Plan.parse(plan)

@@ -56,11 +56,7 @@ def test_no_control_group(tmp_path: Path, own: Path) -> None:
     assert cores() >= 1
 
 
-V2 = {
-    "memory.max": "1000",
-    "memory.current": "700",
-    "memory.stat": "anon 500\ninactive_file 30\nactive_file 20\n",
-}
+V2 = {"memory.max": "1000", "memory.current": "700", "memory.stat": "anon 500\ninactive_file 30\nactive_file 20\n"}
 V1 = {
     "memory.limit_in_bytes": "1000",
     "memory.usage_in_bytes": "700",
@@ -118,9 +114,7 @@ def test_what_is_damaged_or_absent_limits_nothing(tmp_path: Path, own: Path) -> 
     assert control_group(tmp_path / "none", own) is None
 
 
-def test_free_is_the_least_of_the_machine_and_the_group(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_free_is_the_least_of_the_machine_and_the_group(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     machine = tmp_path / "meminfo"
     machine.write_text("MemTotal:  9 kB\nMemAvailable:   2 kB\n")
     monkeypatch.setattr(limits, "control_group", lambda: None)

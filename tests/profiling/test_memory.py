@@ -85,9 +85,7 @@ def test_what_a_batch_frees_is_there_for_the_next_one() -> None:
 
 
 @pytest.mark.parametrize(("limit", "told"), [(resource.RLIM_INFINITY, 2), (1 << 40, 0)])
-def test_where_memory_is_limited_nothing_is_kept(
-    monkeypatch: pytest.MonkeyPatch, limit: int, told: int
-) -> None:
+def test_where_memory_is_limited_nothing_is_kept(monkeypatch: pytest.MonkeyPatch, limit: int, told: int) -> None:
     calls: list[dict[str, int]] = []
     monkeypatch.setattr(resource, "getrlimit", lambda _: (limit, limit))
     monkeypatch.setattr(memory, "mallopt", lambda **given: calls.append(given))

@@ -41,9 +41,7 @@ def traced(step, *, phases=(FORWARD,), steps: int = 2):
 
 def call(name: str = "add", kind: str = "other", size: int = TINY + 1, **fields) -> OperatorCall:
     known = {"line": "", "gap": 1e-6, "seconds": 1e-3, "flops": 0, **fields}
-    return OperatorCall(
-        name, kind, size=size, **{**known, "kernel": fields.get("kernel", known["seconds"] - 2e-6)}
-    )
+    return OperatorCall(name, kind, size=size, **{**known, "kernel": fields.get("kernel", known["seconds"] - 2e-6)})
 
 
 def test_products_copies_and_reads_are_told_apart_and_have_their_line() -> None:
@@ -103,10 +101,7 @@ def test_of_equal_steps_the_median_counts_and_of_others_the_mean() -> None:
 
 
 def test_the_host_is_gaps_and_calls() -> None:
-    calls = [
-        call(gap=5e-6, line="task.py:3"),
-        call(gap=1e-6, kind="read", line="task.py:4", size=4, seconds=1e-6),
-    ]
+    calls = [call(gap=5e-6, line="task.py:3"), call(gap=1e-6, kind="read", line="task.py:4", size=4, seconds=1e-6)]
     found = summed([calls], DISPATCH, on_device=False)
     assert found.host == pytest.approx(5e-6 + 2e-6 + 1e-6 + 1e-6)
     assert found.reads == pytest.approx(2e-6)

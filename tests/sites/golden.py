@@ -72,16 +72,9 @@ def with_job(script: Script, **changes: Any) -> Script:
 def others(site: Site) -> dict[str, Script]:
     """Scripts of what is no training, by the ends of their files' names."""
     training = script(site, "1-node")
-    other = dataclasses.replace(
-        with_job(training, name="other-1"), kind="evaluate", task=(), data="", saves=False
-    )
+    other = dataclasses.replace(with_job(training, name="other-1"), kind="evaluate", task=(), data="", saves=False)
     own = dataclasses.replace(
-        other,
-        kind=SCRIPT,
-        torchrun=True,
-        saves=True,
-        command="grappe submit -- mine.py",
-        arguments=("mine.py",),
+        other, kind=SCRIPT, torchrun=True, saves=True, command="grappe submit -- mine.py", arguments=("mine.py",)
     )
     return {
         "script": dataclasses.replace(own, arguments=("mine.py", "--lr", "0.1")),

@@ -9,22 +9,12 @@ import pytest
 from grappe import sites
 from grappe.sites.advice import described, misplaced, storage_of, unfit_precision
 
-PLACES = {
-    "HOME": "/home/me",
-    "WORK": "/work/p",
-    "SCRATCH": "/scratch/me",
-    "DSDIR": "/data/sets",
-    "STORE": "/store/p",
-}
+PLACES = {"HOME": "/home/me", "WORK": "/work/p", "SCRATCH": "/scratch/me", "DSDIR": "/data/sets", "STORE": "/store/p"}
 
 
 def test_the_innermost_storage_holds_a_folder() -> None:
     narval = sites.find("narval")
-    for folder, place in (
-        ("/home/me/x", "$HOME"),
-        ("/home/me/projects/p/x", "$HOME/projects"),
-        ("/tmp/x", None),
-    ):
+    for folder, place in (("/home/me/x", "$HOME"), ("/home/me/projects/p/x", "$HOME/projects"), ("/tmp/x", None)):
         found = storage_of(narval, Path(folder), PLACES)
         assert (found.place if found else None) == place
 

@@ -16,9 +16,7 @@ from grappe.sites.environment import PACKAGE, Packages, options, own_wheel, pack
 from grappe.sites.script import FUNCTIONS
 from tests.patience import PATIENCE_SECONDS
 
-WHEEL = packed(
-    "grappe", "1.0", {"METADATA": "Metadata-Version: 2.1\nName: grappe\nVersion: 1.0\n"}, {"grappe.py": b""}
-)
+WHEEL = packed("grappe", "1.0", {"METADATA": "Metadata-Version: 2.1\nName: grappe\nVersion: 1.0\n"}, {"grappe.py": b""})
 
 
 def run(content: Packages, folder: Path, *, node: str, job: str) -> subprocess.CompletedProcess[str]:

@@ -19,9 +19,7 @@ def test_options_as_sbatch_reads_them() -> None:
 
 
 @pytest.mark.parametrize("value", ["", "a b", "a\nb", "$(x)", "`x`", "a;b", "'a'", "é", "a#b", "--x"])
-@pytest.mark.parametrize(
-    "name", ["mem", "mem_per_cpu", "qos", "partition", "reservation", "dependency", "mail_user"]
-)
+@pytest.mark.parametrize("name", ["mem", "mem_per_cpu", "qos", "partition", "reservation", "dependency", "mail_user"])
 def test_hostile_values_are_refused(name: str, value: str) -> None:
     with pytest.raises(UsageError, match=f"--{name.replace('_', '-')}="):
         options(JobOptions(**{name: value}))

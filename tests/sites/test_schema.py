@@ -74,11 +74,7 @@ def test_a_users_own_site_wins(own: Path) -> None:
         ("[ask]", '[unconfirmed]\n"no\\nde" = "why"\n[ask]', "unconfirmed="),
         ("[ask]", '[sources]\nnode = "why\\ntouch hacked"\n[ask]', "sources.node="),
         ("[ask]", '[job.variables]\nA = "1\\n#SBATCH --wrap=x"\n[ask]', "job.variables.A="),
-        (
-            "[ask]",
-            '[job.variables]\nLD_PRELOAD = "/tmp/a.so"\n[ask]',
-            "LD_PRELOAD says what programs load or run",
-        ),
+        ("[ask]", '[job.variables]\nLD_PRELOAD = "/tmp/a.so"\n[ask]', "LD_PRELOAD says what programs load or run"),
         ("[ask]", '[job.variables]\nBASH_ENV = "/tmp/a"\n[ask]', "BASH_ENV says"),
         ("[ask]", '[job]\nmodules = ["/tmp/evil"]\n[ask]', "is no name of a module"),
         ("[ask]", '[job]\nmodules = ["--force"]\n[ask]', "is no name of a module"),

@@ -16,31 +16,12 @@ from grappe.errors import UsageError
 from grappe.plan import Plan
 from grappe.sites.layout import layout
 from grappe.sites.sbatch import SCRIPT, JobOptions
-from grappe.sites.script import (
-    FUNCTIONS,
-    Script,
-    check_name,
-    clock,
-    command_words,
-    expanded,
-    notice,
-    render,
-)
+from grappe.sites.script import FUNCTIONS, Script, check_name, clock, command_words, expanded, notice, render
 from tests import needs
 from tests.patience import PATIENCE_SECONDS
 from tests.sites.golden import FOLDER, golden, script, with_job
 
-HOSTILE = [
-    "$(touch hacked)",
-    "`touch hacked`",
-    "a; touch hacked",
-    "a\ntouch hacked",
-    "a' b",
-    'a" b',
-    "a b",
-    "",
-    "é",
-]
+HOSTILE = ["$(touch hacked)", "`touch hacked`", "a; touch hacked", "a\ntouch hacked", "a' b", 'a" b', "a b", "", "é"]
 
 
 def narval(*, job: dict[str, Any] | None = None, **changes) -> Script:
@@ -81,9 +62,7 @@ def test_a_script_can_be_read_in_a_minute() -> None:
 @pytest.mark.parametrize("chain", [0, 3])
 def test_every_kind_of_script_is_bash(environment: str, chain: int, tmp_path: Path) -> None:
     text = render(
-        narval(
-            job={"env": environment, "chain": chain, "stage": Path("/data/my $x.tar"), "wheels": Path("/w w")}
-        )
+        narval(job={"env": environment, "chain": chain, "stage": Path("/data/my $x.tar"), "wheels": Path("/w w")})
     )
     file = tmp_path / "job.sh"
     file.write_text(text)
@@ -146,9 +125,7 @@ def test_the_exit_code_is_not_written_through_a_link(tmp_path: Path, text: str, 
 
 
 @pytest.mark.parametrize(("scontrol", "left"), [(0, False), (143, False), (1, True)])
-def test_a_job_that_goes_back_into_the_queue_leaves_no_exit_code(
-    tmp_path: Path, scontrol: int, left: bool
-) -> None:
+def test_a_job_that_goes_back_into_the_queue_leaves_no_exit_code(tmp_path: Path, scontrol: int, left: bool) -> None:
     """Slurm's commands are stand-ins: Slurm ends scontrol or sleep before bash, or refuses."""
     run, commands = tmp_path / "run", tmp_path / "bin"
     commands.mkdir()
@@ -161,9 +138,7 @@ def test_a_job_that_goes_back_into_the_queue_leaves_no_exit_code(
 
 
 @pytest.mark.parametrize("command", ["train", "evaluate"])
-@pytest.mark.parametrize(
-    ("code", "place", "goes_on"), [(75, 1, True), (137, 1, None), (1, 1, False), (75, 2, False)]
-)
+@pytest.mark.parametrize(("code", "place", "goes_on"), [(75, 1, True), (137, 1, None), (1, 1, False), (75, 2, False)])
 def test_the_next_job_of_a_chain_goes_on(
     tmp_path: Path, command: str, code: int, place: int, goes_on: bool | None
 ) -> None:
@@ -179,11 +154,7 @@ def test_what_is_killed_goes_back_three_times(tmp_path: Path, command: str, kill
     """Slurm's commands are stand-ins, as functions."""
     slurm = "squeue() { echo RUNNING; }; sleep() { :; }; scontrol() { echo requeued; }\n"
     for number in range(4):
-        done = job(
-            tmp_path,
-            f"{slurm}step bash -c 'kill -9 $$'\nfinish {command} 50",
-            SLURM_RESTART_COUNT=str(number),
-        )
+        done = job(tmp_path, f"{slurm}step bash -c 'kill -9 $$'\nfinish {command} 50", SLURM_RESTART_COUNT=str(number))
         assert done.returncode == 137
         assert ("requeued" in done.stdout) is (number < kills)
 
@@ -215,15 +186,9 @@ def test_hostile_words_reach_the_program_as_they_are(word: str, tmp_path: Path) 
     folder = tmp_path / (word or "empty")
     folder.mkdir()
     made = narval(
-        arguments=("train", word),
-        task=(word,),
-        folder=folder,
-        data=word,
-        job={"doctor": False, "env": "here"},
+        arguments=("train", word), task=(word,), folder=folder, data=word, job={"doctor": False, "env": "here"}
     )
-    probe = (
-        f'source() {{ :; }}; step() {{ printf \'%s\\0\' "$PWD" "$@"; }}; finish() {{ :; }}\n{render(made)}'
-    )
+    probe = f'source() {{ :; }}; step() {{ printf \'%s\\0\' "$PWD" "$@"; }}; finish() {{ :; }}\n{render(made)}'
     done = subprocess.run(["bash", "-c", probe], capture_output=True, text=True, check=True, cwd=tmp_path)
     place, *words = done.stdout.split("\0")[:-1]
     program = [made.python, "-m", "grappe"]
@@ -253,18 +218,11 @@ def test_processes_that_share_a_gpu_ask_for_what_mps_needs() -> None:
     assert "#SBATCH --constraint=a100&mps" in options
     assert "#SBATCH --exclusive" in options
     assert "#SBATCH --constraint=a100" not in options
-    assert {"#SBATCH --ntasks-per-node=8", "#SBATCH --cpus-per-task=1", "#SBATCH --gres=gpu:1"} <= set(
-        options
-    )
+    assert {"#SBATCH --ntasks-per-node=8", "#SBATCH --cpus-per-task=1", "#SBATCH --gres=gpu:1"} <= set(options)
 
 
 def test_times() -> None:
-    assert [clock(one) for one in (59, 5400, 86400, 7 * 86400)] == [
-        "00:00:59",
-        "01:30:00",
-        "1-00:00:00",
-        "7-00:00:00",
-    ]
+    assert [clock(one) for one in (59, 5400, 86400, 7 * 86400)] == ["00:00:59", "01:30:00", "1-00:00:00", "7-00:00:00"]
     assert [notice(one) for one in (60, 3600, 86400)] == [20, 180, 300]
 
 
@@ -277,9 +235,7 @@ def test_hostile_words_reach_a_script_as_they_are(word: str, tmp_path: Path) -> 
     text = render(made)
     process = text[text.index("process() {") : text.index("}\n", text.index("    program ")) + 2]
     slurm = dict.fromkeys(("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", "SLURM_NTASKS_PER_NODE"), "1")
-    done = job(
-        tmp_path / "run", f"python=(printf '%s\\0')\n{process}process", HERE="a b", SLURM_NODEID="0", **slurm
-    )
+    done = job(tmp_path / "run", f"python=(printf '%s\\0')\n{process}process", HERE="a b", SLURM_NODEID="0", **slurm)
     assert done.stdout.split("\0")[:-1] == ["mine.py", word, "a b"]
     assert not list(tmp_path.rglob("hacked"))
 

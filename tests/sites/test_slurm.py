@@ -71,9 +71,7 @@ def test_a_controller_is_alive_if_one_of_them_is_or_nobody_can_ask(
     """Slurm's commands are stand-ins; some containers have no scontrol."""
     commands = {"squeue": "echo '7|mine|RUNNING|None|N/A|1:00|1'", "sbatch": "true"}
     if backup is not None:
-        commands["scontrol"] = (
-            f"echo 'Slurmctld(primary) at a is DOWN'; echo 'Slurmctld(backup) at b is {backup}'"
-        )
+        commands["scontrol"] = f"echo 'Slurmctld(primary) at a is DOWN'; echo 'Slurmctld(backup) at b is {backup}'"
     for name, line in commands.items():
         (tmp_path / name).write_text(f"#!/bin/sh\n{line}\n")
         (tmp_path / name).chmod(0o755)
@@ -95,9 +93,7 @@ def answers(folder: Path, monkeypatch: pytest.MonkeyPatch, sbatch: str) -> None:
     monkeypatch.setenv("PATH", f"{folder}:/usr/bin:/bin")
 
 
-def test_a_run_whose_job_may_be_in_the_queue_keeps_its_folder(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_whose_job_may_be_in_the_queue_keeps_its_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(NoAnswer, match="no answer in 0 s"):
         run("sleep", "9", seconds=0.1)
     answers(tmp_path, monkeypatch, "echo 'Socket timed out on send/recv operation' >&2; exit 1")
@@ -107,9 +103,7 @@ def test_a_run_whose_job_may_be_in_the_queue_keeps_its_folder(
     assert (tmp_path / "run/logs/submit-1.sh").is_file()
 
 
-def test_a_refused_submission_takes_back_what_it_made(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_refused_submission_takes_back_what_it_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Another command may write into the run's folder meanwhile."""
     (tmp_path / "bin").mkdir()
     other = tmp_path / "runs/run/mine"
@@ -118,26 +112,20 @@ def test_a_refused_submission_takes_back_what_it_made(
         answers(tmp_path / "bin", monkeypatch, f"{meanwhile}; echo no >&2; exit 1")
         with pytest.raises(SlurmError, match="no"):
             notebook.submit("digits --run runs/run --plan device=cpu", site="generic", account="a")
-        found = {
-            str(entry.relative_to(tmp_path)) for entry in tmp_path.rglob("*") if "bin/" not in str(entry)
-        }
+        found = {str(entry.relative_to(tmp_path)) for entry in tmp_path.rglob("*") if "bin/" not in str(entry)}
         assert found == {"bin", *left}
 
 
 def test_a_machine_of_no_cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Slurm's programs are installed, and no cluster is configured: a stand-in says what they then do."""
     program = tmp_path / "scontrol"
-    program.write_text(
-        "#!/bin/sh\necho 'scontrol: fatal: Could not establish a configuration source' >&2\nexit 1\n"
-    )
+    program.write_text("#!/bin/sh\necho 'scontrol: fatal: Could not establish a configuration source' >&2\nexit 1\n")
     program.chmod(0o755)
     (tmp_path / "sbatch").symlink_to(program)
     (tmp_path / "sinfo").symlink_to(program)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
     for ask in (check_controller, lambda: run("sinfo")):
-        with pytest.raises(
-            UsageError, match=r"^no Slurm here: no Slurm controller is reachable .* --site NAME"
-        ):
+        with pytest.raises(UsageError, match=r"^no Slurm here: no Slurm controller is reachable .* --site NAME"):
             ask()
     (finding,) = allocation.submittable()
     assert finding == note("no Slurm here: no Slurm controller is reachable from this machine")

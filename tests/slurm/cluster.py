@@ -146,9 +146,7 @@ class Cluster:
     def _accounting(self) -> None:
         data, socket_ = self.folder / "sql", self.folder / "sql.socket"
         install = ["mariadb-install-db", "--no-defaults", f"--datadir={data}", "--skip-test-db"]
-        subprocess.run(
-            [*install, "--auth-root-authentication-method=normal"], check=True, capture_output=True
-        )
+        subprocess.run([*install, "--auth-root-authentication-method=normal"], check=True, capture_output=True)
         self._daemon(
             "mariadbd", "--no-defaults", f"--datadir={data}", f"--socket={socket_}", "--user=root",
             f"--port={self._ports['sql']}", "--bind-address=127.0.0.1", f"--pid-file={self.folder}/sql.pid",

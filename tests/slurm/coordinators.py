@@ -21,12 +21,7 @@ ROOT = str(Path(__file__).parents[2])
 
 def words(slow: Path) -> list[str]:
     """Returns the fields of a task that has 2 steps an epoch, and a checkpoint after each."""
-    return [
-        *(f"{name}={text}" for name, text in SPACE.items()),
-        "epochs=20",
-        "pause=0.25",
-        f"while_there={slow}",
-    ]
+    return [*(f"{name}={text}" for name, text in SPACE.items()), "epochs=20", "pause=0.25", f"while_there={slow}"]
 
 
 @contextlib.contextmanager

@@ -34,13 +34,7 @@ class Job:
     """A training of tests/slow.py on two nodes, from its submission to its end."""
 
     def __init__(
-        self,
-        cluster: Cluster,
-        folder: Path,
-        name: str,
-        *options: str,
-        epochs: int = EPOCHS,
-        pause: float = 0.05,
+        self, cluster: Cluster, folder: Path, name: str, *options: str, epochs: int = EPOCHS, pause: float = 0.05
     ) -> None:
         self.cluster, self.folder, self.run = cluster, folder, folder / name
         self.total = epochs * 8  # 32 points, 4 a step
@@ -102,9 +96,7 @@ class Job:
     def ends(self) -> None:
         """Waits for its end; then the run is finished, and nothing shows that it was ever stopped."""
         self.until((self.run / "done").exists, "it is finished")
-        self.until(
-            lambda: not self.cluster.run("squeue", "-h", "-j", self.job, check=False).strip(), "it has ended"
-        )
+        self.until(lambda: not self.cluster.run("squeue", "-h", "-j", self.job, check=False).strip(), "it has ended")
         steps = [record["step"] for record in self._records()]
         assert steps == list(range(1, self.total + 1)), self.said()
         assert ids(self.run, steps) == self._undisturbed(), "other samples than without any stop"

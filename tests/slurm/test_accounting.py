@@ -17,9 +17,7 @@ from tests.slurm.cluster import Cluster
 from tests.slurm.coordinators import coordinator, ends, jobs_of, says, words
 
 
-def test_accounting_knows_how_jobs_ended(
-    accounted: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_accounting_knows_how_jobs_ended(accounted: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     script = tmp_path / "job.sh"
     script.write_text("#!/bin/bash\n#SBATCH --account=def-test --time=5\nexit 3\n")
     job = slurm.submit(script)

@@ -58,13 +58,9 @@ def test_a_time_limit_from_an_earlier_job(cluster: Cluster, tmp_path: Path) -> N
     """A trial of some steps on the cluster, and then the whole training with the limit that follows from them."""
     options = ("submit", "--site", "generic", "--no-doctor", "--time")
     plan = ("--plan", "device=cpu,threads=1,workers=0")
-    grappe(
-        *options, "10m", "--", "train", "digits", "--steps", "40", "--run", "runs/trial", *plan, cwd=tmp_path
-    )
+    grappe(*options, "10m", "--", "train", "digits", "--steps", "40", "--run", "runs/trial", *plan, cwd=tmp_path)
     grappe("wait", "runs/trial", cwd=tmp_path)
-    said = grappe(
-        *options, "auto", "--", "train", "digits", "epochs=3", "--run", "runs/all", *plan, cwd=tmp_path
-    )
+    said = grappe(*options, "auto", "--", "train", "digits", "epochs=3", "--run", "runs/all", *plan, cwd=tmp_path)
     assert "69 steps of " in said and "as measured in the run trial" in said
     grappe("wait", "runs/all", cwd=tmp_path)
     assert Run(tmp_path / "runs" / "all").is_finished()

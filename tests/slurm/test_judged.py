@@ -40,9 +40,7 @@ def test_a_real_sbatch_judges(cluster: Cluster, tmp_path: Path, site) -> None:
 
 @pytest.mark.parametrize("end", others(sites.find("narval")))
 @pytest.mark.parametrize("name", MORE)
-def test_a_real_sbatch_judges_other_commands_and_options(
-    cluster: Cluster, tmp_path: Path, name: str, end: str
-) -> None:
+def test_a_real_sbatch_judges_other_commands_and_options(cluster: Cluster, tmp_path: Path, name: str, end: str) -> None:
     made = others(sites.find(name))[end]
     options = tuple(option for option in made.job.sbatch if not option.startswith("--exclude"))
     said = judge(render(with_job(made, constraint=None, sbatch=options)), name, tmp_path)  # of real nodes

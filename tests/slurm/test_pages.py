@@ -63,14 +63,7 @@ class Normalize:
     def __call__(self, image):
         return (image - self._mean) / self._deviation
 """
-MEET = (
-    "--dist-backend",
-    "gloo",
-    "--init_method",
-    "tcp://$MASTER_ADDR:$MASTER_PORT",
-    "--world_size",
-    "$SLURM_NTASKS",
-)
+MEET = ("--dist-backend", "gloo", "--init_method", "tcp://$MASTER_ADDR:$MASTER_PORT", "--world_size", "$SLURM_NTASKS")
 PAGES = {
     "cpu": (("--cores", "2"), ("cifar10_cpu.py", "--batch_size", "32"), "images/s"),
     "ddp": (
@@ -133,9 +126,7 @@ COMMANDS = {
 @pytest.mark.parametrize("name", COMMANDS)
 def test_other_commands(cluster: Cluster, tmp_path: Path, name: str) -> None:
     arguments, expected = COMMANDS[name]
-    said = grappe(
-        "submit", "--site", "generic", "--time", "10m", "--no-doctor", "--", name, *arguments, cwd=tmp_path
-    )
+    said = grappe("submit", "--site", "generic", "--time", "10m", "--no-doctor", "--", name, *arguments, cwd=tmp_path)
     assert "core-hours" in said  # and no GPU
     folder = run_of(said)
     grappe("wait", folder, cwd=tmp_path)

@@ -60,9 +60,7 @@ def test_a_carried_lightning_module_is_submitted_as_any_task(cluster: Cluster, t
     )  # fmt: skip
     grappe("train", "mine.py", "--run", "local", "--plan", PLAIN, cwd=tmp_path)
     grappe("wait", "run", cwd=tmp_path)
-    found, expected = (
-        [one["loss"] for one in Run(tmp_path / name).records("evaluation")] for name in ("run", "local")
-    )
+    found, expected = ([one["loss"] for one in Run(tmp_path / name).records("evaluation")] for name in ("run", "local"))
     assert len(expected) == 2
     assert found == pytest.approx(expected, rel=1e-4)
 
@@ -100,13 +98,7 @@ def test_other_ways_into_slurm(cluster: Cluster, tmp_path: Path, how: str, proce
 
 
 def test_a_shell_with_an_older_jobs_variables(tmp_path: Path) -> None:
-    stale = {
-        "SLURM_JOB_ID": "1",
-        "SLURM_NTASKS": "2",
-        "SLURM_PROCID": "0",
-        "SLURM_NNODES": "2",
-        "SLURM_LOCALID": "0",
-    }
+    stale = {"SLURM_JOB_ID": "1", "SLURM_NTASKS": "2", "SLURM_PROCID": "0", "SLURM_NNODES": "2", "SLURM_LOCALID": "0"}
     words = ("train", SLOW, "epochs=1", "pause=0", "--run", "run", "--plan", PLAIN)
     done = ran(*GRAPPE, *words, cwd=tmp_path, **stale)
     assert done.returncode == 0, done.stderr
@@ -145,9 +137,7 @@ variables = { MY_NAME = "it's $HOME" }
 """
 
 
-def test_an_environment_and_data_on_the_node(
-    cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_environment_and_data_on_the_node(cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A fresh account: an empty HOME, no network, wheels without grappe, and a task that imports one more package.
 
     The first job makes the environment, and the doctor looks at it; the second, on nodes that are new to it, unpacks
@@ -165,9 +155,7 @@ def test_an_environment_and_data_on_the_node(
     monkeypatch.delenv("XDG_CONFIG_HOME", raising=False)
     monkeypatch.setenv("PIP_CONFIG_FILE", os.devnull)
     monkeypatch.setenv("PIP_FIND_LINKS", str(wheelhouse(tmp_path / "wheels")))
-    (tmp_path / "tasks" / "mine.py").write_text(
-        f"{Path(SLOW).read_text()}\nimport extra\nprint('has', extra.NAME)\n"
-    )
+    (tmp_path / "tasks" / "mine.py").write_text(f"{Path(SLOW).read_text()}\nimport extra\nprint('has', extra.NAME)\n")
     (tmp_path / "images").write_text("data")
     subprocess.run(["tar", "-cf", "data.tar", "images"], cwd=tmp_path, check=True)
     submit = (

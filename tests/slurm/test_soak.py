@@ -33,9 +33,7 @@ def test_twenty_preemptions(cluster: Cluster, tmp_path: Path, capsys: pytest.Cap
     assert recovered == PREEMPTIONS
 
 
-def test_a_signal_during_an_evaluation(
-    cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_signal_during_an_evaluation(cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     mark = tmp_path / "evaluating"
     monkeypatch.setenv("SLOW_MARK", str(mark))
     job = Job(cluster, tmp_path, "evaluation", "--time", "10m")

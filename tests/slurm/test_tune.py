@@ -62,9 +62,7 @@ def compared(found: Path, expected: Study) -> None:
         assert outcome(found)[name] == value, name
 
 
-def test_jobs_outlive_their_coordinator(
-    cluster: Cluster, tmp_path: Path, slow: Path, undisturbed: Study
-) -> None:
+def test_jobs_outlive_their_coordinator(cluster: Cluster, tmp_path: Path, slow: Path, undisturbed: Study) -> None:
     """One is killed, and one warned of its end, while no coordinator lives; one has been submitted twice."""
     study = tmp_path / "s"
     with coordinator(study, *words(slow), trials=3) as first:
@@ -106,9 +104,7 @@ def test_a_job_that_pends_for_ever(cluster: Cluster, tmp_path: Path, slow: Path)
     assert trial.reason == f"its job {job} was cancelled before it began"
 
 
-def test_a_study_in_one_job_is_requeued(
-    cluster: Cluster, tmp_path: Path, slow: Path, undisturbed: Study
-) -> None:
+def test_a_study_in_one_job_is_requeued(cluster: Cluster, tmp_path: Path, slow: Path, undisturbed: Study) -> None:
     """Warns the job of its end, then kills its coordinator."""
     study = tmp_path / "s"
     tune = ["tune", LINE, *words(slow), "--trials", "3", "--parallel", "2", "--plan", PLAN]

@@ -40,11 +40,7 @@ class Wrapper(torch.optim.Optimizer):
 
 def test_an_optimizer_that_needs_a_closure_is_recognised() -> None:
     weights = [nn.Parameter(torch.ones(2))]
-    for made in (
-        torch.optim.LBFGS(weights),
-        SAM(weights, torch.optim.SGD, lr=0.1),
-        Required(weights, lr=0.1),
-    ):
+    for made in (torch.optim.LBFGS(weights), SAM(weights, torch.optim.SGD, lr=0.1), Required(weights, lr=0.1)):
         assert needs_closure(made), type(made)
     plain = torch.optim.Adam(weights)
     assert not needs_closure(plain)

@@ -69,9 +69,7 @@ def pair() -> tuple[Tensor, Tensor]:
 @pytest.mark.parametrize("loss", [contrastive, normalised, hard_negatives])
 def test_a_loss_that_mixes_samples_is_named(loss: Any) -> None:
     output, target = pair()
-    with pytest.raises(
-        TaskError, match=r"Given.loss\(\) gives a sample another value.*whole_batch_loss = True"
-    ):
+    with pytest.raises(TaskError, match=r"Given.loss\(\) gives a sample another value.*whole_batch_loss = True"):
         check(loss, (output, target) if loss is contrastive else output, target)
 
 

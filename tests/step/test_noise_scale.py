@@ -52,9 +52,7 @@ def expected() -> float:
     return float(points.var(0).sum() / points.mean(0).square().sum())
 
 
-@pytest.mark.parametrize(
-    "plan", ["microbatches=4", "replicate=2", "replicate=2,microbatches=2,precision=bf16"]
-)
+@pytest.mark.parametrize("plan", ["microbatches=4", "replicate=2", "replicate=2,microbatches=2,precision=bf16"])
 def test_a_known_noise_scale(plan: str, tmp_path: Path) -> None:
     options = Options(noise_scale=True, evaluate_every=64)
     run = grappe.train(Points(), f"{plan},device=cpu,threads=1", tmp_path / "run", options=options)
@@ -68,10 +66,7 @@ def test_a_known_noise_scale(plan: str, tmp_path: Path) -> None:
 def test_it_changes_no_weight(tmp_path: Path) -> None:
     def steps(name: str, **others) -> list:
         run = grappe.train(
-            Points(lr=0.1, epochs=1, batch_size=60),
-            "microbatches=4",
-            tmp_path / name,
-            options=Options(**others),
+            Points(lr=0.1, epochs=1, batch_size=60), "microbatches=4", tmp_path / name, options=Options(**others)
         )
         return [(one["loss"], one["norm"]) for one in run.records("step")]
 
@@ -99,11 +94,7 @@ def test_refused(plan: str, told: str) -> None:
 @pytest.mark.parametrize(
     ("scale", "batch_size", "told"),
     [
-        (
-            1100.0,
-            64,
-            "about 1,100 samples; a batch has 64. A larger batch learns almost as much from each sample",
-        ),
+        (1100.0, 64, "about 1,100 samples; a batch has 64. A larger batch learns almost as much from each sample"),
         (1100.0, 512, "Beyond about 1,100 samples a step more devices bring speed, not progress"),
         (50.0, 512, "More samples a step bring hardly any progress"),
         (-1.0, 64, "not to be told from chance"),

@@ -211,10 +211,7 @@ CASES = (
     ),
     Case(
         name="a sample that is left out",
-        changes={
-            SAMPLE: f"        if index == 13:\n            return None\n{SAMPLE}",
-            **method("__getitem__"),
-        },
+        changes={SAMPLE: f"        if index == 13:\n            return None\n{SAMPLE}", **method("__getitem__")},
         says="sample 13 of data() is None",
         fix="must not be counted in __len__",
     ),
@@ -226,9 +223,7 @@ CASES = (
     ),
     Case(
         name="an argument is missing",
-        changes=also(
-            f"    def augment(self, inputs, targets):  {HERE}\n        return inputs + 1, targets\n"
-        ),
+        changes=also(f"    def augment(self, inputs, targets):  {HERE}\n        return inputs + 1, targets\n"),
         says="Mine.augment() cannot be called with what it is given (too many positional arguments)",
         fix="write def augment(self, inputs, targets, keys)",
     ),
@@ -275,9 +270,7 @@ CASES = (
         name="counts of several losses by another name",
         changes={
             LOSS: "        return {'size': output.square()}\n",
-            **also(
-                f"    def counts(self, target):  {HERE}\n        return {{'sise': torch.ones(len(target), 2)}}\n"
-            ),
+            **also(f"    def counts(self, target):  {HERE}\n        return {{'sise': torch.ones(len(target), 2)}}\n"),
         },
         says="counts() has the shapes {'sise': [16, 2]}, loss() {'size': [16, 2]}",
         fix="they must be the same",
@@ -408,18 +401,13 @@ CASES = (
     ),
     Case(
         name="an optimizer of another model",
-        changes={
-            OPTIMIZER: OPTIMIZER.replace("named_parameters", "self.model().parameters()"),
-            **method("optimizer"),
-        },
+        changes={OPTIMIZER: OPTIMIZER.replace("named_parameters", "self.model().parameters()"), **method("optimizer")},
         says="Mine.optimizer() has 4 parameters that are not the trained model's",
         fix="give it named_parameters",
     ),
     Case(
         name="an optimizer that is given a model",
-        changes={
-            OPTIMIZER: f"        return torch.optim.SGD(named_parameters.parameters(), lr=0.1)  {HERE}\n",
-        },
+        changes={OPTIMIZER: f"        return torch.optim.SGD(named_parameters.parameters(), lr=0.1)  {HERE}\n"},
         says="has no attribute 'parameters'",
         fix="optimizer() gets pairs of a name and a parameter, not the model",
     ),
@@ -485,9 +473,7 @@ CASES = (
     ),
     Case(
         name="a function as a metric",
-        changes=also(
-            f"    def metrics(self):  {HERE}\n        return {{'accuracy': lambda output, target: 0}}\n"
-        ),
+        changes=also(f"    def metrics(self):  {HERE}\n        return {{'accuracy': lambda output, target: 0}}\n"),
         says="Mine.metrics() has function for 'accuracy'",
         fix="give a metric of torchmetrics",
     ),

@@ -56,9 +56,7 @@ def test_the_task_itself_is_right(tmp_path: Path, monkeypatch, capfd) -> None:
     assert (code, said) == (0, "")
 
 
-def check(
-    case: Case, plan: str, tmp_path: Path, monkeypatch, capfd, words: Sequence[str] | None = None
-) -> None:
+def check(case: Case, plan: str, tmp_path: Path, monkeypatch, capfd, words: Sequence[str] | None = None) -> None:
     code, said = train(case.text, plan, tmp_path, monkeypatch, capfd, words)
     assert code == 2, said
     progress = "one plain process\n" if words else ""

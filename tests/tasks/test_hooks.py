@@ -123,8 +123,7 @@ class Page(LightningModule):
 def images(count: int) -> DataLoader:
     generator = torch.Generator().manual_seed(0)
     return DataLoader(
-        TensorDataset(torch.randn(count, 3, 32, 32, generator=generator), torch.arange(count) % 10),
-        batch_size=8,
+        TensorDataset(torch.randn(count, 3, 32, 32, generator=generator), torch.arange(count) % 10), batch_size=8
     )
 
 
@@ -180,9 +179,7 @@ def wild(name: str, folder: Path) -> type[grappe.Task]:
     return grappe.from_lightning(Digits(), digits(), epochs=1)
 
 
-@pytest.mark.parametrize(
-    "name", ["BoringModel", "BoringDataModule", "LightningTransformer", "Page", "Digits"]
-)
+@pytest.mark.parametrize("name", ["BoringModel", "BoringDataModule", "LightningTransformer", "Page", "Digits"])
 def test_modules_in_the_wild_run(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     result = train(tmp_path / "run", wild(name, tmp_path)())

@@ -42,9 +42,7 @@ def test_each_block_begins_as_its_shortcut():
         assert len(found) == blocks and not any(one.path[-1].weight.any() for one in found)
         x = torch.rand(1, 64 if network == "resnet18" else 256, 8, 8)
         assert torch.equal(found[1](x), x)
-    assert all(
-        one.path[-1].weight.all() for one in Cifar10(network="resnet18").model() if isinstance(one, Residual)
-    )
+    assert all(one.path[-1].weight.all() for one in Cifar10(network="resnet18").model() if isinstance(one, Residual))
 
 
 def test_weight_decay_leaves_normalisation_and_biases_out():
@@ -114,8 +112,7 @@ def test_fields_out_of_range_are_named(fields):
 
 
 @pytest.mark.parametrize(
-    "fields",
-    [{}, {"policy": "rand"}, {"policy": "trivial"}, {"policy": "auto"}, {"jitter": 0.4}, {"erasing": 1.0}],
+    "fields", [{}, {"policy": "rand"}, {"policy": "trivial"}, {"policy": "auto"}, {"jitter": 0.4}, {"erasing": 1.0}]
 )
 def test_bytes_stay_bytes_and_losses_take_what_was_mixed(fields):
     images = torch.randint(0, 256, (6, 3, 16, 16), dtype=torch.uint8)
@@ -140,10 +137,7 @@ def test_accuracy_of_mixed_images_is_that_of_the_larger_part():
     task = ImageNet(classes=6)
     accuracy, top5 = task.metrics()["accuracy"], task.metrics()["top5"]
     outputs = torch.eye(6)[[0, 1, 2, 3]]
-    for targets in (
-        torch.tensor([0, 1, 2, 4]),
-        torch.tensor([[0.9, 0.1], [0.4, 0.6], [0.0, 0.0], [0.0, 0.0]]),
-    ):
+    for targets in (torch.tensor([0, 1, 2, 4]), torch.tensor([[0.9, 0.1], [0.4, 0.6], [0.0, 0.0], [0.0, 0.0]])):
         shares = torch.nn.functional.pad(targets, (0, 4)) if targets.dim() > 1 else targets
         if targets.dim() > 1:
             shares[2, 2] = shares[3, 4] = 1.0

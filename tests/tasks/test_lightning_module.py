@@ -176,8 +176,7 @@ def test_what_a_task_cannot_do_without_is_refused_all_the_same(module: str, feat
 
 
 @pytest.mark.parametrize(
-    ("wrong", "words"),
-    [("shuffel", "no such feature"), ("on_train_epoch_ends", "did you mean on_train_epoch_end?")],
+    ("wrong", "words"), [("shuffel", "no such feature"), ("on_train_epoch_ends", "did you mean on_train_epoch_end?")]
 )
 def test_a_mistyped_name_is_not_left_out(wrong: str, words: str) -> None:
     both = ["on_train_epoch_end", "configure_gradient_clipping", wrong]
@@ -234,9 +233,7 @@ def test_what_training_step_logs_is_kept(pool: Pool, tmp_path: Path, plan: str) 
     module = modules.Telling()
     task = grappe.from_lightning(module, Data(), epochs=1)()
     [note] = task.notes()
-    assert all(
-        word in note for word in ("largest (it is not the mean", "shape (it is not one", "first (it depends")
-    )
+    assert all(word in note for word in ("largest (it is not the mean", "shape (it is not one", "first (it depends"))
     records = trained(pool, task, plan, tmp_path / "run")
     # The weights change from step to step, so a plain loop says what the accuracy was.
     data, right = Data(), 0.0
@@ -244,9 +241,7 @@ def test_what_training_step_logs_is_kept(pool: Pool, tmp_path: Path, plan: str) 
     order = SampleOrder(seed=0, length=TRAINING, batch_size=BATCH)
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9)
     for step in range(order.steps_per_epoch):
-        x, y = (
-            torch.stack(column) for column in zip(*(data.train[i] for i in order.ids(0, step)), strict=True)
-        )
+        x, y = (torch.stack(column) for column in zip(*(data.train[i] for i in order.ids(0, step)), strict=True))
         output = module.net(x)
         right += float((output.argmax(1) == y).sum())
         optimizer.zero_grad()

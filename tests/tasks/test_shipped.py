@@ -49,14 +49,7 @@ def fashion(tmp_path: Path) -> Path:
 @pytest.fixture(params=["python", "binary"])
 def cifar(tmp_path: Path, request: pytest.FixtureRequest) -> Path:
     """Five batches of 8 images and 6 test images, in both versions of the official files."""
-    for batch in [
-        "data_batch_1",
-        "data_batch_2",
-        "data_batch_3",
-        "data_batch_4",
-        "data_batch_5",
-        "test_batch",
-    ]:
+    for batch in ["data_batch_1", "data_batch_2", "data_batch_3", "data_batch_4", "data_batch_5", "test_batch"]:
         count = 6 if batch == "test_batch" else 8
         images = GENERATOR.integers(0, 256, (count, 3072), dtype=np.uint8)
         labels = [(int(batch[-1], 36) + row) % 10 for row in range(count)]
@@ -75,9 +68,7 @@ def whole(data: Arrays) -> tuple[torch.Tensor, torch.Tensor]:
     return data.gather(np.arange(len(data)))
 
 
-def mean_loss(
-    task: Task, model: torch.nn.Module, inputs: torch.Tensor, targets: torch.Tensor
-) -> torch.Tensor:
+def mean_loss(task: Task, model: torch.nn.Module, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     values, counts = task.loss(model(inputs), targets), task.counts(targets)
     return values.mean() if counts is None else (values * counts).sum() / counts.sum()
 
@@ -102,9 +93,7 @@ def test_every_task_is_found_by_its_name():
 
 
 def test_fashion_mnist_splits(fashion):
-    train, validation, test = (
-        FashionMnist().data(split, fashion) for split in ("train", "validation", "test")
-    )
+    train, validation, test = (FashionMnist().data(split, fashion) for split in ("train", "validation", "test"))
     assert (len(train), len(validation), len(test)) == (22, 2, 6)
     assert train.inputs[:, 0, 0, 0].tolist() + validation.inputs[:, 0, 0, 0].tolist() == list(range(24))
     assert train.inputs.dtype == torch.uint8
@@ -226,9 +215,7 @@ def test_shares_are_shares(wrong):
 
 
 @pytest.mark.parametrize("count", [1, 2, 7, 16])
-@pytest.mark.parametrize(
-    "options", [{"flip_and_crop": True}, {"mixup": 1.0}, {"flip_and_crop": True, "mixup": 0.4}]
-)
+@pytest.mark.parametrize("options", [{"flip_and_crop": True}, {"mixup": 1.0}, {"flip_and_crop": True, "mixup": 0.4}])
 def test_augmenting_slices_is_augmenting_the_batch(count, options):
     task = Cifar10(**options)
     inputs, targets = images(count)
@@ -368,8 +355,7 @@ def test_pysource_names():
 
 
 @pytest.mark.parametrize(
-    ("size", "millions"),
-    [("tiny", 0.8), ("mini", 25.2), ("small", 85), ("medium", 302), ("large", 708), ("xl", 1475)],
+    ("size", "millions"), [("tiny", 0.8), ("mini", 25.2), ("small", 85), ("medium", 302), ("large", 708), ("xl", 1475)]
 )
 def test_pysource_sizes(size: str, millions: float):
     """GPT-2's own, without its 50,257 tokens: 12 x depth x width^2 in the blocks."""

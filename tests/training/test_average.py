@@ -41,9 +41,7 @@ def train(pool: Pool, task: Task, plan: str, run: Path, steps: int) -> None:
 
 
 @pytest.mark.parametrize("plan", PLANS)
-def test_the_average_is_that_of_the_saved_weights_and_resumes_to_the_bit(
-    pool: Pool, tmp_path: Path, plan: str
-) -> None:
+def test_the_average_is_that_of_the_saved_weights_and_resumes_to_the_bit(pool: Pool, tmp_path: Path, plan: str) -> None:
     train(pool, TASK, plan, tmp_path / "whole", END)
     checkpoints = sorted(list_checkpoints(tmp_path / "whole" / "checkpoints"), key=lambda one: one.step)
     assert [one.step for one in checkpoints] == list(range(END + 1))

@@ -65,10 +65,7 @@ def test_a_disk_can(tmp_path: Path) -> None:
 def test_two_processes_can(tmp_path: Path, plan: str) -> None:
     code, out, err = train(tmp_path / "run", plan)
     assert code == 0, err
-    assert (
-        len(re.findall(r"peak memory, process \d .* parameters \d+ MB, gradients \d+ MB, optimizer", out))
-        == 2
-    )
+    assert len(re.findall(r"peak memory, process \d .* parameters \d+ MB, gradients \d+ MB, optimizer", out)) == 2
     run = Run(tmp_path / "run")
     assert run.is_finished()
     found = run.latest()

@@ -18,19 +18,12 @@ from grappe.foresight.search import MemoryBudget
 from grappe.launch.fork import run_in_fork
 from grappe.plan import Plan
 from grappe.training import out_of_memory
-from grappe.training.out_of_memory import (
-    LocalOutOfMemory,
-    MemoryReport,
-    reporting_out_of_memory,
-    with_plan_that_fits,
-)
+from grappe.training.out_of_memory import LocalOutOfMemory, MemoryReport, reporting_out_of_memory, with_plan_that_fits
 from tests.foresight.test_fake_model import Looks
 from tests.short_source import Short as Source
 
 MB = 1_000_000
-SHORTAGE = MemoryReport(
-    rank=1, held={"parameters": 152 * MB, "gradients": 0, "optimizer": 0}, other=5, before=9
-)
+SHORTAGE = MemoryReport(rank=1, held={"parameters": 152 * MB, "gradients": 0, "optimizer": 0}, other=5, before=9)
 
 
 @pytest.fixture(scope="module")
@@ -67,14 +60,10 @@ def test_a_model_that_cannot_be_traced_is_told_with_general_advice(
 ) -> None:
     limited(monkeypatch, 600)
     told = str(with_plan_that_fits(LocalOutOfMemory(SHORTAGE), Looks(), Plan(), tmp_path))
-    assert re.search(
-        r"Which plan fits is not foreseen \(Looks cannot .*take smaller microbatches, recompute", told
-    )
+    assert re.search(r"Which plan fits is not foreseen \(Looks cannot .*take smaller microbatches, recompute", told)
 
 
-def test_what_the_training_had_is_freed_before_the_search(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_what_the_training_had_is_freed_before_the_search(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     freed = []
 
     class Large:
@@ -156,10 +145,7 @@ def test_a_method_of_the_task_without_memory_is_short_of_memory(tmp_path: Path) 
 
     with pytest.raises(OutOfMemory, match=r"Short\.model\(\) ran out of memory: MemoryError"):
         run_in_fork(lambda: user_call(Short(), "model"))
-    with (
-        pytest.raises(OutOfMemory, match="out of memory in process 3, which may take"),
-        reporting_out_of_memory(3),
-    ):
+    with pytest.raises(OutOfMemory, match="out of memory in process 3, which may take"), reporting_out_of_memory(3):
         user_call(Short(), "model")
     with pytest.raises(OutOfMemory, match="the process that makes the model ran out of memory: MemoryError"):
         run_in_fork(Short().model)

@@ -99,10 +99,7 @@ def test_the_u_net_of_the_gallery_resumes_with_its_rates(tmp_path: Path) -> None
 @pytest.mark.parametrize(
     ("fields", "says"),
     [
-        (
-            {"monitor": "accuracy"},
-            "mode='min' for monitor='accuracy', of which more is better: give it mode='max'",
-        ),
+        ({"monitor": "accuracy"}, "mode='min' for monitor='accuracy', of which more is better: give it mode='max'"),
         ({"mode": "max"}, "mode='max' for monitor='loss', of which less is better: give it mode='min'"),
     ],
 )
@@ -113,9 +110,7 @@ def test_a_score_that_does_not_fit_is_refused(fields: dict[str, str], says: str)
     assert says in str(caught.value)
 
 
-def test_a_name_that_only_evaluation_shows_is_checked_before_the_first_step(
-    pool: Pool, tmp_path: Path
-) -> None:
+def test_a_name_that_only_evaluation_shows_is_checked_before_the_first_step(pool: Pool, tmp_path: Path) -> None:
     told = pool.run("tests.engines.told:told", 1, Watched(monitor="accurcy"), "", 1)
     assert told == [""]  # an engine alone evaluates nothing
     with pytest.raises(TaskError, match="monitor='accurcy', which no evaluation has: did you mean accuracy"):

@@ -43,11 +43,5 @@ def test_it_fails_before_the_first_step(pool: Pool, tmp_path: Path, plan: str) -
 
 def test_without_evaluation_nothing_is_tried(pool: Pool, tmp_path: Path) -> None:
     pool.run(
-        "tests.faults.resume_cell:part",
-        1,
-        Scored(),
-        "",
-        tmp_path / "run",
-        Options(steps=2, steps_only=True),
-        None,
+        "tests.faults.resume_cell:part", 1, Scored(), "", tmp_path / "run", Options(steps=2, steps_only=True), None
     )

@@ -30,9 +30,7 @@ def test_lines_for_the_user() -> None:
     )
 
 
-def test_workers_that_memory_does_not_need_are_explained(
-    tmp_path: Path, capsys: pytest.CaptureFixture
-) -> None:
+def test_workers_that_memory_does_not_need_are_explained(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     train(tmp_path / "run", steps=1, plan="threads=1,workers=2")
     assert "0 data workers (not 2: the samples are in memory)" in capsys.readouterr().out
 

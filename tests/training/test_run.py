@@ -26,9 +26,7 @@ def status(run: Run) -> str:
 
 def test_a_start_that_was_killed_has_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("SLURM_JOB_ID", raising=False)
-    process = multiprocessing.get_context("fork").Process(
-        target=killed_before_its_first_step, args=[tmp_path / "run"]
-    )
+    process = multiprocessing.get_context("fork").Process(target=killed_before_its_first_step, args=[tmp_path / "run"])
     process.start()
     process.join()
     assert process.exitcode == -signal.SIGKILL

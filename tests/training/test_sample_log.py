@@ -13,9 +13,7 @@ from tests.training.watchers.made_up import run_info
 
 
 def batch(step: int) -> Batch:
-    return Batch(
-        epoch=0, step=step, microbatches=(), samples=2, count=2.0, ids=np.array([2 * step, 2 * step + 1])
-    )
+    return Batch(epoch=0, step=step, microbatches=(), samples=2, count=2.0, ids=np.array([2 * step, 2 * step + 1]))
 
 
 def log(folder: Path, rank: int, steps: range, processes: int = 1) -> Path:

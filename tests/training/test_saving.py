@@ -76,7 +76,5 @@ def test_a_resumed_training_reads_its_weights_once(pool: Pool, tmp_path: Path, p
 def test_a_count_of_restarts_that_is_no_number_is_refused(tmp_path: Path) -> None:
     train(tmp_path / "run", steps=2, save_every=1)
     Run(tmp_path / "run").describe(restarts=[[], None])
-    with pytest.raises(
-        RunError, match=r"run.json is damaged \(Expected `int`, got `array` - at `\$.restarts`\)"
-    ):
+    with pytest.raises(RunError, match=r"run.json is damaged \(Expected `int`, got `array` - at `\$.restarts`\)"):
         train(tmp_path / "run", steps=3, save_every=1)

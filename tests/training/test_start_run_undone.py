@@ -50,14 +50,12 @@ def bad(tmp_path: Path) -> Path:
 
 def files(folder: Path) -> dict[str, bytes]:
     return {
-        str(one.relative_to(folder)): one.read_bytes() if one.is_file() else b"/"
-        for one in sorted(folder.rglob("*"))
+        str(one.relative_to(folder)): one.read_bytes() if one.is_file() else b"/" for one in sorted(folder.rglob("*"))
     }
 
 
 @pytest.mark.parametrize(
-    "held",
-    [{}, {"logs/job-17.out": "a job's output"}, {"logs/submit-1.sh": "#!/bin/bash", "logs/mine": "mine"}],
+    "held", [{}, {"logs/job-17.out": "a job's output"}, {"logs/submit-1.sh": "#!/bin/bash", "logs/mine": "mine"}]
 )
 def test_a_refused_start_leaves_what_was_there(tmp_path: Path, bad: Path, held: dict[str, str]) -> None:
     run = tmp_path / "run"
@@ -77,9 +75,7 @@ def test_a_refused_start_in_a_new_folder_leaves_nothing(tmp_path: Path, bad: Pat
     assert files(tmp_path) == before
 
 
-def test_a_plan_that_the_engine_refuses_leaves_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_plan_that_the_engine_refuses_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     before, folder = files(tmp_path), tmp_path / "runs" / "run"
 
     def refuse(self: Native, setup: EngineSetup) -> None:

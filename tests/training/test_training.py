@@ -93,9 +93,9 @@ def test_a_run_is_what_the_design_says(tmp_path, capsys) -> None:
     noted = [json.loads(line) for line in (run.folder / "samples/rank-0.jsonl").read_text().splitlines()]
     epoch = [i for one in noted if one["kind"] == "step" and one["step"] <= 3 for i in one["ids"]]
     assert sorted(epoch) == list(range(29))
-    assert sorted(
-        i for one in noted if one["kind"] == "evaluation" and one["step"] == 3 for i in one["ids"]
-    ) == sorted(epoch)
+    assert sorted(i for one in noted if one["kind"] == "evaluation" and one["step"] == 3 for i in one["ids"]) == sorted(
+        epoch
+    )
 
 
 @pytest.mark.parametrize("plan", ["threads=1", "threads=1,engine=textbook", "threads=1,precision=bf16"])
@@ -196,9 +196,7 @@ class Stopped(StopSignal):
 
 
 @pytest.mark.parametrize("at", [3, 9])
-def test_an_evaluation_that_a_signal_prevented_is_made_when_the_run_goes_on(
-    tmp_path, monkeypatch, at: int
-) -> None:
+def test_an_evaluation_that_a_signal_prevented_is_made_when_the_run_goes_on(tmp_path, monkeypatch, at: int) -> None:
     whole = train(tmp_path / "whole")
     monkeypatch.setattr("grappe.training.worker.StopSignal", Stopped)
     # The flag is read a step late: raised in the step before, it stops the one at which an evaluation is due.
@@ -235,9 +233,7 @@ def test_a_part_of_an_epoch_is_printed() -> None:
             Options(print_every=wrong)
 
 
-def test_a_few_validation_batches_say_what_all_would_take(
-    tmp_path: Path, capsys: pytest.CaptureFixture
-) -> None:
+def test_a_few_validation_batches_say_what_all_would_take(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     run = Run(train(tmp_path / "run", plan="threads=1,validation_batch=10", validation_batches=2).run)
     assert {one["samples"] for one in run.records("evaluation")} == {20}
     out = capsys.readouterr().out
@@ -247,9 +243,7 @@ def test_a_few_validation_batches_say_what_all_would_take(
 def test_the_mean_loss_is_printed_every_so_many_steps(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     train(tmp_path / "run", print_every=2)
     lines = [line.split() for line in capsys.readouterr().out.splitlines()]
-    shown = {
-        int(one[3]): (float(one[5]), float(one[7])) for one in lines if one[:1] == ["epoch"] and "lr" in one
-    }
+    shown = {int(one[3]): (float(one[5]), float(one[7])) for one in lines if one[:1] == ["epoch"] and "lr" in one}
     records = {one["step"]: one for one in Run(tmp_path / "run").records("step")}
     assert list(shown) == [2, 4, 6, 8]
     for one in records.values():

@@ -67,9 +67,7 @@ def by_hand() -> tuple[list[float], list[dict[str, float]]]:
     model = task.model()
     optimizer = task.optimizer(list(model.named_parameters()))
     schedule = task.schedule(optimizer, 6)
-    images, targets = (
-        torch.from_numpy(np.asarray(one)) for one in task.data("train", Path()).stored(np.arange(29))
-    )
+    images, targets = (torch.from_numpy(np.asarray(one)) for one in task.data("train", Path()).stored(np.arange(29)))
     steps, scored = [], []
 
     def losses(ids: Any) -> dict[str, Tensor]:
@@ -108,8 +106,7 @@ FEW = ["microbatches=3", "replicate=3,microbatches=2", "pipeline=2,microbatches=
 
 @pytest.mark.parametrize(
     ("kind", "plan"),
-    [(Several, plan) for plan in PLANS]
-    + [(kind, plan) for kind in (Weighted, Whole, Counted) for plan in FEW],
+    [(Several, plan) for plan in PLANS] + [(kind, plan) for kind in (Weighted, Whole, Counted) for plan in FEW],
 )
 def test_losses_add_up_and_metrics_see_every_training_sample_once(
     pool: Pool, tmp_path: Path, kind: type[Several], plan: str
@@ -161,27 +158,16 @@ def test_losses_with_counts_of_their_own_are_means_of_their_own(
         assert found == pytest.approx(wanted, rel=2e-5)
 
 
-def test_no_row_of_a_pipeline_is_filled_where_a_loss_has_none_for_a_sample(
-    pool: Pool, tmp_path: Path
-) -> None:
+def test_no_row_of_a_pipeline_is_filled_where_a_loss_has_none_for_a_sample(pool: Pool, tmp_path: Path) -> None:
     with pytest.raises(AssertionError, match=r"counts\(\) has no row for each sample for 'size'"):
         trained(pool, Chosen(), "pipeline=2,microbatches=2", tmp_path / "run")
 
 
 @pytest.mark.parametrize(
     "plan",
-    [
-        "",
-        *FEW,
-        "shard=2",
-        "engine=lightning,replicate=2",
-        "engine=deepspeed,shard=2",
-        "engine=horovod,replicate=2",
-    ],
+    ["", *FEW, "shard=2", "engine=lightning,replicate=2", "engine=deepspeed,shard=2", "engine=horovod,replicate=2"],
 )
-def test_every_so_many_steps_they_are_those_of_the_steps_so_far(
-    pool: Pool, tmp_path: Path, plan: str
-) -> None:
+def test_every_so_many_steps_they_are_those_of_the_steps_so_far(pool: Pool, tmp_path: Path, plan: str) -> None:
     """The value of each line is the one that an evaluation after that step would have shown."""
     shown = trained(pool, Several(), plan, tmp_path / "shown", training_metrics=True, print_every=1)
     scored = trained(pool, Several(), "", tmp_path / "scored", training_metrics=True, evaluate_every=2)
@@ -228,9 +214,7 @@ def test_a_metric_that_is_composed_of_others(pool: Pool, tmp_path: Path) -> None
     scored = evaluated(trained(pool, Composed(), "", tmp_path / "run", training_metrics=True))
     plain = evaluated(trained(pool, Images(), "", tmp_path / "plain", training_metrics=True))
     assert scored["training_error"] == pytest.approx(1 - plain["training_accuracy"])
-    with pytest.raises(
-        AssertionError, match="the metric 'error' has no state of its own that processes could"
-    ):
+    with pytest.raises(AssertionError, match="the metric 'error' has no state of its own that processes could"):
         trained(pool, Composed(), "replicate=2", tmp_path / "two", training_metrics=True)
 
 

@@ -33,9 +33,7 @@ def task(rule: str = "adam", **fields: Any) -> Images:
     return Images(**{"rule": rule, "epochs": EPOCHS, "clip": 0.5, **fields})
 
 
-def train(
-    folder: Path, given: Path | None = None, task: Images | None = None, plan: str = "", **more: Any
-) -> Run:
+def train(folder: Path, given: Path | None = None, task: Images | None = None, plan: str = "", **more: Any) -> Run:
     request = Request(
         task=TaskReference.of(task or globals()["task"]()),
         plan=Plan.parse(plan or "threads=1"),
@@ -65,9 +63,7 @@ def script_file(run: Run, task: Images, file: Path, form: str = "page") -> Path:
             tensor.copy_(weights.read(name))
     for name, parameter in named:
         prefix = f"optimizer.{name}."
-        state = {
-            one.removeprefix(prefix): tensors.read(one).clone() for one in tensors if one.startswith(prefix)
-        }
+        state = {one.removeprefix(prefix): tensors.read(one).clone() for one in tensors if one.startswith(prefix)}
         if state:
             optimizer.state[parameter] = state
     if form == "lightning":

@@ -50,9 +50,8 @@ def test_an_earlier_runs_steps(folder: Path) -> None:
     found = shown("train digits epochs=2000 --evaluate-every 1000")
     # 100,000 steps of 12 ms, 100 evaluations of 2 s, 2,000 saves of 0.75 s, and an environment, and a fifth
     assert "#SBATCH --time=01:15:00" in found.text
-    assert (
-        "# time limit 01:15:00: 100,000 steps of 12.0 ms and 100 evaluations, as measured in the run digits-1,"
-        in (found.text)
+    assert "# time limit 01:15:00: 100,000 steps of 12.0 ms and 100 evaluations, as measured in the run digits-1," in (
+        found.text
     )
     assert found.time_note in found.text and found.cost.startswith("1 GPU for at most 01:15:00")
 
@@ -77,10 +76,7 @@ def test_what_a_site_does_not_give_is_said_with_what_follows(folder: Path) -> No
     made(folder / "runs", costs=[cost(timing=cost()["timing"] | {"means": {"forward": 9.0}})])
     found = shown("train digits epochs=2000")
     assert "#SBATCH --time=7-00:00:00" in found.text
-    assert (
-        "narval gives at most that limit: the job saves before its end, goes back into the queue"
-        in found.text
-    )
+    assert "narval gives at most that limit: the job saves before its end, goes back into the queue" in found.text
     found = shown("train digits epochs=2000", chain=4)
     assert "do not go back into the queue, so submit --chain 3" in found.text.replace("\n", " ")
 
@@ -113,9 +109,7 @@ def test_a_few_steps_where_the_jobs_nodes_are_of_this_machines_kind() -> None:
         shown("train digits --plan device=cpu,threads=1", "narval-cpu")
 
 
-def test_the_step_that_is_said_is_at_the_slow_end_that_the_limit_is_made_of(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_the_step_that_is_said_is_at_the_slow_end_that_the_limit_is_made_of(monkeypatch: pytest.MonkeyPatch) -> None:
     costs = TimeCosts(step=1.0, evaluation=0.0, save=0.0, start=60.0, spread=0.5)
     known = automatic_time._Estimate(costs=costs, steps_per_epoch=23, origin="foreseen, at its slow end")
     monkeypatch.setattr(automatic_time, "_foreseen", lambda job: known)
@@ -134,11 +128,7 @@ def test_several_numbers_of_gpus_have_limits_of_their_own(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "site", "says"),
     [
-        (
-            "train digits --plan offload=cpu",
-            "narval",
-            "Give a limit, as --time 3h; or try some",
-        ),
+        ("train digits --plan offload=cpu", "narval", "Give a limit, as --time 3h; or try some"),
         ("train digits lr=0.3", "leonardo", "no data sheet of leonardo's GPU"),
         ("train digits --plan replicate=8", "fir", "the rate of the network between nodes is not known"),
         ("train digits --plan offload=cpu", "narval", "-- train digits --plan offload=cpu --steps 100"),

@@ -20,9 +20,7 @@ def step(number: int, loss: float | None = 1.0) -> str:
 
 
 def evaluation(number: int) -> str:
-    return (
-        json.dumps({"kind": "evaluation", "step": number, "samples": 9, "loss": 0.5, "accuracy": 0.75}) + "\n"
-    )
+    return json.dumps({"kind": "evaluation", "step": number, "samples": 9, "loss": 0.5, "accuracy": 0.75}) + "\n"
 
 
 @pytest.fixture
@@ -70,13 +68,7 @@ def test_a_run_that_fell_silent_is_left(run: Run, monkeypatch: pytest.MonkeyPatc
 
 
 def test_the_view_on_a_terminal(run: Run) -> None:
-    usage = {
-        "steps": 10,
-        "seconds": 2.0,
-        "phases": {"data": 1.5, "forward": 0.5},
-        "memory": {"host": 5e6},
-        "time": 1,
-    }
+    usage = {"steps": 10, "seconds": 2.0, "phases": {"data": 1.5, "forward": 0.5}, "memory": {"host": 5e6}, "time": 1}
     (run.folder / "usage.jsonl").write_text(json.dumps({**usage, "watts": {"gpu": 100.0}}) + "\n")
     run.finish()
 

@@ -36,9 +36,7 @@ def test_prune_keeps_the_newest_that_verify_and_the_best(run: Path, capsys: pyte
     assert commands.app(["prune", str(run), "--keep", "2"]) == 0
     told = capsys.readouterr().out
     assert told.split()[1:] == planned.split()[2:], "it did something else than it said"
-    best = min(
-        (one for one in Run(run).records("evaluation") if one["step"] < 9), key=lambda one: one["loss"]
-    )["step"]
+    best = min((one for one in Run(run).records("evaluation") if one["step"] < 9), key=lambda one: one["loss"])["step"]
     assert names(run) == sorted({f"step-{step:06d}" for step in (best, 7, 8, 9)})
     latest = Run(run).latest()
     assert latest is not None

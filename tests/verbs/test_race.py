@@ -25,9 +25,7 @@ def make(base: Path, name: str, scores: dict[int, float], seconds: float = 0.5, 
     for step in range(1, 41):
         lines.append({"kind": "step", "step": step, "samples": 10 * step, "loss": 1.0, "seconds": seconds})
         if step in scores:
-            lines.append(
-                {"kind": "evaluation", "step": step, "loss": 1 - scores[step], "accuracy": scores[step]}
-            )
+            lines.append({"kind": "evaluation", "step": step, "loss": 1 - scores[step], "accuracy": scores[step]})
     (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
 
 
@@ -81,9 +79,7 @@ def test_damaged_records_are_passed_over(tmp_path: Path) -> None:
     make(tmp_path, "one", {10: 0.8, 20: 1.0})
     make(tmp_path, "damaged", {10: 0.8, 20: 1.0}, used=["no", "dictionary"])
     with (tmp_path / "one" / "metrics.jsonl").open("a") as file:
-        file.write(
-            '{"kind": "evaluation", "step": "x", "accuracy": NaN}\n{"kind": "evaluation", "accuracy": []}\n{'
-        )
+        file.write('{"kind": "evaluation", "step": "x", "accuracy": NaN}\n{"kind": "evaluation", "accuracy": []}\n{')
         file.write(f'\n{{"kind": "evaluation", "step": 30, "accuracy": {"9" * 400}}}\n')
     [entry] = race(tmp_path, ACCURACY)
     assert entry.costs is not None and entry.costs["gpu-hours"] is None and entry.best == 1.0
@@ -111,11 +107,7 @@ def test_a_score_that_no_run_has_is_answered_with_those_there_are(tmp_path: Path
 
 @pytest.mark.parametrize(
     ("words", "code"),
-    [
-        (("--race", "accuracy=0.9", "--by", "samples"), 0),
-        (("--race", "accuracy"), 2),
-        (("one", "--race", "a=1"), 2),
-    ],
+    [(("--race", "accuracy=0.9", "--by", "samples"), 0), (("--race", "accuracy"), 2), (("one", "--race", "a=1"), 2)],
 )
 def test_from_the_command_line(
     tmp_path: Path,

@@ -53,12 +53,7 @@ class Big(grappe.Task):
 @pytest.mark.parametrize(
     ("site", "plan", "fields", "says"),
     [
-        (
-            "narval",
-            "replicate=4",
-            (),
-            "with 4 processes, each needs 60.6 GB, and narval's A100, 40 GB has 40.0 GB",
-        ),
+        ("narval", "replicate=4", (), "with 4 processes, each needs 60.6 GB, and narval's A100, 40 GB has 40.0 GB"),
         ("narval", "replicate=4", (), "--plan shard=4,zero=1 fits, with "),
         ("narval", "", (), "with one process, each needs"),
         ("narval", "", (), "No plan of as many GPUs fits; with 2 GPUs --plan shard=2,zero=1 does, with "),

@@ -8,9 +8,7 @@ MASK, IGNORED, EPOCHS, BATCH, RATE, SHARE = 1, -100, 2, 16, 3e-3, 0.15
 
 
 def network():
-    config = BertConfig(
-        vocab_size=64, hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=64
-    )
+    config = BertConfig(vocab_size=64, hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=64)
     config.tie_word_embeddings = False
     model = BertForMaskedLM(config)
     model.bert.embeddings.requires_grad_(False)

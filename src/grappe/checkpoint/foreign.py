@@ -67,9 +67,7 @@ def read_content(file: Path) -> Any:
         # Mapped, tensors that are not read (the optimizer's state) cost no memory.
         return torch.load(file, map_location="cpu", weights_only=True, mmap=zipped)
     except MemoryError as error:
-        raise RunError(
-            f"--from {file}: it needs more memory than the model's weights may: {ALONE}"
-        ) from error
+        raise RunError(f"--from {file}: it needs more memory than the model's weights may: {ALONE}") from error
     except Exception as error:  # torch raises many kinds for a damaged or hostile file
         reason = str(error).rpartition("WeightsUnpickler error: ")[2].partition("\n")[0][:300]
         raise RunError(f"--from {file}: it holds more than weights, or is damaged: {reason}") from error

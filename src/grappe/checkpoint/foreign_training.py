@@ -129,9 +129,7 @@ def _optimizer_of(content: Mapping[str, Any], file: Path) -> Mapping[str, Any]:
             state = candidates
             break
     if len(state) != 1:
-        raise RunError(
-            f"--with-optimizer --from {file}: it has the states of {len(state)} optimizers, not of one"
-        )
+        raise RunError(f"--with-optimizer --from {file}: it has the states of {len(state)} optimizers, not of one")
     held = state[0]
     groups = held.get("param_groups")
     has_groups = isinstance(groups, list) and all(
@@ -180,9 +178,7 @@ def _check_groups(saved: Mapping[str, Any], optimizer: Optimizer, file: Path) ->
 
 
 def _sizes(sizes: list[int]) -> str:
-    return (
-        " + ".join(map(str, sizes)) + f" parameters in {len(sizes)} group" + ("s" if len(sizes) > 1 else "")
-    )
+    return " + ".join(map(str, sizes)) + f" parameters in {len(sizes)} group" + ("s" if len(sizes) > 1 else "")
 
 
 def _plain(value: object) -> object:
@@ -195,9 +191,7 @@ def _plain(value: object) -> object:
 def _check_order(content: Mapping[str, Any], model: nn.Module, file: Path) -> None:
     """Refuses weights whose parameters come in another order than the model's: the optimizer knows them by number."""
     weights = state_dict_of(content, file)
-    places = {
-        source: place.name for place in match(model, InMemory(weights)).places for source in place.sources
-    }
+    places = {source: place.name for place in match(model, InMemory(weights)).places for source in place.sources}
     ours = [name for name, _ in model.named_parameters()]
     our_names = set(ours)
     theirs = [name for name in dict.fromkeys(map(places.get, weights)) if name in our_names]
@@ -250,13 +244,7 @@ def _epochs_done(content: Mapping[str, Any], begin: Begin) -> tuple[int, tuple[s
     if begin.epochs_done is not None:
         return begin.epochs_done, ()
     counted: Any = content
-    for key in (
-        "loops",
-        "fit_loop",
-        "epoch_progress",
-        "current",
-        "completed",
-    ):  # Lightning's, of whole epochs
+    for key in ("loops", "fit_loop", "epoch_progress", "current", "completed"):  # Lightning's, of whole epochs
         counted = counted.get(key) if isinstance(counted, dict) else None
     if type(counted) is int:
         return counted, (f"{counted} epochs done, as Lightning counted them in the file",)

@@ -140,9 +140,7 @@ def select(folder: Path, which: int | str | None, *, run: str = "", saved: int |
     if which == LAST:
         choice = choose(folder, run, saved)
         if choice.passed_over or choice.checkpoint is None:
-            raise RunError(
-                f"the last checkpoint of {folder.parent} cannot be read: {choice}. {_others(folder)}"
-            )
+            raise RunError(f"the last checkpoint of {folder.parent} cannot be read: {choice}. {_others(folder)}")
         return choice
     if which == BEST:
         return _best(folder, run)

@@ -159,9 +159,7 @@ def _save(
         fingerprints[STATE] = write_new(beside / STATE, json.dumps(state).encode())
         commit(beside, step_folder(checkpoints, step), fingerprints, Origin(step=step, run=run))
     except OSError as error:  # of the disk, and not of the model that is being made
-        raise RunError(
-            f"step {step} could not be saved: {error}: {disk_advice(error)}; then start again"
-        ) from error
+        raise RunError(f"step {step} could not be saved: {error}: {disk_advice(error)}; then start again") from error
 
 
 def _given_weights(source: Path) -> tuple[Weights, str]:
@@ -199,9 +197,7 @@ def _limited(work: Callable[[], str], source: Path, own: int, most: int) -> str:
         mapped = sum(file.lstat().st_size for file in tensor_files if files.kind(file) == "file")
     else:
         mapped = source.stat().st_size if source.is_file() else 0
-    limits = Limits(
-        memory=most + SLACK, mapped=mapped + SLACK, seconds=LEAST_SECONDS + mapped // BYTES_PER_SECOND
-    )
+    limits = Limits(memory=most + SLACK, mapped=mapped + SLACK, seconds=LEAST_SECONDS + mapped // BYTES_PER_SECOND)
     try:
         return run_in_fork(work, limits)
     except LimitReached as error:
@@ -218,8 +214,7 @@ def _copied(model: nn.Module, source: Path) -> str:
         missing = {name: shape for name, shape in matched.missing.items() if name in trained}
         if missing or matched.left:
             raise RunError(
-                f"--from {source}: its parameter names differ from this model's. "
-                f"{differences(missing, matched.left)}"
+                f"--from {source}: its parameter names differ from this model's. {differences(missing, matched.left)}"
             )
         copy_values(matched, weights, f"--from {source}")
         return "\n".join(filter(None, (note, matched.note and f"--from {source}: {matched.note}")))

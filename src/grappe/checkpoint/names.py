@@ -66,11 +66,7 @@ def match(model: nn.Module, weights: Weights, ways: Iterable[Callable[[str], str
     if by_shape and not names & theirs.keys():
         shapes = {tuple(tensor.shape): name for name, tensor in tensors if name in saved}
         of_shape = {weights.shape(name): name for name in weights}
-        if (
-            shapes.keys() == of_shape.keys()
-            and len(shapes) == len(saved)
-            and len(shapes) == len(list(weights))
-        ):
+        if shapes.keys() == of_shape.keys() and len(shapes) == len(saved) and len(shapes) == len(list(weights)):
             theirs = {name: of_shape[shape] for shape, name in shapes.items()}
             pairs = [f"{source} as {name}" for name, source in theirs.items()]
             note = f"no name is the model's, and each shape is there once: took {some(pairs)}"
@@ -81,9 +77,7 @@ def match(model: nn.Module, weights: Weights, ways: Iterable[Callable[[str], str
     return Matched(
         places=places,
         missing={
-            place.name: tuple(place.tensor.shape)
-            for place in places
-            if not place.sources and place.name in saved
+            place.name: tuple(place.tensor.shape) for place in places if not place.sources and place.name in saved
         },
         left={source: weights.shape(source) for name, source in theirs.items() if name not in names},
         note=note,
@@ -93,9 +87,7 @@ def match(model: nn.Module, weights: Weights, ways: Iterable[Callable[[str], str
 def wrapping(names: Iterable[str]) -> str:
     """Returns the prefix that DDP, Lightning or torch.compile put before all names; two wrappers make one prefix."""
     wrapped, names = "", list(names)
-    while prefix := next(
-        (p for p in PREFIXES if names and all(n.startswith(wrapped + p) for n in names)), ""
-    ):
+    while prefix := next((p for p in PREFIXES if names and all(n.startswith(wrapped + p) for n in names)), ""):
         wrapped += prefix
     return wrapped
 
@@ -130,11 +122,7 @@ def copy_values(matched: Matched, weights: Weights, where: str) -> None:
 
 def differences(missing: Shapes, left: Shapes) -> str:
     """Describes what does not match: names of each side, and for the model's the nearest ones of the file."""
-    pairs = [
-        f"{near} for {name}"
-        for name in list(missing)[:SHOWN]
-        if (near := _nearest(name, missing[name], left))
-    ]
+    pairs = [f"{near} for {name}" for name in list(missing)[:SHOWN] if (near := _nearest(name, missing[name], left))]
     near = f". Nearest: {some(pairs)}" if pairs else ""
     return f"Missing: {some(missing)}. Left over: {some(left)}{near}"
 

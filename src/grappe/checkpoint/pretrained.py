@@ -20,9 +20,7 @@ Model = TypeVar("Model", bound=nn.Module)
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 
 
-def pretrained(
-    model: Model, place: Path | str, *, fresh: Sequence[str] = (), unused: Sequence[str] = ()
-) -> Model:
+def pretrained(model: Model, place: Path | str, *, fresh: Sequence[str] = (), unused: Sequence[str] = ()) -> Model:
     """Copies weights from safetensors files into `model`, and returns it; for `Task.model`.
 
     One process of a training does it, once, with memory for the model and one tensor more. All others make the model
@@ -41,9 +39,7 @@ def pretrained(
         return model
     where = f"grappe.pretrained({str(place)!r})"
     weights = _files(Path(place), where)
-    prefix = (
-        f"{getattr(model, 'base_model_prefix', '')}."  # a model of transformers, with or without its head
-    )
+    prefix = f"{getattr(model, 'base_model_prefix', '')}."  # a model of transformers, with or without its head
     matched = match(model, weights, [lambda name: f"{prefix}{name}", lambda name: name.removeprefix(prefix)])
     missing, left = _without(matched.missing, fresh), _without(matched.left, unused)
     if missing or left:
@@ -87,8 +83,4 @@ def _indexed(file: Path, where: str) -> list[str]:
 
 
 def _without(names: Shapes, patterns: Sequence[str]) -> Shapes:
-    return {
-        name: shape
-        for name, shape in names.items()
-        if not any(fnmatchcase(name, pattern) for pattern in patterns)
-    }
+    return {name: shape for name, shape in names.items() if not any(fnmatchcase(name, pattern) for pattern in patterns)}

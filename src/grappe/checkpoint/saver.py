@@ -46,13 +46,7 @@ class Saver:
     """
 
     def __init__(
-        self,
-        folder: Path,
-        world: World,
-        token: str,
-        keep: Retention,
-        may_commit: Callable[[], None],
-        run: str = "",
+        self, folder: Path, world: World, token: str, keep: Retention, may_commit: Callable[[], None], run: str = ""
     ) -> None:
         self._folder, self._world, self._token, self._run = folder, world, token, run
         self._keep, self._may_commit = keep, may_commit
@@ -114,9 +108,7 @@ class Saver:
         if not copied:  # no memory for copies: the training must not go on before the tensors are written
             self._written.wait()
             if not self._said and self._world.rank == 0:
-                say(
-                    "a checkpoint is written without a copy in memory, which has no room: the training waits for it"
-                )
+                say("a checkpoint is written without a copy in memory, which has no room: the training waits for it")
                 self._said = True
         return before
 
@@ -162,11 +154,7 @@ class Saver:
         return again
 
     def _write(
-        self,
-        step: int,
-        pieces: list[Piece],
-        values: dict[str, Any],
-        streamed: Callable[[], None] | None = None,
+        self, step: int, pieces: list[Piece], values: dict[str, Any], streamed: Callable[[], None] | None = None
     ) -> None:
         beside = self._folder / f".step-{step:06d}.{self._token}"
         try:
@@ -244,9 +232,7 @@ class Snapshots:
         self._device: DeviceCopies | None = None
 
     @torch.no_grad()
-    def take(
-        self, pieces: Iterable[Piece], processes: int = 1, *, peak_known: bool = True
-    ) -> tuple[list[Piece], bool]:
+    def take(self, pieces: Iterable[Piece], processes: int = 1, *, peak_known: bool = True) -> tuple[list[Piece], bool]:
         """Returns the pieces on the host, and whether they are copies; overwrites the result of the previous call.
 
         Without memory for the copies besides a step's, pieces on the host are returned uncopied. Pieces of a GPU may
@@ -266,9 +252,7 @@ class Snapshots:
             beside = False
             if on_gpu and peak_known and gpu_has_room(sum(piece.data.nbytes for piece in on_gpu), processes):
                 self._device = self._device or DeviceCopies()
-                beside = self._device.start(
-                    [piece.data for piece in on_gpu], [self._buffer(piece) for piece in on_gpu]
-                )
+                beside = self._device.start([piece.data for piece in on_gpu], [self._buffer(piece) for piece in on_gpu])
             for piece in originals:
                 if not (beside and piece.data.is_cuda):
                     self._buffer(piece).copy_(piece.data, non_blocking=True)
@@ -306,9 +290,7 @@ class Snapshots:
         return kept is not None and kept.shape == piece.data.shape and kept.dtype == piece.data.dtype
 
 
-def pieces_to_write(
-    tensors: Mapping[str, Tensor], own: Mapping[str, Tensor], world: World
-) -> Iterator[Piece]:
+def pieces_to_write(tensors: Mapping[str, Tensor], own: Mapping[str, Tensor], world: World) -> Iterator[Piece]:
     """Yields this process's pieces: its shard of sharded tensors, its turn of replicated ones, and all local tensors.
 
     A pure function of names and shapes, so that processes agree without communication: a tensor that several
@@ -376,8 +358,7 @@ class DeviceCopies:
         """Copies tensors into page-locked buffers; the host waits for nothing. Returns False without memory for it."""
         try:
             copies = [
-                torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
-                for tensor in tensors
+                torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device).copy_(tensor) for tensor in tensors
             ]
         except torch.OutOfMemoryError:
             return False

@@ -102,9 +102,7 @@ def _header(pieces: Sequence[Piece]) -> bytes:
 
 
 def _bytes(data: Tensor) -> Iterator[memoryview]:
-    data = (
-        data.contiguous().view(-1) if data.numel() else data.new_empty(0)
-    )  # an empty one may have any strides
+    data = data.contiguous().view(-1) if data.numel() else data.new_empty(0)  # an empty one may have any strides
     view = memoryview(data.view(torch.uint8).numpy())  # pyrefly: ignore
     for start in range(0, len(view), WRITE_SIZE):
         yield view[start : start + WRITE_SIZE]
@@ -183,8 +181,7 @@ class TensorFiles:
             part = parts.get(name) or {"shape": local, "offset": [0] * len(local)}
             shape, offset = tuple(map(int, part["shape"])), tuple(map(int, part["offset"]))
             fits = len(local) == len(offset) == len(shape) and all(
-                begin >= 0 and begin + size <= full
-                for size, begin, full in zip(local, offset, shape, strict=True)
+                begin >= 0 and begin + size <= full for size, begin, full in zip(local, offset, shape, strict=True)
             )
             if self._shapes.setdefault(name, shape) != shape or not fits:
                 raise RunError(f"{file}: the pieces of {name!r} do not fit together")
@@ -219,8 +216,7 @@ class TensorFiles:
         boxes = []
         for mapped, at in self._places[name]:
             box = [  # that both share, as (start, stop) by dimension
-                (max(p, q), min(p + m, q + n))
-                for p, m, q, n in zip(offset, shape, at, mapped.shape(name), strict=True)
+                (max(p, q), min(p + m, q + n)) for p, m, q, n in zip(offset, shape, at, mapped.shape(name), strict=True)
             ]
             if all(start < stop for start, stop in box):
                 boxes.append((mapped, at, box))

@@ -60,9 +60,7 @@ class InMemory:
         return self._tensors[name]
 
     def read_part(self, name: str, shape: Sequence[int], offset: Sequence[int]) -> Tensor:
-        return self._tensors[name][
-            tuple(slice(start, start + size) for start, size in zip(offset, shape, strict=True))
-        ]
+        return self._tensors[name][tuple(slice(start, start + size) for start, size in zip(offset, shape, strict=True))]
 
 
 class Renamed:

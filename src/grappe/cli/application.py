@@ -27,16 +27,10 @@ spread over processes. Changing the plan does not change what is learned.
 --debug shows the whole traceback of an error.
 """
 TaskName = Annotated[
-    str,
-    Parameter(
-        completer=completion.tasks, help="A shipped task, path/to/file.py[:Name], or package.module:Name."
-    ),
+    str, Parameter(completer=completion.tasks, help="A shipped task, path/to/file.py[:Name], or package.module:Name.")
 ]
 FieldText = Annotated[
-    str,
-    Parameter(
-        completer=completion.fields, help="The task's fields: epochs=3 lr=0.2 (see: grappe tasks NAME)."
-    ),
+    str, Parameter(completer=completion.fields, help="The task's fields: epochs=3 lr=0.2 (see: grappe tasks NAME).")
 ]
 PLAN_NAMES = ("--plan", "-p")
 PlanText = Annotated[
@@ -49,22 +43,14 @@ PlanText = Annotated[
     ),
 ]
 Plans = Annotated[list[str] | None, Parameter(name=PLAN_NAMES, completer=completion.plan, negative="")]
-RunFolder = Annotated[
-    Path, Parameter(completer=completion.runs, help="A run's folder: runs/… (see: grappe runs)")
-]
+RunFolder = Annotated[Path, Parameter(completer=completion.runs, help="A run's folder: runs/… (see: grappe runs)")]
 RunTask = Annotated[
     str | None,
-    Parameter(
-        name="--task",
-        help="The run's task, where it was not trained here: a name or file as for grappe train.",
-    ),
+    Parameter(name="--task", help="The run's task, where it was not trained here: a name or file as for grappe train."),
 ]
 CheckpointName = Annotated[
     str | None,
-    Parameter(
-        name="--checkpoint",
-        help="A step, best or last: that and no other. Default: the newest that verifies.",
-    ),
+    Parameter(name="--checkpoint", help="A step, best or last: that and no other. Default: the newest that verifies."),
 ]
 DataFolder = Annotated[Path | None, Parameter(help="Folder of datasets. Default: $GRAPPE_DATA, or ./data.")]
 RunsFolder = Annotated[Path, Parameter(help="Folder of runs.")]
@@ -80,8 +66,7 @@ DryRun = Annotated[bool, SWITCH, Parameter(name=("--dry-run", "-n"))]
 OPTIONS = Parameter(name="*")
 """Of a dataclass: each field is an option, the docstring under the field is the option's help."""
 USAGE = Parameter(
-    show_default=lambda default: str(default) if default and default is not True else None,
-    negative_iterable=(),
+    show_default=lambda default: str(default) if default and default is not True else None, negative_iterable=()
 )
 """Of every option: an empty default is not shown, and a list has no --empty-NAME."""
 GROUPS = {

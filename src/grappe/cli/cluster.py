@@ -54,13 +54,9 @@ def register(app: App) -> None:
 
 
 def submit(
-    *words: Annotated[
-        str, Parameter(allow_leading_hyphen=True, help="After --: the command, as it runs here.")
-    ],
+    *words: Annotated[str, Parameter(allow_leading_hyphen=True, help="After --: the command, as it runs here.")],
     job: Annotated[JobOptions, OPTIONS] = DEFAULTS,
-    test_only: Annotated[
-        bool, SWITCH, Parameter(help="Test the script with sbatch; submit nothing.")
-    ] = False,
+    test_only: Annotated[bool, SWITCH, Parameter(help="Test the script with sbatch; submit nothing.")] = False,
     interactive: Annotated[
         bool,
         SWITCH,
@@ -122,17 +118,13 @@ def _allocate(words: Sequence[str], job: JobOptions, *, show_only: bool) -> int:
     from grappe.launch.command import become
     from grappe.verbs.submit.resources import allocation, line_in_allocation
 
-    submission = (
-        read_submission(words, job, app) if words else Submission(command=SCRIPT, arguments=(), job=job)
-    )
+    submission = read_submission(words, job, app) if words else Submission(command=SCRIPT, arguments=(), job=job)
     line = allocation(submission)
     show(shlex.join(line))
     if show_only:
         return EXIT_OK
     if not sys.stdin.isatty():
-        raise UsageError(
-            "a shell needs a terminal, and this is none: run the line above in one, or add --dry-run"
-        )
+        raise UsageError("a shell needs a terminal, and this is none: run the line above in one, or add --dry-run")
     if words:
         complain(f"grappe: in that shell, start it so: {shlex.join(line_in_allocation(submission))}")
     become(line)
@@ -214,8 +206,7 @@ def queue(*, runs: RunsFolder = RUNS, json: Json = False) -> int:
         show_json(
             "queue",
             jobs=[
-                dataclasses.asdict(entry) | {"run": folders.get(entry.job.partition("_")[0])}
-                for entry in slurm.queue()
+                dataclasses.asdict(entry) | {"run": folders.get(entry.job.partition("_")[0])} for entry in slurm.queue()
             ],
         )
     else:
@@ -227,12 +218,8 @@ def logs(
     run: RunFolder,
     /,
     *,
-    rank: Annotated[
-        int | None, Parameter(help="Rank of the process to read. Default: the job's own log.")
-    ] = None,
-    follow: Annotated[
-        bool, SWITCH, Parameter(name=["--follow", "-f"], help="Follow until the job ends.")
-    ] = False,
+    rank: Annotated[int | None, Parameter(help="Rank of the process to read. Default: the job's own log.")] = None,
+    follow: Annotated[bool, SWITCH, Parameter(name=["--follow", "-f"], help="Follow until the job ends.")] = False,
 ) -> int:
     """Print what a run's job, or one of its processes, wrote."""
     from grappe.verbs.logs import lines
@@ -261,9 +248,7 @@ def cancel(*runs: RunFolder) -> int:
 
 
 def sites(
-    name: Annotated[
-        str | None, Parameter(completer=completion.sites, help="A site, to show all its facts.")
-    ] = None,
+    name: Annotated[str | None, Parameter(completer=completion.sites, help="A site, to show all its facts.")] = None,
     /,
     *,
     json: Json = False,
@@ -273,9 +258,7 @@ def sites(
     from grappe.verbs.catalogue import site_facts, site_list
 
     if json:
-        show_json(
-            "sites", sites=[known_sites.find(each) for each in ([name] if name else known_sites.files())]
-        )
+        show_json("sites", sites=[known_sites.find(each) for each in ([name] if name else known_sites.files())])
         return EXIT_OK
     show(site_facts(name) if name else site_list())
     return EXIT_OK
@@ -299,9 +282,7 @@ def doctor(
     *fields: FieldText,
     plan: PlanText = "",
     runs: RunsFolder = RUNS,
-    job: Annotated[
-        bool, SWITCH, Parameter(help="As the first step of a job: warnings and errors only.")
-    ] = False,
+    job: Annotated[bool, SWITCH, Parameter(help="As the first step of a job: warnings and errors only.")] = False,
     script: Annotated[
         Path | None, Parameter(help="A script of your own: of the packages, try those that it imports.")
     ] = None,

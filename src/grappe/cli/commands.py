@@ -41,9 +41,7 @@ from grappe.training.options import Options
 from grappe.words import format_number
 
 Trained = Annotated[
-    bool,
-    SWITCH,
-    Parameter(help="Take the trained weights, where the run keeps a moving average of them (ema)."),
+    bool, SWITCH, Parameter(help="Take the trained weights, where the run keeps a moving average of them (ema).")
 ]
 DEFAULTS = Options()
 
@@ -60,8 +58,7 @@ def train(
     from_: Annotated[
         Path | None,
         Parameter(
-            name="--from",
-            help="Initial weights: a run, or a .safetensors, .ckpt or .pt file (as weights only).",
+            name="--from", help="Initial weights: a run, or a .safetensors, .ckpt or .pt file (as weights only)."
         ),
     ] = None,
     with_optimizer: Annotated[
@@ -71,15 +68,11 @@ def train(
     ] = False,
     epochs_done: Annotated[
         int | None,
-        Parameter(
-            help="Epochs that the training of --from has done: begin behind them. Default: what the file says."
-        ),
+        Parameter(help="Epochs that the training of --from has done: begin behind them. Default: what the file says."),
     ] = None,
     callback: Annotated[
         list[str] | None,
-        Parameter(
-            negative="", help="A callback (watcher) of your own: file.py:Class or module:Class. Repeatable."
-        ),
+        Parameter(negative="", help="A callback (watcher) of your own: file.py:Class or module:Class. Repeatable."),
     ] = None,
     options: Annotated[Options, OPTIONS, Parameter(negative="")] = DEFAULTS,
     smoke: Annotated[
@@ -145,9 +138,7 @@ def evaluate(
     run: RunFolder,
     /,
     *,
-    split: Annotated[
-        Literal["train", "validation", "test"], Parameter(help="Split to evaluate on.")
-    ] = "validation",
+    split: Annotated[Literal["train", "validation", "test"], Parameter(help="Split to evaluate on.")] = "validation",
     plan: PlanText = "",
     task: RunTask = None,
     checkpoint: CheckpointName = None,
@@ -164,10 +155,7 @@ def evaluate(
     if json:
         show_json("scores", split=split, **dataclasses.asdict(scores))
         return EXIT_OK
-    facts = [
-        ("checkpoint", scores.checkpoint),
-        ("samples", f"{scores.samples:,} of {scores.split}, each once"),
-    ]
+    facts = [("checkpoint", scores.checkpoint), ("samples", f"{scores.samples:,} of {scores.split}, each once")]
     for name, value in (("loss", scores.loss), *scores.metrics.items()):
         facts.append((name, format_number(value) if isinstance(value, float) else str(value)))
     show_facts(facts)
@@ -192,8 +180,7 @@ def predict(
     checkpoint: CheckpointName = None,
     data: DataFolder = None,
     out: Annotated[
-        OutFile,
-        Parameter(help="Write them [N, ...] to this file instead: .npy, or .npz where they have names."),
+        OutFile, Parameter(help="Write them [N, ...] to this file instead: .npy, or .npz where they have names.")
     ] = None,
     trained: Trained = False,
 ) -> int:
@@ -230,8 +217,7 @@ def runs(
     *,
     runs: RunsFolder = RUNS,
     race: Annotated[
-        str | None,
-        Parameter(help="Rank the runs by what they took to reach a score: accuracy=0.97, 'perplexity<=20'."),
+        str | None, Parameter(help="Rank the runs by what they took to reach a score: accuracy=0.97, 'perplexity<=20'.")
     ] = None,
     by: Annotated[
         Literal["time", "samples", "gpu-hours", "core-hours", "energy"],
@@ -264,15 +250,11 @@ def runs(
 
 @app.command
 def prune(
-    run: Annotated[
-        Path | None, Parameter(help="A run's folder. Default: all that are not being written.")
-    ] = None,
+    run: Annotated[Path | None, Parameter(help="A run's folder. Default: all that are not being written.")] = None,
     /,
     *,
     runs: RunsFolder = RUNS,
-    keep: Annotated[
-        int, Parameter(help="Number of newest checkpoints to keep, besides the best.")
-    ] = DEFAULTS.keep,
+    keep: Annotated[int, Parameter(help="Number of newest checkpoints to keep, besides the best.")] = DEFAULTS.keep,
     dry_run: Annotated[DryRun, Parameter(help="List what would be removed; remove nothing.")] = False,
     json: Json = False,
 ) -> int:
@@ -286,9 +268,7 @@ def prune(
     removed = verb([Run(run)] if run is not None else all_runs(runs), keep, dry_run=dry_run)
     if json:
         show_json(
-            "prune",
-            dry_run=dry_run,
-            folders=[{"folder": str(folder), "bytes": size} for folder, size in removed],
+            "prune", dry_run=dry_run, folders=[{"folder": str(folder), "bytes": size} for folder, size in removed]
         )
     else:
         show(table(removed, dry_run=dry_run))
@@ -297,9 +277,7 @@ def prune(
 
 @app.command
 def tasks(
-    name: Annotated[
-        str | None, Parameter(help="A task, as for grappe train. Default: the shipped ones.")
-    ] = None,
+    name: Annotated[str | None, Parameter(help="A task, as for grappe train. Default: the shipped ones.")] = None,
     /,
     *,
     json: Json = False,
@@ -376,8 +354,7 @@ def export(
         bool, SWITCH, Parameter(help="Prove the compiled model in Python only; do not build the C++ program.")
     ] = False,
     operators: Annotated[
-        list[Path] | None,
-        Parameter(help="A C++ file that registers operators of the model's own; once for each file."),
+        list[Path] | None, Parameter(help="A C++ file that registers operators of the model's own; once for each file.")
     ] = None,
     trained: Trained = False,
 ) -> int:
@@ -407,10 +384,7 @@ def export(
         ("checkpoint", done.checkpoint),
         ("proven", f"{proof.samples:,} samples of {proof.split}, {sizes} at a time"),
         ("largest difference", f"{proof.largest_difference:.1e} of a row"),
-        *(
-            (f"scores, weights in {rounding}", scores_line(scores))
-            for rounding, scores in done.scores.items()
-        ),
+        *((f"scores, weights in {rounding}", scores_line(scores)) for rounding, scores in done.scores.items()),
         *([("C++ program", built)] if format == "program" else []),
         ("how to use it", f"{done.folder}/README.md"),
     ]

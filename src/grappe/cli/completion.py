@@ -32,9 +32,7 @@ complete -F _grappe_words grappe
 
 def script(app: App, shell: Literal["bash", "zsh", "fish"]) -> str:
     """Returns the code that makes `shell` complete what is typed after `grappe`."""
-    return app.generate_completion(prog_name="grappe", shell=shell) + (
-        WORDS_IN_BASH if shell == "bash" else ""
-    )
+    return app.generate_completion(prog_name="grappe", shell=shell) + (WORDS_IN_BASH if shell == "bash" else "")
 
 
 def tasks(context: CompletionContext) -> list[str]:
@@ -42,9 +40,7 @@ def tasks(context: CompletionContext) -> list[str]:
     from grappe import tasks
 
     paths = (path for path in Path().glob(f"{context.incomplete}*") if not path.name.startswith("."))
-    files = [
-        f"{path}/" if path.is_dir() else str(path) for path in paths if path.is_dir() or path.suffix == ".py"
-    ]
+    files = [f"{path}/" if path.is_dir() else str(path) for path in paths if path.is_dir() or path.suffix == ".py"]
     return [*tasks.names(), *files]
 
 

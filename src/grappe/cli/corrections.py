@@ -63,9 +63,7 @@ def corrected(error: CycloptsError, arguments: Sequence[str], app: App) -> Usage
         arguments: what was typed after `grappe`.
     """
     if isinstance(error, UnknownCommandError) and error.unused_tokens:
-        return UsageError(
-            _command(error.unused_tokens[0], [name for name in app if not name.startswith("-")])
-        )
+        return UsageError(_command(error.unused_tokens[0], [name for name in app if not name.startswith("-")]))
     if isinstance(error, UnknownOptionError) and (typed := error.token.keyword or error.token.value):
         return UsageError(unknown_option(typed, arguments, error.argument_collection))
     if isinstance(error, UnusedCliTokensError) and error.unused_tokens:
@@ -85,9 +83,7 @@ def corrected(error: CycloptsError, arguments: Sequence[str], app: App) -> Usage
 def _command(typed: str, commands: Sequence[str]) -> str:
     if typed in ("resume", "continue", "restart"):
         return "to resume a run, repeat its command with its folder: grappe train TASK --run RUN"
-    meant = COMMANDS.get(typed) or next(
-        iter(difflib.get_close_matches(typed, commands, n=1, cutoff=0.7)), None
-    )
+    meant = COMMANDS.get(typed) or next(iter(difflib.get_close_matches(typed, commands, n=1, cutoff=0.7)), None)
     if meant is not None:
         return f"there is no command '{typed}': grappe {meant} does that"
     return f"there is no command '{typed}': grappe --help lists them"
@@ -118,9 +114,7 @@ def unknown_option(typed: str, arguments: Sequence[str], collection: ArgumentCol
             right = ["--study", value, "--dry-run"]
         return f"there is no option {option}: {_line([*before, *filter(None, right), *after])}"
     if name in fields:
-        return (
-            f"{name} is a field of the task, and fields have no dashes: {_line(rest, f'{name}={value or 0}')}"
-        )
+        return f"{name} is a field of the task, and fields have no dashes: {_line(rest, f'{name}={value or 0}')}"
     if "--plan" in options and (words := _plan_words(name, value)):
         return f"the plan sets that, not {option}: {_with_plan(rest, words)}"
     if name == "resume" and "--run" in options:

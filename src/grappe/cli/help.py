@@ -49,8 +49,7 @@ class TranslatedHelp:
         for name, entries in ((title, usual), (rare_title, rare)):
             if entries:
                 texts = [
-                    entry.copy(description=self._translated(entry.description, one_line=True))
-                    for entry in entries
+                    entry.copy(description=self._translated(entry.description, one_line=True)) for entry in entries
                 ]
                 DefaultFormatter(column_specs=self._columns(panel))(
                     console, options, panel.copy(title=self.text(name), entries=texts)
@@ -70,9 +69,7 @@ class TranslatedHelp:
         """Returns cyclopts's columns for a panel, with translated labels in the last one."""
         usual = get_default_command_columns if panel.format == "command" else get_default_parameter_columns
 
-        def columns(
-            console: Console, options: ConsoleOptions, entries: list[HelpEntry]
-        ) -> tuple[ColumnSpec, ...]:
+        def columns(console: Console, options: ConsoleOptions, entries: list[HelpEntry]) -> tuple[ColumnSpec, ...]:
             *others, description = usual(console, options, entries)
             return (*others, description.copy(renderer=self._described))
 

@@ -14,18 +14,13 @@ from grappe.launch.terminal import say
 from grappe.words import plain_table
 
 Source = Annotated[
-    Path,
-    Parameter(help="A folder of class folders, a .tar archive as downloaded, or a folder of .tar shards."),
+    Path, Parameter(help="A folder of class folders, a .tar archive as downloaded, or a folder of .tar shards.")
 ]
 Labels = Annotated[
     Path | None,
-    Parameter(
-        help="The file of an archive's labels, where its images are in no class: ImageNet's validation."
-    ),
+    Parameter(help="The file of an archive's labels, where its images are in no class: ImageNet's validation."),
 ]
-Numbering = Annotated[
-    Path | None, Parameter(help="The file that says which class each number of --labels is.")
-]
+Numbering = Annotated[Path | None, Parameter(help="The file that says which class each number of --labels is.")]
 _SHOWN = 20  # bad files that are listed; all are in the quarantine
 _UNITS = ("B", "KB", "MB", "GB", "TB")
 
@@ -33,9 +28,7 @@ _UNITS = ("B", "KB", "MB", "GB", "TB")
 def register(app: App) -> None:
     """Adds the commands to `app`."""
     group = App(
-        name="data",
-        help="Index, check, pack, stage and time folders and archives of images.",
-        help_format="plaintext",
+        name="data", help="Index, check, pack, stage and time folders and archives of images.", help_format="plaintext"
     )
     for command in (index, check, pack, stage, bench):
         group.command(command)
@@ -56,10 +49,7 @@ def index(
 
     done = verb(source, labels=labels, numbering=numbering, again=again)
     progress("")
-    facts = [
-        ("source", f"{source} ({done.kind})"),
-        ("images", f"{done.images:,} of {done.classes:,} classes"),
-    ]
+    facts = [("source", f"{source} ({done.kind})"), ("images", f"{done.images:,} of {done.classes:,} classes")]
     if done.left_out:
         facts.append(("other files", f"{done.left_out:,}, left out: no .jpg, .jpeg or .png"))
     if done.quarantined:
@@ -91,12 +81,8 @@ def pack(
     source: Source,
     /,
     *,
-    out: Annotated[
-        Path, Parameter(name=OUT_NAMES, help="A new folder for the shards, or one that was begun.")
-    ],
-    short: Annotated[
-        int, Parameter(help="Pixels of the short side; smaller pictures stay as they are.")
-    ] = 256,
+    out: Annotated[Path, Parameter(name=OUT_NAMES, help="A new folder for the shards, or one that was begun.")],
+    short: Annotated[int, Parameter(help="Pixels of the short side; smaller pictures stay as they are.")] = 256,
     quality: Annotated[int, Parameter(help="Of the JPEG files, 1 to 100.")] = 90,
     per_shard: Annotated[int, Parameter(help="Images in each shard.")] = 4096,
     labels: Labels = None,
@@ -124,9 +110,7 @@ def stage(
     source: Annotated[Path, Parameter(help="A file or folder, of images or of anything else.")],
     /,
     *,
-    out: Annotated[
-        Path, Parameter(name=OUT_NAMES, help="A folder on a disk of the node, $SLURM_TMPDIR say.")
-    ],
+    out: Annotated[Path, Parameter(name=OUT_NAMES, help="A folder on a disk of the node, $SLURM_TMPDIR say.")],
 ) -> int:
     """Copy data to a disk of the node, once for all processes that ask for it.
 
@@ -159,8 +143,7 @@ def bench(
     images: Annotated[int, Parameter(help="Images that are measured.")] = 512,
     seconds: Annotated[float, Parameter(help="For each of the measurements.")] = 1.0,
     on: Annotated[
-        Path | None,
-        Parameter(help="A folder for copies of them, removed again. Default: the system's temporary one."),
+        Path | None, Parameter(help="A folder for copies of them, removed again. Default: the system's temporary one.")
     ] = None,
     labels: Labels = None,
     numbering: Numbering = None,
@@ -183,9 +166,7 @@ def bench(
     table = plain_table(*heads)
     for row in done.rows:
         rates = (row.cold, row.read, row.alone, row.threads, row.processes)
-        table.add_row(
-            row.place, _size(row.bytes), *("" if rate is None else f"{rate:,.0f}" for rate in rates)
-        )
+        table.add_row(row.place, _size(row.bytes), *("" if rate is None else f"{rate:,.0f}" for rate in rates))
     show(table)
     for sentence in done.advice:
         say(sentence)

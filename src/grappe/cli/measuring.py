@@ -56,14 +56,11 @@ def foresee(
     task: TaskName,
     /,
     *fields: FieldText,
-    plan: Annotated[
-        Plans, Parameter(help="A plan; repeatable. Default: plans that train the same, on --gpus.")
-    ] = None,
+    plan: Annotated[Plans, Parameter(help="A plan; repeatable. Default: plans that train the same, on --gpus.")] = None,
     site: Annotated[
         str | None,
         Parameter(
-            completer=completion.sites,
-            help="Compare with the memory of this cluster's GPUs (see: grappe sites).",
+            completer=completion.sites, help="Compare with the memory of this cluster's GPUs (see: grappe sites)."
         ),
     ] = None,
     gpus: Annotated[
@@ -79,9 +76,7 @@ def foresee(
     ] = False,
     all_: Annotated[
         bool,
-        Parameter(
-            name="--all", negative="", show_default=False, help="All plans, and the parts of memory and time."
-        ),
+        Parameter(name="--all", negative="", show_default=False, help="All plans, and the parts of memory and time."),
     ] = False,
     out: Annotated[OutFile, Parameter(help="Write it all to this file, .json.")] = None,
     json: Json = False,
@@ -98,14 +93,7 @@ def foresee(
 
     texts, sizes = _batch_sizes(fields)
     foresight = verb(
-        task,
-        plan or (),
-        gpus=gpus,
-        batch_size=sizes,
-        site=site,
-        fields=texts,
-        data=data,
-        times=not no_times,
+        task, plan or (), gpus=gpus, batch_size=sizes, site=site, fields=texts, data=data, times=not no_times
     )
     if out is not None:
         tables.write(foresight, out)
@@ -137,14 +125,11 @@ def measure(
         Plans, Parameter(help="A plan to measure; repeatable: one, replicate=2. The first is the baseline.")
     ] = None,
     options: Annotated[MeasureOptions, OPTIONS, Parameter(negative="")] = DEFAULTS,
-    no_advice: Annotated[
-        bool, SWITCH, Parameter(help="Do not measure plans that the first figures suggest.")
-    ] = False,
+    no_advice: Annotated[bool, SWITCH, Parameter(help="Do not measure plans that the first figures suggest.")] = False,
     site: Annotated[
         str | None,
         Parameter(
-            completer=completion.sites,
-            help="Submit each training as a Slurm job of this cluster (see: grappe sites).",
+            completer=completion.sites, help="Submit each training as a Slurm job of this cluster (see: grappe sites)."
         ),
     ] = None,
     account: Annotated[str | None, Parameter(help="Account to bill for such jobs.")] = None,
@@ -153,9 +138,7 @@ def measure(
     gather: Annotated[
         list[Path] | None,
         Parameter(
-            negative="",
-            consume_multiple=True,
-            help="Train nothing: read these runs, for example those of such jobs.",
+            negative="", consume_multiple=True, help="Train nothing: read these runs, for example those of such jobs."
         ),
     ] = None,
     largest_batch: Annotated[
@@ -202,13 +185,9 @@ def measure(
     points = (
         verb.gather(gather)
         if gather
-        else verb.measure(
-            task, plans, options=options, advise=not no_advice, data=data, fields=texts, note=complain
-        )
+        else verb.measure(task, plans, options=options, advise=not no_advice, data=data, fields=texts, note=complain)
     )
-    explanations = (
-        explain(task, points, options=options, data=data, fields=texts, note=complain) if options.why else []
-    )
+    explanations = explain(task, points, options=options, data=data, fields=texts, note=complain) if options.why else []
     code = EXIT_FAILURE if any(point.failure for point in points) else EXIT_OK
     largest = [str(batch) for batch in verb_largest(task, plans, data, texts)] if largest_batch else []
     content = table.content(points, task, weak=options.weak, explanations=explanations)
@@ -375,9 +354,7 @@ def lr_find(
     lowest: Annotated[
         float | None, Parameter(help="The first learning rate. Default: a thousandth of the task's own.")
     ] = None,
-    highest: Annotated[
-        float | None, Parameter(help="The last. Default: a thousand times the task's own.")
-    ] = None,
+    highest: Annotated[float | None, Parameter(help="The last. Default: a thousand times the task's own.")] = None,
     steps: Annotated[int, Parameter(help="Optimizer steps of each training.")] = 100,
     seeds: Annotated[int, Parameter(help="Trainings, each with the next seed.")] = 3,
     out: Annotated[OutFile, Parameter(help="Write the curves to this JSON file, for grappe report.")] = None,

@@ -59,9 +59,7 @@ def tune(
     ],
     search: Annotated[SearchOptions, OPTIONS] = SEARCH,
     plan: PlanText = "",
-    study: Annotated[
-        Path | None, Parameter(help="The study's folder; if there is a study, it goes on.")
-    ] = None,
+    study: Annotated[Path | None, Parameter(help="The study's folder; if there is a study, it goes on.")] = None,
     data: DataFolder = None,
     options: Annotated[Options, OPTIONS, Parameter(negative="")] = DEFAULTS,
     job: Annotated[TrialJobOptions, OPTIONS, Parameter(group=JOBS)] = NO_JOB,
@@ -74,9 +72,7 @@ def tune(
             raise UsageError("--dry-run shows a study: name it, grappe tune --study STUDY --dry-run")
         return _show(study, as_json=json)
     if task is None:
-        raise UsageError(
-            "which task? grappe tune TASK lr=0.01..1:log …, or grappe tune --study STUDY --dry-run"
-        )
+        raise UsageError("which task? grappe tune TASK lr=0.01..1:log …, or grappe tune --study STUDY --dry-run")
     from grappe.launch.start import interrupted
 
     if job.site is None and dataclasses.replace(job, runs=NO_JOB.runs) != NO_JOB:
@@ -168,9 +164,7 @@ class _ProgressLines:
         for number in sorted(ended.keys() - self._reported):
             trial, metric = ended[number], progress.study.search.metric
             fields = " ".join(f"{name}={text}" for name, text in trial.fields.items())
-            result = (
-                f"failed: {trial.reason}" if trial.value is None else f"{metric} {format_number(trial.value)}"
-            )
+            result = f"failed: {trial.reason}" if trial.value is None else f"{metric} {format_number(trial.value)}"
             self._reported.add(number)
             complain(f"{len(self._reported)} of {progress.total}: trial {number}: {fields}: {result}")
         if progress.waiting != self._waiting:

@@ -168,9 +168,7 @@ def divided(
         return float(samples), micros
     sums = torch.stack(
         [
-            torch.stack([each.sum() for each in weights.values()])
-            if isinstance(weights, Mapping)
-            else weights.sum()
+            torch.stack([each.sum() for each in weights.values()]) if isinstance(weights, Mapping) else weights.sum()
             for weights in several
         ]
     )

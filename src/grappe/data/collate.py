@@ -108,9 +108,7 @@ def _has_training(augment: Callable[..., Any]) -> bool:
 def form(value: Any, depth: int = 2) -> str:
     """Describes the form of a sample or batch in a few words: `(Tensor [3, 8, 8], int)`."""
     if isinstance(value, dict):
-        inside = (
-            [f"{key!r}: {form(item, depth - 1)}" for key, item in list(value.items())[:4]] if depth else ["…"]
-        )
+        inside = [f"{key!r}: {form(item, depth - 1)}" for key, item in list(value.items())[:4]] if depth else ["…"]
         return "{" + ", ".join(inside) + (", …" if depth and len(value) > 4 else "") + "}"
     if isinstance(value, tuple | list):
         inside = [form(item, depth - 1) for item in value[:4]] if depth else ["…"]

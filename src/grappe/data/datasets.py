@@ -161,9 +161,7 @@ def drawn_samples(task: Task, dataset: Dataset) -> DrawnSamples | None:
 _SPLIT = 0x7370  # a word of the key, so that the order differs from every epoch's
 
 
-def split(
-    dataset: Dataset, part: str, *, validation: float = 0.1, test: float = 0.0, seed: int = 0
-) -> Dataset:
+def split(dataset: Dataset, part: str, *, validation: float = 0.1, test: float = 0.0, seed: int = 0) -> Dataset:
     """Returns a part of a dataset, for `Task.data`: `return grappe.split(dataset, split, validation=0.1)`.
 
     The samples are drawn by `seed` and the dataset's length alone, so every process and every start has the same; the
@@ -185,10 +183,7 @@ def split(
         )
     if part == "test" and not test:
         raise TaskError("split(): there is no test part: give its share, as in test=0.1")
-    sizes = {
-        "validation": max(1, round(validation * length)),
-        "test": max(1, round(test * length)) if test else 0,
-    }
+    sizes = {"validation": max(1, round(validation * length)), "test": max(1, round(test * length)) if test else 0}
     sizes["train"] = length - sum(sizes.values())
     if part not in sizes:
         raise TaskError(f"split(): there is no part {part!r}: train, validation, test")

@@ -78,9 +78,7 @@ def copies_to(device: torch.device) -> Callable[[Any], Any]:
     def copied(batch: Any) -> Any:
         computing = torch.cuda.current_stream(device)
         with torch.cuda.stream(stream):
-            begun = tree_map(
-                lambda leaf: sent(leaf, device) if is_dense(leaf) and leaf.is_cpu else leaf, batch
-            )
+            begun = tree_map(lambda leaf: sent(leaf, device) if is_dense(leaf) and leaf.is_cpu else leaf, batch)
         computing.wait_stream(stream)
 
         def handed_over(leaf: Any) -> Any:

@@ -102,9 +102,7 @@ def idx(path: Path, inner: tuple[int, ...] | None = None, most: int = MOST_SAMPL
     size = start + math.prod(shape)
     if raw.size != size:
         more = "trailing bytes" if raw.size > size else "truncated"
-        raise _damaged(
-            path, f"{more}: its header, {_dims(shape)}, asks for {size} bytes, and it has {raw.size}"
-        )
+        raise _damaged(path, f"{more}: its header, {_dims(shape)}, asks for {size} bytes, and it has {raw.size}")
     return raw[start:].reshape(shape)
 
 
@@ -152,18 +150,14 @@ def cifar10_python(paths: Sequence[Path]) -> tuple[Images, Labels]:
         try:
             batch = values(_bytes_of(path).tobytes())
         except Refused as error:
-            raise DataError(
-                f"{path} {error}: refused, nothing was run. Fetch it from its official page"
-            ) from None
+            raise DataError(f"{path} {error}: refused, nothing was run. Fetch it from its official page") from None
         except ValueError as error:
             raise _damaged(path, f"as a pickle: {error}") from None
         if not isinstance(batch, dict) or not {"data", "labels"} <= batch.keys():
             raise _damaged(path, "expected a dictionary with data and labels")
         images.append(_pixels(batch["data"], path))
         rows, stored = len(images[-1]), batch["labels"]
-        if not (
-            isinstance(stored, list) and len(stored) == rows and all(type(label) is int for label in stored)
-        ):
+        if not (isinstance(stored, list) and len(stored) == rows and all(type(label) is int for label in stored)):
             raise _damaged(path, f"expected labels to be a list of {rows} whole numbers")
         if not all(0 <= label < _CLASSES for label in stored):  # a large one would not fit into an array
             raise _damaged(path, f"a label is not in 0 to {_CLASSES - 1}")
@@ -176,8 +170,7 @@ def _pixels(pixels: object, path: Path) -> NDArray[np.uint8]:
     match pixels:
         # as numpy's ndarray.__reduce__ and dtype.__reduce__ lay them out
         case Rebuilt(
-            "_reconstruct",
-            state=(1, (int(rows), int(columns)), Rebuilt("dtype", arguments=("u1", *_)), order, raw),
+            "_reconstruct", state=(1, (int(rows), int(columns)), Rebuilt("dtype", arguments=("u1", *_)), order, raw)
         ) if columns == _PIXELS and isinstance(raw, str | bytes):
             try:
                 data = raw.encode("latin-1") if isinstance(raw, str) else raw
@@ -196,17 +189,13 @@ def _labels(numbers: NDArray[np.uint8], path: Path) -> Labels:
     return numbers.astype(np.int64)
 
 
-def _idx_header(
-    raw: NDArray[np.uint8], path: Path, inner: tuple[int, ...] | None
-) -> tuple[tuple[int, ...], int]:
+def _idx_header(raw: NDArray[np.uint8], path: Path, inner: tuple[int, ...] | None) -> tuple[tuple[int, ...], int]:
     """Reads the header: the shape, and the offset of the data."""
     zeros, kind, dimensions = (raw[:2].tolist(), *raw[2:4].tolist()) if raw.size >= 4 else ([], 0, 0)
     start = 4 + 4 * dimensions
     if zeros != [0, 0] or kind != _UNSIGNED_BYTES or not 1 <= dimensions <= _MOST_DIMENSIONS:
         magic = raw[:4].tobytes().hex(" ") or "nothing"
-        raise _damaged(
-            path, f"not an IDX file of bytes: it should begin with 00 00 08 and 01 to 04, not {magic}"
-        )
+        raise _damaged(path, f"not an IDX file of bytes: it should begin with 00 00 08 and 01 to 04, not {magic}")
     if raw.size < start:
         raise _damaged(path, f"truncated in its header: {raw.size} bytes of {start}")
     shape = tuple(raw[4:start].view(">u4").tolist())
@@ -217,9 +206,7 @@ def _idx_header(
     return shape, start
 
 
-def _gunzipped(
-    raw: NDArray[np.uint8], path: Path, inner: tuple[int, ...] | None, most: int
-) -> NDArray[np.uint8]:
+def _gunzipped(raw: NDArray[np.uint8], path: Path, inner: tuple[int, ...] | None, most: int) -> NDArray[np.uint8]:
     """Unpacks a gzip file of IDX, at most one byte more than its inner header announces."""
     stream = zlib.decompressobj(wbits=16 + zlib.MAX_WBITS)
     try:

@@ -77,9 +77,7 @@ class BatchLoader:
         if plan.loading == "threads" and plan.workers != 0:
             for_threads(seeded)  # now, and not at the first evaluation
         pin = world.device.type == "cuda"
-        self.sources = Sources(
-            Samples(dataset=seeded, task=task, pin=pin, prefetch=plan.prefetch), plan, world
-        )
+        self.sources = Sources(Samples(dataset=seeded, task=task, pin=pin, prefetch=plan.prefetch), plan, world)
         """Of samples that are not in memory."""
 
     def slices(self, start: int, stop: int) -> Iterator[StepSlice]:
@@ -94,9 +92,7 @@ class BatchLoader:
                     bounds = self._bounds(size)
                     places = tuple([BatchRows(a, max(1, b - a), size) for a, b in bounds])
                 pieces = tuple([everyone[a:b] for a, b in bounds])
-                ids = (
-                    everyone[bounds[0][0] : bounds[-1][1]] if self._exact is None else np.concatenate(pieces)
-                )
+                ids = everyone[bounds[0][0] : bounds[-1][1]] if self._exact is None else np.concatenate(pieces)
                 yield StepSlice(step, epoch, size, ids, pieces, places)
 
     def _bounds(self, size: int) -> list[tuple[int, int]]:
@@ -213,9 +209,7 @@ class BatchLoader:
         """Returns the way in which this process loads its samples now; None: they are in memory."""
         return None if self._arrays is not None else self.sources.loading
 
-    def _microbatch(
-        self, part: StepSlice, place: BatchRows, ids: np.ndarray, inputs: Any, targets: Any
-    ) -> Microbatch:
+    def _microbatch(self, part: StepSlice, place: BatchRows, ids: np.ndarray, inputs: Any, targets: Any) -> Microbatch:
         if self._arrays is None:
             inputs, targets = self._to_device((inputs, targets))
         # Evaluations draw the same, so that losses can be compared.
@@ -229,13 +223,9 @@ class BatchLoader:
         if self._counts:
             weights = as_weights(counts_of(self._task, targets), counted=len(ids) > 0)
         padding = 0 if len(ids) else 1
-        return Microbatch(
-            inputs, targets, len(ids), weights, padding, drawn_for, place if self._places else None
-        )
+        return Microbatch(inputs, targets, len(ids), weights, padding, drawn_for, place if self._places else None)
 
-    def _augmented(
-        self, inputs: Any, targets: Any, samples: SampleIds, device: torch.device
-    ) -> tuple[Any, Any]:
+    def _augmented(self, inputs: Any, targets: Any, samples: SampleIds, device: torch.device) -> tuple[Any, Any]:
         keys = sent(torch.from_numpy(sample_keys(*samples)), device)
         with inside(samples):
             return augment(self._task, inputs, targets, keys, training=self._training)

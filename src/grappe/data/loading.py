@@ -64,10 +64,7 @@ def kinds_of(plan: Plan, *, keyed: bool) -> tuple[Kind, ...]:
 
 
 def search(
-    first: Loading,
-    kinds: Sequence[Kind],
-    most: int,
-    allowed: Callable[[Loading], bool] = lambda loading: True,
+    first: Loading, kinds: Sequence[Kind], most: int, allowed: Callable[[Loading], bool] = lambda loading: True
 ) -> Generator[Loading, Cost, Loading]:
     """Yields ways to load, is sent the cost of each, and returns the quickest.
 
@@ -94,9 +91,7 @@ def search(
     return best
 
 
-def _tried(
-    candidate: Loading, best: Loading, cost: Cost
-) -> Generator[Loading, Cost, tuple[Loading, Cost, bool]]:
+def _tried(candidate: Loading, best: Loading, cost: Cost) -> Generator[Loading, Cost, tuple[Loading, Cost, bool]]:
     ours, theirs = [cost], [(yield candidate)]
     if CLOSE[0] < theirs[0].seconds / cost.seconds < CLOSE[1]:
         for _ in range(TURNS - 1):

@@ -288,12 +288,7 @@ class ThreadedBatches:
     """
 
     def __init__(
-        self,
-        sample: Callable[[Request], Any],
-        collate: Callable[[Sequence[Any]], Any],
-        *,
-        workers: int,
-        ahead: int,
+        self, sample: Callable[[Request], Any], collate: Callable[[Sequence[Any]], Any], *, workers: int, ahead: int
     ) -> None:
         self._sample, self._collate = sample, collate
         self._workers, self._most = workers, ahead + 1

@@ -138,9 +138,7 @@ def _filled(operator: Any, tensor: Tensor, *arguments: Any, generator: Any = Non
         return tensor
     with _drawing(part):
         drawn = _for_all(tensor, part)
-        if arguments and isinstance(
-            arguments[0], Tensor
-        ):  # chances: other rows' do not change how many are drawn
+        if arguments and isinstance(arguments[0], Tensor):  # chances: other rows' do not change how many are drawn
             chances = torch.full_like(drawn, 0.5, dtype=arguments[0].dtype)
             places = _places(part, drawn)
             chances.index_copy_(part.dimension, places, arguments[0].detach().expand_as(tensor).contiguous())
@@ -211,9 +209,7 @@ OWN = (
 
 def _own(operator: Any, *arguments: Any, **options: Any) -> Any:
     tensor = next(each for each in (options.get("out"), *arguments) if isinstance(each, Tensor))
-    generator = next(
-        (each for each in (*arguments, *options.values()) if isinstance(each, torch.Generator)), None
-    )
+    generator = next((each for each in (*arguments, *options.values()) if isinstance(each, torch.Generator)), None)
     rows = _torchs_own(tensor, generator)
     if rows is None:
         return operator(*arguments, **options)
@@ -231,9 +227,7 @@ FUSED = (
 
 def _fused(operator: Any, tensor: Tensor, *arguments: Any, **options: Any) -> Any:
     rows = _torchs_own(tensor, None)
-    rate = any(
-        isinstance(argument, float) and argument for argument in (*arguments, options.get("dropout_p"))
-    )
+    rate = any(isinstance(argument, float) and argument for argument in (*arguments, options.get("dropout_p")))
     if rows is None or not rate:
         return operator(tensor, *arguments, **options)
     with _own_stream(operator, tensor, rows) as generator:

@@ -25,17 +25,7 @@ from grappe.step.scores import Scores
 from grappe.task import Task
 
 COMMON = frozenset(
-    {
-        "device",
-        "backend",
-        "threads",
-        "workers",
-        "loading",
-        "prefetch",
-        "validation_batch",
-        "per_device",
-        "dropout",
-    }
+    {"device", "backend", "threads", "workers", "loading", "prefetch", "validation_batch", "per_device", "dropout"}
 )
 
 

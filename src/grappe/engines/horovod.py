@@ -62,9 +62,7 @@ class Horovod(Engine):
         fill(self._model, setup.weights, self._world.device)
         named = trained_parameters(self._model)
         self._parameters = [parameter for _, parameter in named]
-        self._runner = MicrobatchRunner(
-            setup, self._model, functools.partial(self._task.forward, self._model)
-        )
+        self._runner = MicrobatchRunner(setup, self._model, functools.partial(self._task.forward, self._model))
         # Horovod counts the backward passes of each parameter, and sends it with the last.
         self._optimizer: Any = self._hvd.DistributedOptimizer(
             optimizer_of(self._task, named),

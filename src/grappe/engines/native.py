@@ -65,9 +65,7 @@ class Native(Engine):
     @classmethod
     def unsupported_reason(cls, plan: Plan) -> str | None:
         if plan.offload.startswith("nvme:"):
-            return (
-                "engine=native offloads to the CPU only: use offload=cpu, or an engine with offload to disk"
-            )
+            return "engine=native offloads to the CPU only: use offload=cpu, or an engine with offload to disk"
         if plan.tensor > 1 and plan.batchnorm == "sync":
             return "batchnorm=sync with tensor parallelism is not supported: use batchnorm=local"
         rules = {"exact": exact_rules, "pipeline": pipeline_rules, "cuda_graphs": compile_rules}
@@ -102,9 +100,7 @@ class Native(Engine):
         self._group = optimizer.param_groups[0]
         self._step_optimizer = OptimizerStep(optimizer)
         self._clip = clipping(setup.task, setup.plan, loss_scale, self._parameters, strategy.norm)
-        self._after_step = (
-            AfterStep(setup, self._model.module) if overrides(setup.task, "after_step") else None
-        )
+        self._after_step = AfterStep(setup, self._model.module) if overrides(setup.task, "after_step") else None
 
     def step(self, batch: Batch) -> StepResult:
         lr = self._group["lr"]
@@ -146,9 +142,7 @@ class WholeModel:
 
     def __init__(self, setup: EngineSetup) -> None:
         self._setup = setup
-        self.module = parallelize(
-            setup.task, setup.plan, setup.world, setup.weights, blocks=setup.blocks.names
-        )
+        self.module = parallelize(setup.task, setup.plan, setup.world, setup.weights, blocks=setup.blocks.names)
         self.named = trained_parameters(self.module)
         self.copies: WholeCopies | None = None
         """Whole weights, for an optimizer that calls a closure, where this process holds parts."""
@@ -176,9 +170,7 @@ class WholeModel:
             )
         return optimizer if self.copies is None else optimizer_of(task, self.copies.named, closures=True)
 
-    def train_state(
-        self, optimizer: Optimizer, schedule: LRScheduler | None, loss_scale: LossScale
-    ) -> ModelState:
+    def train_state(self, optimizer: Optimizer, schedule: LRScheduler | None, loss_scale: LossScale) -> ModelState:
         """Returns the model's TrainState."""
         return ModelState(
             model=self.module,

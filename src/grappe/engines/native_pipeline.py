@@ -209,9 +209,7 @@ class StagedModel:
             del optimizer.state[parameter]
         return optimizer
 
-    def train_state(
-        self, optimizer: Optimizer, schedule: LRScheduler | None, loss_scale: LossScale
-    ) -> StagedState:
+    def train_state(self, optimizer: Optimizer, schedule: LRScheduler | None, loss_scale: LossScale) -> StagedState:
         """Returns the TrainState of all stages."""
         return StagedState(
             self.relay.group,

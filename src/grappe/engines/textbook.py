@@ -180,9 +180,7 @@ class Textbook(Engine):
         self._wire = _wire(setup)
         plan = setup.plan
         self._exact = (
-            Exact(self._model, self._parameters, plan, self._world, self._task.forward)
-            if plan.exact
-            else None
+            Exact(self._model, self._parameters, plan, self._world, self._task.forward) if plan.exact else None
         )
         call = functools.partial(self._task.forward, self._model)
         self._forward = call if self._exact is None else self._exact.forward

@@ -77,11 +77,7 @@ def hiding(traceback_text: str, pythonpath: str) -> dict[str, str]:
     """Returns those of the hidden modules that can be why an import, or a module's attribute, failed."""
     failed = IMPORT_FAILED.search(traceback_text)
     hidden = {} if failed is None else hidden_modules(pythonpath)
-    return {
-        entry: and_more(names, 5)
-        for entry, names in hidden.items()
-        if failed and (failed[1] or names[0]) in names
-    }
+    return {entry: and_more(names, 5) for entry, names in hidden.items() if failed and (failed[1] or names[0]) in names}
 
 
 def hidden_modules(pythonpath: str) -> dict[str, list[str]]:
@@ -91,9 +87,7 @@ def hidden_modules(pythonpath: str) -> dict[str, list[str]]:
     hidden = {}
     for entry in filter(None, pythonpath.split(os.pathsep)):
         files = (
-            ()
-            if Path(entry).resolve() in resolved
-            else (*Path(entry).glob("*.py"), *Path(entry).glob("*/__init__.py"))
+            () if Path(entry).resolve() in resolved else (*Path(entry).glob("*.py"), *Path(entry).glob("*/__init__.py"))
         )
         names = sorted({file.parent.name if file.stem == "__init__" else file.stem for file in files})
         specs = [PathFinder.find_spec(name, own) for name in names]

@@ -14,9 +14,7 @@ from typing import Any
 MOST = 2000  # characters of one foreign text: more would flood the screen
 MOST_OF_LINES = 50_000
 # Letters and marks by their category, but nothing is seen of them: fillers, variation selectors.
-UNSEEN = re.compile(
-    "[\u034f\u115f\u1160\u17b4\u17b5\u180b-\u180f\u3164\ufe00-\ufe0f\uffa0\U000e0100-\U000e01ef]"
-)
+UNSEEN = re.compile("[\u034f\u115f\u1160\u17b4\u17b5\u180b-\u180f\u3164\ufe00-\ufe0f\uffa0\U000e0100-\U000e01ef]")
 COLOURS = re.compile(r"\x1b\[[0-9;:]{0,40}m")
 # What begins a formula, in a cell or in what is a cell where another separator is usual; full-width forms as well.
 FORMULA = re.compile(r"(^|[;,|])(\s*)(?=[=+\-@＝＋－＠])")
@@ -44,9 +42,7 @@ def printable_lines(foreign: object, most: int = MOST_OF_LINES) -> str:
     text = COLOURS.sub("", _text(foreign)).replace("\r\n", "\n").replace("\r", "\n")
     if len(text) > most:
         text = f"{text[: most // 2]}\n… ({len(text) - most:,} more characters)\n{text[-(most // 2) :]}"
-    return "\n".join(
-        "\t".join(printable(part, most) for part in line.split("\t")) for line in text.split("\n")
-    )
+    return "\n".join("\t".join(printable(part, most) for part in line.split("\t")) for line in text.split("\n"))
 
 
 def html_text(foreign: object) -> str:

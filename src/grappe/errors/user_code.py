@@ -142,11 +142,7 @@ def sentence(error: BaseException, task: object = None, part: str = "") -> str:
         name, _, text = text.rstrip().splitlines()[-1].partition(": ")
     text = " ".join(part.strip() for part in text.splitlines())
     line, advice = line_of(error) or _place(error, task, part), remedy(text)
-    return (
-        (f"{name}: {text}" if text else name)
-        + (f" ({line})" if line else "")
-        + (f". {advice}" if advice else "")
-    )
+    return (f"{name}: {text}" if text else name) + (f" ({line})" if line else "") + (f". {advice}" if advice else "")
 
 
 def _place(error: BaseException, task: object, part: str) -> str | None:

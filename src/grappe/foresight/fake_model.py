@@ -64,9 +64,7 @@ class Batches:
             micro = read.microbatches[0]
             places = [number % count for number in range(rows)]
             try:
-                inputs, targets, weights = at_rows(
-                    (micro.inputs, micro.targets, micro.weights), places, count
-                )
+                inputs, targets, weights = at_rows((micro.inputs, micro.targets, micro.weights), places, count)
             except PlanError:  # a batch of graphs, for example: it must be read
                 read = self._rehearsed(rows)
             else:
@@ -135,9 +133,7 @@ def slices_of(task: Task, plan: Plan, samples: int, dataset: int) -> Slices:
 
 def refuse_sparse(task: Task, model: nn.Module) -> None:
     """Raises TaskError if the model has sparse gradients."""
-    if any(
-        isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse for module in model.modules()
-    ):
+    if any(isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse for module in model.modules()):
         raise TaskError(
             f"{type(task).__name__} has sparse gradients (nn.Embedding(sparse=True)), whose size depends on the data: "
             "what they take is not foreseen; grappe measure runs it"
@@ -198,13 +194,7 @@ class FakeModel:
     """
 
     def __init__(
-        self,
-        task: Task,
-        data: Path,
-        *,
-        foreach: bool = False,
-        kernels: Kernels | None = None,
-        records: bool = False,
+        self, task: Task, data: Path, *, foreach: bool = False, kernels: Kernels | None = None, records: bool = False
     ) -> None:
         self.task, self._kernels, self._data, self._records = task, kernels, data, records
         self.mode: Any = fake_tensors()
@@ -276,16 +266,12 @@ class FakeModel:
         def run(model: nn.Module, world: World) -> Trace:
             units, describes = self.units(model.eval()), self.runs_kernels
             with self.mode, torch.no_grad():
-                return traced(
-                    self.task, model, units, batch, precision, plan, world, describes=describes, trains=False
-                )
+                return traced(self.task, model, units, batch, precision, plan, world, describes=describes, trains=False)
 
         return self._with_kernels(self._run(plan, "be evaluated", run), threads)
 
     @functools.lru_cache(maxsize=16)  # noqa: B019 - as long as the fake model
-    def passes(
-        self, plan: Plan, cut: Cut, rows: int, threads: int, slices: Slices = ALONE
-    ) -> tuple[Trace, ...]:
+    def passes(self, plan: Plan, cut: Cut, rows: int, threads: int, slices: Slices = ALONE) -> tuple[Trace, ...]:
         """Traces the passes of each process of a pipeline, with microbatches of `rows` samples.
 
         Args:
@@ -302,14 +288,7 @@ class FakeModel:
             bounds = Boundaries(stages, batch)
             traces = [
                 traced_step(
-                    self.task,
-                    stages,
-                    bounds,
-                    batch,
-                    plan,
-                    place,
-                    describes=self.runs_kernels,
-                    records=self._records,
+                    self.task, stages, bounds, batch, plan, place, describes=self.runs_kernels, records=self._records
                 )
                 for place in range(plan.pipeline)
             ]

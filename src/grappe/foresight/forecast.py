@@ -122,9 +122,7 @@ class MemoryForecast:
 def refuse_unforeseen(plan: Plan) -> None:
     """Raises PlanError for a plan whose memory is not known."""
     if plan.engine != "native":
-        raise PlanError(
-            f"engine={plan.engine}: only plans of engine=native are foreseen; grappe measure runs any plan"
-        )
+        raise PlanError(f"engine={plan.engine}: only plans of engine=native are foreseen; grappe measure runs any plan")
     for key in UNFORESEEN:
         if key in plan.changed_keys():
             raise PlanError(f"{key}: what it keeps in memory is not foreseen; grappe measure runs any plan")
@@ -284,13 +282,9 @@ class _AlikeProcesses:
         plan = self._plan
         if plan.uses_fsdp:
             reduces = is_last or plan.zero != 1
-            return FsdpMemory(
-                self._own, plan.shard, plan.zero, there=not is_first, reduces=reduces, copies=copies
-            )
+            return FsdpMemory(self._own, plan.shard, plan.zero, there=not is_first, reduces=reduces, copies=copies)
         sizes = [parameter.size if parameter.trained else 0 for parameter in self._own]
-        return DdpMemory(
-            sizes, there=not is_first, buckets=sum(sizes) if plan.replicate > 1 else 0, last=is_last
-        )
+        return DdpMemory(sizes, there=not is_first, buckets=sum(sizes) if plan.replicate > 1 else 0, last=is_last)
 
     def _forward_memory(self, copies: CommunicationBuffers) -> PlanMemory:
         """Returns the plan's memory in a forward without backward: between steps there are no gradients."""
@@ -361,9 +355,7 @@ class _Pipeline:
         # With zero=1 and 2, the second batch finds gathered what the first one has left.
         marks = [mark for trace in own for mark in trace.marks] * min(2, number)
         batches = plan.microbatches * self._steps[0].batch + min(number, plan.pipeline) * scored[0].batch
-        most = peak(marks, self._memory(place, copies)) + sum(
-            bytes_kept(number, trace.numbers) for trace in own
-        )
+        most = peak(marks, self._memory(place, copies)) + sum(bytes_kept(number, trace.numbers) for trace in own)
         # The buffers into which a step receives stay from step to step.
         memory = self._memory(place, copies)
         peak(step.marks, memory)
@@ -379,9 +371,7 @@ class _Pipeline:
         if not self._plan.uses_fsdp:
             return DdpMemory([], there=False)
         own = [part.parameter for part in self._parts[place]]
-        return _ShardedStages(
-            own, {stage: self._cut[stage] for stage in self._stages[place]}, self._plan, copies
-        )
+        return _ShardedStages(own, {stage: self._cut[stage] for stage in self._stages[place]}, self._plan, copies)
 
 
 class _ShardedStages:

@@ -173,12 +173,9 @@ def _pipelined(fake_model: FakeModel, plan: Plan, samples: int, fabric: Fabric) 
     passes, owned = PipelinePasses(fake_model, plan, samples), partition.stage_parameters(fake_model, plan)
     device = fabric.device
     on_gpu = passes.means(lambda operator: device.kernel(operator, plan.precision))
-    ahead, back = (
-        passes.means(lambda operator, way=way: _launch(operator, way)) for way in ("forward", "backward")
-    )
+    ahead, back = (passes.means(lambda operator, way=way: _launch(operator, way)) for way in ("forward", "backward"))
     seconds = {
-        key: max(kernels, PASS + (ahead if key[0] == "forward" else back)[key])
-        for key, kernels in on_gpu.items()
+        key: max(kernels, PASS + (ahead if key[0] == "forward" else back)[key]) for key, kernels in on_gpu.items()
     }
 
     def message(stage: int) -> float:
@@ -188,9 +185,7 @@ def _pipelined(fake_model: FakeModel, plan: Plan, samples: int, fabric: Fabric) 
     kernels_alone = simulate(passes.orders, lambda kind, stage: on_gpu[kind, stage], message)
     updates = _updates(fake_model, plan)
     kernels = [kernel_seconds(device, update, plan.precision) for update in updates]
-    updated = max(
-        max(busy, STEP + _launches(update, "update")) for busy, update in zip(kernels, updates, strict=True)
-    )
+    updated = max(max(busy, STEP + _launches(update, "update")) for busy, update in zip(kernels, updates, strict=True))
     largest = max(sum(parameter.size for parameter in own if parameter.trained) for own in owned)
     return StepTime(
         compute=max(simulated.busy) + updated,
@@ -272,8 +267,7 @@ def update_operators(
 
 def _updates(fake_model: FakeModel, plan: Plan) -> list[list[Operator]]:
     return [
-        update_operators(fake_model.task, fake_model.mode, named)
-        for named in partition.updated_parts(fake_model, plan)
+        update_operators(fake_model.task, fake_model.mode, named) for named in partition.updated_parts(fake_model, plan)
     ]
 
 

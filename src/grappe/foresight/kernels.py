@@ -20,15 +20,7 @@ from grappe.private_api.torch import tree_leaves
 
 WITH_SCRATCH = ("aten.convolution", "aten.native_layer_norm", "aten._scaled_dot_product")
 """Operators whose kernels on a CPU allocate more than their output: by oneDNN, or for each thread."""
-OF_LIBRARIES = (
-    *WITH_SCRATCH,
-    "aten.mm",
-    "aten.addmm",
-    "aten.bmm",
-    "aten.baddbmm",
-    "aten.gelu",
-    "aten.mkldnn",
-)
+OF_LIBRARIES = (*WITH_SCRATCH, "aten.mm", "aten.addmm", "aten.bmm", "aten.baddbmm", "aten.gelu", "aten.mkldnn")
 """Operators whose kernels are of libraries (oneDNN, MKL) that keep memory for their next call."""
 LARGEST = 2 << 30  # bytes of arguments and output; what is larger is not tried
 

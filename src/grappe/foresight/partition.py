@@ -69,8 +69,7 @@ def kept(
     parameters = held.parameters
     if plan.uses_fsdp:
         parameters = sum(
-            padded(parameter, plan.shard) // plan.shard if parameter.shape else parameter.size
-            for parameter in own
+            padded(parameter, plan.shard) // plan.shard if parameter.shape else parameter.size for parameter in own
         )
     average = held.gradients if fake_model.task.ema is not None else 0  # of as many numbers
     # Of two samples, kept from the start.
@@ -130,9 +129,7 @@ def stage_parameters(fake_model: FakeModel, plan: Plan) -> list[list[Parameter]]
     return stages
 
 
-def updated_parts(
-    fake_model: FakeModel, plan: Plan
-) -> list[tuple[tuple[str, tuple[int, ...], torch.dtype], ...]]:
+def updated_parts(fake_model: FakeModel, plan: Plan) -> list[tuple[tuple[str, tuple[int, ...], torch.dtype], ...]]:
     """Returns name, shape and type of the first part of each trained parameter, for each process of a pipeline."""
     split = tensor_parts(fake_model, plan)[0]
 
@@ -166,9 +163,7 @@ def cut_of(fake_model: FakeModel, plan: Plan) -> Cut:
         PlanError: the units are not the model, or cannot be cut.
     """
     fake_model.check_units()
-    return cut_into_stages(
-        fake_model.task, fake_model.plain, plan.pipeline * stages_each(plan), fake_model.example()
-    )
+    return cut_into_stages(fake_model.task, fake_model.plain, plan.pipeline * stages_each(plan), fake_model.example())
 
 
 def traced_passes(fake_model: FakeModel, plan: Plan, samples: int) -> tuple[Trace, ...]:

@@ -28,9 +28,7 @@ Leaves = tuple[Tensor, ...]
 def stages_of(task: Task, units: Sequence[nn.Module], parts: Cut, precision: str) -> list[Stage]:
     """Makes all stages of a pipeline of a model's units."""
     return [
-        Stage(
-            [units[unit] for unit in part], number, len(parts), autocast(precision, trace.CPU), task.forward
-        )
+        Stage([units[unit] for unit in part], number, len(parts), autocast(precision, trace.CPU), task.forward)
         for number, part in enumerate(parts)
     ]
 
@@ -66,14 +64,10 @@ class Boundaries:
 class _Process:
     """One process of a pipeline, and what it keeps during a step."""
 
-    def __init__(
-        self, task: Task, own: Mapping[int, Stage], bounds: Boundaries, batch: Batch, plan: Plan
-    ) -> None:
+    def __init__(self, task: Task, own: Mapping[int, Stage], bounds: Boundaries, batch: Batch, plan: Plan) -> None:
         self._batch, self._losses, self._precision = batch, Losses(task), plan.precision
         micros = plan.microbatches
-        self._inputs = {
-            (number, micro): bounds.received(number) for number in own if number for micro in range(micros)
-        }
+        self._inputs = {(number, micro): bounds.received(number) for number in own if number for micro in range(micros)}
         self._gradients = {
             (number, micro): bounds.gradients(number)
             for number, stage in own.items()
@@ -137,9 +131,7 @@ class _Process:
         outputs, inputs = self._cached.pop(key)
         ends: Leaves = (self._roots.pop(micro),) if stage.is_last else outputs
         received = None if stage.is_last else list(self._gradients[key])
-        gradients, groups = split_backward().stage_backward_input(
-            list(ends), received, inputs, stage.parameters()
-        )
+        gradients, groups = split_backward().stage_backward_input(list(ends), received, inputs, stage.parameters())
         self._halves[key] = ends, inputs, groups
         return tuple(gradient for gradient in gradients if gradient is not None)
 
@@ -202,9 +194,7 @@ def traced_step(
 
 def _mark_units(stages: Sequence[Stage], own: Mapping[int, Stage], ledger: trace.Ledger) -> None:
     """Marks the units of a process's stages, numbered over the whole model."""
-    numbers = {
-        id(unit): number for number, unit in enumerate(unit for stage in stages for unit in stage.units)
-    }
+    numbers = {id(unit): number for number, unit in enumerate(unit for stage in stages for unit in stage.units)}
     for stage in own.values():
         for unit in stage.units:
             trace.watch(unit, numbers[id(unit)], ledger)

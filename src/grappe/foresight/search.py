@@ -9,13 +9,7 @@ from collections.abc import Iterator, Sequence
 from grappe import engines
 from grappe.errors import GrappeError, TaskError
 from grappe.foresight.fake_model import FakeModel
-from grappe.foresight.forecast import (
-    NOTHING_KEPT,
-    LibraryMemory,
-    MemoryForecast,
-    memory_forecast,
-    with_libraries,
-)
+from grappe.foresight.forecast import NOTHING_KEPT, LibraryMemory, MemoryForecast, memory_forecast, with_libraries
 from grappe.plan import Plan, as_plan
 
 CONTEXT_BYTES = 1_500_000_000  # of a GPU: CUDA's context and libraries, and NCCL's buffers
@@ -88,9 +82,7 @@ class Foreseen:
 def candidates(counts: Sequence[int]) -> Iterator[Plan]:
     """Yields plans on each number of processes that train the same, those that cost least first."""
     for count in counts:
-        spread = (
-            [""] if count == 1 else [f"replicate={count}", *(f"shard={count},zero={z}" for z in (1, 2, 3))]
-        )
+        spread = [""] if count == 1 else [f"replicate={count}", *(f"shard={count},zero={z}" for z in (1, 2, 3))]
         for measure in MEASURES:
             for text in spread:
                 yield as_plan(",".join(filter(None, (text, measure))))

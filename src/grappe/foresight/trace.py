@@ -82,9 +82,7 @@ class Ledger(TorchDispatchMode):
         records: whether to keep every operator in `operators`.
     """
 
-    def __init__(
-        self, existing: Iterable[Tensor], describe: Describe | None = None, *, records: bool = False
-    ) -> None:
+    def __init__(self, existing: Iterable[Tensor], describe: Describe | None = None, *, records: bool = False) -> None:
         super().__init__()
         self._storages: Any = WeakIdKeyDictionary(ref_type=weakref.ref)
         self._ends: dict[int, weakref.ref] = {}
@@ -126,8 +124,7 @@ class Ledger(TorchDispatchMode):
         read = [tensor for tensor in read if tensor.layout == torch.strided]
         inputs = {id(tensor.untyped_storage()) for tensor in read}
         old = all(
-            id(tensor.untyped_storage()) in inputs or tensor.untyped_storage() in self._storages
-            for tensor in made
+            id(tensor.untyped_storage()) in inputs or tensor.untyped_storage() in self._storages for tensor in made
         )
         sizes = {
             (

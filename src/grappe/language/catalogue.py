@@ -113,9 +113,7 @@ class _Message:
 
     def _capital(self, text: str, depth: int, least: int) -> tuple[int, str] | None:
         """The translation of a message that begins a sentence; None: there is none."""
-        translation = (
-            self._by_one_template(text[0].lower() + text[1:], depth, least) if text[:1].isupper() else None
-        )
+        translation = self._by_one_template(text[0].lower() + text[1:], depth, least) if text[:1].isupper() else None
         return translation and (translation[0], translation[1][:1].upper() + translation[1][1:])
 
     def _list(self, text: str, depth: int) -> tuple[int, str] | None:
@@ -124,9 +122,7 @@ class _Message:
         if not 1 < len(parts) <= PLACES:
             return None
         translations = [
-            translation
-            for part in parts
-            if (translation := self._by_one_template(part, depth + 1, 0)) is not None
+            translation for part in parts if (translation := self._by_one_template(part, depth + 1, 0)) is not None
         ]
         if len(translations) < len(parts):
             return None
@@ -150,11 +146,7 @@ class _Message:
     def _with_remedy(self, text: str, depth: int) -> str:
         """Translates only a remedy of many letters at the end of what an exception says."""
         for place, end in _ends(text):
-            remedy = (
-                self._by_one_template(text[place + len(end) :], depth + 1, MANY)
-                if end in (". ", "\n")
-                else None
-            )
+            remedy = self._by_one_template(text[place + len(end) :], depth + 1, MANY) if end in (". ", "\n") else None
             if remedy is not None:
                 return f"{text[:place]}{end}{remedy[1]}"
         return text
@@ -287,17 +279,13 @@ class Template:
             place = there + len(fixed)
         values.append(text[place:end])
         by_name = dict(zip(self.names, values, strict=True))
-        if values != [by_name[name] for name in self.names] or any(
-            " " in values[place] for place in self.one_word
-        ):
+        if values != [by_name[name] for name in self.names] or any(" " in values[place] for place in self.one_word):
             return None
         return values
 
     def starts(self, values: Sequence[str]) -> list[int]:
         """Returns where the placeholders' values begin in the text that they were found in."""
-        lengths = itertools.accumulate(
-            len(text) + len(value) for text, value in zip(self.texts, values, strict=False)
-        )
+        lengths = itertools.accumulate(len(text) + len(value) for text, value in zip(self.texts, values, strict=False))
         return [end - len(value) for end, value in zip(lengths, values, strict=True)]
 
     def _earlier_value(self, number: int, values: list[str]) -> str:

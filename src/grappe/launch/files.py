@@ -90,13 +90,7 @@ def new_file(file: Path, levels: int = IN_RUN, mode: int = 0o666) -> BinaryIO:
 
 
 def replace(
-    file: Path,
-    content: bytes,
-    levels: int = IN_RUN,
-    *,
-    durable: bool = False,
-    new: bool = False,
-    mode: int = 0o666,
+    file: Path, content: bytes, levels: int = IN_RUN, *, durable: bool = False, new: bool = False, mode: int = 0o666
 ) -> None:
     """Makes or replaces a file in one step, so that nobody ever reads half of it; a link is replaced, not followed.
 

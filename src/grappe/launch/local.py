@@ -188,9 +188,7 @@ def advance(launches: Sequence[Launch], seconds: float) -> None:
         launch.advance(ready)
 
 
-def local(
-    function: str, argument: Any, processes: int, *, saves: bool = False, from_training: bool = False
-) -> Any:
+def local(function: str, argument: Any, processes: int, *, saves: bool = False, from_training: bool = False) -> Any:
     """Runs `function` in new processes of this machine (see Launch), and waits for them.
 
     Args:
@@ -354,9 +352,7 @@ def hint(code: int, killed_before: int | None = None) -> str:
     limited = limits_set() if code in REFUSED else []
     if not limited:
         return ""
-    return (
-        f"libraries end so when they get no more memory, which is limited here: see {' and '.join(limited)}"
-    )
+    return f"libraries end so when they get no more memory, which is limited here: see {' and '.join(limited)}"
 
 
 @contextlib.contextmanager

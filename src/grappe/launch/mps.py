@@ -56,9 +56,7 @@ def shared_gpus(
         deadline = time.monotonic() + PATIENCE_SECONDS
         while not (folder / READY).exists():
             if time.monotonic() > deadline:
-                raise UsageError(
-                    f"MPS was not started in {PATIENCE_SECONDS:.0f} s by the first process of this node"
-                )
+                raise UsageError(f"MPS was not started in {PATIENCE_SECONDS:.0f} s by the first process of this node")
             time.sleep(0.05)
     before = {name: environment.get(name) for name in (*variables(folder), DEVICES)}
     environment.update(variables(folder))
@@ -76,9 +74,7 @@ def shared_gpus(
 
 def is_needed(plan: Plan) -> bool:
     """Returns whether processes of `plan` share GPUs of this machine, and the service is installed."""
-    on_gpu = plan.device == "cuda" or (
-        plan.device == "auto" and bool(list(Path("/dev").glob("nvidia[0-9]*")))
-    )
+    on_gpu = plan.device == "cuda" or (plan.device == "auto" and bool(list(Path("/dev").glob("nvidia[0-9]*"))))
     return plan.per_device > 1 and on_gpu and shutil.which(PROGRAM) is not None
 
 

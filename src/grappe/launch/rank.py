@@ -91,9 +91,7 @@ def _srun(environment: Mapping[str, str]) -> ProcessRank | None:
         local_size=counts[node] if node < len(counts) else counts[0],
         cores=int(environment["SLURM_CPUS_PER_TASK"]) if "SLURM_CPUS_PER_TASK" in environment else None,
         launcher="srun",
-        job="-".join(
-            environment.get(name, "0") for name in ("SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT")
-        ),
+        job="-".join(environment.get(name, "0") for name in ("SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT")),
     )
 
 

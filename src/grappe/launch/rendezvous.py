@@ -27,11 +27,7 @@ SERVING_SECONDS = 1.0
 
 
 def start(
-    process: ProcessRank,
-    backend: str,
-    device: torch.device,
-    rendezvous_folder: Path,
-    timeout: timedelta = TIMEOUT,
+    process: ProcessRank, backend: str, device: torch.device, rendezvous_folder: Path, timeout: timedelta = TIMEOUT
 ) -> str:
     """Makes torch's default process group; returns the secret that its processes share, if any. Collective.
 

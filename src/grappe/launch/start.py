@@ -50,9 +50,7 @@ def start(function: str, request: Any, plan: Plan, *, run: Path | None = None, s
     module, _, name = function.partition(":")
     try:
         with mps.shared_gpus(plan, process):
-            return getattr(importlib.import_module(module), name)(
-                request, process, rendezvous_folder_of(process, run)
-            )
+            return getattr(importlib.import_module(module), name)(request, process, rendezvous_folder_of(process, run))
     except Exception as error:
         raise reported_once(error, process) from error
 

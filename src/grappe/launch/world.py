@@ -138,9 +138,7 @@ def gather_into(output: torch.Tensor, part: torch.Tensor, group: ProcessGroup) -
     gather(output, part, group=group)
 
 
-def join(
-    plan: Plan, process: ProcessRank, rendezvous_folder: Path, timeout: timedelta = rendezvous.TIMEOUT
-) -> World:
+def join(plan: Plan, process: ProcessRank, rendezvous_folder: Path, timeout: timedelta = rendezvous.TIMEOUT) -> World:
     """Joins the other processes; returns this one's World. Collective.
 
     Args:
@@ -212,13 +210,9 @@ def choose_device(plan: Plan, process: ProcessRank) -> torch.device:
             raise PlanError("cuda_graphs: this plan runs on the CPU, which has none: leave it out")
         return torch.device("cpu")
     if not torch.cuda.is_available():
-        raise PlanError(
-            "device=cuda: torch sees no GPU here; use device=cpu, or see `nvidia-smi` and torch's build"
-        )
+        raise PlanError("device=cuda: torch sees no GPU here; use device=cpu, or see `nvidia-smi` and torch's build")
     if torch.version.hip is not None and plan.precision == "tf32":
-        raise PlanError(
-            "precision=tf32 is NVIDIA's, and this torch is built for AMD's GPUs (ROCm): use bf16, or fp32"
-        )
+        raise PlanError("precision=tf32 is NVIDIA's, and this torch is built for AMD's GPUs (ROCm): use bf16, or fp32")
     visible = torch.cuda.device_count()
     # Under --gpus-per-task each process sees one GPU only, whatever its local rank.
     alone = visible == 1 and (process.local_size <= plan.per_device or process.launcher == "srun")
@@ -240,16 +234,12 @@ def choose_backend(plan: Plan, device: torch.device) -> str:
     if backend == "auto":
         backend = "nccl" if device.type == "cuda" and plan.per_device == 1 else "gloo"
     if backend == "nccl" and device.type != "cuda":
-        raise PlanError(
-            "backend=nccl moves data between GPUs, and this plan runs on the CPU: use backend=gloo"
-        )
+        raise PlanError("backend=nccl moves data between GPUs, and this plan runs on the CPU: use backend=gloo")
     available = {"gloo": dist.is_gloo_available, "nccl": dist.is_nccl_available, "mpi": dist.is_mpi_available}
     if not available[backend]():
         why = "torch's pip and conda builds have none; it needs one built from source against your MPI"
         reason = why if backend == "mpi" else "this build of torch was made without it"
-        raise PlanError(
-            f"backend={backend} is not in this torch ({reason}): use backend=gloo or leave it out"
-        )
+        raise PlanError(f"backend={backend} is not in this torch ({reason}): use backend=gloo or leave it out")
     return backend
 
 

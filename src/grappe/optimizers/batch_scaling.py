@@ -49,9 +49,7 @@ def scale_factor(rule: LrScaling, *, batch_size: int, base: int) -> float:
     return {"none": 1.0, "linear": k, "sqrt": math.sqrt(k)}[rule]
 
 
-def warmed_up(
-    optimizer: Optimizer, schedule: LRScheduler | None, *, factor: float, steps: int
-) -> LRScheduler | None:
+def warmed_up(optimizer: Optimizer, schedule: LRScheduler | None, *, factor: float, steps: int) -> LRScheduler | None:
     """Returns `schedule` with a warm-up before and within it: from the rate before scaling to the scaled one.
 
     Args:

@@ -79,9 +79,7 @@ class LARS(Optimizer):
                 weights, gradients = norm_pairs(parameters, slopes)
                 above, below = group["trust_coefficient"] * weights, gradients + decay * weights
                 # Divided by lr before the minimum: 1 is also the rate of a parameter without a norm.
-                rates = (
-                    ratio(above, below * group["lr"]).clamp_max(1.0) if self._limited else ratio(above, below)
-                )
+                rates = ratio(above, below * group["lr"]).clamp_max(1.0) if self._limited else ratio(above, below)
             for parameter, slope, rate in zip(parameters, slopes, rates, strict=True):
                 state = self.state[parameter]
                 if "momentum_buffer" not in state:
@@ -126,12 +124,7 @@ class LARC(LARS):
         adapt: bool = True,
     ) -> None:
         super().__init__(
-            params,
-            lr,
-            momentum=momentum,
-            weight_decay=weight_decay,
-            trust_coefficient=trust_coefficient,
-            adapt=adapt,
+            params, lr, momentum=momentum, weight_decay=weight_decay, trust_coefficient=trust_coefficient, adapt=adapt
         )
 
 

@@ -13,14 +13,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from grappe.errors import TaskError
-from grappe.optimizers.common import (
-    adam_direction,
-    check,
-    check_below_one,
-    closure_loss,
-    local_gradient,
-    with_gradient,
-)
+from grappe.optimizers.common import adam_direction, check, check_below_one, closure_loss, local_gradient, with_gradient
 from grappe.private_api.torch import local_shape_and_offset
 from grappe.step.clip import local_part
 

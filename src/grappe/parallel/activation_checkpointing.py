@@ -31,9 +31,7 @@ def switch_off_caches(model: nn.Module) -> None:
 
 
 def _contexts(unit: nn.Module) -> tuple[contextlib.AbstractContextManager, contextlib.AbstractContextManager]:
-    return contextlib.nullcontext(), _EnteredAgain(
-        functools.partial(_as_before, unit, InModel.samples, InModel.place)
-    )
+    return contextlib.nullcontext(), _EnteredAgain(functools.partial(_as_before, unit, InModel.samples, InModel.place))
 
 
 class _EnteredAgain(contextlib.AbstractContextManager):

@@ -56,9 +56,7 @@ class _Normalise(torch.autograd.Function):
         return result.to(gradients[0].dtype), None, None, None
 
 
-def _combine(
-    mean: Tensor, second: Tensor, count: Tensor, group: ProcessGroup
-) -> tuple[Tensor, Tensor, Tensor]:
+def _combine(mean: Tensor, second: Tensor, count: Tensor, group: ProcessGroup) -> tuple[Tensor, Tensor, Tensor]:
     """Combines each process's mean, biased variance and count over all processes.
 
     Chan, Golub and LeVeque (1979), "Updating formulae and a pairwise algorithm for computing sample variances".

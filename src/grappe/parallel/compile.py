@@ -70,6 +70,4 @@ def unsupported_reason(plan: Plan) -> str | None:
 def remarks(plan: Plan) -> Sequence[str]:
     """Returns a remark if compiled functions of this process run without the CUDA graph that the plan asks for."""
     left_out = graphs_left_out() if plan.cuda_graphs else 0
-    return (f"{left_out} compiled functions without a CUDA graph; TORCH_LOGS=cudagraphs says why",) * bool(
-        left_out
-    )
+    return (f"{left_out} compiled functions without a CUDA graph; TORCH_LOGS=cudagraphs says why",) * bool(left_out)

@@ -28,11 +28,7 @@ def shard(model: nn.Module, units: Sequence[nn.Module], plan: Plan, world: World
     scalars = set(_scalars(model))
     for module in [*untied(model, units), model]:
         fully_shard(
-            module,
-            mesh=mesh,
-            reshard_after_forward=plan.zero == 3,
-            offload_policy=policy,
-            ignored_params=scalars,
+            module, mesh=mesh, reshard_after_forward=plan.zero == 3, offload_policy=policy, ignored_params=scalars
         )
     for module in model.modules():
         if isinstance(module, FSDPModule):

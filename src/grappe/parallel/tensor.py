@@ -9,12 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
-from torch.distributed.tensor.parallel import (
-    ColwiseParallel,
-    ParallelStyle,
-    RowwiseParallel,
-    parallelize_module,
-)
+from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
 
 from grappe.errors import PlanError
 from grappe.launch.world import World
@@ -138,9 +133,7 @@ def _styles(part: Any, plan: Plan, model: nn.Module, prefix: str) -> dict[str, P
     for name in ("num_attention_heads", "num_key_value_heads"):
         heads = getattr(part.config, name, None)
         if isinstance(heads, int) and heads % plan.tensor:
-            raise PlanError(
-                f"{where} has {name}={heads}, which {plan.tensor} processes cannot share: take a divisor"
-            )
+            raise PlanError(f"{where} has {name}={heads}, which {plan.tensor} processes cannot share: take a divisor")
     shared = shared_parameters(model)
     styles = {}
     for name, word in words.items():

@@ -47,9 +47,7 @@ def blocks_of(task: Task, example: Any, kept: Sequence[str] = ()) -> Blocks:
     if task.units(model):
         return Blocks()
     modules = dict(model.named_modules())
-    names = (
-        tuple(kept) if kept and set(kept) <= set(modules) else _usable(task, model, _repeated(model), example)
-    )
+    names = tuple(kept) if kept and set(kept) <= set(modules) else _usable(task, model, _repeated(model), example)
     size = sum(parameter.nbytes for parameter in model.parameters())
     return Blocks(names=names, ungrouped=0 if names else size)
 
@@ -70,9 +68,7 @@ def _repeated(module: nn.Module, prefix: str = "") -> list[str]:
             and classes[type(child)] > 1
             and not isinstance(child, nn.ModuleList | nn.ModuleDict)  # which nobody calls
             and next(child.parameters(), None) is not None
-            and (
-                len(classes) == 1 or any(True for _ in child.children())
-            )  # no layer beside others: Linear, ReLU, …
+            and (len(classes) == 1 or any(True for _ in child.children()))  # no layer beside others: Linear, ReLU, …
         )
         inside = [] if is_block and type(child) is not nn.Sequential else _repeated(child, f"{prefix}{key}.")
         names += inside or [f"{prefix}{key}"] * is_block
@@ -118,15 +114,9 @@ class _Calls(TorchFunctionMode):
             self.calls[name] += 1
             self._inside = name
             leaves, form = tree_flatten((args, further))
-            places = [
-                number
-                for number, leaf in enumerate(leaves)
-                if isinstance(leaf, Tensor) and leaf.requires_grad
-            ]
+            places = [number for number, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.requires_grad]
             if places:
-                for number, passed in zip(
-                    places, _Passed.apply(*(leaves[number] for number in places)), strict=True
-                ):
+                for number, passed in zip(places, _Passed.apply(*(leaves[number] for number in places)), strict=True):
                     leaves[number] = passed
             return tree_unflatten(leaves, form)
 

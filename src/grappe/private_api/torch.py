@@ -258,9 +258,7 @@ def intercept(functions: Mapping[str, Callable[[Any], Callable[..., Any]]]) -> A
         operator.fallthrough(_KEY)
     for name, make in functions.items():
         packet, _, overload = name.partition(".")
-        aten.impl(
-            name, make(getattr(getattr(torch.ops.aten, packet), overload or "default")), INTERCEPTING_KEY
-        )
+        aten.impl(name, make(getattr(getattr(torch.ops.aten, packet), overload or "default")), INTERCEPTING_KEY)
     return everything, aten
 
 

@@ -25,9 +25,7 @@ def models(model: nn.Module) -> dict[str, Any]:
     kind = sys.modules["transformers"].PreTrainedModel
     outermost: dict[str, Any] = {}
     for name, module in model.named_modules():
-        if isinstance(module, kind) and not any(
-            not outer or name.startswith(f"{outer}.") for outer in outermost
-        ):
+        if isinstance(module, kind) and not any(not outer or name.startswith(f"{outer}.") for outer in outermost):
             outermost[name] = module
     return outermost
 
@@ -67,7 +65,5 @@ def switch_off_cache(model: Any) -> None:
 
 def has_causal_sdpa(model: Any) -> bool:
     """Returns whether attention without a mask is causal, by torch's scaled_dot_product_attention."""
-    causal = {
-        module.is_causal for module in model.modules() if isinstance(getattr(module, "is_causal", None), bool)
-    }
+    causal = {module.is_causal for module in model.modules() if isinstance(getattr(module, "is_causal", None), bool)}
     return model.config._attn_implementation == "sdpa" and causal == {True}

@@ -18,9 +18,7 @@ SMALL_PART = 50
 UNLIMITED = 1 << 60  # bytes: version 1 writes a number near 2**63 where there is no limit
 
 
-def folders(
-    controller: Literal["cpu", "memory"], root: Path = CGROUPS, own: Path = OWN_CGROUP
-) -> Iterator[Path]:
+def folders(controller: Literal["cpu", "memory"], root: Path = CGROUPS, own: Path = OWN_CGROUP) -> Iterator[Path]:
     """Yields the folders of this process's control group and of those above it, of version 2 and 1, that may be there.
 
     Args:
@@ -47,9 +45,7 @@ def cpu_quota(root: Path = CGROUPS, own: Path = OWN_CGROUP) -> int | None:
             if (folder / "cpu.max").exists():
                 quota, period = (folder / "cpu.max").read_text().split()
             else:
-                quota, period = (
-                    (folder / f"cpu.cfs_{name}_us").read_text().strip() for name in ("quota", "period")
-                )
+                quota, period = ((folder / f"cpu.cfs_{name}_us").read_text().strip() for name in ("quota", "period"))
             if quota not in ("max", "-1"):
                 quotas.append(max(1, int(quota) // int(period)))
     return min(quotas, default=None)

@@ -144,9 +144,7 @@ class OperatorTrace(TorchDispatchMode):
         if phase not in TRACED_PHASES or func.namespace in NOT_AN_OPERATOR:
             output = func(*args, **keywords)
             if func.namespace in COLLECTIVES and phase in (FORWARD, BACKWARD):
-                self.calls.append(
-                    OperatorCall(func.name(), "launch", "", 0.0, time.perf_counter() - began, 0, 0)
-                )
+                self.calls.append(OperatorCall(func.name(), "launch", "", 0.0, time.perf_counter() - began, 0, 0))
             self._left = time.perf_counter()
             return output
         gap, self._gap = self._gap, 0.0
@@ -239,8 +237,7 @@ def summed(steps: Sequence[Sequence[OperatorCall]], dispatch: float, *, on_devic
         count, rows = 1, []
         for calls in zip(*steps, strict=True):
             medians = {
-                name: statistics.median(getattr(call, name) for call in calls)
-                for name in ("gap", "seconds", "kernel")
+                name: statistics.median(getattr(call, name) for call in calls) for name in ("gap", "seconds", "kernel")
             }
             rows.append(calls[0]._replace(**medians))
     else:
@@ -262,8 +259,7 @@ def summed(steps: Sequence[Sequence[OperatorCall]], dispatch: float, *, on_devic
     def costs(lines: Iterable[tuple[str, float, float]]) -> tuple[LineCost, ...]:
         largest = sorted(lines, key=lambda cost: -cost[2])[:LINES]
         return tuple(
-            LineCost(line=line, calls=calls / count, seconds=seconds / count)
-            for line, calls, seconds in largest
+            LineCost(line=line, calls=calls / count, seconds=seconds / count) for line, calls, seconds in largest
         )
 
     return OperatorTotals(

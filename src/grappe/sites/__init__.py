@@ -35,9 +35,7 @@ def files() -> dict[str, Path]:
     files_by_name: dict[str, Path] = {}
     for folder in (SHIPPED, own_folder()):
         if folder.is_dir():
-            files_by_name |= {
-                file.stem: file for file in sorted(folder.glob("*.toml")) if NAME.fullmatch(file.stem)
-            }
+            files_by_name |= {file.stem: file for file in sorted(folder.glob("*.toml")) if NAME.fullmatch(file.stem)}
     return files_by_name
 
 

@@ -14,11 +14,7 @@ from typing import NamedTuple
 from grappe.sites.schema import Contents, Site, Storage
 
 AMPERE, VOLTA = (8, 0), (7, 0)
-NAMES: dict[Contents, str] = {
-    "runs": "a run's folder, with its checkpoints,",
-    "data": "data",
-    "caches": "caches",
-}
+NAMES: dict[Contents, str] = {"runs": "a run's folder, with its checkpoints,", "data": "data", "caches": "caches"}
 CHANGE: dict[Contents, str] = {
     "runs": "submit from there, or give --run (--runs for other commands)",
     "data": "give --data, or export GRAPPE_DATA",
@@ -26,9 +22,7 @@ CHANGE: dict[Contents, str] = {
 }
 
 
-def misplaced(
-    site: Site, what: Contents, folder: Path, environment: Mapping[str, str] = os.environ
-) -> str | None:
+def misplaced(site: Site, what: Contents, folder: Path, environment: Mapping[str, str] = os.environ) -> str | None:
     """Returns why files should not lie in a folder of this site, and where they should; None if nothing is known.
 
     Args:

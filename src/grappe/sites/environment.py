@@ -49,9 +49,7 @@ def modules_of(site: Site, own: tuple[str, ...], plan: Plan) -> tuple[str, ...]:
     return own or (*site.job.modules, *(site.job.deepspeed_modules if compiles else ()))
 
 
-def packages(
-    wheel: tuple[str, bytes], requirements: list[str], depends: list[str], *, locked: bool
-) -> Packages:
+def packages(wheel: tuple[str, bytes], requirements: list[str], depends: list[str], *, locked: bool) -> Packages:
     """Makes the packages of an environment, with their key.
 
     Args:
@@ -104,14 +102,10 @@ def own_wheel() -> tuple[str, bytes]:
         if file.is_file() and "__pycache__" not in file.parts
     }
     metadata = {name: distribution.read_text(name) for name in ("METADATA", "entry_points.txt")}
-    return packed(
-        PACKAGE.name, distribution.version, {k: v for k, v in metadata.items() if v is not None}, files
-    )
+    return packed(PACKAGE.name, distribution.version, {k: v for k, v in metadata.items() if v is not None}, files)
 
 
-def packed(
-    name: str, version: str, metadata: Mapping[str, str], files: Mapping[str, bytes]
-) -> tuple[str, bytes]:
+def packed(name: str, version: str, metadata: Mapping[str, str], files: Mapping[str, bytes]) -> tuple[str, bytes]:
     """Packs a wheel of pure Python in the format of PEP 427; returns its file name and content.
 
     Args:

@@ -83,9 +83,7 @@ def layout(plan: Plan, site: Site, job: JobOptions) -> Layout:
     gpus = 0 if plan.device == "cpu" else _gpus(plan, site)
     if gpus and node.vendor == "amd":
         if plan.precision == "tf32":
-            raise PlanError(
-                f"precision=tf32 is NVIDIA's, and {site.name} has AMD's GPUs: use precision=bf16, or fp32"
-            )
+            raise PlanError(f"precision=tf32 is NVIDIA's, and {site.name} has AMD's GPUs: use precision=bf16, or fp32")
         if plan.per_device > 1:
             raise PlanError(
                 f"per_device={plan.per_device} shares GPUs by NVIDIA's MPS, and {site.name} has AMD's: leave it out"
@@ -105,9 +103,7 @@ def layout(plan: Plan, site: Site, job: JobOptions) -> Layout:
     processes = plan.processes // nodes
     cores = job.cores or _cores(plan, node, per_node, processes)
     if cores * processes > node.cores:
-        raise UsageError(
-            f"--cores={cores} for {processes} processes on a node: those of {site.name} have {node.cores}"
-        )
+        raise UsageError(f"--cores={cores} for {processes} processes on a node: those of {site.name} have {node.cores}")
     return Layout(
         nodes=nodes,
         processes=processes,
@@ -155,9 +151,7 @@ def _gpus(plan: Plan, site: Site) -> int:
         )
     gpus = plan.processes // plan.per_device
     if site.ask.max_gpus and gpus > site.ask.max_gpus:
-        raise UsageError(
-            f"the plan needs {gpus} GPUs, a job on {site.name} may have {site.ask.max_gpus}: use fewer"
-        )
+        raise UsageError(f"the plan needs {gpus} GPUs, a job on {site.name} may have {site.ask.max_gpus}: use fewer")
     return gpus
 
 

@@ -151,9 +151,7 @@ def options(job: JobOptions) -> tuple[str, ...]:
         UsageError: a value does not have its form, or grappe itself sets the option.
     """
     if job.queue and job.own_queue:
-        raise UsageError(
-            "--queue is one of the site's queues, --partition and --qos are Slurm's own: give one of them"
-        )
+        raise UsageError("--queue is one of the site's queues, --partition and --qos are Slurm's own: give one of them")
     checked = []
     for name, form in VALUES.items():
         value = getattr(job, name.replace("-", "_"))

@@ -214,9 +214,7 @@ def _value(kind: Any, value: Any, path: str, wrong: Wrong) -> Any:
         return tuple(_value(choices[0], item, f"{path}[{index}]", wrong) for index, item in enumerate(value))
     if origin in (Mapping, dict) or kind is Mapping:
         if isinstance(value, dict) and all(isinstance(item, str) for item in value.values()):
-            return {
-                _line(key, path, wrong): _line(item, f"{path}.{key}", wrong) for key, item in value.items()
-            }
+            return {_line(key, path, wrong): _line(item, f"{path}.{key}", wrong) for key, item in value.items()}
         raise wrong(path, " is not a table of texts")
     if origin is Literal:
         if isinstance(value, str) and value in choices:
@@ -236,9 +234,7 @@ def _value(kind: Any, value: Any, path: str, wrong: Wrong) -> Any:
 def _line(text: str, path: str, wrong: Wrong) -> str:
     """A text that is one printable line: it cannot end the quotes or the comment that a script puts it in."""
     if printable(text, LONGEST) != text:
-        raise wrong(
-            path, f"={_shown(text)} is not one line of at most {LONGEST} printable characters: write it so"
-        )
+        raise wrong(path, f"={_shown(text)} is not one line of at most {LONGEST} printable characters: write it so")
     return text
 
 
@@ -280,9 +276,7 @@ def _check(made: Site, wrong: Wrong) -> None:
         for text in texts:
             match = OPTION.fullmatch(text)
             if match is not None and match[1] not in RESOURCES:
-                raise wrong(
-                    key, f": --{match[1]} is no option that a site sets: {nearest(match[1], RESOURCES)}"
-                )
+                raise wrong(key, f": --{match[1]} is no option that a site sets: {nearest(match[1], RESOURCES)}")
     for name in made.job.variables:
         if LOADERS.fullmatch(name):
             raise wrong("job.variables", f": {name} says what programs load or run, which no site may")

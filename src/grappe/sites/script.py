@@ -124,11 +124,7 @@ def resource_options(site: Site, layout: Layout, account: str | None) -> list[st
             raise UsageError(f"--account={account!r}: that is no account's name")
         options.append(f"--account={account}")
     options += [*site.ask.options, *(layout.queue.options if layout.queue else ())]
-    options += [
-        f"--nodes={layout.nodes}",
-        f"--ntasks-per-node={layout.processes}",
-        f"--cpus-per-task={layout.cores}",
-    ]
+    options += [f"--nodes={layout.nodes}", f"--ntasks-per-node={layout.processes}", f"--cpus-per-task={layout.cores}"]
     if layout.gpus:
         options.append(site.ask.gpus.replace(GPUS, str(layout.gpus)))
     if layout.memory_gb:
@@ -173,9 +169,7 @@ def _check(script: Script) -> None:
     paths = (script.folder, script.job.stage or "", script.job.wheels or "", script.python)
     for word in (*script.arguments, *script.task, *map(str, paths), script.data, script.job.env):
         if printable(word, len(word)) != word:
-            raise UsageError(
-                f"{word!r} has a line break or another unprintable character in it: leave it out"
-            )
+            raise UsageError(f"{word!r} has a line break or another unprintable character in it: leave it out")
 
 
 def _head(script: Script) -> str:
@@ -256,11 +250,7 @@ def _steps(script: Script) -> list[str]:
     srun, gpus = "srun --kill-on-bad-exit=1 --wait=60", " --gpu-bind=none" if script.layout.gpus else ""
     lines = []
     if script.job.doctor:
-        words = (
-            ["--script", literal(script.arguments[0])]
-            if script.kind == SCRIPT
-            else command_words(script.task)
-        )
+        words = ["--script", literal(script.arguments[0])] if script.kind == SCRIPT else command_words(script.task)
         line = " ".join([f"step {srun} {python} -m grappe doctor", *words])
         lines.append(f'{line} --job --plan {literal(str(script.plan))} --runs "$run"')
     if script.kind == SCRIPT:
@@ -318,8 +308,6 @@ def command_words(words: Sequence[str]) -> Iterator[str]:
         is_plan = before == "--plan" or word.startswith("--plan=")
         names = {match[1] or match[2] for match in VARIABLE.finditer(word)}
         if not is_plan and (wrong := sorted(names & {*OF_ONE_PROCESS})):
-            raise UsageError(
-                f"{word}: ${wrong[0]} is another for each process: only a script's arguments take it"
-            )
+            raise UsageError(f"{word}: ${wrong[0]} is another for each process: only a script's arguments take it")
         yield literal(word) if is_plan else expanded(word)
         before = word

@@ -286,9 +286,7 @@ def probed(site: Site, text: str, partition: str | None, *, wants_gpus: bool) ->
     """
     partition_rows = rows(text)
     if not partition_rows:
-        raise UsageError(
-            "sinfo names no partition here: is Slurm running? Or give --site NAME (grappe sites)"
-        )
+        raise UsageError("sinfo names no partition here: is Slurm running? Or give --site NAME (grappe sites)")
     names = {row.partition for row in partition_rows}
     if partition is not None and partition not in names:
         raise UsageError(f"there is no partition '{partition}' here: {nearest(partition, names)}")
@@ -296,9 +294,7 @@ def probed(site: Site, text: str, partition: str | None, *, wants_gpus: bool) ->
     able = [row for row in candidates if row.gpus] if wants_gpus else candidates
     if not able:
         where = f"partition {partition}" if partition else "this cluster"
-        raise UsageError(
-            f"no node of {where} has a GPU (sinfo): add device=cpu to the plan, or give another --queue"
-        )
+        raise UsageError(f"no node of {where} has a GPU (sinfo): add device=cpu to the plan, or give another --queue")
     # The default partition first; of several kinds of node the one with the most GPUs.
     row = max(able, key=lambda row: (row.default, row.gpus * row.nodes, row.cores))
     node = Node(

@@ -27,11 +27,7 @@ class Clipping:
     """
 
     def __init__(
-        self,
-        bound: float | None,
-        loss_scale: LossScale,
-        parameters: Sequence[nn.Parameter],
-        norm: Callable[[], Tensor],
+        self, bound: float | None, loss_scale: LossScale, parameters: Sequence[nn.Parameter], norm: Callable[[], Tensor]
     ) -> None:
         self._bound, self._loss_scale = bound, loss_scale
         self._parameters, self._norm = parameters, norm
@@ -52,11 +48,7 @@ class Clipping:
 
 
 def clipping(
-    task: Task,
-    plan: Plan,
-    loss_scale: LossScale,
-    parameters: Sequence[nn.Parameter],
-    norm: Callable[[], Tensor],
+    task: Task, plan: Plan, loss_scale: LossScale, parameters: Sequence[nn.Parameter], norm: Callable[[], Tensor]
 ) -> Clipping | None:
     """Makes the Clipping between backward and update; None if a step needs none."""
     if not needs_norm(task, plan):
@@ -124,9 +116,7 @@ def sharded_groups(gradient: Tensor) -> list[dist.ProcessGroup]:
     mesh = gradient.device_mesh
     assert not any(placement.is_partial() for placement in gradient.placements), "an unreduced gradient"
     # Not only Shard: FSDP2 with tensor parallelism has _StridedShard, which is not a Shard.
-    return [
-        mesh.get_group(axis) for axis, placed in enumerate(gradient.placements) if not placed.is_replicate()
-    ]
+    return [mesh.get_group(axis) for axis, placed in enumerate(gradient.placements) if not placed.is_replicate()]
 
 
 def bounding(norm: Tensor, bound: float) -> Tensor:

@@ -29,9 +29,7 @@ def wrapped(optimizer: Optimizer) -> dict[str, Optimizer]:
     A wrapped optimizer that shares its state with the outer one is left out.
     """
     inner = {name: value for name, value in vars(optimizer).items() if isinstance(value, Optimizer)}
-    return {"": optimizer} | {
-        name: value for name, value in inner.items() if value.state is not optimizer.state
-    }
+    return {"": optimizer} | {name: value for name, value in inner.items() if value.state is not optimizer.state}
 
 
 def needs_closure(optimizer: Optimizer) -> bool:
@@ -45,9 +43,7 @@ def needs_closure(optimizer: Optimizer) -> bool:
         return bool(declared)
     if isinstance(optimizer, LBFGS) or gradients_first(optimizer):
         return True
-    _, *parameters = inspect.signature(
-        type(optimizer).step
-    ).parameters.values()  # a schedule replaces the method
+    _, *parameters = inspect.signature(type(optimizer).step).parameters.values()  # a schedule replaces the method
     required = [
         parameter
         for parameter in parameters
@@ -135,11 +131,7 @@ class ClosureStep:
     """
 
     def __init__(
-        self,
-        optimizer: Optimizer,
-        parameters: Sequence[nn.Parameter],
-        observers: Observers,
-        copies: WholeCopies | None,
+        self, optimizer: Optimizer, parameters: Sequence[nn.Parameter], observers: Observers, copies: WholeCopies | None
     ) -> None:
         self._optimizer, self._parameters = optimizer, parameters
         self._observers, self._copies = observers, copies

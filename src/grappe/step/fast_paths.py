@@ -13,13 +13,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from grappe.data.draw import mix_steps
-from grappe.private_api.torch import (
-    is_schedulers_step,
-    profiler_enabled,
-    run_backward,
-    step_hooks,
-    unwrapped_step,
-)
+from grappe.private_api.torch import is_schedulers_step, profiler_enabled, run_backward, step_hooks, unwrapped_step
 
 SEEDS_AT_ONCE = 256
 

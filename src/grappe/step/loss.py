@@ -125,9 +125,7 @@ class Losses:
             assert isinstance(batch.count, float), "a count on the device comes with weights"
             rows = micro.size
             gradient = torch.full_like(
-                values,
-                scale / (batch.count * (values.numel() // rows)),
-                memory_format=torch.contiguous_format,
+                values, scale / (batch.count * (values.numel() // rows)), memory_format=torch.contiguous_format
             ).detach()
             if micro.padding:
                 gradient.view(rows, -1)[micro.rows :] = 0.0

@@ -75,9 +75,7 @@ def read_loss(task: Task, loss: Any) -> LossValues:
         raise method_error(task, "loss", "returned an empty dictionary: return a tensor for each loss's name")
     for name, values in loss.items():
         if not (isinstance(name, str) and name.isidentifier()):
-            raise method_error(
-                task, "loss", f"has the name {name!r}: use letters, digits and _, as in 'boxes'"
-            )
+            raise method_error(task, "loss", f"has the name {name!r}: use letters, digits and _, as in 'boxes'")
         _check_kind(task, values, f" for {name!r}")
     several = list(loss.values())
     if len({values.shape for values in several}) > 1:

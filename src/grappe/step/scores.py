@@ -127,22 +127,14 @@ class Scorer:
         everyone = self._world.gather_data(sums)
         samples = sum(sums["samples"] for sums in everyone)
         if samples != expected:
-            raise TaskError(
-                f"evaluation saw {samples} samples of a dataset of {expected}: its length changed"
-            )
+            raise TaskError(f"evaluation saw {samples} samples of a dataset of {expected}: its length changed")
         loss, count, losses, divisors = self._divided(everyone)
         metrics = self._metrics.computed([sums["states"] for sums in everyone if sums["samples"]])
         for name in losses.keys() & metrics.keys():
             raise TaskError(
                 f"a metric and a loss are both called '{name}': give one another name{at(self._task, 'metrics')}"
             )
-        return Scores(
-            samples=samples,
-            count=count,
-            loss=loss,
-            metrics={**losses, **metrics},
-            losses=divisors,
-        )
+        return Scores(samples=samples, count=count, loss=loss, metrics={**losses, **metrics}, losses=divisors)
 
     def _divided(
         self, everyone: Sequence[Mapping[str, Any]]
@@ -165,12 +157,8 @@ class Scorer:
             return total / count
         where = at(self._task, "counts")
         if name:
-            raise TaskError(
-                f"counts() is 0 for every value of the evaluation's loss {name!r}: leave it out{where}"
-            )
-        raise TaskError(
-            f"counts() is 0 for every value of the evaluation's loss: nothing is left to divide by{where}"
-        )
+            raise TaskError(f"counts() is 0 for every value of the evaluation's loss {name!r}: leave it out{where}")
+        raise TaskError(f"counts() is 0 for every value of the evaluation's loss: nothing is left to divide by{where}")
 
 
 def _summed(slices: Sequence[Mapping[str, Sequence[float]]]) -> dict[str, float]:
@@ -270,9 +258,7 @@ def _merge(metric: Any, states: list[dict[str, Any]]) -> None:
     for name, reduce in reductions(metric).items():
         values = [state[name] for state in states]
         merged: Any = (
-            torch.stack(values)
-            if isinstance(values[0], Tensor)
-            else [item for value in values for item in value]
+            torch.stack(values) if isinstance(values[0], Tensor) else [item for value in values for item in value]
         )
         empty = isinstance(merged, list) and not merged
         if reduce is not None and not empty:

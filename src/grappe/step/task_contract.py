@@ -29,9 +29,7 @@ def model_of(task: Task) -> nn.Module:
     return model
 
 
-def optimizer_of(
-    task: Task, named: Sequence[tuple[str, Any]], *, closures: bool = False
-) -> torch.optim.Optimizer:
+def optimizer_of(task: Task, named: Sequence[tuple[str, Any]], *, closures: bool = False) -> torch.optim.Optimizer:
     """Makes the task's optimizer of the parameters `named`.
 
     Args:
@@ -49,9 +47,7 @@ def optimizer_of(
         )
     optimizer = task.optimizer(named)
     if not isinstance(optimizer, torch.optim.Optimizer):
-        raise method_error(
-            task, "optimizer", f"returned {type(optimizer).__name__}: return a torch.optim.Optimizer"
-        )
+        raise method_error(task, "optimizer", f"returned {type(optimizer).__name__}: return a torch.optim.Optimizer")
     if not closures and needs_closure(optimizer):
         raise method_error(
             task,
@@ -62,10 +58,7 @@ def optimizer_of(
         )
     trained = {id(parameter) for _, parameter in named}
     strangers = [
-        parameter
-        for group in optimizer.param_groups
-        for parameter in group["params"]
-        if id(parameter) not in trained
+        parameter for group in optimizer.param_groups for parameter in group["params"] if id(parameter) not in trained
     ]
     if strangers:
         raise method_error(
@@ -160,12 +153,8 @@ def metrics_of(task: Task, method: str = "metrics") -> dict[str, Any]:
             raise method_error(task, method, f"fails: {why}") from error
         raise
     if not isinstance(metrics, Mapping):
-        raise method_error(
-            task, method, f"returned {type(metrics).__name__}: return a dictionary of metrics by name"
-        )
+        raise method_error(task, method, f"returned {type(metrics).__name__}: return a dictionary of metrics by name")
     for name, metric in metrics.items():
         if not (isinstance(metric, nn.Module) and hasattr(metric, "update") and hasattr(metric, "compute")):
-            raise method_error(
-                task, method, f"has {type(metric).__name__} for {name!r}: give a metric of torchmetrics"
-            )
+            raise method_error(task, method, f"has {type(metric).__name__} for {name!r}: give a metric of torchmetrics")
     return dict(metrics)

@@ -97,8 +97,7 @@ class WholeBatchLosses:
         leaves, nesting = tree_flatten(output)
         floats = [isinstance(leaf, Tensor) and leaf.is_floating_point() for leaf in leaves]
         roots = [
-            leaf.detach().requires_grad_() if is_float else leaf
-            for leaf, is_float in zip(leaves, floats, strict=True)
+            leaf.detach().requires_grad_() if is_float else leaf for leaf, is_float in zip(leaves, floats, strict=True)
         ]
         with torch.enable_grad():
             root_output = tree_unflatten(roots, nesting)
@@ -106,9 +105,7 @@ class WholeBatchLosses:
         inputs = [root for root, is_float in zip(roots, floats, strict=True) if is_float]
         gradients = iter(torch.autograd.grad(values.sum(), inputs, allow_unused=True))
         scored = ScoredLoss(values.detach().sum().float(), float(micro.rows), {})
-        return self._loss(
-            output, LossPart(tuple(next(gradients) if is_float else None for is_float in floats), scored)
-        )
+        return self._loss(output, LossPart(tuple(next(gradients) if is_float else None for is_float in floats), scored))
 
     def _loss(self, output: object, part: LossPart) -> Loss:
         """Returns the loss whose backward starts from the output's leaves, by the part's gradients."""
@@ -168,9 +165,7 @@ class WholeBatchLosses:
         named_totals = {name: self._totals(each, batch) for name, each in named.items()}
         parts = []
         for number, micro in enumerate(micros):
-            count = (
-                micro.weights[: micro.rows].sum() if isinstance(micro.weights, Tensor) else float(micro.rows)
-            )
+            count = micro.weights[: micro.rows].sum() if isinstance(micro.weights, Tensor) else float(micro.rows)
             names = {name: several[number] for name, several in named_totals.items()}
             parts.append(LossPart(by_micro[number], ScoredLoss(totals[number], count, names)))
         return parts
@@ -179,9 +174,7 @@ class WholeBatchLosses:
         """Returns, by microbatch, the sum of the losses of its samples, from `values` of the global batch."""
         micros = batch.microbatches
         values = values.detach()
-        rows = self._slices.own_rows(
-            values.reshape(batch.samples, -1) if micros[0].weights is None else values
-        )
+        rows = self._slices.own_rows(values.reshape(batch.samples, -1) if micros[0].weights is None else values)
         totals = []
         for part, micro in zip(rows.split([micro.rows for micro in micros]), micros, strict=True):
             weights = micro.weights[: micro.rows] if isinstance(micro.weights, Tensor) else None
@@ -204,9 +197,7 @@ class WholeBatchLosses:
             if isinstance(leaf, Tensor):
                 leaf = _joined(leaves, micros, f"{type(self._task).__name__}: {what}").detach()
                 leaf.requires_grad_(training and leaf.is_floating_point())
-            everyone.append(
-                self._slices.gathered(leaf) if isinstance(leaf, Tensor) and leaf.dim() > 0 else leaf
-            )
+            everyone.append(self._slices.gathered(leaf) if isinstance(leaf, Tensor) and leaf.dim() > 0 else leaf)
             own.append(leaf if isinstance(leaf, Tensor) and leaf.requires_grad else None)
         return tree_unflatten(everyone, flattened[0][1]), own
 
@@ -264,11 +255,7 @@ def _joined(leaves: Sequence[Tensor], micros: Sequence[Microbatch], what: str) -
 
 
 def _by_microbatch(
-    gradients: Sequence[Tensor | None],
-    own: Sequence[Tensor | None],
-    micros: Sequence[Microbatch],
-    *,
-    first: bool,
+    gradients: Sequence[Tensor | None], own: Sequence[Tensor | None], micros: Sequence[Microbatch], *, first: bool
 ) -> list[tuple[Tensor | None, ...]]:
     """Cuts gradients into the microbatches' rows; rows of padding get zeros.
 

@@ -68,9 +68,7 @@ def check_name(reference: str) -> None:
         if not Path(place).is_file():
             raise TaskError(f"there is no task file {place}: is the path right, relative to {Path.cwd()}?")
     elif "." not in place and not colon and place not in names():
-        raise TaskError(
-            f"there is no task '{reference}': {nearest(place, names())} Your own: path/to/file.py[:Name]"
-        )
+        raise TaskError(f"there is no task '{reference}': {nearest(place, names())} Your own: path/to/file.py[:Name]")
 
 
 def mentions(reference: str, module: str) -> bool:
@@ -127,9 +125,7 @@ def _users(place: str, root: str) -> ModuleType:
         sys.path.insert(0, folder)
     module = _imported(place, place)
     if root and not Path(str(module.__file__)).resolve().is_relative_to(Path(root).resolve()):
-        raise TaskError(
-            f"the task {place} was trained from {root}, and Python finds it in {module.__file__} now"
-        )
+        raise TaskError(f"the task {place} was trained from {root}, and Python finds it in {module.__file__} now")
     return module
 
 

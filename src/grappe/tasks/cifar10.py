@@ -80,9 +80,7 @@ class Cifar10(Task):
         if not (0 <= self.mixup <= 1 and 0 <= self.holdout < 1):
             raise TaskError(f"mixup={self.mixup},holdout={self.holdout}: both are shares, from 0 to 1")
         if self.optimizer_ == "adam" and self.momentum:
-            raise TaskError(
-                f"momentum={self.momentum} is of optimizer=sgd: Adam has its betas, so leave it out"
-            )
+            raise TaskError(f"momentum={self.momentum} is of optimizer=sgd: Adam has its betas, so leave it out")
 
     @property
     def validation_is_test(self) -> bool:

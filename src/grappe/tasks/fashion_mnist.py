@@ -82,9 +82,7 @@ class FashionMnist(Digits):
         return warmed_up(optimizer, None, factor=self._factor, steps=total_steps // 10)
 
 
-def idx_files(
-    split: str, folder: Path, places: Sequence[str], source: str, task: str, holdout: float
-) -> Arrays:
+def idx_files(split: str, folder: Path, places: Sequence[str], source: str, task: str, holdout: float) -> Arrays:
     """Reads a split of MNIST or one of its successors: the last share of the training images is validation's."""
     test = split == "test" or (split == "validation" and holdout == 0)
     part = "t10k" if test else "train"

@@ -91,9 +91,7 @@ class ImageNet(Task):
             raise TaskError(f"classes={self.classes}: it must be at least 2")
 
     def model(self) -> nn.Module:
-        first = nn.Sequential(
-            Normalise(), *convolution(3, 64, 7, 2), nn.ReLU(), nn.MaxPool2d(3, stride=2, padding=1)
-        )
+        first = nn.Sequential(Normalise(), *convolution(3, 64, 7, 2), nn.ReLU(), nn.MaxPool2d(3, stride=2, padding=1))
         network = resnet(DEPTHS[self.network], self.classes, first)
         initialise(network)
         return network
@@ -157,9 +155,7 @@ class ImageNet(Task):
             return None
         if self.schedule_shape == "onecycle":
             rise = min(max(self.warmup, 2 / total_steps), 1.0)  # torch divides by its steps less 1
-            return torch.optim.lr_scheduler.OneCycleLR(
-                optimizer, self._scaled_lr, total_steps, pct_start=rise
-            )
+            return torch.optim.lr_scheduler.OneCycleLR(optimizer, self._scaled_lr, total_steps, pct_start=rise)
         warm = max(1, round(self.warmup * total_steps))
 
         def factor(step: int) -> float:

@@ -150,9 +150,7 @@ class PySource(Task):
         text = np.frombuffer(b"\0".join(file for number, file in files if number % 10 in part), np.uint8)
         count = max(0, len(text) - 1) // self.context
         if not count:
-            raise TaskError(
-                f"megabytes={self.megabytes} leaves no {split} sample of context={self.context} bytes"
-            )
+            raise TaskError(f"megabytes={self.megabytes} leaves no {split} sample of context={self.context} bytes")
         targets = text[1 : count * self.context + 1].astype(np.int64)
         targets[text[: len(targets)] == 0] = IGNORED
         inputs = text[: len(targets)].copy()
@@ -160,9 +158,7 @@ class PySource(Task):
         return Arrays(inputs.reshape(shape), targets.reshape(shape), transform=Tensor.long)
 
     def loss(self, output: Tensor, target: Tensor) -> Tensor:
-        values = F.cross_entropy(
-            output.flatten(0, 1), target.flatten(), ignore_index=IGNORED, reduction="none"
-        )
+        values = F.cross_entropy(output.flatten(0, 1), target.flatten(), ignore_index=IGNORED, reduction="none")
         return values.view_as(target)
 
     def counts(self, target: Tensor) -> Tensor:
@@ -200,9 +196,7 @@ class PySource(Task):
     def tensor_plan(self, model: Any) -> dict[str, ParallelStyle]:
         styles = {}
         for number in range(self.shape[1]):
-            styles |= {
-                f"blocks.{number}.{name}": ColwiseParallel() for name in ("query", "key", "value", "up")
-            }
+            styles |= {f"blocks.{number}.{name}": ColwiseParallel() for name in ("query", "key", "value", "up")}
             styles |= {f"blocks.{number}.{name}": RowwiseParallel() for name in ("merge", "down")}
         return styles
 

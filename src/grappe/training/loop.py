@@ -118,10 +118,7 @@ class LoopState:
         """Restores a checkpoint's JSON."""
         saved = values.get("patience", {})
         best = saved.get("best")
-        self.best_loss, self.since_best = (
-            math.inf if best is None else float(best),
-            int(saved.get("since", 0)),
-        )
+        self.best_loss, self.since_best = (math.inf if best is None else float(best), int(saved.get("since", 0)))
         self.evaluation_pending = values.get("evaluation_owed") is True
 
 
@@ -217,9 +214,7 @@ class Training:
             with clock.during(phases.CHECKPOINT):
                 problem = session.saver.wait()  # so that the end of a training loses nothing
             if problem is not None:
-                raise RunError(
-                    f"{problem}. The checkpoint before it is whole: free some space, and start again"
-                )
+                raise RunError(f"{problem}. The checkpoint before it is whole: free some space, and start again")
             timing = clock.timing()
             outcome = Outcome(
                 status=self._stop or ("finished" if self.step >= session.info.total_steps else "paused"),
@@ -228,10 +223,7 @@ class Training:
                 peaks=session.world.gather({**memory.peak(session.world.device), **clock.held}),
                 timing=timing,
                 headspace=session.loading_cost(timing),
-                remarks=[
-                    *engine.remarks(),
-                    *remarks_on_draws(Plan.parse(session.info.plan), session.world.device),
-                ],
+                remarks=[*engine.remarks(), *remarks_on_draws(Plan.parse(session.info.plan), session.world.device)],
                 limited_validation=self._limited,
             )
         finally:
@@ -499,9 +491,7 @@ def refusing_late_parameters() -> Iterator[None]:
 
     def refuse(module: nn.Module, name: str, parameter: Any) -> None:
         stack = traceback.extract_stack()[:-1]
-        made = next(
-            (frame for frame in reversed(stack) if not frame.filename.endswith("modules/module.py")), None
-        )
+        made = next((frame for frame in reversed(stack) if not frame.filename.endswith("modules/module.py")), None)
         if (
             parameter is None
             or name in dict(module.named_parameters(recurse=False))

@@ -202,12 +202,7 @@ def memory_budgets(report: MemoryReport, plan: Plan) -> tuple[MemoryBudget, Memo
         return budget, budget
     shared = memory.data_limit() is None
     budget = MemoryBudget(
-        whose=whose,
-        size=limit,
-        besides=report.besides,
-        libraries=report.assumed,
-        shared=shared,
-        gpu=False,
+        whose=whose, size=limit, besides=report.besides, libraries=report.assumed, shared=shared, gpu=False
     )
     if not shared:  # only there freed memory goes back at once
         budget = dataclasses.replace(budget, margin=MARGIN)
@@ -246,11 +241,7 @@ def _limit() -> tuple[int, str, bool]:
     if own is not None:
         return own, "RLIMIT_DATA, see `ulimit -d`", False
     if torch.cuda.is_initialized():  # not where a plan trains on the CPU of a machine with GPUs
-        return (
-            torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory,
-            "this GPU's memory",
-            True,
-        )
+        return (torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory, "this GPU's memory", True)
     group = limits.control_group()
     if group is not None and group.size < _machine():
         return group.size, "the memory of this job, or container", False

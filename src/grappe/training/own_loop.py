@@ -226,16 +226,12 @@ class Loop:
         folder = self._folder / "checkpoints"
         step = self.world.share((newest.step if (newest := latest(folder)) else None) if lease else None)
         self.world.barrier()
-        checkpoint = next(
-            (candidate for candidate in [latest(folder)] if candidate and candidate.step == step), None
-        )
+        checkpoint = next((candidate for candidate in [latest(folder)] if candidate and candidate.step == step), None)
         if checkpoint is not None:
             self.step = checkpoint.step
             seed = checkpoint.read_values().get("seed")
             if seed != self._seed:
-                raise RunError(
-                    f"{self._folder} was trained with seed {seed}, not {self._seed}: its order would differ"
-                )
+                raise RunError(f"{self._folder} was trained with seed {seed}, not {self._seed}: its order would differ")
         return lease, Saver(folder, self.world, token, Retention(), may_commit), checkpoint
 
     def _stop_agreed(self) -> bool:
@@ -275,9 +271,7 @@ class Loop:
         time.sleep(EXIT_SECONDS)
 
 
-def parallelize(
-    model: nn.Module, optimizer: Optimizer, plan: AnyPlan = ""
-) -> tuple[nn.Module, Optimizer, Loop]:
+def parallelize(model: nn.Module, optimizer: Optimizer, plan: AnyPlan = "") -> tuple[nn.Module, Optimizer, Loop]:
     """Parallelizes a model and its optimizer, and returns their loop too: Loop(plan).parallelize in one call."""
     loop = Loop(plan)
     return *loop.parallelize(model, optimizer), loop

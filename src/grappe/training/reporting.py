@@ -38,12 +38,7 @@ SHOWN_FIELDS = ("lr", "momentum", "betas", "weight_decay")
 
 
 def reporting(
-    options: Options,
-    terminal: UserStream | None,
-    samples: Any,
-    world: World,
-    info: RunInfo,
-    deadline: float | None,
+    options: Options, terminal: UserStream | None, samples: Any, world: World, info: RunInfo, deadline: float | None
 ) -> list[Watcher]:
     """Makes the watchers that report to the user: curves, console and loggers on process 0, and requested profiles.
 
@@ -65,9 +60,7 @@ def reporting(
     return watchers
 
 
-def announce(
-    terminal: UserStream, task: Task, info: RunInfo, plan: Plan, started: StartedRun, world: World
-) -> None:
+def announce(terminal: UserStream, task: Task, info: RunInfo, plan: Plan, started: StartedRun, world: World) -> None:
     """Shows the task, its plan, batch and run, and notes about them."""
     slices, micro = world.data_size, plan.microbatches
     each = -(-task.batch_size // slices)
@@ -116,11 +109,7 @@ def start_facts(
         "workers": max(number for _, _, number in places),
         "workers_unused": (plan.workers or 0) if loading is None else 0,
         "parameters": sum(math.prod(tensors.shape(name)) for name in tensors if name.startswith(MODEL)),
-        "inputs": [
-            [rows, *leaf.shape[1:]]
-            for leaf in tree_leaves(example)
-            if isinstance(leaf, Tensor) and leaf.dim()
-        ],
+        "inputs": [[rows, *leaf.shape[1:]] for leaf in tree_leaves(example) if isinstance(leaf, Tensor) and leaf.dim()],
         "steps_per_epoch": info.steps_per_epoch,
     }
 

@@ -49,9 +49,7 @@ class Request:
 
     def __post_init__(self) -> None:
         if self.weights is None and (self.with_optimizer or self.epochs_done is not None):
-            raise UsageError(
-                "--with-optimizer and --epochs-done say how to begin from a file: give it by --from FILE"
-            )
+            raise UsageError("--with-optimizer and --epochs-done say how to begin from a file: give it by --from FILE")
         if self.epochs_done is not None and self.epochs_done < 0:
             raise UsageError(f"--epochs-done={self.epochs_done}: give 0 or more")
 
@@ -74,8 +72,6 @@ def checked_watchers(watchers: Iterable[Watcher | str]) -> tuple[Watcher | str, 
     checked = []
     for watcher in watchers:
         if not isinstance(watcher, Watcher | str):
-            raise UsageError(
-                f"{watcher!r} is not a watcher: give an instance of a class derived from grappe.Watcher"
-            )
+            raise UsageError(f"{watcher!r} is not a watcher: give an instance of a class derived from grappe.Watcher")
         checked.append(check_name(watcher) if isinstance(watcher, str) else watcher)
     return tuple(checked)

@@ -73,9 +73,7 @@ class Run:
         import msgspec  # 20 ms that few commands need
 
         description = read_json(self.folder / DESCRIPTION, largest=LARGEST_LIST)
-        damage = (
-            "" if description.pop(HASH, None) in (None, json_hash(description)) else "its hash is another"
-        )
+        damage = "" if description.pop(HASH, None) in (None, json_hash(description)) else "its hash is another"
         try:
             msgspec.convert(description, TypedDict("Entries", ENTRIES, total=False))  # pyrefly: ignore
         except (msgspec.ValidationError, ValueError) as error:
@@ -107,9 +105,7 @@ class Run:
         except RunError:
             return ""
 
-    def choose(
-        self, which: int | str | None = None, *, description: Mapping[str, Any] | None = None
-    ) -> Choice:
+    def choose(self, which: int | str | None = None, *, description: Mapping[str, Any] | None = None) -> Choice:
         """Finds the newest checkpoint that verifies, and names the ones passed over; or the requested one.
 
         Args:
@@ -248,9 +244,7 @@ class Run:
                     "or start again to go on with it when that process has ended"
                 ) from error
             made.undo()
-            raise RunError(
-                f"{folder} cannot be written: {error.strerror}: give another with --run"
-            ) from error
+            raise RunError(f"{folder} cannot be written: {error.strerror}: give another with --run") from error
         except RunError:
             made.undo()
             raise

@@ -39,9 +39,7 @@ class SampleLog(Watcher):
         self._step = info.start
         ranks = {info.rank}
         if info.rank == 0:
-            logged = {
-                int(match[1]) for name in files.names(folder, IN_RUN) if (match := NAME.fullmatch(name))
-            }
+            logged = {int(match[1]) for name in files.names(folder, IN_RUN) if (match := NAME.fullmatch(name))}
             ranks |= {rank for rank in logged if rank >= info.world_size}  # processes that are gone
         for rank in ranks:
             file = _path(folder, rank)

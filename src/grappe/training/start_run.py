@@ -116,9 +116,7 @@ def start_run(request: RunRequest, world: World) -> Iterator[StartedRun]:
             made.undo()
 
 
-def _start(
-    request: RunRequest, world: World
-) -> tuple[Path, dict[str, Any], int, tuple[str, ...], Lease, Made | None]:
+def _start(request: RunRequest, world: World) -> tuple[Path, dict[str, Any], int, tuple[str, ...], Lease, Made | None]:
     made: Made | None = None
     new = request.folder is None or not Run.is_run(request.folder)
     now = description(request, world)
@@ -200,9 +198,7 @@ def other_bits(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     plans = [Plan.parse(str(of.get("plan", ""))) for of in (before, now)]
     if not plans[1].exact:
         return []
-    pairs = {
-        name: (getattr(plans[0], name), getattr(plans[1], name)) for name in ("exact", "engine", "precision")
-    }
+    pairs = {name: (getattr(plans[0], name), getattr(plans[1], name)) for name in ("exact", "engine", "precision")}
     pairs |= {name: (before.get(name), now[name]) for name in ("threads", "device", "processor")}
     pairs["torch"] = ((before.get("versions") or {}).get("torch"), now["versions"]["torch"])
     return [f"{name} {old} -> {new}" for name, (old, new) in pairs.items() if old not in (None, new)]
@@ -214,9 +210,7 @@ def changed(before: Mapping[str, Any], now: Mapping[str, Any], defaults_now: Map
     Args:
         defaults_now: the task's defaults; a field that it did not have then, and has its default, is no difference.
     """
-    added = {
-        name: defaults_now[name] for name, value in now["fields"].items() if defaults_now.get(name) == value
-    }
+    added = {name: defaults_now[name] for name, value in now["fields"].items() if defaults_now.get(name) == value}
     before = {**before, "fields": {**added, **(before.get("fields") or {})}}
     lines = []
     for group, word in (("fields", "field "), ("versions", "")):
@@ -234,9 +228,7 @@ def _refuse_another_order(run: Run, before: Mapping[str, Any], now: Mapping[str,
     if step == 0:
         return
     old, new = before.get("fields") or {}, now["fields"]
-    reasons = [
-        f"{name} {old[name]} -> {new[name]}" for name in ORDER if old.get(name, new[name]) != new[name]
-    ]
+    reasons = [f"{name} {old[name]} -> {new[name]}" for name in ORDER if old.get(name, new[name]) != new[name]]
     lengths = [str(of.get("dataset", "")).partition("-")[0] for of in (before, now)]
     if lengths[0] and lengths[0] != lengths[1]:
         reasons.append(f"training samples {lengths[0]} -> {lengths[1]}")
@@ -268,11 +260,7 @@ def description(request: RunRequest, world: World) -> dict[str, Any]:
         "processor": processor(world.device),
         "host": host_name(),
         "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
-        "versions": {
-            "grappe": grappe.__version__,
-            "torch": torch.__version__,
-            "python": platform.python_version(),
-        },
+        "versions": {"grappe": grappe.__version__, "torch": torch.__version__, "python": platform.python_version()},
         "restarts": 0,
         "status": "running",
         "id": secrets.token_hex(16),

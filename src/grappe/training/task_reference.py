@@ -42,14 +42,10 @@ class TaskReference:
         Raises:
             TaskError: the task cannot be found or made, or lacks a part.
         """
-        task = (
-            self.value if self.value is not None else tasks.make(tasks.find(self.name, self.root), self.texts)
-        )
+        task = self.value if self.value is not None else tasks.make(tasks.find(self.name, self.root), self.texts)
         for part in ("model", "data", "loss", "optimizer"):
             if not overrides(task, part):
-                raise TaskError(
-                    f"the task {type(task).__name__} has no {part}(): write it, see grappe.Task.{part}"
-                )
+                raise TaskError(f"the task {type(task).__name__} has no {part}(): write it, see grappe.Task.{part}")
         check_signatures(task)
         return task
 
@@ -57,9 +53,7 @@ class TaskReference:
         """Returns the task with other values of some of its fields."""
         if self.value is not None:
             return dataclasses.replace(self, value=dataclasses.replace(self.value, **values))
-        return dataclasses.replace(
-            self, texts={**self.texts, **{name: str(value) for name, value in values.items()}}
-        )
+        return dataclasses.replace(self, texts={**self.texts, **{name: str(value) for name, value in values.items()}})
 
     def with_batch(self, batch: int, times: int = 1) -> TaskReference:
         """Returns the task with `times` its batch size, or times `batch` where that is not 0."""
@@ -172,9 +166,7 @@ def reference_of(run: Run, *, asks: bool = True) -> TaskReference:
             f"{run.folder} names the task {shown}, and was not trained here by you, as far as is known: grappe runs no "
             "code because a run names it"
         )
-        raise TaskError(
-            f"{why}. Say which task it is: --task path/to/file.py (task=… in Python)" if asks else why
-        )
+        raise TaskError(f"{why}. Say which task it is: --task path/to/file.py (task=… in Python)" if asks else why)
     file = Path(record["file"])
     _check(run, record, file, asks)
     if record["task"].partition(":")[0].endswith(".py"):
@@ -228,9 +220,7 @@ def _check(run: Run, record: dict[str, str], file: Path, asks: bool) -> None:
         raise TaskError(f"{why}. {again}" if asks else why)
     if _hash(file) != record["sha256"]:
         why = f"{file} has changed since {run.folder} was trained with it"
-        again = (
-            f"If it is still the same task: --task {record['task']} (task=… in Python) takes it as it is now"
-        )
+        again = f"If it is still the same task: --task {record['task']} (task=… in Python) takes it as it is now"
         raise TaskError(f"{why}. {again}" if asks else f"{why}: train it again in another folder")
 
 

@@ -168,9 +168,7 @@ class Watchdog:
     def _report(self, silent: float) -> None:
         frames = sys._current_frames()
         names = {thread.ident: thread.name for thread in threading.enumerate()}
-        stack = (
-            traceback.extract_stack(frames[self._main]) if self._main in frames else traceback.StackSummary()
-        )
+        stack = traceback.extract_stack(frames[self._main]) if self._main in frames else traceback.StackSummary()
         me = self._standstill(stack)
         stacks = [
             f"\nthread {names.get(ident, ident)}\n{''.join(traceback.format_stack(frame))}"
@@ -248,8 +246,4 @@ def _waiting(report: Standstill) -> str:
 
 
 def _doing(report: Standstill) -> str:
-    return (
-        f"step {report.step + 1}"
-        if report.phase == "step"
-        else f"its {report.phase} after step {report.step}"
-    )
+    return f"step {report.step + 1}" if report.phase == "step" else f"its {report.phase} after step {report.step}"

@@ -174,9 +174,7 @@ def _trained(request: Request, process: ProcessRank, rendezvous_folder: Path) ->
                 world=world,
                 engine=engine,
                 batches=batches if sample_log is None else LoggedLoader(sample_log, batches, "step"),
-                validation=validation
-                if sample_log is None
-                else LoggedLoader(sample_log, validation, "evaluation"),
+                validation=validation if sample_log is None else LoggedLoader(sample_log, validation, "evaluation"),
                 clock=clock,
                 watchers=watchers,
                 watchdog=Watchdog(
@@ -202,10 +200,7 @@ def _trained(request: Request, process: ProcessRank, rendezvous_folder: Path) ->
                 carried=carried,
                 training_scores=training_scores,
                 loading_cost=lambda timing: headspace(
-                    timing,
-                    (batches, validation),
-                    world,
-                    tuned=batches.loading is not None and batches.sources.tuned,
+                    timing, (batches, validation), world, tuned=batches.loading is not None and batches.sources.tuned
                 ),
                 first_use=library_memory,
             )
@@ -316,9 +311,7 @@ def _run_request(request: Request, task: Task, data: Data, world: World) -> RunR
     )
 
 
-def _run_info(
-    request: Request, task: Task, batches: loader.BatchLoader, started: StartedRun, world: World
-) -> RunInfo:
+def _run_info(request: Request, task: Task, batches: loader.BatchLoader, started: StartedRun, world: World) -> RunInfo:
     order, options = batches.order, request.options
     total = task.epochs * order.steps_per_epoch
     if options.steps_only:

@@ -121,9 +121,7 @@ def _job(submission: Submission) -> _Job:
     try:
         task = TaskReference.of(submission.task, split(submission.fields)).resolve()
     except (ImportError, TaskError) as error:
-        raise UsageError(
-            f"--time auto: the task cannot be loaded here ({error}): {_advice(submission)}"
-        ) from error
+        raise UsageError(f"--time auto: the task cannot be loaded here ({error}): {_advice(submission)}") from error
     shortest = dataclasses.replace(submission.job, time=str(least))
     return _Job(submission=submission, task=task, site=site, plan=plan, layout=layout(plan, site, shortest))
 
@@ -136,9 +134,7 @@ def _estimate(job: _Job) -> _Estimate:
     if earlier is not None:
         name = printable(earlier.folder.name, 100)
         return _Estimate(
-            costs=earlier.costs,
-            steps_per_epoch=earlier.steps_per_epoch,
-            origin=f"as measured in the run {name}",
+            costs=earlier.costs, steps_per_epoch=earlier.steps_per_epoch, origin=f"as measured in the run {name}"
         )
     try:
         return _foreseen(job)
@@ -213,9 +209,7 @@ def _fabric(job: _Job) -> Fabric | None:
             )
         return fabric
     if not job.here:
-        raise UsageError(
-            f"the nodes of {job.site.name} have other CPUs than this machine, as far as is known"
-        )
+        raise UsageError(f"the nodes of {job.site.name} have other CPUs than this machine, as far as is known")
     return None
 
 
@@ -247,10 +241,7 @@ def _traced(job: _Job, plan: Plan, fabric: Fabric | None) -> str:
     else:
         check_runs_here(plan, memory_forecast(fake_model, plan))
     batch = min(job.task.batch_size, fake_model.samples)
-    sizes = [
-        parameter.size + sum((*parameter.states, *parameter.whole_states))
-        for parameter in fake_model.parameters
-    ]
+    sizes = [parameter.size + sum((*parameter.states, *parameter.whole_states)) for parameter in fake_model.parameters]
     budget, warnings = budget_for(job.site, job.layout, job.plan), list[str]()
     if budget is not None:
         try:
@@ -284,7 +275,5 @@ def _limit_in_words(
         return f"{text} and a margin"
     text = f"{text}, take {span(needed)}, and {job.site.name} gives at most that limit"
     if job.submission.job.chain or not job.site.job.requeue:
-        return (
-            f"{text}: its jobs do not go back into the queue, so submit --chain {math.ceil(needed / limit)}"
-        )
+        return f"{text}: its jobs do not go back into the queue, so submit --chain {math.ceil(needed / limit)}"
     return f"{text}: the job saves before its end, goes back into the queue and resumes"

@@ -77,9 +77,7 @@ def site_list() -> Table:
             continue
         hours = site.ask.max_hours or max((queue.max_hours or 0 for queue in site.queue), default=0)
         longest = f"{hours:g} h" if hours else ""
-        table.add_row(
-            name, site.title, _node(site.node), f"retired: {site.retired}" if site.retired else longest
-        )
+        table.add_row(name, site.title, _node(site.node), f"retired: {site.retired}" if site.retired else longest)
     return table
 
 
@@ -136,9 +134,7 @@ def _flat(path: str, content: Mapping[str, Any], site: Site) -> Iterator[tuple[s
             yield from _flat(f"{path}{key}.", value, site)
         elif path == "" and key == "queue":
             for queue in value:
-                limits = [
-                    f"{part} {it}" for part, it in queue.items() if part != "name" and it not in (None, False)
-                ]
+                limits = [f"{part} {it}" for part, it in queue.items() if part != "name" and it not in (None, False)]
                 yield f"queue.{queue['name']}", ", ".join(limits)
         elif path == "" and key == "storage":
             for storage in site.storage:

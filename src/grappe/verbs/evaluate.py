@@ -107,7 +107,5 @@ def worker(request: EvaluateRequest, process: ProcessRank, rendezvous_folder: Pa
                 sample_inputs=batches.example(),
             )
             with engines.running(setup) as engine:
-                scores = engine.evaluate(
-                    batches.batches(0, batches.order.steps_per_epoch), batches.order.length
-                )
+                scores = engine.evaluate(batches.batches(0, batches.order.steps_per_epoch), batches.order.length)
                 return dataclasses.replace(scores, split=split_name(task, request.split))

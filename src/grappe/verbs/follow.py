@@ -123,11 +123,7 @@ class RunView:
         phases = phases if isinstance(phases, dict) else {}
         seconds = {name: number(phases.get(name)) for name in PHASES}
         total = sum(map(number, phases.values()))
-        parts = [
-            f"{name} {spent / total:.0%}"
-            for name, spent in seconds.items()
-            if total and spent / total > 0.005
-        ]
+        parts = [f"{name} {spent / total:.0%}" for name, spent in seconds.items() if total and spent / total > 0.005]
         return Group(rows, "time        " + ", ".join(parts) if parts else "")
 
 
@@ -141,9 +137,7 @@ def spark(values: list[float], width: int = WIDTH) -> str:
     if not finite:
         return ""
     size = -(-len(finite) // width)
-    means = [
-        sum(piece) / len(piece) for piece in (finite[at : at + size] for at in range(0, len(finite), size))
-    ]
+    means = [sum(piece) / len(piece) for piece in (finite[at : at + size] for at in range(0, len(finite), size))]
     low, high = min(means), max(means)
     return "".join(BLOCKS[round((mean - low) / (high - low or 1) * (len(BLOCKS) - 1))] for mean in means)
 
@@ -193,9 +187,7 @@ def write_csv(places: Sequence[Path | str], stream: IO[str]) -> int:
         for record in run.records():
             names |= dict.fromkeys(record)
             if len(names) > MOST_COLUMNS:
-                raise RunError(
-                    f"{run.folder}: its curves have more than {MOST_COLUMNS:,} names, and are damaged"
-                )
+                raise RunError(f"{run.folder}: its curves have more than {MOST_COLUMNS:,} names, and are damaged")
     writer = csv.DictWriter(stream, names, extrasaction="ignore", lineterminator="\n")
     writer.writerow({name: spreadsheet_cell(name) for name in names})
     lines = 0

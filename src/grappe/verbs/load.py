@@ -60,9 +60,7 @@ def load(
     return model.eval()
 
 
-def load_models(
-    folder: Path | str, *models: nn.Module, checkpoint: int | str | None = None
-) -> tuple[nn.Module, ...]:
+def load_models(folder: Path | str, *models: nn.Module, checkpoint: int | str | None = None) -> tuple[nn.Module, ...]:
     """Fills models with the weights of a `grappe.Loop`'s folder, on the CPU; returns them, in evaluation mode.
 
     Args:

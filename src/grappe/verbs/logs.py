@@ -61,9 +61,7 @@ def lines(run: Path, rank: int | None = None, *, follow: bool = False) -> Iterat
             any_line = True
             yield line[match.end() :]
     if not any_line:
-        raise RunError(
-            f"{run} has no line of process {rank}: has its plan so many processes (grappe runs {run})?"
-        )
+        raise RunError(f"{run} has no line of process {rank}: has its plan so many processes (grappe runs {run})?")
 
 
 def _read(run: Path, file: Path, follow: bool) -> Iterator[str]:

@@ -188,8 +188,7 @@ def board(entries: list[BoardEntry], target: Target, by: By) -> Table:
         cells = [""] * len(COST_FORMATS)
         if costs is not None:
             cells = [
-                "unknown" if costs[name] is None else form.format(costs[name])
-                for name, form in COST_FORMATS.items()
+                "unknown" if costs[name] is None else form.format(costs[name]) for name, form in COST_FORMATS.items()
             ]
         best = f"best {format_number(entry.best)}"
         reached = best if costs is not None else f"not reached, {best}"

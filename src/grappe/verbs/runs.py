@@ -115,10 +115,7 @@ def _pairs(named: Any, between: str) -> str:
 
 def score_words(evaluation: dict[str, Any]) -> str:
     """Formats the scores of an evaluation's record: loss 0.06640, accuracy 0.9833."""
-    scores = {
-        name: value for name, value in evaluation.items() if name not in ("kind", "step", "samples", "count")
-    }
+    scores = {name: value for name, value in evaluation.items() if name not in ("kind", "step", "samples", "count")}
     return ", ".join(
-        f"{name} {format_number(value) if isinstance(value, float) else value}"
-        for name, value in scores.items()
+        f"{name} {format_number(value) if isinstance(value, float) else value}" for name, value in scores.items()
     )

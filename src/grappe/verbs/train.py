@@ -101,6 +101,4 @@ def smoke(request: Request) -> str:
         first = dataclasses.replace(request, run=folder / "run", options=Options(steps=1))
         run_training(first)
         second = run_training(dataclasses.replace(first, weights=None, options=Options(steps=2)))
-    return (
-        f"smoke: step, evaluation, save and resume work under {plan_name(request.plan)} ({second.step} steps)"
-    )
+    return f"smoke: step, evaluation, save and resume work under {plan_name(request.plan)} ({second.step} steps)"

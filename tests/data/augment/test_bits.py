@@ -63,9 +63,7 @@ def test_normalised_images_may_be_given(name):
     images, targets, keys = batch(9)
     images = images / 255
     together = parts(OF_BYTES[name](images, targets, keys))[0]
-    apart = [
-        parts(OF_BYTES[name](images[a:b], targets[a:b], keys[a:b]))[0] for a, b in ((0, 4), (4, 6), (6, 9))
-    ]
+    apart = [parts(OF_BYTES[name](images[a:b], targets[a:b], keys[a:b]))[0] for a, b in ((0, 4), (4, 6), (6, 9))]
     assert torch.equal(torch.cat(apart), together) and together.dtype == torch.float32
 
 

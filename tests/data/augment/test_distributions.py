@@ -61,9 +61,7 @@ def reference_boxes(height, width, area, ratio, tall):
     ],
 )
 def test_boxes_are_torchvisions(height, width, area, ratio, tall):
-    found = geometry.draw_boxes(
-        numbers(keys(), "some", geometry.DRAWS), (height, width), area, ratio, tall=tall
-    )
+    found = geometry.draw_boxes(numbers(keys(), "some", geometry.DRAWS), (height, width), area, ratio, tall=tall)
     reference = list(reference_boxes(height, width, area, ratio, tall))
     assert found.fits.float().mean() == pytest.approx(len(reference) / COUNT, abs=0.01)
     for column, other in zip(found[:4], zip(*reference, strict=True), strict=True):
@@ -74,27 +72,19 @@ def test_boxes_are_those_of_the_view_of_files():
     view, uniform = RandomResizedCrop(size=32), numbers(keys(50), "some", geometry.DRAWS)
     found = geometry.draw_boxes(uniform, (50, 70), view.area, view.ratio, tall=False)
     drawn = [[view.box(50, 70, key)[i] for key in range(COUNT)] for i in range(4)]
-    many = geometry.draw_boxes(
-        numbers(keys(), "some", geometry.DRAWS), (50, 70), view.area, view.ratio, tall=False
-    )
+    many = geometry.draw_boxes(numbers(keys(), "some", geometry.DRAWS), (50, 70), view.area, view.ratio, tall=False)
     for column, other in zip(many[:4], drawn, strict=True):
         alike(column, other)
     assert found.fits.all()
 
 
 def test_crops_are_resized_as_torch_does():
-    photo = torch.randint(
-        0, 256, (1, 3, 40, 50), dtype=torch.uint8, generator=torch.Generator().manual_seed(0)
-    )
+    photo = torch.randint(0, 256, (1, 3, 40, 50), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
     photo = torch.nn.functional.interpolate(photo, (80, 90), mode="bilinear", antialias=True)
     for size, number in itertools.product((16, 64, 100), range(20)):
         key = keys(1, number)
         box = geometry.draw_boxes(
-            numbers(key, "random_resized_crop", geometry.DRAWS),
-            (80, 90),
-            (0.08, 1.0),
-            (3 / 4, 4 / 3),
-            tall=False,
+            numbers(key, "random_resized_crop", geometry.DRAWS), (80, 90), (0.08, 1.0), (3 / 4, 4 / 3), tall=False
         )
         top, left, height, width = (int(column) for column in box[:4])
         part = photo[..., top : top + height, left : left + width]
@@ -161,9 +151,7 @@ def test_cutmix_is_as_published():
 def test_half_of_the_pairs_are_cut():
     images = torch.zeros(2 * COUNT, 1, 8, 8)
     images[1::2] = 1
-    mixed, _ = augment.mixup_or_cutmix(
-        images, torch.zeros(2 * COUNT, dtype=torch.int64), keys(2 * COUNT), 2, 1.0
-    )
+    mixed, _ = augment.mixup_or_cutmix(images, torch.zeros(2 * COUNT, dtype=torch.int64), keys(2 * COUNT), 2, 1.0)
     blended = ((mixed[::2] > 0) & (mixed[::2] < 1)).flatten(1).any(1)
     assert stats.binomtest(int(blended.sum()), COUNT, 0.5).pvalue > ENOUGH
 
@@ -217,12 +205,9 @@ def test_policies_that_were_found():
     for policy in POLICIES.values():
         assert len(policy) == 25
         assert all(0 <= p <= 1 and 0 <= strength <= 9 for pair in policy for _, p, strength in pair)
-    images = torch.randint(
-        0, 256, (400, 3, 8, 8), dtype=torch.uint8, generator=torch.Generator().manual_seed(0)
-    )
+    images = torch.randint(0, 256, (400, 3, 8, 8), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
     changed = [
-        (augment.auto_augment(images, keys(400), name) != images).flatten(1).any(1).float().mean()
-        for name in POLICIES
+        (augment.auto_augment(images, keys(400), name) != images).flatten(1).any(1).float().mean() for name in POLICIES
     ]
     assert min(changed) > 0.5  # most have a probability of 0.4 or more
 

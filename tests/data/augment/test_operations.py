@@ -29,9 +29,7 @@ def pillow(image: torch.Tensor, function) -> torch.Tensor:
 
 
 def affine(*rows: float):
-    return lambda picture: picture.transform(
-        picture.size, Image.Transform.AFFINE, rows, Image.Resampling.NEAREST
-    )
+    return lambda picture: picture.transform(picture.size, Image.Transform.AFFINE, rows, Image.Resampling.NEAREST)
 
 
 def ours(images: torch.Tensor, operation: Operation, amount: float) -> torch.Tensor:
@@ -50,19 +48,10 @@ def ours(images: torch.Tensor, operation: Operation, amount: float) -> torch.Ten
         (Operation.AUTOCONTRAST, 0, ImageOps.autocontrast),
         (Operation.EQUALIZE, 0, ImageOps.equalize),
         (Operation.INVERT, 0, ImageOps.invert),
-        *(
-            (Operation.BRIGHTNESS, a, lambda p, a=a: ImageEnhance.Brightness(p).enhance(1 + a))
-            for a in (-0.9, 0.37)
-        ),
+        *((Operation.BRIGHTNESS, a, lambda p, a=a: ImageEnhance.Brightness(p).enhance(1 + a)) for a in (-0.9, 0.37)),
         *((Operation.COLOUR, a, lambda p, a=a: ImageEnhance.Color(p).enhance(1 + a)) for a in (-0.9, 0.37)),
-        *(
-            (Operation.CONTRAST, a, lambda p, a=a: ImageEnhance.Contrast(p).enhance(1 + a))
-            for a in (-0.9, 0.37)
-        ),
-        *(
-            (Operation.SHARPNESS, a, lambda p, a=a: ImageEnhance.Sharpness(p).enhance(1 + a))
-            for a in (-0.9, 0.37)
-        ),
+        *((Operation.CONTRAST, a, lambda p, a=a: ImageEnhance.Contrast(p).enhance(1 + a)) for a in (-0.9, 0.37)),
+        *((Operation.SHARPNESS, a, lambda p, a=a: ImageEnhance.Sharpness(p).enhance(1 + a)) for a in (-0.9, 0.37)),
     ],
 )
 def test_levels_are_pillows(images, operation, amount, function):
@@ -100,10 +89,7 @@ def test_pixels_from_outside_are_filled(images):
 
 
 def test_each_image_has_its_own_operation(images):
-    kind, amount = (
-        torch.tensor([Operation.INVERT, Operation.ROTATE, Operation.SHARPNESS]),
-        torch.tensor([0, 30, 0.9]),
-    )
+    kind, amount = (torch.tensor([Operation.INVERT, Operation.ROTATE, Operation.SHARPNESS]), torch.tensor([0, 30, 0.9]))
     mixed = apply_operations(images, kind, amount)
     for row in range(3):
         alone = apply_operations(images[row : row + 1], kind[row : row + 1], amount[row : row + 1])
@@ -122,6 +108,4 @@ def test_hues_turn_as_colorsys_says(images):
         ):
             hue, saturation, value = colorsys.rgb_to_hsv(*(before / 255).tolist())
             expected = colorsys.hsv_to_rgb((hue + turn) % 1, saturation, value)
-            assert all(
-                math.isclose(a, 255 * b, abs_tol=1) for a, b in zip(after.tolist(), expected, strict=True)
-            )
+            assert all(math.isclose(a, 255 * b, abs_tol=1) for a, b in zip(after.tolist(), expected, strict=True))

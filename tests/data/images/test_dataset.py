@@ -79,9 +79,7 @@ def test_a_changed_source_is_read_anew_and_said(tmp_path: Path, kind: str, capsy
 
 
 @each_source
-def test_a_source_of_the_same_size_and_time_is_known_by_its_headers(
-    tmp_path: Path, kind: str, capsys
-) -> None:
+def test_a_source_of_the_same_size_and_time_is_known_by_its_headers(tmp_path: Path, kind: str, capsys) -> None:
     source = made(tmp_path, kind)
     Images(source, VIEW)
     changed = [source, *source.rglob("*")]
@@ -209,9 +207,7 @@ def test_a_bad_file_is_named_with_the_command_that_finds_all(tmp_path: Path) -> 
     found = dict(files())
     found[sorted(found)[4]] = found[sorted(found)[4]][:200]
     data = Images(made(tmp_path, "archive", found), VIEW)
-    with pytest.raises(
-        DataError, match=r"n01440764_4.JPEG: damaged or cut off.*: grappe data check .*train.tar"
-    ):
+    with pytest.raises(DataError, match=r"n01440764_4.JPEG: damaged or cut off.*: grappe data check .*train.tar"):
         data.sample(4, 0)
 
 
@@ -265,12 +261,7 @@ def test_shards_need_labels(tmp_path: Path, label: bytes, words: str) -> None:
 def test_labels_in_json(tmp_path: Path) -> None:
     source = tmp_path / "shards"
     source.mkdir()
-    members = [
-        ("x/a.b.jpg", b"no"),
-        ("x/a.jpg", jpeg(part(0))),
-        ("x/a.json", b'{"label": 1}'),
-        ("x/b.txt", b"text"),
-    ]
+    members = [("x/a.b.jpg", b"no"), ("x/a.jpg", jpeg(part(0))), ("x/a.json", b'{"label": 1}'), ("x/b.txt", b"text")]
     (source / "only.tar").write_bytes(tar(members[1:]))
     data = Images(source, VIEW)
     assert data.targets().tolist() == [1]
@@ -291,10 +282,7 @@ def validation() -> list[tuple[str, bytes]]:
         (TRUTH, None),
         ([f"{name} {wnid}" for name, wnid in zip(VALIDATION, TRUTH, strict=True)], None),
         (
-            [
-                "ImageId,PredictionString",
-                *(f"{n[:-5]},{w} 1 2 3 4" for n, w in zip(VALIDATION, TRUTH, strict=True)),
-            ],
+            ["ImageId,PredictionString", *(f"{n[:-5]},{w} 1 2 3 4" for n, w in zip(VALIDATION, TRUTH, strict=True))],
             None,
         ),
         (
@@ -318,11 +306,7 @@ def test_the_validation_archive_takes_its_labels_from_a_file(
     assert [data.classes[label] for label in data.targets()] == TRUTH
     assert [data.name(index) for index in range(6)] == VALIDATION
     other = Images(
-        tmp_path / "val.tar",
-        CentreCrop(size=8),
-        labels=tmp_path / "labels.txt",
-        **more,
-        classes=["zebra", *CLASSES],
+        tmp_path / "val.tar", CentreCrop(size=8), labels=tmp_path / "labels.txt", **more, classes=["zebra", *CLASSES]
     )
     assert other.targets().tolist() == [label + 1 for label in data.targets()]
 

@@ -13,15 +13,7 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from grappe.data.images import decode
-from grappe.data.images.decode import (
-    MOST_PIXELS,
-    SCALES,
-    NoPicture,
-    decoded,
-    header_of,
-    scale_for,
-    simplejpeg,
-)
+from grappe.data.images.decode import MOST_PIXELS, SCALES, NoPicture, decoded, header_of, scale_for, simplejpeg
 from tests.data.images.pictures import jpeg, part, pixels, png
 
 

@@ -103,9 +103,7 @@ def test_an_archive_that_is_cut_off_says_where(tmp_path: Path) -> None:
 def test_other_files_are_no_archive(tmp_path: Path) -> None:
     file = tmp_path / "a.tar"
     file.write_bytes(b"\x1f\x8b" + os.urandom(5000))
-    with pytest.raises(
-        DataError, match="no tar header at its beginning: it is another kind of file, or compressed"
-    ):
+    with pytest.raises(DataError, match="no tar header at its beginning: it is another kind of file, or compressed"):
         walked(file)
     damaged = bytearray(tar([("a.jpg", b"x" * 600), ("b.jpg", b"y" * 600)]))
     damaged[1540] ^= 1

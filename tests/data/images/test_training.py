@@ -64,14 +64,9 @@ def data_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def crops(data: Images, processes: int, workers: int, make=training_loader) -> list[list[torch.Tensor]]:
     """The samples of each step over all processes, in the order of their slices, for two epochs."""
     plan = Plan.parse(f"replicate={processes},workers={workers}")
-    loaders: list[BatchLoader] = [
-        make(Photos(), data, plan, world(rank, processes)) for rank in range(processes)
-    ]
+    loaders: list[BatchLoader] = [make(Photos(), data, plan, world(rank, processes)) for rank in range(processes)]
     each = [
-        [
-            [row for micro in batch.microbatches for row in micro.inputs[: micro.rows]]
-            for batch in one.batches(0, 6)
-        ]
+        [[row for micro in batch.microbatches for row in micro.inputs[: micro.rows]] for batch in one.batches(0, 6)]
         for one in loaders
     ]
     return [list(itertools.chain.from_iterable(step)) for step in zip(*each, strict=True)]
@@ -86,9 +81,7 @@ def same(one: list[list[torch.Tensor]], other: list[list[torch.Tensor]]) -> bool
 
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("processes", [1, 2, 4])
-def test_crops_do_not_depend_on_who_decodes(
-    data_folder: Path, processes: int, workers: int, monkeypatch
-) -> None:
+def test_crops_do_not_depend_on_who_decodes(data_folder: Path, processes: int, workers: int, monkeypatch) -> None:
     view = RandomResizedCrop(size=SIDE)
     expected = crops(Images(data_folder / "train.tar", view), 1, 0)
     assert [len(step) for step in expected] == [10, 10, 4, 10, 10, 4]
@@ -125,9 +118,7 @@ def trained(pool: Pool, plan: str, run: Path, data: Path, task: Task, dies_at: i
 
 
 @pytest.mark.parametrize("plan", ["workers=2", "replicate=2,workers=0", "shard=2,workers=1"])
-def test_a_killed_training_goes_on_to_the_same_bits(
-    pool: Pool, tmp_path: Path, data_folder: Path, plan: str
-) -> None:
+def test_a_killed_training_goes_on_to_the_same_bits(pool: Pool, tmp_path: Path, data_folder: Path, plan: str) -> None:
     task = Photos()
     trained(pool, plan, tmp_path / "whole", data_folder, task)
     trained(pool, plan, tmp_path / "parts", data_folder, task, dies_at=3)
@@ -136,9 +127,7 @@ def test_a_killed_training_goes_on_to_the_same_bits(
     assert samples(tmp_path / "parts") == samples(tmp_path / "whole")
 
 
-def test_another_source_and_world_go_on_with_the_same_samples(
-    pool: Pool, tmp_path: Path, data_folder: Path
-) -> None:
+def test_another_source_and_world_go_on_with_the_same_samples(pool: Pool, tmp_path: Path, data_folder: Path) -> None:
     trained(pool, "", tmp_path / "whole", data_folder, Photos())
     trained(pool, "replicate=2", tmp_path / "parts", data_folder, Photos(), dies_at=3)
     (tmp_path / "train.tar").unlink()

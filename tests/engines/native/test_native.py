@@ -32,9 +32,7 @@ class Wide(Task):
 
     def data(self, split: str, folder: Path) -> Arrays:
         generator = torch.Generator().manual_seed(1)
-        return Arrays(
-            torch.randn(16, WIDTH, generator=generator), torch.randn(16, WIDTH, generator=generator)
-        )
+        return Arrays(torch.randn(16, WIDTH, generator=generator), torch.randn(16, WIDTH, generator=generator))
 
     def loss(self, output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
         return (output - target).square()
@@ -52,9 +50,7 @@ def held(process: ProcessRank, rendezvous_folder: Path, text: str) -> dict[str, 
     world = join(plan, process, rendezvous_folder)
     task = Wide()
     loader = training_loader(task, task.data("train", Path()), plan, world)
-    engine = engines.check(plan)(
-        EngineSetup(task=task, plan=plan, world=world, weights=built(task), total_steps=2)
-    )
+    engine = engines.check(plan)(EngineSetup(task=task, plan=plan, world=world, weights=built(task), total_steps=2))
     found: dict[str, int] = {}
     model = engine._model.module
     engine.train(loader.batches(0, 1), lambda result: False)  # lazily made state exists from here on

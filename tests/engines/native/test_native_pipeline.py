@@ -48,9 +48,7 @@ def test_padding_rows_have_neither_loss_nor_gradient() -> None:
 
 
 def test_microbatches_that_differ_otherwise_are_refused() -> None:
-    with pytest.raises(
-        PlanError, match=r"must have one shape, and a step had \[2, 3\], \[2, 4\]: let collate"
-    ):
+    with pytest.raises(PlanError, match=r"must have one shape, and a step had \[2, 3\], \[2, 4\]: let collate"):
         even([micro(2, 3), micro(2, 4)], 2)
 
 
@@ -82,14 +80,10 @@ def test_batch_normalisation_takes_no_rows_that_are_filled_in(
 
 
 def test_lists_with_an_entry_a_sample_are_filled_too() -> None:
-    (found,) = even(
-        [micro(2)._replace(targets=[{"boxes": torch.ones(3, 4)}, {"boxes": torch.ones(1, 4)}])], 3
-    )
+    (found,) = even([micro(2)._replace(targets=[{"boxes": torch.ones(3, 4)}, {"boxes": torch.ones(1, 4)}])], 3)
     assert [len(one["boxes"]) for one in found.targets] == [3, 1, 1]
 
 
 def test_what_has_no_row_for_each_sample_is_refused() -> None:
-    with pytest.raises(
-        PlanError, match=r"collate\(\) gave cannot be cut so: a tensor has \[5, 3\] for 2 samples"
-    ):
+    with pytest.raises(PlanError, match=r"collate\(\) gave cannot be cut so: a tensor has \[5, 3\] for 2 samples"):
         even([micro(2)._replace(inputs=torch.ones(5, 3))], 3)

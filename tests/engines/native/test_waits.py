@@ -51,12 +51,7 @@ class Images(Task):
 
     def model(self) -> nn.Module:
         return nn.Sequential(
-            nn.Conv2d(3, 4, 3),
-            nn.BatchNorm2d(4),
-            nn.ReLU(),
-            nn.Dropout(0.1),
-            nn.Flatten(),
-            nn.Linear(4 * 36, 10),
+            nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Dropout(0.1), nn.Flatten(), nn.Linear(4 * 36, 10)
         )
 
     def data(self, split: str, folder: Path) -> Arrays:
@@ -161,9 +156,7 @@ def waits(gpu: GpuStandIn, task: Task, text: str, noise: NoiseScale | None = Non
         observers=Observers(optimizer=[average.watch], output=[scores.add]),
     )
     if noise is not None:
-        observers = Observers(
-            phase=[noise.on_phase], optimizer=[noise.on_optimizer], output=[noise.on_output]
-        )
+        observers = Observers(phase=[noise.on_phase], optimizer=[noise.on_optimizer], output=[noise.on_output])
         setup = dataclasses.replace(setup, observers=observers)
     engine = Native(setup)
     before: list[Any] = []

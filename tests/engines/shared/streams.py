@@ -20,11 +20,7 @@ class Recurrent(nn.Module):
 
     def __init__(self, way: str) -> None:
         super().__init__()
-        self.embed, self.cell, self.head = (
-            nn.Embedding(7, 5),
-            nn.LSTM(5, 6, batch_first=True),
-            nn.Linear(6, 7),
-        )
+        self.embed, self.cell, self.head = (nn.Embedding(7, 5), nn.LSTM(5, 6, batch_first=True), nn.Linear(6, 7))
         self.way = way
         self.hidden: Any = None
         self.last: Any = None

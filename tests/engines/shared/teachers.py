@@ -71,9 +71,7 @@ class Distilled(Task):
 
     def data(self, split: str, folder: Path) -> Arrays:
         generator = torch.Generator().manual_seed(3)
-        return Arrays(
-            torch.randn(29, 6, generator=generator), torch.randint(0, 4, (29,), generator=generator)
-        )
+        return Arrays(torch.randn(29, 6, generator=generator), torch.randint(0, 4, (29,), generator=generator))
 
     def loss(self, output: tuple[Tensor, Tensor], target: Tensor) -> Tensor:
         own, said = output

@@ -44,12 +44,8 @@ def test_every_plan_moves_the_teacher_as_one_process_does(pool: Pool, plan: str)
     assert spread["scores"].loss == pytest.approx(alone["scores"].loss, rel=1e-5)
 
 
-@pytest.mark.parametrize(
-    ("way", "plan"), [("data", "shard=2"), ("foreach", "shard=2"), ("noise", "replicate=2")]
-)
-def test_parameters_that_are_assigned_and_draws_are_those_of_one_process(
-    pool: Pool, way: str, plan: str
-) -> None:
+@pytest.mark.parametrize(("way", "plan"), [("data", "shard=2"), ("foreach", "shard=2"), ("noise", "replicate=2")])
+def test_parameters_that_are_assigned_and_draws_are_those_of_one_process(pool: Pool, way: str, plan: str) -> None:
     alone, spread = plain(pool, way), train(pool, Distilled(way=way), plan)
     assert difference(alone["weights"], plain(pool, "nothing")["weights"])[0] > 1e-3
     assert difference(alone["weights"], spread["weights"])[0] <= TOLERANCE

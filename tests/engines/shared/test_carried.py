@@ -26,21 +26,16 @@ STEPS = CHUNKS - 1  # in mid-epoch
 
 
 def train(pool: Pool, plan: str) -> Any:
-    return pool.run("tests.engines.shared.teachers:train", Plan.parse(plan).processes, Stream(), plan, STEPS)[
-        0
-    ]
+    return pool.run("tests.engines.shared.teachers:train", Plan.parse(plan).processes, Stream(), plan, STEPS)[0]
 
 
 def part(pool: Pool, task: Stream, plan: str, run: Path, steps: int, **options: Any) -> str:
     asked = Options(steps=steps, save_every=1, keep=9, **{"evaluate_every": 1, **options})
-    return pool.run(
-        "tests.faults.resume_cell:part", Plan.parse(plan).processes, task, plan, run, asked, None
-    )[0]
+    return pool.run("tests.faults.resume_cell:part", Plan.parse(plan).processes, task, plan, run, asked, None)[0]
 
 
 @pytest.mark.parametrize(
-    "plan",
-    ["replicate=2", "shard=2", "compile", "engine=textbook,replicate=2", "engine=lightning,replicate=2"],
+    "plan", ["replicate=2", "shard=2", "compile", "engine=textbook,replicate=2", "engine=lightning,replicate=2"]
 )
 def test_hidden_states_are_those_of_one_process(pool: Pool, plan: str) -> None:
     alone, spread = train(pool, ""), train(pool, plan)
@@ -49,8 +44,7 @@ def test_hidden_states_are_those_of_one_process(pool: Pool, plan: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("way", "plan"),
-    [("hidden", "replicate=2"), ("hidden", "shard=2"), ("numbers", ""), ("rare", "replicate=2")],
+    ("way", "plan"), [("hidden", "replicate=2"), ("hidden", "shard=2"), ("numbers", ""), ("rare", "replicate=2")]
 )
 def test_they_resume_to_the_bit_in_mid_epoch(pool: Pool, tmp_path: Path, way: Any, plan: str) -> None:
     said = part(pool, Stream(way=way), plan, tmp_path / "whole", STEPS)
@@ -58,8 +52,7 @@ def test_they_resume_to_the_bit_in_mid_epoch(pool: Pool, tmp_path: Path, way: An
         part(pool, Stream(way=way), plan, tmp_path / "run", steps)
     assert hashes(tmp_path / "run", STEPS) == hashes(tmp_path / "whole", STEPS)
     assert any(
-        name.startswith("carried.1." if way == "rare" else "carried.0.")
-        for name in hashes(tmp_path / "run", STEPS)
+        name.startswith("carried.1." if way == "rare" else "carried.0.") for name in hashes(tmp_path / "run", STEPS)
     )
     assert ("attribute 'strange' changes, and is not saved (object)" in said) == (way == "numbers")
 
@@ -99,9 +92,7 @@ def test_verify_judges_it_and_names_it(pool: Pool) -> None:
 @pytest.mark.parametrize("plan", ["microbatches=2", "recompute", "exact=2"])
 def test_plans_whose_next_forward_has_other_rows_are_refused(pool: Pool, plan: str) -> None:
     said = train(pool, plan)
-    assert re.match(
-        rf"TaskError: .*attribute 'hidden'.*under {plan} the next forward is not that of the same", said
-    )
+    assert re.match(rf"TaskError: .*attribute 'hidden'.*under {plan} the next forward is not that of the same", said)
 
 
 class Graph(nn.Module):

@@ -14,9 +14,7 @@ from grappe.launch.world import World
 PROCESS = ProcessRank(rank=0, size=1, local_rank=0, local_size=1, job="state")
 
 
-@pytest.mark.parametrize(
-    ("option", "device"), [("fused", "meta"), ("capturable", "meta"), ("foreach", "cpu")]
-)
+@pytest.mark.parametrize(("option", "device"), [("fused", "meta"), ("capturable", "meta"), ("foreach", "cpu")])
 def test_a_step_counter_is_where_the_optimizer_reads_it(option: str, device: str) -> None:
     model = nn.Linear(2, 2, device="meta")  # the meta device in place of a GPU's
     optimizer = torch.optim.AdamW(model.parameters())
@@ -25,10 +23,7 @@ def test_a_step_counter_is_where_the_optimizer_reads_it(option: str, device: str
     saved = {f"optimizer.{name}.step": torch.tensor(3.0) for name in names}
     saved |= {f"optimizer.{name}.scale": torch.tensor(2.0) for name in names}
     state = ModelState(
-        model=model,
-        optimizer=optimizer,
-        schedule=None,
-        world=World(process=PROCESS, device=torch.device("meta")),
+        model=model, optimizer=optimizer, schedule=None, world=World(process=PROCESS, device=torch.device("meta"))
     )
     state.restore(SavedState(tensors=InMemory(saved), values={}, model_loaded=True))
     for entries in optimizer.state.values():

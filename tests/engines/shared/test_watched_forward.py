@@ -136,9 +136,7 @@ class Branched(nn.Module):
         self.hidden: Any = (torch.ones(2, 3), torch.zeros(2, 3))
 
     def forward(self, x):
-        output = torch.cond(
-            x.sum() > 0, lambda x: self.layer(x) * self.factor, lambda x: x - self.hidden[0], (x,)
-        )
+        output = torch.cond(x.sum() > 0, lambda x: self.layer(x) * self.factor, lambda x: x - self.hidden[0], (x,))
         self.last = output.detach()
         self.hidden = (self.last, self.last)
         return output

@@ -38,9 +38,7 @@ def test_work_is_counted_by_the_operations_of_a_forward() -> None:
     with torch.device("meta"):
         units = list(Images().model())
     costs = work(units, IMAGES, CALL)
-    assert (
-        costs[0] == 2 * 2 * 8 * 8 * (8 * 27) + 8 * 28 + 2 * 8 * 64
-    )  # products twice, numbers held, numbers given
+    assert costs[0] == 2 * 2 * 8 * 8 * (8 * 27) + 8 * 28 + 2 * 8 * 64  # products twice, numbers held, numbers given
     assert costs[1] > costs[0] / 4 > costs[3]
 
 
@@ -72,14 +70,10 @@ def test_the_task_says_where() -> None:
     assert cut_into_stages(task, task.model(), 2, IMAGES) == (range(3), range(3, 4))
 
 
-@pytest.mark.parametrize(
-    ("where", "stages"), [("4", 2), ("0", 2), ("2 1", 3), ("1 1", 3), ("1", 3), ("-1", 2)]
-)
+@pytest.mark.parametrize(("where", "stages"), [("4", 2), ("0", 2), ("2 1", 3), ("1 1", 3), ("1", 3), ("-1", 2)])
 def test_a_cut_that_does_not_exist_is_refused(where: str, stages: int) -> None:
     task = Told(where=where)
-    with pytest.raises(
-        TaskError, match=rf"cuts\({stages}\) gave .* of 4 units it must give {stages - 1} rising"
-    ):
+    with pytest.raises(TaskError, match=rf"cuts\({stages}\) gave .* of 4 units it must give {stages - 1} rising"):
         cut_into_stages(task, task.model(), stages, IMAGES)
 
 
@@ -96,17 +90,13 @@ class Whole(Images):
 
 
 def test_no_units_are_refused_with_the_way_to_give_them() -> None:
-    with pytest.raises(
-        PlanError, match=r"Whole does not say what its model is made of. Give it units\(model\)"
-    ):
+    with pytest.raises(PlanError, match=r"Whole does not say what its model is made of. Give it units\(model\)"):
         cut_into_stages(Whole(), Whole().model(), 2, IMAGES)
 
 
 def test_parameters_outside_the_units_are_refused() -> None:
     task = Images(unused=True)
-    with pytest.raises(
-        PlanError, match=r"units\(\) are not the whole model, as a pipeline needs: spare is in none"
-    ):
+    with pytest.raises(PlanError, match=r"units\(\) are not the whole model, as a pipeline needs: spare is in none"):
         cut_into_stages(task, task.model(), 2, IMAGES)
 
 
@@ -179,9 +169,7 @@ def test_what_is_done_beside_the_units_is_found(kind: type[nn.Sequential]) -> No
         def model(self) -> nn.Module:
             return kind(*super().model())
 
-    with pytest.raises(
-        PlanError, match=r"units\(\), one after the other, do not compute what the model computes"
-    ):
+    with pytest.raises(PlanError, match=r"units\(\), one after the other, do not compute what the model computes"):
         check_units(Beside(), RANDOM_IMAGES)
 
 

@@ -15,10 +15,7 @@ from grappe.plan import Plan
     [
         ("pipeline=4", "1f1b needs at least microbatches=4, not 1: .* try microbatches=16"),
         ("pipeline=4,microbatches=3", "needs at least microbatches=4, not 3"),
-        (
-            "pipeline=2,schedule=interleaved,microbatches=5",
-            "in 2 rounds, which must be alike; use microbatches=4",
-        ),
+        ("pipeline=2,schedule=interleaved,microbatches=5", "in 2 rounds, which must be alike; use microbatches=4"),
         ("pipeline=2,schedule=interleaved,stages=1,microbatches=4", "it needs 2 stages a process"),
         ("pipeline=2,stages=2,microbatches=4", "one stage a process; use schedule=interleaved"),
         ("pipeline=2,schedule=zero_bubble,microbatches=2,compile", "use schedule=1f1b or interleaved"),

@@ -33,13 +33,5 @@ def run_info(folder: Path, **changes: int) -> RunInfo:
 def record(step: int, seconds: float = 0.001) -> Record:
     """A step of a training."""
     return Record(
-        step=step,
-        epoch=0,
-        samples=12 * step,
-        loss=1.0,
-        lr=0.1,
-        seconds=seconds,
-        norm=None,
-        skipped=False,
-        flag=0,
+        step=step, epoch=0, samples=12 * step, loss=1.0, lr=0.1, seconds=seconds, norm=None, skipped=False, flag=0
     )

@@ -16,9 +16,7 @@ class Diary(grappe.Watcher):
 
     def started(self, info: grappe.RunInfo) -> None:
         self._folder = info.folder
-        self.lines.append(
-            ["started", info.task, info.plan, info.rank, info.world_size, info.start, info.last_step]
-        )
+        self.lines.append(["started", info.task, info.plan, info.rank, info.world_size, info.start, info.last_step])
 
     def stepped(self, record: grappe.Record) -> None:
         self.lines.append(["stepped", record.step, record.loss])
@@ -44,9 +42,7 @@ class Gradients(grappe.Watcher):
 
     def gradients_ready(self, step: int, parameters) -> None:
         names = [name for name, parameter in parameters if parameter.grad is not None]
-        norm = sum(
-            float(parameter.grad.square().sum()) for _, parameter in parameters if parameter.grad is not None
-        )
+        norm = sum(float(parameter.grad.square().sum()) for _, parameter in parameters if parameter.grad is not None)
         self._file.write(f"{step} {norm**0.5} {' '.join(names)}\n")
 
     def ended(self, outcome: grappe.Outcome | None) -> None:

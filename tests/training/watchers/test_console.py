@@ -27,9 +27,7 @@ def closing(peaks: Sequence[Mapping[str, int]], waits: Headspace, status: str = 
         Outcome(
             status=status,
             step=1200,
-            scores=Scores(
-                samples=4, count=4.0, loss=3.21e-5, metrics={"accuracy": 0.75, "training_loss": 0.5}
-            ),
+            scores=Scores(samples=4, count=4.0, loss=3.21e-5, metrics={"accuracy": 0.75, "training_loss": 0.5}),
             timing=timing("host", [], list((dict.fromkeys(PHASES, 0.0) | {"forward": 2.0}).values())),
             headspace=waits,
             peaks=peaks,
@@ -45,9 +43,7 @@ QUICK = Headspace(waited=0.0, share=0.0)
 
 def test_a_peak_is_a_sum_where_it_has_several_parts_that_matter() -> None:
     assert _spent({"host": 488_000_000}) == _spent(SMALL) == "488 MB"
-    assert (
-        _spent({"host": 488_000_000, "parameters": 102_000_000}) == "488 MB = parameters 102 MB, rest 386 MB"
-    )
+    assert _spent({"host": 488_000_000, "parameters": 102_000_000}) == "488 MB = parameters 102 MB, rest 386 MB"
 
 
 def test_the_end_says_what_matters_and_what_comes_next() -> None:

@@ -83,17 +83,10 @@ def test_a_pace_goes_on(steps: int, each: float, done: int, took: float, left: i
 
 
 @given(
-    start=st.integers(0, 500),
-    steps=st.integers(200, 600),
-    step=st.floats(1.0, 30.0),
-    evaluation=st.floats(0.0, 300.0),
+    start=st.integers(0, 500), steps=st.integers(200, 600), step=st.floats(1.0, 30.0), evaluation=st.floats(0.0, 300.0)
 )
-@example(
-    start=135, steps=200, step=1.0, evaluation=21.0
-)  # the line comes with a step that is evaluated after it
-def test_a_steady_training_ends_when_it_is_said(
-    start: int, steps: int, step: float, evaluation: float
-) -> None:
+@example(start=135, steps=200, step=1.0, evaluation=21.0)  # the line comes with a step that is evaluated after it
+def test_a_steady_training_ends_when_it_is_said(start: int, steps: int, step: float, evaluation: float) -> None:
     """Also of a resumed one, whose earlier steps are not counted. Each line after an evaluation has the end."""
     found = training(info(start, start + steps), step, evaluation)
     (line,) = found.lines.values()
@@ -144,8 +137,7 @@ def test_a_later_time_limit_is_not_named() -> None:
 
 
 @pytest.mark.parametrize(
-    ("seconds", "text"),
-    [(3, "1 min"), (2000, "33 min"), (7800, "2 h 10 min"), (86400 * 3 + 4 * 3600, "3 d 4 h")],
+    ("seconds", "text"), [(3, "1 min"), (2000, "33 min"), (7800, "2 h 10 min"), (86400 * 3 + 4 * 3600, "3 d 4 h")]
 )
 def test_times_to_come(seconds: float, text: str) -> None:
     assert span(seconds) == text

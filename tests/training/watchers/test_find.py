@@ -27,9 +27,7 @@ def diary(run: Path) -> list[list]:
 @pytest.mark.parametrize(("plan", "processes"), [("", 1), ("replicate=2", 2)])
 def test_a_watcher_is_called_in_order_on_process_0(tmp_path: Path, plan: str, processes: int) -> None:
     text = f"{plan},{HERE}".strip(",")
-    run = grappe.train(
-        Images(epochs=2), text, tmp_path / "run", data=tmp_path, watchers=[Diary(), f"{FILE}:Gradients"]
-    )
+    run = grappe.train(Images(epochs=2), text, tmp_path / "run", data=tmp_path, watchers=[Diary(), f"{FILE}:Gradients"])
     first, *calls, last = diary(run.folder)
     assert first[0] == "started"
     assert first[3:] == [0, processes, 0, 6]
@@ -50,9 +48,7 @@ def test_gradients_are_of_the_step_that_uses_them(tmp_path: Path, engine: str) -
     norms = []
     for name in ("native", engine):
         run = grappe.train(Images(), f"engine={name},{HERE}", tmp_path / name, watchers=[Gradients()])
-        norms.append(
-            [float(line.split()[1]) for line in (run.folder / "gradients.txt").read_text().splitlines()]
-        )
+        norms.append([float(line.split()[1]) for line in (run.folder / "gradients.txt").read_text().splitlines()])
     assert norms[1] == pytest.approx(norms[0], rel=1e-5)
 
 
@@ -71,9 +67,7 @@ def test_watch_on_the_command_line(tmp_path: Path) -> None:
 
 
 def test_an_error_in_a_watcher_names_it_and_its_line(tmp_path: Path) -> None:
-    with pytest.raises(
-        TaskError, match=r"Failing.stepped\(\) failed: KeyError: .*of_a_user.py, line \d+, in stepped"
-    ):
+    with pytest.raises(TaskError, match=r"Failing.stepped\(\) failed: KeyError: .*of_a_user.py, line \d+, in stepped"):
         grappe.train(Images(), HERE, tmp_path / "run", data=tmp_path, watchers=[f"{FILE}:Failing"])
     assert Run(tmp_path / "run").latest() is not None
 
@@ -100,9 +94,7 @@ def test_a_watcher_that_is_not_there(reference: str, words: str) -> None:
 
 def test_a_file_that_fails_names_its_line(tmp_path: Path) -> None:
     (tmp_path / "broken.py").write_text("import grappe\n\nx = 1 / 0\n")
-    with pytest.raises(
-        UsageError, match=r"broken.py:A cannot be loaded: ZeroDivisionError: .*broken.py, line 3"
-    ):
+    with pytest.raises(UsageError, match=r"broken.py:A cannot be loaded: ZeroDivisionError: .*broken.py, line 3"):
         find(f"{tmp_path / 'broken.py'}:A")
 
 

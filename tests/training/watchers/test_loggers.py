@@ -80,9 +80,7 @@ def test_wandb_offline_has_one_id_over_restarts(tmp_path: Path, monkeypatch: pyt
                 history[item["step"]] = item["training/loss"]
             kinds |= {name for name, value in item.items() if value == "histogram"}
     assert ids == {"run-a-run"}
-    assert [one.settings.x_disable_stats for one in made] == [False, False], (
-        "the machine's figures are sampled"
-    )
+    assert [one.settings.x_disable_stats for one in made] == [False, False], "the machine's figures are sampled"
     assert {name.partition("/")[0] for name in kinds} == {"gradients", "parameters"}
     wanted = losses(run)
     assert sorted(history) == sorted(wanted)
@@ -99,9 +97,7 @@ def items(file: Path) -> list[dict]:
         record.ParseFromString(data)
         if record.WhichOneof("record_type") == "history":
             told = record.history.item
-            found.append(
-                {item.key or ".".join(item.nested_key): json.loads(item.value_json) for item in told}
-            )
+            found.append({item.key or ".".join(item.nested_key): json.loads(item.value_json) for item in told})
     return found
 
 

@@ -48,10 +48,7 @@ def test_a_gpu_is_looked_at_where_there_is_one() -> None:
     ]
     told = summary(events, 1, "process 3")
     assert "kernels on the GPU" in told
-    assert (
-        "the GPU had nothing to do: 1 ms a step (25%); the longest: 1 ms after ncclDevKernel_AllReduce"
-        in told
-    )
+    assert "the GPU had nothing to do: 1 ms a step (25%); the longest: 1 ms after ncclDevKernel_AllReduce" in told
     assert "communication 1 ms a step, 5% of it" in told
     assert "no operation was recorded" in summary([], 3, "x")
 
@@ -59,13 +56,7 @@ def test_a_gpu_is_looked_at_where_there_is_one() -> None:
 def test_a_real_profile(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     train(tmp_path / "run", Images(epochs=4), profile=(0,), profile_steps=3, profile_after=2)
     told = capsys.readouterr().out
-    for words in (
-        "process 0: 3 steps of",
-        "operators on the host",
-        "aten::",
-        "no operator ran",
-        "ui.perfetto.dev",
-    ):
+    for words in ("process 0: 3 steps of", "operators on the host", "aten::", "no operator ran", "ui.perfetto.dev"):
         assert words in told
     folder = tmp_path / "run" / "profile"
     assert (folder / "rank-0.txt").read_text() in told

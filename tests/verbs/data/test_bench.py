@@ -52,18 +52,12 @@ def test_the_command_shows_a_table(source: Path, capsys: pytest.CaptureFixture) 
 
 def test_advice_follows_from_the_rates(source: Path) -> None:
     data = Images(source, CentreCrop(size=16))
-    here = Row(
-        place="as it is", bytes=100_000, cold=5.0, read=9e4, alone=300.0, threads=700.0, processes=500.0
-    )
-    packed = Row(
-        place="packed", bytes=20_000, cold=5e4, read=9e4, alone=900.0, threads=2100.0, processes=1500.0
-    )
+    here = Row(place="as it is", bytes=100_000, cold=5.0, read=9e4, alone=300.0, threads=700.0, processes=500.0)
+    packed = Row(place="packed", bytes=20_000, cold=5e4, read=9e4, alone=900.0, threads=2100.0, processes=1500.0)
     memory = Row(place="memory", bytes=768, alone=1e5)
     said = list(advice((here, packed, memory), data, 16))
     assert said[0].startswith("as it is: loading=threads is the quickest, 700 images/s")
     assert "grappe data stage" in said[1]
-    assert said[2].startswith(
-        "packed, samples are made 3.0 times as fast, of 20% of the bytes: grappe data pack"
-    )
+    assert said[2].startswith("packed, samples are made 3.0 times as fast, of 20% of the bytes: grappe data pack")
     assert "grappe.Arrays" in said[3]
     assert len(list(advice((packed, packed, packed), data, 16))) == 1

@@ -55,9 +55,7 @@ def test_samples_keep_their_ids(source: Path, packed: Path) -> None:
         assert min(after.shape[:2]) == min(64, *before.shape[:2])
         if min(before.shape[:2]) <= 64:
             assert other.read(index) == one.read(index)
-        near = np.asarray(
-            Image.fromarray(before).resize(after.shape[1::-1], Image.Resampling.BILINEAR)
-        ).astype(int)
+        near = np.asarray(Image.fromarray(before).resize(after.shape[1::-1], Image.Resampling.BILINEAR)).astype(int)
         assert np.abs(near - after).mean() < 12
 
 
@@ -122,10 +120,7 @@ def test_a_full_disk_leaves_whole_shards(source: Path, packed: Path, tmp_path: P
             DataError, match=r"shard-000002.tar cannot be written: Disk quota exceeded. 2 shards are whole"
         ):
             pack(source, tmp_path / "to", FORM)
-    assert [one for one in tree(tmp_path / "to") if "shard" in one] == [
-        "shard-000000.tar",
-        "shard-000001.tar",
-    ]
+    assert [one for one in tree(tmp_path / "to") if "shard" in one] == ["shard-000000.tar", "shard-000001.tar"]
     assert pack(source, tmp_path / "to", FORM).were_there == 2
     assert tree(tmp_path / "to") == tree(packed)
 

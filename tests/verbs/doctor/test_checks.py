@@ -56,9 +56,7 @@ def words(found) -> str:
     ],
 )
 def test_architectures(built: list[str], capability: tuple[int, int], fits: bool) -> None:
-    found = [
-        one for one in torch_build.of_architectures(built, [capability], "2.11.0") if one.level == "error"
-    ]
+    found = [one for one in torch_build.of_architectures(built, [capability], "2.11.0") if one.level == "error"]
     assert bool(found) is not fits
     assert all("no kernel image" in one.why for one in found)
 
@@ -96,9 +94,7 @@ def test_memory() -> None:
 def test_gpus() -> None:
     assert not list(gpus.of_gpus(4, 4, 1, "srun"))
     assert "sees one GPU only" in words(gpus.of_gpus(1, 4, 1, "srun"))
-    assert "error: 4 processes on this node need 4 GPUs, 2 are visible" in words(
-        gpus.of_gpus(2, 4, 1, "grappe")
-    )
+    assert "error: 4 processes on this node need 4 GPUs, 2 are visible" in words(gpus.of_gpus(2, 4, 1, "grappe"))
     assert not list(gpus.of_gpus(1, 8, 8, "srun"))
     assert "note: 4 GPUs are visible, the plan uses 1" in words(gpus.of_gpus(4, 1, 1, "grappe"))
 
@@ -114,9 +110,7 @@ def test_a_folder(tmp_path: Path) -> None:
 
 def test_a_quota_that_is_used_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     stand_in = tmp_path / "quota"
-    stand_in.write_text(
-        "#!/bin/sh\necho 'Disk quotas for user me (uid 1):'\necho '/home 1000* 900 950'\nexit 1\n"
-    )
+    stand_in.write_text("#!/bin/sh\necho 'Disk quotas for user me (uid 1):'\necho '/home 1000* 900 950'\nexit 1\n")
     stand_in.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
     assert "a disk quota is used up: /home 1000* 900 950" in words(folder.quota())
@@ -158,9 +152,7 @@ def test_stale_variables_and_processes_that_do_not_fit() -> None:
     )
     assert "the plan has 2 processes, srun started 4" in words(found)
     told = {"SLURM_JOB_ID": "1", "SLURM_NTASKS": "2"}
-    assert "this is none of them" in words(
-        allocation.check(machine("replicate=2", job=True, environment=told))
-    )
+    assert "this is none of them" in words(allocation.check(machine("replicate=2", job=True, environment=told)))
 
 
 def test_a_check_that_fails_hides_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -191,9 +183,7 @@ def test_this_machine_can_train() -> None:
         ("fp32", devices.VisibleGpu("P100", 16, (6, 0)), "note", "0: P100"),
     ],
 )
-def test_devices_and_their_generation(
-    precision: str, device: devices.VisibleGpu, level: str, words: str
-) -> None:
+def test_devices_and_their_generation(precision: str, device: devices.VisibleGpu, level: str, words: str) -> None:
     found = list(devices.of_devices([device], precision, None))
     assert found[-1].level == level
     assert words in found[-1].what
@@ -201,9 +191,7 @@ def test_devices_and_their_generation(
 
 def test_devices_of_amd() -> None:
     one = devices.VisibleGpu("MI250X", 64, None, "gfx90a")
-    assert "through ROCm (HIP 6.4): 0: MI250X, 64 GB, gfx90a" in words(
-        devices.of_devices([one], "bf16", "6.4")
-    )
+    assert "through ROCm (HIP 6.4): 0: MI250X, 64 GB, gfx90a" in words(devices.of_devices([one], "bf16", "6.4"))
     assert "error: precision=tf32 with ROCm" in words(devices.of_devices([one], "tf32", "6.4"))
 
 
@@ -214,9 +202,7 @@ def test_threads_within_and_between_operators() -> None:
 def test_packages_of_other_pythons(tmp_path: Path) -> None:
     twice = words(python_paths.of_user_site("/home/me/.local", {"torch", "rich", "mine"}, {"torch", "rich"}))
     assert twice == "warning: torch, rich: installed in this environment, and in /home/me/.local as well"
-    assert words(python_paths.of_user_site("/home/me/.local", {"mine"}, {"torch"})).startswith(
-        "note: 1 packages"
-    )
+    assert words(python_paths.of_user_site("/home/me/.local", {"mine"}, {"torch"})).startswith("note: 1 packages")
     for name in ("numpy/__init__.py", "sklearn/__init__.py", "typing_extensions.py", "my_own.py"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).touch()
@@ -256,18 +242,12 @@ def test_the_wheelhouse_is_listed(tmp_path: Path) -> None:
     (tmp_path / "torch-2.8.0-cp311-none-any.whl").touch()
     found = words(wheelhouse.of_folders("narval", [str(tmp_path), "https://elsewhere.org"]))
     assert found == f"note: wheelhouse: {tmp_path} (1 wheels, torch 2.8.0)"
-    assert "warning: jobs of narval are made of wheels" in words(
-        wheelhouse.of_folders("narval", ["/no/such"])
-    )
+    assert "warning: jobs of narval are made of wheels" in words(wheelhouse.of_folders("narval", ["/no/such"]))
     assert words(wheelhouse.check(machine())) == ""  # the generic site makes no environments
 
 
 def test_where_files_should_lie(tmp_path: Path) -> None:
-    places = {
-        "HOME": str(tmp_path),
-        "SCRATCH": str(tmp_path / "scratch"),
-        "GRAPPE_DATA": str(tmp_path / "data"),
-    }
+    places = {"HOME": str(tmp_path), "SCRATCH": str(tmp_path / "scratch"), "GRAPPE_DATA": str(tmp_path / "data")}
     (tmp_path / ".cache").mkdir()
     narval = sites.find("narval")
     found = list(storage.of_site(narval, machine(folder=tmp_path / "runs", environment=places)))
@@ -275,11 +255,7 @@ def test_where_files_should_lie(tmp_path: Path) -> None:
     assert "in $HOME (50 GB" in found[0].what
     assert "$SCRATCH (20 TB" in found[0].why
     assert "--run" in found[0].do
-    fine = {
-        **places,
-        "GRAPPE_DATA": str(tmp_path / "projects" / "d"),
-        "XDG_CACHE_HOME": str(tmp_path / "scratch"),
-    }
+    fine = {**places, "GRAPPE_DATA": str(tmp_path / "projects" / "d"), "XDG_CACHE_HOME": str(tmp_path / "scratch")}
     assert not list(storage.of_site(narval, machine(folder=tmp_path / "scratch" / "runs", environment=fine)))
 
 

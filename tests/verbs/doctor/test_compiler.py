@@ -35,9 +35,7 @@ def test_no_compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     assert words(examine(compiler.check)).startswith("note: there is no C++ compiler on the PATH")
     assert words(examine(compiler.check, "compile,device=cpu")).startswith("error: ")
-    assert words(examine(compiler.check, "engine=deepspeed")).startswith(
-        "warning: "
-    )  # its kernels are optional
+    assert words(examine(compiler.check, "engine=deepspeed")).startswith("warning: ")  # its kernels are optional
     disk = "engine=deepspeed,offload=nvme:/tmp,shard=2"
     assert words(examine(compiler.check, disk)).startswith("error: ")
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
@@ -168,9 +166,7 @@ def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     extension = tmp_path / "packages" / f"mine{sysconfig.get_config_var('EXT_SUFFIX')}"
     facts = tmp_path / "packages" / "mine-1.dist-info"
     facts.mkdir(parents=True)
-    (facts / "METADATA").write_text(
-        "Metadata-Version: 2.1\nName: mine\nVersion: 1\nRequires-Dist: torch>=2\n"
-    )
+    (facts / "METADATA").write_text("Metadata-Version: 2.1\nName: mine\nVersion: 1\nRequires-Dist: torch>=2\n")
     (facts / "RECORD").write_text(f"{extension.name},,\nlibmine_cuda117.so,,\n")
     source = "namespace c10 { void not_here(int); }\nvoid use() { c10::not_here(1); }"
     compiled = ["g++", "-shared", "-fPIC", "-x", "c++", "-", "-o", str(extension)]
@@ -196,9 +192,7 @@ def test_what_there_is_no_time_for_is_said(package: Path, monkeypatch: pytest.Mo
 
 
 def test_an_ldd_that_runs_files_is_not_asked(package: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert [extensions.runs_files("glibc", one) for one in ("2.17", "2.27", "2.36", "")] == [True] + [
-        False
-    ] * 3
+    assert [extensions.runs_files("glibc", one) for one in ("2.17", "2.27", "2.36", "")] == [True] + [False] * 3
     assert not extensions.runs_files("", "")
     monkeypatch.setattr("platform.libc_ver", lambda: ("glibc", "2.17"))
     monkeypatch.setattr(extensions, "answer", lambda *_: pytest.fail("it was asked"))

@@ -39,9 +39,7 @@ def test_the_same_of_several_nodes_is_said_once() -> None:
     slow, full, idle = warning("slow", why="why", do="do"), error("full"), note("idle")
     found = doctor._ordered([[slow, full], [slow, idle], [slow]], ["n0", "n1", "n0"])
     assert [(one.what, one.host) for one in found] == [("full", "n0"), ("slow", ""), ("idle", "n1")]
-    assert (
-        doctor.text(found) == "ERROR: full (on n0)\nwarning: slow\n  why: why\n  do:  do\nnote: idle (on n1)"
-    )
+    assert doctor.text(found) == "ERROR: full (on n0)\nwarning: slow\n  why: why\n  do:  do\nnote: idle (on n1)"
     assert doctor.failed(found)
     assert doctor.summary(found).endswith(": everything else is fine")
     assert f"torch {importlib.metadata.version('torch')}, Python 3." in doctor.summary([idle])

@@ -73,9 +73,7 @@ def test_readings_of_a_gpu_are_judged(monkeypatch: pytest.MonkeyPatch) -> None:
         assert memory.text == "80.0 of 85.0 GB free"
 
 
-def test_without_a_gpu_it_says_so_in_a_line(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
-) -> None:
+def test_without_a_gpu_it_says_so_in_a_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert ended(monkeypatch, "doctor", "--gpu") == EXIT_USAGE
     output = capsys.readouterr()
@@ -84,14 +82,9 @@ def test_without_a_gpu_it_says_so_in_a_line(
     assert not output.out
 
 
-def test_a_failed_trial_ends_with_a_failure(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
-) -> None:
+def test_a_failed_trial_ends_with_a_failure(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
     for right, code in ((True, EXIT_OK), (False, EXIT_FAILURE)):
-        trials = [
-            DeviceTrial(what="power", right=None, text="none"),
-            DeviceTrial(what="draws", right=right, text="0"),
-        ]
+        trials = [DeviceTrial(what="power", right=None, text="none"), DeviceTrial(what="draws", right=right, text="0")]
         monkeypatch.setattr(on_device, "try_gpu", lambda trials=trials: iter(trials))
         assert ended(monkeypatch, "doctor", "--gpu") == code
     assert capsys.readouterr().out.splitlines() == [

@@ -154,7 +154,5 @@ class Layered(Plain):
     middle: str = "Centred"
 
     def model(self) -> nn.Module:
-        middle = {"Centred": Centred, "TwoWays": TwoWays, "BatchNorm1d": lambda: nn.BatchNorm1d(5)}[
-            self.middle
-        ]()
+        middle = {"Centred": Centred, "TwoWays": TwoWays, "BatchNorm1d": lambda: nn.BatchNorm1d(5)}[self.middle]()
         return nn.Sequential(nn.Linear(4, 5), nn.Sequential(nn.ReLU(), middle), nn.Linear(5, 3))

@@ -45,9 +45,7 @@ def test_onnx_gives_the_runs_predictions(run: Run, tmp_path: Path) -> None:
     words = ["export", str(run.folder), "--out", str(tmp_path / "out"), "--format", "onnx"]
     app([*words, "--task", f"{tasks.__file__}:Tied"], exit_on_error=False, print_error=False)
     known, feed, wanted = written(tmp_path / "out")
-    session = onnxruntime.InferenceSession(
-        tmp_path / "out" / "model.onnx", providers=["CPUExecutionProvider"]
-    )
+    session = onnxruntime.InferenceSession(tmp_path / "out" / "model.onnx", providers=["CPUExecutionProvider"])
     assert [one.name for one in session.get_outputs()] == ["class", "chances", "sure"]
     for count in (1, 3, 8):
         found = session.run(None, {name: array[:count] for name, array in feed.items()})
@@ -63,9 +61,7 @@ def test_onnx_gives_the_runs_predictions(run: Run, tmp_path: Path) -> None:
 def test_rounded_weights_are_proven_and_scored(weights: Rounding, run: Run, tmp_path: Path) -> None:
     done = export(run, tmp_path / "out", task=tasks.Tied, format="onnx", weights=weights)
     known, feed, wanted = written(tmp_path / "out")
-    session = onnxruntime.InferenceSession(
-        tmp_path / "out" / "model.onnx", providers=["CPUExecutionProvider"]
-    )
+    session = onnxruntime.InferenceSession(tmp_path / "out" / "model.onnx", providers=["CPUExecutionProvider"])
     found = session.run(None, feed)
     assert np.allclose(found[1], [row["chances"] for row in wanted], atol=1e-5)
     scores = known["proof"]["scores"]
@@ -79,9 +75,7 @@ def test_rounded_weights_are_proven_and_scored(weights: Rounding, run: Run, tmp_
 
 
 def test_rounded_weights_are_a_programs(run: Run, tmp_path: Path) -> None:
-    with pytest.raises(
-        UsageError, match="--weights int8: --format safetensors writes the weights as they are"
-    ):
+    with pytest.raises(UsageError, match="--weights int8: --format safetensors writes the weights as they are"):
         export(run, tmp_path / "out", task=tasks.Tied, format="safetensors", weights="int8")
 
 
@@ -107,25 +101,19 @@ def test_what_is_traced_another_way_is_not_written(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("tensor", ["model.2.bias", "model.1.1.running_mean"])
-def test_what_is_written_wrongly_is_not_kept(
-    tensor: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_is_written_wrongly_is_not_kept(tensor: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A tensor that is changed in the trace alone, as a fault of what writes it would."""
 
     def spoiled(*arguments: Any) -> torch.export.ExportedProgram:
         traced = trace(*arguments)
         value = traced.state_dict[tensor]
         changed = value.detach() + 0.5
-        traced.state_dict[tensor] = (
-            torch.nn.Parameter(changed) if isinstance(value, torch.nn.Parameter) else changed
-        )
+        traced.state_dict[tensor] = torch.nn.Parameter(changed) if isinstance(value, torch.nn.Parameter) else changed
         return traced
 
     monkeypatch.setattr(formats, "trace", spoiled)
     message = differs(tmp_path, tasks.Layered(middle="BatchNorm1d"))
-    assert message.startswith(
-        "sample 0: in onnxruntime, 1 at a time, the exported program predicts something else"
-    )
+    assert message.startswith("sample 0: in onnxruntime, 1 at a time, the exported program predicts something else")
 
 
 class Sorted(tasks.Plain):
@@ -143,9 +131,7 @@ def test_what_onnx_has_not_is_refused(tmp_path: Path) -> None:
 
 def test_what_is_missing_is_named(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(formats.importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(
-        UsageError, match=r"needs onnx, onnxscript, onnxruntime: pip install 'grappe\[onnx\]'"
-    ):
+    with pytest.raises(UsageError, match=r"needs onnx, onnxscript, onnxruntime: pip install 'grappe\[onnx\]'"):
         export(run, tmp_path / "out", task=tasks.Tied, format="onnx")
     with pytest.raises(UsageError, match="--operators: --format safetensors compiles nothing"):
         export(run, tmp_path / "out", task=tasks.Tied, format="safetensors", sources=[Path("x.cpp")])

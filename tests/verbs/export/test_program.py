@@ -53,13 +53,7 @@ def program(exported: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     active = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
     for words in line.groups():
         done = subprocess.run(
-            words.split(),
-            cwd=copy,
-            check=False,
-            capture_output=True,
-            text=True,
-            env=active,
-            timeout=PATIENCE_SECONDS,
+            words.split(), cwd=copy, check=False, capture_output=True, text=True, env=active, timeout=PATIENCE_SECONDS
         )
         assert done.returncode == 0, done.stdout + done.stderr
     return copy / "build/predict"
@@ -99,9 +93,7 @@ def test_the_program_prints_what_predict_gives(program: Path, run: Run, tmp_path
     np.save(tmp_path / "images.npy", images)
     wanted = list(predict(run, "validation", task=Digits))
     for batch in (1, 2, 64, 180, 1000):
-        code, lines, errors = ran(
-            program, program.parents[1] / "model.pt2", tmp_path / "images.npy", "--batch", batch
-        )
+        code, lines, errors = ran(program, program.parents[1] / "model.pt2", tmp_path / "images.npy", "--batch", batch)
         assert code == 0, errors
         assert [one["class"] for one in lines] == [int(one["class"]) for one in wanted]
         gaps = [abs(a["probability"] - float(b["probability"])) for a, b in zip(lines, wanted, strict=True)]
@@ -115,14 +107,10 @@ def test_the_test_vectors_are_right(program: Path) -> None:
     assert code == 0
     assert len(lines) == 8
     assert [one["class"] for one in lines] == [one["class"] for one in wanted]
-    assert [one["probability"] for one in lines] == pytest.approx(
-        [one["probability"] for one in wanted], abs=1e-5
-    )
+    assert [one["probability"] for one in lines] == pytest.approx([one["probability"] for one in wanted], abs=1e-5)
 
 
-def test_int8_weights_make_a_smaller_program_that_scores_as_well(
-    exported: Path, run: Run, tmp_path: Path
-) -> None:
+def test_int8_weights_make_a_smaller_program_that_scores_as_well(exported: Path, run: Run, tmp_path: Path) -> None:
     done = export(run, tmp_path / "out", weights="int8", build=False)
     sizes = [(folder / "model.pt2").stat().st_size for folder in (exported, done.folder)]
     matrices = sum(one.numel() for one in Digits().model().parameters() if one.dim() > 1)
@@ -227,12 +215,7 @@ def test_another_libtorch_is_refused_by_the_compiler(program: Path, tmp_path: Pa
     include = Path(torch.__file__).parent / "include"
     flags = ["-std=c++17", "-fsyntax-only", f"-I{include}", f"-I{include}/torch/csrc/api/include"]
     done = subprocess.run(
-        ["g++", *flags, "main.cpp"],
-        cwd=tmp_path,
-        check=False,
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE_SECONDS,
+        ["g++", *flags, "main.cpp"], cwd=tmp_path, check=False, capture_output=True, text=True, timeout=PATIENCE_SECONDS
     )
     assert done.returncode
     assert "model.pt2 was compiled for another LibTorch" in done.stderr

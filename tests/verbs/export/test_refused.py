@@ -82,9 +82,7 @@ class Quoted(tasks.Plain):
         (Quoted(), "cannot be a name in a program"),
     ],
 )
-def test_predictions_are_tensors_with_a_row_for_each_sample(
-    task: tasks.Plain, told: str, tmp_path: Path
-) -> None:
+def test_predictions_are_tensors_with_a_row_for_each_sample(task: tasks.Plain, told: str, tmp_path: Path) -> None:
     samples = samples_of(task, "validation", tmp_path)
     with pytest.raises(TaskError, match=told):
         output_names(program_of(task, task.model(), samples), samples.example())
@@ -117,9 +115,7 @@ def test_the_first_sample_that_differs_is_named() -> None:
     ours = [torch.zeros(4, dtype=torch.long), torch.zeros(4, 2)]
     theirs = [torch.tensor([0, 0, 0, 1]), torch.tensor([[0.0, 0], [0, 0], [0, 2e-5], [0, 0]])]
     names = ("class", "scores")
-    with pytest.raises(
-        proof.PredictionMismatch, match=r"sample 102: in C\+\+, .* scores is 0, 2e-05, not 0, 0"
-    ):
+    with pytest.raises(proof.PredictionMismatch, match=r"sample 102: in C\+\+, .* scores is 0, 2e-05, not 0, 0"):
         proof.compare(ours, theirs, names=names, first=100, place="in C++, 1 at a time")
     near = [ours[0], theirs[1] / 4]
     assert proof.compare(ours, near, names=names, first=0, place="") == pytest.approx(5e-6)
@@ -230,9 +226,7 @@ def test_a_package_is_opened_only_by_who_made_it(tmp_path: Path) -> None:
         ["predict", "RUN", "model.pt2", "--task", f"{tasks.__file__}:Couples"],
     ],
 )
-def test_commands_open_no_package(
-    words: list[str], run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_commands_open_no_package(words: list[str], run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "model.pt2").write_bytes(b"native code")
     words = [str(run.folder) if word == "RUN" else word for word in words]
@@ -246,14 +240,10 @@ def test_weights_are_read_from_no_package(tmp_path: Path) -> None:
         foreign_weights(tmp_path / "model.pt2")
 
 
-def test_without_a_compiler_the_fix_is_told(
-    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_a_compiler_the_fix_is_told(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.delenv("CXX", raising=False)
-    with pytest.raises(
-        UsageError, match=r"no C\+\+ compiler on the PATH: module load gcc.*--format safetensors"
-    ):
+    with pytest.raises(UsageError, match=r"no C\+\+ compiler on the PATH: module load gcc.*--format safetensors"):
         export(run, tmp_path / "out", task=tasks.Couples, data=tmp_path)
     assert not list(tmp_path.iterdir())
 

@@ -68,9 +68,7 @@ def test_from_pretrained_reads_what_a_run_learned(given: Path, tmp_path: Path, a
     rows = torch.stack(list(grappe.predict(run, "validation", task=task)))
     assert torch.allclose(logits, rows, atol=1e-4)
     moved = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "moved")
-    assert not torch.equal(
-        again.model.layers[0].self_attn.q_proj.weight, moved.model.layers[0].self_attn.q_proj.weight
-    )
+    assert not torch.equal(again.model.layers[0].self_attn.q_proj.weight, moved.model.layers[0].self_attn.q_proj.weight)
     for line in (out / "SHA256SUMS").read_text().splitlines():
         digest, _, name = line.partition("  ")
         assert hashlib.sha256((out / name).read_bytes()).hexdigest() == digest

@@ -81,9 +81,7 @@ def serving(server: Server) -> Iterator[Server]:
 @pytest.fixture(scope="module")
 def certificate(tmp_path_factory: pytest.TempPathFactory) -> Path:
     place = tmp_path_factory.mktemp("certificate")
-    words = (
-        "openssl req -x509 -newkey rsa:2048 -nodes -days 2 -subj /CN=here -addext subjectAltName=IP:127.0.0.1"
-    )
+    words = "openssl req -x509 -newkey rsa:2048 -nodes -days 2 -subj /CN=here -addext subjectAltName=IP:127.0.0.1"
     subprocess.run(
         [*words.split(), "-keyout", "key.pem", "-out", "cert.pem"], cwd=place, check=True, capture_output=True
     )
@@ -200,9 +198,7 @@ def test_a_link_in_the_partial_files_place_is_not_followed(server: Server, tmp_p
     assert not (tmp_path / "other").exists()
 
 
-def test_no_other_scheme_host_or_certificate(
-    server: Server, tmp_path: Path, certificate: Path, monkeypatch
-) -> None:
+def test_no_other_scheme_host_or_certificate(server: Server, tmp_path: Path, certificate: Path, monkeypatch) -> None:
     data = tmp_path / "data"
     for url in (address(server, scheme="http"), "file:///etc/hostname", "https:///some.bin", "ftp://a/b"):
         with pytest.raises(UsageError, match="https alone"):
@@ -256,9 +252,7 @@ def archive(*files: tuple[str, bytes], link: str = "") -> bytes:
 
 
 def test_named_members_of_an_archive_are_taken_out_and_no_others(server: Server, tmp_path: Path) -> None:
-    packed = archive(
-        ("set/a.bin", b"aaa"), ("../evil", b"x"), ("set/b.bin", b"bb"), ("set/c", b"c"), link="set/d"
-    )
+    packed = archive(("set/a.bin", b"aaa"), ("../evil", b"x"), ("set/b.bin", b"bb"), ("set/c", b"c"), link="set/d")
     server.files["/set.tar.gz"] = packed
     data = tmp_path / "data"
     mine = task(tmp_path, address(server, "/set.tar.gz"), packed, "members={'set/a.bin': 3, 'set/b.bin': 2}")
@@ -269,10 +263,7 @@ def test_named_members_of_an_archive_are_taken_out_and_no_others(server: Server,
     (data / "set" / "b.bin").write_bytes(b"b")
     fetch(mine, data)
     assert (data / "set" / "b.bin").read_bytes() == b"bb"
-    for members, said in (
-        ("{'set/d': 0}", "has no set/d"),
-        ("{'set/a.bin': 4}", "has no set/a.bin of 4 bytes"),
-    ):
+    for members, said in (("{'set/d': 0}", "has no set/d"), ("{'set/a.bin': 4}", "has no set/a.bin of 4 bytes")):
         with pytest.raises(DataError, match=said):
             fetch(task(tmp_path, address(server, "/set.tar.gz"), packed, f"members={members}"), data)
     server.files["/set.tar.gz"] = b"nothing"

@@ -80,9 +80,7 @@ def test_the_exit_code_is_1_only_if_none_fits_for_sure(
     assert measuring.foresee("digits", site="narval") == code
 
 
-@pytest.mark.parametrize(
-    ("aim", "found"), [("fastest", "replicate=2"), ("cheapest", ""), ("smallest", "shard=2")]
-)
+@pytest.mark.parametrize(("aim", "found"), [("fastest", "replicate=2"), ("cheapest", ""), ("smallest", "shard=2")])
 def test_the_best_plan_depends_on_the_aim_and_fits(aim: Any, found: str) -> None:
     chosen = best(PLANS, aim)
     assert chosen is not None and chosen.foreseen.plan == found
@@ -164,24 +162,13 @@ def test_the_verdict_on_a_gpu(
     assert gpu_or_not(None, [plan("", 0.5, 1, 1)]) is None  # type: ignore[arg-type]
     fabric = site_fabric(find("narval"))
     found = gpu_or_not(None, [plan("replicate=2", 0.5, 2, 1)], fabric) or ""  # type: ignore[arg-type]
-    assert (
-        f"keeps one NVIDIA A100 SXM4, 40 GB {busy / gpu:.0%} busy" in found and "--plan device=cpu" in found
-    )
+    assert f"keeps one NVIDIA A100 SXM4, 40 GB {busy / gpu:.0%} busy" in found and "--plan device=cpu" in found
 
 
 def test_plain_plans_are_tried_first_and_each_number_of_processes_in_turn() -> None:
-    plans = [
-        Foreseen(plan=str(one), processes=one.processes, batch=8, needs=None) for one in candidates([1, 2, 4])
-    ]
+    plans = [Foreseen(plan=str(one), processes=one.processes, batch=8, needs=None) for one in candidates([1, 2, 4])]
     names = [one.plan for one in by_importance(plans)]
-    assert names[:6] == [
-        "",
-        "replicate=2",
-        "replicate=4",
-        "shard=2,zero=1",
-        "shard=4,zero=1",
-        "shard=2,zero=2",
-    ]
+    assert names[:6] == ["", "replicate=2", "replicate=4", "shard=2,zero=1", "shard=4,zero=1", "shard=2,zero=2"]
     assert sorted(names) == sorted(one.plan for one in plans)
     assert names.index("microbatches=4") > names.index("shard=4")
 
@@ -204,9 +191,7 @@ def test_steps_of_at_most_five_plans_that_fit_this_machine_are_run(monkeypatch: 
     assert ran[:4] == [("", "64"), ("replicate=2", "64"), ("", "32"), ("replicate=2", "32")]
     assert times.plans[0].time is not None and times.plans[0].cost is not None
     assert "4 threads of 4 processes on 2 cores" in times.plans[3].why
-    assert any(
-        "foresee runs steps of at most 5 plans, for about 15 s; name others" in one for one in times.reasons
-    )
+    assert any("foresee runs steps of at most 5 plans, for about 15 s; name others" in one for one in times.reasons)
     assert "a GPU or not" in times.notes[-1]
     times = foresee("digits", ["", "microbatches=2"])
     assert "microbatches=2: no step of it ended in 1 s" in times.reasons

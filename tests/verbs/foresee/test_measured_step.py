@@ -15,9 +15,7 @@ from tests.foresight.test_search import needing
 
 
 @pytest.mark.parametrize("plan", ["threads=1", "replicate=2,threads=1"])
-def test_a_few_steps_are_timed_and_nothing_stays(
-    plan: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_few_steps_are_timed_and_nothing_stays(plan: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     found = measured_step(TaskReference.of("digits"), Plan.parse(plan), Path("data"))
     assert found.measured and 0 < found.total < 10 and found.spread >= 0.1

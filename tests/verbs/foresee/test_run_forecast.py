@@ -77,12 +77,8 @@ def test_a_strangers_run_says_why_and_its_task_is_not_imported(run: Run, tmp_pat
     assert found.states is None
 
 
-@pytest.mark.parametrize(
-    "costs", [[], [{"held": 3, "peak": {"host": "much"}}], [{"held": {"parameters": -1}}]]
-)
-def test_a_damaged_or_unfinished_run_is_told_of_without_an_error(
-    run: Run, tmp_path: Path, costs: object
-) -> None:
+@pytest.mark.parametrize("costs", [[], [{"held": 3, "peak": {"host": "much"}}], [{"held": {"parameters": -1}}]])
+def test_a_damaged_or_unfinished_run_is_told_of_without_an_error(run: Run, tmp_path: Path, costs: object) -> None:
     copy = Run(shutil.copytree(run.folder, tmp_path / "copy"))
     (copy.folder / FILE).write_text('{"of": 3, "foreseen": [1]}')
     copy.describe(costs=costs, task="nothing:Nothing", id="0" * 32)
@@ -126,9 +122,7 @@ def test_a_gpus_step_is_foreseen_once_from_its_data_sheet(
     assert content["step"]["seconds"] == found.step
     monkeypatch.setattr(module, "_traced", untraced)
     assert foreseen_run(copy) == found
-    (copy.folder / FILE).write_text(
-        json.dumps({**content, "step": {}})
-    )  # of a version without the data sheet
+    (copy.folder / FILE).write_text(json.dumps({**content, "step": {}}))  # of a version without the data sheet
     assert "traced again" in foreseen_run(copy).why
 
 

@@ -87,9 +87,7 @@ def test_its_measured_costs(tmp_path: Path) -> None:
     assert (found.costs.evaluation, found.costs.save, found.costs.start) == (2.0, 0.75, 7.0)
 
 
-def test_evaluations_of_earlier_starts_are_not_counted_and_without_one_it_takes_half_an_epoch(
-    tmp_path: Path,
-) -> None:
+def test_evaluations_of_earlier_starts_are_not_counted_and_without_one_it_takes_half_an_epoch(tmp_path: Path) -> None:
     run = with_evaluations(made(tmp_path, costs=[cost(samples=3200)]), 50, 100)
     found = earlier_run(query(), tmp_path, None, Options())
     assert found is not None and found.costs.evaluation == 4.0
@@ -206,18 +204,12 @@ def test_what_it_takes() -> None:
 @given(done=st.integers(0, 900), more=st.integers(1, 99), every=st.integers(1, 400))
 def test_what_is_done_is_not_left(done: int, more: int, every: int) -> None:
     options = Options(evaluate_every=every)
-    a, b = (
-        RemainingTraining.of(options, done=at, epochs=1, steps_per_epoch=1000) for at in (done, done + more)
-    )
+    a, b = (RemainingTraining.of(options, done=at, epochs=1, steps_per_epoch=1000) for at in (done, done + more))
     assert a.steps - b.steps == more and a.evaluations >= b.evaluations
     assert COSTS.seconds(a) > COSTS.seconds(b)
 
 
-@given(
-    seconds=st.floats(0, 1e6),
-    least=st.sampled_from([60, 300, 3600]),
-    most=st.none() | st.integers(3600, 10**6),
-)
+@given(seconds=st.floats(0, 1e6), least=st.sampled_from([60, 300, 3600]), most=st.none() | st.integers(3600, 10**6))
 def test_a_limit_is_enough_in_whole_units_and_never_above_the_sites(
     seconds: float, least: int, most: int | None
 ) -> None:
@@ -229,9 +221,7 @@ def test_a_limit_is_enough_in_whole_units_and_never_above_the_sites(
     assert most is None or found <= most
 
 
-@pytest.mark.parametrize(
-    ("minutes", "found"), [(0.1, 5), (41, 50), (99, 120), (101, 135), (595, 720), (610, 780)]
-)
+@pytest.mark.parametrize(("minutes", "found"), [(0.1, 5), (41, 50), (99, 120), (101, 135), (595, 720), (610, 780)])
 def test_units_grow_with_the_time(minutes: float, found: int) -> None:
     assert time_limit(60 * minutes, 60, None) == 60 * found
 

@@ -44,9 +44,7 @@ def searched(process: ProcessRank, rendezvous_folder: Path, request: LRFindReque
     return worker(request, process, rendezvous_folder)
 
 
-def found(
-    pool: Pool, plan: str, task: Images, ramp: Ramp = RAMP
-) -> tuple[float, bool, tuple[LossCurve, ...]]:
+def found(pool: Pool, plan: str, task: Images, ramp: Ramp = RAMP) -> tuple[float, bool, tuple[LossCurve, ...]]:
     wanted = Plan.parse(f"{plan},threads=1" if plan else "threads=1")
     request = LRFindRequest(task=TaskReference.of(task), plan=wanted, data=Path(), ramp=ramp)
     everyone = pool.run(f"{__name__}:searched", wanted.processes, request)
@@ -74,9 +72,7 @@ def test_the_curves_are_those_of_one_process(pool: Pool, alone: tuple, plan: str
 
 
 def test_optimizers_with_modes_and_stages_have_curves(pool: Pool) -> None:
-    _, _, curves = found(
-        pool, "pipeline=2,microbatches=2", TunedTokens(by="schedule-free"), Ramp(steps=20, seeds=1)
-    )
+    _, _, curves = found(pool, "pipeline=2,microbatches=2", TunedTokens(by="schedule-free"), Ramp(steps=20, seeds=1))
     assert len(curves[0].loss) > 10
 
 
@@ -88,9 +84,7 @@ def tree(folder: Path) -> dict[str, str]:
     }
 
 
-def test_a_run_is_not_touched_and_nothing_is_left(
-    pool: Pool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_is_not_touched_and_nothing_is_left(pool: Pool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     train(pool, Images(), "", tmp_path / "run", 3, save_every=2)
     before = tree(tmp_path)

@@ -72,9 +72,7 @@ def cost(seconds: float = 0.05, calls: float = 1) -> tuple[LineCost, ...]:
     return (LineCost(line=LINE, calls=calls, seconds=seconds),)
 
 
-def first(
-    one: Measurement, found: RunTrace, *others: Measurement, every: Intervals = EVERY
-) -> tuple[str, float, str]:
+def first(one: Measurement, found: RunTrace, *others: Measurement, every: Intervals = EVERY) -> tuple[str, float, str]:
     """The part that is named first, its share, and the word that moves it; the sum is checked."""
     breakdown = break_down(one, found, every)
     assert tuple(breakdown.parts) == PARTS
@@ -92,11 +90,7 @@ def test_nothing_is_lost_and_the_rest_is_useful() -> None:
 
 
 def test_a_slow_loader() -> None:
-    assert first(point({**STEP, "data": 0.3}), traces()) == (
-        "waiting for data",
-        pytest.approx(0.75),
-        "workers=4",
-    )
+    assert first(point({**STEP, "data": 0.3}), traces()) == ("waiting for data", pytest.approx(0.75), "workers=4")
     assert "in memory" in first(point({**STEP, "data": 0.3}, workers=None), traces())[2]
 
 
@@ -204,10 +198,7 @@ def test_copies_into_messages_are_not_waited_for_and_calls_of_collectives_are_no
 def test_stages_and_split_layers_send_no_gradients() -> None:
     waits = {**STEP, "communication": 0.1}
     huge = traces(2, seen={"largest": ("embed.weight", 95)})
-    for plan, word in (
-        ("pipeline=2,microbatches=4", "cut where less is sent"),
-        ("tensor=2", "a smaller tensor="),
-    ):
+    for plan, word in (("pipeline=2,microbatches=4", "cut where less is sent"), ("tensor=2", "a smaller tensor=")):
         one = point(waits, waits, plan=plan)
         found = remedies(break_down(one, huge, EVERY), one, [one])
         (said,) = [each.word for each in found if each.part == "exposed communication"]
@@ -240,10 +231,7 @@ def test_evaluations_that_are_too_frequent() -> None:
 def test_what_the_trace_did_not_see_is_not_explained() -> None:
     breakdown = break_down(point({"forward": 0.2, "backward": 0.2}), traces(), EVERY)
     assert breakdown.share("not explained") == pytest.approx(0.75)
-    none = RunTrace(
-        processes=(dataclasses.replace(traces().processes[0], operators=None),),
-        reachable=RATES,
-    )
+    none = RunTrace(processes=(dataclasses.replace(traces().processes[0], operators=None),), reachable=RATES)
     assert break_down(point(STEP), none, EVERY).share("not explained") == 1
 
 
@@ -263,9 +251,7 @@ def test_a_process_at_another_pace_divides_in_the_same_way() -> None:
 def test_table_and_json() -> None:
     one = point({**STEP, "data": 0.3})
     breakdown = break_down(one, traces(), EVERY)
-    explanation = Explanation(
-        plan="", batch=64, breakdown=breakdown, remedies=tuple(remedies(breakdown, one, [one]))
-    )
+    explanation = Explanation(plan="", batch=64, breakdown=breakdown, remedies=tuple(remedies(breakdown, one, [one])))
     shown = breakdown_table(breakdown, explanation.remedies, "one process (batch 64)")
     assert shown.row_count == 4  # data, host, useful, and what is too little
     said = [line for line in explained([explanation]) if isinstance(line, str)]

@@ -41,9 +41,7 @@ PLANS = (
 def test_every_kind_of_plan_is_divided_and_has_a_verdict() -> None:
     options = MeasureOptions(steps=3, repeats=1)
     task = Planted(validation=64, width=32, layers=4)
-    points = verb.measure(
-        task, [f"device=cpu,threads=1,{one}" for one in PLANS], options=options, advise=False
-    )
+    points = verb.measure(task, [f"device=cpu,threads=1,{one}" for one in PLANS], options=options, advise=False)
     assert [one.failure for one in points] == [""] * len(PLANS)
     assert verdict.sentences(points)
     for one in explain(task, points, options=options):

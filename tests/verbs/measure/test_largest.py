@@ -70,12 +70,8 @@ def test_memory_ends_it(tmp_path: Path) -> None:
     assert found.too_large - found.batch <= max(2, found.too_large // 8)
     assert found.batch > 64
     assert f"batch {found.too_large} does not fit" in lines
-    assert (
-        str(found) == f"largest batch of device=cpu,threads=1: {found.batch} ({found.too_large} does not fit)"
-    )
-    assert (
-        resource.getrlimit(resource.RLIMIT_DATA)[0] == resource.RLIM_INFINITY
-    )  # the limit was its processes'
+    assert str(found) == f"largest batch of device=cpu,threads=1: {found.batch} ({found.too_large} does not fit)"
+    assert resource.getrlimit(resource.RLIMIT_DATA)[0] == resource.RLIM_INFINITY  # the limit was its processes'
 
 
 def test_the_dataset_ends_it(tmp_path: Path) -> None:

@@ -25,9 +25,7 @@ PLAN = "device=cpu,threads=1"
 
 def measured(task: Sleeping, *plans: str, **options):
     batch_size = options.pop("batch_size", ())
-    return verb.measure(
-        task, plans, options=MeasureOptions(steps=5, repeats=1, batch_size=batch_size), **options
-    )
+    return verb.measure(task, plans, options=MeasureOptions(steps=5, repeats=1, batch_size=batch_size), **options)
 
 
 def test_a_slow_loader_is_named_and_the_advice_is_tried() -> None:
@@ -52,15 +50,8 @@ def test_a_slow_process_is_named() -> None:
 def test_a_small_batch_is_named_and_a_plan_that_fails_is_a_row(tmp_path: Path) -> None:
     lines: list[str] = []
     plans = (PLAN, f"{PLAN},tensor=2,batchnorm=sync")
-    points = measured(
-        Sleeping(ahead=0.01, backward=0.01), *plans, batch_size=(2, 16), advise=False, note=lines.append
-    )
-    assert [(point.batch, bool(point.failure)) for point in points] == [
-        (2, False),
-        (2, True),
-        (16, False),
-        (16, True),
-    ]
+    points = measured(Sleeping(ahead=0.01, backward=0.01), *plans, batch_size=(2, 16), advise=False, note=lines.append)
+    assert [(point.batch, bool(point.failure)) for point in points] == [(2, False), (2, True), (16, False), (16, True)]
     assert "slices of 2 samples are small" in "\n".join(verdict.sentences(points))
     assert points[0].flops == pytest.approx(2 * 2 * (9 + 6) + 2 * 6)  # no gradient of the first layer's input
     assert points[0].trials[0].processes[0].held["parameters"] == 4 * (12 + 8)

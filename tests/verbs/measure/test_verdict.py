@@ -10,14 +10,7 @@ import pytest
 from grappe.plan import Plan
 from grappe.profiling.phases import IN_A_STEP
 from grappe.verbs.measure import verdict
-from grappe.verbs.measure.points import (
-    Measurement,
-    ProcessTimes,
-    TimedRun,
-    baseline,
-    efficiency,
-    efficiency_loss,
-)
+from grappe.verbs.measure.points import Measurement, ProcessTimes, TimedRun, baseline, efficiency, efficiency_loss
 from grappe.verbs.measure.table import losses, table
 
 NONE = dict.fromkeys(IN_A_STEP, 0.0)
@@ -142,15 +135,10 @@ def test_more_threads_than_cores() -> None:
 
 
 def test_energy_and_speed_may_disagree() -> None:
-    told = said(
-        point(COMPUTE, joules=0.1), point(COMPUTE, COMPUTE, batch=128, plan="replicate=2", joules=0.2)
-    )
+    told = said(point(COMPUTE, joules=0.1), point(COMPUTE, COMPUTE, batch=128, plan="replicate=2", joules=0.2))
     assert "fastest: replicate=2 (batch 128)" in told
     assert "least energy: one process (batch 64), 0.1 J a sample" in told
 
 
 def test_nothing_measured() -> None:
-    assert (
-        said(Measurement(plan="", batch=1, processes=1, slices=1, failure="no"))
-        == "nothing could be measured"
-    )
+    assert said(Measurement(plan="", batch=1, processes=1, slices=1, failure="no")) == "nothing could be measured"

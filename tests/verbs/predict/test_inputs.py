@@ -121,9 +121,7 @@ def given(runs, folder: Path) -> Callable[[str, Any], list[torch.Tensor]]:
 
 
 def same(ours: list[Any], theirs: list[Any]) -> bool:
-    return len(ours) == len(theirs) and all(
-        torch.allclose(a, b, atol=1e-6) for a, b in zip(ours, theirs, strict=True)
-    )
+    return len(ours) == len(theirs) and all(torch.allclose(a, b, atol=1e-6) for a, b in zip(ours, theirs, strict=True))
 
 
 def write(file: Path, lines: list[Any]) -> Path:
@@ -135,9 +133,7 @@ def test_json_lines_of_arrays(given, tmp_path: Path) -> None:
     inputs = Plain().data("validation", tmp_path).inputs
     lines = write(tmp_path / "a.jsonl", inputs.tolist())
     assert same(given("plain", lines), given("plain", "validation"))
-    whole = write(
-        tmp_path / "whole.ndjson", [[1, 2, 3, 4], [0.5, 2, 3, 4]]
-    )  # types are the task's, not a line's
+    whole = write(tmp_path / "whole.ndjson", [[1, 2, 3, 4], [0.5, 2, 3, 4]])  # types are the task's, not a line's
     assert same(given("plain", whole), given("plain", torch.tensor([[1.0, 2, 3, 4], [0.5, 2, 3, 4]])))
 
 
@@ -183,9 +179,7 @@ def test_types_are_the_tasks_whatever_a_line_says() -> None:
     example = Both(torch.zeros(1, 2), torch.zeros(1, 2, dtype=torch.int64))
     ((found, count),) = verb_inputs.line_batches(Trickle(b"[[1, 2], [1.0, 2.0]]", 1000), "-", example)
     assert isinstance(found, Both) and count == 1
-    assert (
-        found.ids.dtype == torch.int64 and found.ids.tolist() == [[1, 2]] and found.x.dtype == torch.float32
-    )
+    assert found.ids.dtype == torch.int64 and found.ids.tolist() == [[1, 2]] and found.x.dtype == torch.float32
     for number in ("1.5", "1e300", "Infinity", "NaN"):
         with pytest.raises(DataError, match="give whole numbers"):
             list(verb_inputs.line_batches(Trickle(f"[{number}, 2]".encode(), 1000), "-", example.ids))
@@ -237,20 +231,8 @@ def test_a_line_without_end(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_line_is_answered_before_the_next_is_written(runs, folder: Path) -> None:
-    words = [
-        GRAPPE,
-        "predict",
-        str(runs("plain").folder),
-        "-",
-        "--task",
-        f"{__file__}:Plain",
-        "--data",
-        str(folder),
-    ]
-    paths = [
-        str(Path(__file__).parents[3]),
-        *filter(None, [os.environ.get("PYTHONPATH")]),
-    ]  # of this file's imports
+    words = [GRAPPE, "predict", str(runs("plain").folder), "-", "--task", f"{__file__}:Plain", "--data", str(folder)]
+    paths = [str(Path(__file__).parents[3]), *filter(None, [os.environ.get("PYTHONPATH")])]  # of this file's imports
     child = subprocess.Popen(
         words,
         stdin=subprocess.PIPE,
@@ -324,9 +306,7 @@ def test_pictures_that_cannot_be_taken(given, folder: Path, tmp_path: Path) -> N
         given("digits", tmp_path / "empty")
     with pytest.raises(UsageError, match="several inputs are pictures"):
         given("digits", [tmp_path / "large.png", tmp_path / "a.npy"])
-    with pytest.raises(
-        UsageError, match=r"a\.txt: give one of train, validation, test, a \.npy file, JSON lines"
-    ):
+    with pytest.raises(UsageError, match=r"a\.txt: give one of train, validation, test, a \.npy file, JSON lines"):
         given("digits", tmp_path / "a.txt")
 
 
@@ -350,10 +330,7 @@ def test_files_are_named_as_numpy_names_them(tmp_path: Path) -> None:
     (tmp_path / "elsewhere").mkdir()
     (tmp_path / "link.npy").symlink_to(tmp_path / "elsewhere" / "there.npy")
     save(tmp_path / "link.npy", rows)
-    assert (tmp_path / "link.npy").is_symlink() and np.load(tmp_path / "elsewhere" / "there.npy").shape == (
-        3,
-        2,
-    )
+    assert (tmp_path / "link.npy").is_symlink() and np.load(tmp_path / "elsewhere" / "there.npy").shape == (3, 2)
 
 
 def test_a_folder_is_refused_before_anything_is_computed(tmp_path: Path) -> None:
@@ -389,9 +366,7 @@ def test_files_larger_than_the_memory(kind: str, name: str, runs, folder: Path) 
     """300 MB of samples, in a process that may take 200 MB more than before the first."""
     file, count = folder / f"large.{kind}", 3_000
     if kind == "npy":
-        np.lib.format.open_memmap(
-            file, "w+", np.float32, (count, 25_000)
-        ).flush()  # takes no room on the disk
+        np.lib.format.open_memmap(file, "w+", np.float32, (count, 25_000)).flush()  # takes no room on the disk
     else:
         padded = b"[1, 2, 3, 4" + b" " * 100_000 + b"]\n"
         with file.open("wb") as stream:

@@ -136,9 +136,7 @@ def test_nothing_to_predict(lines, run: Run, tmp_path: Path) -> None:
         save(tmp_path / "out.npy", verb.predict(run, ARRAY[:0], task=Outputs()))
 
 
-@pytest.mark.parametrize(
-    "content", [b"", b"\x93NUMPY", b"\x93NUMPY\x01\x00\xff\xff", b"PK\x03\x04", b"\x80\x04."]
-)
+@pytest.mark.parametrize("content", [b"", b"\x93NUMPY", b"\x93NUMPY\x01\x00\xff\xff", b"PK\x03\x04", b"\x80\x04."])
 def test_files_that_are_no_arrays(lines, tmp_path: Path, content: bytes) -> None:
     (tmp_path / "a.npy").write_bytes(content)
     with pytest.raises(DataError, match=r"a\.npy"):
@@ -163,9 +161,7 @@ def test_files_that_are_no_arrays(lines, tmp_path: Path, content: bytes) -> None
 def test_headers_that_lie(lines, tmp_path: Path, header: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     text = header.encode() + b"\n"
-    (tmp_path / "a.npy").write_bytes(
-        b"\x93NUMPY\x01\x00" + len(text).to_bytes(2, "little") + text + bytes(64)
-    )
+    (tmp_path / "a.npy").write_bytes(b"\x93NUMPY\x01\x00" + len(text).to_bytes(2, "little") + text + bytes(64))
     with pytest.raises(DataError, match=r"a\.npy"):
         lines(tmp_path / "a.npy")
     assert not (tmp_path / "ran").exists()
@@ -202,9 +198,7 @@ def test_a_row_each(output: Any, count: int, last: dict[str, Any]) -> None:
 
 
 def test_what_has_no_row_each_is_refused() -> None:
-    with pytest.raises(
-        TaskError, match=r"Mine's model has \[6\], no row for each of 3 samples: give Mine a pred"
-    ):
+    with pytest.raises(TaskError, match=r"Mine's model has \[6\], no row for each of 3 samples: give Mine a pred"):
         list(rows({"a": A, "b": torch.ones(6)}, 3, "Mine"))
     with pytest.raises(TaskError, match="a prediction is a object"):
         as_json(object())
@@ -251,11 +245,7 @@ def test_several_processes_predict_what_one_does(pool: Pool, run: Run, plan: str
     ("plan", "inputs", "words"),
     [
         ("pipeline=2", ARRAY, "has no pipeline= in its plan"),
-        (
-            "replicate=2,microbatches=2",
-            ARRAY,
-            "has no microbatches= in its plan, but backend, device, per_device",
-        ),
+        ("replicate=2,microbatches=2", ARRAY, "has no microbatches= in its plan, but backend, device, per_device"),
         ("engine=deepspeed,replicate=2", ARRAY, "has no engine="),
         ("replicate=2", "-", "lines on the standard input go to one process"),
     ],

@@ -70,16 +70,8 @@ def test_one_run(browser: chromium.Browser, run: Path) -> None:
     file = report([run])
     assert file == run / "report.html"
     assert shown(browser, file) >= 9
-    titles = browser.evaluate(
-        "[...document.querySelectorAll('figcaption')].map(one => one.firstChild.textContent)"
-    )
-    for title in (
-        "loss",
-        "learning rate",
-        "gradient norm",
-        "where a step's time goes",
-        "peak memory by kind",
-    ):
+    titles = browser.evaluate("[...document.querySelectorAll('figcaption')].map(one => one.firstChild.textContent)")
+    for title in ("loss", "learning rate", "gradient norm", "where a step's time goes", "peak memory by kind"):
         assert title in titles
     assert "not measurable here" in browser.evaluate("document.body.innerText") or "J a sample" in titles
     # A run that was started twice says so.
@@ -101,9 +93,7 @@ def test_twenty_runs_and_their_differences(
     assert browser.evaluate(curves) == 40  # training and validation
     browser.evaluate("document.querySelector('#legend input').click()")
     assert browser.evaluate(curves) == 38
-    differs = browser.evaluate(
-        "[...document.querySelectorAll('tr.differs')].map(one => one.cells[0].textContent)"
-    )
+    differs = browser.evaluate("[...document.querySelectorAll('tr.differs')].map(one => one.cells[0].textContent)")
     assert differs == ["plan"]
 
 
@@ -111,13 +101,7 @@ def test_a_search_for_a_learning_rate(browser: chromium.Browser, tmp_path: Path)
     curve = {"seed": 0, "lr": [0.001, 0.01, 0.1], "loss": [2.0, 1.5, 1.7], "diverged": True}
     band = {"steepest": 0.01, "largest_stable": 0.04, "suggested": 0.02, "reaches_the_end": False}
     for name, found in (("a", {"band": band, "reason": ""}), ("b", {"band": None, "reason": "<b>noise</b>"})):
-        known = {
-            "kind": "lr-find",
-            "task": name,
-            "plan": "",
-            "ramp": {"kind": "exponential"},
-            "curves": [curve],
-        }
+        known = {"kind": "lr-find", "task": name, "plan": "", "ramp": {"kind": "exponential"}, "curves": [curve]}
         (tmp_path / f"{name}.json").write_text(json.dumps({**known, **found}))
     shown(browser, report([tmp_path / "a.json", tmp_path / "b.json"], tmp_path / "report.html"))
     text = browser.evaluate("document.body.innerText")
@@ -142,13 +126,7 @@ def test_a_study(browser: chromium.Browser, tmp_path: Path) -> None:
         value = 1 / (1 + abs(number - 9))
         state, rungs = ("complete", (0.1, value)) if number % 4 else ("paused", (value,))
         study.write(
-            Trial(
-                number=number,
-                fields=fields,
-                state=state,
-                value=value if state == "complete" else None,
-                rungs=rungs,
-            )
+            Trial(number=number, fields=fields, state=state, value=value if state == "complete" else None, rungs=rungs)
         )
     study.write(Trial(number=20, fields=fields, state="failed", reason="<i>nan</i>"))
     assert shown(browser, report([tmp_path / "study"])) == 2
@@ -170,9 +148,7 @@ def test_a_run_still_going_and_one_that_crashed(browser: chromium.Browser, run: 
     crashed = another(run, "crashed", status="running", costs=[], used={})
     (crashed / "done").unlink()
     (crashed / "lease.json").write_text("{}")  # nobody holds it
-    (crashed / "metrics.jsonl").write_text(
-        'not json\n{"kind": "step", "step": 1, "loss": null, "lr": 0.1}\n[1]\n'
-    )
+    (crashed / "metrics.jsonl").write_text('not json\n{"kind": "step", "step": 1, "loss": null, "lr": 0.1}\n[1]\n')
     (crashed / "usage.jsonl").write_text('{"phases": 3}\n{"time": "now", "phases": {}}\n')
     fresh = another(run, "fresh", status="running", costs=[], used={})
     for name in ("done", "metrics.jsonl", "usage.jsonl"):
@@ -204,10 +180,7 @@ def test_a_measurement(browser: chromium.Browser, run: Path, tmp_path: Path) -> 
         "joules_per_sample": 0.5,
         "lost": {"data": -0.1, "communication": 0.3},
     }
-    points = [
-        point,
-        {**point, "plan": "replicate=2", "processes": 2, "slices": 2, "samples_per_second": 150.0},
-    ]
+    points = [point, {**point, "plan": "replicate=2", "processes": 2, "slices": 2, "samples_per_second": 150.0}]
     points.append({"plan": "device=cuda", "batch": 64, "processes": 1, "origin": "asked", "failure": HOSTILE})
     measured = tmp_path / "measured.json"
     part = {"part": "waiting for data", "word": HOSTILE, "saves": 0.6, "gain": 1.5, "at_most": False}
@@ -238,9 +211,7 @@ def test_keys_reach_and_read_every_plot(browser: chromium.Browser, run: Path) ->
     for _ in range(80):
         browser.press("Tab")
         seen.add(browser.evaluate(reached))
-    plots = browser.evaluate(
-        "[...document.querySelectorAll('svg')].map(one => one.getAttribute('aria-label'))"
-    )
+    plots = browser.evaluate("[...document.querySelectorAll('svg')].map(one => one.getAttribute('aria-label'))")
     assert set(plots) <= seen
     assert {"theme", "smoothing", "logarithmic"} <= seen
     browser.evaluate("document.querySelector('svg').focus()")

@@ -51,9 +51,7 @@ def test_a_file_and_its_neighbours(tmp_path: Path) -> None:
     assert packages_of_file(tmp_path / "mine.py") == sorted({package_of("yaml"), *others})
 
 
-@pytest.mark.parametrize(
-    ("module", "package"), [("sklearn", "scikit-learn"), ("cv2", "opencv-python"), ("x", "x")]
-)
+@pytest.mark.parametrize(("module", "package"), [("sklearn", "scikit-learn"), ("cv2", "opencv-python"), ("x", "x")])
 def test_names_of_packages(module: str, package: str) -> None:
     assert package_of(module) == package
 

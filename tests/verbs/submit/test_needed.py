@@ -35,9 +35,7 @@ def test_the_users_request_wins_over_what_was_read(tmp_path: Path) -> None:
     assert found == ["pandas", "Scikit_Learn==1.5", "torch==2.11.0"]
 
 
-@pytest.mark.parametrize(
-    "text", ["a b", "-r x", "--index-url=x", "a;b", "git+https://x", "../x", "$(x)", "", "a=1"]
-)
+@pytest.mark.parametrize("text", ["a b", "-r x", "--index-url=x", "a;b", "git+https://x", "../x", "$(x)", "", "a=1"])
 def test_what_is_no_package_is_refused(text: str) -> None:
     with pytest.raises(UsageError, match="--with"):
         requirements(submitted(with_=(text,)))

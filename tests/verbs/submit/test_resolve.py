@@ -46,9 +46,7 @@ def test_all_that_is_missing_is_named_with_what_it_needs_in_turn(
     with pytest.raises(UsageError) as refusal:
         resolve(own_wheel(), [], ["scikit-learn", "extra==2.0"], house(tmp_path))
     said, err = str(refusal.value), capsys.readouterr().err
-    assert (
-        "asking pip which packages the wheels of narval have (0 missing so far)\n" in err and "(3 mis" in err
-    )
+    assert "asking pip which packages the wheels of narval have (0 missing so far)\n" in err and "(3 mis" in err
     assert "the wheels of narval lack 3 packages, and nothing was submitted" in said
     assert "extra==2.0: there is 1.0" in said
     assert "cyclopts>=4, which grappe needs: there is none" in said
@@ -68,9 +66,7 @@ def test_packages_that_do_not_fit_each_other(tmp_path: Path) -> None:
     assert "  Cannot install one==1.0 and two==1.0" in str(refusal.value)
 
 
-def test_modules_are_loaded_and_their_names_are_words(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_modules_are_loaded_and_their_names_are_words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     wheelhouse(tmp_path / "wheels")
     function = f'() {{ echo "$*" >> {tmp_path}/said; [ "$2" != none ] || {{ echo "unknown: none" >&2; return 1; }}; }}'
     monkeypatch.setenv("BASH_FUNC_module%%", function)

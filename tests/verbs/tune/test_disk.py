@@ -52,9 +52,7 @@ def test_a_disk_that_is_full_while_trials_are_trained(disk: Path, undisturbed: S
 
 def test_a_disk_that_is_full_at_the_start(disk: Path) -> None:
     fill(disk)
-    with pytest.raises(
-        RunError, match=r"s cannot be written: No space left on device: give another with --study"
-    ):
+    with pytest.raises(RunError, match=r"s cannot be written: No space left on device: give another with --study"):
         searched(disk / "s")
 
 
@@ -96,9 +94,7 @@ def test_a_trial_that_cannot_be_written_before_it_starts_is_drawn_again(
 
 
 @pytest.mark.parametrize("hours", [-24, 24])
-def test_a_clock_that_was_set(
-    hours: int, tmp_path: Path, undisturbed: Study, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_clock_that_was_set(hours: int, tmp_path: Path, undisturbed: Study, monkeypatch: pytest.MonkeyPatch) -> None:
     """In the middle of a study; and before a coordinator, beside the lease of one that is dead."""
     true = time.time
 

@@ -56,9 +56,7 @@ class Played:
         return [Submitted(run=submission.run, job=job, text="", cost="")]
 
     def add(self, job: str, name: str, state: str = "RUNNING", reason: str = "None") -> None:
-        self.entries.append(
-            Entry(job=job, name=name, state=state, reason=reason, start="N/A", left="", nodes="1")
-        )
+        self.entries.append(Entry(job=job, name=name, state=state, reason=reason, start="N/A", left="", nodes="1"))
 
 
 @pytest.fixture
@@ -146,9 +144,7 @@ def test_another_refusal_stops_the_study(refusal: str, played: Played, tmp_path:
             mine.start(0, request(tmp_path, 0))
 
 
-def test_a_refusal_that_says_no_limit_is_waited_for_if_jobs_were_taken(
-    played: Played, tmp_path: Path
-) -> None:
+def test_a_refusal_that_says_no_limit_is_waited_for_if_jobs_were_taken(played: Played, tmp_path: Path) -> None:
     with trainings(tmp_path) as mine:
         mine.start(0, request(tmp_path, 0))
         played.refusal = POLICY
@@ -221,12 +217,7 @@ def test_jobs_that_pend_are_said_with_their_reasons(played: Played, tmp_path: Pa
         ("2", OutOfMemory("too large\nand more"), "failed", "OutOfMemory: too large"),
         ("1", None, "failed", "ended with exit code 1: grappe logs"),
         ("1", ProcessDied("process 0 was killed by SIGKILL"), "killed", "it was killed (by SIGKILL"),
-        (
-            "1",
-            ProcessDied("process 0 failed with KeyError"),
-            "failed",
-            "ProcessDied: process 0 failed with KeyError",
-        ),
+        ("1", ProcessDied("process 0 failed with KeyError"), "failed", "ProcessDied: process 0 failed with KeyError"),
         ("2", DataError("no data"), "error", ""),
         ("2", UsageError("no"), "error", ""),
     ],
@@ -261,9 +252,7 @@ def test_how_a_job_ends(
         ("DEADLINE", False, "failed", "could not begin in time"),
     ],
 )
-def test_how_slurm_ends_a_job(
-    state: str, began: bool, how: str, told: str, played: Played, tmp_path: Path
-) -> None:
+def test_how_slurm_ends_a_job(state: str, began: bool, how: str, told: str, played: Played, tmp_path: Path) -> None:
     with trainings(tmp_path) as mine:
         mine.start(0, request(tmp_path, 0))
         if began:
@@ -275,9 +264,7 @@ def test_how_slurm_ends_a_job(
         assert told in ended.reason
 
 
-def test_slurm_may_be_silent_for_a_while(
-    played: Played, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_slurm_may_be_silent_for_a_while(played: Played, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def silent() -> list[Entry]:
         raise SlurmError("squeue: error: Unable to contact slurm controller")
 

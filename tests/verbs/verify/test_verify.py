@@ -34,12 +34,7 @@ BOTH = Images(samples=64, batchnorm=True, dropout=0.4, clip=0.5)
 @pytest.mark.parametrize(
     ("task", "plan", "fault", "cause"),
     [
-        (
-            NORMED,
-            "replicate=2,batchnorm=sync",
-            "no_synchronised_batchnorm",
-            "batch normalisation.*per-process",
-        ),
+        (NORMED, "replicate=2,batchnorm=sync", "no_synchronised_batchnorm", "batch normalisation.*per-process"),
         (DROPPING, "replicate=2", "alike_dropout", "dropout's random streams.*several slices draw the same"),
         (DROPPING, "replicate=2", "still_dropout", "dropout's random streams.*the step before"),
         (BOTH, "replicate=2", "fresh_dropout", "dropout's random streams.*started again"),
@@ -56,9 +51,7 @@ BOTH = Images(samples=64, batchnorm=True, dropout=0.4, clip=0.5)
         (IMAGES, "replicate=2", "dropped_last_batch", "^a dropped last batch: in step 4"),
     ],
 )
-def test_a_planted_fault_is_found_and_named(
-    pool: Pool, task: Task, plan: str, fault: str, cause: str
-) -> None:
+def test_a_planted_fault_is_found_and_named(pool: Pool, task: Task, plan: str, fault: str, cause: str) -> None:
     found = verified(pool, task, plan, fault)
     assert found.verdict == "different"
     assert len(found.causes) == 1, found.causes
@@ -107,26 +100,16 @@ def test_a_fault_in_a_loss_of_the_whole_batch_is_found(pool: Pool) -> None:
         (NORMED, "replicate=2", ["batch normalisation (0.1)"]),
         (NORMED, "shard=2,microbatches=2", ["batch normalisation (0.1)"]),
         (NORMED, "engine=textbook,replicate=3", ["batch normalisation (0.1)"]),
-        (
-            DROPPING,
-            "replicate=2,dropout=local",
-            ["dropout's random streams (bernoulli_); dropout=whole would"],
-        ),
+        (DROPPING, "replicate=2,dropout=local", ["dropout's random streams (bernoulli_); dropout=whole would"]),
         (DROPPING, "replicate=2,microbatches=3", ["dropout's random streams (bernoulli_)"]),  # six parts
         (BOTH, "replicate=2", ["batch normalisation (0.1)"]),
-        (
-            BOTH,
-            "replicate=2,dropout=local",
-            ["batch normalisation (0.1)", "dropout's random streams (bernoulli_)"],
-        ),
+        (BOTH, "replicate=2,dropout=local", ["batch normalisation (0.1)", "dropout's random streams (bernoulli_)"]),
         (BOTH, "shard=2,precision=bf16", ["precision (bf16)", "batch normalisation (0.1)"]),
         (IMAGES, "replicate=2,precision=fp16", ["precision (fp16)"]),
         (planted.Whitened(samples=64), "replicate=2", ["statistics of the batch in 2.2 (Whitening)"]),
     ],
 )
-def test_what_was_asked_for_is_the_same_but_for_that(
-    pool: Pool, task: Task, plan: str, causes: list[str]
-) -> None:
+def test_what_was_asked_for_is_the_same_but_for_that(pool: Pool, task: Task, plan: str, causes: list[str]) -> None:
     found = verified(pool, task, plan)
     assert found.verdict == "same but for these"
     assert len(found.causes) == len(causes), found.causes

@@ -40,10 +40,7 @@ def colour_jitter(
             f"and hue={hue} from 0 to 0.5"
         )
     uniform = numbers(keys, "colour_jitter", 8)
-    factors = [
-        between(uniform[:, i], max(0.0, 1 - x), 1 + x)
-        for i, x in enumerate((brightness, contrast, saturation))
-    ]
+    factors = [between(uniform[:, i], max(0.0, 1 - x), 1 + x) for i, x in enumerate((brightness, contrast, saturation))]
     turn = between(uniform[:, _HUE], -hue, hue)
     order = uniform[:, 4:].argsort(dim=1, stable=True)
     for place in range(4):

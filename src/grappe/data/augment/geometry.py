@@ -42,12 +42,7 @@ class Boxes(NamedTuple):
 
 
 def draw_boxes(
-    uniform: Tensor,
-    size: tuple[int, int],
-    area: tuple[float, float],
-    ratio: tuple[float, float],
-    *,
-    tall: bool,
+    uniform: Tensor, size: tuple[int, int], area: tuple[float, float], ratio: tuple[float, float], *, tall: bool
 ) -> Boxes:
     """Returns the first of ten rectangles that is inside the image, of an area and a ratio that are drawn uniformly.
 
@@ -193,11 +188,7 @@ def erase(
     shape = (images.shape[2], images.shape[3])
     uniform = numbers(keys, "erase", 1 + DRAWS)
     boxes = draw_boxes(
-        uniform[:, 1:],
-        shape,
-        check_range("erase", "area", area, 1.0),
-        check_range("erase", "ratio", ratio),
-        tall=True,
+        uniform[:, 1:], shape, check_range("erase", "area", area, 1.0), check_range("erase", "ratio", ratio), tall=True
     )
     values = _column((fill,) if isinstance(fill, int | float) else tuple(fill), images.dtype, images.device)
     if len(values) not in (1, images.shape[1]):

@@ -40,9 +40,7 @@ def mixup(
     return _blend(pixels, partner, share), _blend(_probabilities(targets, classes), partner, share)
 
 
-def cutmix(
-    images: Tensor, targets: Tensor, keys: Tensor, classes: int, alpha: float = 1.0
-) -> tuple[Tensor, Tensor]:
+def cutmix(images: Tensor, targets: Tensor, keys: Tensor, classes: int, alpha: float = 1.0) -> tuple[Tensor, Tensor]:
     """Exchanges a rectangle between rows 2j and 2j+1: images of the same type, and the classes' probabilities [B, K].
 
     Yun et al. 2019, "CutMix: Regularization strategy to train strong classifiers": an area of Beta(alpha, alpha), one a
@@ -60,18 +58,11 @@ def cutmix(
     left, wide = _span(uniform[:, 2], side, width)
     inside = inside_boxes(Boxes(top, left, tall, wide, tall > 0), (height, width))
     share = (tall * wide).float() / (height * width)
-    return torch.where(inside, images[partner], images), _blend(
-        _probabilities(targets, classes), partner, share
-    )
+    return torch.where(inside, images[partner], images), _blend(_probabilities(targets, classes), partner, share)
 
 
 def mixup_or_cutmix(
-    images: Tensor,
-    targets: Tensor,
-    keys: Tensor,
-    classes: int,
-    mixup_alpha: float = 0.2,
-    cutmix_alpha: float = 1.0,
+    images: Tensor, targets: Tensor, keys: Tensor, classes: int, mixup_alpha: float = 0.2, cutmix_alpha: float = 1.0
 ) -> tuple[Tensor, Tensor]:
     """Does `mixup` to half of the pairs, at random, and `cutmix` to the others; returns as `mixup` does."""
     _, uniform = pair_numbers(keys, "mixup_or_cutmix", 1)

@@ -59,9 +59,7 @@ def check_shares(name: str, **shares: float) -> None:
             raise TaskError(f"{name}: {word}={value}: it must be from 0 to 1")
 
 
-def check_range(
-    name: str, word: str, pair: Iterable[float], most: float = float("inf")
-) -> tuple[float, float]:
+def check_range(name: str, word: str, pair: Iterable[float], most: float = float("inf")) -> tuple[float, float]:
     """Returns (low, high) above 0 and at most `most`; raises TaskError for others."""
     low, high = pair
     if not 0 < low <= high <= most:

@@ -187,9 +187,7 @@ class _Space(NamedTuple):
     bins: int
 
 
-def rand_augment(
-    images: Tensor, keys: Tensor, operations: int = 2, magnitude: int = 9, fill: int = 0
-) -> Tensor:
+def rand_augment(images: Tensor, keys: Tensor, operations: int = 2, magnitude: int = 9, fill: int = 0) -> Tensor:
     """Applies `operations` of fourteen, all of one strength, to images, uint8 [B, C, H, W].
 
     Cubuk et al. 2020, "RandAugment: Practical automated data augmentation with a reduced search space".
@@ -209,9 +207,7 @@ def rand_augment(
     strength = torch.full_like(keys, magnitude)
     for number in range(operations):
         kind = (uniform[:, 2 * number] * Operation.INVERT).long()  # the last one is AutoAugment's alone
-        images = apply_operations(
-            images, kind, _amount(space, kind, strength, uniform[:, 2 * number + 1]), fill
-        )
+        images = apply_operations(images, kind, _amount(space, kind, strength, uniform[:, 2 * number + 1]), fill)
     return images
 
 

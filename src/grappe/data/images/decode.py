@@ -75,9 +75,7 @@ def _jpeg(data: bytes) -> ImageHeader:
             bits, channels = data[at + 4], data[at + 9]
             if bits != 8 or channels not in (1, 3, 4):
                 raise NoPicture(f"JPEG of {channels} channels of {bits} bits")
-            return ImageHeader(
-                "jpeg", data[at + 5] << 8 | data[at + 6], data[at + 7] << 8 | data[at + 8], channels
-            )
+            return ImageHeader("jpeg", data[at + 5] << 8 | data[at + 6], data[at + 7] << 8 | data[at + 8], channels)
         if code in _OTHER_FRAMES:
             raise NoPicture("JPEG of a rare kind (lossless or hierarchical)")
         if code == _SCAN or length < 2:

@@ -279,9 +279,7 @@ def open_index(
             except OSError as error:
                 problems.append(f"{file}: {error.strerror or error}")
             except Stale as error:
-                raise DataError(
-                    f"{source} changes while it is read ({error}): wait until it is whole"
-                ) from None
+                raise DataError(f"{source} changes while it is read ({error}): wait until it is whole") from None
         raise DataError(f"the index of {source} can be written nowhere: {'; '.join(problems)}")
 
 

@@ -104,9 +104,7 @@ def _row(member: Member, name: bytes, label: int = 0, *, file: int = 0) -> Row:
     return (name, member.offset, member.size, member.mark, file, label)
 
 
-def _in_threads(
-    work: Callable[[T, int], _Part], items: Sequence[T], unit: str, report: Report
-) -> list[_Part]:
+def _in_threads(work: Callable[[T, int], _Part], items: Sequence[T], unit: str, report: Report) -> list[_Part]:
     """Calls `work` with each item and its place, by threads."""
     parts: list[_Part] = []
     with ThreadPoolExecutor(THREADS) as threads:
@@ -148,9 +146,7 @@ def _list_folder(source: Path, report: Report) -> Listing:
         classes = sorted(place.name for place in places if place.is_dir() and not place.name.startswith("."))
     if not classes:
         raise DataError(f"{source} has no class folders: images lie in SOURCE/CLASS/NAME.jpg")
-    parts = _in_threads(
-        lambda name, label: _class_folder(source, name, label), classes, "class folders", report
-    )
+    parts = _in_threads(lambda name, label: _class_folder(source, name, label), classes, "class folders", report)
     folders = ["", *(folder for part in parts for folder in part.folders)]
     return _joined("folder", folders, classes, parts)
 
@@ -250,9 +246,7 @@ def _list_inner_archives(archive: Extent, inner: Sequence[Member], report: Repor
 # Files of labels: which class each image of a flat archive (ImageNet's validation set) is of.
 
 
-def _labels_of(
-    file: Path, names: Sequence[bytes], numbering: Path | None
-) -> tuple[NDArray[np.int32], list[str]]:
+def _labels_of(file: Path, names: Sequence[bytes], numbering: Path | None) -> tuple[NDArray[np.int32], list[str]]:
     """Returns the label of each of `names`, which are in order, int32 (n,), and the classes' names, in order.
 
     A line is a class of the image in that place (`n01751748`), or an image and its class (`NAME n01751748`, or with a

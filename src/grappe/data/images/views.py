@@ -61,9 +61,7 @@ class RandomResizedCrop:
     def __post_init__(self) -> None:
         _check_size(self.size)
         if not 0 < self.area[0] <= self.area[1] <= 1:
-            raise TaskError(
-                f"RandomResizedCrop: area={self.area}: shares of the picture, above 0 and at most 1"
-            )
+            raise TaskError(f"RandomResizedCrop: area={self.area}: shares of the picture, above 0 and at most 1")
         if not 0 < self.ratio[0] <= self.ratio[1] or not 0 <= self.flip <= 1:
             raise TaskError(
                 f"RandomResizedCrop: ratio={self.ratio}, flip={self.flip}: ratios are above 0, flip is a share"

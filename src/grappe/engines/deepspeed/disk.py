@@ -46,9 +46,7 @@ def problem(folder: Path) -> str | None:
             os.close(handle)
     except OSError as error:
         why = error.strerror or str(error)
-        return (
-            f"{name}: it cannot be written past the system's cache ({why}): choose a folder on a local disk"
-        )
+        return f"{name}: it cannot be written past the system's cache ({why}): choose a folder on a local disk"
     finally:
         if made:
             files.remove(probe)
@@ -59,9 +57,7 @@ def memory_needed(plan: Plan, needs: ModelMemory) -> float:
     """Counts bytes of one process's memory: its gradients, buffers for its largest parameter, one piece of optimizer
     state with its parameters and gradients, a bucket of gradients, and gathered parameters."""
     share, least = needs.largest / plan.shard, 4 * settings.LEAST_NUMBERS
-    passing = (
-        settings.BUFFERS * share + 4 * max(share, least) + max(needs.largest, least) + 2 * needs.unit(plan)
-    )
+    passing = settings.BUFFERS * share + 4 * max(share, least) + max(needs.largest, least) + 2 * needs.unit(plan)
     return needs.gradients / plan.shard + passing + LIBRARY_BYTES
 
 

@@ -58,12 +58,7 @@ class DeepSpeedModel:
 
     def _make_model(self) -> tuple[nn.Module, settings.Settings]:
         """Makes the model with its values, partitioned under ZeRO 3, and DeepSpeed's settings."""
-        task, plan, world, weights = (
-            self._setup.task,
-            self._setup.plan,
-            self._setup.world,
-            self._setup.weights,
-        )
+        task, plan, world, weights = (self._setup.task, self._setup.plan, self._setup.world, self._setup.weights)
         model = on_meta(task)
         _refuse_scalars(model)
         if task.ema is not None and self.stage == 3:
@@ -198,8 +193,7 @@ def _made(model: nn.Module, weights: Weights, device: torch.device) -> Iterator[
                 sites.setdefault(id(parameter), []).append((module, name))
     for full, parameter in list(model.named_parameters()):
         real = nn.Parameter(
-            torch.empty(parameter.shape, dtype=parameter.dtype, device=device),
-            requires_grad=parameter.requires_grad,
+            torch.empty(parameter.shape, dtype=parameter.dtype, device=device), requires_grad=parameter.requires_grad
         )
         read_into(real, weights, full)
         for module, name in sites[id(parameter)]:

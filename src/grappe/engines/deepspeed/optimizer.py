@@ -53,9 +53,7 @@ def chosen(optimizer: Optimizer, plan: Plan, world: World) -> tuple[Optimizer, s
         if library.built_everywhere("FusedAdamBuilder", world):
             from deepspeed.ops.adam import FusedAdam
 
-            return _kernel(
-                FusedAdam, optimizer, "adam_w_mode"
-            ), f"DeepSpeed's fused Adam for the task's {name}"
+            return _kernel(FusedAdam, optimizer, "adam_w_mode"), f"DeepSpeed's fused Adam for the task's {name}"
         return optimizer, f"torch's {name} (DeepSpeed's fused Adam needs nvcc, of torch's CUDA version)"
     return optimizer, f"torch's {name}"
 
@@ -124,9 +122,7 @@ def _kernel(make: Any, optimizer: Optimizer, decoupled: str) -> Optimizer:
     kept = ("params", *options, "initial_lr")
     groups = [{name: group[name] for name in kept if name in group} for group in optimizer.param_groups]
     first = optimizer.param_groups[0]
-    return make(
-        groups, **{name: first[name] for name in options}, **{decoupled: _decoupled(optimizer, first)}
-    )
+    return make(groups, **{name: first[name] for name in options}, **{decoupled: _decoupled(optimizer, first)})
 
 
 def _fresh_powers(optimizer: Any, *_: Any) -> None:

@@ -104,9 +104,7 @@ def required_by(plan: Plan, task: Task | None) -> dict[str, Requirement]:
     if task is not None:
         pieces = plan.data_parallel * plan.microbatches
         each = -(-task.batch_size // pieces)
-        required["train_batch_size"] = Requirement(
-            task.batch_size, f"the task's batch_size={task.batch_size}"
-        )
+        required["train_batch_size"] = Requirement(task.batch_size, f"the task's batch_size={task.batch_size}")
         required["train_micro_batch_size_per_gpu"] = Requirement(
             each, f"the task's batch_size={task.batch_size} over {pieces} x {each}"
         )

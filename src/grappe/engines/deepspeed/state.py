@@ -134,10 +134,7 @@ class Partitioned:
             if swapped:
                 private.swap_in(self._wrapped, index)
             optimizer.state[flat] = {
-                **{
-                    key: value.clone() if isinstance(value, Tensor) else value
-                    for key, value in counters.items()
-                },
+                **{key: value.clone() if isinstance(value, Tensor) else value for key, value in counters.items()},
                 **{key: torch.zeros_like(flat, requires_grad=False) for key in split},
             }
             if swapped:

@@ -122,9 +122,7 @@ class TrainedModule(LightningModule):
     def training_step(self, batch: Item, batch_idx: int) -> Tensor:
         return self._steps.loss(batch)
 
-    def optimizer_step(
-        self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None
-    ) -> None:
+    def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None) -> None:
         if not isinstance(self.trainer.precision_plugin, Half):
             super().optimizer_step(epoch, batch_idx, optimizer, optimizer_closure)
             return

@@ -61,9 +61,7 @@ def _put(model: nn.Module, values: Attributes) -> None:
 
 def is_state(leaf: Any) -> bool:
     """Returns whether a leaf is a tensor that can go from one step to the next: no parameter, no part of a graph."""
-    return (
-        isinstance(leaf, Tensor) and not isinstance(leaf, nn.Parameter | DTensor) and not leaf.requires_grad
-    )
+    return isinstance(leaf, Tensor) and not isinstance(leaf, nn.Parameter | DTensor) and not leaf.requires_grad
 
 
 def _copied(values: Attributes) -> Attributes:
@@ -117,11 +115,7 @@ def _equal_leaves(a: Any, b: Any) -> bool:
     if isinstance(a, torch.Generator) and isinstance(b, torch.Generator):
         a, b = a.get_state(), b.get_state()
     if isinstance(b, Hashed):
-        return (
-            is_state(a)
-            and (a.dtype, a.shape) == (b.tensor.dtype, b.tensor.shape)
-            and content_hash(a) == b.hash
-        )
+        return is_state(a) and (a.dtype, a.shape) == (b.tensor.dtype, b.tensor.shape) and content_hash(a) == b.hash
     if is_state(a) and is_state(b):
         return _equal_leaves(a, _hashed(b))
     return a is b or (isinstance(a, bool | int | float | str) and type(a) is type(b) and a == b)
@@ -268,9 +262,7 @@ class CarriedState:
                 if path not in paths or name in OF_MODULES or name.startswith(OF_LIBRARIES):
                     raise KeyError(name)
                 try:
-                    if not alike and any(
-                        text["attributes"].get(path, {}).get(name) != tree for text in texts
-                    ):
+                    if not alike and any(text["attributes"].get(path, {}).get(name) != tree for text in texts):
                         raise RunError(_several(slices))
                     values[path, name] = _decoded(tree, functools.partial(read, place=(path, name)), world)
                 except RunError:  # what no forward reads, the last loss say, may differ

@@ -88,13 +88,7 @@ class MicrobatchRunner:
         """Runs the first pass, if the loss compares samples of the whole batch. Collective."""
         if self._whole_batch:
             first_pass(
-                self.losses,
-                self._setup,
-                self._model,
-                batch,
-                forward,
-                scale=self.scale,
-                precision=self._precision,
+                self.losses, self._setup, self._model, batch, forward, scale=self.scale, precision=self._precision
             )
 
     def run(self, batch: Batch, micro: Microbatch, backward: Callable[[Loss, Roots], None]) -> None:
@@ -179,15 +173,11 @@ def remarks_on_draws(plan: Plan, device: torch.device) -> list[str]:
     if torch.equal(unused, generator.get_state()):
         return []
     able = not plan.compile and plan.tensor == 1
-    instead = (
-        ": dropout=whole makes it so, and takes longer" if able else ", since the plan has compile or tensor"
-    )
+    instead = ": dropout=whole makes it so, and takes longer" if able else ", since the plan has compile or tensor"
     return [f"dropout or noise that is not that of one process{instead}"]
 
 
-def within(
-    precision: contextlib.AbstractContextManager[Any], function: Callable[..., Any]
-) -> Callable[..., Any]:
+def within(precision: contextlib.AbstractContextManager[Any], function: Callable[..., Any]) -> Callable[..., Any]:
     """Returns `function`, called inside `precision`."""
     if isinstance(precision, contextlib.nullcontext):
         return function

@@ -13,16 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from grappe.checkpoint.weights import (
-    LOCAL,
-    MODEL,
-    OPTIMIZER,
-    ModelWeights,
-    Weights,
-    full_tensor,
-    read_into,
-    without,
-)
+from grappe.checkpoint.weights import LOCAL, MODEL, OPTIMIZER, ModelWeights, Weights, full_tensor, read_into, without
 from grappe.launch.world import World
 from grappe.optimizers.modes import begin_training, evaluated_weights, has_modes
 from grappe.parallel.batchnorm import agreed_between
@@ -62,9 +53,7 @@ class SavedState:
     def weights_only(self) -> SavedState:
         """Returns the state without the optimizer's, which another engine can restore."""
         kept = {
-            name: value
-            for name, value in self.values.items()
-            if name in ("schedule_steps", "data_parallel", SCORES)
+            name: value for name, value in self.values.items() if name in ("schedule_steps", "data_parallel", SCORES)
         }
         return dataclasses.replace(self, tensors=without(self.tensors, OPTIMIZER), values=kept)
 
@@ -128,9 +117,7 @@ class ModelState:
         if has_modes(self._optimizer):
             with self.evaluated_weights():
                 evaluated = {name: parameter.detach().clone() for name, parameter in parameters.items()}
-            trained = {
-                f"{OPTIMIZER}{name}.{TRAINED}": weight for name, weight in trained_parameters(self._model)
-            }
+            trained = {f"{OPTIMIZER}{name}.{TRAINED}": weight for name, weight in trained_parameters(self._model)}
             tensors, parameters = {**tensors, **trained}, evaluated
         tensors.update({f"{MODEL}{name}": parameter for name, parameter in parameters.items()})
         values = {"optimizer": plain, **position(self.schedule, self._world)}
@@ -186,9 +173,7 @@ class ModelState:
         """By parameter, the numbers of its group that the optimizer itself has changed, as schedule-free ones do."""
         names = {id(parameter): name for name, parameter in parameters.items()}
         for group, made in zip(self._optimizer.param_groups, self._made, strict=False):
-            changed = {
-                f"{GROUP}{key}": value for key, value in _counters(group).items() if made.get(key) != value
-            }
+            changed = {f"{GROUP}{key}": value for key, value in _counters(group).items() if made.get(key) != value}
             for parameter in group["params"] if changed else ():
                 yield names[id(parameter)], changed
 
@@ -211,9 +196,7 @@ class ModelState:
                     entries[items][int(item)] = _read(saved, full, parameter, group)
                 else:
                     entries[key] = _read(saved, full, parameter, group)
-            counted = {
-                key.removeprefix(GROUP): value for key, value in entries.items() if key.startswith(GROUP)
-            }
+            counted = {key.removeprefix(GROUP): value for key, value in entries.items() if key.startswith(GROUP)}
             states: dict[str, dict[str, Any]] = {}
             for full in entries.keys() - {f"{GROUP}{key}" for key in counted}:
                 attribute, _, key = full.partition(WRAPPED)
@@ -228,9 +211,7 @@ class ModelState:
 def _counters(group: dict[str, Any]) -> dict[str, Any]:
     """The numbers of a parameter group that no schedule sets."""
     return {
-        key: value
-        for key, value in group.items()
-        if isinstance(value, bool | int | float) and key not in SCHEDULED
+        key: value for key, value in group.items() if isinstance(value, bool | int | float) and key not in SCHEDULED
     }
 
 

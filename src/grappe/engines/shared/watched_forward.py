@@ -195,9 +195,7 @@ def writes_seen(model: nn.Module, before_write: BeforeWrite) -> Iterator[None]:
         except Exception as error:  # its message names the layer of the innermost frame
             part = error.__traceback__
             while part is not None:
-                while part.tb_next is not None and part.tb_next.tb_frame.f_code.co_filename.endswith(
-                    OF_MODES
-                ):
+                while part.tb_next is not None and part.tb_next.tb_frame.f_code.co_filename.endswith(OF_MODES):
                     part.tb_next = part.tb_next.tb_next
                 part = part.tb_next
             raise

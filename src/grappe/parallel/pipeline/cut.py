@@ -233,10 +233,7 @@ def recorded(model: nn.Module) -> Iterator[dict[CallKey, frozenset[CallKey]]]:
     hooks = []
     for module in model.modules():
         if next(module.parameters(recurse=False), None) is not None:
-            hooks += [
-                module.register_forward_pre_hook(enters, with_kwargs=True),
-                module.register_forward_hook(leaves),
-            ]
+            hooks += [module.register_forward_pre_hook(enters, with_kwargs=True), module.register_forward_hook(leaves)]
     try:
         with torch.enable_grad():
             yield calls

@@ -70,9 +70,7 @@ def unsupported_reason(plan: Plan) -> str | None:
         return None
     name = f"schedule={plan.schedule}"
     if plan.compile:
-        return (
-            f"{name} splits each backward in two, which compile cannot do: use schedule=1f1b or interleaved"
-        )
+        return f"{name} splits each backward in two, which compile cannot do: use schedule=1f1b or interleaved"
     if plan.recompute:
         return f"{name} would recompute each unit twice: use schedule=1f1b or interleaved, or leave recompute out"
     if plan.shard > 1 and plan.zero != 1:
@@ -81,7 +79,5 @@ def unsupported_reason(plan: Plan) -> str | None:
             f"use zero=1, or schedule=1f1b or interleaved with zero={plan.zero}"
         )
     if plan.offload != "none":
-        return (
-            f"{name} keeps a stage's parameters on the device: use schedule=1f1b with offload={plan.offload}"
-        )
+        return f"{name} keeps a stage's parameters on the device: use schedule=1f1b with offload={plan.offload}"
     return None

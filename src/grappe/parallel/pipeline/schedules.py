@@ -31,9 +31,7 @@ class Runner:
         stays_gathered: whether FSDP's parameters and gradients stay gathered in a step, and are reduced at its end.
     """
 
-    def __init__(
-        self, schedule: str, relay: Relay, device: torch.device, loss: Loss, stays_gathered: bool
-    ) -> None:
+    def __init__(self, schedule: str, relay: Relay, device: torch.device, loss: Loss, stays_gathered: bool) -> None:
         self._class = getattr(schedules, RULES[schedule].torch_name)
         self._single = issubclass(self._class, schedules.PipelineScheduleSingle)
         self._relay, self._device, self._loss, self._stays_gathered = relay, device, loss, stays_gathered

@@ -41,11 +41,7 @@ def pipeline_units(task: Task, model: nn.Module) -> list[nn.Module]:
     behind = order[order.index(lists[0]) + 1 :]
     layers = list(language_model.get_submodule(lists[0]))
     parts = _Parts(model, language_model, lists[0], behind)
-    return [
-        Before(parts, layers),
-        *(Layer(layer, number) for number, layer in enumerate(layers)),
-        Behind(parts),
-    ]
+    return [Before(parts, layers), *(Layer(layer, number) for number, layer in enumerate(layers)), Behind(parts)]
 
 
 class _Parts:
@@ -88,9 +84,7 @@ class Before(nn.Module):
         self._parts = parts
         self.held = nn.ModuleList(parts.model.get_submodule(name) for name in parts.before)
         self._layers = [_Recorder.like(layer) for layer in layers]
-        self._is_causal = transformers.has_causal_sdpa(
-            parts.model
-        )  # now: its layers may go to other processes
+        self._is_causal = transformers.has_causal_sdpa(parts.model)  # now: its layers may go to other processes
 
     def forward(self, *args: Any, **inputs: Any) -> dict[str, Any]:
         parts, nothing = self._parts, {name: nn.Identity() for name in self._parts.behind}
@@ -153,14 +147,10 @@ class _Recorder(nn.Module):
         for name, value in others:
             varied = self._signature.parameters[name].kind is inspect.Parameter.VAR_KEYWORD
             self.arguments |= value if varied else {name: value}
-        self.arguments = {
-            name: value for name, value in self.arguments.items() if isinstance(value, Tensor) or value
-        }
+        self.arguments = {name: value for name, value in self.arguments.items() if isinstance(value, Tensor) or value}
         for name, value in self.arguments.items():
             if not all(isinstance(leaf, Tensor) for leaf in tree_leaves(value)):
-                raise TaskError(
-                    f"a layer is given {name}={value!r}, and only tensors go on to the next stage"
-                )
+                raise TaskError(f"a layer is given {name}={value!r}, and only tensors go on to the next stage")
         return self.hidden
 
 
@@ -172,12 +162,8 @@ class Layer(nn.Module):
         self.layer, self._number = layer, str(number)
 
     def forward(self, value: dict[str, Any]) -> dict[str, Any]:
-        [arguments] = [
-            packed for numbers, packed in value["arguments"].items() if self._number in numbers.split()
-        ]
-        hidden = self.layer(
-            value["hidden"], **{name: _unpacked(argument) for name, argument in arguments.items()}
-        )
+        [arguments] = [packed for numbers, packed in value["arguments"].items() if self._number in numbers.split()]
+        hidden = self.layer(value["hidden"], **{name: _unpacked(argument) for name, argument in arguments.items()})
         return {**value, "hidden": hidden if isinstance(hidden, Tensor) else hidden[0]}
 
 

@@ -21,9 +21,7 @@ def unsupported_reason(plan: Plan) -> str | None:
     if plan.batchnorm == "sync":
         return f"exact={plan.exact} normalises each of its pieces by itself: leave batchnorm=sync out"
     if plan.compile:
-        return (
-            "exact and compile: a compiled unit chooses its code by the shapes it has seen: leave compile out"
-        )
+        return "exact and compile: a compiled unit chooses its code by the shapes it has seen: leave compile out"
     if plan.tensor > 1 or plan.offload != "none":
         return f"exact={plan.exact} replicates or shards: leave tensor and offload out"
     if plan.shard > 1 and plan.replicate > 1:

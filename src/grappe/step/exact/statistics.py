@@ -40,9 +40,7 @@ class Statistics:
             module.register_forward_hook(self._record)
         own = {id(buffer) for module in self._all for buffer in module.buffers(recurse=False)}
         self._model = model
-        self._others = {
-            name: buffer.clone() for name, buffer in model.named_buffers() if id(buffer) not in own
-        }
+        self._others = {name: buffer.clone() for name, buffer in model.named_buffers() if id(buffer) not in own}
         self._modules: list[BatchNormBase] = []
         self._before: list[Tensor] = []
         self._recording = False
@@ -96,9 +94,7 @@ class Statistics:
         self._begin()
         if self._modules and (calls := self._agreed_calls()):
             sizes = [2 * module.num_features for module in calls]
-            own = torch.zeros(
-                self._pieces.pieces // self._pieces.slices, sum(sizes), device=self._world.device
-            )
+            own = torch.zeros(self._pieces.pieces // self._pieces.slices, sum(sizes), device=self._world.device)
             for index, row in self._rows.items():
                 own[index] = row
             rows = self._pieces.gathered(own, self._world.data_group)
@@ -106,11 +102,7 @@ class Statistics:
                 if not range(*cut(samples, self._pieces.pieces, piece)):
                     continue
                 for module, statistics in zip(calls, rows[piece].split(sizes), strict=True):
-                    mean, variance, batches = (
-                        module.running_mean,
-                        module.running_var,
-                        module.num_batches_tracked,
-                    )
+                    mean, variance, batches = (module.running_mean, module.running_var, module.num_batches_tracked)
                     assert mean is not None and variance is not None and batches is not None
                     batches += 1
                     weight = 1.0 / float(batches) if module.momentum is None else module.momentum

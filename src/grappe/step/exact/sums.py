@@ -110,14 +110,10 @@ class Exact:
             flat = tree_reduce(flat.to(self._wire), self._group).to(self._world.device)
         flat += 0.0  # where one process skips an empty piece another adds zeros, and -0 + 0 is +0
         count = len(self._parameters)
-        *gradients, loss, flags, reached = flat[: sum(self._sizes) + 2 + count].split(
-            [*self._sizes, 1, 1, count]
-        )
+        *gradients, loss, flags, reached = flat[: sum(self._sizes) + 2 + count].split([*self._sizes, 1, 1, count])
         # A parameter that no sample reached keeps no gradient: zeros would let momentum and decay move it.
         has = [value is not None for value in entry[:count]]
-        if self._group is not None and not all(
-            has
-        ):  # only then are the others' notes read, which waits for them
+        if self._group is not None and not all(has):  # only then are the others' notes read, which waits for them
             has = [seen > 0 for seen in reached.tolist()]
         for parameter, gradient, is_there in zip(self._parameters, gradients, has, strict=True):
             if is_there:
@@ -238,12 +234,7 @@ class TreeReduceScatter:
         return torch.empty(*size, dtype=dtype, device=device)
 
     def __call__(
-        self,
-        output_tensor: Tensor,
-        input_tensor: Tensor,
-        group: dist.ProcessGroup,
-        op: Any,
-        async_op: bool = False,
+        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
     ) -> None:
         """Reduces all processes' [n] to this process's [n / W]. Collective."""
         output_tensor.copy_(tree_reduce_scatter(input_tensor.to(self._wire), group))
@@ -305,8 +296,6 @@ class ShardedExact(Exact):
         return Sums(torch.stack([tree_sum(losses) + 0.0, rows[:, -1].sum()]))
 
 
-def exact_sums(
-    model: nn.Module, parameters: Sequence[nn.Parameter], plan: Plan, world: World, call: Call
-) -> Exact:
+def exact_sums(model: nn.Module, parameters: Sequence[nn.Parameter], plan: Plan, world: World, call: Call) -> Exact:
     """Makes the object that sums the gradients of an exact plan."""
     return (ShardedExact if plan.shard > 1 else Exact)(model, parameters, plan, world, call)

@@ -46,9 +46,7 @@ def resnet(depth: Depth, classes: int, first: nn.Sequential) -> nn.Sequential:
             stride = 2 if stage and not index else 1
             units.append(Residual(make(before, width, stride), before, width * wider, stride))
             before = width * wider
-    return nn.Sequential(
-        *units, nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(before, classes))
-    )
+    return nn.Sequential(*units, nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(before, classes)))
 
 
 def convolution(before: int, after: int, side: int, stride: int) -> tuple[nn.Module, nn.Module]:

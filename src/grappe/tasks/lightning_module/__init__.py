@@ -283,9 +283,7 @@ def _fresh(module: LightningModule, trainer: NoTrainer) -> Any:
 def _users_loader(data: Any, split: str) -> Any:
     """Returns the split's loader from the user's class."""
     if not defines(data, LOADERS[split]):
-        raise TaskError(
-            f"{type(data).__name__} has no {LOADERS[split]}(): a task needs its {split} data: write it"
-        )
+        raise TaskError(f"{type(data).__name__} has no {LOADERS[split]}(): a task needs its {split} data: write it")
     if defines(data, "setup"):
         data.setup("test" if split == "test" else "fit")
     return getattr(data, LOADERS[split])()

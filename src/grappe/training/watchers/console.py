@@ -86,9 +86,7 @@ class Console(Watcher):
                 redirect_stdout=self._shared,
                 redirect_stderr=self._shared,
             )
-            self._bar = self._progress.add_task(
-                "starting", total=info.last_step, completed=info.start, epoch=1
-            )
+            self._bar = self._progress.add_task("starting", total=info.last_step, completed=info.start, epoch=1)
             self._progress.start()
 
     def stepped(self, record: Record) -> None:
@@ -185,9 +183,7 @@ class Console(Watcher):
         rows = [("training", f"{words[outcome.status]}, {count_of(outcome.step, 'step')}")]
         if outcome.scores is not None:
             for name, value in outcome.scores.metrics.items():
-                shown = (
-                    name.replace("_", " ") if name.startswith(TRAINING) else f"{outcome.scores.split} {name}"
-                )
+                shown = name.replace("_", " ") if name.startswith(TRAINING) else f"{outcome.scores.split} {name}"
                 rows.append((shown, _with_counts(name, value, outcome.scores)))
             rows.append((f"{outcome.scores.split} loss", format_number(outcome.scores.loss)))
         if outcome.limited_validation:
@@ -226,8 +222,7 @@ def _memory(outcome: Outcome) -> list[tuple[str, str]]:
     if len(ranked) > SHOWN:
         ranked = [ranked[0], ranked[-1]]
     return [
-        (f"peak memory, process {rank}", _spent(entry))
-        for rank, entry in sorted(ranked, key=lambda entry: entry[0])
+        (f"peak memory, process {rank}", _spent(entry)) for rank, entry in sorted(ranked, key=lambda entry: entry[0])
     ]
 
 

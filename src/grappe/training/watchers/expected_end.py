@@ -117,14 +117,10 @@ class ExpectedEnd:
     def _line(self, left: float) -> str:
         assert self._info is not None
         end, info = self._at + left, self._info
-        what = (
-            "expected end" if info.last_step == info.total_steps else f"expected end of step {info.last_step}"
-        )
+        what = "expected end" if info.last_step == info.total_steps else f"expected end of step {info.last_step}"
         parts = [f"in {span(left)}"]
         if self._every is not None:
-            parts.append(
-                "evaluations included" if self._evaluations else "evaluations not, as none was measured yet"
-            )
+            parts.append("evaluations included" if self._evaluations else "evaluations not, as none was measured yet")
         if self._stops_early:
             parts.append("early stopping may come before")
         line = f"{what}: {_minute(end)} ({'; '.join(parts)})"

@@ -46,9 +46,7 @@ def find(reference: str) -> type[Watcher]:
             raise UsageError(f"--callback={reference}: {name} does not derive from grappe.Watcher")
         kinds = {key: value for key, value in vars(module).items() if inspect.isclass(value)}
         classes = [key for key, kind in kinds.items() if issubclass(kind, Watcher) and kind is not Watcher]
-        raise UsageError(
-            f"--callback={reference}: there is no watcher '{name}' in it: {nearest(name, classes)}"
-        )
+        raise UsageError(f"--callback={reference}: there is no watcher '{name}' in it: {nearest(name, classes)}")
     return member
 
 

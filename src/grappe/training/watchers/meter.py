@@ -141,9 +141,7 @@ class Meter(Watcher):
             if joules is not None and earlier is not None:
                 watts[name] = round((joules - earlier) / passed, 2)
         if passed >= LEAST_SECONDS:
-            self._peak_watts = {
-                name: max(value, self._peak_watts.get(name, 0.0)) for name, value in watts.items()
-            }
+            self._peak_watts = {name: max(value, self._peak_watts.get(name, 0.0)) for name, value in watts.items()}
         if self._file is None:
             return
         steps, phases = self._chronometer.window()

@@ -141,9 +141,7 @@ def summary(events: Sequence[Event], steps: int, title: str) -> str:
         computed = [event for event in others if event.place == place]
         total = _length(messages)
         share = (total + _length(computed) - _length([*messages, *computed])) / total
-        lines.append(
-            f"communication {_time(total / steps)} a step, {share:.0%} of it while something was computed"
-        )
+        lines.append(f"communication {_time(total / steps)} a step, {share:.0%} of it while something was computed")
     return "\n".join(lines) + "\n"
 
 
@@ -156,9 +154,7 @@ def _top(events: Sequence[Event], steps: int, step_time: float, word: str) -> li
     lines = [f"  {word}"]
     for name, calls in sorted(own.items(), key=lambda item: -sum(item[1]))[:TOP]:
         time = sum(calls) / steps
-        lines.append(
-            f"    {_time(time):>10} {time / step_time:>5.0%} {len(calls) / steps:>6.0f} x  {name[:80]}"
-        )
+        lines.append(f"    {_time(time):>10} {time / step_time:>5.0%} {len(calls) / steps:>6.0f} x  {name[:80]}")
     return lines
 
 

@@ -64,9 +64,7 @@ def _call(watcher: Watcher, method: str, *arguments: Any) -> None:
 
 
 @contextlib.contextmanager
-def gradients_hooked(
-    watchers: WatcherList, steps_done: Callable[[], int], chronometer: Chronometer
-) -> Iterator[None]:
+def gradients_hooked(watchers: WatcherList, steps_done: Callable[[], int], chronometer: Chronometer) -> Iterator[None]:
     """Context in which the engine's optimizer calls `gradients_ready` before each step.
 
     Without a watcher that overrides `gradients_ready` nothing is hooked, and steps have no cost.
@@ -82,9 +80,7 @@ def gradients_hooked(
     def call() -> None:
         watchers.gradients_ready(steps_done() + 1, chronometer.parameters)
 
-    def before_step(
-        optimizer: torch.optim.Optimizer, arguments: tuple[Any, ...], options: dict[str, Any]
-    ) -> Any:
+    def before_step(optimizer: torch.optim.Optimizer, arguments: tuple[Any, ...], options: dict[str, Any]) -> Any:
         """Calls the watchers now, or after the first closure, which computes gradients within the step.
 
         SAM has the gradients before its step: its closure's are those of other weights.

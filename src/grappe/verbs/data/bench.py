@@ -105,14 +105,10 @@ def bench(
         ) from None
     progress("")
     measured = tuple(rows)
-    return Benched(
-        rows=measured, images=len(chosen), cores=cores(), advice=tuple(advice(measured, data, size))
-    )
+    return Benched(rows=measured, images=len(chosen), cores=cores(), advice=tuple(advice(measured, data, size)))
 
 
-def _rows(
-    data: Images, chosen: Sequence[int], view: RandomResizedCrop, folder: Path, seconds: float
-) -> list[Row]:
+def _rows(data: Images, chosen: Sequence[int], view: RandomResizedCrop, folder: Path, seconds: float) -> list[Row]:
     """Measures all places by turns, and takes the best of each: other programs make no place quicker."""
     places = [("as it is", data, chosen), *_copies(data, chosen, view, folder)]
     progress("decoding into memory")
@@ -190,8 +186,7 @@ def _loaded(data: Images, chosen: Sequence[int], loading: Loading, seconds: floa
     order = np.random.default_rng(0)
     try:
         source.begin(
-            [(0, chosen[place]) for place in order.integers(0, len(chosen), _BATCH)]
-            for _ in itertools.count()
+            [(0, chosen[place]) for place in order.integers(0, len(chosen), _BATCH)] for _ in itertools.count()
         )
         return _rate((source.next() for _ in itertools.count()), seconds)
     finally:

@@ -60,9 +60,7 @@ class Packed:
         return sum(shard.bytes for shard in self.shards)
 
 
-def pack(
-    source: Path, to: Path, form: Packing, *, labels: Path | None = None, numbering: Path | None = None
-) -> Packed:
+def pack(source: Path, to: Path, form: Packing, *, labels: Path | None = None, numbering: Path | None = None) -> Packed:
     """Packs a source into a folder of shards; samples keep their ids, so that orders and resumed runs are the same.
 
     If it is killed, the next start goes on from there: a shard exists complete, or not at all.
@@ -79,12 +77,7 @@ def pack(
     names = xxhash.xxh3_64()
     for content in data.identity():
         names.update(content)
-    description = {
-        **dataclasses.asdict(form),
-        "source": source.name,
-        "images": len(data),
-        "names": names.hexdigest(),
-    }
+    description = {**dataclasses.asdict(form), "source": source.name, "images": len(data), "names": names.hexdigest()}
     label_of = data.targets()
     meter = ProgressMeter("packing", len(data))
 
@@ -121,9 +114,7 @@ def pack(
             meter.at(ids.stop)
         meter.end()
         write_manifest(to, data.classes, written, description)
-    return Packed(
-        folder=to, shards=tuple(written), images=len(data), source_bytes=data.total_bytes(), were_there=there
-    )
+    return Packed(folder=to, shards=tuple(written), images=len(data), source_bytes=data.total_bytes(), were_there=there)
 
 
 def smaller(data: bytes, form: Packing) -> bytes:
@@ -230,9 +221,7 @@ def shard_there(folder: Path, number: int, samples: int) -> Shard | None:
         return None
 
 
-def write_manifest(
-    folder: Path, classes: Iterable[str], shards: Iterable[Shard], description: dict[str, Any]
-) -> None:
+def write_manifest(folder: Path, classes: Iterable[str], shards: Iterable[Shard], description: dict[str, Any]) -> None:
     """Writes the classes' names, and last the list of all shards: then the folder is whole.
 
     Raises:

@@ -35,9 +35,7 @@ class Indexed:
     seconds: float
 
 
-def index(
-    source: Path, *, labels: Path | None = None, numbering: Path | None = None, again: bool = False
-) -> Indexed:
+def index(source: Path, *, labels: Path | None = None, numbering: Path | None = None, again: bool = False) -> Indexed:
     """Reads the headers of a source once; a second call finds the index that the first has written.
 
     Raises:
@@ -143,9 +141,7 @@ class Ticker:
 class ProgressMeter:
     """A line on standard error about a walk of a length that is known: a bar, the rate, and the time that is left."""
 
-    def __init__(
-        self, verb: str, total: int, show: Callable[[str], None] = progress, unit: str = "images"
-    ) -> None:
+    def __init__(self, verb: str, total: int, show: Callable[[str], None] = progress, unit: str = "images") -> None:
         self._verb, self._total, self._show, self._unit = verb, total, show, unit
         self._began, self._ticker = time.monotonic(), Ticker(show)
 

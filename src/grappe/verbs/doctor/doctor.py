@@ -91,9 +91,7 @@ def _collective(world: Any) -> list[Finding]:
     if total != right:
         return [
             error(
-                f"a sum over all processes is {total}, not {right}",
-                why="gradients would be wrong",
-                do="tell the site",
+                f"a sum over all processes is {total}, not {right}", why="gradients would be wrong", do="tell the site"
             )
         ]
     if took > SLOW_SECONDS and world.rank == 0:
@@ -127,9 +125,7 @@ def text(findings: Sequence[Finding]) -> str:
     """Formats findings as text, three lines each."""
     lines = []
     for finding in findings:
-        lines.append(
-            f"{WORDS[finding.level]}: {finding.what}{f' (on {finding.host})' if finding.host else ''}"
-        )
+        lines.append(f"{WORDS[finding.level]}: {finding.what}{f' (on {finding.host})' if finding.host else ''}")
         lines += [f"  why: {finding.why}"] if finding.why else []
         lines += [f"  do:  {finding.do}"] if finding.do else []
     return "\n".join(lines)

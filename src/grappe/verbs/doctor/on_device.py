@@ -116,9 +116,7 @@ def product(device: torch.device) -> DeviceTrial:
     text = f"{flops / 1e12:.3g} TFLOP/s"
     if (sheet := device_reported(name)) is not None and "bf16" in sheet.tflops:
         figures["peak"] = sheet.flops("bf16")
-        text += (
-            f", {flops / figures['peak']:.0%} of the {sheet.tflops['bf16']:g} of {sheet.title}'s data sheet"
-        )
+        text += f", {flops / figures['peak']:.0%} of the {sheet.tflops['bf16']:g} of {sheet.title}'s data sheet"
     elif name:
         text += f"; grappe has no data sheet of {name}"
     return DeviceTrial(what="bf16 matrix product", right=None, text=text, figures=figures)
@@ -158,9 +156,7 @@ def readings(device: torch.device) -> Iterator[DeviceTrial]:
 
 def _same(what: str, here: Tensor, there: Tensor) -> DeviceTrial:
     differing = int((here != there.cpu()).sum())
-    return DeviceTrial(
-        what=what, right=not differing, text=f"{differing:,} of {here.numel():,} numbers differ"
-    )
+    return DeviceTrial(what=what, right=not differing, text=f"{differing:,} of {here.numel():,} numbers differ")
 
 
 def _trained(plan: str, folder: Path) -> str:

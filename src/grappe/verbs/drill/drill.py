@@ -71,9 +71,7 @@ class FaultInjector(Watcher):
             resource.setrlimit(resource.RLIMIT_FSIZE, (0, resource.RLIM_INFINITY))
         elif self.fault == "SIGKILL":
             # Anywhere in the time after the step: each process at its own instant.
-            threading.Timer(
-                random.uniform(0, SPREAD * record.seconds), os.kill, (os.getpid(), signal.SIGKILL)
-            ).start()
+            threading.Timer(random.uniform(0, SPREAD * record.seconds), os.kill, (os.getpid(), signal.SIGKILL)).start()
         else:
             os.kill(os.getpid(), getattr(signal, self.fault))
 
@@ -165,9 +163,7 @@ def drill(request: Request, note: Callable[[str], None] = lambda words: None) ->
         GrappeError: the task does not train without a fault.
     """
     if rank_from_environment() is not None:
-        raise UsageError(
-            "grappe drill starts and kills processes of its own: start it without torchrun or srun"
-        )
+        raise UsageError("grappe drill starts and kills processes of its own: start it without torchrun or srun")
     with tempfile.TemporaryDirectory(prefix="grappe-drill-") as base:
         quiet = dataclasses.replace(request, base=Path(base), quiet=True)
         note("a training without faults")
@@ -183,9 +179,7 @@ def drill(request: Request, note: Callable[[str], None] = lambda words: None) ->
 def all_faults(plan: Plan) -> list[Fault]:
     """Lists the faults to try under a plan."""
     many = plan.processes > 1
-    cases = (
-        [Fault(name="one process killed", injector=FaultInjector("SIGKILL", HURT_AT, "last"))] if many else []
-    )
+    cases = [Fault(name="one process killed", injector=FaultInjector("SIGKILL", HURT_AT, "last"))] if many else []
     cases += [
         Fault(name="all processes killed", injector=FaultInjector("SIGKILL", HURT_AT)),
         Fault(name="killed in a save", injector=FaultInjector("save", HURT_AT, "first")),

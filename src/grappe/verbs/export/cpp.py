@@ -126,9 +126,7 @@ def write_program(job: ExportJob, folder: Path, scratch: Path) -> WrittenModel:
         runners["in C++"] = runner(build(folder, scratch), package, job.outputs)
 
     def readme(facts: Mapping[str, Any]) -> str:
-        where = (
-            "in Python and by the C++ program, built from its folder alone" if not not_built else "in Python"
-        )
+        where = "in Python and by the C++ program, built from its folder alone" if not not_built else "in Python"
         missing = f" The C++ program was not built: {not_built}." if not_built else ""
         names = ", ".join(f"`{name}`" for name in operators)
         return README.format(
@@ -216,9 +214,7 @@ def open_package(file: Path, digest: str) -> Callable[..., Any]:
     return torch_inductor.load_package(file)
 
 
-def write_sources(
-    package: Path, samples: ExportSamples, inputs: Sequence[str], outputs: Sequence[str]
-) -> list[str]:
+def write_sources(package: Path, samples: ExportSamples, inputs: Sequence[str], outputs: Sequence[str]) -> list[str]:
     """Writes the program's sources next to the package; returns their names."""
     folder, shipped = package.parent, resources.files(__package__ or __name__)
     for name in SOURCES:

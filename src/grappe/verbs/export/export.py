@@ -27,15 +27,7 @@ from grappe.verbs.evaluate import evaluate
 from grappe.verbs.export.cpp import write_program
 from grappe.verbs.export.folder import check_target, complete_or_nothing, write_manifest
 from grappe.verbs.export.formats import check_packages, write_onnx, write_safetensors, write_transformers
-from grappe.verbs.export.program import (
-    Exporter,
-    ExportJob,
-    Program,
-    in_batches,
-    input_names,
-    output_names,
-    program_of,
-)
+from grappe.verbs.export.program import Exporter, ExportJob, Program, in_batches, input_names, output_names, program_of
 from grappe.verbs.export.proof import TOLERANCE, TYPES, ExportSamples, Proof, prove, samples_of, write_npy
 from grappe.verbs.export.rounding import RoundedProgram, Rounding
 from grappe.verbs.load import data_of, load
@@ -128,10 +120,7 @@ def export(
         samples=samples,
         inputs=input_names(samples),
         outputs=outputs,
-        origin={
-            **_origin(run, resolved, name, averaged=resolved.ema is not None and not trained),
-            "weights": weights,
-        },
+        origin={**_origin(run, resolved, name, averaged=resolved.ema is not None and not trained), "weights": weights},
         build=build,
         sources=sources,
         progress=progress,
@@ -153,18 +142,10 @@ def export(
         numbers = {name: value for name, value in measured.metrics.items() if isinstance(value, float)}
         return {"loss": measured.loss, **numbers}
 
-    with (
-        complete_or_nothing(target) as staged,
-        tempfile.TemporaryDirectory(prefix="grappe-build-") as scratch,
-    ):
+    with complete_or_nothing(target) as staged, tempfile.TemporaryDirectory(prefix="grappe-build-") as scratch:
         written = FORMATS[format](job, staged, Path(scratch))
         proof = prove(
-            written.runners,
-            samples,
-            predictions(),
-            names=outputs,
-            batch_size=resolved.batch_size,
-            progress=progress,
+            written.runners, samples, predictions(), names=outputs, batch_size=resolved.batch_size, progress=progress
         )
         names, interface = list(written.files), {}
         if written.takes_samples:
@@ -172,8 +153,7 @@ def export(
             tensors = zip(job.inputs, samples.dtypes, samples.shapes, strict=True)
             interface = {
                 "inputs": [
-                    {"name": name, "dtype": TYPES[dtype], "shape": list(shape)}
-                    for name, dtype, shape in tensors
+                    {"name": name, "dtype": TYPES[dtype], "shape": list(shape)} for name, dtype, shape in tensors
                 ],
                 "outputs": [{"name": name} for name in outputs],
             }
@@ -197,9 +177,7 @@ def _rows(program: Program, samples: ExportSamples, size: int) -> Iterator[tuple
 def _origin(run: Run, task: Task, checkpoint: str, *, averaged: bool) -> dict[str, Any]:
     """Describes where the model is from, with what is foreign in it made fit to show."""
     description = run.read_description()
-    own_statistics = (
-        "batchnorm=sync" not in description.get("plan", "") and description.get("processes", 1) > 1
-    )
+    own_statistics = "batchnorm=sync" not in description.get("plan", "") and description.get("processes", 1) > 1
     return {
         "format": 1,
         "grappe": grappe.__version__,

@@ -21,14 +21,7 @@ from grappe.private_api.torch_inductor import quiet
 from grappe.private_api.transformers import models
 from grappe.step.task_contract import model_of
 from grappe.verbs.export.folder import interface, proven, title
-from grappe.verbs.export.program import (
-    ExportJob,
-    WrittenModel,
-    custom_operators,
-    in_batches,
-    program_of,
-    trace,
-)
+from grappe.verbs.export.program import ExportJob, WrittenModel, custom_operators, in_batches, program_of, trace
 
 WEIGHTS = "model.safetensors"
 CONFIG = "config.json"
@@ -151,9 +144,7 @@ def write_onnx(job: ExportJob, folder: Path, scratch: Path) -> WrittenModel:
     example = job.samples.example()
     traced = trace(job.program, example)
     if custom := custom_operators(traced):
-        raise TaskError(
-            f"--format onnx has not the operators {', '.join(custom)}: --format program compiles them"
-        )
+        raise TaskError(f"--format onnx has not the operators {', '.join(custom)}: --format program compiles them")
     file = folder / ONNX
     try:
         with quiet(), torch.no_grad():

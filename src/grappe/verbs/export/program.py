@@ -22,17 +22,13 @@ from grappe.verbs.export.proof import ExportSamples, Runner
 NAME = re.compile(r"[A-Za-z0-9_ .:+/-]{1,100}")  # stands in C++, JSON and file names as it is
 LIBTORCH = frozenset({"aten", "prim", "prims", "higher_order", "mkldnn", "onednn", "quantized"})
 """Namespaces of the operators that LibTorch registers itself."""
-OUTSIDE = (
-    "Take it out of forward(), or have the task's prediction() do it after the export, in your own program"
-)
+OUTSIDE = "Take it out of forward(), or have the task's prediction() do it after the export, in your own program"
 
 
 class Program(nn.Module):
     """Maps a batch of samples as they are stored to the task's predictions: tensors [B, ...] to tensors [B, ...]."""
 
-    def __init__(
-        self, task: Task, model: nn.Module, transform: Callable[[Any], Any] | None, spec: TreeSpec
-    ) -> None:
+    def __init__(self, task: Task, model: nn.Module, transform: Callable[[Any], Any] | None, spec: TreeSpec) -> None:
         super().__init__()
         self.model = model
         self._task, self._transform, self._spec = task, transform, spec

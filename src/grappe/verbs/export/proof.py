@@ -192,15 +192,11 @@ def compare(
         PredictionMismatch: whole numbers are not equal, or decimals differ by more than TOLERANCE.
     """
     if len(computed) != len(expected):
-        raise PredictionMismatch(
-            f"{place}: {len(computed)} predictions for a sample, not {len(expected)}: {NOTHING}"
-        )
+        raise PredictionMismatch(f"{place}: {len(computed)} predictions for a sample, not {len(expected)}: {NOTHING}")
     worst, mismatches = 0.0, []
     for name, ours, theirs in zip(names, expected, computed, strict=True):
         if ours.shape != theirs.shape:
-            raise PredictionMismatch(
-                f"{place}: {name} is {list(theirs.shape)}, not {list(ours.shape)}: {NOTHING}"
-            )
+            raise PredictionMismatch(f"{place}: {name} is {list(theirs.shape)}, not {list(ours.shape)}: {NOTHING}")
         shares = row_differences(ours, theirs)
         wrong = (~(shares <= (TOLERANCE if ours.is_floating_point() else 0))).nonzero().flatten()
         if len(wrong):
@@ -223,9 +219,7 @@ def row_differences(ours: Tensor, theirs: Tensor) -> Tensor:
         return torch.zeros(len(ours), dtype=torch.double)
     finite = a.isfinite()
     # What is not finite has to be so on both sides: C++ prints all three as null.
-    gap = torch.where(
-        finite & b.isfinite(), (a - b).abs(), torch.where(finite == b.isfinite(), 0.0, torch.inf)
-    )
+    gap = torch.where(finite & b.isfinite(), (a - b).abs(), torch.where(finite == b.isfinite(), 0.0, torch.inf))
     scale = torch.where(finite, a, 0).abs().amax(1).clamp(min=1)
     return gap.amax(1) / scale
 

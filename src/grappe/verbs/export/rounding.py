@@ -38,9 +38,7 @@ def rounded(weights: Weights, rounding: Rounding) -> Weights:
     if rounding == "fp32":
         return weights
     tensors = {name: weights.read(name) for name in weights}
-    return InMemory(
-        {name: restored(*stored(tensor, rounding), dtype=tensor.dtype) for name, tensor in tensors.items()}
-    )
+    return InMemory({name: restored(*stored(tensor, rounding), dtype=tensor.dtype) for name, tensor in tensors.items()})
 
 
 class RoundedProgram(nn.Module):

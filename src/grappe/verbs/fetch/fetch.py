@@ -35,10 +35,7 @@ class Fetched:
 
 
 def fetch(
-    task: str,
-    folder: Path,
-    show: Callable[[str], None] = progress,
-    schemes: tuple[str, ...] = SCHEMES,
+    task: str, folder: Path, show: Callable[[str], None] = progress, schemes: tuple[str, ...] = SCHEMES
 ) -> list[Fetched]:
     """Downloads into `folder` what the task names and is not there; an interrupted download goes on.
 
@@ -79,9 +76,7 @@ def _check(download: Download, schemes: tuple[str, ...]) -> None:
         raise UsageError(f"{download.url}: its sha256 must have 64 hexadecimal digits, in small letters")
 
 
-def _fetch_file(
-    download: Download, folder: Path, show: Callable[[str], None], schemes: tuple[str, ...]
-) -> Fetched:
+def _fetch_file(download: Download, folder: Path, show: Callable[[str], None], schemes: tuple[str, ...]) -> Fetched:
     name, place = _name(download), folder / download.folder
     if _is_there(download, folder):
         return Fetched(name=name, size=download.size, was_there=True)
@@ -159,6 +154,4 @@ def take_out(archive: BinaryIO, download: Download, place: Path) -> None:
     except (tarfile.TarError, EOFError, OSError, zlib.error) as error:
         raise DataError(f"{download.url}: it cannot be unpacked: {error}") from None
     if missing:
-        raise DataError(
-            f"{download.url}: it has no {next(iter(missing))} of {next(iter(missing.values())):,} bytes"
-        )
+        raise DataError(f"{download.url}: it has no {next(iter(missing))} of {next(iter(missing.values())):,} bytes")

@@ -203,9 +203,7 @@ def site_fabric(site: Site) -> Fabric | None:
     return Fabric(device=device, node=node.gpus, network_gbit=node.network_gbit)
 
 
-def _on_gpus(
-    fake_model: FakeModel, forecasts: Sequence[Foreseen], site: Site, fabric: Fabric | None
-) -> PlanTimes:
+def _on_gpus(fake_model: FakeModel, forecasts: Sequence[Foreseen], site: Site, fabric: Fabric | None) -> PlanTimes:
     from grappe.foresight.gpu_time import gpu_time
 
     if fabric is None:
@@ -233,11 +231,7 @@ def _on_gpus(
 
 
 def _on_cores(
-    fake_model: FakeModel,
-    forecasts: Sequence[Foreseen],
-    reference: TaskReference,
-    data: Path,
-    site: Site | None,
+    fake_model: FakeModel, forecasts: Sequence[Foreseen], reference: TaskReference, data: Path, site: Site | None
 ) -> PlanTimes:
     """Runs some steps of the plans that matter, one after the other; a site's own cores are not known."""
     from grappe.launch.terminal import progress
@@ -266,9 +260,7 @@ def _on_cores(
         timed[id(forecast)] = _timed(forecast, time_of, fake_model, why)
     plans = tuple(timed.values())
     notes, reasons = list[str](), _reasons(plans)
-    left_out = sum(
-        timed.foreseen.needs is not None and timed.time is None and not timed.why for timed in plans
-    )
+    left_out = sum(timed.foreseen.needs is not None and timed.time is None and not timed.why for timed in plans)
     if left_out:
         reasons.append(
             f"not run, though this machine has the cores and the memory: {count_of(left_out, 'plan')}. foresee runs "
@@ -348,9 +340,7 @@ def best(times: PlanTimes, aim: Aim) -> TimedPlan | None:
 
     Among plans whose times are within CLOSE of each other, the plainest wins.
     """
-    candidates = [
-        timed for timed in times.plans if has_merit(timed, aim) and timed.foreseen.fits is not False
-    ]
+    candidates = [timed for timed in times.plans if has_merit(timed, aim) and timed.foreseen.fits is not False]
     if aim == "smallest" or not candidates:
         return min(candidates, key=lambda timed: merit(timed, aim), default=None)
     least = min(merit(timed, aim) for timed in candidates)

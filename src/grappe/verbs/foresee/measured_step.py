@@ -35,9 +35,7 @@ def check_runs_here(plan: Plan, needs: MemoryForecast) -> None:
         PlanError: there are too few cores, or too little memory; or the plan is for GPUs.
     """
     if plan.device not in ("auto", "cpu"):
-        raise PlanError(
-            f"device={plan.device}: steps are run on this machine's cores; grappe measure runs any plan"
-        )
+        raise PlanError(f"device={plan.device}: steps are run on this machine's cores; grappe measure runs any plan")
     if plan.processes * threads_of(plan) > cores():
         raise PlanError(
             f"its steps are not run: {plan.processes * threads_of(plan)} threads of {plan.processes} processes on "

@@ -139,9 +139,7 @@ def fabric_of(description: Mapping[str, Any]) -> tuple[Fabric | None, str]:
     return Fabric(device=device, node=max(nodes.count(node) for node in nodes)), ""
 
 
-def _foreseen(
-    run: Run, description: Mapping[str, Any], data: Path | None
-) -> tuple[dict[str, int], float | None, str]:
+def _foreseen(run: Run, description: Mapping[str, Any], data: Path | None) -> tuple[dict[str, int], float | None, str]:
     """Reads what was foreseen of this very training, or foresees it and writes it down where that is possible.
 
     Returns bytes by NAMES; the seconds of a step, and why they are missing.
@@ -160,9 +158,7 @@ def _foreseen(
         reference = reference_of(run, asks=False)  # before a line says that it is traced
         progress(f"tracing the model of {run.folder.name}, to foresee its memory and step; once")
         try:
-            content = json.loads(
-                in_limited_process(lambda: _traced(run, description, reference, data, fabric, sheet))
-            )
+            content = json.loads(in_limited_process(lambda: _traced(run, description, reference, data, fabric, sheet)))
         finally:
             progress("")
         with contextlib.suppress(OSError, RunError):
@@ -198,11 +194,7 @@ def _traced(
     if not gpu:
         start_server(metrics=False)  # kernels run in a process that has no OpenMP threads of its parents
     fake_model = FakeModel(
-        task,
-        data_of(run, data),
-        foreach=gpu,
-        kernels=None if gpu else Kernels(),
-        records=fabric is not None,
+        task, data_of(run, data), foreach=gpu, kernels=None if gpu else Kernels(), records=fabric is not None
     )
     forecast = memory_forecast(fake_model, plan, gpu=gpu)
     values = {name: getattr(forecast.states, name) for name in STATES}

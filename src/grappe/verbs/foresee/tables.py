@@ -15,15 +15,7 @@ from grappe.launch import files
 from grappe.plan import Plan
 from grappe.profiling import limits
 from grappe.training.watchers.expected_end import span
-from grappe.verbs.foresee.foresee import (
-    Aim,
-    PlanTimes,
-    TimedPlan,
-    best,
-    is_one_process,
-    merit,
-    reason,
-)
+from grappe.verbs.foresee.foresee import Aim, PlanTimes, TimedPlan, best, is_one_process, merit, reason
 from grappe.verbs.foresee.measured_step import MEMORY
 from grappe.words import filled_table, format_bytes, format_seconds, plan_name
 
@@ -128,9 +120,7 @@ def shortlist(times: PlanTimes, aim: Aim) -> list[TimedPlan]:
 
     chosen, plain = best(times, aim), _plain(usable)
     kept = [
-        timed
-        for timed in usable
-        if timed in (chosen, plain) or not any(is_better(other, timed) for other in usable)
+        timed for timed in usable if timed in (chosen, plain) or not any(is_better(other, timed) for other in usable)
     ]
     kept.sort(key=lambda timed: (timed is not chosen, figures(timed)[1:]))
     if len(kept) > MOST_ROWS:  # one process, with which all are compared, and the smallest stay
@@ -190,9 +180,7 @@ def notes(times: PlanTimes) -> list[str]:
     forecasts = [timed.foreseen for timed in times.plans]
     lines = [reason(forecast.plan, forecast.why) for forecast in forecasts if forecast.needs is None]
     if any(forecast.needs is not None and forecast.needs.peak is None for forecast in forecasts):
-        lines.append(
-            "more than …: the activations of such a plan are not foreseen, so whether it fits is measured"
-        )
+        lines.append("more than …: the activations of such a plan are not foreseen, so whether it fits is measured")
     if times.budget is not None:
         lines.append(
             f"a process may have {format_bytes(times.budget.size)} ({times.budget.whose}); counted are the higher of "

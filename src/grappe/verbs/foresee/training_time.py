@@ -165,9 +165,7 @@ def _took_such_steps(query: RunQuery, run: Run, description: Mapping[str, Any]) 
         same = device is not None and node is not None and device is device_named(node.gpu)
         return description.get("device") == "cuda" and (was_on_site or same)
     # CPUs of the site's kind, with the threads that the job's processes will have.
-    if description.get("device") != "cpu" or description.get("threads") != (
-        query.plan.threads or query.layout.cores
-    ):
+    if description.get("device") != "cpu" or description.get("threads") != (query.plan.threads or query.layout.cores):
         return False
     same = str(description.get("processor")).startswith(f"{processor_name()}, ")  # with any instructions
     return was_on_site or (query.here and same)
@@ -186,10 +184,7 @@ def _measured(run: Run, description: Mapping[str, Any], step: float, options: Op
     first = max(0, end - -(-samples // batch))  # of the last start
     means = [sum(_seconds_of(cost, "means").values()) for cost in costs]
     each = max(step, *means)  # a mean includes rare events
-    made = sum(
-        isinstance(at := record.get("step"), int) and first < at <= end
-        for record in run.records("evaluation")
-    )
+    made = sum(isinstance(at := record.get("step"), int) and first < at <= end for record in run.records("evaluation"))
     evaluation = _total(costs, "evaluation") / made if made else EVALUATED * steps_per_epoch * each
     saved = occasions_left(first, end, options.saves_every(steps_per_epoch))
     return MeasuredRun(

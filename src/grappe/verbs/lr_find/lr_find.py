@@ -152,11 +152,7 @@ def band_of(curve: LossCurve, steps: int) -> Band | str:
         end = "it diverged" if curve.diverged else "the ramp ended"
         return (
             f"the loss does not fall beyond its noise before {end} (from {start:.4g} to {below[-1]:.4g}). "
-            + (
-                "Give a smaller --lowest, more --steps"
-                if curve.diverged
-                else "Give a larger --highest, more --steps"
-            )
+            + ("Give a smaller --lowest, more --steps" if curve.diverged else "Give a larger --highest, more --steps")
             + ", or a larger batch_size"
         )
     risen = np.flatnonzero(values > below + RISE * (start - below) + SURE * noise(curve.loss, steps))
@@ -408,9 +404,7 @@ def plot(result: LearningRates) -> Iterator[str]:
     ends, space = (plain(low), plain(high)), COLUMNS
     yield f"{'':>10} {ends[0]}{'learning rate':^{space - len(ends[0]) - len(ends[1])}}{ends[1]}"
     seeds = (
-        f"{DOTS[number % len(DOTS)]} seed {curve.seed}"
-        for number, curve in enumerate(result.curves)
-        if curve.loss
+        f"{DOTS[number % len(DOTS)]} seed {curve.seed}" for number, curve in enumerate(result.curves) if curve.loss
     )
     lines = ["│ steepest, largest stable"] if result.advice.band is not None else []
     yield f"{'':>10} loss: {', '.join([*seeds, *lines])}"

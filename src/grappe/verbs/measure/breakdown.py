@@ -118,9 +118,7 @@ def break_down(point: Measurement, trace: RunTrace, intervals: Intervals) -> Tim
     else:  # the others wait for the slowest: their time is split
         slow = max(timed.processes, key=lambda process: process.busy)
         counted = [process for process in timed.processes if process is not slow]
-    phases = {
-        name: statistics.fmean(process.phases[name] for process in counted) for name in counted[0].phases
-    }
+    phases = {name: statistics.fmean(process.phases[name] for process in counted) for name in counted[0].phases}
     parts = dict.fromkeys(PARTS, 0.0)
     parts["evaluation"] = max(seen.evaluation for seen in trace.processes) / intervals.evaluation
     parts["checkpoints"] = max(seen.checkpoint for seen in trace.processes) / intervals.save
@@ -137,9 +135,7 @@ def break_down(point: Measurement, trace: RunTrace, intervals: Intervals) -> Tim
         untraced = statistics.fmean(seen.computing for seen in traced)
         if operators[0].clock == "host" and untraced:
             # Processes differ in pace: by where their memory lies, or by what else their machine does.
-            mean = {
-                name: value * (computing / untraced if name != "flops" else 1) for name, value in mean.items()
-            }
+            mean = {name: value * (computing / untraced if name != "flops" else 1) for name, value in mean.items()}
         launching = min(computing, mean["launches"])
         copied = min(parts["exposed communication"], mean["messages"])
         parts["copies for messages"] = copied
@@ -180,11 +176,7 @@ def _waits(timed: TimedRun, counted: Sequence[ProcessTimes], waited: float, plan
         longest = max(process.busy for process in timed.processes)
         mean = statistics.fmean(process.busy for process in counted)
         imbalance, idle = min(waited, longest - mean), 0.0
-    return {
-        "imbalance": imbalance,
-        "pipeline bubble": idle,
-        "exposed communication": waited - imbalance - idle,
-    }
+    return {"imbalance": imbalance, "pipeline bubble": idle, "exposed communication": waited - imbalance - idle}
 
 
 def _split_computing(
@@ -275,11 +267,7 @@ def remedies(breakdown: TimeBreakdown, point: Measurement, points: Sequence[Meas
             saves = share * (1 - interval / enough)
             if saves >= WORTH:
                 remedies.append(Remedy(part=part, word=f"{option} {enough}", saves=saves))
-    larger = [
-        other
-        for other in points
-        if not other.failure and other.plan == point.plan and other.batch > point.batch
-    ]
+    larger = [other for other in points if not other.failure and other.plan == point.plan and other.batch > point.batch]
     if larger:
         best = max(larger, key=lambda other: other.rate)
         # Evaluations and saves stay as they are.
@@ -306,9 +294,7 @@ def _data(breakdown: TimeBreakdown, point: Measurement) -> str:
 
 def _imbalance(breakdown: TimeBreakdown, point: Measurement) -> str:
     if Plan.parse(breakdown.plan).pipeline > 1:
-        work = [
-            process.phases["forward"] + process.phases["backward"] for process in point.middle().processes
-        ]
+        work = [process.phases["forward"] + process.phases["backward"] for process in point.middle().processes]
         most = max(range(len(work)), key=lambda rank: work[rank])
         return (
             f"the stages of process {most} have {work[most] * len(work) / sum(work):.1f} times the mean work: "

@@ -123,9 +123,7 @@ def explain(
                 explanations.append(dataclasses.replace(explanation, failure=first_line(error)))
                 continue
             epoch = trace.processes[0].steps_per_epoch
-            intervals = Intervals(
-                evaluation=options.evaluate_every or epoch, save=options.save_every or epoch
-            )
+            intervals = Intervals(evaluation=options.evaluate_every or epoch, save=options.save_every or epoch)
             breakdown = break_down(point, trace, intervals)
             helpful = tuple(remedies(breakdown, point, points))
             explanations.append(dataclasses.replace(explanation, breakdown=breakdown, remedies=helpful))
@@ -156,9 +154,7 @@ def reachable(device: Any, plan: Plan) -> dict[str, float]:
         gpu, capability = torch.cuda.get_device_name(device), torch.cuda.get_device_capability(device)
         rocm = torch.version.hip
         candidates = ("fp32", "bf16", "fp16") if rocm else ("fp32", "tf32", "bf16", "fp16")
-        precisions = [
-            name for name in candidates if unfit_precision(name, gpu, None if rocm else capability) is None
-        ]
+        precisions = [name for name in candidates if unfit_precision(name, gpu, None if rocm else capability) is None]
     names: dict[Any, None] = dict.fromkeys([*precisions, plan.precision])
     return {name: flops.reachable(device, dataclasses.replace(plan, precision=name)) for name in names}
 
@@ -198,9 +194,7 @@ class TraceWatcher(ClockWatcher):
         if outcome is None:
             return
         totals = outcome.timing.totals
-        sizes = [
-            (name, tensor.numel() * tensor.element_size()) for name, tensor in self.chronometer.parameters
-        ]
+        sizes = [(name, tensor.numel() * tensor.element_size()) for name, tensor in self.chronometer.parameters]
         trace = ProcessTrace(
             operators=None if self._trace is None else self._trace.totals(self._dispatch),
             computing=_median_step(self._untraced, FORWARD) + _median_step(self._untraced, BACKWARD),

@@ -36,9 +36,7 @@ def per_sample(task: Task, dataset: Any) -> float:
     else:
         inputs, targets = collated(task, [dataset[index % len(dataset)] for index in range(ROWS)])
     try:
-        meta = tree_map(
-            lambda leaf: leaf.to("meta") if isinstance(leaf, torch.Tensor) else leaf, (inputs, targets)
-        )
+        meta = tree_map(lambda leaf: leaf.to("meta") if isinstance(leaf, torch.Tensor) else leaf, (inputs, targets))
         return _counted(task, on_meta(task), *meta) / ROWS
     except (RuntimeError, NotImplementedError):  # it reads a tensor's values
         return _counted(task, task.model(), inputs, targets) / ROWS

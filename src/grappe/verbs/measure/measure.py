@@ -271,16 +271,13 @@ def gather(places: Sequence[Path]) -> list[Measurement]:
         if not usages:
             failures[key] = f"{run.folder} has not ended ({description.get('status')})"
         elif not all(usage.get("timing") for usage in usages):
-            failures[key] = (
-                f"{run.folder} was too short: the first {WARMUP} steps warm up, and are not counted"
-            )
+            failures[key] = f"{run.folder} was too short: the first {WARMUP} steps warm up, and are not counted"
         else:
             point = point_of_run(Plan.parse(key[0]), batch, usages)
             reasons = {**point.unmeasured, "flops": "jobs do not count them"}
             trials.append(dataclasses.replace(point, unmeasured=reasons))
     points = [
-        _point(Plan.parse(key[0]), key[1], trials, "" if trials else failures[key])
-        for key, trials in runs.items()
+        _point(Plan.parse(key[0]), key[1], trials, "" if trials else failures[key]) for key, trials in runs.items()
     ]
     points = [*sorted(points, key=lambda point: point.processes), *not_started]
     if all(point.failure for point in points):

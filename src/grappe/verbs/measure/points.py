@@ -156,8 +156,7 @@ class Measurement:
 
     def _costs(self, phases: Sequence[str]) -> list[float]:
         return [
-            sum(process.phases[name] for process in trial.processes for name in phases or process.phases)
-            / self.batch
+            sum(process.phases[name] for process in trial.processes for name in phases or process.phases) / self.batch
             for trial in self.trials
         ]
 

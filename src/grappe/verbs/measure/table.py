@@ -112,11 +112,7 @@ def breakdown_table(breakdown: TimeBreakdown, remedies: Sequence[Remedy], title:
 
 
 def content(
-    points: Sequence[Measurement],
-    task: str,
-    *,
-    weak: bool = False,
-    explanations: Sequence[Explanation] = (),
+    points: Sequence[Measurement], task: str, *, weak: bool = False, explanations: Sequence[Explanation] = ()
 ) -> dict[str, Any]:
     """Returns all figures as JSON's values, for --json, and for `grappe report`."""
     return {

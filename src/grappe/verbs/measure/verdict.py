@@ -36,11 +36,7 @@ def _advice(good: Sequence[Measurement]) -> Iterator[str]:
     for point in asked:
         yield from _data(point)
         crowded = point.device == "cpu" and point.processes * point.threads > point.cores
-        if (
-            point.processes > 1
-            and not crowded
-            and point.imbalance / point.cost() >= IMBALANCE / point.processes
-        ):
+        if point.processes > 1 and not crowded and point.imbalance / point.cost() >= IMBALANCE / point.processes:
             slow, more, where = point.slowest()
             if more >= IMBALANCE * slow.step:
                 yield (
@@ -122,8 +118,7 @@ def _small_slices(point: Measurement, good: Sequence[Measurement]) -> Iterator[s
     larger = [
         other
         for other in good
-        if other.batch / other.slices > size
-        and (other.device, other.threads) == (point.device, point.threads)
+        if other.batch / other.slices > size and (other.device, other.threads) == (point.device, point.threads)
     ]
     if not larger:
         return

@@ -61,9 +61,7 @@ def source_of(inputs: Any) -> Source:
     """
     files = files_of(inputs)
     if files is not None:
-        return lambda task, data: _of_dataset(
-            task, picture_dataset(task, files, _split(task, "validation", data()))
-        )
+        return lambda task, data: _of_dataset(task, picture_dataset(task, files, _split(task, "validation", data())))
     if not isinstance(inputs, str | Path):
         return lambda task, data: _of_array(inputs)
     if str(inputs) in SPLITS:
@@ -178,9 +176,7 @@ def files_of(inputs: Any) -> list[Path] | None:
     files = [Path(file) for file in inputs]
     for file in files:
         if file.suffix.lower() not in PICTURES:
-            raise UsageError(
-                f"{file}: several inputs are pictures ({', '.join(PICTURES)}): give others one at a time"
-            )
+            raise UsageError(f"{file}: several inputs are pictures ({', '.join(PICTURES)}): give others one at a time")
     return files
 
 
@@ -195,12 +191,7 @@ def picture_dataset(task: Task, files: Sequence[Path], example: Any) -> Dataset:
         return _Pictures(files, lambda data: view(data, mix(torch.initial_seed(), 0)))
     arrays = in_memory(example)
     stored = None if arrays is None else arrays.stored(np.arange(1))[0]
-    if (
-        arrays is None
-        or not isinstance(stored, Tensor)
-        or stored.dtype != torch.uint8
-        or stored.dim() not in (3, 4)
-    ):
+    if arrays is None or not isinstance(stored, Tensor) or stored.dtype != torch.uint8 or stored.dim() not in (3, 4):
         raise DataError(
             f"{type(task).__name__}'s data do not say how a picture becomes a sample: they are neither "
             "grappe.data.Images nor Arrays of uint8 [N, C, H, W]. Give samples as a .npy file"
@@ -236,9 +227,7 @@ def _pixels(data: bytes, shape: torch.Size) -> Tensor:
 
     channels, (height, width) = (shape[0] if len(shape) == 3 else 1), shape[-2:]
     if channels not in CHANNELS:
-        raise NoPicture(
-            f"the task's samples have {channels} channels, and pictures have 1 or 3: give a .npy file"
-        )
+        raise NoPicture(f"the task's samples have {channels} channels, and pictures have 1 or 3: give a .npy file")
     header = header_of(data)
     if (header.height, header.width) != (height, width):
         raise NoPicture(
@@ -259,9 +248,7 @@ def open_lines(file: Path) -> BufferedReader:
         try:
             return BufferedReader(io.FileIO(sys.stdin.fileno(), closefd=False))
         except (AttributeError, ValueError, OSError) as error:  # closed: it is None; in a notebook: no number
-            raise DataError(
-                "there is no standard input here to read lines from: give a file of them"
-            ) from error
+            raise DataError("there is no standard input here to read lines from: give a file of them") from error
     if file.exists() and not file.is_file():
         raise DataError(f"{file} is no file: its lines can come from the standard input, with -")
     with reading(file):
@@ -320,9 +307,7 @@ def _collect(value: Any, example: Any, place: str, arrays: list[np.ndarray]) -> 
         arrays.append(_array(value, example, place))
     elif isinstance(example, dict):
         if not isinstance(value, dict) or set(value) != set(example):
-            raise DataError(
-                f"{place}: give an object with {', '.join(map(str, example))}, as the model's inputs have"
-            )
+            raise DataError(f"{place}: give an object with {', '.join(map(str, example))}, as the model's inputs have")
         for key, inner in example.items():
             _collect(value[key], inner, f"{place}, {key}", arrays)
     elif isinstance(example, list | tuple):

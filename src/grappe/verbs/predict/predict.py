@@ -32,9 +32,7 @@ from grappe.verbs.load import choose, data_of, load
 from grappe.verbs.predict.inputs import STDIN, source_of
 
 CPU = torch.device("cpu")
-PLAN_KEYS = frozenset(
-    {"replicate", "shard", "zero", "precision", "device", "backend", "per_device", "threads"}
-)
+PLAN_KEYS = frozenset({"replicate", "shard", "zero", "precision", "device", "backend", "per_device", "threads"})
 
 
 def predict(
@@ -142,12 +140,8 @@ def worker(request: PredictRequest, process: ProcessRank, rendezvous_folder: Pat
             # All gather sharded parameters: a process without a batch computes the last one again.
             own = min(world.rank, len(group) - 1)
             with autocast(plan.precision, world.device):
-                output = _output(
-                    task, model, group[own][0], done + sum(counts[:own]), counts[own], world.device
-                )
-            gathered = world.gather(
-                tree_map(lambda leaf: leaf.cpu() if hasattr(leaf, "cpu") else leaf, output)
-            )
+                output = _output(task, model, group[own][0], done + sum(counts[:own]), counts[own], world.device)
+            gathered = world.gather(tree_map(lambda leaf: leaf.cpu() if hasattr(leaf, "cpu") else leaf, output))
             if world.rank == 0:
                 outputs += zip(gathered, counts, strict=False)
             done += sum(counts)
@@ -160,18 +154,11 @@ def _refuse(plan: Plan, inputs: Any) -> None:
             f"grappe predict has no {unfit[0]}= in its plan, but {', '.join(sorted(PLAN_KEYS))}: leave it out"
         )
     if isinstance(inputs, str) and inputs == STDIN and plan.processes > 1:
-        raise UsageError(
-            "lines on the standard input go to one process: leave --plan out, or give a file of lines"
-        )
+        raise UsageError("lines on the standard input go to one process: leave --plan out, or give a file of lines")
 
 
 def _output(
-    task: Task,
-    model: torch.nn.Module,
-    read: Callable[[], Any],
-    first: int,
-    count: int,
-    device: torch.device = CPU,
+    task: Task, model: torch.nn.Module, read: Callable[[], Any], first: int, count: int, device: torch.device = CPU
 ) -> Any:
     """Computes what the task's `prediction` gives for a batch: `count` samples, the first of which has this number."""
     with torch.no_grad(), naming_user_line(task):
@@ -221,9 +208,7 @@ def rows(batch: Any, count: int, name: str) -> Iterator[Any]:
 
 def _is_cuttable(batch: list[Any], count: int) -> bool:
     leaves = tree_leaves(batch)
-    return bool(leaves) and all(
-        isinstance(leaf, torch.Tensor) and leaf.dim() and len(leaf) == count for leaf in leaves
-    )
+    return bool(leaves) and all(isinstance(leaf, torch.Tensor) and leaf.dim() and len(leaf) == count for leaf in leaves)
 
 
 def _row(value: Any, row: int, count: int, name: str) -> Any:
@@ -257,9 +242,7 @@ def _plain(value: Any) -> Any:
         return [_plain(part) for part in value]
     if hasattr(value, "tolist"):  # a tensor, an array, a number of NumPy's
         if getattr(value, "is_meta", False):
-            raise TaskError(
-                "a prediction is a tensor on the device meta, which has no numbers: give a real one"
-            )
+            raise TaskError("a prediction is a tensor on the device meta, which has no numbers: give a real one")
         return _finite(value.tolist())
     if value is None or isinstance(value, str | int | float | bool | complex):
         return _finite(value)

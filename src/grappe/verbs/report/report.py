@@ -135,9 +135,7 @@ def _merged(a: dict[str, Any], b: dict[str, Any]) -> dict[str, Any]:
     merged = {**b, "seconds": seconds, "steps": steps, "phases": phases}
     for name in ("watts", "memory"):
         if isinstance(a.get(name), dict) and isinstance(b.get(name), dict):
-            merged[name] = {
-                key: max(number(a[name].get(key)), number(value)) for key, value in b[name].items()
-            }
+            merged[name] = {key: max(number(a[name].get(key)), number(value)) for key, value in b[name].items()}
     return merged
 
 

@@ -139,9 +139,7 @@ def _pip(folder: Path, requirements: list[str], house: Wheelhouse, lacking: int)
     except command.Failed as error:
         output = str(error)
         if error.code == NO_MODULES:
-            raise Unresolvable(
-                f"there are no modules on this machine ({house.site}'s login node has)"
-            ) from None
+            raise Unresolvable(f"there are no modules on this machine ({house.site}'s login node has)") from None
         if error.code == NO_SUCH_MODULE:
             raise UsageError(
                 f"--modules {','.join(house.modules)}: {output.removeprefix('bash: ')}\n  module avail lists them"
@@ -351,9 +349,7 @@ def requirements(submission: Submission) -> list[str]:
     job, task = submission.job, submission.task
     for requirement in job.with_:
         if not REQUIREMENT.fullmatch(requirement):
-            raise UsageError(
-                f"--with {requirement}: give a package's name, NAME==VERSION, or 'NAME>=VERSION'"
-            )
+            raise UsageError(f"--with {requirement}: give a package's name, NAME==VERSION, or 'NAME>=VERSION'")
     if task is None and submission.run is not None:
         name = str(Run(submission.run).read_description().get("task") or "")
         task = None if name.startswith("__main__") else name  # a notebook's module
@@ -387,9 +383,7 @@ def _plain(requirement: str) -> str:
     return SEPARATORS.sub("-", match["name"]).lower() if match else requirement
 
 
-def job_packages(
-    submission: Submission, site: Site, plan: Plan, *, show: bool
-) -> tuple[Packages | None, str]:
+def job_packages(submission: Submission, site: Site, plan: Plan, *, show: bool) -> tuple[Packages | None, str]:
     """Returns the packages of an environment that is made on the nodes, and the reason why they were not checked.
 
     Args:

@@ -28,9 +28,7 @@ def jobs_of(submission: Submission) -> Iterator[Submission]:
             "as --time 3h"
         )
     if submission.command == TRAIN and submission.run is not None and len(job.gpus) > 1:
-        raise UsageError(
-            "--run is one run's folder, and several numbers of GPUs are several runs: leave it out"
-        )
+        raise UsageError("--run is one run's folder, and several numbers of GPUs are several runs: leave it out")
     sbatch.options(job)
     if not job.gpus:
         yield submission
@@ -96,10 +94,7 @@ def allocation(submission: Submission) -> list[str]:
         raise UsageError("--interactive opens one shell: give one number of --gpus")
     job_layout, site, plan = laid_out(next(jobs_of(submission)))
     options = with_mps(resource_options(site, job_layout, job.account), site, job_layout, plan)
-    return [
-        "salloc",
-        *sbatch.merged([f"--job-name={job.name or 'interactive'}", *options], sbatch.options(job)),
-    ]
+    return ["salloc", *sbatch.merged([f"--job-name={job.name or 'interactive'}", *options], sbatch.options(job))]
 
 
 def line_in_allocation(submission: Submission) -> list[str]:
@@ -125,9 +120,7 @@ def _plan(submission: Submission) -> Plan:
         if gpus == 0:
             return Plan(replicate=number, device="cpu")
         if number % (gpus or number):
-            raise UsageError(
-                f"--processes={number} do not share {gpus} GPUs evenly: use a multiple of {gpus}"
-            )
+            raise UsageError(f"--processes={number} do not share {gpus} GPUs evenly: use a multiple of {gpus}")
         return Plan(replicate=number, per_device=number // (gpus or number))
     if job.processes is not None:
         raise UsageError("--processes is for a script of your own; of this command the plan says how many")

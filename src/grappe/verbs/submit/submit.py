@@ -75,9 +75,7 @@ class Submitted:
 Examine = Callable[[Submission, JobScript], None]
 
 
-def submit(
-    submission: Submission, *, show: bool = False, examine: Examine | None = None
-) -> Iterator[Submitted]:
+def submit(submission: Submission, *, show: bool = False, examine: Examine | None = None) -> Iterator[Submitted]:
     """Submits a job, or one for each number of GPUs; with `show`, only renders the scripts.
 
     Args:
@@ -136,9 +134,7 @@ def _send(script: Script, text: str) -> str:
     logs = script.run / "logs"
     absent = [folder for folder in (script.run, *script.run.parents) if not folder.exists()]
     new = not (script.run / DESCRIPTION).exists()
-    strangers = (
-        [entry.name for entry in script.run.iterdir() if entry.name != "logs"] if script.run.is_dir() else []
-    )
+    strangers = [entry.name for entry in script.run.iterdir() if entry.name != "logs"] if script.run.is_dir() else []
     if new and strangers:
         raise RunError(f"{script.run} holds {strangers[0]} and is no run: give an empty folder, or a new one")
     try:
@@ -155,9 +151,7 @@ def _send(script: Script, text: str) -> str:
             for name, content in script.packages.files.items():
                 files.replace(folder / name, content, IN_CHECKPOINT)
     except OSError as error:
-        raise RunError(
-            f"{script.run} cannot be written: {error.strerror}: give another with --run"
-        ) from error
+        raise RunError(f"{script.run} cannot be written: {error.strerror}: give another with --run") from error
     try:
         job = slurm.submit(file)
     except slurm.NoAnswer:
@@ -225,8 +219,7 @@ def job_script(submission: Submission, *, show: bool = False) -> JobScript:
         task=() if submission.task is None else (submission.task, *fields),
         run=run,
         folder=Path.cwd(),
-        data=submission.data
-        or ("" if submission.command != TRAIN else os.environ.get("GRAPPE_DATA", "data")),
+        data=submission.data or ("" if submission.command != TRAIN else os.environ.get("GRAPPE_DATA", "data")),
         python=sys.executable,
         torchrun=is_script and (job.processes is not None or plan.processes > 1),
         lightning=not modules.isdisjoint(LIGHTNING),
@@ -353,11 +346,7 @@ def _arguments(submission: Submission, plan: Plan, run: Path) -> tuple[str, ...]
         added = ("--study", str(run / "study"))  # with which a restarted job goes on
     if submission.command == TRAIN:
         anew = OWN_OPTIONS
-    elif (
-        len(submission.plans) == 1
-        and submission.command not in ON_CPU
-        and plan != Plan.parse(submission.plans[0])
-    ):
+    elif len(submission.plans) == 1 and submission.command not in ON_CPU and plan != Plan.parse(submission.plans[0]):
         anew = ("--plan",)  # --gpus has changed it
     else:
         return (submission.command, *submission.arguments, *added)

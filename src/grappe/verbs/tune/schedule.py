@@ -94,9 +94,7 @@ class Schedule:
     def _next_job(self, trial_of: Callable[[int], Trial | None]) -> RungJob | None:
         for rung in reversed(range(len(self._parts) - 1)):
             ended = self._ended[rung]
-            ranked = sorted(
-                (self._sign * value, number) for number, value in ended.items() if value is not None
-            )
+            ranked = sorted((self._sign * value, number) for number, value in ended.items() if value is not None)
             for _, number in ranked[: len(ended) // self._eta]:
                 if number not in self._promoted[rung]:
                     self._promoted[rung].add(number)
@@ -168,10 +166,7 @@ def draw(
     )
     study = as_optuna(space, observed, pending, sampler=tpe, maximize=search.maximize)
     values = study.ask({name: _distribution(axis) for name, axis in space.items()}).params
-    return {
-        name: axis.text(values[name]) if isinstance(axis, Range) else values[name]
-        for name, axis in space.items()
-    }
+    return {name: axis.text(values[name]) if isinstance(axis, Range) else values[name] for name, axis in space.items()}
 
 
 def learns(name: SamplerName) -> bool:
@@ -210,12 +205,7 @@ def _values(field: str, axis: Axis) -> Sequence[str]:
 
 
 def as_optuna(
-    space: Space,
-    observed: Sequence[Trial],
-    pending: Sequence[Trial] = (),
-    *,
-    sampler: Any = None,
-    maximize: bool,
+    space: Space, observed: Sequence[Trial], pending: Sequence[Trial] = (), *, sampler: Any = None, maximize: bool
 ) -> Any:
     """Makes a study of Optuna's, in memory, from trials."""
     optuna = _optuna()

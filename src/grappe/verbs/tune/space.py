@@ -80,14 +80,10 @@ def read_space(cls: type, texts: Mapping[str, str]) -> tuple[dict[str, Axis], di
         axis = _axis(name, text, kinds[name])
         if name == PLAN and PLAN in hints(cls):
             if axis is not None:
-                raise UsageError(
-                    f"plan={text}: plan is what a search calls the plan, so this field cannot be searched"
-                )
+                raise UsageError(f"plan={text}: plan is what a search calls the plan, so this field cannot be searched")
         elif name == PLAN:
             if not isinstance(axis, Choices):
-                raise UsageError(
-                    f"plan={text}: one plan for all trials is given with --plan; several are plan=A|B"
-                )
+                raise UsageError(f"plan={text}: one plan for all trials is given with --plan; several are plan=A|B")
             for plan in axis.texts:
                 Plan.parse(plan)
         if axis is None:
@@ -176,11 +172,7 @@ def _range(name: str, text: str, *, integer: bool) -> Range:
         raise UsageError(f"{name}={text}: a range has two finite ends, {name}=LOW..HIGH")
     low, high = ends
     if low >= high:
-        raise UsageError(
-            f"{name}={text}: the range is upside down: {name}=LOW..HIGH, with the lower end first"
-        )
+        raise UsageError(f"{name}={text}: the range is upside down: {name}=LOW..HIGH, with the lower end first")
     if colon and low <= 0:
-        raise UsageError(
-            f"{name}={text}: a logarithmic range is above 0: raise its lower end, or leave {LOG} out"
-        )
+        raise UsageError(f"{name}={text}: a logarithmic range is above 0: raise its lower end, or leave {LOG} out")
     return Range(low=low, high=high, log=bool(colon), integer=integer)

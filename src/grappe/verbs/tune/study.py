@@ -61,9 +61,7 @@ class SearchOptions:
             if (value := getattr(self, name)) is not None and value > most:
                 raise UsageError(f"--{name}: at most {most}")
         if self.rungs is not None and self.halving is None:
-            raise UsageError(
-                f"--rungs={self.rungs}: rungs are of successive halving: give --halving 3 as well"
-            )
+            raise UsageError(f"--rungs={self.rungs}: rungs are of successive halving: give --halving 3 as well")
         if self.maximize is None and self.metric != "loss":
             raise UsageError(f"--metric {self.metric}: say whether to --maximize or --minimize it")
 
@@ -208,9 +206,7 @@ def open_study(folder: Path) -> Study:
     file = folder / FILE
     files.refuse_link(file)
     if not file.is_file():
-        raise RunError(
-            f"{folder} is no study: it has no {FILE}. grappe tune TASK … --study {folder} makes one"
-        )
+        raise RunError(f"{folder} is no study: it has no {FILE}. grappe tune TASK … --study {folder} makes one")
     content = read_json(file, largest=LARGEST_LIST)
     kind = content.pop("kind", None)
     content = {OLDER_NAMES.get(name, name): value for name, value in content.items()}
@@ -235,9 +231,7 @@ def make_study(folder: Path, search: SearchDefinition) -> Study:
             folder.mkdir(parents=True, exist_ok=True)
             others = [name for name in files.names(folder) if not name.startswith(f".{FILE}.")]
             if others:
-                raise RunError(
-                    f"{folder} holds {others[0]} and is no study: give an empty folder, or a new one"
-                )
+                raise RunError(f"{folder} holds {others[0]} and is no study: give an empty folder, or a new one")
             write_json(folder / FILE, {"kind": KIND, **dataclasses.asdict(search)})
         study = open_study(folder)
         _refuse_other_search(study, search)

@@ -124,14 +124,10 @@ def search(
     axis = space.get(PLAN)
     plans = [Plan.parse(text) for text in axis.texts] if isinstance(axis, Choices) else [plan]
     if plans != [plan] and str(plan):
-        raise UsageError(
-            f"--plan {plan}: the search varies the plan: leave --plan out, and write it into each"
-        )
+        raise UsageError(f"--plan {plan}: the search varies the plan: leave --plan out, and write it into each")
     for each in plans:
         if each.per_device > 1 and each.device != "cpu":
-            raise UsageError(
-                "per_device: a search places trials on GPUs itself, one process each: leave it out"
-            )
+            raise UsageError("per_device: a search places trials on GPUs itself, one process each: leave it out")
         engines.check(each)
     task_value = task_reference.resolve()
     metrics = ["loss", *task_value.metrics()]
@@ -143,9 +139,7 @@ def search(
     if search_options.sampler == "grid":
         cells = len(grid(space))
         if total is not None and total > cells:
-            raise UsageError(
-                f"--trials={total}: the grid has {cells} cells; leave --trials out for all of them"
-            )
+            raise UsageError(f"--trials={total}: the grid has {cells} cells; leave --trials out for all of them")
         total = total or cells
     total = total or TRIALS
     halving, rungs = search_options.halving, search_options.rung_count
@@ -156,9 +150,7 @@ def search(
             f"end, and these are {total}: more --trials, or fewer --rungs"
         )
     if jobs is not None and task_reference.value is not None:
-        raise UsageError(
-            "jobs start when this program may have ended: give the task by its file, task.py:Name"
-        )
+        raise UsageError("jobs start when this program may have ended: give the task by its file, task.py:Name")
     threads = None
     if jobs is None and plan.threads is None and not plan.exact:
         from grappe.launch.world import cores
@@ -191,8 +183,7 @@ def search(
     )
     name = task_reference.name
     study = make_study(
-        folder or new_folder(runs, f"{name}-study" if ":" in name else f"x:{Path(name).stem}-study"),
-        definition,
+        folder or new_folder(runs, f"{name}-study" if ":" in name else f"x:{Path(name).stem}-study"), definition
     )
     threads = study.search.threads
     request = Request(
@@ -232,6 +223,4 @@ def _refuse_options(options: Options, search_options: SearchOptions, jobs: JobOp
         which = "--name" if jobs.name is not None else "--gpus"
         raise UsageError(f"{which}: each trial's job has its own name, and what the plan needs: leave it out")
     if jobs.chain:
-        raise UsageError(
-            "--chain: each trial's job is one, which requeues itself or is submitted again: leave it out"
-        )
+        raise UsageError("--chain: each trial's job is one, which requeues itself or is submitted again: leave it out")

@@ -56,9 +56,7 @@ class Companions:
             triples = list(zip(leaves, fixed, self.dims, strict=True))
             # Only a module whose inputs have rows can couple them.
             rows = next(
-                leaf.shape[dim] * self.rows // other.shape[dim]
-                for leaf, other, dim in triples
-                if dim is not None
+                leaf.shape[dim] * self.rows // other.shape[dim] for leaf, other, dim in triples if dim is not None
             )
             outputs = []
             for row in range(rows):
@@ -68,15 +66,11 @@ class Companions:
                         accompanied.append(leaf)
                     else:
                         size = other.shape[dim] // self.rows
-                        accompanied.append(
-                            torch.cat([leaf.narrow(dim, row * size, size), other.to(leaf)], dim)
-                        )
+                        accompanied.append(torch.cat([leaf.narrow(dim, row * size, size), other.to(leaf)], dim))
                 row_args, row_kwargs = tree_unflatten(accompanied, form)
                 outputs.append(tree_flatten(forward(*row_args, **row_kwargs)))
             together = []
-            for dim, parts in zip(
-                self.outputs, zip(*(parts for parts, _ in outputs), strict=True), strict=False
-            ):
+            for dim, parts in zip(self.outputs, zip(*(parts for parts, _ in outputs), strict=True), strict=False):
                 if dim is None:
                     together.append(parts[0])
                 else:

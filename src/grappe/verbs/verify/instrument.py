@@ -111,9 +111,7 @@ def instrumented(task: Task, instrumentation: Instrumentation, recorder: SampleR
         inputs, targets = collated(task, [sample for sample, _ in samples])
         return inputs, (targets, torch.tensor([place for _, place in samples]))
 
-    def augment(
-        self: Task, inputs: Any, targets: Any, keys: Tensor, training: bool = True
-    ) -> tuple[Any, Any]:
+    def augment(self: Task, inputs: Any, targets: Any, keys: Tensor, training: bool = True) -> tuple[Any, Any]:
         if instrumentation.without_augmentation:
             return inputs, targets
         inputs, target = augmented(task, inputs, targets[0], keys, training=training)
@@ -237,8 +235,7 @@ def _in_float32(forward: Any) -> Any:
         leaves = tree_flatten((args, kwargs))[0]
         kind = next((leaf.device.type for leaf in leaves if isinstance(leaf, Tensor)), "cpu")
         args, kwargs = tree_map(
-            lambda leaf: leaf.float() if isinstance(leaf, Tensor) and leaf.is_floating_point() else leaf,
-            (args, kwargs),
+            lambda leaf: leaf.float() if isinstance(leaf, Tensor) and leaf.is_floating_point() else leaf, (args, kwargs)
         )
         with torch.autocast(kind, enabled=False):
             return forward(*args, **kwargs)

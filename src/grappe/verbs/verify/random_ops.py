@@ -101,9 +101,7 @@ def _bernoulli(arguments: dict[str, Any]) -> Tensor:
 
 def _made(value: float) -> Callable[[dict[str, Any]], Tensor]:
     def make(arguments: dict[str, Any]) -> Tensor:
-        options = {
-            name: arguments[name] for name in ("dtype", "device", "layout") if arguments.get(name) is not None
-        }
+        options = {name: arguments[name] for name in ("dtype", "device", "layout") if arguments.get(name) is not None}
         if "self" in arguments:
             return torch.full_like(arguments["self"], value, **options)
         return torch.full(arguments["size"], value, **options)
@@ -145,9 +143,7 @@ _MEANS: dict[str, Callable[[dict[str, Any]], Any]] = {
     "uniform_": _fill(lambda arguments: (arguments.get("from", 0.0) + arguments.get("to", 1.0)) / 2),
     "normal_": _fill(lambda arguments: arguments.get("mean", 0.0)),
     "normal": _normal,
-    "log_normal_": _fill(
-        lambda arguments: math.exp(arguments.get("mean", 1.0) + arguments.get("std", 2.0) ** 2 / 2)
-    ),
+    "log_normal_": _fill(lambda arguments: math.exp(arguments.get("mean", 1.0) + arguments.get("std", 2.0) ** 2 / 2)),
     "exponential_": _fill(lambda arguments: 1 / arguments.get("lambd", 1.0)),
     "geometric_": _fill(lambda arguments: round(1 / arguments["p"])),
     "cauchy_": _fill(lambda arguments: arguments.get("median", 0.0)),  # it has no mean

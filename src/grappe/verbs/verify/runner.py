@@ -119,11 +119,7 @@ class TrialRunner:
     def samples(self, plan: Plan, instrumentation: Instrumentation) -> tuple[Any, ...]:
         """Returns a trial's samples, each loaded once."""
         request = trained_by_hand.ReferenceRequest(
-            task=self.task,
-            data=self.data,
-            steps=self.steps,
-            folder=self.folder,
-            instrumentation=instrumentation,
+            task=self.task, data=self.data, steps=self.steps, folder=self.folder, instrumentation=instrumentation
         )
         return self.run("grappe.verbs.verify.trained_by_hand:load", request, Plan(device=plan.device))
 
@@ -270,13 +266,7 @@ def _row(
     }
     excess = {f"{name} excess": row[name] / row[f"{name} tolerated"] for name in ("loss", "norm", "weights")}
     excesses = [excess for excess in excess.values() if not math.isnan(excess)]
-    return {
-        **row,
-        **excess,
-        "excess": max(excesses),
-        "plan's loss": step.loss,
-        "reference's loss": plain.loss,
-    }
+    return {**row, **excess, "excess": max(excesses), "plan's loss": step.loss, "reference's loss": plain.loss}
 
 
 def _number(gap: float) -> float:

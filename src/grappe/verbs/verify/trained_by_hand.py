@@ -142,9 +142,7 @@ class ReferenceBatches:
         """Samples of the dataset; `length` is how many of them an epoch has."""
         self.length: int = self.stored if self._drawn is None else self._drawn.samples
         self.per_epoch = -(-self.length // task.batch_size)
-        self.total = (
-            self._recorded[0].total if self._recorded else max(request.steps, task.epochs * self.per_epoch)
-        )
+        self.total = self._recorded[0].total if self._recorded else max(request.steps, task.epochs * self.per_epoch)
 
     def batch(self, number: int) -> ReferenceBatch:
         """Loads the batch of step `number`, cut into slices and pieces."""
@@ -316,9 +314,7 @@ class ReferenceModel:
                     torch.manual_seed(mix(self._task.seed, number, rows.piece if self._exact else 0))
                 place = rows.place if self._draws_whole else None
                 with self._autocast, inside(rows.sample_ids), whole_batch_draws(place):
-                    output = (
-                        self._in_parts(model, rows, parts) if parts > 1 else self._call(model, rows.inputs)
-                    )
+                    output = self._in_parts(model, rows, parts) if parts > 1 else self._call(model, rows.inputs)
                     losses = loss_of(self._task, output, rows.targets)
                     counts = self._task.counts(rows.targets)
                 weighted = _weighted(losses, counts, len(rows.ids), batch)
@@ -370,9 +366,7 @@ class ReferenceModel:
 
     def weights(self) -> dict[str, Tensor]:
         """Returns parameters, and the mean of the slices' buffers, on the CPU."""
-        weights = {
-            name: parameter.detach().cpu().clone() for name, parameter in self.model.named_parameters()
-        }
+        weights = {name: parameter.detach().cpu().clone() for name, parameter in self.model.named_parameters()}
         for name, buffer in self.model.named_buffers():
             alike = [dict(model.named_buffers())[name].cpu() for model in self._models]
             weights[name] = torch.stack(alike).mean(0) if buffer.is_floating_point() else alike[0].clone()
@@ -384,9 +378,7 @@ def _weighted(losses: LossValues, counts: Any, rows: int, batch: ReferenceBatch)
     if isinstance(counts, Mapping):
         # A loss in which nothing counts adds nothing.
         factors = {name: batch.count / count if count else 0.0 for name, count in batch.counts.items()}
-        return torch.cat(
-            [(losses.named[name] * count * factors[name]).flatten() for name, count in counts.items()]
-        )
+        return torch.cat([(losses.named[name] * count * factors[name]).flatten() for name, count in counts.items()])
     if counts is not None:
         return losses.values * counts
     return losses.values * (rows / losses.values.numel())
@@ -470,9 +462,7 @@ class _SummationOrder:
 
 ORDERS = (
     _SummationOrder(reorder=lambda pairs: pairs[::-1], parts=2, sums=2),
-    _SummationOrder(
-        reorder=lambda pairs: pairs[len(pairs) // 2 :] + pairs[: len(pairs) // 2], parts=8, sums=3
-    ),
+    _SummationOrder(reorder=lambda pairs: pairs[len(pairs) // 2 :] + pairs[: len(pairs) // 2], parts=8, sums=3),
 )
 
 PERTURBED = 4

@@ -64,9 +64,7 @@ class TrialStep:
     """A hash of all weights and buffers after the step, and of the loss."""
 
 
-def worker(
-    request: TrialRequest, process: ProcessRank, rendezvous_folder: Path
-) -> tuple[TrialStep, ...] | None:
+def worker(request: TrialRequest, process: ProcessRank, rendezvous_folder: Path) -> tuple[TrialStep, ...] | None:
     """Runs one process of a trial; process 0 returns its steps. Collective."""
     plan, off = request.plan, request.instrumentation.without_randomness
     samples, records = SampleRecorder(), list[dict[str, Any]]()
@@ -75,12 +73,7 @@ def worker(
         loader = training_loader(task, task.data("train", request.data), plan, world)
         total = max(request.steps, task.epochs * loader.order.steps_per_epoch)
         setup = EngineSetup(
-            task=task,
-            plan=plan,
-            world=world,
-            weights=built(task),
-            total_steps=total,
-            sample_inputs=loader.example(),
+            task=task, plan=plan, world=world, weights=built(task), total_steps=total, sample_inputs=loader.example()
         )
         recording = off or (request.draws and not plan.compile)
         random_ops = RandomOps(off=off) if recording else None

@@ -106,15 +106,11 @@ class _Judgement:
             ],
         )
 
-    def _finding(
-        self, verdict: VerdictWord, causes: Sequence[str] = (), notes: Sequence[str] = ()
-    ) -> PlanVerdict:
+    def _finding(self, verdict: VerdictWord, causes: Sequence[str] = (), notes: Sequence[str] = ()) -> PlanVerdict:
         base, tensors, notes = self._base, self._difference.drifting, list(notes)
         if base.written:
             several = "are" if len(base.written) > 1 else "is"
-            notes.append(
-                f"{and_more(base.written, SHOWN)} {several} written in forward: after_step() can do that"
-            )
+            notes.append(f"{and_more(base.written, SHOWN)} {several} written in forward: after_step() can do that")
         if base.attributes:
             notes.append(f"forward keeps {and_more(base.attributes, SHOWN)} for the next batch")
         if verdict in ("same", "same but for these") and tensors:
@@ -140,9 +136,7 @@ class _Judgement:
         fed = self._runner.reference(plan, instrumentation, recorded=recorded_batches(steps))
         again = self._runner.trial(plan, instrumentation, fed)
         if compare(fed, again, tolerance=base).agrees:
-            return self._finding(
-                "different", [wrong], ["one process that is given the same samples learns the same"]
-            )
+            return self._finding("different", [wrong], ["one process that is given the same samples learns the same"])
         return self._finding("different", [wrong, *ablations(self._runner, plan, instrumentation, base)])
 
     def _of_exact(self) -> PlanVerdict:
@@ -150,13 +144,9 @@ class _Judgement:
         alone = dataclasses.replace(self._plan, replicate=1, shard=1, zero=3)
         if alone != self._plan:
             steps = self._runner.trial(alone, self._start, self._base)
-            odd = next(
-                (n for n, (a, b) in enumerate(zip(steps, self._steps, strict=True)) if a.bits != b.bits), None
-            )
+            odd = next((n for n, (a, b) in enumerate(zip(steps, self._steps, strict=True)) if a.bits != b.bits), None)
             if odd is not None:
-                return self._finding(
-                    "different", [f"other bits than {alone} on one process, from step {odd + 1}"]
-                )
+                return self._finding("different", [f"other bits than {alone} on one process, from step {odd + 1}"])
         note = f"to the bit what exact={self._plan.exact} is on one process"
         if self._difference.agrees:
             return self._finding("same", notes=[note])
@@ -223,9 +213,7 @@ class _Judgement:
         if STATISTICS in explained and self._plan.batchnorm == "sync" and self._batchnorms():
             faults.append(f"{self._coupled_names()[0]} with per-process statistics, though batchnorm=sync")
         elif STATISTICS in explained and not self._base.whole_batch:
-            plan, instrumentation = self._without(
-                [feature for feature in self._asked_for() if feature != STATISTICS]
-            )
+            plan, instrumentation = self._without([feature for feature in self._asked_for() if feature != STATISTICS])
             gap = self._difference_from_pieces(plan, instrumentation)
             if not gap.agrees:
                 faults.append(
@@ -243,9 +231,7 @@ class _Judgement:
             slices = pieces = 1
         elif self._plan.exact:
             slices, pieces = 1, self._plan.exact
-        base = self._runner.reference(
-            self._plan, instrumentation, slices=slices, pieces=pieces, precision=precision
-        )
+        base = self._runner.reference(self._plan, instrumentation, slices=slices, pieces=pieces, precision=precision)
         return self._runner.compare(base, self._runner.trial(plan, instrumentation, base))
 
     def _name(self, feature: str) -> str:
@@ -265,9 +251,7 @@ class _Judgement:
         """Describes the modules that couple a batch's samples in words, from their classes."""
         batchnorms = self._batchnorms()
         others = [
-            f"{name or 'the model'} ({kind})"
-            for name, kind in self._base.coupled.items()
-            if name not in batchnorms
+            f"{name or 'the model'} ({kind})" for name, kind in self._base.coupled.items() if name not in batchnorms
         ]
         words = [f"batch normalisation ({', '.join(batchnorms)})"] if batchnorms else []
         return [*words, *([f"statistics of the batch in {', '.join(others)}"] if others else [])]
@@ -284,8 +268,7 @@ def _stream_faults(steps: Sequence[TrialStep], again: Sequence[TrialStep]) -> li
         if len(set(drawn)) < len(drawn):
             return [f"{word}: in step {number + 1} several slices draw the same numbers"]
         if number and any(
-            hash_ and hash_ == before
-            for hash_, before in zip(step.draws, steps[number - 1].draws, strict=True)
+            hash_ and hash_ == before for hash_, before in zip(step.draws, steps[number - 1].draws, strict=True)
         ):
             return [f"{word}: step {number + 1} draws the numbers of the step before it"]
     odd = next((n for n, (a, b) in enumerate(zip(steps, again, strict=False)) if a.draws != b.draws), None)
@@ -302,8 +285,7 @@ def used(step: TrialStep) -> list[int]:
 def recorded_batches(steps: Sequence[TrialStep]) -> tuple[RecordedBatch, ...]:
     """Returns the samples that a trial's steps used, on which one process can train."""
     return tuple(
-        RecordedBatch(epoch=step.epoch, ids=tuple(used(step)), count=step.count, total=step.total)
-        for step in steps
+        RecordedBatch(epoch=step.epoch, ids=tuple(used(step)), count=step.count, total=step.total) for step in steps
     )
 
 
@@ -355,9 +337,7 @@ def _listed(ids: Sequence[int] | Counter[int]) -> str:
     return f"sample{'s' if len(ids) > 1 else ''} {and_more(list(ids), SHOWN)}"
 
 
-def ablations(
-    runner: TrialRunner, plan: Plan, instrumentation: Instrumentation, reference: Reference
-) -> list[str]:
+def ablations(runner: TrialRunner, plan: Plan, instrumentation: Instrumentation, reference: Reference) -> list[str]:
     """Switches off possible causes of a difference, one at a time; lists the ones without which it disappears."""
     causes: list[str] = []
 
@@ -383,17 +363,12 @@ def ablations(
         loaded_samples=runner.samples(plan, instrumentation),
     )
     if reference.augments:
-        ablate(
-            "augmentation that draws random numbers outside grappe.draw: without it",
-            without_augmentation=True,
-        )
+        ablate("augmentation that draws random numbers outside grappe.draw: without it", without_augmentation=True)
     if reference.buffers:
         names = [name for name in reference.buffers if name.rpartition(".")[0] not in reference.coupled]
         some = ", ".join(names[:SHOWN]) + (", …" if len(names) > SHOWN else "")
         ablate(
-            f"a buffer that is not synchronised ({some}): with constant buffers",
-            constant_buffers=True,
-            buffers=False,
+            f"a buffer that is not synchronised ({some}): with constant buffers", constant_buffers=True, buffers=False
         )
     ablate("a lower precision than asked for: with the forward in float32", in_float32=True)
     if reference.clips:

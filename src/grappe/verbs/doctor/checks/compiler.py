@@ -90,15 +90,9 @@ def of_standard(
 def of_python(include: Path, load: str, level: Callable[..., Finding]) -> Iterator[Finding]:
     """Returns a finding where Python's own headers are missing."""
     if not (include / "Python.h").is_file():
-        remedy = (
-            load
-            if load.startswith("module")
-            else "apt install python3-dev, or take a Python with its headers"
-        )
+        remedy = load if load.startswith("module") else "apt install python3-dev, or take a Python with its headers"
         yield level(
-            f"there is no Python.h in {include}",
-            why=f"this Python's headers are not installed: {USERS}",
-            do=remedy,
+            f"there is no Python.h in {include}", why=f"this Python's headers are not installed: {USERS}", do=remedy
         )
 
 
@@ -116,9 +110,7 @@ def of_nvcc(compiler: tuple[str, tuple[int, ...]]) -> Iterator[Finding]:
         text = command.run("nvcc", "--version")
     except GrappeError as mistake:
         yield warning(
-            f"nvcc does not run: {mistake}",
-            why="extensions for CUDA cannot be built",
-            do="check CUDA_HOME and PATH",
+            f"nvcc does not run: {mistake}", why="extensions for CUDA cannot be built", do="check CUDA_HOME and PATH"
         )
         return
     match = re.search(r"release (\d+\.\d+)", text)
@@ -126,9 +118,7 @@ def of_nvcc(compiler: tuple[str, tuple[int, ...]]) -> Iterator[Finding]:
         yield from of_cuda(match[1], built, compiler, bounds.get(match[1]))
 
 
-def of_cuda(
-    nvcc: str, built: str, compiler: tuple[str, tuple[int, ...]], bounds: Bounds | None
-) -> Iterator[Finding]:
+def of_cuda(nvcc: str, built: str, compiler: tuple[str, tuple[int, ...]], bounds: Bounds | None) -> Iterator[Finding]:
     """Returns findings for the versions of nvcc, of the CUDA that torch is built for, and of the compiler."""
     if nvcc.partition(".")[0] != built.partition(".")[0]:
         yield warning(

@@ -54,9 +54,7 @@ def of_devices(devices: Sequence[VisibleGpu], precision: str, hip: str | None) -
     yield note(f"GPUs that torch sees{f' through ROCm (HIP {hip})' if hip else ''}: {'; '.join(shown)}")
     if hip and precision == "tf32":
         yield error(
-            "precision=tf32 with ROCm",
-            why="TF32 is a format of NVIDIA's GPUs",
-            do="use precision=bf16, or fp32",
+            "precision=tf32 with ROCm", why="TF32 is a format of NVIDIA's GPUs", do="use precision=bf16, or fp32"
         )
     for name, capability in dict.fromkeys((device.name, device.capability) for device in devices):
         if unfit := unfit_precision(precision, name, capability):

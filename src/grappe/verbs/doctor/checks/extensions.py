@@ -90,12 +90,7 @@ def answer(file: Path, libraries: Iterable[Path]) -> str | None:
     path = ":".join((*map(str, libraries), *filter(None, before)))
     try:
         return command.run(
-            "ldd",
-            "-r",
-            str(file),
-            both=True,
-            seconds=EACH_SECONDS,
-            environment={**os.environ, "LD_LIBRARY_PATH": path},
+            "ldd", "-r", str(file), both=True, seconds=EACH_SECONDS, environment={**os.environ, "LD_LIBRARY_PATH": path}
         )
     except command.Missing:
         return ""

@@ -75,15 +75,11 @@ def of_room(folder: Path, free: int, files: int | None) -> Iterator[Finding]:
     """Returns findings for the free space."""
     if free < LEAST_FREE:
         yield warning(
-            f"{folder} has {free / 1e9:.1f} GB left",
-            why="checkpoints need room",
-            do="grappe prune, or --run elsewhere",
+            f"{folder} has {free / 1e9:.1f} GB left", why="checkpoints need room", do="grappe prune, or --run elsewhere"
         )
     if files is not None and files < LEAST_FILES:
         yield warning(
-            f"{folder} has room for {files} more files",
-            why="each checkpoint is several",
-            do="remove small files",
+            f"{folder} has room for {files} more files", why="each checkpoint is several", do="remove small files"
         )
 
 
@@ -96,7 +92,5 @@ def quota() -> Iterator[Finding]:
     for line in text.splitlines():
         if "*" in line and line.split()[0].startswith("/"):
             yield error(
-                f"a disk quota is used up: {' '.join(line.split())}",
-                why="nothing can be saved",
-                do="free some space",
+                f"a disk quota is used up: {' '.join(line.split())}", why="nothing can be saved", do="free some space"
             )

@@ -33,15 +33,9 @@ def check(machine: Machine) -> Iterator[Finding]:
         )
     interfaces = [entry.name for entry in INTERFACES.iterdir()] if INTERFACES.is_dir() else []
     yield from of_variables(machine.environment, interfaces)
-    if (
-        several
-        and list(Path("/sys/class/infiniband").glob("*"))
-        and machine.environment.get("NCCL_IB_DISABLE") == "1"
-    ):
+    if several and list(Path("/sys/class/infiniband").glob("*")) and machine.environment.get("NCCL_IB_DISABLE") == "1":
         yield warning(
-            "NCCL_IB_DISABLE=1 where there is InfiniBand",
-            why="gradients take a slower network",
-            do="unset it",
+            "NCCL_IB_DISABLE=1 where there is InfiniBand", why="gradients take a slower network", do="unset it"
         )
 
 

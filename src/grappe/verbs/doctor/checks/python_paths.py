@@ -47,9 +47,7 @@ def of_user_site(folder: str, user: Set[str], own: Set[str]) -> Iterator[Finding
             do="export PYTHONNOUSERSITE=1 (jobs of grappe submit have it), or pip uninstall them there",
         )
     elif user:
-        yield note(
-            f"{len(user)} packages come from {folder}, which all of your Pythons of this version share"
-        )
+        yield note(f"{len(user)} packages come from {folder}, which all of your Pythons of this version share")
 
 
 def of_pythonpath(text: str) -> Iterator[Finding]:

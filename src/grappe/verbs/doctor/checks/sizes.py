@@ -28,9 +28,7 @@ def check(machine: Machine) -> Iterator[Finding]:
         yield error(str(mistake), why="training would end at once")
         return
     except Exception as mistake:
-        yield note(
-            f"the task's model could not be built without memory ({type(mistake).__name__}): sizes not checked"
-        )
+        yield note(f"the task's model could not be built without memory ({type(mistake).__name__}): sizes not checked")
         return
     if machine.plan.precision != "fp32":
         slices = machine.plan.data_parallel * machine.plan.microbatches

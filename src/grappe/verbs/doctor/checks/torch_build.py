@@ -43,9 +43,7 @@ def check(machine: Machine) -> Iterator[Finding]:
             )
         if machine.plan.per_device == 1 and machine.plan.processes > 1 and not dist.is_nccl_available():
             yield error(
-                "this torch has no NCCL",
-                why="GPUs cannot exchange gradients",
-                do="use another build, or backend=gloo",
+                "this torch has no NCCL", why="GPUs cannot exchange gradients", do="use another build, or backend=gloo"
             )
         return
     if machine.plan.device == "cpu":
@@ -64,16 +62,10 @@ def check(machine: Machine) -> Iterator[Finding]:
             do="install a torch for ROCm (pytorch.org, or the site's module); device=cpu goes without",
         )
     elif machine.plan.device == "cuda":
-        yield error(
-            "there is no GPU here",
-            why="the plan says device=cuda",
-            do="ask Slurm for GPUs, or use device=cpu",
-        )
+        yield error("there is no GPU here", why="the plan says device=cuda", do="ask Slurm for GPUs, or use device=cpu")
     elif machine.environment.get("SLURM_GPUS_ON_NODE", "0") not in ("", "0"):
         yield warning(
-            "Slurm gave this job GPUs, and no driver is here",
-            why="training runs on CPU cores",
-            do="tell the site",
+            "Slurm gave this job GPUs, and no driver is here", why="training runs on CPU cores", do="tell the site"
         )
     else:
         yield note("no GPU here: training runs on CPU cores")
@@ -87,14 +79,10 @@ def of_version(version: str) -> Iterator[Finding]:
             yield error(f"torch {version} has known faults", why=why, do="install a newer one")
 
 
-def of_architectures(
-    built: Iterable[str], capabilities: Iterable[tuple[int, int]], version: str
-) -> Iterator[Finding]:
+def of_architectures(built: Iterable[str], capabilities: Iterable[tuple[int, int]], version: str) -> Iterator[Finding]:
     """Returns findings for GPUs without code in torch: native (same major version), or translatable by the driver."""
     targets = list(built)
-    parts = [
-        re.fullmatch(r"(sm|compute)_(\d+)[af]?", part) for part in targets
-    ]  # another maker's are not judged
+    parts = [re.fullmatch(r"(sm|compute)_(\d+)[af]?", part) for part in targets]  # another maker's are not judged
     numbers = [(part[1], int(part[2])) for part in parts if part]
     for major, minor in sorted(set(capabilities)):
         own = major * 10 + minor
