@@ -25,9 +25,6 @@ test: .venv/test  ## run the tests (WORKERS=1: one after the other)
 artefacts: .venv/test  ## test the documentation site in a browser, the wheel, two labs, the notebook and the demo
 	@$(BIN)/python -m pytest -q -m "artefact and not soak" --durations 5 --numprocesses $(WORKERS) --no-loadscope-reorder
 
-everything: .venv/test  ## both, in one run
-	@$(BIN)/python -m pytest -q -m "not soak" --durations 20 --numprocesses $(WORKERS) --no-loadscope-reorder
-
 lint: .venv/dev  ## style, names, import directions, README's generated parts
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
@@ -128,4 +125,4 @@ clean:  ## forget the environments
 		'pytest>=8' 'pytest-xdist>=3.6' 'hypothesis>=6.100' 'setuptools>=77' 'nbclient>=0.10' 'ipykernel>=6.29' 'babel>=2.16'
 	@touch $@
 
-.PHONY: help train demo quick oldest test artefacts everything lint types horovod operators docs site labs soak sbom bench gpu slurm-up slurm-down clean
+.PHONY: help train demo quick oldest test artefacts lint types horovod operators docs site labs soak sbom bench gpu slurm-up slurm-down clean
