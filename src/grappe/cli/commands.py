@@ -153,7 +153,7 @@ def evaluate(
 
     scores = verb(run, split, plan, task=task, data=data, checkpoint=checkpoint, trained=trained)
     if json:
-        show_json("scores", split=split, **dataclasses.asdict(scores))
+        show_json("scores", **dataclasses.asdict(scores))
         return EXIT_OK
     facts = [("checkpoint", scores.checkpoint), ("samples", f"{scores.samples:,} of {scores.split}, each once")]
     for name, value in (("loss", scores.loss), *scores.metrics.items()):
