@@ -15,8 +15,8 @@ from grappe.launch.terminal import complain, starting
 
 HELP = """Train a PyTorch model on whatever machines you were given.
 
-The learning task is described once; a plan says how each optimizer step is
-spread over processes. Changing the plan does not change what is learned.
+You describe the learning task once; a plan decides how each optimizer step is
+spread over processes. The plan does not change what is learned.
 
     grappe train digits                         on this machine's cores
     grappe train digits --plan replicate=2      two processes, the same numbers

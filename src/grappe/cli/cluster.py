@@ -230,7 +230,7 @@ def logs(
 
 
 def wait(run: RunFolder, /) -> int:
-    """Wait for the end of a run's job, restarts included; ends with the job's exit code."""
+    """Wait for the end of a run's job, restarts included, and return the job's exit code."""
     from grappe.verbs.submit.jobs import wait as verb
 
     return verb(run)
@@ -296,7 +296,7 @@ def doctor(
     ] = False,
     json: Json = False,
 ) -> int:
-    """Say what is wrong with this machine, or with all processes of this allocation, in seconds."""
+    """Check this machine, or all processes of this allocation, for problems; it takes seconds."""
     if gpu:
         from grappe.verbs.doctor.on_device import try_gpu
 

@@ -68,7 +68,7 @@ def train(
     ] = False,
     epochs_done: Annotated[
         int | None,
-        Parameter(help="Epochs that the training of --from has done: begin behind them. Default: what the file says."),
+        Parameter(help="Epochs that the training of --from has done: begin after them. Default: the file's."),
     ] = None,
     callback: Annotated[
         list[str] | None,
@@ -117,7 +117,7 @@ def train(
 
 @app.command
 def drill(task: TaskName, /, *fields: FieldText, plan: PlanText = "", data: DataFolder = None) -> int:
-    """Kill a small training of a task, on purpose, and show what was lost."""
+    """Kill a short training on purpose, and show what was lost."""
     texts = preflight([plan], task, fields)
     from grappe.launch.safe_console import SafeConsole
     from grappe.plan import as_plan
@@ -358,7 +358,7 @@ def export(
     ] = None,
     trained: Trained = False,
 ) -> int:
-    """Write a run's model as a C++ program, weights, or ONNX; proven on the whole validation split, or not written."""
+    """Write a run's model as a C++ program, weights or ONNX; it is checked on the whole validation split first."""
     from grappe.verbs.export.export import export as verb
     from grappe.verbs.export.folder import check_target, scores_line
 

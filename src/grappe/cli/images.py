@@ -20,7 +20,7 @@ Labels = Annotated[
     Path | None,
     Parameter(help="The file of an archive's labels, where its images are in no class: ImageNet's validation."),
 ]
-Numbering = Annotated[Path | None, Parameter(help="The file that says which class each number of --labels is.")]
+Numbering = Annotated[Path | None, Parameter(help="The file with the class of each number in --labels.")]
 _SHOWN = 20  # bad files that are listed; all are in the quarantine
 _UNITS = ("B", "KB", "MB", "GB", "TB")
 
@@ -148,7 +148,7 @@ def bench(
     labels: Labels = None,
     numbering: Numbering = None,
 ) -> int:
-    """Measure images a second, as they lie, as an archive, as shards, packed, in memory; say what to do."""
+    """Time the reading of images (as they are, as an archive, as shards, packed, in memory), and recommend one."""
     from grappe.verbs.data.bench import bench as verb
 
     if images < 1 or seconds <= 0:

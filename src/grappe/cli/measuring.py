@@ -81,7 +81,7 @@ def foresee(
     out: Annotated[OutFile, Parameter(help="Write it all to this file, .json.")] = None,
     json: Json = False,
 ) -> int:
-    """Say what plans need in memory before any process of them starts, and how long a step of them takes.
+    """Predict the memory that plans need and how long a step takes, before anything starts.
 
     Exit code 1 if no plan fits the site, 2 if none can be foreseen or what is given is wrong.
     """
@@ -246,7 +246,7 @@ def report(
 
 
 def follow(run: RunFolder, /) -> int:
-    """Watch a run until it ends; Ctrl-C does not disturb the run."""
+    """Follow a run until it ends; Ctrl-C stops the following alone."""
     from grappe.verbs.follow import follow as verb
 
     verb(run, sys.stdout)
@@ -361,7 +361,7 @@ def lr_find(
     data: DataFolder = None,
     json: Json = False,
 ) -> int:
-    """Find a band of learning rates, from short trainings that are thrown away. Exit code 1 if there is none."""
+    """Find a range of good learning rates, from short trainings that are not kept. Exit code 1 if there is none."""
     from grappe.launch.rank import rank_from_environment
     from grappe.verbs.lr_find import lr_find as verb
 

@@ -42,13 +42,13 @@ class Options:
     """Compute the metrics over the training batches since the last evaluation, too: training_NAME, shown with the next
     one and by --print-every."""
     noise_scale: bool = False
-    """Measure the gradient noise scale, which says how large a batch is worth its samples."""
+    """Measure the gradient noise scale: how large a batch is worth its samples."""
     log_samples: bool = False
     """Write the sample ids of each step and evaluation to the run's samples folder."""
     print_every: CountOrPart | None = None
     """Steps, or the part of an epoch (0.1), between lines of training loss and metrics. Default: each evaluation."""
     log: Names = ()
-    """Loggers beside the run's curves: tensorboard, wandb (offline)."""
+    """Loggers besides the run's curves: tensorboard, wandb (offline)."""
     profile: Ranks = ()
     """Ranks whose processes profile a few steps: 0, or 0,3."""
     profile_steps: int = 5
