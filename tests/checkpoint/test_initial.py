@@ -17,7 +17,7 @@ from grappe import Arrays, Task
 from grappe.checkpoint.foreign_training import Begin
 from grappe.checkpoint.format import latest
 from grappe.checkpoint.initial import build, built
-from grappe.errors import OutOfMemory, RunError, TaskError
+from grappe.errors import OutOfMemory, RunError, TaskError, UsageError
 
 MADE_BY: list[int] = []
 WHATEVER = Literal["well", "raise", "kill", "leave", "exit", "nothing", "need", "sparse"]
@@ -144,7 +144,7 @@ def test_names_that_do_not_match_are_listed(tmp_path) -> None:
     with pytest.raises(RunError, match=words):
         build(Small(), tmp_path / "checkpoints", Begin(source=tmp_path / "a.pt"))
     torch.save(state_of(8), tmp_path / "b.pt")
-    with pytest.raises(RunError, match=r"0.weight is \[4, 3\] there and \[4, 5\] in the model"):
+    with pytest.raises(UsageError, match=r"0.weight is \[4, 3\] there and \[4, 5\] in the model"):
         build(Small(width=5), tmp_path / "checkpoints", Begin(source=tmp_path / "b.pt"))
     assert latest(tmp_path / "checkpoints") is None
 

@@ -12,7 +12,7 @@ from torch import nn
 
 import grappe
 from grappe.checkpoint.initial import built
-from grappe.errors import OutOfMemory, TaskError
+from grappe.errors import OutOfMemory, TaskError, UsageError
 from grappe.launch.fork import LimitReached, Limits, run_in_fork
 from grappe.parallel.materialise import on_meta
 from tests.parity.tasks import Tokens
@@ -85,7 +85,7 @@ def test_names_that_differ_are_said_and_may_be_meant(tmp_path: Path) -> None:
         grappe.pretrained(network(layers=3), place)
     with pytest.raises(TaskError, match=r"Missing: none\. Left over: 1\.weight"):
         grappe.pretrained(network(layers=1), place)
-    with pytest.raises(TaskError, match=r"0\.weight is \[4, 4\] there and \[5, 5\] in the model"):
+    with pytest.raises(UsageError, match=r"0\.weight is \[4, 4\] there and \[5, 5\] in the model"):
         grappe.pretrained(network(5), place)
     made = network(layers=3)
     kept = made[2].weight.clone()
@@ -98,7 +98,7 @@ def test_whole_numbers_are_no_weights(tmp_path: Path) -> None:
     save_file(
         {"0.weight": torch.ones(4, 4, dtype=torch.int8), "1.weight": torch.ones(4, 4)}, tmp_path / "model.safetensors"
     )
-    with pytest.raises(TaskError, match=r"0\.weight is int8 there and float32 in the model"):
+    with pytest.raises(UsageError, match=r"0\.weight is int8 there and float32 in the model"):
         grappe.pretrained(network(), tmp_path)
 
 

@@ -154,14 +154,14 @@ def shuffled_targets() -> Any:
 
 
 def off_by_one() -> Any:
-    ids = SampleOrder.ids
+    blocks = SampleOrder.blocks
 
-    def shifted(self: SampleOrder, epoch: int, step: int) -> np.ndarray:
-        whole = self.order(epoch, 0, self.length)
-        start = step * self.batch_size + 1
-        return whole[start : start + len(ids(self, epoch, step))]
+    def shifted(self: SampleOrder, start: int, stop: int) -> Iterator:
+        for step, epoch, ids in blocks(self, start, stop):
+            first = step % self.steps_per_epoch * self.batch_size + 1
+            yield step, epoch, self.order(epoch, 0, self.length)[first : first + len(ids)]
 
-    return mock.patch.object(SampleOrder, "ids", shifted)
+    return mock.patch.object(SampleOrder, "blocks", shifted)
 
 
 def doubled_sample() -> Any:

@@ -180,7 +180,8 @@ def take_over(model: nn.Module, source: Path) -> str:
         A note where an older checkpoint than the newest is taken; else "".
 
     Raises:
-        RunError: they are not this model's, or `given` is damaged or hostile.
+        RunError: the names are not this model's, or `given` is damaged or hostile.
+        UsageError: shapes or kinds of numbers are not this model's.
     """
     own = sum(tensor.nbytes for tensor in share_memory(model))
     return _limited(lambda: _copied(model, source), source, own, own)

@@ -33,7 +33,8 @@ def pretrained(model: Model, place: Path | str, *, fresh: Sequence[str] = (), un
         unused: patterns of the names in the files that the model does not have.
 
     Raises:
-        TaskError: there are no such files, or names, shapes or kinds of numbers differ.
+        TaskError: there are no such files, or names differ.
+        UsageError: shapes or kinds of numbers differ.
     """
     if any(parameter.is_meta for parameter in model.parameters()):
         return model
