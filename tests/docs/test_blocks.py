@@ -16,7 +16,7 @@ from grappe.cli.commands import app
 from tests.docs.test_pieces import HERE, first, opened
 
 ROOT = translations.ROOT
-LISTS = ("accuracy.md", "api.md", "benchmarks.md", "log.md", "soak.md", "step.md")
+LISTS = ("accuracy.md", "api.md", "benchmarks.md", "json.md", "log.md", "soak.md", "step.md")
 """Pages of names, of figures or for developers, which are no guides, and stay English."""
 GUIDES = [ROOT / "README.md", *(one for one in sorted((ROOT / "docs").glob("*.md")) if one.name not in LISTS)]
 PAGES = [*GUIDES, *sorted(translations.FRENCH.glob("*.md"))]

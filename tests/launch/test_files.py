@@ -78,7 +78,6 @@ ELSEWHERE = {
     "verbs/fetch/transfer.py": "an https address",
     "verbs/fetch/fetch.py": "the folder of datasets, which the user names, and folders in it; tarfile, on an open file",
     "verbs/submit/jobs.py": "lists runs",
-    "verbs/measure/table.py": "a file that the user names with --out",
     "words.py": "/proc/cpuinfo",
     "verbs/submit/packages.py": "the file of the user's task, its neighbours; a temporary folder of its own",
     "checkpoint/pretrained.py": "lists the folder that the user names",

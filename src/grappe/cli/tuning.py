@@ -15,6 +15,7 @@ from cyclopts import App, Group, Parameter
 from grappe.cli.application import OPTIONS, DataFolder, DryRun, Json, PlanText, preflight
 from grappe.cli.exit import show, show_json
 from grappe.errors import EXIT_FAILURE, EXIT_OK, RunError, UsageError
+from grappe.fields import CountsFromZero, Names  # noqa: F401 (cyclopts looks the inherited fields' types up here)
 from grappe.launch.terminal import complain, say, waiting
 from grappe.sites.sbatch import JobOptions
 from grappe.training.options import Options
