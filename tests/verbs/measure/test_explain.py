@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 
 import pytest
 from benchmarks.slownesses import Planted
@@ -12,7 +11,7 @@ from grappe.verbs.measure import measure as verb
 from grappe.verbs.measure import verdict
 from grappe.verbs.measure.explain import Explanation, explain
 from grappe.verbs.measure.points import MeasureOptions
-from grappe.verbs.measure.table import write
+from grappe.verbs.measure.table import content
 from tests.sleeping import Sleeping
 
 PLAN = "device=cpu,threads=1,workers=0"
@@ -56,12 +55,11 @@ def test_every_kind_of_plan_is_divided_and_has_a_verdict() -> None:
         assert seen.launches > 0 or "shard" not in one.plan  # FSDP calls collectives while it computes
 
 
-def test_tiny_operators_and_the_file_for_a_report(tmp_path: Path) -> None:
+def test_tiny_operators_and_the_file_for_a_report() -> None:
     found, points = explained(Planted(operators=1500, width=32))
     assert found.remedies[0].part == "host between kernels"
     assert "1,500 of them at slownesses.py" in found.remedies[0].word
-    write(points, "planted", tmp_path / "m.json", explanations=[found])
-    known = json.loads((tmp_path / "m.json").read_text())["why"][0]
+    known = json.loads(json.dumps(content(points, "planted", explanations=[found])))["why"][0]
     assert sum(known["parts"].values()) == pytest.approx(1)
 
 
