@@ -55,7 +55,6 @@ def test_progress_is_in_the_cell(tmp_path: Path) -> None:
         ({"script_addon": "module load x; rm -rf /"}, "nothing that is typed becomes one"),
         ({"slurm_addon": "--output=/etc/passwd"}, "grappe sets --output by itself"),
         ({"slurm_addon": "'--comment=a b'"}, "without spaces and quotes"),
-        ({"module": "a;b"}, "no module's name"),
         ({"name": "a b"}, "letters, digits"),
     ],
 )

@@ -110,15 +110,19 @@ def test_each_language_leads_to_the_other(site: Path) -> None:
 def test_agents_find_every_guide(site: Path) -> None:
     text = (site / "llms.txt").read_text()
     pages = re.findall(r"^- \[.+?\]\((\S+?)\)", text, re.MULTILINE)
-    assert {(site / page).stem for page in pages} == {file.stem for file in (ROOT / "docs").glob("*.md")} - {"api"}
+    assert {(site / page).stem for page in pages} == {file.stem for file in (ROOT / "docs").glob("*.md")} - {
+        "api",
+        "json",
+    }
     assert all((site / page).is_file() for page in pages)
 
 
 def test_the_search_leaves_decisions_and_sources_out(site: Path) -> None:
     text = (site / "searchindex.js").read_text()
     index = json.loads(text[text.index("(") + 1 : text.rindex(")")])
-    pages = index["terms"]["fsdp"]
-    names = {index["docnames"][page] for page in ([pages] if isinstance(pages, int) else pages)}
+    found = [index[terms]["fsdp"] for terms in ("terms", "titleterms")]
+    pages = [page for each in found for page in ([each] if isinstance(each, int) else each)]
+    names = {index["docnames"][page] for page in pages}
     assert "docs/plans" in names
     assert not any(name.startswith(("docs/decisions/", "tests/", "src/")) for name in names)
 
@@ -159,8 +163,8 @@ def test_every_page_in_a_narrow_browser(site: Path, browser: Browser) -> None:
 @pytest.mark.parametrize(
     ("folder", "page", "section", "guide"),
     [
-        ("", "from a page", "every script", "on a cluster"),
-        ("fr", "à partir d'une page", "chaque script", "sur une grappe"),
+        ("", "from a wiki page", "every script", "on a cluster"),
+        ("fr", "depuis une page", "chaque script", "sur une grappe"),
     ],
 )
 def test_a_script_of_a_page_is_three_clicks_away(
