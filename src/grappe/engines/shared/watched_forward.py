@@ -232,6 +232,13 @@ class InPlaceWrites(TorchDispatchMode):
             return call_in_mode(func, args, kwargs)
 
 
+if not hasattr(TorchDispatchMode, "supports_higher_order_operators"):  # torch 2.8 asks for a rule for each operator
+
+    @torch.ops.higher_order.cond.py_impl(InPlaceWrites)
+    def _cond(mode: InPlaceWrites, *args: Any) -> Any:
+        return mode.__torch_dispatch__(torch.ops.higher_order.cond, (), args)
+
+
 class AssignedData(TorchFunctionMode):
     """Mode that sees `p.data = x`, which is no operator."""
 
