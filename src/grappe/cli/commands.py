@@ -360,7 +360,8 @@ def export(
 ) -> int:
     """Write a run's model as a C++ program, weights or ONNX; it is checked on the whole validation split first."""
     from grappe.verbs.export.export import export as verb
-    from grappe.verbs.export.folder import check_target, scores_line
+    from grappe.verbs.export.folder import check_target
+    from grappe.verbs.runs import score_words
 
     check_target(out)
     done = verb(
@@ -384,7 +385,7 @@ def export(
         ("checkpoint", done.checkpoint),
         ("proven", f"{proof.samples:,} samples of {proof.split}, {sizes} at a time"),
         ("largest difference", f"{proof.largest_difference:.1e} of a row"),
-        *((f"scores, weights in {rounding}", scores_line(scores)) for rounding, scores in done.scores.items()),
+        *((f"scores, weights in {rounding}", score_words(scores)) for rounding, scores in done.scores.items()),
         *([("C++ program", built)] if format == "program" else []),
         ("how to use it", f"{done.folder}/README.md"),
     ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -113,8 +114,8 @@ def _pairs(named: Any, between: str) -> str:
     return " ".join(f"{name}{between}{value}" for name, value in named.items())
 
 
-def score_words(evaluation: dict[str, Any]) -> str:
-    """Formats the scores of an evaluation's record: loss 0.06640, accuracy 0.9833."""
+def score_words(evaluation: Mapping[str, Any]) -> str:
+    """Formats scores, or those of an evaluation's record: loss 0.06640, accuracy 0.9833."""
     scores = {name: value for name, value in evaluation.items() if name not in ("kind", "step", "samples", "count")}
     return ", ".join(
         f"{name} {format_number(value) if isinstance(value, float) else value}" for name, value in scores.items()

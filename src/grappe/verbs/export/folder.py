@@ -13,6 +13,7 @@ from typing import Any
 
 from grappe.errors import UsageError
 from grappe.launch import files
+from grappe.verbs.runs import score_words
 
 MANIFEST = "manifest.json"
 SUMS = "SHA256SUMS"
@@ -97,7 +98,7 @@ def proven(proof: Mapping[str, Any], where: str) -> str:
     """Formats a proof, as the manifest describes it, for a README."""
     against = "the model with the rounded weights" if proof["scores"] else "`grappe predict`"
     rounded = "".join(
-        f" The scores on {proof['split']} with weights in {rounding}: {scores_line(scores)}."
+        f" The scores on {proof['split']} with weights in {rounding}: {score_words(scores)}."
         for rounding, scores in proof["scores"].items()
     )
     return (
@@ -105,8 +106,3 @@ def proven(proof: Mapping[str, Any], where: str) -> str:
         f"{', '.join(map(str, proof['batch_sizes']))} at a time, {where}, against {against}; the largest "
         f"difference was {proof['largest_difference']:.1e} of a row.{rounded}"
     )
-
-
-def scores_line(scores: Mapping[str, float]) -> str:
-    """Formats scores for one line."""
-    return ", ".join(f"{name} {value:.5g}" for name, value in scores.items())
