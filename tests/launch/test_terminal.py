@@ -155,14 +155,22 @@ def test_a_start_and_its_stop_are_shown_at_once_on_a_terminal_alone(
     starting(2)
     assert capsys.readouterr() == ("", ""), "a log has no such line"
     terminal, ours = pty.openpty()
-    with os.fdopen(ours, "w") as stream, SignalForwarding(saves=True) as signals:
-        monkeypatch.setattr(sys, "stdout", stream)
-        monkeypatch.setattr(sys, "stderr", stream)
-        starting(2)
-        shown = os.read(terminal, 1000).decode()
-        assert shown.startswith(CLEAR) and "2 process" in shown and "\n" not in shown
-        say("begins")
-        assert os.read(terminal, 1000).decode() == f"{CLEAR}begins\r\n"
-        os.kill(os.getpid(), signal.SIGINT)
-        assert os.read(terminal, 1000).decode().startswith(f"{CLEAR}stopping: ") and signals.received
-    os.close(terminal)
+    with os.fdopen(terminal, "rb", buffering=0) as reader:
+
+        def shown(end: str) -> str:
+            """What the terminal got up to `end`: several writes may come in several reads."""
+            text = ""
+            while not text.endswith(end):
+                text += reader.read(1).decode()
+            return text
+
+        with os.fdopen(ours, "w") as stream, SignalForwarding(saves=True) as signals:
+            monkeypatch.setattr(sys, "stdout", stream)
+            monkeypatch.setattr(sys, "stderr", stream)
+            starting(2)
+            start = shown("…")
+            assert start.startswith(CLEAR) and "2 process" in start and "\n" not in start
+            say("begins")
+            assert shown("\n") == f"{CLEAR}begins\r\n"
+            os.kill(os.getpid(), signal.SIGINT)
+            assert shown("stopping: ") == f"{CLEAR}stopping: " and signals.received
