@@ -159,10 +159,10 @@ def test_a_start_and_its_stop_are_shown_at_once_on_a_terminal_alone(
 
         def shown(end: str) -> str:
             """What the terminal got up to `end`: several writes may come in several reads."""
-            text = ""
-            while not text.endswith(end):
-                text += reader.read(1).decode()
-            return text
+            text = b""
+            while not text.endswith(end.encode()):
+                text += reader.read(1)
+            return text.decode()
 
         with os.fdopen(ours, "w") as stream, SignalForwarding(saves=True) as signals:
             monkeypatch.setattr(sys, "stdout", stream)
