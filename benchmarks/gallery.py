@@ -1,4 +1,4 @@
-"""Each task of the gallery against the plain loop that it replaces, in lines and speed, for docs/gallery.md.
+"""Each task of the gallery against the plain loop that it replaces, in lines and speed, for docs/gallery-parity.md.
 
 python -m benchmarks.gallery [TASK …]        # half a minute a task on two cores
 """

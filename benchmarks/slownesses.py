@@ -1,4 +1,4 @@
-"""Ten planted slownesses, each a task or a plan, with the same training without it."""
+"""Ten injected bottlenecks, each a task or a plan, with the same training without it."""
 
 from __future__ import annotations
 

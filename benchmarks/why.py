@@ -132,7 +132,7 @@ def main() -> None:
     print(f"\n## Why\n\nFrom {before}\nto {machine()}.\n")
     print(
         table(
-            ("planted", "named first", "what moves it", "named", "brings", "points", "sum"),
+            ("injected", "named first", "what moves it", "named", "brings", "points", "sum"),
             [_cells(row) for row in rows],
         )
     )

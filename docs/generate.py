@@ -234,7 +234,8 @@ PARTS: dict[str, dict[str, Callable[[], str]]] = {
         "foreseen-limits": foreseen_limits,
     },
     "docs/optimizers.md": {"optimizers": optimizers},
-    "docs/gallery.md": {"tasks": gallery_tasks, "parity": gallery_parity, "speed": gallery_speed},
+    "docs/gallery.md": {"tasks": gallery_tasks},
+    "docs/gallery-parity.md": {"parity": gallery_parity, "speed": gallery_speed},
 }
 """By page: the names of its generated parts, each between `<!-- NAME -->` and `<!-- end -->`, and their text."""
 

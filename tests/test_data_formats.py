@@ -16,7 +16,7 @@ from grappe.data.loader import training_loader
 from grappe.plan import Plan
 from tests.data.test_loader import world
 
-PAGE = (Path(__file__).parent.parent / "docs" / "data.md").read_text()
+PAGE = (Path(__file__).parent.parent / "docs" / "data-formats.md").read_text()
 CODE = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
 INPUTS = np.arange(60, dtype=np.float32).reshape(20, 3)
 TARGETS = np.arange(20)
@@ -33,7 +33,7 @@ def taken(name: str, *packages: str) -> dict[str, Any]:
     for package in packages:
         pytest.importorskip(package)
     names: dict[str, Any] = {}
-    exec(compile(next(one for one in CODE if f"class {name}(" in one), "data.md", "exec"), names)
+    exec(compile(next(one for one in CODE if f"class {name}(" in one), "data-formats.md", "exec"), names)
     return names
 
 

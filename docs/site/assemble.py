@@ -20,7 +20,7 @@ BOTH = ("commands/", "labs/")
 """Pages that both languages have under the same name."""
 NAVIGATION = (
     ("Get started", "Premiers pas", ("tour", "task", "plans", "resume", "slurm", "from-a-page", "gallery")),
-    ("Data", "Données", ("data", "imagenet", "augmentation")),
+    ("Data", "Données", ("data", "data-formats", "imagenet", "augmentation")),
     (
         "Training",
         "Entraînement",
@@ -34,11 +34,13 @@ NAVIGATION = (
     ("After training", "Après l'entraînement", ("predict", "export", "extension")),
     ("Labs", "Travaux pratiques (en anglais)", ()),
     ("Reference", "Référence", ()),
+    ("How it works", "Fonctionnement", ("step", "parity", "promises", "security")),
     (
-        "How it works",
-        "Fonctionnement",
-        ("step", "parity", "accuracy", "promises", "soak", "benchmarks", "security", "log"),
+        "Evidence",
+        "Preuves",
+        ("gallery-parity", "accuracy", "memory-of-plans", "bottlenecks", "gpu-evidence", "soak", "benchmarks"),
     ),
+    ("Project", "Projet", ("log",)),
 )
 """The groups of the sidebar: title, French title, guides in their order. Labs and reference pages are found."""
 REFERENCE = ("commands/index", "plan/index", "docs/api", "docs/json", "sites/index", "errors")
@@ -190,11 +192,12 @@ def _contents(language: str, pages: set[str]) -> str:
             group = sorted(page for page in pages if page.startswith("labs/") and page != "labs/index")
         elif english == "Reference":
             group = [page for page in REFERENCE if page != "docs/json" or language == "en"]  # it is in English
-        elif names[0] == "step" and language == "en":
+        elif english == "Project" and language == "en":
             group += PROJECT
         group = [page for page in group if page in pages]
         caption = english if language == "en" else french
-        parts.append("\n".join(["```{toctree}", ":hidden:", f":caption: {caption}", "", *group, "```", ""]))
+        if group:  # the French site has no page of the English evidence
+            parts.append("\n".join(["```{toctree}", ":hidden:", f":caption: {caption}", "", *group, "```", ""]))
     return "\n".join(parts)
 
 

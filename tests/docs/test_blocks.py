@@ -16,7 +16,19 @@ from grappe.cli.commands import app
 from tests.docs.test_pieces import HERE, first, opened
 
 ROOT = translations.ROOT
-LISTS = ("accuracy.md", "api.md", "benchmarks.md", "json.md", "log.md", "soak.md", "step.md")
+LISTS = (
+    "accuracy.md",
+    "api.md",
+    "benchmarks.md",
+    "bottlenecks.md",
+    "gallery-parity.md",
+    "gpu-evidence.md",
+    "json.md",
+    "log.md",
+    "memory-of-plans.md",
+    "soak.md",
+    "step.md",
+)
 """Pages of names, of figures or for developers, which are no guides, and stay English."""
 GUIDES = [ROOT / "README.md", *(one for one in sorted((ROOT / "docs").glob("*.md")) if one.name not in LISTS)]
 PAGES = [*GUIDES, *sorted(translations.FRENCH.glob("*.md"))]
@@ -24,7 +36,8 @@ PAGES = [*GUIDES, *sorted(translations.FRENCH.glob("*.md"))]
 RUN_ELSEWHERE = {
     "README.md": "tests/test_readme.py",
     "augmentation.md": "tests/test_imagenet_guide.py",
-    "data.md": "tests/test_data_formats.py",
+    "data.md": "tests/test_data_guide.py",
+    "data-formats.md": "tests/test_data_formats.py",
     "optimizers.md": "tests/optimizers/test_guide.py",
     "transformers.md": "tests/test_transformers_guide.py",
     "watchers.md": "tests/test_readme.py",

@@ -1,4 +1,4 @@
-"""Runs `grappe verify` on every task, shipped ones too, and writes the results that docs/gallery.md shows.
+"""Runs `grappe verify` on every task, shipped ones too, and writes the results that docs/gallery-parity.md shows.
 
 python -m tests.gallery.table [TASK …] [--missing]    # two minutes a task on two cores; --missing: what has none
 """

@@ -94,7 +94,7 @@ def check(dataset: object, split: str, task: Task) -> int:
         raise TaskError(
             f"{what} is an IterableDataset: it cannot be shuffled, cut or resumed exactly, since "
             "samples are asked for by index, and each process would read the whole stream. Give a map-style dataset "
-            "(__len__ and __getitem__); write a stream out once, in prepare(): docs/data.md says how"
+            "(__len__ and __getitem__); write a stream out once, in prepare(): docs/data-formats.md says how"
         )
     if isinstance(dataset, DataLoader):
         raise TaskError(
