@@ -1,6 +1,6 @@
 """Shipped tasks go through export: in Python and by the C++ program, at four batch sizes.
 
-All of them would be minutes of compiling: docs/benchmarks.md has the table of shipped.py. Two of them are in `make soak`,
+All of them would be minutes of compiling: docs/benchmarks.md has the table of shipped.py. Two are in `make soak`,
 and a small transformer in Python here. Digits: test_program.py.
 """
 
