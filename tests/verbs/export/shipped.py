@@ -1,4 +1,4 @@
-"""Shipped tasks, trained a step and exported: `python -m tests.verbs.export.shipped` prints docs/benchmarks.md's table."""
+"""Shipped tasks, trained a step and exported: `python -m tests.verbs.export.shipped` prints benchmarks.md's table."""
 
 from __future__ import annotations
 
