@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from xdist.scheduler import LoadScopeScheduling
 
-from tests.tiers import unit
-
 
 class OneWorkerPerModule(LoadScopeScheduling):
-    """Keeps each module on one worker, as its tests share what they made, and all that use the cluster on one."""
+    """Keeps each module on one worker, as its tests share what they made."""
 
     def _split_scope(self, nodeid: str) -> str:
-        return unit(nodeid)
+        return nodeid.partition("::")[0]

@@ -69,8 +69,8 @@ LAUNCHERS = {
 """Modules that start programs, and processes beside those of the pool."""
 ENGINES = re.compile("deepspeed|horovod|lightning")
 """Engines whose libraries take seconds to import, or are compiled."""
+CLUSTER = ("slurm",)
 ROOT = Path(__file__).parent
-CLUSTER = "tests/slurm"
 
 
 def mark(items: list[pytest.Item]) -> None:
@@ -90,16 +90,9 @@ def has_slow_tests_only(path: Path) -> bool:
 
 
 def arrange(items: list[pytest.Item]) -> None:
-    """Puts the cluster's tests first, as they mostly wait; then artefacts, which take minutes; then whole trainings."""
-    items.sort(key=lambda item: not _is_in(item.path, FOLDERS))
-    items.sort(key=lambda item: not _is_in(item.path, ARTEFACTS))
-    items.sort(key=lambda item: unit(item.nodeid) != CLUSTER)
-
-
-def unit(nodeid: str) -> str:
-    """Returns the tests that must share a worker: a module, or all that use the cluster."""
-    module = nodeid.partition("::")[0]
-    return CLUSTER if module.startswith(f"{CLUSTER}/") else module
+    """Puts the clusters' tests first, as jobs wait for Slurm; then artefacts, which take minutes; then trainings."""
+    for places in (FOLDERS, ARTEFACTS, CLUSTER):
+        items.sort(key=lambda item, places=places: not _is_in(item.path, places))
 
 
 @functools.cache  # a file has up to a hundred tests

@@ -168,13 +168,13 @@ class Cluster:
 
 
 def _free_ports(count: int) -> list[int]:
-    sockets = [socket.socket() for _ in range(count)]
-    for one in sockets:
-        one.bind(("127.0.0.1", 0))
-    ports = [one.getsockname()[1] for one in sockets]
-    for one in sockets:
-        one.close()
-    return ports
+    """Returns ports that no connection of another program takes before the daemons listen there."""
+    ports: set[int] = set()
+    while len(ports) < count:
+        with socket.socket() as free, contextlib.suppress(OSError):
+            free.bind(("127.0.0.1", 10_000 + secrets.randbelow(22_000)))  # Linux gives connections those above
+            ports.add(free.getsockname()[1])
+    return sorted(ports)
 
 
 def _pids() -> Iterator[int]:

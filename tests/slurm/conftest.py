@@ -1,4 +1,4 @@
-"""The test cluster, started once for all tests that need it; without its packages they are skipped."""
+"""The test cluster, started once by each worker that has tests for it; without its packages they are skipped."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def _cluster(**options) -> Iterator[Cluster]:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def cluster() -> Iterator[Cluster]:
     """Two nodes that run jobs, and every site's shape, without accounting."""
     yield from _cluster(shapes=shapes())
