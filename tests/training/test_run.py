@@ -8,9 +8,14 @@ import signal
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 from grappe.checkpoint.lease import STALE_SECONDS, Lease
+from grappe.errors import RunError, UsageError
+from grappe.training.options import Options
 from grappe.training.run import DESCRIPTION, Run
+from grappe.verbs.runs import facts, listing
+from tests.training.test_training import train
 
 
 def killed_before_its_first_step(folder: Path) -> None:
@@ -44,3 +49,35 @@ def test_a_start_is_running_between_its_description_and_its_lease(tmp_path: Path
     long_ago = (run.folder / DESCRIPTION).stat().st_mtime - STALE_SECONDS - 1
     os.utime(run.folder / DESCRIPTION, (long_ago, long_ago))
     assert status(run) == "ended unexpectedly"
+
+
+def test_a_run_is_found_by_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    train(tmp_path / "runs" / "a", name="wide net", tag=("base", "paper"), steps=1)
+    train(tmp_path / "runs" / "a", steps=2)  # which keeps both
+    Run.create(Path("runs/b"), {"status": "running", "tags": ["base"]})
+    run = Run("wide net")
+    assert run.folder == Path("runs/a")
+    assert {name: run.read_description()[name] for name in ("name", "tags")} == {
+        "name": "wide net",
+        "tags": ["base", "paper"],
+    }
+    assert [entry["folder"] for entry in facts(Path("runs"), tag="paper")] == ["runs/a"]
+    assert [len(facts(Path("runs"), tag=tag)) for tag in ("base", "none")] == [2, 0]
+    console = Console(width=120, record=True)
+    console.print(listing(Path("runs"), "paper"))
+    row = console.export_text().splitlines()[1]
+    assert "wide net" in row
+    assert "base, paper" in row
+    assert listing(Path("runs"), "none") == "no run in runs has the tag none"
+    Run("runs/b").describe(name="wide net")
+    with pytest.raises(RunError, match="2 runs have the name wide net"):
+        Run("wide net")
+    with pytest.raises(RunError, match="is no run"):
+        Run("wide")
+
+
+@pytest.mark.parametrize("text", ["", " a", "a/b", "<b>", "\x1b[31m", "a" * 61])
+def test_a_label_is_plain_text(text: str) -> None:
+    with pytest.raises(UsageError, match="at most 60"):
+        Options(tag=(text,))

@@ -57,6 +57,7 @@ def train(folder: Path, task: Images | None = None, plan: str = "threads=1", **o
         task=TaskReference.of(task or Images(epochs=3, dropout=0.3, rule="adam")),
         plan=Plan.parse(plan),
         run=folder,
+        name=options.pop("name", ""),
         base=folder.parent,
         data=folder.parent,
         weights=None,

@@ -53,6 +53,9 @@ def train(
     *fields: FieldText,
     plan: PlanText = "",
     run: Annotated[Path | None, Parameter(help="The run's folder; if there is a run, it is resumed.")] = None,
+    name: Annotated[
+        str, Parameter(help="A name for the run, which other commands take in place of its folder, and reports show.")
+    ] = "",
     runs: RunsFolder = RUNS,
     data: DataFolder = None,
     from_: Annotated[
@@ -92,6 +95,7 @@ def train(
         task=TaskReference.of(task, texts),
         plan=as_plan(plan),
         run=run,
+        name=name,
         base=runs,
         data=data_folder(data),
         weights=from_,
@@ -216,6 +220,7 @@ def runs(
     /,
     *,
     runs: RunsFolder = RUNS,
+    tag: Annotated[str | None, Parameter(help="List the runs with this tag alone.")] = None,
     race: Annotated[
         str | None, Parameter(help="Rank the runs by what they took to reach a score: accuracy=0.97, 'perplexity<=20'.")
     ] = None,
@@ -242,9 +247,9 @@ def runs(
             show(board(entries, target, by))
         return EXIT_OK
     if json:
-        show_json("runs", runs=facts(runs, run))
+        show_json("runs", runs=facts(runs, run, tag))
         return EXIT_OK
-    show(describe(run) if run is not None else listing(runs))
+    show(describe(run) if run is not None else listing(runs, tag))
     return EXIT_OK
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import re
 from collections.abc import Callable
 
 from grappe.errors import UsageError
@@ -49,6 +50,8 @@ class Options:
     """Steps, or the part of an epoch (0.1), between lines of training loss and metrics. Default: each evaluation."""
     log: Names = ()
     """Loggers besides the run's curves: tensorboard, wandb (offline)."""
+    tag: Names = ()
+    """Tags of the run, which grappe runs --tag selects: baseline,ablation."""
     profile: Ranks = ()
     """Ranks whose processes profile a few steps: 0, or 0,3."""
     profile_steps: int = 5
@@ -71,6 +74,8 @@ class Options:
             "profile_after",
             "validation_batches",
         )
+        for tag in self.tag:
+            check_label("--tag", tag)
         every = self.print_every
         if every is not None and not (0 < every < 1 or every == int(every) > 0):
             raise UsageError(f"--print-every={every}: give steps, or a part of an epoch: 50, 0.1")
@@ -99,6 +104,16 @@ class Options:
     def saves_every(self, steps_per_epoch: int) -> int | None:
         """Returns the number of steps between checkpoints; None: there are none but at a stop."""
         return None if self.steps_only else self.save_every or steps_per_epoch
+
+
+def check_label(option: str, text: str) -> None:
+    """Refuses a name or tag that could not be typed and shown.
+
+    Raises:
+        UsageError: it is empty or long, or has other characters than letters, digits and spaces, or . _ - + =.
+    """
+    if not re.fullmatch(r"[\w.+=-]([\w.+= -]{0,58}[\w.+=-])?", text):
+        raise UsageError(f"{option}={text}: give at most 60 letters, digits, spaces and . _ - + =")
 
 
 def occasions_left(step: int, last: int, every: int | None) -> int:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from grappe.errors import UsageError
 from grappe.plan import Plan
-from grappe.training.options import Options
+from grappe.training.options import Options, check_label
 from grappe.training.task_reference import TaskReference
 from grappe.training.watchers.base import Watcher
 from grappe.training.watchers.find import check_name
@@ -30,6 +30,8 @@ class Request:
     plan: Plan
     run: Path | None = None
     """The run's folder; None makes a new one under `base`."""
+    name: str = ""
+    """A name for the run, besides its folder's; "": none, or the one that it has."""
     base: Path = Path("runs")
     data: Path = dataclasses.field(default_factory=data_folder)
     """The folder of datasets."""
@@ -48,6 +50,8 @@ class Request:
     """Further watchers, a copy on every process."""
 
     def __post_init__(self) -> None:
+        if self.name:
+            check_label("--name", self.name)
         if self.weights is None and (self.with_optimizer or self.epochs_done is not None):
             raise UsageError("--with-optimizer and --epochs-done say how to begin from a file: give it by --from FILE")
         if self.epochs_done is not None and self.epochs_done < 0:

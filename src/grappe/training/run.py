@@ -35,12 +35,12 @@ PARTS = ("checkpoints", "logs", METRICS, FAILED, "usage.jsonl", "samples", "prof
 """What a training writes in a run's folder, besides run.json and files that are replaced whole."""
 ENTRIES: dict[str, Any] = {
     **dict.fromkeys(("task", "class", "plan", "data", "dataset", "sampling", "source", "device"), str),
-    **dict.fromkeys(("processor", "host", "started", "status", "id"), str),
+    **dict.fromkeys(("processor", "host", "started", "status", "id", "name"), str),
     **dict.fromkeys(("seed", "processes", "threads", "restarts", "step", "total_steps"), int),
     **dict.fromkeys(("fields", "used", "headspace", "loading"), dict[str, Any]),
     "start": TypedDict("Start", {"units": list[str]}, total=False),  # pyrefly: ignore
     "versions": dict[str, str],
-    "changes": list[str],
+    **dict.fromkeys(("changes", "tags", "lower_is_better"), list[str]),
     "costs": list[dict[str, Any]],
 }
 """The types of run.json's entries; a run has those that its starts have written so far."""
@@ -48,14 +48,14 @@ RENDEZVOUS = re.compile(r"\.(rendezvous|secret)-[0-9a-f-]+(\.[0-9a-f]{8})?", re.
 
 
 class Run:
-    """The folder of a run.
+    """The folder of a run, or its name (`grappe train --name`) if a run in ./runs alone has it.
 
     Raises:
-        RunError: the folder is no run.
+        RunError: the folder is no run, or several runs have the name.
     """
 
     def __init__(self, folder: Path | str) -> None:
-        self.folder = Path(folder)
+        self.folder = _of_name(Path(folder))
         refuse_package(self.folder)
         files.refuse_link(self.folder / DESCRIPTION)
         if not (self.folder / DESCRIPTION).is_file():
@@ -310,6 +310,20 @@ def all_runs(base: Path) -> list[Run]:
     if not base.is_dir():
         return []
     return [Run(entry) for entry in sorted(base.iterdir()) if (entry / DESCRIPTION).is_file()]
+
+
+def _of_name(folder: Path) -> Path:
+    """Returns the folder of the only run in RUNS with a name; the argument, if it exists or is the name of none."""
+    if len(folder.parts) != 1 or files.kind(folder):
+        return folder
+    named = []
+    for run in all_runs(RUNS):
+        with contextlib.suppress(RunError):
+            if run.read_description().get("name") == str(folder):
+                named.append(run.folder)
+    if len(named) > 1:
+        raise RunError(f"{len(named)} runs have the name {folder}: give a folder: {', '.join(map(str, named[:3]))}")
+    return named[0] if named else folder
 
 
 def _neighbours(folder: Path) -> str:

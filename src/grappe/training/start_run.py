@@ -73,6 +73,8 @@ class RunRequest:
     """The training data's fingerprint."""
     sampling: str = ""
     """The fingerprint of what `Task.sampling` returned; "": nothing."""
+    labels: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    """Entries of run.json: the user's `name` and `tags`, if given now."""
 
 
 @contextlib.contextmanager
@@ -264,6 +266,7 @@ def description(request: RunRequest, world: World) -> dict[str, Any]:
         "restarts": 0,
         "status": "running",
         "id": secrets.token_hex(16),
+        **request.labels,
     }
 
 

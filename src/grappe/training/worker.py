@@ -37,6 +37,7 @@ from grappe.profiling.memory import keep_freed_memory, resident
 from grappe.step.noise_scale import NoiseScale
 from grappe.step.noise_scale import refuse as refuse_noise_scale
 from grappe.step.observers import Observers
+from grappe.step.task_contract import metrics_of
 from grappe.step.training_scores import TrainingScores
 from grappe.task import Task, overrides
 from grappe.training.headspace import headspace
@@ -211,7 +212,7 @@ def _trained(request: Request, process: ProcessRank, rendezvous_folder: Path) ->
             with hook, naming_overwritten(task, batches, plan):
                 outcome = training.run()
 
-        _write_outcome(started.run, outcome, info.total_steps, meter, world)
+        _write_outcome(started.run, outcome, task, info.total_steps, meter, world)
         engine.close()
         world.barrier()
     world.leave()
@@ -308,6 +309,10 @@ def _run_request(request: Request, task: Task, data: Data, world: World) -> RunR
         begin=begin,
         dataset=dataset,
         sampling="" if drawn is None else drawn.fingerprint,
+        labels={
+            **({"name": request.name} if request.name else {}),
+            **({"tags": list(request.options.tag)} if request.options.tag else {}),
+        },
     )
 
 
@@ -347,11 +352,12 @@ def _noise_scale(options: Options, info: RunInfo, world: World) -> NoiseScale | 
     )
 
 
-def _write_outcome(run: Run, outcome: Outcome, total_steps: int, meter: Meter, world: World) -> None:
+def _write_outcome(run: Run, outcome: Outcome, task: Task, total_steps: int, meter: Meter, world: World) -> None:
     """Writes the training's outcome and its use of resources to run.json. Collective."""
     usages = world.gather(meter.usage())
     if world.rank == 0:
         costs = [dataclasses.asdict(usage) for usage in usages]
+        metrics = {} if outcome.scores is None else metrics_of(task)
         so_far = used(usages, run.read_description().get("used", {}))
         run.describe(
             step=outcome.step,
@@ -360,6 +366,7 @@ def _write_outcome(run: Run, outcome: Outcome, total_steps: int, meter: Meter, w
             used=so_far,
             costs=costs,
             headspace=outcome.headspace.as_json(),
+            lower_is_better=[name for name, metric in metrics.items() if metric.higher_is_better is False],
         )
         if outcome.status in ("finished", "stopped"):
             run.finish()

@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 
-def listing(base: Path) -> Table | str:
-    """Makes a table of the runs under `base`."""
+def listing(base: Path, tag: str | None = None) -> Table | str:
+    """Makes a table of the runs under `base`; with `tag`, of those that have it."""
     runs = all_runs(base)
     entries = sorted(base.iterdir()) if base.is_dir() else []
     submissions = {entry: submitted(entry) for entry in entries if not Run.is_run(entry)}
@@ -31,18 +31,29 @@ def listing(base: Path) -> Table | str:
         try:
             description = run.read_description()
         except RunError:
-            rows.append((run.folder.name, "run.json cannot be read", "", "", ""))
+            rows.append((run.folder.name, "", "", "run.json cannot be read", "", "", ""))
+            continue
+        tags = description.get("tags", [])
+        if tag is not None and tag not in tags:
             continue
         evaluation = run.last_record("evaluation")
         saved = max((checkpoint.step for checkpoint in list_checkpoints(run.checkpoints)), default=0)
         step, plan = str(saved or evaluation.get("step", "")), plan_name(description.get("plan"))
-        rows.append((run.folder.name, run.read_status(description), step, plan, score_words(evaluation)))
-    rows += [(run.name, f"submitted, job {job}", "", "", "") for run, job in waiting.items()]
-    return filled_table(("run", "status", "step", "plan", "validation"), rows)
+        labels = (description.get("name", ""), ", ".join(tags))
+        rows.append((run.folder.name, *labels, run.read_status(description), step, plan, score_words(evaluation)))
+    if tag is None:
+        rows += [(run.name, "", "", f"submitted, job {job}", "", "", "") for run, job in waiting.items()]
+    elif not rows:
+        return f"no run in {base} has the tag {tag}"
+    return filled_table(("run", "name", "tags", "status", "step", "plan", "validation"), rows)
 
 
-def facts(base: Path, folder: Path | None = None) -> list[dict[str, Any]]:
-    """Returns run.json, the status and the last evaluation of the run in `folder`, or of all runs under `base`."""
+def facts(base: Path, folder: Path | None = None, tag: str | None = None) -> list[dict[str, Any]]:
+    """Returns run.json, the status and the last evaluation of the run in `folder`, or of all runs under `base`.
+
+    Args:
+        tag: of the runs, those that have it; None: all.
+    """
     return [
         {
             **(description := run.read_description()),
@@ -52,6 +63,7 @@ def facts(base: Path, folder: Path | None = None) -> list[dict[str, Any]]:
             "checkpoints": [checkpoint.step for checkpoint in list_checkpoints(run.checkpoints)],
         }
         for run in ([Run(folder)] if folder is not None else all_runs(base))
+        if tag is None or tag in run.read_description().get("tags", [])
     ]
 
 
@@ -61,6 +73,9 @@ def describe(folder: Path) -> Table:
     description = run.read_description()
     table = plain_table()
     table.add_row("run", str(run.folder))
+    for label, text in (("name", description.get("name")), ("tags", ", ".join(description.get("tags", [])))):
+        if text:
+            table.add_row(label, text)
     table.add_row("task", str(description.get("task")))
     table.add_row("fields", _pairs(description.get("fields"), "="))
     table.add_row("plan", plan_name(description.get("plan")))

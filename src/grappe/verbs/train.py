@@ -31,6 +31,7 @@ def train(
     with_optimizer: bool = False,
     epochs_done: int | None = None,
     options: Options | None = None,
+    name: str = "",
     base: Path | str = "runs",
     watchers: Sequence[Watcher | str] = (),
     **values: object,
@@ -47,6 +48,7 @@ def train(
         with_optimizer: take over the optimizer's state and the number of epochs done in the file `from_`, too.
         epochs_done: epochs that the training of `from_` has done: the run begins behind them. None: what the file says
             if `with_optimizer`, else 0.
+        name: a name for the run, which `grappe.Run` and the commands take in place of its folder in ./runs.
         watchers: callbacks of your own: instances of classes derived from grappe.Watcher, or their names,
             "file.py:MyWatcher". Watchers run on process 0, which gets copies of instances.
         **values: further values of the task's fields: epochs=3.
@@ -58,6 +60,7 @@ def train(
         task=TaskReference.of(task, {**(fields or {}), **values}),
         plan=as_plan(plan),
         run=Path(run) if run else None,
+        name=name,
         base=Path(base),
         data=data_folder(data),
         weights=Path(from_) if from_ else None,
