@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+import inspect
 import json
 from pathlib import Path
 
@@ -9,6 +11,7 @@ import nbclient
 import nbformat
 import pytest
 
+import grappe as package
 from tests.patience import PATIENCE_SECONDS
 from tests.test_wheel import grappe, wheel  # noqa: F401
 
@@ -64,6 +67,17 @@ def test_a_lab_has_a_question_a_look_and_a_solution(book: Path) -> None:
     for part in ("*Question:", "*Question :", "**Look at**", "## Solution"):
         assert part in text, part
     assert not any(cell.get("outputs") for cell in content.cells), "saved with outputs"
+
+
+@pytest.mark.parametrize("book", [*BOOKS, *EXAMPLES], ids=lambda book: book.stem)
+def test_a_labs_calls_fit_the_signatures(book: Path) -> None:
+    content = nbformat.read(book, as_version=4)
+    for cell in content.cells:
+        for call in ast.walk(ast.parse(cell.source if cell.cell_type == "code" else "")):
+            name = ast.unparse(call.func).removeprefix("grappe.") if isinstance(call, ast.Call) else ""
+            if name in package.__all__:
+                named = {word.arg: None for word in call.keywords if word.arg}
+                inspect.signature(getattr(package, name)).bind_partial(*call.args, **named)
 
 
 def test_there_is_at_most_a_dozen() -> None:

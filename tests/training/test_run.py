@@ -1,7 +1,8 @@
-"""A run's folder: the status of starts that live, that were killed, and that have just begun."""
+"""A run's folder: the status of starts that live, that were killed, that have just begun; its curves and costs."""
 
 from __future__ import annotations
 
+import math
 import multiprocessing
 import os
 import signal
@@ -13,7 +14,7 @@ from rich.console import Console
 from grappe.checkpoint.lease import STALE_SECONDS, Lease
 from grappe.errors import RunError, UsageError
 from grappe.training.options import Options
-from grappe.training.run import DESCRIPTION, Run
+from grappe.training.run import DESCRIPTION, METRICS, Run
 from grappe.verbs.runs import facts, listing
 from tests.training.test_training import train
 
@@ -81,3 +82,28 @@ def test_a_run_is_found_by_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 def test_a_label_is_plain_text(text: str) -> None:
     with pytest.raises(UsageError, match="at most 60"):
         Options(tag=(text,))
+
+
+STEPS = """{"kind":"step","step":1,"epoch":0,"samples":8,"loss":0.5,"lr":0.1,"seconds":0.02}
+{"kind":"step","step":2,"epoch":0,"samples":16,"loss":null,"lr":0.1,"seconds":0.01}
+"""
+EVALUATION = '{"kind":"evaluation","step":2,"samples":4,"count":4.0,"loss":null,"accuracy":0.75,"each":[0.5,1.0]}\n'
+
+
+def test_curves_scores_and_costs_are_tables(tmp_path: Path) -> None:
+    cost = {"rank": 0, "host": "a", "device": "cpu", "peak": {"host": 5}, "held": {"parameters": 3}}
+    timing = {"step": {"median": 0.5}, "phases": {"forward": {"median": 0.25}, "update": "damaged"}}
+    run = Run.create(tmp_path / "run", {"task": "<b>", "plan": "", "costs": [{**cost, "timing": timing}, {"held": 1}]})
+    with pytest.raises(RunError, match="no evaluation yet"):
+        run.scores()
+    (run.folder / METRICS).write_text(STEPS + EVALUATION)
+    assert list(run.curves()) == ["step", "epoch", "samples", "loss", "lr", "seconds"]
+    assert list(run.curves()["step"]) == [1, 2]
+    assert list(run.curves("evaluation")["accuracy"]) == [0.75]
+    scores = run.scores()
+    assert scores.metrics == {"accuracy": 0.75, "each": [0.5, 1.0]} and scores.samples == 4
+    assert math.isnan(scores.loss)
+    costs = run.costs()
+    columns = ["peak", "parameters", "step", "forward", "update"]
+    assert [costs[name][0] for name in columns] == [5, 3, 0.5, 0.25, 0.0]
+    assert "&lt;b&gt;" in run._repr_html_() and "0.7500" in run._repr_html_()

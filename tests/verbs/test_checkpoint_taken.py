@@ -52,7 +52,7 @@ def test_an_older_one_is_never_taken_in_silence(run: Path, how: str, capfd: pyte
     assert words in error
     assert "step-000002 is taken" in error
     scores = grappe.evaluate(run, plan=PLAN)
-    assert words in scores.checkpoint
+    assert words in scores.why and scores.checkpoint == "step-000002"
     assert words in capfd.readouterr().err
     next(iter(grappe.predict(run, "validation")))
     assert words in capfd.readouterr().err
@@ -60,7 +60,10 @@ def test_an_older_one_is_never_taken_in_silence(run: Path, how: str, capfd: pyte
 
 def test_the_newest_needs_no_words_but_the_result_says_it(run: Path, capfd: pytest.CaptureFixture) -> None:
     assert str(grappe.load(run).grappe_checkpoint).endswith("step-000003")
-    assert grappe.evaluate(run, plan=PLAN).checkpoint == "step-000003 (newest)"
+    scores = grappe.evaluate(run, plan=PLAN)
+    assert (scores.checkpoint, scores.why) == ("step-000003", "newest")
+    assert repr(scores).startswith("Scores(loss=") and repr(scores).endswith("checkpoint='step-000003')")
+    assert "step-000003" in scores._repr_html_() and scores.to_pandas()["checkpoint"][0] == "step-000003"
     assert "step-" not in capfd.readouterr().err
 
 
@@ -68,7 +71,7 @@ def test_the_command_line_says_it(run: Path, capfd: pytest.CaptureFixture) -> No
     damage(run, "damaged")
     assert commands.app(["evaluate", str(run), "--plan", PLAN, "--json"]) == 0
     out, error = capfd.readouterr()
-    assert "step-000002 is taken" in json.loads(out)["checkpoint"]
+    assert json.loads(out)["checkpoint"] == "step-000002" and "step-000003" in json.loads(out)["why"]
     assert "step-000002 is taken" in error
     assert commands.app(["predict", str(run), "validation", "--checkpoint", "1"]) == 0
     lines = [json.loads(line) for line in capfd.readouterr().out.splitlines()]
@@ -89,4 +92,4 @@ def test_one_that_is_asked_for_is_never_another(run: Path, which: str) -> None:
 
 def test_older_ones_can_be_asked_for(run: Path) -> None:
     assert str(grappe.load(run, checkpoint=1).grappe_checkpoint).endswith("step-000001")
-    assert grappe.evaluate(run, plan=PLAN, checkpoint="2").checkpoint == "step-000002 (as asked)"
+    assert grappe.evaluate(run, plan=PLAN, checkpoint="2").why == "as asked"

@@ -101,6 +101,11 @@ class Choice:
     passed_over: tuple[str, ...] = ()
     """Checkpoints that might be newer, and are not taken: a sentence each."""
 
+    @property
+    def reason(self) -> str:
+        """Returns why the checkpoint is taken: the ones passed over, or `why`."""
+        return "; ".join(self.passed_over) or self.why
+
     def __str__(self) -> str:
         name = self.checkpoint.folder.name if self.checkpoint else ""
         if name and not self.passed_over:

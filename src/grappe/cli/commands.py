@@ -159,7 +159,8 @@ def evaluate(
     if json:
         show_json("scores", **dataclasses.asdict(scores))
         return EXIT_OK
-    facts = [("checkpoint", scores.checkpoint), ("samples", f"{scores.samples:,} of {scores.split}, each once")]
+    taken = f"{scores.checkpoint} ({scores.why})"
+    facts = [("checkpoint", taken), ("samples", f"{scores.samples:,} of {scores.split}, each once")]
     for name, value in (("loss", scores.loss), *scores.metrics.items()):
         facts.append((name, format_number(value) if isinstance(value, float) else str(value)))
     show_facts(facts)

@@ -24,14 +24,16 @@ from grappe.step.loss import Losses
 from grappe.step.observers import Observers
 from grappe.step.task_contract import metrics_of
 from grappe.step.whole_batch_loss import AnyLosses, WholeBatchLosses
+from grappe.table import Table, Tabular
 from grappe.task import Task
+from grappe.words import format_number
 
 BLOCK = 1024
 """Numbers for which memory is allocated at once: 8 kB."""
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Scores:
+@dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
+class Scores(Tabular):
     """The results of an evaluation."""
 
     samples: int
@@ -46,7 +48,19 @@ class Scores:
     split: str = "validation"
     """The split's name; "validation (the test set)" where a task has no other validation samples."""
     checkpoint: str = ""
-    """Of a run that was evaluated: the checkpoint that was taken, and why."""
+    """Of a run that was evaluated: the checkpoint's name, "step-000230"."""
+    why: str = ""
+    """The reason why this checkpoint was taken: "newest", or the newer ones that do not verify."""
+
+    def table(self) -> Table:
+        """Returns the scores as a table of one row."""
+        names = {"samples": self.samples, "split": self.split, "checkpoint": self.checkpoint or None}
+        return Table([{"loss": self.loss, **self.metrics, **names}])
+
+    def __repr__(self) -> str:
+        row = {name: value for name, value in self.table().rows[0].items() if value is not None}
+        shown = (f"{name}={format_number(x) if isinstance(x, float) else repr(x)}" for name, x in row.items())
+        return f"Scores({', '.join(shown)})"
 
 
 class DeviceNumbers:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import re
 import secrets
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, TypedDict
+from typing import TYPE_CHECKING, Any, TypedDict
 
 from grappe.checkpoint import format as checkpoint_format
 from grappe.checkpoint.commit import LARGEST_LIST, json_hash, read_json, strangers, write_json
@@ -17,10 +18,14 @@ from grappe.checkpoint.format import Choice, leftovers, refuse_package, select
 from grappe.checkpoint.lease import FILE as LEASE
 from grappe.checkpoint.lease import STALE_SECONDS, Lease, is_taken_over
 from grappe.errors import GrappeError, PlanError, RunError
-from grappe.errors.foreign_text import printable
+from grappe.errors.foreign_text import number, printable
 from grappe.launch import files
 from grappe.launch.files import IN_PART
 from grappe.launch.folders import RUNS
+from grappe.table import Table, Tabular, frame
+
+if TYPE_CHECKING:
+    from grappe.step.scores import Scores
 
 DESCRIPTION = "run.json"
 HASH = "xxh3_128"  # of the other entries of run.json
@@ -47,7 +52,7 @@ ENTRIES: dict[str, Any] = {
 RENDEZVOUS = re.compile(r"\.(rendezvous|secret)-[0-9a-f-]+(\.[0-9a-f]{8})?", re.ASCII)
 
 
-class Run:
+class Run(Tabular):
     """The folder of a run, or its name (`grappe train --name`) if a run in ./runs alone has it.
 
     Raises:
@@ -146,6 +151,63 @@ class Run:
         for record in self.records(kind):
             last = record
         return last
+
+    def curves(self, kind: str = "step") -> Any:
+        """Returns the run's curves: a pandas.DataFrame where pandas is installed, else a Table with the same columns.
+
+        Args:
+            kind: of the rows: "step" (step, epoch, samples, loss, lr, seconds, …), "evaluation" (step, loss, and the
+                task's metrics) or "epoch".
+        """
+        return frame({name: record[name] for name in record if name != "kind"} for record in self.records(kind))
+
+    def scores(self) -> Scores:
+        """Returns the scores of the last evaluation.
+
+        Raises:
+            RunError: there was no evaluation.
+        """
+        from grappe.step.scores import Scores
+
+        record = self.last_record("evaluation")
+        if not record:
+            raise RunError(f"{self.folder} has no evaluation yet: grappe.evaluate makes one of a checkpoint")
+        others = ("kind", "step", "samples", "count", "loss", "split")
+        metrics = {name: record[name] if isinstance(record[name], list) else _value(record, name) for name in record}
+        return Scores(
+            samples=int(number(record.get("samples"))),
+            count=number(record.get("count")),
+            loss=_value(record, "loss"),
+            metrics={name: metrics[name] for name in metrics if name not in others},
+            split=str(record.get("split", "validation")),
+        )
+
+    def costs(self) -> Any:
+        """Returns what each process of the last start used: a pandas.DataFrame, or a Table, with a row for each rank.
+
+        Columns: rank, host, device; `peak` and what was held of it in parameters, gradients and optimizer, in bytes;
+        the median seconds of a step and of its phases: data, transfer, forward, backward, communication, update.
+        """
+        rows = []
+        for cost in self.read_description().get("costs", []):
+            timing, peak = _entries(cost, "timing"), _entries(cost, "peak")
+            medians = {"step": _entries(timing, "step"), **_entries(timing, "phases")}
+            rows.append(
+                {name: cost.get(name) for name in ("rank", "host", "device")}
+                | {"peak": peak.get("device", peak.get("host")), **_entries(cost, "held")}
+                | {name: number(_entries(medians, name).get("median")) for name in medians}
+            )
+        return frame(rows)
+
+    def table(self) -> Table:
+        """Returns the run's state in one row: task, plan, status, step and the scores of the last evaluation."""
+        description, last = self.read_description(), self.last_record("evaluation")
+        scores = {name: last[name] for name in last if name not in ("kind", "step", "count")}
+        facts = {name: description.get(name) for name in ("task", "plan", "started")}
+        reached = last.get("step") or self.last_record("step").get("step", 0)
+        return Table(
+            [{"run": self.folder, **facts, "status": self.read_status(description), "step": reached, **scores}]
+        )
 
     def cut_back(self, step: int) -> None:
         """Drops the records of the curves after `step`, at which the training resumes."""
@@ -324,6 +386,17 @@ def _of_name(folder: Path) -> Path:
     if len(named) > 1:
         raise RunError(f"{len(named)} runs have the name {folder}: give a folder: {', '.join(map(str, named[:3]))}")
     return named[0] if named else folder
+
+
+def _entries(parent: Mapping[str, Any], name: str) -> dict[str, Any]:
+    """Returns an entry of run.json that should be an object; {} where it is none."""
+    entry = parent.get(name)
+    return entry if isinstance(entry, dict) else {}
+
+
+def _value(record: Mapping[str, Any], name: str) -> float:
+    """Returns a number of a record; NaN, which JSON does not have, where it has none."""
+    return math.nan if record.get(name) is None else number(record[name])
 
 
 def _neighbours(folder: Path) -> str:

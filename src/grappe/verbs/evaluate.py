@@ -78,7 +78,7 @@ def evaluate(
         rounding=rounding,
     )
     scores = start("grappe.verbs.evaluate:worker", request, request.plan, run=run.folder)
-    return dataclasses.replace(scores, checkpoint=str(choice))
+    return dataclasses.replace(scores, checkpoint=chosen.folder.name, why=choice.reason)
 
 
 def worker(request: EvaluateRequest, process: ProcessRank, rendezvous_folder: Path) -> Scores:
