@@ -50,8 +50,8 @@ docs: .venv/test  ## regenerate the README's tables and the catalogue of French 
 site: .venv/docs  ## build the documentation site, which opens from its folder: build/site/index.html
 	@$(BIN)/python -m docs.site
 
-labs: .venv/test  ## execute all labs, from a wheel
-	@$(BIN)/python -m pytest -q -m "soak or artefact" tests/labs --durations 0
+labs: .venv/test  ## execute the labs and store what they print in them (ONLY=02 for one)
+	@$(BIN)/python -m docs.labs $(ONLY)
 
 KILLS ?= 5000
 FUZZ ?= 1000
@@ -59,7 +59,7 @@ soak: .venv/test  ## thousands of kills, all cells of the grids of plans (hours;
 	@GRAPPE_GRID=all GRAPPE_SOAK=$(KILLS) $(BIN)/python -m pytest -v tests/faults/test_kill.py tests/faults/test_kill_training.py \
 		tests/faults/test_resume.py --durations 5
 	@GRAPPE_GRID=all $(BIN)/python -m pytest -q -m "not soak" tests/parity tests/gallery tests/verbs/verify tests/faults/test_resume_optimizers.py
-	@$(BIN)/python -m pytest -v -s -m soak tests/slurm tests/verbs/export
+	@$(BIN)/python -m pytest -v -s -m soak tests/slurm tests/verbs/export tests/labs
 	@GRAPPE_FUZZ=$(FUZZ) $(BIN)/python -m pytest -v tests/faults/test_fuzz.py
 	@$(BIN)/python -W ignore -m tests.faults.hostile 2000
 	@$(BIN)/python -W ignore -m tests.faults.whole_life 500

@@ -10,11 +10,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, ForwardRef
 
+from docs.generate import plan_keys
+
 import grappe
 from grappe import fields
 from grappe.cli.commands import app
 from grappe.plan import Plan
-from grappe.verbs.catalogue import plan_markdown
 
 # Beside grappe itself: each says in __all__ what is public.
 MODULES = ("grappe.data", "grappe.data.augment", "grappe.optimizers", "grappe.slurm")
@@ -49,7 +50,7 @@ def page() -> str:
     for module in (grappe, *map(importlib.import_module, MODULES)):
         parts.append(f"## {module.__name__}")
         parts += [entry(f"{module.__name__}.{name}", getattr(module, name)) for name in sorted(module.__all__)]
-    parts += ["## Keys of a plan", "An empty cell: the engine refuses the key.", plan_markdown()]
+    parts += ["## Keys of a plan", plan_keys()]
     parts += ["## What functions return", "The attributes are public; the classes are not for importing."]
     for place, names in RETURNED.items():
         module, _, name = place.partition(":")

@@ -12,8 +12,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from grappe import engines
 from grappe.plan import Plan
-from grappe.verbs.catalogue import plan_markdown
+from grappe.verbs.catalogue import support
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
@@ -30,6 +31,16 @@ def rooms() -> str:
         job = (ast.get_docstring(ast.parse(source.read_text())) or "").partition("\n")[0]
         name = path.name + "/" * path.is_dir()
         lines.append(f"| [`{name}`]({path.relative_to(ROOT)}) | {job} |")
+    return "\n".join(lines)
+
+
+def plan_keys() -> str:
+    """A line for every key of a plan: its default, what it is, and the engines that support it."""
+    lines = ["| key | default | what it is | engines |", "|---|---|---|---|"]
+    for key, default, meaning, able in support():
+        able_engines = [name for name, supported in zip(engines.names(), able, strict=True) if supported]
+        shown = "all" if all(able) else ", ".join(able_engines)
+        lines.append(f"| `{key}` | {default.lower()} | {meaning} | {shown} |")
     return "\n".join(lines)
 
 
@@ -225,7 +236,7 @@ def _measured(part: str) -> dict[str, Any]:
 
 PARTS: dict[str, dict[str, Callable[[], str]]] = {
     "CONTRIBUTING.md": {"rooms": rooms},
-    "docs/plans.md": {"plan keys": plan_markdown},
+    "docs/plans.md": {"plan keys": plan_keys},
     "docs/parity.md": {"parity": parity},
     "docs/accuracy.md": {
         "foreseen": foreseen,

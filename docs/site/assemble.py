@@ -44,6 +44,23 @@ NAVIGATION = (
 )
 """The groups of the sidebar: title, French title, guides in their order. Labs and reference pages are found."""
 REFERENCE = ("commands/index", "plan/index", "docs/api", "docs/json", "sites/index", "errors")
+ENTRIES = {
+    "en": (
+        ("tour", "First training", "Install, train, look, resume: five minutes"),
+        ("task", "Your own task", "Model, data and loss in twenty lines"),
+        ("plans", "Choose a plan", "DDP, FSDP, ZeRO, pipelines: by what you have"),
+        ("slurm", "Slurm cluster", "Put one line before the command that works here"),
+        ("verify", "Same result?", "Check a plan on your own task"),
+    ),
+    "fr": (
+        ("tour", "Premier entraînement", "Installer, entraîner, regarder, reprendre : cinq minutes"),
+        ("task", "Votre tâche", "Modèle, données et perte en vingt lignes"),
+        ("plans", "Choisir un plan", "DDP, FSDP, ZeRO, pipelines : selon ce que vous avez"),
+        ("slurm", "Grappe Slurm", "Une ligne devant la commande qui fonctionne ici"),
+        ("verify", "Même résultat\N{NO-BREAK SPACE}?", "Vérifier un plan sur votre tâche"),
+    ),
+}
+"""The entries of the first page: guide, title and text."""
 PROJECT = ("docs/decisions/index", "CHANGELOG", "CONTRIBUTING", "benchmarks/README")
 UNSEARCHED = ("CHANGELOG", "docs/decisions/", "docs/log", "benchmarks/")
 """Pages that the search leaves out, as it does those that the sidebar does not list: guides and keys come first."""
@@ -62,10 +79,19 @@ def assemble(language: str, folder: Path) -> None:
         pairs = {one.stem: f"docs/{one.stem}" for one in translated}
         pairs["index"] = "index"
         pairs |= {page: page for page in pages if page.startswith(BOTH)}
-    with (folder / "index.md").open("a") as index:
-        index.write(_contents(language, pages))
+    readme = (folder / "index.md").read_text()
+    (folder / "index.md").write_text(_landing(language, readme) + _contents(language, pages))
     shown = {page: f"{other}.html" for page, other in pairs.items()}
     (folder / "translations.json").write_text(json.dumps(shown))
+
+
+def _landing(language: str, readme: str) -> str:
+    """The README as the first page: the link to the other language is in the sidebar, five entries follow the claim."""
+    readme = re.sub(r"^\*(?:\[|<a ).*\*\n\n", "", readme, count=1, flags=re.MULTILINE)
+    under = "docs/" if language == "en" else ""
+    links = [f'<a href="{under}{page}.html"><b>{title}</b> {text}</a>' for page, title, text in ENTRIES[language]]
+    entries = "\n".join(["```{raw} html", '<nav class="entries">', *links, "</nav>", "```"])
+    return re.sub(r"^\*\*.+\*\*\n", lambda claim: f"{claim[0]}\n{entries}\n", readme, count=1, flags=re.MULTILINE)
 
 
 def _english(folder: Path) -> set[str]:
@@ -143,7 +169,7 @@ def _copy(path: str, folder: Path, page: str, target: Callable[[str], str]) -> N
     listed = path == "docs/decisions" or path.startswith("labs/")
     listed = listed or (file.suffix == ".md" and file.parent.name != "decisions")
     searched = listed and not page.startswith(UNSEARCHED)
-    _write(folder / f"{page}.md", front_matter(listed=listed, searched=searched) + text)
+    _write(folder / f"{page}.md", front_matter(listed=listed, searched=searched, source=path) + text)
 
 
 def _noted(file: Path) -> str:

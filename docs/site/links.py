@@ -14,9 +14,10 @@ LINK = re.compile(r"(!?)\[((?:[^\[\]]|\[[^\]]*\])*)\]\(([^()\s]+)\)")
 FRENCH = "docs/fr/"
 
 
-def front_matter(*, listed: bool, searched: bool) -> str:
-    """Returns what stands before a page that the sidebar does not list, or that the search leaves out."""
+def front_matter(*, listed: bool, searched: bool, source: str = "") -> str:
+    """Returns what stands before a page: whether the sidebar lists and the search finds it, and its source file."""
     lines = ["orphan: true"] * (not listed) + ["nosearch: true"] * (not searched)
+    lines += [f"source: {source}"] * bool(source)
     return "\n".join(["---", *lines, "---", ""]) if lines else ""
 
 

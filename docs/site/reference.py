@@ -69,7 +69,8 @@ def _commands(language: str) -> dict[str, str]:
         name = "-".join(words)
         help_text = _help(words)
         guides = _guides(words) if language == "en" else ""
-        made[f"commands/{name}.md"] = f"# `grappe {' '.join(words)}`\n\n````\n{help_text}\n````\n{guides}"
+        shown = f"````{{code-block}} text\n:class: terminal\n\n{help_text}\n````"
+        made[f"commands/{name}.md"] = f"# `grappe {' '.join(words)}`\n\n{shown}\n{guides}"
         says = re.search(r"\n\n(.+?)(?:\n\n|\Z)", help_text, re.DOTALL)
         first = " ".join(says[1].split()) if says else ""
         lines.append(f"- [`grappe {' '.join(words)}`]({name}.md): {first}")

@@ -107,6 +107,21 @@ def test_each_language_leads_to_the_other(site: Path) -> None:
     assert 'lang="fr"' in (site / "fr" / "index.html").read_text()
 
 
+def test_the_first_page_has_five_entries(site: Path) -> None:
+    for folder in (site, site / "fr"):
+        entries = re.search(r'<nav class="entries">(.*?)</nav>', (folder / "index.html").read_text(), re.DOTALL)
+        assert entries
+        assert len(re.findall("<a ", entries[1])) == 5
+
+
+def test_a_page_names_its_source_and_its_columns(site: Path) -> None:
+    english, french = ((site / folder / "plans.html").read_text() for folder in ("docs", "fr"))
+    assert "<code>docs/plans.md</code>" in english
+    assert '<td data-label="engines">' in english
+    assert "<code>docs/fr/plans.md</code>" in french
+    assert "Recherche d'hyperparamètres\N{NO-BREAK SPACE}:" in french
+
+
 def test_agents_find_every_guide(site: Path) -> None:
     text = (site / "llms.txt").read_text()
     pages = re.findall(r"^- \[.+?\]\((\S+?)\)", text, re.MULTILINE)

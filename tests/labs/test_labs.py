@@ -1,4 +1,4 @@
-"""The labs, executed by a kernel in an environment that has grappe's wheel and no checkout: `make labs` runs all."""
+"""The labs, executed by a kernel in an environment that has grappe's wheel and no checkout: `make soak` runs all."""
 
 from __future__ import annotations
 

@@ -39,16 +39,6 @@ def plan_table() -> Table:
     return table
 
 
-def plan_markdown() -> str:
-    """Makes the same table in Markdown, for the guides."""
-    names = engines.names()
-    lines = ["| key | default | what it is | " + " | ".join(names) + " |", "|---" * (3 + len(names)) + "|"]
-    for key, default, meaning, able in support():
-        cells = " | ".join("yes" if supported else "" for supported in able)
-        lines.append(f"| `{key}` | {default.lower()} | {meaning} | {cells} |")
-    return "\n".join(lines)
-
-
 def task_list() -> Table:
     """Makes the table of shipped tasks."""
     table = plain_table("task", "what it learns")

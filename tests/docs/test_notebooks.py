@@ -1,0 +1,78 @@
+"""Labs as pages: their outputs, solutions folded; stored outputs name no folder of the machine."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from docs import labs
+from docs.site import notebooks
+
+BOOK = {
+    "cells": [
+        {"cell_type": "markdown", "id": "a", "metadata": {}, "source": ["# A lab"]},
+        {
+            "cell_type": "code",
+            "id": "b",
+            "metadata": {},
+            "execution_count": None,
+            "outputs": [],
+            "source": [
+                "import os\n",
+                "print('step 1   \\r' + 'step 2')\n",
+                "print(os.getcwd() + '/runs/x', flush=True)\n",
+                "print('on', os.uname().nodename)",
+            ],
+        },
+        {"cell_type": "markdown", "id": "c", "metadata": {}, "source": ["## Solution\n", "\n", "It is 2."]},
+        {
+            "cell_type": "code",
+            "id": "d",
+            "metadata": {},
+            "execution_count": None,
+            "outputs": [],
+            "source": ["class Shown:\n    def _repr_html_(self):\n        return '<b>2</b>'\n\n\nShown()"],
+        },
+        {"cell_type": "markdown", "id": "e", "metadata": {}, "source": ["## More"]},
+    ],
+    "metadata": {},
+    "nbformat": 4,
+    "nbformat_minor": 5,
+}
+
+
+@pytest.fixture(scope="module")
+def executed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    file = tmp_path_factory.mktemp("labs") / "lab.ipynb"
+    file.write_text(json.dumps(BOOK))
+    labs.execute(file)
+    return file
+
+
+def test_outputs_are_as_a_terminal_leaves_them(executed: Path) -> None:
+    book = json.loads(executed.read_text())
+    (output,) = book["cells"][1]["outputs"]
+    assert "".join(output["text"]) == "step 2\nruns/x\non node\n"
+    heading, text = book["cells"][2:4]
+    assert heading["metadata"] == {"jp-MarkdownHeadingCollapsed": True}
+    assert "".join(text["source"]) == "It is 2."
+
+
+def test_a_lab_is_a_page_with_outputs_and_folded_solutions(executed: Path) -> None:
+    page = notebooks.markdown(executed)
+    assert ":class: output\n\nstep 2" in page
+    _, _, rest = page.partition('<details class="solution"><summary>Solution</summary>')
+    folded, _, after = rest.partition("</details>")
+    assert "It is 2." in folded
+    assert "<b>2</b>" in folded
+    assert "## More" in after
+
+
+def test_changed_code_is_outdated(executed: Path) -> None:
+    book = json.loads(executed.read_text())
+    assert labs.outdated(book) == ""
+    book["metadata"]["grappe"]["words"] = "other"
+    assert labs.outdated(book) == "words"
+    book["cells"][1]["source"] = ["print(3)"]
+    assert labs.outdated(book) == "code"
