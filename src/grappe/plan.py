@@ -101,12 +101,12 @@ class Plan:
                 "quotes: --plan '…,offload=nvme:$SLURM_TMPDIR'"
             )
         if self.zero != 3 and self.shard == 1:
-            raise PlanError(f"zero={self.zero} says what shard processes split: add shard=2, or more")
+            raise PlanError(f"zero={self.zero} needs sharded processes: add shard=2 or more")
         if self.exact & (self.exact - 1) or (self.exact and self.exact % self.data_parallel):
             most = min(self.exact, self.data_parallel)
             raise PlanError(
                 f"exact={self.exact} with {self.data_parallel} slices: pieces are summed in a binary tree, whole "
-                f"subtrees by each process, so exact must be a power of two (8, say), and the processes one of its "
+                f"subtrees by each process, so exact must be a power of two (such as 8), and the processes one of its "
                 f"divisors: replicate={1 << most.bit_length() - 1}, say"
             )
         if self.schedule != "1f1b" and self.pipeline == 1:
@@ -217,7 +217,7 @@ def as_plan(plan: AnyPlan) -> Plan:
 
 
 STRATEGIES = {
-    "auto": "leave it out: grappe starts the processes that the plan says",
+    "auto": "leave it out: grappe starts the processes that the plan needs",
     "ddp": "use replicate=2 (the number of processes), with engine=lightning for its Trainer",
     "ddp2": "it is gone from Lightning; use replicate=N",
     "ddp_spawn": "use replicate=N: grappe starts the processes",
@@ -228,7 +228,7 @@ STRATEGIES = {
     "ddp_sharded": "FairScale's optimizer sharding is shard=N,zero=1 here",
     "dp": "one process for all GPUs is slower and gone from Lightning; use replicate=N",
     "fairscale": "FairScale's sharding is shard=N here, with zero=1 to 3",
-    "fsdp": "use shard=N (FSDP2; zero=1 to 3), with replicate=M beside it for hybrid sharding",
+    "fsdp": "use shard=N (FSDP2; zero=1 to 3), and add replicate=M for hybrid sharding",
     "fsdp_cpu_offload": "use shard=N,offload=cpu",
     "fsdp_native": "use shard=N",
     "modelparallelstrategy": "use shard=N, tensor=M",
@@ -263,5 +263,5 @@ def strategy_in_grappe(part: str) -> str | None:
     family = next((prefix for prefix in FAMILIES if name.startswith(f"{prefix}_")), "")
     remedy = STRATEGIES.get(name, STRATEGIES.get(family))
     if remedy is None and equals:
-        return "the plan says how a step is spread, as in replicate=2 or shard=2 (see: grappe engines)"
+        return "the plan defines how a step is distributed, as in replicate=2 or shard=2 (see: grappe engines)"
     return remedy

@@ -90,7 +90,7 @@ class Task:
             raise TaskError(f"clip={self.clip}: it bounds the gradient's norm, so it must be above 0 (or none)")
 
         if self.ema is not None and not 0 < self.ema < 1:
-            raise TaskError(f"ema={self.ema}: the decay of an average is between 0 and 1, 0.999 say (or none)")
+            raise TaskError(f"ema={self.ema}: the decay of an average is between 0 and 1, such as 0.999 (or none)")
 
     def prepare(self, folder: Path) -> None:
         """Downloads and unpacks what `data` needs: before it, by one process of each node at a time, under a lock."""
@@ -260,7 +260,7 @@ def check_signatures(task: Task) -> None:
 
 def _refuse_signature(task: Task, name: str, meant: Sequence[str], error: Exception) -> None:
     raise TaskError(
-        f"{type(task).__name__}.{name}() cannot be called with what it is given ({error}): write "
+        f"{type(task).__name__}.{name}() does not accept its arguments ({error}): write "
         f"def {name}({', '.join(meant)}){at(task, name)}"
     )
 

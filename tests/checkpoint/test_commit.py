@@ -73,7 +73,7 @@ def test_a_name_turned_into_another_does_not_hide_a_file(tmp_path) -> None:
     commit(beside, folder, {name: write_new(beside / name, name.encode()) for name in ("rank-0", "rank-1")}, ORIGIN)
     text = (folder / "manifest.json").read_text()
     (folder / "manifest.json").write_text(text.replace("rank-0", "rank-1"))  # one bit; the later entry wins
-    assert "manifest.json is not what was saved" in (verify(folder) or "")
+    assert "manifest.json differs from what was saved" in (verify(folder) or "")
 
 
 def test_a_link_is_no_file_of_it(tmp_path) -> None:
@@ -102,10 +102,10 @@ def test_what_the_manifest_says_of_its_place_is_hashed(tmp_path, key: str) -> No
     made(tmp_path / "step-000001")
     manifest = json.loads((tmp_path / "step-000001/manifest.json").read_text())
     (tmp_path / "step-000001/manifest.json").write_text(json.dumps({**manifest, key: 90}))
-    assert verify(tmp_path / "step-000001") == "manifest.json is not what was saved"
+    assert verify(tmp_path / "step-000001") == "manifest.json differs from what was saved"
     del manifest[key]
     (tmp_path / "step-000001/manifest.json").write_text(json.dumps(manifest))
-    assert verify(tmp_path / "step-000001") == "manifest.json is not what was saved"
+    assert verify(tmp_path / "step-000001") == "manifest.json differs from what was saved"
 
 
 def test_an_older_grappes_is_told_apart(tmp_path) -> None:

@@ -57,7 +57,7 @@ def damage(folder: Path, kind: str) -> str:
     newest = folder / "step-000030"
     if kind == "damaged":
         (newest / "state.json").write_text("{}")
-        return "step-000030 does not verify: skipped (state.json is not what was saved)"
+        return "step-000030 does not verify: skipped (state.json differs from what was saved)"
     if kind == "emptied":
         shutil.rmtree(newest)
         newest.mkdir()
@@ -67,7 +67,7 @@ def damage(folder: Path, kind: str) -> str:
         return "step-000030, which run.json says was saved, is missing"
     if kind == "renamed":
         newest.rename(folder / "step-30")
-        return "step-30 is no checkpoint's name: skipped"
+        return "step-30 is not a checkpoint's name: skipped"
     if kind == "linked":
         newest.rename(folder.parent / "elsewhere")
         newest.symlink_to(folder.parent / "elsewhere")
@@ -75,7 +75,7 @@ def damage(folder: Path, kind: str) -> str:
     if kind == "a file":
         shutil.rmtree(newest)
         newest.write_text("")
-        return "step-000030 is no checkpoint's name: skipped"
+        return "step-000030 is not a checkpoint's name: skipped"
     shutil.rmtree(newest)
     if kind == "copied":
         shutil.copytree(folder / "step-000020", folder / "step-000090")
@@ -107,7 +107,7 @@ def test_what_is_asked_for_is_never_another(folder: Path, kind: str) -> None:
 
 def test_nobody_knows_the_best_of_what_cannot_be_read(folder: Path) -> None:
     (folder / "step-000010/state.json").write_text("{}")
-    assert "nobody can say which is the best" in refused(folder, "best")
+    assert "the best one is unknown" in refused(folder, "best")
 
 
 def test_without_losses_there_is_no_best(tmp_path: Path) -> None:

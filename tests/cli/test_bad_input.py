@@ -111,8 +111,8 @@ def changed(old: str, new: str) -> str:
         (["train"], "TASK is missing"),
         (["train", "digits", "--run", "/proc/no/run"], "/proc/no/run cannot be written: "),
         (["train", "digits", "--from", "nowhere"], "--from nowhere: "),
-        (["evaluate", "runs/none"], "runs/none is no run: it has no run.json"),
-        (["predict", "runs/none", "validation"], "runs/none is no run: it has no run.json"),
+        (["evaluate", "runs/none"], "runs/none is not a run (no run.json)"),
+        (["predict", "runs/none", "validation"], "runs/none is not a run (no run.json)"),
         (["tasks", "digts"], "there is no task 'digts': did you mean digits?"),
     ],
 )
@@ -192,12 +192,12 @@ def test_a_run_of_another_task_or_of_nothing(complain: Complain, tmp_path: Path)
     assert "runs/mine is a run of the task" in said
     assert sorted(path.name for path in (tmp_path / "runs" / "mine").iterdir()) == before
     said = complain("train", "task.py", "--run", "strangers", *PLAN)
-    assert said == "strangers holds thesis.tex and is no run: give an empty folder, or a new one"
+    assert said == "strangers holds thesis.tex and is not a run: give an empty or a new folder"
     assert [path.name for path in (tmp_path / "strangers").iterdir()] == ["thesis.tex"]
     assert "file/run cannot be written: Not a directory" in complain("train", "task.py", "--run", "file/run", *PLAN)
     said = complain("evaluate", "runs/yours")
-    assert said == "runs/yours is no run: it has no run.json; there is: runs/mine"
-    assert complain("evaluate", "yours") == "yours is no run: it has no run.json; there is: runs/mine"
+    assert said == "runs/yours is not a run (no run.json); there is: runs/mine"
+    assert complain("evaluate", "yours") == "yours is not a run (no run.json); there is: runs/mine"
 
 
 class Trap:

@@ -27,9 +27,9 @@ from grappe.verbs.tune.study import SearchDefinition, Trial, make_study
         (["digits", "lr=0.1..1", "--steps-only"], "--steps-only has no evaluation"),
         (["digits", "lr=0.1..1", "--plan", "per_device=2"], "per_device"),
         (["digits", "lr=0.1..1", "--plan", "replicate=two"], "replicate=two"),
-        (["digits", "lr=0.1..1", "--study", "full"], "holds thesis.tex and is no study"),
+        (["digits", "lr=0.1..1", "--study", "full"], "holds thesis.tex and is not a study"),
         (["digits", "lr=0.1..1", "--dry-run"], "--dry-run shows a study: name it"),
-        (["--study", "full", "--dry-run"], "is no study"),
+        (["--study", "full", "--dry-run"], "is not a study"),
         ([], "which task?"),
     ],
 )

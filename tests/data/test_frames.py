@@ -39,5 +39,5 @@ def test_what_is_no_number_is_named() -> None:
     rows.loc[2, "height"] = None
     with pytest.raises(TaskError, match="column 'height' has 1 missing values"):
         Arrays(rows[["height"]], rows["label"])
-    with pytest.raises(TaskError, match=r"ndarray of .* is no array of numbers"):
+    with pytest.raises(TaskError, match=r"ndarray of .* is not an array of numbers"):
         Arrays(np.array(["a", "b"]), np.zeros(2))

@@ -185,7 +185,7 @@ def test_copies_of_a_sample_share_its_batch(length: int, batch_size: int, copies
 
 
 def test_copies_that_do_not_fit_are_refused() -> None:
-    with pytest.raises(TaskError, match="batch_size=8 is no multiple of"):
+    with pytest.raises(TaskError, match="batch_size=8 is not a multiple of"):
         order_of(Sampling(copies=3), 30, 8).ids(0, 0)
     with pytest.raises(TaskError, match="copies=0"):
         order_of(Sampling(copies=0), 30)

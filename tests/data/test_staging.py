@@ -71,7 +71,7 @@ def test_what_is_not_ours_stays(tmp_path: Path) -> None:
     photos = tmp_path / "photos"
     photos.mkdir()
     os.mkfifo(photos / "pipe")
-    with pytest.raises(DataError, match="is no file"):
+    with pytest.raises(DataError, match="is not a file"):
         stage(photos, place)
 
 

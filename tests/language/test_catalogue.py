@@ -216,10 +216,10 @@ def test_letters_that_a_terminal_lacks() -> None:
 
 
 def test_english_is_the_default(monkeypatch: pytest.MonkeyPatch) -> None:
-    text = "grappe: ended at once; what was saved before is kept"
+    text = "grappe: ended at once; earlier checkpoints are kept"
     assert translated(text) is text
     monkeypatch.setenv("GRAPPE_LANG", "fr")
-    assert translated(text) == "grappe : terminé aussitôt ; ce qui était déjà sauvegardé reste"
+    assert translated(text) == "grappe : terminé aussitôt ; les points de contrôle antérieurs restent"
 
 
 WORDS = st.text(st.sampled_from("ab {}'é\n"), max_size=12)

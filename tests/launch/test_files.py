@@ -187,7 +187,7 @@ def test_the_file_itself_is_no_link(run: Path, tmp_path: Path) -> None:
 
 def test_a_pipe_is_no_file_and_nobody_waits_for_it(run: Path) -> None:
     os.mkfifo(run / "pipe")
-    with pytest.raises(RunError, match="is no file"):
+    with pytest.raises(RunError, match="is not a file"):
         files.reader(run / "pipe")
     with pytest.raises((RunError, OSError)):
         files.appender(run / "pipe")

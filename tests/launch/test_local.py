@@ -220,7 +220,7 @@ def test_a_second_ctrl_c_ends_at_once(start: Start, tmp_path: Path) -> None:
     command.stop_signal()
     code, _, err = command.end()
     assert code == 130
-    assert err == "grappe: ended at once; what was saved before is kept\n"
+    assert err == "grappe: ended at once; earlier checkpoints are kept\n"
     gone(command)
 
 

@@ -39,7 +39,7 @@ def refused(*words: str) -> str:
         (("--site", "narval", "--account", "def-x", "--stage", "no.tar", *TRAIN), "no such archive"),
         (("--site", "narval", "--account", "def-x", "--env", "nowhere", *TRAIN), "no bin/python in it"),
         (("--site", "cedar", "--account", "def-x", *TRAIN), "replaced by fir"),
-        (("--site", "narval", "--account", "def-x", "--", "evaluate", "x"), "x is no run"),
+        (("--site", "narval", "--account", "def-x", "--", "evaluate", "x"), "x is not a run"),
         (("--site", "narval", "--account", "def-x"), "grappe submit --time 3h -- train TASK"),
         (("--site", "narval", *HERE, "--", "trian", "x"), "grappe has no command 'trian'"),
         (("--site", "narval", *HERE, "--", "queue"), "is for the login node"),

@@ -224,7 +224,7 @@ CASES = (
     Case(
         name="an argument is missing",
         changes=also(f"    def augment(self, inputs, targets):  {HERE}\n        return inputs + 1, targets\n"),
-        says="Mine.augment() cannot be called with what it is given (too many positional arguments)",
+        says="Mine.augment() does not accept its arguments (too many positional arguments)",
         fix="write def augment(self, inputs, targets, keys)",
     ),
     Case(
@@ -291,7 +291,7 @@ CASES = (
     Case(
         name="samples that are dicts",
         changes={SAMPLE: "        return {'x': self.x[index], 'y': index % 2}\n", **method("data")},
-        says="do not say what is input and what is target",
+        says="do not show which part is input and which is target",
         fix="give Mine a def collate(self, samples)",
     ),
     Case(
@@ -366,7 +366,7 @@ CASES = (
     Case(
         name="a length that is too long",
         changes={LENGTH: "        return 2**62\n", **here(SAMPLE)},
-        says="data() says that it has 4611686018427387904 samples, and gives none for an index below that",
+        says="len(data()) is 4611686018427387904, but it has no sample for an index below that",
         fix="is __len__ right?",
     ),
     Case(

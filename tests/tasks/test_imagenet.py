@@ -92,7 +92,7 @@ def test_every_kind_of_source(tmp_path: Path):
     assert list(train.classes) == list(validation.classes)
     folder(tmp_path / "mine", files())
     assert ImageNet(classes=KINDS, train_images="mine").data("train", tmp_path).source.name == "mine"
-    with pytest.raises(TaskError, match=rf"has {KINDS} classes: say classes={KINDS}"):
+    with pytest.raises(TaskError, match=rf"has {KINDS} classes: set classes={KINDS}"):
         ImageNet().data("train", tmp_path)
     with pytest.raises(DataError, match=r"train or ILSVRC2012_img_train.tar.*--data.*benchmarks\.photos"):
         task.data("train", tmp_path / "none")

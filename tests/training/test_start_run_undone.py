@@ -102,7 +102,7 @@ def test_a_folder_of_other_things_is_refused_and_left_alone(tmp_path: Path, bad:
     file.parent.mkdir(parents=True)
     file.write_text("mine")
     before = files(tmp_path)
-    assert "is no run" in refused_start(file.parents[name.count("/")], bad)
+    assert "is not a run" in refused_start(file.parents[name.count("/")], bad)
     assert files(tmp_path) == before
 
 

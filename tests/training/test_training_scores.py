@@ -214,7 +214,7 @@ def test_a_metric_that_is_composed_of_others(pool: Pool, tmp_path: Path) -> None
     scored = evaluated(trained(pool, Composed(), "", tmp_path / "run", training_metrics=True))
     plain = evaluated(trained(pool, Images(), "", tmp_path / "plain", training_metrics=True))
     assert scored["training_error"] == pytest.approx(1 - plain["training_accuracy"])
-    with pytest.raises(AssertionError, match="the metric 'error' has no state of its own that processes could"):
+    with pytest.raises(AssertionError, match="the metric 'error' has no state that processes could"):
         trained(pool, Composed(), "replicate=2", tmp_path / "two", training_metrics=True)
 
 

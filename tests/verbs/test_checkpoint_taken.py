@@ -32,7 +32,7 @@ def damage(run: Path, how: str) -> str:
     newest = run / "checkpoints/step-000003"
     if how == "damaged":
         (newest / "state.json").write_text("{}")
-        return "step-000003 does not verify: skipped (state.json is not what was saved)"
+        return "step-000003 does not verify: skipped (state.json differs from what was saved)"
     shutil.rmtree(newest)
     if how == "emptied":
         newest.mkdir()

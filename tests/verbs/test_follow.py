@@ -102,7 +102,7 @@ def test_curves_as_csv(run: Run) -> None:
 
 
 def test_no_such_run(tmp_path: Path) -> None:
-    with pytest.raises(RunError, match="is no run"):
+    with pytest.raises(RunError, match="is not a run"):
         verb.follow(tmp_path / "none", io.StringIO())
-    with pytest.raises(RunError, match="is no run"):
+    with pytest.raises(RunError, match="is not a run"):
         write_csv([tmp_path / "none"], io.StringIO())

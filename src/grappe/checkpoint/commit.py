@@ -23,7 +23,7 @@ LARGEST_LIST = 1 << 22  # bytes, of a manifest or run.json; what is made of them
 OURS = re.compile(r"\.?(rank-\d+\.safetensors(\.done)?|state\.json|manifest\.json)(\.[0-9a-f]{8})?", re.ASCII)
 """The files that a save makes."""
 
-OLDER = "it is of an older grappe, whose checkpoints do not say which step of which run they are"
+OLDER = "it was written by an older grappe, whose checkpoints do not record their run and step"
 
 Fingerprint = dict[str, Any]
 
@@ -107,11 +107,11 @@ def verify(folder: Path, run: str = "") -> str | None:
         for name, expected in fingerprints.items():
             file = folder / name
             if Path(name).name != name or files.kind(file) != "file":
-                return f"its manifest names {name!r}, which is no file in it"
+                return f"its manifest names {name!r}, which is not a file in it"
             if fingerprint(file, int(expected["bytes"])) != expected:
-                return f"{name} is not what was saved"
+                return f"{name} differs from what was saved"
         if expected_hash != json_hash(manifest):  # an altered name would hide a file
-            return f"{MANIFEST} is not what was saved"
+            return f"{MANIFEST} differs from what was saved"
         if folder.name != step_name(manifest["step"]):
             return f"it is the checkpoint of step {manifest['step']}, in a folder of another name"
         if run and manifest["run"] != run:

@@ -37,10 +37,7 @@ def foreign_weights(file: Path) -> Weights:
     if file.suffix == ".safetensors":
         weights = TensorFiles([file.resolve()], levels=1)  # the user named it: it may be a link
         if weights.has_pieces:
-            raise RunError(
-                f"--from {file}: it is a part of a checkpoint of grappe's, with other parts beside it: give the "
-                "run's folder"
-            )
+            raise RunError(f"--from {file}: this is only one part of a grappe checkpoint: give the run's folder")
         return weights
     if file.suffix not in PICKLED:
         with file.open("rb") as stream:

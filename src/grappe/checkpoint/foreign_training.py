@@ -140,7 +140,7 @@ def _optimizer_of(content: Mapping[str, Any], file: Path) -> Mapping[str, Any]:
         raise RunError(
             f"--with-optimizer --from {file}: there is no optimizer's state in it, as torch.save({{'optimizer': "
             f"optimizer.state_dict(), …}}) writes it, only: {keys}. Leave --with-optimizer out, and give "
-            "--epochs-done N to begin behind N epochs with a fresh optimizer"
+            "--epochs-done N to begin after N epochs with a fresh optimizer"
         )
     return held
 
@@ -160,9 +160,8 @@ def _check_groups(saved: Mapping[str, Any], optimizer: Optimizer, file: Path) ->
         differing = (set(their) ^ set(our)) - ignored
         if differing:
             raise RunError(
-                f"--with-optimizer --from {file}: its optimizer is not of the class "
-                f"{type(optimizer).__name__}: only one of the two has "
-                f"{', '.join(sorted(printable(str(name), 40) for name in differing)[:5])}"
+                f"--with-optimizer --from {file}: its optimizer is not of the class {type(optimizer).__name__}: only "
+                f"one of the two has {', '.join(sorted(printable(str(name), 40) for name in differing)[:5])}"
             )
         where = f" of group {number}" if len(ours) > 1 else ""
         notes += [
@@ -233,8 +232,8 @@ def _unfit(key: object, value: object, parameter: Tensor) -> str | None:
         return why
     if value.dim() and value.shape != parameter.shape:
         return (
-            f"{list(value.shape)}, where the parameter is {list(parameter.shape)}: a state of another shape, "
-            "a factored one (Adafactor), say, is not taken over: leave --with-optimizer out"
+            f"{list(value.shape)}, where the parameter is {list(parameter.shape)}: grappe does not take over a state "
+            "of another shape, such as a factored one (Adafactor): leave --with-optimizer out"
         )
     return None
 
@@ -251,7 +250,8 @@ def _epochs_done(content: Mapping[str, Any], begin: Begin) -> tuple[int, tuple[s
     key = next((key for key in EPOCHS if type(content.get(key)) is int), None)
     if key is None:
         raise RunError(
-            f"--with-optimizer --from {begin.source}: it does not say how many epochs were done: give --epochs-done N"
+            f"--with-optimizer --from {begin.source}: it does not record how many epochs were done: give "
+            "--epochs-done N"
         )
     done = content[key]
     return done, (f"{done} epochs done, as the file's {key!r} is understood; otherwise give --epochs-done N",)

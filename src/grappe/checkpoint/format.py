@@ -166,8 +166,7 @@ def _best(folder: Path, run: str) -> Choice:
     for checkpoint in checkpoints:
         if (problem := verify(checkpoint.folder, run)) is not None:
             raise RunError(
-                f"{checkpoint.folder} does not verify ({problem}), so nobody can say which is the best. "
-                f"{_others(folder)}"
+                f"{checkpoint.folder} does not verify ({problem}), so the best one is unknown. {_others(folder)}"
             )
     best = min(checkpoints, key=validation_loss, default=None)
     if best is None or validation_loss(best) == math.inf:
@@ -196,7 +195,7 @@ def _strangers(folder: Path, checkpoints: list[Checkpoint]) -> list[str]:
         if name in committed or name.startswith(".") or DAMAGED.fullmatch(name):
             continue
         shown = name if name.isprintable() else repr(name)
-        what = "is a link" if files.kind(folder / name) == "link" else "is no checkpoint's name"
+        what = "is a link" if files.kind(folder / name) == "link" else "is not a checkpoint's name"
         sentences.append(f"{shown} {what}: skipped")
     return sentences
 
@@ -271,7 +270,7 @@ def refuse_package(file: Path) -> None:
     """Raises UsageError where `file` is named as a package of torch.export or AOTInductor."""
     if file.suffix.lower() == PACKAGE:
         raise UsageError(
-            f"{file}: grappe opens no {PACKAGE} file. It is native code (or a pickle), and opening it runs what is in "
-            "it. Give the run that it was exported from, or weights alone: grappe export RUN --out FOLDER --format "
-            "safetensors"
+            f"{file}: grappe opens no {PACKAGE} file. It is native code (or a pickle), and opening it runs the code "
+            "in it. Give the run that it was exported from, or weights alone: grappe export RUN --out FOLDER "
+            "--format safetensors"
         )

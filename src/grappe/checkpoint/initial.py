@@ -64,8 +64,8 @@ def build(task: Task, checkpoints: Path, begin: Begin | None, run: str = "") -> 
         notes = run_in_fork(work)
     except OutOfMemory as error:
         raise OutOfMemory(
-            f"no room for the initial weights: a process of its own, which process 0 starts, makes the whole model "
-            f"once, whatever the plan{_parameters_in_words(task)}. {error}"
+            f"no room for the initial weights: process 0 starts a separate process that makes the whole model "
+            f"once, under any plan{_parameters_in_words(task)}. {error}"
         ) from error
     return tuple(notes.splitlines())
 
@@ -103,7 +103,7 @@ def _continue(task: Task, model: nn.Module, begin: Begin, checkpoints: Path, run
         step = training.epochs_done * begin.steps_per_epoch
         _save(model, checkpoints, run, step, training)
         state = "with the optimizer's state" if optimizer is not None else "with a fresh optimizer"
-        where = f"begins behind {training.epochs_done} epochs (step {step}) {state}, from {begin.source}"
+        where = f"begins after {training.epochs_done} epochs (step {step}) {state}, from {begin.source}"
         return "\n".join(filter(None, (where, *training.notes, note)))
 
     own = sum(tensor.nbytes for tensor in share_memory(model))

@@ -114,8 +114,8 @@ def copy_values(matched: Matched, weights: Weights, where: str) -> None:
         for other in others:
             if not torch.equal(weights.read(other), value):
                 raise UsageError(
-                    f"{where}: {first} and {other} differ there, and are one tensor in the model, {name}: give each a "
-                    "parameter of its own in model(), or delete one of them from the file"
+                    f"{where}: {first} and {other} differ there, and are one tensor in the model, {name}: give each "
+                    "its own parameter in model(), or delete one of them from the file"
                 )
         tensor.copy_(value)
 

@@ -45,8 +45,8 @@ def pretrained(model: Model, place: Path | str, *, fresh: Sequence[str] = (), un
     missing, left = _without(matched.missing, fresh), _without(matched.left, unused)
     if missing or left:
         raise TaskError(
-            f"{where}: the names differ from the model's. {differences(missing, left)}. Where that is meant, say "
-            "fresh=[…] for what is to be learned, and unused=[…] for what is left: patterns as "
+            f"{where}: the names differ from the model's. {differences(missing, left)}. If you mean this, give "
+            "fresh=[…] for parameters to train from scratch and unused=[…] for those to ignore: patterns such as "
             f"{next(iter(missing or left)).partition('.')[0]}.*"
         )
     copy_values(matched, weights, where)
@@ -76,7 +76,7 @@ def _indexed(file: Path, where: str) -> list[str]:
         listed = json.loads(files.read_text(file.resolve(), levels=1))["weight_map"].values()
         names = sorted({str(name) for name in listed})
     except (ValueError, LookupError, TypeError, AttributeError) as error:
-        raise TaskError(f"{where}: {INDEX} is no index of safetensors files: {error}") from error
+        raise TaskError(f"{where}: {INDEX} is not an index of safetensors files: {error}") from error
     for name in names:
         if Path(name).name != name or not (file.parent / name).is_file():
             raise TaskError(f"{where}: {INDEX} names {printable(name, 80)}, which is not in the folder")

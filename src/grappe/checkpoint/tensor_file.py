@@ -117,7 +117,7 @@ class _Mapped:
     def __init__(self, file: Path, levels: int) -> None:
         with files.reader(file, levels) as stream:
             if int.from_bytes(stream.read(8), "little") > LARGEST_HEADER:
-                raise RunError(f"{file} is no readable safetensors file: its header is too long")
+                raise RunError(f"{file} is not a readable safetensors file: its header is too long")
             # The library opens by name: this name means the file that is open here, even if it was replaced since.
             with safe_open(f"/dev/fd/{stream.fileno()}", framework="np") as checked:  # checks the header
                 self.names = list(checked.keys())
@@ -170,7 +170,7 @@ class TensorFiles:
                         f"no memory was left to read {file}: {error}. Give the process more (the job's --mem, "
                         "`ulimit -v`)"
                     ) from error
-                raise RunError(f"{file} is no readable safetensors file: {error}") from error
+                raise RunError(f"{file} is not a readable safetensors file: {error}") from error
 
     def _add(self, file: Path, levels: int) -> None:
         mapped = _Mapped(file, levels)

@@ -124,7 +124,9 @@ def _allocate(words: Sequence[str], job: JobOptions, *, show_only: bool) -> int:
     if show_only:
         return EXIT_OK
     if not sys.stdin.isatty():
-        raise UsageError("a shell needs a terminal, and this is none: run the line above in one, or add --dry-run")
+        raise UsageError(
+            "a shell needs a terminal, and there is none here: run the line above in one, or add --dry-run"
+        )
     if words:
         complain(f"grappe: in that shell, start it so: {shlex.join(line_in_allocation(submission))}")
     become(line)
@@ -145,7 +147,7 @@ def read_submission(words: Sequence[str], job: JobOptions, app: App) -> Submissi
     if first in ("python", "python3") and not (words and words[0].endswith(".py")):
         raise UsageError(f"python is followed by a script, my_script.py: {USAGE}")
     if not words:
-        raise UsageError(f"what shall the job do? {USAGE}")
+        raise UsageError(f"what should the job run? {USAGE}")
     if words[0].startswith("-"):
         typed = sys.argv[1:] if words[0] in sys.argv else ["submit", words[0], "--", *words[1:]]
         raise UsageError(unknown_option(words[0], typed, app["submit"].assemble_argument_collection()))
@@ -241,7 +243,7 @@ def cancel(*runs: RunFolder) -> int:
     from grappe.verbs.submit.jobs import cancel as verb
 
     if not runs:
-        raise UsageError("say which: grappe cancel RUN … (see: grappe queue)")
+        raise UsageError("name a run: grappe cancel RUN … (see: grappe queue)")
     jobs = verb(runs)
     show(f"cancelled {', '.join(jobs)}")
     return EXIT_OK
@@ -284,7 +286,7 @@ def doctor(
     runs: RunsFolder = RUNS,
     job: Annotated[bool, SWITCH, Parameter(help="As the first step of a job: warnings and errors only.")] = False,
     script: Annotated[
-        Path | None, Parameter(help="A script of your own: of the packages, try those that it imports.")
+        Path | None, Parameter(help="Your own script: of the packages, check those that it imports.")
     ] = None,
     gpu: Annotated[
         bool,

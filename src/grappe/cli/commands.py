@@ -75,7 +75,7 @@ def train(
     ] = None,
     callback: Annotated[
         list[str] | None,
-        Parameter(negative="", help="A callback (watcher) of your own: file.py:Class or module:Class. Repeatable."),
+        Parameter(negative="", help="Your own callback (watcher): file.py:Class or module:Class. Repeatable."),
     ] = None,
     options: Annotated[Options, OPTIONS, Parameter(negative="")] = DEFAULTS,
     smoke: Annotated[

@@ -48,7 +48,7 @@ def run(app: App) -> NoReturn:
     except SystemExit as end:
         code = end.code
     except KeyboardInterrupt:
-        complain("grappe: ended at once; what was saved before is kept")
+        complain("grappe: ended at once; earlier checkpoints are kept")
         code = EXIT_SIGINT
     except BrokenPipeError:  # the pipe's reader (`head`) has closed it
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -110,7 +110,7 @@ def stage(
     source: Annotated[Path, Parameter(help="A file or folder, of images or of anything else.")],
     /,
     *,
-    out: Annotated[Path, Parameter(name=OUT_NAMES, help="A folder on a disk of the node, $SLURM_TMPDIR say.")],
+    out: Annotated[Path, Parameter(name=OUT_NAMES, help="A folder on a disk of the node, such as $SLURM_TMPDIR.")],
 ) -> int:
     """Copy data to a disk of the node, once for all processes that ask for it.
 

@@ -83,7 +83,7 @@ def foresee(
 ) -> int:
     """Predict the memory that plans need and how long a step takes, before anything starts.
 
-    Exit code 1 if no plan fits the site, 2 if none can be foreseen or what is given is wrong.
+    Exit code 1 if no plan fits the site, 2 if none can be predicted or an argument is wrong.
     """
     from grappe.verbs.foresee import tables
     from grappe.verbs.foresee.foresee import foresee as verb

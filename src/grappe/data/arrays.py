@@ -196,8 +196,8 @@ def as_tensor(data: Any) -> Tensor:
     except (TypeError, ValueError, RuntimeError) as error:
         kind = f"{type(data).__name__} of {data.dtype}" if hasattr(data, "dtype") else type(data).__name__
         raise TaskError(
-            f"Arrays: {kind} is no array of numbers ({str(error).partition('. ')[0]}): number words, and make decimal "
-            "numbers float32, as in astype('float32')"
+            f"Arrays: {kind} is not an array of numbers ({str(error).partition('. ')[0]}): encode words as numbers, "
+            "and make decimal numbers float32, as in astype('float32')"
         ) from error
 
 

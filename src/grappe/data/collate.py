@@ -50,8 +50,8 @@ def collated(task: Task, samples: Sequence[Any]) -> tuple[Any, Any]:
             f"{name}.collate() gave {form(batch)}: it must give a pair, `return inputs, targets`{at(task, 'collate')}"
         )
     raise TaskError(
-        f"samples of the form {form(samples[0])} do not say what is input and what is target: let data() give pairs "
-        f"(input, target), or give {name} a {COLLATE}{at(task, 'data')}"
+        f"samples of the form {form(samples[0])} do not show which part is input and which is target: let data() "
+        f"give pairs (input, target), or give {name} a {COLLATE}{at(task, 'data')}"
     )
 
 

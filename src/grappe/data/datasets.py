@@ -94,7 +94,7 @@ def check(dataset: object, split: str, task: Task) -> int:
         raise TaskError(
             f"{what} is an IterableDataset: it cannot be shuffled, cut or resumed exactly, since "
             "samples are asked for by index, and each process would read the whole stream. Give a map-style dataset "
-            "(__len__ and __getitem__); write a stream out once, in prepare(): docs/data-formats.md says how"
+            "(__len__ and __getitem__); write a stream out once, in prepare() (see docs/data-formats.md)"
         )
     if isinstance(dataset, DataLoader):
         raise TaskError(
@@ -104,7 +104,7 @@ def check(dataset: object, split: str, task: Task) -> int:
     kind = type(dataset).__name__
     if kind in ("DataFrame", "Series") and hasattr(dataset, "iloc"):
         raise TaskError(
-            f"{what} gave a {kind}, whose columns do not say what is input and what is target: "
+            f"{what} gave a {kind}, whose columns do not show which part is input and which is target: "
             f"`return grappe.Arrays(frame[[…]], frame['…'])`{place}"
         )
     if isinstance(dataset, tuple | list) and len(dataset) == 2 and all(map(_is_column, dataset)):

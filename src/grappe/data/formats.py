@@ -73,7 +73,7 @@ def missing(files: Sequence[str], folder: Path, source: str, command: str = "") 
     there = f"not found in {folder.absolute()}: {', '.join(files)}. "
     if command:
         return DataError(
-            f"{there}Where there is internet, on a login node say: {command}. Or unpack them there from {source}, or "
+            f"{there}With internet access (on a login node), run: {command}. Or unpack them there from {source}, or "
             "name their folder with --data"
         )
     return DataError(

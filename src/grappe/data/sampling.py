@@ -125,7 +125,7 @@ class DrawnSamples:
         """
         if batch_size % self._copies:
             raise TaskError(
-                f"batch_size={batch_size} is no multiple of sampling()'s copies={self._copies}: choose one that is"
+                f"batch_size={batch_size} is not a multiple of sampling()'s copies={self._copies}: choose one that is"
             )
         batches, within = np.divmod(np.arange(start, stop, dtype=np.int64), batch_size)
         copies, places = np.divmod(within, batch_size // self._copies)

@@ -161,7 +161,7 @@ def fingerprint(dataset: Dataset[Any]) -> str:
         samples = seeded.__getitems__([(0, 0), (0, length // 2), (0, length - 1)])
     except IndexError as error:
         raise TaskError(
-            f"data() says that it has {length} samples, and gives none for an index below that: is __len__ right? "
+            f"len(data()) is {length}, but it has no sample for an index below that: is __len__ right? "
             f"{sentence(error)}"
         ) from error
     for sample in samples:

@@ -433,6 +433,6 @@ def _explained(error: BaseException) -> BaseException:
     number = next((number for number in signal.Signals if signal.strsignal(number) == name), None)
     why = " (mostly by the kernel, when memory is short)" if number == signal.SIGKILL else ""
     return DataError(
-        f"a data worker was ended by {name if number is None else number.name}{why}. Nothing is lost that was saved: "
-        "start the run again, with fewer of them (--plan workers=1, say) or loading=threads, or with more memory"
+        f"a data worker was ended by {name if number is None else number.name}{why}. Checkpoints are kept: start the "
+        "run again with fewer of them (such as --plan workers=1), with loading=threads, or with more memory"
     )

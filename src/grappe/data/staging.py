@@ -122,7 +122,7 @@ def _files(source: Path) -> list[_File]:
     for place in places:
         facts = place.stat()
         if not stat.S_ISREG(facts.st_mode):
-            raise DataError(f"{printable(place)} is no file: it cannot be staged")
+            raise DataError(f"{printable(place)} is not a file: it cannot be staged")
         name = str(place.relative_to(source.parent))
         sources.append(_File(name=name, size=facts.st_size, mtime=facts.st_mtime_ns))
     return sources

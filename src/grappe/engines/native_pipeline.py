@@ -391,8 +391,8 @@ def _padded(micro: Microbatch, rows: int) -> Microbatch:
 def _with_zeros(weights: Tensor, micro: Microbatch, missing: int, name: str = "") -> Tensor:
     if name and len(weights) != micro.size:
         raise PlanError(
-            f"a pipeline's microbatches must have one size, and one of {micro.size} samples would be filled with rows "
-            f"that count nothing: counts() has no row for each sample for {name!r}. Choose a batch_size that "
+            f"a pipeline's microbatches must have one size, and one of {micro.size} samples would be padded with "
+            f"rows that count nothing: counts() has no row for each sample for {name!r}. Choose a batch_size that "
             "microbatches= divides, also what is left for an epoch's last step"
         )
     return torch.cat([weights, weights.new_zeros(missing, *weights.shape[1:])])

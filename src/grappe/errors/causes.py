@@ -56,7 +56,7 @@ def refused_process(error: BaseException) -> str | None:
     if not forked and not threaded:
         return None
     limit = resource.getrlimit(resource.RLIMIT_NPROC)[0]
-    most = "as many as the system has" if limit == resource.RLIM_INFINITY else str(limit)
+    most = "as many as the system allows" if limit == resource.RLIM_INFINITY else str(limit)
     return (
         "the system starts no further process or thread: this user may have "
         f"{most} (ulimit -u), those of other programs included, and each needs memory (ulimit -v): end other "

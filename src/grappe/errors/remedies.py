@@ -32,7 +32,7 @@ REMEDIES = {
     r"argument 'input' .*must be Tensor, not NoneType":
         "Is there a `return` missing in the model's forward()?",
     r"argument 'input' .*must be Tensor, not (?:tuple|list|dict)":
-        "It has several parts: take the one that is meant, x[0] say",
+        "It has several parts: use one of them, such as x[0]",
     r"argument 'input' .*must be Tensor, not numpy|call numpy\(\) on Tensor that requires grad":
         "Keep to torch's functions between inputs and loss: gradients do not pass through NumPy",
     r"forward\(\) (?:got an unexpected keyword argument|missing \d+ required)":
@@ -50,14 +50,14 @@ REMEDIES = {
         "A task's file is loaded by itself, with its folder on the path: write `from net import …` instead of "
         "`from .net import …`, or name the task as a module: package.module:Task",
     r"No module named '([\w.]+)'":
-        r"Is it installed in this environment (pip install), or in a file beside the task's?",
+        r"Is it installed in this environment (pip install), or in a file next to the task's?",
     r"cannot assign to field":
         "A task's fields are fixed once it is made: use a local variable, or functools.cached_property",
     r"'(?:list|tuple)' object has no attribute '(?:named_)?(?:parameters|modules)'":
         "optimizer() gets pairs of a name and a parameter, not the model: give them to the optimizer as they are, "
         "or in groups by grappe.optimizers.by_name",
     r"\b[Cc]losure\b":
-        "An optimizer whose step() must be given a closure says so: optimizer.needs_closure = True, in optimizer()",
+        "If the optimizer's step() needs a closure, set optimizer.needs_closure = True in optimizer()",
     r"optimizer got an empty parameter list":
         "Give it named_parameters, or those of them that are to be trained: do the names match?",
     r"Default process group has not been initialized|rendezvous: environment variable":

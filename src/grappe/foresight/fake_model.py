@@ -149,8 +149,8 @@ def explaining_trace_errors(task: Task, what: str) -> Iterator[None]:
         raise
     except Exception as error:
         raise TaskError(
-            f"{type(task).__name__} cannot {what} without values, so nothing can be said before it runs: "
-            f"{user_code.sentence(error)}. Look at tensors' shapes alone, not at their values; or measure it: "
+            f"{type(task).__name__} cannot {what} without values, so grappe cannot predict it before it runs: "
+            f"{user_code.sentence(error)}. Use only tensors' shapes, not their values; or measure it: "
             "grappe measure"
         ) from error
 

@@ -42,7 +42,7 @@ def reader(file: Path, levels: int = IN_RUN) -> BufferedReader:
     handle = _open(file, os.O_RDONLY | os.O_NONBLOCK, levels)
     if not stat.S_ISREG(os.fstat(handle).st_mode):
         os.close(handle)
-        raise RunError(f"{file} is no file")
+        raise RunError(f"{file} is not a file")
     return os.fdopen(handle, "rb")
 
 
@@ -70,7 +70,7 @@ def appender(file: Path, levels: int = IN_RUN) -> BinaryIO:
     status = os.fstat(handle)
     if not stat.S_ISREG(status.st_mode):
         os.close(handle)
-        raise RunError(f"{file} is no file")
+        raise RunError(f"{file} is not a file")
     if status.st_nlink > 1:
         os.close(handle)
         replace(file, read_bytes(file, levels), levels)

@@ -399,7 +399,7 @@ def explanation(failed: Sequence[LocalProcess]) -> errors.GrappeError:
         end = _killed_by(who, -number, why)
     # The exit code that multiprocessing reports where the server cannot tell any more.
     elif number == UNKNOWN and (of_server := server_end()):
-        end = f"{who} was ended with what had started it: {of_server}"
+        end = f"{who} was ended together with the process that had started it: {of_server}"
     elif first.report.kind == "crashed":
         end = f"{who} failed with {first.report.error}"
     elif why:

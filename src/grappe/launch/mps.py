@@ -114,7 +114,7 @@ def _folder(process: ProcessRank | None) -> Path:
     base = None if private is None else own_folder(private / f"mps-{os.uname().nodename}")
     if base is None:
         raise UsageError(
-            "the service that shares GPUs needs a folder that nobody else can write in, and there is none: "
+            "the service that shares GPUs needs a folder that only you can write in, and found none: "
             "set XDG_RUNTIME_DIR or HOME to a folder of yours"
         )
     if process is None or not process.job:

@@ -118,7 +118,7 @@ class SignalForwarding:
             raise _EndAtOnce
         if number == signal.SIGINT and sys.stderr.isatty():
             with contextlib.suppress(OSError, RuntimeError):  # the signal may have come within a write
-                complain("stopping: what was learned is saved; Ctrl-C again ends at once")
+                complain("stopping and saving; press Ctrl-C again to end at once")
         self.send(number)
 
     def send(self, number: int) -> None:

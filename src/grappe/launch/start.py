@@ -75,7 +75,7 @@ def reported_once(error: Exception, process: ProcessRank) -> BaseException:
     else:
         how = f"failed with {type(error).__name__}: {error}"
         if local.lost_another(str(error)):
-            how = "lost another process, which has ended: the launcher says which, and how"
+            how = "lost another process, which has ended: see the launcher's message"
         reported = ProcessDied(f"{name} {how}")
     reported.by = name
     reported.details = "".join(traceback.format_exception(error))

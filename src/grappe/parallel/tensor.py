@@ -117,8 +117,8 @@ def tensor_styles(model: nn.Module, task: Task, plan: Plan) -> dict[str, Paralle
         styles |= _styles(part, plan, model, f"{name}." if name else "")
     if not styles:
         raise PlanError(
-            f"tensor={plan.tensor}: {type(task).__name__} does not say how its model is split; "
-            "give it a tensor_plan() (see grappe/tasks/pysource.py), or use shard= instead"
+            f"tensor={plan.tensor}: {type(task).__name__} does not define how its model "
+            "is split: give it a tensor_plan() (see grappe/tasks/pysource.py), or use shard= instead"
         )
     return styles
 

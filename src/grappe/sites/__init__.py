@@ -70,7 +70,7 @@ def _text(file: Path) -> str:
         handle = os.open(file, os.O_RDONLY | os.O_NONBLOCK)  # a pipe is not waited for
         try:
             if not stat.S_ISREG(os.fstat(handle).st_mode):
-                raise UsageError(f"{file} is no regular file: a site is a TOML file")
+                raise UsageError(f"{file} is not a regular file: a site is a TOML file")
             content = os.read(handle, LARGEST + 1)
         finally:
             os.close(handle)

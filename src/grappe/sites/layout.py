@@ -98,7 +98,7 @@ def layout(plan: Plan, site: Site, job: JobOptions) -> Layout:
             "saves before its end, and goes back into the queue by itself"
         )
     if least and seconds < least * 60:
-        raise UsageError(f"--time: {site.name} wants at least {least} minutes")
+        raise UsageError(f"--time: {site.name} requires at least {least} minutes")
     _check_whole(site, node, queue, nodes, per_node)
     processes = plan.processes // nodes
     cores = job.cores or _cores(plan, node, per_node, processes)

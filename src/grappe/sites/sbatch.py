@@ -80,7 +80,7 @@ class JobOptions:
     gpus: CountsFromZero = ()
     """Total number of GPUs; 1,2,4: a job for each number; 0: CPUs only. Default: as the plan needs."""
     processes: int | None = None
-    """Number of processes of a script of your own. Default: one for each GPU."""
+    """Number of processes of your own script. Default: one for each GPU."""
     cores: int | None = None
     """Cores of each process. Default: its GPU's share; without GPUs, its threads and workers."""
     mem: str | None = None
@@ -90,9 +90,9 @@ class JobOptions:
     queue: str | None = None
     """Queue of the site: a partition or quality of service (see: grappe sites NAME)."""
     partition: str | None = None
-    """Partition of Slurm that is no queue of the site."""
+    """Slurm partition that is not a queue of the site."""
     qos: str | None = None
-    """Quality of service of Slurm that is no queue of the site."""
+    """Quality of service of Slurm that is not a queue of the site."""
     constraint: str | None = None
     """Features of the nodes, besides the site's."""
     reservation: str | None = None
@@ -159,10 +159,10 @@ def options(job: JobOptions) -> tuple[str, ...]:
             continue
         if not form.fullmatch(value):
             example = f", as {EXAMPLES[name]} is" if name in EXAMPLES else ""
-            raise UsageError(f"--{name}={value!r}: that is no value of sbatch's --{name}{example}")
+            raise UsageError(f"--{name}={value!r}: this is not a valid value of sbatch's --{name}{example}")
         checked.append(f"--{name}={value}")
     if job.mem and job.mem_per_cpu:
-        raise UsageError("--mem and --mem-per-cpu say the same in two ways: give one of them")
+        raise UsageError("--mem and --mem-per-cpu mean the same: give one of them")
     if job.mail_user:
         checked.append("--mail-type=END,FAIL,REQUEUE")
     return (*checked, *map(_other, job.sbatch))
@@ -176,7 +176,7 @@ def _other(text: str) -> str:
         )
     name, value = read[1], read[2] or ""
     if name in SAYS_SO:
-        raise UsageError(f"--sbatch {text}: {SAYS_SO[name]} says that")
+        raise UsageError(f"--sbatch {text}: {SAYS_SO[name]} sets that")
     if name in OURS or (name == "gres" and re.search(r"\bgpu\b", value)):
         why = "--gpus says that" if name == "gres" else "the job's script depends on it"
         raise UsageError(f"--sbatch {text}: grappe sets --{name} by itself: {why}")

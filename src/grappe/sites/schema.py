@@ -193,7 +193,7 @@ def _table(cls: type, content: Mapping[str, Any], path: str, wrong: Wrong) -> An
     kinds = get_type_hints(cls)
     for key in content:
         if key not in kinds:
-            raise wrong(f"{path}{printable(key, 80)}", f" is no key: {nearest(key[:80], kinds)}")
+            raise wrong(f"{path}{printable(key, 80)}", f" is not a key: {nearest(key[:80], kinds)}")
     for field in dataclasses.fields(cls):
         plain = field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
         if plain and field.name not in content:
@@ -254,15 +254,15 @@ def _check(made: Site, wrong: Wrong) -> None:
     folders: dict[str, tuple[str, ...]] = {"storage.place": tuple(storage.place for storage in made.storage)}
     folders |= {f"job.{key}": (getattr(made.job, key),) for key in ("local", "scratch", "submit_from")}
     forms = (
-        (options, OPTION, "is no option of sbatch: write --name or --name=value"),
+        (options, OPTION, "is not an option of sbatch: write --name or --name=value"),
         (
             {f"job.{key}": getattr(made.job, key) for key in ("modules", "deepspeed_modules")},
             MODULE,
-            "is no name of a module",
+            "is not the name of a module",
         ),
-        (folders, PLACE, "is no folder: write /path/of/it, or $VARIABLE/path"),
-        ({"job.variables": tuple(made.job.variables)}, VARIABLE, "is no name of a variable"),
-        ({"queue.name": tuple(queue.name for queue in made.queue)}, PARTITION, "is no name of a queue"),
+        (folders, PLACE, "is not a folder: write /path/of/it, or $VARIABLE/path"),
+        ({"job.variables": tuple(made.job.variables)}, VARIABLE, "is not the name of a variable"),
+        ({"queue.name": tuple(queue.name for queue in made.queue)}, PARTITION, "is not the name of a queue"),
     )
     for values, form, why in forms:
         for key, texts in values.items():
@@ -276,9 +276,9 @@ def _check(made: Site, wrong: Wrong) -> None:
         for text in texts:
             match = OPTION.fullmatch(text)
             if match is not None and match[1] not in RESOURCES:
-                raise wrong(key, f": --{match[1]} is no option that a site sets: {nearest(match[1], RESOURCES)}")
+                raise wrong(key, f": --{match[1]} is not an option that a site may set: {nearest(match[1], RESOURCES)}")
     for name in made.job.variables:
         if LOADERS.fullmatch(name):
-            raise wrong("job.variables", f": {name} says what programs load or run, which no site may")
+            raise wrong("job.variables", f": {name} controls which programs load or run, which a site may not do")
     if made.node is None and not made.probe and not made.retired:
         raise wrong("node", " is missing: what one of its GPU nodes has")

@@ -121,7 +121,7 @@ def resource_options(site: Site, layout: Layout, account: str | None) -> list[st
     options = []
     if account is not None:
         if not ACCOUNT.fullmatch(account):
-            raise UsageError(f"--account={account!r}: that is no account's name")
+            raise UsageError(f"--account={account!r}: this is not a valid account name")
         options.append(f"--account={account}")
     options += [*site.ask.options, *(layout.queue.options if layout.queue else ())]
     options += [f"--nodes={layout.nodes}", f"--ntasks-per-node={layout.processes}", f"--cpus-per-task={layout.cores}"]
@@ -165,7 +165,7 @@ def _check(script: Script) -> None:
     check_name(script.name)
     for module in script.job.modules:
         if not MODULE.fullmatch(module):
-            raise UsageError(f"--modules={module}: that is no module's name, as python/3.12 is one")
+            raise UsageError(f"--modules={module}: this is not the name of a module, such as python/3.12")
     paths = (script.folder, script.job.stage or "", script.job.wheels or "", script.python)
     for word in (*script.arguments, *script.task, *map(str, paths), script.data, script.job.env):
         if printable(word, len(word)) != word:

@@ -32,7 +32,7 @@ REMEDIES = {
     "qos": "give another --queue, or none: `sacctmgr show assoc user=$USER format=qos` lists yours",
     "partition": "give another --queue: `sinfo -s` lists them",
     "node count": "use fewer --nodes, or a smaller plan",
-    "memory": "the node has less memory than its site's file says: copy that file to your own sites and correct it",
+    "memory": "the node has less memory than its site's file states: copy that file to your own sites and correct it",
     "gres": "the GPUs are called otherwise here: `sinfo -o '%G'` names them",
     "feature": "the nodes are described otherwise here: `sinfo -o '%f'` lists their features",
     "maximum": "you have as many jobs as the site lets you: wait, or cancel some",

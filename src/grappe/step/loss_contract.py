@@ -117,13 +117,13 @@ def checked_values(task: Task, loss: Any, rows: int, weights: LossWeights) -> Lo
     if any(each.shape != values.shape for each in named.values()):
         raise TaskError(
             f"{type(task).__name__}.loss() has losses of different shapes, {shapes}: give each one value for each "
-            "example, or say with counts() what the values of each count: a dictionary by the same names"
+            "example, or define counts() to state what the values of each count: a dictionary by the same names"
             + at(task, "loss")
         )
     if weights is None and (values.numel() % rows or values.numel() == 0):
         raise TaskError(
             f"{type(task).__name__}.loss() returned {list(values.shape)} for {rows} rows: return one "
-            'value per example or per token (reduction="none"), or say with counts() what each value counts'
+            'value per example or per token (reduction="none"), or define counts() to state what each value counts'
             + at(task, "loss")
         )
     if weights is not None and weights.shape != values.shape:

@@ -47,11 +47,11 @@ class Noise(NamedTuple):
 def refuse(task: Task, plan: Plan) -> None:
     """Raises UsageError where a step has no gradients of slices."""
     if task.whole_batch_loss:
-        raise UsageError("--noise-scale: this task's loss compares samples, so no sample has a gradient of its own")
+        raise UsageError("--noise-scale: this task's loss compares samples, so no sample has its own gradient")
     for wrong, why in (
         (plan.engine != "native", f"engine={plan.engine} does not show the gradients of slices: use engine=native"),
         (plan.shard * plan.tensor * plan.pipeline > 1, "a sharded model has no gradients of slices: use replicate"),
-        (bool(plan.exact), "exact sums in an order of its own: leave it out"),
+        (bool(plan.exact), "exact sums in its own order: leave it out"),
         (bool(plan.compile), "a compiled backward does not show them: leave compile out"),
         (plan.precision == "fp16", "fp16 scales losses: use precision=bf16"),
     ):

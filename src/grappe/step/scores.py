@@ -193,8 +193,8 @@ class Metrics:
         for name, metric in self._metrics.items():
             if world.size > 1 and not default_states(metric):
                 raise TaskError(
-                    f"the metric '{name}' has no state of its own that processes could merge: give the metrics that "
-                    f"it is made of, each by its name, or keep what it counts by add_state(){at(task, 'metrics')}"
+                    f"the metric '{name}' has no state that processes could merge: give the metrics that it is made "
+                    f"of, each by its name, or register what it counts with add_state(){at(task, 'metrics')}"
                 )
             never_synchronise(metric)  # torchmetrics would merge once more, over the whole world
 

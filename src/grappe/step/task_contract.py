@@ -53,8 +53,8 @@ def optimizer_of(task: Task, named: Sequence[tuple[str, Any]], *, closures: bool
             task,
             "optimizer",
             f"returned {type(optimizer).__name__}, which computes several gradients a step by a closure. Only "
-            "engine=native trains with it, without pipeline; there is no forecast, but grappe measure. Or take an "
-            "optimizer of one gradient a step, torch.optim.AdamW say",
+            "engine=native trains with it, without pipeline; grappe foresee does not predict it; grappe measure "
+            "works. Or use an optimizer with one gradient a step, such as torch.optim.AdamW",
         )
     trained = {id(parameter) for _, parameter in named}
     strangers = [
@@ -64,8 +64,8 @@ def optimizer_of(task: Task, named: Sequence[tuple[str, Any]], *, closures: bool
         raise method_error(
             task,
             "optimizer",
-            f"has {len(strangers)} parameters that are not the trained model's, of shape {list(strangers[0].shape)} "
-            "say: give it named_parameters, or some of them",
+            f"has {len(strangers)} parameters that are not the trained model's, such as one of shape "
+            f"{list(strangers[0].shape)}: give it named_parameters, or some of them",
         )
     return optimizer
 
@@ -83,8 +83,8 @@ def schedule_of(task: Task, optimizer: torch.optim.Optimizer, total_steps: int) 
         raise method_error(
             task,
             "schedule",
-            f"returned {type(schedule).__name__}: return a schedule of torch.optim.lr_scheduler, OneCycleLR say, or "
-            "None",
+            f"returned {type(schedule).__name__}: return a schedule of torch.optim.lr_scheduler, "
+            "such as OneCycleLR, or None",
         )
     return schedule
 

@@ -112,7 +112,7 @@ class ImageNet(Task):
             classes = Images(train, view).classes  # the same numbers as in training
             images = Images(place, view, labels=labels, classes=classes)
         if len(images.classes) != self.classes:
-            raise TaskError(f"{train} has {len(images.classes)} classes: say classes={len(images.classes)}")
+            raise TaskError(f"{train} has {len(images.classes)} classes: set classes={len(images.classes)}")
         return images
 
     def sampling(self, dataset: Any) -> Sampling | None:
@@ -197,6 +197,6 @@ def _find(folder: Path, name: str, usual: Sequence[str]) -> Path:
             return place
     raise DataError(
         f"not found in {folder.absolute()}: {' or '.join(path.name for path in places)}. ImageNet's archives come from "
-        "https://www.image-net.org, behind a registration; name their folder with --data. To try without them, "
+        "https://www.image-net.org, after registration; name their folder with --data. To try without them, "
         "in grappe's repository: python -m benchmarks.photos FOLDER"
     )

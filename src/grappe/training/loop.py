@@ -171,8 +171,8 @@ class Training:
         here = samples_seen(info, checkpoint.step)
         if values.get(SAMPLES, here) != here:
             raise RunError(
-                f"{checkpoint.folder} was saved behind {values[SAMPLES]} samples, and step {checkpoint.step} of this "
-                f"training is behind {here}: it is not where it belongs. Start a new run from its weights: "
+                f"{checkpoint.folder} was saved after {values[SAMPLES]} samples, and step {checkpoint.step} of this "
+                f"training comes after {here}: it belongs to another training. Start a new run from its weights: "
                 f"--from {info.folder}"
             )
         try:

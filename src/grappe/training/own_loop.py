@@ -82,8 +82,8 @@ class Loop:
         beyond = sorted(self.plan.changed_keys() - SUPPORTED_KEYS)
         if beyond or self.plan.engine != "native":
             raise PlanError(
-                f"a loop of your own can have {', '.join(sorted(SUPPORTED_KEYS - {'engine'}))}, not "
-                f"{', '.join(beyond) or 'another engine'}: that takes an engine, so describe it as a grappe.Task"
+                f"a custom loop supports {', '.join(sorted(SUPPORTED_KEYS - {'engine'}))}, not "
+                f"{', '.join(beyond) or 'another engine'}, which needs an engine: write a grappe.Task"
             )
         process = rank_from_environment() or ProcessRank(launcher="own loop")
         if process.launcher == "own loop" and self.plan.processes > 1:

@@ -40,7 +40,7 @@ class Request:
     with_optimizer: bool = False
     """Whether the optimizer's state and the number of epochs done in the file `weights` are taken over, too."""
     epochs_done: int | None = None
-    """Epochs that the training of `weights` has done: the run begins behind them. None: what the file says."""
+    """Epochs that the training of `weights` has done: the run begins after them. None: what the file says."""
     options: Options = dataclasses.field(default_factory=Options)
     quiet: bool = False
     """Whether to print nothing but errors."""
@@ -53,7 +53,7 @@ class Request:
         if self.name:
             check_label("--name", self.name)
         if self.weights is None and (self.with_optimizer or self.epochs_done is not None):
-            raise UsageError("--with-optimizer and --epochs-done say how to begin from a file: give it by --from FILE")
+            raise UsageError("--with-optimizer and --epochs-done apply to a start from a file: add --from FILE")
         if self.epochs_done is not None and self.epochs_done < 0:
             raise UsageError(f"--epochs-done={self.epochs_done}: give 0 or more")
 

@@ -64,7 +64,7 @@ class Run(Tabular):
         refuse_package(self.folder)
         files.refuse_link(self.folder / DESCRIPTION)
         if not (self.folder / DESCRIPTION).is_file():
-            raise RunError(f"{self.folder} is no run: it has no {DESCRIPTION}{_neighbours(self.folder)}")
+            raise RunError(f"{self.folder} is not a run (no {DESCRIPTION}){_neighbours(self.folder)}")
 
     def __repr__(self) -> str:
         return f"Run({str(self.folder)!r})"
@@ -85,8 +85,8 @@ class Run(Tabular):
             damage = str(error)
         if damage:
             raise RunError(
-                f"{self.folder / DESCRIPTION} is damaged ({damage}). The checkpoints beside it are whole: start a new "
-                f"run from their weights with --from {self.folder}"
+                f"{self.folder / DESCRIPTION} is damaged ({damage}). The checkpoints next to it are intact: start a "
+                f"new run from their weights with --from {self.folder}"
             )
         return description
 
@@ -353,7 +353,7 @@ def _refuse_strangers(folder: Path) -> None:
         if name == "logs" and kind == "link":
             files.refuse_link(folder / name)
         if not expected:
-            raise RunError(f"{folder} holds {name} and is no run: give an empty folder, or a new one")
+            raise RunError(f"{folder} holds {name} and is not a run: give an empty or a new folder")
 
 
 def _write_description(folder: Path, description: dict[str, Any], *, new: bool = False) -> None:

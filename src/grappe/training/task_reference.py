@@ -153,7 +153,7 @@ def reference_of(run: Run, *, asks: bool = True) -> TaskReference:
     description = run.read_description()
     name, texts = description.get("task"), texts_of(description)
     if not isinstance(name, str) or texts is None:
-        raise RunError(f"{run.folder}/{DESCRIPTION} does not say what its task is")
+        raise RunError(f"{run.folder}/{DESCRIPTION} does not name its task")
     if (own := tasks.shipped(name)) is not None:
         return TaskReference(name=own, texts=texts)
     if name.startswith("__main__:"):
@@ -163,8 +163,8 @@ def reference_of(run: Run, *, asks: bool = True) -> TaskReference:
     if record is None:
         shown = name if name.isprintable() and len(name) < 200 else repr(name[:200])
         why = (
-            f"{run.folder} names the task {shown}, and was not trained here by you, as far as is known: grappe runs no "
-            "code because a run names it"
+            f"{run.folder} names the task {shown}, but nothing shows that you trained it here: "
+            "grappe does not run code because a run names it"
         )
         raise TaskError(f"{why}. Say which task it is: --task path/to/file.py (task=… in Python)" if asks else why)
     file = Path(record["file"])

@@ -205,11 +205,11 @@ def _fabric(job: _Job) -> Fabric | None:
         if fabric is None:
             gpu = job.site.node.gpu if job.site.node else ""
             raise UsageError(
-                f"no data sheet of {job.site.name}'s GPU ({gpu}) is known here: run grappe measure in a job there"
+                f"grappe has no data sheet of {job.site.name}'s GPU ({gpu}): run grappe measure in a job there"
             )
         return fabric
     if not job.here:
-        raise UsageError(f"the nodes of {job.site.name} have other CPUs than this machine, as far as is known")
+        raise UsageError(f"the nodes of {job.site.name} seem to have other CPUs than this machine")
     return None
 
 

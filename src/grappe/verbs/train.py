@@ -46,7 +46,7 @@ def train(
         fields: values of the task's fields, {"epochs": 3}; also those that are named as an argument here is.
         from_: a run, or a .safetensors, .ckpt or .pt file to start from.
         with_optimizer: take over the optimizer's state and the number of epochs done in the file `from_`, too.
-        epochs_done: epochs that the training of `from_` has done: the run begins behind them. None: what the file says
+        epochs_done: epochs that the training of `from_` has done: the run begins after them. None: what the file says
             if `with_optimizer`, else 0.
         name: a name for the run, which `grappe.Run` and the commands take in place of its folder in ./runs.
         watchers: callbacks of your own: instances of classes derived from grappe.Watcher, or their names,
@@ -96,7 +96,7 @@ def smoke(request: Request) -> str:
 
     Raises:
         GrappeError: a part failed.
-        UsageError: the request begins behind step 0.
+        UsageError: the request begins after step 0.
     """
     if request.with_optimizer or request.epochs_done:
         raise UsageError("--smoke takes steps 1 and 2: leave --with-optimizer and --epochs-done out")

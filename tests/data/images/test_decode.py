@@ -95,7 +95,7 @@ def png_header(height: int, width: int, bits: int = 8) -> bytes:
         (frame(100, 100, bits=12), "of 12 bits"),
         (frame(100, 100, code=0xC3), "a rare kind"),
         (png_header(100, 100, bits=16), "PNG of 16 bits"),
-        (b"\xff\xd8\xff\xe0", "its header says no size"),
+        (b"\xff\xd8\xff\xe0", "its header gives no size"),
         (b"\xff\xd8\xff\xe0\x00\x04ab\x00\x00\x00\x00", "no marker where its header should have one"),
         (png_header(100, 100)[:20], "PNG without its first chunk"),
     ],

@@ -55,7 +55,7 @@ def test_an_archive_of_gnus_tar_and_a_size_in_base_256(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "kind", "words"),
     [
-        ("../etc/a.jpg", tarfile.REGTYPE, "'../etc/a.jpg', which is no place below a folder"),
+        ("../etc/a.jpg", tarfile.REGTYPE, "'../etc/a.jpg', which is not a path inside a folder"),
         ("/etc/a.jpg", tarfile.REGTYPE, "no place below"),
         ("a/../../b.jpg", tarfile.REGTYPE, "no place below"),
         ("a\x1b[2J.jpg\n", tarfile.REGTYPE, r"a\\x1b\[2J.jpg\\n', which"),
@@ -96,7 +96,7 @@ def test_an_archive_that_is_cut_off_says_where(tmp_path: Path) -> None:
     file = tmp_path / "a.tar"
     for length, behind in ((0, 0), (300, 0), (1000, 0), (1536, 1), (2000, 1), (3072, 2)):
         file.write_bytes(whole[:length])
-        with pytest.raises(DataError, match=f"cut off behind {behind} whole members: fetch it again"):
+        with pytest.raises(DataError, match=f"cut off after {behind} whole members: fetch it again"):
             walked(file)
 
 

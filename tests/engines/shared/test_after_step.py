@@ -67,7 +67,7 @@ def test_verify_judges_it_by_a_loop_of_its_own(pool: Pool) -> None:
     ("way", "plan", "words"),
     [
         ("lerp", "pipeline=2,microbatches=2", "no process has the whole model"),
-        ("lerp", "engine=deepspeed,shard=2", "a copy of the weights of its own"),
+        ("lerp", "engine=deepspeed,shard=2", "its own copy of the weights"),
         ("noise", "shard=2", "draws random numbers"),
         ("statistics", "replicate=2", "another value on each process"),
         ("other", "", "makes other parameters"),

@@ -210,7 +210,7 @@ def test_packages_of_other_pythons(tmp_path: Path) -> None:
     hidden = words(python_paths.of_pythonpath(f"{tmp_path}:/no/such:{installed}"))
     assert f"warning: PYTHONPATH={tmp_path} hides installed modules: numpy, sklearn, typing_ext" in hidden
     assert "my_own" not in hidden and str(installed) not in hidden
-    assert "/no/such, which is no folder" in hidden
+    assert "/no/such, which is not a folder" in hidden
     base = {"CONDA_PREFIX": "/opt/conda", "CONDA_DEFAULT_ENV": "base"}
     assert "warning: conda's environment base is active" in words(python_paths.of_conda(base, "/home/me/env"))
     assert words(python_paths.of_conda(base, "/opt/conda")) == "note: this Python is conda's base"

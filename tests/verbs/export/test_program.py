@@ -75,7 +75,7 @@ def ran(program: Path, *words: object, **variables: str) -> tuple[int, list[dict
 def test_the_manifest_says_what_was_proven(exported: Path, run: Run) -> None:
     known = json.loads((exported / "manifest.json").read_text())
     assert known["proof"]["samples"] == 180
-    assert known["proof"]["batch_sizes"] == [1, 2, 64]  # 180 is no multiple of 64: the last is short
+    assert known["proof"]["batch_sizes"] == [1, 2, 64]  # 180 is not a multiple of 64: the last is short
     assert known["proof"]["largest_difference"] <= TOLERANCE
     assert known["proof"]["cpp"] is True
     assert known["torch"] == torch.__version__

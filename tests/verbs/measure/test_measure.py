@@ -121,7 +121,7 @@ def test_runs_become_points_and_one_that_has_not_ended_a_row(tmp_path: Path) -> 
     assert "has not ended (running)" in pair.failure
     with pytest.raises(UsageError, match="nothing to gather yet"):
         verb.gather(places[:1])
-    with pytest.raises(RunError, match="is no run"):
+    with pytest.raises(RunError, match="is not a run"):
         verb.gather([tmp_path / "none"])
 
 

@@ -148,8 +148,8 @@ def test_json_lines_of_objects_and_several_lengths(given, tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     ("name", "line", "told"),
     [
-        ("plain", "[1, 2, 3", r"a\.jsonl, line 3: it is no JSON"),
-        ("plain", "[" * 100_000, r"line 3: it is no JSON"),
+        ("plain", "[1, 2, 3", r"a\.jsonl, line 3: this is not JSON"),
+        ("plain", "[" * 100_000, r"line 3: this is not JSON"),
         ("plain", '["a", 1, 2, 3]', "line 3: give numbers, in nested lists of one length"),
         ("plain", "[[1], [2, 3]]", "line 3: give numbers, in nested lists of one length"),
         ("plain", "[[1, 2, 3, 4]]", r"line 3: it is \[1, 4\], and the model takes \[4\]"),
@@ -295,7 +295,7 @@ def test_pictures_that_cannot_be_taken(given, folder: Path, tmp_path: Path) -> N
         ("large.png", "it has 8 x 9 pixels, and the task's samples 8 x 8: resize it"),
         ("cut.png", r"cut\.png: "),
         ("no.jpg", r"no\.jpg: neither JPEG nor PNG"),
-        ("none.png", r"none\.png is no file"),
+        ("none.png", r"none\.png is not a file"),
     ]:
         with pytest.raises(DataError, match=told):
             given("digits", tmp_path / name)
@@ -319,7 +319,7 @@ def test_files_of_predictions_are_those_in_memory(runs, folder: Path, tmp_path: 
     save(tmp_path / "one.npy", (row["probability"] for row in rows))
     assert np.array_equal(np.load(tmp_path / "one.npy"), found["probability"])
     assert sorted(file.name for file in tmp_path.iterdir()) == ["one.npy", "out.npz"]
-    with pytest.raises(UsageError, match="there is no folder"):
+    with pytest.raises(UsageError, match="there is not a folder"):
         save(tmp_path / "none" / "out.npy", iter([torch.zeros(2)]))
 
 

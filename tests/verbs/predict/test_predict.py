@@ -169,7 +169,7 @@ def test_headers_that_lie(lines, tmp_path: Path, header: str, monkeypatch: pytes
 
 def test_a_pipe_is_not_waited_for(lines, tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "a.npy")
-    with pytest.raises(DataError, match="is no file"):
+    with pytest.raises(DataError, match="is not a file"):
         lines(tmp_path / "a.npy")
 
 

@@ -252,14 +252,14 @@ def test_light_dark_and_paper(browser: chromium.Browser, run: Path) -> None:
 
 
 def test_no_such_run(tmp_path: Path) -> None:
-    with pytest.raises(RunError, match="is no run"):
+    with pytest.raises(RunError, match="is not a run"):
         report([tmp_path / "none"])
     with pytest.raises(UsageError, match="nothing to report"):
         report([])
     other = tmp_path / "other.json"
     for text in ("{", "[]", '{"kind": "measurement"}'):
         other.write_text(text)
-        with pytest.raises(RunError, match=r"cannot be read|is no measurement"):
+        with pytest.raises(RunError, match=r"cannot be read|is not a measurement"):
             gather([other])
 
 

@@ -97,10 +97,10 @@ def test_a_damaged_record_is_none(tmp_path: Path, text: str) -> None:
 
 
 def test_other_folders_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(RunError, match="is no study"):
+    with pytest.raises(RunError, match="is not a study"):
         open_study(tmp_path)
     (tmp_path / "thesis.tex").write_text("")
-    with pytest.raises(RunError, match=r"holds thesis.tex and is no study"):
+    with pytest.raises(RunError, match=r"holds thesis.tex and is not a study"):
         make_study(tmp_path, SEARCH)
     (tmp_path / "study.json").write_text(json.dumps({"kind": "tune", "space": 3}))
     with pytest.raises(RunError, match="is damaged"):

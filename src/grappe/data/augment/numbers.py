@@ -48,7 +48,7 @@ def check_bytes(images: Tensor, name: str) -> None:
     if images.dtype != torch.uint8 or images.shape[1] not in (1, 3):
         raise TaskError(
             f"{name} takes bytes, uint8 [B, 1 or 3, H, W], and these are {images.dtype} {list(images.shape)}: "
-            "normalise behind it, by grappe.data.Normalise as the model's first layer"
+            "normalise after it, with grappe.data.Normalise as the model's first layer"
         )
 
 

@@ -91,8 +91,8 @@ class Reader:
 
     def _changed(self, place: int) -> DataError:
         return DataError(
-            f"{self.name(place)} is not what it was when it was indexed: a file was replaced meanwhile. Start again, "
-            f"and the index is made again (or: grappe data index {printable(self._source)} --again)"
+            f"{self.name(place)} changed after it was indexed: a file was replaced. Start again, which makes the "
+            f"index again (or: grappe data index {printable(self._source)} --again)"
         )
 
 

@@ -53,10 +53,10 @@ def header_of(data: bytes) -> ImageHeader:
     else:
         raise NoPicture(f"neither JPEG nor PNG: it begins with {data[:4].hex(' ')}")
     if header.height < 1 or header.width < 1:
-        raise NoPicture(f"its header says {header.width} x {header.height} pixels")
+        raise NoPicture(f"its header gives {header.width} x {header.height} pixels")
     if header.height * header.width > MOST_PIXELS:
         raise NoPicture(
-            f"its header says {header.width} x {header.height} pixels: more than {MOST_PIXELS:,} are not decoded"
+            f"its header gives {header.width} x {header.height} pixels: more than {MOST_PIXELS:,} are not decoded"
         )
     return header
 
@@ -81,7 +81,7 @@ def _jpeg(data: bytes) -> ImageHeader:
         if code == _SCAN or length < 2:
             break
         at += 2 + length
-    raise NoPicture("damaged or cut off: its header says no size")
+    raise NoPicture("damaged or cut off: its header gives no size")
 
 
 def _png(data: bytes) -> ImageHeader:

@@ -186,8 +186,8 @@ def _facts(source: Path, names: tuple[str, ...]) -> Iterator[tuple[int, int]]:
             facts = path.stat()
         except OSError as error:
             raise DataError(
-                f"{path} is missing ({error.strerror}), which the index names: put it back; or, where it is meant to "
-                f"be gone: grappe data index {source} --again"
+                f"{path} is missing ({error.strerror}), which the index names: put it back, or if "
+                f"you deleted it on purpose: grappe data index {source} --again"
             ) from None
         yield (0 if path.is_dir() else facts.st_size, facts.st_mtime_ns)
 

@@ -85,7 +85,7 @@ def listing(source: Path, labels: Path | None, numbering: Path | None, report: R
             "of .tar shards"
         )
     elif labels is not None:
-        raise DataError(f"{source} has labels of its own: labels= is for an archive without classes")
+        raise DataError(f"{source} has its own labels: labels= is for an archive without classes")
     else:
         images = (_list_shards if shards_in(source) else _list_folder)(source, report)
     if not len(images.entries):
@@ -96,7 +96,7 @@ def listing(source: Path, labels: Path | None, numbering: Path | None, report: R
 def _part(rows: Sequence[Row], left_out: int, folders: Sequence[str] = ()) -> _Part:
     too_large = next((row for row in rows if row[2] > LARGEST), None)
     if too_large is not None:
-        raise DataError(f"'{printable(_text(too_large[0]))}' is no image: {too_large[2]:,} bytes")
+        raise DataError(f"'{printable(_text(too_large[0]))}' is not an image: {too_large[2]:,} bytes")
     return _Part([row[0] for row in rows], np.array([row[1:] for row in rows], ENTRY), left_out, folders)
 
 
@@ -168,7 +168,7 @@ def _class_folder(source: Path, name: str, label: int) -> _Part:
                 except OSError as error:
                     raise DataError(f"{source / path} cannot be read: {error.strerror}") from None
                 if "\n" in path:
-                    raise DataError(f"{printable(source / path)} is no image: its name has two lines")
+                    raise DataError(f"{printable(source / path)} is not an image: its name has two lines")
                 rows.append((os.fsencode(path), facts.st_mtime_ns, facts.st_size, 0, 0, label))
     return _part(sorted(rows), left_out, folders)
 
@@ -213,8 +213,8 @@ def _list_archive(source: Path, labels: Path | None, numbering: Path | None, rep
         folder = member.name.removeprefix(b"./").rpartition(b"/")[0].rpartition(b"/")[2]
         if not folder:
             raise DataError(
-                f"{source} has images without a class ('{printable(_text(member.name))}'): say "
-                "with labels= (--labels) which file has their classes"
+                f"{source} has images without a class ('{printable(_text(member.name))}'): name the file that "
+                "has their classes: labels= (--labels)"
             )
         by_class.setdefault(folder, []).append(member)
     names = sorted(by_class)
@@ -282,7 +282,7 @@ def _labels_of(file: Path, names: Sequence[bytes], numbering: Path | None) -> tu
         meaning = _class_of_number(numbering)
         absent = next((word for word in words if int(word) not in meaning), None)
         if absent is not None:
-            raise DataError(f"{numbering} does not say which class {absent} is, which {file} has")
+            raise DataError(f"{numbering} does not list class {absent}, which {file} has")
         words = [meaning[int(word)] for word in words]
     classes = sorted(set(words))
     places = {name: place for place, name in enumerate(classes)}
@@ -329,7 +329,7 @@ def shard_names(source: Path) -> tuple[str, ...]:
         absent = sorted(sizes.keys() - set(there))
         for name in there:
             if name in sizes and (source / name).stat().st_size != sizes[name]:
-                raise DataError(f"{source / name} has another size than {MANIFEST} says: copy it again")
+                raise DataError(f"{source / name} differs in size from {MANIFEST}: copy it again")
     elif (source / BEGUN).is_file():
         raise DataError(f"{source} is not packed to its end: start grappe data pack again, and it goes on")
     else:

@@ -118,7 +118,7 @@ def _extended(before: _Extension, kind: bytes, archive: Extent, position: int, s
     try:
         size_now = int(records[b"size"]) if b"size" in records else before.size
     except ValueError:
-        _refuse(archive, "a pax header whose size is no number")
+        _refuse(archive, "a pax header whose size is not a number")
     if size_now is not None and size_now < 0:
         _refuse(archive, "a pax header with a negative size")
     sparse = before.sparse or any(key.startswith(b"GNU.sparse.") for key in records)
@@ -175,12 +175,12 @@ def _name(header: bytes) -> bytes:
 def _check_name(name: bytes, archive: Extent) -> None:
     if not name or name.startswith(b"/") or b"\0" in name or b"\n" in name or b".." in name.split(b"/"):
         shown = printable(name.decode(errors="replace"))
-        _refuse(archive, f"the name '{shown}', which is no place below a folder")
+        _refuse(archive, f"the name '{shown}', which is not a path inside a folder")
 
 
 def _cut(archive: Extent, count: int | None) -> NoReturn:
-    behind = "" if count is None else f" behind {count:,} whole members"
-    raise DataError(f"{archive.title} is cut off{behind}: fetch it again, and compare its size and checksum")
+    after = "" if count is None else f" after {count:,} whole members"
+    raise DataError(f"{archive.title} is cut off{after}: fetch it again, and compare its size and checksum")
 
 
 def _refuse(archive: Extent, what: str) -> NoReturn:

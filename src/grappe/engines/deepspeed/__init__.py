@@ -40,7 +40,9 @@ class DeepSpeed(Engine):
                 f"replicate={plan.processes}, or engine=native, which has both at once"
             )
         if plan.offload != "none" and plan.replicate > 1:
-            return f"engine=deepspeed offloads what is split: use shard={plan.replicate} with offload={plan.offload}"
+            return (
+                f"engine=deepspeed offloads only sharded state: use shard={plan.replicate} with offload={plan.offload}"
+            )
         if plan.offload.startswith(settings.NVME) and plan.zero < 3:
             return f"engine=deepspeed keeps a disk for zero=3: leave zero={plan.zero} out, or use offload=cpu"
         if not library.installed():
@@ -119,9 +121,9 @@ class DeepSpeed(Engine):
         if not applied and plan.precision != "fp16":
             # It skips the step in any precision, and training would stop without a message.
             raise DivergedError(
-                "the gradient is not finite, though the loss may be. No checkpoint was overwritten: "
-                "the last one is from an earlier step. "
-                "Try a lower lr, and look for square roots, logarithms and divisions at 0 in the loss"
+                "the gradient is not finite, though the loss may be. No checkpoint was overwritten: the last one is "
+                "from an earlier step. Try a lower lr, and look for square roots, logarithms and divisions at 0 in "
+                "the loss"
             )
         self._loss_scale.update(not applied)
         if not needs_norm(task, plan):

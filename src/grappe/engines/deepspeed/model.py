@@ -70,7 +70,7 @@ class DeepSpeedModel:
             raise method_error(
                 task,
                 "after_step",
-                f"cannot run under DeepSpeed's stage {self.stage}, which trains a copy of the weights of its own: use "
+                f"cannot run under DeepSpeed's stage {self.stage}, which trains its own copy of the weights: use "
                 "engine=native, which shards the weights themselves",
             )
         sizes = [parameter.numel() for parameter in model.parameters()]
@@ -274,7 +274,8 @@ class Reached:
         why = (
             "sums gradients by the order they come in, and would add up different parameters' gradients"
             if self._world.size > 1
-            else "has zeros for what is not reached, which weight decay and momentum would move all the same"
+            else "has zero gradients for parameters that are not reached, and weight decay and momentum would "
+            "still change them"
         )
         raise TaskError(
             f"the model uses different parameters for different samples: {some} and {others} reach {what}. "

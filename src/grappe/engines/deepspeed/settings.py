@@ -177,7 +177,7 @@ def _refused(path: str, at: str, required: Mapping[str, Requirement]) -> str:
     name = path.rpartition(".")[2]
     right = {*FREE.get(at, ()), *(p[len(at) + bool(at) :] for p in required if p.startswith(at))}
     there = {setting for setting in right if "." not in setting}
-    return f"{path} is no setting that leaves open what is learned ({nearest(name, there)})"
+    return f"{path} is not a setting that keeps the training the same ({nearest(name, there)})"
 
 
 def settings(plan: Plan, task: Task, numbers: int, largest: int, cuda: bool) -> Settings:

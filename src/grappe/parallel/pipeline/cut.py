@@ -36,8 +36,8 @@ def cut_into_stages(task: Task, model: nn.Module, stages: int, example: Any) -> 
     name, units = type(task).__name__, pipeline_units(task, model)
     if not units:
         raise PlanError(
-            f"a pipeline of {stages} stages: {name} does not say what its model is made of. Give it units(model), the "
-            "blocks in order that are the whole model (`return list(model)` for an nn.Sequential), or use shard="
+            f"a pipeline of {stages} stages: {name} has no units(model). Define it to return the "
+            "blocks that make up the whole model, in order (`return list(model)` for an nn.Sequential), or use shard="
         )
     if len(units) < stages:
         raise PlanError(

@@ -150,7 +150,7 @@ class _Recorder(nn.Module):
         self.arguments = {name: value for name, value in self.arguments.items() if isinstance(value, Tensor) or value}
         for name, value in self.arguments.items():
             if not all(isinstance(leaf, Tensor) for leaf in tree_leaves(value)):
-                raise TaskError(f"a layer is given {name}={value!r}, and only tensors go on to the next stage")
+                raise TaskError(f"a layer receives {name}={value!r}, but only tensors pass to the next stage")
         return self.hidden
 
 

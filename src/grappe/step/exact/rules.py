@@ -10,8 +10,8 @@ def unsupported_reason(plan: Plan) -> str | None:
     if plan.pipeline > 1:
         others = plan.data_parallel * plan.pipeline
         return (
-            f"exact={plan.exact} with pipeline={plan.pipeline}: a stage adds up its microbatches one after the other, "
-            f"which is no tree: use shard={others} or replicate={others}, or leave exact out"
+            f"exact={plan.exact} with pipeline={plan.pipeline}: a stage adds up its microbatches one after another, "
+            f"not in a tree: use shard={others} or replicate={others}, or leave exact out"
         )
     if plan.microbatches > 1:
         return (
@@ -26,7 +26,7 @@ def unsupported_reason(plan: Plan) -> str | None:
         return f"exact={plan.exact} replicates or shards: leave tensor and offload out"
     if plan.shard > 1 and plan.replicate > 1:
         return (
-            f"exact={plan.exact} with shard and replicate: the sum between replicas has an order of its own: "
+            f"exact={plan.exact} with shard and replicate: replicas are summed in their own order: "
             f"use shard={plan.data_parallel}, or replicate={plan.data_parallel}"
         )
     if plan.shard > 1 and plan.channels_last:

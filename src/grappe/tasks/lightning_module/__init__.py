@@ -102,8 +102,8 @@ class Carried(Task):
         notes = []
         if not self.source.validates:
             notes.append(
-                "there is no validation loader: validation's scores are those of a tenth of the training samples, "
-                "which are trained on, too; hold a share out: from_lightning(…, validation=0.1)"
+                "there is no validation loader: the validation scores are those of a tenth of the "
+                "training samples, which are also trained on; hold out a share: from_lightning(…, validation=0.1)"
             )
         if self.source.unkept:
             notes.append(f"training_step logs {', '.join(self.source.unkept)}: not kept")

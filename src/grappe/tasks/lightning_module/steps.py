@@ -31,7 +31,7 @@ class NoTrainer:
         if name.startswith("__"):  # copying and pickling ask for some
             raise AttributeError(name)
         raise TaskError(
-            f"the LightningModule uses its trainer's {name}, which is not carried over, as there is no Trainer here: "
+            f"the LightningModule uses its trainer's {name}, which is not available, since there is no Trainer here: "
             "keep what it needs in the module, or train it as it is under Lightning's Trainer"
         )
 

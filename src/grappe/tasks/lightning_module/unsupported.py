@@ -195,7 +195,7 @@ def mean_over_rows(steps: ModuleSteps, samples: list[Any], collate: Any) -> Iter
         for name, value in full.items():
             halves = (first[name] * cut + second[name] * (size - cut)) / size
             if not value.equal(other_seed[name]):
-                yield step, name, "it draws random numbers of its own, which do not belong to a sample"
+                yield step, name, "it draws its own random numbers, which do not belong to a sample"
             elif not value.equal(next_batch[name]):
                 yield step, name, "it depends on batch_idx, which is another one here"
             elif not torch.isclose(value, halves.to(value.dtype), rtol=CLOSE, atol=1e-6):

@@ -209,7 +209,7 @@ def advice(rows: Sequence[Row], data: Images, size: int) -> Iterator[str]:
     here, packed, memory = rows[0], rows[-2], rows[-1]
     ways = {"workers=0": here.alone, "loading=threads": here.threads, "loading=processes": here.processes}
     best = max(ways, key=lambda name: ways[name] or 0.0)
-    yield f"as it is: {best} is the quickest, {here.best:,.0f} images/s on {cores()} cores beside no training"
+    yield f"as it is: {best} is the quickest, {here.best:,.0f} images/s on {cores()} cores with no training running"
     if here.cold is not None and here.cold * cores() < here.best:
         yield (
             f"the disk is slower than the decoder ({here.cold:,.0f} images/s by one reader): grappe data stage, "

@@ -230,7 +230,7 @@ def write_manifest(folder: Path, classes: Iterable[str], shards: Iterable[Shard]
     names = list(classes)
     broken = [name for name in names if len(name.splitlines()) != 1]
     if broken:
-        raise DataError(f"the class {broken[0]!r} has a name that is no line of text")
+        raise DataError(f"the class {broken[0]!r} has a name that is not one line of text")
     files.replace(folder / CLASSES, "".join(f"{name}\n" for name in names).encode(), durable=True)
     manifest = {"packed": description, "shards": [dataclasses.asdict(shard) for shard in shards]}
     files.replace(folder / MANIFEST, json.dumps(manifest, indent=1).encode(), durable=True)

@@ -102,7 +102,7 @@ def check(source: Path, *, labels: Path | None = None, numbering: Path | None = 
         place, why = next(iter(bad.items()))
         raise DataError(
             f"{source}: {len(bad):,} of {len(index):,} images cannot be decoded, {reader.name(place)} "
-            f"for one ({why}): no list is written, since this is no collection of JPEG and PNG files"
+            f"for example ({why}): no list is written, since this is not a collection of JPEG and PNG files"
         )
     return Checked(
         images=len(index),

@@ -55,7 +55,7 @@ def try_gpu() -> Iterator[DeviceTrial]:
     """
     if not torch.cuda.is_available():
         raise UsageError(
-            "--gpu: torch sees no GPU here, so there is nothing to try; grappe doctor without --gpu says why, and "
+            "--gpu: torch sees no GPU here, so there is nothing to check; grappe doctor without --gpu shows why, and "
             "`nvidia-smi` whether the machine has one"
         )
     # The pair first: this process has no memory of the GPU yet, and MPS starts before its clients.

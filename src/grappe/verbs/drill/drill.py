@@ -163,7 +163,7 @@ def drill(request: Request, note: Callable[[str], None] = lambda words: None) ->
         GrappeError: the task does not train without a fault.
     """
     if rank_from_environment() is not None:
-        raise UsageError("grappe drill starts and kills processes of its own: start it without torchrun or srun")
+        raise UsageError("grappe drill starts and kills its own processes: run it without torchrun or srun")
     with tempfile.TemporaryDirectory(prefix="grappe-drill-") as base:
         quiet = dataclasses.replace(request, base=Path(base), quiet=True)
         note("a training without faults")

@@ -25,7 +25,7 @@ def check_target(folder: Path) -> None:
     """Raises UsageError where `folder` cannot become an exported folder: only what is new or empty can."""
     kind = files.kind(folder)
     if kind not in ("", "folder") or (kind and files.names(folder)):
-        what = "holds something" if kind == "folder" else "is no folder"
+        what = "holds something" if kind == "folder" else "is not a folder"
         raise UsageError(f"--out {folder}: it {what}, and grappe overwrites nothing: give a new folder")
     if not folder.absolute().parent.is_dir():
         raise UsageError(f"--out {folder}: there is no folder {folder.absolute().parent}")

@@ -161,8 +161,8 @@ def trace(program: nn.Module, example: list[Tensor]) -> torch.export.ExportedPro
         lines = str(error).splitlines()
         if type(error).__name__ == "GuardOnDataDependentSymNode":
             reason = (
-                f"the model looks at values in its forward{where}, so which operations it does is known only when it "
-                f"runs, and no program can be made of it: use torch.where instead of if. {OUTSIDE}"
+                f"the model looks at values in its forward{where}, so it cannot be exported: use torch.where "
+                f"instead of if. {OUTSIDE}"
             )
         elif "Constraints violated" in str(error):
             first = next((text.strip(" -") for text in lines if text.startswith("  - ")), "")

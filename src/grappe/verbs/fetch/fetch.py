@@ -49,8 +49,8 @@ def fetch(
     cls = tasks.find(task)
     if not cls.downloads:
         raise UsageError(
-            f"{task} names no files to download: its data are there, or come as its task says. Yours may name them: "
-            "downloads = (grappe.Download(url=…, size=…, sha256=…),)"
+            f"{task} names no files to download: its data are there, or the task makes them. Your own task may name "
+            "files: downloads = (grappe.Download(url=…, size=…, sha256=…),)"
         )
     for download in cls.downloads:
         _check(download, schemes)
@@ -63,9 +63,9 @@ def _check(download: Download, schemes: tuple[str, ...]) -> None:
     try:
         parts = urlsplit(download.url)
     except ValueError as error:
-        raise UsageError(f"{printable(download.url)} is no address: {error}") from None
+        raise UsageError(f"{printable(download.url)} is not an address: {error}") from None
     if not download.url.isascii():
-        raise UsageError(f"{printable(download.url)}: write what is no letter of ASCII as %xx")
+        raise UsageError(f"{printable(download.url)}: write characters outside ASCII as %xx")
     if parts.scheme not in schemes or not parts.hostname:
         raise UsageError(f"{download.url}: files are downloaded over {' or '.join(schemes)} alone")
     for name in (_name(download), *download.members):

@@ -124,5 +124,5 @@ class _SameHost(urllib.request.HTTPRedirectHandler):
 
 def _reason(error: Exception) -> str:
     if isinstance(error, urllib.error.HTTPError):
-        return f"the server says {error.code} {printable(error.reason)}"
+        return f"the server answered {error.code} {printable(error.reason)}"
     return printable(getattr(error, "reason", None) or error)

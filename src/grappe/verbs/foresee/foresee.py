@@ -208,7 +208,7 @@ def _on_gpus(fake_model: FakeModel, forecasts: Sequence[Foreseen], site: Site, f
 
     if fabric is None:
         why = (
-            f"{site.name}: no data sheet of its GPU is known here, so times are not foreseen: run grappe measure in a "
+            f"{site.name}: grappe has no data sheet of its GPU, so it predicts no times: run grappe measure in a "
             "job there"
         )
         return PlanTimes(plans=tuple(TimedPlan(foreseen=forecast) for forecast in forecasts), notes=(why,))

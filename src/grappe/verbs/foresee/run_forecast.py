@@ -32,7 +32,7 @@ DEPENDS_ON = (
 STATES = ("parameters", "gradients", "optimizer")
 NAMES = (*STATES, "peak", "evaluation", "checkpoint", "with_copies")
 OF_A_CPU = "steps on CPUs are measured, not foreseen"
-NO_DATA_SHEET = "no data sheet of their GPU is known here"
+NO_DATA_SHEET = "grappe has no data sheet of their GPU"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -180,7 +180,7 @@ def notes(times: PlanTimes) -> list[str]:
     forecasts = [timed.foreseen for timed in times.plans]
     lines = [reason(forecast.plan, forecast.why) for forecast in forecasts if forecast.needs is None]
     if any(forecast.needs is not None and forecast.needs.peak is None for forecast in forecasts):
-        lines.append("more than …: the activations of such a plan are not foreseen, so whether it fits is measured")
+        lines.append("more than …: grappe does not predict the activations of such a plan: measure whether it fits")
     if times.budget is not None:
         lines.append(
             f"a process may have {format_bytes(times.budget.size)} ({times.budget.whose}); counted are the higher of "

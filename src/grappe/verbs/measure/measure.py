@@ -264,7 +264,7 @@ def gather(places: Sequence[Path]) -> list[Measurement]:
         description = run.read_description()
         batch = description.get("fields", {}).get("batch_size")
         if not isinstance(batch, int):
-            raise RunError(f"{run.folder}: its run.json says no batch_size")
+            raise RunError(f"{run.folder}: its run.json has no batch_size")
         key = (description.get("plan", ""), batch)
         trials = runs.setdefault(key, [])
         usages = description.get("costs")

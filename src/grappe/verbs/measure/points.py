@@ -25,7 +25,7 @@ class MeasureOptions:
     steps: int = 30
     """Timed steps of each training, after 5 warm-up steps."""
     repeats: int = 3
-    """Number of trainings of each plan, by turns."""
+    """Number of trainings of each plan; the plans alternate."""
     batch_size: Annotated[Counts, Parameter(parse=False)] = ()
     """Samples per step over all processes: (32, 64), or the field batch_size=32,64. Default: the task's own."""
     weak: bool = False

@@ -81,9 +81,8 @@ def source_of(inputs: Any) -> Source:
         array = _read(file)
         return lambda task, data: _of_array(array)
     raise UsageError(
-        f"{file}: give one of {', '.join(SPLITS)}, a .npy file, JSON lines "
-        f"({', '.join(LINES)}, or - for the standard input), or pictures "
-        f"({', '.join(PICTURES)}, or a folder of them)"
+        f"{file}: give one of {', '.join(SPLITS)}, a .npy file, JSON lines ({', '.join(LINES)}, or - for the "
+        f"standard input), or pictures ({', '.join(PICTURES)}, or a folder of them)"
     )
 
 
@@ -136,7 +135,7 @@ def _of_array(array: Any) -> Batches:
 
 def _read(file: Path) -> np.ndarray:
     if file.exists() and not file.is_file():
-        raise DataError(f"{file} is no file")  # reading from a pipe would wait for ever
+        raise DataError(f"{file} is not a file")  # reading from a pipe would wait for ever
     try:
         array = np.load(file, mmap_mode="r", allow_pickle=False)  # mapped: its header cannot ask for memory
     except OSError as error:
@@ -193,7 +192,7 @@ def picture_dataset(task: Task, files: Sequence[Path], example: Any) -> Dataset:
     stored = None if arrays is None else arrays.stored(np.arange(1))[0]
     if arrays is None or not isinstance(stored, Tensor) or stored.dtype != torch.uint8 or stored.dim() not in (3, 4):
         raise DataError(
-            f"{type(task).__name__}'s data do not say how a picture becomes a sample: they are neither "
+            f"{type(task).__name__}'s data do not define how a picture becomes a sample: they are neither "
             "grappe.data.Images nor Arrays of uint8 [N, C, H, W]. Give samples as a .npy file"
         )
     shape, transform = stored.shape[1:], arrays.transform or (lambda batch: batch)
@@ -212,7 +211,7 @@ class _Pictures(Dataset[tuple[Tensor, int]]):
     def __getitem__(self, index: int) -> tuple[Tensor, int]:
         file = self.files[index]
         if not file.is_file():
-            raise DataError(f"{file} is no file")
+            raise DataError(f"{file} is not a file")
         with reading(file), file.open("rb") as stream:
             content = stream.read(LARGEST)
         try:
@@ -250,7 +249,7 @@ def open_lines(file: Path) -> BufferedReader:
         except (AttributeError, ValueError, OSError) as error:  # closed: it is None; in a notebook: no number
             raise DataError("there is no standard input here to read lines from: give a file of them") from error
     if file.exists() and not file.is_file():
-        raise DataError(f"{file} is no file: its lines can come from the standard input, with -")
+        raise DataError(f"{file} is not a file: its lines can come from the standard input, with -")
     with reading(file):
         return BufferedReader(file.open("rb", buffering=0))
 
@@ -275,7 +274,7 @@ def line_batches(stream: BufferedReader, name: str, example: Any) -> Iterator[tu
             try:
                 value = json.loads(line)
             except (ValueError, RecursionError) as error:
-                raise DataError(f"{place}: it is no JSON: {printable(error, 200)}") from None
+                raise DataError(f"{place}: this is not JSON: {printable(error, 200)}") from None
             leaves: list[np.ndarray] = []
             _collect(value, example, place, leaves)
             if waiting and (len(waiting) == BATCH or _shapes(leaves) != _shapes(waiting[0])):

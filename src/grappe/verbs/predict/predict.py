@@ -317,7 +317,7 @@ class _Column:
         """Writes a row.
 
         Raises:
-            TypeError, ValueError: it is no array of numbers of the first row's type and shape.
+            TypeError, ValueError: it is not an array of numbers of the first row's type and shape.
         """
         tensor = torch.as_tensor(row)
         if tensor.dtype == torch.bfloat16:  # which NumPy does not have

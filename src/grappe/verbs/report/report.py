@@ -233,7 +233,8 @@ def _read_measurement(file: Path) -> dict[str, Any]:
     kind = content.get("kind") if isinstance(content, dict) else None
     if kind not in LISTS or not isinstance(content.get(LISTS[kind]), list):
         raise RunError(
-            f"{file} is no measurement: grappe measure TASK … --out {file.name} writes one, and so does grappe lr-find"
+            f"{file} is not a measurement: grappe measure TASK … --out {file.name} writes one, and so does grappe "
+            "lr-find"
         )
     return {**content, "name": file.stem}
 

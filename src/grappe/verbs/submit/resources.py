@@ -123,7 +123,7 @@ def _plan(submission: Submission) -> Plan:
             raise UsageError(f"--processes={number} do not share {gpus} GPUs evenly: use a multiple of {gpus}")
         return Plan(replicate=number, per_device=number // (gpus or number))
     if job.processes is not None:
-        raise UsageError("--processes is for a script of your own; of this command the plan says how many")
+        raise UsageError("--processes is for your own script; here the plan sets the number")
     plans = [Plan.parse(text) for text in submission.plans] or [Plan()]
     if submission.command in ON_CPU:
         plans = [Plan(device="cpu")]
@@ -136,5 +136,5 @@ def _plan(submission: Submission) -> Plan:
         raise PlanError("some of these plans want GPUs and some do not: submit them as two jobs")
     fitted = fit(largest, gpus)
     if len(plans) > 1 and fitted != largest:
-        raise PlanError(f"--gpus={gpus}: say in each --plan how it is spread, and leave --gpus out")
+        raise PlanError(f"--gpus={gpus}: set the processes in each --plan, and leave --gpus out")
     return fitted

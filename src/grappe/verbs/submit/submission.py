@@ -32,7 +32,7 @@ class Submission:
     run: Path | None = None
     """Folder of a training's run, or of the run that the command reads."""
     epochs_done: int = 0
-    """Epochs that the training's initial weights have done already: it begins behind them."""
+    """Epochs that the training's initial weights have done already: it begins after them."""
     data: str | None = None
     parallel: int = 1
     """Number of a search's trials that are trained at a time, each under the plan."""

@@ -136,7 +136,7 @@ def _send(script: Script, text: str) -> str:
     new = not (script.run / DESCRIPTION).exists()
     strangers = [entry.name for entry in script.run.iterdir() if entry.name != "logs"] if script.run.is_dir() else []
     if new and strangers:
-        raise RunError(f"{script.run} holds {strangers[0]} and is no run: give an empty folder, or a new one")
+        raise RunError(f"{script.run} holds {strangers[0]} and is not a run: give an empty or a new folder")
     try:
         script.run.mkdir(parents=True, exist_ok=True)
         files.make_folder(logs)

@@ -48,7 +48,7 @@ class SearchOptions:
     sampler: SamplerName = "tpe"
     """tpe: by what earlier trials came to (Optuna's); random; grid: all combinations."""
     halving: int | None = None
-    """Successive halving (ASHA): trials are first trained in part, and of 3, say, the best goes on."""
+    """Successive halving (ASHA): trials are first trained in part, and the best of 3, for example, goes on."""
     rungs: int | None = None
     """Number of times that a training stops to be compared, its end included. Default: 3, with --halving."""
     seed: int = 0
@@ -63,7 +63,7 @@ class SearchOptions:
         if self.rungs is not None and self.halving is None:
             raise UsageError(f"--rungs={self.rungs}: rungs are of successive halving: give --halving 3 as well")
         if self.maximize is None and self.metric != "loss":
-            raise UsageError(f"--metric {self.metric}: say whether to --maximize or --minimize it")
+            raise UsageError(f"--metric {self.metric}: add --maximize or --minimize")
 
     @property
     def rung_count(self) -> int:
@@ -206,7 +206,7 @@ def open_study(folder: Path) -> Study:
     file = folder / FILE
     files.refuse_link(file)
     if not file.is_file():
-        raise RunError(f"{folder} is no study: it has no {FILE}. grappe tune TASK … --study {folder} makes one")
+        raise RunError(f"{folder} is not a study (no {FILE}). grappe tune TASK … --study {folder} makes one")
     content = read_json(file, largest=LARGEST_LIST)
     kind = content.pop("kind", None)
     content = {OLDER_NAMES.get(name, name): value for name, value in content.items()}
@@ -231,7 +231,7 @@ def make_study(folder: Path, search: SearchDefinition) -> Study:
             folder.mkdir(parents=True, exist_ok=True)
             others = [name for name in files.names(folder) if not name.startswith(f".{FILE}.")]
             if others:
-                raise RunError(f"{folder} holds {others[0]} and is no study: give an empty folder, or a new one")
+                raise RunError(f"{folder} holds {others[0]} and is not a study: give an empty or a new folder")
             write_json(folder / FILE, {"kind": KIND, **dataclasses.asdict(search)})
         study = open_study(folder)
         _refuse_other_search(study, search)

@@ -40,7 +40,7 @@ def verify(
         GrappeError: a plan is not supported, or the task does not train.
     """
     if rank_from_environment() is not None:
-        raise UsageError("grappe verify starts processes of its own: start it without torchrun or srun")
+        raise UsageError("grappe verify starts its own processes: run it without torchrun or srun")
     if steps < 1:
         raise UsageError(f"--steps={steps}: it must be at least 1")
     parsed = [as_plan(plan) for plan in plans]

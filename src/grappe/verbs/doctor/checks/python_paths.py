@@ -54,7 +54,7 @@ def of_pythonpath(text: str) -> Iterator[Finding]:
     """Returns findings for folders of PYTHONPATH that hide installed modules."""
     for entry in filter(None, text.split(":")):
         if not Path(entry).is_dir():
-            yield note(f"PYTHONPATH names {entry}, which is no folder")
+            yield note(f"PYTHONPATH names {entry}, which is not a folder")
     for entry, names in hidden_modules(text).items():
         yield warning(
             f"PYTHONPATH={entry} hides installed modules: {and_more(names, SHOWN)}",
