@@ -59,7 +59,7 @@ def grappe(*words: str, cwd: Path, **variables: str) -> subprocess.CompletedProc
         ("train digits --plan replicate=0", "grappe : replicate=0 : il faut au moins 1"),
         ("train digits --plan ddp", "ddp est une stratégie de Lightning : utilisez replicate=2"),
         ("train digits --plan replicate=2,exact=3", "exact=3 avec 2 tranches : les morceaux sont additionnés"),
-        ("evaluate runs/none", "runs/none n'est pas une exécution : il n'a pas de run.json"),
+        ("evaluate runs/none", "runs/none n'est pas une exécution (pas de run.json)"),
         ("verify digits", "grappe verify a besoin d'un plan : donnez --plan replicate=2"),
         ("submit --time x -- train digits", "--time=x : donnez des secondes, ou une durée comme 90s"),
         ("submit --time 3h -- torchrun my.py", "le job démarre lui-même les processus, donc retirez torchrun"),
