@@ -1,19 +1,32 @@
-"""A notebook, executed by a real kernel: a training shows its progress in the cell; the course's calls, one for one."""
+"""A notebook, in a real kernel: a training's curves in the cell, short errors; the course's calls, one for one."""
 
 from __future__ import annotations
 
+import dataclasses
 import os
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import nbclient
 import nbformat
 import pytest
+from jupyter_client.manager import KernelManager
 
+import grappe
 from grappe import slurm
 from grappe.errors import UsageError
 from tests.patience import PATIENCE_SECONDS
 
 ROOT = Path(__file__).parents[1]
+
+
+def in_users_environment() -> pytest.MonkeyPatch:
+    """With pytest's variable ipykernel leaves out what other processes write, which a notebook of a user's shows."""
+    patch = pytest.MonkeyPatch()
+    patch.delenv("PYTEST_CURRENT_TEST", raising=False)
+    patch.setenv("PYTHONPATH", str(ROOT), prepend=os.pathsep)
+    return patch
 
 
 def executed(cells: list[str], folder: Path) -> list[str]:
@@ -23,29 +36,106 @@ def executed(cells: list[str], folder: Path) -> list[str]:
     client = nbclient.NotebookClient(
         book, timeout=PATIENCE_SECONDS, kernel_name="python3", resources={"metadata": {"path": str(folder)}}
     )
-    with pytest.MonkeyPatch.context() as patch:
-        # With it ipykernel leaves out what other processes write, which a notebook of a user's shows.
-        patch.delenv("PYTEST_CURRENT_TEST", raising=False)
-        patch.setenv("PYTHONPATH", str(ROOT), prepend=os.pathsep)
+    patch = in_users_environment()
+    try:
         client.execute()
+    finally:
+        patch.undo()
     return ["".join(output.text for output in cell.outputs if output.output_type == "stream") for cell in book.cells]
 
 
-TRAIN = """
-import grappe
-from tests.slow import Slow
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Kernel:
+    """A kernel, which executes one cell after the other."""
 
-task = Slow(epochs=3, pause=0.4)
-run = grappe.train(task, "replicate=2,device=cpu,threads=1,workers=0")
-"""
+    manager: KernelManager
+    client: Any
+    folder: Path
+
+    def execute(self, code: str, during: Callable[[str], None] = lambda kind: None) -> list[tuple[str, dict[str, Any]]]:
+        """Executes a cell; returns its messages, of each the kind and the content; calls `during` with each kind."""
+        messages = []
+
+        def note(message: dict[str, Any]) -> None:
+            if message["msg_type"] not in ("status", "execute_input"):
+                messages.append((message["msg_type"], message["content"]))
+                during(message["msg_type"])
+
+        self.client.execute_interactive(code, output_hook=note, timeout=PATIENCE_SECONDS)
+        return messages
 
 
-def test_progress_is_in_the_cell(tmp_path: Path) -> None:
-    said, loss = executed([TRAIN, "print(grappe.load(run, task).weight.shape)"], tmp_path)
-    assert "\repoch 1  step " in said
-    assert "/24  loss" in said
-    assert "epoch  3  step   24" in said
-    assert "torch.Size([2, 3])" in loss
+@pytest.fixture(scope="module")
+def kernel(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Kernel]:
+    folder = tmp_path_factory.mktemp("notebook")
+    manager, patch = KernelManager(kernel_name="python3"), in_users_environment()
+    try:
+        manager.start_kernel(cwd=str(folder))
+        client = manager.client()
+        client.start_channels()
+        client.wait_for_ready(timeout=PATIENCE_SECONDS)
+        made = Kernel(manager=manager, client=client, folder=folder)
+        made.execute("import grappe\nfrom tests.slow import Slow")
+        yield made
+    finally:
+        patch.undo()
+        manager.shutdown_kernel(now=True)
+
+
+def pictures(messages: list[tuple[str, dict[str, Any]]]) -> list[str]:
+    """The HTML that is displayed and updated in a cell; all of it in one place."""
+    shown = [content for kind, content in messages if kind in ("display_data", "update_display_data")]
+    assert len({content["transient"]["display_id"] for content in shown}) == 1
+    return [content["data"]["text/html"] for content in shown]
+
+
+def text(messages: list[tuple[str, dict[str, Any]]]) -> str:
+    return "".join(content["text"] for kind, content in messages if kind == "stream")
+
+
+PLAN = "replicate=2,device=cpu,threads=1,workers=0"
+
+
+def test_a_training_has_its_curves_in_the_cell(kernel: Kernel) -> None:
+    messages = kernel.execute(f'task = Slow(epochs=1, pause=0.3)\nrun = grappe.train(task, "{PLAN}")')
+    shown, words = pictures(messages), text(messages)
+    assert "starting 2 processes" in shown[0]
+    assert any("epoch 1, step" in picture and "polyline" in picture for picture in shown)
+    assert "validation</tspan>" in shown[-1] and "epoch" not in shown[-1]
+    assert "\r" not in words and "  \n" not in words
+    assert words.startswith("slow on 2 processes")
+    assert "epoch  1  step    8" in words
+    [(_, result)] = kernel.execute("run")
+    assert "finished" in result["data"]["text/html"]
+    [(_, result)] = kernel.execute("print(grappe.load(run, task).weight.shape)")
+    assert "torch.Size([2, 3])" in result["text"]
+
+
+def test_the_stop_button_saves(kernel: Kernel) -> None:
+    stopped = []
+
+    def stop(kind: str) -> None:
+        if kind == "update_display_data" and not stopped:
+            stopped.append(kind)
+            kernel.manager.interrupt_kernel()
+
+    messages = kernel.execute(f'run = grappe.train(Slow(epochs=300, pause=0.2), "{PLAN}", "stopped")', stop)
+    assert "interrupted, saved" in text(messages)
+    assert "polyline" in pictures(messages)[-1]
+    checkpoint = grappe.Run(kernel.folder / "stopped").latest()
+    assert checkpoint is not None and checkpoint.step > 0
+
+
+def test_an_error_is_its_message_and_the_users_line(kernel: Kernel) -> None:
+    [(kind, content)] = kernel.execute('x = 1\ngrappe.train("digits", "replicte=2")')
+    assert kind == "error"
+    assert content["traceback"] == [
+        'line 2: grappe.train("digits", "replicte=2")',
+        "PlanError: plan has no 'replicte': did you mean replicate or recompute or device?",
+        "%tb shows the whole traceback",
+    ]
+    [(_, content)] = kernel.execute("%tb")
+    assert "in as_plan" in "".join(content["traceback"])
 
 
 @pytest.mark.parametrize(

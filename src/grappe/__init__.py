@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from grappe.tasks.lightning_module import from_lightning
     from grappe.training.options import Options
     from grappe.training.own_loop import Loop, parallelize
+    from grappe.training.run import Run
     from grappe.training.watchers.base import Outcome, Record, RunInfo, Watcher
 
 __version__ = "0.1.0"
@@ -32,6 +33,7 @@ __all__ = [
     "Outcome",
     "Plan",
     "Record",
+    "Run",
     "RunInfo",
     "Sampling",
     "SplitOutputs",
@@ -39,9 +41,11 @@ __all__ = [
     "Watcher",
     "draw",
     "evaluate",
+    "foresee",
     "from_lightning",
     "load",
     "load_models",
+    "measure",
     "mixup_pairs",
     "normalise",
     "parallelize",
@@ -71,6 +75,7 @@ _LAZY = {
     "SplitOutputs": "grappe.parallel.tensor",
     "split_convolutions": "grappe.parallel.tensor",
     "Options": "grappe.training.options",
+    "Run": "grappe.training.run",
     "Loop": "grappe.training.own_loop",
     "parallelize": "grappe.training.own_loop",
     "Outcome": "grappe.training.watchers.base",
@@ -79,6 +84,8 @@ _LAZY = {
     "Watcher": "grappe.training.watchers.base",
     "train": "grappe.verbs.train",
     "evaluate": "grappe.verbs.evaluate",
+    "foresee": "grappe.verbs.foresee.foresee",
+    "measure": "grappe.verbs.measure.measure",
     "predict": "grappe.verbs.predict.predict",
     "load": "grappe.verbs.load",
     "load_models": "grappe.verbs.load",

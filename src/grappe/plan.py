@@ -194,7 +194,7 @@ class Plan:
         except PlanError:
             raise
         except UsageError as error:
-            raise PlanError(str(error)) from error
+            raise PlanError(str(error)) from None
 
 
 AnyPlan = Plan | str | Mapping[str, object]

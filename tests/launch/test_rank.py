@@ -59,7 +59,7 @@ def test_srun_trains_with_one_voice(start: Start, tmp_path: Path, launcher: Vari
     first, second = start(launcher, "train", SLOW, "epochs=1", "pause=0", "--run", "run", *PLAN)
     code, out, err = first.end()
     assert (code, err) == (0, "")
-    assert out.count("Slow on 2 processes") == out.count("finished, 8 steps") == 1
+    assert out.count("slow on 2 processes") == out.count("finished, 8 steps") == 1
     code, out, err = second.end()
     assert (code, out.replace("\n", "").replace(f"step in {second.process.pid}", ""), err) == (0, "", "")
     assert Run(tmp_path / "run").is_finished()
@@ -95,5 +95,5 @@ def test_torchrun_may_train_twice_in_the_same_processes(tmp_path: Path) -> None:
     code, out, err = command.end()
     command.close()
     assert code == 0, err
-    assert out.count("Slow on 2 processes") == 2
+    assert out.count("slow on 2 processes") == 2
     assert out.count("smoke: step, evaluation, save and resume work") == 1

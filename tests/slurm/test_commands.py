@@ -43,8 +43,8 @@ def test_from_the_queue_to_the_end_by_cancelling(cluster: Cluster, tmp_path: Pat
     assert "runs/mine" in queue
     assert "RUNNING" in queue
     first, second = (grappe("logs", "runs/mine", "--rank", str(rank), cwd=tmp_path) for rank in range(2))
-    assert "Slow on 2 processes" in first
-    assert "Slow on" not in second
+    assert "slow on 2 processes" in first
+    assert "slow on" not in second
     assert second.count("step in") > 0
     grappe("cancel", "runs/mine", cwd=tmp_path)
     with pytest.raises(ProcessDied, match="was cancelled"):
@@ -73,8 +73,8 @@ def test_a_notebook_sweeps_over_numbers_of_gpus(
     command = f"{SLOW} epochs=1 pause=0 --plan threads=1,workers=0"
     jobs = notebook.submit(command, [1, 2], site="generic", time="5m", doctor=False)
     assert [job.wait() for job in jobs] == [0, 0]
-    assert "Slow on 1 process (cpu" in jobs[0].log()
-    assert "Slow on 2 processes (cpu" in jobs[1].log()
+    assert "slow on 1 process (cpu" in jobs[0].log()
+    assert "slow on 2 processes (cpu" in jobs[1].log()
     assert notebook.queue(jobs, until_empty=True, every=0.5) == []
     assert "finished, 8 steps" in jobs[1].log(0)
     assert [file.name for file in notebook.logs(jobs[0])] == [f"job-{jobs[0].job}.out", "rank-0.log"]

@@ -93,7 +93,7 @@ def test_other_ways_into_slurm(cluster: Cluster, tmp_path: Path, how: str, proce
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert Run(tmp_path / "run").is_finished()
-    assert f"Slow on {processes} process{'es' if processes > 1 else ''} (cpu" in done.stdout
+    assert f"slow on {processes} process{'es' if processes > 1 else ''} (cpu" in done.stdout
     assert done.stdout.count("finished, 8 steps") == 1
 
 
@@ -102,7 +102,7 @@ def test_a_shell_with_an_older_jobs_variables(tmp_path: Path) -> None:
     words = ("train", SLOW, "epochs=1", "pause=0", "--run", "run", "--plan", PLAIN)
     done = ran(*GRAPPE, *words, cwd=tmp_path, **stale)
     assert done.returncode == 0, done.stderr
-    assert "Slow on 1 process (cpu" in done.stdout
+    assert "slow on 1 process (cpu" in done.stdout
 
 
 def test_the_doctor_ends_a_sick_job_in_its_first_step(

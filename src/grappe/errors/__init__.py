@@ -16,6 +16,8 @@ from __future__ import annotations
 import contextlib
 import difflib
 import errno
+import os
+import traceback
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
@@ -23,6 +25,8 @@ EXIT_OK = 0
 EXIT_FAILURE = 1
 EXIT_USAGE = 2
 EXIT_INTERRUPTED = 75  # EX_TEMPFAIL of sysexits.h: saved before the end, start again to go on
+TRACEBACK = "GRAPPE_TRACEBACK"
+"""Variable with which a notebook shows the whole traceback of grappe's errors."""
 DISK_IS_FULL = (errno.ENOSPC, errno.EDQUOT)
 DISK_IS_GONE = (errno.EROFS, errno.EIO)
 
@@ -35,6 +39,20 @@ class GrappeError(Exception):
     """The process that raised the error, if a launcher started several."""
     details = ""
     """The traceback, if another process raised the error."""
+    _was_shown = False
+
+    def _render_traceback_(self) -> list[str]:
+        """Returns what IPython shows: the user's line and the message; the whole traceback from the second time on."""
+        from grappe.errors.foreign_text import printable, printable_lines
+        from grappe.errors.user_code import line_of
+
+        if self._was_shown or os.environ.get(TRACEBACK):  # the second time is %tb
+            return [printable_lines(text) for text in (self.details, *traceback.format_exception(self)) if text]
+        self._was_shown = True
+        line = line_of(self)
+        where = [] if line is None else [printable(f"line {line.number}{line.text and ': '}{line.text}")]
+        hint = "%tb shows the whole traceback"
+        return [*where, printable_lines(f"{type(self).__name__}: {self}"), hint]
 
 
 class UsageError(GrappeError):

@@ -40,10 +40,14 @@ class Line:
     number: int
     function: str
 
+    @property
+    def text(self) -> str:
+        """Reads the line; "" if its file cannot be read."""
+        return linecache.getline(self.file, self.number).strip()
+
     def __str__(self) -> str:
-        text = linecache.getline(self.file, self.number).strip()
         inside = "" if self.function.startswith("<") else f", in {self.function}()"
-        return f"{self.file}, line {self.number}{inside}" + (f": {text}" if text else "")
+        return f"{self.file}, line {self.number}{inside}{self.text and ': '}{self.text}"
 
 
 def line_of(error: BaseException) -> Line | None:

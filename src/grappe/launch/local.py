@@ -16,7 +16,7 @@ import sys
 import tempfile
 import time
 import types
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from multiprocessing import forkserver, resource_tracker
 from multiprocessing.connection import wait
 from multiprocessing.context import BaseContext
@@ -188,13 +188,21 @@ def advance(launches: Sequence[Launch], seconds: float) -> None:
         launch.advance(ready)
 
 
-def local(function: str, argument: Any, processes: int, *, saves: bool = False, from_training: bool = False) -> Any:
+def local(
+    function: str,
+    argument: Any,
+    processes: int,
+    *,
+    saves: bool = False,
+    from_training: bool = False,
+    meanwhile: Callable[[], None] | None = None,
+) -> Any:
     """Runs `function` in new processes of this machine (see Launch), and waits for them.
 
     Args:
         saves: whether a signal makes the function save and return (see StopSignal); else the processes are ended.
-
         from_training: whether a process that was launched itself may start them.
+        meanwhile: called about once a second while the processes run.
 
     Returns:
         The result of process 0.
@@ -208,7 +216,11 @@ def local(function: str, argument: Any, processes: int, *, saves: bool = False, 
         try:
             launch.start()
             while not launch.over:
-                launch.advance(wait(launch.handles, launch.patience))
+                if meanwhile is None:
+                    launch.advance(wait(launch.handles, launch.patience))
+                else:
+                    advance([launch], 1.0)
+                    meanwhile()
             return launch.result()
         finally:
             signals.over = True

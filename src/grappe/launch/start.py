@@ -12,6 +12,7 @@ import os
 import sys
 import time
 import traceback
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,15 @@ FAILURE = "GRAPPE_FAILURE"  # the variable that names the file for a failure's e
 WHY = ".why"  # suffix of the file next to it, with the error
 
 
-def start(function: str, request: Any, plan: Plan, *, run: Path | None = None, saves: bool = False) -> Any:
+def start(
+    function: str,
+    request: Any,
+    plan: Plan,
+    *,
+    run: Path | None = None,
+    saves: bool = False,
+    meanwhile: Callable[[], None] | None = None,
+) -> Any:
     """Runs `function` as function(request, process, rendezvous_folder) on the plan's processes.
 
     Args:
@@ -35,6 +44,7 @@ def start(function: str, request: Any, plan: Plan, *, run: Path | None = None, s
         request: pickled by value.
         run: a folder that all nodes see, for their rendezvous: the run's; None: the one that the launcher gives.
         saves: whether a signal makes the function save and return.
+        meanwhile: called about once a second while local processes run.
 
     Returns:
         The result of process 0; under a launcher, of this process.
@@ -45,7 +55,7 @@ def start(function: str, request: Any, plan: Plan, *, run: Path | None = None, s
     process = rank_from_environment()
     if process is None:
         with mps.shared_gpus(plan, None):
-            return local.local(function, request, plan.processes, saves=saves)
+            return local.local(function, request, plan.processes, saves=saves, meanwhile=meanwhile)
     plan.check_fits(process.size)
     module, _, name = function.partition(":")
     try:

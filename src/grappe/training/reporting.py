@@ -19,7 +19,7 @@ from grappe.plan import Plan
 from grappe.private_api.torch import tree_leaves
 from grappe.task import Task
 from grappe.training.options import Options
-from grappe.training.run import Run
+from grappe.training.run import Run, short_name
 from grappe.training.start_run import StartedRun
 from grappe.training.watchers.base import RunInfo, Watcher
 from grappe.training.watchers.console import Console, sample_word
@@ -68,7 +68,7 @@ def announce(terminal: UserStream, task: Task, info: RunInfo, plan: Plan, starte
     if slices > 1 or micro > 1:
         sizes += f" = {slices} x {each}" + (f", each in {micro} microbatches" if micro > 1 else "")
     say(
-        f"{type(task).__name__} on {world.size} process{'es' if world.size > 1 else ''} ({world.device.type}, "
+        f"{short_name(info.task)} on {world.size} process{'es' if world.size > 1 else ''} ({world.device.type}, "
         f"{world.threads} thread{'s' if world.threads > 1 else ''} each), plan: {str(plan) or 'one process'}\n"
         f"{info.samples:,} training samples, {sizes}; run {info.folder}\n"
         + "".join(f"{note}\n" for note in (*started.notes, *task.notes())),

@@ -23,6 +23,7 @@ from grappe.launch import files
 from grappe.launch.files import IN_PART
 from grappe.launch.folders import RUNS
 from grappe.table import Table, Tabular, frame
+from grappe.training.plot import Plot
 
 if TYPE_CHECKING:
     from grappe.step.scores import Scores
@@ -160,6 +161,10 @@ class Run(Tabular):
                 task's metrics) or "epoch".
         """
         return frame({name: record[name] for name in record if name != "kind"} for record in self.records(kind))
+
+    def plot(self) -> Plot:
+        """Draws the loss and the metrics by step, as a picture for a notebook; `run.plot().save("curves.svg")`."""
+        return Plot(self.records())
 
     def scores(self) -> Scores:
         """Returns the scores of the last evaluation.
@@ -360,11 +365,15 @@ def _write_description(folder: Path, description: dict[str, Any], *, new: bool =
     write_json(folder / DESCRIPTION, {**description, HASH: json_hash(description)}, new=new)
 
 
+def short_name(task: str) -> str:
+    """Returns a task's name for a run's folder and header: spiral of spiral.py, net of models.py:Net."""
+    place, _, name = task.partition(":")
+    return name.lower() or Path(place).name.removesuffix(".py")
+
+
 def new_folder(base: Path, task: str) -> Path:
     """Chooses a name for a new run under `base`: the task's, the time, and four digits against a race."""
-    place, _, name = task.partition(":")
-    name = name.lower() or Path(place).name.removesuffix(".py")
-    return base / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}"
+    return base / f"{short_name(task)}-{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}"
 
 
 def all_runs(base: Path) -> list[Run]:

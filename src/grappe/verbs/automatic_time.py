@@ -142,7 +142,7 @@ def _estimate(job: _Job) -> _Estimate:
         raise UsageError(
             f"--time auto: no run in {submission.job.runs} has measured this task with this plan on such a device, and "
             f"its time cannot be foreseen: {error}. {_advice(submission)}"
-        ) from error
+        ) from None
 
 
 def _advice(submission: Submission) -> str:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+import sys
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from grappe.errors import UsageError
@@ -13,7 +14,7 @@ from grappe.plan import AnyPlan, as_plan
 from grappe.task import Task
 from grappe.training.options import Options
 from grappe.training.request import Request, Result, checked_watchers, data_folder
-from grappe.training.run import Run
+from grappe.training.run import Run, new_folder
 from grappe.training.task_reference import TaskReference
 from grappe.training.watchers.base import Watcher
 from grappe.training.watchers.logger import check as check_logger
@@ -69,11 +70,25 @@ def train(
         options=options or Options(),
         watchers=checked_watchers(watchers),
     )
-    return Run(run_training(request).run)
+    if not _in_notebook():
+        return Run(run_training(request).run)
+    from grappe.verbs.live_curves import LiveCurves
+
+    folder = request.run or new_folder(request.base, request.task.name)
+    curves = LiveCurves(folder, request.plan.processes)
+    try:
+        return Run(run_training(dataclasses.replace(request, run=folder), curves).run)
+    finally:
+        curves.end()
 
 
-def run_training(request: Request) -> Result:
-    """Trains on the plan's processes, started here or by torchrun or srun."""
+def _in_notebook() -> bool:
+    ipython = sys.modules.get("IPython")  # imported there already
+    return ipython is not None and hasattr(ipython.get_ipython(), "kernel")
+
+
+def run_training(request: Request, meanwhile: Callable[[], None] | None = None) -> Result:
+    """Trains on the plan's processes, started here or by torchrun or srun; calls `meanwhile` as `local` does."""
     for rank in request.options.profile:
         if rank >= request.plan.processes:
             raise UsageError(f"--profile={rank}: there are process 0 to {request.plan.processes - 1}")
@@ -85,7 +100,9 @@ def run_training(request: Request) -> Result:
             return Result(
                 run=finished.folder, status="finished before", step=finished.read_description().get("step", 0)
             )
-    return start("grappe.training.worker:worker", request, request.plan, run=request.run, saves=True)
+    return start(
+        "grappe.training.worker:worker", request, request.plan, run=request.run, saves=True, meanwhile=meanwhile
+    )
 
 
 def smoke(request: Request) -> str:

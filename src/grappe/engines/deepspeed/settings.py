@@ -80,7 +80,7 @@ def nvme_folder(plan: Plan) -> Path:
     try:
         return Path(with_variables(plan.offload.removeprefix(NVME))).expanduser()
     except UsageError as error:
-        raise PlanError(f"offload={plan.offload}: {error}") from error
+        raise PlanError(f"offload={plan.offload}: {error}") from None
 
 
 def required_by(plan: Plan, task: Task | None) -> dict[str, Requirement]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 import shlex
 import statistics
 import sys
@@ -20,10 +19,6 @@ from grappe.training.watchers.expected_end import ExpectedEnd
 from grappe.words import count_of, format_bytes, format_number
 
 REFRESH_SECONDS = 0.2
-CELL_SECONDS = 1.0  # a notebook keeps all that was written to it
-CELL_WIDTH = 78
-IN_NOTEBOOK = "JPY_PARENT_PID"
-"""Variable that Jupyter's kernels have, and the processes that they start."""
 SHOWN = 8  # processes whose memory is shown
 LITTLE = 0.05  # of a peak: less of parameters, gradients and optimizer state together is not shown
 TRAINING = "training_"
@@ -54,8 +49,6 @@ class Console(Watcher):
         self._live = self._console.is_terminal and not self._console.is_dumb_terminal
         self._console.soft_wrap = not self._live
         self._end = None if self._live else end
-        # In a cell, a line that begins with a carriage return replaces the line before.
-        self._cell = stream if not self._live and IN_NOTEBOOK in os.environ else None
         # Other output goes above the bar, unless it is redirected to a log.
         self._shared = stream.fileno() == sys.stdout.fileno() if self._live else False
         self._unit = f" {sample}/s" if not self._live or self._console.width >= WIDE else "/s"
@@ -103,9 +96,8 @@ class Console(Watcher):
         if self._prints is not None:
             self._print_loss(record, self._prints)
         if self._end is not None and (line := self._end.stepped(record.step)) is not None:
-            self._clear_cell()
             self._console.print(line)
-        if self._seconds > (REFRESH_SECONDS if self._cell is None else CELL_SECONDS):
+        if self._seconds > REFRESH_SECONDS:
             self._refresh()
 
     def _print_loss(self, record: Record, prints: Callable[[int], bool]) -> None:
@@ -119,7 +111,6 @@ class Console(Watcher):
             return
         rate = self._loss_steps * self._info.batch_size / self._loss_seconds if self._loss_seconds else 0.0
         loss = statistics.fmean(self._losses) if self._losses else math.nan
-        self._clear_cell()
         self._console.print(
             f"epoch {record.epoch + 1:>2}  step {record.step:>4}  loss {format_number(loss)}"
             f"{_metrics(record.metrics)}  lr {record.lr:.3g}  {rate:,.0f}{self._unit}"
@@ -131,7 +122,6 @@ class Console(Watcher):
         assert self._info is not None
         end = self._end.evaluated(step) if self._end is not None else ""
         self._refresh()
-        self._clear_cell()
         epoch = -(-step // self._info.steps_per_epoch)
         train = f"loss {format_number(self._record.loss)}  " if self._record else ""
         self._console.print(
@@ -145,7 +135,6 @@ class Console(Watcher):
     def ended(self, outcome: Outcome | None) -> None:
         if self._progress is not None:
             self._progress.stop()
-        self._clear_cell()
         if outcome is not None:
             self._console.lines(self._closing(outcome))
 
@@ -154,23 +143,12 @@ class Console(Watcher):
         if self._seconds:
             self._rate = self._steps * self._info.batch_size / self._seconds
         self._seconds, self._steps = 0.0, 0
-        if self._record is None:
-            return
-        if self._cell is not None:
-            place = f"epoch {self._record.epoch + 1}  step {self._record.step}/{self._info.last_step}"
-            text = f"{place}  loss {format_number(self._record.loss)}  {self._rate:,.0f}{self._unit}"
-            self._cell.write(f"\r{text[:CELL_WIDTH]:<{CELL_WIDTH}}")
-            self._cell.flush()
-        if self._progress is None:
+        if self._record is None or self._progress is None:
             return
         metrics = _metrics(self._scores.metrics) if self._scores is not None else ""
         text = f"loss {format_number(self._record.loss)}{metrics}  {self._rate:,.0f}{self._unit}"
         step, epoch = self._record.step, self._record.epoch + 1
         self._progress.update(self._bar, completed=step, description=text, epoch=epoch, refresh=True)
-
-    def _clear_cell(self) -> None:
-        if self._cell is not None and self._record is not None:
-            self._cell.write(f"\r{'':<{CELL_WIDTH}}\r")
 
     def _closing(self, outcome: Outcome) -> list[str]:
         assert self._info is not None
