@@ -1,6 +1,7 @@
 """Names the French guides that have fallen behind their English ones: `python -m docs.translations`.
 
-A French guide has its English one's code blocks, and begins with a mark, a hash of the English text that it follows.
+A French guide has its English one's code blocks, with comments in French. It begins with a mark, a hash of the English
+text that it follows.
 `python -m docs.translations --current task plans` marks guides as translated anew.
 """
 
@@ -17,6 +18,8 @@ FRENCH = ROOT / "docs" / "fr"
 MARK = re.compile(r"\A<!-- follows (\S+) ([0-9a-f]{12}) -->\n")
 GENERATED = re.compile(r"(<!-- [\w -]+ -->\n).*?(<!-- end -->)", re.DOTALL)
 BLOCK = re.compile(r"^(`{3,})[^\n]*\n.*?^\1$", re.MULTILINE | re.DOTALL)
+
+WORDS = re.compile(r"((^|\s+)# [^\n]*|^\s*\"{3}[^\n]*\"{3})$", re.MULTILINE)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -58,6 +61,11 @@ def blocks(text: str) -> list[str]:
     return [found[0] for found in BLOCK.finditer(text)]
 
 
+def code(text: str) -> list[str]:
+    """Returns the code blocks of a guide without comments and docstrings of one line, which are translated."""
+    return [WORDS.sub("", block) for block in blocks(text)]
+
+
 def mark_current(file: Path) -> None:
     """Writes into a French guide that it follows the English text of now.
 
@@ -66,7 +74,7 @@ def mark_current(file: Path) -> None:
     """
     text = MARK.sub("", file.read_text())
     source = english(file)
-    if blocks(text) != blocks(source.read_text()):
+    if code(text) != code(source.read_text()):
         raise ValueError(f"{file.name}: its code blocks are not those of {source.relative_to(ROOT)}")
     name = source.relative_to(ROOT)
     file.write_text(f"<!-- follows {name} {digest(source.read_text())} -->\n{text}")

@@ -18,7 +18,7 @@ GUIDES = translations.guides()
 @pytest.mark.parametrize("guide", GUIDES, ids=lambda guide: guide.french.name)
 def test_code_blocks_are_those_of_the_english_guide(guide: translations.Guide) -> None:
     assert guide.followed, "no mark: python -m docs.translations --current NAME"
-    assert translations.blocks(guide.french.read_text()) == translations.blocks(guide.english.read_text())
+    assert translations.code(guide.french.read_text()) == translations.code(guide.english.read_text())
 
 
 def test_a_guide_that_fell_behind_is_named(tmp_path: Path, monkeypatch, capsys) -> None:
