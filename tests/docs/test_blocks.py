@@ -13,7 +13,7 @@ import pytest
 from docs import translations
 
 from grappe.cli.commands import app
-from tests.docs.test_pieces import HERE, first, opened
+from tests.docs.test_pieces import COMPLETE, HERE, first, opened
 
 ROOT = translations.ROOT
 LISTS = (
@@ -45,6 +45,8 @@ RUN_ELSEWHERE = {
 """Guides whose Python blocks a test of their own runs."""
 
 NOT_RUN = {
+    ("task.md", COMPLETE): "tests/docs/test_newcomer.py trains it",
+    ("task.md", "# make_digits.py"): "tests/docs/test_newcomer.py runs it",
     ("own-loop.md", "import grappe"): "a part of examples/gan.py; tests/training/test_own_loop.py trains such a loop",
     (
         "slurm.md",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import json
 import re
 import sys
 import textwrap
@@ -11,18 +10,15 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from docs import translations
-from sklearn.datasets import load_digits
 from torch.nn import functional
 
 import grappe
 from grappe.cli.commands import app
 from grappe.optimizers import scale_factor, warmed_up
 from grappe.tasks.digits import Digits
-from tests.commands import GRAPPE, ran
 from tests.rates import rates
 
 ROOT = translations.ROOT
@@ -66,17 +62,6 @@ def larger_batch(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     found = rates(optimizer, schedule, 100)
     assert found[0] < 0.2
     assert max(found) == pytest.approx(0.4, rel=0.05)  # 4 times the batch
-
-
-def complete_task(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (folder / "digits_npz.py").write_text(block_of("task.md", COMPLETE))
-    digits = load_digits()
-    (folder / "data").mkdir()
-    np.savez(folder / "data" / "digits.npz", images=digits.images, labels=digits.target)
-    words = ["digits_npz.py", "--data", "data", "--run", "runs/mine", "--plan", "device=cpu,threads=1"]
-    ran(GRAPPE, "train", *words, cwd=folder).check_returncode()
-    scores = json.loads(ran(GRAPPE, "evaluate", "runs/mine", "--split", "test", "--json", cwd=folder).stdout)
-    assert scores["metrics"]["accuracy"] > 0.9
 
 
 def clip(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -149,7 +134,6 @@ def a_site(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 HERE = {
-    ("task.md", COMPLETE): complete_task,
     ("task.md", "def loss(self, output, target):"): counts,
     ("larger-batch.md", "def optimizer(self, named_parameters):"): larger_batch,
     ("lightning.md", "# mine.py"): lightning_module,
