@@ -45,8 +45,8 @@ class Plan:
     """Tensor parallelism: processes that split the matrices, as the task's tensor_plan says."""
     microbatches: int = 1
     """Microbatches of a process's slice: for gradient accumulation and for pipelines."""
-    precision: Literal["fp32", "tf32", "bf16", "fp16"] = "fp32"
-    """Precision: fp32, tf32, or mixed: bf16, fp16 (with loss scaling)."""
+    precision: Literal["fp32", "tf32", "bf16", "fp16", "fp64"] = "fp32"
+    """Precision: fp32, tf32, or mixed: bf16, fp16 (with loss scaling); fp64: weights, data and sums in double."""
     batchnorm: Literal["local", "sync"] = "local"
     """Batch normalisation's statistics: of a process (local) or of the global batch (sync)."""
     dropout: Literal["auto", "whole", "local"] = "auto"

@@ -17,7 +17,7 @@ from grappe.optimizers.modes import begin_training
 from grappe.task import Task
 
 
-def train(task: Task, steps: int, pieces: int = 1, ways: int = 1, skip: int | None = None) -> dict[str, Any]:
+def train(task: Task, steps: int, pieces: int = 1, ways: int = 1, skip: int | None = None, double: bool = False) -> dict[str, Any]:
     """Losses by step and final weights.
 
     Args:
@@ -25,11 +25,14 @@ def train(task: Task, steps: int, pieces: int = 1, ways: int = 1, skip: int | No
             what batch normalisation sees.
         skip: a step after which nothing is updated, as fp16 does after an infinity.
         ways: how many models with buffers of their own take turns, as processes with local statistics do.
+        double: whether everything is in float64, but the draws of the initial weights.
     """
     torch.manual_seed(task.seed)
     model = task.model().train()
+    if double:
+        model.double()
     models = [model, *(copy.deepcopy(model) for _ in range(ways - 1))]
-    dataset = task.data("train", Path())
+    dataset = _dataset(task, double)
     order = SampleOrder(seed=task.seed, length=len(dataset), batch_size=task.batch_size)
     optimizer = task.optimizer([(n, p) for n, p in model.named_parameters() if p.requires_grad])
     begin_training(optimizer)
@@ -45,7 +48,7 @@ def train(task: Task, steps: int, pieces: int = 1, ways: int = 1, skip: int | No
         def closure() -> torch.Tensor:
             optimizer.zero_grad()
             torch.manual_seed(mix(task.seed, step, 0))  # dropout's
-            loss = torch.zeros(())
+            loss = torch.zeros((), dtype=torch.float64 if double else torch.float32)
             for way in range(ways):
                 first, last = cut(len(ids), ways, way)
                 _share_parameters(model, models[way])
@@ -72,13 +75,20 @@ def train(task: Task, steps: int, pieces: int = 1, ways: int = 1, skip: int | No
             schedule.step()
         losses.append(calls[0][0])
         norms.append(calls[0][1])
-    return {"losses": losses, "norms": norms, "weights": _weights(models), **_scores(task, models[0])}
+    return {"losses": losses, "norms": norms, "weights": _weights(models), **_scores(task, models[0], double)}
+
+
+def _dataset(task: Task, double: bool) -> Any:
+    dataset = task.data("train", Path())
+    if double and dataset.inputs.is_floating_point():
+        dataset.inputs = dataset.inputs.double()
+    return dataset
 
 
 @torch.no_grad()
-def _scores(task: Task, model: torch.nn.Module) -> dict[str, Any]:
+def _scores(task: Task, model: torch.nn.Module, double: bool) -> dict[str, Any]:
     """The whole dataset through the model at once; not for models whose buffers differ between ways."""
-    dataset, model = task.data("train", Path()), model.eval()
+    dataset, model = _dataset(task, double), model.eval()
     output = model(dataset.inputs)
     values, counts = task.loss(output, dataset.targets), task.counts(dataset.targets)
     counts = torch.ones(len(values)) if counts is None else counts

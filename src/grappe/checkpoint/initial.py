@@ -34,7 +34,9 @@ MOST_STATES = 3  # of an optimizer, each as large as the weights, as with Adam's
 BYTES_PER_SECOND = 10**8  # of a file that is read, and copied into the model
 
 
-def build(task: Task, checkpoints: Path, begin: Begin | None, run: str = "") -> tuple[str, ...]:
+def build(
+    task: Task, checkpoints: Path, begin: Begin | None, run: str = "", kind: torch.dtype = torch.float32
+) -> tuple[str, ...]:
     """Makes the model in a separate process and saves it as step 0; the memory of building is freed with that process.
 
     A run that begins with another training's state is saved as the step after that training's epochs.
@@ -42,6 +44,7 @@ def build(task: Task, checkpoints: Path, begin: Begin | None, run: str = "") -> 
     Args:
         begin: what to take over, instead of fresh weights.
         run: the id of the run that it is for.
+        kind: float64 for weights in float64.
 
     Returns:
         Notes for the user about what was taken over.
@@ -54,6 +57,8 @@ def build(task: Task, checkpoints: Path, begin: Begin | None, run: str = "") -> 
     def work() -> str:
         torch.set_num_threads(1)  # a forked process must not use its parent's threads
         model = _made(task)
+        if kind == torch.float64:  # before it takes anything over: a float32 would round it
+            model.double()
         if begin is not None and begin.in_the_middle:
             return _continue(task, model, begin, checkpoints, run)
         notes = "" if begin is None else take_over(model, begin.source)

@@ -120,6 +120,15 @@ def read_into(target: Tensor, weights: Weights, name: str) -> None:
         local.copy_(weights.read_part(name, shape, offset))
 
 
+def smallest_types(model: nn.Module, weights: Weights) -> tuple[torch.dtype, torch.dtype]:
+    """Returns the type of the model's smallest decimal parameter, and its type in `weights`."""
+    decimal = {name: p for name, p in model.named_parameters() if p.is_floating_point() and p.numel()}
+    if not decimal:
+        return torch.float32, torch.float32
+    name = min(decimal, key=lambda name: decimal[name].numel())
+    return decimal[name].dtype, weights.read(name).dtype
+
+
 def full_tensor(tensor: Tensor) -> Tensor:
     """Returns the whole tensor on the CPU. Collective if the tensor is sharded."""
     if isinstance(tensor, DTensor):

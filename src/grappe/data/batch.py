@@ -17,6 +17,7 @@ from torch import Tensor
 from grappe.data.pieces import ExactPieces
 from grappe.errors import TaskError
 from grappe.errors.user_code import at
+from grappe.plan import Plan
 from grappe.task import Task
 
 if TYPE_CHECKING:
@@ -140,15 +141,20 @@ def counts_of(task: Task, targets: Any) -> LossWeights:
     )
 
 
-def as_weights(counts: LossWeights, *, counted: bool) -> LossWeights:
-    """Returns counts as float32; zeros unless `counted`, as for a row of padding."""
+def stored_in(plan: Plan) -> torch.dtype:
+    """Returns the type of a plan's parameters, gradients, losses, their weights and their sums."""
+    return torch.float64 if plan.precision == "fp64" else torch.float32
+
+
+def as_weights(counts: LossWeights, kind: torch.dtype, *, counted: bool) -> LossWeights:
+    """Returns counts as weights of the type `kind`; zeros unless `counted`, as for a row of padding."""
     if isinstance(counts, Mapping):
-        return {name: _as_weights(each, counted) for name, each in counts.items()}
-    return None if counts is None else _as_weights(counts, counted)
+        return {name: _as_weights(each, kind, counted) for name, each in counts.items()}
+    return None if counts is None else _as_weights(counts, kind, counted)
 
 
-def _as_weights(counts: Tensor, counted: bool) -> Tensor:
-    return counts.float() if counted else torch.zeros_like(counts, dtype=torch.float32)
+def _as_weights(counts: Tensor, kind: torch.dtype, counted: bool) -> Tensor:
+    return counts.to(kind) if counted else torch.zeros_like(counts, dtype=kind)
 
 
 def divided(

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from grappe.errors import GrappeError, PlanError, TaskError
 from grappe.errors.user_code import at, sentence
+from grappe.private_api.torch import tree_map
 from grappe.task import Task, overrides
 
 _NOTHING = contextlib.nullcontext()
@@ -78,6 +79,13 @@ def _in_full_precision(device: torch.device) -> contextlib.AbstractContextManage
     if device.type == "cpu" and not torch.is_autocast_enabled("cpu"):
         return _NOTHING
     return _without_lower_precision(device)
+
+
+def in_float64(batch: Any) -> Any:
+    """Returns nested data, whose decimal tensors are float64."""
+    return tree_map(
+        lambda leaf: leaf.double() if isinstance(leaf, Tensor) and leaf.is_floating_point() else leaf, batch
+    )
 
 
 @contextlib.contextmanager

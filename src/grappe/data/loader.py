@@ -12,8 +12,8 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from grappe.data.arrays import in_memory, with_copies
-from grappe.data.batch import Batch, BatchRows, Microbatch, SampleIds, as_weights, counts_of, divided, inside
-from grappe.data.collate import at_rows, augment, collated, takes_training
+from grappe.data.batch import Batch, BatchRows, Microbatch, SampleIds, as_weights, counts_of, divided, inside, stored_in
+from grappe.data.collate import at_rows, augment, collated, in_float64, takes_training
 from grappe.data.datasets import training_order
 from grappe.data.device_copy import copies_to, on_device, sent
 from grappe.data.draw import sample_keys
@@ -65,6 +65,7 @@ class BatchLoader:
         self._parts = plan.microbatches if training else 1
         self._exact = ExactPieces.of(plan) if plan.exact else None
         self._places = training and plan.draws_whole_batches
+        self._kind = stored_in(plan)
         self.phase: Callable[[int], None] | None = None  # called as a batch leaves and arrives
         self._arrays = in_memory(dataset)
         self._cuts = plan.pipeline > 1 and self._parts > 1 and self._arrays is None
@@ -171,10 +172,9 @@ class BatchLoader:
         cpu = torch.device("cpu")
         if self._world.device != cpu:
             inputs, targets = tree_map(lambda leaf: on_device(leaf, cpu), (inputs, targets))
-        # A model may accept augmented samples only.
-        if not self._augments:
-            return inputs, targets
-        return self._augmented(inputs, targets, SampleIds(self.order.seed, -1, ids), cpu)
+        if self._augments:  # a model may accept augmented samples only
+            inputs, targets = self._augmented(inputs, targets, SampleIds(self.order.seed, -1, ids), cpu)
+        return in_float64((inputs, targets)) if self._kind == torch.float64 else (inputs, targets)
 
     def _loaded(self, part: StepSlice, fetch: Fetch) -> Iterator[tuple[np.ndarray, Any, Any]]:
         """Each piece's sample ids, inputs and targets."""
@@ -219,9 +219,11 @@ class BatchLoader:
             inputs, targets = self._augmented(inputs, targets, drawn_for, self._world.device)
         if self._plan.channels_last:
             inputs = in_channels_last(inputs)
+        if self._kind == torch.float64:
+            inputs, targets = in_float64((inputs, targets))
         weights = None
         if self._counts:
-            weights = as_weights(counts_of(self._task, targets), counted=len(ids) > 0)
+            weights = as_weights(counts_of(self._task, targets), self._kind, counted=len(ids) > 0)
         padding = 0 if len(ids) else 1
         return Microbatch(inputs, targets, len(ids), weights, padding, drawn_for, place if self._places else None)
 

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from grappe.data.batch import Batch
+from grappe.data.batch import Batch, stored_in
 from grappe.engines.base import COMMON, Engine, EngineSetup
 from grappe.engines.shared.after_step import AfterStep
 from grappe.engines.shared.microbatch import MicrobatchRunner, evaluate
@@ -58,7 +58,7 @@ class Horovod(Engine):
         self._setup, self._task, self._world = setup, setup.task, setup.world
         self._hvd = _started(self._world)
         set_tf32(setup.plan.precision)
-        self._model = on_meta(self._task)
+        self._model = on_meta(self._task, stored_in(setup.plan))
         fill(self._model, setup.weights, self._world.device)
         named = trained_parameters(self._model)
         self._parameters = [parameter for _, parameter in named]

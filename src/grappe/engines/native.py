@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from grappe.data.batch import Batch, entering
+from grappe.data.batch import Batch, entering, stored_in
 from grappe.engines.base import COMMON, Engine, EngineSetup
 from grappe.engines.shared.after_step import AfterStep
 from grappe.engines.shared.microbatch import MicrobatchRunner, evaluate, within
@@ -197,9 +197,9 @@ class WholeGradients:
         self._switch = reduction_switch(model.module, setup.plan) if setup.plan.uses_fsdp else None
         self._unwrapped: Replicas | None = None
         forward: Callable[[Any], Any] = functools.partial(setup.task.forward, model.module)
-        divisor = 1.0
+        divisor, summed_in = 1.0, stored_in(setup.plan)
         if setup.plan.uses_ddp:
-            forward = self._unwrapped = Replicas(model.module, setup.world, setup.task.forward)
+            forward = self._unwrapped = Replicas(model.module, setup.world, setup.task.forward, summed_in)
             divisor = float(setup.world.data_size)  # DDP averages where FSDP2 is made to sum
             if setup.plan.microbatches > 1:
                 self._switch = self._unwrapped.reduce_in_next_backward
@@ -213,7 +213,7 @@ class WholeGradients:
             loss_scale=loss_scale,
             gradient_divisor=divisor,
             precision=self._precision,
-            reduction=loss_reduction(setup.world),
+            reduction=loss_reduction(setup.world, summed_in=summed_in),
         )
 
     def gradients(self, batch: Batch) -> Sums:

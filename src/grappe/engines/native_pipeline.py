@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from grappe.data.batch import Batch, Microbatch
+from grappe.data.batch import Batch, Microbatch, stored_in
 from grappe.data.collate import at_rows
 from grappe.data.order import cut
 from grappe.data.whole_batch_draws import whole_batch_draws
@@ -55,7 +55,7 @@ class PipelinedGradients:
         plan, world = setup.plan, setup.world
         self._place = world.coordinates()["pipeline"][0]
         self._parameters = [parameter for _, parameter in model.named]
-        self._reduction = loss_reduction(world)
+        self._reduction = loss_reduction(world, summed_in=stored_in(plan))
         # Gradients are summed, by replicas too. The last stage alone has the loss; the reduction starts after the step.
         self._precision = autocast(plan.precision, world.device)
         self._loss_runner = MicrobatchRunner(
@@ -131,7 +131,7 @@ class PipelinedGradients:
         if not self._parameters:  # all that this stage has is frozen
             square = torch.zeros((), dtype=torch.float64, device=self._setup.world.device)
             dist.all_reduce(square, group=group)
-            return square.sqrt().float()
+            return square.sqrt().to(stored_in(self._setup.plan))
         return gradient_norm(self._parameters, group)
 
     def _anybody(self, flag_here: bool) -> bool:
@@ -169,7 +169,7 @@ class StagedModel:
                 "another process than the one it follows. Use shard=, which splits each parameter",
             )
         _check_once(setup)
-        sketch = on_meta(task)
+        sketch = on_meta(task, stored_in(plan))
         parts = cut_into_stages(task, sketch, plan.pipeline * stages_each(plan), setup.sample_inputs)
         if any(isinstance(module, BatchNormBase) for module in sketch.modules()) and setup.samples:
             check_even(plan, task.batch_size, setup.samples)

@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from grappe.checkpoint.weights import Weights
-from grappe.data.batch import Batch, Microbatch, entering
+from grappe.data.batch import Batch, Microbatch, entering, stored_in
 from grappe.data.device_copy import sent
 from grappe.engines.base import COMMON, Engine, EngineSetup
 from grappe.engines.shared.after_step import AfterStep
@@ -47,14 +47,14 @@ from grappe.task import Task, overrides
 # ---- 1. The same parameters everywhere (the book's get_params) -----------------------------------------
 
 
-def get_params(task: Task, weights: Weights, device: torch.device) -> nn.Module:
+def get_params(task: Task, weights: Weights, device: torch.device, kind: torch.dtype) -> nn.Module:
     """Makes the model with the values of `weights`, on `device`.
 
     The book copies parameters from one GPU to the others. Here every process makes the model without values and reads
     the same values, so nothing is sent. Then the models stay the same because their updates are the
     same, to the last bit: otherwise the models would diverge.
     """
-    model = on_meta(task)
+    model = on_meta(task, kind)
     fill(model, weights, device)
     return model
 
@@ -154,17 +154,19 @@ def pass_on(outgoing: Tensor, incoming: Tensor, rank: int, size: int) -> None:
 class Textbook(Engine):
     """Engine with the whole model on every process, which sums the gradients by hand between backward and update."""
 
-    supported_keys = COMMON | {"replicate", "microbatches", "exact"}
+    supported_keys = COMMON | {"replicate", "microbatches", "exact", "precision"}
     about = "replication written out by hand, with a ring all-reduce of its own: for reading"
 
     @classmethod
     def unsupported_reason(cls, plan: Plan) -> str | None:
+        if plan.precision not in ("fp32", "fp64"):
+            return f"engine=textbook has no precision={plan.precision}: use fp32 or fp64, or engine=native"
         return rules.unsupported_reason(plan) if plan.exact else None
 
     def __init__(self, setup: EngineSetup) -> None:
         self._setup, self._task, self._world = setup, setup.task, setup.world
-        set_tf32(setup.plan.precision)
-        self._model = get_params(self._task, setup.weights, self._world.device)
+        set_tf32(setup.plan.precision)  # switches it off
+        self._model = get_params(self._task, setup.weights, self._world.device, stored_in(setup.plan))
         named = trained_parameters(self._model)
         self._parameters = [parameter for _, parameter in named]
         self._sizes = [parameter.numel() for parameter in self._parameters]
@@ -206,7 +208,7 @@ class Textbook(Engine):
         seed_slice(self._setup, batch)
         # A loss that compares samples needs all outputs before the first backward.
         first_pass(self._losses, self._setup, self._model, batch, lambda _, micro: self._output(batch, micro))
-        loss = torch.zeros((), device=self._world.device)
+        loss = torch.zeros((), dtype=stored_in(self._setup.plan), device=self._world.device)
         for micro in batch.microbatches:
             self._setup.observers.phase(FORWARD)
             if micro.rows:

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from grappe.data.batch import Batch, Microbatch
+from grappe.data.batch import Batch, Microbatch, stored_in
 from grappe.data.collate import at_rows
 from grappe.data.datasets import dataset_of
 from grappe.data.loader import BatchLoader, evaluation_loader, training_loader
@@ -40,15 +40,20 @@ from grappe.private_api.torch import fake_store, fake_tensors, forget_meshes, tr
 from grappe.step.task_contract import optimizer_of
 from grappe.task import Task, overrides
 
+ONE_PROCESS = Plan()
 SAMPLES = 16  # read from the data; larger batches repeat them
 COLLATED = 512  # at most, where the task's collate may pad samples to the longest
 
 
 class Batches:
-    """Batches of any number of samples, from a few that are read."""
+    """Batches of any number of samples, from a few that are read.
 
-    def __init__(self, task: Task, data: Path, mode: Any, split: str = "train") -> None:
-        dataset = dataset_of(task, split, data)
+    Args:
+        plain: a plan of one process, whose precision they have.
+    """
+
+    def __init__(self, task: Task, data: Path, mode: Any, plain: Plan, split: str = "train") -> None:
+        dataset, self._plain = dataset_of(task, split, data), plain
         self._task, self._dataset, self._mode, self._trains = task, dataset, mode, split == "train"
         self.samples = len(dataset)
         self._world = World(process=ProcessRank(), device=CPU)
@@ -86,8 +91,8 @@ class Batches:
     def _loader(self, rows: int) -> BatchLoader:
         task = dataclasses.replace(self._task, batch_size=rows)
         if self._trains:
-            return training_loader(task, self._dataset, Plan(), self._world)
-        plan = Plan(validation_batch=None if task.whole_batch_loss else rows)
+            return training_loader(task, self._dataset, self._plain, self._world)
+        plan = dataclasses.replace(self._plain, validation_batch=None if task.whole_batch_loss else rows)
         return evaluation_loader(task, self._dataset, plan, self._world)
 
     def _rehearsed(self, rows: int) -> Batch:
@@ -188,20 +193,29 @@ class FakeModel:
         foreach: whether the optimizer steps all parameters at once, as it does on a GPU.
         kernels: what kernels take besides their output; None: nothing, as on a device that is not here.
         records: whether traces of training steps record their operators, from which times are foreseen.
+        plain: a plan of one process, whose parameters' type the model has.
 
     Raises:
         TaskError: the model, the loss or the optimizer cannot run without values, or the task's own code fails.
     """
 
     def __init__(
-        self, task: Task, data: Path, *, foreach: bool = False, kernels: Kernels | None = None, records: bool = False
+        self,
+        task: Task,
+        data: Path,
+        *,
+        foreach: bool = False,
+        kernels: Kernels | None = None,
+        records: bool = False,
+        plain: Plan = ONE_PROCESS,
     ) -> None:
         self.task, self._kernels, self._data, self._records = task, kernels, data, records
+        self._foreach, self._plain = foreach, plain
         self.mode: Any = fake_tensors()
         with user_code.naming_user_line(task):
-            self.batches = Batches(task, data, self.mode)
+            self.batches = Batches(task, data, self.mode, plain)
         with explaining_trace_errors(task, "be made"):
-            self.plain = on_meta(task)
+            self.plain = on_meta(task, stored_in(plain))
             model = self._build_model()
             refuse_sparse(task, model)
             self._blocks = blocks_of(task, self.batches.example).names
@@ -213,6 +227,21 @@ class FakeModel:
             self.has_modes = has_modes(optimizer)
             self.parameters, self.together = stepped(optimizer, named, homes, foreach)
         self.samples = self.batches.samples
+
+    def of(self, plan: Plan) -> FakeModel:
+        """Returns the fake model with the parameters' type of `plan`."""
+        return self if stored_in(plan) == stored_in(self._plain) else self._in_float64
+
+    @functools.cached_property
+    def _in_float64(self) -> FakeModel:
+        return FakeModel(
+            self.task,
+            self._data,
+            foreach=self._foreach,
+            kernels=self._kernels,
+            records=self._records,
+            plain=Plan(precision="fp64"),
+        )
 
     @functools.lru_cache(maxsize=64)  # noqa: B019 - as long as the fake model
     def trace(
@@ -230,7 +259,7 @@ class FakeModel:
             tensor: processes that share the model's matrices.
             slices: what it depends on besides itself.
         """
-        plan = Plan(recompute=recompute, tensor=tensor, replicate=slices.ways)
+        plan = dataclasses.replace(self._plain, recompute=recompute, tensor=tensor, replicate=slices.ways)
         batch = self._cut(self.batches, rows, slices)
 
         def run(model: nn.Module, world: World) -> Trace:
@@ -260,7 +289,7 @@ class FakeModel:
         self, rows: int, precision: str = "fp32", threads: int = 1, tensor: int = 1, slices: Slices = ALONE
     ) -> Trace:
         """Traces an evaluation of `rows` validation samples: a forward without gradients, and the loss."""
-        plan = Plan(tensor=tensor, replicate=slices.ways)
+        plan = dataclasses.replace(self._plain, tensor=tensor, replicate=slices.ways)
         batch = self._cut(self._validation, rows, slices)
 
         def run(model: nn.Module, world: World) -> Trace:
@@ -366,7 +395,7 @@ class FakeModel:
                 return run(self._split(plan, world), world)
 
     def _split(self, plan: Plan, world: World) -> nn.Module:
-        model = on_meta(self.task)
+        model = on_meta(self.task, stored_in(self._plain))
         split_tensors(model, self.task, plan, world)
         with self.mode:
             give_memory(model, CPU)
@@ -377,7 +406,7 @@ class FakeModel:
 
     @functools.cached_property
     def _validation(self) -> Batches:
-        return Batches(self.task, self._data, self.mode, "validation")
+        return Batches(self.task, self._data, self.mode, self._plain, "validation")
 
     @property
     def runs_kernels(self) -> bool:
@@ -394,7 +423,7 @@ class FakeModel:
         return self.batches.example
 
     def _build_model(self) -> nn.Module:
-        model = on_meta(self.task)
+        model = on_meta(self.task, stored_in(self._plain))
         with self.mode:
             give_memory(model, CPU)
         return model.train()

@@ -142,6 +142,7 @@ def memory_forecast(
         TaskError: the task's own code fails.
     """
     refuse_unforeseen(plan)
+    fake_model = fake_model.of(plan)
     samples = batch or fake_model.task.batch_size
     with naming_user_line(fake_model.task):
         all_states = [states(parts, fake_model.buffers) for parts in processes(fake_model, plan)]
@@ -166,7 +167,7 @@ def with_libraries(
     forecast: MemoryForecast, fake_model: FakeModel, plan: Plan, *, batch: int | None = None
 ) -> MemoryForecast:
     """Returns the needs of `plan`, whose peak is known, with the memory that libraries keep; runs kernels."""
-    libraries = library_memory(fake_model, plan, batch or fake_model.task.batch_size)
+    libraries = library_memory(fake_model.of(plan), plan, batch or fake_model.task.batch_size)
     return dataclasses.replace(forecast, libraries=libraries)
 
 

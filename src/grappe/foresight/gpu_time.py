@@ -124,6 +124,7 @@ def gpu_time(fake_model: FakeModel, plan: Plan, fabric: Fabric, *, batch: int | 
     fabric.refuse_unknown_network(plan)
     device = fabric.device
     device.flops(plan.precision)
+    fake_model = fake_model.of(plan)
     samples = batch or fake_model.task.batch_size
     if plan.pipeline > 1:
         return _pipelined(fake_model, plan, samples, fabric)

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from grappe.data.batch import Batch, entering
+from grappe.data.batch import Batch, entering, stored_in
 from grappe.foresight import trace
 from grappe.foresight.kernels import describe
 from grappe.foresight.schedules import Kind, order_of
@@ -65,7 +65,7 @@ class _Process:
     """One process of a pipeline, and what it keeps during a step."""
 
     def __init__(self, task: Task, own: Mapping[int, Stage], bounds: Boundaries, batch: Batch, plan: Plan) -> None:
-        self._batch, self._losses, self._precision = batch, Losses(task), plan.precision
+        self._batch, self._losses, self._precision = batch, Losses(task, summed_in=stored_in(plan)), plan.precision
         micros = plan.microbatches
         self._inputs = {(number, micro): bounds.received(number) for number in own if number for micro in range(micros)}
         self._gradients = {

@@ -53,10 +53,12 @@ def norm_pairs(parameters: Sequence[nn.Parameter], others: Sequence[Tensor]) -> 
     return weights, rest
 
 
-def ratio(above: Tensor, below: Tensor) -> Tensor:
-    """Divides, float32 [n]; 1 where either is 0, as for a parameter that begins with zeros."""
+def ratio(above: Tensor, below: Tensor, like: Tensor) -> Tensor:
+    """Divides; 1 where either is 0, as for a parameter that begins with zeros: float32 [n], or float64 as `like`."""
     positive = (above > 0) & (below > 0)
-    return torch.where(positive, above / below.clamp_min(torch.finfo(torch.float64).tiny), 1.0).float()
+    return torch.where(positive, above / below.clamp_min(torch.finfo(torch.float64).tiny), 1.0).to(
+        torch.promote_types(like.dtype, torch.float32)
+    )
 
 
 def local_gradient(parameter: nn.Parameter) -> Tensor:

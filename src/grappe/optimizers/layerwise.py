@@ -79,7 +79,8 @@ class LARS(Optimizer):
                 weights, gradients = norm_pairs(parameters, slopes)
                 above, below = group["trust_coefficient"] * weights, gradients + decay * weights
                 # Divided by lr before the minimum: 1 is also the rate of a parameter without a norm.
-                rates = ratio(above, below * group["lr"]).clamp_max(1.0) if self._limited else ratio(above, below)
+                rates = ratio(above, below * (group["lr"] if self._limited else 1.0), slopes[0])
+                rates = rates.clamp_max(1.0) if self._limited else rates
             for parameter, slope, rate in zip(parameters, slopes, rates, strict=True):
                 state = self.state[parameter]
                 if "momentum_buffer" not in state:
@@ -176,7 +177,7 @@ class LAMB(Optimizer):
                 updates.append(direction.add_(local_part(parameter), alpha=group["weight_decay"]))
             rates = [1.0] * len(parameters)
             if group["adapt"]:
-                rates = ratio(*norm_pairs(parameters, updates)).unbind()
+                rates = ratio(*norm_pairs(parameters, updates), updates[0]).unbind()
             for parameter, update, rate in zip(parameters, updates, rates, strict=True):
                 local_part(parameter).sub_(update.mul_(group["lr"] * rate))
         return loss

@@ -112,12 +112,12 @@ class Muon(Optimizer):
 
 
 def orthogonal(matrix: Tensor, steps: int) -> Tensor:
-    """Brings all singular values of a matrix [m, n] to about 1 (0.7 to 1.2), in float32.
+    """Brings all singular values of a matrix [m, n] to about 1 (0.7 to 1.2), at least in float32.
 
     The quintic iteration of Jordan et al. 2024: X = a X + (b X X' + c (X X')^2) X, from X = matrix / |matrix|.
     """
     a, b, c = COEFFICIENTS
-    x = matrix.float()
+    x = matrix.to(torch.promote_types(matrix.dtype, torch.float32))
     if tall := len(x) > x.shape[1]:
         x = x.T
     x = x / x.norm().clamp_min(TINY)

@@ -28,16 +28,17 @@ class _Normalise(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         channels = x.shape[1]
         real = x[:rows]
-        count = torch.full((1,), float(real.numel() // channels), device=x.device)
+        count = x.new_full((1,), float(real.numel() // channels), dtype=torch.float32)
         dims = [dim for dim in range(x.dim()) if dim != 1]
+        kind = torch.promote_types(x.dtype, torch.float32)
         if rows:
-            mean = real.mean(dims, dtype=torch.float32)
-            second = (real.float() - _spread(mean, x)).square().sum(dims)
+            mean = real.mean(dims, dtype=kind)
+            second = (real.to(kind) - _spread(mean, x)).square().sum(dims)
         else:
-            mean = second = torch.zeros(channels, device=x.device)
+            mean = second = torch.zeros(channels, dtype=kind, device=x.device)
         mean, variance, total = _combine(mean, second, count, group)
         inverse = torch.rsqrt(variance + eps)
-        normal = (x.float() - _spread(mean, x)) * _spread(inverse, x)
+        normal = (x.to(kind) - _spread(mean, x)) * _spread(inverse, x)
         ctx.save_for_backward(normal, inverse, total)
         ctx.group, ctx.dims, ctx.real = group, dims, bool(rows)
         ctx.mark_non_differentiable(mean, variance, total)
@@ -46,7 +47,7 @@ class _Normalise(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
         normal, inverse, total = ctx.saved_tensors
-        g = gradients[0].float()
+        g = gradients[0].to(normal.dtype)
         sums = torch.stack([g.sum(ctx.dims), (g * normal).sum(ctx.dims)])
         dist.all_reduce(sums, group=ctx.group)
         if not ctx.real:

@@ -17,8 +17,17 @@ from grappe.step.task_contract import model_of
 from grappe.task import Task
 
 
-def on_meta(task: Task) -> nn.Module:
-    """Makes the task's model without memory or values; on the CPU if the meta device is not possible."""
+def on_meta(task: Task, kind: torch.dtype = torch.float32) -> nn.Module:
+    """Makes the task's model without memory or values; on the CPU if the meta device is not possible.
+
+    Args:
+        kind: float64 for a model in float64.
+    """
+    model = _without_values(task)
+    return model.double() if kind == torch.float64 else model
+
+
+def _without_values(task: Task) -> nn.Module:
     try:
         with torch.device("meta"):
             model = model_of(task)

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from grappe.checkpoint.weights import Weights
+from grappe.data.batch import stored_in
 from grappe.launch.world import World
 from grappe.parallel.activation_checkpointing import checkpoint_activations, switch_off_caches
 from grappe.parallel.batchnorm import synchronise_batchnorm
@@ -48,7 +49,7 @@ def parallelize(
     Returns:
         The task's own modules and names, in training mode; parameters may be sharded.
     """
-    model = on_meta(task)
+    model = on_meta(task, stored_in(plan))
     units = units_of(task, model, blocks)
     if plan.recompute:
         switch_off_caches(model)

@@ -38,10 +38,10 @@ def ddp_arguments(find_unused: bool) -> dict[str, bool]:
 class SumsCarrier(nn.Module):
     """A model and a parameter whose gradient carries the step's sums; registered last, it is in DDP's first bucket."""
 
-    def __init__(self, model: nn.Module, device: torch.device, call: Call) -> None:
+    def __init__(self, model: nn.Module, device: torch.device, call: Call, summed_in: torch.dtype) -> None:
         super().__init__()
         self.model, self._call = model, call
-        self.sums = nn.Parameter(torch.zeros(PAYLOAD_SIZE, device=device))
+        self.sums = nn.Parameter(torch.zeros(PAYLOAD_SIZE, dtype=summed_in, device=device))
 
     def forward(self, inputs: Any) -> Any:
         return self._call(self.model, inputs)
@@ -58,8 +58,8 @@ class Replicas:
     which costs a walk through the graph and an extra reduction. See docs/decisions/step.md.
     """
 
-    def __init__(self, model: nn.Module, world: World, call: Call) -> None:
-        self._carrier, self._call = SumsCarrier(model, world.device, call), call
+    def __init__(self, model: nn.Module, world: World, call: Call, summed_in: torch.dtype = torch.float32) -> None:
+        self._carrier, self._call = SumsCarrier(model, world.device, call, summed_in), call
         self._world = world
         self._wrapped: DistributedDataParallel | None = None
 
@@ -82,7 +82,7 @@ class Replicas:
         _forget(trained)
         self._wrapped = wrap(self._carrier, self._world, find_unused=bool(missing))
         if missing:
-            return loss_reduction(self._world)
+            return loss_reduction(self._world, summed_in=carried.dtype)
         reduction = loss_reduction(self._world, carried)
         dry_run(self._wrapped, reduction.start(reduction.zero, 0.0))
         _forget([*trained, carried])

@@ -14,6 +14,7 @@ from typing import NamedTuple
 from grappe.sites.schema import Contents, Site, Storage
 
 AMPERE, VOLTA = (8, 0), (7, 0)
+FULL_FP64 = ((6, 0), VOLTA, AMPERE, (9, 0), (10, 0))  # P100, V100, A100, H100, B200
 NAMES: dict[Contents, str] = {"runs": "a run's folder, with its checkpoints,", "data": "data", "caches": "caches"}
 CHANGE: dict[Contents, str] = {
     "runs": "submit from there, or give --run (--runs for other commands)",
@@ -92,6 +93,9 @@ def unfit_precision(precision: str, gpu: str, capability: tuple[int, int] | None
     elif precision == "fp16" and capability < VOLTA:
         why = "tensor cores came with Volta (7.0): fp16 saves memory and hardly any time"
         do = "use fp32"
+    elif precision == "fp64" and capability not in FULL_FP64:
+        why = "it has few units for double precision: matrix products take 32 to 64 times as long as in fp32"
+        do = "use a V100, A100 or H100, or fp32"
     else:
         return None
     return UnfitPrecision(name, why, do)

@@ -91,7 +91,7 @@ def gradient_norm(parameters: Sequence[nn.Parameter], stages: dist.ProcessGroup 
     assert total is not None, NO_GRADIENT
     if stages is not None:
         dist.all_reduce(total, group=stages)
-    return total.sqrt().float()
+    return total.sqrt().to(torch.promote_types(parameters[0].dtype, torch.float32))
 
 
 def _square(gradients: Sequence[Tensor]) -> Tensor:

@@ -31,18 +31,19 @@ class Loss(NamedTuple):
     output_gradient: Tensor
     """The gradient of the global batch's mean loss with respect to `values`, from which backward starts."""
     total: Tensor
-    """The sum of the microbatch's losses, a float32 scalar without a gradient."""
+    """The sum of the microbatch's losses, a scalar without a gradient: float32, or float64 with precision=fp64."""
 
     def scalar(self) -> Tensor:
         """Returns a scalar whose gradient with respect to `values` is `output_gradient`; its value has no meaning."""
-        return (self.values.float() * self.output_gradient.float()).sum()
+        kind = self.total.dtype
+        return (self.values.to(kind) * self.output_gradient.to(kind)).sum()
 
 
 class ScoredLoss(NamedTuple):
     """The loss of an evaluated microbatch."""
 
     total: Tensor
-    """The sum of its losses, a float32 scalar."""
+    """The sum of its losses, a scalar."""
     count: Tensor | float
     """The sum of their weights; without weights the number of samples."""
     named: Mapping[str, Tensor]
@@ -54,8 +55,8 @@ class ScoredLoss(NamedTuple):
 class Losses:
     """Computes losses of microbatches, divided by the count of the global batch."""
 
-    def __init__(self, task: Task, observers: Observers | None = None) -> None:
-        self._task, self._observers = task, observers or Observers()
+    def __init__(self, task: Task, observers: Observers | None = None, summed_in: torch.dtype = torch.float32) -> None:
+        self._task, self._observers, self._summed_in = task, observers or Observers(), summed_in
         self._checked: tuple[object, ...] | None = None
         """Shape, type and rows of the last single loss that fulfilled the contract, which need no further check."""
         self._start: tuple[object, Tensor] | None = None
@@ -135,24 +136,28 @@ class Losses:
     def _totals(self, named: Mapping[str, Tensor], micro: Microbatch) -> Mapping[str, Tensor]:
         weights = micro.weights
         if isinstance(weights, Mapping):
-            return {name: _weighted_sum(values, weights[name]) for name, values in named.items()}
+            return {name: _weighted_sum(values, weights[name], self._summed_in) for name, values in named.items()}
         return {name: self.total(values, micro) for name, values in named.items()}
 
-    @staticmethod
-    def total(values: Tensor, micro: Microbatch) -> Tensor:
-        """Sums the microbatch's losses to a float32 scalar; without weights, a row counts as the mean of its values."""
-        if micro.weights is not None:
-            return _weighted_sum(values, _flat(micro.weights))
-        values = values.detach()
-        if micro.padding:
-            values = values.reshape(micro.rows + micro.padding, -1)[: micro.rows]
-        total = values.sum(dtype=torch.float32)
-        per_row = values.numel() // max(1, micro.rows)
-        return total / per_row if per_row > 1 else total
+    def total(self, values: Tensor, micro: Microbatch) -> Tensor:
+        """Sums the microbatch's losses to a scalar."""
+        return total_of(values, micro, self._summed_in)
 
 
-def _weighted_sum(values: Tensor, weights: Tensor) -> Tensor:
-    return (values.detach().float() * weights).sum()
+def total_of(values: Tensor, micro: Microbatch, summed_in: torch.dtype) -> Tensor:
+    """Sums a microbatch's losses to a scalar; without weights, a row counts as the mean of its values."""
+    if micro.weights is not None:
+        return _weighted_sum(values, _flat(micro.weights), summed_in)
+    values = values.detach()
+    if micro.padding:
+        values = values.reshape(micro.rows + micro.padding, -1)[: micro.rows]
+    total = values.sum(dtype=summed_in)
+    per_row = values.numel() // max(1, micro.rows)
+    return total / per_row if per_row > 1 else total
+
+
+def _weighted_sum(values: Tensor, weights: Tensor, summed_in: torch.dtype) -> Tensor:
+    return (values.detach().to(summed_in) * weights).sum()
 
 
 def _flat(weights: Tensor | Mapping[str, Tensor]) -> Tensor:
@@ -184,10 +189,10 @@ class Sums:
 class LossReduction:
     """The loss reduction of a single process; also the base of the other reductions."""
 
-    def __init__(self, device: torch.device) -> None:
-        self._loss = torch.zeros((), device=device)
+    def __init__(self, device: torch.device, summed_in: torch.dtype) -> None:
+        self._loss = torch.zeros((), dtype=summed_in, device=device)
         self._flag = 0.0
-        self._flags = {0.0: torch.zeros((), device=device)}
+        self._flags = {0.0: torch.zeros_like(self._loss)}
         self.zero = self._flags[0.0]
 
     def payload(self, loss: Tensor, flag: float) -> Tensor:
@@ -214,7 +219,7 @@ class PiggybackReduction(LossReduction):
     """Loss reduction within DDP's own reduction: the sums are the gradient of a parameter with no other use."""
 
     def __init__(self, carried: nn.Parameter, processes: int) -> None:
-        super().__init__(carried.device)
+        super().__init__(carried.device, carried.dtype)
         self._carried = carried
         self._as_root = (carried,)  # a leaf's gradient is the one that backward gets for it
         self._processes = processes
@@ -232,8 +237,8 @@ class PiggybackReduction(LossReduction):
 class AllReduceReduction(LossReduction):
     """Loss reduction by a separate all-reduce, started before backward, so that it usually ends before it is read."""
 
-    def __init__(self, world: World) -> None:
-        super().__init__(world.device)
+    def __init__(self, world: World, summed_in: torch.dtype) -> None:
+        super().__init__(world.device, summed_in)
         # Over the whole world, since a flag may be raised anywhere; tensor peers have the same loss.
         self._copies = world.size // world.data_size
         self._work: dist.Work | None = None
@@ -247,7 +252,9 @@ class AllReduceReduction(LossReduction):
         return Sums(self._payload, self._work)
 
 
-def loss_reduction(world: World, carried: nn.Parameter | None = None) -> LossReduction:
+def loss_reduction(
+    world: World, carried: nn.Parameter | None = None, summed_in: torch.dtype = torch.float32
+) -> LossReduction:
     """Chooses the loss reduction for `world`'s processes.
 
     Args:
@@ -255,7 +262,7 @@ def loss_reduction(world: World, carried: nn.Parameter | None = None) -> LossRed
     """
     if carried is not None:
         return PiggybackReduction(carried, world.data_size)
-    return AllReduceReduction(world) if world.size > 1 else LossReduction(world.device)
+    return AllReduceReduction(world, summed_in) if world.size > 1 else LossReduction(world.device, summed_in)
 
 
 class HostCopy:

@@ -12,7 +12,7 @@ GROWTH_STEPS = 2000  # as torch.amp.GradScaler
 
 
 def autocast(precision: str, device: torch.device) -> contextlib.AbstractContextManager[Any]:
-    """Context of the forward, which does nothing in fp32. Parameters and reductions stay fp32 in every precision."""
+    """Context of the forward, which does nothing in fp32 and fp64. Parameters and reductions stay fp32 in it."""
     if precision not in LOWER:
         return contextlib.nullcontext()
     # The cache would keep casts of parameters alive across FSDP's resharding, and across steps of our own loop.

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from grappe.data.batch import Batch, Microbatch
+from grappe.data.batch import Batch, Microbatch, stored_in
 from grappe.data.collate import form
 from grappe.errors import TaskError
 from grappe.errors.user_code import at, calls_users, sentence
@@ -97,7 +97,7 @@ def make_losses(task: Task, plan: Plan, world: World, observers: Observers | Non
     """Makes the object that computes the task's loss under the plan."""
     if task.whole_batch_loss:
         return WholeBatchLosses(task, plan, world, observers)
-    return Losses(task, observers)
+    return Losses(task, observers, stored_in(plan))
 
 
 class Scorer:

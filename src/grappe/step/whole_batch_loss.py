@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from grappe.data.batch import Batch, Microbatch
+from grappe.data.batch import Batch, Microbatch, stored_in
 from grappe.data.device_copy import sent
 from grappe.data.pieces import rows_of_slices
 from grappe.data.whole_batch_draws import whole_batch_draws
@@ -29,7 +29,7 @@ from grappe.plan import Plan
 from grappe.private_api.torch import tree_flatten, tree_leaves, tree_unflatten
 from grappe.profiling.phases import BACKWARD
 from grappe.step.exact.sums import wire
-from grappe.step.loss import Loss, Losses, ScoredLoss
+from grappe.step.loss import Loss, Losses, ScoredLoss, total_of
 from grappe.step.loss_contract import values_of
 from grappe.step.observers import Observers
 from grappe.task import Task
@@ -49,7 +49,7 @@ class WholeBatchLosses:
 
     def __init__(self, task: Task, plan: Plan, world: World, observers: Observers | None = None) -> None:
         self._task, self._observers = task, observers or Observers()
-        self._slices = GatheredSlices(plan, world)
+        self._slices, self._summed_in = GatheredSlices(plan, world), stored_in(plan)
         # Exact plans add up in the order of their pieces, on one process too.
         self._batch_is_local = world.size == 1 and not plan.exact
         self._checked = False
@@ -104,14 +104,14 @@ class WholeBatchLosses:
             values, _ = values_of(self._task, root_output, micro.targets, micro.size, micro.weights)
         inputs = [root for root, is_float in zip(roots, floats, strict=True) if is_float]
         gradients = iter(torch.autograd.grad(values.sum(), inputs, allow_unused=True))
-        scored = ScoredLoss(values.detach().sum().float(), float(micro.rows), {})
+        scored = ScoredLoss(values.detach().sum().to(self._summed_in), float(micro.rows), {})
         return self._loss(output, LossPart(tuple(next(gradients) if is_float else None for is_float in floats), scored))
 
     def _loss(self, output: object, part: LossPart) -> Loss:
         """Returns the loss whose backward starts from the output's leaves, by the part's gradients."""
         leaves, _ = tree_flatten(output)
         starts = [
-            (leaf.reshape(-1).float(), gradient.reshape(-1).float())
+            (leaf.reshape(-1).to(self._summed_in), gradient.reshape(-1).to(self._summed_in))
             for leaf, gradient in zip(leaves, part.gradients, strict=True)
             if gradient is not None and leaf.requires_grad
         ]
@@ -131,10 +131,10 @@ class WholeBatchLosses:
         values, named = values_of(self._task, output, micro.targets, micro.size, weights)
         if not values.requires_grad:
             raise TaskError(f"{type(self._task).__name__}.loss() does not depend on the model's weights")
-        totals = {name: Losses.total(each, micro) for name, each in named.items()}
+        totals = {name: total_of(each, micro, self._summed_in) for name, each in named.items()}
         self._observers.after_loss(output, micro, totals)
         self._observers.phase(BACKWARD)
-        return Loss(values, _start(values, batch, weights, scale), Losses.total(values, micro))
+        return Loss(values, _start(values, batch, weights, scale), total_of(values, micro, self._summed_in))
 
     def scored(self, output: Any, micro: Microbatch, batch: Batch) -> list[ScoredLoss]:
         """Returns the sums of a batch's microbatches, with its last one. Collective."""
@@ -178,7 +178,7 @@ class WholeBatchLosses:
         totals = []
         for part, micro in zip(rows.split([micro.rows for micro in micros]), micros, strict=True):
             weights = micro.weights[: micro.rows] if isinstance(micro.weights, Tensor) else None
-            totals.append(Losses.total(part, micro._replace(weights=weights, padding=0)))
+            totals.append(total_of(part, micro._replace(weights=weights, padding=0), self._summed_in))
         return totals
 
     def _gathered(

@@ -19,6 +19,7 @@ from grappe.checkpoint.foreign_training import Begin
 from grappe.checkpoint.format import Checkpoint, leftovers, list_checkpoints, step_folder
 from grappe.checkpoint.initial import build
 from grappe.checkpoint.lease import Lease
+from grappe.data.batch import stored_in
 from grappe.errors import GrappeError, PlanError, RunError
 from grappe.errors.user_code import naming_user_line
 from grappe.launch import files
@@ -163,7 +164,9 @@ def _begin(
             f"{run.folder}: {chosen.passed_over[0]}. Go on with the grappe that wrote it, or start a new run"
         )
     if checkpoint is None:
-        taken_over = build(request.task, run.checkpoints, request.begin, before.get("id", ""))
+        taken_over = build(
+            request.task, run.checkpoints, request.begin, before.get("id", ""), stored_in(Plan.parse(request.plan))
+        )
         if new:
             return now, list_checkpoints(run.checkpoints)[0].step, taken_over
         checkpoint = run.choose(description=before).checkpoint

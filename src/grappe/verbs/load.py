@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from grappe.checkpoint.format import Choice, select
 from grappe.errors import RunError
 from grappe.errors.user_code import naming_user_line
 from grappe.launch.rank import is_main_process
 from grappe.launch.terminal import complain
+from grappe.plan import Plan
 from grappe.task import Task
 from grappe.training.run import Run
 from grappe.training.task_reference import resolve_task
@@ -26,6 +27,7 @@ def load(
     *,
     checkpoint: int | str | None = None,
     trained: bool = False,
+    precision: Literal["fp32", "fp64"] = "fp32",
 ) -> nn.Module:
     """Loads the model of one of a run's checkpoints, on the CPU, in evaluation mode.
 
@@ -37,6 +39,7 @@ def load(
             no code is run because a run names it. An instance, a class, or a name as on the command line.
         checkpoint: a step, "best" or "last": that one and no other. None: the newest that verifies.
         trained: take the weights themselves where the run keeps a moving average (`ema`).
+        precision: "fp64": a model in float64, which keeps each bit of a training with precision=fp64.
 
     Raises:
         RunError: the folder is no run, or it has no checkpoint that verifies.
@@ -44,6 +47,7 @@ def load(
     """
     import torch
 
+    from grappe.data.batch import stored_in
     from grappe.parallel.materialise import fill, on_meta
     from grappe.step.task_contract import model_of
 
@@ -54,7 +58,9 @@ def load(
         if torch.get_default_device().type == "meta":
             # A part of another task's model, whose own checkpoint has the values.
             return model_of(made).eval()
-        model = on_meta(made)  # without values: a folder of pretrained ones need not be here any more
+        model = on_meta(
+            made, stored_in(Plan(precision=precision))
+        )  # without values: a folder of pretrained ones need not be here any more
     fill(model, chosen.read_model(averaged=not trained), torch.device("cpu"))
     model.grappe_checkpoint = str(chosen.folder)  # pyrefly: ignore
     return model.eval()

@@ -170,6 +170,6 @@ class Normalise(nn.Module):
         self.register_buffer("scale", 1 / (torch.tensor(std).view(-1, 1, 1) * 255), persistent=False)
 
     def forward(self, images: Tensor) -> Tensor:
-        """Returns float32 [B, C, H, W]."""
+        """Returns float32 [B, C, H, W]; float64 in a model in float64."""
         # One new tensor, and no other: fresh memory costs more than the arithmetic.
-        return images.to(torch.float32, copy=True).sub_(self.shift).mul_(self.scale)
+        return images.to(self.shift.dtype, copy=True).sub_(self.shift).mul_(self.scale)

@@ -34,6 +34,8 @@ class DeepSpeed(Engine):
 
     @classmethod
     def unsupported_reason(cls, plan: Plan) -> str | None:
+        if plan.precision == "fp64":
+            return "DeepSpeed keeps the weights that its optimizers step in fp32: use engine=native for precision=fp64"
         if plan.replicate > 1 and plan.shard > 1:
             return (
                 f"engine=deepspeed splits over all processes or over none: use shard={plan.processes} (ZeRO), "

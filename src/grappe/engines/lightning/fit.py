@@ -49,7 +49,8 @@ class Half(Precision):
         return autocast("fp16", self._device)
 
 
-PRECISIONS = {"fp32": "32-true", "tf32": "32-true", "bf16": "bf16-mixed"}
+# Lightning converts nothing with "32-true": with fp64 the model and the batches are float64 already.
+PRECISIONS = {"fp32": "32-true", "tf32": "32-true", "bf16": "bf16-mixed", "fp64": "32-true"}
 
 
 def fit(parts: Parts, first: Item, batches: Iterator[Batch], after: After) -> None:

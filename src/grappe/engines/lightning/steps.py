@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from grappe.data.batch import Batch, Microbatch
+from grappe.data.batch import Batch, Microbatch, stored_in
 from grappe.engines.base import EngineSetup
 from grappe.engines.shared.after_step import AfterStep
 from grappe.engines.shared.microbatch import NOT_SCALED, MicrobatchRunner, draws, evaluate
@@ -79,7 +79,7 @@ class LightningSteps:
             loss_scale=loss_scale,
             gradient_divisor=gradient_divisor,
             precision=loss_context,
-            reduction=loss_reduction(setup.world),
+            reduction=loss_reduction(setup.world, summed_in=stored_in(setup.plan)),
         )
         self._inside = contextlib.ExitStack()
         self._norm: Tensor | None = None

@@ -13,7 +13,17 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from grappe.checkpoint.weights import LOCAL, MODEL, OPTIMIZER, ModelWeights, Weights, full_tensor, read_into, without
+from grappe.checkpoint.weights import (
+    LOCAL,
+    MODEL,
+    OPTIMIZER,
+    ModelWeights,
+    Weights,
+    full_tensor,
+    read_into,
+    smallest_types,
+    without,
+)
 from grappe.launch.world import World
 from grappe.optimizers.modes import begin_training, evaluated_weights, has_modes
 from grappe.parallel.batchnorm import agreed_between
@@ -184,6 +194,8 @@ class ModelState:
                 name, _, key = full.removeprefix(OPTIMIZER).rpartition(".")
                 keys.setdefault(name, []).append(key)
         optimizers = wrapped(self._optimizer)
+        now, before = smallest_types(self._model, ModelWeights(saved.tensors))
+        casts = (before, now) if {before, now} == {torch.float32, torch.float64} else None
         groups = {id(p): group for group in self._optimizer.param_groups for p in group["params"]}
         for name, parameter in self._stepped or self._model.named_parameters():
             group = groups.get(id(parameter), {})
@@ -193,9 +205,9 @@ class ModelState:
                 if key == TRAINED:
                     read_into(parameter, saved.tensors, full)
                 elif item and isinstance(entries.get(items), list):
-                    entries[items][int(item)] = _read(saved, full, parameter, group)
+                    entries[items][int(item)] = _read(saved, full, parameter, group, casts)
                 else:
-                    entries[key] = _read(saved, full, parameter, group)
+                    entries[key] = _read(saved, full, parameter, group, casts)
             counted = {key.removeprefix(GROUP): value for key, value in entries.items() if key.startswith(GROUP)}
             states: dict[str, dict[str, Any]] = {}
             for full in entries.keys() - {f"{GROUP}{key}" for key in counted}:
@@ -290,12 +302,24 @@ def export(
         yield name, full_tensor(buffer if group is None else agreed_between(buffer, group))
 
 
-def _read(saved: SavedState, name: str, parameter: nn.Parameter, group: dict[str, Any]) -> Tensor:
-    """Reads an optimizer's tensor to where torch's load_state_dict puts it, as the parameter's group says."""
+def _read(
+    saved: SavedState,
+    name: str,
+    parameter: nn.Parameter,
+    group: dict[str, Any],
+    casts: tuple[torch.dtype, torch.dtype] | None,
+) -> Tensor:
+    """Reads an optimizer's tensor to where torch's load_state_dict puts it, as the parameter's group says.
+
+    Args:
+        casts: the parameters' type before, and now, where the plan's precision is another.
+    """
     if saved.tensors.shape(name) != tuple(parameter.shape) or not parameter.dim():
         value = saved.tensors.read(name).clone()
         counter = name.endswith((".step", f"{WRAPPED}step"))
         on_cpu = counter and not (group.get("fused") or group.get("capturable"))
+        if casts is not None and not counter and value.dtype == casts[0]:
+            value = value.to(casts[1])
         return value if on_cpu else value.to(parameter.device)
     value = torch.empty_like(parameter, requires_grad=False)
     read_into(value, saved.tensors, name)

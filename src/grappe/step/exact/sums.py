@@ -197,9 +197,10 @@ def exact_norm(parameters: Sequence[nn.Parameter]) -> Tensor:
     parts = [local_part(gradient) for gradient in gradients if first or sharded_groups(gradient)]
     pieces = [piece for part in parts if part.numel() for piece in part.reshape(-1).split(PIECE)]
     device = local_part(gradients[0]).device
-    largest = torch.zeros((), device=device)
+    kind = torch.promote_types(gradients[0].dtype, torch.float32)
+    largest = torch.zeros((), dtype=kind, device=device)
     if pieces:
-        largest = torch.stack([piece.abs().max() for piece in pieces]).max().float()
+        largest = torch.stack([piece.abs().max() for piece in pieces]).max().to(kind)
     # all_reduce(MAX) may drop NaN: infinity is sent instead, which also means that there is no norm.
     largest = largest.nan_to_num(nan=torch.inf, posinf=torch.inf)
     for group in groups:
@@ -216,7 +217,7 @@ def exact_norm(parameters: Sequence[nn.Parameter]) -> Tensor:
     for group in groups:
         dist.all_reduce(sums, group=group)
     total = (sums[0].double() + sums[1].double() * 2.0**-30) * 2.0**-30
-    return torch.where(usable, (total.sqrt() * divisor).float(), largest)
+    return torch.where(usable, (total.sqrt() * divisor).to(kind), largest)
 
 
 class TreeReduceScatter:

@@ -155,6 +155,8 @@ def reachable(device: Any, plan: Plan) -> dict[str, float]:
         rocm = torch.version.hip
         candidates = ("fp32", "bf16", "fp16") if rocm else ("fp32", "tf32", "bf16", "fp16")
         precisions = [name for name in candidates if unfit_precision(name, gpu, None if rocm else capability) is None]
+    if plan.precision == "fp64":  # chosen for its accuracy: a quicker one is no advice
+        precisions = []
     names: dict[Any, None] = dict.fromkeys([*precisions, plan.precision])
     return {name: flops.reachable(device, dataclasses.replace(plan, precision=name)) for name in names}
 

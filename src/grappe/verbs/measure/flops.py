@@ -10,12 +10,13 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from grappe.data.arrays import in_memory
+from grappe.data.batch import stored_in
 from grappe.data.collate import collated
 from grappe.parallel.materialise import on_meta
 from grappe.plan import Plan
 from grappe.private_api.torch import tree_map
 from grappe.step.loss_contract import loss_of
-from grappe.step.precision import set_tf32
+from grappe.step.precision import LOWER, set_tf32
 from grappe.task import Task
 
 ROWS = 2
@@ -57,7 +58,7 @@ def reachable(device: torch.device, plan: Plan) -> float:
     """
     set_tf32(plan.precision)
     side = SIDE[device.type]
-    kind = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(plan.precision, torch.float32)
+    kind = LOWER.get(plan.precision, stored_in(plan))
     # Random numbers: with equal ones a GPU takes less power, and runs faster than with a model's.
     random = torch.Generator(device).manual_seed(0)
     a, b = (torch.randn(side, side, generator=random, device=device).to(kind) for _ in range(2))

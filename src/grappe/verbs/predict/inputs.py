@@ -52,8 +52,8 @@ INTEGERS = "biu"  # NumPy's kinds of whole numbers
 Decode = Callable[[bytes], Tensor]
 
 
-def source_of(inputs: Any) -> Source:
-    """Returns what reads `inputs`, as grappe.predict takes them.
+def source_of(inputs: Any, kind: torch.dtype = torch.float32) -> Source:
+    """Returns what reads `inputs`, as grappe.predict takes them, for a model of this type.
 
     Raises:
         DataError: the file is not a plain array, or there is no picture.
@@ -63,7 +63,7 @@ def source_of(inputs: Any) -> Source:
     if files is not None:
         return lambda task, data: _of_dataset(task, picture_dataset(task, files, _split(task, "validation", data())))
     if not isinstance(inputs, str | Path):
-        return lambda task, data: _of_array(inputs)
+        return lambda task, data: _of_array(inputs, kind)
     if str(inputs) in SPLITS:
         return lambda task, data: _of_dataset(task, _split(task, str(inputs), data()))
     file = Path(inputs)
@@ -79,7 +79,7 @@ def source_of(inputs: Any) -> Source:
         return of_lines
     if file.suffix == ".npy":
         array = _read(file)
-        return lambda task, data: _of_array(array)
+        return lambda task, data: _of_array(array, kind)
     raise UsageError(
         f"{file}: give one of {', '.join(SPLITS)}, a .npy file, JSON lines ({', '.join(LINES)}, or - for the "
         f"standard input), or pictures ({', '.join(PICTURES)}, or a folder of them)"
@@ -116,7 +116,7 @@ def split_reader(task: Task, dataset: Dataset) -> Callable[[np.ndarray], Any]:
     return read
 
 
-def _of_array(array: Any) -> Batches:
+def _of_array(array: Any, stored: torch.dtype) -> Batches:
     sample = array[:1]
     size = max(1, min(BATCH, BATCH_BYTES // max(1, getattr(sample, "nbytes", 1))))
 
@@ -125,8 +125,7 @@ def _of_array(array: Any) -> Batches:
             kind = np.dtype(np.float64) if part.dtype.kind == "f" and part.itemsize > 8 else part.dtype
             part = np.array(part, kind.newbyteorder("="))  # a copy: the file stays as it is
         tensor = torch.as_tensor(part)
-        # No model here has float64.
-        return tensor.float() if tensor.dtype == torch.float64 else tensor
+        return tensor.to(stored) if tensor.dtype == torch.float64 else tensor
 
     for first in range(0, len(array), size):
         part = array[first : first + size]

@@ -16,7 +16,8 @@ import numpy as np
 import torch
 
 from grappe.checkpoint.format import Checkpoint, step_folder
-from grappe.data.batch import SampleIds, inside
+from grappe.data.batch import SampleIds, inside, stored_in
+from grappe.data.collate import in_float64
 from grappe.errors import DataError, PlanError, TaskError, UsageError
 from grappe.errors.foreign_text import printable
 from grappe.errors.user_code import naming_user_line
@@ -31,7 +32,7 @@ from grappe.training.task_reference import TaskReference, resolve_task
 from grappe.verbs.load import choose, data_of, load
 from grappe.verbs.predict.inputs import STDIN, source_of
 
-CPU = torch.device("cpu")
+CPU, PLAIN = torch.device("cpu"), Plan()
 PLAN_KEYS = frozenset({"replicate", "shard", "zero", "precision", "device", "backend", "per_device", "threads"})
 
 
@@ -132,7 +133,7 @@ def worker(request: PredictRequest, process: ProcessRank, rendezvous_folder: Pat
         units = run.read_description().get("start", {}).get("units", ())
         with naming_user_line(task):
             model = parallelize(task, plan, world, weights, blocks=units).eval()
-            batches = source_of(request.inputs)(task, lambda: request.data)
+            batches = source_of(request.inputs, stored_in(plan))(task, lambda: request.data)
         outputs: list[tuple[Any, int]] = []
         done = 0
         while group := list(itertools.islice(batches, world.size)):
@@ -140,7 +141,7 @@ def worker(request: PredictRequest, process: ProcessRank, rendezvous_folder: Pat
             # All gather sharded parameters: a process without a batch computes the last one again.
             own = min(world.rank, len(group) - 1)
             with autocast(plan.precision, world.device):
-                output = _output(task, model, group[own][0], done + sum(counts[:own]), counts[own], world.device)
+                output = _output(task, model, group[own][0], done + sum(counts[:own]), counts[own], plan, world.device)
             gathered = world.gather(tree_map(lambda leaf: leaf.cpu() if hasattr(leaf, "cpu") else leaf, output))
             if world.rank == 0:
                 outputs += zip(gathered, counts, strict=False)
@@ -158,11 +159,19 @@ def _refuse(plan: Plan, inputs: Any) -> None:
 
 
 def _output(
-    task: Task, model: torch.nn.Module, read: Callable[[], Any], first: int, count: int, device: torch.device = CPU
+    task: Task,
+    model: torch.nn.Module,
+    read: Callable[[], Any],
+    first: int,
+    count: int,
+    plan: Plan = PLAIN,
+    device: torch.device = CPU,
 ) -> Any:
     """Computes what the task's `prediction` gives for a batch: `count` samples, the first of which has this number."""
     with torch.no_grad(), naming_user_line(task):
         batch = tree_map(lambda leaf: leaf.to(device) if isinstance(leaf, torch.Tensor) else leaf, read())
+        if stored_in(plan) == torch.float64:
+            batch = in_float64(batch)
         with inside(SampleIds(task.seed, -1, np.arange(first, first + count))):
             try:
                 output = tree_map(_plain_tensor, task.forward(model, batch))

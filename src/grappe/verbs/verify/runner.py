@@ -19,11 +19,10 @@ from grappe.verbs.verify.trained_by_plan import TrialRequest, TrialStep
 StartProcesses = Callable[[str, Any, Plan], Any]
 """Runs a function ("package.module:name") with an argument on a plan's processes; what process 0 returned."""
 
-FLOOR = 1e-5  # contract 7: per tensor, in norm
 BOUND = 0.02
 """Where more of the loss or the gradient's norm would be tolerated, agreement says nothing."""
 FACTOR = 10.0
-"""What is tolerated is ten times what the same sums in another order differ by, or FLOOR."""
+"""What is tolerated is ten times what the same sums in another order differ by, or the step's floor."""
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -59,13 +58,13 @@ class TrialRunner:
 
         Args:
             slices, pieces: the number of data slices and microbatches, run one after the other.
-            precision: whether to train in the plan's precision instead of fp32.
+            precision: whether to train in the plan's precision, as always in fp64, instead of fp32.
             recorded: batches that replace the sample order's.
         """
         plain = Plan(
             device=plan.device,
             threads=plan.threads,
-            precision=plan.precision if precision else "fp32",
+            precision=plan.precision if precision or plan.precision == "fp64" else "fp32",
             channels_last=plan.channels_last,  # counts as rounding: the plain process has torch's layout
             exact=pieces if plan.exact and pieces > 1 else 0,
             dropout="local" if slices * pieces > 1 and not plan.draws_whole_batches else "whole",
@@ -215,7 +214,7 @@ def compare(
     if first is None and len(steps) != len(reference.steps):
         first, what = min(len(steps), len(reference.steps)), ("number of steps",)
     last = noise[-1].noise if noise else {}
-    drifting = tuple(name for name, value in last.items() if _tolerated(value) > BOUND)
+    drifting = tuple(name for name, value in last.items() if FACTOR * value > BOUND)
     worst = max(range(len(rows)), key=lambda number: rows[number]["weights excess"])
     gaps, allowed = _gaps(steps[worst], noise[worst], without)
     shown = [name for name in gaps if name not in drifting or gaps[name] > allowed[name]] or list(gaps)
@@ -228,22 +227,22 @@ def compare(
         norm=max(norms, default=None),
         weights=gaps.get(tensor, 0.0),
         tensor=tensor,
-        tolerance=allowed.get(tensor, FLOOR),
+        tolerance=allowed.get(tensor, reference.steps[0].floor),
         excess=max(row["excess"] for row in rows),
         drifting=drifting,
         steps=tuple(rows),
     )
 
 
-def _tolerated(noise: float) -> float:
-    return max(FLOOR, FACTOR * noise)
+def _tolerated(noise: float, step: trained_by_hand.ReferenceStep) -> float:
+    return max(step.floor, FACTOR * noise)
 
 
 def _gaps(
     step: TrialStep, noise: trained_by_hand.ReferenceStep, without: Collection[str]
 ) -> tuple[dict[str, float], dict[str, float]]:
     gaps = {name: _number(gap) for name, gap in step.gaps.items() if name not in without}
-    return gaps, {name: _tolerated(noise.noise.get(name, 0.0)) for name in gaps}
+    return gaps, {name: _tolerated(noise.noise.get(name, 0.0), noise) for name in gaps}
 
 
 def _row(
@@ -258,11 +257,11 @@ def _row(
     norm = math.nan if step.norm is None else _number(trained_by_hand.relative(plain.norm, step.norm))
     row = {
         "loss": loss,
-        "loss tolerated": _tolerated(noise.loss_noise),
+        "loss tolerated": _tolerated(noise.loss_noise, noise),
         "norm": norm,
-        "norm tolerated": _tolerated(noise.norm_noise),
+        "norm tolerated": _tolerated(noise.norm_noise, noise),
         "weights": gaps.get(worst, 0.0),
-        "weights tolerated": allowed.get(worst, FLOOR),
+        "weights tolerated": allowed.get(worst, noise.floor),
     }
     excess = {f"{name} excess": row[name] / row[f"{name} tolerated"] for name in ("loss", "norm", "weights")}
     excesses = [excess for excess in excess.values() if not math.isnan(excess)]

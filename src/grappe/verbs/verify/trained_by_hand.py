@@ -26,8 +26,8 @@ from torch import Tensor, nn
 from grappe.checkpoint.initial import built
 from grappe.checkpoint.weights import Weights, named_tensors
 from grappe.data.arrays import in_memory, with_copies
-from grappe.data.batch import BatchRows, SampleIds, inside
-from grappe.data.collate import augment, collated
+from grappe.data.batch import BatchRows, SampleIds, inside, stored_in
+from grappe.data.collate import augment, collated, in_float64
 from grappe.data.datasets import drawn_samples, prepare
 from grappe.data.device_copy import on_device
 from grappe.data.draw import mix, permute, sample_keys
@@ -133,6 +133,7 @@ class ReferenceBatches:
     def __init__(self, task: Task, request: ReferenceRequest, device: torch.device) -> None:
         self._task, self._device = task, device
         self._slices, self._pieces, self._recorded = request.slices, request.pieces, request.recorded
+        self._kind = stored_in(request.plan)
         self._dataset: Any = task.data("train", request.data)
         self._drawn = drawn_samples(task, self._dataset)
         if self._drawn is not None:
@@ -168,14 +169,14 @@ class ReferenceBatches:
             ]
             slices.append(tuple(pieces))
         counts = [self._task.counts(rows.targets) for pieces in slices for rows in pieces]
-        plain = [count.float().sum() for count in counts if isinstance(count, Tensor)]
+        plain = [count.to(self._kind).sum() for count in counts if isinstance(count, Tensor)]
         named = [count for count in counts if isinstance(count, Mapping)]
         count = torch.stack(plain).sum() if plain else float(len(ids))
         return ReferenceBatch(
             slices=tuple(slices),
             count=self._recorded[number].count if self._recorded else count,
             counts={
-                name: torch.stack([count[name].float().sum() for count in named]).sum()
+                name: torch.stack([count[name].to(self._kind).sum() for count in named]).sum()
                 for name in (named[0] if named else ())
             },
         )
@@ -195,10 +196,10 @@ class ReferenceBatches:
             return tree_map(lambda leaf: on_device(leaf, self._device), batch)
 
         def augmented(batch: tuple[Any, Any], places: list[int]) -> tuple[Any, Any]:
-            if not overrides(self._task, "augment"):
-                return batch
-            keys = torch.from_numpy(sample_keys(self._task.seed, epoch, ids[places])).to(self._device)
-            return augment(self._task, *batch, keys)
+            if overrides(self._task, "augment"):
+                keys = torch.from_numpy(sample_keys(self._task.seed, epoch, ids[places])).to(self._device)
+                batch = augment(self._task, *batch, keys)
+            return in_float64(batch) if self._kind == torch.float64 else batch
 
         plain = collate(everything)
         inputs, targets = augmented(plain, everything)
@@ -257,7 +258,10 @@ class ReferenceModel:
         self._task, self._exact, self._device = task, bool(request.plan.exact), device
         self._draws_whole = request.plan.dropout == "whole" and not self._exact
         self._channels_last = channels_last
+        self._kind = stored_in(request.plan)
         self.model = task.model().to(device).train()
+        if self._kind == torch.float64:
+            self.model.double()
         if channels_last:
             self.model.to(memory_format=torch.channels_last)  # pyrefly: ignore
         with torch.no_grad():
@@ -306,7 +310,7 @@ class ReferenceModel:
     def _gradients(self, number: int, batch: ReferenceBatch, parts: int, sums: int) -> tuple[float, float]:
         """Leaves the clipped gradients on the parameters; returns the loss, and the norm before clipping."""
         self._optimizer.zero_grad()
-        total = torch.zeros((), device=self._device)
+        total = torch.zeros((), dtype=self._kind, device=self._device)
         for index, (model, pieces) in enumerate(zip(self._models, batch.slices, strict=True)):
             torch.manual_seed(mix(self._task.seed, number, index))
             for rows in pieces:
@@ -362,7 +366,7 @@ class ReferenceModel:
         generator = torch.Generator().manual_seed(seed)
         for parameter in self.model.parameters():
             draws = torch.randn(parameter.shape, generator=generator).to(parameter)
-            parameter.mul_(1 + torch.finfo(torch.float32).eps * draws)
+            parameter.mul_(1 + torch.finfo(parameter.dtype).eps * draws)
 
     def weights(self) -> dict[str, Tensor]:
         """Returns parameters, and the mean of the slices' buffers, on the CPU."""
@@ -484,6 +488,8 @@ def gap(a: Tensor, b: Tensor) -> float:
 
 
 ONE_PROCESS = Plan()
+FLOORS = {torch.float32: 1e-5, torch.float64: 1e-10}
+"""The least difference that is tolerated per tensor, in norm, by the parameters' type: contract 7."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -519,6 +525,8 @@ class ReferenceStep:
     norm_noise: float
     noise: dict[str, float]
     """By tensor, |a - b| / |a| in norms."""
+    floor: float
+    """The least difference that is tolerated."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -563,6 +571,8 @@ def _trained(plain: Task, request: ReferenceRequest, world: World) -> Reference:
     weights = built(task)
     torch.manual_seed(task.seed)
     probe, rows = task.model().to(world.device).train(), batches.batch(0).slices[0][0]
+    if stored_in(request.plan) == torch.float64:
+        probe.double()
     written: list[str] = []
     carried = CarriedState()
     with (
@@ -601,6 +611,7 @@ def _trained(plain: Task, request: ReferenceRequest, world: World) -> Reference:
             ReferenceStep(
                 ids=tuple(int(i) % batches.stored for pieces in batch.slices for rows in pieces for i in rows.ids),
                 loss=loss, norm=norm, loss_noise=noise[0], norm_noise=noise[1], noise=noise[2],
+                floor=FLOORS[stored_in(request.plan)],
             )
         )  # fmt: skip
     return Reference(

@@ -183,7 +183,7 @@ class _Judgement:
 
     def _asked_for(self) -> tuple[str, ...]:
         """Lists the plan's features that may make it differ from one plain process without a fault."""
-        features = [PRECISION] if self._plan.precision != "fp32" else []
+        features = [PRECISION] if self._plan.precision not in ("fp32", "fp64") else []
         features += [STATISTICS] if self._base.coupled else []
         return (*features, *([DROPOUT] if self._base.draws else []))
 
