@@ -9,8 +9,9 @@ import shutil
 from pathlib import Path
 
 import pytest
+import torch
 
-from grappe.checkpoint.weights import LOCAL, MODEL
+from grappe.checkpoint.weights import LOCAL, MODEL, OPTIMIZER
 from grappe.plan import Plan
 from grappe.training.options import Options
 from grappe.training.run import Run
@@ -29,7 +30,7 @@ AXES = {
     ],
     "zero": ["", "zero=1", "zero=2"],
     "microbatches": ["", "microbatches=2"],
-    "precision": ["", "precision=bf16", "precision=fp16"],
+    "precision": ["", "precision=bf16", "precision=fp16", "precision=fp64"],
     "batchnorm": ["plain", "batchnorm"],
     "data": ["arrays", "workers=0", "workers=2"],
     "rule": ["sgd", "adam"],
@@ -43,6 +44,8 @@ WORLDS = ["", "replicate=2", "replicate=3", "shard=2", "shard=4", "replicate=2,s
 def _allowed(cell: Cell) -> bool:
     if cell["zero"] and "shard" not in cell["layout"]:
         return False
+    if cell["precision"] == "precision=fp64":
+        return cell["layout"] in ("", "shard=3", "engine=textbook,replicate=2")
     return not (cell["precision"] and "textbook" in cell["layout"])
 
 
@@ -133,6 +136,19 @@ def test_another_world_goes_on_with_the_same_samples(
     assert samples(folder) == samples(undisturbed)
     gap, name = difference(model(undisturbed), model(folder))
     assert gap <= TOLERANCE, f"{name} is {gap:.1e} away"
+
+
+@pytest.mark.parametrize(("before", "after"), [("", "precision=fp64"), ("precision=fp64,replicate=2", "shard=2")])
+def test_another_precision_goes_on_with_the_weights_and_the_optimizer(
+    pool: Pool, tmp_path: Path, killed, undisturbed: Path, before: str, after: str
+) -> None:
+    folder = tmp_path / "run"
+    shutil.copytree(killed(before), folder)
+    assert "resuming from step 2" in run(pool, WANDERER, after, folder, save_every=2)
+    tensors = Run(folder).latest().read_tensors()  # type: ignore[union-attr]
+    kinds = {tensors.read(name).dtype for name in tensors if name.startswith((MODEL, OPTIMIZER))}
+    assert kinds == {torch.float64 if "fp64" in after else torch.float32}
+    assert difference(model(undisturbed), model(folder))[0] <= TOLERANCE
 
 
 @pytest.mark.parametrize(("before", "after"), [("native", "textbook"), ("textbook", "native")])

@@ -27,7 +27,7 @@ def gpt() -> FakeModel:
     return FakeModel(PySource(**TINY_GPT), Path("data"), kernels=Kernels())
 
 
-@pytest.mark.parametrize("plan", ["", "replicate=2,microbatches=2"])
+@pytest.mark.parametrize("plan", ["", "replicate=2,microbatches=2", "precision=fp64"])
 def test_the_peak_of_a_convolutional_network(plan: str) -> None:
     found = memory_forecast(FakeModel(Digits(), Path("data"), kernels=Kernels()), Plan.parse(plan))
     measured = max(one["peak"] for one in measured_cell("digits", plan))
@@ -35,7 +35,7 @@ def test_the_peak_of_a_convolutional_network(plan: str) -> None:
     assert found.peak * (1 - EXACT) <= measured <= found.peak * (1 + EXACT)
 
 
-@pytest.mark.parametrize("plan", ["", "replicate=2"])
+@pytest.mark.parametrize("plan", ["", "replicate=2", "precision=fp64"])
 def test_an_evaluation_and_the_copy_for_a_checkpoint(plan: str) -> None:
     """Of 180 images two batches of 64 are whole: a forecast has the batch before, too, which is as large."""
     task = Digits(batch_size=32)
@@ -69,6 +69,7 @@ def test_an_evaluation_of_a_sharded_transformer(gpt: FakeModel) -> None:
         "pipeline=2,shard=2,zero=1,microbatches=2",
         "tensor=2",
         "offload=cpu",
+        "precision=fp64,pipeline=2,microbatches=2",
     ],
 )
 def test_a_transformer_has_states_to_the_byte_and_a_peak_in_the_range(plan: str, gpt: FakeModel) -> None:

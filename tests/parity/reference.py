@@ -17,7 +17,9 @@ from grappe.optimizers.modes import begin_training
 from grappe.task import Task
 
 
-def train(task: Task, steps: int, pieces: int = 1, ways: int = 1, skip: int | None = None, double: bool = False) -> dict[str, Any]:
+def train(
+    task: Task, steps: int, pieces: int = 1, ways: int = 1, skip: int | None = None, double: bool = False
+) -> dict[str, Any]:
     """Losses by step and final weights.
 
     Args:

@@ -61,9 +61,11 @@ def gradients_first(optimizer: Optimizer) -> bool:
 def step_with_closure(optimizer: Optimizer, compute: Callable[[], float]) -> None:
     """Steps an optimizer; `compute` leaves the gradients on its parameters, and returns the loss."""
 
+    kind = torch.promote_types(optimizer.param_groups[0]["params"][0].dtype, torch.float32)
+
     @torch.enable_grad()
     def closure() -> Tensor:
-        return torch.tensor(compute())  # float32, as in a loop by hand: a search along a line compares losses
+        return torch.tensor(compute(), dtype=kind)  # as in a loop by hand: a search along a line compares losses
 
     if gradients_first(optimizer):
         closure()

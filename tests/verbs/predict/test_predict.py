@@ -14,11 +14,17 @@ import pytest
 import torch
 from torch import nn
 
+from grappe.checkpoint.foreign_training import Begin
+from grappe.checkpoint.format import list_checkpoints
+from grappe.checkpoint.initial import build
 from grappe.errors import DataError, GrappeError, TaskError, UsageError
 from grappe.launch.rank import ProcessRank
 from grappe.plan import Plan
+from grappe.step.scores import Scores
 from grappe.training.run import Run
 from grappe.training.task_reference import TaskReference
+from grappe.verbs.evaluate import EvaluateRequest, worker
+from grappe.verbs.load import load
 from grappe.verbs.predict import predict as verb
 from grappe.verbs.predict.predict import as_json, rows, save
 from tests.parity.tasks import Images
@@ -220,6 +226,10 @@ def test_a_tensor_without_numbers_is_said() -> None:
         as_json({"score": torch.ones(2, device="meta")})
 
 
+def evaluated(process: ProcessRank, rendezvous_folder: Path, request: EvaluateRequest) -> Scores:
+    return worker(request, process, rendezvous_folder)
+
+
 def computed(process: ProcessRank, rendezvous_folder: Path, request: verb.PredictRequest) -> list[Any]:
     return verb.worker(request, process, rendezvous_folder)
 
@@ -253,3 +263,30 @@ def test_several_processes_predict_what_one_does(pool: Pool, run: Run, plan: str
 def test_other_plans_are_refused(run: Run, plan: str, inputs: Any, words: str) -> None:
     with pytest.raises(GrappeError, match=words):
         list(verb.predict(run, inputs, plan, task=Outputs(), data=run.folder))
+
+
+def test_a_model_in_float64_keeps_each_bit_where_a_plan_says_so(pool: Pool, tmp_path: Path) -> None:
+    """What evaluate, predict and load make of a training in float64, and of another one with its weights."""
+    task, plan = Images(epochs=1), Plan.parse("precision=fp64,threads=1,device=cpu")
+    run = Run(train(tmp_path / "run", task, str(plan)).run)
+    last = list(run.records("evaluation"))[-1]
+    reference, data = TaskReference.of(task, {}), run.folder
+    asked = EvaluateRequest(run=data, task=reference, plan=plan, split="validation", data=data, step=last["step"])
+    assert pool.run("tests.verbs.predict.test_predict:evaluated", 1, asked)[0].loss == last["loss"]
+
+    images = np.random.default_rng(0).normal(size=(3, 3, 8, 8))
+    request = verb.PredictRequest(
+        run=data, task=reference, plan=plan, inputs=images, data=data, step=last["step"], trained=False
+    )
+    [(found, count)] = pool.run("tests.verbs.predict.test_predict:computed", 1, request)[0]
+    with torch.no_grad():
+        wanted = load(run, task, precision="fp64")(torch.from_numpy(images))
+    assert count == 3 and found.dtype == torch.float64 and torch.equal(found, wanted)
+    rounded = torch.stack(list(verb.predict(run, images, task=task, data=data)))
+    assert rounded.dtype == torch.float32 and 0 < (rounded - found).abs().max() < 1e-5
+
+    other = tmp_path / "other"
+    build(task, other / "checkpoints", Begin(source=data), kind=torch.float64)
+    weights = load(run, task, precision="fp64").state_dict()
+    taken = list_checkpoints(other / "checkpoints")[0].read_model()
+    assert all(torch.equal(taken.read(name), weight) for name, weight in weights.items())
