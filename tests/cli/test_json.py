@@ -2,16 +2,39 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import re
 from pathlib import Path
 
 import pytest
+from docs.messages.others import commands
 
 from grappe.cli.commands import app
 from grappe.cli.exit import FORM, json_values, show_json
+from grappe.verbs.data import walk
+from grappe.verbs.submit import jobs
+from tests.data.images import pictures
 
 GUIDE = (Path(__file__).parents[2] / "docs" / "json.md").read_text()
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with images, whose index is made, and a run whose job has ended."""
+    folder = tmp_path_factory.mktemp("json")
+    pictures.folder(folder / "images", pictures.files())
+    walk.index(folder / "images")
+    (folder / "runs" / "one" / "logs").mkdir(parents=True)
+    jobs.record_job(folder / "runs" / "one", "12", "generic", "nothing")
+    (folder / "runs" / "one" / "logs" / "job-12.end").write_text("0\n")
+    return folder
+
+
+@pytest.fixture
+def folder(made: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(made)
+    return made
 
 
 @pytest.mark.parametrize(
@@ -23,16 +46,29 @@ GUIDE = (Path(__file__).parents[2] / "docs" / "json.md").read_text()
         ("gpus", "gpus", "gpus"),
         ("runs", "runs", "runs"),
         ("prune", "prune", "folders"),
+        ("fetch mnist --data . --dry-run", "fetch", "files"),
+        ("data index images", "data-index", None),
+        ("data check images", "data-check", "bad"),
+        ("data pack images --out shards --dry-run", "data-pack", "shards"),
+        ("data stage images --out disk --dry-run", "data-stage", None),
+        ("cancel runs/one --dry-run", "cancel", "jobs"),
+        ("wait runs/one", "wait", None),
+        ("tune digits lr=0.1|0.2 --sampler grid --dry-run", "search", None),
+        ("submit --site narval --account def-me --dry-run -- train digits", "submit", "jobs"),
     ],
 )
 def test_one_line_of_its_kind(
-    words: str, kind: str, key: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
+    words: str, kind: str, key: str | None, folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.chdir(tmp_path)
-    app([*words.split(), "--json"], exit_on_error=False, print_error=False)
+    before = sorted(folder.rglob("*"))
+    first, dashes, rest = words.partition(" -- ")
+    app([*first.split(), "--json", *f"{dashes}{rest}".split()], exit_on_error=False, print_error=False)
     content = json.loads(capsys.readouterr().out)
     assert (content["form"], content["kind"]) == (FORM, kind)
-    assert isinstance(content[key], list)
+    if key is not None:
+        assert isinstance(content[key], list)
+    if "--dry-run" in words:
+        assert sorted(folder.rglob("*")) == before
 
 
 def test_what_is_not_finite_is_null(capsys: pytest.CaptureFixture[str]) -> None:
@@ -42,13 +78,18 @@ def test_what_is_not_finite_is_null(capsys: pytest.CaptureFixture[str]) -> None:
     assert json_values({1: {float("inf")}}) == {"1": [None]}
 
 
+def options_of(words: tuple[str, ...]) -> set[str]:
+    application = functools.reduce(lambda outer, name: outer[name], words, app)
+    collection = application.assemble_argument_collection() if application.default_command else ()
+    return {name for argument in collection for name in argument.names}
+
+
 def test_the_guide_names_each_command_that_has_the_option() -> None:
-    commands = {
-        name
-        for name in app
-        if not name.startswith("-")
-        and name != "data"
-        and any("--json" in argument.names for argument in app[name].assemble_argument_collection())
-    }
     rows = "\n".join(line.split("|")[1] for line in GUIDE.splitlines() if line.startswith("| `"))
-    assert {name for name in commands if not re.search(rf"`{name}\b", rows)} == set()
+    with_it = [" ".join(words) for words in commands(app) if "--json" in options_of(words)]
+    assert [name for name in with_it if not re.search(rf"`{name}\b", rows)] == []
+
+
+@pytest.mark.parametrize("words", ["tune", "prune", "fetch", "submit", "cancel", "export", "data pack", "data stage"])
+def test_a_command_that_changes_something_can_show_it_first(words: str) -> None:
+    assert "--dry-run" in options_of(tuple(words.split()))

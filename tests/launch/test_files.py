@@ -30,7 +30,7 @@ ELSEWHERE = {
     "cli/exit.py": "/dev/null",
     "cli/completion.py": "names of files, folders and runs in the working folder, and the task's own file",
     "errors/causes.py": "the folders of PYTHONPATH",
-    "cli/measuring.py": "files that the user names with --out",
+    "cli/output.py": "pipes and devices that the user names with --out",
     "data/images/dataset.py": "archives and images that the user names",
     "data/images/decode.py": "Pillow, on bytes in memory",
     "data/images/index.py": "index and quarantine of a source of images, what they name, a lock in the user's folder",

@@ -39,7 +39,7 @@ from grappe.verbs.submit.submission import Submission
 from grappe.verbs.tune.study import SearchOptions
 
 if TYPE_CHECKING:
-    from grappe.verbs.submit.submit import JobScript
+    from grappe.verbs.submit.submit import JobScript, Submitted
 
 DEFAULTS = JobOptions()
 NOT_IN_JOBS = ("fetch", "submit", "queue", "logs", "wait", "cancel", "sites", "gpus")
@@ -63,6 +63,7 @@ def submit(
         Parameter(help="Allocate the nodes and open a shell there (salloc), for --gpus or a command's plan."),
     ] = False,
     dry_run: Annotated[DryRun, Parameter(help="Print the script; submit nothing.")] = False,
+    json: Json = False,
 ) -> int:
     """Submit a command as a Slurm job: grappe submit --time 3h -- train TASK …
 
@@ -85,8 +86,8 @@ def submit(
         return _allocate(words, job, show_only=dry_run or test_only)
     submission = read_submission(words, job, app)
     if test_only:
-        for answer in verb.judged(submission):
-            show(answer)
+        answers = list(verb.judged(submission))
+        show_json("submit", answers=answers) if json else show("\n".join(answers))
         return EXIT_OK
 
     def examine(asked: Submission, made: JobScript) -> None:
@@ -94,23 +95,32 @@ def submit(
         for text in foreseen_warnings(asked, made.script) if texts is None else texts:
             complain(f"grappe: warning: {text}")
 
-    warned: set[str] = set()
+    warned, jobs = set[str](), list[verb.Submitted]()
     for submitted in verb.submit(submission, show=dry_run, examine=examine):
         for text in submitted.warnings:
             if text not in warned:
                 complain(f"grappe: warning: {text}")
         warned |= set(submitted.warnings)
-        if dry_run:
-            say(submitted.text, end="")
-        else:
-            if submitted.torch:
-                show(submitted.torch)
-            show(f"job {submitted.job}: {submitted.cost}; run {submitted.run}")
-            if submitted.time_note:
-                show(submitted.time_note)
-            if submitted.note:
-                complain(f"grappe: the packages of its environment were not checked: {submitted.note}")
+        jobs.append(submitted)
+        if not json:
+            _show_submitted(submitted)
+    if json:
+        show_json("submit", jobs=jobs, dry_run=dry_run)
     return EXIT_OK
+
+
+def _show_submitted(submitted: Submitted) -> None:
+    """Shows one job, or the script of --dry-run."""
+    if not submitted.job:
+        say(submitted.text, end="")
+        return
+    if submitted.torch:
+        show(submitted.torch)
+    show(f"job {submitted.job}: {submitted.cost}; run {submitted.run}")
+    if submitted.time_note:
+        show(submitted.time_note)
+    if submitted.note:
+        complain(f"grappe: the packages of its environment were not checked: {submitted.note}")
 
 
 def _allocate(words: Sequence[str], job: JobOptions, *, show_only: bool) -> int:  # noqa: RET503 - salloc takes over
@@ -231,21 +241,31 @@ def logs(
     return EXIT_OK
 
 
-def wait(run: RunFolder, /) -> int:
+def wait(run: RunFolder, /, *, json: Json = False) -> int:
     """Wait for the end of a run's job, restarts included, and return the job's exit code."""
     from grappe.verbs.submit.jobs import wait as verb
 
-    return verb(run)
+    code = verb(run)
+    if json:
+        show_json("wait", run=run, code=code)
+    return code
 
 
-def cancel(*runs: RunFolder) -> int:
+def cancel(
+    *runs: RunFolder,
+    dry_run: Annotated[DryRun, Parameter(help="List the jobs that would be cancelled; cancel nothing.")] = False,
+    json: Json = False,
+) -> int:
     """Cancel the jobs of runs. Checkpoints are kept."""
     from grappe.verbs.submit.jobs import cancel as verb
 
     if not runs:
         raise UsageError("name a run: grappe cancel RUN … (see: grappe queue)")
-    jobs = verb(runs)
-    show(f"cancelled {', '.join(jobs)}")
+    jobs = verb(runs, dry_run=dry_run)
+    if json:
+        show_json("cancel", jobs=jobs, dry_run=dry_run)
+    else:
+        show(f"{'would cancel' if dry_run else 'cancelled'} {', '.join(jobs)}")
     return EXIT_OK
 
 

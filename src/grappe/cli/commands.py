@@ -11,7 +11,7 @@ from typing import Annotated, Literal
 
 from cyclopts import Parameter
 
-from grappe.cli import cluster, completion, images, measuring, tuning
+from grappe.cli import cluster, completion, images, measuring, output, tuning
 from grappe.cli import exit as entry_point
 from grappe.cli.application import (
     OPTIONS,
@@ -32,7 +32,7 @@ from grappe.cli.application import (
     preflight,
     put_in_order,
 )
-from grappe.cli.exit import show, show_facts, show_json
+from grappe.cli.exit import show, show_answer, show_facts, show_json
 from grappe.errors import EXIT_FAILURE, EXIT_OK, UsageError
 from grappe.fields import typed_name
 from grappe.launch.folders import RUNS
@@ -120,7 +120,9 @@ def train(
 
 
 @app.command
-def drill(task: TaskName, /, *fields: FieldText, plan: PlanText = "", data: DataFolder = None) -> int:
+def drill(
+    task: TaskName, /, *fields: FieldText, plan: PlanText = "", data: DataFolder = None, json: Json = False
+) -> int:
     """Kill a short training on purpose, and show what was lost."""
     texts = preflight([plan], task, fields)
     from grappe.launch.safe_console import SafeConsole
@@ -133,7 +135,10 @@ def drill(task: TaskName, /, *fields: FieldText, plan: PlanText = "", data: Data
     waiting("")
     with SafeConsole(sys.stderr).status("") as status:  # seen on a terminal only
         findings = list(verb.drill(training, lambda words: status.update(f"drill: {words}")))
-    show(verb.table(findings))
+    if json:
+        show_json("drill", findings=findings)
+    else:
+        show(verb.table(findings))
     return EXIT_OK if all(result.recovered for result in findings) else EXIT_FAILURE
 
 
@@ -190,6 +195,7 @@ def predict(
     trained: Trained = False,
 ) -> int:
     """Print the predictions of a run's model for inputs: one JSON line per sample."""
+    output.check(out)
     from grappe.launch.rank import is_main_process
     from grappe.verbs.predict import predict as verb
     from grappe.verbs.predict.inputs import files_of
@@ -363,13 +369,25 @@ def export(
         list[Path] | None, Parameter(help="A C++ file that registers operators of the model's own; once for each file.")
     ] = None,
     trained: Trained = False,
+    dry_run: Annotated[DryRun, Parameter(help="Check the run and the options; write nothing.")] = False,
+    json: Json = False,
 ) -> int:
     """Write a run's model as a C++ program, weights or ONNX; it is checked on the whole validation split first."""
-    from grappe.verbs.export.export import export as verb
     from grappe.verbs.export.folder import check_target
-    from grappe.verbs.runs import score_words
 
     check_target(out)
+    progress("loading the run and its model")
+    from grappe.verbs.export.export import checked
+    from grappe.verbs.export.export import export as verb
+    from grappe.verbs.load import choose
+    from grappe.verbs.runs import score_words
+
+    if dry_run:
+        source, _ = checked(run, out, task=task, format=format, weights=weights, sources=operators or ())
+        name = choose(source, checkpoint)[1].folder.name
+        planned = [("would be written", f"{out}: {format}, weights in {weights}"), ("checkpoint", name)]
+        show_answer(json, "export", planned, folder=out, checkpoint=name, dry_run=True)
+        return EXIT_OK
     done = verb(
         run,
         out,
@@ -395,12 +413,19 @@ def export(
         *([("C++ program", built)] if format == "program" else []),
         ("how to use it", f"{done.folder}/README.md"),
     ]
-    show_facts(facts)
+    show_answer(json, "export", facts, **vars(done), dry_run=False)
     return EXIT_OK
 
 
 @app.command
-def fetch(task: TaskName, /, *, data: DataFolder = None) -> int:
+def fetch(
+    task: TaskName,
+    /,
+    *,
+    data: DataFolder = None,
+    dry_run: Annotated[DryRun, Parameter(help="List the files and whether they are there; download nothing.")] = False,
+    json: Json = False,
+) -> int:
     """Download a task's data, on a machine with internet: cifar10, fashion_mnist, mnist, or what your task names.
 
     Over https alone, from the addresses in the task's file; each file is checked by its size
@@ -410,9 +435,13 @@ def fetch(task: TaskName, /, *, data: DataFolder = None) -> int:
     from grappe.verbs.fetch.fetch import fetch as verb
 
     folder = data_folder(data)
-    done = verb(task, folder)
-    sizes = [(file.name, "was there" if file.was_there else f"{file.size / 1e6:,.1f} MB") for file in done]
-    show_facts([*sizes, ("folder", folder.absolute())])
+    done = verb(task, folder, dry_run=dry_run)
+    missing = "{} to download" if dry_run else "{}"
+    sizes = [
+        (file.name, "was there" if file.was_there else missing.format(f"{file.size / 1e6:,.1f} MB")) for file in done
+    ]
+    facts = [*sizes, ("folder", folder.absolute())]
+    show_answer(json, "fetch", facts, folder=folder.absolute(), files=done, dry_run=dry_run)
     return EXIT_OK
 
 

@@ -136,8 +136,12 @@ def show_json(kind: str, **content: Any) -> None:
         content: dataclasses and paths may be in it; NaN and infinities become null.
     """
     if is_main_process():
-        head = {"grappe": __version__, "form": FORM, "kind": kind}
-        say(json.dumps(head | json_values(content), allow_nan=False))
+        say(json.dumps(json_form(kind, content), allow_nan=False))
+
+
+def json_form(kind: str, content: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the object of the form FORM that --json prints and --out writes."""
+    return {"grappe": __version__, "form": FORM, "kind": kind} | json_values(content)
 
 
 def json_values(value: Any) -> Any:
@@ -151,6 +155,14 @@ def json_values(value: Any) -> Any:
     if isinstance(value, float) and not math.isfinite(value):
         return None
     return value if isinstance(value, str | int | float | None) else str(value)
+
+
+def show_answer(json: bool, kind: str, facts: Iterable[tuple[str, object]], **content: Any) -> None:
+    """Prints what --json asks for, as `show_json` does; without it the facts, as `show_facts` does."""
+    if json:
+        show_json(kind, **content)
+    else:
+        show_facts(facts)
 
 
 def show_facts(facts: Iterable[tuple[str, object]]) -> None:

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Annotated
 
 from cyclopts import App, Parameter
 
-from grappe.cli.application import OUT_NAMES, SWITCH
-from grappe.cli.exit import show, show_facts
+from grappe.cli.application import OUT_NAMES, SWITCH, DryRun, Json
+from grappe.cli.exit import show, show_answer, show_json
 from grappe.errors import EXIT_OK, UsageError
 from grappe.launch.terminal import say
-from grappe.words import plain_table
+from grappe.words import count_of, plain_table
 
 Source = Annotated[
     Path, Parameter(help="A folder of class folders, a .tar archive as downloaded, or a folder of .tar shards.")
@@ -42,6 +43,7 @@ def index(
     labels: Labels = None,
     numbering: Numbering = None,
     again: Annotated[bool, SWITCH, Parameter(help="Make it again, even if there is one.")] = False,
+    json: Json = False,
 ) -> int:
     """Read the headers of a source of images once, so that a training starts at once."""
     from grappe.launch.terminal import progress
@@ -54,26 +56,29 @@ def index(
         facts.append(("other files", f"{done.left_out:,}, left out: no .jpg, .jpeg or .png"))
     if done.quarantined:
         facts.append(("in quarantine", f"{done.quarantined:,}, left out"))
-    show_facts([*facts, ("index", f"{done.file} ({_size(done.size)})"), ("took", f"{done.seconds:.1f} s")])
+    facts += [("index", f"{done.file} ({_size(done.size)})"), ("took", f"{done.seconds:.1f} s")]
+    content = dict(vars(done))
+    show_answer(json, "data-index", facts, source=content.pop("kind"), **content)
     return EXIT_OK
 
 
-def check(source: Source, /, *, labels: Labels = None, numbering: Numbering = None) -> int:
+def check(source: Source, /, *, labels: Labels = None, numbering: Numbering = None, json: Json = False) -> int:
     """Decode every image, and list those that cannot be: datasets leave them out."""
     from grappe.verbs.data.walk import check as verb
 
     done = verb(source, labels=labels, numbering=numbering)
-    for name, reason in done.bad[:_SHOWN]:
-        say(f"{name}: {reason}")
-    if len(done.bad) > _SHOWN:
-        say(f"… and {len(done.bad) - _SHOWN:,} more")
+    if not json:
+        for name, reason in done.bad[:_SHOWN]:
+            say(f"{name}: {reason}")
+        if len(done.bad) > _SHOWN:
+            say(f"… and {len(done.bad) - _SHOWN:,} more")
     facts = [("images", f"{done.images:,}"), ("bad", f"{len(done.bad):,}")]
     if done.quarantine is not None:
         facts.append(("quarantine", f"{done.quarantine}: datasets leave these out"))
     if not done.sees_all:
         pillow = "Pillow, which passes over some damage: pip install simplejpeg, or 'grappe[images]'"
         facts.append(("decoder", pillow))
-    show_facts(facts)
+    show_answer(json, "data-check", facts, **vars(done))
     return EXIT_OK
 
 
@@ -87,6 +92,8 @@ def pack(
     per_shard: Annotated[int, Parameter(help="Images in each shard.")] = 4096,
     labels: Labels = None,
     numbering: Numbering = None,
+    dry_run: Annotated[DryRun, Parameter(help="Say what would be written; write nothing but the index.")] = False,
+    json: Json = False,
 ) -> int:
     """Write smaller JPEG files into tar shards, which load several times as fast.
 
@@ -97,12 +104,15 @@ def pack(
     from grappe.verbs.data.pack import pack as verb
 
     form = Packing(short=short, quality=quality, per_shard=per_shard)
-    done = verb(source, out, form, labels=labels, numbering=numbering)
+    done = verb(source, out, form, labels=labels, numbering=numbering, dry_run=dry_run)
     there = f", {done.were_there:,} of them by an earlier start" if done.were_there else ""
-    shards = "shard" if len(done.shards) == 1 else "shards"
-    written = ("written", f"{done.folder}: {len(done.shards):,} {shards}{there}")
-    images = ("images", f"{done.images:,}, short side at most {short}")
-    show_facts([written, images, ("size", f"{_size(done.bytes)} of {_size(done.source_bytes)}")])
+    shards = count_of(math.ceil(done.images / per_shard), "shard")
+    facts = [
+        ("would be written" if dry_run else "written", f"{done.folder}: {shards}{there}"),
+        ("images", f"{done.images:,}, short side at most {short}"),
+        ("size", _size(done.source_bytes) if dry_run else f"{_size(done.bytes)} of {_size(done.source_bytes)}"),
+    ]
+    show_answer(json, "data-pack", facts, **vars(done), dry_run=dry_run)
     return EXIT_OK
 
 
@@ -111,13 +121,15 @@ def stage(
     /,
     *,
     out: Annotated[Path, Parameter(name=OUT_NAMES, help="A folder on a disk of the node, such as $SLURM_TMPDIR.")],
+    dry_run: Annotated[DryRun, Parameter(help="Say what would be copied; copy nothing.")] = False,
+    json: Json = False,
 ) -> int:
     """Copy data to a disk of the node, once for all processes that ask for it.
 
     Every copied file is read again and compared. What is there already stays; killed
     at any moment, it goes on when the same command is started again.
     """
-    from grappe.data.staging import copied
+    from grappe.data.staging import copied, planned
     from grappe.verbs.data.walk import ProgressMeter
 
     meters: list[ProgressMeter] = []
@@ -127,11 +139,12 @@ def stage(
             meters.append(ProgressMeter("copying", max(1, total), unit="bytes"))
         meters[0].at(done)
 
-    done = copied(source, out, report)
+    done = planned(source, out) if dry_run else copied(source, out, report)
     for meter in meters:
         meter.end()
-    files = f"{done.files:,} ({_size(done.bytes)}), {done.copied:,} copied now"
-    show_facts([("staged", done.place), ("files", files)])
+    files = f"{done.files:,} ({_size(done.bytes)}), {done.copied:,} {'to copy' if dry_run else 'copied now'}"
+    facts = [("would be staged" if dry_run else "staged", done.place), ("files", files)]
+    show_answer(json, "data-stage", facts, **vars(done), dry_run=dry_run)
     return EXIT_OK
 
 
@@ -147,6 +160,7 @@ def bench(
     ] = None,
     labels: Labels = None,
     numbering: Numbering = None,
+    json: Json = False,
 ) -> int:
     """Time the reading of images (as they are, as an archive, as shards, packed, in memory), and recommend one."""
     from grappe.verbs.data.bench import bench as verb
@@ -154,6 +168,9 @@ def bench(
     if images < 1 or seconds <= 0:
         raise UsageError("--images and --seconds must be above 0")
     done = verb(source, size=size, images=images, seconds=seconds, on=on, labels=labels, numbering=numbering)
+    if json:
+        show_json("data-bench", **vars(done))
+        return EXIT_OK
     heads = (
         "images/s",
         "an image",

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
+import io
 import shlex
 import sys
 from collections.abc import Sequence
-from json import dumps
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 from cyclopts import App, Parameter
 
-from grappe.cli import completion
+from grappe.cli import completion, output
 from grappe.cli.application import (
     OPTIONS,
     SWITCH,
@@ -28,7 +27,7 @@ from grappe.cli.application import (
     TaskName,
     preflight,
 )  # fmt: skip
-from grappe.cli.exit import json_values, show, show_json
+from grappe.cli.exit import show, show_json
 from grappe.errors import EXIT_FAILURE, EXIT_OK, UsageError
 from grappe.errors.foreign_text import html_text
 from grappe.fields import Counts, split, whole_numbers
@@ -43,7 +42,14 @@ if TYPE_CHECKING:
     from grappe.verbs.verify.verdict import PlanVerdict
 
 
-DEFAULTS = MeasureOptions()
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Options(MeasureOptions):
+    """The options on the command line, where the field batch_size=32,64 gives the batch sizes."""
+
+    batch_size: Annotated[Counts, Parameter(parse=False)] = ()
+
+
+DEFAULTS = _Options()
 
 
 def register(app: App) -> None:
@@ -88,15 +94,12 @@ def foresee(
     from grappe.verbs.foresee import tables
     from grappe.verbs.foresee.foresee import foresee as verb
 
-    if out is not None:
-        tables.check_out(out)
-
+    output.check(out, ".json")
     texts, sizes = _batch_sizes(fields)
     foresight = verb(
         task, plan or (), gpus=gpus, batch_size=sizes, site=site, fields=texts, data=data, times=not no_times
     )
-    if out is not None:
-        tables.write(foresight, out)
+    output.write_json(out, **tables.as_json(foresight))
     fits = [timed.foreseen.fits for timed in foresight.plans if timed.foreseen.needs is not None]
     code = EXIT_FAILURE if all(answer is False for answer in fits) else EXIT_OK
     if json:
@@ -124,7 +127,7 @@ def measure(
     plan: Annotated[
         Plans, Parameter(help="A plan to measure; repeatable: one, replicate=2. The first is the baseline.")
     ] = None,
-    options: Annotated[MeasureOptions, OPTIONS, Parameter(negative="")] = DEFAULTS,
+    options: Annotated[_Options, OPTIONS, Parameter(negative="")] = DEFAULTS,
     no_advice: Annotated[bool, SWITCH, Parameter(help="Do not measure plans that the first figures suggest.")] = False,
     site: Annotated[
         str | None,
@@ -149,6 +152,7 @@ def measure(
     json: Json = False,
 ) -> int:
     """Measure plans and how they scale: speed, memory, energy, and where efficiency is lost."""
+    output.check(out, ".json")
     texts, sizes = _batch_sizes(fields)
     options = dataclasses.replace(options, batch_size=sizes)
     plans = plan or [""]
@@ -191,8 +195,7 @@ def measure(
     code = EXIT_FAILURE if any(point.failure for point in points) else EXIT_OK
     largest = [str(batch) for batch in verb_largest(task, plans, data, texts)] if largest_batch else []
     content = table.content(points, task, weak=options.weak, explanations=explanations)
-    if out is not None:
-        _write(out, dumps(content, indent=1))
+    output.write_json(out, **content)
     if json:
         show_json(**content, largest_batch=largest)
         return code
@@ -201,13 +204,6 @@ def measure(
     for shown in (*verdict.sentences(points), *table.explained(explanations), *figures, *largest):
         show(shown)
     return code
-
-
-def _write(file: Path, text: str) -> None:
-    try:
-        file.write_text(text)
-    except OSError as error:
-        raise UsageError(f"{file} cannot be written: {error.strerror}") from error
 
 
 def _batch_sizes(fields: Sequence[str]) -> tuple[dict[str, str], tuple[int, ...]]:
@@ -241,6 +237,7 @@ def report(
     """Write one HTML file that opens offline: curves, time, memory, scaling, configuration."""
     from grappe.verbs.report.report import report as verb
 
+    output.check(out)
     show(str(verb(places, out)))
     return EXIT_OK
 
@@ -262,8 +259,11 @@ def curves(
 
     if not runs:
         raise UsageError("no run given: grappe runs lists them")
-    with contextlib.ExitStack() as stack:
-        write_csv(runs, sys.stdout if out is None else stack.enter_context(out.open("w")))
+    output.check(out)
+    stream = sys.stdout if out is None else io.StringIO()
+    write_csv(runs, stream)
+    if isinstance(stream, io.StringIO):
+        output.write(out, stream.getvalue())
     return EXIT_OK
 
 
@@ -283,8 +283,7 @@ def verify(
     """Check that plans learn what one plain process learns; if one does not, name the cause and exit with code 1."""
     if not plan:
         raise UsageError("grappe verify needs a plan: give --plan replicate=2, once for each plan")
-    if out is not None and out.suffix not in (".json", ".html"):
-        raise UsageError(f"--out={out}: the name has to end in .json or .html")
+    output.check(out, ".json", ".html")
     texts = preflight(plan, task, fields)
     from grappe.verbs.verify import verify as verb
 
@@ -298,9 +297,10 @@ def verify(
         tick = " ✓" if (sys.stdout.encoding or "").lower().startswith("utf") else ""
         rows = [verdict_cells(finding, tick if finding.learns_the_same else "") for finding in findings]
         show(filled_table(COLUMNS, rows))
-    if out is not None:
-        content = dumps(json_values(findings), indent=1) + "\n"
-        _write(out, content if out.suffix == ".json" else html_page(task, findings))
+    if out is not None and out.suffix == ".html":
+        output.write(out, html_page(task, findings))
+    else:
+        output.write_json(out, "verify", task=task, findings=findings)
     return EXIT_OK if all(finding.learns_the_same for finding in findings) else EXIT_FAILURE
 
 
@@ -367,14 +367,12 @@ def lr_find(
 
     texts = split(fields)
     ramp_options = verb.Ramp(kind=ramp, lowest=lowest, highest=highest, steps=steps, seeds=seeds)
-    if out is not None and not out.absolute().parent.is_dir():
-        raise UsageError(f"--out={out}: there is no folder {out.parent}")
+    output.check(out, ".json")
     preflight([plan], task, once=True)
     result = verb.lr_find(task, plan, ramp=ramp_options, fields=texts, data=data)
     process = rank_from_environment()
     if process is None or process.rank == 0:
-        if out is not None:
-            _write(out, dumps(result.as_json(), indent=1) + "\n")
+        output.write_json(out, **result.as_json())
         if json:
             show_json(**result.as_json())
         else:

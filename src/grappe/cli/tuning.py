@@ -13,14 +13,14 @@ from typing import TYPE_CHECKING, Annotated
 from cyclopts import App, Group, Parameter
 
 from grappe.cli.application import OPTIONS, DataFolder, DryRun, Json, PlanText, preflight
-from grappe.cli.exit import show, show_json
+from grappe.cli.exit import show, show_answer, show_json
 from grappe.errors import EXIT_FAILURE, EXIT_OK, RunError, UsageError
-from grappe.fields import CountsFromZero, Names  # noqa: F401 (cyclopts looks the inherited fields' types up here)
+from grappe.fields import CountsFromZero, Names, split  # noqa: F401 (cyclopts looks the inherited fields' types up here)
 from grappe.launch.terminal import complain, say, waiting
 from grappe.sites.sbatch import JobOptions
 from grappe.training.options import Options
 from grappe.verbs.tune.study import SearchOptions, Study, Trial, best_of, open_study
-from grappe.words import filled_table, format_number
+from grappe.words import filled_table, format_number, plan_name
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -64,13 +64,13 @@ def tune(
     data: DataFolder = None,
     options: Annotated[Options, OPTIONS, Parameter(negative="")] = DEFAULTS,
     job: Annotated[TrialJobOptions, OPTIONS, Parameter(group=JOBS)] = NO_JOB,
-    dry_run: Annotated[DryRun, Parameter(help="Show the study of --study; train nothing.")] = False,
+    dry_run: Annotated[
+        DryRun, Parameter(help="Show the search, or without a task the study of --study; train nothing.")
+    ] = False,
     json: Json = False,
 ) -> int:
     """Search a task's fields; each trial is an ordinary run. Exit code 1 if none has a result."""
-    if dry_run:
-        if study is None:
-            raise UsageError("--dry-run shows a study: name it, grappe tune --study STUDY --dry-run")
+    if dry_run and study is not None and (task is None or study.exists()):
         return _show(study, as_json=json)
     if task is None:
         raise UsageError("which task? grappe tune TASK lr=0.01..1:log …, or grappe tune --study STUDY --dry-run")
@@ -84,9 +84,26 @@ def tune(
         )
         option = TIME if name == "time" else f"--{name.strip('_').replace('_', '-')}"
         raise UsageError(f"{option} is of Slurm jobs: give --site too, for trials as jobs")
-    texts = preflight([plan], task, fields)
+    texts = split(fields) if dry_run else preflight([plan], task, fields)
     from grappe.plan import as_plan
     from grappe.verbs.tune import tune as verb
+
+    if dry_run:
+        checked = verb.checked_search(
+            task, texts, as_plan(plan), search, options=options, jobs=job if job.site else None
+        )
+        definition = checked.definition
+        facts = [
+            ("task", definition.task),
+            *definition.space.items(),
+            *definition.fixed_fields.items(),
+            ("plan", plan_name(definition.plan)),
+            ("sampler", definition.sampler),
+            ("objective", f"{'largest' if definition.maximize else 'smallest'} {definition.metric}"),
+            ("trials", f"{checked.total}, {definition.parallel} at a time"),
+        ]
+        show_answer(json, "search", facts, search=definition, trials=checked.total, dry_run=True)
+        return EXIT_OK
 
     with _watched() as watch:
         searched, complete = verb.search(

@@ -62,11 +62,23 @@ def stage(source: Path | str, to: Path | str) -> Path:
     return copied(Path(source), Path(to)).place
 
 
+def planned(source: Path, to: Path) -> Staged:
+    """Returns what `copied` would return, and copies nothing.
+
+    Raises:
+        DataError: the source is missing, or has something that is no file.
+        UsageError: `to` lies in the source.
+    """
+    source, to = _checked_places(source, to)
+    sources = _files(source)
+    missing = _missing(sources, to, _recorded_names(_record(source, to)))
+    total = sum(file.size for file in sources)
+    return Staged(place=to / source.name, files=len(sources), bytes=total, copied=len(missing))
+
+
 def copied(source: Path, to: Path, report: Callable[[int, int], None] = lambda done, total: None) -> Staged:
     """Copies as `stage` does; `report` is called with how many bytes of how many are there."""
-    source, to = source.absolute(), to.absolute()
-    if to == source or to.is_relative_to(source) or to == source.parent:
-        raise UsageError(f"--out {to}: this is where the source lies")
+    source, to = _checked_places(source, to)
     try:
         to.mkdir(parents=True, exist_ok=True)
         with files.appender(to / f".{source.name}.stage.lock") as lock:
@@ -81,13 +93,28 @@ def copied(source: Path, to: Path, report: Callable[[int, int], None] = lambda d
         ) from None
 
 
+def _checked_places(source: Path, to: Path) -> tuple[Path, Path]:
+    source, to = source.absolute(), to.absolute()
+    if to == source or to.is_relative_to(source) or to == source.parent:
+        raise UsageError(f"--out {to}: this is where the source lies")
+    return source, to
+
+
+def _record(source: Path, to: Path) -> Path:
+    return to / f".{source.name}.staged.json"
+
+
+def _missing(sources: list[_File], to: Path, recorded: set[str] | None) -> list[_File]:
+    return [file for file in sources if recorded is None or not _is_there(to, file)]
+
+
 def _copied(source: Path, to: Path, report: Callable[[int, int], None]) -> Staged:
     sources = _files(source)
-    record = to / f".{source.name}.staged.json"
+    record = _record(source, to)
     recorded = _recorded_names(record)
     names = {file.name for file in sources}
     _remove_others(to, source, names, recorded)
-    missing = [file for file in sources if recorded is None or not _is_there(to, file)]
+    missing = _missing(sources, to, recorded)
     total, needed = (sum(file.size for file in some) for some in (sources, missing))
     room = shutil.disk_usage(to).free
     if missing and room < needed + _SPARE:

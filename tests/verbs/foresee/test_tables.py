@@ -3,13 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-import json
-from pathlib import Path
 
 import pytest
 
-from grappe.cli import measuring
-from grappe.errors import UsageError
 from grappe.foresight.gpu_time import StepTime
 from grappe.foresight.search import Foreseen, MemoryBudget
 from grappe.verbs.foresee import tables
@@ -108,18 +104,5 @@ def test_the_smallest_is_named_with_its_memory_and_without_times() -> None:
     assert "step" not in [column.header for column in tables.table(bare, bare.plans).columns]
 
 
-def test_all_of_it_is_written_as_json(tmp_path: Path) -> None:
-    tables.write(PLANS, tmp_path / "a.json")
-    read = json.loads((tmp_path / "a.json").read_text())
-    assert [one["time"]["total"] for one in read["plans"][:2]] == [1.0, 0.6]
-    with pytest.raises(UsageError, match="json"):
-        tables.write(PLANS, tmp_path / "a.txt")
-
-
-def test_a_file_that_cannot_be_written_is_refused_before_any_work(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("grappe.verbs.foresee.foresee.foresee", None)
-    for out, why in ((tmp_path / "x.csv", r"\.json"), (tmp_path / "no" / "x.json", "No such file")):
-        with pytest.raises(UsageError, match=why):
-            measuring.foresee("digits", out=out)
+def test_the_json_has_the_total_of_each_plan() -> None:
+    assert [one["time"] and one["time"]["total"] for one in tables.as_json(PLANS)["plans"][:2]] == [1.0, 0.6]

@@ -60,10 +60,19 @@ class Packed:
         return sum(shard.bytes for shard in self.shards)
 
 
-def pack(source: Path, to: Path, form: Packing, *, labels: Path | None = None, numbering: Path | None = None) -> Packed:
+def pack(
+    source: Path,
+    to: Path,
+    form: Packing,
+    *,
+    labels: Path | None = None,
+    numbering: Path | None = None,
+    dry_run: bool = False,
+) -> Packed:
     """Packs a source into a folder of shards; samples keep their ids, so that orders and resumed runs are the same.
 
-    If it is killed, the next start goes on from there: a shard exists complete, or not at all.
+    If it is killed, the next start goes on from there: a shard exists complete, or not at all. With `dry_run`
+    only the source's index is made; the result has the shards that are there.
 
     Raises:
         DataError: an image cannot be decoded, or the disk is full.
@@ -78,6 +87,14 @@ def pack(source: Path, to: Path, form: Packing, *, labels: Path | None = None, n
     for content in data.identity():
         names.update(content)
     description = {**dataclasses.asdict(form), "source": source.name, "images": len(data), "names": names.hexdigest()}
+    starts = range(0, len(data), form.per_shard)
+    sizes = [min(form.per_shard, len(data) - first) for first in starts]
+    if dry_run:
+        _is_begun(to, description)
+        there = [shard for number, size in enumerate(sizes) if (shard := shard_there(to, number, size)) is not None]
+        return Packed(
+            folder=to, shards=tuple(there), images=len(data), source_bytes=data.total_bytes(), were_there=len(there)
+        )
     label_of = data.targets()
     meter = ProgressMeter("packing", len(data))
 
@@ -98,8 +115,8 @@ def pack(source: Path, to: Path, form: Packing, *, labels: Path | None = None, n
 
     written, there = [], 0
     with packing(to, description):
-        for number, first in enumerate(range(0, len(data), form.per_shard)):
-            ids = range(first, min(first + form.per_shard, len(data)))
+        for number, (first, size) in enumerate(zip(starts, sizes, strict=True)):
+            ids = range(first, first + size)
             shard = shard_there(to, number, len(ids))
             there += shard is not None
             if shard is None:
@@ -164,7 +181,6 @@ def packing(folder: Path, description: dict[str, Any]) -> Iterator[None]:
         UsageError: the folder has something else in it, or another process packs into it.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    text = json.dumps(description, indent=1).encode()
     with (folder / _LOCK).open("w") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -172,23 +188,33 @@ def packing(folder: Path, description: dict[str, Any]) -> Iterator[None]:
             raise UsageError(f"{folder}: another process is packing into it") from None
         except OSError:
             pass  # a file system without locks
-        if (folder / BEGUN).is_file():
-            if files.read_bytes(folder / BEGUN) != text:
-                raise UsageError(
-                    f"{folder} was begun from another source or with other options (see {BEGUN} in it): name a new "
-                    "folder, or remove this one"
-                )
-        else:
-            names = files.names(folder)
-            there = [name for name in names if name != _LOCK and not name.startswith(f".{BEGUN}.")]
-            if there:
-                raise UsageError(f"{folder} has something in it, {there[0]} for one: name a new folder")
-            files.replace(folder / BEGUN, text, durable=True)
+        if not _is_begun(folder, description):
+            files.replace(folder / BEGUN, _text(description), durable=True)
         for name in files.names(folder):  # of a process that was killed
             if name.startswith((".shard-", f".{BEGUN}.", f".{MANIFEST}.", f".{CLASSES}.")):
                 files.remove(folder / name)
         yield
     files.remove(folder / _LOCK)
+
+
+def _is_begun(folder: Path, description: dict[str, Any]) -> bool:
+    """Returns whether a folder of shards was begun in this way; raises UsageError where it has something else in it."""
+    if (folder / BEGUN).is_file():
+        if files.read_bytes(folder / BEGUN) != _text(description):
+            raise UsageError(
+                f"{folder} was begun from another source or with other options (see {BEGUN} in it): name a new "
+                "folder, or remove this one"
+            )
+        return True
+    names = files.names(folder) if folder.exists() else []
+    there = [name for name in names if name != _LOCK and not name.startswith(f".{BEGUN}.")]
+    if there:
+        raise UsageError(f"{folder} has something in it, {there[0]} for one: name a new folder")
+    return False
+
+
+def _text(description: dict[str, Any]) -> bytes:
+    return json.dumps(description, indent=1).encode()
 
 
 def write_shard(folder: Path, number: int, members: Iterable[tuple[str, bytes]], samples: int) -> Shard:

@@ -58,6 +58,35 @@ class ExportResult:
     """Loss and metrics of validation, of weights in "fp32" and of the rounded ones; empty: nothing was rounded."""
 
 
+def checked(
+    run: Run | Path | str,
+    folder: Path | str,
+    *,
+    task: Task | type[Task] | str | None = None,
+    format: Format = "program",
+    weights: Rounding = "fp32",
+    sources: Sequence[Path] = (),
+) -> tuple[Run, Task]:
+    """Checks the arguments of `export` without loading the model; returns the run and its task.
+
+    Raises:
+        UsageError: the folder holds something, a package is missing, or options do not go together.
+        RunError: the folder is no run.
+        TaskError: the run's task is not known, or cannot be found.
+    """
+    check_target(Path(folder))
+    if format == "onnx":
+        check_packages()
+    if sources and format != "program":
+        raise UsageError(f"--operators: --format {format} compiles nothing: leave the option out")
+    if weights != "fp32" and format not in ("program", "onnx"):
+        raise UsageError(
+            f"--weights {weights}: --format {format} writes the weights as they are: take --format program or onnx"
+        )
+    run = run if isinstance(run, Run) else Run(run)
+    return run, resolve_task(run, task).resolve()
+
+
 def export(
     run: Run | Path | str,
     folder: Path | str,
@@ -94,17 +123,7 @@ def export(
         PredictionMismatch: a prediction is another one; with the first sample.
     """
     target = Path(folder)
-    check_target(target)
-    if format == "onnx":
-        check_packages()
-    if sources and format != "program":
-        raise UsageError(f"--operators: --format {format} compiles nothing: leave the option out")
-    if weights != "fp32" and format not in ("program", "onnx"):
-        raise UsageError(
-            f"--weights {weights}: --format {format} writes the weights as they are: take --format program or onnx"
-        )
-    run = run if isinstance(run, Run) else Run(run)
-    resolved = resolve_task(run, task).resolve()
+    run, resolved = checked(run, target, task=task, format=format, weights=weights, sources=sources)
     model = load(run, resolved, checkpoint=checkpoint, trained=trained)
     name = Path(str(model.grappe_checkpoint)).name
     place = data_of(run, data)

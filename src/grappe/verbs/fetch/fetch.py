@@ -35,12 +35,18 @@ class Fetched:
 
 
 def fetch(
-    task: str, folder: Path, show: Callable[[str], None] = progress, schemes: tuple[str, ...] = SCHEMES
+    task: str,
+    folder: Path,
+    show: Callable[[str], None] = progress,
+    schemes: tuple[str, ...] = SCHEMES,
+    *,
+    dry_run: bool = False,
 ) -> list[Fetched]:
     """Downloads into `folder` what the task names and is not there; an interrupted download goes on.
 
     Args:
         schemes: of the addresses that are taken.
+        dry_run: only look which files are there.
 
     Raises:
         UsageError: the task names no files, or another kind of address.
@@ -54,6 +60,11 @@ def fetch(
         )
     for download in cls.downloads:
         _check(download, schemes)
+    if dry_run:
+        return [
+            Fetched(name=_name(download), size=download.size, was_there=_is_there(download, folder))
+            for download in cls.downloads
+        ]
     folder.mkdir(parents=True, exist_ok=True)
     return [_fetch_file(download, folder, show, schemes) for download in cls.downloads]
 

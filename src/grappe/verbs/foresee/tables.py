@@ -3,15 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-import errno
-import json
-import os
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from grappe.errors import UsageError
-from grappe.launch import files
 from grappe.plan import Plan
 from grappe.profiling import limits
 from grappe.training.watchers.expected_end import span
@@ -220,39 +214,6 @@ def as_json(times: PlanTimes) -> dict[str, Any]:
         ],
         "notes": times.notes,
     }
-
-
-def write(times: PlanTimes, file: Path) -> None:
-    """Writes all of it as JSON.
-
-    Raises:
-        UsageError: as `check_out`.
-    """
-    check_out(file)
-    try:
-        files.replace(file, (json.dumps(as_json(times), indent=1) + "\n").encode())
-    except OSError as error:
-        raise _unwritable(file, error.strerror) from error
-
-
-def check_out(file: Path) -> None:
-    """Checks the name and the folder of the file of --out, before there is anything to write.
-
-    Raises:
-        UsageError: the name has another ending than .json, or the file cannot be written.
-    """
-    if file.suffix != ".json":
-        raise UsageError(f"--out={file}: the name has to end in .json")
-    if not file.parent.is_dir():
-        raise _unwritable(file, os.strerror(errno.ENOENT))
-    if file.is_dir():
-        raise _unwritable(file, os.strerror(errno.EISDIR))
-    if not os.access(file.parent, os.W_OK | os.X_OK):
-        raise _unwritable(file, os.strerror(errno.EACCES))
-
-
-def _unwritable(file: Path, why: str | None) -> UsageError:
-    return UsageError(f"{file} cannot be written: {why}: give another with --out")
 
 
 def _duration(hours: float) -> str:

@@ -5,9 +5,7 @@ from __future__ import annotations
 import dataclasses
 import statistics
 from collections.abc import Callable, Mapping, Sequence
-from typing import Annotated, Any
-
-from cyclopts import Parameter
+from typing import Any
 
 from grappe.errors import UsageError
 from grappe.fields import Counts, at_least
@@ -26,7 +24,7 @@ class MeasureOptions:
     """Timed steps of each training, after 5 warm-up steps."""
     repeats: int = 3
     """Number of trainings of each plan; the plans alternate."""
-    batch_size: Annotated[Counts, Parameter(parse=False)] = ()
+    batch_size: Counts = ()
     """Samples per step over all processes: (32, 64), or the field batch_size=32,64. Default: the task's own."""
     weak: bool = False
     """Weak scaling: batch sizes are for one data-parallel process and grow with their number."""

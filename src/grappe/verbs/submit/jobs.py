@@ -95,8 +95,10 @@ def queue(base: Path) -> Table | str:
     return table
 
 
-def cancel(runs: Iterable[Path]) -> list[str]:
+def cancel(runs: Iterable[Path], *, dry_run: bool = False) -> list[str]:
     """Cancels the jobs of runs that are still in the queue and returns their ids. Checkpoints are kept.
+
+    With `dry_run` nothing is cancelled.
 
     Raises:
         RunError: a run was never submitted.
@@ -105,7 +107,8 @@ def cancel(runs: Iterable[Path]) -> list[str]:
     for run in runs:
         newest_job(run)
         jobs += [str(record["job"]) for record in submitted(run)]
-    slurm.cancel(jobs)
+    if not dry_run:
+        slurm.cancel(jobs)
     return jobs
 
 

@@ -23,7 +23,7 @@ from grappe.verbs.submit.jobs import QUERY_SECONDS
 from grappe.verbs.tune.coordinator import Coordinator, SearchProgress, with_fields
 from grappe.verbs.tune.schedule import check_sampler, fewest_trials, grid
 from grappe.verbs.tune.slurm_trainings import SlurmTrainings
-from grappe.verbs.tune.space import PLAN, Choices, as_texts, read_space
+from grappe.verbs.tune.space import PLAN, Choices, Space, as_texts, read_space
 from grappe.verbs.tune.study import SearchDefinition, SearchOptions, Study, make_study
 from grappe.verbs.tune.trainings import LocalTrainings, Trainings
 
@@ -113,9 +113,61 @@ def search(
         jobs: of each trial's Slurm job; None: trials are trained in processes of this machine.
         query_every: seconds between queries to Slurm.
     """
+    options = options or Options()
+    checked = checked_search(task, texts, plan, search_options, options=options, jobs=jobs)
+    name = checked.task.name
+    study = make_study(
+        folder or new_folder(runs, f"{name}-study" if ":" in name else f"x:{Path(name).stem}-study"), checked.definition
+    )
+    threads = study.search.threads
+    request = Request(
+        task=checked.task,
+        plan=dataclasses.replace(plan, threads=threads) if threads else plan,
+        data=data_folder(data),
+        options=options,
+        quiet=True,
+    )
+    parallel = search_options.parallel
+    if jobs is not None:
+        trainings: Trainings = SlurmTrainings(study.folder, jobs, parallel=parallel, query_every=query_every)
+    else:
+        limited = options.time_limit is not None
+        trainings = LocalTrainings(parallel=parallel, limited=limited, plans=checked.plans)
+    coordinator = Coordinator(
+        study, checked.space, request, trainings, parallel=parallel, total=checked.total, watch=watch
+    )
+    return study, coordinator.run()
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CheckedSearch:
+    """A search whose options go together; no folder was made for it."""
+
+    task: TaskReference
+    space: Space
+    definition: SearchDefinition
+    plans: Sequence[Plan]
+    """Of the trials."""
+    total: int
+    """Number of trials."""
+
+
+def checked_search(
+    task: Task | type[Task] | str,
+    texts: Mapping[str, str],
+    plan: Plan,
+    search_options: SearchOptions,
+    *,
+    options: Options,
+    jobs: JobOptions | None = None,
+) -> CheckedSearch:
+    """Checks the arguments of `search`, and makes nothing.
+
+    Raises:
+        GrappeError: an argument is wrong.
+    """
     from grappe import engines
 
-    options = options or Options()
     _refuse_options(options, search_options, jobs)
     check_sampler(search_options.sampler)
     task_reference = TaskReference.of(task)
@@ -181,25 +233,7 @@ def search(
         halving=halving,
         rungs=rungs,
     )
-    name = task_reference.name
-    study = make_study(
-        folder or new_folder(runs, f"{name}-study" if ":" in name else f"x:{Path(name).stem}-study"), definition
-    )
-    threads = study.search.threads
-    request = Request(
-        task=task_reference,
-        plan=dataclasses.replace(plan, threads=threads) if threads else plan,
-        data=data_folder(data),
-        options=options,
-        quiet=True,
-    )
-    parallel = search_options.parallel
-    if jobs is not None:
-        trainings: Trainings = SlurmTrainings(study.folder, jobs, parallel=parallel, query_every=query_every)
-    else:
-        trainings = LocalTrainings(parallel=parallel, limited=options.time_limit is not None, plans=plans)
-    coordinator = Coordinator(study, space, request, trainings, parallel=parallel, total=total, watch=watch)
-    return study, coordinator.run()
+    return CheckedSearch(task=task_reference, space=space, definition=definition, plans=plans, total=total)
 
 
 def _refuse_options(options: Options, search_options: SearchOptions, jobs: JobOptions | None) -> None:
