@@ -10,7 +10,15 @@ import pytest
 from grappe.plan import Plan
 from grappe.profiling.phases import IN_A_STEP
 from grappe.verbs.measure import verdict
-from grappe.verbs.measure.points import Measurement, ProcessTimes, TimedRun, baseline, efficiency, efficiency_loss
+from grappe.verbs.measure.points import (
+    Measurement,
+    Measurements,
+    ProcessTimes,
+    TimedRun,
+    baseline,
+    efficiency,
+    efficiency_loss,
+)
 from grappe.verbs.measure.table import losses, table
 
 NONE = dict.fromkeys(IN_A_STEP, 0.0)
@@ -54,6 +62,9 @@ def test_efficiency_is_of_one_batch_or_of_equal_slices_on_one_device() -> None:
     shown = table(points)
     columns = {str(column.header): list(column.cells) for column in shown.columns}
     assert columns["efficiency"] == ["", "", "50%", "", "100%", ""] and "J a sample" not in columns
+    figures = Measurements(points).to_pandas()
+    assert list(figures["failure"].fillna("")) == ["no", "", "", "", "", ""]
+    assert figures["efficiency"][2] == pytest.approx(0.5) and figures["forward"][1] == pytest.approx(0.4)
     assert len(columns["samples/s"]) == len(points) and losses(points) is not None and losses([alone]) is None
 
 

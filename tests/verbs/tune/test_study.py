@@ -40,6 +40,9 @@ def test_records_are_read_again_and_the_best_is_the_first_of_equals(tmp_path: Pa
         study.write(trial)
     assert open_study(tmp_path / "s").trials == trials
     assert study.best == trials[1]
+    table = study.to_pandas()
+    assert list(table["lr"]) == ["0.2"] * 5 and table["loss"][1] == 0.5 and table["reason"][0] == "no"
+    assert "complete" in study._repr_html_()
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Literal
 from grappe.errors import GrappeError, TaskError, UsageError
 from grappe.plan import AnyPlan, Plan, as_plan
 from grappe.sites.layout import on_site
+from grappe.table import Table, Tabular
 from grappe.task import Task
 from grappe.training.request import data_folder
 from grappe.training.task_reference import TaskReference
@@ -62,7 +63,7 @@ class TimedPlan:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class PlanTimes:
+class PlanTimes(Tabular):
     """Times of several plans."""
 
     plans: tuple[TimedPlan, ...]
@@ -73,6 +74,17 @@ class PlanTimes:
     """Reasons why some plans have no time."""
     budget: MemoryBudget | None = None
     """The memory of the site's GPU; None: no site, or of plans for CPUs alone."""
+
+    def table(self) -> Table:
+        """Returns a row for each plan: bytes of the process that needs most, seconds of a step, hours of training."""
+        return Table(
+            {"plan": plan_name(timed.foreseen.plan), "batch": timed.foreseen.batch}
+            | {"memory": self.taken(timed) if timed.foreseen.needs is not None else None, "fits": timed.foreseen.fits}
+            | {"step": timed.time and timed.time.total, "spread": timed.time and timed.time.spread}
+            | {name: getattr(timed.cost, name, None) for name in ("samples_per_second", "hours", "unit_hours", "kwh")}
+            | {"why": timed.foreseen.why or timed.why}
+            for timed in self.plans
+        )
 
     def taken(self, timed: TimedPlan) -> int:
         """Returns the bytes that a process of a foreseen plan takes; where its peak is unknown, at least."""

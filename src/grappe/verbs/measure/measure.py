@@ -27,7 +27,7 @@ from grappe.training.run import Run
 from grappe.training.task_reference import TaskReference
 from grappe.training.worker import worker as train_worker
 from grappe.verbs.measure import verdict
-from grappe.verbs.measure.points import Measurement, MeasureOptions, ProcessTimes, TimedRun
+from grappe.verbs.measure.points import Measurement, Measurements, MeasureOptions, ProcessTimes, TimedRun
 from grappe.verbs.submit.jobs import newest_job, submitted
 from grappe.verbs.submit.submission import Submission
 from grappe.verbs.submit.submit import Submitted, submit_all
@@ -52,7 +52,7 @@ def measure(
     data: Path | str | None = None,
     fields: Mapping[str, object] | None = None,
     note: Callable[[str], None] = lambda line: None,
-) -> list[Measurement]:
+) -> Measurements:
     """Measures each plan at each batch size; the first point is the baseline of the comparison.
 
     Args:
@@ -79,7 +79,7 @@ def measure(
             points += _measured(request, folder, advice, options.repeats, note, origin="advice")
     if all(point.failure for point in points):
         raise UsageError(f"nothing could be measured: {points[0].failure}")
-    return points
+    return Measurements(points)
 
 
 def _measured(

@@ -9,6 +9,7 @@ from typing import Any
 
 from grappe.errors import UsageError
 from grappe.fields import Counts, at_least
+from grappe.table import Table, Tabular
 
 COMPUTING = ("forward", "backward", "update")
 
@@ -236,6 +237,21 @@ def baseline(point: Measurement, points: Sequence[Measurement]) -> Measurement |
         if other.batch == point.batch or other.batch / other.slices == point.batch / point.slices:
             return other
     return None
+
+
+class Measurements(list[Measurement], Tabular):
+    """Measured points; the first is the baseline of the comparison."""
+
+    def table(self) -> Table:
+        """Returns a row for each point: speed, efficiency, bytes, and the share of a step that each phase takes."""
+        names = ("plan", "batch", "processes", "samples_per_second", "speed_up", "efficiency", "memory")
+        points = [as_json(point, self) for point in self]
+        return Table(
+            {name: point.get(name) for name in names}
+            | {"joules_per_sample": point.get("joules_per_sample"), **point.get("shares", {})}
+            | ({"failure": point["failure"]} if "failure" in point else {})
+            for point in points
+        )
 
 
 def as_json(point: Measurement, points: Sequence[Measurement]) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from grappe.checkpoint.commit import LARGEST_LIST, read_json, write_json
 from grappe.errors import RunError, UsageError, disk_advice
 from grappe.fields import at_least, from_json
 from grappe.launch import files
+from grappe.table import Table, Tabular
 
 SamplerName = Literal["tpe", "random", "grid"]
 
@@ -119,7 +120,7 @@ class Trial:
     reason: str = ""
 
 
-class Study:
+class Study(Tabular):
     """A search's folder, which one coordinator writes at a time.
 
     Attributes:
@@ -143,6 +144,18 @@ class Study:
     def best(self) -> Trial | None:
         """The complete trial with the best objective; of equal ones the first. None: there is none."""
         return best_of(self.search, self.trials)
+
+    def table(self) -> Table:
+        """Returns a row for each trial: its state, the objective, the step, and the searched fields as texts."""
+        return Table(
+            {"trial": trial.number, "state": trial.state, self.search.metric: trial.value, "step": trial.step}
+            | {name: trial.fields[name] for name in self.search.space}
+            | ({"reason": trial.reason} if trial.reason else {})
+            for trial in self.trials
+        )
+
+    def __repr__(self) -> str:
+        return f"Study({str(self.folder)!r})"
 
     def run_folder(self, number: int) -> Path:
         """The folder of a trial's run."""

@@ -13,11 +13,12 @@ from typing import Any, Literal
 from grappe import engines
 from grappe.errors import GrappeError
 from grappe.plan import Plan
+from grappe.table import Table, Tabular
 from grappe.verbs.verify.instrument import Instrumentation
 from grappe.verbs.verify.runner import BOUND, FACTOR, Difference, TrialRunner, compare
 from grappe.verbs.verify.trained_by_hand import RecordedBatch, Reference
 from grappe.verbs.verify.trained_by_plan import TrialStep
-from grappe.words import and_more
+from grappe.words import and_more, plan_name
 
 VerdictWord = Literal["same", "same but for these", "different", "cannot be judged", "failed"]
 SHOWN = 3
@@ -51,7 +52,21 @@ class PlanVerdict:
 
     def __repr__(self) -> str:
         why = "; ".join([*self.causes, *self.notes])
-        return f"PlanVerdict({self.plan or 'one process'}: {self.verdict}{f' ({why})' if why else ''})"
+        return f"PlanVerdict({plan_name(self.plan)}: {self.verdict}{f' ({why})' if why else ''})"
+
+
+class Verdicts(list[PlanVerdict], Tabular):
+    """The verdicts on several plans."""
+
+    def table(self) -> Table:
+        """Returns a row for each plan: the verdict, the relative differences, and why."""
+        names = ("first", "loss", "norm", "weights", "tolerance")
+        return Table(
+            {"plan": plan_name(verdict.plan), "verdict": verdict.verdict}
+            | {name: getattr(verdict.difference, name, None) for name in names}
+            | {"why": "; ".join([*verdict.causes, *verdict.notes])}
+            for verdict in self
+        )
 
 
 def judge(runner: TrialRunner, plan: Plan) -> PlanVerdict:

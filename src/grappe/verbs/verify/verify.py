@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from grappe import engines
@@ -15,7 +15,7 @@ from grappe.task import Task
 from grappe.training.request import data_folder
 from grappe.training.task_reference import TaskReference
 from grappe.verbs.verify.runner import StartProcesses, TrialRunner
-from grappe.verbs.verify.verdict import PlanVerdict, judge
+from grappe.verbs.verify.verdict import Verdicts, judge
 
 STEPS = 8  # two epochs of a trial; longer trainings of correct code drift apart
 
@@ -29,7 +29,7 @@ def verify(
     steps: int = STEPS,
     run: StartProcesses = start,
     note: Callable[[str], None] = lambda line: None,
-) -> Iterator[PlanVerdict]:
+) -> Verdicts:
     """Compares each plan with one plain process: the same weights, the same global batches, `steps` steps.
 
     Args:
@@ -55,5 +55,4 @@ def verify(
             run=run,
             note=note,
         )
-        for plan in parsed:
-            yield judge(runner, plan)
+        return Verdicts(judge(runner, plan) for plan in parsed)
