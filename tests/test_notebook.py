@@ -11,6 +11,7 @@ from typing import Any
 import nbclient
 import nbformat
 import pytest
+from docs import translations
 from jupyter_client.manager import KernelManager
 
 import grappe
@@ -136,6 +137,18 @@ def test_an_error_is_its_message_and_the_users_line(kernel: Kernel) -> None:
     ]
     [(_, content)] = kernel.execute("%tb")
     assert "in as_plan" in "".join(content["traceback"])
+
+
+def test_the_guide_runs_cell_by_cell(kernel: Kernel) -> None:
+    """docs/notebook.md, whose cells follow from each other."""
+    guide = (ROOT / "docs" / "notebook.md").read_text()
+    cells = [block.split("\n", 1)[1].rpartition("\n")[0] for block in translations.blocks(guide)]
+    contents = [kernel.execute(cell) for cell in cells]
+    assert not [content["traceback"] for messages in contents for kind, content in messages if kind == "error"]
+    _, plot, verdicts, _ = contents
+    assert plot[-1][1]["data"]["text/html"].count("polyline") == 3  # training, validation; accuracy
+    assert "replicate=2" in verdicts[-1][1]["data"]["text/html"]
+    assert kernel.execute("run.scores().metrics['accuracy'] > 0.5")[-1][1]["data"]["text/plain"] == "True"
 
 
 @pytest.mark.parametrize(

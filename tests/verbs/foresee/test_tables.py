@@ -108,23 +108,6 @@ def test_the_json_has_the_total_of_each_plan() -> None:
     assert [one["time"] and one["time"]["total"] for one in tables.as_json(PLANS)["plans"][:2]] == [1.0, 0.6]
 
 
-def test_all_of_it_is_written_as_json(tmp_path: Path) -> None:
-    tables.write(PLANS, tmp_path / "a.json")
-    read = json.loads((tmp_path / "a.json").read_text())
-    assert [one["time"]["total"] for one in read["plans"][:2]] == [1.0, 0.6]
-    with pytest.raises(UsageError, match="json"):
-        tables.write(PLANS, tmp_path / "a.txt")
-
-
-def test_a_file_that_cannot_be_written_is_refused_before_any_work(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("grappe.verbs.foresee.foresee.foresee", None)
-    for out, why in ((tmp_path / "x.csv", r"\.json"), (tmp_path / "no" / "x.json", "No such file")):
-        with pytest.raises(UsageError, match=why):
-            measuring.foresee("digits", out=out)
-
-
 def test_the_plans_are_a_data_frame() -> None:
     table = PLANS.to_pandas()
     assert list(table["plan"]) == ["one process", "replicate=2", "shard=2", "shard=4", "tensor=2"]
