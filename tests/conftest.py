@@ -40,7 +40,10 @@ torch.set_num_threads(1)  # the same bits and no fights for two cores
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    return True if "not slow" in config.option.markexpr and tiers.has_slow_tests_only(collection_path) else None
+    asked = config.option.markexpr
+    ignored = "not slow" in asked and tiers.has_slow_tests_only(collection_path)
+    ignored |= asked.startswith("artefact") and not tiers.may_have_artefacts(collection_path)
+    return True if ignored else None
 
 
 @pytest.hookimpl(tryfirst=True)  # before `-m` chooses

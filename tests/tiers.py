@@ -89,6 +89,11 @@ def has_slow_tests_only(path: Path) -> bool:
     return _is_in(path, FOLDERS) or bool(ENGINES.search(inside))
 
 
+def may_have_artefacts(path: Path) -> bool:
+    """Whether a file or folder has tests of artefacts, or such a folder inside."""
+    return _is_in(path, ARTEFACTS) or any((ROOT / place).is_relative_to(path) for place in ARTEFACTS)
+
+
 def arrange(items: list[pytest.Item]) -> None:
     """Puts the clusters' tests first, as jobs wait for Slurm; then artefacts, which take minutes; then trainings."""
     for places in (FOLDERS, ARTEFACTS, CLUSTER):

@@ -10,6 +10,8 @@ import pytest
 
 from grappe import tasks
 from grappe.cli import application, commands
+from grappe.launch import local
+from tests.commands import SLOW
 
 
 @pytest.fixture
@@ -64,6 +66,14 @@ def test_a_command_that_trains_does_without_torch(tmp_path: Path) -> None:
     )
     subprocess.run([sys.executable, "-c", code], check=True, cwd=tmp_path)
     assert (tmp_path / "run" / "checkpoints" / "step-000001").is_dir()
+
+
+@pytest.mark.parametrize("task", ["digits", SLOW])
+def test_torchmetrics_is_imported_once_for_all_processes(task: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[bool] = []
+    monkeypatch.setattr(local, "start_server", lambda *, metrics: asked.append(metrics))
+    application.preflight(["replicate=2"], task)
+    assert asked == [task == "digits"]
 
 
 @pytest.mark.parametrize(

@@ -38,7 +38,11 @@ def all_learned():
 
 from grappe.private_api import torch_dynamo
 torch_dynamo.leave_unloaded()
+import grappe.training.worker
+from grappe.engines.shared.watched_forward import InPlaceWrites
 without = all_learned()
+with InPlaceWrites(nn.Linear(1, 1), print):
+    torch.ones(2) + 1
 assert "torch._dynamo" not in sys.modules
 import torch._dynamo
 assert all_learned() == without

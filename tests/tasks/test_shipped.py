@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import importlib.util
 import math
 import pickle
 import struct
@@ -275,6 +276,14 @@ def test_digits_are_split_in_three_without_overlap() -> None:
     images = {bytes(image.numpy()) for split in splits for image in split.inputs}
     assert len(images) == 1797
     assert {len(CoAtNet().data(split, Path())) for split in ("validation", "test")} == {180}
+
+
+def test_digits_are_those_of_scikit_learns_own_loader(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The file is read without scikit-learn's import; a release that has it elsewhere loads it itself."""
+    read = Digits().data("train", Path())
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    loaded = Digits().data("train", Path())
+    assert torch.equal(read.inputs, loaded.inputs) and torch.equal(read.targets, loaded.targets)
 
 
 # Python's source

@@ -153,5 +153,5 @@ def preflight(
     if starts:
         starting(max((plan.processes for plan in parsed), default=1))
     if starts and not single:
-        local.start_server(metrics=task is None or tasks.mentions(task, local.METRICS))
+        local.start_server(metrics=task is None or tasks.mentions(task, "torchmetrics"))
     return texts

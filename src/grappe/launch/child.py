@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import faulthandler
-import importlib
 import os
 import sys
 import time
@@ -20,7 +19,7 @@ import cloudpickle
 from grappe import errors
 from grappe.errors.causes import broken_package, refused_process
 from grappe.language.choice import VARIABLE
-from grappe.launch import files
+from grappe.launch import files, imports
 from grappe.launch.orphan import end_with_parent
 from grappe.launch.rank import ProcessRank
 from grappe.launch.terminal import TERMINAL, complain
@@ -80,9 +79,9 @@ def run(
         os.environ[VARIABLE] = "en"  # what this process writes goes to a log
         if terminal is not None:
             os.environ[TERMINAL] = str(terminal.descriptor)
-        torch_dynamo.leave_unloaded()
-        module, _, attribute = name.partition(":")
-        value = getattr(importlib.import_module(module), attribute)(argument, process, rendezvous_folder)
+        with imports.without_collection():
+            torch_dynamo.leave_unloaded()
+        value = imports.function(name)(argument, process, rendezvous_folder)
         report = Report(kind="returned", value=value if process.rank == 0 else None)
         # By value: pipe.send would leave tensors in this process's shared memory, to be fetched when it has ended.
         pipe.send_bytes(cloudpickle.dumps(report))

@@ -2,18 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
-import importlib
+import gc
+
+from grappe.launch.imports import import_quietly
 
 # torch._dynamo: the first optimizer that is made imports it, and all that FSDP2 needs.
 PRELOADED = ("torch._dynamo", "grappe.engines.native", "grappe.training.worker")
 
-
-def import_quietly(*names: str) -> None:
-    """Imports modules; one that fails is left to the process that needs it, which can say so."""
-    for name in names:
-        with contextlib.suppress(Exception):
-            importlib.import_module(name)
-
-
 import_quietly(*PRELOADED)
+gc.freeze()  # processes share this memory until they write to it, as a search for garbage would

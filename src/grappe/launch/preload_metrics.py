@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
-from grappe.launch.preload import import_quietly
+import gc
+
+from grappe.launch.imports import import_quietly
 
 import_quietly("torchmetrics")
+gc.freeze()

@@ -6,7 +6,6 @@ An error is reported once, and exit codes pass through torchrun and srun.
 from __future__ import annotations
 
 import contextlib
-import importlib
 import json
 import os
 import sys
@@ -17,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from grappe.errors import EXIT_FAILURE, EXIT_INTERRUPTED, EXIT_OK, GrappeError, ProcessDied, RunError, of_file
-from grappe.launch import files, local, mps
+from grappe.launch import files, imports, local, mps
 from grappe.launch.folders import rendezvous_folder_of
 from grappe.launch.rank import ProcessRank, rank_from_environment
 from grappe.plan import Plan
@@ -57,10 +56,9 @@ def start(
         with mps.shared_gpus(plan, None):
             return local.local(function, request, plan.processes, saves=saves, meanwhile=meanwhile)
     plan.check_fits(process.size)
-    module, _, name = function.partition(":")
     try:
         with mps.shared_gpus(plan, process):
-            return getattr(importlib.import_module(module), name)(request, process, rendezvous_folder_of(process, run))
+            return imports.function(function)(request, process, rendezvous_folder_of(process, run))
     except Exception as error:
         raise reported_once(error, process) from error
 

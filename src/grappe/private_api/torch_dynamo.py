@@ -28,7 +28,7 @@ def leave_unloaded() -> None:
     from torch.optim import Optimizer
 
     for name in METHODS:
-        _leave_enabled(getattr(Optimizer, name))
+        leave_enabled(getattr(Optimizer, name))
     for kind in vars(torch.optim).values():
         if isinstance(kind, type) and issubclass(kind, Optimizer) and is_wrapped(vars(kind).get("step")):
             kind.step = _without_dynamo(vars(kind)["step"])  # type: ignore[method-assign]
@@ -40,8 +40,8 @@ def is_wrapped(step: Any) -> bool:
     return code is not None and code.co_name == STEP and hasattr(step, "__wrapped__")
 
 
-def _leave_enabled(method: Any) -> None:
-    """Calls `method` directly until torch._dynamo is loaded, and from then on as torch does."""
+def leave_enabled(method: Any) -> None:
+    """Calls torch's function `method` directly until torch._dynamo is loaded, and from then on as torch does."""
     inside = getattr(method, "__wrapped__", None)
     if inside is None or hasattr(inside, MARK):
         return

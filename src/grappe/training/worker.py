@@ -26,7 +26,7 @@ from grappe.engines.shared.carried import CarriedState
 from grappe.errors import OutOfMemory
 from grappe.errors.user_code import naming_user_line
 from grappe.launch.child import early_log, end_now, redirect
-from grappe.launch.preload import import_quietly
+from grappe.launch.imports import import_quietly
 from grappe.launch.rank import ProcessRank
 from grappe.launch.signals import StopSignal
 from grappe.launch.terminal import user_stream

@@ -30,6 +30,7 @@ from grappe.errors import TaskError
 from grappe.errors.user_code import place_in
 from grappe.parallel.shard import reshard
 from grappe.plan import Plan
+from grappe.private_api import torch_dynamo
 from grappe.private_api.torch import (
     TorchDispatchMode,
     call_in_mode,
@@ -231,6 +232,8 @@ class InPlaceWrites(TorchDispatchMode):
         with noting_own_kernels(func, args):
             return call_in_mode(func, args, kwargs)
 
+
+torch_dynamo.leave_enabled(InPlaceWrites.__torch_dispatch__)  # torch 2.13 wraps it as its optimizers' methods
 
 if not hasattr(TorchDispatchMode, "supports_higher_order_operators"):  # torch 2.8 asks for a rule for each operator
 
