@@ -7,6 +7,7 @@ import io
 import os
 import re
 from collections.abc import Iterator
+from pathlib import Path
 
 from cyclopts import App
 from rich.console import Console
@@ -14,6 +15,8 @@ from rich.console import Console
 from grappe.cli import help as translated_help
 from grappe.cli.commands import app
 from grappe.errors.remedies import REMEDIES
+from grappe.verbs.report import report
+from grappe.verbs.report.report import MARK, WORD
 
 CYCLOPTS = (
     'Command "{command}" parameter {option} requires an argument.',
@@ -34,6 +37,8 @@ LINES = ("{file}, line {number}, in {function}()", "{file}, line {number}, in {f
 """Lines of the user's code, which are written by a `__str__` of which the sources' messages know nothing."""
 METER = ("checking", "packing", "copying", "fetching {name}", "images", "bytes")
 """What a meter of grappe.verbs.data.walk says that it does, and to what: its own line has places for them."""
+REPORT = Path(report.__file__).parent
+"""The folder of the report's page, whose words are in catalogues behind a mark."""
 GROUP = re.compile(r"\\(\d)")
 
 
@@ -45,6 +50,10 @@ def others() -> dict[str, set[str]]:
     found |= {os.strerror(getattr(errno, name)): {"the system"} for name in SYSTEM}
     found |= {text: {"grappe/errors/user_code.py"} for text in LINES}
     found |= {text: {"grappe/verbs/data/walk.py"} for text in METER}
+    for file in sorted(REPORT.glob("p*.*")):
+        found |= {
+            MARK + match["word"]: {f"grappe/verbs/report/{file.name}"} for match in WORD.finditer(file.read_text())
+        }
     return {**found, " or ": {"grappe/errors/__init__.py"}}
 
 

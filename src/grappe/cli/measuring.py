@@ -233,12 +233,37 @@ def report(
     out: Annotated[
         OutFile, Parameter(help="The file. Default: report.html, in the run's folder if there is one.")
     ] = None,
+    predictions: Annotated[
+        bool,
+        SWITCH,
+        Parameter(
+            help="Predict the validation samples now: a confusion matrix, and pictures, where there are classes."
+        ),
+    ] = False,
+    foresee: Annotated[
+        bool, SWITCH, Parameter(help="Compare memory and step with the forecast, which traces each model once.")
+    ] = False,
+    live: Annotated[
+        bool, SWITCH, Parameter(help="Write the page again every few seconds until the runs end; it reloads itself.")
+    ] = False,
+    json: Json = False,
 ) -> int:
-    """Write one HTML file that opens offline: curves, time, memory, scaling, configuration."""
-    from grappe.verbs.report.report import report as verb
+    """Write one HTML file that opens offline: results, curves, time, memory, scaling, configuration."""
+    from grappe.training.run import Run
+    from grappe.verbs.report import report as verb
+    from grappe.verbs.report.results import compared
 
     output.check(out)
-    show(str(verb(places, out)))
+    if live and (predictions or foresee):
+        raise UsageError("--live shows what the runs write: leave out --predictions and --foresee")
+    if json:
+        show_json("report", **compared([Run(place) for place in places]))
+    if live:
+        show(str(verb.live(places, out)))
+    elif out is not None or not json:
+        file = verb.report(places, out, foresee=foresee, predictions=predictions)
+        if not json:
+            show(str(file))
     return EXIT_OK
 
 

@@ -32,6 +32,8 @@ DESCRIPTION = "run.json"
 HASH = "xxh3_128"  # of the other entries of run.json
 METRICS = "metrics.jsonl"
 MOST_OF_REASON = 500  # characters, of why a start failed
+SCORES = "scores.json"
+"""The scores that `grappe evaluate` computed last, by split."""
 LONGEST_LINE = 1 << 20  # bytes; a longer one is damage, and is read in parts
 DONE, FAILED = "done", "failed"
 ENDED_UNEXPECTEDLY = "ended unexpectedly"

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from grappe.checkpoint.commit import read_json, write_json
 from grappe.checkpoint.format import Checkpoint, step_folder
-from grappe.errors import UsageError, nearest
+from grappe.errors import RunError, UsageError, nearest
 from grappe.errors.user_code import naming_user_line
+from grappe.launch import files
 from grappe.launch.rank import ProcessRank
 from grappe.launch.start import start
 from grappe.plan import AnyPlan, Plan, as_plan
 from grappe.step.scores import Scores
 from grappe.task import SPLITS, Task, split_name
-from grappe.training.run import Run
+from grappe.training.run import SCORES, Run
 from grappe.training.task_reference import TaskReference, resolve_task
 from grappe.verbs.load import choose, data_of
 
@@ -50,6 +53,8 @@ def evaluate(
 ) -> Scores:
     """Evaluates one of a run's checkpoints on `split`, under any plan; the scores name the checkpoint.
 
+    The run's folder keeps the last scores of each split, for reports.
+
     If a newer checkpoint is passed over, a message on standard error names it, too.
 
     Args:
@@ -78,6 +83,11 @@ def evaluate(
         rounding=rounding,
     )
     scores = start("grappe.verbs.evaluate:worker", request, request.plan, run=run.folder)
+    if rounding == "fp32" and not trained:
+        with contextlib.suppress(OSError, RunError):  # another user's run
+            kept = read_json(run.folder / SCORES) if files.kind(run.folder / SCORES) else {}
+            scored = {"samples": scores.samples, "loss": scores.loss, "metrics": scores.metrics}
+            write_json(run.folder / SCORES, {**kept, split: {**scored, "checkpoint": chosen.folder.name}})
     return dataclasses.replace(scores, checkpoint=chosen.folder.name, why=choice.reason)
 
 

@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import shutil
+import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
+import torch
 
+from grappe.checkpoint.commit import write_json
+from grappe.checkpoint.lease import Lease
 from grappe.errors import RunError, UsageError
-from grappe.training.run import Run
-from grappe.verbs.foresee.run_forecast import foreseen_run
-from grappe.verbs.report.report import gather, html, report, thinned
+from grappe.training.run import SCORES, Run
+from grappe.verbs.load import load
+from grappe.verbs.report.report import gather, html, live, report, thinned
+from grappe.verbs.report.results import compared
 from grappe.verbs.tune.schedule import importance
 from grappe.verbs.tune.space import of_texts
 from grappe.verbs.tune.study import SearchDefinition, Trial, make_study
@@ -20,6 +28,7 @@ from tests import chromium
 from tests.parity.tasks import Images
 from tests.training.test_training import train
 
+ROWS = "document.querySelectorAll('#results tr')"
 HOSTILE = "</script><script>console.error('run')</script><img src=x onerror=console.error(1)>@@CODE@@"
 
 
@@ -38,14 +47,14 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A real run, in two starts."""
     folder = tmp_path_factory.mktemp("report") / "images"
     task = Images(epochs=3, rule="adam", clip=0.5)
-    train(folder, task, steps=4)
+    train(folder, task, steps=4, name="small images", tag=("base",))
     train(folder, task)
     return folder
 
 
-def another(run: Path, name: str, **changes: object) -> Path:
+def another(run: Path, folder: str, /, **changes: object) -> Path:
     """A copy of a run with some of its description changed."""
-    made = run.parent / name
+    made = run.parent / folder
     shutil.copytree(run, made, dirs_exist_ok=True)
     Run(made).describe(**changes)
     return made
@@ -71,30 +80,159 @@ def test_one_run(browser: chromium.Browser, run: Path) -> None:
     assert file == run / "report.html"
     assert shown(browser, file) >= 9
     titles = browser.evaluate("[...document.querySelectorAll('figcaption')].map(one => one.firstChild.textContent)")
-    for title in ("loss", "learning rate", "gradient norm", "where a step's time goes", "peak memory by kind"):
+    for title in ("training loss", "validation loss", "learning rate", "gradient norm", "throughput"):
         assert title in titles
+    assert "where a step's time goes" in titles
+    cells = browser.evaluate(f"[...{ROWS}].map(row => [...row.cells].map(cell => cell.textContent))")
+    assert cells[0][:2] == ["run", "plan"]
+    assert cells[1][0] == "small images"
     assert "not measurable here" in browser.evaluate("document.body.innerText") or "J a sample" in titles
     # A run that was started twice says so.
-    row = "[...document.querySelectorAll('tr')].find(one => one.cells[0].textContent === 'restarts')"
+    row = "[...document.querySelectorAll('#configuration tr')].find(one => one.cells[0].textContent === 'restarts')"
     assert browser.evaluate(f"{row}.cells[1].textContent") == "1"
 
 
-def test_twenty_runs_and_their_differences(
-    browser: chromium.Browser, run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    # Each copy's plan is another one, for which its model would be traced: two seconds each.
-    forecast = foreseen_run(Run(run))
-    monkeypatch.setattr("grappe.verbs.report.report.foreseen_run", lambda _: forecast)
-    runs = [another(run, f"copy-{number}", plan=f"replicate={number + 1}") for number in range(20)]
+def test_twenty_runs_and_their_differences(browser: chromium.Browser, run: Path, tmp_path: Path) -> None:
+    runs = [another(run, f"copy-{number}", name="", plan=f"replicate={number + 1}") for number in range(20)]
     file = report(runs, tmp_path / "twenty.html")
     shown(browser, file)
     assert browser.evaluate("document.querySelectorAll('#legend input').length") == 20
+    assert browser.evaluate("document.querySelector('#legend label').textContent") == "replicate=1"
     curves = "document.querySelector('figure svg').querySelectorAll('path').length"
-    assert browser.evaluate(curves) == 40  # training and validation
+    assert browser.evaluate(curves) == 20
     browser.evaluate("document.querySelector('#legend input').click()")
-    assert browser.evaluate(curves) == 38
+    assert browser.evaluate(curves) == 19
     differs = browser.evaluate("[...document.querySelectorAll('tr.differs')].map(one => one.cells[0].textContent)")
-    assert differs == ["plan"]
+    assert differs == ["folder", "plan"]
+
+
+def test_seeds_have_a_mean_and_the_table_is_sorted_by_a_click(
+    browser: chromium.Browser, run: Path, tmp_path: Path
+) -> None:
+    fields = Run(run).read_description()["fields"]
+    runs = [
+        another(run, f"seed-{rate}-{seed}", name="", fields={**fields, "lr": rate, "seed": seed})
+        for rate, seed in (("0.5", "0"), ("0.5", "1"), ("0.2", "0"))
+    ]
+    for place, scale in zip(runs, (1.0, 3.0, 7.0), strict=True):
+        line = {"kind": "evaluation", "step": 9, "samples": 29, "loss": scale, "rmse": scale}
+        (place / "metrics.jsonl").write_text(json.dumps(line) + "\n")
+        Run(place).describe(lower_is_better=["rmse"])
+        write_json(place / SCORES, {"test": {"metrics": {"rmse": scale + 1}, "checkpoint": "step-000009"}})
+    results = compared([Run(place) for place in runs])
+    assert (results["metric"], results["lower"], results["keys"]) == ("rmse", True, ["lr", "seed"])
+    (group,) = results["groups"]
+    assert group["rows"] == [0, 1]
+    assert (group["mean"]["best"], group["mean"]["test"]) == (2.0, 3.0)
+    assert group["deviation"]["best"] == pytest.approx(2**0.5)
+    shown(browser, report(runs, tmp_path / "seeds.html"))
+    first = f"[...{ROWS}].slice(1).map(row => row.cells[0].textContent)"
+    assert browser.evaluate(first) == [
+        "mean ± standard deviation of 2 seeds", "lr=0.5, seed=0", "lr=0.5, seed=1", "lr=0.2, seed=0",
+    ]  # fmt: skip
+    browser.evaluate("document.querySelector('th[data-key=lr] button').click()")
+    assert browser.evaluate(first)[0] == "lr=0.2, seed=0"
+    assert browser.evaluate("document.querySelector('th[data-key=lr]').getAttribute('aria-sort')") == "ascending"
+    browser.evaluate("document.querySelector('th[data-key=lr] button').click()")
+    assert browser.evaluate(first)[-1] == "lr=0.2, seed=0"
+    mean = browser.evaluate(f"[...{ROWS}][1].textContent")
+    assert "2.000 ± 1.4" in mean
+
+
+def test_the_x_axis_is_chosen_for_all_plots_and_zoomed(browser: chromium.Browser, run: Path) -> None:
+    shown(browser, report([run]))
+    labels = "[...document.querySelectorAll('svg')].map(one => one.getAttribute('aria-label'))"
+    at = browser.evaluate(labels).index("training loss: 1 curves; arrow keys read them")
+    texts = f"[...document.querySelectorAll('svg')[{at}].querySelectorAll('text')].map(one => one.textContent)"
+    choose = "axis = document.getElementById('across'), axis.value = '{}', axis.dispatchEvent(new Event('change'))"
+    for axis, name in (("step", "step"), ("epoch", "epoch"), ("samples", "samples"), ("time", "time of steps (s)")):
+        browser.evaluate(choose.format(axis))
+        assert browser.evaluate(texts)[-1] == name
+        browser.evaluate(f"document.querySelectorAll('svg')[{at}].focus()")
+        browser.press("End")
+        read = browser.evaluate(f"document.querySelectorAll('output')[{at}].textContent")
+        last = {"step": "9", "epoch": "3", "samples": "87"}.get(axis)
+        assert last is None or read.startswith(f"{name} {last}: small images ")
+    browser.evaluate(choose.format("step"))
+    browser.evaluate("zoomTo([4, 6]), 0")
+    browser.press("Home")
+    browser.evaluate(f"document.querySelectorAll('svg')[{at}].focus()")
+    browser.press("Home")
+    assert browser.evaluate(f"document.querySelectorAll('output')[{at}].textContent").startswith("step 4: ")
+
+
+def test_a_plot_is_saved_as_a_file(browser: chromium.Browser, run: Path) -> None:
+    shown(browser, report([run]))
+    browser.evaluate("saved = [], save = (name, type, text) => saved.push([name, text]), 0")
+    browser.evaluate("[...document.querySelectorAll('figure .save')].slice(0, 2).forEach(one => one.click())")
+    browser.evaluate("document.querySelector('section h2 .save').click()")
+    (plot, svg), (table, figures), (_, results) = browser.evaluate("saved")
+    assert (plot, table) == ("validation loss.svg", "validation loss.csv")
+    root = ElementTree.fromstring(svg)
+    assert root.tag == "{http://www.w3.org/2000/svg}svg"
+    assert "validation loss" in [text.text for text in root.iter("{http://www.w3.org/2000/svg}text")]
+    assert figures.splitlines()[0] == '"curve","step","value"'
+    assert figures.splitlines()[-1].startswith('"small images",9,')
+    assert results.splitlines()[0].startswith('"run","plan","best","loss"')
+    formula = browser.evaluate("csv(['a'], [['=1+1'], ['say \"x\"'], [2.5]])")
+    assert formula == '"a"\n"\'=1+1"\n"say ""x"""\n2.5\n'
+
+
+def test_predictions_of_classes(browser: chromium.Browser, run: Path, tmp_path: Path) -> None:
+    entry = gather([run], predictions=True)["runs"][0]["predictions"]
+    assert (entry["samples"], entry["checkpoint"], entry["split"]) == (29, "step-000009", "validation")
+    model, task = load(run), Images(epochs=3, rule="adam", clip=0.5)
+    inputs, targets = zip(*(task.data("validation", tmp_path)[index] for index in range(29)), strict=True)
+    right = model(torch.stack(inputs)).argmax(1) == torch.tensor([int(target) for target in targets])
+    assert entry["right"] == int(right.sum()) == sum(row[at] for at, row in enumerate(entry["matrix"]))
+    assert sum(map(sum, entry["matrix"])) == 29
+    assert sum(count for *_, count in entry["confusions"]) == 29 - entry["right"]
+    assert all(one["target"] != one["predicted"] for one in entry["pictures"][: min(12, 29 - entry["right"])])
+    file = report([run], tmp_path / "predicted.html", predictions=True)
+    shown(browser, file)
+    assert browser.evaluate("document.querySelectorAll('canvas').length") == len(entry["pictures"]) > 12
+
+
+def test_a_report_is_kept_current_until_its_runs_end(browser: chromium.Browser, run: Path, tmp_path: Path) -> None:
+    going = another(run, "live", status="running")
+    (going / "done").unlink()
+    lease = Lease(going)
+    lease.take()
+    file = tmp_path / "live.html"
+    writer = threading.Thread(target=live, args=([going], file), kwargs={"every": 1.0})
+    writer.start()
+
+    def read(expression: str, wanted: object) -> None:
+        value = None
+        while value != wanted:
+            with contextlib.suppress(AssertionError):  # while the page loads
+                value = browser.evaluate(expression)
+
+    try:
+        while not file.exists():
+            time.sleep(0.05)
+        with contextlib.suppress(AssertionError):
+            browser.open(file)
+        summary = "document.getElementById('summary').textContent"
+        read(summary, "running, step 9")
+        read("document.getElementById('across').value = 'epoch'", "epoch")
+        Run(going).finish()
+        read(f"[{summary}, DATA.reloads]", ["finished, step 9", 0])
+        assert browser.evaluate("document.getElementById('across').value") == "epoch"
+    finally:
+        lease.release()
+        writer.join()
+
+
+def test_a_report_in_french(
+    browser: chromium.Browser, run: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("GRAPPE_LANG", "fr")
+    shown(browser, report([run], tmp_path / "fr.html"))
+    assert browser.evaluate("document.documentElement.lang") == "fr"
+    text = browser.evaluate("document.body.innerText")
+    for words in ("Résultats", "taux d'apprentissage", "perte", "débit"):
+        assert words in text
 
 
 def test_a_search_for_a_learning_rate(browser: chromium.Browser, tmp_path: Path) -> None:
@@ -156,9 +294,10 @@ def test_a_run_still_going_and_one_that_crashed(browser: chromium.Browser, run: 
     for place in (going, crashed):
         shown(browser, report([place]))
     shown(browser, report([run, going, crashed, fresh], tmp_path / "all.html"))
-    text = browser.evaluate("document.getElementById('legend').innerText")
-    assert "going (running, step 9)" in text
-    assert "crashed (ended unexpectedly, step 1)" in text
+    rows = browser.evaluate(f"[...{ROWS}].map(row => row.cells[0].textContent)")
+    assert "small images (going) running" in rows
+    assert "small images (crashed) ended unexpectedly" in rows
+    assert browser.evaluate("document.getElementById('summary').textContent").startswith("1 finished, ")
     browser.open(report([fresh]))
     assert browser.complaints == []
     assert "no step has been taken yet" in browser.evaluate("document.body.innerText")
@@ -199,7 +338,7 @@ def test_a_measurement(browser: chromium.Browser, run: Path, tmp_path: Path) -> 
 
 
 def test_names_and_fields_are_never_markup(browser: chromium.Browser, run: Path, tmp_path: Path) -> None:
-    hostile = another(run, "hostile", task=HOSTILE, plan=HOSTILE, fields={HOSTILE: HOSTILE})
+    hostile = another(run, "hostile", task=HOSTILE, plan=HOSTILE, fields={HOSTILE: HOSTILE}, name=HOSTILE)
     shown(browser, report([hostile, run], tmp_path / "hostile.html"))
     assert browser.evaluate("document.images.length + document.scripts.length") == 2
 
@@ -208,7 +347,7 @@ def test_keys_reach_and_read_every_plot(browser: chromium.Browser, run: Path) ->
     shown(browser, report([run]))
     reached = "document.activeElement.getAttribute('aria-label') || document.activeElement.id"
     seen = set()
-    for _ in range(80):
+    for _ in range(200):
         browser.press("Tab")
         seen.add(browser.evaluate(reached))
     plots = browser.evaluate("[...document.querySelectorAll('svg')].map(one => one.getAttribute('aria-label'))")
@@ -220,7 +359,7 @@ def test_keys_reach_and_read_every_plot(browser: chromium.Browser, run: Path) ->
     last = browser.evaluate(read)
     assert last.startswith("step 9: ")
     browser.press("ArrowLeft")
-    assert browser.evaluate(read).startswith("step 8: ")
+    assert browser.evaluate(read).startswith("step 6: ")
     browser.evaluate("document.getElementById('logarithmic').focus()")
     browser.press(" ")
     assert browser.evaluate("document.getElementById('logarithmic').checked")
@@ -228,7 +367,7 @@ def test_keys_reach_and_read_every_plot(browser: chromium.Browser, run: Path) ->
         "new Promise(done => { const one = document.querySelector('details');"
         " one.addEventListener('toggle', () => done()); one.querySelector('summary').click(); })"
     )
-    assert browser.evaluate("document.querySelectorAll('details table tr').length") > 9
+    assert browser.evaluate("document.querySelector('details').querySelectorAll('tr').length") == 4
 
 
 def test_light_dark_and_paper(browser: chromium.Browser, run: Path) -> None:

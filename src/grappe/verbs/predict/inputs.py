@@ -99,11 +99,11 @@ def _of_dataset(task: Task, dataset: Any) -> Batches:
         yield functools.partial(read, ids), len(ids)
 
 
-def split_reader(task: Task, dataset: Dataset) -> Callable[[np.ndarray], Any]:
-    """Returns what reads the samples with given ids [B] as a batch of the model's inputs."""
+def pair_reader(task: Task, dataset: Dataset) -> Callable[[np.ndarray], tuple[Any, Any]]:
+    """Returns what reads the samples with given ids [B] as a batch of the model's inputs and their targets."""
     arrays, seeded = in_memory(dataset), SeededDataset(dataset, seed=task.seed)
 
-    def read(ids: np.ndarray) -> Any:
+    def read(ids: np.ndarray) -> tuple[Any, Any]:
         if arrays is not None:
             inputs, targets = arrays.gather(ids)
         else:
@@ -111,9 +111,15 @@ def split_reader(task: Task, dataset: Dataset) -> Callable[[np.ndarray], Any]:
         if takes_training(task):
             keys = torch.from_numpy(sample_keys(task.seed, -1, ids))
             inputs, targets = augment(task, inputs, targets, keys, training=False)
-        return inputs
+        return inputs, targets
 
     return read
+
+
+def split_reader(task: Task, dataset: Dataset) -> Callable[[np.ndarray], Any]:
+    """Returns what reads the samples with given ids [B] as a batch of the model's inputs."""
+    read = pair_reader(task, dataset)
+    return lambda ids: read(ids)[0]
 
 
 def _of_array(array: Any, stored: torch.dtype) -> Batches:

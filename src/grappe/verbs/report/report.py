@@ -2,40 +2,66 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import json
 import math
 import re
+import time
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from grappe.checkpoint.commit import LARGEST_JSON
 from grappe.errors import RunError, UsageError
 from grappe.errors.foreign_text import html_text, number, printable
+from grappe.language import catalogue_of, translated
+from grappe.language.choice import chosen_language
 from grappe.launch import files
+from grappe.launch.terminal import progress
 from grappe.training.run import Run
 from grappe.training.watchers.meter import USAGE
 from grappe.verbs.foresee.run_forecast import foreseen_run
+from grappe.verbs.report.results import compared
 from grappe.verbs.tune.schedule import importance
 from grappe.verbs.tune.space import Choices, Range, of_texts
 from grappe.verbs.tune.study import FILE as STUDY
 from grappe.verbs.tune.study import best_of, open_study
 
+if TYPE_CHECKING:
+    from grappe.language.catalogue import Catalogue
+
 NAME = "report.html"
+LIVE_SECONDS = 5.0
+WINDOWS = 100  # of steps, over which a speed is a mean
 POINTS = 800  # of a curve; a screen has no more
 NOT_CURVES = frozenset({"kind", "step", "epoch", "samples", "count", "seconds", "data", "device", "skipped"})
 PARTS_OF_NOISE = frozenset({"steps", "variance", "gradient_square"})  # which the noise scale is made of
 LISTS = {"measurement": "points", "lr-find": "curves"}
 """By kind of file: the list that it has."""
 
+WORD = re.compile(r'\bt\("(?P<word>[^"]+)"')
+"""A word of the page, where its sources write it: t("loss")."""
+MARK = "report|"
+
 Points = list[tuple[float, float | None]]
 
 
-def report(places: Sequence[Path | str], out: Path | str | None = None) -> Path:
+def report(
+    places: Sequence[Path | str],
+    out: Path | str | None = None,
+    *,
+    foresee: bool = False,
+    predictions: bool = False,
+    reloads: float = 0.0,
+) -> Path:
     """Writes a report of `places`: runs' and studies' folders, files of grappe measure and lr-find (--out).
 
     Args:
         out: the file; None: report.html, in the run's folder if there is only one run, else in the current folder.
+        foresee: compare each run's memory and step with its forecast; a model that was not traced before is traced.
+        predictions: predict each run's validation samples now, with its newest checkpoint.
+        reloads: seconds after which the page loads itself again; 0: never.
 
     Raises:
         RunError: one of `places` is neither a run nor a measurement.
@@ -44,25 +70,41 @@ def report(places: Sequence[Path | str], out: Path | str | None = None) -> Path:
     if not places:
         raise UsageError("nothing to report: give one or several runs (see: grappe runs)")
     paths = [Path(place) for place in places]
-    gathered = gather(paths)
+    gathered = gather(paths, foresee=foresee, predictions=predictions)
     alone = len(paths) == 1 and paths[0].is_dir()
     file = Path(out) if out is not None else (paths[0] / NAME if alone else Path(NAME))
     first = paths[0].resolve().name
-    title = first if len(paths) == 1 else f"{first} and {len(paths) - 1} more"
+    title = first if len(paths) == 1 else str(translated(f"{first} and {len(paths) - 1:,} more"))
     try:
-        files.replace(file, html(gathered, title).encode(errors="replace"))
+        files.replace(file, html({**gathered, "reloads": reloads}, title).encode(errors="replace"))
     except OSError as error:
         raise UsageError(f"{file} cannot be written: {error.strerror}: give another with --out") from error
     return file
 
 
-def gather(places: Sequence[Path]) -> dict[str, Any]:
+def live(places: Sequence[Path | str], out: Path | str | None = None, *, every: float = LIVE_SECONDS) -> Path:
+    """Writes a report, and again every few seconds until its runs have ended, or Ctrl-C; the page reloads itself.
+
+    Raises:
+        GrappeError: as `report`.
+    """
+    file = report(places, out, reloads=every)
+    progress(f"{file} is written every {every:g} s until the runs end; Ctrl-C stops this alone")
+    runs = [Run(place) for place in places if Run.is_run(Path(place))]
+    with contextlib.suppress(KeyboardInterrupt):
+        while any(run.read_status(run.read_description()) == "running" for run in runs):
+            time.sleep(every)
+            report(places, out, reloads=every)
+    return report(places, out)
+
+
+def gather(places: Sequence[Path], *, foresee: bool = False, predictions: bool = False) -> dict[str, Any]:
     """Gathers the content of a report of `places`: runs' and studies' folders, files of grappe measure and lr-find.
 
     Raises:
         RunError: one of `places` is neither.
     """
-    runs, measurements, searches, studies = [], [], [], []
+    runs, measurements, searches, studies = list[Run](), [], [], []
     for place in places:
         if files.kind(place / STUDY) == "file":
             studies.append(gather_study(place))
@@ -70,15 +112,28 @@ def gather(places: Sequence[Path]) -> dict[str, Any]:
             content = _read_measurement(place)
             (searches if content["kind"] == "lr-find" else measurements).append(content)
         else:
-            runs.append(_run(Run(place)))
-    return {"runs": runs, "measurements": measurements, "learning_rates": searches, "studies": studies}
+            runs.append(Run(place))
+    results = compared(runs)
+    gathered = [_run(run, row) for run, row in zip(runs, results["rows"], strict=True)]
+    for run, entry in zip(runs, gathered, strict=True):
+        if foresee:
+            entry["foreseen"] = foreseen_run(run).as_json()
+        if predictions:
+            from grappe.verbs.report.predictions import predicted  # with torch, which a report needs for nothing else
+
+            entry["predictions"] = predicted(run)
+    return {
+        "results": results, "runs": gathered, "measurements": measurements, "learning_rates": searches,
+        "studies": studies,
+    }  # fmt: skip
 
 
-def _run(run: Run) -> dict[str, Any]:
+def _run(run: Run, row: dict[str, Any]) -> dict[str, Any]:
     description = run.read_description()
     steps: dict[str, Points] = {}
     evaluations: dict[str, Points] = {}
-    last = 0
+    last, seconds = 0, 0.0
+    axes: list[tuple[int, float, float]] = []
     for record in run.records():
         kind = str(record.get("kind"))
         curves = {"step": steps, "evaluation": evaluations, "noise": evaluations}.get(kind)
@@ -86,23 +141,41 @@ def _run(run: Run) -> dict[str, Any]:
         if curves is None or not isinstance(step, int):
             continue
         last = max(last, step)
+        if kind == "step":
+            seconds += number(record.get("seconds"))
+            axes.append((step, number(record.get("samples")), seconds))
         hidden = NOT_CURVES | PARTS_OF_NOISE if kind == "noise" else NOT_CURVES
         for name, value in record.items():
             if name not in hidden and _is_number(value, or_null=True):
                 rounded = None if value is None or not math.isfinite(value) else float(f"{value:.6g}")
                 curves.setdefault(name, []).append((step, rounded))
+    usage = _usage(run)
+    row["seconds"] = row["seconds"] or sum(number(line.get("seconds")) for line in usage) or None
+    shown = [*axes[:: math.ceil(len(axes) / POINTS) or 1], *axes[-1:]]
     return {
-        "name": run.folder.resolve().name,
-        "status": run.read_status(description),
+        "name": row["run"],
+        "label": row["label"],
+        "status": row["status"],
         "step": last,
         "description": {name: value for name, value in description.items() if name not in ("costs", "used")},
         "training": {name: thinned(curve) for name, curve in steps.items()},
         "validation": {name: thinned(curve) for name, curve in evaluations.items()},
-        "usage": _usage(run),
+        "axes": [(step, samples, float(f"{at:.6g}")) for step, samples, at in shown],
+        "speed": _speed(axes),
+        "usage": usage,
         "processes": description.get("costs", []),
         "used": description.get("used", {}),
-        "foreseen": foreseen_run(run).as_json(),
     }
+
+
+def _speed(axes: Sequence[tuple[int, float, float]]) -> Points:
+    """Returns the samples per second of steps, as means over windows of steps."""
+    places = axes[:: max(1, math.ceil(len(axes) / WINDOWS))]
+    return [
+        (step, float(f"{(samples - samples_before) / (at - before):.5g}"))
+        for (_, samples_before, before), (step, samples, at) in itertools.pairwise(places)
+        if at > before and samples >= samples_before
+    ]
 
 
 def _usage(run: Run) -> list[dict[str, Any]]:
@@ -240,15 +313,27 @@ def _read_measurement(file: Path) -> dict[str, Any]:
 
 
 def html(gathered: dict[str, Any], title: str) -> str:
-    """Renders the page. The gathered content is embedded as data, never as markup or code."""
-    folder = Path(__file__).parent
+    """Renders the page, in the user's language. What was gathered is embedded as data, never as markup or code."""
+    folder, language = Path(__file__).parent, chosen_language()
     names = ("page.html", "page.css", "plots.js", "page.js")
     page, style, plots, code = ((folder / name).read_text() for name in names)
+    words = {} if language == "en" else _words(catalogue_of(language), page + plots + code)
     # "<" would end the element that the data is in; JSON may write it otherwise.
-    data = json.dumps(_finite(gathered), separators=(",", ":")).replace("<", "\\u003c")
-    parts = {"TITLE": html_text(title), "STYLE": style, "DATA": data, "CODE": plots + code}
+    data = json.dumps(_finite({**gathered, "words": words}), separators=(",", ":")).replace("<", "\\u003c")
+    parts = {"LANGUAGE": language, "TITLE": html_text(title), "STYLE": style, "DATA": data, "CODE": plots + code}
+
+    def part(match: re.Match[str]) -> str:
+        word = match["word"]
+        return parts[match[0].strip("@")] if word is None else html_text(words.get(word, word))
+
     # In one pass: data is not looked through.
-    return re.sub("@@([A-Z]+)@@", lambda match: parts[match[1]], page)
+    return re.sub(rf"@@(?:[A-Z]+|{WORD.pattern}\))@@", part, page)
+
+
+def _words(catalogue: Catalogue, sources: str) -> dict[str, str]:
+    """Returns the translations of the page's words, which the catalogue has behind MARK, so as to match no message."""
+    texts = (match["word"] for match in WORD.finditer(sources))
+    return {text: catalogue.text(MARK + text).removeprefix(MARK) for text in texts}
 
 
 def _finite(value: Any) -> Any:
