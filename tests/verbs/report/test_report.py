@@ -367,7 +367,7 @@ def test_keys_reach_and_read_every_plot(browser: chromium.Browser, run: Path) ->
         "new Promise(done => { const one = document.querySelector('details');"
         " one.addEventListener('toggle', () => done()); one.querySelector('summary').click(); })"
     )
-    assert browser.evaluate("document.querySelector('details').querySelectorAll('tr').length") == 4
+    assert browser.evaluate("document.querySelector('details').querySelectorAll('tr').length") == 5
 
 
 def test_light_dark_and_paper(browser: chromium.Browser, run: Path) -> None:
