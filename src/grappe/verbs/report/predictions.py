@@ -51,7 +51,7 @@ def _predicted(run: Run) -> dict[str, Any]:
         dataset = dataset_of(task, SPLIT, data_of(run, None))
         read, samples = pair_reader(task, dataset), len(dataset)  # pyrefly: ignore
         progress(f"predicting {count_of(samples, 'validation sample')} of {run.folder.name}")
-        targets, classes, losses = torch.zeros(3, 0)
+        targets, classes, losses, number = *torch.zeros(3, 0), 0
         for first in range(0, samples, size := min(BATCH, task.batch_size)):
             ids = np.arange(first, min(first + size, samples))
             with torch.no_grad(), inside(SampleIds(task.seed, -1, ids)):
