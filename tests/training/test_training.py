@@ -10,11 +10,13 @@ import numpy as np
 import pytest
 import torch
 
+from grappe.checkpoint.format import list_checkpoints
 from grappe.errors import DivergedError, RunError, TaskError, UsageError
 from grappe.fields import count_or_part
 from grappe.launch.rank import ProcessRank
 from grappe.launch.signals import StopSignal
 from grappe.plan import Plan
+from grappe.training import loop
 from grappe.training.options import Options
 from grappe.training.request import Request, Result
 from grappe.training.run import Run
@@ -123,6 +125,75 @@ def test_evaluating_and_saving_when_asked(tmp_path) -> None:
     assert [one["step"] for one in Run(result.run).records("evaluation")] == [2, 4, 6, 8, 9]
     names = sorted(one.name for one in Run(result.run).checkpoints.iterdir())
     assert names == ["step-000004", "step-000008", "step-000009"]
+
+
+class Overfitted(Images):
+    """Some validation targets are wrong: its best evaluation is neither at the first epoch nor at the last."""
+
+    def data(self, split: str, folder: Path):
+        data = super().data(split, folder)
+        if split == "validation":
+            data.targets[:6] = (data.targets[:6] + 1) % 5
+        return data
+
+
+OVERFITTED = Overfitted(epochs=12, rule="sgd", scheduled=False, dropout=0.3)
+
+
+def tensors_by_step(run: Path) -> dict[int, dict[str, torch.Tensor]]:
+    found = {}
+    for checkpoint in list_checkpoints(Run(run).checkpoints):
+        tensors = checkpoint.read_tensors()
+        found[checkpoint.step] = {name: tensors.read(name) for name in tensors}
+    return found
+
+
+@pytest.fixture(scope="module")
+def each_epoch(tmp_path_factory: pytest.TempPathFactory) -> dict[int, dict[str, torch.Tensor]]:
+    run = train(tmp_path_factory.mktemp("each") / "run", OVERFITTED, save_every=3, keep=100).run
+    assert 3 < Run(run).choose("best").checkpoint.step < 33  # type: ignore[union-attr]
+    return {Run(run).choose("best").checkpoint.step: {}, **tensors_by_step(run)}  # type: ignore[union-attr]
+
+
+def test_where_saving_takes_too_much_of_the_time_epochs_are_left_out_and_the_best_is_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, each_epoch: dict[int, dict[str, torch.Tensor]]
+) -> None:
+    """Also where it is killed after the best, which was copied and not written yet."""
+    monkeypatch.setattr(loop, "SAVING", (0.0, 0.0))  # the first epoch is saved: nothing has been spent before
+    best = next(iter(each_epoch))
+    uninterrupted = train(tmp_path / "run", OVERFITTED, keep=100).run
+    evaluate, killed = loop.Training._evaluate, tmp_path / "killed"
+
+    def dies(self: loop.Training, step: int) -> None:
+        if step > best:
+            raise KeyboardInterrupt
+        evaluate(self, step)
+
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        patched.setattr(loop.Training, "_evaluate", dies)
+        train(killed, OVERFITTED, keep=100)
+    assert set(tensors_by_step(killed)) == {0, 3}
+    train(killed, OVERFITTED, keep=100)
+    for run in (uninterrupted, killed):
+        found = tensors_by_step(run)
+        assert {0, 3, best, 36} <= set(found) < set(each_epoch)
+        assert all(same(tensors, each_epoch[step]) for step, tensors in found.items())
+        assert Run(run).choose("best").checkpoint.step == best  # type: ignore[union-attr]
+
+
+def test_a_loss_that_is_no_number_keeps_the_best_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loop, "SAVING", (0.0, 0.0))
+    backward = loop.Training._read_previous_step
+
+    def diverges(self: loop.Training) -> None:
+        if self.step == 8:
+            raise DivergedError("the loss is nan")
+        backward(self)
+
+    monkeypatch.setattr(loop.Training, "_read_previous_step", diverges)
+    with pytest.raises(DivergedError):
+        train(tmp_path / "run", Images(rule="adam", epochs=4))
+    assert Run(tmp_path / "run").choose("best").checkpoint.step == 6  # type: ignore[union-attr]
 
 
 def test_evaluating_more_often_changes_nothing(tmp_path) -> None:

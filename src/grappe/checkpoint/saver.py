@@ -61,6 +61,8 @@ class Saver:
         """The thread that writes; None also where it could not be started."""
         self._beside: Path | None = None
         self._error: str | None = None
+        self._held: tuple[int, list[Piece], dict[str, Any]] | None = None
+        """A copied state that is not being written."""
         self._abandoned = threading.Event()
         self._written = threading.Event()
         self._written.set()
@@ -73,7 +75,7 @@ class Saver:
         values: Mapping[str, Any],
         stream: Stream | None = None,
     ) -> str | None:
-        """Copies the state and returns; a thread writes the copy.
+        """Copies the state and returns; a thread writes the copy. What is held is written before.
 
         With `stream`, which yields the values of `tensors`, the values are written as they arrive, and only the commit
         happens in the background: together the values do not fit into memory.
@@ -81,11 +83,9 @@ class Saver:
         Returns:
             The error of the save before this one, on any process; None: that save is committed.
         """
-        before = self.wait()
+        before = self.write_held()
         uncopied, streamed, copied = list(pieces_to_write(tensors, own, self._world)), None, True
-        self._written.clear()
-        self._abandoned.clear()
-        self._beside = beside = self._folder / f".step-{step:06d}.{self._token}"
+        beside = self._prepare(step)
         pieces = uncopied
         if self._first is None:
             self._first = step
@@ -95,15 +95,7 @@ class Saver:
             pieces, copied = self._snapshots.take(uncopied, processes, peak_known=peak_known)
         else:
             streamed = self._stream(beside, uncopied, own, stream)
-        self._saving = True
-        try:
-            arguments = (step, pieces, dict(values), streamed)
-            thread = threading.Thread(target=self._write, args=arguments, name="grappe-save", daemon=True)
-            thread.start()
-            self._thread = thread
-        except RuntimeError:  # no memory for a thread
-            self._snapshots.clear()
-            self._write(step, uncopied, dict(values), streamed)
+        if not self._begin(step, pieces, values, streamed, uncopied):
             copied = False
         if not copied:  # no memory for copies: the training must not go on before the tensors are written
             self._written.wait()
@@ -111,6 +103,65 @@ class Saver:
                 say("a checkpoint is written without a copy in memory, which has no room: the training waits for it")
                 self._said = True
         return before
+
+    def hold(
+        self, step: int, tensors: Mapping[str, Tensor], own: Mapping[str, Tensor], values: Mapping[str, Any]
+    ) -> str | None:
+        """Copies the state, which the next `save` writes first; where there is no room, `save` does it now.
+
+        Returns:
+            As `save`.
+        """
+        before = self.wait()
+        pieces, copied = self._snapshots.take(
+            pieces_to_write(tensors, own, self._world), self._world.process.local_size
+        )
+        if not all(self._world.gather(copied)):
+            return self.save(step, tensors, own, values) or before
+        self._held = (step, pieces, dict(values))
+        return before
+
+    def write_held(self) -> str | None:
+        """Writes what is held, after the running save; waits for both, and returns an error of theirs."""
+        before = self.wait()
+        if self._held is None:
+            return before
+        (step, pieces, values), self._held = self._held, None
+        self._prepare(step)
+        self._begin(step, pieces, values)
+        return self.wait() or before
+
+    def forget(self) -> None:
+        """Drops what is held."""
+        self._held = None
+
+    def _prepare(self, step: int) -> Path:
+        self._written.clear()
+        self._abandoned.clear()
+        self._beside = self._folder / f".step-{step:06d}.{self._token}"
+        return self._beside
+
+    def _begin(
+        self,
+        step: int,
+        pieces: list[Piece],
+        values: Mapping[str, Any],
+        streamed: Callable[[], None] | None = None,
+        uncopied: list[Piece] | None = None,
+    ) -> bool:
+        """Starts to write; returns False if that is done already, since there is no memory for a thread."""
+        self._saving = True
+        try:
+            arguments = (step, pieces, dict(values), streamed)
+            thread = threading.Thread(target=self._write, args=arguments, name="grappe-save", daemon=True)
+            thread.start()
+            self._thread = thread
+        except RuntimeError:
+            if uncopied is not None:
+                self._snapshots.clear()
+            self._write(step, uncopied or pieces, dict(values), streamed)
+            return False
+        return True
 
     def wait(self) -> str | None:
         """Waits for the running save, if there is one; returns that save's error, on any process."""

@@ -55,6 +55,7 @@ from grappe.training.watchers.base import Outcome, Record, RunInfo
 from grappe.training.watchers.watcher_list import WatcherList
 
 DELIVERY_SECONDS = 0.1  # quick steps are passed to the watchers in groups: then a step pays for none of them
+SAVING = (1.0, 0.05)  # seconds, and the part of the time, that saving each epoch may take
 COMPUTING = (phases.FORWARD, phases.BACKWARD, phases.UPDATE)
 
 
@@ -155,6 +156,7 @@ class Training:
         self._delivery_seconds = 0.0 if session.watchers.prompt else DELIVERY_SECONDS
         self._stop: str | None = None
         self._saved_step = -1
+        self._saving_seconds, self._began = 0.0, time.perf_counter()
         self._limited = ""
 
     def resume(self, checkpoint: Checkpoint, tensors: Weights) -> None:
@@ -226,6 +228,9 @@ class Training:
                 remarks=[*engine.remarks(), *remarks_on_draws(Plan.parse(session.info.plan), session.world.device)],
                 limited_validation=self._limited,
             )
+        except DivergedError:  # on every process; the best that there was is kept
+            session.saver.write_held()
+            raise
         finally:
             session.watchdog.stop()
             session.saver.close()
@@ -284,8 +289,10 @@ class Training:
         self.progress.evaluation_pending = evaluate and self._stop is not None
         if evaluate and not self.progress.evaluation_pending:
             self._evaluate(step)
-        if save or self._stop is not None:
+        if last or self._stop is not None or (save and self._save_is_due()):
             self._save(step)
+        elif save and self.progress.evaluated_step == step and not self.progress.since_best:
+            self._save(step, hold=True)
         return self._stop is not None
 
     def _read_previous_step(self) -> None:
@@ -384,8 +391,19 @@ class Training:
                 f"evaluation fails (one batch of it is tried before the first step): {sentence(error, session.task)}"
             ) from error
 
-    def _save(self, step: int) -> None:
+    def _save_is_due(self) -> bool:
+        """Returns whether to save now: where the user does not say when, by what saving has taken. Collective."""
+        if self.session.options.save_every is not None:
+            return True
+        least, part = SAVING
+        allowed = max(least, part * (time.perf_counter() - self._began))
+        return self.session.world.share(self._saving_seconds <= allowed)
+
+    def _save(self, step: int, *, hold: bool = False) -> None:
         """Saves the state after `step`, unless it is saved already; mostly in the background. Collective.
+
+        Args:
+            hold: copy it only: the next save writes it first. A start that is killed before then comes to it again.
 
         Raises:
             RunError: the save before this one failed, with `stop_on_failed_save`.
@@ -395,7 +413,8 @@ class Training:
         session, info = self.session, self.session.info
         began = time.perf_counter()
         with session.clock.during(phases.CHECKPOINT):
-            session.watchers.call("saving", step)
+            if not hold:
+                session.watchers.call("saving", step)
             state = session.engine.state()
             values: dict[str, Any] = {
                 "engine_name": info.engine,
@@ -408,10 +427,18 @@ class Training:
                 engines = stream
                 stream = lambda: itertools.chain(engines(), averages.items())  # noqa: E731
             own = {**state.local, **session.carried.tensors(session.world)}
-            problem = session.saver.save(step, {**state.tensors, **averages}, own, values, stream)
-            self._saved_step = step
+            tensors = {**state.tensors, **averages}
+            if self.progress.evaluated_step == step and not self.progress.since_best:
+                session.saver.forget()  # this one is better
+            if hold and stream is None:
+                problem = session.saver.hold(step, tensors, own, values)
+            else:
+                problem = session.saver.save(step, tensors, own, values, stream)
+                self._saved_step = step
             self._report_failed_save(problem)
-        session.stop_signal.reserve(saving=time.perf_counter() - began)
+        seconds = time.perf_counter() - began
+        self._saving_seconds += seconds
+        session.stop_signal.reserve(saving=seconds)
 
     def wait_for_save(self) -> None:
         """Waits for the running save, if there is one. Collective.

@@ -24,7 +24,7 @@ class Options:
     validation_batches: int | None = None
     """Evaluate on this number of validation batches only; the time of an evaluation of all is then estimated."""
     save_every: int | None = None
-    """Steps between checkpoints. Default: each epoch."""
+    """Steps between checkpoints. Default: each epoch, as far as a twentieth of the time allows."""
     patience: int | None = None
     """Early stopping: stop after this number of evaluations without a lower loss."""
     steps: int | None = None
