@@ -87,7 +87,8 @@ def frame(rows: Iterable[Mapping[str, Any]]) -> Any:
 def html_rows(rows: Iterable[Iterable[str]]) -> str:
     """Makes an HTML table of cells that are HTML already; colours are the page's, light or dark."""
     lines = ("".join(f'<td style="text-align:left">{cell}</td>' for cell in row) for row in rows)
-    return f"<table>{''.join(f'<tr>{line}</tr>' for line in lines)}</table>"
+    body = "".join(f"<tr>{line}</tr>" for line in lines)
+    return f'<table style="color:inherit">{body}</table>'
 
 
 def _cell(value: object) -> str:

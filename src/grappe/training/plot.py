@@ -9,7 +9,6 @@ from typing import Any
 
 from grappe.errors import UsageError
 from grappe.errors.foreign_text import html_text
-from grappe.words import format_number
 
 MOST = 3  # panels, and lines in each: the loss and the first two metrics
 WIDTH, HEIGHT = 360, 220  # of a panel, in pixels
@@ -18,7 +17,7 @@ DETAIL = 180  # points of a line; what a saved notebook keeps of it
 MARKED = 40  # points of a line that are shown as dots, too
 LOGARITHMIC = 100.0  # highest / lowest value from which on the axis is logarithmic
 LARGEST = 1e30  # a larger value is not drawn
-GREY, COLOURS = "#808080", ("#4c8bc9", "#e07b39", "#3a9e6e")  # readable on white and on black
+GREY, COLOURS = "#808080", ("#4c8bc9", "#e07b39", "#3a9e6e", "#b56bc4")  # readable on white and on black
 NOT_METRICS = ("kind", "step", "epoch", "samples", "count")
 TRAINING = "training"
 
@@ -103,7 +102,7 @@ def _panel(name: str, lines: Mapping[str, Points], left: int) -> str:
     if logarithmic:
         marks = {place: f"{10**place:g}" for place in _ticks(low, high, integers=True)}
     else:
-        marks = {place: format_number(place) for place in _ticks(low, high)}
+        marks = {place: f"{place:.6g}" for place in _ticks(low, high)}
 
     def x(step: float) -> float:
         return round(left + LEFT + (WIDTH - LEFT - RIGHT) * (step - first) / (last - first), 1)
@@ -120,7 +119,9 @@ def _panel(name: str, lines: Mapping[str, Points], left: int) -> str:
     for step in _ticks(first, last, integers=True):
         parts.append(f'<text x="{x(step)}" y="{HEIGHT - 8}" text-anchor="middle">{step:,.0f}</text>')
     legend = f'<tspan font-weight="bold">{html_text(name)}</tspan>'
-    for colour, (label, line) in zip(COLOURS, lines.items(), strict=False):
+    others = iter(COLOURS[1:])
+    for label, line in lines.items():
+        colour = COLOURS[0] if label == TRAINING else next(others)
         drawn = [(x(step), y(scaled(value))) for step, value in _means(line)]
         corners = " ".join(f"{across},{down}" for across, down in drawn)
         parts.append(f'<polyline points="{corners}" fill="none" stroke="{colour}" stroke-width="1.5"/>')
@@ -138,8 +139,8 @@ def _ends(*values: float) -> tuple[float, float]:
 
 
 def _ticks(low: float, high: float, *, integers: bool = False) -> list[float]:
-    """Returns about four round numbers between both ends; `integers`: whole numbers alone."""
-    rough = (high - low) / 4
+    """Returns about five round numbers between both ends; `integers`: whole numbers alone."""
+    rough = (high - low) / 5
     power = 10.0 ** math.floor(math.log10(rough))
     size = next(part * power for part in (1, 2, 5, 10) if part * power >= rough)
     size = max(size, 1.0) if integers else size
