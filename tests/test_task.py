@@ -56,6 +56,11 @@ def test_clip_must_be_above_zero() -> None:
         Small(clip=0.0)
 
 
+def test_a_text_is_no_number() -> None:
+    with pytest.raises(UsageError, match="Small: lr='x' is a text, and not a number"):
+        Small(lr="x")  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize("name", names())
 def test_shipped_tasks_are_found_and_say_what_they_learn(name: str) -> None:
     cls = find(name)

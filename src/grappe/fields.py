@@ -139,14 +139,17 @@ def from_json(kind: type[T], value: Any) -> T:
         raise ValueError(f"{place}: {message}" if place else message) from error
 
 
-def check_choices(value: Any) -> None:
-    """Checks the Literal fields of a dataclass instance that was made in Python, which does not check them.
+def check_values(value: Any) -> None:
+    """Checks the fields of a dataclass instance that was made in Python, which does not check them.
 
     Raises:
-        UsageError: a field's value is not one of its choices.
+        UsageError: a field's value is not one of its choices, or a text where a number belongs.
     """
+    numbers = {int: "a whole number", float: "a number", bool: "True or False"}
     for name, kind in hints(type(value)).items():
         chosen = getattr(value, name)
+        if kind in numbers and isinstance(chosen, str):
+            raise UsageError(f"{type(value).__name__}: {name}={chosen!r} is a text, and not {numbers[kind]}")
         if get_origin(kind) is Literal and chosen not in get_args(kind):
             raise UsageError(
                 f"{type(value).__name__}: {name}={chosen!r} is not one of {', '.join(map(str, get_args(kind)))}"

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, dataclass_transform
 
 from grappe.errors import TaskError
 from grappe.errors.user_code import at, calls_users, place_in
-from grappe.fields import check_choices
+from grappe.fields import check_values
 
 if TYPE_CHECKING:
     import torchmetrics
@@ -85,7 +85,7 @@ class Task:
             value = getattr(self, name)
             if not isinstance(value, int) or value < least:
                 raise TaskError(f"{name}={value}: it must be a whole number, at least {least}")
-        check_choices(self)
+        check_values(self)
         if self.clip is not None and not self.clip > 0:
             raise TaskError(f"clip={self.clip}: it bounds the gradient's norm, so it must be above 0 (or none)")
 

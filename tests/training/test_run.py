@@ -74,7 +74,7 @@ def test_a_run_is_found_by_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     Run("runs/b").describe(name="wide net")
     with pytest.raises(RunError, match="2 runs have the name wide net"):
         Run("wide net")
-    with pytest.raises(RunError, match="is no run"):
+    with pytest.raises(RunError, match="is not a run"):
         Run("wide")
 
 
