@@ -1,6 +1,6 @@
 """A GAN with two optimizers that learns where a ring is: the same loop, under any plan.
 
-torchrun --nproc-per-node 2 examples/gan.py replicate=2
+grappe launch --plan replicate=2 examples/gan.py
 """
 
 import sys

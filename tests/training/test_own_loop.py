@@ -7,16 +7,24 @@ import functools
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
 from torch import nn
+from torch.nn import functional as F
+from torch.optim import lr_scheduler
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+from torch.utils.data import TensorDataset
 
 import grappe
 from grappe.errors import PlanError, RunError, TaskError, UsageError
 from grappe.plan import Plan
+from grappe.training.run import Run
 from tests.commands import TORCHRUN, Command
+from tests.processes import Pool
+from tests.training import loops
 
 SCRIPT = str(Path(__file__).with_name("gan.py"))
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -120,11 +128,181 @@ def test_six_lines_change_an_existing_loop() -> None:
 @pytest.mark.parametrize(
     ("plan", "error", "words"),
     [
-        ("tensor=2", PlanError, "not tensor: that takes an engine"),
+        ("tensor=2", PlanError, "not tensor, which needs an engine"),
         ("engine=textbook", PlanError, "another engine"),
-        ("replicate=2", UsageError, "torchrun --nproc-per-node 2"),
+        ("replicate=2", UsageError, "grappe launch --plan replicate=2"),
     ],
 )
 def test_what_a_loop_of_ones_own_cannot_have(plan: str, error: type[Exception], words: str) -> None:
     with pytest.raises(error, match=words):
         grappe.Loop(plan)
+
+
+# ---- Loops in a pool's processes: what a body may do ----
+
+
+def learned(pool: Pool, name: str, plan: str) -> Any:
+    """What the loop `name` of loops.py returns on process 0."""
+    return pool.run("tests.training.loops:in_process", Plan.parse(plan).processes, name, plan)[0]
+
+
+@pytest.mark.parametrize(
+    ("name", "plan"),
+    [
+        *((name, plan) for name in ("branches", "padded") for plan in ("replicate=2", "replicate=3")),
+        ("padded", "shard=2"),
+        ("noisy", "replicate=2,batchnorm=sync"),
+        ("noisy", "replicate=4,batchnorm=sync"),  # a process without a row in the last batch
+        ("blocks", "shard=2"),
+        ("blocks", "replicate=2,shard=2,recompute"),
+        ("blocks", "replicate=2,recompute"),
+        ("second", "replicate=2"),
+    ],
+)
+def test_a_body_learns_what_it_learns_on_one_process(pool: Pool, name: str, plan: str) -> None:
+    for wanted, found in zip(learned(pool, name, ""), learned(pool, name, plan), strict=True):
+        gap = (found.double() - wanted.double()).norm() / wanted.double().norm()
+        assert gap <= TOLERANCE, f"{gap:.1e} away"
+
+
+@pytest.mark.parametrize("plan", ["", "replicate=2", "shard=2"])
+def test_an_evaluation_counts_each_sample_once(pool: Pool, plan: str) -> None:
+    inputs, targets = loops.DATA.tensors
+    wanted = {"first": float(inputs[:, 0].mean()), "small": float((targets < 2).float().mean()), "eval": 0.0}
+    assert learned(pool, "evaluated", plan) == pytest.approx(wanted, rel=1e-6)
+
+
+def test_a_closure_is_refused_where_processes_have_parts_of_its_loss(pool: Pool) -> None:
+    assert "LBFGS compares losses" in learned(pool, "closure", "replicate=2")
+    assert not learned(pool, "closure", "")
+
+
+# ---- In this process: what is refused, and what a resumed loop goes on with ----
+
+
+def test_further_calls_of_batches_are_further_epochs() -> None:
+    def orders(calls: list[int]) -> list[list[int]]:
+        loop = grappe.Loop("threads=1")
+        return [batch.tolist() for epochs in calls for batch, _ in loop.batches(NUMBERS, 4, epochs)]
+
+    assert orders([1, 1, 1]) == orders([3]) == orders([2, 1])
+    assert len(orders([1, 1, 1])) == 9
+    assert orders([1, 1])[:3] != orders([1, 1])[3:]
+
+
+NUMBERS = TensorDataset(torch.arange(10), torch.arange(10))
+
+
+@pytest.mark.parametrize("wrong", [lambda x: x.mean(), lambda x: x[: len(x) // 2], lambda x: x.flatten()])
+def test_losses_that_are_not_one_row_for_each_sample_are_refused(wrong: Callable) -> None:
+    loop = grappe.Loop("threads=1")
+    for inputs, _ in loop.batches(loops.DATA, 8):
+        with pytest.raises(UsageError, match=r"losses of all 8 rows of the slice, shape \[8\] or \[8, ...\], not \["):
+            loop.mean(wrong(inputs))
+        break
+    with pytest.raises(UsageError, match="inside the loop over batches"):
+        grappe.Loop("threads=1").mean(torch.ones(8))
+
+
+class Sharpness(torch.optim.Optimizer):
+    """SAM as its authors publish it: another optimizer inside."""
+
+    def __init__(self, parameters: Any, **options: Any) -> None:
+        super().__init__(parameters, {"rho": 0.05, **options})
+        self.base_optimizer = torch.optim.SGD(self.param_groups, **options)
+        self.param_groups = self.base_optimizer.param_groups
+
+    def first_step(self) -> None: ...
+
+    def second_step(self) -> None: ...
+
+    def step(self, closure: Any = None) -> None:
+        self.base_optimizer.step()
+
+
+SCHEDULES: dict[str, Callable] = {
+    "step": lambda o: lr_scheduler.StepLR(o, 2, 0.5),
+    "milestones": lambda o: lr_scheduler.MultiStepLR(o, [2, 3, 3], 0.5),
+    "cycle": lambda o: lr_scheduler.OneCycleLR(o, 0.3, total_steps=30),
+    "plateau": lambda o: lr_scheduler.ReduceLROnPlateau(o, patience=1, factor=0.3),
+    "sequence": lambda o: lr_scheduler.SequentialLR(
+        o, [lr_scheduler.ConstantLR(o, 0.1, 2), lr_scheduler.ExponentialLR(o, 0.8)], [2]
+    ),
+    "lambda": lambda o: lr_scheduler.LambdaLR(o, lambda step: 1 / (1 + step)),
+    "by hand": lambda o: None,
+}
+
+
+def scheduled(folder: Path | None, name: str, stop: int | None, *, epochs: bool = True, keep: bool = True) -> list:
+    """Trains with a schedule that steps after each epoch of three steps; leaves the loop after `stop` steps."""
+    net = loops.model()
+    optimizer = Sharpness(net.parameters(), lr=0.1, momentum=0.9)
+    average = AveragedModel(net, multi_avg_fn=get_ema_multi_avg_fn(0.8))
+    with grappe.Loop("threads=1", folder, save_every=2) as loop:
+        net, optimizer = loop.parallelize(net, optimizer)
+        schedule = SCHEDULES[name](optimizer)
+        if keep:
+            loop.keep(average=average)
+        if keep and schedule is not None:
+            loop.keep(schedule=schedule)
+        for _ in loop.epochs(5) if epochs else range(5):
+            for inputs, targets in loop.batches(loops.DATA, 8):
+                optimizer.zero_grad()
+                loop.mean(F.cross_entropy(net(inputs), targets, reduction="none")).backward()
+                optimizer.step()
+                average.update_parameters(net)
+                if loop.step == stop:
+                    return []
+            if name == "plateau":
+                schedule.step(1.0)
+            elif schedule is not None:
+                schedule.step()
+            else:
+                for group in optimizer.param_groups:
+                    group["lr"] *= 0.7
+    return [*loops.weights(net), *loops.weights(average), torch.tensor(optimizer.param_groups[0]["lr"])]
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize("stop", [5, 7])  # in the second epoch, and just after the second's checkpoint
+@pytest.mark.parametrize("epochs", [True, False])
+def test_a_schedule_an_average_and_a_wrapped_optimizer_go_on(
+    tmp_path: Path, name: str, stop: int, epochs: bool
+) -> None:
+    whole = scheduled(None, name, None)
+    assert not scheduled(tmp_path / "run", name, stop, epochs=epochs)
+    for wanted, found in zip(whole, scheduled(tmp_path / "run", name, None, epochs=epochs), strict=True):
+        assert torch.equal(wanted, found)
+
+
+def test_what_a_checkpoint_would_lack_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"loop.keep\((average|schedule)=…\)"):
+        scheduled(tmp_path / "run", "step", None, keep=False)
+    loop = grappe.Loop("threads=1")
+    with pytest.raises(UsageError, match="a dict has no state_dict"):
+        loop.keep(things={})
+
+
+def test_its_folder_is_a_run(tmp_path: Path) -> None:
+    net = loops.model()
+    with grappe.Loop("threads=1", tmp_path / "run") as loop:
+        net, optimizer = loop.parallelize(net, torch.optim.SGD(net.parameters(), lr=0.1))
+        for _ in loop.epochs(2):
+            for inputs, targets in loop.batches(loops.DATA, 8):
+                optimizer.zero_grad()
+                loop.mean(F.cross_entropy(net(inputs), targets, reduction="none")).backward()
+                loop.mean(net(inputs).square())
+                optimizer.step()
+            loop.evaluate(loops.DATA, lambda inputs, targets: F.cross_entropy(net(inputs), targets, reduction="none"))
+    run = Run(tmp_path / "run")
+    steps, scores = (list(run.records(kind)) for kind in ("step", "evaluation"))
+    assert [(each["step"], each["epoch"], each["samples"]) for each in steps] == [
+        (1, 0, 8), (2, 0, 16), (3, 0, 22), (4, 1, 30), (5, 1, 38), (6, 1, 44),
+    ]  # fmt: skip
+    assert all(each["loss"] > 0 and each["loss_2"] > 0 and each["lr"] == 0.1 for each in steps)
+    assert [(each["step"], each["samples"]) for each in scores] == [(3, 22), (6, 22)]
+    assert scores[1]["loss"] < scores[0]["loss"]
+    assert run.read_status(run.read_description()) == "finished"
+    with pytest.raises(ZeroDivisionError), grappe.Loop("threads=1", tmp_path / "run"):
+        raise ZeroDivisionError("division by zero")
+    assert run.read_status(run.read_description()) == "failed: ZeroDivisionError: division by zero"

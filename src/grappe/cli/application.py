@@ -70,7 +70,7 @@ USAGE = Parameter(
 )
 """Of every option: an empty default is not shown, and a list has no --empty-NAME."""
 GROUPS = {
-    "Train": ("train", "tune", "drill", "verify"),
+    "Train": ("train", "launch", "tune", "drill", "verify"),
     "Look at runs": ("runs", "follow", "report", "curves", "prune"),
     "Choose a plan, a learning rate": ("foresee", "measure", "lr-find", "engines", "tasks", "gpus"),
     "Data": ("fetch", "data"),

@@ -33,7 +33,7 @@ from grappe.cli.application import (
     put_in_order,
 )
 from grappe.cli.exit import show, show_answer, show_facts, show_json
-from grappe.errors import EXIT_FAILURE, EXIT_OK, UsageError
+from grappe.errors import EXIT_FAILURE, EXIT_INTERRUPTED, EXIT_OK, UsageError
 from grappe.fields import typed_name
 from grappe.launch.folders import RUNS
 from grappe.launch.terminal import progress, say, waiting
@@ -117,6 +117,28 @@ def train(
         resumed = typed if run is not None else [*typed, "--run", str(result.run)]
         show(f"resume           {shlex.join(['grappe', *resumed])}")
     return interrupted()
+
+
+@app.command
+def launch(
+    script: Annotated[Path, Parameter(help="A training script.")],
+    /,
+    *arguments: Annotated[str, Parameter(allow_leading_hyphen=True, help="The script's own arguments.")],
+    plan: PlanText = "",
+) -> int:
+    """Run a script of your own on the processes of a plan, as torchrun does.
+
+    A grappe.Loop() in the script trains under the plan. Options come before the script;
+    what follows the script is its own.
+
+        grappe launch --plan replicate=2 gan.py --epochs 3
+    """
+    preflight([plan], once=True)
+    from grappe.launch.start import interrupted
+    from grappe.verbs.launch import launch as verb
+
+    code = verb(script, arguments, plan)
+    return interrupted() if code == EXIT_INTERRUPTED else code
 
 
 @app.command

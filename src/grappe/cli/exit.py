@@ -42,7 +42,7 @@ def run(app: App) -> NoReturn:
         set_formatter(app)
     debug = "--debug" in sys.argv
     try:
-        code = _code(app, [text for text in sys.argv[1:] if text != "--debug"])
+        code = _code(app, _script_apart([text for text in sys.argv[1:] if text != "--debug"]))
     except GrappeError as error:
         code = _complain(error, debug)
     except SystemExit as end:
@@ -65,6 +65,17 @@ def run(app: App) -> NoReturn:
     if isinstance(code, int) and "torch" in sys.modules and _leaves_at_once(code):
         _leave_communication(code)
     sys.exit(code)
+
+
+def _script_apart(words: list[str]) -> list[str]:
+    """Puts -- before the script of `grappe launch`, so that what follows it is the script's own."""
+    if words[:1] != ["launch"]:
+        return words
+    place = 1
+    while place < len(words) and words[place].startswith("-"):
+        place += 1 + (words[place] in ("--plan", "-p"))
+    asks = {"--help", "-h", "--"}.intersection(words[: place + 1])
+    return words if asks else [*words[:place], "--", *words[place:]]
 
 
 def _leaves_at_once(code: int) -> bool:

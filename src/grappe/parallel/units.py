@@ -47,7 +47,7 @@ def blocks_of(task: Task, example: Any, kept: Sequence[str] = ()) -> Blocks:
     if task.units(model):
         return Blocks()
     modules = dict(model.named_modules())
-    names = tuple(kept) if kept and set(kept) <= set(modules) else _usable(task, model, _repeated(model), example)
+    names = tuple(kept) if kept and set(kept) <= set(modules) else _usable(task, model, repeated_blocks(model), example)
     size = sum(parameter.nbytes for parameter in model.parameters())
     return Blocks(names=names, ungrouped=0 if names else size)
 
@@ -57,7 +57,7 @@ def units_of(task: Task, model: nn.Module, names: Sequence[str]) -> list[nn.Modu
     return [model.get_submodule(name) for name in names] or list(task.units(model))
 
 
-def _repeated(module: nn.Module, prefix: str = "") -> list[str]:
+def repeated_blocks(module: nn.Module, prefix: str = "") -> list[str]:
     """Lists the names of modules of one class in a list or sequence; of nested ones, the outermost that has a class."""
     children = dict(module.named_children())
     classes = Counter(type(child) for child in children.values())
@@ -70,7 +70,7 @@ def _repeated(module: nn.Module, prefix: str = "") -> list[str]:
             and next(child.parameters(), None) is not None
             and (len(classes) == 1 or any(True for _ in child.children()))  # no layer beside others: Linear, ReLU, …
         )
-        inside = [] if is_block and type(child) is not nn.Sequential else _repeated(child, f"{prefix}{key}.")
+        inside = [] if is_block and type(child) is not nn.Sequential else repeated_blocks(child, f"{prefix}{key}.")
         names += inside or [f"{prefix}{key}"] * is_block
     return names
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import time
 from multiprocessing import forkserver
@@ -13,6 +14,7 @@ SEEN = "Python 3.11"
 USED = (
     PrivateName("multiprocessing.forkserver", "_forkserver", SEEN),
     PrivateName("multiprocessing.forkserver.ForkServer", "_forkserver_pid", SEEN),
+    PrivateName("atexit", "_run_exitfuncs", SEEN),
 )
 PATIENCE_SECONDS = 3.0
 
@@ -20,6 +22,11 @@ PATIENCE_SECONDS = 3.0
 def forkserver_is_running() -> bool:
     """Returns whether this process has started the fork server; ensure_running() starts it."""
     return _pid() is not None
+
+
+def run_exit_functions() -> None:
+    """Calls what was registered with atexit, the last first: multiprocessing's processes end without."""
+    atexit._run_exitfuncs()
 
 
 def forget_forkserver() -> None:

@@ -42,7 +42,7 @@ SEEN = "2.8 to 2.14"
 USED = private_names(
     SEEN,
     {
-        "torch": "_C _foreach_add_ _foreach_mul_ _foreach_norm _ops _subclasses",
+        "torch": "_C _foreach_add_ _foreach_copy_ _foreach_mul_ _foreach_norm _ops _subclasses",
         "torch._C": (
             "_dispatch_key_parse _dispatch_tls_is_dispatch_key_excluded "
             "_dispatch_tls_is_dispatch_key_included _dispatch_tls_set_dispatch_key_excluded "
@@ -73,6 +73,7 @@ USED = private_names(
 # Gradients as lists. torch.nn.utils.clip_grads_with_norm_ would group them by device and type at each step, and
 # sums the norms in float32.
 foreach_add_ = torch._foreach_add_
+foreach_copy_ = torch._foreach_copy_
 foreach_mul_ = torch._foreach_mul_
 foreach_norm = torch._foreach_norm
 
@@ -83,6 +84,11 @@ run_backward: Callable[..., Any] | None = getattr(
 
 torch.autograd.backward takes 35 microseconds to check its arguments.
 """
+
+
+def after_backward(function: Callable[[], None]) -> None:
+    """Calls `function` at the end of the backward that runs now, before it returns to its caller."""
+    torch.autograd.Variable._execution_engine.queue_callback(function)  # pyrefly: ignore
 
 
 def leaf_names(tree: Any, *, alone: str) -> tuple[str, ...]:

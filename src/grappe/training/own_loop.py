@@ -1,20 +1,26 @@
 """Loop: runs a hand-written training loop under a plan.
 
-    loop = grappe.Loop("replicate=2", run="runs/gan")
-    model, optimizer = loop.parallelize(model, optimizer)        # any number of pairs
-    for inputs, targets in loop.batches(dataset, batch_size=64, epochs=5):
-        loss = loop.mean(loss_of_each_sample)                     # then backward and step, as before
+    with grappe.Loop(run="runs/gan") as loop:
+        model, optimizer = loop.parallelize(model, optimizer)        # any number of pairs
+        for epoch in loop.epochs(5):
+            for inputs, targets in loop.batches(dataset, batch_size=64):
+                loss = loop.mean(loss_of_each_sample)                # then backward and step, as before
 
-Start the script directly, by torchrun or by srun. Shapes: a slice of b rows on each process; losses [b] or [b, ...].
+Start the script by `grappe launch --plan replicate=2 script.py`, by torchrun or by srun; directly, it has one process.
+Shapes: a slice of b rows on each process; losses [b] or [b, ...].
 """
 
 from __future__ import annotations
 
 import atexit
+import contextlib
+import functools
+import os
+import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -22,51 +28,67 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data import Dataset
 
-from grappe.checkpoint.format import Checkpoint, Retention, latest
-from grappe.checkpoint.lease import Lease
-from grappe.checkpoint.saver import Saver
 from grappe.data import loader
 from grappe.data.batch import Batch, entering
 from grappe.data.datasets import check
+from grappe.data.whole_batch_draws import whole_batch_draws
 from grappe.engines.shared.state import ModelState, SavedState
-from grappe.errors import EXIT_INTERRUPTED, PlanError, RunError, UsageError
+from grappe.errors import EXIT_INTERRUPTED, PlanError, UsageError
 from grappe.launch.rank import ProcessRank, rank_from_environment
 from grappe.launch.signals import StopSignal
-from grappe.launch.terminal import say
-from grappe.launch.world import join
-from grappe.parallel.replicate import wrap
-from grappe.parallel.shard import shard, sum_scalars
-from grappe.plan import AnyPlan, as_plan
+from grappe.launch.world import World, join
+from grappe.parallel.activation_checkpointing import checkpoint_activations, switch_off_caches
+from grappe.parallel.batchnorm import buffers_agreed, ignoring_padding, synchronise_batchnorm
+from grappe.parallel.compile import compile_units
+from grappe.parallel.gradient_average import GradientAverage
+from grappe.parallel.shard import reshard, shard, sum_scalars
+from grappe.parallel.units import repeated_blocks
+from grappe.plan import AnyPlan, Plan, as_plan
+from grappe.private_api.torch import tree_map
 from grappe.profiling.chronometer import Chronometer
-from grappe.profiling.phases import BACKWARD, CHECKPOINT, DATA, FORWARD, UPDATE
+from grappe.profiling.phases import BACKWARD, CHECKPOINT, DATA, EVALUATION, FORWARD, UPDATE
+from grappe.step.closure import gradients_first, needs_closure
 from grappe.step.fast_paths import seed_dropout
+from grappe.step.precision import autocast, set_tf32
 from grappe.task import Task
+from grappe.training.own_loop_folder import LoopFolder
+from grappe.training.own_loop_objects import KeptObjects
 
-SUPPORTED_KEYS = frozenset(
-    {
-        "engine",
-        "device",
-        "backend",
-        "replicate",
-        "shard",
-        "zero",
-        "threads",
-        "workers",
-        "loading",
-        "prefetch",
-        "per_device",
-    }
-)
+SUPPORTED_KEYS = frozenset({
+    "engine", "device", "backend", "replicate", "shard", "zero", "threads", "workers", "loading", "prefetch",
+    "per_device", "precision", "batchnorm", "channels_last", "recompute", "compile", "dropout",
+})  # fmt: skip
+UNSUPPORTED = {
+    "fp16": "fp16 scales the loss and skips steps, which a custom loop would have to do too: take bf16",
+    "fp64": "a custom loop makes its own data and model: make both float64 there",
+}
+PLAN = "GRAPPE_PLAN"
+"""Variable with the plan that `grappe launch` was given."""
 Batches = Iterator[Any]
 EXIT_SECONDS = 0.05  # ten times Python's switch interval
 
 
+class _Pair(NamedTuple):
+    model: nn.Module
+    optimizer: Optimizer
+    state: ModelState
+
+
+class _Position(NamedTuple):
+    """Where the calls of `batches` are."""
+
+    step: int = 0
+    """Optimizer steps of the calls that have begun."""
+    epochs: int = 0
+    """Their epochs, on which the order of the samples depends."""
+
+
 class Loop:
-    """Parts of a plan for a hand-written loop: parallelized models, slices of batches, checkpoints, a clock.
+    """Parts of a plan for a hand-written loop: parallelized models, slices of batches, checkpoints, curves, a clock.
 
     Args:
-        plan: replicate or shard (with zero), and the device's keys; the hand-written loop does the rest itself.
-        run: the folder of checkpoints; None: nothing is saved. A restarted loop resumes from its last checkpoint.
+        plan: data parallelism, and what else a loop can have; None: the plan of `grappe launch`, or one process.
+        run: the folder of the run; None: nothing is saved. A restarted loop resumes from its last checkpoint.
         save_every: steps between checkpoints.
         seed: the seed of the sample order, and of each step's torch random numbers.
 
@@ -75,203 +97,494 @@ class Loop:
     """
 
     def __init__(
-        self, plan: AnyPlan = "", run: Path | str | None = None, *, save_every: int = 100, seed: int = 0
+        self, plan: AnyPlan | None = None, run: Path | str | None = None, *, save_every: int = 100, seed: int = 0
     ) -> None:
         began = time.perf_counter()
-        self.plan = as_plan(plan)
-        beyond = sorted(self.plan.changed_keys() - SUPPORTED_KEYS)
-        if beyond or self.plan.engine != "native":
-            raise PlanError(
-                f"a custom loop supports {', '.join(sorted(SUPPORTED_KEYS - {'engine'}))}, not "
-                f"{', '.join(beyond) or 'another engine'}, which needs an engine: write a grappe.Task"
-            )
-        process = rank_from_environment() or ProcessRank(launcher="own loop")
+        self.plan = _plan_of(plan)
+        process = _Joined.process or rank_from_environment() or ProcessRank(launcher="own loop")
         if process.launcher == "own loop" and self.plan.processes > 1:
             raise UsageError(
                 f"plan {self.plan} needs {self.plan.processes} processes: start this script with "
-                f"torchrun --nproc-per-node {self.plan.processes} SCRIPT, or srun"
+                f"grappe launch --plan {self.plan} {Path(sys.argv[0]).name or 'SCRIPT'}, with torchrun or with srun"
             )
-        self._folder = Path(run) if run is not None else None
-        if self._folder is not None:
-            (self._folder / "checkpoints").mkdir(parents=True, exist_ok=True)
-        self.world = join(self.plan, process, self._folder or Path())
+        folder = Path(run) if run is not None else None
+        self.world = _world(self.plan, process, folder or Path())
         self.device = self.world.device
         self.chronometer = Chronometer(self.device, began)
         self.step = 0
         """Optimizer steps done, over restarts."""
+        self._closed = False
         self._seed, self._save_every = seed, save_every
         self._averaged = 1 if self.plan.uses_fsdp else self.world.data_size
-        """What DDP divides a sum of gradients by; FSDP2 does not divide."""
-        self._states: list[ModelState] = []
+        """What a sum of gradients is divided by when processes are averaged; FSDP2 does not divide."""
+        set_tf32(self.plan.precision)
+        self._pairs: list[_Pair] = []
+        self._kept = KeptObjects()
         self._batch: Batch | None = None
         self._stop_signal = StopSignal()
         self._stop_signal.install()
-        self._stop_reduction: tuple[Tensor, dist.Work] | None = None
-        self._lease, self._saver, self._found = self._open()
+        self._reduction: tuple[Tensor, Tensor, Sequence[dist.Work]] | None = None
+        """Signals and losses of the last step, and what sums them up."""
+        self._folder = LoopFolder(folder, self.plan, self.world, seed) if folder is not None else None
+        self._found = self._folder.checkpoint if self._folder is not None else None
+        self._now, self._before = _Position(), _Position()
+        """After the calls of `batches` so far; and before those of the running epoch."""
+        self._epoch = 0
+        self._parts: list[Tensor] = []
+        """This process's parts of the running step's losses, by `mean` and `sum`."""
+        if self._found is not None:
+            self.step = self._found.step
+        atexit.register(self._close_at_exit)
 
-    def parallelize(self, model: nn.Module, optimizer: Optimizer) -> tuple[nn.Module, Optimizer]:
+    def __enter__(self) -> Loop:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        self._close(error)
+
+    # ---- What is trained ----
+
+    def parallelize(
+        self, model: nn.Module, optimizer: Optimizer, *, units: Sequence[nn.Module] | None = None
+    ) -> tuple[nn.Module, Optimizer]:
         """Moves the model to its device, spreads it as the plan says, and puts its new parameters into the optimizer.
 
         Call it for each pair in the same order on every process, before `batches`. All processes begin with
-        process 0's weights, or with the checkpoint's. A replicated model is wrapped: its own attributes are those
-        of `model.module`. Collective.
+        process 0's weights, or with the checkpoint's. The model stays itself: nothing is wrapped around it. Collective.
+
+        Args:
+            units: blocks in order, each of which is gathered, recomputed or compiled at once; None: repeated blocks
+                are found, those of an nn.ModuleList for instance.
 
         Raises:
-            UsageError: the optimizer has taken a step already, or has parameters that are not the model's.
+            UsageError: the optimizer has taken a step already, has parameters that are not the model's, or calls a
+                closure and there are several processes.
         """
         if optimizer.state:
             raise UsageError("parallelize() comes before the optimizer's first step")
-        model.to(self.device)
-        for tensor in (*model.parameters(), *model.buffers()):
-            if self.world.size > 1:
-                dist.broadcast(tensor.detach(), 0)
+        if self.world.data_size > 1 and needs_closure(optimizer) and not gradients_first(optimizer):
+            raise UsageError(
+                f"parallelize(): {type(optimizer).__name__} compares losses that a closure returns, and each process "
+                "has its own part of them: describe the training as a grappe.Task, or use one process"
+            )
+        if units is None and (self.plan.uses_fsdp or self.plan.recompute or self.plan.compile):
+            units = [model.get_submodule(name) for name in repeated_blocks(model)]
         before = {parameter: name for name, parameter in model.named_parameters()}
-        if self.plan.uses_fsdp:
-            shard(model, [], self.plan, self.world)
-            sum_scalars(model, self.world)
+        self._spread(model, list(units or ()))
         after = dict(model.named_parameters())
         for group in optimizer.param_groups:
             if any(parameter not in before for parameter in group["params"]):
                 raise UsageError("parallelize(): the optimizer has parameters that are not this model's")
             group["params"] = [after[before[parameter]] for parameter in group["params"]]
-        named = nn.ModuleDict({str(len(self._states)): model})  # a name for each pair
+        named = nn.ModuleDict({str(len(self._pairs)): model})  # a name for each pair
         state = ModelState(model=named, optimizer=optimizer, schedule=None, world=self.world)
-        self._states.append(state)
+        self._pairs.append(_Pair(model, optimizer, state))
         if self._found is not None:
             values = self._found.read_values().get("engine", {})
             state.restore(SavedState(tensors=self._found.read_tensors(), values=values))
         optimizer.register_step_pre_hook(lambda *_: self.chronometer.switch(UPDATE))
         optimizer.register_step_post_hook(lambda *_: self.chronometer.switch(FORWARD))
-        replicated = self.world.data_group is not None and not self.plan.uses_fsdp
-        return (wrap(model, self.world) if replicated else model), optimizer
+        if self.world.data_group is not None and not self.plan.uses_fsdp:
+            GradientAverage(model.parameters(), self.world.data_group)
+        return model, optimizer
 
-    def batches(self, dataset: Dataset, batch_size: int, epochs: int) -> Batches:
+    def _spread(self, model: nn.Module, blocks: Sequence[nn.Module]) -> None:
+        """Gives every process process 0's weights, and changes the model as the plan's keys say. Collective."""
+        plan, world = self.plan, self.world
+        model.to(self.device)
+        for tensor in (*model.parameters(), *model.buffers()) if world.size > 1 else ():
+            dist.broadcast(tensor.detach(), 0)
+        if plan.recompute:
+            switch_off_caches(model)
+            checkpoint_activations(blocks or [model])
+        if plan.compile:
+            compile_units(blocks or [model], plan)
+        if plan.uses_fsdp:
+            shard(model, blocks, plan, world)
+            sum_scalars(model, world)
+        elif plan.channels_last:
+            model.to(memory_format=torch.channels_last)  # pyrefly: ignore
+        if plan.batchnorm == "sync" and world.data_group is not None:
+            synchronise_batchnorm(model, world.data_group)
+        if plan.precision == "bf16":
+            _in_lower_precision(model, autocast(plan.precision, self.device))
+
+    def keep(self, **objects: Any) -> None:
+        """Puts further objects with a `state_dict` into the checkpoints, by name: `loop.keep(schedule=schedule)`.
+
+        Call it before the first batch. A resumed loop restores them where it goes on.
+        """
+        self._kept.add(objects)
+
+    # ---- The loop ----
+
+    def epochs(self, number: int) -> Iterator[int]:
+        """Yields the numbers of the epochs, 0 to number - 1; a resumed loop begins with the one that it stopped in.
+
+        What follows the batches in an epoch's body, an evaluation or a schedule's step, is run again if the loop was
+        stopped in between, with what was saved after the epoch's last batch.
+        """
+        if self._found is not None:
+            place = self._found.read_values().get("loop", {})
+            self._epoch = int(place.get("epoch", 0))
+            self._now = _Position(*place.get("before", _Position()))
+        for epoch in range(self._epoch, number):
+            self._epoch, self._before = epoch, self._now
+            yield epoch
+
+    def batches(self, dataset: Dataset, batch_size: int, epochs: int = 1) -> Batches:
         """Yields this process's slice of each global batch of `batch_size`, on the device; resumes after a restart.
 
-        Each epoch has every sample once, in an order that depends on `seed` alone; the last batch may be short.
-        After a step a checkpoint is saved if due, and on a signal, which then ends the process with exit code 75.
-        Collective.
+        Each epoch has every sample once, in an order that depends on `seed` and the number of epochs so far; the last
+        batch may be short. A further call goes on with further epochs. After a step a checkpoint is saved if due, and
+        on a signal, which then ends the process with exit code 75. Collective.
         """
         task = Task(batch_size=batch_size, epochs=epochs, seed=self._seed)
         check(dataset, "train", task)
         source = loader.training_loader(task, dataset, self.plan, self.world)
-        total = epochs * source.order.steps_per_epoch
+        each = source.order.steps_per_epoch
+        first, begin = self._now.epochs * each, self._now.step
+        end = begin + epochs * each
+        self._now = _Position(end, self._now.epochs + epochs)
+        if self._found is not None and begin < self._found.step <= end:
+            self._restore()
+        if self.step >= end:
+            return  # the loop stopped after these
+        if self._folder is not None and self.step == begin:
+            self._kept.refuse_others([pair.optimizer for pair in self._pairs], [pair.model for pair in self._pairs])
         self.chronometer.begin()
-        batches = source.batches(self.step, total)
-        while self.step < total:
+        taken = source.batches(first + self.step - begin, first + epochs * each)
+        while self.step < end:
             self.chronometer.switch(DATA)
-            self._batch = batch = next(batches)
-            seed_dropout(self._seed, self.step, self.device, self.world.data_rank)
-            micro = batch.microbatches[0]
-            self.chronometer.switch(FORWARD)
-            yield entering(micro), micro.targets
+            self._batch = batch = next(taken)
+            with self._in_slice(batch):
+                micro = batch.microbatches[0]
+                inputs = entering(micro)
+                self.chronometer.switch(FORWARD)
+                yield (loader.in_channels_last(inputs) if self.plan.channels_last else inputs), micro.targets
             self.step += 1
-            self.chronometer.end_step()
-            stop = self._stop_agreed()
-            if self._saver is not None and (self.step == total or stop or self.step % self._save_every == 0):
-                self.save()
-            if stop:
-                self._close()
+            if self._end_step(batch, last=self.step == end):
+                self._close(None, interrupted=True)
                 raise SystemExit(EXIT_INTERRUPTED)
-        self._close()
+        if self._folder is not None:
+            self._folder.wait()
 
-    def mean(self, losses: Tensor) -> Tensor:
+    def mean(self, losses: Tensor, counts: Tensor | None = None) -> Tensor:
         """Computes this process's part of the global batch's mean of `losses` [b, ...]; call backward on the result.
 
         A plain mean over the slice would weigh a short slice's samples more than others'. The gradients of all
         processes' parts, which the plan sums or averages, are the gradients of the whole mean.
+
+        Args:
+            counts: what each loss counts, in the losses' shape: 0 for padding. The mean is over the counts of the whole
+                batch. Collective then.
+
+        Raises:
+            UsageError: the losses do not have one row for each sample of the slice.
         """
-        assert self._batch is not None, "mean() is for inside the loop over batches()"
-        self.chronometer.switch(BACKWARD)
-        micro = self._batch.microbatches[0]
-        each = losses.numel() // (micro.rows or 1) or 1
-        scale = self._averaged / (self._batch.samples * each) if micro.rows else 0.0
-        return losses.sum() * scale
+        batch, rows = self._checked("mean", losses)
+        micro = batch.microbatches[0]
+        if counts is None:
+            each = losses.numel() // rows
+            return self._part(losses.sum() * (self._averaged / (batch.samples * each) if micro.rows else 0.0))
+        if counts.shape != losses.shape:
+            raise UsageError(f"mean(): counts {tuple(counts.shape)} must have the losses' shape {tuple(losses.shape)}")
+        weights = counts.detach().to(losses.dtype) * float(bool(micro.rows))
+        total = weights.sum()
+        if self.world.data_group is not None:
+            dist.all_reduce(total, group=self.world.data_group)
+        return self._part((losses * weights).sum() * torch.where(total > 0, self._averaged / total, 0.0))
+
+    def sum(self, losses: Tensor) -> Tensor:
+        """Computes this process's part of the global batch's sum of `losses` [b, ...]; otherwise as `mean`."""
+        batch, _ = self._checked("sum", losses)
+        return self._part(losses.sum() * (float(self._averaged) if batch.microbatches[0].rows else 0.0))
 
     def total(self, part: Tensor) -> float:
-        """Sums the results of `mean` over all processes, for printing. Waits for the processes. Collective."""
+        """Sums the results of `mean` or `sum` over all processes, for printing. Waits for the processes. Collective."""
         return sum(self.world.gather_data(float(part.detach()) / self._averaged))
 
+    def evaluate(
+        self,
+        dataset: Dataset,
+        score: Callable[[Any, Any], Tensor | Mapping[str, Tensor]],
+        batch_size: int = 256,
+    ) -> dict[str, float]:
+        """Computes the mean of each score over all samples of a dataset, each counted once. Collective.
+
+        All models are in evaluation mode meanwhile, without gradients, and with batch normalisation's statistics agreed
+        between the processes. With a run, the scores are in its curves.
+
+        Args:
+            score: gets a batch's inputs and targets; returns one value for each sample [b], or several by name.
+            batch_size: samples of a global batch.
+
+        Returns:
+            The means by name; "loss" for one without a name.
+
+        Raises:
+            UsageError: `score` does not return one value for each sample.
+        """
+        task = Task(batch_size=max(1, batch_size // 2), seed=self._seed)
+        length = check(dataset, "validation", task)
+        source = loader.evaluation_loader(task, dataset, self.plan, self.world)
+        sums: dict[str, float] = {}
+        samples = 0
+        with self.chronometer.during(EVALUATION), torch.random.fork_rng(self._devices()), self._evaluating():
+            for batch in source.batches(0, source.order.steps_per_epoch):
+                micro = batch.microbatches[0]
+                values = score(entering(micro), micro.targets)
+                for name, value in (values if isinstance(values, Mapping) else {"loss": values}).items():
+                    if value.shape != (micro.size,):
+                        raise UsageError(
+                            f"evaluate(): the score {name} has shape {tuple(value.shape)}: return one value for each "
+                            f"of the batch's {micro.size} samples"
+                        )
+                    sums[name] = sums.get(name, 0.0) + float(value[: micro.rows].double().sum())
+                samples += micro.rows
+        everyone = self.world.gather_data((samples, sums))
+        assert sum(count for count, _ in everyone) == length, "a sample is missing or counted twice"
+        scores = {name: sum(theirs[name] for _, theirs in everyone) / length for name in sums}
+        if self._folder is not None:
+            self._flush()
+            self._folder.evaluated(self.step, scores, length)
+        return scores
+
     def save(self) -> None:
-        """Saves all pairs now, in the background. Collective."""
-        if self._saver is None:
+        """Saves all pairs and kept objects now, in the background. Collective."""
+        if self._folder is None:
             raise UsageError("Loop(plan, run=…): without a folder there is nowhere to save to")
-        tensors: dict[str, Tensor] = {}
+        self._flush()
+        tensors, kept = self._kept.state()
         own: dict[str, Tensor] = {}
         values: dict[str, Any] = {"optimizer": {}}
-        for state in (pair.state() for pair in self._states):
+        for state in (pair.state.state() for pair in self._pairs):
             tensors |= state.tensors
             own |= state.local
             values |= {**state.values, "optimizer": values["optimizer"] | state.values["optimizer"]}
+        groups = [[_settings(group) for group in pair.optimizer.param_groups] for pair in self._pairs]
+        place = {"epoch": self._epoch, "before": list(self._before)}
         with self.chronometer.during(CHECKPOINT):
-            problem = self._saver.save(self.step, tensors, own, {"engine": values, "seed": self._seed})
-        if problem is not None and self.world.rank == 0:
-            say(f"{problem}; the checkpoint before it is whole, training goes on")
+            self._folder.save(
+                self.step,
+                tensors,
+                own,
+                {"engine": values, "seed": self._seed, "kept": kept, "groups": groups, "loop": place},
+            )
 
-    def _open(self) -> tuple[Lease | None, Saver | None, Checkpoint | None]:
-        if self._folder is None:
-            return None, None, None
-        lease = Lease(self._folder) if self.world.rank == 0 else None
-        problem = None
-        try:
-            if lease is not None:
-                lease.take()
-        except RunError as error:
-            problem = str(error)
-        problem = self.world.share(problem)
-        if problem is not None:
-            raise RunError(problem)
-        token = self.world.share(lease.token if lease is not None else "")
-        may_commit = lease.check if lease is not None else lambda: None
-        folder = self._folder / "checkpoints"
-        step = self.world.share((newest.step if (newest := latest(folder)) else None) if lease else None)
-        self.world.barrier()
-        checkpoint = next((candidate for candidate in [latest(folder)] if candidate and candidate.step == step), None)
-        if checkpoint is not None:
-            self.step = checkpoint.step
-            seed = checkpoint.read_values().get("seed")
-            if seed != self._seed:
-                raise RunError(f"{self._folder} was trained with seed {seed}, not {self._seed}: its order would differ")
-        return lease, Saver(folder, self.world, token, Retention(), may_commit), checkpoint
+    # ---- Within ----
 
-    def _stop_agreed(self) -> bool:
-        """Returns whether any process had a signal by the step before: reduced asynchronously. Collective."""
+    def _checked(self, name: str, losses: Tensor) -> tuple[Batch, int]:
+        """Returns the running batch, and the number of rows of its slice, padding included."""
+        if self._batch is None:
+            raise UsageError(f"{name}() is for inside the loop over batches()")
+        self.chronometer.switch(BACKWARD)
+        rows = self._batch.microbatches[0].size
+        if not losses.dim() or losses.shape[0] != rows:
+            raise UsageError(
+                f"{name}() takes the losses of all {rows} rows of the slice, shape [{rows}] or [{rows}, ...], not "
+                f'{list(losses.shape)}: give the loss function reduction="none"; to leave values out, keep the shape '
+                "and give mean(losses, counts) 0 for them"
+            )
+        return self._batch, rows
+
+    def _part(self, part: Tensor) -> Tensor:
+        self._parts.append(part.detach())
+        return part
+
+    @contextlib.contextmanager
+    def _in_slice(self, batch: Batch) -> Iterator[None]:
+        """Context of the body of a step: its random numbers are those of the slice's rows."""
+        place = batch.microbatches[0].place if self.plan.draws_whole_batches else None
+        seed_dropout(self._seed, self.step, self.device, 0 if place is not None else self.world.data_rank)
+        with contextlib.ExitStack() as contexts:
+            contexts.enter_context(whole_batch_draws(place))
+            if not batch.microbatches[0].rows:
+                for pair in self._pairs:
+                    contexts.enter_context(ignoring_padding(pair.model))
+            yield
+
+    def _end_step(self, batch: Batch, *, last: bool) -> bool:
+        """Ends a step: its record, its checkpoint; returns whether the processes agreed to stop. Collective."""
+        seconds = self.chronometer.end_step()
         self._stop_signal.check_time()
-        flag = torch.tensor(self._stop_signal.flag)
-        if self.world.control is None:
-            return bool(flag)
-        before, self._stop_reduction = self._stop_reduction, None
-        work = dist.all_reduce(flag, group=self.world.control, async_op=True)
-        assert work is not None
-        self._stop_reduction = (flag, work)
+        stop = self._agreed(batch, seconds)
+        if self._folder is not None and (last or stop or self.step % self._save_every == 0):
+            self.save()
+        return stop
+
+    def _agreed(self, batch: Batch, seconds: float) -> bool:
+        """Sums signals and losses over the processes while the next step runs; returns whether any had a signal."""
+        stop = self._flush()
+        flag = torch.tensor([self._stop_signal.flag], dtype=torch.float64)
+        losses = torch.zeros(0, dtype=torch.float64, device=self.device)
+        if self._folder is not None:
+            lr = self._pairs[0].optimizer.param_groups[0]["lr"] if self._pairs else 0.0
+            self._folder.stepped(self.step, batch, float(lr), seconds)
+            if self._parts:
+                losses = torch.stack([part.double() for part in self._parts]) / self._averaged
+        self._parts.clear()
+        if self.world.control is None or self.world.data_group is None:
+            self._reduction = (flag, losses, ())
+            return bool(self._stop_signal.flag)
+        works = [dist.all_reduce(flag, group=self.world.control, async_op=True)]
+        if len(losses):  # on a GPU by its own library: nothing waits for the losses
+            works.append(dist.all_reduce(losses, group=self.world.data_group, async_op=True))
+        self._reduction = (flag, losses, works)
+        return stop
+
+    def _flush(self) -> bool:
+        """Waits for the last step's sums, and writes them to the curves; returns whether there was a signal."""
+        before, self._reduction = self._reduction, None
         if before is None:
             return False
-        before[1].wait()
-        return bool(before[0])
+        flag, losses, works = before
+        for work in works:
+            work.wait()
+        if self._folder is not None:
+            self._folder.reduced(losses.tolist())
+        return bool(flag > 0)
 
-    def _close(self) -> None:
+    @contextlib.contextmanager
+    def _evaluating(self) -> Iterator[None]:
+        modules = [module for pair in self._pairs for module in pair.model.modules()]
+        training = [module.training for module in modules]
+        with contextlib.ExitStack() as contexts:
+            contexts.enter_context(torch.no_grad())
+            contexts.enter_context(whole_batch_draws(None))
+            for pair in self._pairs:
+                pair.model.eval()
+                if self.world.data_group is not None:
+                    contexts.enter_context(buffers_agreed(pair.model, self.world.data_group))
+            try:
+                yield
+            finally:
+                for module, mode in zip(modules, training, strict=True):
+                    module.training = mode
+                for pair in self._pairs if self.plan.uses_fsdp else ():
+                    reshard(pair.model)
+
+    def _restore(self) -> None:
+        """Puts back what the loop's body may have changed since the models were restored: kept objects, settings."""
+        assert self._found is not None
+        values = self._found.read_values()
+        self._kept.restore(self._found.read_tensors(), values.get("kept", {}))
+        for pair, groups in zip(self._pairs, values.get("groups", ()), strict=False):
+            for group, settings in zip(pair.optimizer.param_groups, groups, strict=False):
+                for key, value in settings.items():
+                    if isinstance(group.get(key), Tensor):
+                        group[key].fill_(value)
+                    else:
+                        group[key] = tuple(value) if isinstance(value, list) else value
+        self._found = None
+
+    def _devices(self) -> list[torch.device]:
+        return [self.device] if self.device.type == "cuda" else []
+
+    def _close(self, error: BaseException | None, *, interrupted: bool = False) -> None:
+        """Ends the run; an error is written down as the reason. Collective without one."""
+        atexit.unregister(self._close_at_exit)
+        if self._closed:
+            return
+        self._closed = True
         self.chronometer.finish()
-        if self._saver is not None:
-            problem = self._saver.wait()
-            self._saver.close()
-            if problem is not None:
-                raise RunError(problem)
-        if self._lease is not None:
-            self._lease.release()
-        self.world.barrier()
-        atexit.register(self._leave)  # not yet: what follows the loop may gather weights
+        if error is None:
+            self._flush()
+        if self._folder is not None:
+            self._folder.close(self.step, error, interrupted=interrupted, timing=self.chronometer.timing())
+        if error is None:
+            self.world.barrier()
 
-    def _leave(self) -> None:
-        """Ends all communication before Python takes itself apart.
+    def _close_at_exit(self) -> None:
+        self._close(getattr(sys, "last_value", None))
 
-        A thread of gloo's frees the tensors of a collective a little after its end, for which it needs the
-        interpreter's lock; without a chance to take it the thread ends this process by SIGABRT (once in 15 times).
-        """
-        self.world.leave()
+
+class _Joined:
+    """The world of this process's loops, which share it."""
+
+    world: World | None = None
+    plan: Plan | None = None
+    process: ProcessRank | None = None
+    folder = Path()
+
+
+def leave() -> None:
+    """Ends all communication of the script's loops, before Python takes itself apart.
+
+    A thread of gloo's frees the tensors of a collective a little after its end, for which it needs the
+    interpreter's lock; without a chance to take it the thread ends this process by SIGABRT (once in 15 times).
+    """
+    if _Joined.world is not None:
+        _Joined.world.leave()
+        _Joined.world = None
         time.sleep(EXIT_SECONDS)
 
 
-def parallelize(model: nn.Module, optimizer: Optimizer, plan: AnyPlan = "") -> tuple[nn.Module, Optimizer, Loop]:
+def become(process: ProcessRank, rendezvous_folder: Path) -> None:
+    """Makes this process one of a local launch's, for the loops of the script that it runs."""
+    _Joined.process, _Joined.folder = process, rendezvous_folder
+
+
+def _world(plan: Plan, process: ProcessRank, folder: Path) -> World:
+    """Joins the other processes, once for all loops of a script. Collective.
+
+    Raises:
+        PlanError: another loop of this script has another plan.
+    """
+    if _Joined.world is None:
+        atexit.register(leave)  # after the loops' own ends, which are registered later
+        _Joined.world, _Joined.plan = join(plan, process, folder if _Joined.process is None else _Joined.folder), plan
+    elif plan != _Joined.plan:
+        raise PlanError(f"a script's loops share one plan: this one has {plan}, the one before {_Joined.plan}")
+    return _Joined.world
+
+
+def _plan_of(plan: AnyPlan | None) -> Plan:
+    launched = os.environ.get(PLAN)
+    chosen = as_plan(launched or "" if plan is None else plan)
+    if launched is not None and as_plan(launched) != chosen:
+        raise PlanError(
+            f"grappe launch has the plan {launched or 'one'}, and the script says Loop({str(chosen)!r}): write Loop() "
+            "in the script"
+        )
+    beyond = sorted(chosen.changed_keys() - SUPPORTED_KEYS)
+    if beyond or chosen.engine != "native":
+        raise PlanError(
+            f"a custom loop supports {', '.join(sorted(SUPPORTED_KEYS - {'engine'}))}, not "
+            f"{', '.join(beyond) or 'another engine'}, which needs an engine: write a grappe.Task"
+        )
+    if chosen.precision in UNSUPPORTED:
+        raise PlanError(f"precision={chosen.precision}: {UNSUPPORTED[chosen.precision]}")
+    return chosen
+
+
+def _in_lower_precision(model: nn.Module, precision: contextlib.AbstractContextManager[Any]) -> None:
+    """Lets a model's forward run under autocast, and give float32; loss and update stay in float32."""
+    forward = model.forward
+
+    @functools.wraps(forward)
+    def lowered(*arguments: Any, **options: Any) -> Any:
+        with precision:
+            output = forward(*arguments, **options)
+        return tree_map(lambda leaf: leaf.float() if getattr(leaf, "dtype", None) is torch.bfloat16 else leaf, output)
+
+    model.forward = lowered
+
+
+def _settings(group: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the numbers of a parameter group, learning rate and momenta, as JSON."""
+    settings: dict[str, Any] = {}
+    for key, value in group.items():
+        if isinstance(value, Tensor) and not value.dim():
+            settings[key] = value.item()
+        elif isinstance(value, bool | int | float) or (key == "betas" and isinstance(value, tuple)):
+            settings[key] = list(value) if isinstance(value, tuple) else value
+    return settings
+
+
+def parallelize(
+    model: nn.Module, optimizer: Optimizer, plan: AnyPlan | None = None
+) -> tuple[nn.Module, Optimizer, Loop]:
     """Parallelizes a model and its optimizer, and returns their loop too: Loop(plan).parallelize in one call."""
     loop = Loop(plan)
     return *loop.parallelize(model, optimizer), loop

@@ -1,0 +1,133 @@
+"""Averages gradients over processes during each backward, whatever parameters it reaches.
+
+For hand-written loops, whose backwards differ: several a step, other branches at each step, parts that a backward does
+not reach. DDP would look for unused parameters at every step, wrap the model, and fail where it was not told to.
+
+Shapes: P parameters, in buckets of 25 MB that are reduced while backward goes on, in a fixed order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from grappe.private_api.torch import after_backward, foreach_copy_
+
+BUCKET_BYTES = 25 * 1024**2
+FIRST_BUCKET_BYTES = 1024**2  # communication begins early
+
+
+class _Bucket:
+    """Parameters whose gradients are reduced together; the first bucket of a backward begins first."""
+
+    def __init__(self, numbers: list[int], parameters: list[nn.Parameter], flags: int) -> None:
+        self.numbers = numbers
+        self.parameters = parameters
+        self.waiting = len(parameters)
+        sizes = [each.numel() for each in parameters]
+        self.flat = parameters[0].detach().new_zeros(sum(sizes) + flags)
+        pieces = self.flat[: sum(sizes)].split(sizes)
+        self.views = [piece.view(each.shape) for piece, each in zip(pieces, parameters, strict=True)]
+        self.work: dist.Work | None = None
+
+
+class GradientAverage:
+    """Averages the gradients of `parameters`, which are the same on every process, in each backward. Collective.
+
+    After a backward `parameter.grad` is the mean over the processes of what was there before and what the backward has
+    added: so backwards add up as they do in one process. A gradient that no process has stays None.
+
+    Args:
+        group: the processes, each of which must run the same backwards.
+    """
+
+    def __init__(self, parameters: Iterable[nn.Parameter], group: dist.ProcessGroup) -> None:
+        self._group, self._size = group, dist.get_world_size(group)
+        trained = [parameter for parameter in parameters if parameter.requires_grad]
+        self._reached = [False] * len(trained)
+        self._buckets = _buckets(trained)
+        self._started: int | None = None
+        """The number of buckets of the running backward that are being reduced; None outside of a backward."""
+        for bucket in self._buckets:
+            for number, parameter in zip(bucket.numbers, bucket.parameters, strict=True):
+                parameter.register_post_accumulate_grad_hook(self._hook(bucket, number))
+
+    def _hook(self, bucket: _Bucket, number: int) -> Callable[[Tensor], None]:
+        def came(parameter: Tensor) -> None:
+            if self._started is None:
+                self._started = 0
+                after_backward(self._finish)
+            self._reached[number] = True
+            bucket.waiting -= 1
+            while self._started < len(self._buckets) and not self._buckets[self._started].waiting:
+                self._start()
+
+        return came
+
+    @torch.no_grad()
+    def _start(self) -> None:
+        """Begins to reduce the next bucket."""
+        assert self._started is not None
+        bucket = self._buckets[self._started]
+        self._started += 1
+        present = [
+            (view, p.grad) for view, p in zip(bucket.views, bucket.parameters, strict=True) if p.grad is not None
+        ]
+        if len(present) < len(bucket.views):
+            bucket.flat.zero_()
+        if present:
+            foreach_copy_([view for view, _ in present], [gradient for _, gradient in present])
+        if bucket is self._buckets[-1]:
+            flags = torch.tensor(self._reached, dtype=bucket.flat.dtype)
+            bucket.flat[-len(self._reached) :].copy_(flags, non_blocking=True)
+        bucket.flat.div_(self._size)
+        bucket.work = dist.all_reduce(bucket.flat, group=self._group, async_op=True)
+
+    @torch.no_grad()
+    def _finish(self) -> None:
+        """Reduces what is left at the backward's end, and puts the means where the gradients were."""
+        assert self._started is not None
+        while self._started < len(self._buckets):
+            self._start()
+        for bucket in self._buckets:
+            assert bucket.work is not None
+            bucket.work.wait()
+            bucket.work = None
+        reached = self._reached
+        if not all(reached):  # on a GPU this waits for the reduction
+            reached = (self._buckets[-1].flat[-len(reached) :] > 0).tolist()
+        for bucket in self._buckets:
+            into, means = [], []
+            for number, parameter, mean in zip(bucket.numbers, bucket.parameters, bucket.views, strict=True):
+                if not reached[number]:
+                    continue
+                if parameter.grad is None:
+                    parameter.grad = mean.clone()
+                else:
+                    into.append(parameter.grad)
+                    means.append(mean)
+            if into:
+                foreach_copy_(into, means)
+            bucket.waiting = len(bucket.parameters)
+        self._reached = [False] * len(reached)
+        self._started = None
+
+
+def _buckets(parameters: list[nn.Parameter]) -> list[_Bucket]:
+    """Groups parameters of one type and device, the last ones first, as backward comes to them."""
+    groups: list[list[int]] = []
+    size = 0
+    for number in reversed(range(len(parameters))):
+        parameter = parameters[number]
+        limit = FIRST_BUCKET_BYTES if len(groups) == 1 else BUCKET_BYTES
+        last = parameters[groups[-1][-1]] if groups else None
+        if last is None or size >= limit or (last.dtype, last.device) != (parameter.dtype, parameter.device):
+            groups.append([])
+            size = 0
+        groups[-1].append(number)
+        size += parameter.nbytes
+    members = [(numbers, [parameters[number] for number in numbers]) for numbers in groups]
+    return [_Bucket(*each, flags=len(parameters) if each is members[-1] else 0) for each in members]

@@ -1,0 +1,197 @@
+"""The folder of a hand-written loop: a run as other trainings', with its lease, description, checkpoints and curves."""
+
+from __future__ import annotations
+
+import contextlib
+import platform
+import secrets
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import grappe
+from grappe.checkpoint.format import Checkpoint, Retention
+from grappe.checkpoint.lease import Lease
+from grappe.checkpoint.saver import Saver
+from grappe.data.batch import Batch
+from grappe.errors import GrappeError, RunError
+from grappe.errors.foreign_text import printable
+from grappe.launch import files
+from grappe.launch.terminal import say
+from grappe.launch.world import World
+from grappe.plan import Plan
+from grappe.profiling.chronometer import StepTimes
+from grappe.step.scores import Scores
+from grappe.training.run import DONE, FAILED, MOST_OF_REASON, PARTS, Run
+from grappe.training.start_run import processor
+from grappe.training.watchers.base import Record, RunInfo
+from grappe.training.watchers.curves import Curves
+from grappe.words import host_name
+
+NO_EPOCH = 1 << 62  # steps: a loop's epochs need not be alike, so the curves sum up none
+
+
+class LoopFolder:
+    """A run that a hand-written loop writes; process 0 writes all but its part of checkpoints.
+
+    Args:
+        folder: made if there is none; a run of a loop is resumed.
+
+    Raises:
+        RunError: another process writes it now, or its order of samples was another seed's.
+    """
+
+    def __init__(self, folder: Path, plan: Plan, world: World, seed: int) -> None:
+        self._world = world
+        self._run: Run | None = None
+        self._lease: Lease | None = None
+        answer: tuple[str, str, int | None] | RunError = ("", "", None)
+        if world.rank == 0:
+            try:
+                answer = self._begin(folder, plan, seed)
+            except RunError as error:
+                answer = error
+        answer = world.share(answer)
+        if isinstance(answer, RunError):
+            raise answer
+        token, run_id, step = answer
+        self.checkpoint: Checkpoint | None = None if step is None else Run(folder).choose(step).checkpoint
+        """From which the loop resumes; None: it is new."""
+        may_commit = self._lease.check if self._lease is not None else lambda: None
+        self._saver = Saver(folder / "checkpoints", world, token, Retention(), may_commit, run=run_id)
+        self._waiting: list[Record] = []
+        """Steps whose losses are still being summed up."""
+        self._samples = 0
+        self._curves: Curves | None = None
+        if self._run is not None:
+            self._curves = Curves()
+            self._curves.started(self._info(plan, step or 0))
+
+    def _begin(self, folder: Path, plan: Plan, seed: int) -> tuple[str, str, int | None]:
+        """Takes the run; returns the lease's token, the run's id, and the step to resume from. On process 0."""
+        now = self._description(plan, seed)
+        new = not Run.is_run(folder)
+        self._run = run = Run.create(folder, now) if new else Run(folder)
+        before = now if new else run.read_description()
+        if before.get("class") != now["class"]:
+            raise RunError(
+                f"{folder} is a run of the task {before.get('task')}, not of a grappe.Loop: give another run="
+            )
+        if before.get("seed") != seed:
+            raise RunError(f"{folder} was trained with seed {before.get('seed')}, not {seed}: its order would differ")
+        self._lease = lease = Lease(folder)
+        lease.take()
+        try:
+            for name in PARTS:
+                files.refuse_link(folder / name)
+            newest = run.choose(description=before).checkpoint
+            step = None if newest is None else newest.step
+            if not new:
+                for name in (FAILED, DONE):
+                    files.remove(folder / name)
+                kept = {name: before[name] for name in ("started", "host", "id") if name in before}
+                restarts = before.get("restarts", 0) + 1
+                now = {**before, **now, **kept, "restarts": restarts}
+                run.write_description(now)
+                run.cut_back(step or 0)
+        except BaseException:
+            lease.release()
+            raise
+        return lease.token, str(now["id"]), step
+
+    def _description(self, plan: Plan, seed: int) -> dict[str, Any]:
+        world = self._world
+        return {
+            "task": Path(sys.argv[0]).name or "notebook",
+            "class": "Loop",
+            "fields": {},
+            "plan": str(plan),
+            "seed": seed,
+            "processes": world.size,
+            "threads": world.threads,
+            "device": world.device.type,
+            "processor": processor(world.device),
+            "host": host_name(),
+            "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+            "versions": {"grappe": grappe.__version__, "torch": torch.__version__, "python": platform.python_version()},
+            "restarts": 0,
+            "status": "running",
+            "id": secrets.token_hex(16),
+        }
+
+    def _info(self, plan: Plan, start: int) -> RunInfo:
+        assert self._run is not None
+        return RunInfo(
+            folder=self._run.folder, task=Path(sys.argv[0]).name, plan=str(plan), engine=plan.engine,
+            rank=0, world_size=self._world.size, device=self._world.device.type, start=start, last_step=NO_EPOCH,
+            total_steps=NO_EPOCH, steps_per_epoch=NO_EPOCH, batch_size=0, samples=0, description={},
+        )  # fmt: skip
+
+    def stepped(self, step: int, batch: Batch, lr: float, seconds: float) -> None:
+        """Notes a step, whose losses come with a later call of `reduced`."""
+        self._samples = self._samples + batch.samples
+        self._waiting.append(
+            Record(step, batch.epoch, self._samples, 0.0, lr, seconds, norm=None, skipped=False, flag=0.0)
+        )
+
+    def reduced(self, losses: list[float]) -> None:
+        """Writes the oldest step that waits, with its losses: of the whole batch, in the order of the step's calls."""
+        record = self._waiting.pop(0)
+        if self._curves is None:
+            return
+        further = {f"loss_{number}": loss for number, loss in enumerate(losses[1:], 2)}
+        self._curves.stepped(record._replace(loss=losses[0] if losses else float("nan"), metrics=further))
+
+    def evaluated(self, step: int, scores: Mapping[str, float], samples: int) -> None:
+        """Writes an evaluation's scores."""
+        if self._curves is not None:
+            metrics = {name: score for name, score in scores.items() if name != "loss"}
+            loss = scores.get("loss", float("nan"))
+            self._curves.evaluated(step, Scores(samples=samples, count=float(samples), loss=loss, metrics=metrics))
+
+    def save(self, step: int, tensors: dict[str, Tensor], own: dict[str, Tensor], values: dict[str, Any]) -> None:
+        """Saves in the background, after the curves up to here. Collective."""
+        if self._curves is not None:
+            self._curves.saving(step)
+        problem = self._saver.save(step, tensors, own, values)
+        if problem is not None and self._world.rank == 0:
+            say(f"{problem}; the checkpoint before it is whole, training goes on")
+
+    def wait(self) -> None:
+        """Waits until the last checkpoint is committed. Collective.
+
+        Raises:
+            RunError: it could not be written.
+        """
+        problem = self._saver.wait()
+        if problem is not None:
+            raise RunError(problem)
+
+    def close(self, step: int, error: BaseException | None, *, interrupted: bool, timing: StepTimes) -> None:
+        """Writes how the run has ended, and gives it free. Collective without an error."""
+        try:
+            if error is None:
+                self.wait()
+        finally:
+            self._saver.close()
+            if self._run is not None:
+                self._end(self._run, step, error, interrupted, timing)
+            if self._lease is not None:
+                self._lease.release()
+
+    def _end(self, run: Run, step: int, error: BaseException | None, interrupted: bool, timing: StepTimes) -> None:
+        if self._curves is not None:
+            self._curves.ended(None)
+        if error is not None and not isinstance(error, SystemExit):
+            reason = str(error) if isinstance(error, GrappeError) else f"{type(error).__name__}: {error}"
+            with contextlib.suppress(OSError, RunError):
+                files.replace(run.folder / FAILED, printable(reason, MOST_OF_REASON).encode())
+            return
+        run.describe(status="interrupted" if interrupted else "finished", step=step)
+        if not interrupted:
+            run.finish()

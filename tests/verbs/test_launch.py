@@ -1,0 +1,92 @@
+"""grappe launch: scripts on the processes of a plan, their exit codes, and what is refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from grappe.cli.exit import _script_apart
+from grappe.errors import EXIT_INTERRUPTED, ProcessDied, UsageError
+from grappe.training.run import Run
+from grappe.verbs.launch import launch
+
+PLAN = "replicate=2,device=cpu,threads=1"
+LOOP = """
+import os, signal, sys
+import torch, grappe
+
+net = torch.nn.Linear(3, 1)
+data = torch.utils.data.TensorDataset(torch.ones(12, 3), torch.ones(12))
+with grappe.Loop(run="run") as loop:
+    net, optimizer = loop.parallelize(net, torch.optim.SGD(net.parameters(), lr=0.1))
+    for epoch in loop.epochs(2):
+        for inputs, targets in loop.batches(data, 4):
+            if loop.step == 1 and "stop" in sys.argv:
+                os.kill(os.getpid(), signal.SIGUSR1)
+            loop.mean((net(inputs) - targets[:, None]) ** 2).backward()
+            optimizer.step()
+    print(loop.world.rank, sys.argv[1:], loop.step, flush=True)
+"""
+OWN = """
+import os, sys
+import torch.distributed as dist
+
+dist.init_process_group("gloo")
+print(dist.get_rank(), os.environ["LOCAL_RANK"], dist.get_world_size(), __name__, flush=True)
+sys.exit(3 if dist.get_rank() else 0) if "fail" in sys.argv else dist.destroy_process_group()
+"""
+
+
+def test_a_loop_gets_the_plan_is_stopped_and_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("train.py").write_text(LOOP)
+    assert launch("train.py", ["stop"], PLAN) == EXIT_INTERRUPTED
+    run = Run("run")
+    assert run.read_status(run.read_description()) == "interrupted"
+    assert run.read_description()["processes"] == 2 and run.read_description()["task"] == "train.py"
+    assert launch("train.py", ["--lr", "1"], PLAN) == 0
+    assert capfd.readouterr().out == "0 ['--lr', '1'] 6\n", "process 0 alone has the terminal"
+    assert [record["step"] for record in run.records("step")] == [1, 2, 3, 4, 5, 6]
+
+
+def test_a_script_that_spreads_itself_is_started_as_it_is(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "own.py").write_text(OWN)
+    assert launch(tmp_path / "own.py", [], PLAN) == 0
+    said = capfd.readouterr()
+    assert said.out == "0 0 2 __main__\n"
+    assert "own.py uses torch.distributed: it is started as it is, on 2 processes" in said.err
+    with pytest.raises(ProcessDied, match=r"process 1 of 2.*SystemExit"):
+        launch(tmp_path / "own.py", ["fail"], PLAN)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("import torch", "each of 2 would do the same: spread it with six lines of grappe.Loop"),
+        ("from", "is not a Python script"),
+        (None, "No such file or directory: give a Python script"),
+    ],
+)
+def test_what_cannot_be_launched_is_refused(tmp_path: Path, text: str | None, words: str) -> None:
+    script = tmp_path / "script.py"
+    if text is not None:
+        script.write_text(text)
+    with pytest.raises(UsageError, match=words):
+        launch(script, [], PLAN)
+
+
+@pytest.mark.parametrize(
+    ("typed", "read"),
+    [
+        ("launch a.py --plan x -h", "launch -- a.py --plan x -h"),
+        ("launch --plan replicate=2 a.py -p 3", "launch --plan replicate=2 -- a.py -p 3"),
+        ("launch -p=x -- a.py --lr 1", "launch -p=x -- a.py --lr 1"),
+        ("launch --help", "launch --help"),
+        ("train a.py -p x", "train a.py -p x"),
+    ],
+)
+def test_what_follows_the_script_is_its_own(typed: str, read: str) -> None:
+    assert _script_apart(typed.split()) == read.split()
