@@ -110,7 +110,7 @@ def test_a_pacer_times_its_block_and_nothing_else(monkeypatch):
 
 @pytest.mark.parametrize("size", [1, 2])
 def test_contenders_take_turns(size, tmp_path):
-    pace = Pace(rounds=2, warmup=5, block=6000 // size)  # seconds of steps: a bar is drawn ten times in one
+    pace = Pace(rounds=2, warmup=5, block=2000 // size)  # tenths of a second: a bar is drawn in each
     modules = ["handwritten", "grappe"]
     blocks = rotate(modules, size, pace, tmp_path)
     assert all(len(one) == size and all(block.wall > 0 for block in one) for taken in blocks.values() for one in taken)

@@ -154,7 +154,7 @@ def train_from(run: Path) -> None:
 
 
 @given(todo=DAMAGE, sealed=st.booleans())
-@fuzzed(12)
+@fuzzed(6)
 def test_damaged_runs(made: Path, todo: list, sealed: bool) -> None:
     with workplace() as here:
         shutil.copytree(made, here / "runs/run", symlinks=True)

@@ -17,7 +17,7 @@ from grappe.checkpoint.format import Checkpoint, Retention, latest, leftovers, l
 from grappe.checkpoint.saver import Saver
 from grappe.launch.world import ProcessRank, World
 
-KILLS = int(os.environ.get("GRAPPE_SOAK", "200"))
+KILLS = int(os.environ.get("GRAPPE_SOAK", "100"))
 KEPT = 2
 LONGEST_SECONDS = 0.04  # some saves fit in
 BEST = 7
@@ -43,8 +43,8 @@ def save_until_killed(folder: Path, pipe: int) -> None:
         os.write(pipe, struct.pack("<q", step))
 
 
-def killed(folder: Path, seconds: float) -> list[int]:
-    """Starts a process, kills it so long after it has begun; the steps that it told of."""
+def killed(folder: Path, commits: int, seconds: float) -> list[int]:
+    """Starts a process, kills it so long after these commits; returns the steps that it told of."""
     reader, writer = os.pipe()
     pid = os.fork()
     if pid == 0:
@@ -53,7 +53,7 @@ def killed(folder: Path, seconds: float) -> list[int]:
         finally:
             os._exit(1)
     os.close(writer)
-    told = os.read(reader, 8)
+    told = b"".join(os.read(reader, 8) for _ in range(1 + commits))
     time.sleep(seconds)
     os.kill(pid, signal.SIGKILL)
     while chunk := os.read(reader, 1 << 16):
@@ -79,8 +79,9 @@ def test_nothing_committed_is_lost(tmp_path) -> None:
     generator = random.Random(20261121)
     committed: set[int] = set()
     in_the_middle = 0
-    for _ in range(KILLS):
-        told = killed(tmp_path, generator.random() * LONGEST_SECONDS)
+    for number in range(KILLS):
+        # Some get so far on the busiest machine.
+        told = killed(tmp_path, int(number % 10 == 0), generator.random() * LONGEST_SECONDS)
         committed |= {*told} - {0}
         there = list_checkpoints(tmp_path)
         assert all(map(is_whole, there))

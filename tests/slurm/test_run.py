@@ -25,12 +25,12 @@ MODULES = Path(__file__).parents[1] / "tasks" / "modules.py"
 CARRIED = MODULES.read_text() + "\n\nimport grappe\n\nMine = grappe.from_lightning(Net(), Data(), epochs=2)\n"
 
 
-def scores(run: Path) -> list[tuple[int, float, float]]:
-    return [(one["step"], one["loss"], one["accuracy"]) for one in Run(run).records("evaluation")]
+def losses(run: Path) -> list[tuple[int, float]]:
+    return [(one["step"], one["loss"]) for one in Run(run).records("evaluation")]
 
 
 def test_four_processes_on_two_nodes(cluster: Cluster, tmp_path: Path) -> None:
-    """The same accuracy as on this machine without Slurm."""
+    """The same losses as on this machine without Slurm."""
     run = tmp_path / "run"
     said = grappe(
         "submit", "--site", "generic", "--nodes", "2", "--time", "10m", "--no-doctor",
@@ -44,12 +44,11 @@ def test_four_processes_on_two_nodes(cluster: Cluster, tmp_path: Path) -> None:
     found = sorted(line.split(": here: ") for line in text.splitlines() if ": here: " in line)
     each = CPUS // 4  # half of a node's GPUs bring half of its cores, for two processes
     assert found == [[str(rank), f"{rank} n{rank // 2} {each}"] for rank in range(4)], text
-    expected = scores(tmp_path / "local")
+    expected = losses(tmp_path / "local")
     assert len(expected) == 2
-    for (step, loss, accuracy), (at, other, as_good) in zip(expected, scores(run), strict=True):
+    for (step, loss), (at, other) in zip(expected, losses(run), strict=True):
         assert at == step
         assert other == pytest.approx(loss, rel=1e-3)
-        assert abs(as_good - accuracy) < 1.5 / 180  # at most one image on the edge
 
 
 def test_a_carried_lightning_module_is_submitted_as_any_task(cluster: Cluster, tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""The digits, whose processes say once where they are."""
+"""The digits without a score, whose processes say once where they are."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import os
 
 import torch
 
+from grappe import Task
 from grappe.tasks.digits import Digits
 
 NAMES = ("SLURM_PROCID", "SLURMD_NODENAME", "SLURM_CPUS_PER_TASK")
@@ -16,6 +17,7 @@ class Where(Digits):
     """Digits."""
 
     epochs: int = 2
+    metrics = Task.metrics  # none
 
     def loss(self, output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
         if not SAID:

@@ -58,6 +58,7 @@ def test_a_disk_can(tmp_path: Path) -> None:
     assert found is not None and found.step == 2
     (held,) = (one["held"] for one in run.read_description()["costs"])
     assert sum(held.values()) < 305e6, "what waits is not on the disk"
+    assert {name.rpartition(".")[2] for name in found.read_tensors()} >= {"weight", "exp_avg", "exp_avg_sq"}
     assert not list((tmp_path / "disk").iterdir())
 
 

@@ -104,6 +104,7 @@ OTHER_ENGINES = ["engine=lightning,replicate=2", "engine=deepspeed,shard=2", "en
 FEW = ["microbatches=3", "replicate=3,microbatches=2", "pipeline=2,microbatches=2"]
 
 
+@pytest.mark.grid(each=1)
 @pytest.mark.parametrize(
     ("kind", "plan"),
     [(Several, plan) for plan in PLANS] + [(kind, plan) for kind in (Weighted, Whole, Counted) for plan in FEW],
@@ -137,6 +138,7 @@ def test_they_are_the_same_under_every_plan(pool: Pool, tmp_path: Path) -> None:
                 assert one[name] == pytest.approx(value, rel=1e-5), name
 
 
+@pytest.mark.grid(each=1)
 @pytest.mark.parametrize(
     ("kind", "plan"),
     [(Counted, plan) for plan in PLANS] + [(Chosen, plan) for plan in ("", *PLANS) if "pipeline" not in plan],
@@ -163,14 +165,22 @@ def test_no_row_of_a_pipeline_is_filled_where_a_loss_has_none_for_a_sample(pool:
         trained(pool, Chosen(), "pipeline=2,microbatches=2", tmp_path / "run")
 
 
+@pytest.fixture(scope="module")
+def scored(pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> list[dict]:
+    """The records of one process that evaluates after each two steps."""
+    folder = tmp_path_factory.mktemp("scored") / "run"
+    return trained(pool, Several(), "", folder, training_metrics=True, evaluate_every=2)
+
+
 @pytest.mark.parametrize(
     "plan",
     ["", *FEW, "shard=2", "engine=lightning,replicate=2", "engine=deepspeed,shard=2", "engine=horovod,replicate=2"],
 )
-def test_every_so_many_steps_they_are_those_of_the_steps_so_far(pool: Pool, tmp_path: Path, plan: str) -> None:
+def test_every_so_many_steps_they_are_those_of_the_steps_so_far(
+    pool: Pool, tmp_path: Path, scored: list[dict], plan: str
+) -> None:
     """The value of each line is the one that an evaluation after that step would have shown."""
     shown = trained(pool, Several(), plan, tmp_path / "shown", training_metrics=True, print_every=1)
-    scored = trained(pool, Several(), "", tmp_path / "scored", training_metrics=True, evaluate_every=2)
     steps = {one["step"]: one for one in shown if one["kind"] == "step"}
     assert [steps[number]["training_seen"] for number in range(1, 7)] == [12, 24, 29, 12, 24, 29]
     two, evaluation = steps[2], next(one for one in scored if one["kind"] == "evaluation")
