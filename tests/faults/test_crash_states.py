@@ -23,7 +23,7 @@ from tests.faults.conftest import END, PLANS
 from tests.faults.resume_cell import hashes, hashes_of
 from tests.faults.trace import Operation, Recorder, Tree, left, rebuild, recording, unsynced
 
-ALL_SUBSETS = 8  # operations; of more, a sample
+ALL_SUBSETS = 7  # operations; of more, a sample
 SAMPLE = 2**ALL_SUBSETS
 
 

@@ -16,7 +16,7 @@ from grappe.training.run import Run
 from tests.faults.conftest import END, PLANS, Recorded
 from tests.faults.resume_cell import hashes
 
-DAMAGES = 500  # of each plan's run
+DAMAGES = 200  # of each plan's run
 KINDS = ("flip", "flip", "flip", "truncate", "swap", "other", "lose", "grow")
 Content = tuple[dict[str, torch.Tensor], dict]
 
