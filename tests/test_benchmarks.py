@@ -123,12 +123,13 @@ def test_a_contender_that_fails_is_shown_with_its_last_lines(tmp_path):
         rotate(["nothing_like_it"], 1, Pace(rounds=1, warmup=1, block=1), tmp_path)
 
 
-@pytest.mark.parametrize("module", ["fabric", "accelerate", "trainer"])
-def test_rivals_take_turns(module, tmp_path):
-    if not installed(module):
+@pytest.mark.parametrize("rivals", ["fabric,trainer", "accelerate"])
+def test_rivals_take_turns(rivals, tmp_path):
+    modules = rivals.split(",")
+    if not all(map(installed, modules)):
         pytest.skip("the rivals have an environment of their own: benchmarks/run")
-    blocks = rotate(["handwritten", module], 2, Pace(rounds=1, warmup=2, block=10), tmp_path)
-    assert len(blocks[1][0]) == 2
+    blocks = rotate(["handwritten", *modules], 2, Pace(rounds=1, warmup=2, block=10), tmp_path)
+    assert [len(blocks[place][0]) for place in range(len(blocks))] == [2] * (1 + len(modules))
 
 
 def test_a_section_is_charged_for_its_own_time_only(monkeypatch):

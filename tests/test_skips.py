@@ -24,7 +24,7 @@ def skipped(nodeid: str) -> pytest.TestReport:
         ("tests/test_any.py::test_one", "", "skipped"),
         (NAMED, "1", "skipped"),
         ("tests/test_benchmarks.py::test_rivals_take_turns[accelerate]", "1", "skipped"),
-        ("tests/test_benchmarks.py::test_rivals_take_turns[fabric]", "1", "failed"),
+        ("tests/test_benchmarks.py::test_rivals_take_turns[fabric,trainer]", "1", "failed"),
     ],
 )
 def test_an_unlisted_skip_fails_where_all_must_run(
