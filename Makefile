@@ -33,6 +33,7 @@ lint: .venv/dev  ## style, names, import directions, README's generated parts
 	@$(BIN)/python docs/generate.py --check
 	@$(BIN)/python -m docs.messages --check
 	@$(BIN)/python -m docs.translations || true  # named; their pages say so
+	@$(BIN)/python -m docs.labs --check
 
 types: .venv/dev  ## check types
 	@$(BIN)/pyrefly check

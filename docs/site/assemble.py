@@ -62,7 +62,17 @@ ENTRIES = {
 }
 """The entries of the first page: guide, title and text."""
 PROJECT = ("docs/decisions/index", "CHANGELOG", "CONTRIBUTING", "benchmarks/README")
-UNSEARCHED = ("CHANGELOG", "docs/decisions/", "docs/log", "benchmarks/")
+UNSEARCHED = (
+    *("CHANGELOG", "docs/decisions/", "docs/log", "benchmarks/"),
+    *(
+        "docs/accuracy",
+        "docs/bottlenecks",
+        "docs/gallery-parity",
+        "docs/gpu-evidence",
+        "docs/memory-of-plans",
+        "docs/soak",
+    ),
+)
 """Pages that the search leaves out, as it does those that the sidebar does not list: guides and keys come first."""
 
 

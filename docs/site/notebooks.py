@@ -22,14 +22,15 @@ def markdown(file: Path) -> str:
     for cell in book["cells"]:
         text = "".join(cell["source"])
         if cell["cell_type"] == "markdown":
-            first, _, rest = text.partition("\n")
-            if folded and first.startswith("## "):
-                parts.append("</details>")
-                folded = False
-            if first.startswith("## Solution"):
-                parts.append(f'<details class="solution"><summary>{first.removeprefix("## ")}</summary>')
-                text, folded = rest.strip(), True
-            parts.append(text)
+            for part in labs.parts(text):
+                if folded and part.startswith("## "):
+                    parts.append("</details>")
+                folded = folded and not part.startswith("## ")
+                if labs.HEADING.match(part):
+                    parts.append(f'<details class="solution"><summary>{part.removeprefix("## ")}</summary>')
+                    folded = True
+                else:
+                    parts.append(part)
         elif text.strip():
             parts.append(f"{FENCE}python\n{text}\n{FENCE}")
             parts += [shown for output in cell["outputs"] if (shown := _output(output))]

@@ -25,7 +25,7 @@ BOOK = {
                 "print('on', os.uname().nodename)",
             ],
         },
-        {"cell_type": "markdown", "id": "c", "metadata": {}, "source": ["## Solution\n", "\n", "It is 2."]},
+        {"cell_type": "markdown", "id": "c", "metadata": {}, "source": ["Try.\n\n## Solution\n", "\n", "It is 2."]},
         {
             "cell_type": "code",
             "id": "d",
@@ -54,7 +54,7 @@ def test_outputs_are_as_a_terminal_leaves_them(executed: Path) -> None:
     book = json.loads(executed.read_text())
     (output,) = book["cells"][1]["outputs"]
     assert "".join(output["text"]) == "step 2\nruns/x\non node\n"
-    heading, text = book["cells"][2:4]
+    _, heading, text = book["cells"][2:5]
     assert heading["metadata"] == {"jp-MarkdownHeadingCollapsed": True}
     assert "".join(text["source"]) == "It is 2."
 
