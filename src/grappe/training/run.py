@@ -39,7 +39,19 @@ DONE, FAILED = "done", "failed"
 ENDED_UNEXPECTEDLY = "ended unexpectedly"
 SAVED = ("finished", "stopped", "paused", "interrupted")
 """Endings behind a save: run.json has its step then."""
-PARTS = ("checkpoints", "logs", METRICS, FAILED, "usage.jsonl", "samples", "profile", "tensorboard", "wandb")
+PARTS = (
+    "checkpoints",
+    "logs",
+    METRICS,
+    FAILED,
+    "usage.jsonl",
+    "samples",
+    "profile",
+    "tensorboard",
+    "wandb",
+    "mlflow",
+    "trackio",
+)
 """What a training writes in a run's folder, besides run.json and files that are replaced whole."""
 ENTRIES: dict[str, Any] = {
     **dict.fromkeys(("task", "class", "plan", "data", "dataset", "sampling", "source", "device"), str),

@@ -4,14 +4,20 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from importlib.machinery import ModuleSpec
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
 
 import pytest
 
 from grappe.errors import UsageError
+from grappe.step.scores import Scores
 from grappe.training.run import Run
 from grappe.training.watchers import logger
+from grappe.training.watchers.base import Record, Watcher
 from tests.training.test_training import train
 
 
@@ -51,8 +57,7 @@ def test_what_a_restart_takes_again_is_told_once(tmp_path: Path) -> None:
     for start, value in ((0, 1.0), (3, 2.0)):
         one = LOGGER()
         one.open(tmp_path, start, {"fields": {"lr": 0.1}})
-        for step in range(start + 1, start + 6):
-            one.scalars(step, {"x": value})
+        one.scalars([(step, {"x": value}) for step in range(start + 1, start + 6)])
         one.finish()
     found = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
     assert [(event.step, event.value) for event in found.Scalars("x")] == [
@@ -118,8 +123,113 @@ def log_records(data: bytes) -> Iterator[bytes]:
 
 
 def test_a_logger_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(UsageError, match="there is tensorboard, wandb"):
+    assert logger.names() == ["mlflow", "tensorboard", "trackio", "wandb"]
+    with pytest.raises(UsageError, match="there is mlflow, tensorboard, trackio, wandb"):
         logger.find("visdom")
-    monkeypatch.setitem(logger.LOGGERS, "wandb", "a_package_that_nobody_has")
-    with pytest.raises(UsageError, match=r"pip install 'grappe\[wandb\]'"):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(UsageError, match="pip install wandb"):
         logger.find("wandb")
+
+
+class Remembering(logger.Logger):
+    """A logger that keeps what it is given."""
+
+    name = "remembering"
+    gradients_ready = Watcher.gradients_ready
+
+    def open(self, folder: Path, start: int, description: dict) -> None:
+        self.rows: list = []
+
+    def scalars(self, rows: list) -> None:
+        self.rows += rows
+
+    def finish(self) -> None: ...
+
+
+def test_a_step_that_a_killed_start_has_logged_is_not_logged_again(tmp_path: Path) -> None:
+    """The first start has saved step 3 and was killed after step 5; the second one begins at step 4."""
+    Run.create(tmp_path / "run", {})
+
+    def started(first: int, last: int) -> Remembering:
+        made = Remembering()
+        made.started(SimpleNamespace(folder=tmp_path / "run", start=first - 1, description={}))
+        for step in range(first, last + 1):
+            made.stepped(Record(step, 0, step, 0.5, 0.1, 0.01, None, False, 0))
+            if step == 3:
+                made.saving(step)
+        return made
+
+    killed = started(1, 5)
+    killed._flush()  # a second later
+    resumed = started(4, 7)
+    resumed.evaluated(7, Scores(samples=1, count=1.0, loss=0.5, metrics={"accuracy": 1.0}))
+    resumed.ended(None)
+    assert [step for step, _ in killed.rows] == [1, 2, 3, 4, 5]
+    assert [(step, sorted(values)[0]) for step, values in resumed.rows] == [
+        (6, "training/loss"), (7, "training/loss"), (7, "validation/accuracy"),
+    ]  # fmt: skip
+    assert started(4, 6).rows == []
+
+
+def stand_in(monkeypatch: pytest.MonkeyPatch, name: str, **members: object) -> None:
+    """Puts a module in the place of a package that the tests do not install: it takes what the real one takes."""
+    module = ModuleType(name)
+    module.__spec__ = ModuleSpec(name, None)
+    vars(module).update(members)
+    monkeypatch.setitem(sys.modules, name, module)
+
+
+def test_a_stand_in_for_mlflow_gets_one_run_over_restarts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same training was logged by hand to a database of mlflow-skinny 3.17."""
+    runs: list[SimpleNamespace] = []
+
+    class MlflowClient:
+        def __init__(self, tracking_uri: str) -> None:
+            assert tracking_uri == f"sqlite:///{tmp_path / 'run' / 'mlflow' / 'mlflow.db'}"
+
+        def get_experiment_by_name(self, name: str) -> SimpleNamespace | None:
+            return SimpleNamespace(experiment_id="1") if runs else None
+
+        def create_experiment(self, name: str) -> str:
+            return "1"
+
+        def search_runs(self, experiments: list[str], text: str, max_results: int) -> list[SimpleNamespace]:
+            return [run for run in runs if text == f"tags.grappe_id = '{run.tags['grappe_id']}'"]
+
+        def create_run(self, experiment: str, run_name: str, tags: dict) -> SimpleNamespace:
+            runs.append(SimpleNamespace(info=SimpleNamespace(run_id="a"), tags=tags, metrics=[], params=[], status=""))
+            return runs[-1]
+
+        def update_run(self, run: str, status: str) -> None:
+            runs[0].status = status
+
+        def log_batch(self, run: str, metrics: Sequence = (), params: Sequence = ()) -> None:
+            runs[0].metrics += metrics
+            runs[0].params += params
+
+        def set_terminated(self, run: str) -> None:
+            runs[0].status = "FINISHED"
+
+    entities = SimpleNamespace(Metric=lambda *values: values, Param=lambda *values: values)
+    stand_in(monkeypatch, "mlflow", MlflowClient=MlflowClient, entities=entities)
+    train(tmp_path / "run", steps=4, log=("mlflow",))
+    train(tmp_path / "run", log=("mlflow",))
+    (run,) = runs
+    logged = {step: value for name, value, _, step in run.metrics if name == "training/loss"}
+    assert logged == losses(tmp_path / "run")
+    assert ("epochs", "3") in run.params
+    assert run.status == "FINISHED"
+
+
+def test_a_stand_in_for_trackio_gets_each_step_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same training was logged by hand with trackio 0.43."""
+    monkeypatch.setenv("TRACKIO_DIR", "")
+    monkeypatch.delenv("TRACKIO_DIR")
+    rows: list[tuple[int, dict]] = []
+    run = SimpleNamespace(log=lambda values, step: rows.append((step, values)), finish=lambda: None)
+    stand_in(monkeypatch, "trackio", init=lambda project, name, config, resume, embed: run)
+    train(tmp_path / "run", steps=4, log=("trackio",))
+    train(tmp_path / "run", log=("trackio",))
+    logged = [(step, values["training/loss"]) for step, values in rows if "training/loss" in values]
+    assert logged == sorted(losses(tmp_path / "run").items())
+    assert os.environ["TRACKIO_DIR"] == str(tmp_path / "run" / "trackio")

@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
-from grappe.launch import files
 from grappe.training.watchers.logger import Logger, distribution
 
 
 class TensorBoard(Logger):
     """Logger that writes to RUN/tensorboard; a restart voids entries of steps after its checkpoint."""
 
+    name, voids = "tensorboard", True
+
     def open(self, folder: Path, start: int, description: Mapping[str, Any]) -> None:
         from torch.utils.tensorboard import SummaryWriter
-
-        files.make_folder(folder / "tensorboard")
 
         self._writer = SummaryWriter(str(folder / "tensorboard"), purge_step=start + 1 if start else None)
         if not start:
@@ -27,9 +26,10 @@ class TensorBoard(Logger):
             lines = [f"- {name}: {value}" for name, value in {**run, **fields}.items()]
             self._writer.add_text("description", "\n".join(lines))
 
-    def scalars(self, step: int, values: Mapping[str, float]) -> None:
-        for name, value in values.items():
-            self._writer.add_scalar(name, value, step)
+    def scalars(self, rows: Sequence[tuple[int, Mapping[str, float]]]) -> None:
+        for step, values in rows:
+            for name, value in values.items():
+                self._writer.add_scalar(name, value, step)
 
     def histogram(self, step: int, name: str, values: Tensor) -> None:
         counts, limits = distribution(values)

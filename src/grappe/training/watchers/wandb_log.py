@@ -4,27 +4,22 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
-from grappe.launch import files
 from grappe.training.watchers.logger import Logger, distribution
 
 
 class WandB(Logger):
-    """Logger that writes to RUN/wandb. All starts of a run have one id, from its folder's name, and sync into one.
+    """Logger that writes to RUN/wandb. All starts of a run have one id, from its folder's name, and sync into one."""
 
-    Steps that a later start repeats are logged twice; on the site the later ones replace nothing, so the axis
-    for plots is `step`, which shows both.
-    """
+    name = "wandb"
 
     def open(self, folder: Path, start: int, description: Mapping[str, Any]) -> None:
         import wandb
-
-        files.make_folder(folder / "wandb")
 
         name = folder.resolve().name
         self._wandb = wandb
@@ -40,8 +35,9 @@ class WandB(Logger):
         )
         self._run.define_metric("*", step_metric="step")
 
-    def scalars(self, step: int, values: Mapping[str, float]) -> None:
-        self._run.log({"step": step, **values})
+    def scalars(self, rows: Sequence[tuple[int, Mapping[str, float]]]) -> None:
+        for step, values in rows:
+            self._run.log({"step": step, **values})
 
     def histogram(self, step: int, name: str, values: Tensor) -> None:
         self._run.log({"step": step, name: self._wandb.Histogram(np_histogram=distribution(values))})
