@@ -39,6 +39,8 @@ def output(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captu
         (["tasks", "digits"], ["handwritten digits", "batch_size"]),
         (["runs"], ["no run in runs: grappe train digits makes one"]),
         (["--version"], ["."]),
+        (["version"], ["."]),
+        (["help", "runs"], ["Usage: grappe runs"]),
     ],
 )
 def test_what_there_is(output, command: list[str], words: list[str]) -> None:

@@ -14,29 +14,39 @@ from grappe.errors import GrappeError, UsageError
 COMMANDS = {
     typed: command
     for command, words in {
-        "cancel": ("stop",), "evaluate": ("eval", "test", "validate"), "follow": ("watch",),
-        "lr-find": ("lr", "lr_find"), "measure": ("benchmark", "profile"), "predict": ("infer",),
-        "report": ("plot", "tensorboard"), "runs": ("list", "ls", "status"), "submit": ("sbatch",),
-        "train": ("fit", "run"), "tune": ("search", "sweep"), "verify": ("check",),
+        "cancel": ("kill", "stop"), "doctor": ("diagnose", "env", "info"), "engines": ("keys", "plan", "plans"),
+        "evaluate": ("eval", "test", "validate"), "fetch": ("datasets", "download"), "follow": ("watch",),
+        "gpus": ("devices", "gpu"), "lr-find": ("lr", "lr_find"), "measure": ("bench", "benchmark", "profile"),
+        "predict": ("infer",), "prune": ("clean", "delete", "remove", "rm"), "report": ("plot", "tensorboard"),
+        "runs": ("history", "list", "ls", "show", "status"), "submit": ("sbatch",),
+        "tasks": ("examples", "models"), "train": ("fit", "run"), "tune": ("search", "sweep"), "verify": ("check",),
     }.items()
     for typed in words
 }  # fmt: skip
 """What people type, and the command that does it."""
 
 OPTIONS = {
-    "base": "--runs",
-    "folder": "--runs",
-    "history": "--runs",
-    "html": "--out",
-    "output": "--out",
-    "preview": "--dry-run",
-    "show": "--dry-run",
-    "time": "--job-time",
-    "to": "--out",
-    "watch": "--callback",
-    "watcher": "--callback",
-}
+    typed: option
+    for option, words in {
+        "--callback": ("watch", "watcher"), "--dry-run": ("preview", "show"),
+        "--from": ("checkpoint", "ckpt", "pretrained", "weights"), "--job-time": ("time",),
+        "--log tensorboard": ("tensorboard",), "--log wandb": ("wandb",), "--out": ("html", "output", "to"),
+        "--run": ("checkpoint_dir", "output_dir", "save_dir"), "--runs": ("base", "folder", "history"),
+        "--smoke": ("dry_run",),
+    }.items()
+    for typed in words
+}  # fmt: skip
 """Options that people type, or that once were, and the option that does it, of a command that has it."""
+
+FIELDS = {
+    typed: field
+    for field, words in {
+        "batch_size": ("b", "batch", "bs"), "epochs": ("e", "max_epochs", "num_epochs"),
+        "lr": ("base_lr", "learning_rate"),
+    }.items()
+    for typed in words
+}  # fmt: skip
+"""What people type, and the field of the task that it is."""
 
 PLAN_WORDS = {
     typed: key
@@ -44,6 +54,7 @@ PLAN_WORDS = {
         "microbatches={}": (
             "accumulate", "accumulate_grad_batches", "gradient_accumulation", "gradient_accumulation_steps",
         ),
+        "device=cpu": ("cpu", "no_cuda"), "device=cuda": ("cuda", "gpu"),
         "pipeline={}": ("pp",), "precision=bf16": ("amp", "bf16"), "precision=fp16": ("fp16",),
         "recompute": ("activation_checkpointing", "gradient_checkpointing"),
         "replicate={}": (
@@ -63,7 +74,7 @@ def corrected(error: CycloptsError, arguments: Sequence[str], app: App) -> Usage
         arguments: what was typed after `grappe`.
     """
     if isinstance(error, UnknownCommandError) and error.unused_tokens:
-        return UsageError(_command(error.unused_tokens[0], [name for name in app if not name.startswith("-")]))
+        return UsageError(_command(error.unused_tokens, [name for name in app if not name.startswith("-")]))
     if isinstance(error, UnknownOptionError) and (typed := error.token.keyword or error.token.value):
         return UsageError(unknown_option(typed, arguments, error.argument_collection))
     if isinstance(error, UnusedCliTokensError) and error.unused_tokens:
@@ -73,6 +84,9 @@ def corrected(error: CycloptsError, arguments: Sequence[str], app: App) -> Usage
     if isinstance(error, MissingArgumentError) and error.argument is not None:
         name = error.argument.names[0]
         older = [text for text in arguments if OPTIONS.get(text.partition("=")[0].lstrip("-")) == name]
+        dashed = [text for text in arguments if text.startswith("--") and text.partition("=")[0][2:].upper() == name]
+        if dashed:
+            return UsageError(unknown_option(dashed[0], arguments, ArgumentCollection([error.argument])))
         if older:
             return UsageError(unknown_option(older[0], arguments, ArgumentCollection([error.argument])))
         if not name.startswith("-") or name not in arguments:
@@ -80,9 +94,10 @@ def corrected(error: CycloptsError, arguments: Sequence[str], app: App) -> Usage
     return UsageError(" ".join(str(error).split()))
 
 
-def _command(typed: str, commands: Sequence[str]) -> str:
+def _command(words: Sequence[str], commands: Sequence[str]) -> str:
+    typed = words[0]
     if typed in ("resume", "continue", "restart"):
-        return "to resume a run, repeat its command with its folder: grappe train TASK --run RUN"
+        return f"to resume a run, repeat its command with its folder: grappe train TASK --run {[*words, 'RUN'][1]}"
     meant = COMMANDS.get(typed) or next(iter(difflib.get_close_matches(typed, commands, n=1, cutoff=0.7)), None)
     if meant is not None:
         return f"there is no command '{typed}': grappe {meant} does that"
@@ -107,20 +122,24 @@ def unknown_option(typed: str, arguments: Sequence[str], collection: ArgumentCol
     before, after = arguments[:place], arguments[place + 1 + apart :]
     rest = [*before, *after]  # the command without the option
     fields = _fields(rest) if "FIELDS" in options else frozenset[str]()
-    renamed = OPTIONS.get(name)
+    if name.upper() in options and not exists:
+        return f"{name.upper()} has no dashes: {_line([*rest[:1], *filter(None, [value]), *rest[1:]])}"
+    renamed, _, chosen = OPTIONS.get(name, "").partition(" ")
+    value = chosen or value
     if exists or renamed in options:
-        right = [dashed if exists else str(renamed), value]
+        right = [dashed if exists else renamed, value]
         if renamed == "--dry-run" and value:  # the study of tune --show STUDY
             right = ["--study", value, "--dry-run"]
         return f"there is no option {option}: {_line([*before, *filter(None, right), *after])}"
+    name = name if name in fields else FIELDS.get(name, name)
     if name in fields:
         return f"{name} is a field of the task, and fields have no dashes: {_line(rest, f'{name}={value or 0}')}"
     if "--plan" in options and (words := _plan_words(name, value)):
         return f"the plan sets that, not {option}: {_with_plan(rest, words)}"
     if name == "resume" and "--run" in options:
         return f"to resume a run, give its folder: {_line(rest, '--run', value or 'RUN')}"
-    if name == "checkpoint" and "--from" in options:
-        return f"weights to start from are given by --from: {_line(rest, '--from', value or 'FILE')}"
+    if name in ("accelerator", "distributed", "strategy") and "--plan" in options:
+        return f"the plan sets that, not {option}: --plan replicate=2 (DDP) or --plan shard=2 (FSDP)"
     fitting = [*options, *(f"--{field}" for field in fields)]
     close = next(iter(difflib.get_close_matches(option, fitting, n=1, cutoff=0.7)), "")
     if not close:

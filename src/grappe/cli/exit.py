@@ -36,13 +36,18 @@ def run(app: App) -> NoReturn:
     show_any_text()
     if (unknown := unknown_language()) is not None and is_main_process():
         complain(f"grappe: {unknown}")
-    if len(sys.argv) < 3 or {"--help", "-h"} & set(sys.argv):
+    arguments = [text for text in sys.argv[1:] if text != "--debug"]
+    if arguments[:1] == ["help"]:
+        arguments = [*arguments[1:], "--help"]
+    elif arguments == ["version"]:
+        arguments = ["--version"]
+    if len(arguments) < 2 or {"--help", "-h"} & set(arguments):
         from grappe.cli.help import set_formatter
 
         set_formatter(app)
     debug = "--debug" in sys.argv
     try:
-        code = _code(app, _script_apart([text for text in sys.argv[1:] if text != "--debug"]))
+        code = _code(app, _script_apart(arguments))
     except GrappeError as error:
         code = _complain(error, debug)
     except SystemExit as end:

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterable
 from typing import IO, Any, cast
 
-from rich.console import Console, ConsoleOptions, RenderableType
+from rich.console import Console, ConsoleOptions, Group, RenderableType
+from rich.measure import Measurement
 from rich.segment import Segment
+from rich.table import Table
 from rich.text import Text
 
 from grappe.errors.foreign_text import printable, printable_lines
+from grappe.language import translated
 from grappe.launch.terminal import UserStream
 
 WIDTH = 200  # of tables that go into a file or a pipe
+FOLDED = 16  # characters that a column has at least, if its cells are as long; longer ones are folded
 
 
 class SafeConsole(Console):
@@ -31,11 +36,39 @@ class SafeConsole(Console):
         return super().render_str(printable(text), **{**options, **plain})
 
     def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
+        if isinstance(renderable, Table) and self.is_terminal:
+            renderable = self._narrowed(renderable, options or self.options)
         for segment in super().render(renderable, options):
             if segment.control:  # rich's own, to move the cursor
                 yield segment
             else:
                 yield Segment(printable_lines(segment.text), segment.style)
+
+    def _narrowed(self, table: Table, options: ConsoleOptions) -> RenderableType:
+        """Returns a table without the columns that the terminal is too narrow for, and a line that names them.
+
+        Columns stand in the order of their importance: the last ones go first. The first one, and those without a
+        header, stay.
+        """
+        wide = options.update(width=WIDTH)
+        needs = [
+            max(Measurement.get(self, wide, cell).maximum for cell in (column.header, *column.cells))
+            for column in table.columns
+        ]
+        for index, column in enumerate(table.columns):
+            needs[index] = needs[index] if column.no_wrap else min(needs[index], FOLDED)
+        kept = list(range(len(needs)))
+        for index in reversed(kept[1:]):
+            if sum(needs[each] + 2 for each in kept) > options.max_width and table.columns[index].header:
+                kept.remove(index)
+        if len(kept) == len(needs):
+            return table
+        narrow = Table(box=None, show_header=table.show_header, padding=(0, 2, 0, 0))
+        narrow.columns = [dataclasses.replace(table.columns[index], _index=place) for place, index in enumerate(kept)]
+        narrow.rows = table.rows
+        names = [str(column.header) for index, column in enumerate(table.columns) if index not in kept]
+        line = f"not shown: {', '.join(names)} (widen the terminal, or add | cat)"
+        return Group(narrow, str(translated(line, self.file)))
 
 
 def wide_console(stream: IO[str], *, soft_wrap: bool = False) -> SafeConsole:

@@ -33,9 +33,9 @@ def support() -> list[tuple[str, str, str, list[bool]]]:
 def plan_table() -> Table:
     """Makes the table of the plan keys and of the engines that support them."""
     names = engines.names()
-    table = plain_table("key", "default", "what it is", *names)
+    table = plain_table("key", "default", *names, "what it is")
     for key, default, meaning, able in support():
-        table.add_row(key, default.lower(), meaning, *["yes" if supported else "" for supported in able])
+        table.add_row(key, default.lower(), *["yes" if supported else "" for supported in able], meaning)
     return table
 
 

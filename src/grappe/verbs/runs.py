@@ -31,7 +31,7 @@ def listing(base: Path, tag: str | None = None) -> Table | str:
         try:
             description = run.read_description()
         except RunError:
-            rows.append((run.folder.name, "", "", "run.json cannot be read", "", "", ""))
+            rows.append((run.folder.name, "", "run.json cannot be read", "", "", "", ""))
             continue
         tags = description.get("tags", [])
         if tag is not None and tag not in tags:
@@ -39,13 +39,13 @@ def listing(base: Path, tag: str | None = None) -> Table | str:
         evaluation = run.last_record("evaluation")
         saved = max((checkpoint.step for checkpoint in list_checkpoints(run.checkpoints)), default=0)
         step, plan = str(saved or evaluation.get("step", "")), plan_name(description.get("plan"))
-        labels = (description.get("name", ""), ", ".join(tags))
-        rows.append((run.folder.name, *labels, run.read_status(description), step, plan, score_words(evaluation)))
+        status, name = run.read_status(description), description.get("name", "")
+        rows.append((run.folder.name, name, status, score_words(evaluation), step, plan, ", ".join(tags)))
     if tag is None:
-        rows += [(run.name, "", "", f"submitted, job {job}", "", "", "") for run, job in waiting.items()]
+        rows += [(run.name, "", f"submitted, job {job}", "", "", "", "") for run, job in waiting.items()]
     elif not rows:
         return f"no run in {base} has the tag {tag}"
-    return filled_table(("run", "name", "tags", "status", "step", "plan", "validation"), rows)
+    return filled_table(("run", "name", "status", "validation", "step", "plan", "tags"), rows)
 
 
 def facts(base: Path, folder: Path | None = None, tag: str | None = None) -> list[dict[str, Any]]:

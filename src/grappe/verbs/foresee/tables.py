@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 SHORT = (
-    "plan", "batch", "memory a process", "fits", "step", "samples/s", "training", "GPU-hours", "kWh at most",
-    "core-hours",
+    "plan", "batch", "memory a process", "fits", "training", "step", "GPU-hours", "core-hours", "samples/s",
+    "kWh at most",
 )  # fmt: skip
 MEMORY_PARTS = (
     "plan", "batch", "parameters", "gradients", "optimizer", "peak of a step", "of an evaluation",

@@ -79,6 +79,7 @@ def queue(base: Path) -> Table | str:
         return "no job of yours is in the queue"
     runs = runs_of(base)
     table = plain_table("job", "run", "state", "reason", "starts", "left", "nodes")
+    table.columns[1].no_wrap = True
     for entry in entries:
         run = runs.get(entry.job.partition("_")[0])
         reason = entry.reason if entry.reason != "None" else ""
