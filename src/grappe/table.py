@@ -30,11 +30,7 @@ class Table:
         return [row.get(column) for row in self.rows]
 
     def to_pandas(self) -> Any:
-        """Returns the table as a pandas.DataFrame.
-
-        Raises:
-            ImportError: pandas is not installed.
-        """
+        """Returns the table as a pandas.DataFrame, or raises ImportError."""
         import pandas
 
         return pandas.DataFrame(self.rows, columns=self.columns)
@@ -64,11 +60,7 @@ class Tabular:
         raise NotImplementedError
 
     def to_pandas(self) -> Any:
-        """Returns the result's figures as a pandas.DataFrame.
-
-        Raises:
-            ImportError: pandas is not installed.
-        """
+        """Returns the result's figures as a pandas.DataFrame, or raises ImportError."""
         return self.table().to_pandas()
 
     def _repr_html_(self) -> str:

@@ -7,7 +7,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from grappe.errors import UsageError
 from grappe.errors.foreign_text import html_text
 
 MOST = 3  # panels, and lines in each: the loss and the first two metrics
@@ -67,20 +66,9 @@ class Plot:
             f'fill="{GREY}">{"".join(panels)}</svg>'
         )
 
-    def save(self, file: Path | str) -> Path:
-        """Writes the picture to `file`, as SVG.
-
-        Raises:
-            UsageError: the file cannot be written, or its name does not end in .svg.
-        """
-        file = Path(file)
-        if file.suffix != ".svg":
-            raise UsageError(f"{file}: the name has to end in .svg")
-        try:
-            file.write_text(self.svg(), encoding="utf-8")
-        except OSError as error:
-            raise UsageError(f"{file} cannot be written: {error.strerror}") from None
-        return file
+    def save(self, file: Path | str) -> None:
+        """Writes the picture to `file`, as SVG."""
+        Path(file).write_text(self.svg(), encoding="utf-8")
 
     def __repr__(self) -> str:
         return f"Plot({', '.join(map(repr, self._panels))})"
