@@ -14,7 +14,7 @@ import copy
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -267,6 +267,9 @@ class ReferenceModel:
         with torch.no_grad():
             for name, tensor in named_tensors(self.model).items():
                 tensor.copy_(weights.read(name))
+        self.recorder: RandomOps | None = None
+        self.draws: tuple[str, ...] = ()
+        """Hash of the last step's draws, by slice."""
         self._models = [self.model]
         for _ in range(request.slices - 1):  # with the same parameters, and buffers of their own
             other = copy.deepcopy(self.model)
@@ -311,21 +314,29 @@ class ReferenceModel:
         """Leaves the clipped gradients on the parameters; returns the loss, and the norm before clipping."""
         self._optimizer.zero_grad()
         total = torch.zeros((), dtype=self._kind, device=self._device)
+        draws = []
         for index, (model, pieces) in enumerate(zip(self._models, batch.slices, strict=True)):
             torch.manual_seed(mix(self._task.seed, number, index))
-            for rows in pieces:
-                if self._exact or self._draws_whole:
-                    torch.manual_seed(mix(self._task.seed, number, rows.piece if self._exact else 0))
-                place = rows.place if self._draws_whole else None
-                with self._autocast, inside(rows.sample_ids), whole_batch_draws(place):
-                    output = self._in_parts(model, rows, parts) if parts > 1 else self._call(model, rows.inputs)
-                    losses = loss_of(self._task, output, rows.targets)
-                    counts = self._task.counts(rows.targets)
-                weighted = _weighted(losses, counts, len(rows.ids), batch)
+            # A loss of the whole batch gets the outputs of all pieces.
+            for together in [pieces] if self._task.whole_batch_loss else [(rows,) for rows in pieces]:
+                outputs = []
+                for rows in together:
+                    if self._exact or self._draws_whole:
+                        torch.manual_seed(mix(self._task.seed, number, rows.piece if self._exact else 0))
+                    with self._around(rows):
+                        output = self._in_parts(model, rows, parts) if parts > 1 else self._call(model, rows.inputs)
+                    outputs.append(output)
+                targets = tree_map(_all_rows_of, *[rows.targets for rows in together])
+                with self._around(together[0]) if len(together) == 1 else self._autocast:
+                    losses = loss_of(self._task, tree_map(_all_rows_of, *outputs), targets)
+                    counts = self._task.counts(targets)
+                weighted = _weighted(losses, counts, sum(len(rows.ids) for rows in together), batch)
                 for part in weighted.tensor_split(sums):
                     share = part.sum() / batch.count
                     share.backward(retain_graph=sums > 1)
                     total += share.detach()
+            draws.append("" if self.recorder is None else self.recorder.take())
+        self.draws = tuple(draws)
         # In float64: torch's float32 norm of 20 million numbers is wrong by a thousandth.
         gradients = [parameter.grad for parameter in self._parameters if parameter.grad is not None]
         norm = math.sqrt(sum(float(gradient.double().square().sum()) for gradient in gradients))
@@ -341,6 +352,13 @@ class ReferenceModel:
                 f"{shown}): nothing can be compared. Try a lower lr, clip=1, or look at those samples"
             )
         return float(total), norm
+
+    @contextlib.contextmanager
+    def _around(self, rows: Rows) -> Iterator[None]:
+        """Context of the rows' forward and loss."""
+        place = rows.place if self._draws_whole else None
+        with self._autocast, inside(rows.sample_ids), whole_batch_draws(place):
+            yield
 
     def _call(self, model: nn.Module, inputs: Any) -> Any:
         return self._task.forward(model, in_channels_last(inputs) if self._channels_last else inputs)
@@ -388,6 +406,12 @@ def _weighted(losses: LossValues, counts: Any, rows: int, batch: ReferenceBatch)
     return losses.values * (rows / losses.values.numel())
 
 
+def _all_rows_of(first: Any, *others: Any) -> Any:
+    """Joins a leaf of the pieces' outputs or targets by rows; what has no rows is the first's."""
+    joined = bool(others) and isinstance(first, Tensor) and bool(first.dim())
+    return torch.cat([first, *others]) if joined else first
+
+
 def _joined(full: Any, *parts: Any) -> Any:
     """Joins a leaf of the parts' outputs by rows, padded as in `full`; a leaf without rows stays as it is."""
     if not isinstance(full, Tensor) or not full.dim() or parts[0].shape == full.shape:
@@ -404,13 +428,14 @@ def _joined(full: Any, *parts: Any) -> Any:
 
 
 class RoundingTrial:
-    """The same training with the rows of each batch in other orders, and without random draws, which belong to rows.
+    """The same training with the rows of each batch in other orders, without random draws, which belong to rows.
 
     Rows move in pairs, since a task may mix pairs. If the model does not couple rows, they run through it in
     parts, else the gradients of partial sums of losses are added: some differences (of a bias whose gradient is
     only rounding, which Adam divides by its own size) appear only then. The loss gets all rows at once.
 
     Args:
+        off: whether the training itself has no random draws.
         channels_last: whether the plan lays images out channels last, whose kernels add up in an order of their own.
         perturbed: whether to train further models too, whose initial parameters are moved by as much as a float32 is
             rounded. Another order reaches few of the places where rounding decides: a ReLU's input that is nearly 0.
@@ -421,11 +446,13 @@ class RoundingTrial:
         new_model: Callable[..., ReferenceModel],
         *,
         drawing: bool,
+        off: bool,
         independent_rows: bool,
         channels_last: bool,
         perturbed: bool,
     ) -> None:
         self._base = new_model() if drawing else None
+        self._off = off
         self._independent_rows = independent_rows
         self._others = [(order, new_model()) for order in ORDERS]
         if channels_last:
@@ -442,16 +469,20 @@ class RoundingTrial:
         loss_noise = norm_noise = 0.0
         noise: dict[str, float] = {}
         with RandomOps(off=True):
-            if self._base is not None:
-                result = self._base.step(number, batch)
-            base = (self._base or model).weights()
-            for order, other in self._others:
-                cut = {"parts": order.parts} if self._independent_rows else {"sums": order.sums}
+            undrawn = result if self._base is None else self._base.step(number, batch)
+        drawn = (result, model.weights())
+        reordered = (undrawn, drawn[1] if self._base is None else self._base.weights())
+        for order, other in self._others:
+            # Rows that stay in their places have the training's own draws: what these put to 0 may decide a tie.
+            stays = order is AS_IT_IS
+            (wanted_loss, wanted_norm), base = drawn if stays else reordered
+            cut = {"parts": order.parts} if self._independent_rows else {"sums": order.sums}
+            with RandomOps(off=True) if self._off or not stays else contextlib.nullcontext():
                 loss, norm = other.step(number, batch.reordered(order.reorder), **cut)
-                loss_noise = max(loss_noise, relative(result[0], loss))
-                norm_noise = max(norm_noise, relative(result[1], norm))
-                for name, tensor in other.weights().items():
-                    noise[name] = max(noise.get(name, 0.0), gap(base[name], tensor))
+            loss_noise = max(loss_noise, relative(wanted_loss, loss))
+            norm_noise = max(norm_noise, relative(wanted_norm, norm))
+            for name, tensor in other.weights().items():
+                noise[name] = max(noise.get(name, 0.0), gap(base[name], tensor))
         return loss_noise, norm_noise, noise
 
 
@@ -527,6 +558,8 @@ class ReferenceStep:
     """By tensor, |a - b| / |a| in norms."""
     floor: float
     """The least difference that is tolerated."""
+    draws: tuple[str, ...] = ()
+    """Hash of the model's draws, by slice; "" if there were few or none."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -590,11 +623,14 @@ def _trained(plain: Task, request: ReferenceRequest, world: World) -> Reference:
 
     new_model = functools.partial(ReferenceModel, task, request, weights, world.device, batches.total)
     model = new_model()
+    if random_ops.seen:
+        model.recorder = RandomOps(off=request.instrumentation.without_randomness)
     rounding_trial = None
     if not request.recorded:
         rounding_trial = RoundingTrial(
             new_model,
             drawing=bool(random_ops.seen),
+            off=request.instrumentation.without_randomness,
             # Parts are further forwards, which would change them further.
             independent_rows=coupling.independent_rows and rows.cuttable and not (written or changed),
             channels_last=request.plan.channels_last,
@@ -603,7 +639,7 @@ def _trained(plain: Task, request: ReferenceRequest, world: World) -> Reference:
     steps = []
     for number in range(request.steps):
         batch = batches.batch(number)
-        with RandomOps(off=True) if request.instrumentation.without_randomness else contextlib.nullcontext():
+        with model.recorder or contextlib.nullcontext():
             loss, norm = model.step(number, batch)
         save_file(model.weights(), request.folder / f"step-{number:03d}.safetensors")
         noise = rounding_trial.step(number, batch, model, (loss, norm)) if rounding_trial else (0.0, 0.0, {})
@@ -611,7 +647,7 @@ def _trained(plain: Task, request: ReferenceRequest, world: World) -> Reference:
             ReferenceStep(
                 ids=tuple(int(i) % batches.stored for pieces in batch.slices for rows in pieces for i in rows.ids),
                 loss=loss, norm=norm, loss_noise=noise[0], norm_noise=noise[1], noise=noise[2],
-                floor=FLOORS[stored_in(request.plan)],
+                floor=FLOORS[stored_in(request.plan)], draws=model.draws,
             )
         )  # fmt: skip
     return Reference(

@@ -114,9 +114,8 @@ class _Judgement:
         return self._finding(
             "cannot be judged",
             [
-                f"one process that takes each batch's samples in another order is "
-                f"{self._difference.tolerated / FACTOR:.0%} away from itself, and "
-                f"more than {BOUND / FACTOR:.1%} would hide a fault",
+                f"one process that adds up in another order is {self._difference.tolerated / FACTOR:.1%} away from "
+                f"itself, and more than {BOUND / FACTOR:.1%} would hide a fault",
                 *(reasons or ["a smaller learning rate or fewer --steps may keep them together"]),
             ],
         )
@@ -174,6 +173,9 @@ class _Judgement:
     def _of_difference(self, notes: Sequence[str] = ()) -> PlanVerdict:
         """Switches off requested features; if the difference disappears, finds the fewest that explain it."""
         asked_for = self._asked_for()
+        if DROPOUT in asked_for and self._draws_as_one_process():
+            asked_for = tuple(feature for feature in asked_for if feature != DROPOUT)
+            notes = [*notes, "the model's random draws are those of one process"]
         if asked_for and self._agrees(asked_for):
             fewest = asked_for
             for feature in asked_for:
@@ -195,6 +197,15 @@ class _Judgement:
             tensor = f", first of all in {where.tensor}" if "weights" in where.what else ""
             causes = [f"not found: nothing that was switched off made it go{tensor}"]
         return self._finding("different", causes, notes)
+
+    def _draws_as_one_process(self) -> bool:
+        """Returns whether the recorded draws of each step and slice are those of one process for the whole batch."""
+        plan = self._plan
+        if not plan.draws_whole_batches and plan.data_parallel * plan.microbatches * max(1, plan.exact) > 1:
+            return False
+        base = self._runner.reference(plan, self._start, slices=plan.data_parallel, pieces=plan.microbatches)
+        pairs = zip(base.steps, self._steps, strict=False)
+        return all(plain.draws == step.draws and all(step.draws) for plain, step in pairs)
 
     def _asked_for(self) -> tuple[str, ...]:
         """Lists the plan's features that may make it differ from one plain process without a fault."""
@@ -242,10 +253,10 @@ class _Judgement:
     ) -> Difference:
         """Compares with a second reference: one process that takes the plan's own pieces one after the other."""
         slices, pieces = self._plan.data_parallel, self._plan.microbatches
-        if self._base.whole_batch:  # its pieces have no losses of their own
-            slices = pieces = 1
-        elif self._plan.exact:
+        if self._plan.exact:
             slices, pieces = 1, self._plan.exact
+        elif self._base.whole_batch:  # its pieces have no losses of their own
+            slices = pieces = 1
         base = self._runner.reference(self._plan, instrumentation, slices=slices, pieces=pieces, precision=precision)
         return self._runner.compare(base, self._runner.trial(plan, instrumentation, base))
 
@@ -400,6 +411,14 @@ def causes_of_drift(
     runner: TrialRunner, plan: Plan, instrumentation: Instrumentation, reference: Reference
 ) -> list[str]:
     """Names each cause without which the plain process no longer drifts when its samples are reordered."""
+
+    def drifts(base: Reference) -> bool:
+        return FACTOR * max(max(step.loss_noise, step.norm_noise) for step in base.steps) > BOUND
+
+    if plan.channels_last and not drifts(
+        runner.reference(dataclasses.replace(plan, channels_last=False), instrumentation)
+    ):
+        return ["channels_last: its kernels add up in an order of their own, and a last bit decides ties (max pooling)"]
     switches: dict[str, dict[str, Any]] = {}
     if not reference.whole_batch:
         switches["a loss in which rows meet, or that depends on their places"] = {"loss_row_by_row": True}
@@ -409,7 +428,6 @@ def causes_of_drift(
         switches["clipping"] = {"without_clipping": True}
     causes = []
     for word, off in switches.items():
-        steps = runner.reference(plan, dataclasses.replace(instrumentation, **off)).steps
-        if FACTOR * max(max(step.loss_noise, step.norm_noise) for step in steps) <= BOUND:
+        if not drifts(runner.reference(plan, dataclasses.replace(instrumentation, **off))):
             causes.append(f"{word}: without it the drift disappears")
     return causes
