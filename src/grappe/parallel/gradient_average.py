@@ -3,7 +3,8 @@
 For hand-written loops, whose backwards differ: several a step, other branches at each step, parts that a backward does
 not reach. DDP would look for unused parameters at every step, wrap the model, and fail where it was not told to.
 
-Shapes: P parameters, in buckets of 25 MB that are reduced while backward goes on, in a fixed order.
+Shapes: P parameters. Large gradients are reduced where they are, small ones in buckets of 25 MB; both while backward
+goes on, in a fixed order.
 """
 
 from __future__ import annotations
@@ -18,20 +19,56 @@ from grappe.private_api.torch import after_backward, foreach_copy_
 
 BUCKET_BYTES = 25 * 1024**2
 FIRST_BUCKET_BYTES = 1024**2  # communication begins early
+LARGE_BYTES = 2 * 1024**2
+"""Of a gradient that is reduced where it is: copies would take longer than a message more."""
 
 
 class _Bucket:
-    """Parameters whose gradients are reduced together; the first bucket of a backward begins first."""
+    """Parameters whose gradients are reduced together.
+
+    Args:
+        flags: numbers after the gradients, one for each parameter of all buckets; 0 but in the last bucket.
+    """
 
     def __init__(self, numbers: list[int], parameters: list[nn.Parameter], flags: int) -> None:
         self.numbers = numbers
         self.parameters = parameters
         self.waiting = len(parameters)
-        sizes = [each.numel() for each in parameters]
-        self.flat = parameters[0].detach().new_zeros(sum(sizes) + flags)
-        pieces = self.flat[: sum(sizes)].split(sizes)
-        self.views = [piece.view(each.shape) for piece, each in zip(pieces, parameters, strict=True)]
         self.work: dist.Work | None = None
+        self.is_large = not flags and parameters[0].nbytes >= LARGE_BYTES
+        sizes = [0 if self.is_large else each.numel() for each in parameters]
+        self.flat = parameters[0].detach().new_zeros(sum(sizes) + flags)
+        pieces = [] if self.is_large else self.flat[: sum(sizes)].split(sizes)
+        self.views = [piece.view(each.shape) for piece, each in zip(pieces, parameters, strict=False)]
+
+    def filled(self) -> Tensor:
+        """Returns what is to be reduced: the gradients, zeros where there is none."""
+        if self.is_large:
+            [parameter] = self.parameters
+            if parameter.grad is None:
+                self.flat = torch.zeros_like(parameter)
+            return self.flat if parameter.grad is None else parameter.grad
+        pairs = zip(self.views, self.parameters, strict=True)
+        present = [(view, parameter.grad) for view, parameter in pairs if parameter.grad is not None]
+        if len(present) < len(self.views):
+            self.flat.zero_()
+        if present:
+            foreach_copy_([view for view, _ in present], [gradient for _, gradient in present])
+        return self.flat
+
+    def put_back(self, reached: list[bool]) -> None:
+        """Puts the means where the gradients were; leaves gradients that no process's backward has reached."""
+        means = [self.flat] if self.is_large else self.views
+        into, values = [], []
+        for number, parameter, mean in zip(self.numbers, self.parameters, means, strict=True):
+            if reached[number] and parameter.grad is None:
+                parameter.grad = mean if self.is_large else mean.clone()
+            elif reached[number] and not self.is_large:
+                into.append(parameter.grad)
+                values.append(mean)
+        if into:
+            foreach_copy_(into, values)
+        self.waiting = len(self.parameters)
 
 
 class GradientAverage:
@@ -73,18 +110,11 @@ class GradientAverage:
         assert self._started is not None
         bucket = self._buckets[self._started]
         self._started += 1
-        present = [
-            (view, p.grad) for view, p in zip(bucket.views, bucket.parameters, strict=True) if p.grad is not None
-        ]
-        if len(present) < len(bucket.views):
-            bucket.flat.zero_()
-        if present:
-            foreach_copy_([view for view, _ in present], [gradient for _, gradient in present])
+        gradients = bucket.filled()
         if bucket is self._buckets[-1]:
-            flags = torch.tensor(self._reached, dtype=bucket.flat.dtype)
-            bucket.flat[-len(self._reached) :].copy_(flags, non_blocking=True)
-        bucket.flat.div_(self._size)
-        bucket.work = dist.all_reduce(bucket.flat, group=self._group, async_op=True)
+            flags = torch.tensor(self._reached, dtype=gradients.dtype)
+            gradients[-len(self._reached) :].copy_(flags, non_blocking=True)
+        bucket.work = dist.all_reduce(gradients.div_(self._size), group=self._group, async_op=True)
 
     @torch.no_grad()
     def _finish(self) -> None:
@@ -100,34 +130,28 @@ class GradientAverage:
         if not all(reached):  # on a GPU this waits for the reduction
             reached = (self._buckets[-1].flat[-len(reached) :] > 0).tolist()
         for bucket in self._buckets:
-            into, means = [], []
-            for number, parameter, mean in zip(bucket.numbers, bucket.parameters, bucket.views, strict=True):
-                if not reached[number]:
-                    continue
-                if parameter.grad is None:
-                    parameter.grad = mean.clone()
-                else:
-                    into.append(parameter.grad)
-                    means.append(mean)
-            if into:
-                foreach_copy_(into, means)
-            bucket.waiting = len(bucket.parameters)
+            bucket.put_back(reached)
         self._reached = [False] * len(reached)
         self._started = None
 
 
 def _buckets(parameters: list[nn.Parameter]) -> list[_Bucket]:
-    """Groups parameters of one type and device, the last ones first, as backward comes to them."""
+    """Groups parameters of one type and device, in the order in which backward has all gradients of a group."""
     groups: list[list[int]] = []
+    small: list[int] = []  # the group that is being filled
     size = 0
     for number in reversed(range(len(parameters))):
         parameter = parameters[number]
-        limit = FIRST_BUCKET_BYTES if len(groups) == 1 else BUCKET_BYTES
-        last = parameters[groups[-1][-1]] if groups else None
-        if last is None or size >= limit or (last.dtype, last.device) != (parameter.dtype, parameter.device):
-            groups.append([])
+        if parameter.nbytes >= LARGE_BYTES:
+            groups.append([number])
+            continue
+        limit = FIRST_BUCKET_BYTES if len(groups) <= 1 else BUCKET_BYTES
+        last = parameters[small[-1]] if small else parameter
+        if not small or size >= limit or (last.dtype, last.device) != (parameter.dtype, parameter.device):
+            groups.append(small := [])
             size = 0
-        groups[-1].append(number)
+        small.append(number)
         size += parameter.nbytes
+    groups.sort(key=lambda numbers: -numbers[-1])
     members = [(numbers, [parameters[number] for number in numbers]) for numbers in groups]
     return [_Bucket(*each, flags=len(parameters) if each is members[-1] else 0) for each in members]
