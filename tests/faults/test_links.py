@@ -6,6 +6,7 @@ import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -139,7 +140,8 @@ def test_a_lease_or_a_job_is_written_to_no_other_file(run: Path, outside: Path) 
 
 def test_a_logger_gets_no_folder_that_is_a_link(run: Path, outside: Path) -> None:
     plant(run / "tensorboard", outside)
-    refused(run / "tensorboard", lambda: TensorBoard().open(run, 0, {}))
+    info = SimpleNamespace(folder=run, start=0, description={})
+    refused(run / "tensorboard", lambda: TensorBoard().started(info))
 
 
 def test_a_second_name_of_a_file_keeps_its_content(run: Path, tmp_path: Path) -> None:

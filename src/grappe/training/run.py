@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 DESCRIPTION = "run.json"
 HASH = "xxh3_128"  # of the other entries of run.json
 METRICS = "metrics.jsonl"
+USAGE = "usage.jsonl"
 MOST_OF_REASON = 500  # characters, of why a start failed
 SCORES = "scores.json"
 """The scores that `grappe evaluate` computed last, by split."""
@@ -44,7 +45,7 @@ PARTS = (
     "logs",
     METRICS,
     FAILED,
-    "usage.jsonl",
+    USAGE,
     "samples",
     "profile",
     "tensorboard",

@@ -19,8 +19,7 @@ from grappe.errors.foreign_text import number, spreadsheet_cell
 from grappe.launch import files
 from grappe.launch.safe_console import SafeConsole
 from grappe.profiling.phases import PHASES
-from grappe.training.run import ENDED_UNEXPECTEDLY, METRICS, SAVED, Run
-from grappe.training.watchers.meter import USAGE
+from grappe.training.run import ENDED_UNEXPECTEDLY, METRICS, SAVED, USAGE, Run
 from grappe.verbs.runs import score_words
 from grappe.words import format_number, plain_table
 

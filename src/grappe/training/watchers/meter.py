@@ -16,10 +16,10 @@ from grappe.profiling import energy, memory
 from grappe.profiling.chronometer import Chronometer, StepTimes
 from grappe.step.scores import Scores
 from grappe.training.reporting import device_name
+from grappe.training.run import USAGE
 from grappe.training.watchers.base import Outcome, Record, RunInfo, Watcher
 from grappe.words import host_name
 
-USAGE = "usage.jsonl"
 EVERY_SECONDS = 1.0
 LEAST_SECONDS = 0.1  # over less time, a counter that moves a few times a second says nothing about power
 

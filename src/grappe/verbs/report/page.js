@@ -8,7 +8,7 @@ const swatch = (index) => element("span", { class: "swatch", style: `background:
 function results() {
   const { metric, lower, keys, rows, groups } = DATA.results, made = section(t("Results")).parentNode;
   const columns = [
-    ["plan", t("plan"), String], ...keys.map((key) => [key, key, String]),
+    ["plan", t("plan"), (text) => t(text)], ...keys.map((key) => [key, key, String]),
     ["best", t("best {metric}", { metric }), four], ["loss", t("final loss"), four], ["training_loss", t("training loss"), four],
     ["test", t("test {metric}", { metric }), four], ["seconds", t("time"), seconds], ["gpu_hours", t("GPU-hours"), short], ["core_hours", t("core-hours"), short],
   ].filter(([key]) => keys.includes(key) || rows.some((row) => row[key] !== null && row[key] !== ""));
@@ -26,7 +26,7 @@ function results() {
   const runCell = (index) => element("td", {}, swatch(index), rows[index].label, rows[index].status === "finished" ? "" : element("small", {}, ` ${t(rows[index].status)}`));
   const figures = (row) => columns.map(([name, , format]) => element("td", name === "test" ? { title: row.test_checkpoint } : {}, known(value(row, name)) || typeof value(row, name) === "string" ? format(value(row, name)) : ""));
   const meanOf = ({ group, rows: members }) => element("tr", { class: "mean" }, element("td", {}, t("mean ± standard deviation of {number} seeds", { number: members.length })),
-    ...columns.map(([name, , format]) => element("td", {}, known(group.mean[name]) ? `${format(group.mean[name])} ± ${short(Number(group.deviation[name].toPrecision(2)))}` : name === "seed" ? "" : String(value(rows[members[0]], name) ?? ""))));
+    ...columns.map(([name, , format]) => element("td", {}, known(group.mean[name]) ? `${format(group.mean[name])} ± ${short(Number(group.deviation[name].toPrecision(2)))}` : name === "seed" ? "" : t(String(value(rows[members[0]], name) ?? "")))));
   const body = element("tbody");
   let sorted = ["best", lower ? 1 : -1];
   const fill = () => {

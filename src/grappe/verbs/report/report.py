@@ -19,9 +19,7 @@ from grappe.language import catalogue_of, translated
 from grappe.language.choice import chosen_language
 from grappe.launch import files
 from grappe.launch.terminal import progress
-from grappe.training.run import Run
-from grappe.training.watchers.meter import USAGE
-from grappe.verbs.foresee.run_forecast import foreseen_run
+from grappe.training.run import USAGE, Run
 from grappe.verbs.report.results import compared
 from grappe.verbs.tune.schedule import importance
 from grappe.verbs.tune.space import Choices, Range, of_texts
@@ -117,9 +115,11 @@ def gather(places: Sequence[Path], *, foresee: bool = False, predictions: bool =
     gathered = [_run(run, row) for run, row in zip(runs, results["rows"], strict=True)]
     for run, entry in zip(runs, gathered, strict=True):
         if foresee:
+            from grappe.verbs.foresee.run_forecast import foreseen_run  # with torch, which takes two seconds
+
             entry["foreseen"] = foreseen_run(run).as_json()
         if predictions:
-            from grappe.verbs.report.predictions import predicted  # with torch, which a report needs for nothing else
+            from grappe.verbs.report.predictions import predicted  # with torch, too
 
             entry["predictions"] = predicted(run)
     return {
