@@ -158,7 +158,7 @@ def test_a_start_and_its_stop_are_shown_at_once_on_a_terminal_alone(
     with os.fdopen(terminal, "rb", buffering=0) as reader:
 
         def shown(end: str) -> str:
-            """What the terminal got up to `end`: several writes may come in several reads."""
+            """Reads what the terminal got up to `end`: several writes may come in several reads."""
             text = b""
             while not text.endswith(end.encode()):
                 text += reader.read(1)

@@ -42,7 +42,7 @@ CELLS = [
 
 @functools.cache
 def expected(name: str) -> dict:
-    """What the plain loop learns in float64."""
+    """Returns what the plain loop learns in float64."""
     return reference.train((TASKS | OTHERS)[name], STEPS, double=True)
 
 

@@ -142,7 +142,7 @@ def test_what_a_loop_of_ones_own_cannot_have(plan: str, error: type[Exception], 
 
 
 def learned(pool: Pool, name: str, plan: str) -> Any:
-    """What the loop `name` of loops.py returns on process 0."""
+    """Returns what the loop `name` of loops.py returns on process 0."""
     return pool.run("tests.training.loops:in_process", Plan.parse(plan).processes, name, plan)[0]
 
 

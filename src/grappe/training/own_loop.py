@@ -75,12 +75,12 @@ class _Pair(NamedTuple):
 
 
 class _Position(NamedTuple):
-    """Where the calls of `batches` are."""
+    """Position of the calls of `batches`."""
 
     step: int = 0
     """Optimizer steps of the calls that have begun."""
     epochs: int = 0
-    """Their epochs, on which the order of the samples depends."""
+    """Epochs of the calls, on which the order of the samples depends."""
 
 
 class Loop:

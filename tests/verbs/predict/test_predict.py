@@ -266,7 +266,7 @@ def test_other_plans_are_refused(run: Run, plan: str, inputs: Any, words: str) -
 
 
 def test_a_model_in_float64_keeps_each_bit_where_a_plan_says_so(pool: Pool, tmp_path: Path) -> None:
-    """What evaluate, predict and load make of a training in float64, and of another one with its weights."""
+    """Compares what evaluate, predict and load make of a training in float64, and of another one with its weights."""
     task, plan = Images(epochs=1), Plan.parse("precision=fp64,threads=1,device=cpu")
     run = Run(train(tmp_path / "run", task, str(plan)).run)
     last = list(run.records("evaluation"))[-1]
