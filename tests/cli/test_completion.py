@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 from pathlib import Path
 
@@ -49,6 +50,24 @@ def test_bash_completes_tasks_fields_plans_and_runs(tmp_path: Path) -> None:
         check=True,
     )
     assert dict(zip(LINES, done.stdout.splitlines(), strict=True)) == LINES
+
+
+def test_fish_completes_the_same_words(tmp_path: Path) -> None:
+    fish = shutil.which("fish")
+    if fish is None:
+        pytest.skip("there is no fish")
+    (tmp_path / "grappe.fish").write_text(script(app, "fish"))
+    lines = {"grappe tra": "train", "grappe train dig": "digits", "grappe train digits --plan replicate=2,sh": "shard="}
+    asked = "".join(f"; complete -C '{line}'" for line in lines)
+    done = subprocess.run(
+        [fish, "--no-config", "-c", f"source grappe.fish{asked}"],
+        cwd=tmp_path,
+        env={**os.environ, "PATH": f"{Path(GRAPPE).parent}:{os.environ['PATH']}"},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert all(word in done.stdout for word in lines.values()), done.stdout
 
 
 @pytest.mark.parametrize("shell", ["zsh", "fish"])

@@ -39,6 +39,7 @@ from grappe.tasks import find, make
         ("search digits", "grappe tune does that"),
         ("benchmark", "grappe measure does that"),
         ("trian digits", "grappe train does that"),
+        ("--install-completion", 'eval "$(grappe completion bash)"'),
         ("resume runs/a", "grappe train TASK --run runs/a"),
         ("kill runs/a", "grappe cancel does that"),
         ("clean", "grappe prune does that"),

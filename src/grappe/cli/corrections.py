@@ -96,6 +96,8 @@ def corrected(error: CycloptsError, arguments: Sequence[str], app: App) -> Usage
 
 def _command(words: Sequence[str], commands: Sequence[str]) -> str:
     typed = words[0]
+    if typed in ("--install-completion", "--show-completion", "install-completion"):
+        return 'for completion, add to ~/.bashrc (or with zsh to ~/.zshrc): eval "$(grappe completion bash)"'
     if typed in ("resume", "continue", "restart"):
         return f"to resume a run, repeat its command with its folder: grappe train TASK --run {[*words, 'RUN'][1]}"
     meant = COMMANDS.get(typed) or next(iter(difflib.get_close_matches(typed, commands, n=1, cutoff=0.7)), None)

@@ -11,7 +11,7 @@ from cyclopts import App, Parameter
 from grappe.cli.application import OUT_NAMES, SWITCH, DryRun, Json
 from grappe.cli.exit import show, show_answer, show_json
 from grappe.errors import EXIT_OK, UsageError
-from grappe.launch.terminal import say
+from grappe.launch.terminal import progress, say, waiting
 from grappe.words import count_of, plain_table
 
 Source = Annotated[
@@ -22,6 +22,7 @@ Labels = Annotated[
     Parameter(help="The file of an archive's labels, where its images are in no class: ImageNet's validation."),
 ]
 Numbering = Annotated[Path | None, Parameter(help="The file with the class of each number in --labels.")]
+LOADING = "loading torch …"
 _SHOWN = 20  # bad files that are listed; all are in the quarantine
 _UNITS = ("B", "KB", "MB", "GB", "TB")
 
@@ -46,7 +47,7 @@ def index(
     json: Json = False,
 ) -> int:
     """Read the headers of a source of images once, so that a training starts at once."""
-    from grappe.launch.terminal import progress
+    waiting(LOADING)
     from grappe.verbs.data.walk import index as verb
 
     done = verb(source, labels=labels, numbering=numbering, again=again)
@@ -64,6 +65,7 @@ def index(
 
 def check(source: Source, /, *, labels: Labels = None, numbering: Numbering = None, json: Json = False) -> int:
     """Decode every image, and list those that cannot be: datasets leave them out."""
+    waiting(LOADING)
     from grappe.verbs.data.walk import check as verb
 
     done = verb(source, labels=labels, numbering=numbering)
@@ -100,6 +102,7 @@ def pack(
     Samples keep their numbers, so orders and runs stay what they are. Killed at any
     moment, it goes on when the same command is started again.
     """
+    waiting(LOADING)
     from grappe.verbs.data.pack import Packing
     from grappe.verbs.data.pack import pack as verb
 
@@ -163,6 +166,7 @@ def bench(
     json: Json = False,
 ) -> int:
     """Time the reading of images (as they are, as an archive, as shards, packed, in memory), and recommend one."""
+    waiting(LOADING)
     from grappe.verbs.data.bench import bench as verb
 
     if images < 1 or seconds <= 0:

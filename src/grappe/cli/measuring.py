@@ -31,7 +31,7 @@ from grappe.cli.exit import show, show_json
 from grappe.errors import EXIT_FAILURE, EXIT_OK, UsageError
 from grappe.errors.foreign_text import html_text
 from grappe.fields import Counts, split, whole_numbers
-from grappe.launch.terminal import complain, progress, say
+from grappe.launch.terminal import complain, progress, say, waiting
 from grappe.sites.sbatch import JobOptions
 from grappe.verbs.measure.points import MeasureOptions
 from grappe.words import count_of, filled_table, plain_table
@@ -91,10 +91,11 @@ def foresee(
 
     Exit code 1 if no plan fits the site, 2 if none can be predicted or an argument is wrong.
     """
+    output.check(out, ".json")
+    waiting("loading torch …")
     from grappe.verbs.foresee import tables
     from grappe.verbs.foresee.foresee import foresee as verb
 
-    output.check(out, ".json")
     texts, sizes = _batch_sizes(fields)
     foresight = verb(
         task, plan or (), gpus=gpus, batch_size=sizes, site=site, fields=texts, data=data, times=not no_times
