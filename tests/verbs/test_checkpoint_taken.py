@@ -11,6 +11,7 @@ import pytest
 import grappe
 from grappe.cli import commands
 from grappe.errors import RunError
+from grappe.training.run import SCORES
 from tests.parity.tasks import Images
 from tests.training.test_training import train
 
@@ -92,4 +93,7 @@ def test_one_that_is_asked_for_is_never_another(run: Path, which: str) -> None:
 
 def test_older_ones_can_be_asked_for(run: Path) -> None:
     assert str(grappe.load(run, checkpoint=1).grappe_checkpoint).endswith("step-000001")
-    assert grappe.evaluate(run, plan=PLAN, checkpoint="2").why == "as asked"
+    scores = grappe.evaluate(run, plan=PLAN, checkpoint="2")
+    assert scores.why == "as asked"
+    kept = json.loads((run / SCORES).read_text())["validation"]
+    assert (kept["checkpoint"], kept["loss"]) == ("step-000002", scores.loss)
