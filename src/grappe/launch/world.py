@@ -15,6 +15,7 @@ from grappe.launch import authentication, rendezvous
 from grappe.launch.orphan import end_with_launcher
 from grappe.launch.rank import ProcessRank
 from grappe.profiling.limits import cpu_quota
+from grappe.words import processor_name
 
 T = TypeVar("T")
 
@@ -241,6 +242,15 @@ def choose_backend(plan: Plan, device: torch.device) -> str:
         reason = why if backend == "mpi" else "this build of torch was made without it"
         raise PlanError(f"backend={backend} is not in this torch ({reason}): use backend=gloo or leave it out")
     return backend
+
+
+def processor(device: torch.device) -> str:
+    """Returns the model name of the processor or GPU, on which the instructions used depend."""
+    import torch
+
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return f"{processor_name()}, {torch.backends.cpu.get_cpu_capability()}"
 
 
 def _authenticate_smaller_groups(world: World, backend: str, secret: str) -> None:

@@ -63,7 +63,7 @@ USED = private_names(
         "torch.nn.Module": "_buffers _modules _parameters",
         "torch.nn.modules.batchnorm": "_BatchNorm",
         "torch.optim.Optimizer": "_optimizer_step_post_hooks _optimizer_step_pre_hooks",
-        "torch.optim.lr_scheduler": "_wrapped_by_lr_sched",
+        "torch.optim.lr_scheduler": "_schedulers _wrapped_by_lr_sched",
         "torch.optim.optimizer": "_global_optimizer_post_hooks _global_optimizer_pre_hooks",
         "torch.testing": "_internal",
         "torch.utils": "_python_dispatch _pytree",
@@ -124,6 +124,11 @@ def step_hooks(optimizer: Optimizer) -> tuple[Mapping[int, Any], ...]:
         optimizer_module._global_optimizer_pre_hooks,
         optimizer_module._global_optimizer_post_hooks,
     )
+
+
+def schedulers_of(schedule: Any) -> Sequence[Any]:
+    """Returns the schedules that a SequentialLR or ChainedScheduler is made of; none for other objects."""
+    return getattr(schedule, "_schedulers", ())
 
 
 def is_schedulers_step(step: Any) -> bool:

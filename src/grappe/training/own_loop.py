@@ -78,7 +78,7 @@ class _Position(NamedTuple):
     """Position of the calls of `batches`."""
 
     step: int = 0
-    """Optimizer steps of the calls that have begun."""
+    """Number of optimizer steps of the calls that have begun."""
     epochs: int = 0
     """Epochs of the calls, on which the order of the samples depends."""
 

@@ -8,13 +8,13 @@ import secrets
 import sys
 import time
 from collections.abc import Mapping
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-import grappe
 from grappe.checkpoint.format import Checkpoint, Retention
 from grappe.checkpoint.lease import Lease
 from grappe.checkpoint.saver import Saver
@@ -23,12 +23,11 @@ from grappe.errors import GrappeError, RunError
 from grappe.errors.foreign_text import printable
 from grappe.launch import files
 from grappe.launch.terminal import say
-from grappe.launch.world import World
+from grappe.launch.world import World, processor
 from grappe.plan import Plan
 from grappe.profiling.chronometer import StepTimes
 from grappe.step.scores import Scores
 from grappe.training.run import DONE, FAILED, MOST_OF_REASON, PARTS, Run
-from grappe.training.start_run import processor
 from grappe.training.watchers.base import Record, RunInfo
 from grappe.training.watchers.curves import Curves
 from grappe.words import host_name
@@ -118,7 +117,7 @@ class LoopFolder:
             "processor": processor(world.device),
             "host": host_name(),
             "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
-            "versions": {"grappe": grappe.__version__, "torch": torch.__version__, "python": platform.python_version()},
+            "versions": {"grappe": version("grappe"), "torch": torch.__version__, "python": platform.python_version()},
             "restarts": 0,
             "status": "running",
             "id": secrets.token_hex(16),

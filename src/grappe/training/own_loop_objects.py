@@ -18,6 +18,7 @@ from torch.optim.swa_utils import AveragedModel
 
 from grappe.checkpoint.weights import Weights
 from grappe.errors import UsageError
+from grappe.private_api.torch import schedulers_of
 
 PREFIX = "kept."
 TENSOR, PAIRS = "tensor", "pairs"
@@ -89,7 +90,7 @@ class KeptObjects:
         """Lists objects and the schedules that they are made of, as SequentialLR is."""
         parts = list(objects)
         for each in parts:
-            parts += getattr(each, "_schedulers", ())
+            parts += schedulers_of(each)
         return parts
 
 

@@ -24,13 +24,13 @@ from grappe.errors import GrappeError, PlanError, RunError
 from grappe.errors.user_code import naming_user_line
 from grappe.launch import files
 from grappe.launch.files import IN_PART
-from grappe.launch.world import World
+from grappe.launch.world import World, processor
 from grappe.plan import Plan
 from grappe.task import Task
 from grappe.tasks import defaults
 from grappe.training.run import FAILED, METRICS, PARTS, Made, Run, new_folder
 from grappe.training.task_reference import field_texts, same_task, source_hash, write_record
-from grappe.words import host_name, processor_name
+from grappe.words import host_name
 
 ORDER = ("batch_size", "seed")  # the order of samples depends on these, and on the dataset's length
 
@@ -271,10 +271,3 @@ def description(request: RunRequest, world: World) -> dict[str, Any]:
         "id": secrets.token_hex(16),
         **request.labels,
     }
-
-
-def processor(device: torch.device) -> str:
-    """Returns the model name of the processor or GPU, on which the instructions used depend."""
-    if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
-    return f"{processor_name()}, {torch.backends.cpu.get_cpu_capability()}"
