@@ -27,7 +27,7 @@ from grappe.engines.shared.carried import (
     own_modules,
 )
 from grappe.errors import TaskError
-from grappe.errors.user_code import place_in
+from grappe.errors.user_line import place_in
 from grappe.parallel.shard import reshard
 from grappe.plan import Plan
 from grappe.private_api import torch_dynamo
