@@ -60,6 +60,7 @@ ELSEWHERE = {
     "slurm.py": "lists runs and their logs, to name them",
     "tasks/__init__.py": "the task's file that the user names",
     "tasks/pysource.py": "the user's data sets",
+    "training/plot.py": "the file that the user names",
     "training/run.py": "the folder of runs, and new runs in it",
     "training/task_reference.py": "the task's file, of the user's own records",
     "training/watchers/profile.py": "gzip of a file that grappe.launch.files has made",
