@@ -173,4 +173,4 @@ def test_a_start_and_its_stop_are_shown_at_once_on_a_terminal_alone(
             say("begins")
             assert shown("\n") == f"{CLEAR}begins\r\n"
             os.kill(os.getpid(), signal.SIGINT)
-            assert shown("stopping: ") == f"{CLEAR}stopping: " and signals.received
+            assert shown("stopping and saving") == f"{CLEAR}stopping and saving" and signals.received
