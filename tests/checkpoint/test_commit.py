@@ -45,7 +45,7 @@ def test_a_flipped_bit_is_noticed(tmp_path, position: int) -> None:
     content = bytearray((folder / "tensors").read_bytes())
     content[position] ^= 1
     (folder / "tensors").write_bytes(content)
-    assert "not what was saved" in (verify(folder) or "")
+    assert "differs from what was saved" in (verify(folder) or "")
 
 
 def test_a_truncated_or_missing_file_is_noticed(tmp_path) -> None:
@@ -54,7 +54,7 @@ def test_a_truncated_or_missing_file_is_noticed(tmp_path) -> None:
     (folder / "tensors").write_bytes(b"wei")
     assert verify(folder)
     (folder / "tensors").unlink()
-    assert "no file in it" in (verify(folder) or "")
+    assert "not a file in it" in (verify(folder) or "")
 
 
 @pytest.mark.parametrize(
@@ -81,7 +81,7 @@ def test_a_link_is_no_file_of_it(tmp_path) -> None:
     made(folder)
     (folder / "tensors").rename(tmp_path / "elsewhere")
     (folder / "tensors").symlink_to(tmp_path / "elsewhere")
-    assert "no file in it" in (verify(folder) or "")
+    assert "not a file in it" in (verify(folder) or "")
 
 
 @pytest.mark.parametrize("act", [shutil.copytree, shutil.move])

@@ -63,7 +63,7 @@ def grappe(*words: str, cwd: Path, **variables: str) -> subprocess.CompletedProc
         ("verify digits", "grappe verify a besoin d'un plan : donnez --plan replicate=2"),
         ("submit --time x -- train digits", "--time=x : donnez des secondes, ou une durée comme 90s"),
         ("submit --time 3h -- torchrun my.py", "le job démarre lui-même les processus, donc retirez torchrun"),
-        ("cancel", "dites laquelle : grappe cancel RUN … (voir : grappe queue)"),
+        ("cancel", "nommez une exécution : grappe cancel RUN … (voir : grappe queue)"),
         ("tune digits", "rien n'est cherché : donnez un intervalle, lr=0.01..1:log, ou des valeurs"),
         ("sites nowhere", "il n'y a pas de site 'nowhere'"),
         ("runs --race 3", "--race=3 : donnez un score et un nombre à atteindre"),

@@ -20,7 +20,7 @@ from grappe.verbs.tune.study import SearchDefinition, Trial, make_study
         (["digits", "lr=0.1"], "nothing is searched"),
         (["digits", "lr=0.1..1", "--trials", "0"], "--trials=0: it must be at least 1"),
         (["digits", "lr=0.1..1", "--parallel", "0"], "--parallel=0: it must be at least 1"),
-        (["digits", "lr=0.1..1", "--metric", "accuracy"], "say whether to --maximize or --minimize it"),
+        (["digits", "lr=0.1..1", "--metric", "accuracy"], "add --maximize or --minimize"),
         (["digits", "lr=0.1..1", "--metric", "acuracy", "--maximize"], "did you mean accuracy"),
         (["digits", "lr=0.1..1", "--sampler", "grid"], "a grid needs values"),
         (["digits", "lr=0.1|1", "--sampler", "grid", "--trials", "3"], "the grid has 2 cells"),

@@ -42,9 +42,9 @@ class Triples(Task):
 @pytest.mark.parametrize(
     ("task", "sample", "words"),
     [
-        (Plain(), (torch.ones(3),), r"samples of the form \(Tensor \[3\],\) do not say what is input"),
-        (Plain(), {"input_ids": [1, 2], "labels": 0}, r"\{'input_ids': \[int, int\], 'labels': int\} do not say"),
-        (Plain(), torch.ones(3), r"the form Tensor \[3\] do not say"),
+        (Plain(), (torch.ones(3),), r"samples of the form \(Tensor \[3\],\) do not show which part is input"),
+        (Plain(), {"input_ids": [1, 2], "labels": 0}, r"\{'input_ids': \[int, int\], 'labels': int\} do not show"),
+        (Plain(), torch.ones(3), r"the form Tensor \[3\] do not show"),
         (Plain(), Graphs().data("train", Path())[0], "Graph cannot be put together by themselves"),
         (Triples(), 0, r"Triples.collate\(\) gave \(int, int, int\): it must give a pair"),
     ],

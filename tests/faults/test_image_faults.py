@@ -164,7 +164,7 @@ def test_a_file_replaced_during_a_run(tmp_path: Path, make, plan: str) -> None:
         content = bytearray(archive(tmp_path / "other", others).read_bytes())
         with source.open("r+b") as stream:
             stream.write(bytes(len(content)))
-    with pytest.raises(DataError, match="is not what it was when it was indexed: a file was replaced"):
+    with pytest.raises(DataError, match="changed after it was indexed: a file was replaced"):
         for _ in batches:
             pass
     loader.sources.close()

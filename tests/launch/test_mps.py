@@ -122,7 +122,7 @@ def test_without_a_folder_of_ones_own_it_is_refused(
     (tmp_path / "grappe").mkdir(mode=0o777)
     (tmp_path / "grappe").chmod(0o777)
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
-    refused = pytest.raises(UsageError, match="needs a folder that nobody else can write in")
+    refused = pytest.raises(UsageError, match="needs a folder that only you can write in")
     with refused, mps.shared_gpus(SHARED, None, {**os.environ}):
         pass
     assert told(record) == []

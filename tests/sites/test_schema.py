@@ -74,8 +74,8 @@ def test_a_users_own_site_wins(own: Path) -> None:
         ("[ask]", '[unconfirmed]\n"no\\nde" = "why"\n[ask]', "unconfirmed="),
         ("[ask]", '[sources]\nnode = "why\\ntouch hacked"\n[ask]', "sources.node="),
         ("[ask]", '[job.variables]\nA = "1\\n#SBATCH --wrap=x"\n[ask]', "job.variables.A="),
-        ("[ask]", '[job.variables]\nLD_PRELOAD = "/tmp/a.so"\n[ask]', "LD_PRELOAD says what programs load or run"),
-        ("[ask]", '[job.variables]\nBASH_ENV = "/tmp/a"\n[ask]', "BASH_ENV says"),
+        ("[ask]", '[job.variables]\nLD_PRELOAD = "/tmp/a.so"\n[ask]', "LD_PRELOAD controls which programs load or run"),
+        ("[ask]", '[job.variables]\nBASH_ENV = "/tmp/a"\n[ask]', "BASH_ENV controls"),
         ("[ask]", '[job]\nmodules = ["/tmp/evil"]\n[ask]', "is not the name of a module"),
         ("[ask]", '[job]\nmodules = ["--force"]\n[ask]', "is not the name of a module"),
         ("[ask]", '[job]\nmodules = [""]\n[ask]', "is not the name of a module"),
@@ -127,7 +127,7 @@ def test_what_is_no_file_is_not_waited_for(own: Path, kind: str) -> None:
             file.symlink_to("/dev/zero")
         case "nowhere":
             file.symlink_to("nowhere")
-    with pytest.raises(UsageError, match=r"mine\.toml (is no regular file|cannot be read)"):
+    with pytest.raises(UsageError, match=r"mine\.toml (is not a regular file|cannot be read)"):
         sites.find("mine")
     stream = io.StringIO()
     SafeConsole(stream, width=300).print(site_list())

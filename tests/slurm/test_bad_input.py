@@ -45,7 +45,7 @@ def refused(*words: str) -> str:
         (("--site", "narval", *HERE, "--", "queue"), "is for the login node"),
         (("--site", "narval", *HERE, "--", "torchrun", "x.py"), "leave torchrun out"),
         (("--site", "narval", *HERE, "--", "none.py"), "there is no script none.py"),
-        (("--site", "narval", *HERE, "--processes", "2", *TRAIN), "the plan says how many"),
+        (("--site", "narval", *HERE, "--processes", "2", *TRAIN), "here the plan sets the number"),
         (("--site", "narval", *HERE, "--processes", "3", "--gpus", "2", "--", SLOW), "do not share 2 GPUs"),
         (("--site", "narval", *HERE, "--", "verify", SLOW, "--plan", "replicate=8"), "processes on one node"),
         (("--site", "narval", *HERE, "--sbatch", "--wrap=x", *TRAIN), "grappe sets --wrap by itself"),
@@ -56,7 +56,7 @@ def refused(*words: str) -> str:
         (("--site", "narval", *HERE, *TRAIN, "--data", "$SLURM_PROCID"), "another for each process"),
         (("--site", "narval", *HERE, "--with", "x", *TRAIN), "--env virtualenv"),
         (("--site", "narval", "--account", "def-x", "--with", "x;y", *TRAIN), "--with x;y"),
-        (("--site", "narval", *HERE, "--modules", "$(x)", *TRAIN), "no module's name"),
+        (("--site", "narval", *HERE, "--modules", "$(x)", *TRAIN), "not the name of a module"),
     ],
 )
 def test_wrong_submissions(

@@ -230,7 +230,7 @@ CASES = (
     Case(
         name="a method without self",
         changes={"def model(self):": f"def model():  {HERE}"},
-        says="Mine.model() cannot be called with what it is given",
+        says="Mine.model() does not accept its arguments",
         fix="write def model(self)",
     ),
     Case(

@@ -246,7 +246,7 @@ def before_its_begin(content: dict[str, Any]) -> None:
         (sparse, "'exp_avg' of parameter 0 is of the layout sparse_coo"),
         (numbered_twice, "not numbered"),
         (of_two_optimizers, "the states of 2 optimizers"),
-        (without_an_epoch, "does not say how many epochs were done: give --epochs-done N"),
+        (without_an_epoch, "does not record how many epochs were done: give --epochs-done N"),
         (at_its_end, "4 epochs are done, and the task has epochs=4: nothing is left to do"),
         (before_its_begin, "-1 epochs done"),
     ],
@@ -271,7 +271,7 @@ def test_files_without_an_optimizer(tmp_path, whole) -> None:
     (tmp_path / "a.safetensors").write_bytes(b"")
     with pytest.raises(GrappeError):
         train(tmp_path / "run", tmp_path / "a.safetensors", with_optimizer=True)
-    with pytest.raises(GrappeError, match="give it by --from FILE"):
+    with pytest.raises(GrappeError, match="add --from FILE"):
         train(tmp_path / "run", epochs_done=1)
 
 

@@ -178,7 +178,7 @@ def _other(text: str) -> str:
     if name in SAYS_SO:
         raise UsageError(f"--sbatch {text}: {SAYS_SO[name]} sets that")
     if name in OURS or (name == "gres" and re.search(r"\bgpu\b", value)):
-        why = "--gpus says that" if name == "gres" else "the job's script depends on it"
+        why = "--gpus sets that" if name == "gres" else "the job's script depends on it"
         raise UsageError(f"--sbatch {text}: grappe sets --{name} by itself: {why}")
     return text
 

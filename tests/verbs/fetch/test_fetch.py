@@ -233,7 +233,7 @@ def test_http_where_it_is_asked_for(tmp_path: Path) -> None:
     for plain in serving(Server(("127.0.0.1", 0), Handler)):
         mine = task(tmp_path, address(plain, scheme="http"))
         fetch(mine, tmp_path / "data", schemes=("http",))
-        with pytest.raises(DataError, match=r"the server says 404 Not Found"):
+        with pytest.raises(DataError, match=r"the server answered 404 Not Found"):
             fetch(task(tmp_path, address(plain, "/none", "http")), tmp_path / "data", schemes=("http",))
 
 

@@ -73,7 +73,7 @@ def test_a_strangers_run_says_why_and_its_task_is_not_imported(run: Run, tmp_pat
     (tmp_path / "evil.py").write_text("raise SystemExit('code of a run')")
     copy.describe(task=str(tmp_path / "evil.py"), id="0" * 32)
     found = foreseen_run(copy)
-    assert found.why.endswith("grappe runs no code because a run names it")
+    assert found.why.endswith("grappe does not run code because a run names it")
     assert found.states is None
 
 

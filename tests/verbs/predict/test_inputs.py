@@ -299,7 +299,7 @@ def test_pictures_that_cannot_be_taken(given, folder: Path, tmp_path: Path) -> N
     ]:
         with pytest.raises(DataError, match=told):
             given("digits", tmp_path / name)
-    with pytest.raises(DataError, match="data do not say how a picture becomes a sample"):
+    with pytest.raises(DataError, match="data do not define how a picture becomes a sample"):
         given("plain", tmp_path / "large.png")
     (tmp_path / "empty").mkdir()
     with pytest.raises(DataError, match="there is no picture in this folder"):
@@ -319,7 +319,7 @@ def test_files_of_predictions_are_those_in_memory(runs, folder: Path, tmp_path: 
     save(tmp_path / "one.npy", (row["probability"] for row in rows))
     assert np.array_equal(np.load(tmp_path / "one.npy"), found["probability"])
     assert sorted(file.name for file in tmp_path.iterdir()) == ["one.npy", "out.npz"]
-    with pytest.raises(UsageError, match="there is not a folder"):
+    with pytest.raises(UsageError, match="there is no folder"):
         save(tmp_path / "none" / "out.npy", iter([torch.zeros(2)]))
 
 
