@@ -124,7 +124,7 @@ def test_what_is_no_such_folder(tmp_path: Path) -> None:
     with pytest.raises(TaskError, match="which is not in the folder"):
         grappe.pretrained(network(), tmp_path)
     index.write_text("[1]")
-    with pytest.raises(TaskError, match="no index"):
+    with pytest.raises(TaskError, match="not an index"):
         grappe.pretrained(network(), tmp_path)
 
 
