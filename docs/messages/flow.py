@@ -9,6 +9,8 @@ from pathlib import Path
 
 from docs.messages.templates import Resolve, is_text, templates
 
+from grappe.language.catalogue import NAME
+
 ERRORS = {
     "DataError",
     "DivergedError",
@@ -20,26 +22,19 @@ ERRORS = {
     "TaskError",
     "UsageError",
 }
-SAYING = {"complain", "progress", "waiting", "_note", "note", "Report"}
-"""Functions whose text is shown on the standard error."""
+SAYING = {"complain", "progress", "waiting", "_note", "note", "Report", "say", "print", "lines", "show"}
+SAYING |= {"add_row", "fact_table", "show_facts"}
+"""Functions whose text is shown."""
+NAMING = {"fact_table", "filled_table", "plain_table", "show_facts", "translated_name"}
+"""Functions that are given the names of a table's columns or rows."""
 REASONS = {"advice", "failure", "hint", "message", "problem", "reason", "unchecked", "whose", "why"}
 """Attributes that hold a part of a message, wherever they are set."""
-RESULTS = (
-    "cli/application.py",
-    "sites/script",
-    "training/reporting.py",
-    "training/watchers/",
-    "verbs/doctor/",
-    "verbs/drill/",
-    "verbs/follow.py",
-    "verbs/measure/",
-    "verbs/verify/",
-)
-"""Files that make results, scripts and records, which have one language: of these, only what is raised counts."""
+RESULTS = ("cli/application.py", "sites/script")
+"""Files that make the help, and scripts: of these, only what is raised counts."""
 PATTERNS = ("remedies.py",)
 """Files of patterns of what others say; docs/messages/others.py has the remedies."""
 NOT_SHOWN = re.compile(
-    r"^https://|\[\^|\\[AdwZ.]|^(?:Metadata-Version|Requires-Dist|No module named|no such option|WeightsUnpickler)"
+    r"^https://|\[\^|\\[AdwsSZ.]|^(?:Metadata-Version|Requires-Dist|No module named|no such option|WeightsUnpickler)"
     r"|^(?:accounting/qos policy|contact slurm|more processors requested|node configuration|node count|time limit)"
     r"|^\n    cluster-constraint"
 )
@@ -75,6 +70,8 @@ class Program:
         for file in sorted(package.rglob("*.py")):
             if file.name not in PATTERNS:
                 seeds += self._read(file)
+        for name, file in [pair for call in NAMING for pair in self._names_given(call)]:
+            self.found.setdefault(NAME.format(name), set()).add(file)
         self._direct = set(map(id, seeds))
         while seeds:
             seeds = [more for seed in seeds for more in self._collect(seed)]
@@ -114,9 +111,39 @@ class Program:
         for one in call.keywords:
             if one.arg is not None:
                 self._set.setdefault(one.arg, []).append(one.value)
+        match call:
+            case ast.Call(func=ast.Name(id="count_of"), args=[_, ast.Constant(value=str(noun))]):
+                for form in (noun, f"{noun}{'es' if noun.endswith('s') else 's'}"):
+                    self.found.setdefault(f"{{number}} {form}", set()).add(self._file[id(call)])
         results = self._file[id(call)].removeprefix("grappe/").startswith(RESULTS)
         if name in ERRORS or (name in SAYING and not results):
             yield from (*call.args, *(one.value for one in call.keywords))
+
+    def _names_given(self, function: str) -> Iterator[tuple[str, str]]:
+        """Yields the names of columns and rows that a function is given, each with its file."""
+        todo = [argument for call in self._calls.get(function, ()) for argument in call.args]
+        seen = set[int]()
+        while todo:
+            node = todo.pop()
+            if id(node) in seen:
+                continue
+            seen.add(id(node))
+            match node:
+                case ast.Constant(value=str(name)) if re.fullmatch(r"[A-Za-z][\w/-]+", name):  # others are messages
+                    yield name, self._file.get(id(node), "")
+                case ast.Tuple(elts=[first, _]) if function not in ("filled_table", "plain_table"):
+                    todo.append(first)  # a row: its name, and its value
+                case ast.Tuple(elts=elements) | ast.List(elts=elements):
+                    todo += elements
+                case ast.IfExp(body=left, orelse=right) | ast.BinOp(op=ast.Add(), left=left, right=right):
+                    todo += [left, right]
+                case ast.Starred(value=value):
+                    todo.append(value)
+                case ast.Name(id=variable):
+                    file, within = self._file.get(id(node), ""), self._function_of.get(id(node))
+                    constant = self._constant(file, variable)
+                    todo += [constant] if constant is not None else []
+                    todo += self._local(variable, within) if within is not None else []
 
     def _collect(self, expression: ast.expr) -> list[ast.expr]:
         """Adds the templates of an expression; returns the expressions that its placeholders take their text from."""

@@ -12,9 +12,14 @@ from pathlib import Path
 from cyclopts import App
 from rich.console import Console
 
+from grappe import fields, tasks
 from grappe.cli import help as translated_help
 from grappe.cli.commands import app
 from grappe.errors.remedies import REMEDIES
+from grappe.language import STATES
+from grappe.language.catalogue import NAME
+from grappe.plan import Plan
+from grappe.profiling.phases import PHASES
 from grappe.verbs.report import report
 from grappe.verbs.report.report import MARK, WORD
 
@@ -34,7 +39,8 @@ CYCLOPTS = (
 SYSTEM = ("ENOENT", "EACCES", "EPERM", "ENOSPC", "EDQUOT", "EISDIR", "ENOTDIR", "EEXIST", "EROFS", "EIO", "ENOTEMPTY")
 """Errors of files, as the system calls them."""
 LINES = ("{file}, line {number}, in {function}()", "{file}, line {number}, in {function}(): {text}")
-"""Lines of the user's code, which are written by a `__str__` of which the sources' messages know nothing."""
+LINES += ("  why: {why}", "  do:  {why}", "ERROR: {what}", "warning: {what}")
+"""Lines of the user's code, which a `__str__` writes of which the sources' messages know nothing, and of doctor."""
 METER = ("checking", "packing", "copying", "fetching {name}", "images", "bytes")
 """What a meter of grappe.verbs.data.walk says that it does, and to what: its own line has places for them."""
 REPORT = Path(report.__file__).parent
@@ -54,6 +60,10 @@ def others() -> dict[str, set[str]]:
         found |= {
             MARK + match["word"]: {f"grappe/verbs/report/{file.name}"} for match in WORD.finditer(file.read_text())
         }
+    found |= {text: {"grappe/language/__init__.py"} for text in STATES}
+    found |= {text.removesuffix("."): {"grappe/plan.py"} for text in fields.docs(Plan).values()}
+    found |= {tasks.describe(tasks.find(name)): {"the tasks"} for name in tasks.names()}
+    found |= {NAME.format(text): {"grappe/profiling/phases.py"} for text in PHASES}
     return {**found, " or ": {"grappe/errors/__init__.py"}}
 
 

@@ -14,7 +14,7 @@ from grappe import tasks
 from grappe.cli.cluster import read_submission
 from grappe.cli.commands import app
 from grappe.errors import UsageError
-from grappe.launch.terminal import say
+from grappe.launch.terminal import say, write
 from grappe.sites import slurm
 from grappe.sites.sbatch import JobOptions
 from grappe.sites.slurm import Entry
@@ -180,7 +180,7 @@ def gpu_jobs_submitter(
     jobs = []
     for submitted in submit_all(submissions):
         if verbose:
-            say(submitted.text, end="")
+            write(submitted.text, end="")
         say(f"job {submitted.job}: {submitted.cost}; run {submitted.run}")
         jobs.append(submitted.job)
     return jobs

@@ -154,7 +154,7 @@ def test_help_is_in_french_on_any_terminal(tmp_path: Path) -> None:
         assert b"\\x" not in done.stdout
 
 
-def test_results_and_logs_have_one_language(tmp_path: Path) -> None:
+def test_a_log_has_one_language(tmp_path: Path) -> None:
     """Only what the user is told changes: the remedy is French on the terminal, and the log is as it always was."""
     (tmp_path / "wrong.py").write_text(WRONG)
     words = ("train", "wrong.py", "--plan", "device=cpu", "--run", "run")
@@ -164,15 +164,24 @@ def test_results_and_logs_have_one_language(tmp_path: Path) -> None:
     assert "Les entrées ont 4 caractéristiques et la couche en prend 3 : nn.Linear(4, 2)" in said
     for log in tmp_path.rglob("*.log"):
         assert "grappe :" not in log.read_text()
-    tasks = [ran(GRAPPE, "tasks", cwd=tmp_path, GRAPPE_LANG=one).stdout for one in ("en", "fr")]
-    assert tasks[0] == tasks[1]
 
 
-def test_json_has_one_language(tmp_path: Path) -> None:
+@pytest.mark.parametrize("words", ["tasks", "tasks digits", "engines", "runs"])
+def test_a_table_is_french_in_its_headings_and_cells(words: str, tmp_path: Path) -> None:
+    shown = ran(GRAPPE, *words.split(), cwd=tmp_path, GRAPPE_LANG="fr").stdout
+    assert any(french in shown for french in ("ce qu'elle apprend", "champ ", "clé ", "il n'y a pas d'exécution"))
+    assert not ENGLISH.findall(shown), shown
+
+
+def test_a_training_is_french_and_json_is_not(tmp_path: Path) -> None:
     done = ran(
         GRAPPE, "train", "digits", "epochs=1", "--plan", "device=cpu", "--run", "run", cwd=tmp_path, GRAPPE_LANG="fr"
     )
     assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("Digits sur 1 processus (cpu, ")
+    for french in ("échantillons d'entraînement, lot de 64", "époque  1  pas ", "perte de validation", "terminé, "):
+        assert french in done.stdout
+    assert not ENGLISH.findall(done.stdout), done.stdout
     shown = [
         ran(GRAPPE, "evaluate", "run", "--json", "--plan", "device=cpu", cwd=tmp_path, GRAPPE_LANG=one).stdout
         for one in ("en", "fr")

@@ -32,7 +32,7 @@ from grappe.cli.corrections import corrected, unknown_option
 from grappe.cli.exit import show, show_json
 from grappe.errors import EXIT_FAILURE, EXIT_OK, UsageError
 from grappe.launch.folders import RUNS
-from grappe.launch.terminal import complain, say
+from grappe.launch.terminal import complain, say, write
 from grappe.sites.sbatch import SCRIPT, TRAIN, TUNE, JobOptions
 from grappe.training.options import Options
 from grappe.verbs.submit.submission import Submission
@@ -112,7 +112,7 @@ def submit(
 def _show_submitted(submitted: Submitted) -> None:
     """Shows one job, or the script of --dry-run."""
     if not submitted.job:
-        say(submitted.text, end="")
+        write(submitted.text, end="")
         return
     if submitted.torch:
         show(submitted.torch)
@@ -237,7 +237,7 @@ def logs(
     from grappe.verbs.logs import lines
 
     for text in lines(run, rank, follow=follow):
-        say(text, end="")
+        write(text, end="")
     return EXIT_OK
 
 

@@ -36,7 +36,7 @@ from grappe.cli.exit import show, show_answer, show_facts, show_json
 from grappe.errors import EXIT_FAILURE, EXIT_INTERRUPTED, EXIT_OK, UsageError
 from grappe.fields import typed_name
 from grappe.launch.folders import RUNS
-from grappe.launch.terminal import progress, say, waiting
+from grappe.launch.terminal import progress, say, waiting, write
 from grappe.training.options import Options
 from grappe.words import format_number
 
@@ -239,7 +239,7 @@ def predict(
         return EXIT_OK
     for index, prediction in enumerate(predictions):
         name = {"file": str(files[index])} if files else {}
-        say(dumps({"sample": index, **name, "checkpoint": taken[0], **verb.as_json(prediction)}))
+        write(dumps({"sample": index, **name, "checkpoint": taken[0], **verb.as_json(prediction)}))
     return EXIT_OK
 
 

@@ -20,8 +20,7 @@ from grappe.errors.causes import broken_package, hiding, refused_process
 from grappe.language.choice import unknown_language
 from grappe.launch.openmp import let_threads_sleep
 from grappe.launch.rank import is_main_process, rank_from_environment
-from grappe.launch.terminal import clear, complain, say, show_any_text
-from grappe.words import plain_table
+from grappe.launch.terminal import clear, complain, show_any_text, write
 
 EXIT_SIGINT = 130
 FORM = 1
@@ -128,7 +127,7 @@ def _complain(error: GrappeError, debug: bool) -> int:
     if error.by or is_main_process():
         details = error.details or "".join(traceback.format_exception(error))
         if debug:
-            say(details, sys.stderr)
+            write(details, sys.stderr)
         complain(f"grappe: {error}")
         for folder, names in hiding(details, os.environ.get("PYTHONPATH", "")).items():
             complain(f"grappe: PYTHONPATH={folder} hides installed modules ({names}): unset PYTHONPATH if that is why")
@@ -152,7 +151,7 @@ def show_json(kind: str, **content: Any) -> None:
         content: dataclasses and paths may be in it; NaN and infinities become null.
     """
     if is_main_process():
-        say(json.dumps(json_form(kind, content), allow_nan=False))
+        write(json.dumps(json_form(kind, content), allow_nan=False))
 
 
 def json_form(kind: str, content: Mapping[str, Any]) -> dict[str, Any]:
@@ -183,7 +182,6 @@ def show_answer(json: bool, kind: str, facts: Iterable[tuple[str, object]], **co
 
 def show_facts(facts: Iterable[tuple[str, object]]) -> None:
     """Prints a table of two columns without a header: what it is, and its value."""
-    table = plain_table("", "")
-    for name, value in facts:
-        table.add_row(name, str(value))
-    show(table)
+    from grappe.launch.safe_console import fact_table
+
+    show(fact_table(facts))

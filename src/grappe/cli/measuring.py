@@ -31,7 +31,7 @@ from grappe.cli.exit import show, show_json
 from grappe.errors import EXIT_FAILURE, EXIT_OK, UsageError
 from grappe.errors.foreign_text import html_text
 from grappe.fields import Counts, split, whole_numbers
-from grappe.launch.terminal import complain, progress, say, waiting
+from grappe.launch.terminal import complain, progress, say, waiting, write
 from grappe.sites.sbatch import JobOptions
 from grappe.verbs.measure.points import MeasureOptions
 from grappe.words import count_of, filled_table, plain_table
@@ -220,7 +220,7 @@ def _send(request: JobRequest, only_show: bool, later: Sequence[str]) -> int:
     runs = []
     for submitted in send(request, show=only_show):
         if only_show:
-            say(submitted.text, end="")
+            write(submitted.text, end="")
         else:
             show(f"job {submitted.job}: {submitted.cost}; run {submitted.run}")
         runs.append(str(submitted.run))

@@ -10,7 +10,10 @@ from grappe.language.choice import chosen_language
 if TYPE_CHECKING:
     from grappe.language.catalogue import Catalogue
 
-__all__ = ["catalogue_of", "translated"]
+__all__ = ["catalogue_of", "translated", "translated_cell", "translated_line", "translated_name"]
+
+STATES = frozenset({"failed", "finished", "interrupted", "paused", "running", "same", "stopped", "unknown"})
+"""Cells of one word that are translated: no other may be the name of a field, a metric or a file."""
 
 
 def translated(text: object, stream: IO[str] | object = None) -> object:
@@ -19,10 +22,32 @@ def translated(text: object, stream: IO[str] | object = None) -> object:
     Args:
         stream: what the message will be written to; letters that its encoding lacks are written plainly (oe, e).
     """
-    language = chosen_language()
-    if language == "en":
-        return text
-    return catalogue_of(language, str(getattr(stream, "encoding", None) or "utf-8")).message(str(text))
+    catalogue = _catalogue_for(stream)
+    return text if catalogue is None else catalogue.message(str(text))
+
+
+def translated_cell(text: str, stream: object = None) -> str:
+    """Returns a table's cell in the user's language; one word only if it is one of STATES, or a number."""
+    is_text = " " in text.strip() or text in STATES or text[:1].isdigit()
+    return translated_line(text, stream) if is_text else text
+
+
+def translated_line(line: str, stream: object = None) -> str:
+    """Returns a line of results in the user's language, if enough of it is known: others may have written it."""
+    catalogue = _catalogue_for(stream)
+    return line if catalogue is None else catalogue.result(line)
+
+
+def translated_name(name: str, stream: object = None) -> str:
+    """Returns the name of a table's column or row in the user's language."""
+    catalogue = _catalogue_for(stream)
+    return name if catalogue is None else catalogue.name(name)
+
+
+def _catalogue_for(stream: object) -> Catalogue | None:
+    """Returns the translations for a stream, which may have a language of its own; None: English."""
+    language = getattr(stream, "language", None) or chosen_language()
+    return None if language == "en" else catalogue_of(language, str(getattr(stream, "encoding", None) or "utf-8"))
 
 
 @functools.cache

@@ -14,8 +14,11 @@ from string import Formatter
 
 from grappe.private_api.gettext import messages_of
 
+NAME = "| {} |"
+"""The catalogue's entry for a name in a table: a message of one word could be the name of a field, or of a metric."""
 DEEPEST = 6  # messages within messages
 MOST = 500  # parts of one message that are looked at
+PART_KNOWN = 0.3  # of the letters of a result
 LONGEST = 20_000  # characters: more is no message of grappe's
 PLACES = 40  # ends of sentences at which a text is cut
 ENDS = (". ", "; ", ": ", "\n", ", ")
@@ -39,6 +42,7 @@ class Catalogue:
 
     def __init__(self, translations: Mapping[str, str]) -> None:
         self._texts = translations
+        self._result = functools.lru_cache(1024)(self._translation)
 
     def text(self, english: str) -> str:
         """Returns the translation of a fixed text, of help say; the text itself without one."""
@@ -49,6 +53,20 @@ class Catalogue:
         if len(english) > LONGEST:
             return english
         return _Message(self._templates, self.text(" or ")).best(english, 0)[1]
+
+    def result(self, english: str) -> str:
+        """Returns the translation of a line or a cell of results, of which a part must be known: others wrote most."""
+        return english if len(english) > LONGEST else self._result(english)
+
+    def name(self, english: str) -> str:
+        """Returns the translation of the name of a table's column or row."""
+        other = self._texts.get(NAME.format(english), "").strip("| ")
+        return other or (self.result(english) if " " in english else english)
+
+    def _translation(self, english: str) -> str:
+        message = _Message(self._templates, self.text(" or "))
+        weight, other = message.heaviest(english)
+        return other if weight >= PART_KNOWN * LETTER * sum(map(str.isalpha, english)) else english
 
     @functools.cached_property
     def _templates(self) -> list[Template]:
@@ -66,6 +84,13 @@ class _Message:
         self._templates = templates
         self._listing = listing
         self._found: dict[tuple[str, int], tuple[int, str]] = {}
+
+    def heaviest(self, text: str) -> tuple[int, str]:
+        """Returns how much of a text is known, and its translation, by one template or by those of its sentences."""
+        if " " not in text.strip():
+            return self.best(text, 0)
+        ways = self._by_one_template(text, 0, 0), self._capital(text, 0, 0), self._sentences(text, 0)
+        return max((way for way in ways if way), key=lambda way: way[0], default=(0, text))
 
     def best(self, text: str, depth: int, least: int = 0) -> tuple[int, str]:
         """Returns how many characters of a text are known, and its translation.
@@ -322,9 +347,9 @@ CHOSEN = re.compile(
 )
 """Values that users, other programs or file systems chose: never translated."""
 OPEN = re.compile(
-    r"(advice|after|at|band|began|behind|beside|choice|described|difference|disk_advice|doing|end|ended|error|failure|forms?|found|get|hint|holds"
-    r"|instead|job|kinds?|largest|message|mistake|more|most|nearest|needed|note|of|others?|own|part|place|plan|problem|processes"
-    r"|reasons?|remedy|rest|result|sentence|server|shapes|some|spoken|state|summary|text|there|title|torch|unit|unknown|verb|waiting|waits|what"
+    r"(advice|after|at|band|began|behind|beside|choice|copied|count_of|described|difference|disk_advice|doing|end|ended|error|failure|forms?|found|get|hint|holds"
+    r"|instead|job|kinds?|largest|message|mistake|more|most|nearest|needed|neighbours|note|of|others?|optimizer|own|parts?|place|plan|plan_name|problem|processes|read_status"
+    r"|reasons?|remedy|rest|result|several|sizes|status|sentence|server|shapes|some|spoken|state|summary|text|there|title|torch|unit|unknown|verb|waiting|waits|what"
     r"|where|whose?|why|words?)\d*"
 )
 """Words of grappe's, even as few as a name's: "step 3"."""

@@ -18,7 +18,7 @@ import cloudpickle
 
 from grappe import errors
 from grappe.errors.causes import broken_package, refused_process
-from grappe.language.choice import VARIABLE
+from grappe.language.choice import VARIABLE, chosen_language
 from grappe.launch import files, imports
 from grappe.launch.orphan import end_with_parent
 from grappe.launch.rank import ProcessRank
@@ -76,9 +76,10 @@ def run(
         # A server that forked this process was started under an older environment.
         os.environ.clear()
         os.environ.update(environment)
+        language = chosen_language()
         os.environ[VARIABLE] = "en"  # what this process writes goes to a log
         if terminal is not None:
-            os.environ[TERMINAL] = str(terminal.descriptor)
+            os.environ[TERMINAL] = f"{terminal.descriptor} {language}"
         with imports.without_collection():
             torch_dynamo.leave_unloaded()
         value = imports.function(name)(argument, process, rendezvous_folder)

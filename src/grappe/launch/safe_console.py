@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import sys
 from collections.abc import Iterable
 from typing import IO, Any, cast
 
@@ -13,31 +14,40 @@ from rich.table import Table
 from rich.text import Text
 
 from grappe.errors.foreign_text import printable, printable_lines
-from grappe.language import translated
+from grappe.language import translated, translated_cell, translated_name
 from grappe.launch.terminal import UserStream
+from grappe.words import plain_table
 
 WIDTH = 200  # of tables that go into a file or a pipe
 FOLDED = 16  # characters that a column has at least, if its cells are as long; longer ones are folded
 
 
 class SafeConsole(Console):
-    """Prints each text, in a table's cell too, as one line of visible characters."""
+    """Prints each text, in a table's cell too, as one line of visible characters, in the user's language.
+
+    A rich Text, as of a log's line, has one language.
+    """
 
     def __init__(self, stream: IO[str] | UserStream, **options: Any) -> None:
         super().__init__(file=cast(IO[str], stream), highlight=False, markup=False, emoji=False, **options)
 
-    def lines(self, lines: Iterable[str]) -> None:
+    def lines(self, lines: Iterable[str | Text]) -> None:
         """Prints each text on a line of its own."""
         for line in lines:
             self.print(line)
 
     def render_str(self, text: str, **options: Any) -> Text:
+        text = translated_cell(text, self.file)
         plain: dict[str, Any] = {"markup": False, "emoji": False, "highlight": False}
         return super().render_str(printable(text), **{**options, **plain})
 
     def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
-        if isinstance(renderable, Table) and self.is_terminal:
-            renderable = self._narrowed(renderable, options or self.options)
+        if isinstance(renderable, Table):
+            for column in renderable.columns:
+                if isinstance(column.header, str):
+                    column.header = Text(translated_name(column.header, self.file))
+            if self.is_terminal:
+                renderable = self._narrowed(renderable, options or self.options)
         for segment in super().render(renderable, options):
             if segment.control:  # rich's own, to move the cursor
                 yield segment
@@ -69,6 +79,14 @@ class SafeConsole(Console):
         names = [str(column.header) for index, column in enumerate(table.columns) if index not in kept]
         line = f"not shown: {', '.join(names)} (widen the terminal, or add | cat)"
         return Group(narrow, str(translated(line, self.file)))
+
+
+def fact_table(facts: Iterable[tuple[str, object]]) -> Table:
+    """Makes a table of two columns without a header: what it is, in the user's language, and its value."""
+    table = plain_table()
+    for name, value in facts:
+        table.add_row(translated_name(name, sys.stdout), str(value))
+    return table
 
 
 def wide_console(stream: IO[str], *, soft_wrap: bool = False) -> SafeConsole:

@@ -10,16 +10,22 @@ from collections.abc import Callable, Iterator
 from typing import IO, Any
 
 from grappe.errors.foreign_text import printable, printable_lines
-from grappe.language import translated
+from grappe.language import translated, translated_line
 from grappe.launch.rank import ProcessRank
 from grappe.words import count_of
 
 CLEAR = "\r\033[K"
-TERMINAL = "GRAPPE_TERMINAL"  # the variable that names process 0's way to the user
+TERMINAL = "GRAPPE_TERMINAL"  # the variable with process 0's way to the user, and the user's language
 
 
 def say(text: object, stream: IO[str] | UserStream | None = None, *, end: str = "\n") -> None:
-    """Writes lines of text to `stream`, the standard output by default."""
+    """Writes lines of text to `stream`, the standard output by default, each in the user's language."""
+    stream = sys.stdout if stream is None else stream
+    write("\n".join(translated_line(line, stream) for line in str(text).split("\n")), stream, end=end)
+
+
+def write(text: object, stream: IO[str] | UserStream | None = None, *, end: str = "\n") -> None:
+    """Writes lines of text that have one language: JSON, scripts, what others wrote."""
     stream = sys.stdout if stream is None else stream
     clear(stream)
     stream.write(f"{printable_lines(text)}{end}")
@@ -28,7 +34,7 @@ def say(text: object, stream: IO[str] | UserStream | None = None, *, end: str = 
 
 def complain(text: object) -> None:
     """Writes lines of text to the standard error, in the user's language."""
-    say(translated(text, sys.stderr), sys.stderr)
+    write(translated(text, sys.stderr), sys.stderr)
 
 
 def progress(words: str) -> None:
@@ -75,8 +81,10 @@ def show_any_text() -> None:
 class UserStream:
     """Stream that drops its text once nobody can read it, as after `| head`, or on a closed terminal."""
 
-    def __init__(self, stream: IO[str]) -> None:
+    def __init__(self, stream: IO[str], language: str | None = None) -> None:
         self._stream = stream
+        self.language = language
+        """The user's language, where this process has another one; None: it has the same."""
         self._open = True
         self.writing = False
         """Whether a write is under way: it may take as long as the terminal is paused."""
@@ -112,8 +120,8 @@ def user_stream(process: ProcessRank) -> UserStream | None:
     """Returns process 0's stream to the user, even if its standard output goes to a log; None for other processes."""
     if process.rank != 0:
         return None
-    handle = os.environ.pop(TERMINAL, None)
-    return UserStream(os.fdopen(int(handle), "w") if handle else sys.stdout)
+    handle, _, language = os.environ.pop(TERMINAL, "").partition(" ")
+    return UserStream(os.fdopen(int(handle), "w") if handle else sys.stdout, language or None)
 
 
 @contextlib.contextmanager

@@ -27,7 +27,7 @@ from grappe.training.watchers.curves import Curves
 from grappe.training.watchers.expected_end import ExpectedEnd
 from grappe.training.watchers.logger import find as find_logger
 from grappe.training.watchers.profile import Profile
-from grappe.words import count_of, format_bytes, host_name
+from grappe.words import count_of, format_bytes, host_name, plan_name
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
@@ -64,17 +64,20 @@ def announce(terminal: UserStream, task: Task, info: RunInfo, plan: Plan, starte
     """Shows the task, its plan, batch and run, and notes about them."""
     slices, micro = world.data_size, plan.microbatches
     each = -(-task.batch_size // slices)
-    sizes = f"batch {task.batch_size} over all processes"
-    if slices > 1 or micro > 1:
-        sizes += f" = {slices} x {each}" + (f", each in {micro} microbatches" if micro > 1 else "")
+    sizes = f" = {slices} x {each}" if slices > 1 or micro > 1 else ""
+    if micro > 1:
+        sizes = f"{sizes}, each in {micro} microbatches"
     say(
-        f"{short_name(info.task)} on {world.size} process{'es' if world.size > 1 else ''} ({world.device.type}, "
-        f"{world.threads} thread{'s' if world.threads > 1 else ''} each), plan: {str(plan) or 'one process'}\n"
-        f"{info.samples:,} training samples, {sizes}; run {info.folder}\n"
-        + "".join(f"{note}\n" for note in (*started.notes, *task.notes())),
+        f"{short_name(info.task)} on {count_of(world.size, 'process')} ({world.device.type}, "
+        f"{count_of(world.threads, 'thread')} each), plan: {plan_name(plan)}",
         terminal,
-        end="",
     )
+    say(
+        f"{info.samples:,} training samples, batch {task.batch_size} over all processes{sizes}; run {info.folder}",
+        terminal,
+    )
+    for note in (*started.notes, *task.notes()):
+        say(note, terminal)
 
 
 def report(facts: Mapping[str, Any], run: Run, terminal: UserStream | None, world: World) -> None:

@@ -11,17 +11,17 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import IO, Any
 
-from rich.console import Group
 from rich.live import Live
+from rich.table import Table
 
 from grappe.errors import RunError
 from grappe.errors.foreign_text import number, spreadsheet_cell
 from grappe.launch import files
-from grappe.launch.safe_console import SafeConsole
+from grappe.launch.safe_console import SafeConsole, fact_table
 from grappe.profiling.phases import PHASES
 from grappe.training.run import ENDED_UNEXPECTEDLY, METRICS, SAVED, USAGE, Run
 from grappe.verbs.runs import score_words
-from grappe.words import format_number, plain_table
+from grappe.words import format_number
 
 POLL_SECONDS = 0.5
 SILENT_SECONDS = 120.0
@@ -100,30 +100,32 @@ class RunView:
         except RunError:
             return ""
 
-    def table(self) -> Group:
+    def table(self) -> Table:
         """Draws the run: a table of figures, and the last second's time by phase."""
         step, used = self._step, self._used
-        rows = plain_table()
-        rows.add_row("run", str(self.run.folder))
-        rows.add_row("status", self.status())
+        rows = list[tuple[str, object]]()
+        rows.append(("run", str(self.run.folder)))
+        rows.append(("status", self.status()))
         epoch = number(step.get("epoch")) + 1
-        rows.add_row("step", f"{step.get('step', 0)}, epoch {epoch:.0f}, lr {number(step.get('lr')):.3g}")
+        rows.append(("step", f"{step.get('step', 0)}, epoch {epoch:.0f}, lr {number(step.get('lr')):.3g}"))
         if self._losses:
-            rows.add_row("loss", f"{format_number(self._losses[-1])}  {spark(self._losses)}")
+            rows.append(("loss", f"{format_number(self._losses[-1])}  {spark(self._losses)}"))
         for record in self.evaluations[-1:]:
-            rows.add_row("validation", scores(record))
+            rows.append(("validation", scores(record)))
         if steps := number(used.get("steps")):
-            rows.add_row("speed", f"{steps / max(1e-9, number(used.get('seconds'))):,.1f} steps/s")
+            rows.append(("speed", f"{steps / max(1e-9, number(used.get('seconds'))):,.1f} steps/s"))
         if used:
-            rows.add_row("memory", f"{_sum(used.get('memory')) / 1e6:,.0f} MB at most")
+            rows.append(("memory", f"{_sum(used.get('memory')) / 1e6:,.0f} MB at most"))
         if watts := _sum(used.get("watts")):
-            rows.add_row("power", f"{watts:,.0f} W")
+            rows.append(("power", f"{watts:,.0f} W"))
         phases: Any = used.get("phases")
         phases = phases if isinstance(phases, dict) else {}
         seconds = {name: number(phases.get(name)) for name in PHASES}
         total = sum(map(number, phases.values()))
         parts = [f"{name} {spent / total:.0%}" for name, spent in seconds.items() if total and spent / total > 0.005]
-        return Group(rows, "time        " + ", ".join(parts) if parts else "")
+        if parts:
+            rows.append(("time", ", ".join(parts)))
+        return fact_table(rows)
 
 
 def _sum(values: object) -> float:

@@ -10,9 +10,10 @@ from grappe.checkpoint.commit import verify
 from grappe.checkpoint.format import list_checkpoints
 from grappe.errors import RunError
 from grappe.errors.foreign_text import number
+from grappe.launch.safe_console import fact_table
 from grappe.training.run import Run, all_runs
 from grappe.verbs.submit.jobs import submitted
-from grappe.words import filled_table, format_number, plain_table, plan_name
+from grappe.words import filled_table, format_number, plan_name
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -71,35 +72,34 @@ def describe(folder: Path) -> Table:
     """Describes one run in full."""
     run = Run(folder)
     description = run.read_description()
-    table = plain_table()
-    table.add_row("run", str(run.folder))
+    rows = list[tuple[str, object]]()
+    rows.append(("run", str(run.folder)))
     for label, text in (("name", description.get("name")), ("tags", ", ".join(description.get("tags", [])))):
         if text:
-            table.add_row(label, text)
-    table.add_row("task", str(description.get("task")))
-    table.add_row("fields", _pairs(description.get("fields"), "="))
-    table.add_row("plan", plan_name(description.get("plan")))
-    table.add_row("status", f"{run.read_status(description)}, restarts {description.get('restarts', 0)}")
-    table.add_row("started", f"{description.get('started')} on {description.get('host')}")
-    table.add_row("versions", _pairs(description.get("versions"), " "))
+            rows.append((label, text))
+    rows.append(("task", str(description.get("task"))))
+    rows.append(("fields", _pairs(description.get("fields"), "=")))
+    rows.append(("plan", plan_name(description.get("plan"))))
+    rows.append(("status", f"{run.read_status(description)}, restarts {description.get('restarts', 0)}"))
+    rows.append(("started", f"{description.get('started')} on {description.get('host')}"))
+    rows.append(("versions", _pairs(description.get("versions"), " ")))
     for change in description.get("changes", []):
-        table.add_row("changed", str(change))
+        rows.append(("changed", str(change)))
     step = run.last_record("step")
     if step:
         loss = step.get("loss")
         shown = format_number(loss) if isinstance(loss, float) else str(loss)
-        table.add_row("last step", f"{step.get('step')}, loss {shown}")
+        rows.append(("last step", f"{step.get('step')}, loss {shown}"))
     if evaluation := run.last_record("evaluation"):
-        where = f"step {evaluation.get('step')}, {evaluation.get('samples')} samples"
-        table.add_row("evaluation", f"{where}: {score_words(evaluation)}")
+        step, samples = evaluation.get("step"), evaluation.get("samples")
+        rows.append(("evaluation", f"step {step}, {samples} samples: {score_words(evaluation)}"))
     if used := description.get("used"):
-        table.add_row("used", _used(used))
+        rows.append(("used", _used(used)))
     for checkpoint in list_checkpoints(run.checkpoints):
-        table.add_row(
-            "checkpoint",
-            f"{checkpoint.folder.name}: {verify(checkpoint.folder, str(description.get('id') or '')) or 'verified'}",
-        )
-    return table
+        problem = verify(checkpoint.folder, str(description.get("id") or ""))
+        name = checkpoint.folder.name
+        rows.append(("checkpoint", f"{name}: {problem}" if problem else f"{name}: verified"))
+    return fact_table(rows)
 
 
 def _used(used: dict[str, Any]) -> str:

@@ -10,7 +10,9 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.text import Text
 
+from grappe.language import translated, translated_cell, translated_name
 from grappe.launch.safe_console import SafeConsole
 from grappe.launch.terminal import UserStream
 from grappe.step.scores import Scores
@@ -68,7 +70,7 @@ class Console(Watcher):
             self._end.started(info)
         if self._live:
             self._progress = Progress(
-                TextColumn("epoch {task.fields[epoch]}", markup=False),
+                TextColumn(f"{self._word('epoch')} {{task.fields[epoch]}}", markup=False),
                 BarColumn(bar_width=24 if self._console.width >= WIDE else 10),
                 MofNCompleteColumn(),
                 TextColumn("{task.description}", markup=False),
@@ -79,7 +81,9 @@ class Console(Watcher):
                 redirect_stdout=self._shared,
                 redirect_stderr=self._shared,
             )
-            self._bar = self._progress.add_task("starting", total=info.last_step, completed=info.start, epoch=1)
+            self._bar = self._progress.add_task(
+                self._word("starting"), total=info.last_step, completed=info.start, epoch=1
+            )
             self._progress.start()
 
     def stepped(self, record: Record) -> None:
@@ -112,8 +116,11 @@ class Console(Watcher):
         rate = self._loss_steps * self._info.batch_size / self._loss_seconds if self._loss_seconds else 0.0
         loss = statistics.fmean(self._losses) if self._losses else math.nan
         self._console.print(
-            f"epoch {record.epoch + 1:>2}  step {record.step:>4}  loss {format_number(loss)}"
-            f"{_metrics(record.metrics)}  lr {record.lr:.3g}  {rate:,.0f}{self._unit}"
+            Text(
+                f"{self._word('epoch')} {record.epoch + 1:>2}  {self._word('step')} {record.step:>4}  "
+                f"{self._word('loss')} {format_number(loss)}{_metrics(record.metrics)}  lr {record.lr:.3g}  "
+                f"{self._speed(rate)}"
+            )
         )
         self._losses, self._loss_steps, self._loss_seconds = [], 0, 0.0
 
@@ -123,10 +130,13 @@ class Console(Watcher):
         end = self._end.evaluated(step) if self._end is not None else ""
         self._refresh()
         epoch = -(-step // self._info.steps_per_epoch)
-        train = f"loss {format_number(self._record.loss)}  " if self._record else ""
+        train = f"{self._word('loss')} {format_number(self._record.loss)}  " if self._record else ""
         self._console.print(
-            f"epoch {epoch:>2}  step {step:>4}  {train}{scores.split} {format_number(scores.loss)}"
-            f"{_metrics(scores.metrics)}  {self._rate:,.0f}{self._unit}{end}"
+            Text(
+                f"{self._word('epoch')} {epoch:>2}  {self._word('step')} {step:>4}  {train}{scores.split} "
+                f"{format_number(scores.loss)}{_metrics(scores.metrics)}  {self._speed(self._rate)}"
+                f"{translated(end, self._console.file)}"
+            )
         )
 
     def failed_to_save(self, problem: str) -> None:
@@ -146,11 +156,11 @@ class Console(Watcher):
         if self._record is None or self._progress is None:
             return
         metrics = _metrics(self._scores.metrics) if self._scores is not None else ""
-        text = f"loss {format_number(self._record.loss)}{metrics}  {self._rate:,.0f}{self._unit}"
+        text = f"{self._word('loss')} {format_number(self._record.loss)}{metrics}  {self._speed(self._rate)}"
         step, epoch = self._record.step, self._record.epoch + 1
         self._progress.update(self._bar, completed=step, description=text, epoch=epoch, refresh=True)
 
-    def _closing(self, outcome: Outcome) -> list[str]:
+    def _closing(self, outcome: Outcome) -> list[Text]:
         assert self._info is not None
         words = {
             "finished": "finished",
@@ -169,7 +179,7 @@ class Console(Watcher):
         spent = outcome.timing.totals
         total = sum(spent.values())
         least = max(0.05, 0.005 * total)
-        parts = [f"{name} {seconds:.1f} s" for name, seconds in spent.items() if seconds >= least]
+        parts = [f"{self._word(name)} {seconds:.1f} s" for name, seconds in spent.items() if seconds >= least]
         rows.append(("time", f"{total:.1f} s: {', '.join(parts)}"))
         if outcome.headspace.advice:
             rows.append(("data", str(outcome.headspace)))
@@ -182,8 +192,17 @@ class Console(Watcher):
         if outcome.status in ("finished", "stopped") and outcome.scores is not None:
             folder = shlex.quote(str(self._info.folder))
             rows += [("next", f"grappe evaluate {folder}"), ("", f"grappe report {folder}")]
-        width = max(len(name) for name, _ in rows)
-        return [f"{name:<{width}}  {value}" for name, value in rows]
+        shown = []
+        for name, value in rows:
+            shown.append((self._word(name), translated_cell(value, self._console.file)))
+        width = max(len(name) for name, _ in shown)
+        return [Text(f"{name:<{width}}  {value}") for name, value in shown]
+
+    def _word(self, name: str) -> str:
+        return translated_name(name, self._console.file)
+
+    def _speed(self, rate: float) -> str:
+        return f"{translated(f'{rate:,.0f}')}{self._unit}"
 
 
 def _memory(outcome: Outcome) -> list[tuple[str, str]]:
