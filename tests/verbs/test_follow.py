@@ -51,7 +51,7 @@ def test_a_run_is_followed_to_its_end(run: Run) -> None:
 
     out = io.StringIO()
     assert verb.follow(run.folder, out, sleep=meanwhile) == "finished"
-    told = [line.split(":")[0] for line in out.getvalue().splitlines()]
+    told = [line.split("  ")[0] for line in out.getvalue().splitlines()]
     # After it was cut back it is read from its beginning.
     assert told == ["step 2", "step 4", "step 2", "step 6", "finished"]
 

@@ -145,7 +145,7 @@ def spark(values: list[float], width: int = WIDTH) -> str:
 
 def scores(record: dict[str, Any]) -> str:
     """Formats an evaluation as one line."""
-    return f"step {record.get('step')}: {score_words(record)}"
+    return f"step {record.get('step')}  {score_words(record)}"
 
 
 def follow(place: Path | str, stream: IO[str], *, sleep: Callable[[float], None] = time.sleep) -> str:
