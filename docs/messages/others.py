@@ -69,7 +69,7 @@ def others() -> dict[str, set[str]]:
 
 def help_texts() -> set[str]:
     """Returns each text that the help of any command looks up."""
-    found = {*translated_help.LABELS, translated_help.USAGE, translated_help.COMMAND}
+    found = {*translated_help.LABELS, translated_help.USAGE, translated_help.COMMAND, translated_help.EXAMPLES_TITLE}
 
     def noted(text: str) -> str:
         found.add(text)

@@ -16,9 +16,8 @@ from rich.console import Console
 import grappe
 from grappe import engines, fields, sites
 from grappe.cli.commands import app
-from grappe.cli.help import TranslatedHelp
+from grappe.cli.help import set_formatter
 from grappe.errors.remedies import REMEDIES
-from grappe.language import catalogue_of
 from grappe.plan import Plan
 from grappe.verbs.catalogue import described_facts, support
 
@@ -51,11 +50,7 @@ def pages() -> dict[str, str]:
 
 def french_pages() -> dict[str, str]:
     """Returns the pages of the commands in French, by their paths in the French part of the site."""
-    app.help_formatter = TranslatedHelp(text=catalogue_of("fr").text)
-    try:
-        return {path: _orphan(path, text) for path, text in _commands("fr").items()}
-    finally:
-        app.help_formatter = None
+    return {path: _orphan(path, text) for path, text in _commands("fr").items()}
 
 
 def _orphan(path: str, text: str) -> str:
@@ -64,6 +59,7 @@ def _orphan(path: str, text: str) -> str:
 
 def _commands(language: str) -> dict[str, str]:
     made = {}
+    set_formatter(app, language)
     lines = [*COMMANDS[language], ""]
     for words in commands(app):
         name = "-".join(words)

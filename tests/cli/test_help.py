@@ -13,7 +13,7 @@ from rich.console import Console
 from grappe.cli.application import GROUPS
 from grappe.cli.commands import app
 from grappe.cli.corrections import corrected
-from grappe.cli.help import ADVANCED, TranslatedHelp
+from grappe.cli.help import ADVANCED, TranslatedHelp, examples, set_formatter
 from grappe.language import catalogue_of
 
 ENGLISH = re.compile(r"\b(?:the|of|is|with|which|default|choices|required|commands|usage)\b", re.IGNORECASE)
@@ -52,6 +52,20 @@ def test_each_text_has_a_translation() -> None:
     texts = catalogue_of("fr")
     same = {one for one in help_texts() if texts.text(one) == one}
     assert {text for text in same if not text.lstrip().startswith("grappe ")} <= {"Arguments", "Options"}
+
+
+def test_each_command_ends_with_examples_that_can_be_typed() -> None:
+    set_formatter(app, "fr")
+    try:
+        for words in commands(app):
+            name, text = " ".join(words), shown(words)
+            assert f"grappe {name} " in text.partition("╭")[0] or "Exemples:" in text or words == ("data",), name
+    finally:
+        app.help_formatter = None
+    for lines in examples().values():
+        for line in lines:
+            app.parse_args(line.split()[1:], exit_on_error=False, print_error=False)
+    assert set(examples()) <= {" ".join(words) for words in commands(app)}
 
 
 def test_each_command_is_in_a_group_and_each_rare_option_exists() -> None:

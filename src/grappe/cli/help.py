@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import re
 import sys
 from collections.abc import Callable
@@ -32,6 +33,44 @@ ADVANCED = frozenset(re.findall(r"\S+", """
     --stop-on-failed-save --trained --validation-batches --wheels --with --with-optimizer
 """))  # fmt: skip
 """Options that few need: the help has them in a box of their own."""
+
+EXAMPLES_TITLE = "Examples"
+EXAMPLES = """
+    train digits epochs=3 --plan replicate=2
+    train my_task.py lr=0.2 --run runs/first --patience 3
+    drill digits --plan replicate=2
+    verify digits --plan replicate=2 --plan shard=2,zero=2
+    runs
+    runs --race accuracy=0.97 --by time
+    follow runs/first
+    report runs/first runs/second --out report.html
+    curves runs/first runs/second --out curves.csv
+    prune --keep 1 --dry-run
+    foresee my_task.py --site narval --gpus 1,4
+    measure digits batch_size=64,256 --plan one --plan replicate=2
+    measure digits --why
+    lr-find digits --steps 60
+    engines
+    tasks digits
+    gpus
+    fetch cifar10 --data data --dry-run
+    data index train.tar
+    data check images/
+    data pack images/ --out shards --short 256
+    data stage shards --out /tmp/shards
+    data bench shards
+    queue
+    logs runs/first --follow
+    wait runs/first
+    cancel runs/first
+    sites narval
+    doctor --plan shard=8
+    evaluate runs/first --split test
+    predict runs/first new.npy --out predicted.npy
+    export runs/first --out program
+    completion bash
+"""
+"""Commands that are shown at the end of a command's help; those whose docstring has some are not here."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -96,7 +135,20 @@ class TranslatedHelp:
         return InlineText(Text(parts), force_empty_end=getattr(description, "force_empty_end", False))
 
 
-def set_formatter(app: App) -> None:
-    """Makes `app` show its help in the user's language."""
-    texts = catalogue_of(chosen_language(), getattr(sys.stdout, "encoding", None) or "utf-8")
-    app.help_formatter = TranslatedHelp(text=texts.text)
+def set_formatter(app: App, language: str | None = None) -> None:
+    """Makes `app` show its help in a language, the user's by default, with examples at the end."""
+    encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
+    text = catalogue_of(language or chosen_language(), encoding).text
+    app.help_formatter = TranslatedHelp(text=text)
+    for name, lines in examples().items():
+        command = functools.reduce(lambda parent, word: parent[word], name.split(), app)
+        command.help_epilogue = "\n".join([f"{text(EXAMPLES_TITLE)}:", *(f"  {line}" for line in lines)])
+
+
+def examples() -> dict[str, list[str]]:
+    """Returns the examples of each command: {"data pack": ["grappe data pack images/ --out shards --short 256"]}."""
+    by_command: dict[str, list[str]] = {}
+    for line in EXAMPLES.split("\n    ")[1:]:
+        words = line.split()
+        by_command.setdefault(" ".join(words[: 1 + (words[0] == "data")]), []).append(f"grappe {line.strip()}")
+    return by_command
