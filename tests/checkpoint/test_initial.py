@@ -170,5 +170,5 @@ def test_an_older_checkpoint_of_a_run_is_said(tmp_path) -> None:
 
 
 def test_too_little_memory_for_the_whole_model_is_said_with_its_size(tmp_path: Path) -> None:
-    with pytest.raises(OutOfMemory, match=r"whatever the plan, with 4 MB of parameters\. Small\.model\(\) ran out"):
+    with pytest.raises(OutOfMemory, match=r"under any plan, with 4 MB of parameters\. Small\.model\(\) ran out"):
         build(Small(goes="need", width=250_000), tmp_path / "checkpoints", None)

@@ -26,7 +26,7 @@ from tests.training.test_training import train
         (["follow", "nowhere"], "nowhere is not a run"),
         (["curves", "nowhere"], "nowhere is not a run"),
         (["curves"], "no run given"),
-        (["train", "digits", "--log", "visdom"], "there is tensorboard, wandb"),
+        (["train", "digits", "--log", "visdom"], "there is mlflow, tensorboard, trackio, wandb"),
         (["train", "digits", "--profile", "7"], "there are process 0 to 0"),
         (["train", "digits", "--profile", "first"], "--profile=first"),
         (["train", "digits", "--profile-steps", "0"], "--profile-steps=0"),

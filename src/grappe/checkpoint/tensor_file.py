@@ -200,6 +200,10 @@ class TensorFiles:
         """The whole tensor's shape."""
         return self._shapes[name]
 
+    def dtype(self, name: str) -> torch.dtype:
+        """The tensor's type, from its file's header."""
+        return self._places[name][0][0].dtype(name)
+
     def read(self, name: str) -> Tensor:
         """The whole tensor, on the CPU."""
         shape, places = self._shapes[name], self._places[name]

@@ -32,6 +32,10 @@ class Weights(Protocol):
         """The whole tensor's shape."""
         ...
 
+    def dtype(self, name: str) -> torch.dtype:
+        """The tensor's type, without reading it."""
+        ...
+
     def read(self, name: str) -> Tensor:
         """The whole tensor, on the CPU."""
         ...
@@ -55,6 +59,9 @@ class InMemory:
 
     def shape(self, name: str) -> tuple[int, ...]:
         return tuple(self._tensors[name].shape)
+
+    def dtype(self, name: str) -> torch.dtype:
+        return self._tensors[name].dtype
 
     def read(self, name: str) -> Tensor:
         return self._tensors[name]
@@ -81,6 +88,9 @@ class Renamed:
 
     def shape(self, name: str) -> tuple[int, ...]:
         return self._weights.shape(self._names[name])
+
+    def dtype(self, name: str) -> torch.dtype:
+        return self._weights.dtype(self._names[name])
 
     def read(self, name: str) -> Tensor:
         return self._weights.read(self._names[name])
@@ -120,13 +130,12 @@ def read_into(target: Tensor, weights: Weights, name: str) -> None:
         local.copy_(weights.read_part(name, shape, offset))
 
 
-def smallest_types(model: nn.Module, weights: Weights) -> tuple[torch.dtype, torch.dtype]:
-    """Returns the type of the model's smallest decimal parameter, and its type in `weights`."""
-    decimal = {name: p for name, p in model.named_parameters() if p.is_floating_point() and p.numel()}
-    if not decimal:
-        return torch.float32, torch.float32
-    name = min(decimal, key=lambda name: decimal[name].numel())
-    return decimal[name].dtype, weights.read(name).dtype
+def decimal_types(model: nn.Module, weights: Weights) -> tuple[torch.dtype, torch.dtype]:
+    """Returns the type of the model's first decimal parameter, and its type in `weights`."""
+    for name, parameter in model.named_parameters():
+        if parameter.is_floating_point() and name in weights:
+            return parameter.dtype, weights.dtype(name)
+    return torch.float32, torch.float32
 
 
 def full_tensor(tensor: Tensor) -> Tensor:

@@ -90,7 +90,7 @@ def png_header(height: int, width: int, bits: int = 8) -> bytes:
         (b"GIF89a....", "neither JPEG nor PNG: it begins with 47 49 46 38"),
         (frame(65500, 65500), f"65500 x 65500 pixels: more than {MOST_PIXELS:,} are not decoded"),
         (png_header(65500, 65500), "65500 x 65500 pixels: more than"),
-        (frame(0, 100), "says 100 x 0 pixels"),
+        (frame(0, 100), "gives 100 x 0 pixels"),
         (frame(100, 100, channels=2), "JPEG of 2 channels of 8 bits"),
         (frame(100, 100, bits=12), "of 12 bits"),
         (frame(100, 100, code=0xC3), "a rare kind"),

@@ -87,7 +87,7 @@ def test_a_damaged_or_unfinished_run_is_told_of_without_an_error(run: Run, tmp_p
 
 
 def test_a_report_has_both(run: Run) -> None:
-    (shown,) = gather([run.folder])["runs"]
+    (shown,) = gather([run.folder], foresee=True)["runs"]
     assert shown["foreseen"]["states_error"] == 0
     assert shown["foreseen"]["peak_measured"] > shown["foreseen"]["states"]
 

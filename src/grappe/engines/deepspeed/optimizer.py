@@ -93,6 +93,9 @@ class _Changed(InMemory):
     def shape(self, name: str) -> tuple[int, ...]:
         return super().shape(name) if name in self._added else self._weights.shape(name)
 
+    def dtype(self, name: str) -> torch.dtype:
+        return super().dtype(name) if name in self._added else self._weights.dtype(name)
+
     def read(self, name: str) -> Tensor:
         return super().read(name) if name in self._added else self._weights.read(name)
 

@@ -19,9 +19,9 @@ from grappe.checkpoint.weights import (
     OPTIMIZER,
     ModelWeights,
     Weights,
+    decimal_types,
     full_tensor,
     read_into,
-    smallest_types,
     without,
 )
 from grappe.launch.world import World
@@ -194,7 +194,7 @@ class ModelState:
                 name, _, key = full.removeprefix(OPTIMIZER).rpartition(".")
                 keys.setdefault(name, []).append(key)
         optimizers = wrapped(self._optimizer)
-        now, before = smallest_types(self._model, ModelWeights(saved.tensors))
+        now, before = decimal_types(self._model, ModelWeights(saved.tensors))
         casts = (before, now) if {before, now} == {torch.float32, torch.float64} else None
         groups = {id(p): group for group in self._optimizer.param_groups for p in group["params"]}
         for name, parameter in self._stepped or self._model.named_parameters():
