@@ -46,7 +46,7 @@ def test_what_is_raised_is_found_with_its_parts(tmp_path: Path) -> None:
                 raise UsageError(f"which run? {USAGE}")
             if run == "a b c":
                 raise UsageError(f"no run {run!r}: {nearest(run)}")
-            note("this is said to nobody")
+            log("this is said to nobody")
             raise RunError(
                 f"{run.folder}: {count:,} checkpoint{'s' if count != 1 else ''} of {len(run)}, "
                 + reason

@@ -90,7 +90,7 @@ class Whole(Images):
 
 
 def test_no_units_are_refused_with_the_way_to_give_them() -> None:
-    with pytest.raises(PlanError, match=r"Whole does not say what its model is made of. Give it units\(model\)"):
+    with pytest.raises(PlanError, match=r"Whole has no units\(model\). Define it to return the blocks"):
         cut_into_stages(Whole(), Whole().model(), 2, IMAGES)
 
 
