@@ -20,7 +20,7 @@ ODD = {
     "pixel": jpeg(part(4, 1, 1)),
 }
 BAD = {
-    "bomb": (frame(65500, 65500), "its header says 65500 x 65500 pixels: more than"),
+    "bomb": (frame(65500, 65500), "its header gives 65500 x 65500 pixels: more than"),
     "cut": (jpeg(part(5))[:-300], "damaged or cut off"),
     "empty": (b"", "the file is empty"),
     "text": (b"<html>not found</html>", "neither JPEG nor PNG"),
