@@ -109,6 +109,7 @@ def test_the_json_has_the_total_of_each_plan() -> None:
 
 
 def test_the_plans_are_a_data_frame() -> None:
+    pytest.importorskip("pandas")
     table = PLANS.to_pandas()
     assert list(table["plan"]) == ["one process", "replicate=2", "shard=2", "shard=4", "tensor=2"]
     assert table["memory"][1] == 2 * 10**9 and table["step"][1] == 0.6 and table["hours"][1] == 0.6
