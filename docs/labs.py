@@ -97,7 +97,11 @@ def _solutions_folded(book: dict[str, Any]) -> dict[str, Any]:
 
 
 def _joined(outputs: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Joins what was written to one stream without a pause; the kernel cuts it anywhere."""
+    """Joins what was written to one stream without a pause; the kernel cuts it anywhere.
+
+    What is written to the standard error is left out: warnings of libraries, with paths of the machine.
+    """
+    outputs = [output for output in outputs if output.get("name") != "stderr"]
     joined: list[dict[str, Any]] = []
     for output in outputs:
         if joined and "text" in output and output.get("name") == joined[-1].get("name"):
