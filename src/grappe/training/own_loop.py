@@ -491,7 +491,7 @@ class Loop:
         if error is None:
             self._flush()
         if self._folder is not None:
-            self._folder.close(self.step, error, interrupted=interrupted, timing=self.chronometer.timing())
+            self._folder.close(self.step, error, interrupted=interrupted)
         if error is None:
             self.world.barrier()
 

@@ -2,35 +2,27 @@
 
 from __future__ import annotations
 
-import contextlib
-import platform
-import secrets
 import sys
-import time
 from collections.abc import Mapping
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from grappe.checkpoint.format import Checkpoint, Retention
 from grappe.checkpoint.lease import Lease
 from grappe.checkpoint.saver import Saver
 from grappe.data.batch import Batch
-from grappe.errors import GrappeError, RunError
-from grappe.errors.foreign_text import printable
+from grappe.errors import RunError
 from grappe.launch import files
 from grappe.launch.terminal import say
-from grappe.launch.world import World, processor
+from grappe.launch.world import World
 from grappe.plan import Plan
-from grappe.profiling.chronometer import StepTimes
 from grappe.step.scores import Scores
-from grappe.training.run import DONE, FAILED, MOST_OF_REASON, PARTS, Run
+from grappe.training.run import DONE, Run, restarted, start_facts
 from grappe.training.watchers.base import Record, RunInfo
 from grappe.training.watchers.curves import Curves
-from grappe.words import host_name
 
 NO_EPOCH = 1 << 62  # steps: a loop's epochs need not be alike, so the curves sum up none
 
@@ -47,7 +39,9 @@ class LoopFolder:
 
     def __init__(self, folder: Path, plan: Plan, world: World, seed: int) -> None:
         self._world = world
+        self._path = folder
         self._run: Run | None = None
+        self._samples = 0
         self._lease: Lease | None = None
         answer: tuple[str, str, int | None] | RunError = ("", "", None)
         if world.rank == 0:
@@ -58,14 +52,13 @@ class LoopFolder:
         answer = world.share(answer)
         if isinstance(answer, RunError):
             raise answer
-        token, run_id, step = answer
+        self._token, run_id, step = answer
         self.checkpoint: Checkpoint | None = None if step is None else Run(folder).choose(step).checkpoint
         """From which the loop resumes; None: it is new."""
         may_commit = self._lease.check if self._lease is not None else lambda: None
-        self._saver = Saver(folder / "checkpoints", world, token, Retention(), may_commit, run=run_id)
+        self._saver = Saver(folder / "checkpoints", world, self._token, Retention(), may_commit, run=run_id)
         self._waiting: list[Record] = []
         """Steps whose losses are still being summed up."""
-        self._samples = 0
         self._curves: Curves | None = None
         if self._run is not None:
             self._curves = Curves()
@@ -86,41 +79,28 @@ class LoopFolder:
         self._lease = lease = Lease(folder)
         lease.take()
         try:
-            for name in PARTS:
-                files.refuse_link(folder / name)
+            run.clear()
             newest = run.choose(description=before).checkpoint
             step = None if newest is None else newest.step
             if not new:
-                for name in (FAILED, DONE):
-                    files.remove(folder / name)
-                kept = {name: before[name] for name in ("started", "host", "id") if name in before}
-                restarts = before.get("restarts", 0) + 1
-                now = {**before, **now, **kept, "restarts": restarts}
+                files.remove(folder / DONE)
+                now = restarted(before, now)
                 run.write_description(now)
                 run.cut_back(step or 0)
+                self._samples = run.last_record("step").get("samples", 0)
         except BaseException:
             lease.release()
             raise
         return lease.token, str(now["id"]), step
 
     def _description(self, plan: Plan, seed: int) -> dict[str, Any]:
-        world = self._world
         return {
             "task": Path(sys.argv[0]).name or "notebook",
             "class": "Loop",
             "fields": {},
             "plan": str(plan),
             "seed": seed,
-            "processes": world.size,
-            "threads": world.threads,
-            "device": world.device.type,
-            "processor": processor(world.device),
-            "host": host_name(),
-            "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
-            "versions": {"grappe": version("grappe"), "torch": torch.__version__, "python": platform.python_version()},
-            "restarts": 0,
-            "status": "running",
-            "id": secrets.token_hex(16),
+            **start_facts(self._world, version("grappe")),
         }
 
     def _info(self, plan: Plan, start: int) -> RunInfo:
@@ -133,7 +113,7 @@ class LoopFolder:
 
     def stepped(self, step: int, batch: Batch, lr: float, seconds: float) -> None:
         """Notes a step, whose losses come with a later call of `reduced`."""
-        self._samples = self._samples + batch.samples
+        self._samples += batch.samples
         self._waiting.append(
             Record(step, batch.epoch, self._samples, 0.0, lr, seconds, norm=None, skipped=False, flag=0.0)
         )
@@ -171,26 +151,20 @@ class LoopFolder:
         if problem is not None:
             raise RunError(problem)
 
-    def close(self, step: int, error: BaseException | None, *, interrupted: bool, timing: StepTimes) -> None:
+    def close(self, step: int, error: BaseException | None, *, interrupted: bool) -> None:
         """Writes how the run has ended, and gives it free. Collective without an error."""
         try:
             if error is None:
                 self.wait()
         finally:
             self._saver.close()
-            if self._run is not None:
-                self._end(self._run, step, error, interrupted, timing)
+            if self._curves is not None:
+                self._curves.ended(None)
+            if error is not None and not isinstance(error, SystemExit):
+                Run(self._path).note_failure(error, self._token)
+            elif self._run is not None:
+                self._run.describe(status="interrupted" if interrupted else "finished", step=step)
+                if not interrupted:
+                    self._run.finish()
             if self._lease is not None:
                 self._lease.release()
-
-    def _end(self, run: Run, step: int, error: BaseException | None, interrupted: bool, timing: StepTimes) -> None:
-        if self._curves is not None:
-            self._curves.ended(None)
-        if error is not None and not isinstance(error, SystemExit):
-            reason = str(error) if isinstance(error, GrappeError) else f"{type(error).__name__}: {error}"
-            with contextlib.suppress(OSError, RunError):
-                files.replace(run.folder / FAILED, printable(reason, MOST_OF_REASON).encode())
-            return
-        run.describe(status="interrupted" if interrupted else "finished", step=step)
-        if not interrupted:
-            run.finish()

@@ -24,8 +24,10 @@ from grappe.launch.files import IN_PART
 from grappe.launch.folders import RUNS
 from grappe.table import Table, Tabular, frame
 from grappe.training.plot import Plot
+from grappe.words import host_name
 
 if TYPE_CHECKING:
+    from grappe.launch.world import World
     from grappe.step.scores import Scores
 
 DESCRIPTION = "run.json"
@@ -250,23 +252,40 @@ class Run(Tabular):
         """Marks the training as finished."""
         files.replace(self.folder / DONE, b"")
 
-    @contextlib.contextmanager
-    def noting_failure(self, token: str) -> Iterator[None]:
-        """Context of a start, in each of its processes: writes down the first error that ends it.
+    def clear(self) -> None:
+        """Makes room for a start that holds the lease: removes an earlier one's failure and unfinished saves.
+
+        Raises:
+            RunError: a link is in the place of a part of the run.
+        """
+        for name in PARTS:
+            files.refuse_link(self.folder / name)
+        files.remove(self.folder / FAILED)
+        for entry in leftovers(self.checkpoints):
+            with contextlib.suppress(OSError):
+                files.remove_tree(entry, IN_PART)
+
+    def note_failure(self, error: BaseException, token: str) -> None:
+        """Writes down an error that ends a start, if it is the first.
 
         Args:
             token: the lease's; a start that has lost the lease to another writes nothing.
         """
+        if is_taken_over(self.folder, token):
+            return  # the run's state is the other start's
+        reason = str(error) if isinstance(error, GrappeError) else f"{type(error).__name__}: {error}"
+        with contextlib.suppress(OSError, RunError):  # another process has failed before, say
+            files.replace(self.folder / FAILED, printable(reason, MOST_OF_REASON).encode(), new=True)
+
+    @contextlib.contextmanager
+    def noting_failure(self, token: str) -> Iterator[None]:
+        """Context of a start, in each of its processes: notes the first error that ends it, as `note_failure` does."""
         try:
             yield
         except Exception as error:
             if isinstance(error, PlanError) and not files.kind(self.folder / METRICS):
                 raise  # a new run is taken back
-            if is_taken_over(self.folder, token):
-                raise  # the run's state is the other start's
-            reason = str(error) if isinstance(error, GrappeError) else f"{type(error).__name__}: {error}"
-            with contextlib.suppress(OSError, RunError):  # another process has failed before, say
-                files.replace(self.folder / FAILED, printable(reason, MOST_OF_REASON).encode(), new=True)
+            self.note_failure(error, token)
             raise
 
     def read_status(self, description: Mapping[str, Any]) -> str:
@@ -331,6 +350,38 @@ class Run(Tabular):
             made.undo()
             raise
         return cls(folder), made
+
+
+def start_facts(world: World, version: str) -> dict[str, Any]:
+    """Returns the entries of a new run.json that tell of its start: where, when and with which versions.
+
+    Args:
+        version: grappe's.
+    """
+    import platform
+
+    import torch
+
+    from grappe.launch.world import processor
+
+    return {
+        "processes": world.size,
+        "threads": world.threads,
+        "device": world.device.type,
+        "processor": processor(world.device),
+        "host": host_name(),
+        "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+        "versions": {"grappe": version, "torch": torch.__version__, "python": platform.python_version()},
+        "restarts": 0,
+        "status": "running",
+        "id": secrets.token_hex(16),
+    }
+
+
+def restarted(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the content of a run.json after a restart; the run keeps the time and place of its first start."""
+    kept = {name: before[name] for name in ("started", "host", "id") if name in before}
+    return {**before, **now, **kept, "restarts": before.get("restarts", 0) + 1}
 
 
 class Made:

@@ -4,33 +4,26 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import platform
-import secrets
-import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
-
 import grappe
 from grappe.checkpoint.commit import OLDER
 from grappe.checkpoint.foreign_training import Begin
-from grappe.checkpoint.format import Checkpoint, leftovers, list_checkpoints, step_folder
+from grappe.checkpoint.format import Checkpoint, list_checkpoints, step_folder
 from grappe.checkpoint.initial import build
 from grappe.checkpoint.lease import Lease
 from grappe.data.batch import stored_in
 from grappe.errors import GrappeError, PlanError, RunError
 from grappe.errors.user_code import naming_user_line
 from grappe.launch import files
-from grappe.launch.files import IN_PART
-from grappe.launch.world import World, processor
+from grappe.launch.world import World
 from grappe.plan import Plan
 from grappe.task import Task
 from grappe.tasks import defaults
-from grappe.training.run import FAILED, METRICS, PARTS, Made, Run, new_folder
+from grappe.training.run import METRICS, Made, Run, new_folder, restarted, start_facts
 from grappe.training.task_reference import field_texts, same_task, source_hash, write_record
-from grappe.words import host_name
 
 ORDER = ("batch_size", "seed")  # the order of samples depends on these, and on the dataset's length
 
@@ -151,12 +144,7 @@ def _start(request: RunRequest, world: World) -> tuple[Path, dict[str, Any], int
 def _begin(
     run: Run, request: RunRequest, before: dict[str, Any], now: dict[str, Any], new: bool
 ) -> tuple[dict[str, Any], int, tuple[str, ...]]:
-    for name in PARTS:
-        files.refuse_link(run.folder / name)
-    files.remove(run.folder / FAILED)  # of the start before
-    for entry in leftovers(run.checkpoints):
-        with contextlib.suppress(OSError):
-            files.remove_tree(entry, IN_PART)
+    run.clear()
     chosen = run.choose(description=before)
     checkpoint, taken_over = chosen.checkpoint, ()
     if checkpoint is None and any(OLDER in why for why in chosen.passed_over):
@@ -173,13 +161,9 @@ def _begin(
         assert checkpoint is not None, "what was built just now verifies"
     changes = tuple(changed(before, now, defaults(type(request.task))))
     _refuse_another_order(run, before, now, checkpoint.step)
-    restarts = before.get("restarts", 0) + 1
-    kept = {name: before[name] for name in ("started", "host", "id") if name in before}
-    history = [
-        *before.get("changes", []),
-        *(f"restart {restarts} at step {checkpoint.step}: {change}" for change in changes),
-    ]
-    described = {**before, **now, **kept, "restarts": restarts, "status": "running", "changes": history}
+    described = restarted(before, now)
+    place = f"restart {described['restarts']} at step {checkpoint.step}"
+    described["changes"] = [*before.get("changes", []), *(f"{place}: {change}" for change in changes)]
     run.write_description(described)
     run.cut_back(checkpoint.step)
     notes = (*chosen.passed_over, *taken_over)
@@ -259,15 +243,6 @@ def description(request: RunRequest, world: World) -> dict[str, Any]:
         "dataset": request.dataset,
         "sampling": request.sampling,
         "source": source_hash(task),
-        "processes": world.size,
-        "threads": world.threads,
-        "device": world.device.type,
-        "processor": processor(world.device),
-        "host": host_name(),
-        "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
-        "versions": {"grappe": grappe.__version__, "torch": torch.__version__, "python": platform.python_version()},
-        "restarts": 0,
-        "status": "running",
-        "id": secrets.token_hex(16),
+        **start_facts(world, grappe.__version__),
         **request.labels,
     }
