@@ -56,17 +56,27 @@ def parallelize(
     if plan.tensor > 1:
         split_tensors(model, task, plan, world)
     for part, inside in keep(model, units):
-        if plan.recompute:
-            checkpoint_activations(inside or [part])
-        if plan.compile:
-            compile_units(inside or [part], plan)
-        if plan.uses_fsdp:
-            shard(part, inside, plan, world)
+        prepare_units(part, inside, plan, world)
     fill(model, weights, world.device, offloaded=plan.offload == "cpu")
+    prepare_filled(model, plan, world)
+    return model.train()
+
+
+def prepare_units(model: nn.Module, units: Sequence[nn.Module], plan: Plan, world: World) -> None:
+    """Recomputes, compiles and shards each unit as the plan says; without units the model as a whole. Collective."""
+    if plan.recompute:
+        checkpoint_activations(units or [model])
+    if plan.compile:
+        compile_units(units or [model], plan)
+    if plan.uses_fsdp:
+        shard(model, units, plan, world)
+
+
+def prepare_filled(model: nn.Module, plan: Plan, world: World) -> None:
+    """Does to a model what it needs its values for: scalars' sums, channels last, synchronised batch normalisation."""
     if plan.uses_fsdp:
         sum_scalars(model, world)
     if plan.channels_last and not plan.uses_fsdp:  # FSDP2 refuses parameters that are not contiguous
         model.to(memory_format=torch.channels_last)  # pyrefly: ignore
     if plan.batchnorm == "sync" and world.data_group is not None:
         synchronise_batchnorm(model, world.data_group)
-    return model.train()

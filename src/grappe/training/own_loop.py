@@ -37,11 +37,11 @@ from grappe.errors import EXIT_INTERRUPTED, PlanError, UsageError
 from grappe.launch.rank import ProcessRank, rank_from_environment
 from grappe.launch.signals import StopSignal
 from grappe.launch.world import World, join
-from grappe.parallel.activation_checkpointing import checkpoint_activations, switch_off_caches
-from grappe.parallel.batchnorm import buffers_agreed, ignoring_padding, synchronise_batchnorm
-from grappe.parallel.compile import compile_units
+from grappe.parallel.activation_checkpointing import switch_off_caches
+from grappe.parallel.batchnorm import buffers_agreed, ignoring_padding
 from grappe.parallel.gradient_average import GradientAverage
-from grappe.parallel.shard import reshard, shard, sum_scalars
+from grappe.parallel.parallelize import prepare_filled, prepare_units
+from grappe.parallel.shard import reshard
 from grappe.parallel.units import repeated_blocks
 from grappe.plan import AnyPlan, Plan, as_plan
 from grappe.private_api.torch import tree_map
@@ -196,16 +196,8 @@ class Loop:
             dist.broadcast(tensor.detach(), 0)
         if plan.recompute:
             switch_off_caches(model)
-            checkpoint_activations(blocks or [model])
-        if plan.compile:
-            compile_units(blocks or [model], plan)
-        if plan.uses_fsdp:
-            shard(model, blocks, plan, world)
-            sum_scalars(model, world)
-        elif plan.channels_last:
-            model.to(memory_format=torch.channels_last)  # pyrefly: ignore
-        if plan.batchnorm == "sync" and world.data_group is not None:
-            synchronise_batchnorm(model, world.data_group)
+        prepare_units(model, blocks, plan, world)
+        prepare_filled(model, plan, world)
         if plan.precision == "bf16":
             _in_lower_precision(model, autocast(plan.precision, self.device))
 
