@@ -70,6 +70,11 @@ def number(value: object) -> float:
     return float(value)
 
 
+def entries(value: object) -> dict[str, Any]:
+    """The dictionary that a file has in a place; {} where it has something else there."""
+    return value if isinstance(value, dict) else {}
+
+
 def _text(foreign: object) -> str:
     if isinstance(foreign, str):
         return foreign

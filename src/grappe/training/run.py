@@ -18,7 +18,7 @@ from grappe.checkpoint.format import Choice, leftovers, refuse_package, select
 from grappe.checkpoint.lease import FILE as LEASE
 from grappe.checkpoint.lease import STALE_SECONDS, Lease, is_taken_over
 from grappe.errors import GrappeError, PlanError, RunError
-from grappe.errors.foreign_text import number, printable
+from grappe.errors.foreign_text import entries, number, printable
 from grappe.launch import files
 from grappe.launch.files import IN_PART
 from grappe.launch.folders import RUNS
@@ -212,12 +212,12 @@ class Run(Tabular):
         """
         rows = []
         for cost in self.read_description().get("costs", []):
-            timing, peak = _entries(cost, "timing"), _entries(cost, "peak")
-            medians = {"step": _entries(timing, "step"), **_entries(timing, "phases")}
+            timing, peak = entries(cost.get("timing")), entries(cost.get("peak"))
+            medians = {"step": entries(timing.get("step")), **entries(timing.get("phases"))}
             rows.append(
                 {name: cost.get(name) for name in ("rank", "host", "device")}
-                | {"peak": peak.get("device", peak.get("host")), **_entries(cost, "held")}
-                | {name: number(_entries(medians, name).get("median")) for name in medians}
+                | {"peak": peak.get("device", peak.get("host")), **entries(cost.get("held"))}
+                | {name: number(entries(medians.get(name)).get("median")) for name in medians}
             )
         return frame(rows)
 
@@ -461,12 +461,6 @@ def _of_name(folder: Path) -> Path:
     if len(named) > 1:
         raise RunError(f"{len(named)} runs have the name {folder}: give a folder: {', '.join(map(str, named[:3]))}")
     return named[0] if named else folder
-
-
-def _entries(parent: Mapping[str, Any], name: str) -> dict[str, Any]:
-    """Returns an entry of run.json that should be an object; {} where it is none."""
-    entry = parent.get(name)
-    return entry if isinstance(entry, dict) else {}
 
 
 def _value(record: Mapping[str, Any], name: str) -> float:

@@ -15,7 +15,7 @@ from rich.live import Live
 from rich.table import Table
 
 from grappe.errors import RunError
-from grappe.errors.foreign_text import number, spreadsheet_cell
+from grappe.errors.foreign_text import entries, number, spreadsheet_cell
 from grappe.launch import files
 from grappe.launch.safe_console import SafeConsole, fact_table
 from grappe.profiling.phases import PHASES
@@ -118,8 +118,7 @@ class RunView:
             rows.append(("memory", f"{_sum(used.get('memory')) / 1e6:,.0f} MB at most"))
         if watts := _sum(used.get("watts")):
             rows.append(("power", f"{watts:,.0f} W"))
-        phases: Any = used.get("phases")
-        phases = phases if isinstance(phases, dict) else {}
+        phases = entries(used.get("phases"))
         seconds = {name: number(phases.get(name)) for name in PHASES}
         total = sum(map(number, phases.values()))
         parts = [f"{name} {spent / total:.0%}" for name, spent in seconds.items() if total and spent / total > 0.005]

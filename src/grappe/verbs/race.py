@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from grappe.errors import RunError, UsageError
-from grappe.errors.foreign_text import number
+from grappe.errors.foreign_text import entries, number
 from grappe.training.run import Run, all_runs
 from grappe.words import filled_table, format_number, plan_name
 
@@ -152,11 +152,9 @@ def _costs(run: Run, about: dict[str, Any], crossing: float) -> dict[str, float 
         until, total = until + share * seconds, total + seconds
         if share == 1.0:
             samples = number(record.get("samples"))
-    used: Any = about.get("used")
-    used = used if isinstance(used, dict) else {}
+    used = entries(about.get("used"))
     part = until / total if total else 0.0
-    joules = used.get("joules")
-    values = joules.values() if isinstance(joules, dict) else ()
+    values = entries(used.get("joules")).values()
     measured = [value for value in values if isinstance(value, int | float)]
     return {
         "time": until,

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from grappe.training.watchers.base import Watcher
-from grappe.training.watchers.logger import Logger
+from grappe.training.watchers.logger import Logger, settings_of
 
 
 class Trackio(Logger):
@@ -21,10 +21,10 @@ class Trackio(Logger):
         os.environ.setdefault("TRACKIO_DIR", str(folder.resolve() / self.name))  # it is read when trackio is imported
         import trackio  # pyrefly: ignore
 
-        values = {"task": description.get("task"), "plan": description.get("plan"), **description.get("fields", {})}
         project = os.environ.get("TRACKIO_PROJECT", "grappe")
         name = folder.resolve().name
-        self._run = trackio.init(project=project, name=name, config=values, resume="allow", embed=False)
+        config = settings_of(description)
+        self._run = trackio.init(project=project, name=name, config=config, resume="allow", embed=False)
 
     def scalars(self, rows: Sequence[tuple[int, Mapping[str, float]]]) -> None:
         for step, values in rows:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from grappe.checkpoint.commit import json_hash, read_json, write_json
 from grappe.errors import GrappeError, RunError
-from grappe.errors.foreign_text import printable
+from grappe.errors.foreign_text import entries, printable
 from grappe.launch import files
 from grappe.launch.terminal import progress
 from grappe.plan import Plan
@@ -101,9 +101,9 @@ def foreseen_run(run: Run, data: Path | None = None) -> ForeseenRun:
     costs = costs_of(description)
     if not costs:
         return dataclasses.replace(result, why="the training has measured nothing yet")
-    held = [sum(_bytes(_dict(cost.get("held")).get(name)) or 0 for name in STATES) for cost in costs]
+    held = [sum(_bytes(entries(cost.get("held")).get(name)) or 0 for name in STATES) for cost in costs]
     kind = "device" if result.device == "cuda" else "host"
-    peaks = [(_bytes(_dict(cost.get("peak")).get(kind)) or 0, _bytes(cost.get("baseline"))) for cost in costs]
+    peaks = [(_bytes(entries(cost.get("peak")).get(kind)) or 0, _bytes(cost.get("baseline"))) for cost in costs]
     peak, baseline = max(peaks, key=lambda pair: pair[0])
     try:
         sizes, step, why = _foreseen(run, description, data)
@@ -152,7 +152,7 @@ def _foreseen(run: Run, description: Mapping[str, Any], data: Path | None) -> tu
     if files.kind(file) == "file":
         with contextlib.suppress(RunError):
             written = read_json(file)
-            if written.get("of") == of and (not sheet or _dict(written.get("step")).get("from") == sheet):
+            if written.get("of") == of and (not sheet or entries(written.get("step")).get("from") == sheet):
                 content = written
     if content is None:
         reference = reference_of(run, asks=False)  # before a line says that it is traced
@@ -164,8 +164,8 @@ def _foreseen(run: Run, description: Mapping[str, Any], data: Path | None) -> tu
         with contextlib.suppress(OSError, RunError):
             write_json(file, {"of": of, **content})
     # A run is not trusted: only numbers of bytes and seconds are kept.
-    read = {name: _bytes(_dict(content.get("foreseen")).get(name)) for name in NAMES}
-    step = _dict(content.get("step"))
+    read = {name: _bytes(entries(content.get("foreseen")).get(name)) for name in NAMES}
+    step = entries(content.get("step"))
     seconds = seconds_from(step.get("seconds")) if sheet else None
     reason = "" if seconds is not None else why or printable(step.get("why") or "", 500)
     return {name: size for name, size in read.items() if size is not None}, seconds, reason
@@ -210,10 +210,6 @@ def _traced(
 
 def _bytes(value: object) -> int | None:
     return value if isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 1 << 60 else None
-
-
-def _dict(value: object) -> dict[str, Any]:
-    return value if isinstance(value, dict) else {}
 
 
 def _error(foreseen: float | None, measured: float | None) -> float | None:

@@ -11,7 +11,7 @@ from typing import Any
 
 from grappe.checkpoint.commit import read_json
 from grappe.errors import RunError
-from grappe.errors.foreign_text import number, printable
+from grappe.errors.foreign_text import entries, number, printable
 from grappe.training.run import SCORES, Run
 from grappe.words import plan_name
 
@@ -59,7 +59,7 @@ def compared(runs: Sequence[Run]) -> dict[str, Any]:
                 "best_step": step,
                 "loss": _value(records[-1], "loss") if records else None,
                 "training_loss": _value(run.last_record("step"), "loss"),
-                "test": _value({**test, **_dict(test.get("metrics"))}, metric),
+                "test": _value({**test, **entries(test.get("metrics"))}, metric),
                 "test_checkpoint": printable(test.get("checkpoint", ""), 200),
                 **{name: number(used.get(name)) or None for name in ("seconds", "gpu_hours", "core_hours")},
             }
@@ -75,7 +75,7 @@ def compared(runs: Sequence[Run]) -> dict[str, Any]:
 
 def _settings(description: Mapping[str, Any]) -> dict[str, str]:
     """Returns what a user chose for a run, as texts: task, plan and fields."""
-    fields = {printable(name, 60): printable(value, 200) for name, value in _dict(description.get("fields")).items()}
+    fields = {printable(name, 60): printable(value, 200) for name, value in entries(description.get("fields")).items()}
     task = Path(str(description.get("task") or "")).name
     return {"task": printable(task, 100), "plan": plan_name(description.get("plan")), **fields}
 
@@ -136,10 +136,6 @@ def _value(record: Mapping[str, Any], name: str) -> float | None:
 def _test(run: Run) -> dict[str, Any]:
     """Reads the test scores that `grappe evaluate` left in the run's folder; {}: there are none."""
     try:
-        return _dict(read_json(run.folder / SCORES).get("test"))
+        return entries(read_json(run.folder / SCORES).get("test"))
     except RunError:
         return {}
-
-
-def _dict(value: object) -> dict[str, Any]:
-    return value if isinstance(value, dict) else {}
