@@ -18,9 +18,8 @@ PATIENCE_SECONDS = 600
 
 
 def main() -> int:
-    """Everything lies in the folder that is given, runs/demo-TIME by default."""
-    folder = Path(sys.argv[1]) if len(sys.argv) > 1 else Path("runs") / time.strftime("demo-%Y%m%d-%H%M%S")
-    run = folder / "digits"
+    """The run is runs/demo-TIME, where `grappe runs` and `grappe report runs/*` find it."""
+    run = Path("runs") / time.strftime("demo-%Y%m%d-%H%M%S")
     train = ["train", "digits", "epochs=12", "--plan", PLAN, "--run", str(run)]
 
     say("1. Train LeNet on handwritten digits, on two processes; kill -9 in the middle", train)
