@@ -141,6 +141,8 @@ def set_formatter(app: App, language: str | None = None) -> None:
     text = catalogue_of(language or chosen_language(), encoding).text
     app.help_formatter = TranslatedHelp(text=text)
     for name, lines in examples().items():
+        if name.partition(" ")[0] not in app:
+            continue
         command = functools.reduce(lambda parent, word: parent[word], name.split(), app)
         command.help_epilogue = "\n".join([f"{text(EXAMPLES_TITLE)}:", *(f"  {line}" for line in lines)])
 
