@@ -22,10 +22,11 @@ from benchmarks.gpu.part import Part, Row, read_rows
 
 PARTS = {
     "draws": 40,
-    "parity": 240,
+    "parity": 300,
+    "own_loop": 180,
     "speed": 150,
     "block": 120,
-    "added": 60,
+    "added": 150,
     "saving": 120,
     "images": 150,
     "resume": 120,

@@ -18,7 +18,7 @@ from grappe.launch import rendezvous
 from grappe.launch.rank import ProcessRank
 from grappe.launch.world import choose_backend, choose_device, gather_into
 from grappe.plan import Plan
-from grappe.step.precision import set_tf32
+from grappe.step.precision import set_gpu_arithmetic
 
 STEPS = 8
 ALLOWED = 1e-5
@@ -34,7 +34,7 @@ def main(part: Part) -> None:
     backend = choose_backend(plan, device)
     rendezvous.start(process, backend, device, part.scratch, timedelta(seconds=60))
     # The same bits each time, as far as the libraries have them, in all digits.
-    set_tf32("fp32")
+    set_gpu_arithmetic("fp32")
     torch.backends.cudnn.deterministic = True
     try:
         _collectives(part, backend, device)

@@ -23,8 +23,14 @@ PLANS = {
     "engine=lightning": 1e-5,
     "compile": 1e-4,
     "compile,cuda_graphs": 1e-4,
+    "engine=deepspeed": 1e-5,
     "engine=deepspeed,shard=2": 1e-5,
+    "precision=fp64": 1e-5,
+    "precision=fp64,replicate=2": 1e-5,
+    "replicate=2,batchnorm=sync": 1e-5,
 }
+DROPPING = ("engine=textbook", "microbatches=4", "recompute", "replicate=2", "shard=2", "pipeline=2,microbatches=2")
+"""With dropout on: one process's draws under any plan."""
 ROUNDED = {"precision=tf32": 1e-2, "precision=bf16": 2e-2, "precision=fp16": 5e-3}
 """Fewer digits: over all tensors together, since a bias that began at 0 is mostly rounding."""
 EXACT = ("exact=2", "exact=2,replicate=2", "exact=2,shard=2")
@@ -53,6 +59,19 @@ def main(part: Part) -> None:
         )
     _exact(part, task)
     _overflow(part)
+    _dropout(part)
+
+
+def _dropout(part: Part) -> None:
+    """Trains with dropout: each plan draws what one process draws."""
+    task = Small(dropout=0.2)
+    reference = weights(train(part, task, "", "dropping", steps=STEPS).folder)
+    for plan in DROPPING:
+        run = tried(part, task, plan, f"dropping-{plan.replace(',', '-')}", steps=STEPS)
+        if run is not None:
+            gap = distance(reference, weights(run.folder))
+            text = f"{gap:.1e} from the plain process, 1e-05 allowed{sharing(part, plan)}"
+            part.check(f"{plan} with dropout", gap <= 1e-5, text, distance=gap)
 
 
 def _exact(part: Part, task: Small) -> None:

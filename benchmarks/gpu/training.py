@@ -28,7 +28,7 @@ def sharing(part: Part, plan: str) -> str:
     on = grappe.Plan.parse(plan_on(part, plan))
     if not part.on_gpu or on.per_device == 1:
         return ""
-    return ", MPS on" if mps.wanted(on) else f", MPS off (no {mps.PROGRAM} here)"
+    return ", MPS on" if mps.is_needed(on) else f", MPS off (no {mps.PROGRAM} here)"
 
 
 def train(

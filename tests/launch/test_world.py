@@ -102,6 +102,9 @@ def test_ranks_without_an_address() -> None:
 def test_backends() -> None:
     assert world.choose_backend(Plan(), CPU) == "gloo"
     assert world.choose_backend(Plan(per_device=2), torch.device("cuda", 0)) == "gloo"
+    for plan in ("pipeline=2,microbatches=2,per_device=2", "tensor=2,per_device=2"):  # SIGABRT and SIGSEGV in gloo
+        with pytest.raises(PlanError, match="give each process its own GPU"):
+            world.choose_backend(Plan.parse(plan), torch.device("cuda", 0))
 
 
 def test_nccl_is_the_choice_for_gpus() -> None:

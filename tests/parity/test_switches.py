@@ -6,6 +6,8 @@ import pytest
 import torch
 from torch import nn
 
+from grappe.data.batch import BatchRows
+from grappe.data.whole_batch_draws import whole_batch_draws
 from grappe.verbs.verify.batch_coupling import BatchCoupling, batch_coupled_modules
 from grappe.verbs.verify.random_ops import RandomOps
 from tests.parity.planted import Whitening
@@ -55,6 +57,34 @@ def test_what_couples_samples_is_found_whether_evaluation_stops_it_or_not() -> N
     x = torch.randn(5, 8)
     assert torch.allclose(alone(x)[2:3], alone(x[2:3]), atol=1e-6)
     assert not torch.allclose(Whitening()(x)[2:3], alone(x[2:3]), atol=1e-2)
+
+
+def test_cudnns_preparation_of_dropout_is_left_alone() -> None:
+    """It takes the rate, and refuses 0: an LSTM with dropout could not be verified on a GPU."""
+    library = torch.library.Library("aten", "IMPL", "Meta")
+    seen: list[float] = []
+
+    def prepared(dropout: float, train: bool, seed: int, **options: object) -> torch.Tensor:
+        seen.append(dropout)
+        return torch.empty(1, dtype=torch.uint8, device="meta")
+
+    library.impl("_cudnn_init_dropout_state", prepared)
+    with RandomOps(off=True):
+        torch.ops.aten._cudnn_init_dropout_state(0.2, True, 1, dtype=torch.uint8, device="meta")
+    assert seen == [0.2]
+
+
+@pytest.mark.parametrize("rows", [None, BatchRows(2, 4, 8)])
+def test_a_gpus_dropout_that_is_off_keeps_values_and_gradients(rows: BatchRows | None) -> None:
+    """On a GPU autograd keeps the rate for the backward, and a microbatch draws a mask for the whole batch."""
+    x = torch.rand(4, 8, requires_grad=True)
+    with RandomOps(off=True), whole_batch_draws(rows):
+        output = torch.native_dropout(x, 0.5, True)[0]
+        output.sum().backward()
+    assert torch.equal(output, x)
+    assert x.grad is not None and torch.equal(x.grad, torch.ones_like(x))
+    with whole_batch_draws(rows):
+        assert not torch.equal(torch.native_dropout(x, 0.5, True)[0], x)
 
 
 def test_a_normalisation_that_begins_at_zero_is_found() -> None:

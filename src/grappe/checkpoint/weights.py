@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Protocol
+from typing import Protocol, cast
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
@@ -140,9 +141,21 @@ def decimal_types(model: nn.Module, weights: Weights) -> tuple[torch.dtype, torc
 
 def full_tensor(tensor: Tensor) -> Tensor:
     """Returns the whole tensor on the CPU. Collective if the tensor is sharded."""
-    if isinstance(tensor, DTensor):
-        tensor = tensor.full_tensor()
-    return tensor.detach().cpu()
+    return gathered(tensor).detach().cpu()
+
+
+def gathered(tensor: Tensor) -> Tensor:
+    """Returns the whole tensor where its parts are. Collective if the tensor is sharded.
+
+    gloo gathers a DTensor's parts from the host's memory alone: of parts on a GPU torch 2.11 ended by SIGSEGV.
+    """
+    if not isinstance(tensor, DTensor):
+        return tensor
+    group = tensor.device_mesh.get_group(0)
+    if tensor.device.type == "cuda" and "cuda:nccl" not in dist.get_backend_config(group):
+        on_host = cast("DTensor", tensor.cpu())
+        return on_host.full_tensor().to(tensor.device)
+    return tensor.full_tensor()
 
 
 def kind_of(dtype: torch.dtype) -> str:

@@ -40,6 +40,12 @@ SAME_DRAWS: set[str] = set()
 """The operators of others than torch whose kernels drew the same numbers in every microbatch, in this process."""
 
 
+class MeanDraws:
+    """Whether a mode below replaces each draw by its mean, as verify does: dropout then keeps every value."""
+
+    on = False
+
+
 class _Now:
     """Not per thread, as InModel."""
 
@@ -193,6 +199,8 @@ def _native_dropout(operator: Any, tensor: Tensor, p: float, train: bool | None)
     if part is None:
         with _own_stream(operator, tensor, rows):
             return operator(tensor, p, train)
+    if MeanDraws.on:
+        return operator(tensor, p, train)
     with _drawing(part):  # cloned, or the whole batch's would be kept for backward
         mask = own_part(operator(_for_all(tensor.detach(), part), p, True)[1]).clone()
     return tensor * mask * (0.0 if p == 1.0 else 1.0 / (1.0 - p)), mask

@@ -32,7 +32,7 @@ from grappe.plan import Plan
 from grappe.profiling.phases import COMMUNICATION, UPDATE
 from grappe.step.clip import clipping, gradient_norm
 from grappe.step.loss import PAYLOAD_SIZE, StepResult, Sums
-from grappe.step.precision import LossScale, set_tf32
+from grappe.step.precision import LossScale, set_gpu_arithmetic
 from grappe.step.scores import Scores
 from grappe.step.task_contract import optimizer_of, schedule_of
 from grappe.task import overrides
@@ -57,7 +57,7 @@ class Horovod(Engine):
     def __init__(self, setup: EngineSetup) -> None:
         self._setup, self._task, self._world = setup, setup.task, setup.world
         self._hvd = _started(self._world)
-        set_tf32(setup.plan.precision)
+        set_gpu_arithmetic(setup.plan.precision)
         self._model = on_meta(self._task, stored_in(setup.plan))
         fill(self._model, setup.weights, self._world.device)
         named = trained_parameters(self._model)

@@ -36,7 +36,7 @@ from grappe.step.exact import rules as exact_rules
 from grappe.step.exact.sums import exact_sums
 from grappe.step.fast_paths import OptimizerStep, backward
 from grappe.step.loss import Loss, Roots, StepResult, Sums, loss_reduction
-from grappe.step.precision import LossScale, autocast, set_tf32
+from grappe.step.precision import LossScale, autocast, set_gpu_arithmetic
 from grappe.step.scores import Scores
 from grappe.step.task_contract import optimizer_of, schedule_of
 from grappe.task import overrides
@@ -74,7 +74,7 @@ class Native(Engine):
 
     def __init__(self, setup: EngineSetup) -> None:
         self._on_phase, self._plan = setup.observers.phase, setup.plan
-        set_tf32(setup.plan.precision)
+        set_gpu_arithmetic(setup.plan.precision)
         loss_scale = LossScale(setup.plan.precision)
         strategy: Gradients
         self._model: WholeModel | StagedModel

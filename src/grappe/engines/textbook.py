@@ -39,7 +39,7 @@ from grappe.step.clip import bounding, scale
 from grappe.step.exact import rules
 from grappe.step.exact.sums import Exact
 from grappe.step.loss import PAYLOAD_SIZE, StepResult, Sums
-from grappe.step.precision import set_tf32
+from grappe.step.precision import set_gpu_arithmetic
 from grappe.step.scores import Scores, make_losses
 from grappe.step.task_contract import optimizer_of, schedule_of
 from grappe.task import Task, overrides
@@ -165,7 +165,7 @@ class Textbook(Engine):
 
     def __init__(self, setup: EngineSetup) -> None:
         self._setup, self._task, self._world = setup, setup.task, setup.world
-        set_tf32(setup.plan.precision)  # switches it off
+        set_gpu_arithmetic(setup.plan.precision)  # switches it off
         self._model = get_params(self._task, setup.weights, self._world.device, stored_in(setup.plan))
         named = trained_parameters(self._model)
         self._parameters = [parameter for _, parameter in named]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
+import threading
 import time
 from datetime import timedelta
 from pathlib import Path
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 TIMEOUT = timedelta(minutes=30)
 PATIENCE_SECONDS = 120.0  # the nodes of a job may start far apart
 GRACE_SECONDS = 3.0
+THREADS = 8  # three of gloo's first group, two of each further one
 SERVING_SECONDS = 1.0
 
 
@@ -57,6 +59,8 @@ def start(
         store = _published_store(process, address, timeout)
     # FSDP's offload and our own objects need CPU collectives besides NCCL's.
     backends = f"cpu:gloo,cuda:{backend}" if device.type == "cuda" else backend
+    if process.size > 1:
+        _try_threads(process, store, timeout)
     dist.init_process_group(
         backends,
         store=store,
@@ -74,6 +78,26 @@ def start(
     secret = process.secret or authentication.shared_secret(process, store, rendezvous_folder)
     authentication.authenticate(process, secret)
     return secret
+
+
+def _try_threads(process: ProcessRank, store: Store, timeout: timedelta) -> None:
+    """Starts as many threads as the groups take, in all processes at once: gloo waits for ever for one it cannot start.
+
+    Raises:
+        RuntimeError: the system starts no further thread.
+    """
+    over = threading.Event()
+    tried = [threading.Thread(target=over.wait, daemon=True) for _ in range(THREADS)]
+    try:
+        for thread in tried:
+            thread.start()
+        if store.add("grappe/threads", 1) == process.size:
+            store.set("grappe/threads/all", "started")
+        store.wait(["grappe/threads/all"], timeout)
+    finally:
+        over.set()
+    for thread in tried:
+        thread.join()
 
 
 def claims_error_report(process: ProcessRank) -> bool:

@@ -236,6 +236,12 @@ def choose_backend(plan: Plan, device: torch.device) -> str:
         backend = "nccl" if device.type == "cuda" and plan.per_device == 1 else "gloo"
     if backend == "nccl" and device.type != "cuda":
         raise PlanError("backend=nccl moves data between GPUs, and this plan runs on the CPU: use backend=gloo")
+    if backend == "gloo" and device.type == "cuda" and plan.pipeline * plan.tensor > 1:
+        raise PlanError(
+            f"{'pipeline' if plan.pipeline > 1 else 'tensor'}= on GPUs sends activations from GPU to GPU, which gloo "
+            "cannot: give each process its own GPU (per_device=1, backend=nccl), or let processes share one with "
+            "replicate= or shard="
+        )
     available = {"gloo": dist.is_gloo_available, "nccl": dist.is_nccl_available, "mpi": dist.is_mpi_available}
     if not available[backend]():
         why = "torch's pip and conda builds have none; it needs one built from source against your MPI"

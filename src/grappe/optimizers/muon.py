@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from grappe.checkpoint.weights import gathered
 from grappe.errors import TaskError
 from grappe.optimizers.common import adam_direction, check, check_below_one, closure_loss, local_gradient, with_gradient
 from grappe.private_api.torch import local_shape_and_offset
@@ -133,7 +134,7 @@ def _gathered(part: Tensor, parameter: nn.Parameter) -> Tensor:
         return part
     mesh, placed = parameter.device_mesh, parameter.placements
     shape, stride = parameter.shape, parameter.stride()
-    return DTensor.from_local(part, mesh, placed, run_check=False, shape=shape, stride=stride).full_tensor()
+    return gathered(DTensor.from_local(part, mesh, placed, run_check=False, shape=shape, stride=stride))
 
 
 def _part(tensor: Tensor, parameter: nn.Parameter) -> Tensor:

@@ -24,6 +24,13 @@ def compile_package(program: Any, file: Path, options: dict[str, Any], scratch: 
         aoti_compile_and_package(program, package_path=str(file), inductor_configs=dict(options))
 
 
+def compiles_for_others() -> bool:
+    """Returns whether this torch can compile for another processor than this one: 2.11 cannot, 2.13 can."""
+    import torch._inductor.config
+
+    return hasattr(torch._inductor.config.cpp, "march")
+
+
 def load_package(file: Path) -> Callable[..., Any]:
     """Loads a package, a function of the program's leaves, which is native code: the caller must trust its origin."""
     from torch._inductor import aoti_load_package

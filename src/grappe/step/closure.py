@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import LBFGS, Optimizer
 
-from grappe.checkpoint.weights import InMemory, read_into
+from grappe.checkpoint.weights import InMemory, gathered, read_into
 from grappe.data.batch import Batch
 from grappe.errors import TaskError
 from grappe.launch.world import World
@@ -84,20 +84,20 @@ class WholeCopies:
 
     def __init__(self, sharded: NamedParameters, peers: dist.ProcessGroup | None = None) -> None:
         self._sharded, self._peers = sharded, peers
-        self.named = [(name, nn.Parameter(_gathered(parameter).clone())) for name, parameter in sharded]
+        self.named = [(name, nn.Parameter(gathered(parameter).clone())) for name, parameter in sharded]
 
     @torch.no_grad()
     def read(self) -> None:
         """Reads the weights from all processes' shards. Collective."""
         for (_, parameter), (_, copy) in zip(self._sharded, self.named, strict=True):
-            copy.copy_(_gathered(parameter))
+            copy.copy_(gathered(parameter))
 
     def read_gradients(self) -> None:
         """Reads the gradients from all processes' shards. Collective."""
         for (_, parameter), (_, copy) in zip(self._sharded, self.named, strict=True):
             copy.grad = None
             if (gradient := parameter.grad) is not None:
-                copy.grad = joined = _gathered(gradient).clone()
+                copy.grad = joined = gathered(gradient).clone()
                 if self._peers is not None and self._peers not in sharded_groups(gradient):
                     dist.broadcast(joined, group=self._peers, group_src=0)
 
@@ -106,11 +106,6 @@ class WholeCopies:
         weights = InMemory({name: copy.detach() for name, copy in self.named})
         for name, parameter in self._sharded:
             read_into(parameter.detach(), weights, name)
-
-
-def _gathered(tensor: Tensor) -> Tensor:
-    """Returns the whole tensor where it is. Collective if the tensor is sharded."""
-    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach()
 
 
 def copies_of(named: NamedParameters, world: World) -> WholeCopies | None:

@@ -49,7 +49,7 @@ from grappe.profiling.chronometer import Chronometer
 from grappe.profiling.phases import BACKWARD, CHECKPOINT, DATA, EVALUATION, FORWARD, UPDATE
 from grappe.step.closure import gradients_first, needs_closure
 from grappe.step.fast_paths import seed_dropout
-from grappe.step.precision import autocast, set_tf32
+from grappe.step.precision import autocast, set_gpu_arithmetic
 from grappe.task import Task
 from grappe.training.own_loop_folder import LoopFolder
 from grappe.training.own_loop_objects import KeptObjects
@@ -117,7 +117,7 @@ class Loop:
         self._seed, self._save_every = seed, save_every
         self._averaged = 1 if self.plan.uses_fsdp else self.world.data_size
         """What a sum of gradients is divided by when processes are averaged; FSDP2 does not divide."""
-        set_tf32(self.plan.precision)
+        set_gpu_arithmetic(self.plan.precision)
         self._pairs: list[_Pair] = []
         self._kept = KeptObjects()
         self._batch: Batch | None = None

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
+import grappe
 from grappe.checkpoint.format import Checkpoint, Retention
 from grappe.checkpoint.lease import Lease
 from grappe.checkpoint.saver import Saver
@@ -100,7 +100,7 @@ class LoopFolder:
             "fields": {},
             "plan": str(plan),
             "seed": seed,
-            **start_facts(self._world, version("grappe")),
+            **start_facts(self._world, grappe.__version__),
         }
 
     def _info(self, plan: Plan, start: int) -> RunInfo:

@@ -165,6 +165,31 @@ def test_the_verdict_on_a_gpu(
     assert f"keeps one NVIDIA A100 SXM4, 40 GB {busy / gpu:.0%} busy" in found and "--plan device=cpu" in found
 
 
+def test_without_a_site_a_machines_own_gpus_are_foreseen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stand-in for an H200: its name and memory, and the times of steps that would run on it."""
+    ran: list[tuple[str, str]] = []
+
+    def measured(task: Any, plan: Any, data: Path, *, seconds: float, device: str) -> StepTime:
+        ran.append((str(plan), device))
+        return StepTime(compute=0.01, spread=0.1, measured=True)
+
+    gpus = measured_step.LocalGpus(name="NVIDIA H200", memory=150 * 10**9, number=1)
+    monkeypatch.setattr(measured_step.LocalGpus, "find", lambda: gpus)
+    monkeypatch.setattr(measured_step, "measured_step", measured)
+    times = foresee("digits", ["", "replicate=2", "replicate=2,per_device=2", "device=cpu"])
+    assert ran == [("", "cuda"), ("replicate=2,per_device=2", "cuda"), ("device=cpu", "cpu")]
+    one, two, shared, cores = times.plans
+    assert "it takes 2 GPUs, and torch sees one GPU here" in two.why
+    assert one.cost is not None and one.cost.on_gpus and one.cost.kwh is not None
+    assert shared.cost is not None and shared.cost.unit_hours == one.cost.unit_hours
+    assert cores.cost is not None and not cores.cost.on_gpus
+    assert one.foreseen.fits and times.budget is not None and "this machine's NVIDIA H200" in times.budget.whose
+    assert (
+        "this model keeps NVIDIA H200 SXM, 141 GB" in times.notes[-1]
+        and "by its data sheet, of steps of 10.0 ms" in (times.notes[-1])
+    )
+
+
 def test_plain_plans_are_tried_first_and_each_number_of_processes_in_turn() -> None:
     plans = [Foreseen(plan=str(one), processes=one.processes, batch=8, needs=None) for one in candidates([1, 2, 4])]
     names = [one.plan for one in by_importance(plans)]
@@ -177,7 +202,7 @@ def test_steps_of_at_most_five_plans_that_fit_this_machine_are_run(monkeypatch: 
     """Plans of another batch size run at theirs."""
     ran: list[tuple[str, Any]] = []
 
-    def measured(task: Any, plan: Any, data: Path, *, seconds: float) -> StepTime:
+    def measured(task: Any, plan: Any, data: Path, *, seconds: float, device: str) -> StepTime:
         ran.append((str(plan), task.texts.get("batch_size")))
         if plan.microbatches > 1:
             raise PlanError("no step of it ended in 1 s")

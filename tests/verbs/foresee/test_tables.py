@@ -85,7 +85,9 @@ def test_the_answer_says_how_many_others_may_be_as_good() -> None:
 
 def test_gpu_hours_and_core_hours_are_not_compared() -> None:
     cores = [plan("device=cpu", 2.0, 1, 1), plan("device=cpu,replicate=2", 1.5, 2, 1)]
-    gpus = [dataclasses.replace(one, cost=dataclasses.replace(one.cost, kwh=0.1)) for one in PLANS.plans[:2]]  # type: ignore[type-var]
+    gpus = [
+        dataclasses.replace(one, cost=dataclasses.replace(one.cost, on_gpus=True, kwh=0.1)) for one in PLANS.plans[:2]
+    ]  # type: ignore[type-var]
     budget = MemoryBudget(whose="an A100", size=40 * 10**9)
     times = PlanTimes(plans=(*gpus, *cores), gpu="A100", budget=budget)
     assert [line.split(":")[0] for line in answer(times, "cheapest")] == ["Use one process", "Use device=cpu"]

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from grappe.data.augment.numbers import between, check_bytes, numbers, over_pixels
+from grappe.data.augment.numbers import between, check_bytes, numbers, over_pixels, quotient
 from grappe.errors import TaskError
 
 _BRIGHTNESS, _CONTRAST, _SATURATION, _HUE = range(4)
@@ -103,7 +103,7 @@ def turned(images: Tensor, turn: Tensor) -> Tensor:
     """
     if images.shape[1] == 1:
         return images
-    pixels = images.float() / 255
+    pixels = quotient(images.float(), 255)
     value, most = pixels.max(1)
     least = pixels.amin(1)
     spread = value - least
@@ -114,7 +114,7 @@ def turned(images: Tensor, turn: Tensor) -> Tensor:
         (green - blue) / divisor,
         torch.where(most == 1, (blue - red) / divisor + 2, (red - green) / divisor + 4),
     )
-    hue = (sixth / 6 + turn.view(-1, 1, 1)).remainder(1) * 6
+    hue = (quotient(sixth, 6) + turn.view(-1, 1, 1)).remainder(1) * 6
     # How far each channel is below the largest: a trapezoid of the hue, moved by a third of the circle.
     below = []
     for offset in (5, 3, 1):

@@ -22,6 +22,7 @@ from grappe.data.augment.numbers import (
     check_shares,
     numbers,
     over_pixels,
+    quotient,
 )
 from grappe.errors import TaskError
 
@@ -155,7 +156,7 @@ def _weights(start: Tensor, count: Tensor, length: int, size: int) -> Tensor:
 
     A triangle around the place of the new pixel, as wide as a new pixel where that is wider than one.
     """
-    step = (count.double() / size)[:, None, None]
+    step = quotient(count.double(), size)[:, None, None]
     wide = step.clamp(min=1.0)
     centres = (torch.arange(size, device=start.device)[:, None] + 0.5) * step
     places = torch.arange(length, device=start.device) - start[:, None, None]

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from grappe.data.augment.geometry import Boxes, inside_boxes
-from grappe.data.augment.numbers import check_images, check_shares, pair_numbers
+from grappe.data.augment.numbers import check_images, check_shares, pair_numbers, quotient
 from grappe.errors import TaskError
 
 _STEPS = 4096  # of the table of a distribution
@@ -57,7 +57,7 @@ def cutmix(images: Tensor, targets: Tensor, keys: Tensor, classes: int, alpha: f
     top, tall = _span(uniform[:, 1], side, height)
     left, wide = _span(uniform[:, 2], side, width)
     inside = inside_boxes(Boxes(top, left, tall, wide, tall > 0), (height, width))
-    share = (tall * wide).float() / (height * width)
+    share = quotient((tall * wide).float(), height * width)
     return torch.where(inside, images[partner], images), _blend(_probabilities(targets, classes), partner, share)
 
 

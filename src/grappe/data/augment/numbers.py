@@ -31,6 +31,14 @@ def between(uniform: Tensor, low: float, high: float) -> Tensor:
     return uniform * (high - low) + low
 
 
+def quotient(values: Tensor, number: float) -> Tensor:
+    """Returns values / number with the same bits on every device.
+
+    A GPU multiplies by the reciprocal of a number, which may round differently; it divides by a tensor.
+    """
+    return values / torch.full((), number, dtype=values.dtype, device=values.device)
+
+
 def over_pixels(values: Tensor) -> Tensor:
     """Returns a number for each image, [B], as [B, 1, 1, 1]."""
     return values.view(-1, 1, 1, 1)

@@ -21,7 +21,7 @@ from grappe.plan import Plan
 from grappe.profiling.phases import UPDATE
 from grappe.step.clip import clipping, gradient_norm, needs_norm
 from grappe.step.loss import Loss, Roots, StepResult, loss_reduction
-from grappe.step.precision import LossScale, autocast, set_tf32
+from grappe.step.precision import LossScale, autocast, set_gpu_arithmetic
 from grappe.step.scores import Scores
 from grappe.task import overrides
 
@@ -66,7 +66,7 @@ class DeepSpeed(Engine):
 
     def __init__(self, setup: EngineSetup) -> None:
         self._setup = setup
-        set_tf32(setup.plan.precision)
+        set_gpu_arithmetic(setup.plan.precision)
         self._loss_scale = LossScale(setup.plan.precision)
         self._held = held = DeepSpeedModel(setup, self._loss_scale)
         self.train_state = held.train_state

@@ -12,7 +12,7 @@ from grappe.engines.lightning.steps import Item, Parts
 from grappe.parallel.parallelize import KEYS
 from grappe.plan import Plan
 from grappe.step.loss import After
-from grappe.step.precision import set_tf32
+from grappe.step.precision import set_gpu_arithmetic
 from grappe.step.scores import Scores
 
 INSTALL = "engine=lightning needs the package lightning: pip install 'grappe[lightning]'"
@@ -39,7 +39,7 @@ class Lightning(Engine):
         return None
 
     def __init__(self, setup: EngineSetup) -> None:
-        set_tf32(setup.plan.precision)
+        set_gpu_arithmetic(setup.plan.precision)
         self._parts = _parts(setup)
         self.train_state = self._parts.train_state
 

@@ -12,6 +12,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import grappe
 from grappe.errors import EXIT_FAILURE, GrappeError
 from grappe.launch.rank import ProcessRank
 from grappe.launch.start import start
@@ -134,9 +135,9 @@ def text(findings: Sequence[Finding]) -> str:
 def summary(findings: Sequence[Finding]) -> str:
     """Returns the last line: versions, and whether anything is wrong."""
     worst = any(finding.level != "note" for finding in findings)
-    versions = [f"{name} {importlib.metadata.version(name)}" for name in ("grappe", "torch")]
+    torch = importlib.metadata.version("torch")
     return (
-        f"{', '.join(versions)}, Python {platform.python_version()}: "
+        f"grappe {grappe.__version__}, torch {torch}, Python {platform.python_version()}: "
         f"{'everything else is fine' if worst else 'nothing is wrong here'}"
     )
 

@@ -85,6 +85,8 @@ def draws(device: torch.device) -> Iterator[DeviceTrial]:
         "erase": lambda images, keys: augment.erase(images, keys, p=1.0, fill=(1, 2, 3)),
         "mixup": lambda images, keys: augment.mixup(images, keys % 10, keys, 10, alpha=0.2)[0],
         "cutmix": lambda images, keys: augment.cutmix(images, keys % 10, keys, 10, alpha=0.2)[0],
+        "cutmix, probabilities": lambda images, keys: augment.cutmix(images, keys % 10, keys, 10, alpha=0.2)[1],
+        "mixup, probabilities": lambda images, keys: augment.mixup(images, keys % 10, keys, 10, alpha=0.2)[1],
     }
     for name, function in augmentations.items():
         yield _same(f"augment.{name}", function(images, keys), function(images.to(device), keys.to(device)))

@@ -169,9 +169,9 @@ def check_sources(sources: Sequence[Path], names: Sequence[str]) -> None:
 
 
 def instruction_set() -> str:
-    """Returns the processor that the package needs: "AVX2", or this machine's kind where it has no AVX2."""
+    """Returns the processor that the package needs: "AVX2", or this machine's where it or torch can make no other."""
     capability = torch.backends.cpu.get_cpu_capability()
-    if platform.machine() == "x86_64" and capability in ("AVX2", "AVX512"):
+    if platform.machine() == "x86_64" and capability in ("AVX2", "AVX512") and torch_inductor.compiles_for_others():
         return "AVX2"
     return f"{platform.machine()} {capability}"
 

@@ -18,13 +18,14 @@ from grappe.table import Table, Tabular
 from grappe.task import Task
 from grappe.training.request import data_folder
 from grappe.training.task_reference import TaskReference
-from grappe.words import count_of, plan_name
+from grappe.words import count_of, format_seconds, plan_name
 
 if TYPE_CHECKING:
     from grappe.foresight.fake_model import FakeModel
     from grappe.foresight.gpu_time import Fabric, StepTime
     from grappe.foresight.search import Foreseen, MemoryBudget
     from grappe.sites.schema import Site
+    from grappe.verbs.foresee.measured_step import LocalGpus
 
 Aim = Literal["fastest", "cheapest", "smallest"]
 GPU_MEMORY = re.compile(r"((?:\d+ or )*\d+) ?GB")
@@ -47,6 +48,7 @@ class TrainingCost:
     """Of all the task's epochs."""
     unit_hours: float
     """Of all cores, or of all GPUs."""
+    on_gpus: bool = False
     kwh: float | None = None
     """Of the GPUs, at the most power that their data sheet says; None: not known."""
 
@@ -111,6 +113,13 @@ def budget_of(site: str) -> MemoryBudget:
     return budget
 
 
+def budget_here(gpus: LocalGpus | None) -> MemoryBudget | None:
+    """Returns the memory of this machine's GPUs."""
+    from grappe.foresight.search import MemoryBudget
+
+    return None if gpus is None else MemoryBudget(whose=f"this machine's {gpus.name}", size=gpus.memory)
+
+
 def budget_in(site: Site) -> MemoryBudget | None:
     """Reads the memory of a site's GPU; None: the site does not name it."""
     from grappe.foresight.search import MemoryBudget
@@ -138,7 +147,7 @@ def foresee(
 
     For the memory nothing is trained: the model is traced on tensors without memory. On a CPU the kernels that need
     memory of their own are run once each, in a process of their own. Times are of a site's GPU, from the data sheet;
-    or of this machine's cores, where a few steps of at most MEASURED plans are run: without a site, and of device=cpu.
+    or without a site of this machine, its GPUs or for device=cpu its cores: a few steps of at most MEASURED plans.
 
     Args:
         times: whether times are foreseen or measured too.
@@ -152,17 +161,22 @@ def foresee(
     from grappe.foresight.kernels import Kernels
     from grappe.foresight.search import candidates, foreseen
     from grappe.sites import find
+    from grappe.verbs.foresee.measured_step import LocalGpus
 
     place = None if site is None else find(site)
     requested = [as_plan(plan) for plan in plans] or list(candidates(gpus or (1, 2, 4, 8)))
     if place is not None:
         requested = [on_site(plan, place) for plan in requested]
 
+    gpus_here = LocalGpus.find() if place is None else None
+
     def on_gpu(plan: Plan) -> bool:
-        return place is not None and plan.device != "cpu"
+        return (place is not None or gpus_here is not None) and plan.device != "cpu"
 
     kinds = {on_gpu(plan) for plan in requested}
-    budget = budget_of(site) if site is not None and True in kinds else None
+    budget = None
+    if True in kinds:
+        budget = budget_of(site) if site is not None else budget_here(gpus_here)
     reference = TaskReference.of(task, fields)
     resolved = reference.resolve()
     folder = data_folder(data)
@@ -187,13 +201,18 @@ def foresee(
     if place is not None and on_gpus:
         fabric = site_fabric(place)
         parts.append(_on_gpus(models[True], on_gpus, place, fabric))
+    elif on_gpus:
+        parts.append(_here(models[True], on_gpus, reference, folder, gpus=gpus_here))
     if on_cores := [forecast for forecast in forecasts if forecast not in on_gpus]:
-        parts.append(_on_cores(models[False], on_cores, reference, folder, place))
+        parts.append(_here(models[False], on_cores, reference, folder, site=place))
     timed = {id(plan.foreseen): plan for part in parts for plan in part.plans}
     plans_timed = tuple(timed[id(forecast)] for forecast in forecasts)
     notes = [note for part in parts for note in part.notes]
-    if records and (verdict := gpu_or_not(models[max(kinds)], plans_timed, fabric)):
-        notes.append(verdict)
+    if gpus_here is not None and on_gpus:
+        verdict = use_of_gpu(models[True], plans_timed, gpus_here) if records else None
+    else:
+        verdict = gpu_or_not(models[max(kinds)], plans_timed, fabric) if records else None
+    notes += [verdict] if verdict else []
     reasons = tuple(reason for part in parts for reason in part.reasons)
     return PlanTimes(plans=plans_timed, gpu=parts[0].gpu, notes=tuple(notes), reasons=reasons, budget=budget)
 
@@ -236,20 +255,34 @@ def _on_gpus(fake_model: FakeModel, forecasts: Sequence[Foreseen], site: Site, f
                 raise
             except GrappeError as error:
                 why = str(error)
-        plans.append(_timed(forecast, time_of, fake_model, why, watts=device.watts))
+        plans.append(_timed(forecast, time_of, fake_model, why, on_gpus=True, watts=device.watts))
     of = f"{device.title} ({device.source})"
     note = f"times are from the data sheet of {of}: not measured on it, take them as half to twice"
     return PlanTimes(plans=tuple(plans), gpu=device.title, notes=(note,), reasons=tuple(_reasons(plans)))
 
 
-def _on_cores(
-    fake_model: FakeModel, forecasts: Sequence[Foreseen], reference: TaskReference, data: Path, site: Site | None
+def _here(
+    fake_model: FakeModel,
+    forecasts: Sequence[Foreseen],
+    reference: TaskReference,
+    data: Path,
+    *,
+    site: Site | None = None,
+    gpus: LocalGpus | None = None,
 ) -> PlanTimes:
-    """Runs some steps of the plans that matter, one after the other; a site's own cores are not known."""
+    """Runs some steps of the plans that matter here, one after the other, on the GPUs or the cores.
+
+    Args:
+        site: whose cores the plans are for: how fast they are is not known here.
+        gpus: of this machine; None: its cores.
+    """
+    from grappe.foresight.devices import device_reported
     from grappe.launch.terminal import progress
     from grappe.launch.world import cores
     from grappe.verbs.foresee.measured_step import check_runs_here, measured_step
 
+    sheet = None if gpus is None else device_reported(gpus.name)
+    watts = None if sheet is None else sheet.watts
     start, tried = time.monotonic(), 0
     timed = {id(forecast): TimedPlan(foreseen=forecast) for forecast in forecasts}
     for forecast in by_importance([forecast for forecast in forecasts if forecast.needs is not None]):
@@ -258,24 +291,25 @@ def _on_cores(
         left = SECONDS - (time.monotonic() - start)
         time_of, why = None, ""
         try:
-            check_runs_here(plan, forecast.needs)
+            check_runs_here(plan, forecast.needs, gpus)
             if tried == MEASURED or left <= 0:
                 continue
             tried += 1
             progress(f"running a few steps of {plan_name(forecast.plan)}")
             task = reference.with_batch(forecast.batch)
-            time_of = measured_step(task, plan, data, seconds=max(left, SECONDS_OF_A_PLAN))
+            device = "cpu" if gpus is None else "cuda"
+            time_of = measured_step(task, plan, data, seconds=max(left, SECONDS_OF_A_PLAN), device=device)
         except GrappeError as error:
             why = str(error)
         finally:
             progress("")
-        timed[id(forecast)] = _timed(forecast, time_of, fake_model, why)
+        timed[id(forecast)] = _timed(forecast, time_of, fake_model, why, on_gpus=gpus is not None, watts=watts)
     plans = tuple(timed.values())
     notes, reasons = list[str](), _reasons(plans)
     left_out = sum(timed.foreseen.needs is not None and timed.time is None and not timed.why for timed in plans)
     if left_out:
         reasons.append(
-            f"not run, though this machine has the cores and the memory: {count_of(left_out, 'plan')}. foresee runs "
+            f"not run, though this machine could run them: {count_of(left_out, 'plan')}. foresee runs "
             f"steps of at most {MEASURED} plans, for about {SECONDS:.0f} s; name others with --plan, or try grappe "
             "measure"
         )
@@ -284,7 +318,8 @@ def _on_cores(
             f"times of device=cpu are of steps that were run on this machine ({count_of(cores(), 'core')}): how fast "
             f"the cores of {site.cpu or site.name} are is not known here"
         )
-    return PlanTimes(plans=plans, notes=tuple(notes), reasons=tuple(reasons))
+    gpu = "" if gpus is None else f"this machine's {gpus.name}"
+    return PlanTimes(plans=plans, gpu=gpu, notes=tuple(notes), reasons=tuple(reasons))
 
 
 def by_importance(forecasts: Sequence[Foreseen]) -> list[Foreseen]:
@@ -339,6 +374,29 @@ def gpu_or_not(fake_model: FakeModel, plans: Sequence[TimedPlan], fabric: Fabric
     else:
         verdict = f"{between}: try both (grappe measure)"
     return f"a GPU or not: {what}; {verdict}. From its data sheet, not measured on one"
+
+
+def use_of_gpu(fake_model: FakeModel, plans: Sequence[TimedPlan], gpus: LocalGpus) -> str | None:
+    """Says how busy the measured steps of one process keep this machine's GPU; None: none ran, or no data sheet."""
+    from grappe.foresight.devices import device_reported
+    from grappe.foresight.gpu_time import Fabric, gpu_time
+
+    device = device_reported(gpus.name)
+    run_here = (plan for plan in plans if plan.time is not None and plan.cost is not None and plan.cost.on_gpus)
+    here = next((plan for plan in run_here if is_one_process(Plan.parse(plan.foreseen.plan))), None)
+    if device is None or here is None or here.time is None:
+        return None
+    try:
+        on_gpu = gpu_time(fake_model, Plan(), Fabric(device=device), batch=here.foreseen.batch)
+    except GrappeError:
+        return None
+    assert on_gpu.busy is not None
+    share = min(1.0, on_gpu.busy / here.time.total)
+    verdict = "" if share >= BUSY else f", and {LITTLE}; --plan device=cpu compares with the cores here"
+    return (
+        f"a GPU or not: this model keeps {device.title} {share:.0%} busy: it computes for "
+        f"{format_seconds(on_gpu.busy)} by its data sheet, of steps of {format_seconds(here.time.total)}{verdict}"
+    )
 
 
 def share_of_gpu(step: StepTime) -> float:
@@ -396,7 +454,13 @@ def _reasons(plans: Sequence[TimedPlan]) -> list[str]:
 
 
 def _timed(
-    forecast: Foreseen, time_of: StepTime | None, fake_model: FakeModel, why: str, watts: float | None = None
+    forecast: Foreseen,
+    time_of: StepTime | None,
+    fake_model: FakeModel,
+    why: str,
+    *,
+    on_gpus: bool,
+    watts: float | None = None,
 ) -> TimedPlan:
     from grappe.foresight.partition import threads_of
 
@@ -404,11 +468,12 @@ def _timed(
         return TimedPlan(foreseen=forecast, why=why)
     plan, batch = Plan.parse(forecast.plan), min(forecast.batch, fake_model.samples)
     hours = fake_model.task.epochs * math.ceil(fake_model.samples / batch) * time_of.total / 3600
-    units = hours * plan.processes * (1 if watts is not None else threads_of(plan))
+    units = hours * (-(-plan.processes // plan.per_device) if on_gpus else plan.processes * threads_of(plan))
     cost = TrainingCost(
         samples_per_second=batch / time_of.total,
         hours=hours,
         unit_hours=units,
+        on_gpus=on_gpus,
         kwh=None if watts is None else units * watts / 1000,
     )
     return TimedPlan(foreseen=forecast, time=time_of, cost=cost)

@@ -1,9 +1,10 @@
-"""Measured step: runs five bare steps of a plan on this machine's cores, as its time where nothing need be foreseen."""
+"""Measured step: runs five bare steps of a plan on this machine, as its time where nothing need be foreseen."""
 
 from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
+from typing import Literal
 
 from grappe.errors import PlanError
 from grappe.foresight.forecast import MemoryForecast
@@ -11,6 +12,7 @@ from grappe.foresight.gpu_time import StepTime
 from grappe.foresight.partition import threads_of
 from grappe.launch.folders import scratch
 from grappe.launch.local import local
+from grappe.launch.rank import ProcessRank
 from grappe.launch.world import cores
 from grappe.plan import Plan
 from grappe.profiling import limits
@@ -28,12 +30,49 @@ SPREAD, SPREAD_OF_FEW = 0.1, 0.25
 """Relative uncertainty: the same training is 5 to 10 % quicker or slower from start to start; of fewer steps more."""
 
 
-def check_runs_here(plan: Plan, needs: MemoryForecast) -> None:
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LocalGpus:
+    """The GPUs of this machine that torch sees, of one kind."""
+
+    name: str
+    """As torch reports it."""
+    memory: int
+    """Bytes of each."""
+    number: int
+
+    @classmethod
+    def find(cls) -> LocalGpus | None:
+        """Asks torch in a process of its own: this one may fork others, which a process that uses a GPU must not."""
+        import torch
+
+        if not torch.cuda.is_available():
+            return None
+        return local("grappe.verbs.foresee.measured_step:describe_gpus", None, 1)
+
+
+def describe_gpus(request: None, process: ProcessRank, rendezvous_folder: Path) -> LocalGpus:
+    """Returns the name and memory of GPU 0, and how many there are."""
+    import torch
+
+    properties = torch.cuda.get_device_properties(0)
+    return LocalGpus(name=properties.name, memory=properties.total_memory, number=torch.cuda.device_count())
+
+
+def check_runs_here(plan: Plan, needs: MemoryForecast, gpus: LocalGpus | None = None) -> None:
     """Checks that a plan's steps can be run on this machine.
 
+    Args:
+        gpus: those that the plan takes; None: it takes cores.
+
     Raises:
-        PlanError: there are too few cores, or too little memory; or the plan is for GPUs.
+        PlanError: there are too few cores or GPUs, or too little memory.
     """
+    if gpus is not None:
+        needed = -(-plan.processes // plan.per_device)
+        if needed > gpus.number:
+            here = "one GPU" if gpus.number == 1 else f"{gpus.number} GPUs"
+            raise PlanError(f"its steps are not run: it takes {needed} GPUs, and torch sees {here} here")
+        return
     if plan.device not in ("auto", "cpu"):
         raise PlanError(f"device={plan.device}: steps are run on this machine's cores; grappe measure runs any plan")
     if plan.processes * threads_of(plan) > cores():
@@ -49,8 +88,10 @@ def check_runs_here(plan: Plan, needs: MemoryForecast) -> None:
         )
 
 
-def measured_step(task: TaskReference, plan: Plan, data: Path, *, seconds: float = SECONDS) -> StepTime:
-    """Trains a few steps on this machine's cores; returns the median step of the slowest process.
+def measured_step(
+    task: TaskReference, plan: Plan, data: Path, *, seconds: float = SECONDS, device: Literal["cpu", "cuda"] = "cpu"
+) -> StepTime:
+    """Trains a few steps on this machine's cores or GPUs; returns the median step of the slowest process.
 
     Args:
         seconds: after which no further step begins.
@@ -62,7 +103,7 @@ def measured_step(task: TaskReference, plan: Plan, data: Path, *, seconds: float
     with scratch("foresee") as folder:
         request = Request(
             task=task,
-            plan=dataclasses.replace(plan, device="cpu"),
+            plan=dataclasses.replace(plan, device=device),
             data=data,
             base=folder,
             run=folder / "run",

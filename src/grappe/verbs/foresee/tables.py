@@ -162,10 +162,9 @@ def _cells(times: PlanTimes, timed: TimedPlan) -> dict[str, str]:
         }
         for name in ("compute", "communication", "bubble", "data"):
             cells[name] = format_seconds(seconds) if (seconds := getattr(time, name)) else "-"
-        if cost.kwh is None:
-            cells["core-hours"] = _hours(cost.unit_hours)
-        else:
-            cells |= {"GPU-hours": _hours(cost.unit_hours), "kWh at most": f"{cost.kwh:.2g}"}
+        cells["GPU-hours" if cost.on_gpus else "core-hours"] = _hours(cost.unit_hours)
+        if cost.kwh is not None:
+            cells["kWh at most"] = f"{cost.kwh:.2g}"
     return cells
 
 
@@ -196,7 +195,7 @@ def _comparable(times: PlanTimes, aim: Aim) -> list[PlanTimes]:
     if aim != "cheapest":
         return [times]
     kinds = (
-        [timed for timed in times.plans if timed.cost is not None and (timed.cost.kwh is not None) is gpu]
+        [timed for timed in times.plans if timed.cost is not None and timed.cost.on_gpus is gpu]
         for gpu in (True, False)
     )
     return [dataclasses.replace(times, plans=tuple(plans)) for plans in kinds if plans] or [times]

@@ -16,7 +16,7 @@ from grappe.parallel.materialise import on_meta
 from grappe.plan import Plan
 from grappe.private_api.torch import tree_map
 from grappe.step.loss_contract import loss_of
-from grappe.step.precision import LOWER, set_tf32
+from grappe.step.precision import LOWER, set_gpu_arithmetic
 from grappe.task import Task
 
 ROWS = 2
@@ -56,7 +56,7 @@ def reachable(device: torch.device, plan: Plan) -> float:
     The result is what this process's threads can reach on this machine now; a data
     sheet's peak is higher.
     """
-    set_tf32(plan.precision)
+    set_gpu_arithmetic(plan.precision)
     side = SIDE[device.type]
     kind = LOWER.get(plan.precision, stored_in(plan))
     # Random numbers: with equal ones a GPU takes less power, and runs faster than with a model's.

@@ -25,7 +25,7 @@ from grappe.launch.rank import ProcessRank
 from grappe.launch.start import start
 from grappe.plan import AnyPlan, Plan, as_plan
 from grappe.private_api.torch import tree_leaves, tree_map
-from grappe.step.precision import autocast
+from grappe.step.precision import autocast, set_gpu_arithmetic
 from grappe.task import Task
 from grappe.training.run import Run
 from grappe.training.task_reference import TaskReference, resolve_task
@@ -127,6 +127,7 @@ def worker(request: PredictRequest, process: ProcessRank, rendezvous_folder: Pat
 
     run, plan = Run(request.run), request.plan
     with joined(plan, process, rendezvous_folder) as world:
+        set_gpu_arithmetic(plan.precision)
         task = request.task.resolve()
         checkpoint = Checkpoint(folder=step_folder(run.checkpoints, request.step), step=request.step)
         weights = checkpoint.read_model(averaged=not request.trained)

@@ -11,11 +11,14 @@ import torch
 import xxhash
 from torch import Tensor
 
-from grappe.data.whole_batch_draws import own_part
+from grappe.data.whole_batch_draws import MeanDraws, own_part
 from grappe.private_api.torch import TorchDispatchMode, call_in_mode, operator_arguments
 
 LEAST_NUMBERS = 64  # of a step's draws: fewer can be equal by chance
 MOST_NUMBERS = 512  # batches of graphs or texts go on for longer or shorter on the same stream
+
+SEEDINGS = ("_cudnn_init_dropout_state",)
+"""Operators that only prepare later draws: cuDNN prepares none for a rate of 0."""
 
 Op = Any
 
@@ -31,6 +34,7 @@ class RandomOps(TorchDispatchMode):
         super().__init__()
         self._off = off
         self._paused = False
+        self._before = False
         self._seed: int | None = None
         self._hash, self._numbers = xxhash.xxh3_64(), 0
         self.seen: set[str] = set()
@@ -38,6 +42,8 @@ class RandomOps(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Op, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if self._off and (backward := _BACKWARDS.get(func.overloadpacket.__name__)) is not None:
+            return backward(func, args, kwargs)
         if self._paused or torch.Tag.nondeterministic_seeded not in func.tags:
             return call_in_mode(func, args, kwargs)
         name = func.overloadpacket.__name__
@@ -46,7 +52,7 @@ class RandomOps(TorchDispatchMode):
         # Some operators have the tag but may not draw.
         rates = [rate for rate in ("dropout_p", "dropout") if rate in arguments]
         evaluated = any(arguments.get(name) is False for name in ("train", "training"))
-        if evaluated or any(arguments[rate] == 0.0 for rate in rates):
+        if evaluated or any(arguments[rate] == 0.0 for rate in rates) or name in SEEDINGS:
             return call_in_mode(func, args, kwargs)
         self.seen.add(name)
         if self._off:
@@ -59,6 +65,14 @@ class RandomOps(TorchDispatchMode):
             if isinstance(leaf, Tensor) and not isinstance(leaf, torch.distributed.tensor.DTensor):
                 self._record(own_part(leaf))
         return result
+
+    def __enter__(self) -> RandomOps:
+        self._before, MeanDraws.on = MeanDraws.on, self._off
+        return super().__enter__()
+
+    def __exit__(self, exc_type: Any, exc_val: Any, exc_tb: Any) -> None:
+        MeanDraws.on = self._before
+        super().__exit__(exc_type, exc_val, exc_tb)
 
     def take(self) -> str:
         """Returns a hash of the draws since the last call; "" if there were too few to distinguish two steps."""
@@ -162,3 +176,21 @@ _MEANS: dict[str, Callable[[dict[str, Any]], Any]] = {
     "randn_like": _made(0.0),
     "randperm": lambda arguments: torch.arange(arguments["n"], device=arguments.get("device")),
 }
+
+
+def _without_dropout(func: Op, args: Any, kwargs: Any) -> Any:
+    """Calls a fused backward as that of a forward without dropout: autograd has kept the task's own rate for it."""
+    names = [argument.name for argument in operator_arguments(func)]
+    arguments = {**dict(zip(names, args, strict=False)), **kwargs}
+    return _called(func, {**arguments, **{rate: 0.0 for rate in ("dropout_p", "dropout") if rate in arguments}})
+
+
+_BACKWARDS: dict[str, Callable[[Op, Any, Any], Any]] = {
+    "native_dropout_backward": lambda func, args, kwargs: args[0].clone(),
+    "_cudnn_rnn_backward": _without_dropout,
+    "miopen_rnn_backward": _without_dropout,
+    "_scaled_dot_product_flash_attention_backward": _without_dropout,
+    "_scaled_dot_product_efficient_attention_backward": _without_dropout,
+    "_scaled_dot_product_cudnn_attention_backward": _without_dropout,
+}
+"""Backwards of what draws on a GPU: of a draw that was replaced by its mean, they are those of no dropout."""

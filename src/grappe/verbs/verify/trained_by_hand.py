@@ -48,7 +48,7 @@ from grappe.plan import Plan
 from grappe.private_api.torch import module_parameters, tree_leaves, tree_map
 from grappe.step.closure import needs_closure, step_with_closure
 from grappe.step.loss_contract import LossValues, loss_of
-from grappe.step.precision import autocast
+from grappe.step.precision import autocast, set_gpu_arithmetic
 from grappe.step.task_contract import optimizer_of, schedule_of
 from grappe.task import Task, overrides
 from grappe.verbs.verify.batch_coupling import Companions, batch_coupled_modules
@@ -592,6 +592,7 @@ class Reference:
 def worker(request: ReferenceRequest, process: ProcessRank, rendezvous_folder: Path) -> Reference:
     """Trains on the plain process, and returns what it recorded."""
     world = join(Plan(device=request.plan.device, threads=request.plan.threads), process, rendezvous_folder)
+    set_gpu_arithmetic(request.plan.precision)
     plain = request.task.resolve()
     with naming_user_line(plain):
         return _trained(plain, request, world)
