@@ -94,21 +94,19 @@ def foreseen_errors() -> str:
 
 
 def foreseen_between() -> str:
-    """The same of an evaluation and a checkpoint, where they were measured."""
-    lines = [
-        "| task | plan | evaluation, measured | predicted | outside the range | copy, measured | predicted |",
-        "|---|---|---|---|---|---|---|",
-    ]
+    """A line for each task: the farthest evaluation and checkpoint, where they were measured."""
+    gaps: dict[str, list[tuple[float, float]]] = {}
     for key, cell in json.loads((RESULTS / "foresee.json").read_text()).items():
-        if "between" not in cell:
-            continue
-        task, _, plan = key.partition(" | ")
-        measured, copied = (max(one[name] for one in cell["between"]) for name in ("evaluation", "checkpoint"))
-        predicted = cell["predicted"]
-        said, gap = _predicted(predicted["evaluation_least"], predicted["evaluation"], measured)
+        if "between" in cell:
+            evaluation, copied = (max(one[name] for one in cell["between"]) for name in ("evaluation", "checkpoint"))
+            predicted = cell["predicted"]
+            _, gap = _predicted(predicted["evaluation_least"], predicted["evaluation"], evaluation)
+            pair = abs(float(gap.removesuffix(" %"))), abs(100 * (predicted["checkpoint"] / copied - 1))
+            gaps.setdefault(key.partition(" | ")[0], []).append(pair)
+    lines = ["| task | plans | evaluation, largest error | checkpoint's copy, largest error |", "|---" * 4 + "|"]
+    for task, pairs in gaps.items():
         lines.append(
-            f"| `{task}` | `{plan or 'one process'}` | {measured / 1e6:.2f} MB | {said} | {gap} | "
-            f"{copied / 1e6:.3f} MB | {predicted['checkpoint'] / 1e6:.3f} |"
+            f"| `{task}` | {len(pairs)} | " + " | ".join(f"{max(gap):.2f} %" for gap in zip(*pairs, strict=True)) + " |"
         )
     return "\n".join(lines)
 
@@ -118,15 +116,17 @@ def foreseen_limits() -> str:
     cells = json.loads((RESULTS / "foresee_limits.json").read_text())
     shares = sorted({share for cell in cells.values() for share in cell["ran"]}, key=float, reverse=True)
     columns = " | ".join(f"ran at {share}" for share in shares)
-    lines = [
-        f"| task | plan | foreseen peak | libraries keep | taken to need | {columns} |",
-        "|---" * (5 + len(shares)) + "|",
-    ]
+    lines = [f"| task | plans | foreseen peak | libraries keep | {columns} |", "|---" * (4 + len(shares)) + "|"]
+    by_task: dict[str, list[dict[str, Any]]] = {}
     for key, cell in cells.items():
-        task, _, plan = key.partition(" | ")
-        ran = " | ".join("yes" if cell["ran"][share] else "no" for share in shares)
-        sizes = " | ".join(f"{cell[name] / 1e6:.0f} MB" for name in ("peak", "libraries", "needed"))
-        lines.append(f"| `{task}` | `{plan or 'one process'}` | {sizes} | {ran} |")
+        by_task.setdefault(key.partition(" | ")[0], []).append(cell)
+    for task, rows in by_task.items():
+        ran = " | ".join(str(sum(row["ran"][share] for row in rows)) for share in shares)
+        sizes = " | ".join(
+            f"{min(row[name] for row in rows) / 1e6:.0f} to {max(row[name] for row in rows) / 1e6:.0f} MB"
+            for name in ("peak", "libraries")
+        )
+        lines.append(f"| `{task}` | {len(rows)} | {sizes} | {ran} |")
     failed = sum(not cell["ran"]["1.0"] for cell in cells.values())
     small = [(share, sum(cell["ran"][share] for cell in cells.values())) for share in shares if share != "1.0"]
     too_big = ", ".join(f"{ran} of {len(cells)} at {float(share):.0%}" for share, ran in small)
@@ -199,7 +199,9 @@ def _reason(why: list[str]) -> str:
     text = re.sub(r": [\w., ]+ (is|are) in none of them", "", text)
     text = re.sub(r"has \d+ units, too few for", "has too few units for", text)
     text = re.sub(r"use pipeline=\d+ or less", "use fewer", text)
-    return re.sub(r"batch normalisation \([^)]*\)", "batch normalisation", text)
+    text = re.sub(r"batch normalisation \([^)]*\)", "batch normalisation", text)
+    text = re.sub(r" \([\w/]+\.py, line .*|, of a gradient that Adam scales up, say", "", text)
+    return re.split(r"(?<!ing)\. (?=[A-Z])|, which one process that takes each", text)[0]
 
 
 def gallery_speed() -> str:
