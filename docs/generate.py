@@ -174,21 +174,23 @@ def gallery_tasks() -> str:
 
 
 def gallery_parity() -> str:
-    """A line for every task, of the gallery and shipped, a column for every plan, and the reasons below."""
+    """A line for every task, a column for the plans with equal verdicts, and the reasons below."""
     found = _measured("verify")
-    plans = list(next(iter(found.values())))
-    lines = [f"| task | {' | '.join(f'`{plan}`' for plan in plans)} |", "|---" * (len(plans) + 1) + "|"]
     reasons: list[str] = []
-    for name, judged in found.items():
+    columns: dict[tuple[str, ...], list[str]] = {}
+    for plan in next(iter(found.values())):
         cells = []
-        for one in judged.values():
-            word = one["verdict"].replace("same but for these", "but for").replace("failed", "refused")
+        for judged in found.values():
+            word = judged[plan]["verdict"].replace("same but for these", "but for").replace("failed", "refused")
             if word != "same":
-                reason = _reason(one["why"])
+                reason = _reason(judged[plan]["why"])
                 reasons += [reason] * (reason not in reasons)
                 word += f" ({reasons.index(reason) + 1})"
             cells.append(word)
-        lines.append(f"| {name} | {' | '.join(cells)} |")
+        columns.setdefault(tuple(cells), []).append(plan)
+    heads = ("; ".join(f"`{plan}`" for plan in plans) for plans in columns.values())
+    lines = [f"| task | {' | '.join(heads)} |", "|---" * (len(columns) + 1) + "|"]
+    lines += [f"| {name} | {' | '.join(row)} |" for name, *row in zip(found, *columns, strict=True)]
     return "\n".join([*lines, "", *(f"{number}. {reason}" for number, reason in enumerate(reasons, start=1))])
 
 
