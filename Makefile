@@ -12,7 +12,7 @@ help:  ## what there is
 train: .venv/train  ## train LeNet on handwritten digits, on two CPU processes
 	@$(BIN)/grappe train digits --plan replicate=2,device=cpu
 
-demo: .venv/train  ## in a minute: train, kill, resume, verify, report, opened in a browser where there is one
+demo: .venv/train  ## train, kill, resume, verify, report, opened in a browser where there is one
 	@$(BIN)/python scripts/demo.py
 
 WORKERS ?= 2
