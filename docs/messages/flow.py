@@ -23,11 +23,12 @@ ERRORS = {
     "UsageError",
 }
 SAYING = {"complain", "progress", "waiting", "_note", "note", "Report", "say", "print", "lines", "show"}
-SAYING |= {"add_row", "fact_table", "show_facts"}
+SAYING |= {"add_row", "fact_table", "filled_table", "plain_table", "show_facts", "PartRule", "Remedy"}
 """Functions whose text is shown."""
 NAMING = {"fact_table", "filled_table", "plain_table", "show_facts", "translated_name"}
 """Functions that are given the names of a table's columns or rows."""
-REASONS = {"advice", "failure", "hint", "message", "problem", "reason", "unchecked", "whose", "why"}
+REASONS = {"advice", "failure", "hint", "message", "missing", "notes", "problem", "reason", "reasons", "unchecked"}
+REASONS |= {"whose", "why"}
 """Attributes that hold a part of a message, wherever they are set."""
 RESULTS = ("cli/application.py", "sites/script")
 """Files that make the help, and scripts: of these, only what is raised counts."""
@@ -36,7 +37,7 @@ PATTERNS = ("remedies.py",)
 NOT_SHOWN = re.compile(
     r"^https://|\[\^|\\[AdwsSZ.]|^(?:Metadata-Version|Requires-Dist|No module named|no such option|WeightsUnpickler)"
     r"|^(?:accounting/qos policy|contact slurm|more processors requested|node configuration|node count|time limit)"
-    r"|^\n    cluster-constraint"
+    r"|^\n    cluster-constraint|\(\?[<:=!]|^(?:Broken pipe|(?:closed|reset) by peer)$"
 )
 """Words by which grappe recognises what others say, and addresses."""
 COMMON = {"append", "decode", "format", "get", "items", "join", "name", "open", "read", "replace", "split", "strip"}
@@ -177,10 +178,16 @@ class Program:
                 yield constant
             if function is not None:
                 yield from self._local(part.id, function)
+            for one in self._functions.get(part.id, ()):  # a function that is handed on
+                yield from returned(one) if self._file[id(one)] == file else ()
         elif isinstance(part, ast.Attribute) and part.attr in REASONS:
             yield from self._set.get(part.attr, ())
-        elif isinstance(part, ast.Call) and called(part) not in COMMON:
-            for one in self._functions.get(called(part), ()):
+        elif isinstance(part, ast.Attribute):
+            for one in self._functions.get(part.attr, ()):
+                properties = any(isinstance(each, ast.Name) and each.id == "property" for each in one.decorator_list)
+                yield from returned(one) if properties and one.name not in COMMON else ()
+        elif isinstance(part, ast.Call):
+            for one in self._called_functions(part, file):
                 yield from returned(one)
         for child in ast.iter_child_nodes(part):
             if isinstance(child, ast.expr):
@@ -188,6 +195,18 @@ class Program:
                 yield child
             elif isinstance(child, ast.keyword | ast.comprehension):
                 yield child.value if isinstance(child, ast.keyword) else child.iter
+
+    def _called_functions(self, call: ast.Call, file: str) -> Iterator[Function]:
+        """Yields the functions that a call may mean; those of a common name only in the module named before it."""
+        functions = self._functions.get(called(call), ())
+        if called(call) not in COMMON:
+            yield from functions
+        elif isinstance(call.func, ast.Attribute) and isinstance(call.func.value, ast.Name):
+            imported = ".".join(self._imports.get((file, call.func.value.id), ())).replace(".", "/")
+            yield from (one for one in functions if imported and self._file[id(one)] == f"{imported}.py")
+        elif isinstance(call.func, ast.Name):
+            imported = self._imports.get((file, call.func.id), ("",))[0].replace(".", "/")
+            yield from (one for one in functions if self._file[id(one)] == (f"{imported}.py" if imported else file))
 
     def _local(self, name: str, function: Function) -> Iterator[ast.expr]:
         """Yields what a function's variable or parameter is set to."""
@@ -199,6 +218,9 @@ class Program:
                     yield value
                 case ast.NamedExpr(target=ast.Name(id=target), value=value) if target == name:
                     yield value
+                case ast.Assign(targets=[ast.Tuple(elts=targets)], value=value) if name in names_in(node.targets[0]):
+                    several = value.elts if isinstance(value, ast.Tuple) else [value] * len(targets)
+                    yield from (one for target, one in zip(targets, several, strict=False) if name in names_in(target))
                 case ast.For(target=target, iter=value) if name in names_in(target):
                     yield value
                 case ast.Call(func=ast.Attribute(value=ast.Name(id=target), attr="append"), args=[value]):

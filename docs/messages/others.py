@@ -20,6 +20,8 @@ from grappe.language import STATES
 from grappe.language.catalogue import NAME
 from grappe.plan import Plan
 from grappe.profiling.phases import PHASES
+from grappe.verbs.foresee import tables
+from grappe.verbs.measure.breakdown import PARTS
 from grappe.verbs.report import report
 from grappe.verbs.report.report import MARK, WORD
 
@@ -39,8 +41,21 @@ CYCLOPTS = (
 SYSTEM = ("ENOENT", "EACCES", "EPERM", "ENOSPC", "EDQUOT", "EISDIR", "ENOTDIR", "EEXIST", "EROFS", "EIO", "ENOTEMPTY")
 """Errors of files, as the system calls them."""
 LINES = ("{file}, line {number}, in {function}()", "{file}, line {number}, in {function}(): {text}")
-LINES += ("  why: {why}", "  do:  {why}", "ERROR: {what}", "warning: {what}")
+LINES += ("  why: {why}", "  do:  {why}", "ERROR: {what}", "warning: {what}", "note: {what}")
 """Lines of the user's code, which a `__str__` writes of which the sources' messages know nothing, and of doctor."""
+RESULTS = ("{number} ({number2} of {number3})", "{seconds} s ({number} to {number2})", "{name} (newest)")
+RESULTS += ("{name} (as asked)", "{name} (best: validation loss {number})")
+RESULTS += (
+    "{state} ✓",
+    "{seconds} s: {parts}",
+    "learning rate",
+    "{number} of {number2}: {plan_name}",
+    "{number} core-hours",
+    "{number} GPU-hours",
+    "energy of processors not measurable here",
+)
+RESULTS += ("validation {score}", "validation loss", "validation (the test set) {score}")
+"""Cells and names of rows that are put together of values with hardly a word between."""
 METER = ("checking", "packing", "copying", "fetching {name}", "images", "bytes")
 """What a meter of grappe.verbs.data.walk says that it does, and to what: its own line has places for them."""
 REPORT = Path(report.__file__).parent
@@ -56,6 +71,8 @@ def others() -> dict[str, set[str]]:
     found |= {os.strerror(getattr(errno, name)): {"the system"} for name in SYSTEM}
     found |= {text: {"grappe/errors/user_code.py"} for text in LINES}
     found |= {text: {"grappe/verbs/data/walk.py"} for text in METER}
+    found |= {text: {"results"} for text in RESULTS}
+    found |= {text: {"grappe/verbs/measure/breakdown.py"} for text in PARTS}
     for file in sorted(REPORT.glob("p*.*")):
         found |= {
             MARK + match["word"]: {f"grappe/verbs/report/{file.name}"} for match in WORD.finditer(file.read_text())
@@ -64,6 +81,8 @@ def others() -> dict[str, set[str]]:
     found |= {text.removesuffix("."): {"grappe/plan.py"} for text in fields.docs(Plan).values()}
     found |= {tasks.describe(tasks.find(name)): {"the tasks"} for name in tasks.names()}
     found |= {NAME.format(text): {"grappe/profiling/phases.py"} for text in PHASES}
+    columns = {*tables.SHORT, *tables.MEMORY_PARTS, *tables.TIME_PARTS, "rest"}
+    found |= {NAME.format(text): {"grappe/verbs/foresee/tables.py"} for text in columns if " " not in text}
     return {**found, " or ": {"grappe/errors/__init__.py"}}
 
 

@@ -96,7 +96,7 @@ def test_a_rung_is_a_job(cluster: Cluster, tmp_path: Path) -> None:
 def test_a_job_that_pends_for_ever(cluster: Cluster, tmp_path: Path, slow: Path) -> None:
     study = tmp_path / "s"
     with coordinator(study, *words(slow), "--hold", trials=1) as command:
-        says(command, "waiting: jobs pend: 1 (JobHeldUser)")
+        says(command, "waiting: jobs are pending: 1 (JobHeldUser)")
         [job] = in_queue(cluster)
         cluster.run("scancel", job)
         assert command.end()[0] == EXIT_OK

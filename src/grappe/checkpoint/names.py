@@ -122,7 +122,7 @@ def copy_values(matched: Matched, weights: Weights, where: str) -> None:
 
 def differences(missing: Shapes, left: Shapes) -> str:
     """Describes what does not match: names of each side, and for the model's the nearest ones of the file."""
-    pairs = [f"{near} for {name}" for name in list(missing)[:SHOWN] if (near := _nearest(name, missing[name], left))]
+    pairs = [f"{name} -> {near}" for name in list(missing)[:SHOWN] if (near := _nearest(name, missing[name], left))]
     near = f". Nearest: {some(pairs)}" if pairs else ""
     return f"Missing: {some(missing)}. Left over: {some(left)}{near}"
 

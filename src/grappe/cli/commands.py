@@ -402,7 +402,7 @@ def export(
     from grappe.verbs.export.export import checked
     from grappe.verbs.export.export import export as verb
     from grappe.verbs.load import choose
-    from grappe.verbs.runs import score_words
+    from grappe.verbs.runs import shown_scores
 
     if dry_run:
         source, _ = checked(run, out, task=task, format=format, weights=weights, sources=operators or ())
@@ -431,7 +431,7 @@ def export(
         ("checkpoint", done.checkpoint),
         ("proven", f"{proof.samples:,} samples of {proof.split}, {sizes} at a time"),
         ("largest difference", f"{proof.largest_difference:.1e} of a row"),
-        *((f"scores, weights in {rounding}", score_words(scores)) for rounding, scores in done.scores.items()),
+        *((f"scores, weights in {rounding}", shown_scores(scores)) for rounding, scores in done.scores.items()),
         *([("C++ program", built)] if format == "program" else []),
         ("how to use it", f"{done.folder}/README.md"),
     ]

@@ -27,14 +27,14 @@ from grappe.cli.application import (
     TaskName,
     preflight,
 )  # fmt: skip
-from grappe.cli.exit import show, show_json
+from grappe.cli.exit import show, show_facts, show_json
 from grappe.errors import EXIT_FAILURE, EXIT_OK, UsageError
 from grappe.errors.foreign_text import html_text
 from grappe.fields import Counts, split, whole_numbers
 from grappe.launch.terminal import complain, progress, say, waiting, write
 from grappe.sites.sbatch import JobOptions
 from grappe.verbs.measure.points import MeasureOptions
-from grappe.words import count_of, filled_table, plain_table
+from grappe.words import count_of, filled_table
 
 if TYPE_CHECKING:
     from grappe.verbs.lr_find.lr_find import LearningRates
@@ -412,13 +412,14 @@ def _show_band(result: LearningRates) -> None:
     for line in plot(result):
         say(line)
     band = result.advice.band
-    table = plain_table("", "")
     if band is None:
-        table.add_row("no suggestion", result.advice.reason)
+        facts = [("no suggestion", result.advice.reason)]
     else:
         ended = ", where the ramp ended: give a larger --highest to see more" if band.reaches_the_end else ""
-        table.add_row("steepest", plain(band.steepest))
-        table.add_row("largest stable", f"{plain(band.largest_stable)}{ended}")
         name = "lr=" if result.is_field else "the optimizer's learning rate: "
-        table.add_row("suggested", f"{name}{plain(band.suggested)}  (the task's own: {plain(result.own)})")
-    show(table)
+        facts = [
+            ("steepest", plain(band.steepest)),
+            ("largest stable", f"{plain(band.largest_stable)}{ended}"),
+            ("suggested", f"{name}{plain(band.suggested)}  (the task's own: {plain(result.own)})"),
+        ]
+    show_facts(facts)

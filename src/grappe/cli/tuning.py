@@ -268,5 +268,5 @@ def _facts(study: Study, trials: Sequence[Trial]) -> dict[int, dict[str, str]]:
         scores = {name: value for name, value in last.items() if isinstance(value, float) and name != "count"}
         cells |= {name: format_number(scores[name]) for name in scores if name != study.search.metric}
         if isinstance(used, dict) and isinstance(duration := used.get("seconds"), int | float):
-            cells["seconds"] = f"{duration:.1f}"
+            cells["time"] = f"{duration:.1f} s"
     return facts

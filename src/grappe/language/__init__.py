@@ -12,7 +12,8 @@ if TYPE_CHECKING:
 
 __all__ = ["catalogue_of", "translated", "translated_cell", "translated_line", "translated_name"]
 
-STATES = frozenset({"failed", "finished", "interrupted", "paused", "running", "same", "stopped", "unknown"})
+STATES = frozenset({"failed", "finished", "interrupted", "paused", "running", "stopped", "unknown"})
+STATES |= {"NO", "best", "different", "no", "same", "yes"}
 """Cells of one word that are translated: no other may be the name of a field, a metric or a file."""
 
 

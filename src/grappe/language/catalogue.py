@@ -23,7 +23,13 @@ LONGEST = 20_000  # characters: more is no message of grappe's
 PLACES = 40  # ends of sentences at which a text is cut
 ENDS = (". ", "; ", ": ", "\n", ", ")
 NAMES = re.compile(r"\S+(?: or \S+)+")
-THOUSANDS = re.compile(r"\d{1,3}(?:,\d{3})+")  # in French a comma is a decimal point
+AMOUNT = r"±?\d[\d.,]*(?:e[+-]\d+)?%?(?: (?:[kMGT]B|m?s|W|J))?"
+AMOUNTS = re.compile(rf"{AMOUNT}(?: (?:to )?{AMOUNT})?")
+"""Measured values, a range of them, or a value with its uncertainty: 3,100 MB, 2 MB to 3 MB, 1.2 ms ±10%."""
+THOUSANDS = re.compile(r"(?<=\d),(?=\d{3})")  # in French a comma is a decimal point
+BYTES = re.compile(r"(?<= [kMGT])B")
+NO_WORDS = re.compile(r"\S*[/=]\S*")
+"""Paths and settings, which count neither as known nor as unknown."""
 FEW = 8  # letters: a template with fewer resembles names that users choose, such as "step 3"
 FOREIGN = re.compile(
     r"\b(?:\w+(?:Error|Exception)|(?P<program>sbatch|squeue|srun|salloc|scancel|sacct|scontrol|sinfo|pip|cmake)): "
@@ -66,7 +72,7 @@ class Catalogue:
     def _translation(self, english: str) -> str:
         message = _Message(self._templates, self.text(" or "))
         weight, other = message.heaviest(english)
-        return other if weight >= PART_KNOWN * LETTER * sum(map(str.isalpha, english)) else english
+        return other if weight >= PART_KNOWN * LETTER * sum(map(str.isalpha, NO_WORDS.sub("", english))) else english
 
     @functools.cached_property
     def _templates(self) -> list[Template]:
@@ -98,8 +104,8 @@ class _Message:
         Args:
             least: letters of a template that may be meant.
         """
-        if THOUSANDS.fullmatch(text):
-            return 0, text.replace(",", " ")
+        if AMOUNTS.fullmatch(text):
+            return _amounts(text)
         if " " not in text.strip():
             return (0, text) if least else (self._by_one_template(text, depth, least) or (0, text))
         if depth > DEEPEST or len(self._found) > MOST:
@@ -117,6 +123,8 @@ class _Message:
 
     def _by_one_template(self, text: str, depth: int, least: int) -> tuple[int, str] | None:
         """The translation by one template; None: none is this text's."""
+        if AMOUNTS.fullmatch(text):
+            return _amounts(text)
         candidates = []
         for template in self._templates:
             values = template.values(text) if template.letters >= least else None
@@ -200,6 +208,11 @@ class _Message:
 def _is_foreign(template: Template, values: Sequence[str]) -> bool:
     """Returns whether others' words stand before the template's first ones: then the sentence is theirs, too."""
     return bool(values) and not template.texts[0].strip() and FOREIGN.search(values[0]) is not None
+
+
+def _amounts(text: str) -> tuple[int, str]:
+    """The weight and the French form of AMOUNTS."""
+    return sum(map(str.isalpha, text)) * LETTER, BYTES.sub("o", THOUSANDS.sub(" ", text).replace(" to ", " à "))
 
 
 def _word(text: str, end: int) -> int:
@@ -297,7 +310,7 @@ class Template:
             earlier = self._earlier_value(number, values)
             # One more of a name known before.
             adjacent = earlier if not fixed and text.startswith(earlier, place) else ""
-            there = text.find(fixed, place + len(adjacent), end)
+            there = _outside_brackets(text, fixed, place + len(adjacent), end)
             if there < 0:
                 return None
             values.append(text[place:there])
@@ -324,6 +337,14 @@ class Template:
         return "".join(text + (by_name.get(name, "") if name else "") for text, name in self.other)
 
 
+def _outside_brackets(text: str, fixed: str, start: int, end: int) -> int:
+    """The first place of a fixed text, rather one that does not cut a list such as [32, 1]; -1: there is none."""
+    first = there = text.find(fixed, start, end)
+    while there >= 0 and text.count("[", start, there) > text.count("]", start, there):
+        there = text.find(fixed, there + 1, end)
+    return first if there < 0 else there
+
+
 def pieces(template: str) -> list[tuple[str, str | None]]:
     """Parses a template: each fixed text with the placeholder behind it, the last without one.
 
@@ -343,7 +364,7 @@ def pieces(template: str) -> list[tuple[str, str | None]]:
 CHOSEN = re.compile(
     r"(absolute|accounts?|base|command|cwd|data|entry|field|files?|folder|full_url|given|host|host_name|keys?|lines?|members?"
     r"|metric|module|names?|nodename|option|own_folder|parent|partition|paths?|pattern|quote|record|reference|root|runs?"
-    r"|run_folder|scores|site|source|split|task|typed|url|watcher)\d*"
+    r"|run_folder|scores?|site|source|split|task|typed|url|watcher)\d*"
 )
 """Values that users, other programs or file systems chose: never translated."""
 OPEN = re.compile(
@@ -353,7 +374,7 @@ OPEN = re.compile(
     r"|where|whose?|why|words?)\d*"
 )
 """Words of grappe's, even as few as a name's: "step 3"."""
-ONE_WORD = re.compile(r"(epoch|host|host_name|hours|index|nodename|number|pid|rank|seconds|seed|steps?)\d*")
+ONE_WORD = re.compile(r"(epoch|host|host_name|hours|index|nodename|number|pid|rank|score|seconds|seed|steps?)\d*")
 """Values of one word: numbers, and names of nodes."""
 QUOTES = ("'", '"', "`")
 TYPED = re.compile(r"(?:=|--[\w-]+[ =])$")

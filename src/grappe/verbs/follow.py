@@ -20,7 +20,7 @@ from grappe.launch import files
 from grappe.launch.safe_console import SafeConsole, fact_table
 from grappe.profiling.phases import PHASES
 from grappe.training.run import ENDED_UNEXPECTEDLY, METRICS, SAVED, USAGE, Run
-from grappe.verbs.runs import score_words
+from grappe.verbs.runs import shown_scores
 from grappe.words import format_number
 
 POLL_SECONDS = 0.5
@@ -144,7 +144,7 @@ def spark(values: list[float], width: int = WIDTH) -> str:
 
 def scores(record: dict[str, Any]) -> str:
     """Formats an evaluation as one line."""
-    return f"step {record.get('step')}  {score_words(record)}"
+    return f"step {record.get('step')}  {shown_scores(record)}"
 
 
 def follow(place: Path | str, stream: IO[str], *, sleep: Callable[[float], None] = time.sleep) -> str:

@@ -10,6 +10,7 @@ from grappe.checkpoint.commit import verify
 from grappe.checkpoint.format import list_checkpoints
 from grappe.errors import RunError
 from grappe.errors.foreign_text import number
+from grappe.language import translated_name
 from grappe.launch.safe_console import fact_table
 from grappe.training.run import Run, all_runs
 from grappe.verbs.submit.jobs import submitted
@@ -17,6 +18,8 @@ from grappe.words import filled_table, format_number, plan_name
 
 if TYPE_CHECKING:
     from rich.table import Table
+
+NO_SCORES = ("kind", "step", "samples", "count")
 
 
 def listing(base: Path, tag: str | None = None) -> Table | str:
@@ -41,7 +44,8 @@ def listing(base: Path, tag: str | None = None) -> Table | str:
         saved = max((checkpoint.step for checkpoint in list_checkpoints(run.checkpoints)), default=0)
         step, plan = str(saved or evaluation.get("step", "")), plan_name(description.get("plan"))
         status, name = run.read_status(description), description.get("name", "")
-        rows.append((run.folder.name, name, status, score_words(evaluation), step, plan, ", ".join(tags)))
+        scores = shown_scores(evaluation)
+        rows.append((run.folder.name, name, status, scores, step, plan, ", ".join(tags)))
     if tag is None:
         rows += [(run.name, "", f"submitted, job {job}", "", "", "", "") for run, job in waiting.items()]
     elif not rows:
@@ -81,7 +85,7 @@ def describe(folder: Path) -> Table:
     rows.append(("fields", _pairs(description.get("fields"), "=")))
     rows.append(("plan", plan_name(description.get("plan"))))
     rows.append(("status", f"{run.read_status(description)}, restarts {description.get('restarts', 0)}"))
-    rows.append(("started", f"{description.get('started')} on {description.get('host')}"))
+    rows.append(("started", f"{description.get('started')}, {description.get('host')}"))
     rows.append(("versions", _pairs(description.get("versions"), " ")))
     for change in description.get("changes", []):
         rows.append(("changed", str(change)))
@@ -92,7 +96,7 @@ def describe(folder: Path) -> Table:
         rows.append(("last step", f"{step.get('step')}, loss {shown}"))
     if evaluation := run.last_record("evaluation"):
         step, samples = evaluation.get("step"), evaluation.get("samples")
-        rows.append(("evaluation", f"step {step}, {samples} samples: {score_words(evaluation)}"))
+        rows.append(("evaluation", f"step {step}, {samples} samples: {shown_scores(evaluation)}"))
     if used := description.get("used"):
         rows.append(("used", _used(used)))
     for checkpoint in list_checkpoints(run.checkpoints):
@@ -129,9 +133,14 @@ def _pairs(named: Any, between: str) -> str:
     return " ".join(f"{name}{between}{value}" for name, value in named.items())
 
 
-def score_words(evaluation: Mapping[str, Any]) -> str:
-    """Formats scores, or those of an evaluation's record: loss 0.06640, accuracy 0.9833."""
-    scores = {name: value for name, value in evaluation.items() if name not in ("kind", "step", "samples", "count")}
+def shown_scores(evaluation: Mapping[str, Any]) -> str:
+    """Formats scores in the user's language."""
+    return score_words(evaluation, loss=translated_name("loss"))
+
+
+def score_words(evaluation: Mapping[str, Any], *, loss: str = "loss") -> str:
+    """Formats scores, or those of an evaluation's record: loss 0.06640, accuracy 0.9833; `loss` is its word."""
+    scores = {loss if name == "loss" else name: value for name, value in evaluation.items() if name not in NO_SCORES}
     return ", ".join(
         f"{name} {format_number(value) if isinstance(value, float) else value}" for name, value in scores.items()
     )

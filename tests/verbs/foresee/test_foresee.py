@@ -110,7 +110,7 @@ def test_a_sites_gpu_is_foreseen_from_its_data_sheet_and_says_so(tmp_path: Path)
     assert eight.time is not None and eight.time.communication == 0  # within computing
     assert found.gpu.startswith("NVIDIA A100")
     assert "not measured on it" in found.notes[-2] and "data sheet" in found.notes[-2]
-    assert found.notes[-1].startswith("a GPU or not: this model keeps one NVIDIA A100 SXM4, 40 GB ")
+    assert found.notes[-1].startswith("GPU or CPU: this model keeps one NVIDIA A100 SXM4, 40 GB ")
     assert measuring.foresee("digits", site="narval", plan=[""], out=tmp_path / "a.json") == 0
     assert json.loads((tmp_path / "a.json").read_text())["gpu"] == found.gpu
 
@@ -217,7 +217,7 @@ def test_steps_of_at_most_five_plans_that_fit_this_machine_are_run(monkeypatch: 
     assert times.plans[0].time is not None and times.plans[0].cost is not None
     assert "4 threads of 4 processes on 2 cores" in times.plans[3].why
     assert any("foresee runs steps of at most 5 plans, for about 15 s; name others" in one for one in times.reasons)
-    assert "a GPU or not" in times.notes[-1]
+    assert "GPU or CPU" in times.notes[-1]
     times = foresee("digits", ["", "microbatches=2"])
     assert "microbatches=2: no step of it ended in 1 s" in times.reasons
     chosen = best(times, "fastest")

@@ -204,7 +204,7 @@ def test_jobs_that_pend_are_said_with_their_reasons(played: Played, tmp_path: Pa
         name = played.entries.pop().name
         played.add("101", name, "PENDING", "ReqNodeNotAvail")
         assert mine.poll(0.0) == []
-        assert mine.notes == "jobs pend: 1 (ReqNodeNotAvail)"
+        assert mine.notes == "jobs are pending: 1 (ReqNodeNotAvail)"
         assert mine.running == {0}
 
 

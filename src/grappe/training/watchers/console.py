@@ -131,10 +131,11 @@ class Console(Watcher):
         self._refresh()
         epoch = -(-step // self._info.steps_per_epoch)
         train = f"{self._word('loss')} {format_number(self._record.loss)}  " if self._record else ""
+        loss = f"{self._word(scores.split)} {format_number(scores.loss)}"
         self._console.print(
             Text(
-                f"{self._word('epoch')} {epoch:>2}  {self._word('step')} {step:>4}  {train}{scores.split} "
-                f"{format_number(scores.loss)}{_metrics(scores.metrics)}  {self._speed(self._rate)}"
+                f"{self._word('epoch')} {epoch:>2}  {self._word('step')} {step:>4}  {train}"
+                f"{loss}{_metrics(scores.metrics)}  {self._speed(self._rate)}"
                 f"{translated(end, self._console.file)}"
             )
         )
@@ -180,13 +181,13 @@ class Console(Watcher):
         total = sum(spent.values())
         least = max(0.05, 0.005 * total)
         parts = [f"{self._word(name)} {seconds:.1f} s" for name, seconds in spent.items() if seconds >= least]
-        rows.append(("time", f"{total:.1f} s: {', '.join(parts)}"))
+        rows.append(("time", str(translated(f"{total:.1f} s: {', '.join(parts)}", self._console.file))))
         if outcome.headspace.advice:
             rows.append(("data", str(outcome.headspace)))
         if len(self._epochs) > 1:
             between = f"{min(self._epochs):.3g} to {max(self._epochs):.3g}"
             rows.append(("epoch", f"{statistics.median(self._epochs):.3g} s ({between})"))
-        rows += _memory(outcome)
+        rows += _memory(outcome, self._word)
         rows.extend(("engine", remark) for remark in outcome.remarks)
         rows.append(("run", str(self._info.folder)))
         if outcome.status in ("finished", "stopped") and outcome.scores is not None:
@@ -202,24 +203,25 @@ class Console(Watcher):
         return translated_name(name, self._console.file)
 
     def _speed(self, rate: float) -> str:
-        return f"{translated(f'{rate:,.0f}')}{self._unit}"
+        return f"{translated(f'{rate:,.0f}', self._console.file)}{self._unit}"
 
 
-def _memory(outcome: Outcome) -> list[tuple[str, str]]:
+def _memory(outcome: Outcome, word: Callable[[str], str]) -> list[tuple[str, str]]:
     """Formats each process's peak memory and its parts; of many processes, only the highest and the lowest peak.
 
     A small model's parts say nothing: all processes share a row then.
     """
     ranked = sorted(enumerate(outcome.peaks), key=lambda entry: -_most(entry[1]))
     if len(ranked) == 1:
-        return [("peak memory", _spent(ranked[0][1]))]
+        return [("peak memory", _spent(ranked[0][1], word))]
     if not any(map(_parts, outcome.peaks)):
         least, most = (format_bytes(_most(ranked[place][1])) for place in (-1, 0))
         return [("peak memory", f"{most if least == most else f'{least} to {most}'} in each process")]
     if len(ranked) > SHOWN:
         ranked = [ranked[0], ranked[-1]]
     return [
-        (f"peak memory, process {rank}", _spent(entry)) for rank, entry in sorted(ranked, key=lambda entry: entry[0])
+        (f"peak memory, process {rank}", _spent(entry, word))
+        for rank, entry in sorted(ranked, key=lambda entry: entry[0])
     ]
 
 
@@ -234,13 +236,13 @@ def _parts(peak: Mapping[str, int]) -> dict[str, int]:
     return held if sum(held.values()) >= LITTLE * _most(peak) else {}
 
 
-def _spent(peak: Mapping[str, int]) -> str:
+def _spent(peak: Mapping[str, int], word: Callable[[str], str] = str) -> str:
     held = _parts(peak)
     if not held:
-        return format_bytes(_most(peak))
+        return word(format_bytes(_most(peak)))
     rest = max(0, _most(peak) - sum(held.values()))
-    parts = [f"{word} {format_bytes(number)}" for word, number in {**held, "rest": rest}.items()]
-    return f"{format_bytes(_most(peak))} = {', '.join(parts)}"
+    parts = [f"{word(name)} {word(format_bytes(number))}" for name, number in {**held, "rest": rest}.items()]
+    return f"{word(format_bytes(_most(peak)))} = {', '.join(parts)}"
 
 
 def _metrics(metrics: Mapping[str, float | list[float]]) -> str:

@@ -190,9 +190,8 @@ def all_faults(plan: Plan) -> list[Fault]:
     ]
     if many:
         cases.append(Fault(name="one process stopped", injector=FaultInjector("SIGSTOP", HURT_AT, "last")))
-    for word, other in (("fewer", _resized(plan, -1)), ("more", _resized(plan, 1))):
-        if other is not None:
-            name = f"killed, resumed with {word} processes"
+    for name, change in (("killed, resumed with fewer processes", -1), ("killed, resumed with more processes", 1)):
+        if (other := _resized(plan, change)) is not None:
             cases.append(Fault(name=name, injector=FaultInjector("SIGKILL", HURT_AT), plan=other))
     return cases
 

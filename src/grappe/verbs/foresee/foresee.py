@@ -360,9 +360,9 @@ def gpu_or_not(fake_model: FakeModel, plans: Sequence[TimedPlan], fabric: Fabric
     share = share_of_gpu(on_gpu)
     what = f"this model keeps one {device.title} {share:.0%} busy"
     if here is None or here.time is None:
-        verdict = "worth its queue" if share >= BUSY else LITTLE
+        verdict = "enough to be worth its queue" if share >= BUSY else LITTLE
         text = f"{what}, {verdict}; --plan device=cpu runs its steps on the cores here"
-        return f"a GPU or not: {text}. From its data sheet, not measured on one"
+        return f"GPU or CPU: {text}. From its data sheet, not measured on that GPU"
     faster = here.time.total / on_gpu.total
     low, high = faster * (1 - on_gpu.spread), faster * (1 + on_gpu.spread)
     many = f"{cores()} cores here" if cores() > 1 else "one core here"
@@ -373,7 +373,7 @@ def gpu_or_not(fake_model: FakeModel, plans: Sequence[TimedPlan], fabric: Fabric
         verdict = f"{between}: take a GPU" if share >= BUSY else f"{between}, and {LITTLE}"
     else:
         verdict = f"{between}: try both (grappe measure)"
-    return f"a GPU or not: {what}; {verdict}. From its data sheet, not measured on one"
+    return f"GPU or CPU: {what}; {verdict}. From its data sheet, not measured on that GPU"
 
 
 def use_of_gpu(fake_model: FakeModel, plans: Sequence[TimedPlan], gpus: LocalGpus) -> str | None:
@@ -394,7 +394,7 @@ def use_of_gpu(fake_model: FakeModel, plans: Sequence[TimedPlan], gpus: LocalGpu
     share = min(1.0, on_gpu.busy / here.time.total)
     verdict = "" if share >= BUSY else f", and {LITTLE}; --plan device=cpu compares with the cores here"
     return (
-        f"a GPU or not: this model keeps {device.title} {share:.0%} busy: it computes for "
+        f"GPU or CPU: this model keeps {device.title} {share:.0%} busy: it computes for "
         f"{format_seconds(on_gpu.busy)} by its data sheet, of steps of {format_seconds(here.time.total)}{verdict}"
     )
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
@@ -12,6 +13,7 @@ import numpy as np
 
 from grappe.errors import DivergedError, TaskError, UsageError
 from grappe.fields import at_least
+from grappe.language import translated_name
 from grappe.launch.rank import ProcessRank
 from grappe.launch.start import start
 from grappe.plan import AnyPlan, Plan, as_plan
@@ -402,7 +404,8 @@ def plot(result: LearningRates) -> Iterator[str]:
         yield f"{label:>9} ┤{''.join(line).rstrip()}"
     yield f"{'':>9} └{'─' * COLUMNS}"
     ends, space = (plain(low), plain(high)), COLUMNS
-    yield f"{'':>10} {ends[0]}{'learning rate':^{space - len(ends[0]) - len(ends[1])}}{ends[1]}"
+    axis = translated_name("learning rate", sys.stdout)
+    yield f"{'':>10} {ends[0]}{axis:^{space - len(ends[0]) - len(ends[1])}}{ends[1]}"
     seeds = (
         f"{DOTS[number % len(DOTS)]} seed {curve.seed}" for number, curve in enumerate(result.curves) if curve.loss
     )

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
+from grappe.language import translated_line
 from grappe.verbs.measure import verdict
 from grappe.verbs.measure.breakdown import SMALL_BATCH, USEFUL, Remedy, TimeBreakdown
 from grappe.verbs.measure.points import Measurement, as_json, baseline, efficiency, efficiency_loss
@@ -57,7 +59,7 @@ def losses(points: Sequence[Measurement]) -> Table | None:
     for point, base in compared:
         loss = efficiency_loss(point, base)
         parts = (loss.data, loss.communication, loss.imbalance, loss.computing, loss.rest)
-        rows.append((verdict.name(point), *(_share(part, sign="+") for part in parts)))
+        rows.append((verdict.title(point), *(_share(part, sign="+") for part in parts)))
     columns = ("data", "communication", "imbalance", "smaller slices, shared cores", "rest")
     return filled_table(("efficiency lost to", *columns), rows) if rows else None
 
@@ -105,7 +107,7 @@ def breakdown_table(breakdown: TimeBreakdown, remedies: Sequence[Remedy], title:
             continue
         name = f"{USEFUL}, at the rate of {breakdown.precision}" if part == USEFUL else part
         remedy = by_part.get(part, Remedy(part=part, word=""))
-        rows.add_row(name, f"{share:.1%}", remedy.word, remedy.speed_up)
+        rows.add_row(translated_line(name, sys.stdout), f"{share:.1%}", remedy.word, remedy.speed_up)
     if rest:
         rows.add_row("less than that, together", f"{rest:.1%}", "", "")
     return rows

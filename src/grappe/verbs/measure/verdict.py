@@ -25,7 +25,7 @@ def sentences(points: Sequence[Measurement]) -> list[str]:
     return list(_advice(good)) if good else ["nothing could be measured"]
 
 
-def name(point: Measurement) -> str:
+def title(point: Measurement) -> str:
     """Names a point for messages."""
     return f"{plan_name(point.plan)} (batch {point.batch})"
 
@@ -40,12 +40,12 @@ def _advice(good: Sequence[Measurement]) -> Iterator[str]:
             slow, more, where = point.slowest()
             if more >= IMBALANCE * slow.step:
                 yield (
-                    f"{name(point)}: process {slow.rank} on {slow.host} delays the others: it has "
+                    f"{title(point)}: process {slow.rank} on {slow.host} delays the others: it has "
                     f"{slow.busy * 1e3:.3g} ms a step to do, {more * 1e3:.3g} ms more than they, most of it in {where}"
                 )
         if crowded:
             yield (
-                f"{name(point)}: {point.processes} processes with {point.threads} thread"
+                f"{title(point)}: {point.processes} processes with {point.threads} thread"
                 f"{'s' if point.threads > 1 else ''} each share {point.cores} cores: use at most {point.cores} in all"
             )
     for point in asked:
@@ -54,12 +54,12 @@ def _advice(good: Sequence[Measurement]) -> Iterator[str]:
         share = point.share("communication") - point.imbalance / point.cost()
         if point.processes > 1 and share > COMMUNICATING:
             yield (
-                f"{name(point)}: {share:.0%} of the time goes into communication: a larger batch_size, or "
+                f"{title(point)}: {share:.0%} of the time goes into communication: a larger batch_size, or "
                 "fewer processes, make it less"
             )
     for point in good:
         if point.origin == "advice" and point.batch == good[0].batch:
-            yield f"tried: {name(point)} gives {point.rate / good[0].rate:.2f} times {name(good[0])}"
+            yield f"tried: {title(point)} gives {point.rate / good[0].rate:.2f} times {title(good[0])}"
     yield from _one_more_process(good)
 
 
@@ -67,12 +67,12 @@ def _fastest(good: Sequence[Measurement]) -> Iterator[str]:
     if len(good) > 1:
         best = max(good, key=lambda point: point.rate)
         gain = best.rate / good[0].rate
-        beside = f", {gain:.1f} times {name(good[0])}" if gain > FASTER else ""
-        yield f"fastest: {name(best)}, {best.rate:,.0f} samples/s{beside}"
+        beside = f", {gain:.1f} times {title(good[0])}" if gain > FASTER else ""
+        yield f"fastest: {title(best)}, {best.rate:,.0f} samples/s{beside}"
         counted = [point for point in good if point.joules is not None]
         if len(counted) > 1:
             frugal = min(counted, key=lambda point: point.joules or 0.0)
-            yield f"least energy: {name(frugal)}, {frugal.joules:.3g} J a sample"
+            yield f"least energy: {title(frugal)}, {frugal.joules:.3g} J a sample"
     on_cpu = [point for point in good if point.device == "cpu"]
     on_gpu = [point for point in good if point.device != "cpu"]
     if on_cpu and on_gpu:
@@ -84,7 +84,7 @@ def _fastest(good: Sequence[Measurement]) -> Iterator[str]:
                 f"({cpu.rate / gpu.rate:.1f} times)"
             )
         else:
-            yield f"the GPU is {gpu.rate / cpu.rate:.1f} times as fast as {name(cpu)}"
+            yield f"the GPU is {gpu.rate / cpu.rate:.1f} times as fast as {title(cpu)}"
 
 
 def advised_workers(point: Measurement) -> int | None:
@@ -100,7 +100,7 @@ def _data(point: Measurement) -> Iterator[str]:
     if (waits := point.share("data", "transfer")) < WAITING:
         return
     who = "the GPU waits" if point.device != "cpu" else "it waits"
-    wait = f"{name(point)}: {who} for data {waits:.0%} of the time"
+    wait = f"{title(point)}: {who} for data {waits:.0%} of the time"
     needed = advised_workers(point)
     if point.workers is None:
         yield f"{wait}: the samples are in memory, so make `transform` and `augment` cheaper, or the batch larger"
@@ -127,7 +127,7 @@ def _small_slices(point: Measurement, good: Sequence[Measurement]) -> Iterator[s
     factor = point.least(*COMPUTING) / other.least(*COMPUTING)
     if factor > DEARER:
         yield (
-            f"{name(point)}: slices of {size:.0f} samples are small: a sample takes {factor:.1f} times the "
+            f"{title(point)}: slices of {size:.0f} samples are small: a sample takes {factor:.1f} times the "
             f"computing that it takes in slices of {other.batch / other.slices:.0f}: use a larger batch_size"
         )
 

@@ -176,7 +176,7 @@ class SlurmTrainings(Trainings):
             job.missing_since = 0.0 if job.id in queued else job.missing_since or self._queried
         reasons = collections.Counter(entry.reason for entry in self._queue.values() if entry.state == "PENDING")
         counts = ", ".join(f"{count} ({reason})" for reason, count in sorted(reasons.items()))
-        self.notes = f"jobs pend: {counts}" if counts else ""
+        self.notes = f"jobs are pending: {counts}" if counts else ""
         for number, several in by_trial.items():
             slurm.cancel([_id(entry) for entry in several if entry is not self._queue[number]])
 
