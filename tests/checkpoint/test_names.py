@@ -110,10 +110,10 @@ def test_the_message_has_five_names_of_each_side_and_the_nearest() -> None:
     assert differences(matched.missing, matched.left) == (
         "Missing: 0.weight, 0.bias, 1.weight, 1.bias, 2.weight and 3 more. "
         "Left over: 0_weight, 0_bias, 1_weight, 1_bias, 2_weight and 3 more. "
-        "Nearest: 0_weight for 0.weight, 0_bias for 0.bias, 1_weight for 1.weight, 1_bias for 1.bias, "
-        "2_weight for 2.weight"
+        "Nearest: 0.weight -> 0_weight, 0.bias -> 0_bias, 1.weight -> 1_weight, 1.bias -> 1_bias, "
+        "2.weight -> 2_weight"
     )
     assert differences({"head.weight": (5, 2)}, {"head.weigth": (3, 2), "x": (9,)}).endswith(
-        "Nearest: head.weigth for head.weight"
+        "Nearest: head.weight -> head.weigth"
     )
     assert differences({"a": (5, 2)}, {"zzzzz": (3, 2)}) == "Missing: a. Left over: zzzzz"
