@@ -101,9 +101,9 @@ class Task:
         return ()
 
     @property
-    def validation_is_test(self) -> bool:
-        """True where the validation samples are those of the test split, as on some pages: each score says so."""
-        return False
+    def validated_on(self) -> str:
+        """Returns the split that has the validation samples: "validation", or "test" or "train", which scores show."""
+        return "validation"
 
     def model(self) -> nn.Module:
         """Makes the network on the current default device; its weights are drawn from torch's generator."""
@@ -227,7 +227,8 @@ def overrides(task: Task, method: str) -> bool:
 
 def split_name(task: Task, split: str) -> str:
     """Returns the name of a split as it is shown with a score."""
-    return "validation (the test set)" if split == "validation" and task.validation_is_test else split
+    shared = {"test": "validation (the test set)", "train": "validation (training samples)"}
+    return shared.get(task.validated_on, split) if split == "validation" else split
 
 
 def fields(task: Task) -> dict[str, Any]:

@@ -223,8 +223,33 @@ def test_without_a_validation_loader_all_samples_are_trained_on_and_that_is_said
     assert [len(task.data(split, Path())) for split in ("train", "validation")] == [TRAINING, 4]  # type: ignore[arg-type]
     assert any("no validation loader" in note and "validation=0.1" in note for note in task.notes())
     run = Run(train(tmp_path / "run", task).run)
-    assert [one["samples"] for one in run.records("evaluation")] == [4]
+    assert [(one["samples"], one["split"]) for one in run.records("evaluation")] == [
+        (4, "validation (training samples)")
+    ]
     assert sum(1 for _ in run.records("step")) == -(-TRAINING // BATCH)
+
+
+def test_loaders_that_are_not_given_are_the_modules() -> None:
+    """As of `trainer.fit(net, train_loader)` and `trainer.test(net)`."""
+
+    class Own(Net):
+        def setup(self, stage):
+            self.data = Data()
+            self.data.setup(stage)
+
+        def val_dataloader(self):
+            return self.data.val_dataloader()
+
+        def test_dataloader(self):
+            return self.data.val_dataloader()
+
+    loader = modules.Unvalidated().train_dataloader()
+    task = grappe.from_lightning(Own(), loader)()
+    assert [len(task.data(split, Path())) for split in ("validation", "test")] == [HELD_OUT] * 2  # type: ignore[arg-type]
+    task = grappe.from_lightning(Own(), (loader, loader, loader))()
+    assert [len(task.data(split, Path())) for split in ("validation", "test")] == [TRAINING] * 2  # type: ignore[arg-type]
+    with pytest.raises(TaskError, match=r"from_lightning\(…\) has no test_dataloader\(\)"):
+        grappe.from_lightning(Net(), (loader, loader))().data("test", Path())
 
 
 @pytest.mark.parametrize("plan", ["", "replicate=2,microbatches=2"])

@@ -104,5 +104,9 @@ def test_curves_as_csv(run: Run) -> None:
 def test_no_such_run(tmp_path: Path) -> None:
     with pytest.raises(RunError, match="is not a run"):
         verb.follow(tmp_path / "none", io.StringIO())
+    (tmp_path / "damaged").mkdir()
+    (tmp_path / "damaged" / "run.json").write_text('{"plan": {"a": 1}}')
+    with pytest.raises(RunError, match=r"run\.json is damaged"):
+        verb.follow(tmp_path / "damaged", io.StringIO())
     with pytest.raises(RunError, match="is not a run"):
         write_csv([tmp_path / "none"], io.StringIO())

@@ -157,7 +157,10 @@ def _class_in(module: ModuleType, name: str, reference: str) -> type[Task]:
     if len(tasks_here) == 1:
         return next(iter(tasks_here.values()))
     if not tasks_here:
-        raise TaskError(f"{reference}: there is no class in it that derives from grappe.Task")
+        raise TaskError(
+            f"{reference}: there is no class in it that derives from grappe.Task. A script runs as it is with grappe "
+            "launch"
+        )
     raise TaskError(
         f"{reference} has several tasks: {', '.join(tasks_here)}. Say which, as in "
         f"{Path(reference).name}:{next(iter(tasks_here))}"

@@ -83,8 +83,8 @@ class Cifar10(Task):
             raise TaskError(f"momentum={self.momentum} is of optimizer=sgd: Adam has its betas, so leave it out")
 
     @property
-    def validation_is_test(self) -> bool:
-        return self.holdout == 0
+    def validated_on(self) -> str:
+        return "validation" if self.holdout else "test"
 
     def model(self) -> nn.Module:
         return Small() if self.network == "small" else resnet18()

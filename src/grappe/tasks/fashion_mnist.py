@@ -69,8 +69,8 @@ class FashionMnist(Digits):
             raise TaskError(f"holdout={self.holdout}: it is a share, from 0 to 1")
 
     @property
-    def validation_is_test(self) -> bool:
-        return self.holdout == 0
+    def validated_on(self) -> str:
+        return "validation" if self.holdout else "test"
 
     def model(self) -> nn.Module:
         return lenet()

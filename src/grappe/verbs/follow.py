@@ -151,8 +151,9 @@ def follow(place: Path | str, stream: IO[str], *, sleep: Callable[[float], None]
     """Shows a run until it ends, or writes nothing for two minutes; returns the run's status at that time.
 
     Raises:
-        RunError: there is no such run.
+        RunError: there is no such run, or its run.json is damaged.
     """
+    Run(place).read_description()
     view = RunView(Run(place))
     console = SafeConsole(stream)
     live = Live(view.table(), console=console, auto_refresh=False) if console.is_terminal else None

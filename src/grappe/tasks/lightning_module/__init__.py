@@ -98,6 +98,10 @@ class Carried(Task):
         module = _fresh(self.source.module, NoTrainer(self.epochs, steps))
         return ModuleSteps(module, self.source.training, self.source.validation, self.source.test)
 
+    @property
+    def validated_on(self) -> str:
+        return "validation" if self.source.validates else "train"
+
     def notes(self) -> Sequence[str]:
         notes = []
         if not self.source.validates:
@@ -191,7 +195,7 @@ def from_lightning(
 
     Args:
         datamodule: a LightningDataModule; or the training loader as `Trainer.fit` takes it, or (training, validation)
-            loaders. None: the module has the dataloaders itself.
+            or (training, validation, test) loaders. None, or for a loader that is not given: the module's own.
         batch_size: samples per optimizer step over all processes; None: the training loader's.
         clip: the value of Trainer(gradient_clip_val=…).
         validation: the share of the training samples that validates, where there is no val_dataloader. Without both,
@@ -255,8 +259,8 @@ def _data_of(
     if data is None:
         return module
     if isinstance(data, DataLoader):
-        return Loaders(data)
-    return Loaders(*data) if isinstance(data, Sequence) else data
+        return Loaders(module, data)
+    return Loaders(module, *data) if isinstance(data, Sequence) else data
 
 
 def _task_class(name: str, source: LightningSource, monitor: str, **defaults: Any) -> type[Task]:
@@ -283,7 +287,8 @@ def _fresh(module: LightningModule, trainer: NoTrainer) -> Any:
 def _users_loader(data: Any, split: str) -> Any:
     """Returns the split's loader from the user's class."""
     if not defines(data, LOADERS[split]):
-        raise TaskError(f"{type(data).__name__} has no {LOADERS[split]}(): a task needs its {split} data: write it")
+        given = "from_lightning(…)" if isinstance(data, Loaders) else type(data).__name__
+        raise TaskError(f"{given} has no {LOADERS[split]}(): a task needs its {split} data: write it")
     if defines(data, "setup"):
         data.setup("test" if split == "test" else "fit")
     return getattr(data, LOADERS[split])()

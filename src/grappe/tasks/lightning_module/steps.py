@@ -97,14 +97,21 @@ class Loaders:
     """Bare DataLoaders, as Trainer.fit takes them, in the form of a data module.
 
     Args:
+        module: the LightningModule, whose own loaders stand in for those that are not given.
         train: the training loader.
-        validation: the validation loader; None: there is none.
+        validation: the validation loader; None: the module's, if it has one.
+        test: the test loader; None: the module's, if it has one.
     """
 
-    def __init__(self, train: Any, validation: Any = None) -> None:
+    def __init__(self, module: Any, train: Any, validation: Any = None, test: Any = None) -> None:
+        for name in ("prepare_data", "setup", "val_dataloader", "test_dataloader"):
+            if defines(module, name):
+                setattr(self, name, getattr(module, name))
         self.train_dataloader = lambda: train
         if validation is not None:
             self.val_dataloader = lambda: validation
+        if test is not None:
+            self.test_dataloader = lambda: test
 
     def prepare_data(self) -> None:
         """Prepares nothing: the loaders have their data."""

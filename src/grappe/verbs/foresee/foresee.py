@@ -196,10 +196,9 @@ def foresee(
     if not times:
         untimed = tuple(TimedPlan(foreseen=forecast) for forecast in forecasts)
         return PlanTimes(plans=untimed, budget=budget)
-    parts, fabric = [], None
+    parts, fabric = [], None if place is None else site_fabric(place)
     on_gpus = [forecast for forecast in forecasts if on_gpu(Plan.parse(forecast.plan))]
     if place is not None and on_gpus:
-        fabric = site_fabric(place)
         parts.append(_on_gpus(models[True], on_gpus, place, fabric))
     elif on_gpus:
         parts.append(_here(models[True], on_gpus, reference, folder, gpus=gpus_here))
