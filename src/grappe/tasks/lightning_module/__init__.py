@@ -287,8 +287,8 @@ def _fresh(module: LightningModule, trainer: NoTrainer) -> Any:
 def _users_loader(data: Any, split: str) -> Any:
     """Returns the split's loader from the user's class."""
     if not defines(data, LOADERS[split]):
-        given = "from_lightning(…)" if isinstance(data, Loaders) else type(data).__name__
-        raise TaskError(f"{given} has no {LOADERS[split]}(): a task needs its {split} data: write it")
+        owner = "from_lightning(…)" if isinstance(data, Loaders) else type(data).__name__
+        raise TaskError(f"{owner} has no {LOADERS[split]}(): a task needs its {split} data: write it")
     if defines(data, "setup"):
         data.setup("test" if split == "test" else "fit")
     return getattr(data, LOADERS[split])()
