@@ -7,18 +7,21 @@ import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from grappe.data.batch import BatchRows, InModel, SampleIds, inside
+from grappe.data.batch import InModel, inside
 from grappe.data.whole_batch_draws import whole_batch_draws
-from grappe.private_api.torch import BatchNormBase
+from grappe.errors import TaskError
+from grappe.parallel.attributes import Attributes, Place, attributes, copied, is_state, put_attributes
+from grappe.private_api.torch import module_buffers, tensor_version, tree_flatten, tree_leaves
 
 
 def checkpoint_activations(units: Sequence[nn.Module]) -> None:
     """Wraps each unit's forward; names and hooks stay the same."""
     for unit in units:
-        contexts = functools.partial(_contexts, unit)
+        contexts = _State(unit).contexts
         unit.forward = functools.partial(checkpoint, unit.forward, use_reentrant=False, context_fn=contexts)
 
 
@@ -28,10 +31,6 @@ def switch_off_caches(model: nn.Module) -> None:
         config = getattr(module, "config", None)
         if getattr(config, "use_cache", None) is True:
             config.use_cache = False  # pyrefly: ignore
-
-
-def _contexts(unit: nn.Module) -> tuple[contextlib.AbstractContextManager, contextlib.AbstractContextManager]:
-    return contextlib.nullcontext(), _EnteredAgain(functools.partial(_as_before, unit, InModel.samples, InModel.place))
 
 
 class _EnteredAgain(contextlib.AbstractContextManager):
@@ -49,27 +48,89 @@ class _EnteredAgain(contextlib.AbstractContextManager):
         return self._entered.pop().__exit__(*error)
 
 
-@contextlib.contextmanager
-def _as_before(unit: nn.Module, samples: SampleIds | None, rows: BatchRows | None) -> Iterator[None]:
-    """Context of the second forward, in which a pipeline may have another microbatch in the model."""
-    with _statistics_kept(unit), inside(samples), whole_batch_draws(rows):
-        yield
+class _State:
+    """The buffers and attributes of a unit: its second forward has them as the first one had, and leaves them alone."""
+
+    def __init__(self, unit: nn.Module) -> None:
+        self._unit = unit
+        self._changing: set[Place] | None = None
+        """What forwards change, of which each first forward keeps a copy; None: none has run."""
+
+    def contexts(self) -> tuple[contextlib.AbstractContextManager, contextlib.AbstractContextManager]:
+        """Returns the contexts of a first forward, which begins now, and of its repetition."""
+        before = self._values()
+        stamps = {place: _stamp(value) for place, value in before.items()}
+        kept = copied({place: value for place, value in before.items() if self._is_kept(place, value)})
+        samples, rows = InModel.samples, InModel.place
+
+        @contextlib.contextmanager
+        def first() -> Iterator[None]:
+            yield
+            if self._changing is None:
+                after = self._values()
+                self._changing = {place for place in before if stamps[place] != _stamp(after.get(place))}
+                # torch does not count what batch and instance normalisation write into their running statistics.
+                self._changing |= {
+                    (path, name)
+                    for path, module in self._unit.named_modules()
+                    for name in module_buffers(module)
+                    if hasattr(module, "track_running_stats")
+                }
+                for place in [place for place, value in before.items() if not self._is_kept(place, value)]:
+                    del kept[place]
+
+        @contextlib.contextmanager
+        def again() -> Iterator[None]:
+            now, values = self._values(), before | copied(kept)
+            for place, stamp in stamps.items():
+                if place not in kept and _stamp(now.get(place)) != stamp:
+                    name = ".".join(filter(None, place))
+                    raise TaskError(
+                        f"{type(self._unit).__name__} changes '{name}' now, and did not in its first forward: its "
+                        "second forward would find another value. Train it without recompute, or write it in "
+                        "after_step(self, model) of the task"
+                    )
+            # A pipeline may have another microbatch in the model.
+            with inside(samples), whole_batch_draws(rows):
+                self._put(values)
+                try:
+                    yield
+                finally:
+                    self._put(now)
+
+        return first(), _EnteredAgain(again)
+
+    def _is_kept(self, place: Place, value: Any) -> bool:
+        """Returns whether a first forward copies a value: one that changes, or that has no tensor and costs nothing."""
+        return self._changing is None or place in self._changing or not any(map(is_state, tree_leaves(value)))
+
+    def _values(self) -> Attributes:
+        buffers = {
+            (path, name): buffer
+            for path, module in self._unit.named_modules()
+            for name, buffer in module_buffers(module).items()
+        }
+        return attributes(self._unit) | buffers
+
+    def _put(self, values: Attributes) -> None:
+        """Sets buffers as other tensors, not in place: backward may still read those that are there."""
+        others = dict(values)
+        for path, module in self._unit.named_modules():
+            own = module_buffers(module)
+            for name in own:
+                own[name] = others.pop((path, name), None)
+        put_attributes(self._unit, others)
 
 
-@contextlib.contextmanager
-def _statistics_kept(unit: nn.Module) -> Iterator[None]:
-    """Context of the second forward, which must not update the running statistics again."""
-    kept = [
-        (module, module.momentum, module.num_batches_tracked, module.num_batches_tracked.clone())
-        for module in unit.modules()
-        if isinstance(module, BatchNormBase) and module.num_batches_tracked is not None
-    ]
-    for module, *_ in kept:
-        # Not track_running_stats=False: backward would find fewer tensors than forward saved.
-        module.momentum = 0.0
-    try:
-        yield
-    finally:
-        for module, momentum, batches, before in kept:
-            module.momentum = momentum
-            batches.copy_(before)
+def _stamp(value: Any) -> tuple[Any, ...]:
+    """Returns what differs once a value is another, or a tensor in it has been changed in place."""
+    leaves, form = tree_flatten(value)
+    return form, *map(_stamp_of, leaves)
+
+
+def _stamp_of(leaf: Any) -> Any:
+    if isinstance(leaf, Tensor):
+        return id(leaf), tensor_version(leaf)
+    if isinstance(leaf, torch.Generator):
+        return leaf.get_state().numpy().tobytes()
+    return leaf if isinstance(leaf, bool | int | float | str) else id(leaf)

@@ -50,6 +50,7 @@ USED = private_names(
         ),
         "torch._ops": "_HIGHER_ORDER_OP_DEFAULT_FALLTHROUGH_DISPATCH_KEYS _higher_order_ops",
         "torch._ops.OpOverload": "_schema",
+        "torch.Tensor": "_version",
         "torch.autograd.Variable": "_execution_engine",
         "torch.autograd": "_profiler_enabled",
         "torch.distributed": "_functional_collectives",
@@ -148,6 +149,11 @@ def module_parameters(module: nn.Module) -> dict[str, nn.Parameter | None]:
 def module_buffers(module: nn.Module) -> dict[str, Tensor | None]:
     """Returns the dictionary of the module's own buffers."""
     return module._buffers
+
+
+def tensor_version(tensor: Tensor) -> int:
+    """Returns a number that grows whenever the tensor, or a view of it, is changed in place."""
+    return 0 if tensor.is_inference() else tensor._version
 
 
 def module_children(module: nn.Module) -> dict[str, nn.Module | None]:

@@ -13,7 +13,8 @@ from torch import Tensor, nn
 
 import grappe
 from grappe.checkpoint.format import list_checkpoints
-from grappe.engines.shared.carried import CarriedState, copied_attributes
+from grappe.engines.shared.carried import CarriedState
+from grappe.parallel.attributes import copied_attributes
 from grappe.plan import Plan
 from grappe.training.options import Options
 from tests.engines.shared.streams import CHUNKS, Stream

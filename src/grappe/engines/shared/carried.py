@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import dataclasses
 import functools
 import json
@@ -20,59 +19,24 @@ from grappe.data.order import cut
 from grappe.errors import RunError
 from grappe.launch.terminal import say
 from grappe.launch.world import World
+from grappe.parallel.attributes import (
+    OF_LIBRARIES,
+    OF_MODULES,
+    Attributes,
+    Place,
+    attributes,
+    copied,
+    copied_attributes,
+    is_state,
+    own_modules,
+    put_attributes,
+)
 from grappe.parallel.batchnorm import buffers_kept
 from grappe.private_api.torch import local_tensor, tree_flatten, tree_leaves, tree_map
 
 CARRIED = "carried."
 """`carried.SLICE`: attributes of the processes that train on slice `SLICE`, as JSON; `carried.SLICE.N`: a tensor."""
 PIECE = 1 << 24  # numbers that are hashed at once
-OF_MODULES = frozenset(vars(nn.Module()))
-OF_LIBRARIES = ("ds_", "_external_params", "_fsdp", "_compiled_call_impl", "forward", "grappe_")
-Place = tuple[str, str]
-"""A module's name, and its attribute's."""
-Attributes = dict[Place, Any]
-
-
-def own_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Yields the modules whose classes are not all torch's, by name."""
-    for path, module in model.named_modules():
-        if not {base.__module__.partition(".")[0] for base in type(module).__mro__} <= {"torch", "builtins"}:
-            yield path, module
-
-
-def attributes(model: nn.Module) -> Attributes:
-    """Returns what the modules of a model keep outside of parameters, buffers and modules."""
-    return {
-        (path, name): value
-        for path, module in own_modules(model)
-        for name, value in vars(module).items()
-        if name not in OF_MODULES and not name.startswith(OF_LIBRARIES)
-    }
-
-
-def _put(model: nn.Module, values: Attributes) -> None:
-    """Gives the model these attributes, and no others."""
-    homes = {path: vars(module) for path, module in own_modules(model)}
-    for path, name in attributes(model).keys() - values.keys():
-        del homes[path][name]
-    for (path, name), value in values.items():
-        homes[path][name] = value
-
-
-def is_state(leaf: Any) -> bool:
-    """Returns whether a leaf is a tensor that can go from one step to the next: no parameter, no part of a graph."""
-    return isinstance(leaf, Tensor) and not isinstance(leaf, nn.Parameter | DTensor) and not leaf.requires_grad
-
-
-def _copied(values: Attributes) -> Attributes:
-    """Copies tensors, generators and what they are nested in; everything else is shared."""
-    others = [v for v in tree_leaves(values) if not (is_state(v) or isinstance(v, torch.Generator))]
-    return copy.deepcopy(values, {id(other): other for other in others})
-
-
-def copied_attributes(model: nn.Module) -> Attributes:
-    """Returns copies of a model's attributes."""
-    return _copied(attributes(model))
 
 
 def content_hash(tensor: Tensor) -> int:
@@ -131,11 +95,11 @@ def has_rows(value: Any, rows: int) -> bool:
 def attributes_kept(model: nn.Module) -> Iterator[None]:
     """Context in which a model changes copies of its attributes."""
     before = attributes(model)
-    _put(model, copied_attributes(model))
+    put_attributes(model, copied_attributes(model))
     try:
         yield
     finally:
-        _put(model, before)
+        put_attributes(model, before)
 
 
 @contextlib.contextmanager
@@ -199,8 +163,8 @@ class CarriedState:
                 if has_rows(value, self.rows) and _shapes(first) != _shapes(value):
                     del values[place]
                     made = tree_map(lambda leaf: leaf.tensor if isinstance(leaf, Hashed) else leaf, first)
-                    values |= _copied({place: made} if place in self._first else {})
-            _put(self.model, values)
+                    values |= copied({place: made} if place in self._first else {})
+            put_attributes(self.model, values)
             yield
 
     def tensors(self, world: World) -> dict[str, Tensor]:
@@ -268,7 +232,7 @@ class CarriedState:
                 except RunError:  # what no forward reads, the last loss say, may differ
                     if [path, name] not in own.get("unread", []):
                         raise
-        _put(self.model, values)
+        put_attributes(self.model, values)
         self.rows = own["rows"]
         self.unread |= {(path, name) for path, name in own.get("unread", [])}
 

@@ -18,16 +18,10 @@ from grappe.data.batch import Microbatch, entering
 from grappe.data.whole_batch_draws import noting_own_kernels
 from grappe.engines.base import EngineSetup
 from grappe.engines.shared.after_step import SET_DATA, differing
-from grappe.engines.shared.carried import (
-    Place,
-    attributes_kept,
-    copied_attributes,
-    has_rows,
-    nothing_changed,
-    own_modules,
-)
+from grappe.engines.shared.carried import attributes_kept, has_rows, nothing_changed
 from grappe.errors import TaskError
 from grappe.errors.user_line import place_in
+from grappe.parallel.attributes import Place, copied_attributes, own_modules
 from grappe.parallel.shard import reshard
 from grappe.plan import Plan
 from grappe.private_api import torch_dynamo
