@@ -220,3 +220,5 @@ def test_what_it_costs_to_have_none_is_said() -> None:
     start = {"nodes": {"a": {"cpu": 2}}, "processes": 2, "threads": 1, "workers": 0, "inputs": [], "parameters": 1}
     start |= {"steps_per_epoch": 1, "units": [], "gathered": 1_200_000_000}
     assert list(lines(start))[-1].startswith("no units: all parameters are gathered at once, 1.2 GB at the peak: give")
+    start |= {"gathered": 0, "recomputed_at_once": True}
+    assert list(lines(start))[-1].startswith("no units: recompute runs the model again as a whole, which saves no")

@@ -40,7 +40,8 @@ REMEDIES = {
         "Inputs that are a dict reach the model as keywords: let collate() give those that its forward() has, or "
         "write forward(self, model, inputs) in the task",
     r"leaf Variable that requires grad is being used in an in-place operation":
-        "Change weights in the optimizer alone; in forward() make a new tensor, w + 1 instead of w.add_(1)",
+        "Change weights in after_step(self, model) of the task; in forward() make a new tensor, w + 1 instead of "
+        "w.add_(1)",
     OVERWRITTEN.pattern:
         "Backward needs what an in-place operation (x += y, x.relu_(), x[i] = y) has changed: make a new tensor, "
         "x = x + y",

@@ -125,6 +125,7 @@ def unit_facts(engine: type[Engine], setup: EngineSetup) -> dict[str, Any]:
     return {
         "units": list(setup.blocks.names),
         "gathered": setup.blocks.ungrouped if shards and setup.plan.zero == 3 else 0,
+        "recomputed_at_once": setup.plan.recompute and setup.blocks.ungrouped > 0,
     }
 
 
@@ -164,6 +165,11 @@ def lines(facts: Mapping[str, Any]) -> Iterator[str]:
         yield (
             f"no units: all parameters are gathered at once, {format_bytes(size)} at the peak: give the task "
             "units(model), its blocks in order"
+        )
+    if facts.get("recomputed_at_once"):
+        yield (
+            "no units: recompute runs the model again as a whole, which saves no memory: give the task units(model), "
+            "its blocks in order"
         )
 
 

@@ -102,6 +102,7 @@ def test_an_optimizer_that_calls_a_closure_would_repeat_it(pool: Pool) -> None:
 def test_a_value_of_a_process_s_own_samples_is_refused(pool: Pool) -> None:
     said = train(pool, Written(way="codebook"), "replicate=2")
     assert re.match("TaskError: the parameter 'teacher.2.bias' .*each process writes another", said), said
+    assert "after_step" not in said  # which gets no samples
 
 
 def test_a_layer_of_torch_that_writes_its_own_weight_is_seen_too(pool: Pool) -> None:

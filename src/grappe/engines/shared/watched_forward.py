@@ -105,15 +105,17 @@ class WatchedForward:
         self._carried.written = set(lines)
         self._carried.keep_first(before)
         several = self._carried.repeated or several_forwards(plan)
-        why = not_kept(plan, several)
+        if (why := not_kept(plan, several)) is not None and lines:
+            name, line = next(iter(lines.items()))
+            raise TaskError(f"the parameter '{name}' is written in forward ({line}): {why}. {INSTEAD}")
         if why is None and self._setup.world.size > 1:
             named = {name: p for name, p in self._model.named_parameters() if name in lines}
             if (odd := differing(named, self._setup.world)) is not None:
-                why = "each process writes another value, as its samples are others"
-                lines = {odd: lines.get(odd, "on another process")}
-        if why is not None and lines:
-            name, line = next(iter(lines.items()))
-            raise TaskError(f"the parameter '{name}' is written in forward ({line}): {why}. {INSTEAD}")
+                line = lines.get(odd, "on another process")
+                raise TaskError(
+                    f"the parameter '{odd}' is written in forward ({line}): each process writes another value, as its "
+                    "samples are others. Keep it in a buffer: register_buffer"
+                )
         several = several or (f"tensor={plan.tensor}" if plan.tensor > 1 else None)
         for (path, name), value in self._carried.changed(before).items() if several else ():
             if has_rows(value, rows):

@@ -86,7 +86,11 @@ def judge(runner: TrialRunner, plan: Plan) -> PlanVerdict:
         return _Judgement(runner, plan, base, start).finding()
     except GrappeError as error:  # the other plans are still to be judged
         return PlanVerdict(
-            plan=str(plan), processes=plan.processes, verdict="failed", difference=None, causes=(str(error),)
+            plan=str(plan),
+            processes=plan.processes,
+            verdict="failed",
+            difference=None,
+            causes=(" ".join(str(error).split()),),  # a table cell has one line
         )
 
 
@@ -124,7 +128,9 @@ class _Judgement:
         base, tensors, notes = self._base, self._difference.drifting, list(notes)
         if base.written:
             several = "are" if len(base.written) > 1 else "is"
-            notes.append(f"{and_more(base.written, SHOWN)} {several} written in forward: after_step() can do that")
+            notes.append(
+                f"{and_more(base.written, SHOWN)} {several} written in forward: put it in after_step(), or in a buffer"
+            )
         if base.attributes:
             notes.append(f"forward keeps {and_more(base.attributes, SHOWN)} for the next batch")
         if verdict in ("same", "same but for these") and tensors:
