@@ -60,7 +60,7 @@ def test_what_couples_samples_is_found_whether_evaluation_stops_it_or_not() -> N
 
 
 def test_cudnns_preparation_of_dropout_is_left_alone() -> None:
-    """It takes the rate, and refuses 0: an LSTM with dropout could not be verified on a GPU."""
+    """cuDNN takes the rate, and refuses 0: an LSTM with dropout could not be verified on a GPU."""
     library = torch.library.Library("aten", "IMPL", "Meta")
     seen: list[float] = []
 

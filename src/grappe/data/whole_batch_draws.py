@@ -41,7 +41,7 @@ SAME_DRAWS: set[str] = set()
 
 
 class MeanDraws:
-    """Whether a mode below replaces each draw by its mean, as verify does: dropout then keeps every value."""
+    """Tells whether a mode below replaces each draw by its mean, as verify does: dropout then keeps every value."""
 
     on = False
 

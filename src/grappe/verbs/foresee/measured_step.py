@@ -35,7 +35,7 @@ class LocalGpus:
     """The GPUs of this machine that torch sees, of one kind."""
 
     name: str
-    """As torch reports it."""
+    """Name of the GPU, as torch reports it."""
     memory: int
     """Bytes of each."""
     number: int
