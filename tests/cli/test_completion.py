@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import os
+import pty
+import re
+import select
 import shutil
+import signal
 import subprocess
 from pathlib import Path
 
@@ -70,6 +74,32 @@ def test_fish_completes_the_same_words(tmp_path: Path) -> None:
     assert all(word in done.stdout for word in lines.values()), done.stdout
 
 
-@pytest.mark.parametrize("shell", ["zsh", "fish"])
-def test_other_shells_ask_grappe_too(shell: str) -> None:
-    assert "__complete" in script(app, shell)  # type: ignore[arg-type]
+def test_zsh_completes_them_as_its_user_types(tmp_path: Path) -> None:
+    zsh = shutil.which("zsh")
+    if zsh is None:
+        pytest.skip("there is no zsh")
+    asked = {"tra": "train ", "train dig": "digits ", "train digits mom": "momentum=", "train digits -p sh": "shard="}
+    child, terminal = pty.fork()
+    if child == 0:
+        path = f"{Path(GRAPPE).parent}:{os.environ['PATH']}"
+        os.chdir(tmp_path)
+        os.execve(zsh, [zsh, "-f", "-i"], {"HOME": str(tmp_path), "PATH": path, "TERM": "xterm", "PS1": "> "})
+    try:
+        os.write(terminal, b'eval "$(grappe completion zsh)"; echo "rea"dy\n')
+        read_until(terminal, "ready")
+        for typed, word in asked.items():
+            os.write(terminal, f"grappe {typed}\t".encode())
+            read_until(terminal, word)
+            os.write(terminal, b"\x15")  # erases the line
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+        os.close(terminal)
+
+
+def read_until(terminal: int, text: str) -> None:
+    """Reads what a terminal shows until `text` is there, without colours."""
+    shown = ""
+    while text not in re.sub(r"\x1b\[[\d;?]*[a-zA-Z]", "", shown):
+        assert select.select([terminal], [], [], 120)[0], shown
+        shown += os.read(terminal, 4096).decode(errors="replace")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 from cyclopts import CycloptsError
 
@@ -10,6 +12,8 @@ from grappe.cli.corrections import COMMANDS, PLAN_WORDS, corrected
 from grappe.errors import UsageError
 from grappe.plan import Plan
 from grappe.tasks import find, make
+from grappe.training.run import Run
+from tests.training.test_training import train
 
 
 @pytest.mark.parametrize(
@@ -33,7 +37,7 @@ from grappe.tasks import find, make
         ("train --recompute digits", "grappe train digits --plan recompute"),
         ("train digits --plan=shard=2 --amp", "grappe train digits --plan shard=2,precision=bf16"),
         ("runs --epochs 3", "there is no option --epochs: grappe runs --help lists them"),
-        ("resume", "repeat its command with its folder: grappe train TASK --run RUN"),
+        ("resume", "give its folder: grappe train TASK --run RUN"),
         ("list", "grappe runs does that"),
         ("eval runs/a", "grappe evaluate does that"),
         ("search digits", "grappe tune does that"),
@@ -78,6 +82,30 @@ def test_the_answer_says_what_to_type(typed: str, answer: str | None) -> None:
     with pytest.raises(CycloptsError) as refused:
         app.parse_args(words, exit_on_error=False, print_error=False)
     assert answer in str(corrected(refused.value, words, app))
+
+
+def answer_to(typed: str) -> str:
+    with pytest.raises(CycloptsError) as refused:
+        app.parse_args(typed.split(), exit_on_error=False, print_error=False)
+    return str(corrected(refused.value, typed.split(), app))
+
+
+def test_the_answer_resumes_the_run_with_its_fields_and_plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine.py").write_text(
+        "from grappe.tasks.digits import Digits\nclass Mine(Digits):\n    epochs: int = 9\n"
+    )
+    train(tmp_path / "a", f"{tmp_path}/mine.py", steps=2)  # type: ignore[arg-type]
+    fields = "batch_size=64 lr=0.1 momentum=0.9 lr_scaling=none"
+    answer = answer_to("train --resume a epochs=1")
+    assert answer.endswith(f"grappe train {tmp_path}/mine.py {fields} epochs=1 --plan threads=1 --run a")
+    for typed in ("train --run a", "resume a"):
+        assert f"grappe train {tmp_path}/mine.py epochs=9 {fields} --plan threads=1 --run a" in answer_to(typed)
+    assert " mine.py " in answer_to("train mine.py --resume a")
+    app(answer.partition("grappe ")[2].split(), exit_on_error=False, print_error=False)
+    assert (Run("a").is_finished(), Run("a").read_description()["restarts"]) == (True, 1)
+    assert "a is finished: " in answer_to("train --resume a epochs=3")
+    assert answer_to("train --resume a epochs=3").endswith("--plan threads=1 --from a")
 
 
 def test_each_command_and_plan_that_is_suggested_exists() -> None:

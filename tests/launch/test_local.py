@@ -123,6 +123,14 @@ def test_a_killed_process_is_named_and_not_its_peers(number: signal.Signals) -> 
     assert own == (number == signal.SIGSEGV)  # which Python can still name
 
 
+def test_a_crash_outside_the_users_files_shows_where(tmp_path: Path) -> None:
+    crash = "import os; os.kill(os.getpid(), 11)"
+    with (tmp_path / "rank-0.log").open("w") as log:
+        subprocess.run([sys.executable, "-X", "faulthandler", "-c", crash], stderr=log, check=False)
+    words = local.last_lines(tmp_path / "rank-0.log")
+    assert words == '\n  | Fatal Python error: Segmentation fault\n  |   File "<string>", line 1 in <module>'
+
+
 LOADED_BY_HAND = """
 import importlib.util, sys
 spec = importlib.util.spec_from_file_location("by_hand", sys.argv[1])

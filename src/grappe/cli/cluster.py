@@ -73,7 +73,7 @@ def submit(
 
         grappe submit --dry-run -- train digits       its script, and no job
         grappe submit --gpus 4 --time 3h -- train my_task.py epochs=90
-        grappe submit --time auto -- train my_task.py     as earlier runs measured, or as is foreseen
+        grappe submit --time auto -- train my_task.py  as measured or foreseen
         grappe submit --site narval --account def-me --time 3h \\
             -- train digits --plan shard=8            two nodes of four GPUs
         grappe submit --time 1h -- verify digits --plan replicate=2

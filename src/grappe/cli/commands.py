@@ -471,7 +471,8 @@ def fetch(
 def completion_(shell: Literal["bash", "zsh", "fish"], /) -> int:
     """Print what completes commands, tasks, fields, plans and runs in your shell.
 
-    For ~/.bashrc or ~/.zshrc: eval "$(grappe completion bash)". For fish: grappe completion fish | source
+    For ~/.bashrc: eval "$(grappe completion bash)"; for ~/.zshrc the same with zsh.
+    For fish's config.fish: grappe completion fish | source
     """
     for line in completion.script(app, shell).splitlines():
         say(line)

@@ -29,10 +29,22 @@ _grappe_words() {
 complete -F _grappe_words grappe
 """
 
+START_IN_ZSH = """
+[[ -n "$functions[compdef]" ]] || { autoload -Uz compinit && compinit }
+compdef _cyclopts_grappe grappe
+"""
+NO_SPACE_IN_ZSH = (
+    "(( ${#_cyc_vals} )) && compadd -d",
+    """local -a _cyc_end=(); [[ "${_cyc_vals[-1]}" == *= ]] && _cyc_end=(-S "")
+    (( ${#_cyc_vals} )) && compadd "${_cyc_end[@]}" -d""",
+)
+"""Leaves out the space that zsh adds after a word, where it ends in "="."""
+
 
 def script(app: App, shell: Literal["bash", "zsh", "fish"]) -> str:
     """Returns the code that makes `shell` complete what is typed after `grappe`."""
-    return app.generate_completion(prog_name="grappe", shell=shell) + (WORDS_IN_BASH if shell == "bash" else "")
+    more = {"bash": WORDS_IN_BASH, "zsh": START_IN_ZSH, "fish": ""}
+    return app.generate_completion(prog_name="grappe", shell=shell).replace(*NO_SPACE_IN_ZSH) + more[shell]
 
 
 def tasks(context: CompletionContext) -> list[str]:

@@ -89,6 +89,10 @@ def corrected(error: CycloptsError, arguments: Sequence[str], app: App) -> Usage
             return UsageError(unknown_option(dashed[0], arguments, ArgumentCollection([error.argument])))
         if older:
             return UsageError(unknown_option(older[0], arguments, ArgumentCollection([error.argument])))
+        if name == "TASK" and "--run" in arguments[:-1]:
+            place = arguments.index("--run")
+            rest = [*arguments[:place], *arguments[place + 2 :]]
+            return UsageError(f"TASK is missing: {_resumed(rest, arguments[place + 1])}")
         if not name.startswith("-") or name not in arguments:
             return UsageError(f"{name} is missing: grappe {arguments[0]} --help")
     return UsageError(" ".join(str(error).split()))
@@ -97,9 +101,9 @@ def corrected(error: CycloptsError, arguments: Sequence[str], app: App) -> Usage
 def _command(words: Sequence[str], commands: Sequence[str]) -> str:
     typed = words[0]
     if typed in ("--install-completion", "--show-completion", "install-completion"):
-        return 'for completion, add to ~/.bashrc (or with zsh to ~/.zshrc): eval "$(grappe completion bash)"'
+        return 'for completion, add to ~/.bashrc: eval "$(grappe completion bash)"; other shells: grappe completion -h'
     if typed in ("resume", "continue", "restart"):
-        return f"to resume a run, repeat its command with its folder: grappe train TASK --run {[*words, 'RUN'][1]}"
+        return _resumed(["train", *words[2:]], [*words, "RUN"][1])
     meant = COMMANDS.get(typed) or next(iter(difflib.get_close_matches(typed, commands, n=1, cutoff=0.7)), None)
     if meant is not None:
         return f"there is no command '{typed}': grappe {meant} does that"
@@ -139,7 +143,7 @@ def unknown_option(typed: str, arguments: Sequence[str], collection: ArgumentCol
     if "--plan" in options and (words := _plan_words(name, value)):
         return f"the plan sets that, not {option}: {_with_plan(rest, words)}"
     if name == "resume" and "--run" in options:
-        return f"to resume a run, give its folder: {_line(rest, '--run', value or 'RUN')}"
+        return _resumed(rest, value or "RUN")
     if name in ("accelerator", "distributed", "strategy") and "--plan" in options:
         return f"the plan sets that, not {option}: --plan replicate=2 (DDP) or --plan shard=2 (FSDP)"
     fitting = [*options, *(f"--{field}" for field in fields)]
@@ -161,6 +165,38 @@ def _is_value(name: str, word: str, exists: bool) -> bool:
 
 def _line(rest: Sequence[str], *words: str) -> str:
     return shlex.join(["grappe", *rest, *filter(None, words)])
+
+
+def _resumed(rest: Sequence[str], folder: str) -> str:
+    """Returns how to resume a run: the command with the run's task, fields and plan, where no others were typed.
+
+    Args:
+        rest: the command without the run's folder.
+    """
+    from grappe import tasks
+    from grappe.task import Task
+    from grappe.training.run import Run
+    from grappe.training.task_reference import texts_of
+
+    command, *typed = rest
+    named = typed[:1] if typed and "=" not in typed[0] and not typed[0].startswith("-") else []
+    typed = typed[len(named) :]
+    try:
+        run = Run(folder)
+        description = run.read_description()
+    except GrappeError:
+        return f"to resume a run, give its folder: {_line([command, *(named or ['TASK']), *typed], '--run', folder)}"
+    task = str(description.get("task", "TASK"))
+    usual = texts_of({"fields": tasks.defaults(tasks.find(task) if task in tasks.names() else Task)}) or {}
+    names = {text.partition("=")[0] for text in typed}
+    texts = (texts_of(description) or {}).items()
+    fields = [f"{name}={text}" for name, text in texts if name not in names and usual.get(name) != text]
+    plan = str(description.get("plan") or "")
+    planned = ["--plan", plan] if plan and not names & {"--plan", "-p"} else []
+    words = [command, *(named or [task]), *fields, *typed, *planned]
+    if run.is_finished():
+        return f"{folder} is finished: to train on from its weights: {_line(words, '--from', folder)}"
+    return f"to resume a run, give its folder: {_line(words, '--run', folder)}"
 
 
 def _plan_words(name: str, value: str) -> str:

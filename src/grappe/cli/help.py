@@ -126,11 +126,15 @@ class TranslatedHelp:
         return Text(self.text(label) + text.plain.removeprefix(label), text.style) if label else text
 
     def _translated(self, description: Any, *, one_line: bool = False) -> Any:
-        """A text of help, each paragraph translated; with `one_line` the source's line breaks are no breaks."""
+        """Translates each paragraph of a text, and joins its lines; commands, which are indented, keep their lines.
+
+        With `one_line`, the paragraphs are joined too.
+        """
         shown = description.primary_renderable if isinstance(description, InlineText) else description
         if not isinstance(shown, Text) or not shown.plain:
             return description
-        parts = "\n\n".join(map(self.text, shown.plain.split("\n\n")))
+        paragraphs = map(self.text, shown.plain.split("\n\n"))
+        parts = "\n\n".join(text if "\n " in f"\n{text}" else " ".join(text.split()) for text in paragraphs)
         parts = " ".join(parts.split()) if one_line else parts
         return InlineText(Text(parts), force_empty_end=getattr(description, "force_empty_end", False))
 

@@ -34,7 +34,7 @@ from grappe.fields import Counts, split, whole_numbers
 from grappe.launch.terminal import complain, progress, say, waiting, write
 from grappe.sites.sbatch import JobOptions
 from grappe.verbs.measure.points import MeasureOptions
-from grappe.words import count_of, filled_table
+from grappe.words import count_of, filled_table, plain_table
 
 if TYPE_CHECKING:
     from grappe.verbs.lr_find.lr_find import LearningRates
@@ -322,7 +322,15 @@ def verify(
     else:
         tick = " ✓" if (sys.stdout.encoding or "").lower().startswith("utf") else ""
         rows = [verdict_cells(finding, tick if finding.learns_the_same else "") for finding in findings]
-        show(filled_table(COLUMNS, rows))
+        show(filled_table(COLUMNS, [[*row[:-1], ""] for row in rows]))
+        reasons = plain_table("", "")
+        for finding, (plan_text, *_) in zip(findings, rows, strict=True):
+            lines = "\n".join([*finding.causes, *finding.notes]).splitlines()
+            for place, line in enumerate(lines):
+                reasons.add_row("" if place else plan_text, line)
+        if reasons.row_count:
+            show("")
+            show(reasons)
     if out is not None and out.suffix == ".html":
         output.write(out, html_page(task, findings))
     else:

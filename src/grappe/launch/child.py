@@ -29,6 +29,7 @@ from grappe.words import host_name
 MOST_WORDS = 2000  # of an error's text: its first lines name the error
 STARTED = "--- started "  # opens each start's part of a log
 FATAL = "Fatal Python error: "  # opens the stacks of a process that a signal ended
+CURRENT = "Current thread"  # opens the stack of the thread that the signal met
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

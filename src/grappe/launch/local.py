@@ -47,6 +47,7 @@ NAME = "grappe-rank-"
 REFUSED = frozenset({1, -signal.SIGSEGV, -signal.SIGABRT, -signal.SIGBUS})
 """Exit codes of libraries that got no memory and cannot say so: libgomp's is 1; oneDNN uses the address 0."""
 LAST_LINES = 12
+INNERMOST = 3  # calls that are shown of a crash outside the user's own files
 FRAME = re.compile(r'^  File "(.+)", line (\d+) in (.+)$')
 UNKNOWN = 255  # exit code
 LOST = ("closed by peer", "reset by peer", "Broken pipe")
@@ -442,6 +443,9 @@ def last_lines(log: Path) -> str:
     own = next((call for call in calls if is_users_file(call.file)), None)
     advice = remedy("\n".join(lines)) if own else ""
     where = f" ({own})" + (f". {advice}" if advice else "") if own else ""
+    if stack and own is None:
+        current = itertools.dropwhile(lambda line: not line.startswith(child.CURRENT), stack)
+        lines += [stack[0], *[line for line in current if FRAME.match(line)][:INNERMOST]]
     return where + "".join(f"\n  | {line}" for line in lines[-LAST_LINES:])
 
 

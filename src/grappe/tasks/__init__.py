@@ -67,6 +67,8 @@ def check_name(reference: str) -> None:
     if place.endswith(".py"):
         if not Path(place).is_file():
             raise TaskError(f"there is no task file {place}: is the path right, relative to {Path.cwd()}?")
+    elif "=" in place:
+        raise TaskError(f"'{reference}' is a field of the task: name the task before it, as in digits {reference}")
     elif "." not in place and not colon and place not in names():
         raise TaskError(f"there is no task '{reference}': {nearest(place, names())} Your own: path/to/file.py[:Name]")
 
