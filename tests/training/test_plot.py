@@ -48,6 +48,7 @@ def test_lines_are_thinned_and_a_resumed_run_replaces_its_end() -> None:
     again = Plot([step(1, 1.0), step(2, 2.0), step(3, 3.0), step(2, 5.0)])
     assert again.svg() == Plot([step(1, 1.0), step(2, 5.0)]).svg()
     assert Plot().svg() == ""
+    assert 'end">-1<' in Plot([step(1, 0.0)]).svg()  # and no ticks of 1e-09
 
 
 def test_training_and_validation_of_a_metric_are_in_one_panel() -> None:

@@ -122,7 +122,7 @@ def _panel(name: str, lines: Mapping[str, Points], left: int) -> str:
 def _ends(*values: float) -> tuple[float, float]:
     """Returns the lowest and the highest value; some way apart, even if all are the same."""
     low, high = min(values), max(values)
-    apart = max(abs(low), abs(high), 1e-6) * 1e-3
+    apart = max(abs(low), abs(high)) * 1e-3 or 1.0
     return (low, high) if high - low > apart else (low - apart, high + apart)
 
 
