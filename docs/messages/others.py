@@ -43,12 +43,14 @@ SYSTEM = ("ENOENT", "EACCES", "EPERM", "ENOSPC", "EDQUOT", "EISDIR", "ENOTDIR", 
 LINES = ("{file}, line {number}, in {function}()", "{file}, line {number}, in {function}(): {text}")
 LINES += ("  why: {why}", "  do:  {why}", "ERROR: {what}", "warning: {what}", "note: {what}")
 """Lines of the user's code, which a `__str__` writes of which the sources' messages know nothing, and of doctor."""
-RESULTS = ("{number} ({number2} of {number3})", "{seconds} s ({number} to {number2})", "{name} (newest)")
+RESULTS = ("{number} ({number2} of {number3})", "{name} (newest)")
 RESULTS += ("{name} (as asked)", "{name} (best: validation loss {number})")
 RESULTS += (
     "{state} ✓",
     "{seconds} s: {parts}",
     "learning rate",
+    "up to {number}x",
+    "--no-build was given",
     "{number} of {number2}: {plan_name}",
     "{number} core-hours",
     "{number} GPU-hours",

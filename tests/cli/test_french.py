@@ -87,7 +87,7 @@ def test_an_error_is_told_in_french(words: str, french: str, tmp_path: Path) -> 
         ({"LC_ALL": "fr_FR.UTF-8", "GRAPPE_LANG": "en"}, "grappe: --race=3: give a score"),
         (
             {"GRAPPE_LANG": "de"},
-            "grappe: GRAPPE_LANG=de: there is en and fr: English it is\ngrappe: --race=3: give a score",
+            "grappe: GRAPPE_LANG=de: grappe has en and fr, and takes English\ngrappe: --race=3: give a score",
         ),
         (
             {"LANG": "fr_FR.ISO-8859-1", "PYTHONIOENCODING": "latin-1"},
@@ -179,7 +179,14 @@ def test_a_training_is_french_and_json_is_not(tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("digits sur 1 processus (cpu, ")
-    for french in ("échantillons d'entraînement, lot de 64", "époque  1  pas ", "terminé, "):
+    for french in (
+        "échantillons d'entraînement, lot de 64",
+        "époque  1  pas ",
+        "terminé, ",
+        "accuracy de validation",
+        " pas par époque",
+        " sur 180)",
+    ):
         assert french in done.stdout
     assert not ENGLISH.findall(done.stdout), done.stdout
     shown = [

@@ -236,7 +236,7 @@ def test_each_entry_of_run_json_as_another_type(run) -> None:
         assert place in refused
     for value in ([], {}, 5, "0"):
         (run / "run.json").write_text(json.dumps({**description, "xxh3_128": value}))
-        assert "is damaged (its hash is another)" in told(lambda: Run(run).read_description())
+        assert "is damaged (its hash differs)" in told(lambda: Run(run).read_description())
 
 
 def test_each_entry_of_a_state_as_another_type(run) -> None:

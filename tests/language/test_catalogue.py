@@ -77,6 +77,28 @@ def test_names_that_users_chose_stay(english: str, french: str) -> None:
     assert catalogue_of("fr").message(english) == french
 
 
+@pytest.mark.parametrize(
+    ("english", "french"),
+    [
+        ("398 MB", "398 Mo"),
+        ("2 MB to 3 MB", "2 Mo à 3 Mo"),
+        ("5,976 (1,283 to 6,997)", "5 976 (1 283 à 6 997)"),
+        ("398 MB to 403 MB in each process", "398 Mo à 403 Mo dans chaque processus"),
+        ("92.22% (166 of 180)", "92.22% (166 sur 180)"),
+        ("validation accuracy", "accuracy de validation"),
+        ("step-000046 (newest)", "step-000046 (le plus récent)"),
+        ("same ✓", "identique ✓"),
+        (
+            "71 parameters, SGD(lr=0.1), inputs [32, 1, 8, 8], 23 steps an epoch",
+            "71 paramètres, SGD(lr=0.1), entrées [32, 1, 8, 8], 23 pas par époque",
+        ),
+        ("best: trial 0, loss 0.9, runs/study-2/trial-0", "meilleur : essai 0, loss 0.9, runs/study-2/trial-0"),
+    ],
+)
+def test_results_are_french(english: str, french: str) -> None:
+    assert catalogue_of("fr").result(english) == french
+
+
 def test_thousands_have_a_space_in_french_but_where_they_were_typed() -> None:
     french = catalogue_of("fr").message
     assert french("1,024 members") == "1 024 membres"

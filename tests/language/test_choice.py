@@ -43,4 +43,4 @@ def test_an_unknown_language_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv(VARIABLE, known)
         assert unknown_language() is None
     monkeypatch.setenv(VARIABLE, "de")
-    assert unknown_language() == "GRAPPE_LANG=de: there is en and fr: English it is"
+    assert unknown_language() == "GRAPPE_LANG=de: grappe has en and fr, and takes English"

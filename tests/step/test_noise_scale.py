@@ -97,7 +97,7 @@ def test_refused(plan: str, told: str) -> None:
         (1100.0, 64, "about 1,100 samples; a batch has 64. A larger batch learns almost as much from each sample"),
         (1100.0, 512, "Beyond about 1,100 samples a step more devices bring speed, not progress"),
         (50.0, 512, "More samples a step bring hardly any progress"),
-        (-1.0, 64, "not to be told from chance"),
+        (-1.0, 64, "cannot be distinguished from chance"),
     ],
 )
 def test_what_it_says(scale: float, batch_size: int, told: str) -> None:

@@ -94,7 +94,7 @@ def pack(
     per_shard: Annotated[int, Parameter(help="Images in each shard.")] = 4096,
     labels: Labels = None,
     numbering: Numbering = None,
-    dry_run: Annotated[DryRun, Parameter(help="Say what would be written; write nothing but the index.")] = False,
+    dry_run: Annotated[DryRun, Parameter(help="Show what would be written; write only the index.")] = False,
     json: Json = False,
 ) -> int:
     """Write smaller JPEG files into tar shards, which load several times as fast.
@@ -124,7 +124,7 @@ def stage(
     /,
     *,
     out: Annotated[Path, Parameter(name=OUT_NAMES, help="A folder on a disk of the node, such as $SLURM_TMPDIR.")],
-    dry_run: Annotated[DryRun, Parameter(help="Say what would be copied; copy nothing.")] = False,
+    dry_run: Annotated[DryRun, Parameter(help="Show what would be copied; copy nothing.")] = False,
     json: Json = False,
 ) -> int:
     """Copy data to a disk of the node, once for all processes that ask for it.

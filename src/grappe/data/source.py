@@ -72,7 +72,7 @@ def for_threads(dataset: SeededDataset) -> Callable[[Request], Any]:
     if dataset.keyed is None:
         name = type(dataset.dataset).__name__
         raise TaskError(
-            f"loading=threads: {name} draws from generators that all threads share, as far as can be known: use "
+            f"loading=threads: {name} draws from generators that all threads share, as far as grappe can tell: use "
             f"loading=processes, or give {name} `keyed = True` and a method sample(index, key) that draws from the key "
             "alone"
         )

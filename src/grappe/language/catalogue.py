@@ -24,8 +24,8 @@ PLACES = 40  # ends of sentences at which a text is cut
 ENDS = (". ", "; ", ": ", "\n", ", ")
 NAMES = re.compile(r"\S+(?: or \S+)+")
 AMOUNT = r"±?\d[\d.,]*(?:e[+-]\d+)?%?(?: (?:[kMGT]B|m?s|W|J))?"
-AMOUNTS = re.compile(rf"{AMOUNT}(?: (?:to )?{AMOUNT})?")
-"""Measured values, a range of them, or a value with its uncertainty: 3,100 MB, 2 MB to 3 MB, 1.2 ms ±10%."""
+AMOUNTS = re.compile(rf"{AMOUNT}(?: (?:to )?{AMOUNT})?(?: \({AMOUNT} to {AMOUNT}\))?")
+"""Measured values, ranges of them, a value with its uncertainty: 3,100 MB, 2 MB to 3 MB, 1 ms ±10%, 2 (1 to 3)."""
 THOUSANDS = re.compile(r"(?<=\d),(?=\d{3})")  # in French a comma is a decimal point
 BYTES = re.compile(r"(?<= [kMGT])B")
 NO_WORDS = re.compile(r"\S*[/=]\S*")

@@ -24,7 +24,7 @@ def unknown_language() -> str | None:
     asked = os.environ.get(VARIABLE, "")
     if not asked or _code(asked) in LANGUAGES:
         return None
-    return f"{VARIABLE}={asked}: there is en and fr: English it is"
+    return f"{VARIABLE}={asked}: grappe has en and fr, and takes English"
 
 
 def _code(locale: str) -> str:

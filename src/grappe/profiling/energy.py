@@ -63,7 +63,7 @@ class Gpu:
             self.name = pynvml.nvmlDeviceGetName(self._handle)
             self._first = pynvml.nvmlDeviceGetTotalEnergyConsumption(self._handle)
         except (pynvml.NVMLError, AttributeError) as error:
-            raise RuntimeError(f"the GPU does not tell its energy: {error}") from None
+            raise RuntimeError(f"the GPU does not report its energy: {error}") from None
 
     def joules(self) -> float:
         return (self._query("nvmlDeviceGetTotalEnergyConsumption") - self._first) / 1e3
@@ -87,7 +87,7 @@ class Gpu:
         try:
             return getattr(self._nvml, name)(self._handle)
         except self._nvml.NVMLError as error:
-            raise OSError(f"the GPU does not tell: {error}") from None
+            raise OSError(f"the GPU does not report it: {error}") from None
 
 
 Counter = Powercap | Gpu

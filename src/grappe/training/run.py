@@ -96,7 +96,7 @@ class Run(Tabular):
         import msgspec  # 20 ms that few commands need
 
         description = read_json(self.folder / DESCRIPTION, largest=LARGEST_LIST)
-        damage = "" if description.pop(HASH, None) in (None, json_hash(description)) else "its hash is another"
+        damage = "" if description.pop(HASH, None) in (None, json_hash(description)) else "its hash differs"
         try:
             msgspec.convert(description, TypedDict("Entries", ENTRIES, total=False))  # pyrefly: ignore
         except (msgspec.ValidationError, ValueError) as error:

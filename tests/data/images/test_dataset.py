@@ -328,7 +328,7 @@ def test_labels_that_do_not_fit_are_refused(tmp_path: Path, capsys) -> None:
     images()
     file.write_text("\n".join(reversed(TRUTH)))
     assert [images().classes[one] for one in images().targets()] == TRUTH[::-1]
-    assert "the file of labels is another one" in capsys.readouterr().err
+    assert "the file of labels has changed" in capsys.readouterr().err
     with pytest.raises(DataError, match="'n01440764', which classes= lacks"):
         images(classes=["zebra"])
     with pytest.raises(TaskError, match="twice"):

@@ -226,8 +226,8 @@ def test_tied_weights_buffers_and_nested_predictions_are_exported(tmp_path: Path
     needs.compiler()
     made = Run(train(tmp_path / "run", Tied(), steps=2).run)
     done = export(made, tmp_path / "out", task=Tied, data=tmp_path, build=False)
-    assert done.cpp == "it was not asked for"
+    assert done.cpp == "--no-build was given"
     assert done.proof.batch_sizes == (1, 2, 12)
     known = json.loads((tmp_path / "out" / "manifest.json").read_text())
     assert [one["name"] for one in known["outputs"]] == ["class", "chances", "sure"]
-    assert known["proof"]["cpp"] == "it was not asked for"
+    assert known["proof"]["cpp"] == "--no-build was given"

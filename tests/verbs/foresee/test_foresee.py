@@ -207,7 +207,7 @@ def test_steps_of_at_most_five_plans_that_fit_this_machine_are_run(monkeypatch: 
     def measured(task: Any, plan: Any, data: Path, *, seconds: float, device: str) -> StepTime:
         ran.append((str(plan), task.texts.get("batch_size")))
         if plan.microbatches > 1:
-            raise PlanError("no step of it ended in 1 s")
+            raise PlanError("none of its steps ended in 1 s")
         return StepTime(compute=1.0 / plan.processes, spread=0.1, measured=True)
 
     monkeypatch.setattr(measured_step, "measured_step", measured)
@@ -221,6 +221,6 @@ def test_steps_of_at_most_five_plans_that_fit_this_machine_are_run(monkeypatch: 
     assert any("foresee runs steps of at most 5 plans, for about 15 s; name others" in one for one in times.reasons)
     assert "GPU or CPU" in times.notes[-1]
     times = foresee("digits", ["", "microbatches=2"])
-    assert "microbatches=2: no step of it ended in 1 s" in times.reasons
+    assert "microbatches=2: none of its steps ended in 1 s" in times.reasons
     chosen = best(times, "fastest")
     assert chosen is not None and chosen.foreseen.plan == ""

@@ -61,7 +61,7 @@ def test_packages_that_do_not_fit_each_other(tmp_path: Path) -> None:
     wheel(tmp_path, "two", "1.0", ["shared==2"])
     for version in ("1", "2"):
         wheel(tmp_path, "shared", version)
-    with pytest.raises(UsageError, match="do not fit each other") as refusal:
+    with pytest.raises(UsageError, match="are not compatible with each other") as refusal:
         resolve(own_wheel(), [], ["one", "two"], house(tmp_path))
     assert "  Cannot install one==1.0 and two==1.0" in str(refusal.value)
 

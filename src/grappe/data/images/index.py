@@ -149,7 +149,7 @@ def read_index(file: Path, source: Path, labels: LabelFiles) -> Index:
         left_out=description.left_out,
     )
     if description.labels != tuple(map(_content_hash, labels)):
-        raise Stale("the file of labels is another one")
+        raise Stale("the file of labels has changed")
     facts = tuple(_facts(source, index.files))
     for name, earlier, current in zip(index.files, description.facts, facts, strict=False):
         if earlier != current:

@@ -197,7 +197,7 @@ def mean_over_rows(steps: ModuleSteps, samples: list[Any], collate: Any) -> Iter
             if not value.equal(other_seed[name]):
                 yield step, name, "it draws its own random numbers, which do not belong to a sample"
             elif not value.equal(next_batch[name]):
-                yield step, name, "it depends on batch_idx, which is another one here"
+                yield step, name, "it depends on batch_idx, which differs here"
             elif not torch.isclose(value, halves.to(value.dtype), rtol=CLOSE, atol=1e-6):
                 values = f"{value.item():.6g} over {size} samples, {halves.item():.6g} from their halves"
                 yield step, name, f"it is not the mean over its batch: {values}"

@@ -145,7 +145,7 @@ def sentence(noise: Noise, batch_size: int, first: float | None = None) -> str:
     """Formats what the noise scale says about larger batches."""
     scale = noise.scale
     if scale is None:
-        return "gradient noise scale: not to be told from chance so far: it takes more steps, or more microbatches"
+        return "gradient noise scale: cannot be distinguished from chance yet: take more steps, or more microbatches"
     about, first_about = rounded(scale), None if first is None else rounded(first)
     began = f" ({first_about} at first)" if first_about not in (None, about) else ""
     text = f"gradient noise scale: about {about} samples{began}; a batch has {batch_size:,}. "

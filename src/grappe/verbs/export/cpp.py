@@ -118,7 +118,7 @@ def write_program(job: ExportJob, folder: Path, scratch: Path) -> WrittenModel:
         files.replace(folder / OPERATORS / file.name, file.read_bytes(), durable=True)
         written.append(f"{OPERATORS}/{file.name}")
     runners: dict[str, Runner] = {"in Python": in_batches(compiled)}
-    not_built = None if job.build else "it was not asked for"
+    not_built = None if job.build else "--no-build was given"
     if job.build and shutil.which("cmake") is None:
         not_built = "there is no cmake on the PATH"
     if not_built is None:

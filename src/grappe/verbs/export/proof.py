@@ -170,7 +170,8 @@ def prove(
     largest = 0.0
     for first in range(0, samples.length, count):
         last = min(first + count, samples.length)
-        progress(f"proving: samples {first:,} to {last:,} of {samples.length:,}, at batch sizes {sizes}")
+        batches = ", ".join(map(str, sizes))
+        progress(f"proving: samples {first:,} to {last:,} of {samples.length:,}, at batch sizes {batches}")
         expected = [torch.stack(column) for column in zip(*itertools.islice(rows, last - first), strict=True)]
         inputs = samples.read(first, last)
         for (where, run), size in itertools.product(runners.items(), sizes):

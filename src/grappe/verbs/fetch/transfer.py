@@ -40,7 +40,7 @@ def received(
         try:
             fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise DataError(f"{partial}: another grappe fetch is at work on it: wait for it") from None
+            raise DataError(f"{partial}: another grappe fetch is downloading it: wait for it") from None
         except OSError:
             pass  # a file system without locks
         there = partial.stat().st_size

@@ -113,7 +113,7 @@ def measured_step(
         local("grappe.training.worker:worker", request, plan.processes)
         timings = [cost["timing"] for cost in Run(folder / "run").read_description()["costs"]]
     if min(timing["steps"] for timing in timings) < 1:
-        raise PlanError(f"no step of it ended in {seconds:.0f} s")
+        raise PlanError(f"none of its steps ended in {seconds:.0f} s")
     slowest = max(timings, key=lambda timing: timing["step"]["median"])
     phases = {name: quartiles["median"] for name, quartiles in slowest["phases"].items()}
     step = slowest["step"]

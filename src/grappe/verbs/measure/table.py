@@ -91,7 +91,12 @@ def explained(explanations: Sequence[Explanation]) -> Iterator[Table | str]:
             yield f"{title}: nothing was found that would bring much"
         for number, remedy in enumerate(helpful[:SENTENCES]):
             share = "" if remedy.part == SMALL_BATCH else f" {breakdown.share(remedy.part):.0%}"
-            yield f"{'then' if number else 'first'}: {remedy.part}{share}: {remedy.word} ({remedy.speed_up})"
+            part, word, gain = (_shown(text) for text in (remedy.part, remedy.word, remedy.speed_up))
+            yield f"{'then' if number else 'first'}: {part}{share}: {word} ({gain})"
+
+
+def _shown(text: str) -> str:
+    return translated_line(text, sys.stdout)
 
 
 def breakdown_table(breakdown: TimeBreakdown, remedies: Sequence[Remedy], title: str) -> Table:
@@ -107,7 +112,7 @@ def breakdown_table(breakdown: TimeBreakdown, remedies: Sequence[Remedy], title:
             continue
         name = f"{USEFUL}, at the rate of {breakdown.precision}" if part == USEFUL else part
         remedy = by_part.get(part, Remedy(part=part, word=""))
-        rows.add_row(translated_line(name, sys.stdout), f"{share:.1%}", remedy.word, remedy.speed_up)
+        rows.add_row(_shown(name), f"{share:.1%}", remedy.word, remedy.speed_up)
     if rest:
         rows.add_row("less than that, together", f"{rest:.1%}", "", "")
     return rows

@@ -106,7 +106,7 @@ def resolve(
                 lines = output.replace(f"{folder}/", "").splitlines()
                 lines = [line.partition("ERROR: ")[2] or line for line in lines]
                 words = "\n".join(f"  {line}" for line in lines if line.strip() and "[notice]" not in line)
-                raise UsageError(f"these packages do not fit each other (pip):\n{words}")
+                raise UsageError(f"these packages are not compatible with each other (pip):\n{words}")
             missing[match["what"]] = match
             if not _stand_in(folder, match["what"]):
                 break

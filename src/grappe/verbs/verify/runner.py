@@ -126,10 +126,10 @@ class TrialRunner:
 SWITCH_NAMES = {
     "without_randomness": "random draws",
     "evaluated_modules": "statistics of the batch",
-    "companions": "the batch's company",
+    "companions": "the other samples of the batch",
     "loss_row_by_row": "losses of several rows",
     "without_augmentation": "augmentation",
-    "constant_buffers": "what buffers remember",
+    "constant_buffers": "state in buffers",
     "in_float32": "reduced precision",
     "without_clipping": "clipping",
     "batch_multiple": "uneven slices",

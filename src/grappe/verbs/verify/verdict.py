@@ -167,7 +167,7 @@ class _Judgement:
             odd = next((n for n, (a, b) in enumerate(zip(steps, self._steps, strict=True)) if a.bits != b.bits), None)
             if odd is not None:
                 return self._finding("different", [f"other bits than {alone} on one process, from step {odd + 1}"])
-        note = f"to the bit what exact={self._plan.exact} is on one process"
+        note = f"bit-identical to exact={self._plan.exact} on one process"
         if self._difference.agrees:
             return self._finding("same", notes=[note])
         if self._difference_from_pieces(self._plan, self._start, precision=True).agrees:
@@ -201,7 +201,7 @@ class _Judgement:
         if not causes:
             where = self._difference
             tensor = f", first of all in {where.tensor}" if "weights" in where.what else ""
-            causes = [f"not found: nothing that was switched off made it go{tensor}"]
+            causes = [f"not found: it remains whatever is switched off{tensor}"]
         return self._finding("different", causes, notes)
 
     def _draws_as_one_process(self) -> bool:
