@@ -37,6 +37,12 @@ def test_each_command_refuses_it_before_any_work(words: str, tmp_path: Path, mon
             app([*words.split(), "--out", out], exit_on_error=False, print_error=False)
 
 
+@pytest.mark.parametrize("words", ["report a", "predict a test"])
+def test_what_a_rename_would_replace_is_refused(words: str) -> None:
+    with pytest.raises(UsageError, match="--out=/dev/null: it is no regular file"):
+        app([*words.split(), "--out", "/dev/null"], exit_on_error=False, print_error=False)
+
+
 def test_a_folder_without_the_right_to_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "access", lambda *given: False)  # root may write anywhere
     with pytest.raises(UsageError, match="you may not write in"):

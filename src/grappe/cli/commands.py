@@ -217,7 +217,7 @@ def predict(
     trained: Trained = False,
 ) -> int:
     """Print the predictions of a run's model for inputs: one JSON line per sample."""
-    output.check(out)
+    output.check(out, streams=False)
     from grappe.launch.rank import is_main_process
     from grappe.verbs.predict import predict as verb
     from grappe.verbs.predict.inputs import files_of

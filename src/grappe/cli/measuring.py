@@ -254,7 +254,7 @@ def report(
     from grappe.verbs.report import report as verb
     from grappe.verbs.report.results import compared
 
-    output.check(out)
+    output.check(out, streams=False)
     if live and (predictions or foresee):
         raise UsageError("--live shows what the runs write: leave out --predictions and --foresee")
     if json:

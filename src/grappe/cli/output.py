@@ -17,15 +17,18 @@ from grappe.launch.rank import is_main_process
 from grappe.launch.terminal import say
 
 
-def check(file: Path | None, *endings: str) -> None:
+def check(file: Path | None, *endings: str, streams: bool = True) -> None:
     """Checks that `file` can be written.
 
     Args:
         endings: of which its name must have one; a pipe or a device, such as /dev/stdout, needs none.
+        streams: whether a pipe or a device will do; otherwise the file is renamed into its place.
 
     Raises:
-        UsageError: it has another ending, is a folder, or its folder is missing or cannot be written to.
+        UsageError: it has another ending, is a folder or a device, or its folder is missing or cannot be written to.
     """
+    if file is not None and not streams and _is_device(file):
+        raise UsageError(f"--out={file}: it is no regular file: give the name of a file, and read that")
     if file is None or _is_device(file):
         return
     if endings and file.suffix not in endings:
