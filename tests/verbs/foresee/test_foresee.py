@@ -127,7 +127,7 @@ def test_a_plan_for_cpus_has_no_gpus_figures(monkeypatch: pytest.MonkeyPatch) ->
     assert times.budget is not None and times.budget.size == 40 * 10**9
     assert any("how fast the cores of narval-cpu are is not known here" in note for note in times.notes)
     times = foresee("digits", ["device=cpu"], site="narval")
-    assert times.notes[-1].startswith("a GPU or not: this model keeps one NVIDIA A100 SXM4, 40 GB ")
+    assert times.notes[-1].startswith("GPU or CPU: this model keeps one NVIDIA A100 SXM4, 40 GB ")
     times = foresee("digits", [""], site="jean-zay-cpu")
     assert times.plans[0].foreseen.plan == "device=cpu" and not times.gpu and times.budget is None
     assert "A100" not in "".join(times.notes) and "jean-zay-cpu" in "".join(times.notes)
