@@ -126,16 +126,19 @@ def launch(
     *arguments: Annotated[str, Parameter(allow_leading_hyphen=True, help="The script's own arguments.")],
     plan: PlanText = "",
 ) -> int:
-    """Run a script of your own on the processes of a plan, as torchrun does.
+    """Run a training script, as it is, on the processes of a plan.
 
-    A grappe.Loop() in the script trains under the plan. Options come before the script;
-    what follows the script is its own.
+    A script for one process is rehearsed on its first batch: each process then
+    takes its rows and learns what one process learns; or the script is refused,
+    with the line. A grappe.Loop() in the script trains under the plan. A script
+    for several processes (torch.distributed, Accelerate) is started as it is.
+    Options come before the script; what follows it is its own.
 
-        grappe launch --plan replicate=2 gan.py --epochs 3
+        grappe launch --plan replicate=2 mnist.py --epochs 3
     """
     preflight([plan], once=True)
     from grappe.launch.start import interrupted
-    from grappe.verbs.launch import launch as verb
+    from grappe.verbs.launch.launch import launch as verb
 
     code = verb(script, arguments, plan)
     return interrupted() if code == EXIT_INTERRUPTED else code

@@ -108,7 +108,7 @@ class Loop:
                 f"grappe launch --plan {self.plan} {Path(sys.argv[0]).name or 'SCRIPT'}, with torchrun or with srun"
             )
         folder = Path(run) if run is not None else None
-        self.world = _world(self.plan, process, folder or Path())
+        self.world = join_world(self.plan, process, folder or Path())
         self.device = self.world.device
         self.chronometer = Chronometer(self.device, began)
         self.step = 0
@@ -517,7 +517,7 @@ def become(process: ProcessRank, rendezvous_folder: Path) -> None:
     _Joined.process, _Joined.folder = process, rendezvous_folder
 
 
-def _world(plan: Plan, process: ProcessRank, folder: Path) -> World:
+def join_world(plan: Plan, process: ProcessRank, folder: Path) -> World:
     """Joins the other processes, once for all loops of a script. Collective.
 
     Raises:

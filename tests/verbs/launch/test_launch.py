@@ -9,7 +9,7 @@ import pytest
 from grappe.cli.exit import _script_apart
 from grappe.errors import EXIT_INTERRUPTED, ProcessDied, UsageError
 from grappe.training.run import Run
-from grappe.verbs.launch import launch
+from grappe.verbs.launch.launch import launch
 
 PLAN = "replicate=2,device=cpu,threads=1"
 LOOP = """
@@ -65,7 +65,7 @@ def test_a_script_that_spreads_itself_is_started_as_it_is(tmp_path: Path, capfd:
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("import torch", "each of 2 would do the same: spread it with six lines of grappe.Loop"),
+        ("import torch", "no batch of a torch.utils.data.DataLoader was trained on: give the step its data by one"),
         ("from", "is not a Python script"),
         (None, "No such file or directory: give a Python script"),
     ],

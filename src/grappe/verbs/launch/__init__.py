@@ -1,0 +1,1 @@
+"""Runs people's own training scripts on the processes of a plan."""

@@ -1,0 +1,224 @@
+"""Replaces what a script's training step goes through: its loaders, backwards, the values that it reads, its files."""
+
+from __future__ import annotations
+
+import builtins
+import contextlib
+import io
+import os
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from types import FrameType
+from typing import Any, Protocol, TypeVar
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.utils.data import DataLoader
+
+T = TypeVar("T")
+TORCH, GRAPPE = str(Path(torch.__file__).parent), str(Path(__file__).parents[2])
+FORMATTING = ("_tensor.py", "_tensor_str.py")
+"""torch's own files through which a script reads a tensor: print(f"{loss:.4f}")."""
+DEPTH = 3  # frames that tell two uses of a loader apart
+READS = ("item", "__float__", "__int__", "__bool__", "tolist")
+
+
+class StepHandler(Protocol):
+    """What happens in a step of the script, in place of torch's own."""
+
+    def batches(self, loader: DataLoader[Any], place: str, plain: Iterator[Any]) -> Iterator[Any]:
+        """Yields what the script gets for each batch of a loader; `place` are the lines that made and use it."""
+        ...
+
+    def backward(self, place: str, run: Callable[[float], None]) -> None:
+        """Runs a backward, whose loss is multiplied with what `run` is given."""
+        ...
+
+    def read(self, tensor: Tensor, place: str, read: Callable[[Tensor], T]) -> T:
+        """Returns the value of a tensor that a line of the script reads."""
+        ...
+
+    def length(self, value: int, tensor: object, place: str) -> int:
+        """Returns the number of rows that a line of the script is told for a batch's tensor."""
+        ...
+
+    def add_optimizer(self, optimizer: Optimizer) -> None:
+        """Notes an optimizer that the script has made."""
+        ...
+
+
+@contextlib.contextmanager
+def intercepted(handler: StepHandler) -> Iterator[None]:
+    """Context in which the script's steps go through `handler`."""
+    with contextlib.ExitStack() as undo:
+
+        def replace(owner: Any, name: str, made: Callable[[Any], Any]) -> None:
+            before = getattr(owner, name)
+            undo.callback(setattr, owner, name, before)
+            setattr(owner, name, made(before))
+
+        replace(DataLoader, "__init__", _noting_place)
+        replace(DataLoader, "__iter__", lambda plain: _iterating(plain, handler))
+        replace(torch.autograd, "backward", lambda plain: _backward(plain, handler))
+        for name in READS:
+            replace(Tensor, name, lambda plain: _reading(plain, handler))
+        replace(Optimizer, "__init__", lambda plain: _adding(plain, handler))
+        yield
+
+
+def _noting_place(plain: Callable[..., None]) -> Callable[..., None]:
+    def made(self: DataLoader[Any], *arguments: Any, **options: Any) -> None:
+        plain(self, *arguments, **options)
+        self.__dict__["_grappe_made_at"] = _lines(sys._getframe(1))
+
+    return made
+
+
+def _iterating(plain: Callable[[Any], Iterator[Any]], handler: StepHandler) -> Callable[[Any], Iterator[Any]]:
+    def iterate(self: DataLoader[Any]) -> Iterator[Any]:
+        place = "=>".join((self.__dict__.get("_grappe_made_at", ""), _lines(sys._getframe(1))))
+        return handler.batches(self, place, plain(self))
+
+    return iterate
+
+
+def _backward(plain: Callable[..., None], handler: StepHandler) -> Callable[..., None]:
+    def backward(tensors: Any, grad_tensors: Any = None, *arguments: Any, **options: Any) -> None:
+        roots = (tensors,) if isinstance(tensors, Tensor) else tuple(tensors)
+        single = isinstance(grad_tensors, Tensor) or grad_tensors is None
+        factors = (grad_tensors,) if single else tuple(grad_tensors)
+        if grad_tensors is None:
+            factors *= len(roots)
+
+        def run(factor: float) -> None:
+            if factor == 1.0:
+                plain(tensors, grad_tensors, *arguments, **options)
+                return
+            scaled = [
+                torch.full_like(root, factor) if own is None else own * factor
+                for root, own in zip(roots, factors, strict=True)
+            ]
+            plain(roots, scaled, *arguments, **options)
+
+        handler.backward(place_of(sys._getframe(1)), run)
+
+    return backward
+
+
+def _reading(plain: Callable[..., Any], handler: StepHandler) -> Callable[..., Any]:
+    def read(self: Tensor) -> Any:
+        frame = _beyond_formatting(sys._getframe(1))
+        if frame is None or frame.f_code.co_filename.startswith((TORCH, GRAPPE)):
+            return plain(self)
+        return handler.read(self, place_of(frame), plain)
+
+    return read
+
+
+def _adding(plain: Callable[..., None], handler: StepHandler) -> Callable[..., None]:
+    def made(self: Optimizer, *arguments: Any, **options: Any) -> None:
+        plain(self, *arguments, **options)
+        handler.add_optimizer(self)
+
+    return made
+
+
+# ---- Places in the script ----------------------------------------------------------------------------------
+
+
+def place_of(frame: FrameType | None) -> str:
+    """Returns a place in a program: file, line, and the instruction, as a line may do several things."""
+    while frame is not None and frame.f_code.co_filename.startswith(TORCH):
+        frame = frame.f_back
+    if frame is None:
+        return ""
+    return f"{frame.f_code.co_filename}:{frame.f_lineno}:{frame.f_lasti}"
+
+
+def _beyond_formatting(frame: FrameType | None) -> FrameType | None:
+    while frame is not None and frame.f_code.co_filename.endswith(FORMATTING):
+        frame = frame.f_back
+    return frame
+
+
+def _lines(frame: FrameType | None) -> str:
+    """Returns the nearest lines of the stack that are no library's: they tell two uses of a loader apart."""
+    lines: list[str] = []
+    while frame is not None and len(lines) < DEPTH:
+        file = frame.f_code.co_filename
+        if not file.startswith((TORCH, GRAPPE, sys.prefix, sys.base_prefix, "<")):
+            lines.append(f"{file}:{frame.f_lineno}")
+        frame = frame.f_back
+    return " < ".join(reversed(lines))
+
+
+# ---- Batches -----------------------------------------------------------------------------------------------
+
+
+def rows_of(batch: Any) -> int | None:
+    """Returns how many rows all tensors and lists of a batch have; None if they differ, or it holds anything else."""
+    lengths = set(_lengths(batch))
+    return lengths.pop() if len(lengths) == 1 and None not in lengths else None
+
+
+def _lengths(batch: Any) -> Iterator[int | None]:
+    if isinstance(batch, Tensor):
+        yield len(batch) if batch.dim() else None
+    elif isinstance(batch, Mapping):
+        for value in batch.values():
+            yield from _lengths(value)
+    elif isinstance(batch, list | tuple) and any(isinstance(each, Tensor | Mapping | list | tuple) for each in batch):
+        for value in batch:
+            yield from _lengths(value)
+    elif isinstance(batch, list | tuple):
+        yield len(batch)  # a text for each sample
+    else:
+        yield None
+
+
+def cut_rows(batch: Any, first: int, last: int) -> Any:
+    """Returns rows `first` to `last` - 1 of a batch of which `rows_of` knows the number."""
+    if isinstance(batch, Tensor):
+        return batch[first:last]
+    if isinstance(batch, Mapping):
+        parts = {name: cut_rows(value, first, last) for name, value in batch.items()}
+        return parts if type(batch) is dict else type(batch)(parts)  # type: ignore[call-arg]
+    if any(isinstance(each, Tensor | Mapping | list | tuple) for each in batch):
+        several = [cut_rows(value, first, last) for value in batch]
+        return type(batch)(*several) if hasattr(batch, "_fields") else type(batch)(several)
+    return batch[first:last]
+
+
+def parameters_of(optimizers: Sequence[Optimizer]) -> list[Tensor]:
+    """Returns the parameters of optimizers that are trained, each once."""
+    every = (each for optimizer in optimizers for group in optimizer.param_groups for each in group["params"])
+    return [each for each in {id(each): each for each in every}.values() if each.requires_grad]
+
+
+# ---- Files of other processes ------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def writing_nothing() -> Iterator[None]:
+    """Context of a process that leaves files to process 0: what it opens for writing goes nowhere."""
+    plain, make = builtins.open, os.mkdir
+
+    def opened(file: Any, mode: str = "r", *arguments: Any, **options: Any) -> Any:
+        if not isinstance(file, int) and set(mode) & set("wax+") and os.fspath(file) != os.devnull:
+            file, mode = os.devnull, mode.replace("x", "w")
+        return plain(file, mode, *arguments, **options)
+
+    def made(*arguments: Any, **options: Any) -> None:
+        with contextlib.suppress(FileExistsError):
+            make(*arguments, **options)
+
+    builtins.open = io.open = opened  # type: ignore[assignment]
+    os.mkdir = made
+    save, torch.save = torch.save, lambda *_, **__: None  # which opens files in C++
+    try:
+        yield
+    finally:
+        builtins.open = io.open = plain
+        os.mkdir, torch.save = make, save

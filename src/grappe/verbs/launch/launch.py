@@ -1,0 +1,352 @@
+"""grappe launch: runs a training script on a plan's processes, as torchrun does.
+
+A grappe.Loop in it gets the plan. A script for one process is rehearsed first; then each process takes its rows.
+"""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import dataclasses
+import importlib.machinery
+import os
+import runpy
+import signal
+import socket
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from types import CodeType, ModuleType
+from typing import Any
+
+from grappe.errors import EXIT_FAILURE, EXIT_INTERRUPTED, EXIT_OK, PlanError, UsageError
+from grappe.launch import files
+from grappe.launch.rank import ProcessRank
+from grappe.launch.signals import SIGNALS
+from grappe.launch.start import start
+from grappe.launch.terminal import complain, progress, say, user_stream
+from grappe.plan import AnyPlan, Plan, as_plan
+from grappe.private_api.multiprocessing import run_exit_functions
+from grappe.verbs.launch.rehearsed import Rehearsed, line_of
+
+LOOP = "grappe"
+ITS_OWN = ("torch.distributed", "accelerate", "deepspeed", "horovod", "lightning", "pytorch_lightning", "transformers")
+"""Packages by which a script spreads its training itself."""
+UNEDITED_KEYS = frozenset({"replicate", "batchnorm", "dropout", "device", "backend", "threads", "per_device"})
+"""Keys of a plan that a script for one process can have."""
+WORDS = {"mean": "a mean over rows", "sum": "a sum over rows"}
+SEED = 0
+INTERRUPTED = 130
+"""The exit code of a Python script that Ctrl-C ends."""
+
+
+def launch(script: Path | str, arguments: Sequence[str] = (), plan: AnyPlan = "") -> int:
+    """Runs a script on the processes of a plan, and waits for them; process 0 has the terminal.
+
+    Args:
+        arguments: the script's own.
+        plan: for its grappe.Loop. A script that spreads itself, by torch.distributed say, gets the processes alone,
+            with torchrun's variables.
+
+    Returns:
+        The script's exit code: 75 if it was interrupted and saved.
+
+    Raises:
+        UsageError: there is no such script, or it trains on one process and the plan has several.
+        ProcessDied: a process failed.
+    """
+    chosen, script = as_plan(plan), Path(script)
+    try:
+        imported = set(_imports(script))
+    except OSError as error:
+        raise UsageError(f"{script}: {error.strerror}: give a Python script") from error
+    except (SyntaxError, ValueError) as error:
+        raise UsageError(f"{script} is not a Python script: {error}") from error
+    its_own = next((name for name in ITS_OWN if name in imported), None)
+    several = LOOP not in imported and chosen.processes > 1
+    if several and its_own is not None:
+        complain(f"grappe: {script} uses {its_own}: it is started as it is, on {chosen.processes} processes")
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    request = ScriptRequest(
+        script=script,
+        arguments=tuple(arguments),
+        plan=str(chosen),
+        rendezvous={"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)},
+    )
+    if several and its_own is None:
+        request = dataclasses.replace(request, rehearsed=_rehearsed(request, chosen))
+    sys.stdout.flush()
+    return start("grappe.verbs.launch.launch:run_script", request, chosen, saves=True)
+
+
+def _rehearsed(request: ScriptRequest, plan: Plan) -> Rehearsed:
+    """Rehearses a script on one process; says what it measured.
+
+    Raises:
+        PlanError: the plan has a key that an unedited script cannot have.
+        UsageError: processes would not learn what one learns.
+    """
+    if beyond := sorted(plan.changed_keys() - UNEDITED_KEYS):
+        raise PlanError(
+            f"an unedited script can have {', '.join(sorted(UNEDITED_KEYS))} in its plan, and no {beyond[0]}: write it "
+            "around grappe.Loop (docs/own-loop.md), or describe it as a task"
+        )
+    alone = Plan(device=plan.device, threads=plan.threads)
+    structural: list[str] = []
+    while True:
+        rehearsal = RehearsalRequest(
+            script=request, synchronised=plan.batchnorm == "sync", structural=tuple(structural)
+        )
+        progress(f"rehearsing {request.script} on one process")
+        try:
+            rehearsed = start("grappe.verbs.launch.launch:rehearse_script", rehearsal, alone)
+        finally:
+            progress("")
+        if not rehearsed.structural:
+            break
+        structural.append(rehearsed.structural)
+    if rehearsed.refused:
+        raise UsageError(
+            f"{request.script}: {plan.processes} processes would not learn what one learns: {rehearsed.refused}. Or "
+            "spread it with six lines of grappe.Loop (docs/own-loop.md)"
+        )
+    lines = {rule: [line_of(at) for at, own in rehearsed.losses.items() if own == rule] for rule in WORDS}
+    rules = " and ".join(f"{WORDS[rule]} ({', '.join(places)})" for rule, places in lines.items() if places)
+    complain(
+        f"grappe: rehearsed on one process: the loss is {rules}; each of {plan.processes} processes takes its rows of "
+        f"every batch of the loader ({line_of(rehearsed.loader)})"
+    )
+    return rehearsed
+
+
+def _imports(script: Path) -> Iterator[str]:
+    """Yields what a script imports, packages and modules: `torch` and `torch.distributed`."""
+    for node in ast.walk(ast.parse(files.read_text(script))):
+        names = []
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            names = [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
+        for name in names:
+            parts = name.split(".")
+            yield from (".".join(parts[: count + 1]) for count in range(len(parts)))
+
+
+# ---- In each process ----
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ScriptRequest:
+    """A script and the plan of the processes that run it."""
+
+    script: Path
+    arguments: Sequence[str]
+    plan: str
+    """"" for one process."""
+    rendezvous: Mapping[str, str]
+    """MASTER_ADDR and MASTER_PORT, for a script that calls torch.distributed itself."""
+    rehearsed: Rehearsed | None = None
+    """What the rehearsal of an unedited script has measured."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RehearsalRequest:
+    """A script that is to be rehearsed."""
+
+    script: ScriptRequest
+    synchronised: bool
+    structural: Sequence[str]
+    """Places whose number of rows makes a tensor, as earlier rehearsals have rehearsed."""
+
+
+def rehearse_script(request: RehearsalRequest, process: ProcessRank, rendezvous_folder: Path) -> Rehearsed:
+    """Runs a script up to its first batch that trains, without its output; returns what was measured."""
+    from grappe.verbs.launch.interception import intercepted
+    from grappe.verbs.launch.rehearsal import Rehearsal, RehearsalOver
+
+    rehearsal = Rehearsal(synchronised=request.synchronised, structural=request.structural)
+    with intercepted(rehearsal), Path(os.devnull).open("w") as nowhere, contextlib.redirect_stdout(nowhere):
+        _seed()
+        try:
+            _run(request.script, rehearsal.length, enumerate=rehearsal.counted)
+        except (RehearsalOver, SystemExit):
+            pass
+        except Exception as error:
+            if not rehearsal.in_part:
+                raise
+            return rehearsal.failed(error)
+    return rehearsal.found
+
+
+def _seed() -> None:
+    """Seeds what every process draws from, where the script does not: torch's own seed is the same everywhere."""
+    import random
+
+    import numpy as np
+    import torch
+
+    torch.manual_seed(torch.initial_seed())
+    random.seed(SEED)
+    np.random.seed(SEED)
+
+
+def _run(request: ScriptRequest, length: Length | None = None, **names: Any) -> None:
+    """Runs the script as the main program.
+
+    Args:
+        length: what it is told for the rows of a batch; None: the tensor's own.
+        names: in place of Python's own functions.
+    """
+    file = str(request.script)
+    sys.argv = [file, *request.arguments]
+    sys.path[0] = str(request.script.absolute().parent)
+    if length is None:
+        runpy.run_path(file, run_name="__main__")
+        return
+    sys.modules["__main__"] = module = ModuleType("__main__")
+    ScriptLoader(file, length, names).exec_module(module)
+
+
+def run_script(request: ScriptRequest, process: ProcessRank, rendezvous_folder: Path) -> int:
+    """Runs the script as `python SCRIPT ARGUMENTS` would; returns its exit code.
+
+    On other processes than the first a failure is raised.
+    """
+    from grappe.training import own_loop  # and torch
+
+    os.environ[own_loop.PLAN] = request.plan
+    if process.launcher == "grappe":
+        own_loop.become(process, rendezvous_folder)
+        if request.rehearsed is None:  # else the script is for one process, and must not tell processes apart
+            os.environ.update(_as_torchrun(process), **request.rendezvous)
+        stream = user_stream(process)
+        if stream is not None:
+            for descriptor in (1, 2):
+                os.dup2(stream.fileno(), descriptor)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
+    code = EXIT_FAILURE
+    try:
+        with contextlib.suppress(KeyboardInterrupt):
+            code = INTERRUPTED
+            if request.rehearsed is None:
+                _run(request)
+            else:
+                _run_sliced(request, request.rehearsed, process, rendezvous_folder)
+            code = EXIT_OK
+    except SystemExit as end:
+        code = end.code if isinstance(end.code, int) else EXIT_OK if end.code is None else EXIT_FAILURE
+        if code == EXIT_FAILURE and isinstance(end.code, str):
+            say(end.code, sys.stderr)
+    except BaseException as error:
+        sys.last_value = error  # as the interpreter does before its exit functions
+        raise
+    finally:
+        if process.launcher == "grappe":
+            run_exit_functions()  # a forked process would leave them out
+    if process.rank and code not in (EXIT_OK, EXIT_INTERRUPTED, INTERRUPTED):
+        raise SystemExit(code)
+    return code
+
+
+def _run_sliced(request: ScriptRequest, rehearsed: Rehearsed, process: ProcessRank, rendezvous_folder: Path) -> None:
+    """Runs an unedited script, of whose batches this process takes its rows."""
+    from grappe.training.own_loop import join_world
+    from grappe.verbs.launch.interception import intercepted, writing_nothing
+    from grappe.verbs.launch.slices import SlicedSteps
+
+    plan = as_plan(request.plan)
+    world = join_world(plan, process, rendezvous_folder)
+    steps = SlicedSteps(world, rehearsed, synchronised=plan.batchnorm == "sync")
+    _seed()
+    with intercepted(steps), writing_nothing() if process.rank else contextlib.nullcontext():
+        _run(request, steps.length)
+        steps.check_weights()
+
+
+def _as_torchrun(process: ProcessRank) -> dict[str, str]:
+    """Returns the variables that torchrun sets, for a script that reads its rank itself."""
+    return {
+        "RANK": str(process.rank),
+        "WORLD_SIZE": str(process.size),
+        "LOCAL_RANK": str(process.local_rank),
+        "LOCAL_WORLD_SIZE": str(process.local_size),
+    }
+
+
+# ---- The number of rows that a script is told ----
+# `len(data)`, `data.size(0)` and `data.shape[0]` of a part of a batch are the part's: "[640/60000]" and an accuracy
+# would be wrong on several processes. Where the number makes a tensor (`torch.zeros(x.size(0))`), it stays the part's.
+
+FUNCTION = "__grappe_length__"
+COUNTING = frozenset({
+    "print", "format", "str", "int", "float", "round", "min", "max", "sum", "write", "info", "debug", "warning",
+    "append", "update", "add_scalar", "set_postfix", "set_description", "log", "join",
+})  # fmt: skip
+"""Functions that make no tensor from a number."""
+
+Length = Callable[[int, object, str], int]
+
+
+class ScriptLoader(importlib.machinery.SourceFileLoader):
+    """Runs a script as the main program, with functions of its own.
+
+    Args:
+        length: asked length(value, tensor, place) for the rows of a tensor.
+        names: in place of Python's own functions.
+    """
+
+    def __init__(self, file: str, length: Length, names: Mapping[str, Any]) -> None:
+        super().__init__("__main__", file)
+        self._names = {FUNCTION: length, "__file__": file, **names}
+
+    def get_code(self, fullname: str) -> CodeType:
+        """Compiles the script, and keeps nothing of it on the disk."""
+        tree = _Lengths(self.path).visit(ast.parse(self.get_data(self.path), self.path))
+        return compile(ast.fix_missing_locations(tree), self.path, "exec")
+
+    def exec_module(self, module: ModuleType) -> None:
+        """Runs the script in `module`."""
+        module.__dict__.update(self._names)
+        super().exec_module(module)
+
+
+class _Lengths(ast.NodeTransformer):
+    """Replaces lengths outside of classes: in a model or a dataset they are those of its own tensors."""
+
+    def __init__(self, file: str) -> None:
+        self._file = file
+
+    def visit_ClassDef(self, node: ast.ClassDef) -> ast.AST:
+        return node
+
+    def visit_Call(self, node: ast.Call) -> ast.AST:
+        asked = _asked(node)
+        if asked is not None:
+            return self._replaced(node, asked)
+        name = node.func.id if isinstance(node.func, ast.Name) else getattr(node.func, "attr", "")
+        return self.generic_visit(node) if name in COUNTING else node
+
+    def visit_Subscript(self, node: ast.Subscript) -> ast.AST:
+        asked = _asked(node)
+        return self.generic_visit(node) if asked is None else self._replaced(node, asked)
+
+    def _replaced(self, node: ast.expr, asked: ast.expr) -> ast.AST:
+        place = ast.Constant(f"{self._file}:{node.lineno}:{node.col_offset}")
+        called = ast.Call(ast.Name(FUNCTION, ast.Load()), [node, asked, place], [])
+        return ast.copy_location(called, node)
+
+
+def _asked(node: ast.expr) -> ast.expr | None:
+    """Returns the tensor whose rows an expression asks for; None: it is another expression."""
+    match node:
+        case ast.Call(func=ast.Name(id="len"), args=[tensor], keywords=[]):
+            pass
+        case ast.Call(func=ast.Attribute(value=tensor, attr="size"), args=[ast.Constant(value=0)], keywords=[]):
+            pass
+        case ast.Subscript(value=ast.Attribute(value=tensor, attr="shape"), slice=ast.Constant(value=0)):
+            pass
+        case _:
+            return None
+    return None if any(isinstance(each, ast.Call) for each in ast.walk(tensor)) else tensor

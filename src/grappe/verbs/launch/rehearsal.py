@@ -1,0 +1,387 @@
+"""Rehearses a script on one process: measures on its first batch how parts of a batch make up the whole.
+
+The loop's body runs with the whole batch, then with two uneven parts of it; optimizers stand still, and random
+numbers, buffers and gradients go back in between. What the parts' gradients are to the whole's tells whether the loss
+is a mean over rows or a sum: nothing is guessed from the source. So it is for each value that a line reads.
+
+Shapes: a batch of N rows; parts of k and N - k rows.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import random
+import traceback
+import types
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple, NoReturn, TypeVar
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils.data import DataLoader
+
+from grappe.data.batch import BatchRows
+from grappe.data.whole_batch_draws import whole_batch_draws
+from grappe.private_api.torch import BatchNormBase
+from grappe.verbs.launch.interception import GRAPPE, TORCH, cut_rows, parameters_of, rows_of
+from grappe.verbs.launch.rehearsed import Rehearsed, Rule, line_of
+from grappe.verbs.verify.random_ops import RandomOps
+from grappe.words import first_line
+
+T = TypeVar("T")
+TOLERATED = 1e-4
+"""|whole - parts| / |whole| that rounding explains; a fault of one row among 64 is a hundred times as large."""
+LEAST_ROWS = 3  # of a batch that can be cut in two uneven parts
+
+
+class RehearsalOver(BaseException):
+    """Ends the script, through whatever it catches of its own errors."""
+
+
+@dataclasses.dataclass(kw_only=True)
+class _Pass:
+    """What one run of the loop's body did."""
+
+    gradients: dict[str, dict[int, Tensor]] = dataclasses.field(default_factory=lambda: defaultdict(dict))
+    """By the place of the backward, and the number of the parameter: what it added."""
+    values: dict[str, list[float]] = dataclasses.field(default_factory=lambda: defaultdict(list))
+    integers: set[str] = dataclasses.field(default_factory=set)
+    lengths: set[str] = dataclasses.field(default_factory=set)
+    draws_beside_torch: bool = False
+    """Whether NumPy's or Python's generator has drawn."""
+
+
+class _StepState(NamedTuple):
+    """State to which each pass goes back."""
+
+    random: tuple[Tensor, Any, Any]
+    buffers: list[tuple[Tensor, Tensor]]
+    gradients: list[Tensor | None]
+
+
+class Rehearsal:
+    """Handles a script's steps until its first batch that trains is measured; then raises RehearsalOver.
+
+    Args:
+        synchronised: whether the plan has batch normalisation over all processes.
+        structural: places whose length has ended an earlier rehearsal with an error when it was the whole batch's.
+    """
+
+    def __init__(self, *, synchronised: bool, structural: Sequence[str]) -> None:
+        self._synchronised, self._structural = synchronised, set(structural)
+        self._optimizers: list[Optimizer] = []
+        self._pass: _Pass | None = None
+        self._whole: _Pass | None = None
+        """The pass with all rows, whose gradients a script reads after each part's backward, as it will in a run."""
+        self._lengths: set[str] = set()
+        self._again = False
+        """Whether the running batch comes again, in part."""
+        self._rows = (0, 0)
+        """Of the running pass, and of the whole batch."""
+        self.found = Rehearsed(
+            refused="no batch of a torch.utils.data.DataLoader was trained on: give the step its data by one"
+        )
+
+    @property
+    def in_part(self) -> bool:
+        """Whether the script has a part of a batch, which it would not have by itself."""
+        return self._rows[0] < self._rows[1]
+
+    def failed(self, error: Exception) -> Rehearsed:
+        """Returns what an error of the script with a part of a batch means."""
+        if self._lengths:  # the number of rows makes a tensor there
+            return Rehearsed(structural=next(iter(self._lengths)))
+        frames = traceback.extract_tb(error.__traceback__)
+        own = [frame for frame in frames if not frame.filename.startswith((TORCH, GRAPPE, "<"))] or list(frames)
+        where = f"{Path(own[-1].filename).name}, line {own[-1].lineno}"
+        return Rehearsed(
+            refused=f"with {self._rows[0]} of a batch's {self._rows[1]} rows, {where} ends in {type(error).__name__}: "
+            f"{first_line(str(error))}: a number of rows that is written down, or a state that goes from batch to batch"
+        )
+
+    # ---- What the script does ------------------------------------------------------------------------------
+
+    def batches(self, loader: DataLoader[Any], place: str, plain: Iterator[Any]) -> Iterator[Any]:
+        """Yields a loader's first batch several times, the others as they are where it trains nothing."""
+        outer, self._pass = self._pass, None
+        try:
+            for batch in plain:
+                if outer is not None:  # within a training step: an evaluation
+                    yield batch
+                    continue
+                trained = yield from self._measured(batch, place)
+                if trained:
+                    raise RehearsalOver
+                self._again, self._rows = False, (0, 0)
+                yield from plain
+        finally:
+            self._pass = outer
+
+    def backward(self, place: str, run: Callable[[float], None]) -> None:
+        """Runs a backward, and keeps apart what it adds."""
+        parameters = parameters_of(self._optimizers)
+        before = [each.grad for each in parameters]
+        for each in parameters:
+            each.grad = None
+        run(1.0)
+        if self._pass is not None:
+            added = self._pass.gradients[place]
+            for number, each in enumerate(parameters):
+                if each.grad is not None:
+                    gradient = each.grad.detach().to_dense() if each.grad.is_sparse else each.grad.detach()
+                    added[number] = added[number] + gradient if number in added else gradient.clone()
+            if self._whole is not None:
+                for number, each in enumerate(parameters):
+                    each.grad = self._whole.gradients[place].get(number)
+        for each, gradient in zip(parameters, before, strict=True):
+            if gradient is not None:
+                each.grad = gradient if each.grad is None else gradient + each.grad
+
+    def read(self, tensor: Tensor, place: str, read: Callable[[Tensor], T]) -> T:
+        """Reads a value, and notes it."""
+        value = read(tensor)
+        if self._pass is not None and isinstance(value, bool | int | float):
+            self._pass.values[place].append(float(value))
+            if not tensor.is_floating_point():
+                self._pass.integers.add(place)
+        return value
+
+    def length(self, value: int, tensor: object, place: str) -> int:
+        """Returns a batch's rows; the whole batch's at the places under trial."""
+        own, all_rows = self._rows
+        if self._pass is None or value != own or not isinstance(tensor, Tensor):
+            return value
+        self._pass.lengths.add(place)
+        return all_rows if place in self._lengths else value
+
+    def counted(self, several: Iterable[T], start: int = 0) -> Iterator[tuple[int, T]]:
+        """Counts as `enumerate` does, and a batch that comes again once."""
+        number = start
+        for each in several:
+            yield number, each
+            number += not self._again
+
+    def add_optimizer(self, optimizer: Optimizer) -> None:
+        """Lets an optimizer stand still."""
+        self._optimizers.append(optimizer)
+
+        def stand_still(_: Optimizer, closure: Callable[[], Any] | None = None, **__: Any) -> None:
+            if closure is not None:
+                self._refuse("step(closure) runs the batch several times: take grappe.Loop, or a task")
+
+        optimizer.step = types.MethodType(stand_still, optimizer)  # type: ignore[method-assign]
+
+    # ---- Passes --------------------------------------------------------------------------------------------
+
+    def _measured(self, batch: Any, place: str) -> Iterator[Any]:
+        """Runs the body for a batch and its parts; returns whether it trains."""
+        rows = rows_of(batch)
+        state = self._state()
+        all_rows = yield from self._run(batch, state, 0, rows or 0, rows or 0)
+        if not all_rows.gradients:
+            return False
+        if rows is None or rows < LEAST_ROWS:
+            self._refuse(
+                f"a batch of the loader ({line_of(place)}) is a {type(batch).__name__} whose tensors have no row for "
+                f"each of {LEAST_ROWS} samples or more"
+            )
+        norms = self._norms(all_rows)
+        first = max(1, rows // 3)
+        causes = {"": contextlib.nullcontext, "batch normalisation": _statistics_off, "random numbers": _draws_off}
+        apart = 0.0
+        for cause, context in causes.items():
+            if self._synchronised and not cause:
+                continue
+            self._whole = None
+            with context():
+                if cause or self._synchronised:
+                    all_rows = yield from self._run(batch, state, 0, rows, rows)
+                self._whole = all_rows
+                left = yield from self._run(batch, state, 0, first, rows)
+                right = yield from self._run(batch, state, first, rows, rows)
+            losses = {}
+            for line in all_rows.gradients:
+                losses[line], distance = _loss_rule(line, all_rows, left, right, first / rows)
+                apart = max(apart, distance)
+            if None not in losses.values():
+                break
+            if cause == "random numbers":
+                if all_rows.draws_beside_torch:
+                    self._refuse(
+                        "random numbers by NumPy or Python are in the loss: no process can draw them for its own rows"
+                    )
+                lines = ", ".join(line_of(line) for line, rule in losses.items() if rule is None)
+                self._refuse(
+                    f"the gradient of the loss ({lines}) is not that of its rows together, {apart:.0e} apart: a "
+                    "loss of the whole batch, an average over something else than rows (tokens, pixels that count), a "
+                    "state that goes from batch to batch, or rows that meet in the model"
+                )
+        if cause == "random numbers":
+            self._refuse(
+                "random numbers are in the loss that are not drawn for each row by torch's generator: a permutation of "
+                "the rows, or a generator of its own"
+            )
+        if cause == "batch normalisation" and not self._synchronised:
+            self._refuse(
+                "batch normalisation uses the statistics of the rows of each process: with batchnorm=sync in the plan "
+                "they are the whole batch's"
+            )
+        reached = [line for line in all_rows.values if line in left.values and line in right.values]
+        values = {line: _value_rule(line, all_rows, left, right, first / rows) for line in reached}
+        if unknown := [line for line, rule in values.items() if rule is None]:
+            self._refuse(
+                f"{line_of(unknown[0])} reads a value of the batch that is neither a mean, a sum nor the largest or "
+                "least over its rows: processes would read that of their own rows"
+            )
+        lengths = yield from self._lengths_of_the_whole(batch, state, first, rows, right)
+        self.found = Rehearsed(
+            loader=place, losses=_without_none(losses), values=_without_none(values), lengths=lengths, norms=norms
+        )
+        return True
+
+    def _lengths_of_the_whole(
+        self, batch: Any, state: _StepState, first: int, rows: int, right: _Pass
+    ) -> Iterator[Any]:
+        """Finds the places that may be told the whole batch's rows: gradients stay as they were."""
+        free = []
+        for place in sorted(right.lengths - self._structural):
+            self._lengths = {place}
+            with _statistics_off() if self._synchronised else contextlib.nullcontext():
+                tried = yield from self._run(batch, state, first, rows, rows)
+            same = all(_distance(right.gradients[line], tried.gradients[line]) < TOLERATED for line in right.gradients)
+            free += [place] if same else []
+            self._lengths = set()
+        return free
+
+    def _run(self, batch: Any, state: _StepState, first: int, last: int, rows: int) -> Iterator[Any]:
+        """Runs the body of the loop with rows `first` to `last` - 1; returns what it did."""
+        self._restore(state)
+        record = self._pass = _Pass()
+        self._rows = (last - first, rows)
+        part = last - first < rows
+        place = BatchRows(first, last - first, rows) if part else None
+        self._again = True
+        with whole_batch_draws(place):
+            yield cut_rows(batch, first, last) if part else batch
+        self._pass = None
+        now = random.getstate(), np.random.get_state()
+        record.draws_beside_torch = repr(now) != repr(state.random[1:])
+        return record
+
+    def _state(self) -> _StepState:
+        buffers = [buffer for module in _modules() for buffer in module.buffers(recurse=False)]
+        return _StepState(
+            random=(torch.get_rng_state(), random.getstate(), np.random.get_state()),
+            buffers=[(buffer, buffer.detach().clone()) for buffer in buffers],
+            gradients=[each.grad for each in parameters_of(self._optimizers)],
+        )
+
+    def _restore(self, state: _StepState) -> None:
+        torch.set_rng_state(state.random[0])
+        random.setstate(state.random[1])
+        np.random.set_state(state.random[2])
+        with torch.no_grad():
+            for buffer, before in state.buffers:
+                buffer.copy_(before)
+        for each, gradient in zip(parameters_of(self._optimizers), state.gradients, strict=False):
+            each.grad = None if gradient is None else gradient.clone()
+
+    def _norms(self, all_rows: _Pass) -> list[float]:
+        total: dict[int, Tensor] = {}
+        for gradients in all_rows.gradients.values():
+            for number, gradient in gradients.items():
+                total[number] = total[number] + gradient if number in total else gradient
+        count = len(parameters_of(self._optimizers))
+        return [float(total[number].double().norm()) if number in total else 0.0 for number in range(count)]
+
+    def _refuse(self, why: str) -> NoReturn:
+        self.found = Rehearsed(refused=why)
+        raise RehearsalOver
+
+
+def _without_none(rules: Mapping[str, Rule | None]) -> dict[str, Rule]:
+    return {line: rule for line, rule in rules.items() if rule is not None}
+
+
+def _loss_rule(line: str, all_rows: _Pass, left: _Pass, right: _Pass, share: float) -> tuple[Rule | None, float]:
+    """Returns how the parts' gradients make up the whole's; None: not at all, and how far they are from it."""
+    distances: dict[Rule, float] = {}
+    for rule, first, second in (("mean", share, 1 - share), ("sum", 1.0, 1.0)):
+        together = {
+            number: left.gradients[line].get(number, torch.zeros(())) * first
+            + right.gradients[line].get(number, torch.zeros(())) * second
+            for number in all_rows.gradients[line]
+        }
+        distances[rule] = _distance(all_rows.gradients[line], together)  # type: ignore[index]
+    nearest = min(distances, key=distances.__getitem__)
+    return (nearest if distances[nearest] < TOLERATED else None), distances[nearest]
+
+
+def _distance(a: Mapping[int, Tensor], b: Mapping[int, Tensor]) -> float:
+    """Computes |a - b| / |a| over all tensors together."""
+    apart = sum(
+        float((tensor - b.get(number, torch.zeros(()))).double().square().sum()) for number, tensor in a.items()
+    )
+    size = sum(float(tensor.double().square().sum()) for tensor in a.values())
+    return (apart / size) ** 0.5 if size else float(apart > 0)
+
+
+def _value_rule(line: str, all_rows: _Pass, left: _Pass, right: _Pass, share: float) -> Rule | None:
+    """Returns how the parts' values make up the whole's; of several that would, the one for the value's type."""
+    triples = list(zip(all_rows.values[line], left.values[line], right.values[line], strict=False))
+    rules: dict[Rule, Callable[[float, float], float]] = {
+        "mean": lambda a, b: share * a + (1 - share) * b,
+        "sum": lambda a, b: a + b,
+        "most": max,
+        "least": min,
+        "same": lambda a, b: a if a == b else float("nan"),
+    }
+    if line in all_rows.integers:
+        rules = {name: rules[name] for name in ("same", "sum", "most", "least")}
+        if not any(map(any, triples)):
+            return "sum"
+
+    def holds(rule: Callable[[float, float], float]) -> bool:
+        return all(abs(rule(a, b) - total) <= TOLERATED * abs(total) for total, a, b in triples)
+
+    if len({len(each.values[line]) for each in (all_rows, left, right)}) > 1:
+        return None
+    return next((name for name, rule in rules.items() if holds(rule)), None)
+
+
+def _modules() -> Iterator[nn.Module]:
+    """Yields all modules of the process."""
+    import gc
+
+    return (each for each in gc.get_objects() if isinstance(each, nn.Module))
+
+
+@contextlib.contextmanager
+def _statistics_off() -> Iterator[None]:
+    """Context in which batch normalisation takes its running statistics."""
+    plain = BatchNormBase.forward
+
+    def forward(module: nn.Module, x: Tensor) -> Tensor:
+        training, module.training = module.training, False
+        try:
+            return plain(module, x)  # type: ignore[arg-type]
+        finally:
+            module.training = training
+
+    BatchNormBase.forward = forward  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        BatchNormBase.forward = plain  # type: ignore[method-assign]
+
+
+@contextlib.contextmanager
+def _draws_off() -> Iterator[None]:
+    """Context in which each draw gives its mean, and batch normalisation its running statistics."""
+    with _statistics_off(), RandomOps(off=True):
+        yield

@@ -1,0 +1,35 @@
+"""What a rehearsal of a script has measured, and the lines of the script that it names; without torch."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Literal
+
+Rule = Literal["mean", "sum", "most", "least", "same"]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Rehearsed:
+    """What a rehearsal has measured, or why the script cannot be spread."""
+
+    refused: str = ""
+    loader: str = ""
+    """The lines that make and use the loader whose batches train."""
+    losses: Mapping[str, Rule] = dataclasses.field(default_factory=dict)
+    """By the place of the backward: how parts of the loss make up the whole's."""
+    values: Mapping[str, Rule] = dataclasses.field(default_factory=dict)
+    """By the place that reads a value."""
+    lengths: Sequence[str] = ()
+    """Places that are told the whole batch's rows: the gradient does not depend on them."""
+    norms: Sequence[float] = ()
+    """|gradient| of each parameter after the first batch's backwards."""
+    structural: str = ""
+    """A place that ended the rehearsal with an error when it was told the whole batch's rows; the next leaves it."""
+
+
+def line_of(place: str) -> str:
+    """Returns "train.py, line 41" of a place, of the last where it names several."""
+    file, _, rest = place.rpartition(">")[2].rpartition("< ")[2].partition(":")
+    return f"{Path(file).name}, line {rest.partition(':')[0]}"

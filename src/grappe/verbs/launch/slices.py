@@ -1,0 +1,210 @@
+"""Spreads a rehearsed script's steps: each process takes its rows of a batch, gradients and values are the whole's.
+
+Every process runs the whole script from the same seeds; what trains nothing runs whole on each of them, so that all
+decide the same. Shapes: a batch of N rows, of which a process takes b.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils.data import DataLoader
+
+from grappe.data.batch import BatchRows
+from grappe.data.order import cut
+from grappe.data.whole_batch_draws import whole_batch_draws
+from grappe.errors import DivergedError, TaskError
+from grappe.launch.world import World
+from grappe.parallel.batchnorm import synchronise_batchnorm
+from grappe.parallel.gradient_average import GradientAverage
+from grappe.private_api.torch import BatchNormBase
+from grappe.verbs.launch.interception import cut_rows, parameters_of, rows_of
+from grappe.verbs.launch.rehearsed import Rehearsed, line_of
+
+T = TypeVar("T")
+CHECK_EVERY = 100  # steps, after which the processes compare their weights; at first after 1, 2, 4, …
+TOLERATED = 1e-3
+"""Of the first gradient's norms, in parts of the largest: what the rehearsal does not show is larger."""
+
+
+class SlicedSteps:
+    """Handles a script's steps on one of several processes.
+
+    Args:
+        rehearsed: what its rehearsal has measured.
+        synchronised: whether batch normalisation takes all processes' rows.
+    """
+
+    def __init__(self, world: World, rehearsed: Rehearsed, *, synchronised: bool) -> None:
+        assert world.data_group is not None
+        self._world, self._rehearsed, self._synchronised = world, rehearsed, synchronised
+        self._group = world.data_group
+        self._optimizers: list[Optimizer] = []
+        self._averaged: set[int] = set()
+        """Parameters whose gradients are averaged, by id."""
+        self._place: BatchRows | None = None
+        """Of the running step's rows in its batch; None: everything is whole."""
+        self._share = 0.0
+        self._buffers: list[Tensor] = []
+        self._first: dict[int, Tensor] = {}
+        """What the first step's backwards have added, by the number of the parameter."""
+        self.steps = 0
+
+    def batches(self, loader: DataLoader[Any], place: str, plain: Iterator[Any]) -> Iterator[Any]:
+        """Yields this process's rows of each batch that trains, and other batches whole."""
+        outer = self._place, self._share
+        try:
+            for batch in plain:
+                if place != self._rehearsed.loader or outer[0] is not None:
+                    self._place = None
+                    with whole_batch_draws(None):
+                        yield batch
+                    continue
+                rows = rows_of(batch)
+                if not rows:
+                    raise TaskError(f"a batch of the loader ({line_of(place)}) is without a row for each sample")
+                first, last = cut(rows, self._world.data_size, self._world.data_rank)
+                self._share = (last - first) / rows
+                if first == last:  # fewer rows than processes: the first one, which counts nothing
+                    first, last = 0, 1
+                self._place = BatchRows(first, last - first, rows)
+                self._prepare()
+                with whole_batch_draws(self._place):
+                    yield cut_rows(batch, first, last)
+                self._end_step()
+        finally:
+            self._place, self._share = outer
+
+    def backward(self, place: str, run: Callable[[float], None]) -> None:
+        """Runs a backward, which averages the gradients over the processes."""
+        if self._place is None:
+            run(1.0)
+            return
+        rules = self._rehearsed.losses
+        rule = rules.get(place) or (next(iter(rules.values())) if len(set(rules.values())) == 1 else None)
+        if rule is None:
+            raise TaskError(f"the backward in {line_of(place)} did not run with the first batch: its loss is not known")
+        factor = (self._share if rule == "mean" else float(self._share > 0)) * self._world.data_size
+        if self.steps:
+            run(factor)
+            return
+        parameters = parameters_of(self._optimizers)
+        before = [None if each.grad is None else each.grad.clone() for each in parameters]
+        run(factor)
+        for number, (each, old) in enumerate(zip(parameters, before, strict=True)):
+            if each.grad is not None:
+                added = each.grad.detach() if old is None else each.grad.detach() - old
+                self._first[number] = self._first[number] + added if number in self._first else added.clone()
+
+    def read(self, tensor: Tensor, place: str, read: Callable[[Tensor], T]) -> T:
+        """Returns the whole batch's value of what a line reads. Collective in a step."""
+        value = read(tensor)
+        if self._place is None:
+            return value
+        if isinstance(value, list):
+            return cast("T", self._whole_rows(value))
+        if not isinstance(value, bool | int | float):
+            return value
+        rule = self._rehearsed.values.get(place) or self._likely(tensor, value, place)
+        if rule == "same":
+            return value
+        if rule in ("most", "least"):
+            everyone = self._world.gather(value if self._share else None)
+            return cast("T", (max if rule == "most" else min)(each for each in everyone if each is not None))
+        weight = self._share if rule == "mean" else float(self._share > 0)
+        total = torch.tensor(float(value) * weight if weight else 0.0, dtype=torch.float64)
+        dist.all_reduce(total, group=self._world.control)
+        rounded = total.to(tensor.dtype).double() if tensor.is_floating_point() else total.round()
+        return cast("T", type(value)(float(rounded)))
+
+    def _likely(self, tensor: Tensor, value: object, place: str) -> str:
+        """Returns the rule for a line that the first batch did not reach: the loss's for a loss."""
+        rules = set(self._rehearsed.losses.values())
+        if tensor.grad_fn is not None and len(rules) == 1:
+            return rules.pop()
+        if isinstance(value, bool) and len(set(self._world.gather(value))) == 1:
+            return "same"
+        raise TaskError(
+            f"{line_of(place)} reads a value that it did not read with the first batch, so it is not known whether it "
+            "is a mean or a sum over rows: read it in each step"
+        )
+
+    def _whole_rows(self, values: list[Any]) -> list[Any]:
+        """Returns a list of all rows' values, if it is of this process's rows; otherwise the list."""
+        assert self._place is not None
+        own = values if self._share else []
+        everyone = self._world.gather(own if len(values) == self._place.size else None)
+        if None in everyone:
+            return values
+        return [value for part in everyone for value in part or ()]
+
+    def length(self, value: int, tensor: object, place: str) -> int:
+        """Returns the whole batch's rows where the gradient does not depend on it."""
+        if self._place is None or value != self._place.size or not isinstance(tensor, Tensor):
+            return value
+        return self._place.of if place in self._rehearsed.lengths else value
+
+    def add_optimizer(self, optimizer: Optimizer) -> None:
+        """Notes an optimizer, whose parameters' gradients are to be averaged."""
+        self._optimizers.append(optimizer)
+
+    def _prepare(self) -> None:
+        """Averages the gradients of parameters that are new; synchronises batch normalisation."""
+        parameters = parameters_of(self._optimizers)
+        new = [each for each in parameters if id(each) not in self._averaged]
+        if not new:
+            return
+        GradientAverage(cast("list[nn.Parameter]", new), self._group)
+        self._averaged |= {id(each) for each in new}
+        modules = [each for each in gc.get_objects() if isinstance(each, nn.Module)]
+        self._buffers = [buffer for module in modules for buffer in module.buffers(recurse=False) if buffer.numel()]
+        if not self.steps:
+            self.check_weights()
+        if self._synchronised:
+            for module in modules:
+                if isinstance(module, BatchNormBase) and "forward" not in module.__dict__:
+                    synchronise_batchnorm(module, self._group)
+
+    def _end_step(self) -> None:
+        if not self.steps:
+            self._compare_first()
+        self.steps += 1
+        if self.steps % CHECK_EVERY == 0 or self.steps & (self.steps - 1) == 0:
+            self.check_weights()
+
+    def _compare_first(self) -> None:
+        """Compares the first step's gradient with that of the rehearsal, which took the whole batch."""
+        count = len(self._rehearsed.norms)
+        norms = [
+            float(self._first[number].double().norm()) if number in self._first else 0.0 for number in range(count)
+        ]
+        self._first.clear()
+        apart = max((abs(a - b) for a, b in zip(norms, self._rehearsed.norms, strict=True)), default=0.0)
+        if apart > TOLERATED * max(self._rehearsed.norms, default=0.0):
+            raise DivergedError(
+                f"the first gradient is not that of one process: its norms are up to {apart:.1e} apart. Something in "
+                "the step depends on which rows a process has, and the rehearsal did not show it"
+            )
+
+    def check_weights(self) -> None:
+        """Compares the processes' weights. Collective.
+
+        Raises:
+            DivergedError: they differ.
+        """
+        tensors = parameters_of(self._optimizers) + self._buffers
+        sums = [float(each.detach().double().sum()) for each in tensors]
+        if len({repr(each) for each in self._world.gather(sums)}) > 1:
+            raise DivergedError(
+                "the processes began with different weights: the script seeds by the time, or by something else that is"
+                " not the same in each"
+                if not self.steps
+                else f"the processes' weights or buffers differ after {self.steps} steps: the script changes them by "
+                "something that depends on a process's own rows"
+            )

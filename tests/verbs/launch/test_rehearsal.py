@@ -1,0 +1,189 @@
+"""A rehearsal measures how a script's rows make up its batch; what it cannot keep is refused with the reason."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from textwrap import indent
+
+import pytest
+
+from grappe.verbs.launch.interception import intercepted
+from grappe.verbs.launch.launch import ScriptLoader
+from grappe.verbs.launch.rehearsal import Rehearsal, RehearsalOver
+from grappe.verbs.launch.rehearsed import Rehearsed
+
+SCRIPT = """
+import numpy as np
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, TensorDataset
+
+torch.manual_seed(1)
+x, y = torch.randn(40, 6), torch.randint(0, 3, (40,))
+model = {model}
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+state = torch.zeros(20, 3)
+for number, (inputs, labels) in enumerate(DataLoader(TensorDataset(x, y), 20)):
+    optimizer.zero_grad()
+{body}
+    optimizer.step()
+"""
+NET = "nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Dropout(0.3), nn.Linear(8, 3))"
+NORMALISED = "nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 3))"
+PLAIN = "F.cross_entropy(model(inputs), labels).backward()"
+
+
+def rehearse(folder: Path, body: str, model: str = NET, *, synchronised: bool = False, again: str = "") -> Rehearsed:
+    """Rehearses a script in this process."""
+    file = folder / "script.py"
+    file.write_text(body if "import" in body else SCRIPT.format(model=model, body=indent(body, "    ")))
+    rehearsal = Rehearsal(synchronised=synchronised, structural=[again] if again else [])
+    loader = ScriptLoader(str(file), rehearsal.length, {"enumerate": rehearsal.counted})
+    found = None
+    with intercepted(rehearsal):
+        try:
+            loader.exec_module(type(sys)("script"))
+        except RehearsalOver:
+            found = rehearsal.found
+        except Exception as error:
+            if not rehearsal.in_part:
+                raise
+            found = rehearsal.failed(error)
+    if found is not None and found.structural:
+        return rehearse(folder, body, model, again=found.structural)
+    return found or rehearsal.found
+
+
+@pytest.mark.parametrize(
+    ("body", "loss"),
+    [
+        pytest.param(PLAIN, "mean", id="dropout"),
+        pytest.param("F.cross_entropy(model(inputs), labels, reduction='sum').backward()", "sum", id="sum"),
+        pytest.param("(F.cross_entropy(model(inputs), labels) / 4).backward()", "mean", id="accumulation"),
+        pytest.param(
+            "F.cross_entropy(model(inputs + torch.randn_like(inputs)), labels).backward()", "mean", id="noise"
+        ),
+        pytest.param(
+            "F.cross_entropy(model(inputs * np.random.rand()), labels).backward()", "mean", id="a number by NumPy"
+        ),
+        pytest.param(
+            "loss = F.cross_entropy(model(inputs), labels)\n(loss + 0.1 * model[0].weight.square().sum()).backward()",
+            "mean",
+            id="penalty",
+        ),
+    ],
+)
+def test_the_loss_is_measured(tmp_path: Path, body: str, loss: str) -> None:
+    found = rehearse(tmp_path, body)
+    assert not found.refused
+    assert list(found.losses.values()) == [loss]
+    assert found.loader.endswith("script.py:13") and "script.py:13 used at" in found.loader
+
+
+def test_each_value_and_length_that_a_line_reads_is_measured(tmp_path: Path) -> None:
+    body = """
+output = model(inputs)
+loss = F.cross_entropy(output, labels)
+loss.backward()
+right = (output.argmax(1) == labels).sum().item()
+print(loss.item(), f"{loss:.4f}", output.max().item(), output.min().item(), optimizer.param_groups[0]["lr"])
+print(right / len(labels), labels.size(0), inputs.shape[0], model[0].weight.grad.norm().item(), model[0].bias.shape[0])
+rows = inputs.size(0)
+ones = torch.ones(rows) * output[:, 0]
+"""
+    found = rehearse(tmp_path, body)
+    assert not found.refused
+    by_line: dict[int, list[str]] = {}
+    for place, rule in found.values.items():
+        by_line.setdefault(int(place.split(":")[1]), []).append(rule)
+    assert by_line == {19: ["sum"], 20: ["mean", "mean", "most", "least"], 21: ["mean"]}
+    lines = sorted(place.rpartition(":")[0].rpartition(":")[2] for place in found.lengths)
+    assert lines == ["21", "21", "21"], "the rows that make a tensor stay the part's"
+
+
+@pytest.mark.parametrize(
+    ("body", "model", "why"),
+    [
+        pytest.param(PLAIN, NORMALISED, "batchnorm=sync in the plan", id="batch normalisation"),
+        pytest.param(
+            "F.cross_entropy(model(inputs), labels, weight=torch.tensor([1.0, 5.0, 9.0])).backward()",
+            NET,
+            "script.py, line 15) is not that of its rows together",
+            id="weights of classes",
+        ),
+        pytest.param(
+            "F.cross_entropy(model(inputs), labels, ignore_index=0).backward()",
+            NET,
+            "average over something else than rows (tokens, pixels that count)",
+            id="a mean over ragged parts",
+        ),
+        pytest.param(
+            "z = F.normalize(model(inputs), dim=1)\nF.cross_entropy(z @ z.T, torch.arange(len(z))).backward()",
+            NET,
+            "a loss of the whole batch",
+            id="contrastive",
+        ),
+        pytest.param(
+            "F.cross_entropy(model(inputs - inputs.mean(0)), labels).backward()",
+            NET,
+            "rows that meet in the model",
+            id="statistics by hand",
+        ),
+        pytest.param(
+            "noise = torch.from_numpy(np.random.randn(*inputs.shape)).float()\n"
+            "F.cross_entropy(model(inputs + noise), labels).backward()",
+            NET,
+            "random numbers by NumPy or Python are in the loss",
+            id="noise by NumPy",
+        ),
+        pytest.param(
+            "noise = torch.randn(inputs.shape, generator=torch.Generator().manual_seed(number))\n"
+            "F.cross_entropy(model(inputs + noise), labels).backward()",
+            NET,
+            "a permutation of the rows, or a generator of its own",
+            id="a generator of its own",
+        ),
+        pytest.param(
+            "order = torch.randperm(len(inputs))\n"
+            "F.cross_entropy(model(0.7 * inputs + 0.3 * inputs[order]), labels).backward()",
+            NET,
+            "not drawn for each row by torch's generator",
+            id="mixup",
+        ),
+        pytest.param(
+            "state = (0.5 * state + model(inputs)).detach() + model(inputs)\nF.cross_entropy(state, labels).backward()",
+            NET,
+            "script.py, line 15 ends in RuntimeError",
+            id="hidden state",
+        ),
+        pytest.param(
+            "output = model(inputs)\nF.cross_entropy(output, labels).backward()\nprint(output.std().item())",
+            NET,
+            "script.py, line 17 reads a value of the batch that is neither a mean",
+            id="a deviation that is read",
+        ),
+        pytest.param(
+            "def closure():\n    loss = F.cross_entropy(model(inputs), labels)\n    loss.backward()\n    return loss\n"
+            "optimizer.step(closure)",
+            NET,
+            "step(closure) runs the batch several times",
+            id="closure",
+        ),
+        pytest.param(
+            "import torch\nweight = torch.zeros(3, requires_grad=True)\noptimizer = torch.optim.SGD([weight], 0.1)\n"
+            "weight.sum().backward()\noptimizer.step()\n",
+            NET,
+            "no batch of a torch.utils.data.DataLoader was trained on",
+            id="no loader",
+        ),
+    ],
+)
+def test_what_processes_would_not_learn_is_refused(tmp_path: Path, body: str, model: str, why: str) -> None:
+    assert why in rehearse(tmp_path, body, model).refused
+
+
+def test_batch_normalisation_over_all_processes_is_measured_without_its_statistics(tmp_path: Path) -> None:
+    found = rehearse(tmp_path, PLAIN, NORMALISED, synchronised=True)
+    assert not found.refused and list(found.losses.values()) == ["mean"]

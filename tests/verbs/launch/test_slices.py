@@ -1,0 +1,171 @@
+"""Scripts for one process, unedited, on several: the weights and the printed lines of one process."""
+
+from __future__ import annotations
+
+import runpy
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from grappe.errors import DivergedError, PlanError, TaskError, UsageError
+from grappe.verbs.launch.launch import launch
+
+PLAN = "replicate=2,device=cpu,threads=1"
+HEAD = """
+import argparse, time
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, TensorDataset
+
+parser = argparse.ArgumentParser()
+parser.add_argument("--save")
+options = parser.parse_args()
+torch.manual_seed(1)
+x, y = torch.randn(74, 1, 6, 6), torch.randint(0, 3, (74,))
+"""
+IMAGES = """
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.conv, self.norm, self.head = nn.Conv2d(1, 4, 3, bias=False), nn.BatchNorm2d(4), nn.Linear(64, 3)
+        self.dropout = nn.Dropout(0.25)
+
+    def forward(self, images):
+        return self.head(self.dropout(torch.flatten(F.relu(self.norm(self.conv(images))), 1)))
+
+
+def train(model, loader, optimizer, schedule, epoch):
+    model.train()
+    seen = right = 0
+    predicted = []
+    for number, (images, labels) in enumerate(loader):
+        output = model(images)
+        loss = F.cross_entropy(output, labels, label_smoothing=0.1)
+        (loss / 2).backward()
+        if number % 2 == 1 or number + 1 == len(loader):
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+            optimizer.step()
+            optimizer.zero_grad()
+            schedule.step()
+        seen += labels.size(0)
+        right += (output.argmax(1) == labels).sum().item()
+        predicted.extend(output.argmax(1).tolist())
+        if number % 2 == 0:
+            print(f"{epoch} [{number * len(images)}/{len(loader.dataset)}] {loss.item():.4f}")
+    print(f"accuracy {right}/{seen} {sum(predicted)} {len(predicted)}")
+
+
+def test(model, loader):
+    model.eval()
+    with torch.no_grad():
+        losses = [F.cross_entropy(model(images), labels, reduction="sum").item() for images, labels in loader]
+    print(f"test {sum(losses) / len(loader.dataset):.4f}")
+
+
+model = Net()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+loader = DataLoader(TensorDataset(x, y), 16, shuffle=True)
+schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.2, total_steps=2 * len(loader))
+for epoch in range(2):
+    train(model, loader, optimizer, schedule, epoch)
+    test(model, DataLoader(TensorDataset(x[:20], y[:20]), 7))
+torch.save(model.state_dict(), options.save)
+open(options.save + ".log", "a").write("saved\\n")
+"""
+GENERATOR = """
+generator, critic = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 36)), nn.Linear(36, 1)
+steps = [torch.optim.Adam(each.parameters(), lr=1e-3) for each in (generator, critic)]
+criterion = nn.BCEWithLogitsLoss(reduction="sum")
+for epoch in range(2):
+    for batch in DataLoader([{"image": image, "name": str(number)} for number, image in enumerate(x)], 21):
+        real = batch["image"].flatten(1)
+        rows = real.size(0)
+        target = torch.full((rows, 1), 1.0)
+        critic.zero_grad()
+        loss = criterion(critic(real), target)
+        loss.backward()
+        fake = generator(torch.randn(rows, 4))
+        other = criterion(critic(fake.detach()), target.fill_(0.0))
+        other.backward()
+        steps[1].step()
+        generator.zero_grad()
+        mean = criterion(critic(fake), target.fill_(1.0)) / 100
+        mean.backward()
+        steps[0].step()
+        print(f"{loss.item() + other.item():.3f} {mean.item():.4f}")
+torch.save(generator.state_dict(), options.save)
+"""
+
+
+@pytest.mark.parametrize(("body", "plan"), [(IMAGES, f"{PLAN},batchnorm=sync"), (GENERATOR, PLAN)])
+def test_an_unedited_script_learns_and_prints_on_two_processes_what_it_does_on_one(
+    body: str, plan: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("train.py").write_text(HEAD + body)
+    with monkeypatch.context() as patched:
+        patched.setattr(sys, "argv", ["train.py", "--save", "one.pt"])
+        runpy.run_path("train.py", run_name="__main__")
+    lines = capfd.readouterr().out
+    assert launch("train.py", ["--save", "two.pt"], plan) == 0
+    said = capfd.readouterr()
+    assert said.out == lines
+    assert "rehearsed on one process: the loss is a" in said.err
+    one, two = torch.load("one.pt"), torch.load("two.pt")
+    for name, tensor in one.items():
+        assert (tensor.double() - two[name]).norm() <= 1e-5 * tensor.double().norm(), name
+    if body is IMAGES:
+        assert Path("two.pt.log").read_text() == "saved\n", "process 0 alone writes"
+
+
+@pytest.mark.parametrize(
+    ("body", "error", "why"),
+    [
+        pytest.param(
+            "torch.manual_seed(time.time_ns())",
+            DivergedError,
+            "the processes began with different weights",
+            id="a seed of its own",
+        ),
+        pytest.param("every = 3", TaskError, r"train.py, line \d+ reads a value that it did not read", id="unread"),
+        pytest.param(
+            "statistics = True",
+            DivergedError,
+            "the processes' weights or buffers differ after 1 steps",
+            id="statistics of its own",
+        ),
+    ],
+)
+def test_what_the_rehearsal_does_not_show_ends_the_run(
+    body: str, error: type[Exception], why: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("train.py").write_text(f"""{HEAD}
+every, statistics = 0, False
+{body}
+model = nn.Sequential(nn.Flatten(), nn.Linear(36, 3))
+model.register_buffer("mean", torch.zeros(()))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for number, (images, labels) in enumerate(DataLoader(TensorDataset(x, y), 16)):
+    optimizer.zero_grad()
+    output = model(images)
+    F.cross_entropy(output, labels).backward()
+    optimizer.step()
+    if every and number == every:
+        print((output.argmax(1) == labels).sum().item())
+    if statistics:
+        model.mean += images.mean()
+""")
+    with pytest.raises(error, match=why):
+        launch("train.py", [], PLAN)
+
+
+def test_a_plan_that_a_script_cannot_have_is_refused_before_it_starts(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text("import torch\nprint('started')")
+    with pytest.raises(PlanError, match=r"an unedited script can have .*, and no shard"):
+        launch(tmp_path / "train.py", [], "shard=2,device=cpu")
+    with pytest.raises(UsageError, match="2 processes would not learn what one learns: no batch"):
+        launch(tmp_path / "train.py", [], PLAN)
