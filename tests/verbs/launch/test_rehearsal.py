@@ -79,7 +79,7 @@ def test_the_loss_is_measured(tmp_path: Path, body: str, loss: str) -> None:
     found = rehearse(tmp_path, body)
     assert not found.refused
     assert list(found.losses.values()) == [loss]
-    assert found.loader.endswith("script.py:13") and "script.py:13 used at" in found.loader
+    assert found.loader.endswith("script.py:13") and "script.py:13=>" in found.loader
 
 
 def test_each_value_and_length_that_a_line_reads_is_measured(tmp_path: Path) -> None:
@@ -170,6 +170,13 @@ ones = torch.ones(rows) * output[:, 0]
             NET,
             "step(closure) runs the batch several times",
             id="closure",
+        ),
+        pytest.param(
+            "loader = DataLoader(TensorDataset(x, y), 20)\nfor _ in range(99):\n"
+            "    inputs, labels = next(iter(loader))\n    F.cross_entropy(model(inputs), labels).backward()",
+            NET,
+            "its first 50 backwards came from no loop over a torch.utils.data.DataLoader",
+            id="next of a new iterator",
         ),
         pytest.param(
             "import torch\nweight = torch.zeros(3, requires_grad=True)\noptimizer = torch.optim.SGD([weight], 0.1)\n"

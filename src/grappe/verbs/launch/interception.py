@@ -15,7 +15,7 @@ from typing import Any, Protocol, TypeVar
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, get_worker_info
 
 T = TypeVar("T")
 TORCH, GRAPPE = str(Path(torch.__file__).parent), str(Path(__file__).parents[2])
@@ -110,7 +110,8 @@ def _backward(plain: Callable[..., None], handler: StepHandler) -> Callable[...,
 def _reading(plain: Callable[..., Any], handler: StepHandler) -> Callable[..., Any]:
     def read(self: Tensor) -> Any:
         frame = _beyond_formatting(sys._getframe(1))
-        if frame is None or frame.f_code.co_filename.startswith((TORCH, GRAPPE)):
+        own = frame is not None and not frame.f_code.co_filename.startswith((TORCH, GRAPPE))
+        if not own or get_worker_info() is not None:  # a dataset's, in a process that loads
             return plain(self)
         return handler.read(self, place_of(frame), plain)
 

@@ -21,7 +21,7 @@ from typing import Any
 
 from grappe.errors import EXIT_FAILURE, EXIT_INTERRUPTED, EXIT_OK, PlanError, UsageError
 from grappe.launch import files
-from grappe.launch.rank import ProcessRank
+from grappe.launch.rank import ProcessRank, rank_from_environment
 from grappe.launch.signals import SIGNALS
 from grappe.launch.start import start
 from grappe.launch.terminal import complain, progress, say, user_stream
@@ -92,6 +92,11 @@ def _rehearsed(request: ScriptRequest, plan: Plan) -> Rehearsed:
         raise PlanError(
             f"an unedited script can have {', '.join(sorted(UNEDITED_KEYS))} in its plan, and no {beyond[0]}: write it "
             "around grappe.Loop (docs/own-loop.md), or describe it as a task"
+        )
+    if rank_from_environment() is not None:
+        raise UsageError(
+            "a script for one process is spread by grappe launch alone, on one machine: under torchrun or srun, write "
+            "it around grappe.Loop (docs/own-loop.md)"
         )
     alone = Plan(device=plan.device, threads=plan.threads)
     structural: list[str] = []

@@ -36,6 +36,7 @@ from grappe.words import first_line
 T = TypeVar("T")
 TOLERATED = 1e-4
 """|whole - parts| / |whole| that rounding explains; a fault of one row among 64 is a hundred times as large."""
+MOST_BACKWARDS = 50  # of the script, until a batch is measured
 LEAST_ROWS = 3  # of a batch that can be cut in two uneven parts
 
 
@@ -75,6 +76,7 @@ class Rehearsal:
     def __init__(self, *, synchronised: bool, structural: Sequence[str]) -> None:
         self._synchronised, self._structural = synchronised, set(structural)
         self._optimizers: list[Optimizer] = []
+        self._backwards = 0
         self._pass: _Pass | None = None
         self._whole: _Pass | None = None
         """The pass with all rows, whose gradients a script reads after each part's backward, as it will in a run."""
@@ -129,6 +131,12 @@ class Rehearsal:
         for each in parameters:
             each.grad = None
         run(1.0)
+        self._backwards += 1
+        if self._backwards > MOST_BACKWARDS:
+            self._refuse(
+                f"its first {MOST_BACKWARDS} backwards came from no loop over a torch.utils.data.DataLoader: write "
+                "`for batch in loader`"
+            )
         if self._pass is not None:
             added = self._pass.gradients[place]
             for number, each in enumerate(parameters):
