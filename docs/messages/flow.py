@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -210,7 +211,7 @@ class Program:
 
     def _local(self, name: str, function: Function) -> Iterator[ast.expr]:
         """Yields what a function's variable or parameter is set to."""
-        for node in ast.walk(function):
+        for node in _settings(function):
             match node:
                 case ast.Assign(targets=[ast.Name(id=target)], value=value) if target == name:
                     yield value
@@ -248,8 +249,15 @@ def called(call: ast.Call) -> str:
     return call.func.attr if isinstance(call.func, ast.Attribute) else ""
 
 
-def returned(function: Function) -> Iterator[ast.expr]:
-    """Yields what a function returns or yields."""
-    for node in ast.walk(function):
-        if isinstance(node, ast.Return | ast.Yield | ast.YieldFrom) and node.value is not None:
-            yield node.value
+@functools.cache
+def _settings(function: Function) -> tuple[ast.AST, ...]:
+    """Returns the nodes of a function that set a variable."""
+    kinds = (ast.Assign, ast.AugAssign, ast.NamedExpr, ast.For, ast.Call)
+    return tuple(node for node in ast.walk(function) if isinstance(node, kinds))
+
+
+@functools.cache
+def returned(function: Function) -> tuple[ast.expr, ...]:
+    """Returns what a function returns or yields."""
+    results = (node for node in ast.walk(function) if isinstance(node, ast.Return | ast.Yield | ast.YieldFrom))
+    return tuple(node.value for node in results if node.value is not None)
