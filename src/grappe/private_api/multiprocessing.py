@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import multiprocessing
 import os
 import time
 from multiprocessing import forkserver
@@ -22,6 +23,11 @@ PATIENCE_SECONDS = 3.0
 def forkserver_is_running() -> bool:
     """Returns whether this process has started the fork server; ensure_running() starts it."""
     return _pid() is not None
+
+
+def start_as_python_does() -> None:
+    """Lets a process of the fork server start others as a program of its own would: a DataLoader forks its workers."""
+    multiprocessing.set_start_method(None, force=True)
 
 
 def run_exit_functions() -> None:

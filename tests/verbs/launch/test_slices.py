@@ -76,11 +76,19 @@ torch.save(model.state_dict(), options.save)
 open(options.save + ".log", "a").write("saved\\n")
 """
 GENERATOR = """
+class Named(torch.utils.data.Dataset):
+    def __len__(self):
+        return len(x)
+
+    def __getitem__(self, number):
+        return {"image": x[number], "name": str(number), "label": int(y[number])}
+
+
 generator, critic = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 36)), nn.Linear(36, 1)
 steps = [torch.optim.Adam(each.parameters(), lr=1e-3) for each in (generator, critic)]
 criterion = nn.BCEWithLogitsLoss(reduction="sum")
 for epoch in range(2):
-    for batch in DataLoader([{"image": image, "name": str(number)} for number, image in enumerate(x)], 21):
+    for batch in DataLoader(Named(), 21, num_workers=1):
         real = batch["image"].flatten(1)
         rows = real.size(0)
         target = torch.full((rows, 1), 1.0)

@@ -11,6 +11,7 @@ import dataclasses
 import importlib.machinery
 import os
 import runpy
+import secrets
 import signal
 import socket
 import sys
@@ -26,7 +27,7 @@ from grappe.launch.signals import SIGNALS
 from grappe.launch.start import start
 from grappe.launch.terminal import complain, progress, say, user_stream
 from grappe.plan import AnyPlan, Plan, as_plan
-from grappe.private_api.multiprocessing import run_exit_functions
+from grappe.private_api.multiprocessing import run_exit_functions, start_as_python_does
 from grappe.verbs.launch.rehearsed import Rehearsed, line_of
 
 LOOP = "grappe"
@@ -35,7 +36,6 @@ ITS_OWN = ("torch.distributed", "accelerate", "deepspeed", "horovod", "lightning
 UNEDITED_KEYS = frozenset({"replicate", "batchnorm", "dropout", "device", "backend", "threads", "per_device"})
 """Keys of a plan that a script for one process can have."""
 WORDS = {"mean": "a mean over rows", "sum": "a sum over rows"}
-SEED = 0
 INTERRUPTED = 130
 """The exit code of a Python script that Ctrl-C ends."""
 
@@ -74,6 +74,7 @@ def launch(script: Path | str, arguments: Sequence[str] = (), plan: AnyPlan = ""
         arguments=tuple(arguments),
         plan=str(chosen),
         rendezvous={"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)},
+        seed=secrets.randbits(31),
     )
     if several and its_own is None:
         request = dataclasses.replace(request, rehearsed=_rehearsed(request, chosen))
@@ -152,6 +153,8 @@ class ScriptRequest:
     """"" for one process."""
     rendezvous: Mapping[str, str]
     """MASTER_ADDR and MASTER_PORT, for a script that calls torch.distributed itself."""
+    seed: int = 0
+    """Of what the script draws before it seeds itself, the same in all processes."""
     rehearsed: Rehearsed | None = None
     """What the rehearsal of an unedited script has measured."""
 
@@ -173,7 +176,7 @@ def rehearse_script(request: RehearsalRequest, process: ProcessRank, rendezvous_
 
     rehearsal = Rehearsal(synchronised=request.synchronised, structural=request.structural)
     with intercepted(rehearsal), Path(os.devnull).open("w") as nowhere, contextlib.redirect_stdout(nowhere):
-        _seed()
+        _seed(request.script.seed)
         try:
             _run(request.script, rehearsal.length, enumerate=rehearsal.counted)
         except (RehearsalOver, SystemExit):
@@ -185,16 +188,16 @@ def rehearse_script(request: RehearsalRequest, process: ProcessRank, rendezvous_
     return rehearsal.found
 
 
-def _seed() -> None:
-    """Seeds what every process draws from, where the script does not: torch's own seed is the same everywhere."""
+def _seed(seed: int) -> None:
+    """Seeds what every process draws from, until the script does."""
     import random
 
     import numpy as np
     import torch
 
-    torch.manual_seed(torch.initial_seed())
-    random.seed(SEED)
-    np.random.seed(SEED)
+    torch.manual_seed(seed)
+    random.seed(seed)
+    np.random.seed(seed)
 
 
 def _run(request: ScriptRequest, length: Length | None = None, **names: Any) -> None:
@@ -204,6 +207,7 @@ def _run(request: ScriptRequest, length: Length | None = None, **names: Any) -> 
         length: what it is told for the rows of a batch; None: the tensor's own.
         names: in place of Python's own functions.
     """
+    start_as_python_does()
     file = str(request.script)
     sys.argv = [file, *request.arguments]
     sys.path[0] = str(request.script.absolute().parent)
@@ -264,7 +268,7 @@ def _run_sliced(request: ScriptRequest, rehearsed: Rehearsed, process: ProcessRa
     plan = as_plan(request.plan)
     world = join_world(plan, process, rendezvous_folder)
     steps = SlicedSteps(world, rehearsed, synchronised=plan.batchnorm == "sync")
-    _seed()
+    _seed(request.seed)
     with intercepted(steps), writing_nothing() if process.rank else contextlib.nullcontext():
         _run(request, steps.length)
         steps.check_weights()

@@ -77,6 +77,7 @@ class SlicedSteps:
                 self._prepare()
                 with whole_batch_draws(self._place):
                     yield cut_rows(batch, first, last)
+                self._place = None  # the next batch is loaded whole
                 self._end_step()
         finally:
             self._place, self._share = outer
