@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from grappe.errors import GrappeError
 from grappe.plan import Plan
 from grappe.task import Download, Task
+from grappe.words import VERSION
 
 if TYPE_CHECKING:
     from grappe.checkpoint.pretrained import pretrained
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
     from grappe.training.run import Run
     from grappe.training.watchers.base import Outcome, Record, RunInfo, Watcher
 
-__version__ = "0.1.0"
+__version__ = VERSION
 __all__ = [
     "Arrays",
     "Download",

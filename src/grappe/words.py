@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from rich.table import Table
 
+VERSION = "0.1.0"
+
 
 def format_bytes(size: float) -> str:
     """Formats a number of bytes: 247 kB, 101 MB, 1.3 GB."""

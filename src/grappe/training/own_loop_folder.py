@@ -9,7 +9,6 @@ from typing import Any
 
 from torch import Tensor
 
-import grappe
 from grappe.checkpoint.format import Checkpoint, Retention
 from grappe.checkpoint.lease import Lease
 from grappe.checkpoint.saver import Saver
@@ -100,7 +99,7 @@ class LoopFolder:
             "fields": {},
             "plan": str(plan),
             "seed": seed,
-            **start_facts(self._world, grappe.__version__),
+            **start_facts(self._world),
         }
 
     def _info(self, plan: Plan, start: int) -> RunInfo:

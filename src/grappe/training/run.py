@@ -24,7 +24,7 @@ from grappe.launch.files import IN_PART
 from grappe.launch.folders import RUNS
 from grappe.table import Table, Tabular, frame
 from grappe.training.plot import Plot
-from grappe.words import host_name
+from grappe.words import VERSION, host_name
 
 if TYPE_CHECKING:
     from grappe.launch.world import World
@@ -352,12 +352,8 @@ class Run(Tabular):
         return cls(folder), made
 
 
-def start_facts(world: World, version: str) -> dict[str, Any]:
-    """Returns the entries of a new run.json that tell of its start: where, when and with which versions.
-
-    Args:
-        version: grappe's.
-    """
+def start_facts(world: World) -> dict[str, Any]:
+    """Returns the entries of a new run.json that tell of its start: where, when and with which versions."""
     import platform
 
     import torch
@@ -371,7 +367,7 @@ def start_facts(world: World, version: str) -> dict[str, Any]:
         "processor": processor(world.device),
         "host": host_name(),
         "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
-        "versions": {"grappe": version, "torch": torch.__version__, "python": platform.python_version()},
+        "versions": {"grappe": VERSION, "torch": torch.__version__, "python": platform.python_version()},
         "restarts": 0,
         "status": "running",
         "id": secrets.token_hex(16),

@@ -8,7 +8,6 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-import grappe
 from grappe.checkpoint.commit import OLDER
 from grappe.checkpoint.foreign_training import Begin
 from grappe.checkpoint.format import Checkpoint, list_checkpoints, step_folder
@@ -243,6 +242,6 @@ def description(request: RunRequest, world: World) -> dict[str, Any]:
         "dataset": request.dataset,
         "sampling": request.sampling,
         "source": source_hash(task),
-        **start_facts(world, grappe.__version__),
+        **start_facts(world),
         **request.labels,
     }

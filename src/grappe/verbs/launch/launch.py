@@ -9,6 +9,7 @@ import ast
 import contextlib
 import dataclasses
 import importlib.machinery
+import io
 import os
 import runpy
 import secrets
@@ -175,7 +176,7 @@ def rehearse_script(request: RehearsalRequest, process: ProcessRank, rendezvous_
     from grappe.verbs.launch.rehearsal import Rehearsal, RehearsalOver
 
     rehearsal = Rehearsal(synchronised=request.synchronised, structural=request.structural)
-    with intercepted(rehearsal), Path(os.devnull).open("w") as nowhere, contextlib.redirect_stdout(nowhere):
+    with intercepted(rehearsal), contextlib.redirect_stdout(io.StringIO()):
         _seed(request.script.seed)
         try:
             _run(request.script, rehearsal.length, enumerate=rehearsal.counted)
