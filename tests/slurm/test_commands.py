@@ -37,8 +37,11 @@ def submit(folder: Path, *options: str, pause: float = 0.2) -> None:
 def test_from_the_queue_to_the_end_by_cancelling(cluster: Cluster, tmp_path: Path) -> None:
     run = tmp_path / "runs" / "mine"
     submit(tmp_path)
-    while "step in" not in "".join(file.read_text() for file in (run / "logs").glob("job-*.out")):
+    trained: set[str] = set()
+    while len(trained) < 2:  # both processes, the first word of whose lines is their rank
         time.sleep(0.1)
+        lines = [line for file in (run / "logs").glob("job-*.out") for line in file.read_text().splitlines()]
+        trained = {line.split()[0] for line in lines if "step in" in line}
     queue = grappe("queue", cwd=tmp_path)
     assert "runs/mine" in queue
     assert "RUNNING" in queue

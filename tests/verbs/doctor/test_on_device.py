@@ -37,7 +37,7 @@ def ended(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
 def test_draws_and_the_exact_pair_have_the_same_bits() -> None:
     trials = [*on_device.draws(CPU), on_device.exact_pair("cpu")]
     assert [one.verdict for one in trials] == ["passed"] * len(trials)
-    assert len({one.what for one in trials}) == 12
+    assert len({one.what for one in trials}) == 14
 
 
 def test_a_draw_that_differs_has_failed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -185,7 +185,7 @@ def test_two_at_once(server: Server, tmp_path: Path) -> None:
     data.mkdir()
     with (data / ".some.bin.part").open("ab") as other:
         fcntl.flock(other, fcntl.LOCK_EX)
-        with pytest.raises(DataError, match="another grappe fetch is at work"):
+        with pytest.raises(DataError, match="another grappe fetch is downloading it"):
             fetch(task(tmp_path, address(server)), data)
 
 

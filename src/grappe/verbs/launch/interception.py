@@ -26,7 +26,7 @@ READS = ("item", "__float__", "__int__", "__bool__", "tolist")
 
 
 class StepHandler(Protocol):
-    """What happens in a step of the script, in place of torch's own."""
+    """Handler of a script's steps, in place of torch's own functions."""
 
     def batches(self, loader: DataLoader[Any], place: str, plain: Iterator[Any]) -> Iterator[Any]:
         """Yields what the script gets for each batch of a loader; `place` are the lines that made and use it."""

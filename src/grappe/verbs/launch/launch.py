@@ -157,7 +157,7 @@ class ScriptRequest:
     seed: int = 0
     """Of what the script draws before it seeds itself, the same in all processes."""
     rehearsed: Rehearsed | None = None
-    """What the rehearsal of an unedited script has measured."""
+    """Measurements of an unedited script's rehearsal."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -46,7 +46,7 @@ class RehearsalOver(BaseException):
 
 @dataclasses.dataclass(kw_only=True)
 class _Pass:
-    """What one run of the loop's body did."""
+    """Record of one run of the loop's body."""
 
     gradients: dict[str, dict[int, Tensor]] = dataclasses.field(default_factory=lambda: defaultdict(dict))
     """By the place of the backward, and the number of the parameter: what it added."""
@@ -91,7 +91,7 @@ class Rehearsal:
 
     @property
     def in_part(self) -> bool:
-        """Whether the script has a part of a batch, which it would not have by itself."""
+        """Returns whether the script has a part of a batch, which it would not have by itself."""
         return self._rows[0] < self._rows[1]
 
     def failed(self, error: Exception) -> Rehearsed:

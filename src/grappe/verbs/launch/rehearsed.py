@@ -1,4 +1,4 @@
-"""What a rehearsal of a script has measured, and the lines of the script that it names; without torch."""
+"""Measurements of a script's rehearsal, and the lines of the script that they name; without torch."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Rule = Literal["mean", "sum", "most", "least", "same"]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Rehearsed:
-    """What a rehearsal has measured, or why the script cannot be spread."""
+    """Result of a rehearsal, or the reason why the script cannot be spread."""
 
     refused: str = ""
     loader: str = ""
