@@ -14,7 +14,7 @@ LONG = ("--time", "10m")
 
 
 def test_preempted_by_a_higher_partition(cluster: Cluster, tmp_path: Path) -> None:
-    job = Job(cluster, tmp_path, "preempted", *LONG, "--queue", "low")
+    job = Job(cluster, tmp_path, "preempted", *LONG, "--queue", "low", pause=0.15)  # srun may take seconds to ask
     job.trains()
     cluster.run("srun", "-p", "high", "-N", "2", "--exclusive", "true")  # waits until the job made room
     job.ends()
