@@ -85,7 +85,7 @@ class Named(torch.utils.data.Dataset):
 
 
 generator, critic = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 36)), nn.Linear(36, 1)
-steps = [torch.optim.Adam(each.parameters(), lr=1e-3) for each in (generator, critic)]
+steps = [torch.optim.SGD(each.parameters(), lr=0.02) for each in (generator, critic)]
 criterion = nn.BCEWithLogitsLoss(reduction="sum")
 for epoch in range(2):
     for batch in DataLoader(Named(), 21, num_workers=1):
@@ -103,7 +103,7 @@ for epoch in range(2):
         mean = criterion(critic(fake), target.fill_(1.0)) / 100
         mean.backward()
         steps[0].step()
-        print(f"{loss.item() + other.item():.3f} {mean.item():.4f}")
+        print(f"{loss.item() + other.item():.1f} {mean.item():.3f}")
 torch.save(generator.state_dict(), options.save)
 """
 

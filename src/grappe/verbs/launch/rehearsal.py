@@ -53,6 +53,9 @@ class _Pass:
     values: dict[str, list[float]] = dataclasses.field(default_factory=lambda: defaultdict(list))
     integers: set[str] = dataclasses.field(default_factory=set)
     lengths: set[str] = dataclasses.field(default_factory=set)
+    until_a_step: list[str] = dataclasses.field(default_factory=list)
+    """The places of the backwards before the first optimizer step, after which a run's weights are others."""
+    stepped: bool = False
     draws_beside_torch: bool = False
     """Whether NumPy's or Python's generator has drawn."""
 
@@ -139,6 +142,8 @@ class Rehearsal:
             )
         if self._pass is not None:
             added = self._pass.gradients[place]
+            if not self._pass.stepped:
+                self._pass.until_a_step.append(place)
             for number, each in enumerate(parameters):
                 if each.grad is not None:
                     gradient = each.grad.detach().to_dense() if each.grad.is_sparse else each.grad.detach()
@@ -181,6 +186,8 @@ class Rehearsal:
         def stand_still(_: Optimizer, closure: Callable[[], Any] | None = None, **__: Any) -> None:
             if closure is not None:
                 self._refuse("step(closure) runs the batch several times: take grappe.Loop, or a task")
+            if self._pass is not None:
+                self._pass.stepped = True
 
         optimizer.step = types.MethodType(stand_still, optimizer)  # type: ignore[method-assign]
 
@@ -301,8 +308,8 @@ class Rehearsal:
 
     def _norms(self, all_rows: _Pass) -> list[float]:
         total: dict[int, Tensor] = {}
-        for gradients in all_rows.gradients.values():
-            for number, gradient in gradients.items():
+        for place in dict.fromkeys(all_rows.until_a_step):
+            for number, gradient in all_rows.gradients[place].items():
                 total[number] = total[number] + gradient if number in total else gradient
         count = len(parameters_of(self._optimizers))
         return [float(total[number].double().norm()) if number in total else 0.0 for number in range(count)]

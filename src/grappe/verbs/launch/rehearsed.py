@@ -24,7 +24,7 @@ class Rehearsed:
     lengths: Sequence[str] = ()
     """Places that are told the whole batch's rows: the gradient does not depend on them."""
     norms: Sequence[float] = ()
-    """|gradient| of each parameter after the first batch's backwards."""
+    """|gradient| of each parameter by the first batch's backwards before an optimizer steps."""
     structural: str = ""
     """A place that ended the rehearsal with an error when it was told the whole batch's rows; the next leaves it."""
 

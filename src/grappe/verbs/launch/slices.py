@@ -53,7 +53,8 @@ class SlicedSteps:
         self._share = 0.0
         self._buffers: list[Tensor] = []
         self._first: dict[int, Tensor] = {}
-        """What the first step's backwards have added, by the number of the parameter."""
+        """What the first backwards have added, until an optimizer steps, by the number of the parameter."""
+        self._stepped = False
         self.steps = 0
 
     def batches(self, loader: DataLoader[Any], place: str, plain: Iterator[Any]) -> Iterator[Any]:
@@ -92,7 +93,7 @@ class SlicedSteps:
         if rule is None:
             raise TaskError(f"the backward in {line_of(place)} did not run with the first batch: its loss is not known")
         factor = (self._share if rule == "mean" else float(self._share > 0)) * self._world.data_size
-        if self.steps:
+        if self.steps or self._stepped:
             run(factor)
             return
         parameters = parameters_of(self._optimizers)
@@ -154,6 +155,11 @@ class SlicedSteps:
     def add_optimizer(self, optimizer: Optimizer) -> None:
         """Notes an optimizer, whose parameters' gradients are to be averaged."""
         self._optimizers.append(optimizer)
+        optimizer.register_step_pre_hook(self._note_step)
+
+    def _note_step(self, *_: object) -> None:
+        """Ends the first gradient: the weights of what follows are no longer the rehearsal's."""
+        self._stepped = self._stepped or self._place is not None
 
     def _prepare(self) -> None:
         """Averages the gradients of parameters that are new; synchronises batch normalisation."""
