@@ -62,6 +62,15 @@ def test_a_script_that_spreads_itself_is_started_as_it_is(tmp_path: Path, capfd:
         launch(tmp_path / "own.py", ["fail"], PLAN)
 
 
+def test_lightnings_requeue_is_off(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("SLURM_JOB_NAME", "mine")
+    (tmp_path / "own.py").write_text("import os\nprint(os.environ['SLURM_JOB_NAME'])\nif 0:\n    import lightning")
+    assert launch(tmp_path / "own.py", [], "device=cpu") == 0
+    assert capfd.readouterr().out == "interactive\n"
+
+
 @pytest.mark.parametrize(
     ("text", "words"),
     [

@@ -34,6 +34,7 @@ from grappe.verbs.launch.rehearsed import Rehearsed, line_of
 LOOP = "grappe"
 ITS_OWN = ("torch.distributed", "accelerate", "deepspeed", "horovod", "lightning", "pytorch_lightning", "transformers")
 """Packages by which a script spreads its training itself."""
+LIGHTNING = ("lightning", "pytorch_lightning")
 UNEDITED_KEYS = frozenset({"replicate", "batchnorm", "dropout", "device", "backend", "threads", "per_device"})
 """Keys of a plan that a script for one process can have."""
 WORDS = {"mean": "a mean over rows", "sum": "a sum over rows"}
@@ -76,6 +77,8 @@ def launch(script: Path | str, arguments: Sequence[str] = (), plan: AnyPlan = ""
         plan=str(chosen),
         rendezvous={"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)},
         seed=secrets.randbits(31),
+        # Lightning then neither requeues the job nor replaces signal handlers.
+        variables={} if imported.isdisjoint(LIGHTNING) else {"SLURM_JOB_NAME": "interactive"},
     )
     if several and its_own is None:
         request = dataclasses.replace(request, rehearsed=_rehearsed(request, chosen))
@@ -154,6 +157,8 @@ class ScriptRequest:
     """"" for one process."""
     rendezvous: Mapping[str, str]
     """MASTER_ADDR and MASTER_PORT, for a script that calls torch.distributed itself."""
+    variables: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    """Of the environment, for any process."""
     seed: int = 0
     """Of what the script draws before it seeds itself, the same in all processes."""
     rehearsed: Rehearsed | None = None
@@ -226,7 +231,7 @@ def run_script(request: ScriptRequest, process: ProcessRank, rendezvous_folder: 
     """
     from grappe.training import own_loop  # and torch
 
-    os.environ[own_loop.PLAN] = request.plan
+    os.environ.update({own_loop.PLAN: request.plan, **request.variables})
     if process.launcher == "grappe":
         own_loop.become(process, rendezvous_folder)
         if request.rehearsed is None:  # else the script is for one process, and must not tell processes apart
