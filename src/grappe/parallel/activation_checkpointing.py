@@ -52,7 +52,7 @@ class _State:
     """The buffers and attributes of a unit: its second forward has them as the first one had, and leaves them alone."""
 
     def __init__(self, unit: nn.Module) -> None:
-        self._unit = unit
+        self._unit, self._modules = unit, list(unit.named_modules())
         self._changing: set[Place] | None = None
         """What forwards change, of which each first forward keeps a copy; None: none has run."""
 
@@ -72,7 +72,7 @@ class _State:
                 # torch does not count what batch and instance normalisation write into their running statistics.
                 self._changing |= {
                     (path, name)
-                    for path, module in self._unit.named_modules()
+                    for path, module in self._modules
                     for name in module_buffers(module)
                     if hasattr(module, "track_running_stats")
                 }
@@ -106,16 +106,14 @@ class _State:
 
     def _values(self) -> Attributes:
         buffers = {
-            (path, name): buffer
-            for path, module in self._unit.named_modules()
-            for name, buffer in module_buffers(module).items()
+            (path, name): buffer for path, module in self._modules for name, buffer in module_buffers(module).items()
         }
         return attributes(self._unit) | buffers
 
     def _put(self, values: Attributes) -> None:
         """Sets buffers as other tensors, not in place: backward may still read those that are there."""
         others = dict(values)
-        for path, module in self._unit.named_modules():
+        for path, module in self._modules:
             own = module_buffers(module)
             for name in own:
                 own[name] = others.pop((path, name), None)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+import functools
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -20,29 +21,36 @@ Attributes = dict[Place, Any]
 
 
 def own_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Yields the modules whose classes are not all torch's, by name."""
-    for path, module in model.named_modules():
-        if not {base.__module__.partition(".")[0] for base in type(module).__mro__} <= {"torch", "builtins"}:
-            yield path, module
+    """Returns the modules whose classes are not all torch's, by name."""
+    return ((path, module) for path, module in model.named_modules() if _is_own(type(module)))
+
+
+@functools.cache
+def _is_own(kind: type) -> bool:
+    return not {base.__module__.partition(".")[0] for base in kind.__mro__} <= {"torch", "builtins"}
 
 
 def attributes(model: nn.Module) -> Attributes:
     """Returns what the modules of a model keep outside of parameters, buffers and modules."""
-    return {
-        (path, name): value
-        for path, module in own_modules(model)
-        for name, value in vars(module).items()
-        if name not in OF_MODULES and not name.startswith(OF_LIBRARIES)
-    }
+    return _attributes_in({path: vars(module) for path, module in own_modules(model)})
 
 
 def put_attributes(model: nn.Module, values: Attributes) -> None:
     """Gives the model these attributes, and no others."""
     homes = {path: vars(module) for path, module in own_modules(model)}
-    for path, name in attributes(model).keys() - values.keys():
+    for path, name in _attributes_in(homes).keys() - values.keys():
         del homes[path][name]
     for (path, name), value in values.items():
         homes[path][name] = value
+
+
+def _attributes_in(homes: Mapping[str, Mapping[str, Any]]) -> Attributes:
+    return {
+        (path, name): value
+        for path, home in homes.items()
+        for name, value in home.items()
+        if name not in OF_MODULES and not name.startswith(OF_LIBRARIES)
+    }
 
 
 def is_state(leaf: Any) -> bool:

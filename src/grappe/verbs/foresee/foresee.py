@@ -7,7 +7,7 @@ import math
 import re
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -221,6 +221,11 @@ def is_one_process(plan: Plan) -> bool:
     return plan in (Plan(), Plan(device="cpu"))
 
 
+def with_one_process(plans: Iterable[TimedPlan]) -> TimedPlan | None:
+    """Returns the plan of one process among others; None: there is none."""
+    return next((timed for timed in plans if is_one_process(Plan.parse(timed.foreseen.plan))), None)
+
+
 def site_fabric(site: Site) -> Fabric | None:
     """Returns a site's GPUs; None: they have no data sheet here."""
     from grappe.foresight.devices import device_named
@@ -346,7 +351,7 @@ def gpu_or_not(fake_model: FakeModel, plans: Sequence[TimedPlan], fabric: Fabric
     from grappe.launch.world import cores
 
     run_here = (plan for plan in plans if plan.time is not None and plan.time.measured)
-    here = next((plan for plan in run_here if is_one_process(Plan.parse(plan.foreseen.plan))), None)
+    here = with_one_process(run_here)
     if here is None and fabric is None:
         return None
     device = device_named(REFERENCE) if fabric is None else fabric.device
@@ -382,7 +387,7 @@ def use_of_gpu(fake_model: FakeModel, plans: Sequence[TimedPlan], gpus: LocalGpu
 
     device = device_reported(gpus.name)
     run_here = (plan for plan in plans if plan.time is not None and plan.cost is not None and plan.cost.on_gpus)
-    here = next((plan for plan in run_here if is_one_process(Plan.parse(plan.foreseen.plan))), None)
+    here = with_one_process(run_here)
     if device is None or here is None or here.time is None:
         return None
     try:

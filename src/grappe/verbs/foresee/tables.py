@@ -6,10 +6,9 @@ import dataclasses
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from grappe.plan import Plan
 from grappe.profiling import limits
 from grappe.training.watchers.expected_end import span
-from grappe.verbs.foresee.foresee import Aim, PlanTimes, TimedPlan, best, is_one_process, merit, reason
+from grappe.verbs.foresee.foresee import Aim, PlanTimes, TimedPlan, best, merit, reason, with_one_process
 from grappe.verbs.foresee.measured_step import MEMORY
 from grappe.words import filled_table, format_bytes, format_seconds, plan_name
 
@@ -49,7 +48,7 @@ def _answer(times: PlanTimes, aim: Aim) -> str:
             f"None of them fits: the smallest takes {least} a process. Take more processes with shard=, more "
             "microbatches, recompute, or a smaller batch_size"
         )
-    plain = _plain(usable)
+    plain = with_one_process(usable)
     chosen = best(times, aim) or next((timed for timed in fitting if timed.foreseen.fits), fitting[0])
     if plain is not None and aim != "smallest" and all(_fits(times, timed) for timed in usable):
         within = plain.cost is not None and plain.cost.hours <= SHORT_TRAINING
@@ -112,7 +111,7 @@ def shortlist(times: PlanTimes, aim: Aim) -> list[TimedPlan]:
             return False
         return any(theirs * ALIKE < own for theirs, own in pairs) or usable.index(other) < usable.index(timed)
 
-    chosen, plain = best(times, aim), _plain(usable)
+    chosen, plain = best(times, aim), with_one_process(usable)
     kept = [
         timed for timed in usable if timed in (chosen, plain) or not any(is_better(other, timed) for other in usable)
     ]
@@ -122,10 +121,6 @@ def shortlist(times: PlanTimes, aim: Aim) -> list[TimedPlan]:
         others = [timed for timed in kept if timed not in stay][: MOST_ROWS - len(set(map(id, stay)))]
         kept = [timed for timed in kept if timed in stay or timed in others]
     return kept
-
-
-def _plain(plans: Sequence[TimedPlan]) -> TimedPlan | None:
-    return next((timed for timed in plans if is_one_process(Plan.parse(timed.foreseen.plan))), None)
 
 
 def table(times: PlanTimes, plans: Sequence[TimedPlan], columns: Sequence[str] = SHORT) -> Table:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import builtins
 import contextlib
+import gc
 import io
 import os
 import sys
@@ -13,7 +14,7 @@ from types import FrameType
 from typing import Any, Protocol, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader, get_worker_info
 
@@ -196,6 +197,21 @@ def parameters_of(optimizers: Sequence[Optimizer]) -> list[Tensor]:
     """Returns the parameters of optimizers that are trained, each once."""
     every = (each for optimizer in optimizers for group in optimizer.param_groups for each in group["params"])
     return [each for each in {id(each): each for each in every}.values() if each.requires_grad]
+
+
+def add_gradient(total: dict[int, Tensor], number: int, gradient: Tensor) -> None:
+    """Adds a gradient to the total of parameter `number`."""
+    total[number] = total[number] + gradient if number in total else gradient.clone()
+
+
+def norms_of(total: Mapping[int, Tensor], count: int) -> list[float]:
+    """Returns |gradient| of each of `count` parameters; 0 where there is none."""
+    return [float(total[number].double().norm()) if number in total else 0.0 for number in range(count)]
+
+
+def modules_alive() -> list[nn.Module]:
+    """Returns all modules of the process: a script's models are in no place that is known."""
+    return [each for each in gc.get_objects() if isinstance(each, nn.Module)]
 
 
 # ---- Files of other processes ------------------------------------------------------------------------------

@@ -172,7 +172,7 @@ class RehearsalRequest:
     script: ScriptRequest
     synchronised: bool
     structural: Sequence[str]
-    """Places whose number of rows makes a tensor, as earlier rehearsals have rehearsed."""
+    """Places whose number of rows makes a tensor, as earlier rehearsals have found."""
 
 
 def rehearse_script(request: RehearsalRequest, process: ProcessRank, rendezvous_folder: Path) -> Rehearsed:

@@ -28,7 +28,16 @@ from torch.utils.data import DataLoader
 from grappe.data.batch import BatchRows
 from grappe.data.whole_batch_draws import whole_batch_draws
 from grappe.private_api.torch import BatchNormBase
-from grappe.verbs.launch.interception import GRAPPE, TORCH, cut_rows, parameters_of, rows_of
+from grappe.verbs.launch.interception import (
+    GRAPPE,
+    TORCH,
+    add_gradient,
+    cut_rows,
+    modules_alive,
+    norms_of,
+    parameters_of,
+    rows_of,
+)
 from grappe.verbs.launch.rehearsed import Rehearsed, Rule, line_of
 from grappe.verbs.verify.random_ops import RandomOps
 from grappe.words import first_line
@@ -146,8 +155,8 @@ class Rehearsal:
                 self._pass.until_a_step.append(place)
             for number, each in enumerate(parameters):
                 if each.grad is not None:
-                    gradient = each.grad.detach().to_dense() if each.grad.is_sparse else each.grad.detach()
-                    added[number] = added[number] + gradient if number in added else gradient.clone()
+                    gradient = each.grad.detach()
+                    add_gradient(added, number, gradient.to_dense() if gradient.is_sparse else gradient)
             if self._whole is not None:
                 for number, each in enumerate(parameters):
                     each.grad = self._whole.gradients[place].get(number)
@@ -289,7 +298,7 @@ class Rehearsal:
         return record
 
     def _state(self) -> _StepState:
-        buffers = [buffer for module in _modules() for buffer in module.buffers(recurse=False)]
+        buffers = [buffer for module in modules_alive() for buffer in module.buffers(recurse=False)]
         return _StepState(
             random=(torch.get_rng_state(), random.getstate(), np.random.get_state()),
             buffers=[(buffer, buffer.detach().clone()) for buffer in buffers],
@@ -310,9 +319,8 @@ class Rehearsal:
         total: dict[int, Tensor] = {}
         for place in dict.fromkeys(all_rows.until_a_step):
             for number, gradient in all_rows.gradients[place].items():
-                total[number] = total[number] + gradient if number in total else gradient
-        count = len(parameters_of(self._optimizers))
-        return [float(total[number].double().norm()) if number in total else 0.0 for number in range(count)]
+                add_gradient(total, number, gradient)
+        return norms_of(total, len(parameters_of(self._optimizers)))
 
     def _refuse(self, why: str) -> NoReturn:
         self.found = Rehearsed(refused=why)
@@ -367,13 +375,6 @@ def _value_rule(line: str, all_rows: _Pass, left: _Pass, right: _Pass, share: fl
     if len({len(each.values[line]) for each in (all_rows, left, right)}) > 1:
         return None
     return next((name for name, rule in rules.items() if holds(rule)), None)
-
-
-def _modules() -> Iterator[nn.Module]:
-    """Yields all modules of the process."""
-    import gc
-
-    return (each for each in gc.get_objects() if isinstance(each, nn.Module))
 
 
 @contextlib.contextmanager

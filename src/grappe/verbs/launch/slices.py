@@ -6,7 +6,6 @@ decide the same. Shapes: a batch of N rows, of which a process takes b.
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar, cast
 
@@ -24,7 +23,7 @@ from grappe.launch.world import World
 from grappe.parallel.batchnorm import synchronise_batchnorm
 from grappe.parallel.gradient_average import GradientAverage
 from grappe.private_api.torch import BatchNormBase
-from grappe.verbs.launch.interception import cut_rows, parameters_of, rows_of
+from grappe.verbs.launch.interception import add_gradient, cut_rows, modules_alive, norms_of, parameters_of, rows_of
 from grappe.verbs.launch.rehearsed import Rehearsed, line_of
 
 T = TypeVar("T")
@@ -101,8 +100,7 @@ class SlicedSteps:
         run(factor)
         for number, (each, old) in enumerate(zip(parameters, before, strict=True)):
             if each.grad is not None:
-                added = each.grad.detach() if old is None else each.grad.detach() - old
-                self._first[number] = self._first[number] + added if number in self._first else added.clone()
+                add_gradient(self._first, number, each.grad.detach() if old is None else each.grad.detach() - old)
 
     def read(self, tensor: Tensor, place: str, read: Callable[[Tensor], T]) -> T:
         """Returns the whole batch's value of what a line reads. Collective in a step."""
@@ -169,7 +167,7 @@ class SlicedSteps:
             return
         GradientAverage(cast("list[nn.Parameter]", new), self._group)
         self._averaged |= {id(each) for each in new}
-        modules = [each for each in gc.get_objects() if isinstance(each, nn.Module)]
+        modules = modules_alive()
         self._buffers = [buffer for module in modules for buffer in module.buffers(recurse=False) if buffer.numel()]
         if not self.steps:
             self.check_weights()
@@ -187,10 +185,7 @@ class SlicedSteps:
 
     def _compare_first(self) -> None:
         """Compares the first step's gradient with that of the rehearsal, which took the whole batch."""
-        count = len(self._rehearsed.norms)
-        norms = [
-            float(self._first[number].double().norm()) if number in self._first else 0.0 for number in range(count)
-        ]
+        norms = norms_of(self._first, len(self._rehearsed.norms))
         self._first.clear()
         apart = max((abs(a - b) for a, b in zip(norms, self._rehearsed.norms, strict=True)), default=0.0)
         if apart > TOLERATED * max(self._rehearsed.norms, default=0.0):

@@ -27,6 +27,7 @@ from grappe.sites.schema import Site
 from grappe.sites.script import FUNCTIONS, Script, check_name, cost, render
 from grappe.training.run import DESCRIPTION, DONE, Run, new_folder
 from grappe.verbs.automatic_time import AutomaticTime, with_time
+from grappe.verbs.launch.launch import LIGHTNING
 from grappe.verbs.submit.jobs import record_job
 from grappe.verbs.submit.packages import imported, job_packages, torch_of
 from grappe.verbs.submit.resources import jobs_of, laid_out
@@ -35,7 +36,6 @@ from grappe.verbs.submit.submission import ON_CPU, Submission
 SCRIPT_FILE = re.compile(r"(?:submit|refused)-(\d{1,9})\.sh", re.ASCII)
 BETWEEN_SECONDS = 1.0  # between submissions, as the Alliance asks
 OWN_OPTIONS = ("--run", "--runs", "--data", "--plan")  # of train: the script sets them again
-LIGHTNING = ("lightning", "pytorch_lightning")  # by the names of its modules
 SAVE_ON_SIGNALS = ("grappe", "signal")  # imports of a script that saves on a signal
 
 

@@ -47,8 +47,7 @@ class RandomOps(TorchDispatchMode):
         if self._paused or torch.Tag.nondeterministic_seeded not in func.tags:
             return call_in_mode(func, args, kwargs)
         name = func.overloadpacket.__name__
-        names = [argument.name for argument in operator_arguments(func)]
-        arguments = {**dict(zip(names, args, strict=False)), **kwargs}
+        arguments = _by_name(func, args, kwargs)
         # Some operators have the tag but may not draw.
         rates = [rate for rate in ("dropout_p", "dropout") if rate in arguments]
         evaluated = any(arguments.get(name) is False for name in ("train", "training"))
@@ -96,6 +95,11 @@ class RandomOps(TorchDispatchMode):
         flat = leaf.detach().reshape(-1)[: max(0, MOST_NUMBERS - self._numbers)]
         self._hash.update(flat.cpu().contiguous().view(torch.uint8).numpy().tobytes())
         self._numbers += leaf.numel()
+
+
+def _by_name(func: Op, args: Any, kwargs: Any) -> dict[str, Any]:
+    names = [argument.name for argument in operator_arguments(func)]
+    return {**dict(zip(names, args, strict=False)), **kwargs}
 
 
 def _called(func: Op, arguments: dict[str, Any]) -> Any:
@@ -180,8 +184,7 @@ _MEANS: dict[str, Callable[[dict[str, Any]], Any]] = {
 
 def _without_dropout(func: Op, args: Any, kwargs: Any) -> Any:
     """Calls a fused backward as that of a forward without dropout: autograd has kept the task's own rate for it."""
-    names = [argument.name for argument in operator_arguments(func)]
-    arguments = {**dict(zip(names, args, strict=False)), **kwargs}
+    arguments = _by_name(func, args, kwargs)
     return _called(func, {**arguments, **{rate: 0.0 for rate in ("dropout_p", "dropout") if rate in arguments}})
 
 
