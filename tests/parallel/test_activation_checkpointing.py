@@ -1,3 +1,5 @@
+"""Activation checkpointing of units that write buffers or attributes in forward: the second forward writes nothing."""
+
 import pytest
 import torch
 from torch import Tensor, nn
