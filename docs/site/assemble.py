@@ -16,7 +16,7 @@ from docs.site.links import FRENCH, ROOT, front_matter, rewrite, site_page
 
 IMAGE = re.compile(r"!\[[^\]]*\]\(([^():\s]+)\)")
 LEXERS = {".py": "python", ".toml": "toml", ".cpp": "cpp", ".json": "json", ".sh": "bash"}
-BOTH = ("commands/", "labs/")
+BOTH = ("commands/", "plan/", "labs/")
 """Pages that both languages have under the same name."""
 NAVIGATION = (
     ("Get started", "Premiers pas", ("tour", "task", "notebook", "plans", "resume", "slurm", "from-a-page", "gallery")),

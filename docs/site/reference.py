@@ -6,6 +6,7 @@ import dataclasses
 import importlib
 import io
 import re
+import tomllib
 from pathlib import Path
 
 from docs import api
@@ -18,6 +19,7 @@ from grappe import engines, fields, sites
 from grappe.cli.commands import app
 from grappe.cli.help import set_formatter
 from grappe.errors.remedies import REMEDIES
+from grappe.language import catalogue_of
 from grappe.plan import Plan
 from grappe.verbs.catalogue import described_facts, support
 
@@ -39,18 +41,30 @@ COMMANDS = {
     "en": ("# Commands", "", "Each command's own help, `grappe COMMAND --help`."),
     "fr": ("# Commandes", "", "L'aide de chaque commande en français, `GRAPPE_LANG=fr grappe COMMAND --help`."),
 }
+PLAN_KEYS = {
+    "en": (
+        *("Keys of a plan", "A plan is a text, `replicate=2,precision=bf16`; what is not named has its default."),
+        *("in torch", "type", "default", "engines", "all", "the others refuse it", "Take care:"),
+    ),
+    "fr": (
+        "Clés du plan",
+        "Un plan est un texte, `replicate=2,precision=bf16` ; ce qui n'est pas nommé a sa valeur par défaut.",
+        *("dans torch", "type", "par défaut", "moteurs", "tous", "les autres la refusent", "Attention :"),
+    ),
+}
+MOST_GUIDES = 6  # that a page links to
 WIDTH = 92  # of a command's help, in characters
 
 
 def pages() -> dict[str, str]:
     """Returns each page's text by its path in the site."""
-    made = {**_commands("en"), **_plan_keys(), **_public_names(), **_sites(), "errors.md": _errors()}
+    made = {**_commands("en"), **_plan_keys("en"), **_public_names(), **_sites(), "errors.md": _errors()}
     return {path: _orphan(path, text) for path, text in made.items()}
 
 
 def french_pages() -> dict[str, str]:
-    """Returns the pages of the commands in French, by their paths in the French part of the site."""
-    return {path: _orphan(path, text) for path, text in _commands("fr").items()}
+    """Returns the pages of commands and plan keys in French, by their paths in the French part of the site."""
+    return {path: _orphan(path, text) for path, text in (_commands("fr") | _plan_keys("fr")).items()}
 
 
 def _orphan(path: str, text: str) -> str:
@@ -87,34 +101,41 @@ def _guides(words: tuple[str, ...]) -> str:
 
 
 def _mentions(pattern: re.Pattern[str]) -> str:
-    lines = []
+    """Links to the guides that mention something most often."""
+    found = []
     for file in sorted(DOCS.glob("*.md")):
         text = file.read_text()
-        if file.stem not in ("api", "log", "promises", "soak") and pattern.search(text):
-            lines.append(f"- [{text.partition(chr(10))[0].lstrip('# ')}](../docs/{file.name})")
+        if file.stem not in ("api", "log", "promises", "soak") and (times := len(pattern.findall(text))):
+            found.append((times, f"- [{text.partition(chr(10))[0].lstrip('# ')}](../docs/{file.name})"))
+    lines = [link for _, link in sorted(found, key=lambda pair: -pair[0])[:MOST_GUIDES]]
     return "\n".join(["", "## Guides that use it", "", *lines, ""]) if lines else ""
 
 
-def _plan_keys() -> dict[str, str]:
+def _plan_keys(language: str) -> dict[str, str]:
+    """A page for each key of a plan, and their list: its meaning, torch's name, a plan with it, a pitfall."""
     made = {}
-    head = "# Keys of a plan"
-    lines = [head, "", "A plan is a text, `replicate=2,precision=bf16`; what is not named has its default.", ""]
+    head, about, torch_name, kind, default_name, engines_name, every, refused, pitfall = PLAN_KEYS[language]
+    lines = [f"# {head}", "", about, ""]
     kinds = {field.name: api.annotation(field.type) for field in dataclasses.fields(Plan)}
-    texts = fields.docs(Plan)
-    rows = [(key, default, able) for key, default, _, able in support()]
-    rows.insert(0, ("engine", Plan().engine, [True] * len(engines.names())))
-    for key, default, able in rows:
-        able_engines = [name for name, one in zip(engines.names(), able, strict=True) if one]
-        facts = [
-            f"- type: `{kinds[key]}`",
-            f"- default: `{default}`",
-            f"- engines: {', '.join(f'`{one}`' for one in able_engines)}; the others refuse it",
-        ]
-        if len(able_engines) == len(able):
-            facts[-1] = "- engines: all"
-        text = f"# `{key}`\n\n{texts[key]}\n\n" + "\n".join(facts) + "\n"
-        made[f"plan/{key}.md"] = text + _mentions(re.compile(rf"`[^`\n]*\b{key}(?:=|`|,)"))
-        lines.append(f"- [`{key}`]({key}.md): {texts[key]}")
+    notes = tomllib.loads((DOCS / "site" / "plan_keys.toml").read_text())
+    rows = [("engine", Plan().engine, fields.docs(Plan)["engine"].removesuffix("."), [True]), *support()]
+    colon = " :" if language == "fr" else ":"
+    for key, default, meaning, able in rows:
+        able_engines = [name for name, supported in zip(engines.names(), able, strict=False) if supported]
+        text = meaning if language == "en" else str(catalogue_of(language).message(meaning))
+        supporting = ", ".join(f"`{name}`" for name in able_engines) + f" ({refused})"
+        facts = {
+            torch_name: notes[key].get("torch"),
+            kind: f"`{kinds[key]}`",
+            default_name: f"`{default}`",
+            engines_name: every if all(able) else supporting,
+        }
+        page = [f"# `{key}`", "", f"{text}.", ""]
+        page += [f"- {name}{colon} {fact}" for name, fact in facts.items() if fact]
+        page += ["", "```", f"--plan {notes[key]['example']}", "```", "", f"**{pitfall}** {notes[key][language]}", ""]
+        guides = _mentions(re.compile(rf"`[^`\n]*\b{key}(?:=|`|,)")) if language == "en" else ""
+        made[f"plan/{key}.md"] = "\n".join(page) + guides
+        lines.append(f"- [`{key}`]({key}.md){colon} {text}")
     made["plan/index.md"] = "\n".join(lines)
     return made
 

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
 import subprocess
 import sys
+import tomllib
 from html.parser import HTMLParser
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
 import pytest
 
+from grappe import engines
 from grappe.cli.commands import app
+from grappe.plan import Plan
 from tests.chromium import Browser, found
 from tests.patience import PATIENCE_SECONDS
 
@@ -149,6 +153,32 @@ def test_each_command_has_its_help(site: Path) -> None:
             french = (site / "fr" / "commands" / f"{name}.html").read_text()
             assert f"Utilisation : grappe {name}" in french
             assert f"commands/{name}.html" in french
+
+
+NOTES = tomllib.loads((ROOT / "docs" / "site" / "plan_keys.toml").read_text())
+
+
+def test_the_notes_are_of_the_keys_that_there_are() -> None:
+    assert list(NOTES) == [field.name for field in dataclasses.fields(Plan)]
+
+
+@pytest.mark.parametrize("key", NOTES)
+def test_the_example_of_a_plan_key_is_a_plan_that_has_it(
+    key: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "ds_config.json").write_text("{}")
+    plan = Plan.parse(NOTES[key]["example"])
+    assert key in plan.changed_keys()
+    engines.check(plan)
+
+
+def test_each_plan_key_has_its_example_and_pitfall(site: Path) -> None:
+    for key, note in NOTES.items():
+        english, french = ((site / folder / "plan" / f"{key}.html").read_text() for folder in ("", "fr"))
+        assert f"--plan {note['example']}" in english and f"--plan {note['example']}" in french
+        assert "Take care:" in english and "Attention\N{NO-BREAK SPACE}:" in french
+    assert "torch.distributed.fsdp.fully_shard" in (site / "fr" / "plan" / "shard.html").read_text()
 
 
 def walked(browser: Browser, site: Path, files: list[Path]) -> list[str]:
