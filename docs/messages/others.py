@@ -97,7 +97,7 @@ def help_texts() -> set[str]:
         return text
 
     before = app.help_formatter
-    app.help_formatter = translated_help.TranslatedHelp(text=noted)
+    app.help_formatter = translated_help.TranslatedHelp(text=noted, app=app)
     for words in [(), *commands(app)]:
         app.help_print(list(words), console=Console(file=io.StringIO()))
     app.help_formatter = before

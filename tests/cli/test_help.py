@@ -22,14 +22,14 @@ WIDTH = 500  # one line for each text
 
 @pytest.fixture
 def french():
-    app.help_formatter = TranslatedHelp(text=catalogue_of("fr").text)
+    app.help_formatter = TranslatedHelp(text=catalogue_of("fr").text, app=app)
     yield
     app.help_formatter = None
 
 
 @pytest.fixture
 def english():
-    app.help_formatter = TranslatedHelp(text=str)
+    app.help_formatter = TranslatedHelp(text=str, app=app)
     yield
     app.help_formatter = None
 
@@ -78,7 +78,7 @@ def test_each_command_is_in_a_group_and_each_rare_option_exists() -> None:
 @pytest.mark.parametrize("words", [(), *commands(app)], ids=" ".join)
 def test_nothing_of_the_parser_is_left_in_the_help(words: tuple[str, ...], english: None) -> None:
     text = shown(words)
-    assert not re.search(r"--empty-|\[default: \(\)\]|Parameters", text)
+    assert not re.search(r"--empty-|\[default: \(\)\]|Parameters|ARGS", text)
 
 
 def test_rare_options_are_in_a_second_box(english: None) -> None:

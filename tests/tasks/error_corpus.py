@@ -407,7 +407,7 @@ CASES = (
     ),
     Case(
         name="an optimizer that is given a model",
-        changes={OPTIMIZER: f"        return torch.optim.SGD(named_parameters.parameters(), lr=0.1)  {HERE}\n"},
+        changes={OPTIMIZER: f"        return torch.optim.SGD(self.parameters(), lr=0.1)  {HERE}\n"},
         says="has no attribute 'parameters'",
         fix="optimizer() gets pairs of a name and a parameter, not the model",
     ),

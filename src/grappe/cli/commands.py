@@ -115,7 +115,7 @@ def train(
     if rank_from_environment() is None:  # a job's script and torchrun's user know their own command
         typed = [text for text in sys.argv[1:] if text != "--debug"]
         resumed = typed if run is not None else [*typed, "--run", str(result.run)]
-        show(f"resume           {shlex.join(['grappe', *resumed])}")
+        show(f"resume: {shlex.join(['grappe', *resumed])}")
     return interrupted()
 
 

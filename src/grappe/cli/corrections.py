@@ -16,8 +16,9 @@ COMMANDS = {
     for command, words in {
         "cancel": ("kill", "stop"), "doctor": ("diagnose", "env", "info"), "engines": ("keys", "plan", "plans"),
         "evaluate": ("eval", "test", "validate"), "fetch": ("datasets", "download"), "follow": ("watch",),
-        "gpus": ("devices", "gpu"), "lr-find": ("lr", "lr_find"), "measure": ("bench", "benchmark", "profile"),
-        "predict": ("infer",), "prune": ("clean", "delete", "remove", "rm"), "report": ("plot", "tensorboard"),
+        "gpus": ("devices", "gpu"), "lr-find": ("lr", "lr_find"),
+        "measure": ("bench", "benchmark", "profile", "profiler"), "predict": ("infer",),
+        "prune": ("clean", "delete", "remove", "rm"), "report": ("plot", "tensorboard"),
         "runs": ("history", "list", "ls", "show", "status"), "submit": ("sbatch",),
         "tasks": ("examples", "models"), "train": ("fit", "run"), "tune": ("search", "sweep"), "verify": ("check",),
     }.items()

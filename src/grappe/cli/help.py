@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import re
 import sys
 from collections.abc import Callable
@@ -78,6 +79,7 @@ class TranslatedHelp:
     """A formatter of cyclopts's help, with each text as `text` returns it."""
 
     text: Callable[[str], str]
+    app: App
 
     def __call__(self, console: Console, options: ConsoleOptions, panel: HelpPanel) -> None:
         """Shows a panel: commands, or options of one kind; rare options in a second panel."""
@@ -97,6 +99,12 @@ class TranslatedHelp:
     def render_usage(self, console: Console, options: ConsoleOptions, usage: Any) -> None:
         """Shows the line that says how a command is written."""
         line = str(usage).replace(f" {COMMAND}", f" {self.text(COMMAND)}")
+        words = itertools.takewhile(re.compile(r"[a-z][a-z-]*$").match, line.split()[1:])
+        command = functools.reduce(lambda parent, word: parent[word], words, self.app)
+        collection = command.assemble_argument_collection() if command.default_command else ()
+        names = [f"[{each.name}]" for each in collection if each.field_info.is_positional and not each.required]
+        for ending in ("...", ""):  # cyclopts has one word for all of them
+            line = line.replace(f"[ARGS{ending}]", f"{' '.join(names)}{ending}")
         console.print(Text(f"{self.text(USAGE)}{line}", style="bold"))
 
     def render_description(self, console: Console, options: ConsoleOptions, description: Any) -> None:
@@ -143,7 +151,7 @@ def set_formatter(app: App, language: str | None = None) -> None:
     """Makes `app` show its help in a language, the user's by default, with examples at the end."""
     encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
     text = catalogue_of(language or chosen_language(), encoding).text
-    app.help_formatter = TranslatedHelp(text=text)
+    app.help_formatter = TranslatedHelp(text=text, app=app)
     for name, lines in examples().items():
         if name.partition(" ")[0] not in app:
             continue

@@ -55,7 +55,7 @@ REMEDIES = {
         r"Is it installed in this environment (pip install), or in a file next to the task's?",
     r"cannot assign to field":
         "A task's fields are fixed once it is made: use a local variable, or functools.cached_property",
-    r"'(?:list|tuple)' object has no attribute '(?:named_)?(?:parameters|modules)'":
+    r"'\w+' object has no attribute '(?:named_)?(?:parameters|modules)'":
         "optimizer() gets pairs of a name and a parameter, not the model: give them to the optimizer as they are, "
         "or in groups by grappe.optimizers.by_name",
     r"\b[Cc]losure\b":

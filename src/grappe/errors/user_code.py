@@ -16,6 +16,7 @@ from grappe.errors.user_line import FRAME, WORKER, at, definition, line_of
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 LAYERS = os.path.join("torch", "nn", "modules")  # noqa: PTH118 - a part of frames' file names
+WRAPPERS = os.path.join("grappe", "private_api")  # noqa: PTH118 - through which torch calls its own operators
 PARTS: dict[tuple[str, str], str] = {}
 """Functions of grappe's that call what a task gave, by file and name, and the words for what they call."""
 # Parts of a task that are at fault where backward fails, in which no line of the user's runs.
@@ -29,7 +30,7 @@ def method_error(task: object, method: str, what: str) -> TaskError:
 
 def layer_of(error: BaseException) -> str | None:
     """Names the layer of torch.nn whose forward raised the exception."""
-    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    frames = [f for f, _ in traceback.walk_tb(error.__traceback__) if WRAPPERS not in f.f_code.co_filename]
     if not frames or LAYERS not in frames[-1].f_code.co_filename:
         return None
     return f"{type(frames[-1].f_locals.get('self')).__name__}.{frames[-1].f_code.co_name}()"

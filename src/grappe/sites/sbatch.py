@@ -123,7 +123,7 @@ class JobOptions:
     restarts: int = 50
     """Maximal number of requeues of the job."""
     doctor: bool = True
-    """Examine the nodes with grappe doctor first."""
+    """Examine the nodes with grappe doctor first (the default)."""
     runs: Path = Path("runs")
     """Folder of runs."""
 
