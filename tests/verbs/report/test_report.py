@@ -19,6 +19,7 @@ from grappe.checkpoint.lease import Lease
 from grappe.errors import RunError, UsageError
 from grappe.training.run import SCORES, Run
 from grappe.verbs.load import load
+from grappe.verbs.report.predictions import histogram
 from grappe.verbs.report.report import gather, html, live, report, thinned
 from grappe.verbs.report.results import compared
 from grappe.verbs.tune.schedule import importance
@@ -137,6 +138,17 @@ def test_seeds_have_a_mean_and_the_table_is_sorted_by_a_click(
     assert browser.evaluate(first)[-1] == "lr=0.2, seed=0"
     mean = browser.evaluate(f"[...{ROWS}][1].textContent")
     assert "2.000 ± 1.4" in mean
+    plot = "document.querySelector('figure')"  # the comparison of lr with the best score
+    browser.evaluate(f"{plot}.querySelector('svg').focus()")
+    browser.press("End")
+    assert browser.evaluate(f"{plot}.querySelector('output').textContent") == (
+        "lr 0.5: lr=0.5, seed=0 1, lr=0.5, seed=1 3"
+    )
+    choose = f"chosen = {plot}.querySelectorAll('select')[1], chosen.value = 'test', 0"
+    browser.evaluate(f"{choose}; chosen.dispatchEvent(new Event('change'))")
+    browser.evaluate(f"{plot}.querySelector('svg').focus()")
+    browser.press("End")
+    assert browser.evaluate(f"{plot}.querySelector('output').textContent") == "test rmse 8: lr=0.2, seed=0 7"
 
 
 def test_the_x_axis_is_chosen_for_all_plots_and_zoomed(browser: chromium.Browser, run: Path) -> None:
@@ -191,6 +203,15 @@ def test_predictions_of_classes(browser: chromium.Browser, run: Path, tmp_path: 
     file = report([run], tmp_path / "predicted.html", predictions=True)
     shown(browser, file)
     assert browser.evaluate("document.querySelectorAll('canvas').length") == len(entry["pictures"]) > 12
+    assert (len(entry["losses"]["samples"]), sum(entry["losses"]["samples"])) == (30, 29)
+    assert "losses of samples" in browser.evaluate("document.getElementById('plots').textContent")
+
+
+def test_losses_that_are_no_numbers_are_in_no_bin() -> None:
+    nan, inf = float("nan"), float("inf")
+    assert sum(histogram(torch.tensor([0.0, 1.0, nan, inf]))["samples"]) == 2
+    assert sum(histogram(torch.tensor([0.5, 0.5]))["samples"]) == 2
+    assert histogram(torch.tensor([nan]))["samples"] == [0] * 30
 
 
 def test_a_report_is_kept_current_until_its_runs_end(browser: chromium.Browser, run: Path, tmp_path: Path) -> None:
@@ -267,7 +288,14 @@ def test_a_study(browser: chromium.Browser, tmp_path: Path) -> None:
             Trial(number=number, fields=fields, state=state, value=value if state == "complete" else None, rungs=rungs)
         )
     study.write(Trial(number=20, fields=fields, state="failed", reason="<i>nan</i>"))
-    assert shown(browser, report([tmp_path / "study"])) == 2
+    assert shown(browser, report([tmp_path / "study"])) == 3
+    dots = "document.querySelectorAll('figure')[1].querySelectorAll('circle').length"
+    assert browser.evaluate(dots) == 19, "the trials that have a score"
+    across = "[...document.querySelectorAll('figure')[1].querySelectorAll('text')].at(-1).textContent"
+    assert browser.evaluate(across) == "log10 of lr"
+    assert browser.evaluate("[...document.querySelectorAll('figure select option')].map(one => one.textContent)") == [
+        "accuracy", "lr", "width", "accuracy", "lr", "width",
+    ], "rule is no number"  # fmt: skip
     text = browser.evaluate("document.body.innerText")
     assert "digits: 15 complete, 4 paused, 1 failed, 1 open. Best: trial 9, accuracy 1." in text
     paths = "[...document.querySelectorAll('figure')][0].querySelectorAll('path').length"

@@ -44,6 +44,9 @@ function results() {
   made.querySelector("h2").append(button("CSV", t("save {title} as CSV", { title: t("Results") }), () => save("results.csv", "text/csv", csv(["run", ...columns.map(([name]) => name)], rows.map((row) => [row.label, ...columns.map(([name]) => value(row, name))])))));
   made.append(element("div", { class: "wide", tabindex: 0, role: "region", "aria-label": t("Results") }, element("table", { id: "results" }, element("thead", {}, element("tr", {}, element("th", { scope: "col" }, t("run")), ...heads)), body)));
   fill();
+  const numbers = (row) => Object.fromEntries(columns.map(([name]) => [name, value(row, name)]).filter(([, text]) => text !== null && text !== "").map(([name, text]) => [name, Number(text)]));
+  made.append(element("div", { class: "grid", style: "max-width: 36rem; margin-top: 1rem" }));
+  scatter(made.lastChild, columns.map(([name, title]) => [name, title]), rows.map((row, run) => ({ run, name: row.label, color: color(run), values: numbers(row) })));
 }
 
 function predictions() {
@@ -55,6 +58,8 @@ function predictions() {
     grid.before(element("p", {}, t("{right} of {samples} samples of {split} are right, with {checkpoint}.", made)));
     if (made.matrix) confusion(grid, made);
     else table(grid, t("most frequent confusions"), [t("class"), t("predicted"), t("samples")], made.confusions);
+    const bin = (made.losses.to - made.losses.from) / made.losses.samples.length, steps = made.losses.samples.flatMap((number, at) => [[made.losses.from + at * bin, number], [made.losses.from + (at + 1) * bin, number]]);
+    lines(grid, t("losses of samples"), t("samples"), [{ run: index, name: run.label, color: color(index), points: steps }], { across: t("log10 of the loss"), from0: true });
     if (made.pictures.length) grid.append(element("figure", { "data-drawn": "yes" }, element("figcaption", {}, t("samples"), " ", element("small", {}, t("class → prediction (loss); the mistakes with the highest loss first"))), element("div", { class: "pictures" }, ...made.pictures.map((one) => picture(one, index)))));
   }
 }
@@ -239,6 +244,8 @@ function studies() {
     const counts = ["complete", "paused", "failed", "open"].filter(count).map((state) => `${count(state)} ${t(state)}`).join(", ");
     grid.before(element("p", {}, `${one.task}: ${counts || t("no trial yet")}.` + (best ? ` ${t("Best: trial {number}, {metric} {value}.", { number: best.number, metric: one.metric, value: short(best.value) })}` : "")));
     if (one.trials.length) parallel(grid, one);
+    const values = (trial) => ({ best: trial.value, ...Object.fromEntries(one.axes.map((axis, index) => [`=${axis.name}`, Number(trial.texts[index])])) });
+    scatter(grid, [["best", one.metric], ...one.axes.map(({ name }) => [`=${name}`, name])], one.trials.map((trial) => ({ name: `${t("trial")} ${trial.number}${trial.state === "paused" ? ` (${t("paused")})` : ""}`, color: color(trial.best ? 1 : 0), values: values(trial) })));
     const shares = Object.entries(one.importance).sort((a, b) => b[1] - a[1]);
     if (shares.length) bars(grid, t("importance"), t("share of what makes a trial good (PED-ANOVA)"), shares.map(([name, share]) => ({ name, parts: { share } })), () => color(0), (value) => `${short(value * 100)} %`);
   }

@@ -133,7 +133,7 @@ function lines(section, title, unit, series, { loss = false, smooth = false, fro
   });
 }
 
-function drawLines({ holder, told }, title, series, { loss, smooth, from0, across, format, zooms }) {
+function drawLines({ holder, told }, title, series, { loss, smooth, from0, across, format, zooms, alone }) {
   const weight = smooth ? Number(document.getElementById("smoothing").value) : 0;
   let shown = series.map((one) => ({ ...one, points: one.dots ? one.points : smoothed(one.points, weight) }));
   if (zoom && zooms) shown = shown.map((one) => ({ ...one, points: one.points.filter(([x]) => x >= zoom[0] && x <= zoom[1]) }));
@@ -168,7 +168,7 @@ function drawLines({ holder, told }, title, series, { loss, smooth, from0, acros
     at = Math.max(0, Math.min(places.length - 1, index));
     const x = places[at];
     cursor.setAttribute("x1", px(x)); cursor.setAttribute("x2", px(x)); cursor.setAttribute("visibility", "visible");
-    const values = shown.map((one) => [one.name, one.points.reduce((best, point) => (known(point[1]) && point[0] <= x ? point : best), null)]).filter(([, point]) => point);
+    const values = shown.map((one) => [one.name, one.points.reduce((best, point) => (known(point[1]) && point[0] <= x && !(alone && point[0] < x) ? point : best), null)]).filter(([, point]) => point);
     told.textContent = `${across} ${short(x)}: ` + values.slice(0, 12).map(([name, point]) => `${name} ${format(point[1])}`).join(", ");
   };
   svg.addEventListener("keydown", (event) => {
@@ -190,6 +190,28 @@ function drawLines({ holder, told }, title, series, { loss, smooth, from0, acros
     read(places.reduce((best, place, index) => (Math.abs(place - x) < Math.abs(places[best] - x) ? index : best), 0));
   });
   holder.replaceChildren(svg);
+}
+
+// A point for each row of values over two columns, which the reader chooses. An x axis over a factor of 50 and more is logarithmic.
+function scatter(section, columns, rows) {
+  const varied = columns.filter(([name]) => new Set(rows.map((row) => row.values[name]).filter(known)).size > 1);
+  if (rows.length < 3 || varied.length < 2) return;
+  const made = figure(section, t("comparison"), "", ["", ...varied.map(([, name]) => name)], () => rows.map((row) => [row.name, ...varied.map(([name]) => row.values[name])]));
+  const choice = (label, [name]) => {
+    const select = element("select", { "aria-label": label }, ...varied.map(([value, text]) => element("option", { value }, text)));
+    select.value = name;
+    select.addEventListener("change", draw);
+    return select;
+  };
+  const y = choice(t("vertical axis"), varied.find(([name]) => name === "best") ?? varied.at(-1)), x = choice(t("horizontal axis"), varied.find(([name]) => name !== y.value));
+  made.holder.before(y, ` ${t("against")} `, x);
+  redraws.push(() => {
+    const shown = rows.filter((row) => !hidden.has(row.run) && known(row.values[x.value]) && known(row.values[y.value]));
+    const xs = shown.map((row) => row.values[x.value]), wide = Math.min(...xs) > 0 && Math.max(...xs) >= 50 * Math.min(...xs), name = x.selectedOptions[0].textContent;
+    const series = shown.map((row) => ({ ...row, points: [[wide ? Math.log10(row.values[x.value]) : row.values[x.value], row.values[y.value]]] }));
+    drawLines(made, t("comparison"), series, { across: wide ? t("log10 of {name}", { name }) : name, format: short, alone: true });
+    made.done();
+  });
 }
 
 function zoomTo(ends) {

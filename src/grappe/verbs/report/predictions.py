@@ -29,6 +29,7 @@ SPLIT = "validation"
 LARGEST_MATRIX = 50  # classes: a larger matrix cannot be read
 CONFUSIONS = 20  # shown where there are more classes
 PICTURES = 12  # of the mistakes with the highest loss, and of the first samples
+BINS = 30  # of the losses of samples
 LARGEST_SIDE = 64  # pixels of a picture in the page
 
 
@@ -78,6 +79,7 @@ def _predicted(run: Run) -> dict[str, Any]:
         "right": int(matrix.trace()),
         "matrix": matrix.tolist() if number <= LARGEST_MATRIX else None,
         "confusions": _confusions(matrix),
+        "losses": histogram(losses),
         "pictures": [
             {
                 **picture,
@@ -101,6 +103,14 @@ def _confusions(matrix: Tensor) -> list[list[int]]:
     mistakes = matrix.clone().fill_diagonal_(0).flatten().topk(min(CONFUSIONS, matrix.numel()))
     pairs = zip(mistakes.indices.tolist(), mistakes.values.tolist(), strict=True)
     return [[*divmod(place, len(matrix)), count] for place, count in pairs if count]
+
+
+def histogram(losses: Tensor) -> dict[str, Any]:
+    """Returns the numbers of samples whose loss's log10 is in each of BINS equal bins, and the range of all bins."""
+    logs = losses[losses.isfinite()].double().clamp_min(1e-8).log10()
+    low, high = (extreme(logs.tolist(), default=0.0) for extreme in (min, max))
+    high = max(high, low + 0.01)
+    return {"from": low, "to": high, "samples": logs.histc(BINS, low, high).long().tolist()}
 
 
 def _pictures(inputs: Any) -> list[dict[str, Any]]:
