@@ -128,7 +128,7 @@ class Plan:
     def draws_whole_batches(self) -> bool:
         """Returns whether a model's random numbers are those that one process draws for the whole batch."""
         parts = self.data_parallel * self.microbatches
-        if self.exact or self.compile or self.tensor > 1 or parts * self.pipeline == 1:
+        if self.exact or self.compile or parts * self.pipeline * self.tensor == 1:
             return False
         return self.dropout == "whole" or (self.dropout == "auto" and parts <= WHOLE_DRAWS)
 

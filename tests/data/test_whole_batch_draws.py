@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from grappe.data import whole_batch_draws as module
 from grappe.data.batch import BatchRows, InModel
-from grappe.data.whole_batch_draws import OWN_DRAWS, whole_batch_draws
+from grappe.data.whole_batch_draws import OWN_DRAWS, enter_split_layers, leave_split_layers, whole_batch_draws
 from grappe.verbs.verify.random_ops import RandomOps
 
 ROWS = 13
@@ -93,6 +93,58 @@ def test_rows_of_padding_and_gradients() -> None:
     torch.manual_seed(3)
     assert torch.equal(out[:3], F.dropout(torch.ones(ROWS, 4), 0.5)[10:])
     assert torch.equal(x.grad, out.detach())  # type: ignore[arg-type]
+
+
+HEADS: dict[str, Draw] = {
+    "hidden units": lambda x: F.dropout(x, 0.3),
+    "chances": lambda x: torch.bernoulli(x.sigmoid()),
+    "hidden units on a GPU": lambda x: torch.native_dropout(x, 0.3, True)[0],
+    "heads of 2": lambda x: F.dropout(x.unflatten(-1, (-1, 2)), 0.3).flatten(2),
+    "heads of 2 before time": lambda x: (
+        F.dropout(x.unflatten(-1, (-1, 2)).transpose(1, 2), 0.3).transpose(1, 2).flatten(2)
+    ),
+    "attention": lambda x: (
+        F.scaled_dot_product_attention(*[x.unflatten(-1, (-1, 2)).transpose(1, 2)] * 3, dropout_p=0.4)
+        .transpose(1, 2)
+        .flatten(2)
+    ),
+    "noise for rows": lambda x: x * torch.rand(len(x), 1, 1) + torch.rand(()),
+}
+
+
+@pytest.mark.parametrize("processes", [2, 4])
+@pytest.mark.parametrize("rows", [(0, ROWS), (4, 10)])
+@pytest.mark.parametrize("name", HEADS)
+def test_columns_between_split_layers_have_the_whole_layers_numbers(
+    name: str, rows: tuple[int, int], processes: int
+) -> None:
+    """A process's columns are those of one process, and the next draw, where all columns are there again, is too."""
+    x = torch.randn(ROWS, 5, 8, generator=torch.Generator().manual_seed(0))
+    torch.manual_seed(3)
+    wanted, after = HEADS[name](x), F.dropout(torch.ones(ROWS, 6), 0.5)
+    (first, last), parts = rows, []
+    for rank in range(processes):
+        torch.manual_seed(3)
+        with whole_batch_draws(BatchRows(first, last - first, ROWS)):
+            columns = x[first:last].chunk(processes, -1)[rank].contiguous()
+            enter_split_layers(columns, rank, processes)
+            parts.append(HEADS[name](columns))
+            leave_split_layers()
+            assert torch.equal(F.dropout(torch.ones(last - first, 6), 0.5), after[first:last])
+    torch.testing.assert_close(torch.cat(parts, -1), wanted[first:last])
+
+
+@pytest.mark.parametrize("rows", [(0, ROWS), (4, 10)])
+def test_heads_in_one_dimension_with_the_rows_are_a_processs_own_and_said(rows: tuple[int, int]) -> None:
+    OWN_DRAWS.clear()
+    found = []
+    for rank in range(2):
+        torch.manual_seed(3)
+        with whole_batch_draws(BatchRows(rows[0], rows[1] - rows[0], ROWS)):
+            enter_split_layers(torch.ones(rows[1] - rows[0], 5, 4), rank, 2)
+            found.append(F.dropout(torch.ones(2 * (rows[1] - rows[0]), 5, 5), 0.5))
+    assert not torch.equal(*found)
+    assert {"bernoulli_"} == OWN_DRAWS
 
 
 OWN: dict[str, Draw] = {

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 from torch.nn import functional as F
 
 import grappe
@@ -33,6 +34,24 @@ class Drawing(nn.Module):
         return torch.tanh(0.5 * x * torch.randint(1, 3, (len(x), 1, 1)))
 
 
+class Split(nn.Module):
+    """Attention and two layers that tensor= splits, with draws between the split layers: [b, LENGTH, WIDTH]."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.query, self.key, self.value, self.up = (nn.Linear(WIDTH, 16, bias=False) for _ in range(4))
+        self.merge, self.down = nn.Linear(16, WIDTH), nn.Linear(16, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        by_time = [layer(x).unflatten(-1, (-1, 4)) for layer in (self.query, self.key, self.value)]
+        q, k, v = (heads.transpose(1, 2) for heads in (F.dropout(by_time[0], 0.1), *by_time[1:]))
+        mixed = F.scaled_dot_product_attention(q + 0.1 * torch.randn_like(q), k, v, dropout_p=0.3)
+        x = x + F.dropout(self.merge(mixed.transpose(1, 2).flatten(2)), 0.2)
+        hidden = F.alpha_dropout(F.dropout(self.up(x), 0.3), 0.1, True)
+        paths = torch.bernoulli(torch.full((len(x), 1, 1), 0.8)) * torch.rand(())
+        return x + F.dropout(self.down(paths * hidden * torch.bernoulli(hidden.sigmoid())), 0.2)
+
+
 class Drawn(grappe.Task):
     """A regression on sequences; 29 samples in batches of 12, so that the last batch is short and odd."""
 
@@ -42,11 +61,15 @@ class Drawn(grappe.Task):
 
     def model(self) -> nn.Module:
         ends = nn.Sequential(nn.Flatten(), nn.Dropout(0.3), nn.Linear(LENGTH * WIDTH, 3))
-        return nn.Sequential(nn.Dropout(0.2), Drawing(), nn.Dropout(0.2), Drawing(), ends)
+        return nn.Sequential(nn.Dropout(0.2), Drawing(), Split(), Drawing(), ends)
 
     def units(self, model: nn.Module) -> list[nn.Module]:
         assert isinstance(model, nn.Sequential)
         return list(model)
+
+    def tensor_plan(self, model: nn.Module) -> dict[str, ColwiseParallel | RowwiseParallel]:
+        wide = {f"2.{name}": ColwiseParallel() for name in ("query", "key", "value", "up")}
+        return wide | {"2.merge": RowwiseParallel(), "2.down": RowwiseParallel()}
 
     def data(self, split: str, folder: Path) -> grappe.Arrays:
         generator = torch.Generator().manual_seed(1)

@@ -5,6 +5,8 @@ global batch from torch's generator, and keeps the microbatch's own. Where every
 generator, all of them together have the numbers of one process that takes the whole batch at once. Operators are
 intercepted in torch's dispatcher, so those that C++ calls are too, and nothing else becomes slower.
 
+Under tensor parallelism an activation between two split layers has a part of its columns: draws there are for all.
+
 Shapes: a microbatch of b rows, in a global batch of N rows.
 """
 
@@ -23,8 +25,8 @@ from grappe.data.draw import mix
 from grappe.private_api.torch import intercept, is_shard_or_traced, set_intercepting, tree_leaves
 
 
-class _Kept(NamedTuple):
-    """The part of a whole batch's draw that is the microbatch's."""
+class _Cut(NamedTuple):
+    """The part of one dimension of a whole draw that is this process's."""
 
     dimension: int
     first: int
@@ -33,7 +35,32 @@ class _Kept(NamedTuple):
     """The size of the whole draw's dimension."""
 
 
-_NOTHING = _Kept(0, 0, 0, 0)
+class _Kept(NamedTuple):
+    """The part of a whole draw that is kept: a microbatch's rows and, between layers split by tensor=, own columns."""
+
+    rows: _Cut | None
+    columns: _Cut | None = None
+
+    def take(self, drawn: Tensor) -> Tensor:
+        """Returns the part of what was drawn for all."""
+        for cut in self:
+            if cut is not None and cut.first + cut.size <= cut.of:
+                drawn = drawn.narrow(cut.dimension, cut.first, cut.size)
+            elif cut is not None:
+                drawn = drawn.index_select(cut.dimension, _places(cut, drawn))
+        return drawn
+
+
+class Columns(NamedTuple):
+    """Where a process is between two layers that tensor= splits: it has a part of each activation's last dimension."""
+
+    rank: int
+    processes: int
+    shapes: frozenset[tuple[int, int]]
+    """Of the outputs of the layers before: how many dimensions each has, and the size of its last one."""
+
+
+_NOTHING = _Kept(_Cut(0, 0, 0, 0))
 OWN_DRAWS: set[str] = set()
 """The operators that drew numbers of a microbatch's own, in this process."""
 SAME_DRAWS: set[str] = set()
@@ -50,6 +77,7 @@ class _Now:
     """Not per thread, as InModel."""
 
     kept: _Kept | None = None
+    columns: Columns | None = None
     intercepted = 0
     """Draws from torch's generator so far that were intercepted."""
 
@@ -66,28 +94,40 @@ def whole_batch_draws(rows: BatchRows | None) -> Iterator[None]:
     if rows is not None:
         _registered()
     before, InModel.place = InModel.place, rows
+    columns, _Now.columns = _Now.columns, None
     was_on = set_intercepting(rows is not None)
     try:
         yield
     finally:
-        InModel.place = before
+        InModel.place, _Now.columns = before, columns
         set_intercepting(was_on)
 
 
-def own_part(drawn: Tensor) -> Tensor:
-    """Returns the microbatch's part of what an operator draws for the whole batch now; otherwise `drawn`."""
-    kept = _Now.kept
-    if kept is None:
-        return drawn
-    if kept.first + kept.size <= kept.of:
-        return drawn.narrow(kept.dimension, kept.first, kept.size)
-    return drawn.index_select(kept.dimension, _places(kept, drawn))
+def enter_split_layers(output: Tensor, rank: int, processes: int) -> None:
+    """Tells that `output` [..., w] has w columns of those that `processes` processes have: draws are for all of them.
+
+    Until `leave_split_layers`, a draw's columns are found by its shape: a last dimension of w, or attention's heads in
+    [b, heads, time, time], [b, heads, time, width] or [b, time, heads, width]. A draw without any is each process's
+    alike.
+    """
+    before = _Now.columns.shapes if _Now.columns is not None else frozenset()
+    _Now.columns = Columns(rank, processes, before | {(output.dim(), output.shape[-1])})
 
 
-def _places(kept: _Kept, drawn: Tensor) -> Tensor:
+def leave_split_layers() -> None:
+    """Tells that activations have all their columns again."""
+    _Now.columns = None
+
+
+def own_rows(drawn: Tensor) -> Tensor:
+    """Returns the microbatch's rows of what an operator draws for the whole batch now; otherwise `drawn`."""
+    return drawn if _Now.kept is None else _Kept(_Now.kept.rows).take(drawn)
+
+
+def _places(cut: _Cut, drawn: Tensor) -> Tensor:
     """Returns the places of the microbatch's rows; rows of padding after the batch's last have the first ones'."""
-    places = torch.arange(kept.first, kept.first + kept.size, device=drawn.device)
-    return places.remainder_(kept.of)
+    places = torch.arange(cut.first, cut.first + cut.size, device=drawn.device)
+    return places.remainder_(cut.of)
 
 
 @functools.cache
@@ -132,25 +172,37 @@ def _filled(operator: Any, tensor: Tensor, *arguments: Any, generator: Any = Non
             return operator(tensor, *arguments, **options)
         with _own_stream(operator, tensor, rows):
             return operator(tensor, *arguments, **options)
-    in_order = part.dimension == 0 and part.first + part.size <= part.of and tensor.is_contiguous()
+    if part == _UNCUT:
+        return operator(tensor, *arguments, **options)
+    cut = part.rows if part.columns is None else None
+    in_order = cut is not None and not cut.dimension and cut.first + cut.size <= cut.of and tensor.is_contiguous()
     plain = tensor.device.type == "cpu" and not any(isinstance(each, Tensor) for each in arguments)
-    if in_order and plain and (words := _words_each(operator, tensor.dtype, arguments)):
-        each = words * (tensor.numel() // part.size)
+    if cut is not None and in_order and plain and (words := _words_each(operator, tensor.dtype, arguments)):
+        each = words * (tensor.numel() // cut.size)
         with _drawing(_NOTHING):
-            _pass_over(each * part.first)
+            _pass_over(each * cut.first)
         operator(tensor, *arguments, **options)
         with _drawing(_NOTHING):
-            _pass_over(each * (part.of - part.first - part.size))
+            _pass_over(each * (cut.of - cut.first - cut.size))
         return tensor
     with _drawing(part):
         drawn = _for_all(tensor, part)
-        if arguments and isinstance(arguments[0], Tensor):  # chances: other rows' do not change how many are drawn
-            chances = torch.full_like(drawn, 0.5, dtype=arguments[0].dtype)
-            places = _places(part, drawn)
-            chances.index_copy_(part.dimension, places, arguments[0].detach().expand_as(tensor).contiguous())
-            arguments = (chances, *arguments[1:])
+        if arguments and isinstance(arguments[0], Tensor):  # chances: others' do not change how many are drawn
+            chances = arguments[0].detach().expand_as(tensor)
+            arguments = (_spread(chances, drawn, part), *arguments[1:])
         operator(drawn, *arguments, **options)
-        return tensor.copy_(own_part(drawn))
+        return tensor.copy_(part.take(drawn))
+
+
+def _spread(chances: Tensor, drawn: Tensor, part: _Kept) -> Tensor:
+    """Returns chances for all that is drawn: this process's, and 0.5 for others'."""
+    for cut in (part.columns, part.rows):
+        if cut is not None:
+            shape = [*chances.shape]
+            shape[cut.dimension] = cut.of
+            everyone = chances.new_full(shape, 0.5)
+            chances = everyone.index_copy_(cut.dimension, _places(cut, drawn), chances.contiguous())
+    return torch.empty_like(drawn, dtype=chances.dtype).copy_(chances)
 
 
 def _is_seed(operator: Any, *arguments: Any) -> bool:
@@ -199,10 +251,10 @@ def _native_dropout(operator: Any, tensor: Tensor, p: float, train: bool | None)
     if part is None:
         with _own_stream(operator, tensor, rows):
             return operator(tensor, p, train)
-    if MeanDraws.on:
+    if MeanDraws.on or part == _UNCUT:
         return operator(tensor, p, train)
     with _drawing(part):  # cloned, or the whole batch's would be kept for backward
-        mask = own_part(operator(_for_all(tensor.detach(), part), p, True)[1]).clone()
+        mask = part.take(operator(_for_all(tensor.detach(), part), p, True)[1]).clone()
     return tensor * mask * (0.0 if p == 1.0 else 1.0 / (1.0 - p)), mask
 
 
@@ -240,7 +292,8 @@ def _fused(operator: Any, tensor: Tensor, *arguments: Any, **options: Any) -> An
         return operator(tensor, *arguments, **options)
     with _own_stream(operator, tensor, rows) as generator:
         result = operator(tensor, *arguments, **options)
-        used = generator.get_offset() // rows.size * rows.of
+        processes = 1 if _Now.columns is None else _Now.columns.processes
+        used = generator.get_offset() // rows.size * rows.of * processes
     # As far on as after the whole batch's; offsets are multiples of 4.
     generator.set_offset(generator.get_offset() + -(-used // 4) * 4)
     return result
@@ -252,28 +305,56 @@ def _fused(operator: Any, tensor: Tensor, *arguments: Any, **options: Any) -> An
 def _torchs_own(tensor: Tensor, generator: Any) -> BatchRows | None:
     """Returns the rows to draw for; None: torch draws as it would alone."""
     rows = InModel.place
-    if rows is None or rows.size >= rows.of or generator is not None or not tensor.numel():
+    if rows is None or _all_here(rows) or generator is not None or not tensor.numel():
         return None
     _Now.intercepted += 1
     return rows if _is_plain(tensor) or not is_shard_or_traced(tensor) else None
+
+
+def _all_here(rows: BatchRows) -> bool:
+    """Returns whether a draw is for all rows of the batch and all columns."""
+    return rows.size >= rows.of and _Now.columns is None
 
 
 def _is_plain(tensor: Tensor) -> bool:
     return type(tensor) in (Tensor, nn.Parameter) and not tensor.is_nested
 
 
+_UNCUT = _Kept(None)
+
+
 def _part(tensor: Tensor, rows: BatchRows) -> _Kept | None:
-    """Finds the rows in a draw's shape: what is to be kept of the whole batch's draw."""
+    """Finds rows and columns in a draw's shape: what is to be kept of the whole batch's draw."""
     if not _is_plain(tensor):
         return None
     shape = tensor.shape
-    for dimension in range(min(2, len(shape))):
-        if shape[dimension] == rows.size:
-            return _Kept(dimension, *rows)
-    if len(shape) and not shape[0] % rows.size:
-        each = shape[0] // rows.size
-        return _Kept(0, each * rows.first, shape[0], each * rows.of)
-    return None
+    dimension = next((number for number, size in enumerate(shape[:2]) if size == rows.size), None)
+    each = shape[0] // rows.size if dimension is None and shape and not shape[0] % rows.size else 1
+    columns = _columns(shape, dimension or 0)
+    if each > 1 and columns is None and _Now.columns is not None:
+        return None  # heads in one dimension with the rows
+    if rows.size >= rows.of:
+        return _Kept(None, columns)
+    if dimension is None and each == 1:
+        return None
+    return _Kept(_Cut(dimension or 0, each * rows.first, shape[dimension or 0], each * rows.of), columns)
+
+
+def _columns(shape: torch.Size, rows_dimension: int) -> _Cut | None:
+    """Finds the columns in a draw's shape, between layers that tensor= splits."""
+    columns = _Now.columns
+    if columns is None or not shape:
+        return None
+    if (len(shape), shape[-1]) in columns.shapes:
+        dimension = len(shape) - 1
+    elif len(shape) == 4 and not rows_dimension and shape[2:].numel() > 1:
+        widths = {width for _, width in columns.shapes}
+        by_time = shape[1] * shape[3] not in widths and shape[2] * shape[3] in widths  # [b, time, heads, width]
+        dimension = 2 if by_time else 1
+    else:
+        return None
+    size = shape[dimension]
+    return _Cut(dimension, columns.rank * size, size, columns.processes * size)
 
 
 @contextlib.contextmanager
@@ -288,21 +369,25 @@ def _drawing(part: _Kept | None) -> Iterator[None]:
 def _for_all(tensor: Tensor, part: _Kept) -> Tensor:
     """Makes a tensor for the whole batch, without values, laid out like `tensor`: torch draws in memory's order."""
     shape = list(tensor.shape)
-    shape[part.dimension] = part.of
-    if tensor.is_contiguous():
+    for cut in part:
+        if cut is not None:
+            shape[cut.dimension] = cut.of
+    if part.columns is None and tensor.is_contiguous():
         return tensor.new_empty(shape)
-    order = sorted(range(tensor.dim()), key=lambda dimension: -tensor.stride(dimension))
+    # A dimension of size 1, say a process's only head, is contiguous in any place: its stride tells where it was.
+    order = sorted(range(tensor.dim()), key=lambda dimension: (-tensor.stride(dimension), tensor.shape[dimension] == 1))
     return torch.empty_permuted(shape, order, dtype=tensor.dtype, device=tensor.device)
 
 
 @contextlib.contextmanager
 def _own_stream(operator: Any, tensor: Tensor, rows: BatchRows) -> Iterator[torch.Generator]:
-    """Context in which torch's generator has a seed that no other microbatch of the step has.
+    """Context in which torch's generator has a seed that no other microbatch of the step has, and no other columns.
 
     A forward that runs again has the same seed again.
     """
     OWN_DRAWS.add(operator.overloadpacket.__name__)
-    seed = mix(int(torch.empty((), dtype=torch.int64).random_()), rows.first)
+    columns = 0 if _Now.columns is None else _Now.columns.rank
+    seed = mix(int(torch.empty((), dtype=torch.int64).random_()), rows.first + columns * rows.of)
     generator = torchs_generator(tensor.device)
     before = generator.get_state()
     generator.manual_seed(seed)
@@ -328,7 +413,7 @@ def noting_own_kernels(operator: Any, arguments: Any) -> Iterator[None]:
     """
     tensor = next((leaf for leaf in tree_leaves(arguments) if isinstance(leaf, Tensor)), None)
     rows = InModel.place
-    if tensor is None or rows is None or rows.size >= rows.of or getattr(operator, "namespace", "") == "aten":
+    if tensor is None or rows is None or _all_here(rows) or getattr(operator, "namespace", "") == "aten":
         yield
         return
     generator, intercepted = torchs_generator(tensor.device), _Now.intercepted

@@ -11,6 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
 
+from grappe.data.whole_batch_draws import enter_split_layers, leave_split_layers
 from grappe.errors import PlanError
 from grappe.launch.world import World
 from grappe.parallel.materialise import shared_parameters
@@ -69,6 +70,30 @@ class SplitOutputs(ParallelStyle):
         return module
 
 
+class _Announced(ParallelStyle):
+    """A style that tells whole_batch_draws where the activations have a part of their columns, and where all again."""
+
+    def __init__(self, style: ParallelStyle) -> None:
+        super().__init__()
+        self._style = style
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        style: Any = self._style
+        style.src_data_rank = self.src_data_rank
+        if isinstance(style, RowwiseParallel) and Shard(-1) in style.input_layouts:
+            module.register_forward_pre_hook(lambda *_: leave_split_layers())
+        module = style._apply(module, device_mesh)
+        if isinstance(style, ColwiseParallel) and Shard(-1) in style.output_layouts:
+            rank, processes = device_mesh.get_local_rank(), device_mesh.size()
+
+            def entered(_: nn.Module, inputs: Any, output: Any) -> None:
+                if not isinstance(output, DTensor):
+                    enter_split_layers(output, rank, processes)
+
+            module.register_forward_hook(entered)
+        return module
+
+
 def split_convolutions(model: nn.Module) -> dict[str, ParallelStyle]:
     """Returns the styles that split the channels of each convolution without groups, by name."""
     return {name: SplitOutputs() for name, module in model.named_modules() if _is_plain_convolution(module)}
@@ -98,7 +123,8 @@ def split_tensors(model: nn.Module, task: Task, plan: Plan, world: World) -> Non
             "replicate= in place of shard="
         )
     modules = dict(model.named_modules())
-    for name, style in styles.items():
+    for name, own_style in styles.items():
+        style = _Announced(own_style) if plan.draws_whole_batches else own_style
         # Under torch 2.8 a dotted name also styles a module of the outermost that has the name's last part.
         if name in modules:
             parallelize_module(modules[name], world.mesh["tensor"], style)

@@ -24,7 +24,7 @@ CPU = torch.device("cpu")
         ("replicate=8", "dropout=whole makes it so"),
         ("pipeline=2,microbatches=8", "dropout=whole makes it so"),
         ("replicate=2,compile", "compile"),
-        ("tensor=2,replicate=2", "tensor"),
+        ("tensor=2,replicate=8", "dropout=whole makes it so"),
         ("replicate=8,dropout=local", ""),
         ("exact=8,replicate=8", ""),
     ],

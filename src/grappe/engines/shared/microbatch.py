@@ -167,13 +167,12 @@ def remarks_on_draws(plan: Plan, device: torch.device) -> list[str]:
             for way, names in ways.items()
             if names
         ]
-    alone = plan.data_parallel * plan.microbatches * plan.pipeline == 1
+    alone = plan.data_parallel * plan.microbatches * plan.pipeline * plan.tensor == 1
     if plan.dropout == "local" or plan.exact or alone:
         return []
     if torch.equal(unused, generator.get_state()):
         return []
-    able = not plan.compile and plan.tensor == 1
-    instead = ": dropout=whole makes it so, and takes longer" if able else ", since the plan has compile or tensor"
+    instead = ", since the plan has compile" if plan.compile else ": dropout=whole makes it so, and takes longer"
     return [f"dropout or noise that is not that of one process{instead}"]
 
 

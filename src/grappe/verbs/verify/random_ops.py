@@ -11,7 +11,7 @@ import torch
 import xxhash
 from torch import Tensor
 
-from grappe.data.whole_batch_draws import MeanDraws, own_part
+from grappe.data.whole_batch_draws import MeanDraws, own_rows
 from grappe.private_api.torch import TorchDispatchMode, call_in_mode, operator_arguments
 
 LEAST_NUMBERS = 64  # of a step's draws: fewer can be equal by chance
@@ -62,7 +62,7 @@ class RandomOps(TorchDispatchMode):
         # Fused attention returns (seed, offset) instead of a dropout mask.
         for leaf in result if isinstance(result, tuple | list) else (result,):
             if isinstance(leaf, Tensor) and not isinstance(leaf, torch.distributed.tensor.DTensor):
-                self._record(own_part(leaf))
+                self._record(own_rows(leaf))
         return result
 
     def __enter__(self) -> RandomOps:
