@@ -32,7 +32,7 @@ COMMON = {
 GRAPPE = {
     "backward": ("grappe.engines.native:backward",),
     "feed": ("grappe.training.loop:Training._timed.__next__", "grappe.data.loader:BatchLoader._microbatch"),
-    "ledger": ("grappe.data.order:SampleOrder.ids",),
+    "ledger": ("grappe.data.sampling:SampleOrder.ids",),
     "gather": ("grappe.data.arrays:Arrays.gather",),
     "seed dropout": ("grappe.engines.native:seed_dropout",),
     "engine's own": (

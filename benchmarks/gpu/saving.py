@@ -13,7 +13,7 @@ from benchmarks.gpu.part import Aim, Part
 from benchmarks.gpu.tasks import Tokens
 from grappe.checkpoint.saver import Snapshots
 from grappe.checkpoint.tensor_file import Piece
-from grappe.profiling import limits
+from grappe.profiling import memory
 from grappe.training.options import Options
 
 SAVES, AFTER = 3, 3
@@ -90,4 +90,4 @@ def _largest(part: Part) -> None:
 def _fitting() -> float:
     """Returns the bytes of the largest state, up to what is wanted, that the device and the host's memory hold."""
     free, _ = torch.cuda.mem_get_info()
-    return min(WANTED, DEVICE_SHARE * free, HOST_SHARE * (limits.free() or WANTED))
+    return min(WANTED, DEVICE_SHARE * free, HOST_SHARE * (memory.free() or WANTED))

@@ -19,7 +19,7 @@ from grappe.checkpoint.tensor_file import Piece
 from grappe.errors import RunError
 from grappe.launch.world import ProcessRank, World, join
 from grappe.plan import Plan
-from grappe.profiling import limits
+from grappe.profiling import memory
 from tests.commands import until
 
 ALONE = World(process=ProcessRank(), device=torch.device("cpu"))
@@ -295,7 +295,7 @@ def test_copies_that_leave_a_step_no_room_are_not_taken(monkeypatch: pytest.Monk
         asked.append((size, processes, peak_known))
         return peak_known
 
-    monkeypatch.setattr(limits, "has_room", has_room)
+    monkeypatch.setattr(memory, "has_room", has_room)
     assert not snapshots.take(pieces, 2, peak_known=False)[1]
     assert snapshots.take(pieces, 2)[1] and snapshots.take(pieces, 2)[1]
     assert asked == [(16, 2, False), (16, 2, True)]  # what is kept needs no more room

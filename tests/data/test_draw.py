@@ -9,7 +9,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from grappe.data.draw import draw, drawn, mix, mix_steps, mixup_pairs, sample_keys
-from grappe.data.order import SampleOrder, cut
+from grappe.data.sampling import SampleOrder, cut
 
 # a busy machine is no reason to fail
 untimed = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])

@@ -15,9 +15,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from grappe.data import draw as drawing
-from grappe.data import order as module
+from grappe.data import sampling as module
 from grappe.data.draw import permute
-from grappe.data.order import SampleOrder, cut
+from grappe.data.sampling import SampleOrder, cut
 
 # a busy machine is no reason to fail
 untimed = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -235,5 +235,5 @@ def test_a_step_beyond_the_epoch_is_refused(length: int) -> None:
 
 
 def test_the_order_needs_no_torch() -> None:
-    code = "import sys, grappe.data.draw, grappe.data.order; sys.exit('torch' in sys.modules)"
+    code = "import sys, grappe.data.draw, grappe.data.sampling; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

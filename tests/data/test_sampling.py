@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 
 from grappe import Arrays, Sampling, Task, draw
 from grappe.data.loader import training_loader
-from grappe.data.order import SampleOrder, cut
-from grappe.data.sampling import DrawnSamples
+from grappe.data.sampling import DrawnSamples, SampleOrder, cut
 from grappe.errors import TaskError
 from grappe.plan import Plan
 from tests.data.test_loader import world

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset, default_collate
 
 from grappe.data.arrays import RepeatedDataset, one_by_one
-from grappe.data.order import SampleOrder, cut
+from grappe.data.sampling import SampleOrder, cut
 from grappe.data.seeded import SeededDataset
 from grappe.errors import TaskError
 

@@ -15,7 +15,7 @@ from grappe.checkpoint.format import STATE, step_folder
 from grappe.cli import commands
 from grappe.plan import Plan
 from grappe.training.run import Run
-from grappe.verbs.drill import drill
+from grappe.verbs import drill
 from tests.commands import GRAPPE, Command
 from tests.faults.stuck import Quick
 from tests.patience import PATIENCE_SECONDS

@@ -10,7 +10,7 @@ from torch import nn
 from torch.distributed.pipelining import PipelineStage, schedules
 
 from grappe.foresight.fake_model import pretended
-from grappe.foresight.schedules import Kind, SimulatedStep, order_of, orders_of, simulate
+from grappe.foresight.pipeline_trace import Kind, SimulatedStep, order_of, orders_of, simulate
 from grappe.parallel.pipeline.rules import RULES, idle_part, stages_each
 from grappe.plan import Plan
 from tests.foresight import clocks

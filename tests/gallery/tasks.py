@@ -16,7 +16,7 @@ from grappe import tasks
 from grappe.data.batch import SampleIds, inside
 from grappe.data.datasets import training_order
 from grappe.data.draw import sample_keys
-from grappe.data.order import SampleOrder
+from grappe.data.sampling import SampleOrder
 from grappe.step.fast_paths import seed_dropout
 
 

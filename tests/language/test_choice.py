@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from grappe.language.choice import LOCALE, VARIABLE, chosen_language, unknown_language
+from grappe.language import LOCALE, VARIABLE, chosen_language, unknown_language
 
 
 @pytest.mark.parametrize(

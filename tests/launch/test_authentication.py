@@ -10,7 +10,7 @@ import pytest
 import torch.distributed as dist
 
 from grappe.errors import ProcessDied
-from grappe.launch import authentication
+from grappe.launch import rendezvous
 from grappe.launch.rank import ProcessRank
 from grappe.launch.world import join
 from grappe.plan import Plan
@@ -51,14 +51,14 @@ def join_beside_a_stranger(process: ProcessRank, rendezvous_folder: Path, folder
     """Joins a mesh; another program stands in the place of process `stranger` in the smaller groups alone."""
     place = rendezvous_folder / folder
     place.mkdir(exist_ok=True)
-    groups, authenticate = [], authentication.authenticate
+    groups, authenticate = [], rendezvous.authenticate
 
     def planted(process: ProcessRank, secret: str, group: dist.ProcessGroup | None = None) -> None:
         groups.append(dist.get_process_group_ranks(group) if group is not None else [])
         authenticate(process, "theirs" if group is not None and process.rank == stranger else secret, group)
 
     known = dataclasses.replace(process, secret="ours")
-    with mock.patch.object(authentication, "authenticate", planted):
+    with mock.patch.object(rendezvous, "authenticate", planted):
         try:
             world = join(Plan.parse("replicate=2,shard=2,threads=1,device=cpu"), known, place)
         except ProcessDied as error:
@@ -92,7 +92,7 @@ class Store(dict):
 def test_a_stranger_cannot_say_where_the_secret_is(tmp_path: Path, name: str) -> None:
     process = ProcessRank(rank=1, size=2, local_rank=1, local_size=2, launcher="srun")
     with pytest.raises(ProcessDied, match="share no secret"):
-        authentication.shared_secret(process, Store({authentication.KEY: name.encode()}), tmp_path)  # type: ignore[arg-type]
+        rendezvous.shared_secret(process, Store({rendezvous.KEY: name.encode()}), tmp_path)  # type: ignore[arg-type]
 
 
 def test_a_secret_is_not_shown() -> None:

@@ -23,8 +23,8 @@ from grappe.launch import local
 from grappe.launch.child import Report
 from grappe.launch.local import explanation, hint
 from grappe.launch.signals import handled
-from grappe.profiling import limits
-from grappe.profiling.limits import ControlGroup
+from grappe.profiling import memory
+from grappe.profiling.memory import ControlGroup
 from grappe.training.run import Run
 from grappe.words import host_name
 from tests.commands import GRAPPE, SLOW, Command, pids_in_training, until
@@ -348,8 +348,8 @@ def test_a_silent_end_where_memory_is_limited_names_the_limit(monkeypatch: pytes
 
 def test_a_kill_at_the_limit_of_a_job_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     group = ControlGroup(size=4_000_000_000, free=0)
-    monkeypatch.setattr(limits, "control_group", lambda: group)
-    monkeypatch.setattr(limits, "killed", lambda: 2)
+    monkeypatch.setattr(memory, "control_group", lambda: group)
+    monkeypatch.setattr(memory, "killed", lambda: 2)
     assert "this job or container may have 4.0 GB of memory together" in hint(-signal.SIGKILL, 1)
     for before in (2, None):  # somebody else killed it
         assert "see `dmesg`" in hint(-signal.SIGKILL, before)

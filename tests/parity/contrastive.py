@@ -13,7 +13,7 @@ from torch.nn import functional
 
 from grappe.data.arrays import Arrays
 from grappe.data.batch import Batch, Microbatch
-from grappe.data.order import SampleOrder
+from grappe.data.sampling import SampleOrder
 from grappe.launch.rank import ProcessRank
 from grappe.step.loss import Loss
 from grappe.step.whole_batch_loss import WholeBatchLosses

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from grappe import Arrays
-from grappe.data.order import SampleOrder
+from grappe.data.sampling import SampleOrder
 from tests.parity.tasks import Images
 
 LOUD_STEP = 1

@@ -17,7 +17,7 @@ from torch.utils.data import Dataset
 from grappe.data.batch import Batch, Microbatch
 from grappe.data.draw import mix
 from grappe.data.loader import BatchLoader
-from grappe.data.order import SampleOrder
+from grappe.data.sampling import SampleOrder
 from grappe.engines import native
 from grappe.engines.shared import microbatch
 from grappe.launch.rank import ProcessRank

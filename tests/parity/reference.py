@@ -12,8 +12,8 @@ from typing import Any
 import torch
 
 from grappe.data.draw import mix
-from grappe.data.order import SampleOrder, cut
-from grappe.optimizers.modes import begin_training
+from grappe.data.sampling import SampleOrder, cut
+from grappe.optimizers.common import begin_training
 from grappe.task import Task
 
 

@@ -60,7 +60,7 @@ class Augmented(Images):
 def plain() -> tuple[list[float], dict[str, torch.Tensor]]:
     """Losses and weights of a loop written by hand, which augments each global batch as a whole."""
     from grappe.data.draw import sample_keys
-    from grappe.data.order import SampleOrder
+    from grappe.data.sampling import SampleOrder
 
     task = Augmented()
     torch.manual_seed(task.seed)

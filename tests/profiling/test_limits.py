@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from grappe.launch.world import cores
-from grappe.profiling import limits, memory
-from grappe.profiling.limits import ControlGroup, control_group, cpu_quota, free, has_room, killed
+from grappe.profiling import memory
+from grappe.profiling.memory import ControlGroup, control_group, cpu_quota, free, has_room, killed
 
 
 def second(folder: Path, text: str) -> None:
@@ -117,20 +117,20 @@ def test_what_is_damaged_or_absent_limits_nothing(tmp_path: Path, own: Path) -> 
 def test_free_is_the_least_of_the_machine_and_the_group(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     machine = tmp_path / "meminfo"
     machine.write_text("MemTotal:  9 kB\nMemAvailable:   2 kB\n")
-    monkeypatch.setattr(limits, "control_group", lambda: None)
+    monkeypatch.setattr(memory, "control_group", lambda: None)
     assert free(machine) == 2048
     assert free(tmp_path / "none") is None
-    monkeypatch.setattr(limits, "control_group", lambda: ControlGroup(size=3000, free=350))
+    monkeypatch.setattr(memory, "control_group", lambda: ControlGroup(size=3000, free=350))
     assert free(machine) == free(tmp_path / "none") == 350
 
 
 def test_room_is_for_what_is_asked_and_for_the_highest_use_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(limits, "free", lambda: 1000)
+    monkeypatch.setattr(memory, "free", lambda: 1000)
     monkeypatch.setattr(memory, "below_peak", lambda: 300)
     assert has_room(700) and not has_room(701)
     assert has_room(200, 2) and not has_room(201, 2)
     assert has_room(20, peak_known=False) and not has_room(21, peak_known=False)
-    monkeypatch.setattr(limits, "free", lambda: None)
+    monkeypatch.setattr(memory, "free", lambda: None)
     assert has_room(10**15)
     monkeypatch.setattr(memory, "data_size", lambda: 5000)
     monkeypatch.setattr(resource, "getrlimit", lambda kind: (6000, resource.RLIM_INFINITY))

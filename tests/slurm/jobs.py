@@ -102,7 +102,7 @@ class Job:
         assert ids(self.run, steps) == self._undisturbed(), "other samples than without any stop"
 
     def _undisturbed(self) -> list[list[int]]:
-        from grappe.data.order import SampleOrder
+        from grappe.data.sampling import SampleOrder
 
         order = SampleOrder(length=32, batch_size=4, seed=0)
         return [sorted(map(int, order.ids(step // 8, step % 8))) for step in range(self.total)]

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader
 import grappe
 from grappe.checkpoint.initial import built
 from grappe.data.datasets import training_order
-from grappe.data.order import SampleOrder
+from grappe.data.sampling import SampleOrder
 from grappe.errors import TaskError
 from grappe.parallel.materialise import fill, on_meta
 from grappe.training.run import Run

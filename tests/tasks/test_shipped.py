@@ -16,7 +16,7 @@ import torch
 import grappe
 from grappe import Arrays, Task, tasks
 from grappe.data.draw import sample_keys
-from grappe.data.order import cut
+from grappe.data.sampling import cut
 from grappe.errors import DataError, TaskError, UsageError
 from grappe.task import fields
 from grappe.tasks.cifar10 import Cifar10

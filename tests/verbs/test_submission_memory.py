@@ -9,7 +9,7 @@ import pytest
 from grappe.sites import find
 from grappe.sites.sbatch import JobOptions
 from grappe.verbs.submission_memory import foreseen_warnings
-from grappe.verbs.submit.submission import Submission
+from grappe.verbs.submit.resources import Submission
 from grappe.verbs.submit.submit import JobScript, submit
 
 BIG = """

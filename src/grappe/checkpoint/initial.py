@@ -16,14 +16,12 @@ from torch.nn.parameter import is_lazy
 
 from grappe.checkpoint import tensor_file
 from grappe.checkpoint.commit import Origin, commit, write_new
-from grappe.checkpoint.foreign import ALONE, foreign_weights
-from grappe.checkpoint.foreign_training import Begin, ForeignTraining, foreign_training
+from grappe.checkpoint.foreign_training import ALONE, Begin, ForeignTraining, foreign_training, foreign_weights
 from grappe.checkpoint.format import STATE, choose, step_folder
 from grappe.checkpoint.names import copy_values, differences, match, some
 from grappe.checkpoint.weights import LOCAL, MODEL, InMemory, Weights, named_tensors
 from grappe.errors import GrappeError, OutOfMemory, RunError, TaskError, disk_advice
-from grappe.errors.user_code import user_call
-from grappe.errors.user_line import at
+from grappe.errors.user_code import at, user_call
 from grappe.launch import files
 from grappe.launch.fork import LimitReached, Limits, run_in_fork
 from grappe.task import Task

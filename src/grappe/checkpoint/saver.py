@@ -29,7 +29,7 @@ from grappe.launch.files import IN_CHECKPOINT, IN_PART
 from grappe.launch.terminal import say
 from grappe.launch.world import World
 from grappe.private_api.torch import local_shape_and_offset
-from grappe.profiling import limits
+from grappe.profiling import memory
 
 POLL_SECONDS = 0.01
 SAMPLES = "samples"  # of the values that are saved: how many samples were seen
@@ -296,7 +296,7 @@ class Snapshots:
         originals = list(pieces)
         on_gpu = [piece for piece in originals if piece.data.is_cuda]
         missing = sum(piece.data.nbytes for piece in originals if not self._kept(piece))
-        if missing and not on_gpu and not limits.has_room(missing, processes, peak_known=peak_known):
+        if missing and not on_gpu and not memory.has_room(missing, processes, peak_known=peak_known):
             return self._without(originals)
         try:
             taken = [piece._replace(data=self._buffer(piece)) for piece in originals]

@@ -35,7 +35,7 @@ from grappe.launch.folders import RUNS
 from grappe.launch.terminal import complain, say, write
 from grappe.sites.sbatch import SCRIPT, TRAIN, TUNE, JobOptions
 from grappe.training.options import Options
-from grappe.verbs.submit.submission import Submission
+from grappe.verbs.submit.resources import Submission
 from grappe.verbs.tune.study import SearchOptions
 
 if TYPE_CHECKING:

@@ -154,7 +154,7 @@ def drill(
     from grappe.plan import as_plan
     from grappe.training.request import Request, data_folder
     from grappe.training.task_reference import TaskReference
-    from grappe.verbs.drill import drill as verb
+    from grappe.verbs import drill as verb
 
     training = Request(task=TaskReference.of(task, texts), plan=as_plan(plan), data=data_folder(data))
     waiting("")
@@ -457,7 +457,7 @@ def fetch(
     and checksum. What was interrupted goes on when the same command is started again.
     """
     from grappe.training.request import data_folder
-    from grappe.verbs.fetch.fetch import fetch as verb
+    from grappe.verbs.fetch import fetch as verb
 
     folder = data_folder(data)
     done = verb(task, folder, dry_run=dry_run)

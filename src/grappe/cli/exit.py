@@ -17,7 +17,7 @@ from cyclopts import App, CycloptsError
 from grappe import __version__
 from grappe.errors import EXIT_FAILURE, EXIT_OK, EXIT_USAGE, GrappeError, ProcessDied, UsageError, of_file
 from grappe.errors.causes import broken_package, hiding, refused_process
-from grappe.language.choice import unknown_language
+from grappe.language import unknown_language
 from grappe.launch.openmp import let_threads_sleep
 from grappe.launch.rank import is_main_process, rank_from_environment
 from grappe.launch.terminal import clear, complain, show_any_text, write

@@ -17,8 +17,7 @@ from cyclopts.help.specs import get_default_command_columns, get_default_paramet
 from rich.console import Console, ConsoleOptions
 from rich.text import Text
 
-from grappe.language import catalogue_of
-from grappe.language.choice import chosen_language
+from grappe.language import catalogue_of, chosen_language
 
 LABELS = ("[choices: ", "[env var: ", "[default: ", "[required]")
 """What cyclopts writes behind an option's help."""

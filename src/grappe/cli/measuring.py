@@ -37,7 +37,7 @@ from grappe.verbs.measure.points import MeasureOptions
 from grappe.words import count_of, filled_table, plain_table
 
 if TYPE_CHECKING:
-    from grappe.verbs.lr_find.lr_find import LearningRates
+    from grappe.verbs.lr_find import LearningRates
     from grappe.verbs.measure.measure import JobRequest
     from grappe.verbs.verify.verdict import PlanVerdict
 
@@ -183,7 +183,7 @@ def measure(
     if not gather:
         preflight(plans, task)
     from grappe.verbs.measure import measure as verb
-    from grappe.verbs.measure import table, verdict
+    from grappe.verbs.measure import verdict
     from grappe.verbs.measure.explain import explain
     from grappe.verbs.measure.largest import largest_batches as verb_largest
 
@@ -195,14 +195,14 @@ def measure(
     explanations = explain(task, points, options=options, data=data, fields=texts, note=complain) if options.why else []
     code = EXIT_FAILURE if any(point.failure for point in points) else EXIT_OK
     largest = [str(batch) for batch in verb_largest(task, plans, data, texts)] if largest_batch else []
-    content = table.content(points, task, weak=options.weak, explanations=explanations)
+    content = verdict.content(points, task, weak=options.weak, explanations=explanations)
     output.write_json(out, **content)
     if json:
         show_json(**content, largest_batch=largest)
         return code
-    losses = table.losses(points)
-    figures = ["", table.table(points), *([] if losses is None else ["", losses]), "", *table.notes(points)]
-    for shown in (*verdict.sentences(points), *table.explained(explanations), *figures, *largest):
+    losses = verdict.losses(points)
+    figures = ["", verdict.table(points), *([] if losses is None else ["", losses]), "", *verdict.notes(points)]
+    for shown in (*verdict.sentences(points), *verdict.explained(explanations), *figures, *largest):
         show(shown)
     return code
 
@@ -397,7 +397,7 @@ def lr_find(
 ) -> int:
     """Find a range of good learning rates, from short trainings that are not kept. Exit code 1 if there is none."""
     from grappe.launch.rank import rank_from_environment
-    from grappe.verbs.lr_find import lr_find as verb
+    from grappe.verbs import lr_find as verb
 
     texts = split(fields)
     ramp_options = verb.Ramp(kind=ramp, lowest=lowest, highest=highest, steps=steps, seeds=seeds)
@@ -415,7 +415,7 @@ def lr_find(
 
 
 def _show_band(result: LearningRates) -> None:
-    from grappe.verbs.lr_find.lr_find import plain, plot
+    from grappe.verbs.lr_find import plain, plot
 
     for line in plot(result):
         say(line)

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from grappe.data.pieces import ExactPieces
 from grappe.errors import TaskError
-from grappe.errors.user_line import at
+from grappe.errors.user_code import at
 from grappe.plan import Plan
 from grappe.task import Task
 

@@ -105,7 +105,7 @@ def draw_one(key: int, index: int) -> float:
 def mixup_pairs(n: int, device: torch.device | str | None = None) -> torch.Tensor:
     """Pairs the `n` rows of a slice for mixup: int64 (n,), rows 2j and 2j+1 with each other.
 
-    The last row of an odd slice is paired with itself. Since `grappe.data.order.cut` starts slices at even
+    The last row of an odd slice is paired with itself. Since `grappe.data.sampling.cut` starts slices at even
     positions, these are the pairs of the global batch, for any number of slices.
     """
     import torch

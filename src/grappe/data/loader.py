@@ -18,8 +18,8 @@ from grappe.data.datasets import training_order
 from grappe.data.device_copy import copies_to, on_device, sent
 from grappe.data.draw import sample_keys
 from grappe.data.loading import Loading
-from grappe.data.order import SampleOrder, cut
 from grappe.data.pieces import ExactPieces
+from grappe.data.sampling import SampleOrder, cut
 from grappe.data.seeded import SeededDataset
 from grappe.data.source import Request, Samples, Source, Sources, for_threads
 from grappe.errors import PlanError

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from grappe.data.device_copy import sent
-from grappe.data.order import cut
+from grappe.data.sampling import cut
 from grappe.launch.world import gather_into
 from grappe.plan import Plan
 

@@ -21,7 +21,7 @@ from grappe.engines.shared.after_step import AfterStep
 from grappe.engines.shared.microbatch import MicrobatchRunner, evaluate, within
 from grappe.engines.shared.state import ModelState, trained_parameters
 from grappe.errors import PlanError
-from grappe.optimizers.modes import has_modes
+from grappe.optimizers.common import has_modes
 from grappe.parallel import compile as compile_rules
 from grappe.parallel.compile import replaying
 from grappe.parallel.parallelize import KEYS, parallelize
@@ -30,10 +30,10 @@ from grappe.parallel.replicate import Replicas
 from grappe.parallel.shard import reduction_switch
 from grappe.plan import Plan
 from grappe.profiling.phases import UPDATE
+from grappe.step import exact as exact_rules
 from grappe.step.clip import clipping, gradient_norm
 from grappe.step.closure import ClosureStep, WholeCopies, copies_of, needs_closure
-from grappe.step.exact import rules as exact_rules
-from grappe.step.exact.sums import exact_sums
+from grappe.step.exact import exact_sums
 from grappe.step.fast_paths import OptimizerStep, backward
 from grappe.step.loss import Loss, Roots, StepResult, Sums, loss_reduction
 from grappe.step.precision import LossScale, autocast, set_gpu_arithmetic

@@ -16,7 +16,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from grappe.data.batch import Batch, Microbatch, stored_in
 from grappe.data.collate import at_rows
-from grappe.data.order import cut
+from grappe.data.sampling import cut
 from grappe.data.whole_batch_draws import whole_batch_draws
 from grappe.engines.base import EngineSetup
 from grappe.engines.shared.carried import nothing_changed

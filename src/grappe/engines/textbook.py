@@ -35,9 +35,9 @@ from grappe.parallel.batchnorm import statistics_frozen
 from grappe.parallel.materialise import fill, on_meta
 from grappe.plan import Plan
 from grappe.profiling.phases import FORWARD, UPDATE
+from grappe.step import exact as exact_rules
 from grappe.step.clip import bounding, scale
-from grappe.step.exact import rules
-from grappe.step.exact.sums import Exact
+from grappe.step.exact import Exact
 from grappe.step.loss import PAYLOAD_SIZE, StepResult, Sums
 from grappe.step.precision import set_gpu_arithmetic
 from grappe.step.scores import Scores, make_losses
@@ -161,7 +161,7 @@ class Textbook(Engine):
     def unsupported_reason(cls, plan: Plan) -> str | None:
         if plan.precision not in ("fp32", "fp64"):
             return f"engine=textbook has no precision={plan.precision}: use fp32 or fp64, or engine=native"
-        return rules.unsupported_reason(plan) if plan.exact else None
+        return exact_rules.unsupported_reason(plan) if plan.exact else None
 
     def __init__(self, setup: EngineSetup) -> None:
         self._setup, self._task, self._world = setup, setup.task, setup.world

@@ -18,7 +18,7 @@ from grappe.data.batch import Batch, Microbatch, stored_in
 from grappe.data.collate import at_rows
 from grappe.data.datasets import dataset_of
 from grappe.data.loader import BatchLoader, evaluation_loader, training_loader
-from grappe.data.order import cut
+from grappe.data.sampling import cut
 from grappe.errors import GrappeError, PlanError, TaskError, user_code
 from grappe.foresight.kernels import Kernels
 from grappe.foresight.memory import sharded_with, stepped
@@ -26,7 +26,7 @@ from grappe.foresight.pipeline_trace import Boundaries, stages_of, traced_evalua
 from grappe.foresight.trace import CPU, Trace, traced, with_kernels
 from grappe.launch.rank import ProcessRank
 from grappe.launch.world import AXES, World
-from grappe.optimizers.modes import has_modes
+from grappe.optimizers.common import has_modes
 from grappe.parallel.activation_checkpointing import checkpoint_activations, switch_off_caches
 from grappe.parallel.batchnorm import synchronise_batchnorm
 from grappe.parallel.materialise import give_memory, on_meta

@@ -46,7 +46,7 @@ from grappe.foresight.partition import (
     traced_passes,
     traced_plan,
 )  # fmt: skip
-from grappe.foresight.schedules import order_of
+from grappe.foresight.pipeline_trace import order_of
 from grappe.foresight.trace import REDUCE, START, Mark, Trace
 from grappe.launch.fork import run_in_fork
 from grappe.launch.local import local

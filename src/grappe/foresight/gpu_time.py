@@ -14,7 +14,7 @@ from grappe.errors import PlanError
 from grappe.foresight import partition
 from grappe.foresight.devices import LAUNCH, LEAST, OF_BANDWIDTH, PASS, SPLIT, STEP, Device, kernel_seconds
 from grappe.foresight.fake_model import FakeModel
-from grappe.foresight.schedules import Kind, orders_of, simulate
+from grappe.foresight.pipeline_trace import Kind, orders_of, simulate
 from grappe.foresight.trace import LOSS, Ledger, Operator, tensors_of
 from grappe.plan import Plan
 from grappe.step.clip import clipping, gradient_norm

@@ -8,7 +8,7 @@ from fnmatch import fnmatchcase
 
 import torch
 
-from grappe.data.order import cut as rows_cut
+from grappe.data.sampling import cut as rows_cut
 from grappe.errors import PlanError
 from grappe.foresight.fake_model import FakeModel, slices_of
 from grappe.foresight.memory import Parameter, ParameterShard, homes_of, padded, rows_of, states

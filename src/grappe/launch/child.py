@@ -18,7 +18,7 @@ import cloudpickle
 
 from grappe import errors
 from grappe.errors.causes import broken_package, refused_process
-from grappe.language.choice import VARIABLE, chosen_language
+from grappe.language import VARIABLE, chosen_language
 from grappe.launch import files, imports
 from grappe.launch.orphan import end_with_parent
 from grappe.launch.rank import ProcessRank

@@ -28,7 +28,7 @@ import cloudpickle
 from grappe import errors
 from grappe.errors.causes import limits_set
 from grappe.errors.remedies import remedy
-from grappe.errors.user_line import Line, is_users_file
+from grappe.errors.user_code import Line, is_users_file
 from grappe.launch import child, files
 from grappe.launch.files import IN_PART
 from grappe.launch.openmp import sleeping_threads
@@ -36,7 +36,7 @@ from grappe.launch.orphan import parent_pipe_in_environment
 from grappe.launch.rank import ProcessRank
 from grappe.launch.signals import SIGNALS, SignalForwarding, signals_blocked
 from grappe.private_api.multiprocessing import forkserver_exit_code, forkserver_is_running
-from grappe.profiling import limits
+from grappe.profiling import memory
 from grappe.words import format_bytes, host_name
 
 GRACE_SECONDS = 3.0
@@ -259,7 +259,7 @@ class LocalProcess:
 
     def start(self, payload: bytes, rendezvous_folder: Path, context: BaseContext) -> None:
         """Starts the process by `context`'s method."""
-        self._killed_before = limits.killed()
+        self._killed_before = memory.killed()
         self.pipe, theirs = context.Pipe(duplex=False)
         terminal = _terminal() if self._rank.rank == 0 else None
         self.process = context.Process(  # type: ignore[attr-defined]
@@ -355,8 +355,8 @@ def hint(code: int, killed_before: int | None = None) -> str:
             known.
     """
     if code == -signal.SIGKILL:
-        group = limits.control_group()
-        if group and killed_before is not None and limits.killed() > killed_before:
+        group = memory.control_group()
+        if group and killed_before is not None and memory.killed() > killed_before:
             return (
                 f"the system did, as the processes of this job or container may have {format_bytes(group.size)} of "
                 "memory together, and needed more: grappe foresee shows plans that need less"

@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from grappe.errors import PlanError
-from grappe.launch import authentication, rendezvous
+from grappe.launch import rendezvous
 from grappe.launch.orphan import end_with_launcher
 from grappe.launch.rank import ProcessRank
-from grappe.profiling.limits import cpu_quota
+from grappe.profiling.memory import cpu_quota
 from grappe.words import processor_name
 
 T = TypeVar("T")
@@ -273,5 +273,5 @@ def _authenticate_smaller_groups(world: World, backend: str, secret: str) -> Non
     proven = [dist.group.WORLD]
     for group in groups:
         if group is not None and group not in proven:
-            authentication.authenticate(world.process, secret, group)
+            rendezvous.authenticate(world.process, secret, group)
             proven.append(group)

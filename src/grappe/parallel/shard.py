@@ -13,7 +13,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, 
 from grappe.launch.world import World, gather_into
 from grappe.parallel.materialise import untied
 from grappe.plan import Plan
-from grappe.step.exact.sums import tree_sum, wire
+from grappe.step.exact import tree_sum, wire
 
 
 def shard(model: nn.Module, units: Sequence[nn.Module], plan: Plan, world: World) -> None:

@@ -14,8 +14,7 @@ from torch import Tensor
 
 from grappe.data.batch import Microbatch, first_rows, flat
 from grappe.errors import TaskError
-from grappe.errors.user_code import calls_users, method_error
-from grappe.errors.user_line import at
+from grappe.errors.user_code import at, calls_users, method_error
 from grappe.private_api.torch import tree_flatten, tree_unflatten
 from grappe.task import Task
 

@@ -23,12 +23,12 @@ from grappe.data.device_copy import sent
 from grappe.data.pieces import rows_of_slices
 from grappe.data.whole_batch_draws import whole_batch_draws
 from grappe.errors import TaskError
-from grappe.errors.user_line import at
+from grappe.errors.user_code import at
 from grappe.launch.world import World, gather_into
 from grappe.plan import Plan
 from grappe.private_api.torch import tree_flatten, tree_leaves, tree_unflatten
 from grappe.profiling.phases import BACKWARD
-from grappe.step.exact.sums import wire
+from grappe.step.exact import wire
 from grappe.step.loss import Loss, Losses, ScoredLoss, total_of
 from grappe.step.loss_contract import values_of
 from grappe.step.observers import Observers

@@ -33,8 +33,7 @@ from grappe.engines.shared.carried import CarriedState
 from grappe.engines.shared.microbatch import remarks_on_draws
 from grappe.errors import DivergedError, GrappeError, RunError, TaskError
 from grappe.errors.remedies import OVERWRITTEN, remedy
-from grappe.errors.user_code import is_users, sentence
-from grappe.errors.user_line import FRAME, Line, is_users_file
+from grappe.errors.user_code import FRAME, Line, is_users, is_users_file, sentence
 from grappe.launch.signals import StopSignal
 from grappe.launch.world import World
 from grappe.plan import Plan
@@ -43,9 +42,8 @@ from grappe.profiling import memory, phases
 from grappe.profiling.chronometer import Chronometer, StepTimes
 from grappe.step.loss import HostCopy, StepResult
 from grappe.step.loss_contract import loss_of
-from grappe.step.scores import Scores
+from grappe.step.scores import Scores, SliceSums, TrainingScores
 from grappe.step.task_contract import Plateau, model_of
-from grappe.step.training_scores import SliceSums, TrainingScores
 from grappe.task import Task, split_name
 from grappe.training.headspace import Headspace
 from grappe.training.options import Options

@@ -235,14 +235,14 @@ def _limit() -> tuple[int, str, bool]:
     """Returns a process's memory limit, the origin of the limit, and whether it is a GPU's."""
     import torch
 
-    from grappe.profiling import limits, memory
+    from grappe.profiling import memory
 
     own = memory.data_limit()
     if own is not None:
         return own, "RLIMIT_DATA, see `ulimit -d`", False
     if torch.cuda.is_initialized():  # not where a plan trains on the CPU of a machine with GPUs
         return (torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory, "this GPU's memory", True)
-    group = limits.control_group()
+    group = memory.control_group()
     if group is not None and group.size < _machine():
         return group.size, "the memory of this job, or container", False
     return _machine(), "this machine's memory", False

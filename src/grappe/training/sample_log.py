@@ -11,7 +11,7 @@ from typing import BinaryIO
 
 from grappe.data.batch import Batch
 from grappe.data.loader import BatchLoader
-from grappe.data.order import SampleOrder
+from grappe.data.sampling import SampleOrder
 from grappe.launch import files
 from grappe.launch.files import IN_PART, IN_RUN
 from grappe.training.watchers.base import Outcome, Record, RunInfo, Watcher

@@ -18,7 +18,7 @@ from grappe.checkpoint.weights import ModelWeights
 from grappe.data import loader
 from grappe.data.batch import inside
 from grappe.data.datasets import dataset_of, prepare, refuse_differing_lengths
-from grappe.data.order import SampleOrder
+from grappe.data.sampling import SampleOrder
 from grappe.data.seeded import fingerprint
 from grappe.data.source import explaining_ended_workers
 from grappe.engines.base import EngineSetup
@@ -37,8 +37,8 @@ from grappe.profiling.memory import keep_freed_memory, resident
 from grappe.step.noise_scale import NoiseScale
 from grappe.step.noise_scale import refuse as refuse_noise_scale
 from grappe.step.observers import Observers
+from grappe.step.scores import TrainingScores
 from grappe.step.task_contract import metrics_of
-from grappe.step.training_scores import TrainingScores
 from grappe.task import Task, overrides
 from grappe.training.headspace import headspace
 from grappe.training.loop import Session, Training, WeightAverage, naming_overwritten

@@ -31,8 +31,7 @@ from grappe.verbs.foresee.training_time import (
     time_limit,
 )
 from grappe.verbs.submission_memory import budget_for, fake_model_of, not_foreseen, warnings_of
-from grappe.verbs.submit.resources import placed
-from grappe.verbs.submit.submission import Submission
+from grappe.verbs.submit.resources import Submission, placed
 from grappe.words import format_seconds
 
 if TYPE_CHECKING:

@@ -14,7 +14,7 @@ from grappe.plan import Plan
 from grappe.sites.sbatch import TRAIN
 from grappe.sites.script import Script
 from grappe.verbs.foresee.limited import in_limited_process
-from grappe.verbs.submit.submission import Submission
+from grappe.verbs.submit.resources import Submission
 
 if TYPE_CHECKING:
     from grappe.foresight.fake_model import FakeModel

@@ -2,23 +2,29 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import sys
+import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from grappe.errors import UsageError
+from grappe.errors.foreign_text import number
 from grappe.launch.folders import scratch
 from grappe.launch.start import start
 from grappe.plan import AnyPlan, as_plan
 from grappe.task import Task
 from grappe.training.options import Options
+from grappe.training.plot import Plot
 from grappe.training.request import Request, Result, checked_watchers, data_folder
-from grappe.training.run import Run, new_folder
+from grappe.training.run import METRICS, Run, new_folder
 from grappe.training.task_reference import TaskReference
 from grappe.training.watchers.base import Watcher
 from grappe.training.watchers.logger import check as check_logger
-from grappe.words import plan_name
+from grappe.verbs.follow import Tail
+from grappe.words import count_of, format_number, plan_name
 
 
 def train(
@@ -72,7 +78,6 @@ def train(
     )
     if not _in_notebook():
         return Run(run_training(request).run)
-    from grappe.verbs.live_curves import LiveCurves
 
     folder = request.run or new_folder(request.base, request.task.name)
     curves = LiveCurves(folder, request.plan.processes)
@@ -122,3 +127,42 @@ def smoke(request: Request) -> str:
         run_training(first)
         second = run_training(dataclasses.replace(first, weights=None, options=Options(steps=2)))
     return f"smoke: step, evaluation, save and resume work under {plan_name(request.plan)} ({second.step} steps)"
+
+
+SECONDS = 1.0  # between two pictures
+
+
+class LiveCurves:
+    """The picture in the cell, which each call draws again if a second has passed."""
+
+    def __init__(self, folder: Path, processes: int) -> None:
+        from IPython.display import display  # pyrefly: ignore
+
+        self._tail, self._plot = Tail(folder / METRICS), Plot()
+        self._plot.caption = f"starting {count_of(processes, 'process')} …"
+        self._drawn = time.monotonic()
+        self._handle: Any = display(self._plot, display_id=True)
+
+    def __call__(self) -> None:
+        if time.monotonic() - self._drawn >= SECONDS:
+            self._drawn = time.monotonic()
+            self._update()
+
+    def end(self) -> None:
+        """Draws the last picture, without words."""
+        self._update(ended=True)
+
+    def _update(self, *, ended: bool = False) -> None:
+        """Draws what is new."""
+        with contextlib.suppress(Exception):  # a file that cannot be read now, a notebook that was closed
+            records = list(self._tail.new())
+            for record in records:
+                self._plot.add(record)
+            last = next((record for record in reversed(records) if record.get("kind") == "step"), None)
+            if last is not None:
+                epoch, loss = number(last.get("epoch")) + 1, format_number(number(last.get("loss")))
+                self._plot.caption = f"epoch {epoch:.0f}, step {last.get('step')}, loss {loss}"
+            if ended:
+                self._plot.caption = ""
+            if records or ended:
+                self._handle.update(self._plot)

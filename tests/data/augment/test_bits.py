@@ -11,7 +11,7 @@ import torch
 from grappe.data import augment
 from grappe.data.augment.numbers import numbers
 from grappe.data.draw import sample_keys
-from grappe.data.order import cut
+from grappe.data.sampling import cut
 from grappe.errors import TaskError
 
 CLASSES = 7

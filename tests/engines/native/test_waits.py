@@ -27,7 +27,7 @@ from grappe.plan import Plan
 from grappe.step.loss import HostCopy
 from grappe.step.noise_scale import NoiseScale
 from grappe.step.observers import Observers
-from grappe.step.training_scores import TrainingScores
+from grappe.step.scores import TrainingScores
 from grappe.training.loop import WeightAverage
 from tests.gpu_stand_in import GPU, GpuStandIn, Wait, gpu_stand_in
 

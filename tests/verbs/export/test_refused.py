@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from grappe.checkpoint.foreign import foreign_weights
+from grappe.checkpoint.foreign_training import foreign_weights
 from grappe.checkpoint.weights import agreed
 from grappe.cli.commands import app
 from grappe.errors import GrappeError, TaskError, UsageError

@@ -24,7 +24,7 @@ from grappe.cli.commands import app
 from grappe.errors import DataError, GrappeError, UsageError
 from grappe.tasks.cifar10 import Cifar10
 from grappe.tasks.mnist import Mnist
-from grappe.verbs.fetch.fetch import fetch
+from grappe.verbs.fetch import fetch
 
 CONTENT = os.urandom(700_000)
 

@@ -15,7 +15,7 @@ from grappe.errors import TaskError, UsageError
 from grappe.launch.rank import ProcessRank
 from grappe.plan import Plan
 from grappe.training.task_reference import TaskReference
-from grappe.verbs.lr_find.lr_find import (
+from grappe.verbs.lr_find import (
     COLUMNS,
     DivergenceTest,
     LearningRates,

@@ -24,7 +24,7 @@ from grappe.verbs.measure.breakdown import (
 )
 from grappe.verbs.measure.explain import Explanation
 from grappe.verbs.measure.points import Measurement, MeasureOptions, ProcessTimes, TimedRun
-from grappe.verbs.measure.table import breakdown_table, explained
+from grappe.verbs.measure.verdict import breakdown_table, explained
 
 NONE = dict.fromkeys(IN_A_STEP, 0.0)
 STEP = {"forward": 0.040, "backward": 0.060}

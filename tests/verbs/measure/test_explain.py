@@ -11,7 +11,7 @@ from grappe.verbs.measure import measure as verb
 from grappe.verbs.measure import verdict
 from grappe.verbs.measure.explain import Explanation, explain
 from grappe.verbs.measure.points import MeasureOptions
-from grappe.verbs.measure.table import content
+from grappe.verbs.measure.verdict import content
 from tests.sleeping import Sleeping
 
 PLAN = "device=cpu,threads=1,workers=0"

@@ -15,7 +15,7 @@ from grappe.training.run import Run
 from grappe.verbs.measure import measure as verb
 from grappe.verbs.measure import verdict
 from grappe.verbs.measure.points import MeasureOptions
-from grappe.verbs.measure.table import content, table
+from grappe.verbs.measure.verdict import content, table
 from grappe.verbs.submit.jobs import record_job
 from tests.sleeping import Sleeping
 from tests.training.test_training import train

@@ -19,7 +19,7 @@ from grappe.verbs.measure.points import (
     efficiency,
     efficiency_loss,
 )
-from grappe.verbs.measure.table import losses, table
+from grappe.verbs.measure.verdict import losses, table
 
 NONE = dict.fromkeys(IN_A_STEP, 0.0)
 COMPUTE = {"forward": 0.004, "backward": 0.006}

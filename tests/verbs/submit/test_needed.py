@@ -14,7 +14,7 @@ from grappe.plan import Plan
 from grappe.sites.environment import modules_of
 from grappe.sites.sbatch import JobOptions
 from grappe.verbs.submit.packages import job_packages, requirements
-from grappe.verbs.submit.submission import Submission
+from grappe.verbs.submit.resources import Submission
 
 
 def submitted(task: str | None = None, loggers: tuple[str, ...] = (), **options: Any) -> Submission:

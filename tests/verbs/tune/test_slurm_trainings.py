@@ -17,11 +17,10 @@ from grappe.training.options import Options
 from grappe.training.request import Request
 from grappe.training.task_reference import TaskReference
 from grappe.verbs.submit import jobs
-from grappe.verbs.submit.submission import Submission
+from grappe.verbs.submit.resources import Submission
 from grappe.verbs.submit.submit import Submitted
-from grappe.verbs.tune import slurm_trainings
-from grappe.verbs.tune.slurm_trainings import SlurmTrainings
-from grappe.verbs.tune.trainings import NotNow
+from grappe.verbs.tune import trainings as trainings_module
+from grappe.verbs.tune.trainings import NotNow, SlurmTrainings
 from tests.patience import PATIENCE_SECONDS
 from tests.verbs.tune import line
 
@@ -43,7 +42,7 @@ class Played:
         monkeypatch.setattr(slurm, "queue", lambda: list(self.entries))
         monkeypatch.setattr(slurm, "cancel", self.cancelled.extend)
         monkeypatch.setattr(slurm, "ended", self.ends.get)
-        monkeypatch.setattr(slurm_trainings, "submit", self.submit)
+        monkeypatch.setattr(trainings_module, "submit", self.submit)
 
     def submit(self, submission: Submission) -> list[Submitted]:
         if self.refusal:

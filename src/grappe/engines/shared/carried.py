@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from grappe.checkpoint.weights import Weights
-from grappe.data.order import cut
+from grappe.data.sampling import cut
 from grappe.errors import RunError
 from grappe.launch.terminal import say
 from grappe.launch.world import World

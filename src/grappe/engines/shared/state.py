@@ -25,7 +25,7 @@ from grappe.checkpoint.weights import (
     without,
 )
 from grappe.launch.world import World
-from grappe.optimizers.modes import begin_training, evaluated_weights, has_modes
+from grappe.optimizers.common import begin_training, evaluated_weights, has_modes
 from grappe.parallel.batchnorm import agreed_between
 from grappe.step.closure import wrapped
 from grappe.step.observers import NamedParameters

@@ -15,7 +15,7 @@ from grappe.launch.local import local
 from grappe.launch.rank import ProcessRank
 from grappe.launch.world import cores
 from grappe.plan import Plan
-from grappe.profiling import limits
+from grappe.profiling.memory import free as free_memory
 from grappe.profiling.phases import WARMUP
 from grappe.training.options import Options
 from grappe.training.request import Request
@@ -80,7 +80,7 @@ def check_runs_here(plan: Plan, needs: MemoryForecast, gpus: LocalGpus | None = 
             f"its steps are not run: {plan.processes * threads_of(plan)} threads of {plan.processes} processes on "
             f"{cores()} cores"
         )
-    most, free = needs.with_copies or needs.states.total, limits.free()
+    most, free = needs.with_copies or needs.states.total, free_memory()
     if free is not None and plan.processes * most > free * MEMORY:
         raise PlanError(
             f"its steps are not run: they take {format_bytes(plan.processes * most)}, and {format_bytes(free)} are "

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from grappe.profiling import limits
+from grappe.profiling.memory import free as free_memory
 from grappe.training.watchers.expected_end import span
 from grappe.verbs.foresee.foresee import Aim, PlanTimes, TimedPlan, best, merit, reason, with_one_process
 from grappe.verbs.foresee.measured_step import MEMORY
@@ -65,7 +65,7 @@ def _fits(times: PlanTimes, timed: TimedPlan) -> bool:
     """Returns whether a plan fits for sure: on the site's GPU, or without a site in this machine's free memory."""
     if times.budget is not None:
         return timed.foreseen.fits is True
-    free, needs = limits.free(), timed.foreseen.needs
+    free, needs = free_memory(), timed.foreseen.needs
     if needs is None or needs.most is None or free is None:
         return False
     return timed.foreseen.processes * needs.most <= free * MEMORY

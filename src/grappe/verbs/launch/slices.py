@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 from grappe.data.batch import BatchRows
-from grappe.data.order import cut
+from grappe.data.sampling import cut
 from grappe.data.whole_batch_draws import whole_batch_draws
 from grappe.errors import DivergedError, TaskError
 from grappe.launch.world import World

@@ -13,7 +13,7 @@ from grappe.launch.folders import scratch
 from grappe.launch.rank import ProcessRank
 from grappe.launch.start import start
 from grappe.plan import AnyPlan, Plan, as_plan
-from grappe.profiling import limits
+from grappe.profiling import memory
 from grappe.task import Task
 from grappe.training.options import Options
 from grappe.training.request import Request, data_folder
@@ -140,11 +140,11 @@ def worker(request: LargestRequest, process: ProcessRank, rendezvous_folder: Pat
     train_worker(request.training, process, rendezvous_folder)
 
 
-def _share(plan: Plan, meminfo: Path = limits.MEMINFO) -> int | None:
+def _share(plan: Plan, meminfo: Path = memory.MEMINFO) -> int | None:
     """Returns each process's share of the host's free memory; None if the plan trains on a GPU."""
     import torch
 
     if plan.device == "cuda" or (plan.device == "auto" and torch.cuda.is_available()):
         return None
-    free = limits.free(meminfo)
+    free = memory.free(meminfo)
     return None if free is None else free // plan.processes

@@ -29,7 +29,7 @@ from grappe.training.worker import worker as train_worker
 from grappe.verbs.measure import verdict
 from grappe.verbs.measure.points import Measurement, Measurements, MeasureOptions, ProcessTimes, TimedRun
 from grappe.verbs.submit.jobs import newest_job, submitted
-from grappe.verbs.submit.submission import Submission
+from grappe.verbs.submit.resources import Submission
 from grappe.verbs.submit.submit import Submitted, submit_all
 from grappe.words import first_line, plan_name
 

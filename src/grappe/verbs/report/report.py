@@ -15,8 +15,7 @@ from typing import TYPE_CHECKING, Any
 from grappe.checkpoint.commit import LARGEST_JSON
 from grappe.errors import RunError, UsageError
 from grappe.errors.foreign_text import html_text, number, printable
-from grappe.language import catalogue_of, translated
-from grappe.language.choice import chosen_language
+from grappe.language import catalogue_of, chosen_language, translated
 from grappe.launch import files
 from grappe.launch.terminal import progress
 from grappe.training.run import USAGE, Run

@@ -36,7 +36,7 @@ from grappe.sites.environment import (
 from grappe.sites.schema import Site
 from grappe.sites.script import Script
 from grappe.training.run import Run
-from grappe.verbs.submit.submission import TPE, Submission
+from grappe.verbs.submit.resources import TPE, Submission
 
 PIP_SECONDS = 300.0
 MOST_MISSING = 40

@@ -30,8 +30,7 @@ from grappe.verbs.automatic_time import AutomaticTime, with_time
 from grappe.verbs.launch.launch import LIGHTNING
 from grappe.verbs.submit.jobs import record_job
 from grappe.verbs.submit.packages import imported, job_packages, torch_of
-from grappe.verbs.submit.resources import jobs_of, laid_out
-from grappe.verbs.submit.submission import ON_CPU, Submission
+from grappe.verbs.submit.resources import ON_CPU, Submission, jobs_of, laid_out
 
 SCRIPT_FILE = re.compile(r"(?:submit|refused)-(\d{1,9})\.sh", re.ASCII)
 BETWEEN_SECONDS = 1.0  # between submissions, as the Alliance asks

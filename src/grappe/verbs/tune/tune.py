@@ -22,10 +22,9 @@ from grappe.training.task_reference import TaskReference, field_texts
 from grappe.verbs.submit.jobs import QUERY_SECONDS
 from grappe.verbs.tune.coordinator import Coordinator, SearchProgress, with_fields
 from grappe.verbs.tune.schedule import check_sampler, fewest_trials, grid
-from grappe.verbs.tune.slurm_trainings import SlurmTrainings
 from grappe.verbs.tune.space import PLAN, Choices, Space, as_texts, read_space
 from grappe.verbs.tune.study import SearchDefinition, SearchOptions, Study, make_study
-from grappe.verbs.tune.trainings import LocalTrainings, Trainings
+from grappe.verbs.tune.trainings import LocalTrainings, SlurmTrainings, Trainings
 
 TRIALS = 20
 """Of a search without an end of its own, as a grid has."""

@@ -32,7 +32,7 @@ from grappe.data.datasets import drawn_samples, prepare
 from grappe.data.device_copy import on_device
 from grappe.data.draw import mix, permute, sample_keys
 from grappe.data.loader import in_channels_last
-from grappe.data.order import cut
+from grappe.data.sampling import cut
 from grappe.data.seeded import SeededDataset
 from grappe.data.whole_batch_draws import whole_batch_draws
 from grappe.engines.shared.after_step import WORD
@@ -42,7 +42,7 @@ from grappe.errors import DivergedError
 from grappe.errors.user_code import naming_user_line
 from grappe.launch.rank import ProcessRank
 from grappe.launch.world import World, join
-from grappe.optimizers.modes import begin_training
+from grappe.optimizers.common import begin_training
 from grappe.parallel.batchnorm import kept_buffers, replace_buffers
 from grappe.plan import Plan
 from grappe.private_api.torch import module_parameters, tree_leaves, tree_map

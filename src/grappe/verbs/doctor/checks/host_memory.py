@@ -7,7 +7,7 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
-from grappe.profiling.limits import control_group
+from grappe.profiling.memory import control_group
 from grappe.verbs.doctor.checks import Finding, Machine, error, warning
 
 SHARED = Path("/dev/shm")

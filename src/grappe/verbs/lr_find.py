@@ -299,7 +299,7 @@ def lr_find(
     ramp = ramp or Ramp()
     reference = TaskReference.of(task, fields)
     request = LRFindRequest(task=reference, plan=as_plan(plan), data=data_folder(data), ramp=ramp)
-    own, is_field, curves = start("grappe.verbs.lr_find.lr_find:worker", request, request.plan)
+    own, is_field, curves = start("grappe.verbs.lr_find:worker", request, request.plan)
     return LearningRates(
         task=reference.name,
         plan=str(request.plan),

@@ -1,1 +1,0 @@
-"""grappe drill: fault injection into a small training."""

@@ -1,1 +1,0 @@
-"""grappe fetch: downloads the files that a task names."""
