@@ -177,7 +177,7 @@ def grappe() -> Pass:
     from grappe.checkpoint.initial import built
     from grappe.data import loader
     from grappe.engines.base import EngineSetup
-    from grappe.launch.folders import rendezvous_folder_of
+    from grappe.launch.files import rendezvous_folder_of
     from grappe.launch.rank import rank_from_environment
     from grappe.launch.world import ProcessRank, join
     from grappe.plan import Plan

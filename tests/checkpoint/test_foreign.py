@@ -16,9 +16,8 @@ import safetensors.torch
 import torch
 from torch import nn
 
-from grappe.checkpoint.foreign_training import foreign_weights
+from grappe.checkpoint.foreign_training import foreign_weights, match
 from grappe.checkpoint.initial import LEAST_SECONDS, take_over
-from grappe.checkpoint.names import match
 from grappe.checkpoint.tensor_file import Piece, write
 from grappe.errors import RunError, UsageError
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from grappe.checkpoint.names import Matched, copy_values, differences, match
+from grappe.checkpoint.foreign_training import Matched, copy_values, differences, match
 from grappe.checkpoint.weights import InMemory
 from grappe.errors import UsageError
 from grappe.tasks.cifar10 import Small

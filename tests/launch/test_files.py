@@ -23,7 +23,7 @@ OPENS = {
 }  # fmt: skip
 """Names of functions and methods that open, make, list or remove files."""
 ELSEWHERE = {
-    "launch/files.py": "the one place",
+    "launch/files.py": "the one place, and the user's own folder",
     "checkpoint/tensor_file.py": "np.memmap of a file that grappe.launch.files has opened",
     "checkpoint/foreign_training.py": "the first bytes of the file that the user names with --from",
     "checkpoint/initial.py": "makes the folder of a run that is not there yet; lists weights that the user names",
@@ -41,9 +41,7 @@ ELSEWHERE = {
     "engines/deepspeed/settings.py": "the settings file that the user names in the plan",
     "foresight/devices/__init__.py": "the installation's own data sheets",
     "launch/child.py": "a link in a folder of this start's own, private to the user",
-    "launch/orphan.py": "the pipe of the process that has started this one, in /proc",
-    "launch/folders.py": "the user's own folder",
-    "launch/fork.py": "/dev/null, /proc",
+    "launch/fork.py": "/dev/null, and /proc, for the pipe of the process that has started this one",
     "engines/deepspeed/disk.py": "the folder that the user names in the plan",
     "launch/local.py": "/proc",
     "launch/mps.py": "/dev, and the user's own folder",

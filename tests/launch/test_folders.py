@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from grappe.launch.folders import own_folder, state_folder
+from grappe.launch.files import own_folder, state_folder
 
 
 def test_a_folder_above_one_of_the_users_own_is_as_well(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,7 +14,7 @@ from grappe.cli.commands import app
 from grappe.errors import UsageError
 from grappe.sites import slurm
 from grappe.sites.sbatch import JobOptions
-from grappe.verbs import automatic_time, submission_memory
+from grappe.verbs import automatic_time
 from grappe.verbs.foresee.training_time import TimeCosts
 from grappe.verbs.submit.submit import Submitted, submit, submit_all
 from tests.verbs.foresee.test_training_time import cost, made, with_evaluations
@@ -93,7 +93,7 @@ def test_a_data_sheet_and_the_memory_from_one_trace(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (folder / "big.py").write_text(BIG)
-    monkeypatch.setattr(submission_memory, "in_limited_process", lambda _: pytest.fail("it was traced twice"))
+    monkeypatch.setattr(automatic_time, "in_limited_process", lambda _: pytest.fail("it was traced twice"))
     job = JobOptions(site="narval", account="def-me", time="auto")
     assert cluster.submit("train", "big.py", "epochs=3", job=job, dry_run=True) == 0
     out, err = capsys.readouterr()

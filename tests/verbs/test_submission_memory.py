@@ -8,7 +8,7 @@ import pytest
 
 from grappe.sites import find
 from grappe.sites.sbatch import JobOptions
-from grappe.verbs.submission_memory import foreseen_warnings
+from grappe.verbs.automatic_time import foreseen_warnings
 from grappe.verbs.submit.resources import Submission
 from grappe.verbs.submit.submit import JobScript, submit
 
@@ -109,7 +109,7 @@ def test_the_plan_is_judged_without_advice_where_the_search_fails(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "big.py").write_text(BIG)
-    monkeypatch.setattr("grappe.verbs.submission_memory._another", lambda *_: 1 / 0)
+    monkeypatch.setattr("grappe.verbs.automatic_time._another", lambda *_: 1 / 0)
     (found,) = warnings(tmp_path, "narval", "replicate=4", ())
     assert "it will run out of memory (foreseen" in found
 

@@ -16,9 +16,18 @@ from torch.nn.parameter import is_lazy
 
 from grappe.checkpoint import tensor_file
 from grappe.checkpoint.commit import Origin, commit, write_new
-from grappe.checkpoint.foreign_training import ALONE, Begin, ForeignTraining, foreign_training, foreign_weights
+from grappe.checkpoint.foreign_training import (
+    ALONE,
+    Begin,
+    ForeignTraining,
+    copy_values,
+    differences,
+    foreign_training,
+    foreign_weights,
+    match,
+    some,
+)
 from grappe.checkpoint.format import STATE, choose, step_folder
-from grappe.checkpoint.names import copy_values, differences, match, some
 from grappe.checkpoint.weights import LOCAL, MODEL, InMemory, Weights, named_tensors
 from grappe.errors import GrappeError, OutOfMemory, RunError, TaskError, disk_advice
 from grappe.errors.user_code import at, user_call

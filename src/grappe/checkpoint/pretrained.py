@@ -10,7 +10,7 @@ from typing import TypeVar
 
 from torch import nn
 
-from grappe.checkpoint.names import Shapes, copy_values, differences, match
+from grappe.checkpoint.foreign_training import Shapes, copy_values, differences, match
 from grappe.checkpoint.tensor_file import TensorFiles
 from grappe.errors import TaskError
 from grappe.errors.foreign_text import printable

@@ -31,7 +31,7 @@ from grappe.cli.application import (
 from grappe.cli.corrections import corrected, unknown_option
 from grappe.cli.exit import show, show_json
 from grappe.errors import EXIT_FAILURE, EXIT_OK, UsageError
-from grappe.launch.folders import RUNS
+from grappe.launch.files import RUNS
 from grappe.launch.terminal import complain, say, write
 from grappe.sites.sbatch import SCRIPT, TRAIN, TUNE, JobOptions
 from grappe.training.options import Options
@@ -79,7 +79,7 @@ def submit(
         grappe submit --time 1h -- verify digits --plan replicate=2
         grappe submit --processes 2 -- my_script.py --lr 0.1
     """
-    from grappe.verbs.submission_memory import foreseen_warnings
+    from grappe.verbs.automatic_time import foreseen_warnings
     from grappe.verbs.submit import submit as verb
 
     if interactive:

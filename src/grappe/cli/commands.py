@@ -35,7 +35,7 @@ from grappe.cli.application import (
 from grappe.cli.exit import show, show_answer, show_facts, show_json
 from grappe.errors import EXIT_FAILURE, EXIT_INTERRUPTED, EXIT_OK, UsageError
 from grappe.fields import typed_name
-from grappe.launch.folders import RUNS
+from grappe.launch.files import RUNS
 from grappe.launch.terminal import progress, say, waiting, write
 from grappe.training.options import Options
 from grappe.words import format_number

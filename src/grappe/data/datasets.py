@@ -15,7 +15,7 @@ from grappe.data.draw import mix, permute
 from grappe.data.sampling import DrawnSamples, SampleOrder, Sampling
 from grappe.errors import DataError, GrappeError, TaskError
 from grappe.errors.user_code import at, line_of, user_call
-from grappe.launch.folders import locked, own_folder, state_base
+from grappe.launch.files import locked, own_folder, state_base
 from grappe.task import Task, overrides
 from grappe.words import host_name
 

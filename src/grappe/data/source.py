@@ -25,7 +25,7 @@ from grappe.data.device_copy import is_dense, page_locked
 from grappe.data.loading import Loading, Spent, Tuner, before_measuring, kinds_of, record, recorded
 from grappe.data.seeded import SeededDataset
 from grappe.errors import DataError, GrappeError, PlanError, TaskError
-from grappe.launch.orphan import end_with_parent
+from grappe.launch.fork import end_with_parent
 from grappe.launch.world import World, own_cores
 from grappe.plan import Plan
 from grappe.private_api.torch import end_data_workers, tree_map

@@ -20,7 +20,7 @@ from grappe import errors
 from grappe.errors.causes import broken_package, refused_process
 from grappe.language import VARIABLE, chosen_language
 from grappe.launch import files, imports
-from grappe.launch.orphan import end_with_parent
+from grappe.launch.fork import end_with_parent
 from grappe.launch.rank import ProcessRank
 from grappe.launch.terminal import TERMINAL, complain
 from grappe.private_api import torch_dynamo

@@ -31,8 +31,8 @@ from grappe.errors.remedies import remedy
 from grappe.errors.user_code import Line, is_users_file
 from grappe.launch import child, files
 from grappe.launch.files import IN_PART
+from grappe.launch.fork import parent_pipe_in_environment
 from grappe.launch.openmp import sleeping_threads
-from grappe.launch.orphan import parent_pipe_in_environment
 from grappe.launch.rank import ProcessRank
 from grappe.launch.signals import SIGNALS, SignalForwarding, signals_blocked
 from grappe.private_api.multiprocessing import forkserver_exit_code, forkserver_is_running

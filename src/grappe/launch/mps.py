@@ -12,7 +12,7 @@ from pathlib import Path
 
 from grappe.errors import PlanError, UsageError
 from grappe.launch import command, files
-from grappe.launch.folders import own_folder, private_folder
+from grappe.launch.files import own_folder, private_folder
 from grappe.launch.rank import ProcessRank
 from grappe.plan import Plan
 

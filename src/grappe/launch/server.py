@@ -5,7 +5,7 @@ The server would notice on its own, but not while it imports torch, nor soon whe
 
 from __future__ import annotations
 
-from grappe.launch.orphan import end_with_starter
+from grappe.launch.fork import end_with_starter
 
 end_with_starter()
 

@@ -17,7 +17,7 @@ from typing import Any
 
 from grappe.errors import EXIT_FAILURE, EXIT_INTERRUPTED, EXIT_OK, GrappeError, ProcessDied, RunError, of_file
 from grappe.launch import files, imports, local, mps
-from grappe.launch.folders import rendezvous_folder_of
+from grappe.launch.files import rendezvous_folder_of
 from grappe.launch.rank import ProcessRank, rank_from_environment
 from grappe.plan import Plan
 from grappe.words import host_name

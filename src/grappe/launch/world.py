@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from grappe.errors import PlanError
 from grappe.launch import rendezvous
-from grappe.launch.orphan import end_with_launcher
+from grappe.launch.fork import end_with_launcher
 from grappe.launch.rank import ProcessRank
 from grappe.profiling.memory import cpu_quota
 from grappe.words import processor_name

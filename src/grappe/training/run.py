@@ -20,8 +20,7 @@ from grappe.checkpoint.lease import STALE_SECONDS, Lease, is_taken_over
 from grappe.errors import GrappeError, PlanError, RunError
 from grappe.errors.foreign_text import entries, number, printable
 from grappe.launch import files
-from grappe.launch.files import IN_PART
-from grappe.launch.folders import RUNS
+from grappe.launch.files import IN_PART, RUNS
 from grappe.table import Table, Tabular, frame
 from grappe.training.plot import Plot
 from grappe.words import VERSION, host_name

@@ -21,7 +21,7 @@ from grappe.checkpoint.commit import read_json
 from grappe.errors import RunError, TaskError
 from grappe.fields import parse, text_of
 from grappe.launch import files
-from grappe.launch.folders import state_base, state_folder
+from grappe.launch.files import state_base, state_folder
 from grappe.task import Task, check_signatures, fields, overrides
 from grappe.training.run import DESCRIPTION, Run
 

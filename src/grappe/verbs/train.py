@@ -12,7 +12,7 @@ from typing import Any
 
 from grappe.errors import UsageError
 from grappe.errors.foreign_text import number
-from grappe.launch.folders import scratch
+from grappe.launch.files import scratch
 from grappe.launch.start import start
 from grappe.plan import AnyPlan, as_plan
 from grappe.task import Task

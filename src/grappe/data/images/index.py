@@ -25,7 +25,7 @@ from grappe.data.images.tar import BLOCK, mark_of
 from grappe.errors import DataError, reading
 from grappe.errors.foreign_text import printable
 from grappe.launch import files
-from grappe.launch.folders import locked, state_folder
+from grappe.launch.files import locked, state_folder
 from grappe.launch.terminal import complain
 
 VERSION = 1

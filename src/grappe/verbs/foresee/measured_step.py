@@ -10,7 +10,7 @@ from grappe.errors import PlanError
 from grappe.foresight.forecast import MemoryForecast
 from grappe.foresight.gpu_time import StepTime
 from grappe.foresight.partition import threads_of
-from grappe.launch.folders import scratch
+from grappe.launch.files import scratch
 from grappe.launch.local import local
 from grappe.launch.rank import ProcessRank
 from grappe.launch.world import cores

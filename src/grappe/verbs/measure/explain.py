@@ -14,8 +14,7 @@ import torch
 
 from grappe.errors import GrappeError
 from grappe.launch import files
-from grappe.launch.files import IN_RUN
-from grappe.launch.folders import scratch
+from grappe.launch.files import IN_RUN, scratch
 from grappe.launch.rank import ProcessRank
 from grappe.launch.start import start
 from grappe.launch.world import choose_device

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from grappe.data.datasets import prepare
 from grappe.errors import GrappeError
-from grappe.launch.folders import scratch
+from grappe.launch.files import scratch
 from grappe.launch.rank import ProcessRank
 from grappe.launch.start import start
 from grappe.plan import AnyPlan, Plan, as_plan

@@ -14,7 +14,7 @@ from typing import Any
 from grappe import tasks
 from grappe.errors import GrappeError, RunError, UsageError
 from grappe.fields import split
-from grappe.launch.folders import scratch
+from grappe.launch.files import scratch
 from grappe.launch.rank import ProcessRank
 from grappe.launch.start import start
 from grappe.plan import AnyPlan, Plan, as_plan

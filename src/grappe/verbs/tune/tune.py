@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from grappe.errors import UsageError, nearest
 from grappe.fields import text_of
-from grappe.launch.folders import RUNS
+from grappe.launch.files import RUNS
 from grappe.launch.rank import rank_from_environment
 from grappe.plan import AnyPlan, Plan, as_plan
 from grappe.sites.sbatch import JobOptions
