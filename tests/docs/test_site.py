@@ -21,7 +21,7 @@ from tests.chromium import Browser, found
 from tests.patience import PATIENCE_SECONDS
 
 ROOT = Path(__file__).parents[2]
-NARROW = 400  # pixels
+NARROW, LAPTOP = 400, 1366  # pixels
 
 
 def built(folder: Path) -> subprocess.CompletedProcess[str]:
@@ -198,6 +198,8 @@ def test_guides_in_a_narrow_browser(site: Path, browser: Browser) -> None:
     files = [*site.glob("fr/*.html"), *site.glob("docs/*.html"), site / "index.html", site / "errors.html"]
     files += [next(site.glob(f"{kind}/*.html")) for kind in ("api", "commands", "plan", "sites")]
     assert not walked(browser, site, sorted(files))
+    browser.open(site / "index.html", LAPTOP)
+    assert browser.evaluate("document.documentElement.scrollWidth") <= LAPTOP
 
 
 @pytest.mark.soak
