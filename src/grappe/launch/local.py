@@ -35,7 +35,7 @@ from grappe.launch.fork import parent_pipe_in_environment
 from grappe.launch.openmp import sleeping_threads
 from grappe.launch.rank import ProcessRank
 from grappe.launch.signals import SIGNALS, SignalForwarding, signals_blocked
-from grappe.private_api.multiprocessing import forkserver_exit_code, forkserver_is_running
+from grappe.private_api.multiprocessing import PATIENCE_SECONDS, forkserver_exit_code, forkserver_is_running
 from grappe.profiling import memory
 from grappe.words import format_bytes, host_name
 
@@ -122,6 +122,9 @@ class Launch:
             process = LocalProcess(dataclasses.replace(alone, rank=rank, local_rank=rank), self._folder)
             self._mine.append(process)
             self._signals.processes.append(process)
+            # multiprocessing would start another server, and forget how the first one ended.
+            if rank and (ended := server_end(patience=0.0)):
+                raise errors.ProcessDied(f"{process.name} could not be started: {ended}")
             # A signal would be lost before the process can save: StopSignal.install lifts the mask.
             with signals_blocked():
                 process.start(payload, self._folder, context)
@@ -328,9 +331,9 @@ class LocalProcess:
             self.pipe.close()
 
 
-def server_end() -> str:
-    """Tells how the server that processes are forked from has ended; "" where it lives."""
-    code = forkserver_exit_code()
+def server_end(patience: float = PATIENCE_SECONDS) -> str:
+    """Tells how the server that processes are forked from has ended; "" where it lives for `patience` seconds more."""
+    code = forkserver_exit_code(patience)
     if code is None:
         return ""
     server = f"the server on {host_name()} that processes are started from"

@@ -40,20 +40,25 @@ def forget_forkserver() -> None:
     forkserver._forkserver._forkserver_pid = None  # type: ignore[attr-defined]
 
 
-def forkserver_exit_code() -> int | None:
+def forkserver_exit_code(patience: float = PATIENCE_SECONDS) -> int | None:
     """Returns how the server has ended (negative: the signal that killed it); None: it lives, or never was.
 
-    Waits a moment for a server that is just ending. Leaves the server to be collected by multiprocessing.
+    Leaves the server to be collected by multiprocessing.
+
+    Args:
+        patience: seconds to wait for a server that is just ending.
     """
     pid = _pid()
-    deadline = time.monotonic() + PATIENCE_SECONDS
-    while pid is not None and time.monotonic() < deadline:
+    deadline = time.monotonic() + patience
+    while pid is not None:
         try:
             ended = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
         except ChildProcessError:  # collected already, or another process's
             return None
         if ended is not None:
             return ended.si_status if ended.si_code == os.CLD_EXITED else -ended.si_status
+        if time.monotonic() >= deadline:
+            return None
         time.sleep(0.02)
     return None
 
