@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
+import itertools
+import random
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
@@ -90,6 +95,74 @@ def noisy(loop: grappe.Loop) -> list[Tensor]:
     return weights(net)
 
 
+class Branches(nn.Module):
+    """A model with dropout and two heads, which are called in turn."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.body = nn.Sequential(nn.Linear(6, 8), nn.Dropout(0.3))
+        self.heads = nn.ModuleList([nn.Linear(8, 3), nn.Linear(8, 3)])
+
+    def forward(self, inputs: Tensor, head: int) -> Tensor:
+        return self.heads[head](self.body(inputs))
+
+
+def accumulated(loop: grappe.Loop) -> list[Tensor]:
+    """Microbatches: two losses of a model, dropout, noise, token counts, clipping; an uneven last batch."""
+    net = Branches()
+    net, optimizer = loop.parallelize(net, torch.optim.SGD(net.parameters(), lr=0.2, momentum=0.5))
+    for batch in loop.batches(DATA, 5, epochs=2):
+        optimizer.zero_grad()
+        scale = torch.rand(())
+        for inputs, targets in loop.microbatches(batch, counts=lambda part: _counts(part[1])):
+            output = net(inputs + 0.1 * torch.randn_like(inputs), loop.step % 2)
+            loop.backward(loop.mean(F.cross_entropy(output, targets, reduction="none")) * scale)
+            loop.backward(loop.mean(net(inputs, 0).square(), _counts(targets)))
+        loop.clip_grad_norm_(net.parameters(), 0.5)
+        optimizer.step()
+    return weights(net)
+
+
+def _counts(targets: Tensor) -> Tensor:
+    return (torch.arange(3) <= targets[:, None]).float()
+
+
+def overflowing(loop: grappe.Loop) -> list[Tensor]:
+    """A step whose gradient has an infinity, of a model with a schedule; an auxiliary loss that is no mean of rows."""
+    net = Penalised()
+    net, optimizer = loop.parallelize(net, torch.optim.SGD(net.parameters(), lr=0.1))
+    schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+    loop.keep(schedule=schedule)
+    before = []
+    for inputs, targets in loop.batches(DATA, 8):
+        optimizer.zero_grad()
+        output, penalty = net(inputs)
+        losses = F.cross_entropy(output, targets, reduction="none")
+        if loop.step == 1:
+            before, losses = weights(net), losses * (3e38 if loop.plan.precision == "fp16" else 1)
+        loop.backward(loop.mean(losses) + 0.1 * penalty)
+        optimizer.step()
+        schedule.step()
+        if loop.step == 1 and loop.plan.precision == "fp16":
+            assert all(map(torch.equal, before, weights(net)))
+            assert schedule.last_epoch == 1
+    if loop.plan.precision == "fp16":
+        assert loop._running.scale.value == 2.0**15
+    return weights(net)
+
+
+class Penalised(nn.Module):
+    """A model that computes a loss of its own weights, one of which is a scalar."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net, self.factor = model(), nn.Parameter(torch.tensor(1.5))
+
+    def forward(self, inputs: Tensor) -> tuple[Tensor, Tensor]:
+        return self.factor * self.net(inputs), self.factor.square()
+
+
 def blocks(loop: grappe.Loop) -> list[Tensor]:
     """A model of repeated blocks, which nobody names as units."""
     torch.manual_seed(3)
@@ -150,3 +223,47 @@ def closure(loop: grappe.Loop) -> str:
     except grappe.GrappeError as error:
         return str(error)
     return ""
+
+
+def refused(loop: grappe.Loop, case: str) -> str:
+    """Returns the message with which a body is refused that would not learn what it learns on one process."""
+    net, optimizer = loop.parallelize(net := model(), torch.optim.SGD(net.parameters(), lr=0.1))
+    try:
+        for batch in loop.batches(DATA, 8):
+            if case == "whole":
+                inputs, _ = batch
+            for inputs, _ in loop.microbatches(batch):
+                losses = net(inputs).square()
+                if case == "widths":  # as a collate pads each slice to its own longest sample
+                    losses = losses[:, : 1 + loop.world.rank]
+                loss = losses.mean() if case == "its own mean" else loop.mean(losses)
+                if case == "plain backward":
+                    loss.backward()
+                loop.backward(loss)
+                if case in ("early step", "its own mean"):
+                    optimizer.step()
+                if case == "left":
+                    break
+    except grappe.GrappeError as error:
+        return str(error)
+    return ""
+
+
+def drawn_by_numpy(loop: grappe.Loop) -> tuple[list[list[float]], str]:
+    """Returns NumPy's and Python's draws of each step, and what is said of them."""
+    with contextlib.redirect_stderr(io.StringIO()) as said:
+        return [[np.random.rand(), random.random()] for _ in loop.batches(DATA, 8)], said.getvalue()
+
+
+def gathered(loop: grappe.Loop) -> list[Any]:
+    """Batches of dictionaries and of a collate of one's own, in an order with repeats."""
+    samples = [{"x": DATA[row][0], "y": row} for row in range(ROWS)]
+    drawn = grappe.Sampling(weights=torch.arange(1.0, ROWS + 1))
+    seen = [loop.world.gather_data(part["y"].tolist()) for part in loop.batches(samples, 8, sampling=drawn)]
+    joined = [len(loop.world.gather_data(part)[0]) for part in loop.batches(samples, 8, collate=len_of)]
+    mean = loop.evaluate(samples, lambda part: {"x": part["x"][:, 0]}, batch_size=7)
+    return [[[*itertools.chain(*rows)] for rows in seen], joined, mean["x"]]
+
+
+def len_of(samples: list[Any]) -> str:
+    return "x" * len(samples)

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import difflib
 import functools
+import itertools
+import re
 import sys
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -131,6 +134,9 @@ def test_six_lines_change_an_existing_loop() -> None:
         ("tensor=2", PlanError, "not tensor, which needs an engine"),
         ("engine=textbook", PlanError, "another engine"),
         ("replicate=2", UsageError, "grappe launch --plan replicate=2"),
+        ("shard=2,exact=4", PlanError, "exact in a custom loop is for replicas"),
+        ("replicate=2,offload=cpu", PlanError, "use shard=2, or no offload"),
+        ("batchnorm=sync,exact=4", PlanError, "leave batchnorm=sync out"),
     ],
 )
 def test_what_a_loop_of_ones_own_cannot_have(plan: str, error: type[Exception], words: str) -> None:
@@ -141,9 +147,9 @@ def test_what_a_loop_of_ones_own_cannot_have(plan: str, error: type[Exception], 
 # ---- Loops in a pool's processes: what a body may do ----
 
 
-def learned(pool: Pool, name: str, plan: str) -> Any:
+def learned(pool: Pool, name: str, plan: str, *arguments: Any) -> Any:
     """Returns what the loop `name` of loops.py returns on process 0."""
-    return pool.run("tests.training.loops:in_process", Plan.parse(plan).processes, name, plan)[0]
+    return pool.run("tests.training.loops:in_process", Plan.parse(plan).processes, name, plan, *arguments)[0]
 
 
 @pytest.mark.parametrize(
@@ -157,12 +163,33 @@ def learned(pool: Pool, name: str, plan: str) -> Any:
         ("blocks", "replicate=2,shard=2,recompute"),
         ("blocks", "replicate=2,recompute"),
         ("second", "replicate=2"),
+        ("accumulated", "microbatches=2"),
+        ("accumulated", "replicate=2,microbatches=2"),  # a microbatch without a row in the last batch
+        ("accumulated", "shard=2,microbatches=2"),
+        ("overflowing", "shard=2"),
+        ("accumulated", "replicate=2,shard=2,microbatches=2,dropout=whole"),
+        ("accumulated", "shard=2,zero=1,microbatches=2"),
+        ("overflowing", "shard=2,offload=cpu"),
+        ("overflowing", "precision=fp64"),
     ],
 )
 def test_a_body_learns_what_it_learns_on_one_process(pool: Pool, name: str, plan: str) -> None:
     for wanted, found in zip(learned(pool, name, ""), learned(pool, name, plan), strict=True):
         gap = (found.double() - wanted.double()).norm() / wanted.double().norm()
         assert gap <= TOLERANCE, f"{gap:.1e} away"
+
+
+def test_exact_has_the_same_bits_on_any_number_of_processes(pool: Pool) -> None:
+    alone, several = (learned(pool, "accumulated", plan) for plan in ("exact=4", "replicate=2,exact=4"))
+    for wanted, found in zip(alone, several, strict=True):
+        assert torch.equal(wanted, found)
+
+
+@pytest.mark.parametrize("plan", ["replicate=2", "shard=2"])
+def test_fp16_leaves_a_step_with_an_infinity_out_everywhere(pool: Pool, plan: str) -> None:
+    alone, several = (learned(pool, "overflowing", f"precision=fp16{more}") for more in ("", f",{plan}"))
+    for wanted, found in zip(alone, several, strict=True):
+        assert torch.allclose(wanted, found, rtol=1e-3, atol=1e-4)
 
 
 @pytest.mark.parametrize("plan", ["", "replicate=2", "shard=2"])
@@ -175,6 +202,39 @@ def test_an_evaluation_counts_each_sample_once(pool: Pool, plan: str) -> None:
 def test_a_closure_is_refused_where_processes_have_parts_of_its_loss(pool: Pool) -> None:
     assert "LBFGS compares losses" in learned(pool, "closure", "replicate=2")
     assert not learned(pool, "closure", "")
+
+
+@pytest.mark.parametrize(
+    ("case", "plan", "words"),
+    [
+        ("whole", "microbatches=2", "in it `for inputs, targets in loop.microbatches"),
+        ("widths", "replicate=2", "losses of different widths"),
+        ("its own mean", "replicate=2", "without loop.mean"),
+        ("early step", "replicate=2,microbatches=2", "comes after the loop over microbatches"),
+        ("left", "microbatches=2", "left before its end"),
+        ("plain backward", "precision=fp16", r"write loop.backward\(loss\)"),
+    ],
+)
+def test_a_body_that_would_learn_something_else_is_refused(pool: Pool, case: str, plan: str, words: str) -> None:
+    assert re.search(words, learned(pool, "refused", plan, case))
+    if case in ("its own mean", "early step"):
+        assert not learned(pool, "refused", "", case), "on one process it is right"
+
+
+def test_batches_of_any_form_and_order(pool: Pool) -> None:
+    order, joined, mean = learned(pool, "gathered", "")
+    assert learned(pool, "gathered", "replicate=2,workers=0") == [order, [4, 4, 2], pytest.approx(mean)]
+    assert joined == [8, 8, 6]
+    assert max(Counter(itertools.chain(*order)).values()) > 1
+    assert mean == pytest.approx(float(loops.DATA.tensors[0][:, 0].mean()), rel=1e-6)
+
+
+def test_numpys_draws_are_the_same_everywhere_and_said(pool: Pool) -> None:
+    (alone, nothing), (several, said) = (learned(pool, "drawn_by_numpy", plan) for plan in ("", "replicate=2"))
+    assert len({first for first, _ in alone}) == 3
+    assert alone == several
+    assert said.count("NumPy's or Python's generator") == 1
+    assert not nothing
 
 
 # ---- In this process: what is refused, and what a resumed loop goes on with ----

@@ -86,6 +86,8 @@ class GradientAverage:
         trained = [parameter for parameter in parameters if parameter.requires_grad]
         self._reached = [False] * len(trained)
         self._buckets = _buckets(trained)
+        self.deferred = False
+        """Whether backwards only add up here: the next one after these, or `finish`, averages all together."""
         self._started: int | None = None
         """The number of buckets of the running backward that are being reduced; None outside of a backward."""
         for bucket in self._buckets:
@@ -94,15 +96,24 @@ class GradientAverage:
 
     def _hook(self, bucket: _Bucket, number: int) -> Callable[[Tensor], None]:
         def came(parameter: Tensor) -> None:
+            self._reached[number] = True
+            if self.deferred:
+                return
             if self._started is None:
                 self._started = 0
                 after_backward(self._finish)
-            self._reached[number] = True
             bucket.waiting -= 1
             while self._started < len(self._buckets) and not self._buckets[self._started].waiting:
                 self._start()
 
         return came
+
+    def finish(self) -> None:
+        """Averages what deferred backwards have left, if no other has come after them."""
+        self.deferred = False
+        if any(self._reached):
+            self._started = 0
+            self._finish()
 
     @torch.no_grad()
     def _start(self) -> None:

@@ -14,11 +14,14 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import dataclasses
 import functools
+import itertools
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import types
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -26,52 +29,51 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import Dataset
 
 from grappe.data import loader
-from grappe.data.batch import Batch, entering
+from grappe.data.arrays import in_memory, one_by_one
+from grappe.data.batch import Batch, entering, stored_in
 from grappe.data.datasets import check
+from grappe.data.sampling import Sampling
 from grappe.data.whole_batch_draws import whole_batch_draws
+from grappe.engines.native import Native
+from grappe.engines.shared.microbatch import remarks_on_draws
 from grappe.engines.shared.state import ModelState, SavedState
 from grappe.errors import EXIT_INTERRUPTED, PlanError, UsageError
 from grappe.launch.rank import ProcessRank, rank_from_environment
 from grappe.launch.signals import StopSignal
+from grappe.launch.terminal import complain
 from grappe.launch.world import World, join
 from grappe.parallel.activation_checkpointing import switch_off_caches
-from grappe.parallel.batchnorm import buffers_agreed, ignoring_padding
+from grappe.parallel.batchnorm import buffers_agreed
 from grappe.parallel.gradient_average import GradientAverage
 from grappe.parallel.parallelize import prepare_filled, prepare_units
-from grappe.parallel.shard import reshard
+from grappe.parallel.shard import divide_gradients, reduction_switch, reshard
 from grappe.parallel.units import repeated_blocks
 from grappe.plan import AnyPlan, Plan, as_plan
 from grappe.private_api.torch import tree_map
 from grappe.profiling.chronometer import Chronometer
-from grappe.profiling.phases import BACKWARD, CHECKPOINT, DATA, EVALUATION, FORWARD, UPDATE
+from grappe.profiling.phases import CHECKPOINT, DATA, EVALUATION, FORWARD
+from grappe.step.clip import bounding, gradient_norm, scale
 from grappe.step.closure import gradients_first, needs_closure
-from grappe.step.fast_paths import seed_dropout
-from grappe.step.precision import autocast, set_gpu_arithmetic
+from grappe.step.exact.sums import Exact, exact_norm, exact_sums
+from grappe.step.precision import LOWER, autocast, set_gpu_arithmetic
 from grappe.task import Task
 from grappe.training.own_loop_folder import LoopFolder
 from grappe.training.own_loop_objects import KeptObjects
+from grappe.training.own_loop_step import LoopBatches, LoopStep, Pair, as_given
 
 SUPPORTED_KEYS = frozenset({
     "engine", "device", "backend", "replicate", "shard", "zero", "threads", "workers", "loading", "prefetch",
-    "per_device", "precision", "batchnorm", "channels_last", "recompute", "compile", "dropout",
+    "per_device", "precision", "batchnorm", "channels_last", "recompute", "compile", "dropout", "microbatches", "exact",
+    "offload", "validation_batch",
 })  # fmt: skip
-UNSUPPORTED = {
-    "fp16": "fp16 scales the loss and skips steps, which a custom loop would have to do too: take bf16",
-    "fp64": "a custom loop makes its own data and model: make both float64 there",
-}
 PLAN = "GRAPPE_PLAN"
 """Variable with the plan that `grappe launch` was given."""
 Batches = Iterator[Any]
 EXIT_SECONDS = 0.05  # ten times Python's switch interval
-
-
-class _Pair(NamedTuple):
-    model: nn.Module
-    optimizer: Optimizer
-    state: ModelState
 
 
 class _Position(NamedTuple):
@@ -115,12 +117,10 @@ class Loop:
         """Optimizer steps done, over restarts."""
         self._closed = False
         self._seed, self._save_every = seed, save_every
-        self._averaged = 1 if self.plan.uses_fsdp else self.world.data_size
-        """What a sum of gradients is divided by when processes are averaged; FSDP2 does not divide."""
         set_gpu_arithmetic(self.plan.precision)
-        self._pairs: list[_Pair] = []
+        self._running = LoopStep(self.plan, self.world, seed, self.chronometer.switch)
+        self._pairs = self._running.pairs
         self._kept = KeptObjects()
-        self._batch: Batch | None = None
         self._stop_signal = StopSignal()
         self._stop_signal.install()
         self._reduction: tuple[Tensor, Tensor, Sequence[dist.Work]] | None = None
@@ -130,8 +130,7 @@ class Loop:
         self._now, self._before = _Position(), _Position()
         """After the calls of `batches` so far; and before those of the running epoch."""
         self._epoch = 0
-        self._parts: list[Tensor] = []
-        """This process's parts of the running step's losses, by `mean` and `sum`."""
+        self._remarks = set[str]()
         if self._found is not None:
             self.step = self._found.step
         atexit.register(self._close_at_exit)
@@ -158,14 +157,18 @@ class Loop:
 
         Raises:
             UsageError: the optimizer has taken a step already, has parameters that are not the model's, or calls a
-                closure and there are several processes.
+                closure and there are several processes, microbatches or fp16.
         """
+        plan, world, step = self.plan, self.world, self._running
         if optimizer.state:
             raise UsageError("parallelize() comes before the optimizer's first step")
-        if self.world.data_size > 1 and needs_closure(optimizer) and not gradients_first(optimizer):
+        parts = plan.data_parallel * plan.microbatches > 1 or plan.exact
+        if (parts and needs_closure(optimizer) and not gradients_first(optimizer)) or (
+            step.scale.is_dynamic and needs_closure(optimizer)
+        ):
             raise UsageError(
-                f"parallelize(): {type(optimizer).__name__} compares losses that a closure returns, and each process "
-                "has its own part of them: describe the training as a grappe.Task, or use one process"
+                f"parallelize(): {type(optimizer).__name__} compares losses that a closure returns, and under this "
+                "plan each has a part of them or a scale: describe the training as a grappe.Task, or use one process"
             )
         if units is None and (self.plan.uses_fsdp or self.plan.recompute or self.plan.compile):
             units = [model.get_submodule(name) for name in repeated_blocks(model)]
@@ -177,29 +180,57 @@ class Loop:
                 raise UsageError("parallelize(): the optimizer has parameters that are not this model's")
             group["params"] = [after[before[parameter]] for parameter in group["params"]]
         named = nn.ModuleDict({str(len(self._pairs)): model})  # a name for each pair
-        state = ModelState(model=named, optimizer=optimizer, schedule=None, world=self.world)
-        self._pairs.append(_Pair(model, optimizer, state))
+        state = ModelState(model=named, optimizer=optimizer, schedule=None, world=world, loss_scale=step.scale)
         if self._found is not None:
             values = self._found.read_values().get("engine", {})
             state.restore(SavedState(tensors=self._found.read_tensors(), values=values))
-        optimizer.register_step_pre_hook(lambda *_: self.chronometer.switch(UPDATE))
+        group = None if plan.uses_fsdp or plan.exact else world.data_group
+        pair = Pair(
+            model=model,
+            optimizer=optimizer,
+            state=state,
+            average=None if group is None else GradientAverage(model.parameters(), group),
+            # Without zero=1 each microbatch is reduced: FSDP2 keeps a sum for the replicas flat, over the parameters
+            # that a backward reaches, and adds the next one's to it though that reaches others.
+            switch=reduction_switch(model, plan) if plan.uses_fsdp and plan.zero == 1 else None,
+            exact=self._exact(model) if plan.exact else None,
+        )
+        self._pairs.append(pair)
+        if step.scale.is_dynamic:
+            optimizer.step = types.MethodType(step.updating(pair, optimizer.step), optimizer)
+        optimizer.register_step_pre_hook(step.before_update)
         optimizer.register_step_post_hook(lambda *_: self.chronometer.switch(FORWARD))
-        if self.world.data_group is not None and not self.plan.uses_fsdp:
-            GradientAverage(model.parameters(), self.world.data_group)
         return model, optimizer
 
     def _spread(self, model: nn.Module, blocks: Sequence[nn.Module]) -> None:
         """Gives every process process 0's weights, and changes the model as the plan's keys say. Collective."""
         plan, world = self.plan, self.world
-        model.to(self.device)
+        model.to(self.device, stored_in(plan) if plan.precision == "fp64" else None)
         for tensor in (*model.parameters(), *model.buffers()) if world.size > 1 else ():
             dist.broadcast(tensor.detach(), 0)
         if plan.recompute:
             switch_off_caches(model)
         prepare_units(model, blocks, plan, world)
         prepare_filled(model, plan, world)
-        if plan.precision == "bf16":
+        if plan.uses_fsdp:  # averaged as replicas are: a loss that is in no `mean` counts once
+            divide_gradients(model, world.data_size)
+        if plan.precision in LOWER:
             _in_lower_precision(model, autocast(plan.precision, self.device))
+
+    def _exact(self, model: nn.Module) -> Exact:
+        """Makes the sums of a model's gradients, and has them see each forward of a piece."""
+        forward = model.forward
+        parameters = [each for each in model.parameters() if each.requires_grad]
+        sums = exact_sums(model, parameters, self.plan, self.world, lambda _, given: forward(*given[0], **given[1]))
+
+        @functools.wraps(forward)
+        def recorded(*arguments: Any, **options: Any) -> Any:
+            if not self._running.in_piece:
+                return forward(*arguments, **options)
+            return sums.forward((arguments, options))
+
+        model.forward = recorded
+        return sums
 
     def keep(self, **objects: Any) -> None:
         """Puts further objects with a `state_dict` into the checkpoints, by name: `loop.keep(schedule=schedule)`.
@@ -207,6 +238,9 @@ class Loop:
         Call it before the first batch. A resumed loop restores them where it goes on.
         """
         self._kept.add(objects)
+        for kept in objects.values() if self._running.scale.is_dynamic else ():
+            if isinstance(kept, LRScheduler):
+                kept.step = self._running.unless_skipped(kept.step)
 
     # ---- The loop ----
 
@@ -224,16 +258,26 @@ class Loop:
             self._epoch, self._before = epoch, self._now
             yield epoch
 
-    def batches(self, dataset: Dataset, batch_size: int, epochs: int = 1) -> Batches:
+    def batches(
+        self,
+        dataset: Dataset,
+        batch_size: int,
+        epochs: int = 1,
+        *,
+        collate: Callable[[list[Any]], Any] | None = None,
+        sampling: Sampling | None = None,
+    ) -> Batches:
         """Yields this process's slice of each global batch of `batch_size`, on the device; resumes after a restart.
 
         Each epoch has every sample once, in an order that depends on `seed` and the number of epochs so far; the last
         batch may be short. A further call goes on with further epochs. After a step a checkpoint is saved if due, and
         on a signal, which then ends the process with exit code 75. Collective.
+
+        Args:
+            collate: makes a batch of a list of samples; None: torch's default_collate.
+            sampling: which samples an epoch has, and how often.
         """
-        task = Task(batch_size=batch_size, epochs=epochs, seed=self._seed)
-        check(dataset, "train", task)
-        source = loader.training_loader(task, dataset, self.plan, self.world)
+        source = self._loader(loader.training_loader, dataset, batch_size, epochs, collate, sampling)
         each = source.order.steps_per_epoch
         first, begin = self._now.epochs * each, self._now.step
         end = begin + epochs * each
@@ -248,24 +292,33 @@ class Loop:
         taken = source.batches(first + self.step - begin, first + epochs * each)
         while self.step < end:
             self.chronometer.switch(DATA)
-            self._batch = batch = next(taken)
-            with self._in_slice(batch):
-                micro = batch.microbatches[0]
-                inputs = entering(micro)
-                self.chronometer.switch(FORWARD)
-                yield (loader.in_channels_last(inputs) if self.plan.channels_last else inputs), micro.targets
+            batch = next(taken)
+            with self._running.running(batch, self.step) as parts:
+                yield parts
             self.step += 1
             if self._end_step(batch, last=self.step == end):
                 self._close(None, interrupted=True)
                 raise SystemExit(EXIT_INTERRUPTED)
+        self._remark()
         if self._folder is not None:
             self._folder.wait()
+
+    def microbatches(self, batch: Any, *, counts: Callable[[Any], Tensor] | None = None) -> Batches:
+        """Yields the microbatches of a batch of `batches`: gradient accumulation, as `microbatches=` in the plan says.
+
+        Forward, `mean` and backward are inside, `zero_grad`, clipping and the optimizer's step around it. Under a plan
+        without microbatches it yields the batch itself. Collective.
+
+        Args:
+            counts: gives a microbatch's counts, for `mean(losses, counts)`: they are summed before the first backward.
+        """
+        return self._running.microbatches(batch, counts)
 
     def mean(self, losses: Tensor, counts: Tensor | None = None) -> Tensor:
         """Computes this process's part of the global batch's mean of `losses` [b, ...]; call backward on the result.
 
         A plain mean over the slice would weigh a short slice's samples more than others'. The gradients of all
-        processes' parts, which the plan sums or averages, are the gradients of the whole mean.
+        processes' parts are the gradients of the whole mean. Of a microbatch it is the microbatch's part.
 
         Args:
             counts: what each loss counts, in the losses' shape: 0 for padding. The mean is over the counts of the whole
@@ -274,33 +327,40 @@ class Loop:
         Raises:
             UsageError: the losses do not have one row for each sample of the slice.
         """
-        batch, rows = self._checked("mean", losses)
-        micro = batch.microbatches[0]
-        if counts is None:
-            each = losses.numel() // rows
-            return self._part(losses.sum() * (self._averaged / (batch.samples * each) if micro.rows else 0.0))
-        if counts.shape != losses.shape:
-            raise UsageError(f"mean(): counts {tuple(counts.shape)} must have the losses' shape {tuple(losses.shape)}")
-        weights = counts.detach().to(losses.dtype) * float(bool(micro.rows))
-        total = weights.sum()
-        if self.world.data_group is not None:
-            dist.all_reduce(total, group=self.world.data_group)
-        return self._part((losses * weights).sum() * torch.where(total > 0, self._averaged / total, 0.0))
+        return self._running.mean(losses, counts)
 
     def sum(self, losses: Tensor) -> Tensor:
         """Computes this process's part of the global batch's sum of `losses` [b, ...]; otherwise as `mean`."""
-        batch, _ = self._checked("sum", losses)
-        return self._part(losses.sum() * (float(self._averaged) if batch.microbatches[0].rows else 0.0))
+        return self._running.sum(losses)
+
+    def backward(self, loss: Tensor) -> None:
+        """Calls `loss.backward()`; with precision=fp16 of the loss times the loss scale, and unscales the gradients.
+
+        An update whose gradient has an infinity is then left out, and so is the step of a schedule that is kept.
+        """
+        self._running.backward(loss)
+
+    def clip_grad_norm_(self, parameters: Iterable[nn.Parameter], max_norm: float) -> Tensor:
+        """Scales gradients to at most this 2-norm of all of them, and returns the norm before, as torch's does.
+
+        Torch's own adds up in another order under each plan, and cannot add up offloaded gradients. Collective.
+        """
+        present = [each for each in parameters if each.grad is not None]
+        norm = (exact_norm if self.plan.exact else gradient_norm)(present)
+        scale(present, bounding(norm, max_norm))
+        return norm
 
     def total(self, part: Tensor) -> float:
         """Sums the results of `mean` or `sum` over all processes, for printing. Waits for the processes. Collective."""
-        return sum(self.world.gather_data(float(part.detach()) / self._averaged))
+        return sum(self.world.gather_data(float(part.detach()) / self._running.averaged))
 
     def evaluate(
         self,
         dataset: Dataset,
-        score: Callable[[Any, Any], Tensor | Mapping[str, Tensor]],
+        score: Callable[..., Tensor | Mapping[str, Tensor]],
         batch_size: int = 256,
+        *,
+        collate: Callable[[list[Any]], Any] | None = None,
     ) -> dict[str, float]:
         """Computes the mean of each score over all samples of a dataset, each counted once. Collective.
 
@@ -310,6 +370,7 @@ class Loop:
         Args:
             score: gets a batch's inputs and targets; returns one value for each sample [b], or several by name.
             batch_size: samples of a global batch.
+            collate: as in `batches`; `score` gets what it returns, of a tuple or list each part as an argument.
 
         Returns:
             The means by name; "loss" for one without a name.
@@ -317,15 +378,16 @@ class Loop:
         Raises:
             UsageError: `score` does not return one value for each sample.
         """
-        task = Task(batch_size=max(1, batch_size // 2), seed=self._seed)
-        length = check(dataset, "validation", task)
-        source = loader.evaluation_loader(task, dataset, self.plan, self.world)
+        source = self._loader(loader.evaluation_loader, dataset, batch_size, 1, collate, None)
+        length = len(dataset)  # type: ignore[arg-type]
         sums: dict[str, float] = {}
         samples = 0
         with self.chronometer.during(EVALUATION), torch.random.fork_rng(self._devices()), self._evaluating():
-            for batch in source.batches(0, source.order.steps_per_epoch):
-                micro = batch.microbatches[0]
-                values = score(entering(micro), micro.targets)
+            batches = source.batches(0, source.order.steps_per_epoch)
+            for micro in itertools.chain.from_iterable(batch.microbatches for batch in batches):
+                entering(micro)
+                given = as_given(micro)
+                values = score(*given) if isinstance(given, tuple | list) else score(given)
                 for name, value in (values if isinstance(values, Mapping) else {"loss": values}).items():
                     if value.shape != (micro.size,):
                         raise UsageError(
@@ -366,35 +428,22 @@ class Loop:
 
     # ---- Within ----
 
-    def _checked(self, name: str, losses: Tensor) -> tuple[Batch, int]:
-        """Returns the running batch, and the number of rows of its slice, padding included."""
-        if self._batch is None:
-            raise UsageError(f"{name}() is for inside the loop over batches()")
-        self.chronometer.switch(BACKWARD)
-        rows = self._batch.microbatches[0].size
-        if not losses.dim() or losses.shape[0] != rows:
-            raise UsageError(
-                f"{name}() takes the losses of all {rows} rows of the slice, shape [{rows}] or [{rows}, ...], not "
-                f'{list(losses.shape)}: give the loss function reduction="none"; to leave values out, keep the shape '
-                "and give mean(losses, counts) 0 for them"
-            )
-        return self._batch, rows
-
-    def _part(self, part: Tensor) -> Tensor:
-        self._parts.append(part.detach())
-        return part
-
-    @contextlib.contextmanager
-    def _in_slice(self, batch: Batch) -> Iterator[None]:
-        """Context of the body of a step: its random numbers are those of the slice's rows."""
-        place = batch.microbatches[0].place if self.plan.draws_whole_batches else None
-        seed_dropout(self._seed, self.step, self.device, 0 if place is not None else self.world.data_rank)
-        with contextlib.ExitStack() as contexts:
-            contexts.enter_context(whole_batch_draws(place))
-            if not batch.microbatches[0].rows:
-                for pair in self._pairs:
-                    contexts.enter_context(ignoring_padding(pair.model))
-            yield
+    def _loader(
+        self,
+        make: Callable[..., loader.BatchLoader],
+        dataset: Dataset,
+        batch_size: int,
+        epochs: int,
+        collate: Callable[[list[Any]], Any] | None,
+        sampling: Sampling | None,
+    ) -> loader.BatchLoader:
+        """Makes the loader of a call. Pairs in memory are gathered at once where the call says nothing of its own."""
+        plain = collate is None and sampling is None and in_memory(dataset) is not None
+        task = (Task if plain else LoopBatches)(batch_size=batch_size, epochs=epochs, seed=self._seed)
+        task.__dict__.update({} if plain else {"form": collate, "drawn": sampling})
+        check(dataset, "train", task)
+        plan = dataclasses.replace(self.plan, validation_batch=self.plan.validation_batch or batch_size)
+        return make(task, dataset if plain else one_by_one(dataset), plan, self.world)
 
     def _end_step(self, batch: Batch, *, last: bool) -> bool:
         """Ends a step: its record, its checkpoint; returns whether the processes agreed to stop. Collective."""
@@ -408,14 +457,14 @@ class Loop:
     def _agreed(self, batch: Batch, seconds: float) -> bool:
         """Sums signals and losses over the processes while the next step runs; returns whether any had a signal."""
         stop = self._flush()
-        flag = torch.tensor([self._stop_signal.flag], dtype=torch.float64)
+        flag = torch.tensor([self._stop_signal.flag, *self._running.widths()], dtype=torch.float64)
+        parts = self._running.parts
         losses = torch.zeros(0, dtype=torch.float64, device=self.device)
         if self._folder is not None:
             lr = self._pairs[0].optimizer.param_groups[0]["lr"] if self._pairs else 0.0
-            self._folder.stepped(self.step, batch, float(lr), seconds)
-            if self._parts:
-                losses = torch.stack([part.double() for part in self._parts]) / self._averaged
-        self._parts.clear()
+            self._folder.stepped(self.step, batch, float(lr), seconds, self._running.skipped)
+            if parts:
+                losses = torch.stack([part.double() for part in parts]) / self._running.averaged
         if self.world.control is None or self.world.data_group is None:
             self._reduction = (flag, losses, ())
             return bool(self._stop_signal.flag)
@@ -435,7 +484,9 @@ class Loop:
             work.wait()
         if self._folder is not None:
             self._folder.reduced(losses.tolist())
-        return bool(flag > 0)
+        signals, *widths = flag.tolist()
+        self._running.check_widths(widths)
+        return signals > 0
 
     @contextlib.contextmanager
     def _evaluating(self) -> Iterator[None]:
@@ -469,6 +520,13 @@ class Loop:
                     else:
                         group[key] = tuple(value) if isinstance(value, list) else value
         self._found = None
+
+    def _remark(self) -> None:
+        """Says which random numbers were not those of one process, each once."""
+        remarks = set(remarks_on_draws(self.plan, self.device)) - self._remarks
+        self._remarks |= remarks
+        for remark in sorted(remarks) if self.world.rank == 0 else ():
+            complain(f"grappe: {remark}")
 
     def _devices(self) -> list[torch.device]:
         return [self.device] if self.device.type == "cuda" else []
@@ -545,8 +603,13 @@ def _plan_of(plan: AnyPlan | None) -> Plan:
             f"a custom loop supports {', '.join(sorted(SUPPORTED_KEYS - {'engine'}))}, not "
             f"{', '.join(beyond) or 'another engine'}, which needs an engine: write a grappe.Task"
         )
-    if chosen.precision in UNSUPPORTED:
-        raise PlanError(f"precision={chosen.precision}: {UNSUPPORTED[chosen.precision]}")
+    reason = Native.unsupported_reason(chosen)
+    if chosen.exact and chosen.shard > 1:
+        reason = "exact in a custom loop is for replicas, as shards are summed in each backward: replicate instead"
+    if chosen.offload != "none" and chosen.replicate > 1 and chosen.shard == 1:
+        reason = f"offload in a custom loop is for sharded models: use shard={chosen.replicate}, or no offload"
+    if reason is not None:
+        raise PlanError(reason)
     return chosen
 
 
@@ -558,7 +621,7 @@ def _in_lower_precision(model: nn.Module, precision: contextlib.AbstractContextM
     def lowered(*arguments: Any, **options: Any) -> Any:
         with precision:
             output = forward(*arguments, **options)
-        return tree_map(lambda leaf: leaf.float() if getattr(leaf, "dtype", None) is torch.bfloat16 else leaf, output)
+        return tree_map(lambda leaf: leaf.float() if getattr(leaf, "dtype", None) in LOWER.values() else leaf, output)
 
     model.forward = lowered
 

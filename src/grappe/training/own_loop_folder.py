@@ -110,11 +110,11 @@ class LoopFolder:
             total_steps=NO_EPOCH, steps_per_epoch=NO_EPOCH, batch_size=0, samples=0, description={},
         )  # fmt: skip
 
-    def stepped(self, step: int, batch: Batch, lr: float, seconds: float) -> None:
+    def stepped(self, step: int, batch: Batch, lr: float, seconds: float, skipped: bool) -> None:
         """Notes a step, whose losses come with a later call of `reduced`."""
         self._samples += batch.samples
         self._waiting.append(
-            Record(step, batch.epoch, self._samples, 0.0, lr, seconds, norm=None, skipped=False, flag=0.0)
+            Record(step, batch.epoch, self._samples, 0.0, lr, seconds, norm=None, skipped=skipped, flag=0.0)
         )
 
     def reduced(self, losses: list[float]) -> None:
