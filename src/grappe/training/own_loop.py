@@ -58,7 +58,7 @@ from grappe.profiling.chronometer import Chronometer
 from grappe.profiling.phases import CHECKPOINT, DATA, EVALUATION, FORWARD
 from grappe.step.clip import bounding, gradient_norm, scale
 from grappe.step.closure import gradients_first, needs_closure
-from grappe.step.exact.sums import Exact, exact_norm, exact_sums
+from grappe.step.exact import Exact, exact_norm, exact_sums
 from grappe.step.precision import LOWER, autocast, set_gpu_arithmetic
 from grappe.task import Task
 from grappe.training.own_loop_folder import LoopFolder

@@ -31,7 +31,7 @@ from grappe.parallel.gradient_average import GradientAverage
 from grappe.plan import Plan
 from grappe.profiling.phases import BACKWARD, FORWARD, UPDATE
 from grappe.step.clip import gradient_norm, scale
-from grappe.step.exact.sums import Exact
+from grappe.step.exact import Exact
 from grappe.step.fast_paths import seed_dropout
 from grappe.step.precision import LossScale
 from grappe.task import Task
