@@ -221,7 +221,7 @@ class Loop:
         """Makes the sums of a model's gradients, and has them see each forward of a piece."""
         forward = model.forward
         parameters = [each for each in model.parameters() if each.requires_grad]
-        sums = exact_sums(model, parameters, self.plan, self.world, lambda _, given: forward(*given[0], **given[1]))
+        sums = exact_sums(model, parameters, self.plan, self.world, lambda _, call: forward(*call[0], **call[1]))
 
         @functools.wraps(forward)
         def recorded(*arguments: Any, **options: Any) -> Any:
@@ -386,8 +386,8 @@ class Loop:
             batches = source.batches(0, source.order.steps_per_epoch)
             for micro in itertools.chain.from_iterable(batch.microbatches for batch in batches):
                 entering(micro)
-                given = as_given(micro)
-                values = score(*given) if isinstance(given, tuple | list) else score(given)
+                taken = as_given(micro)
+                values = score(*taken) if isinstance(taken, tuple | list) else score(taken)
                 for name, value in (values if isinstance(values, Mapping) else {"loss": values}).items():
                     if value.shape != (micro.size,):
                         raise UsageError(

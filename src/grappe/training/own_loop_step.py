@@ -79,7 +79,7 @@ class LoopBatches(Task):
         return self.__dict__["drawn"]
 
 
-class _Whole:
+class _UncutSlice:
     """A slice under a plan of microbatches, which is not to be used whole."""
 
     def _refused(self, *_: object) -> Any:
@@ -144,7 +144,7 @@ class LoopStep:
                     self._enter(contexts, first)
                 contexts.enter_context(whole_batch_draws(place))
                 self._phase(FORWARD)
-                yield _Whole() if self._cuts else as_given(first)
+                yield _UncutSlice() if self._cuts else as_given(first)
             self._look_at_draws(step)
             if self._unfinished:
                 raise UsageError("loop.microbatches(batch) was left before its end: every microbatch counts")
