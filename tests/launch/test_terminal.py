@@ -8,6 +8,7 @@ import os
 import pty
 import signal
 import sys
+import termios
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -170,6 +171,9 @@ def test_a_start_and_its_stop_are_shown_at_once_on_a_terminal_alone(
             starting(2)
             start = shown("…")
             assert start.startswith(CLEAR) and "2 process" in start and "\n" not in start
+            termios.tcsetwinsize(ours, (24, 20))
+            starting(2)  # on a narrow terminal: what is longer than a line could not be cleared
+            assert shown("…") == f"{CLEAR}starting 2 process…"
             say("begins")
             assert shown("\n") == f"{CLEAR}begins\r\n"
             os.kill(os.getpid(), signal.SIGINT)

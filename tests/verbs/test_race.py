@@ -15,7 +15,9 @@ from grappe.verbs.race import Target, board, race, target_of
 ACCURACY = Target(name="accuracy", value=0.9, falls=False)
 
 
-def make(base: Path, name: str, scores: dict[int, float], seconds: float = 0.5, **more: Any) -> None:
+def make(
+    base: Path, name: str, scores: dict[int, float], seconds: float = 0.5, samples: int = 100, **more: Any
+) -> None:
     """Writes a run of 40 steps of 10 samples, evaluated at some of them."""
     folder = base / name
     folder.mkdir(parents=True)
@@ -25,7 +27,8 @@ def make(base: Path, name: str, scores: dict[int, float], seconds: float = 0.5, 
     for step in range(1, 41):
         lines.append({"kind": "step", "step": step, "samples": 10 * step, "loss": 1.0, "seconds": seconds})
         if step in scores:
-            lines.append({"kind": "evaluation", "step": step, "loss": 1 - scores[step], "accuracy": scores[step]})
+            scored = {"loss": 1 - scores[step], "accuracy": scores[step]}
+            lines.append({"kind": "evaluation", "step": step, "samples": samples, **scored})
     (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
 
 
@@ -56,17 +59,29 @@ def test_those_who_reach_it_come_first_and_by_what_is_asked(tmp_path: Path) -> N
     (tmp_path / "broken").mkdir()
     (tmp_path / "broken" / "run.json").write_text("{")
     entries = race(tmp_path, ACCURACY)
-    by_time, by_samples = (list(board(entries, ACCURACY, by).columns[1].cells) for by in ("time", "samples"))
+    by_time, by_samples = (list(board(entries, ACCURACY, by).columns[0].cells) for by in ("time", "samples"))
     assert by_time == ["quick", "slow", "nearly", "never"]
     assert by_samples == ["slow", "quick", "nearly", "never"]
-    assert list(board(entries, ACCURACY, "time").columns[0].cells) == ["1", "2", "-", "-"]
+    assert list(board(entries, ACCURACY, "time").columns[1].cells) == ["1", "2", "-", "-"]
+
+
+def test_a_score_of_fewer_samples_is_marked(tmp_path: Path) -> None:
+    make(tmp_path, "all", {20: 0.95, 40: 0.93}, samples=180)
+    make(tmp_path, "few", {20: 0.99}, samples=128)
+    make(tmp_path, "low", {20: 0.5}, samples=128)
+    make(tmp_path, "other", {20: 0.99}, samples=64, task="mine.py")
+    columns = {
+        column.header: list(column.cells) for column in board(race(tmp_path, ACCURACY), ACCURACY, "time").columns
+    }
+    assert columns["run"] == ["all", "few", "low", "other"]
+    assert columns["validation samples"] == ["", "128 of 180", "128 of 180", ""]
 
 
 def test_each_task_has_its_own_places_and_its_racers_names(tmp_path: Path) -> None:
     for name, task, seconds in (("a", "digits", 2.0), ("b", "mine.py", 3.0), ("c", "digits", 1.0)):
         make(tmp_path, name, {20: 0.95}, seconds=seconds, task=task)
     columns = [list(column.cells) for column in board(race(tmp_path, ACCURACY), ACCURACY, "time").columns]
-    places, runs, who, names = columns[:4]
+    runs, places, who, names = columns[:4]
     assert list(zip(places, runs, names, strict=True)) == [
         ("1", "c", "digits"),
         ("2", "a", "digits"),

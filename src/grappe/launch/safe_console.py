@@ -55,30 +55,31 @@ class SafeConsole(Console):
                 yield Segment(printable_lines(segment.text), segment.style)
 
     def _narrowed(self, table: Table, options: ConsoleOptions) -> RenderableType:
-        """Returns a table without the columns that the terminal is too narrow for, and a line that names them.
+        """Returns a table that the terminal is too narrow for as several, each with the first column and some others.
 
-        Columns stand in the order of their importance: the last ones go first. The first one, and those without a
-        header, stay.
+        Columns stand in the order of their importance.
         """
         wide = options.update(width=WIDTH)
         needs = [
-            max(Measurement.get(self, wide, cell).maximum for cell in (column.header, *column.cells))
+            2 + max(Measurement.get(self, wide, cell).maximum for cell in (column.header, *column.cells))
             for column in table.columns
         ]
         for index, column in enumerate(table.columns):
-            needs[index] = needs[index] if column.no_wrap else min(needs[index], FOLDED)
-        kept = list(range(len(needs)))
-        for index in reversed(kept[1:]):
-            if sum(needs[each] + 2 for each in kept) > options.max_width and table.columns[index].header:
-                kept.remove(index)
-        if len(kept) == len(needs):
+            needs[index] = needs[index] if column.no_wrap else min(needs[index], FOLDED + 2)
+        blocks = [[0]]
+        for index in range(1, len(needs)):
+            if len(blocks[-1]) > 1 and sum(needs[each] for each in (*blocks[-1], index)) > options.max_width:
+                blocks.append([0])
+            blocks[-1].append(index)
+        if len(blocks) == 1:
             return table
-        narrow = Table(box=None, show_header=table.show_header, padding=(0, 2, 0, 0))
-        narrow.columns = [dataclasses.replace(table.columns[index], _index=place) for place, index in enumerate(kept)]
-        narrow.rows = table.rows
-        names = [str(column.header) for index, column in enumerate(table.columns) if index not in kept]
-        line = f"not shown: {', '.join(names)} (widen the terminal, or add | cat)"
-        return Group(narrow, str(translated(line, self.file)))
+        tables = list[RenderableType]()
+        for block in blocks:
+            narrow = Table(box=None, show_header=table.show_header, padding=(0, 2, 0, 0))
+            narrow.columns = [dataclasses.replace(table.columns[each], _index=at) for at, each in enumerate(block)]
+            narrow.rows = table.rows
+            tables += [*[""] * bool(tables), narrow]
+        return Group(*tables)
 
 
 def fact_table(facts: Iterable[tuple[str, object]]) -> Table:

@@ -49,7 +49,9 @@ def progress(words: str) -> None:
 def waiting(words: str) -> None:
     """Shows on a terminal what is waited for, in the user's language, until the next line is written; "" ends it."""
     if sys.stderr.isatty():
-        sys.stderr.write(f"{CLEAR}{printable(translated(words, sys.stderr))}")
+        text = printable(translated(words, sys.stderr))
+        width = os.get_terminal_size(sys.stderr.fileno()).columns or 80  # 0: unknown. CLEAR clears a single line
+        sys.stderr.write(CLEAR + (text if len(text) < width else f"{text[: width - 2]}…"))
         sys.stderr.flush()
 
 

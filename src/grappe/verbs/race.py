@@ -53,6 +53,8 @@ class BoardEntry:
     hardware: str
     best: float
     """The best score of all its evaluations."""
+    samples: int
+    """Validation samples of that score: fewer than all with --validation-batches."""
     costs: dict[str, float | None] | None
     """Until the target, by name: seconds of steps, samples, hours, joules; None: unknown. None: it is not reached."""
 
@@ -99,7 +101,7 @@ def _entry(run: Run, target: Target, names: set[str]) -> BoardEntry | None:
         about = run.read_description()
     except RunError:
         return None
-    scored = []
+    scored, samples = [], dict[float, int]()
     for record in run.records("evaluation"):
         names.update(record)
         step, score = record.get("step"), record.get(target.name)
@@ -107,18 +109,20 @@ def _entry(run: Run, target: Target, names: set[str]) -> BoardEntry | None:
         # An int of 400 digits is no float.
         if numbers and all(abs(value) <= sys.float_info.max for value in (step, score)):
             scored.append((step, float(score)))
+            samples[float(score)] = int(number(record.get("samples")))
     if not scored:
         return None
     crossing = _crossing(scored, target)
     processes = about.get("processes") or 1
-    scores = [score for _, score in scored]
+    best = (min if target.falls else max)(samples)
     return BoardEntry(
         run=run.folder.name,
         who=_owner(run.folder),
         task=Path(str(about.get("task"))).stem,
         plan=plan_name(about.get("plan")),
         hardware=f"{processes} x {about.get('processor') or about.get('device')}",
-        best=min(scores) if target.falls else max(scores),
+        best=best,
+        samples=samples[best],
         costs=None if crossing is None else _costs(run, about, crossing),
     )
 
@@ -169,8 +173,8 @@ def board(entries: list[BoardEntry], target: Target, by: By) -> Table:
     """Makes the board, task by task: runs that reached the target by their costs, then others by their best score."""
     sign = "<=" if target.falls else ">="
     columns = (
-        "", "run", "who", "task", f"{target.name} {sign} {target.value:g}", "time", "samples", "GPU-hours",
-        "core-hours", "energy", "plan", "hardware",
+        "run", "place", "who", "task", f"{target.name} {sign} {target.value:g}", "validation samples",
+        "time", "samples", "GPU-hours", "core-hours", "energy", "plan", "hardware",
     )  # fmt: skip
 
     def order(entry: BoardEntry) -> tuple[str, bool, float]:
@@ -179,17 +183,18 @@ def board(entries: list[BoardEntry], target: Target, by: By) -> Table:
         cost = entry.costs[by]
         return entry.task, False, math.inf if cost is None else cost
 
-    places, rows = collections.Counter[str](), list[tuple[str, ...]]()
+    places, rows, most = collections.Counter[str](), list[tuple[str, ...]](), collections.Counter[str]()
+    for entry in entries:
+        most[entry.task] = max(most[entry.task], entry.samples)
     for entry in sorted(entries, key=order):
         costs = entry.costs
         places[entry.task] += costs is not None
         cells = [""] * len(COST_FORMATS)
         if costs is not None:
-            cells = [
-                "unknown" if costs[name] is None else form.format(costs[name]) for name, form in COST_FORMATS.items()
-            ]
+            cells = [form.format(costs[name]) if costs[name] else "-" for name, form in COST_FORMATS.items()]
         best = f"best {format_number(entry.best)}"
         reached = best if costs is not None else f"not reached, {best}"
+        fewer = f"{entry.samples:,} of {most[entry.task]:,}" if entry.samples < most[entry.task] else ""
         place = str(places[entry.task]) if costs is not None else "-"
-        rows.append((place, entry.run, entry.who, entry.task, reached, *cells, entry.plan, entry.hardware))
+        rows.append((entry.run, place, entry.who, entry.task, reached, fewer, *cells, entry.plan, entry.hardware))
     return filled_table(columns, rows)
