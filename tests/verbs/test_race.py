@@ -74,7 +74,7 @@ def test_a_score_of_fewer_samples_is_marked(tmp_path: Path) -> None:
         column.header: list(column.cells) for column in board(race(tmp_path, ACCURACY), ACCURACY, "time").columns
     }
     assert columns["run"] == ["all", "few", "low", "other"]
-    assert columns["validation samples"] == ["", "128 of 180", "128 of 180", ""]
+    assert columns["validation samples"] == ["", "128 / 180", "128 / 180", ""]
 
 
 def test_each_task_has_its_own_places_and_its_racers_names(tmp_path: Path) -> None:

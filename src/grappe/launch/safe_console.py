@@ -14,7 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from grappe.errors.foreign_text import printable, printable_lines
-from grappe.language import translated, translated_cell, translated_name
+from grappe.language import translated_cell, translated_name
 from grappe.launch.terminal import UserStream
 from grappe.words import plain_table
 

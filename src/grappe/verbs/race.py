@@ -193,8 +193,8 @@ def board(entries: list[BoardEntry], target: Target, by: By) -> Table:
         if costs is not None:
             cells = [form.format(costs[name]) if costs[name] else "-" for name, form in COST_FORMATS.items()]
         best = f"best {format_number(entry.best)}"
-        reached = best if costs is not None else f"not reached, {best}"
-        fewer = f"{entry.samples:,} of {most[entry.task]:,}" if entry.samples < most[entry.task] else ""
+        reached = best if costs is not None else f"not reached, best {format_number(entry.best)}"
+        fewer = f"{entry.samples:,} / {most[entry.task]:,}" if entry.samples < most[entry.task] else ""
         place = str(places[entry.task]) if costs is not None else "-"
         rows.append((entry.run, place, entry.who, entry.task, reached, fewer, *cells, entry.plan, entry.hardware))
     return filled_table(columns, rows)
