@@ -129,13 +129,13 @@ def test_seeds_have_a_mean_and_the_table_is_sorted_by_a_click(
     shown(browser, report(runs, tmp_path / "seeds.html"))
     first = f"[...{ROWS}].slice(1).map(row => row.cells[0].textContent)"
     assert browser.evaluate(first) == [
-        "mean ± standard deviation of 2 seeds", "lr=0.5, seed=0", "lr=0.5, seed=1", "lr=0.2, seed=0",
+        "mean ± standard deviation of 2 seeds", "seed-0.5-0", "seed-0.5-1", "seed-0.2-0",
     ]  # fmt: skip
     browser.evaluate("document.querySelector('th[data-key=lr] button').click()")
-    assert browser.evaluate(first)[0] == "lr=0.2, seed=0"
+    assert browser.evaluate(first)[0] == "seed-0.2-0"
     assert browser.evaluate("document.querySelector('th[data-key=lr]').getAttribute('aria-sort')") == "ascending"
     browser.evaluate("document.querySelector('th[data-key=lr] button').click()")
-    assert browser.evaluate(first)[-1] == "lr=0.2, seed=0"
+    assert browser.evaluate(first)[-1] == "seed-0.2-0"
     mean = browser.evaluate(f"[...{ROWS}][1].textContent")
     assert "2.000 ± 1.4" in mean
     plot = "document.querySelector('figure')"  # the comparison of lr with the best score

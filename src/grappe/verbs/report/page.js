@@ -23,7 +23,9 @@ function results() {
     const [x, y] = [Number(a), Number(b)], numbers = Number.isFinite(x) && Number.isFinite(y);
     return sign * (numbers ? x - y : String(a).localeCompare(String(b), undefined, { numeric: true }));
   };
-  const runCell = (index) => element("td", {}, swatch(index), rows[index].label, rows[index].status === "finished" ? "" : element("small", {}, ` ${t(rows[index].status)}`));
+  // The columns show what differs: a run without a name of its own is found again by its folder.
+  const nameOf = (index) => (DATA.runs[index].description.name ? rows[index].label : rows[index].run);
+  const runCell = (index) => element("td", { title: rows[index].label }, swatch(index), nameOf(index), rows[index].status === "finished" ? "" : element("small", {}, ` ${t(rows[index].status)}`));
   const figures = (row) => columns.map(([name, , format]) => element("td", name === "test" ? { title: row.test_checkpoint } : {}, known(value(row, name)) || typeof value(row, name) === "string" ? format(value(row, name)) : ""));
   const meanOf = ({ group, rows: members }) => element("tr", { class: "mean" }, element("td", {}, t("mean ± standard deviation of {number} seeds", { number: members.length })),
     ...columns.map(([name, , format]) => element("td", {}, known(group.mean[name]) ? `${format(group.mean[name])} ± ${short(Number(group.deviation[name].toPrecision(2)))}` : name === "seed" ? "" : t(String(value(rows[members[0]], name) ?? "")))));
@@ -41,7 +43,7 @@ function results() {
     press.addEventListener("click", () => { sorted = [name, sorted[0] === name ? -sorted[1] : name === "best" && !lower ? -1 : 1]; fill(); });
     return element("th", { scope: "col", "data-key": name }, press);
   });
-  made.querySelector("h2").append(button("CSV", t("save {title} as CSV", { title: t("Results") }), () => save("results.csv", "text/csv", csv(["run", ...columns.map(([name]) => name)], rows.map((row) => [row.label, ...columns.map(([name]) => value(row, name))])))));
+  made.querySelector("h2").append(button("CSV", t("save {title} as CSV", { title: t("Results") }), () => save("results.csv", "text/csv", csv(["run", ...columns.map(([name]) => name)], rows.map((row, index) => [nameOf(index), ...columns.map(([name]) => value(row, name))])))));
   made.append(element("div", { class: "wide", tabindex: 0, role: "region", "aria-label": t("Results") }, element("table", { id: "results" }, element("thead", {}, element("tr", {}, element("th", { scope: "col" }, t("run")), ...heads)), body)));
   fill();
   const numbers = (row) => Object.fromEntries(columns.map(([name]) => [name, value(row, name)]).filter(([, text]) => text !== null && text !== "").map(([name, text]) => [name, Number(text)]));
