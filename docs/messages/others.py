@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import io
+import itertools
 import os
 import re
 from collections.abc import Iterator
@@ -12,7 +13,7 @@ from pathlib import Path
 from cyclopts import App
 from rich.console import Console
 
-from grappe import fields, tasks
+from grappe import fields, sites, tasks
 from grappe.cli import help as translated_help
 from grappe.cli.commands import app
 from grappe.errors.remedies import REMEDIES
@@ -20,6 +21,7 @@ from grappe.language import STATES
 from grappe.language.catalogue import NAME
 from grappe.plan import Plan
 from grappe.profiling.phases import PHASES
+from grappe.sites.schema import Site
 from grappe.verbs.foresee import tables
 from grappe.verbs.measure.breakdown import PARTS
 from grappe.verbs.report import report
@@ -56,13 +58,21 @@ RESULTS += (
     "{number} GPU-hours",
     "energy of processors not measurable here",
 )
-RESULTS += ("validation {score}", "validation loss", "validation (the test set) {score}")
+RESULTS += (
+    "loss {number}",
+    "best: trial {number}, loss {number2}, {folder}",
+    "validation {score}",
+    "validation loss",
+    "validation (the test set) {score}",
+)
 """Cells and names of rows that are put together of values with hardly a word between."""
 METER = ("checking", "packing", "copying", "fetching {name}", "images", "bytes")
 """What a meter of grappe.verbs.data.walk says that it does, and to what: its own line has places for them."""
 REPORT = Path(report.__file__).parent
 """The folder of the report's page, whose words are in catalogues behind a mark."""
 GROUP = re.compile(r"\\(\d)")
+URL = re.compile(r"https?://\S+$")
+DIGITS = re.compile(r"\d[\d,]*")
 
 
 def others() -> dict[str, set[str]]:
@@ -82,10 +92,24 @@ def others() -> dict[str, set[str]]:
     found |= {text: {"grappe/language/__init__.py"} for text in STATES}
     found |= {text.removesuffix("."): {"grappe/plan.py"} for text in fields.docs(Plan).values()}
     found |= {tasks.describe(tasks.find(name)): {"the tasks"} for name in tasks.names()}
+    found |= {text: {"the sites"} for name in sites.files() for text in site_texts(sites.find(name))}
     found |= {NAME.format(text): {"grappe/profiling/phases.py"} for text in PHASES}
     columns = {*tables.SHORT, *tables.MEMORY_PARTS, *tables.TIME_PARTS, "rest"}
     found |= {NAME.format(text): {"grappe/verbs/foresee/tables.py"} for text in columns if " " not in text}
     return {**found, " or ": {"grappe/errors/__init__.py"}}
+
+
+def site_texts(site: Site) -> Iterator[str]:
+    """Yields the words of a site's file, without their numbers."""
+    if "," not in site.title:
+        yield site.title
+    yield from (text for text in (site.retired, *site.unconfirmed.values()) if text and not URL.match(text))
+    for storage in site.storage:
+        places = itertools.chain(["{number}"], (f"{{number{index}}}" for index in itertools.count(2)))
+        if storage.holds:
+            yield f"for {', '.join(storage.holds)}; {{what}}"
+        if storage.quota:
+            yield DIGITS.sub(lambda _, places=places: next(places), storage.quota)
 
 
 def help_texts() -> set[str]:

@@ -92,7 +92,8 @@ def test_names_that_users_chose_stay(english: str, french: str) -> None:
             "71 parameters, SGD(lr=0.1), inputs [32, 1, 8, 8], 23 steps an epoch",
             "71 paramètres, SGD(lr=0.1), entrées [32, 1, 8, 8], 23 pas par époque",
         ),
-        ("best: trial 0, loss 0.9, runs/study-2/trial-0", "meilleur : essai 0, loss 0.9, runs/study-2/trial-0"),
+        ("best: trial 0, loss 0.9, runs/study-2/trial-0", "meilleur : essai 0, perte 0.9, runs/study-2/trial-0"),
+        ("for runs, data, caches; 5 TB a project", "pour exécutions, données, caches ; 5 To par projet"),
     ],
 )
 def test_results_are_french(english: str, french: str) -> None:

@@ -110,7 +110,7 @@ def described_facts(site: Site) -> Iterator[tuple[str, str, str]]:
         if key.partition(".")[0] in ("sources", "unconfirmed", "name"):
             continue
         why = _marked(site.unconfirmed, key)
-        yield key, str(value), f"UNCONFIRMED, {why}" if why else _marked(site.sources, key)
+        yield key, value, f"UNCONFIRMED, {why}" if why else _marked(site.sources, key)
 
 
 def _marked(marks: Mapping[str, str], key: str) -> str:
@@ -118,20 +118,26 @@ def _marked(marks: Mapping[str, str], key: str) -> str:
     return next((why for fact, why in marks.items() if key == fact or key.startswith(f"{fact}.")), "")
 
 
-def _flat(path: str, content: Mapping[str, Any], site: Site) -> Iterator[tuple[str, Any]]:
+def _flat(path: str, content: Mapping[str, Any], site: Site) -> Iterator[tuple[str, str]]:
     for key, value in content.items():
         if isinstance(value, dict):
             yield from _flat(f"{path}{key}.", value, site)
         elif path == "" and key == "queue":
             for queue in value:
-                limits = [f"{part} {it}" for part, it in queue.items() if part != "name" and it not in (None, False)]
+                limits = [
+                    f"{part} {_text(it)}" for part, it in queue.items() if part != "name" and it not in (None, False)
+                ]
                 yield f"queue.{queue['name']}", ", ".join(limits)
         elif path == "" and key == "storage":
             for storage in site.storage:
                 holds = f"for {', '.join(storage.holds)}; " if storage.holds else ""
                 yield f"storage.{storage.place}", f"{holds}{described(storage)}"
         elif value not in (None, "", (), []):
-            yield f"{path}{key}", ", ".join(map(str, value)) if isinstance(value, tuple | list) else value
+            yield f"{path}{key}", _text(value)
+
+
+def _text(value: Any) -> str:
+    return ", ".join(map(str, value)) if isinstance(value, tuple | list) else str(value)
 
 
 def _node(node: Node | None) -> str:
