@@ -216,7 +216,8 @@ def gallery_speed() -> str:
         cells = [path.stem, *(str(len(_code(one).splitlines())) for one in (path, plain))]
         if measured:
             found = measured.get(path.stem)
-            cells += ["{:.2f} ({:.2f} to {:.2f})".format(*found[what]) if found else "" for what in ("speed", "cpu")]
+            form = "{:.2f} ({:.2f} to {:.2f})"
+            cells += [form.format(*found[what]) if found else "not measured" for what in ("speed", "cpu")]
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 

@@ -78,7 +78,13 @@ def test_a_controller_is_alive_if_one_of_them_is_or_nobody_can_ask(
     monkeypatch.setenv("PATH", str(tmp_path))
     if backup == "DOWN":
         assert queue_now() is None
-        with pytest.raises(ControllerDown, match="gives no answer"):
+        with pytest.raises(ControllerDown, match=r"gives no answer \(Slurmctld\(primary\) at a is DOWN\)"):
+            queue()
+        (tmp_path / "scontrol").write_text("#!/bin/sh\n")
+        with pytest.raises(ControllerDown, match="scontrol printed nothing"):
+            queue()
+        (tmp_path / "scontrol").write_text("#!/bin/sh\nexit 3\n")
+        with pytest.raises(ControllerDown, match=r"\(scontrol: exit code 3\)"):
             queue()
     else:
         assert [entry.job for entry in queue()] == ["7"]

@@ -115,6 +115,7 @@ class _Mapped:
     """
 
     def __init__(self, file: Path, levels: int) -> None:
+        self.file = file
         with files.reader(file, levels) as stream:
             if int.from_bytes(stream.read(8), "little") > LARGEST_HEADER:
                 raise RunError(f"{file} is not a readable safetensors file: its header is too long")
@@ -226,11 +227,13 @@ class TensorFiles:
                 boxes.append((mapped, at, box))
         covered = sum(math.prod(stop - start for start, stop in box) for _, _, box in boxes)
         if not boxes or covered != math.prod(shape):  # before memory is allocated: the shape may be false
-            raise RunError(f"{name!r} is not there in full: a file of the checkpoint is missing")
+            folder = self._places[name][0][0].file.parent
+            raise RunError(f"{folder}: {name!r} is not there in full: a file of the checkpoint is missing")
         if len(boxes) > 1:  # of the right size together, two that overlap would leave a gap
             start, stop = np.array([box for *_, box in boxes]).transpose(2, 0, 1)
             if (((start[:, None] < stop) & (start < stop[:, None])).all(-1)).sum() > len(boxes):
-                raise RunError(f"the pieces of {name!r} overlap: they are not of one checkpoint")
+                places = " and ".join(sorted({str(mapped.file) for mapped, *_ in boxes}))
+                raise RunError(f"{places}: the pieces of {name!r} overlap: they are not of one checkpoint")
         result = torch.empty(tuple(shape), dtype=boxes[0][0].dtype(name))
         writable = result.view(INTEGERS[result.element_size()][1]).numpy()  # in the type of _Mapped.integers
         for mapped, at, box in boxes:

@@ -58,7 +58,8 @@ def run(
     except subprocess.TimeoutExpired:
         raise Failed(f"{command[0]} gave no answer in {seconds:.0f} s: try again later") from None
     if done.returncode:
-        raise Failed(f"{command[0]}: {(done.stderr or done.stdout).strip()}", done.returncode)
+        answer = (done.stderr or done.stdout).strip() or f"exit code {done.returncode}"
+        raise Failed(f"{command[0]}: {answer}", done.returncode)
     return done.stdout + done.stderr if both else done.stdout
 
 

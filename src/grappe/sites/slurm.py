@@ -95,8 +95,8 @@ def check_controller() -> None:
         raise no_slurm("no Slurm controller is reachable from this machine")
     if "UP" not in answer.split():  # of one controller at least
         raise ControllerDown(
-            f"Slurm's controller gives no answer ({first_line(answer)}): try again in a minute; tell the site if it "
-            "stays so"
+            f"Slurm's controller gives no answer ({first_line(answer) or 'scontrol printed nothing'}): try again in a "
+            "minute; tell the site if it stays so"
         )
 
 
