@@ -18,8 +18,8 @@ from grappe.launch.terminal import say, write
 from grappe.sites import slurm
 from grappe.sites.sbatch import JobOptions
 from grappe.sites.slurm import Entry
-from grappe.verbs.logs import lines, log_files
 from grappe.verbs.submit import jobs
+from grappe.verbs.submit.jobs import lines, log_files
 from grappe.verbs.submit.submit import submit_all
 
 __all__ = [

@@ -36,12 +36,13 @@ from grappe.sites.sbatch import JobOptions
 from grappe.sites.script import render
 from grappe.training.run import Run, all_runs
 from grappe.training.task_reference import TaskReference
-from grappe.verbs import evaluate, follow, logs, prune, runs
+from grappe.verbs import evaluate, follow, prune, runs
 from grappe.verbs.catalogue import site_facts, site_list
 from grappe.verbs.follow import write_csv
 from grappe.verbs.load import choose, load
 from grappe.verbs.predict.predict import as_json, predict
 from grappe.verbs.report.report import gather, html
+from grappe.verbs.submit import jobs
 from tests.faults.fuzz import DAMAGE, ESCAPES, JSON, NUMBERS, TEXTS, damage, fuzzed, told
 from tests.parity.tasks import Images
 from tests.patience import PATIENCE_SECONDS
@@ -136,7 +137,7 @@ READERS = {
     "curves": lambda run: write_csv([run], io.StringIO()),
     "follow": followed,
     "live": live,
-    "logs": lambda run: list(logs.lines(run)),
+    "logs": lambda run: list(jobs.lines(run)),
     "report": lambda run: html(gather([run]), "title"),
     "prune": lambda run: prune.table(prune.prune(all_runs(run.parent), 1), dry_run=False),
     "load": lambda run: load(run, Images()),

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from grappe.data.batch import Batch
-from grappe.training.sample_log import SampleLog
+from grappe.training.watchers.curves import SampleLog
 from tests.training.watchers.made_up import run_info
 
 

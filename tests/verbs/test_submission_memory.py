@@ -100,7 +100,7 @@ def test_what_a_task_prints_is_no_part_of_a_script(tmp_path: Path, capfd: pytest
 
 def test_a_task_that_takes_for_ever_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "big.py").write_text(BIG)
-    monkeypatch.setattr("grappe.verbs.foresee.limited.SECONDS", 3)
+    monkeypatch.setattr("grappe.verbs.foresee.run_forecast.SECONDS", 3)
     (found,) = warnings(tmp_path, "narval", "replicate=4", ("width=8", "sleeps=600"))
     assert "take more than 3 s here" in found
 

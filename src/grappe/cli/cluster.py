@@ -234,7 +234,7 @@ def logs(
     follow: Annotated[bool, SWITCH, Parameter(name=["--follow", "-f"], help="Follow until the job ends.")] = False,
 ) -> int:
     """Print what a run's job, or one of its processes, wrote."""
-    from grappe.verbs.logs import lines
+    from grappe.verbs.submit.jobs import lines
 
     for text in lines(run, rank, follow=follow):
         write(text, end="")

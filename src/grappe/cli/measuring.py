@@ -185,7 +185,7 @@ def measure(
     from grappe.verbs.measure import measure as verb
     from grappe.verbs.measure import verdict
     from grappe.verbs.measure.explain import explain
-    from grappe.verbs.measure.largest import largest_batches as verb_largest
+    from grappe.verbs.measure.measure import largest_batches as verb_largest
 
     points = (
         verb.gather(gather)

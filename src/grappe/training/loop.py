@@ -48,9 +48,9 @@ from grappe.task import Task, split_name
 from grappe.training.headspace import Headspace
 from grappe.training.options import Options
 from grappe.training.run import Run
-from grappe.training.sample_log import LoggedLoader
 from grappe.training.watchdog import Watchdog
 from grappe.training.watchers.base import Outcome, Record, RunInfo
+from grappe.training.watchers.curves import LoggedLoader
 from grappe.training.watchers.watcher_list import WatcherList
 
 DELIVERY_SECONDS = 0.1  # quick steps are passed to the watchers in groups: then a step pays for none of them

@@ -47,12 +47,11 @@ from grappe.training.out_of_memory import LocalOutOfMemory, reporting_out_of_mem
 from grappe.training.reporting import announce, note_optimizer, report, reporting, start_facts, unit_facts
 from grappe.training.request import Request, Result
 from grappe.training.run import Run
-from grappe.training.sample_log import LoggedLoader, SampleLog
 from grappe.training.start_run import RunRequest, StartedRun, start_run
 from grappe.training.watchdog import Watchdog
 from grappe.training.watchers import find
 from grappe.training.watchers.base import ClockWatcher, Outcome, RunInfo, Watcher
-from grappe.training.watchers.curves import NoiseWatcher
+from grappe.training.watchers.curves import LoggedLoader, NoiseWatcher, SampleLog
 from grappe.training.watchers.meter import Meter, used
 from grappe.training.watchers.watcher_list import WatcherList, gradients_hooked
 

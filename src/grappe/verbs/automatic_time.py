@@ -21,7 +21,7 @@ from grappe.sites.layout import Layout, layout, longest
 from grappe.sites.sbatch import AUTO, TRAIN
 from grappe.sites.schema import Site
 from grappe.sites.script import Script
-from grappe.verbs.foresee.limited import in_limited_process
+from grappe.verbs.foresee.run_forecast import in_limited_process
 from grappe.verbs.foresee.training_time import (
     MARGIN,
     RemainingTraining,

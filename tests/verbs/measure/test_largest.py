@@ -16,7 +16,7 @@ from grappe.errors import GrappeError
 from grappe.plan import Plan
 from grappe.training.request import Request
 from grappe.training.task_reference import TaskReference
-from grappe.verbs.measure import largest
+from grappe.verbs.measure import measure
 
 PLAN = Plan(device="cpu", threads=1)
 WIDTH = 1 << 18  # a megabyte a sample
@@ -64,7 +64,7 @@ def _request(task: Task) -> Request:
 def test_memory_ends_it(tmp_path: Path) -> None:
     lines: list[str] = []
     limit = 1 << 30
-    found = largest.largest_batch(_request(Hungry()), PLAN, tmp_path, limit=limit, note=lines.append)
+    found = measure.largest_batch(_request(Hungry()), PLAN, tmp_path, limit=limit, note=lines.append)
     assert found.too_large is not None
     assert found.batch < found.too_large <= 1024
     assert found.too_large - found.batch <= max(2, found.too_large // 8)
@@ -75,22 +75,22 @@ def test_memory_ends_it(tmp_path: Path) -> None:
 
 
 def test_the_dataset_ends_it(tmp_path: Path) -> None:
-    found = largest.largest_batch(_request(Hungry(samples=24)), PLAN, tmp_path)
+    found = measure.largest_batch(_request(Hungry(samples=24)), PLAN, tmp_path)
     assert (found.batch, found.too_large) == (24, None)
     assert "all of the dataset" in str(found)
 
 
 def test_another_failure_is_told(tmp_path: Path) -> None:
     with pytest.raises(GrappeError, match="broken"):
-        largest.largest_batch(_request(Hungry(broken=True)), PLAN, tmp_path)
+        measure.largest_batch(_request(Hungry(broken=True)), PLAN, tmp_path)
 
 
 def test_the_share_of_what_is_free(tmp_path: Path) -> None:
     fake = tmp_path / "meminfo"
     fake.write_text("MemTotal: 100 kB\nMemAvailable:   64 kB\n")
-    assert largest._share(Plan(device="cpu", replicate=2), fake) == 32 * 1024
-    assert largest._share(Plan(device="cpu"), tmp_path / "none") is None
-    assert largest._share(Plan(device="cuda"), fake) is None
+    assert measure._share(Plan(device="cpu", replicate=2), fake) == 32 * 1024
+    assert measure._share(Plan(device="cpu"), tmp_path / "none") is None
+    assert measure._share(Plan(device="cuda"), fake) is None
 
 
 def test_a_limit_of_the_users_own_is_kept() -> None:

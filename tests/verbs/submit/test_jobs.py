@@ -9,7 +9,7 @@ from rich.console import Console
 
 from grappe.errors import RunError
 from grappe.sites import slurm
-from grappe.verbs import catalogue, logs, runs
+from grappe.verbs import catalogue, runs
 from grappe.verbs.submit import jobs
 
 
@@ -53,16 +53,16 @@ def test_the_end_that_the_script_wrote_is_believed(run: Path) -> None:
 
 def test_logs_of_jobs_and_of_processes(run: Path) -> None:
     with pytest.raises(RunError, match="has no log"):
-        logs.log_files(run)
+        jobs.log_files(run)
     (run / "logs" / "job-9.out").write_text("older\n")
     (run / "logs" / "job-10.out").write_text("hello\n 0: step 1\n10: 0: mine\n 0: \n 0: step 2")
-    assert "".join(logs.lines(run)) == "hello\n 0: step 1\n10: 0: mine\n 0: \n 0: step 2"
-    assert "".join(logs.lines(run, 0)) == "step 1\n\nstep 2"
-    assert "".join(logs.lines(run, 10)) == "0: mine\n"
+    assert "".join(jobs.lines(run)) == "hello\n 0: step 1\n10: 0: mine\n 0: \n 0: step 2"
+    assert "".join(jobs.lines(run, 0)) == "step 1\n\nstep 2"
+    assert "".join(jobs.lines(run, 10)) == "0: mine\n"
     with pytest.raises(RunError, match="has no line of process 3"):
-        list(logs.lines(run, 3))
+        list(jobs.lines(run, 3))
     (run / "logs" / "rank-3.log").write_text("own\n")
-    assert "".join(logs.lines(run, 3)) == "own\n"
+    assert "".join(jobs.lines(run, 3)) == "own\n"
 
 
 def test_a_log_is_followed_until_the_job_ends(run: Path) -> None:
@@ -70,7 +70,7 @@ def test_a_log_is_followed_until_the_job_ends(run: Path) -> None:
     log, end = run / "logs" / "job-12.out", run / "logs" / "job-12.end"
     log.write_text("0: first\n0: sec")
     seen = []
-    for line in logs.lines(run, follow=True):
+    for line in jobs.lines(run, follow=True):
         seen.append(line)
         if line == "0: first\n":
             with log.open("a") as stream:

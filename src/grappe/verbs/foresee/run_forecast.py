@@ -1,28 +1,66 @@
-"""A run's forecast memory and GPU step, with its measurements; kept in the run's folder: traced only once."""
+"""A run's forecast memory and GPU step, with its measurements; traced only once, in a process under limits."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
 import json
-from collections.abc import Mapping
+import os
+import signal
+import sys
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from grappe.checkpoint.commit import json_hash, read_json, write_json
-from grappe.errors import GrappeError, RunError
+from grappe.errors import GrappeError, RunError, TaskError
 from grappe.errors.foreign_text import entries, printable
 from grappe.launch import files
 from grappe.launch.terminal import progress
 from grappe.plan import Plan
+from grappe.private_api.multiprocessing import forget_forkserver
 from grappe.training.run import Run
 from grappe.training.task_reference import TaskReference, reference_of
-from grappe.verbs.foresee.limited import in_limited_process
 from grappe.verbs.foresee.training_time import costs_of, median_step, seconds_from
 from grappe.verbs.load import data_of
 
 if TYPE_CHECKING:
     from grappe.foresight.gpu_time import Fabric
+
+
+SECONDS = 60  # for one call
+COMPUTING_SECONDS = 600  # of all threads
+MEMORY_BYTES = 4_000_000_000
+
+
+def in_limited_process(work: Callable[[], str]) -> str:
+    """Calls `work` in a process that may not take long, and whose output is not the command's; returns its text.
+
+    Raises:
+        TaskError: the process took longer, or more memory; and what `work` raises.
+    """
+    from grappe.foresight.search import too_slow
+    from grappe.launch.fork import LimitReached, Limits, run_in_fork
+
+    def too_long(*_: object) -> None:
+        raise too_slow(SECONDS)
+
+    def limited() -> str:
+        forget_forkserver()
+        os.dup2(2, 1)  # what the task prints is no part of a script
+        sys.stdout = sys.stderr
+        signal.signal(signal.SIGALRM, too_long)
+        signal.alarm(SECONDS)
+        return work()
+
+    limits = Limits(memory=MEMORY_BYTES, mapped=1 << 40, seconds=COMPUTING_SECONDS)
+    try:
+        return run_in_fork(limited, limits)
+    except LimitReached as error:
+        raise TaskError(
+            f"tracing the model takes more than {MEMORY_BYTES / 1e9:g} GB of memory here, which grappe foresee may take"
+        ) from error
+
 
 FILE = "foreseen.json"
 """In a run's folder, written when it is first asked for: tracing takes seconds, which no training shall wait for."""
