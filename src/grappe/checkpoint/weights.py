@@ -72,37 +72,41 @@ class InMemory:
 
 
 class Renamed:
-    """Some tensors of other weights, each under a name of its own.
+    """Tensors of other weights, each under a name of its own.
 
     Args:
-        names: the name in `weights`, by the new name.
+        sources: by the new name, the weights that have the tensor, and its name there.
     """
 
-    def __init__(self, weights: Weights, names: Mapping[str, str]) -> None:
-        self._weights, self._names = weights, names
+    def __init__(self, sources: Mapping[str, tuple[Weights, str]]) -> None:
+        self._sources = sources
 
     def __contains__(self, name: str) -> bool:
-        return name in self._names
+        return name in self._sources
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._names)
+        return iter(self._sources)
 
     def shape(self, name: str) -> tuple[int, ...]:
-        return self._weights.shape(self._names[name])
+        weights, own_name = self._sources[name]
+        return weights.shape(own_name)
 
     def dtype(self, name: str) -> torch.dtype:
-        return self._weights.dtype(self._names[name])
+        weights, own_name = self._sources[name]
+        return weights.dtype(own_name)
 
     def read(self, name: str) -> Tensor:
-        return self._weights.read(self._names[name])
+        weights, own_name = self._sources[name]
+        return weights.read(own_name)
 
     def read_part(self, name: str, shape: Sequence[int], offset: Sequence[int]) -> Tensor:
-        return self._weights.read_part(self._names[name], shape, offset)
+        weights, own_name = self._sources[name]
+        return weights.read_part(own_name, shape, offset)
 
 
 def without(weights: Weights, prefix: str) -> Weights:
     """Returns the weights, without those whose names start with a prefix."""
-    return Renamed(weights, {name: name for name in weights if not name.startswith(prefix)})
+    return Renamed({name: (weights, name) for name in weights if not name.startswith(prefix)})
 
 
 def agreed(buffers: Sequence[Tensor]) -> Tensor:
@@ -182,9 +186,10 @@ class ModelWeights(Renamed):
                 names[name] = AVERAGE + name if averaged and AVERAGE + name in tensors else full
             elif full.startswith(LOCAL):
                 self._buffers.setdefault(full.removeprefix(LOCAL).partition(".")[2], []).append(full)
-        super().__init__(tensors, {**names, **{name: fulls[0] for name, fulls in self._buffers.items()}})
+        names |= {name: fulls[0] for name, fulls in self._buffers.items()}
+        super().__init__({name: (tensors, full) for name, full in names.items()})
 
     def read(self, name: str) -> Tensor:
         if name not in self._buffers:
             return super().read(name)
-        return agreed([self._weights.read(full) for full in sorted(self._buffers[name])])
+        return agreed([self._sources[name][0].read(full) for full in sorted(self._buffers[name])])

@@ -64,7 +64,7 @@ def submit(
     ] = False,
     dry_run: Annotated[DryRun, Parameter(help="Print the script; submit nothing.")] = False,
     json: Json = False,
-) -> int:
+) -> None:
     """Submit a command as a Slurm job: grappe submit --time 3h -- train TASK …
 
     Nodes, processes, cores and memory follow from the plan and the cluster. The job
@@ -83,12 +83,13 @@ def submit(
     from grappe.verbs.submit import submit as verb
 
     if interactive:
-        return _allocate(words, job, show_only=dry_run or test_only)
+        _allocate(words, job, show_only=dry_run or test_only)
+        return
     submission = read_submission(words, job, app)
     if test_only:
         answers = list(verb.judged(submission))
         show_json("submit", answers=answers) if json else show("\n".join(answers))
-        return EXIT_OK
+        return
 
     def examine(asked: Submission, made: JobScript) -> None:
         texts = None if made.automatic is None else made.automatic.warnings  # from its trace
@@ -106,7 +107,6 @@ def submit(
             _show_submitted(submitted)
     if json:
         show_json("submit", jobs=jobs, dry_run=dry_run)
-    return EXIT_OK
 
 
 def _show_submitted(submitted: Submitted) -> None:
@@ -123,7 +123,7 @@ def _show_submitted(submitted: Submitted) -> None:
         complain(f"grappe: the packages of its environment were not checked: {submitted.note}")
 
 
-def _allocate(words: Sequence[str], job: JobOptions, *, show_only: bool) -> int:  # noqa: RET503 - salloc takes over
+def _allocate(words: Sequence[str], job: JobOptions, *, show_only: bool) -> None:
     """Becomes salloc; without a terminal, or with --dry-run, prints the line."""
     from grappe.launch.command import become
     from grappe.verbs.submit.resources import allocation, line_in_allocation
@@ -132,7 +132,7 @@ def _allocate(words: Sequence[str], job: JobOptions, *, show_only: bool) -> int:
     line = allocation(submission)
     show(shlex.join(line))
     if show_only:
-        return EXIT_OK
+        return
     if not sys.stdin.isatty():
         raise UsageError(
             "a shell needs a terminal, and there is none here: run the line above in one, or add --dry-run"
@@ -207,7 +207,7 @@ def read_submission(words: Sequence[str], job: JobOptions, app: App) -> Submissi
     )
 
 
-def queue(*, runs: RunsFolder = RUNS, json: Json = False) -> int:
+def queue(*, runs: RunsFolder = RUNS, json: Json = False) -> None:
     """List your jobs in Slurm's queue, by run: state, reason, expected start."""
     from grappe.sites import slurm
     from grappe.verbs.submit.jobs import queue as verb
@@ -223,7 +223,6 @@ def queue(*, runs: RunsFolder = RUNS, json: Json = False) -> int:
         )
     else:
         show(verb(runs))
-    return EXIT_OK
 
 
 def logs(
@@ -232,13 +231,12 @@ def logs(
     *,
     rank: Annotated[int | None, Parameter(help="Rank of the process to read. Default: the job's own log.")] = None,
     follow: Annotated[bool, SWITCH, Parameter(name=["--follow", "-f"], help="Follow until the job ends.")] = False,
-) -> int:
+) -> None:
     """Print what a run's job, or one of its processes, wrote."""
     from grappe.verbs.submit.jobs import lines
 
     for text in lines(run, rank, follow=follow):
         write(text, end="")
-    return EXIT_OK
 
 
 def wait(run: RunFolder, /, *, json: Json = False) -> int:
@@ -255,7 +253,7 @@ def cancel(
     *runs: RunFolder,
     dry_run: Annotated[DryRun, Parameter(help="List the jobs that would be cancelled; cancel nothing.")] = False,
     json: Json = False,
-) -> int:
+) -> None:
     """Cancel the jobs of runs. Checkpoints are kept."""
     from grappe.verbs.submit.jobs import cancel as verb
 
@@ -266,7 +264,6 @@ def cancel(
         show_json("cancel", jobs=jobs, dry_run=dry_run)
     else:
         show(f"{'would cancel' if dry_run else 'cancelled'} {', '.join(jobs)}")
-    return EXIT_OK
 
 
 def sites(
@@ -274,19 +271,18 @@ def sites(
     /,
     *,
     json: Json = False,
-) -> int:
+) -> None:
     """List the clusters that jobs can be submitted to, or one cluster's facts and their sources."""
     from grappe import sites as known_sites
     from grappe.verbs.catalogue import site_facts, site_list
 
     if json:
         show_json("sites", sites=[known_sites.find(each) for each in ([name] if name else known_sites.files())])
-        return EXIT_OK
-    show(site_facts(name) if name else site_list())
-    return EXIT_OK
+    else:
+        show(site_facts(name) if name else site_list())
 
 
-def gpus(*, json: Json = False) -> int:
+def gpus(*, json: Json = False) -> None:
     """List GPUs by their data sheets: memory, peak rates, power, generation, and the clusters that have them."""
     from grappe.foresight.devices import devices
     from grappe.verbs.catalogue import gpu_list
@@ -295,7 +291,6 @@ def gpus(*, json: Json = False) -> int:
         show_json("gpus", gpus=devices())
     else:
         show(gpu_list())
-    return EXIT_OK
 
 
 def doctor(

@@ -179,7 +179,7 @@ def evaluate(
     data: DataFolder = None,
     json: Json = False,
     trained: Trained = False,
-) -> int:
+) -> None:
     """Evaluate a run's checkpoint on a split, every sample counted once."""
     if run.is_dir():
         preflight([plan], once=True)
@@ -188,13 +188,12 @@ def evaluate(
     scores = verb(run, split, plan, task=task, data=data, checkpoint=checkpoint, trained=trained)
     if json:
         show_json("scores", **dataclasses.asdict(scores))
-        return EXIT_OK
+        return
     taken = f"{scores.checkpoint} ({scores.why})"
     facts = [("checkpoint", taken), ("samples", f"{scores.samples:,} of {scores.split}, each once")]
     for name, value in (("loss", scores.loss), *scores.metrics.items()):
         facts.append((name, format_number(value) if isinstance(value, float) else str(value)))
     show_facts(facts)
-    return EXIT_OK
 
 
 @app.command
@@ -218,7 +217,7 @@ def predict(
         OutFile, Parameter(help="Write them [N, ...] to this file instead: .npy, or .npz where they have names.")
     ] = None,
     trained: Trained = False,
-) -> int:
+) -> None:
     """Print the predictions of a run's model for inputs: one JSON line per sample."""
     output.check(out, streams=False)
     from grappe.launch.rank import is_main_process
@@ -236,14 +235,13 @@ def predict(
     )  # fmt: skip
     if not is_main_process():  # of those that a launcher started
         list(predictions)
-        return EXIT_OK
+        return
     if out is not None:
         save(out, predictions)
-        return EXIT_OK
+        return
     for index, prediction in enumerate(predictions):
         name = {"file": str(files[index])} if files else {}
         write(dumps({"sample": index, **name, "checkpoint": taken[0], **verb.as_json(prediction)}))
-    return EXIT_OK
 
 
 @app.command
@@ -261,7 +259,7 @@ def runs(
         Parameter(help="With --race: what they are ranked by."),
     ] = "time",
     json: Json = False,
-) -> int:
+) -> None:
     """List the runs, or describe one: its task, plan, progress and checkpoints."""
     from grappe.verbs.runs import describe, facts, listing
 
@@ -277,12 +275,10 @@ def runs(
             show_json("race", target=target, runs=entries)
         else:
             show(board(entries, target, by))
-        return EXIT_OK
-    if json:
+    elif json:
         show_json("runs", runs=facts(runs, run, tag))
-        return EXIT_OK
-    show(describe(run) if run is not None else listing(runs, tag))
-    return EXIT_OK
+    else:
+        show(describe(run) if run is not None else listing(runs, tag))
 
 
 @app.command
@@ -294,7 +290,7 @@ def prune(
     keep: Annotated[int, Parameter(help="Number of newest checkpoints to keep, besides the best.")] = DEFAULTS.keep,
     dry_run: Annotated[DryRun, Parameter(help="List what would be removed; remove nothing.")] = False,
     json: Json = False,
-) -> int:
+) -> None:
     """Remove checkpoints that are not needed any more, and files of killed saves."""
     if keep < 1:
         raise UsageError(f"--keep={keep}: it must be at least 1")
@@ -309,7 +305,6 @@ def prune(
         )
     else:
         show(table(removed, dry_run=dry_run))
-    return EXIT_OK
 
 
 @app.command
@@ -318,7 +313,7 @@ def tasks(
     /,
     *,
     json: Json = False,
-) -> int:
+) -> None:
     """List the shipped tasks, or one task's fields."""
     from grappe import tasks as shipped
     from grappe.verbs.catalogue import task_fields, task_list
@@ -336,13 +331,12 @@ def tasks(
                 for each, cls in classes.items()
             ],
         )
-        return EXIT_OK
-    show(task_fields(name) if name else task_list())
-    return EXIT_OK
+    else:
+        show(task_fields(name) if name else task_list())
 
 
 @app.command
-def engines(*, json: Json = False) -> int:
+def engines(*, json: Json = False) -> None:
     """Show what each engine can do: the keys of a plan."""
     from grappe import engines as available
     from grappe.verbs.catalogue import plan_table, support
@@ -359,9 +353,8 @@ def engines(*, json: Json = False) -> int:
             for key, default, what, row in support()
         ]
         show_json("engines", engines=names, keys=keys)
-        return EXIT_OK
-    show(plan_table())
-    return EXIT_OK
+    else:
+        show(plan_table())
 
 
 @app.command
@@ -396,7 +389,7 @@ def export(
     trained: Trained = False,
     dry_run: Annotated[DryRun, Parameter(help="Check the run and the options; write nothing.")] = False,
     json: Json = False,
-) -> int:
+) -> None:
     """Write a run's model as a C++ program, weights or ONNX; it is checked on the whole validation split first."""
     from grappe.verbs.export.folder import check_target
 
@@ -412,7 +405,7 @@ def export(
         name = choose(source, checkpoint)[1].folder.name
         planned = [("would be written", f"{out}: {format}, weights in {weights}"), ("checkpoint", name)]
         show_answer(json, "export", planned, folder=out, checkpoint=name, dry_run=True)
-        return EXIT_OK
+        return
     done = verb(
         run,
         out,
@@ -439,7 +432,6 @@ def export(
         ("how to use it", f"{done.folder}/README.md"),
     ]
     show_answer(json, "export", facts, **vars(done), dry_run=False)
-    return EXIT_OK
 
 
 @app.command
@@ -450,7 +442,7 @@ def fetch(
     data: DataFolder = None,
     dry_run: Annotated[DryRun, Parameter(help="List the files and whether they are there; download nothing.")] = False,
     json: Json = False,
-) -> int:
+) -> None:
     """Download a task's data, on a machine with internet: cifar10, fashion_mnist, mnist, or what your task names.
 
     Over https alone, from the addresses in the task's file; each file is checked by its size
@@ -467,11 +459,10 @@ def fetch(
     ]
     facts = [*sizes, ("folder", folder.absolute())]
     show_answer(json, "fetch", facts, folder=folder.absolute(), files=done, dry_run=dry_run)
-    return EXIT_OK
 
 
 @app.command(name="completion")
-def completion_(shell: Literal["bash", "zsh", "fish"], /) -> int:
+def completion_(shell: Literal["bash", "zsh", "fish"], /) -> None:
     """Print what completes commands, tasks, fields, plans and runs in your shell.
 
     For ~/.bashrc: eval "$(grappe completion bash)"; for ~/.zshrc the same with zsh.
@@ -479,7 +470,6 @@ def completion_(shell: Literal["bash", "zsh", "fish"], /) -> int:
     """
     for line in completion.script(app, shell).splitlines():
         say(line)
-    return EXIT_OK
 
 
 measuring.register(app)

@@ -10,7 +10,7 @@ from cyclopts import App, Parameter
 
 from grappe.cli.application import OUT_NAMES, SWITCH, DryRun, Json
 from grappe.cli.exit import show, show_answer, show_json
-from grappe.errors import EXIT_OK, UsageError
+from grappe.errors import UsageError
 from grappe.launch.terminal import progress, say, waiting
 from grappe.words import count_of, plain_table
 
@@ -45,7 +45,7 @@ def index(
     numbering: Numbering = None,
     again: Annotated[bool, SWITCH, Parameter(help="Make it again, even if there is one.")] = False,
     json: Json = False,
-) -> int:
+) -> None:
     """Read the headers of a source of images once, so that a training starts at once."""
     waiting(LOADING)
     from grappe.verbs.data.walk import index as verb
@@ -60,10 +60,9 @@ def index(
     facts += [("index", f"{done.file} ({_size(done.size)})"), ("took", f"{done.seconds:.1f} s")]
     content = dict(vars(done))
     show_answer(json, "data-index", facts, source=content.pop("kind"), **content)
-    return EXIT_OK
 
 
-def check(source: Source, /, *, labels: Labels = None, numbering: Numbering = None, json: Json = False) -> int:
+def check(source: Source, /, *, labels: Labels = None, numbering: Numbering = None, json: Json = False) -> None:
     """Decode every image, and list those that cannot be: datasets leave them out."""
     waiting(LOADING)
     from grappe.verbs.data.walk import check as verb
@@ -81,7 +80,6 @@ def check(source: Source, /, *, labels: Labels = None, numbering: Numbering = No
         pillow = "Pillow, which passes over some damage: pip install simplejpeg, or 'grappe[images]'"
         facts.append(("decoder", pillow))
     show_answer(json, "data-check", facts, **vars(done))
-    return EXIT_OK
 
 
 def pack(
@@ -96,7 +94,7 @@ def pack(
     numbering: Numbering = None,
     dry_run: Annotated[DryRun, Parameter(help="Show what would be written; write only the index.")] = False,
     json: Json = False,
-) -> int:
+) -> None:
     """Write smaller JPEG files into tar shards, which load several times as fast.
 
     Samples keep their numbers, so orders and runs stay what they are. Killed at any
@@ -116,7 +114,6 @@ def pack(
         ("size", _size(done.source_bytes) if dry_run else f"{_size(done.bytes)} of {_size(done.source_bytes)}"),
     ]
     show_answer(json, "data-pack", facts, **vars(done), dry_run=dry_run)
-    return EXIT_OK
 
 
 def stage(
@@ -126,7 +123,7 @@ def stage(
     out: Annotated[Path, Parameter(name=OUT_NAMES, help="A folder on a disk of the node, such as $SLURM_TMPDIR.")],
     dry_run: Annotated[DryRun, Parameter(help="Show what would be copied; copy nothing.")] = False,
     json: Json = False,
-) -> int:
+) -> None:
     """Copy data to a disk of the node, once for all processes that ask for it.
 
     Every copied file is read again and compared. What is there already stays; killed
@@ -148,7 +145,6 @@ def stage(
     files = f"{done.files:,} ({_size(done.bytes)}), {done.copied:,} {'to copy' if dry_run else 'copied now'}"
     facts = [("would be staged" if dry_run else "staged", done.place), ("files", files)]
     show_answer(json, "data-stage", facts, **vars(done), dry_run=dry_run)
-    return EXIT_OK
 
 
 def bench(
@@ -164,7 +160,7 @@ def bench(
     labels: Labels = None,
     numbering: Numbering = None,
     json: Json = False,
-) -> int:
+) -> None:
     """Time the reading of images (as they are, as an archive, as shards, packed, in memory), and recommend one."""
     waiting(LOADING)
     from grappe.verbs.data.bench import bench as verb
@@ -174,7 +170,7 @@ def bench(
     done = verb(source, size=size, images=images, seconds=seconds, on=on, labels=labels, numbering=numbering)
     if json:
         show_json("data-bench", **vars(done))
-        return EXIT_OK
+        return
     heads = (
         "images/s",
         "an image",
@@ -191,7 +187,6 @@ def bench(
     show(table)
     for sentence in done.advice:
         say(sentence)
-    return EXIT_OK
 
 
 def _size(count: int) -> str:

@@ -168,7 +168,7 @@ def measure(
 
         if largest_batch:
             raise UsageError("--largest-batch measures on this machine: leave it out with --site")
-        return _send(
+        _send(
             JobRequest(
                 task=task,
                 fields=fields,
@@ -180,6 +180,7 @@ def measure(
             dry_run,
             ("--weak",) * options.weak + (("--out", str(out)) if out else ()),
         )
+        return EXIT_OK
     if not gather:
         preflight(plans, task)
     from grappe.verbs.measure import measure as verb
@@ -213,7 +214,7 @@ def _batch_sizes(fields: Sequence[str]) -> tuple[dict[str, str], tuple[int, ...]
     return texts, whole_numbers(texts.pop("batch_size", ""), "batch_size")
 
 
-def _send(request: JobRequest, only_show: bool, later: Sequence[str]) -> int:
+def _send(request: JobRequest, only_show: bool, later: Sequence[str]) -> None:
     """Submits trainings as jobs, and prints the command that gathers their results."""
     from grappe.verbs.measure.measure import send
 
@@ -226,7 +227,6 @@ def _send(request: JobRequest, only_show: bool, later: Sequence[str]) -> int:
         runs.append(str(submitted.run))
     if not only_show:
         show(f"once they have ended: grappe measure {request.task} --gather {shlex.join([*runs, *later])}")
-    return EXIT_OK
 
 
 def report(
@@ -248,7 +248,7 @@ def report(
         bool, SWITCH, Parameter(help="Write the page again every few seconds until the runs end; it reloads itself.")
     ] = False,
     json: Json = False,
-) -> int:
+) -> None:
     """Write one HTML file that opens offline: results, curves, time, memory, scaling, configuration."""
     from grappe.training.run import Run
     from grappe.verbs.report import report as verb
@@ -265,21 +265,19 @@ def report(
         file = verb.report(places, out, foresee=foresee, predictions=predictions)
         if not json:
             show(str(file))
-    return EXIT_OK
 
 
-def follow(run: RunFolder, /) -> int:
+def follow(run: RunFolder, /) -> None:
     """Follow a run until it ends; Ctrl-C stops the following alone."""
     from grappe.verbs.follow import follow as verb
 
     verb(run, sys.stdout)
-    return EXIT_OK
 
 
 def curves(
     *runs: Annotated[Path, Parameter(help="Runs' folders: runs/… (see: grappe runs)")],
     out: Annotated[OutFile, Parameter(help="A file. Default: the standard output.")] = None,
-) -> int:
+) -> None:
     """Print the curves of runs as CSV: one line per step, one line per evaluation."""
     from grappe.verbs.follow import write_csv
 
@@ -290,7 +288,6 @@ def curves(
     write_csv(runs, stream)
     if isinstance(stream, io.StringIO):
         output.write(out, stream.getvalue())
-    return EXIT_OK
 
 
 COLUMNS = ("plan", "verdict", "first differs", "loss", "gradient norm", "weights", "tolerated", "why")

@@ -336,7 +336,7 @@ class TrainingScores:
             self._sums[name] = self._sums.get(name, 0.0) + total.double()
         if self._metrics is not None:
             with torch.no_grad():
-                self._metrics.update(_detached(output, micro), _without_padding(micro))
+                self._metrics.update(tree_map(lambda leaf: _rows(leaf, micro), output), _without_padding(micro))
 
     def copied(self) -> SliceSums:
         """Begins to copy the sums to the host, as they are now: no step waits for the copies."""
@@ -396,11 +396,6 @@ def _named(scores: Mapping[str, Number]) -> dict[str, Number]:
     return {f"training_{name}": value for name, value in scores.items()}
 
 
-def _detached(output: Any, micro: Microbatch) -> Any:
-    """Returns the output of the samples' rows, without its graph."""
-    return tree_map(lambda leaf: _rows(leaf, micro), output)
-
-
 def _without_padding(micro: Microbatch) -> Microbatch:
     if not micro.padding:
         return micro
@@ -408,6 +403,7 @@ def _without_padding(micro: Microbatch) -> Microbatch:
 
 
 def _rows(leaf: Any, micro: Microbatch) -> Any:
+    """Returns the samples' rows of a leaf, without its graph."""
     if not isinstance(leaf, Tensor):
         return leaf
     leaf = leaf.detach()

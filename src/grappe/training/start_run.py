@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from grappe.checkpoint.commit import OLDER
 from grappe.checkpoint.foreign_training import Begin
@@ -14,6 +14,8 @@ from grappe.checkpoint.format import Checkpoint, list_checkpoints, step_folder
 from grappe.checkpoint.initial import build
 from grappe.checkpoint.lease import Lease
 from grappe.data.batch import stored_in
+from grappe.data.sampling import SampleOrder
+from grappe.data.seeded import fingerprint
 from grappe.errors import GrappeError, PlanError, RunError
 from grappe.errors.user_code import naming_user_line
 from grappe.launch import files
@@ -21,6 +23,7 @@ from grappe.launch.world import World
 from grappe.plan import Plan
 from grappe.task import Task
 from grappe.tasks import defaults
+from grappe.training.request import Request
 from grappe.training.run import METRICS, Made, Run, new_folder, restarted, start_facts
 from grappe.training.task_reference import field_texts, same_task, source_hash, write_record
 
@@ -49,29 +52,17 @@ class StartedRun:
             self.lease.check()
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class RunRequest:
-    """The input of starting a run: its task, plan, data and options."""
+class Data(NamedTuple):
+    """The task's datasets."""
 
-    name: str
-    """The task's name, as the user wrote it."""
-    task: Task
-    plan: str
-    folder: Path | None
-    base: Path
-    data: Path
-    begin: Begin | None
-    """Beginning of a new run that takes over weights; None: fresh weights."""
-    dataset: str
-    """The training data's fingerprint."""
-    sampling: str = ""
-    """The fingerprint of what `Task.sampling` returned; "": nothing."""
-    labels: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    """Entries of run.json: the user's `name` and `tags`, if given now."""
+    train: Any
+    validation: Any
+    order: SampleOrder
+    """Of the training samples."""
 
 
 @contextlib.contextmanager
-def start_run(request: RunRequest, world: World) -> Iterator[StartedRun]:
+def start_run(request: Request, task: Task, data: Data, world: World) -> Iterator[StartedRun]:
     """Context with a run that process 0 starts or resumes, for all processes; releases it at the end. Collective.
 
     A new run is taken back if the plan is refused before its first step.
@@ -84,8 +75,8 @@ def start_run(request: RunRequest, world: World) -> Iterator[StartedRun]:
     refused = False
     if world.rank == 0:
         try:
-            with naming_user_line(request.task):
-                folder, described, step, notes, lease, made = _start(request, world)
+            with naming_user_line(task):
+                folder, described, step, notes, lease, made = _start(request, task, data, world)
             answer = ((folder, described, step, notes, lease.token), None)
         except GrappeError as error:
             answer = (None, error)
@@ -111,27 +102,37 @@ def start_run(request: RunRequest, world: World) -> Iterator[StartedRun]:
             made.undo()
 
 
-def _start(request: RunRequest, world: World) -> tuple[Path, dict[str, Any], int, tuple[str, ...], Lease, Made | None]:
+def _start(
+    request: Request, task: Task, data: Data, world: World
+) -> tuple[Path, dict[str, Any], int, tuple[str, ...], Lease, Made | None]:
     made: Made | None = None
-    new = request.folder is None or not Run.is_run(request.folder)
-    now = description(request, world)
-    if new:
-        run, made = Run.begin(request.folder or new_folder(request.base, request.name), now)
+    now = description(request, task, data, world)
+    if request.run is None or not Run.is_run(request.run):
+        run, made = Run.begin(request.run or new_folder(request.base, request.task.name), now)
         before = now
     else:
-        assert request.folder is not None
-        run = Run(request.folder)
+        run = Run(request.run)
         before = run.read_description()
-        if not same_task(request.task, before):
+        if not same_task(task, before):
             raise RunError(
-                f"{run.folder} is a run of the task {before.get('task')}, not of {request.name}: "
+                f"{run.folder} is a run of the task {before.get('task')}, not of {request.task.name}: "
                 "give another folder with --run, or none for a new one"
             )
+    begin = None
+    if request.weights is not None:
+        begin = Begin(
+            source=request.weights,
+            with_optimizer=request.with_optimizer,
+            epochs_done=request.epochs_done,
+            epochs=task.epochs,
+            steps_per_epoch=data.order.steps_per_epoch,
+            engine=request.plan.engine,
+        )
     lease = Lease(run.folder)
     lease.take()
     try:
-        described, step, notes = _begin(run, request, before, now, new)
-        unknown = write_record(str(described.get("id", "")), request.name, request.task)
+        described, step, notes = _begin(run, task, request.plan, begin, before, now, new=made is not None)
+        unknown = write_record(str(described.get("id", "")), request.task.name, task)
         return run.folder, described, step, (*notes, unknown) if unknown else notes, lease, made
     except BaseException:
         lease.release()
@@ -141,7 +142,7 @@ def _start(request: RunRequest, world: World) -> tuple[Path, dict[str, Any], int
 
 
 def _begin(
-    run: Run, request: RunRequest, before: dict[str, Any], now: dict[str, Any], new: bool
+    run: Run, task: Task, plan: Plan, begin: Begin | None, before: dict[str, Any], now: dict[str, Any], *, new: bool
 ) -> tuple[dict[str, Any], int, tuple[str, ...]]:
     run.clear()
     chosen = run.choose(description=before)
@@ -151,14 +152,12 @@ def _begin(
             f"{run.folder}: {chosen.passed_over[0]}. Go on with the grappe that wrote it, or start a new run"
         )
     if checkpoint is None:
-        taken_over = build(
-            request.task, run.checkpoints, request.begin, before.get("id", ""), stored_in(Plan.parse(request.plan))
-        )
+        taken_over = build(task, run.checkpoints, begin, before.get("id", ""), stored_in(plan))
         if new:
             return now, list_checkpoints(run.checkpoints)[0].step, taken_over
         checkpoint = run.choose(description=before).checkpoint
         assert checkpoint is not None, "what was built just now verifies"
-    changes = tuple(changed(before, now, defaults(type(request.task))))
+    changes = tuple(changed(before, now, defaults(type(task))))
     _refuse_another_order(run, before, now, checkpoint.step)
     described = restarted(before, now)
     place = f"restart {described['restarts']} at step {checkpoint.step}"
@@ -167,11 +166,10 @@ def _begin(
     run.cut_back(checkpoint.step)
     notes = (*chosen.passed_over, *taken_over)
     resumed = f"resuming from step {checkpoint.step}" if checkpoint.step else "starting again from step 0"
-    own_engine = Plan.parse(request.plan).engine
-    if checkpoint.step and (engine := checkpoint.read_values().get("engine_name")) != own_engine:
+    if checkpoint.step and (engine := checkpoint.read_values().get("engine_name")) != plan.engine:
         notes = (
             *notes,
-            f"from engine {engine} to {own_engine}: only the weights are restored, the optimizer starts again",
+            f"from engine {engine} to {plan.engine}: only the weights are restored, the optimizer starts again",
         )
     if checkpoint.step and (broken := other_bits(before, now)):
         notes = (*notes, f"exact: other bits from here on than before ({', '.join(broken)})")
@@ -229,19 +227,20 @@ def _refuse_another_order(run: Run, before: Mapping[str, Any], now: Mapping[str,
         )
 
 
-def description(request: RunRequest, world: World) -> dict[str, Any]:
+def description(request: Request, task: Task, data: Data, world: World) -> dict[str, Any]:
     """Returns the content of run.json."""
-    task = request.task
+    sampling = data.order.sampling
     return {
-        "task": request.name,
+        "task": request.task.name,
         "class": type(task).__qualname__,
         "fields": field_texts(task),
-        "plan": request.plan,
+        "plan": str(request.plan),
         "seed": task.seed,
         "data": str(request.data.absolute()),
-        "dataset": request.dataset,
-        "sampling": request.sampling,
+        "dataset": fingerprint(data.train),
+        "sampling": "" if sampling is None else sampling.fingerprint,
         "source": source_hash(task),
         **start_facts(world),
-        **request.labels,
+        **({"name": request.name} if request.name else {}),
+        **({"tags": list(request.options.tag)} if request.options.tag else {}),
     }

@@ -8,18 +8,15 @@ import functools
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from grappe import engines
-from grappe.checkpoint.foreign_training import Begin
 from grappe.checkpoint.format import Retention
 from grappe.checkpoint.saver import Saver
 from grappe.checkpoint.weights import ModelWeights
 from grappe.data import loader
 from grappe.data.batch import inside
 from grappe.data.datasets import dataset_of, prepare, refuse_differing_lengths
-from grappe.data.sampling import SampleOrder
-from grappe.data.seeded import fingerprint
 from grappe.data.source import explaining_ended_workers
 from grappe.engines.base import EngineSetup
 from grappe.engines.shared.carried import CarriedState
@@ -47,7 +44,7 @@ from grappe.training.out_of_memory import LocalOutOfMemory, reporting_out_of_mem
 from grappe.training.reporting import announce, note_optimizer, report, reporting, start_facts, unit_facts
 from grappe.training.request import Request, Result
 from grappe.training.run import Run
-from grappe.training.start_run import RunRequest, StartedRun, start_run
+from grappe.training.start_run import Data, StartedRun, start_run
 from grappe.training.watchdog import Watchdog
 from grappe.training.watchers import find
 from grappe.training.watchers.base import ClockWatcher, Outcome, RunInfo, Watcher
@@ -88,7 +85,7 @@ def _trained(request: Request, process: ProcessRank, rendezvous_folder: Path) ->
     prepare(task, request.data, world)
     data = read(task, request.data, world)
 
-    with start_run(_run_request(request, task, data, world), world) as started:
+    with start_run(request, task, data, world) as started:
         if process.launcher == "grappe":
             log = started.run.folder / "logs" / f"rank-{process.rank}.log"
             redirect(log, process, early_log(rendezvous_folder, process))
@@ -239,15 +236,6 @@ def _with_clock(watchers: tuple[Watcher, ...], clock: Chronometer) -> tuple[Watc
     return watchers
 
 
-class Data(NamedTuple):
-    """The task's datasets."""
-
-    train: Any
-    validation: Any
-    order: SampleOrder
-    """Of the training samples."""
-
-
 def read(task: Task, folder: Path, world: World) -> Data:
     """Makes the task's datasets, and the order of its training samples. Collective."""
     train, validation = (dataset_of(task, split, folder) for split in ("train", "validation"))
@@ -282,37 +270,6 @@ def loaders(
     finally:
         for each in sources:
             each.close()
-
-
-def _run_request(request: Request, task: Task, data: Data, world: World) -> RunRequest:
-    drawn = data.order.sampling if world.rank == 0 else None
-    with naming_user_line(task):
-        dataset = fingerprint(data.train) if world.rank == 0 else ""
-    begin = None
-    if request.weights is not None:
-        begin = Begin(
-            source=request.weights,
-            with_optimizer=request.with_optimizer,
-            epochs_done=request.epochs_done,
-            epochs=task.epochs,
-            steps_per_epoch=data.order.steps_per_epoch,
-            engine=request.plan.engine,
-        )
-    return RunRequest(
-        name=request.task.name,
-        task=task,
-        plan=str(request.plan),
-        folder=request.run,
-        base=request.base,
-        data=request.data,
-        begin=begin,
-        dataset=dataset,
-        sampling="" if drawn is None else drawn.fingerprint,
-        labels={
-            **({"name": request.name} if request.name else {}),
-            **({"tags": list(request.options.tag)} if request.options.tag else {}),
-        },
-    )
 
 
 def _run_info(request: Request, task: Task, batches: loader.BatchLoader, started: StartedRun, world: World) -> RunInfo:

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch.optim import Optimizer
 
-from grappe.checkpoint.weights import InMemory, Weights
+from grappe.checkpoint.weights import InMemory, Renamed, Weights
 from grappe.engines.deepspeed import library
 from grappe.engines.shared.state import SavedState
 from grappe.errors import PlanError
@@ -62,46 +60,17 @@ def counting_as(saved: SavedState, optimizer: Optimizer) -> SavedState:
     """Converts step counters of `saved` to `optimizer`'s type: numbers for DeepSpeed's kernels, tensors for torch."""
     numbers = type(optimizer).__module__.startswith("deepspeed.")
     plain = {name: dict(state) for name, state in saved.values.get("optimizer", {}).items()}
-    tensors: dict[str, Tensor] = {}
-    dropped = set()
+    sources: dict[str, tuple[Weights, str]] = {name: (saved.tensors, name) for name in saved.tensors}
     for full in saved.tensors:
         name, _, key = full.removeprefix("optimizer.").rpartition(".")
         if full.startswith("optimizer.") and key == "step" and numbers:
             plain.setdefault(name, {})["step"] = int(saved.tensors.read(full))
-            dropped.add(full)
+            del sources[full]
     for name, state in plain.items():
         if "step" in state and not numbers:
-            tensors[f"optimizer.{name}.step"] = torch.tensor(float(state.pop("step")))
-    values = {**saved.values, "optimizer": plain}
-    return dataclasses.replace(saved, tensors=_Changed(saved.tensors, tensors, dropped), values=values)
-
-
-class _Changed(InMemory):
-    """Weights with some tensors added and some removed."""
-
-    def __init__(self, weights: Weights, added: dict[str, Tensor], dropped: set[str]) -> None:
-        super().__init__(added)
-        self._weights, self._added, self._dropped = weights, added, dropped
-
-    def __contains__(self, name: str) -> bool:
-        return name in self._added or (name in self._weights and name not in self._dropped)
-
-    def __iter__(self) -> Iterator[str]:
-        yield from self._added
-        yield from (name for name in self._weights if name not in self._dropped)
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        return super().shape(name) if name in self._added else self._weights.shape(name)
-
-    def dtype(self, name: str) -> torch.dtype:
-        return super().dtype(name) if name in self._added else self._weights.dtype(name)
-
-    def read(self, name: str) -> Tensor:
-        return super().read(name) if name in self._added else self._weights.read(name)
-
-    def read_part(self, name: str, shape: Sequence[int], offset: Sequence[int]) -> Tensor:
-        source = super() if name in self._added else self._weights
-        return source.read_part(name, shape, offset)
+            full = f"optimizer.{name}.step"
+            sources[full] = InMemory({full: torch.tensor(float(state.pop("step")))}), full
+    return dataclasses.replace(saved, tensors=Renamed(sources), values={**saved.values, "optimizer": plain})
 
 
 def _plain_adam(optimizer: Optimizer) -> bool:

@@ -12,7 +12,7 @@ from grappe.data.batch import Batch
 from grappe.engines.base import EngineSetup
 from grappe.engines.deepspeed import DeepSpeed, library
 from grappe.engines.deepspeed.model import DeepSpeedModel, explained
-from grappe.engines.lightning.steps import LightningSteps
+from grappe.engines.lightning.steps import LightningSteps, Parts
 from grappe.plan import Plan
 from grappe.step.precision import LossScale, autocast
 from grappe.step.scores import Scores
@@ -36,7 +36,7 @@ def unsupported_reason(plan: Plan) -> str | None:
     return DeepSpeed.unsupported_reason(plan)
 
 
-class Offloaded:
+class Offloaded(Parts):
     """The parts of the deepspeed engine (model, state, evaluation) in Lightning's loop."""
 
     def __init__(self, setup: EngineSetup) -> None:
@@ -71,14 +71,11 @@ class Offloaded:
             yield
 
     def evaluate(self, batches: Iterator[Batch], samples: int) -> Scores:
-        """Computes the scores over all data slices. Collective."""
         return self._held.evaluate(batches, samples)
 
     def remarks(self) -> Sequence[str]:
-        """Returns DeepSpeed's version, and the optimizer that it steps."""
         return (self._held.remark,)
 
     def close(self) -> None:
-        """Ends DeepSpeed's engine."""
         del self.train_state, self.steps
         self._held.close()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -138,7 +138,7 @@ class LightningSteps:
         return all(self.setup.world.gather(reached))
 
 
-class Parts(Protocol):
+class Parts:
     """The parts of a training that a Trainer runs."""
 
     steps: LightningSteps
@@ -146,18 +146,21 @@ class Parts(Protocol):
 
     def training(self) -> contextlib.AbstractContextManager[Any]:
         """Context of all steps."""
+        return contextlib.nullcontext()
 
     def evaluate(self, batches: Iterator[Batch], samples: int) -> Scores:
         """Does the same as Engine.evaluate."""
+        raise NotImplementedError
 
     def remarks(self) -> Sequence[str]:
         """Does the same as Engine.remarks."""
+        return ()
 
     def close(self) -> None:
         """Does the same as Engine.close."""
 
 
-class Spread:
+class Spread(Parts):
     """The model that `parallelize` returns; Lightning wraps it in DDP if the plan replicates."""
 
     def __init__(self, setup: EngineSetup) -> None:
@@ -170,7 +173,7 @@ class Spread:
         setup.observers.optimizer(optimizer, named)
         schedule = schedule_of(task, optimizer, setup.total_steps)
         loss_scale = LossScale(plan.precision)
-        self.train_state: TrainState = ModelState(
+        self.train_state = ModelState(
             model=model, optimizer=optimizer, schedule=schedule, world=world, loss_scale=loss_scale
         )
         norm = functools.partial(gradient_norm, parameters)
@@ -191,17 +194,5 @@ class Spread:
             after_update=lambda: None,
         )
 
-    def training(self) -> contextlib.AbstractContextManager[Any]:
-        """Context of all steps; does nothing."""
-        return contextlib.nullcontext()
-
     def evaluate(self, batches: Iterator[Batch], samples: int) -> Scores:
-        """Computes the scores over all data slices. Collective."""
         return evaluate(self.steps.model, self._setup, batches, samples)
-
-    def remarks(self) -> Sequence[str]:
-        """Returns no remarks."""
-        return ()
-
-    def close(self) -> None:
-        """Does nothing: there is nothing to release."""

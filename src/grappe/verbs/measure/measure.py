@@ -359,7 +359,7 @@ def largest_batch(
         )
         trial = LargestRequest(training=training, limit=limit)
         try:
-            start("grappe.verbs.measure.largest:limited_worker", trial, plan, run=training.run)
+            start("grappe.verbs.measure.measure:limited_worker", trial, plan, run=training.run)
         except GrappeError as error:
             if not OUT_OF_MEMORY.search(str(error)):
                 raise
