@@ -9,6 +9,7 @@ from typing import Annotated
 from cyclopts import App, ArgumentCollection, Group, Parameter
 
 from grappe.cli import completion
+from grappe.errors import EXIT_OK
 from grappe.errors.causes import COMPANIONS, unfit_packages
 from grappe.fields import split, text_form
 from grappe.launch.terminal import complain, starting
@@ -109,7 +110,7 @@ app = App(
     version_flags=["--version", "-V"],
     config=read_text_forms,
     default_parameter=USAGE,
-    result_action="return_value",
+    result_action=lambda code: code or EXIT_OK,  # a command that cannot fail returns none
     suppress_keyboard_interrupt=False,
 )
 
