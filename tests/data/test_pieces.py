@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from grappe.data.pieces import ExactPieces
+from grappe.data.batch import ExactPieces
 from grappe.plan import Plan
 
 

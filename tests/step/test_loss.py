@@ -11,7 +11,7 @@ from torch.nn import functional
 
 from grappe.data.batch import Microbatch
 from grappe.errors import TaskError
-from grappe.step.loss_contract import LossValues, check_independent_samples
+from grappe.step.loss import LossValues, check_independent_samples
 from grappe.task import Task
 
 ROWS = 6

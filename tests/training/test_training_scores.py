@@ -16,7 +16,7 @@ from torchmetrics.classification import MulticlassAccuracy
 from grappe.data.draw import mix, permute
 from grappe.errors import TaskError
 from grappe.plan import Plan
-from grappe.step.loss_contract import values_of
+from grappe.step.loss import values_of
 from grappe.training.options import Options
 from grappe.training.run import Run
 from tests.parity.counted import Chosen, Counted, Several

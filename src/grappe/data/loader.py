@@ -12,13 +12,23 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from grappe.data.arrays import in_memory, with_copies
-from grappe.data.batch import Batch, BatchRows, Microbatch, SampleIds, as_weights, counts_of, divided, inside, stored_in
+from grappe.data.batch import (
+    Batch,
+    BatchRows,
+    ExactPieces,
+    Microbatch,
+    SampleIds,
+    as_weights,
+    counts_of,
+    divided,
+    inside,
+    stored_in,
+)
 from grappe.data.collate import at_rows, augment, collated, in_float64, takes_training
 from grappe.data.datasets import training_order
 from grappe.data.device_copy import copies_to, on_device, sent
 from grappe.data.draw import sample_keys
 from grappe.data.loading import Loading
-from grappe.data.pieces import ExactPieces
 from grappe.data.sampling import SampleOrder, cut
 from grappe.data.seeded import SeededDataset
 from grappe.data.source import Request, Samples, Source, Sources, for_threads

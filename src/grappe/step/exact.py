@@ -1,6 +1,6 @@
 """Exact: sums with the same bits on any number of processes, over V fixed pieces of a batch, in one fixed tree.
 
-Shapes: V pieces of a global batch over W processes, each with V / W of them (data.pieces); n numbers in a model's
+Shapes: V pieces of a global batch over W processes, each with V / W of them (data.batch); n numbers in a model's
 gradient; S numbers of all calls' statistics of batch normalisation.
 """
 
@@ -17,9 +17,9 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
+from grappe.data.batch import ExactPieces
 from grappe.data.device_copy import sent
 from grappe.data.draw import mix
-from grappe.data.pieces import ExactPieces
 from grappe.data.sampling import cut
 from grappe.errors import PlanError, TaskError
 from grappe.launch.world import World, gather_into

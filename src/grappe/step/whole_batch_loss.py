@@ -18,9 +18,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from grappe.data.batch import Batch, Microbatch, stored_in
+from grappe.data.batch import Batch, Microbatch, rows_of_slices, stored_in
 from grappe.data.device_copy import sent
-from grappe.data.pieces import rows_of_slices
 from grappe.data.whole_batch_draws import whole_batch_draws
 from grappe.errors import TaskError
 from grappe.errors.user_code import at
@@ -29,8 +28,7 @@ from grappe.plan import Plan
 from grappe.private_api.torch import tree_flatten, tree_leaves, tree_unflatten
 from grappe.profiling.phases import BACKWARD
 from grappe.step.exact import wire
-from grappe.step.loss import Loss, Losses, ScoredLoss, total_of
-from grappe.step.loss_contract import values_of
+from grappe.step.loss import Loss, Losses, ScoredLoss, total_of, values_of
 from grappe.step.observers import Observers
 from grappe.task import Task
 

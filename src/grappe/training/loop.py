@@ -40,8 +40,7 @@ from grappe.plan import Plan
 from grappe.private_api.torch import foreach_add_, foreach_mul_, local_tensor, tree_map
 from grappe.profiling import memory, phases
 from grappe.profiling.chronometer import Chronometer, StepTimes
-from grappe.step.loss import HostCopy, StepResult
-from grappe.step.loss_contract import loss_of
+from grappe.step.loss import HostCopy, StepResult, loss_of
 from grappe.step.scores import Scores, SliceSums, TrainingScores
 from grappe.step.task_contract import Plateau, model_of
 from grappe.task import Task, split_name

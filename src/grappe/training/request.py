@@ -1,18 +1,21 @@
-"""Request: the input of a training's processes; Result: a training's end."""
+"""Request: the input of a training's processes, with the user's own watchers, found by name; Result: its end."""
 
 from __future__ import annotations
 
 import dataclasses
+import importlib
+import inspect
 import os
+import sys
 from collections.abc import Iterable
 from pathlib import Path
 
-from grappe.errors import UsageError
+from grappe.errors import GrappeError, UsageError, nearest, user_code
 from grappe.plan import Plan
+from grappe.tasks import module_of_file
 from grappe.training.options import Options, check_label
 from grappe.training.task_reference import TaskReference
 from grappe.training.watchers.base import Watcher
-from grappe.training.watchers.find import check_name
 
 DATA_FOLDER = "GRAPPE_DATA"
 
@@ -79,3 +82,72 @@ def checked_watchers(watchers: Iterable[Watcher | str]) -> tuple[Watcher | str, 
             raise UsageError(f"{watcher!r} is not a watcher: give an instance of a class derived from grappe.Watcher")
         checked.append(check_name(watcher) if isinstance(watcher, str) else watcher)
     return tuple(checked)
+
+
+def make_watchers(watchers: Iterable[Watcher | str]) -> list[Watcher]:
+    """Makes the watchers that are named, without arguments; returns all watchers.
+
+    Raises:
+        UsageError: a watcher cannot be found, or made.
+    """
+    return [_made(find_watcher(watcher), watcher) if isinstance(watcher, str) else watcher for watcher in watchers]
+
+
+def find_watcher(reference: str) -> type[Watcher]:
+    """Finds the watcher class that `reference` names.
+
+    Raises:
+        UsageError: there is no such class, or it cannot be imported.
+    """
+    place, _, name = check_name(reference).rpartition(":")
+    try:
+        if place.endswith(".py"):
+            module = module_of_file(Path(place), "watcher")
+        else:
+            if "" not in sys.path and str(Path.cwd()) not in sys.path:
+                sys.path.insert(0, str(Path.cwd()))
+            module = importlib.import_module(place)
+    except GrappeError:
+        raise
+    except (Exception, SystemExit) as error:  # a script that ends itself holds no watcher either
+        raise UsageError(f"--callback={reference} cannot be loaded: {user_code.sentence(error)}") from error
+    member = getattr(module, name, None)
+    if not (inspect.isclass(member) and issubclass(member, Watcher)):
+        if inspect.isclass(member):
+            raise UsageError(f"--callback={reference}: {name} does not derive from grappe.Watcher")
+        kinds = {key: value for key, value in vars(module).items() if inspect.isclass(value)}
+        classes = [key for key, kind in kinds.items() if issubclass(kind, Watcher) and kind is not Watcher]
+        raise UsageError(f"--callback={reference}: there is no watcher '{name}' in it: {nearest(name, classes)}")
+    return member
+
+
+def check_name(reference: str) -> str:
+    """Returns `reference` with its file's absolute path; imports nothing.
+
+    Raises:
+        UsageError: `reference` names no class, or a file that does not exist.
+    """
+    place, _, name = reference.rpartition(":")
+    if not place or not name.isidentifier():
+        raise UsageError(
+            f"--callback={reference}: name a class, as in my_file.py:MyWatcher or package.module:MyWatcher"
+        )
+    if not place.endswith(".py"):
+        return reference
+    if not Path(place).is_file():
+        raise UsageError(
+            f"--callback={reference}: there is no file {place}: is the path right, relative to {Path.cwd()}?"
+        )
+    return f"{Path(place).resolve()}:{name}"
+
+
+def _made(kind: type[Watcher], reference: str) -> Watcher:
+    try:
+        return kind()
+    except GrappeError:
+        raise
+    except Exception as error:
+        raise UsageError(
+            f"--callback={reference}: {kind.__name__}() failed: {user_code.sentence(error)}. "
+            "It is made without arguments"
+        ) from error

@@ -42,11 +42,10 @@ from grappe.training.loop import Session, Training, WeightAverage, naming_overwr
 from grappe.training.options import Options
 from grappe.training.out_of_memory import LocalOutOfMemory, reporting_out_of_memory, with_plan_that_fits
 from grappe.training.reporting import announce, note_optimizer, report, reporting, start_facts, unit_facts
-from grappe.training.request import Request, Result
+from grappe.training.request import Request, Result, make_watchers
 from grappe.training.run import Run
 from grappe.training.start_run import Data, StartedRun, start_run
 from grappe.training.watchdog import Watchdog
-from grappe.training.watchers import find
 from grappe.training.watchers.base import ClockWatcher, Outcome, RunInfo, Watcher
 from grappe.training.watchers.curves import LoggedLoader, NoiseWatcher, SampleLog
 from grappe.training.watchers.meter import Meter, used
@@ -81,7 +80,7 @@ def _trained(request: Request, process: ProcessRank, rendezvous_folder: Path) ->
     task = request.task.resolve()
     if options.noise_scale:
         refuse_noise_scale(task, plan)
-    own_watchers = find.make(request.watchers) if request.watchers and world.rank == 0 else []
+    own_watchers = make_watchers(request.watchers) if request.watchers and world.rank == 0 else []
     prepare(task, request.data, world)
     data = read(task, request.data, world)
 

@@ -9,9 +9,8 @@ import pytest
 
 import grappe
 from grappe.errors import TaskError, UsageError
-from grappe.training.request import checked_watchers
+from grappe.training.request import checked_watchers, find_watcher, make_watchers
 from grappe.training.run import Run
-from grappe.training.watchers.find import find, make
 from tests.commands import GRAPPE, Command
 from tests.parity.tasks import Images
 from tests.training.watchers.of_a_user import Diary, Gradients
@@ -87,7 +86,7 @@ def test_an_error_in_a_watcher_names_it_and_its_line(tmp_path: Path) -> None:
 )
 def test_a_watcher_that_is_not_there(reference: str, words: str) -> None:
     with pytest.raises(UsageError, match=words) as error:
-        make([reference])
+        make_watchers([reference])
     assert error.value.exit_code == 2
     assert str(error.value).count("\n") == 0
 
@@ -95,7 +94,7 @@ def test_a_watcher_that_is_not_there(reference: str, words: str) -> None:
 def test_a_file_that_fails_names_its_line(tmp_path: Path) -> None:
     (tmp_path / "broken.py").write_text("import grappe\n\nx = 1 / 0\n")
     with pytest.raises(UsageError, match=r"broken.py:A cannot be loaded: ZeroDivisionError: .*broken.py, line 3"):
-        find(f"{tmp_path / 'broken.py'}:A")
+        find_watcher(f"{tmp_path / 'broken.py'}:A")
 
 
 def test_what_is_no_watcher_is_refused(tmp_path: Path) -> None:

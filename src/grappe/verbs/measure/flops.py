@@ -15,7 +15,7 @@ from grappe.data.collate import collated
 from grappe.parallel.materialise import on_meta
 from grappe.plan import Plan
 from grappe.private_api.torch import tree_map
-from grappe.step.loss_contract import loss_of
+from grappe.step.loss import loss_of
 from grappe.step.precision import LOWER, set_gpu_arithmetic
 from grappe.task import Task
 

@@ -21,7 +21,7 @@ from grappe.data.sampling import Sampling
 from grappe.data.seeded import missing
 from grappe.parallel.batchnorm import Kept, kept_buffers, replace_buffers
 from grappe.private_api.torch import tree_flatten, tree_leaves, tree_map
-from grappe.step.loss_contract import loss_of
+from grappe.step.loss import loss_of
 from grappe.task import Task, overrides
 from grappe.verbs.verify.batch_coupling import Companions
 

@@ -47,7 +47,7 @@ from grappe.parallel.batchnorm import kept_buffers, replace_buffers
 from grappe.plan import Plan
 from grappe.private_api.torch import module_parameters, tree_leaves, tree_map
 from grappe.step.closure import needs_closure, step_with_closure
-from grappe.step.loss_contract import LossValues, loss_of
+from grappe.step.loss import LossValues, loss_of
 from grappe.step.precision import autocast, set_gpu_arithmetic
 from grappe.step.task_contract import optimizer_of, schedule_of
 from grappe.task import Task, overrides

@@ -14,9 +14,8 @@ from safetensors import safe_open
 
 from grappe import engines
 from grappe.checkpoint.initial import built
-from grappe.data.batch import Batch
+from grappe.data.batch import Batch, rows_of_slices
 from grappe.data.loader import training_loader
-from grappe.data.pieces import rows_of_slices
 from grappe.engines.base import Engine, EngineSetup
 from grappe.launch.rank import ProcessRank
 from grappe.launch.world import World, joined
