@@ -225,11 +225,34 @@ def closure(loop: grappe.Loop) -> str:
     return ""
 
 
+def thawed(loop: grappe.Loop) -> list[Tensor]:
+    """A model of two optimizers whose first layer is frozen in the first and in the last of three epochs."""
+    net = model()
+    net[0].requires_grad_(False)
+    first, then = (torch.optim.SGD(net[place].parameters(), lr=0.2) for place in (0, 2))
+    net, first = loop.parallelize(net, first)
+    net, then = loop.parallelize(net, then)
+    trained = []
+    for epoch in range(3):
+        net[0].requires_grad_(epoch == 1)
+        for batch in loop.batches(DATA, 8):
+            first.zero_grad()
+            then.zero_grad()
+            for inputs, targets in loop.microbatches(batch):
+                loop.backward(loop.mean(F.cross_entropy(net(inputs), targets, reduction="none")))
+            first.step()
+            then.step()
+        trained += weights(net)
+    return trained
+
+
 def refused(loop: grappe.Loop, case: str) -> str:
     """Returns the message with which a body is refused that would not learn what it learns on one process."""
     net, optimizer = loop.parallelize(net := model(), torch.optim.SGD(net.parameters(), lr=0.1))
     try:
         for batch in loop.batches(DATA, 8):
+            if case == "zip":
+                next(loop.batches(DATA, 8))
             if case == "whole":
                 inputs, _ = batch
             for inputs, _ in loop.microbatches(batch):

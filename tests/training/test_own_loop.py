@@ -166,6 +166,8 @@ def learned(pool: Pool, name: str, plan: str, *arguments: Any) -> Any:
         ("accumulated", "microbatches=2"),
         ("accumulated", "replicate=2,microbatches=2"),  # a microbatch without a row in the last batch
         ("accumulated", "shard=2,microbatches=2"),
+        ("thawed", "replicate=2"),
+        ("thawed", "shard=2"),
         ("overflowing", "shard=2"),
         ("accumulated", "replicate=2,shard=2,microbatches=2,dropout=whole"),
         ("accumulated", "shard=2,zero=1,microbatches=2"),
@@ -180,9 +182,9 @@ def test_a_body_learns_what_it_learns_on_one_process(pool: Pool, name: str, plan
 
 
 def test_exact_has_the_same_bits_on_any_number_of_processes(pool: Pool) -> None:
-    alone, several = (learned(pool, "accumulated", plan) for plan in ("exact=4", "replicate=2,exact=4"))
-    for wanted, found in zip(alone, several, strict=True):
-        assert torch.equal(wanted, found)
+    for name in ("accumulated", "thawed"):
+        alone, several = (learned(pool, name, plan) for plan in ("exact=4", "replicate=2,exact=4"))
+        assert all(map(torch.equal, alone, several))
 
 
 @pytest.mark.parametrize("plan", ["replicate=2", "shard=2"])
@@ -212,6 +214,7 @@ def test_a_closure_is_refused_where_processes_have_parts_of_its_loss(pool: Pool)
         ("its own mean", "replicate=2", "without loop.mean"),
         ("early step", "replicate=2,microbatches=2", "comes after the loop over microbatches"),
         ("left", "microbatches=2", "left before its end"),
+        ("zip", "", "StackDataset"),
         ("plain backward", "precision=fp16", r"write loop.backward\(loss\)"),
     ],
 )

@@ -10,6 +10,7 @@ goes on, in a fixed order.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -83,16 +84,33 @@ class GradientAverage:
 
     def __init__(self, parameters: Iterable[nn.Parameter], group: dist.ProcessGroup) -> None:
         self._group, self._size = group, dist.get_world_size(group)
-        trained = [parameter for parameter in parameters if parameter.requires_grad]
-        self._reached = [False] * len(trained)
-        self._buckets = _buckets(trained)
+        self._all = list(parameters)
+        self._hooks: list[Any] = []
+        self._covered = set[nn.Parameter]()
+        self._reached: list[bool] = []
+        self._buckets: list[_Bucket] = []
         self.deferred = False
         """Whether backwards only add up here: the next one after these, or `finish`, averages all together."""
         self._started: int | None = None
         """The number of buckets of the running backward that are being reduced; None outside of a backward."""
-        for bucket in self._buckets:
-            for number, parameter in zip(bucket.numbers, bucket.parameters, strict=True):
-                parameter.register_post_accumulate_grad_hook(self._hook(bucket, number))
+        self.renew()
+
+    def renew(self) -> None:
+        """Takes in parameters that were frozen before. Call it between backwards, on all processes."""
+        covered = len(self._hooks)
+        trained = [each for each in self._all if each.requires_grad or each in self._covered]
+        if covered == len(trained):
+            return
+        for hook in self._hooks:
+            hook.remove()
+        self._covered = set(trained)
+        self._reached = [False] * len(trained)
+        self._buckets = _buckets(trained)
+        self._hooks = [
+            parameter.register_post_accumulate_grad_hook(self._hook(bucket, number))
+            for bucket in self._buckets
+            for number, parameter in zip(bucket.numbers, bucket.parameters, strict=True)
+        ]
 
     def _hook(self, bucket: _Bucket, number: int) -> Callable[[Tensor], None]:
         def came(parameter: Tensor) -> None:

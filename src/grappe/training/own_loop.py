@@ -120,6 +120,8 @@ class Loop:
         set_gpu_arithmetic(self.plan.precision)
         self._running = LoopStep(self.plan, self.world, seed, self.chronometer.switch)
         self._pairs = self._running.pairs
+        self._names: dict[int, dict[nn.Parameter, str]] = {}
+        """Of each model the parameters' names before it was spread."""
         self._kept = KeptObjects()
         self._stop_signal = StopSignal()
         self._stop_signal.install()
@@ -148,7 +150,8 @@ class Loop:
     ) -> tuple[nn.Module, Optimizer]:
         """Moves the model to its device, spreads it as the plan says, and puts its new parameters into the optimizer.
 
-        Call it for each pair in the same order on every process, before `batches`. All processes begin with
+        Call it for each pair in the same order on every process, before `batches`, and again for a model's further
+        optimizers. All processes begin with
         process 0's weights, or with the checkpoint's. The model stays itself: nothing is wrapped around it. Collective.
 
         Args:
@@ -170,10 +173,14 @@ class Loop:
                 f"parallelize(): {type(optimizer).__name__} compares losses that a closure returns, and under this "
                 "plan each has a part of them or a scale: describe the training as a grappe.Task, or use one process"
             )
-        if units is None and (self.plan.uses_fsdp or self.plan.recompute or self.plan.compile):
-            units = [model.get_submodule(name) for name in repeated_blocks(model)]
-        before = {parameter: name for name, parameter in model.named_parameters()}
-        self._spread(model, list(units or ()))
+        again = id(model) in self._names  # with a further optimizer
+        before = self._names.setdefault(id(model), {each: name for name, each in model.named_parameters()})
+        if not again:
+            if any(each in names for names in self._names.values() if names is not before for each in before):
+                raise UsageError("parallelize(): a part of this model is spread already: give the same whole model")
+            if units is None and (plan.uses_fsdp or plan.recompute or plan.compile):
+                units = [model.get_submodule(name) for name in repeated_blocks(model)]
+            self._spread(model, list(units or ()))
         after = dict(model.named_parameters())
         for group in optimizer.param_groups:
             if any(parameter not in before for parameter in group["params"]):
@@ -184,7 +191,7 @@ class Loop:
         if self._found is not None:
             values = self._found.read_values().get("engine", {})
             state.restore(SavedState(tensors=self._found.read_tensors(), values=values))
-        group = None if plan.uses_fsdp or plan.exact else world.data_group
+        group = None if plan.uses_fsdp or plan.exact or again else world.data_group
         pair = Pair(
             model=model,
             optimizer=optimizer,
@@ -192,8 +199,8 @@ class Loop:
             average=None if group is None else GradientAverage(model.parameters(), group),
             # Without zero=1 each microbatch is reduced: FSDP2 keeps a sum for the replicas flat, over the parameters
             # that a backward reaches, and adds the next one's to it though that reaches others.
-            switch=reduction_switch(model, plan) if plan.uses_fsdp and plan.zero == 1 else None,
-            exact=self._exact(model) if plan.exact else None,
+            switch=reduction_switch(model, plan) if plan.uses_fsdp and plan.zero == 1 and not again else None,
+            exact=self._exact(model) if plan.exact and not again else None,
         )
         self._pairs.append(pair)
         if step.scale.is_dynamic:
@@ -220,8 +227,9 @@ class Loop:
     def _exact(self, model: nn.Module) -> Exact:
         """Makes the sums of a model's gradients, and has them see each forward of a piece."""
         forward = model.forward
-        parameters = [each for each in model.parameters() if each.requires_grad]
-        sums = exact_sums(model, parameters, self.plan, self.world, lambda _, call: forward(*call[0], **call[1]))
+        sums = exact_sums(
+            model, list(model.parameters()), self.plan, self.world, lambda _, call: forward(*call[0], **call[1])
+        )
 
         @functools.wraps(forward)
         def recorded(*arguments: Any, **options: Any) -> Any:
@@ -277,6 +285,11 @@ class Loop:
             collate: makes a batch of a list of samples; None: torch's default_collate.
             sampling: which samples an epoch has, and how often.
         """
+        if self._running.is_running:
+            raise UsageError(
+                "batches() inside of batches(), as in a zip of two: give one dataset, of which each sample has a part "
+                "of both, such as torch.utils.data.StackDataset"
+            )
         source = self._loader(loader.training_loader, dataset, batch_size, epochs, collate, sampling)
         each = source.order.steps_per_epoch
         first, begin = self._now.epochs * each, self._now.step

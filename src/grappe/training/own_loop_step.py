@@ -50,7 +50,10 @@ class Pair(NamedTuple):
     optimizer: Optimizer
     state: ModelState
     average: GradientAverage | None
-    """Replicas' gradients; None: FSDP2 reduces them, or there is one process, or the plan is exact."""
+    """Of replicas' gradients; None: FSDP2 reduces them, or there is one process, or the plan is exact.
+
+    This and the next two are None for a second optimizer of a model.
+    """
     switch: Callable[[bool], None] | None
     """Called at each microbatch of a sharded model (argument: is it the last?)."""
     exact: Exact | None
@@ -128,6 +131,9 @@ class LoopStep:
         self._batch, self._step, self._call, self._loops = batch, step, 0, 0
         self.skipped = self._updated = self._unfinished = False
         self.parts, self._widths = [], []
+        for pair in self.pairs:
+            if pair.average is not None:
+                pair.average.renew()
         first = batch.microbatches[0]
         self._micro = None if self._cuts else first
         place = first.place
