@@ -1,4 +1,4 @@
-"""A GAN in a loop of its own, as a script that torchrun starts: PLAN OUT [FOLDER [STOP_AT]]."""
+"""A GAN in a loop of its own, as a script that torchrun starts: PLAN OUT [FOLDER [STOP_AT [SIGNAL]]]."""
 
 from __future__ import annotations
 
@@ -25,14 +25,17 @@ generator = nn.Sequential(nn.Linear(4, 16), nn.Dropout(0.0), nn.ReLU(), nn.Linea
 critic = nn.Sequential(nn.Linear(2, 16), nn.LeakyReLU(0.2), nn.Linear(16, 1))
 optimizers = [torch.optim.Adam(model.parameters(), lr=0.01) for model in (generator, critic)]
 
+own = torch.Generator().manual_seed(5)
+
 loop = grappe.Loop(plan, folder, save_every=4)
+loop.keep(own=own)
 generators, generator_step = loop.parallelize(generator, optimizers[0])
 critics, critic_step = loop.parallelize(critic, optimizers[1])
 seen = []
 for real, latent in loop.batches(TensorDataset(points, noise), batch_size=27, epochs=3):  # a last batch of 19
     fake = generators(latent)
     critic_step.zero_grad()
-    losses = softplus(-critics(real)) + softplus(critics(fake.detach()))
+    losses = softplus(-critics(real)) + softplus(critics(fake.detach()) * torch.rand((), generator=own))
     part = loop.mean(losses)
     part.backward()
     critic_step.step()
@@ -41,7 +44,8 @@ for real, latent in loop.batches(TensorDataset(points, noise), batch_size=27, ep
     generator_step.step()
     seen.append(loop.total(part))
     if loop.step == stop_at:
-        os.kill(os.getpid(), signal.SIGTERM)
+        loop._folder.wait()  # for a checkpoint, where a process is killed at once
+        os.kill(os.getpid(), signal.Signals[more[2]] if more[2:] else signal.SIGTERM)
 
 weights = {
     f"{which}.{name}": p.full_tensor() if isinstance(p, DTensor) else p.detach()

@@ -92,10 +92,18 @@ def test_its_folder_gives_the_trained_models(tmp_path: Path, trained: Trained, p
         grappe.load_models(tmp_path, *made)
 
 
-@pytest.mark.parametrize("plan", ["", "replicate=2"])
-def test_a_signal_saves_and_it_goes_on_to_the_same_bits(tmp_path: Path, trained: Trained, plan: str) -> None:
-    code = train(tmp_path, plan, "parts", "parts", "6")
-    assert code == (75 if not plan else 1), "torchrun has one exit code of its own for all failures"
+@pytest.mark.parametrize(
+    ("plan", "stop", "exit_code"),
+    [
+        ("", "SIGTERM", 75),
+        ("replicate=2", "SIGTERM", 1),  # torchrun has one exit code of its own for all failures
+        ("replicate=2", "SIGKILL", 1),
+    ],
+)
+def test_it_is_stopped_in_mid_epoch_and_goes_on_to_the_same_bits(
+    tmp_path: Path, trained: Trained, plan: str, stop: str, exit_code: int
+) -> None:
+    assert train(tmp_path, plan, "parts", "parts", "6", stop) == exit_code
     assert not (tmp_path / "parts.safetensors").exists()
     assert train(tmp_path, plan, "parts", "parts") == 0
     whole, parts = trained(plan)[1], load_file(tmp_path / "parts.safetensors")

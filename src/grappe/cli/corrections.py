@@ -187,12 +187,15 @@ def _resumed(rest: Sequence[str], folder: str) -> str:
         description = run.read_description()
     except GrappeError:
         return f"to resume a run, give its folder: {_line([command, *(named or ['TASK']), *typed], '--run', folder)}"
+    plan = str(description.get("plan") or "")
+    if "script" in description:
+        started = shlex.join(["grappe", "launch", *(["--plan", plan] if plan else [])])
+        return f"{folder} is a run of a grappe.Loop: start its script again: {started} {description['script']}"
     task = str(description.get("task", "TASK"))
     usual = texts_of({"fields": tasks.defaults(tasks.find(task) if task in tasks.names() else Task)}) or {}
     names = {text.partition("=")[0] for text in typed}
     texts = (texts_of(description) or {}).items()
     fields = [f"{name}={text}" for name, text in texts if name not in names and usual.get(name) != text]
-    plan = str(description.get("plan") or "")
     planned = ["--plan", plan] if plan and not names & {"--plan", "-p"} else []
     words = [command, *(named or [task]), *fields, *typed, *planned]
     if run.is_finished():

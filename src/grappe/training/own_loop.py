@@ -18,6 +18,7 @@ import dataclasses
 import functools
 import itertools
 import os
+import signal
 import sys
 import time
 import types
@@ -43,8 +44,9 @@ from grappe.engines.shared.microbatch import remarks_on_draws
 from grappe.engines.shared.state import ModelState, SavedState
 from grappe.errors import EXIT_INTERRUPTED, PlanError, UsageError
 from grappe.launch.rank import ProcessRank, rank_from_environment
-from grappe.launch.signals import StopSignal
-from grappe.launch.terminal import complain
+from grappe.launch.signals import SIGNALS, StopSignal
+from grappe.launch.start import start
+from grappe.launch.terminal import complain, user_stream
 from grappe.launch.world import World, join
 from grappe.parallel.activation_checkpointing import switch_off_caches
 from grappe.parallel.batchnorm import buffers_agreed
@@ -53,6 +55,7 @@ from grappe.parallel.parallelize import prepare_filled, prepare_units
 from grappe.parallel.shard import divide_gradients, reduction_switch, reshard
 from grappe.parallel.units import repeated_blocks
 from grappe.plan import AnyPlan, Plan, as_plan
+from grappe.private_api.multiprocessing import run_exit_functions
 from grappe.private_api.torch import tree_map
 from grappe.profiling.chronometer import Chronometer
 from grappe.profiling.phases import CHECKPOINT, DATA, EVALUATION, FORWARD
@@ -142,6 +145,21 @@ class Loop:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
         self._close(error)
+
+    @staticmethod
+    def launch(function: Callable[..., Any], *arguments: Any, plan: AnyPlan = "") -> Any:
+        """Calls function(*arguments), which makes a Loop(), on the processes of a plan; for a notebook.
+
+        The function, classes of the notebook and arguments are sent by value; process 0 prints.
+
+        Returns:
+            What process 0 returns.
+
+        Raises:
+            GrappeError: a process failed.
+        """
+        chosen = as_plan(plan)
+        return start(f"{__name__}:call_function", (function, arguments, str(chosen)), chosen, saves=True)
 
     # ---- What is trained ----
 
@@ -586,6 +604,21 @@ def leave() -> None:
 def become(process: ProcessRank, rendezvous_folder: Path) -> None:
     """Makes this process one of a local launch's, for the loops of the script that it runs."""
     _Joined.process, _Joined.folder = process, rendezvous_folder
+
+
+def call_function(request: tuple[Callable[..., Any], Sequence[Any], str], process: ProcessRank, folder: Path) -> Any:
+    """Calls a function with its arguments under a plan, as one of the launch's processes."""
+    function, arguments, os.environ[PLAN] = request
+    become(process, folder)
+    stream = user_stream(process)
+    if stream is not None:
+        os.dup2(stream.fileno(), 1)
+        os.dup2(stream.fileno(), 2)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
+    try:
+        return function(*arguments)
+    finally:
+        run_exit_functions()
 
 
 def join_world(plan: Plan, process: ProcessRank, folder: Path) -> World:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -97,6 +98,7 @@ class LoopFolder:
             "task": Path(sys.argv[0]).name or "notebook",
             "class": "Loop",
             "fields": {},
+            "script": shlex.join(sys.argv),
             "plan": str(plan),
             "seed": seed,
             **start_facts(self._world),

@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -40,10 +41,12 @@ class KeptObjects:
             UsageError: an object has no state_dict and load_state_dict, or a name is taken.
         """
         for name, kept in objects.items():
-            if not (hasattr(kept, "state_dict") and hasattr(kept, "load_state_dict")):
+            if isinstance(kept, torch.Generator | np.random.Generator):
+                objects = {**objects, name: _GeneratorState(kept)}
+            elif not (hasattr(kept, "state_dict") and hasattr(kept, "load_state_dict")):
                 kind = type(kept).__name__
                 raise UsageError(f"keep({name}=…): a {kind} has no state_dict() and load_state_dict(): give it both")
-            if self._objects.get(name, kept) is not kept:
+            if name in self._objects and self._objects[name] is not kept:
                 raise UsageError(f"keep({name}=…): another object has this name already")
         self._objects.update(objects)
 
@@ -92,6 +95,26 @@ class KeptObjects:
         for each in parts:
             parts += schedulers_of(each)
         return parts
+
+
+class _GeneratorState:
+    """A random generator of torch's or NumPy's, as an object with a state_dict."""
+
+    def __init__(self, generator: torch.Generator | np.random.Generator) -> None:
+        self._generator = generator
+
+    def state_dict(self) -> Any:
+        """Returns a tensor, or what NumPy's bit generator has."""
+        if isinstance(self._generator, torch.Generator):
+            return {"state": self._generator.get_state()}
+        return self._generator.bit_generator.state
+
+    def load_state_dict(self, state: Any) -> None:
+        """Sets the generator to a state that it has returned."""
+        if isinstance(self._generator, torch.Generator):
+            self._generator.set_state(state["state"].cpu())
+        else:
+            self._generator.bit_generator.state = state
 
 
 def _packed(value: Any, name: str, tensors: dict[str, Tensor]) -> Any:

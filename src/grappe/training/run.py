@@ -57,7 +57,7 @@ PARTS = (
 """What a training writes in a run's folder, besides run.json and files that are replaced whole."""
 ENTRIES: dict[str, Any] = {
     **dict.fromkeys(("task", "class", "plan", "data", "dataset", "sampling", "source", "device"), str),
-    **dict.fromkeys(("processor", "host", "started", "status", "id", "name"), str),
+    **dict.fromkeys(("processor", "host", "started", "status", "id", "name", "script"), str),
     **dict.fromkeys(("seed", "processes", "threads", "restarts", "step", "total_steps"), int),
     **dict.fromkeys(("fields", "used", "headspace", "loading"), dict[str, Any]),
     "start": TypedDict("Start", {"units": list[str]}, total=False),  # pyrefly: ignore

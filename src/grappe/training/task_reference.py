@@ -152,6 +152,11 @@ def reference_of(run: Run, *, asks: bool = True) -> TaskReference:
     """
     description = run.read_description()
     name, texts = description.get("task"), texts_of(description)
+    if "script" in description:
+        raise RunError(
+            f"{run.folder} is a run of a grappe.Loop, whose models only its script makes: the script evaluates and "
+            "predicts; in Python grappe.load_models(run, *models) fills models with its weights"
+        )
     if not isinstance(name, str) or texts is None:
         raise RunError(f"{run.folder}/{DESCRIPTION} does not name its task")
     if (own := tasks.shipped(name)) is not None:
