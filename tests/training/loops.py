@@ -272,10 +272,14 @@ def refused(loop: grappe.Loop, case: str) -> str:
     return ""
 
 
-def drawn_by_numpy(loop: grappe.Loop) -> tuple[list[list[float]], str]:
-    """Returns NumPy's and Python's draws of each step, and what is said of them."""
+def drawn_otherwise(loop: grappe.Loop) -> tuple[list[list[float]], str]:
+    """Returns NumPy's and Python's draws of each step, and what is said of them and of a generator of the body's."""
+    own, drawn = torch.Generator(), []
     with contextlib.redirect_stderr(io.StringIO()) as said:
-        return [[np.random.rand(), random.random()] for _ in loop.batches(DATA, 8)], said.getvalue()
+        for inputs, _ in loop.batches(DATA, 8):
+            drawn.append([np.random.rand(), random.random()])
+            torch.rand(len(inputs), generator=own)
+    return drawn, said.getvalue()
 
 
 def gathered(loop: grappe.Loop) -> list[Any]:

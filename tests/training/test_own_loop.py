@@ -25,6 +25,7 @@ import grappe
 from grappe.errors import PlanError, RunError, TaskError, UsageError
 from grappe.plan import Plan
 from grappe.training.run import Run
+from tests.cli.test_corrections import answer_to
 from tests.commands import TORCHRUN, Command
 from tests.processes import Pool
 from tests.training import loops
@@ -240,12 +241,31 @@ def test_batches_of_any_form_and_order(pool: Pool) -> None:
     assert mean == pytest.approx(float(loops.DATA.tensors[0][:, 0].mean()), rel=1e-6)
 
 
-def test_numpys_draws_are_the_same_everywhere_and_said(pool: Pool) -> None:
-    (alone, nothing), (several, said) = (learned(pool, "drawn_by_numpy", plan) for plan in ("", "replicate=2"))
+def test_draws_that_are_not_for_rows_are_said(pool: Pool) -> None:
+    (alone, nothing), (several, said) = (learned(pool, "drawn_otherwise", plan) for plan in ("", "replicate=2"))
     assert len({first for first, _ in alone}) == 3
-    assert alone == several
+    assert alone == several, "NumPy's and Python's are the same everywhere"
     assert said.count("NumPy's or Python's generator") == 1
+    assert "not those of one process: torch.Generator drew some" in said
     assert not nothing
+
+
+def test_a_function_is_launched_as_from_a_notebook() -> None:
+    def trained(steps: int) -> tuple[int, list[torch.Tensor]]:
+        net = loops.model()
+        with grappe.Loop() as loop:
+            net, optimizer = loop.parallelize(net, torch.optim.SGD(net.parameters(), lr=0.1))
+            for inputs, _ in itertools.islice(loop.batches(loops.DATA, 8), steps):
+                optimizer.zero_grad()
+                loop.mean(net(inputs).square()).backward()
+                optimizer.step()
+        return loop.world.size, loops.weights(net)
+
+    (one, alone), (two, several) = (
+        grappe.Loop.launch(trained, 2, plan=f"{plan},threads=1,device=cpu") for plan in ("replicate=1", "replicate=2")
+    )
+    assert (one, two) == (1, 2)
+    assert all(map(functools.partial(torch.allclose, rtol=TOLERANCE), alone, several))
 
 
 # ---- In this process: what is refused, and what a resumed loop goes on with ----
@@ -374,6 +394,9 @@ def test_its_folder_is_a_run(tmp_path: Path) -> None:
     assert [(each["step"], each["samples"]) for each in scores] == [(3, 22), (6, 22)]
     assert scores[1]["loss"] < scores[0]["loss"]
     assert run.read_status(run.read_description()) == "finished"
+    assert f"start its script again: grappe launch --plan threads=1 {sys.argv[0]}" in answer_to(f"resume {run.folder}")
+    with pytest.raises(RunError, match="whose models only its script makes"):
+        grappe.evaluate(run)
     with pytest.raises(ZeroDivisionError), grappe.Loop("threads=1", tmp_path / "run"):
         raise ZeroDivisionError("division by zero")
     assert run.read_status(run.read_description()) == "failed: ZeroDivisionError: division by zero"

@@ -305,7 +305,11 @@ def _fused(operator: Any, tensor: Tensor, *arguments: Any, **options: Any) -> An
 def _torchs_own(tensor: Tensor, generator: Any) -> BatchRows | None:
     """Returns the rows to draw for; None: torch draws as it would alone."""
     rows = InModel.place
-    if rows is None or _all_here(rows) or generator is not None or not tensor.numel():
+    if rows is None or _all_here(rows) or not tensor.numel():
+        return None
+    if generator is not None:
+        if tensor.dim() and tensor.shape[0] == rows.size:
+            OWN_DRAWS.add("torch.Generator")
         return None
     _Now.intercepted += 1
     return rows if _is_plain(tensor) or not is_shard_or_traced(tensor) else None
