@@ -125,6 +125,13 @@ def launch(
     /,
     *arguments: Annotated[str, Parameter(allow_leading_hyphen=True, help="The script's own arguments.")],
     plan: PlanText = "",
+    run: Annotated[
+        Path | None, Parameter(help="The run's folder, of a script for one process; if there is a run, it is resumed.")
+    ] = None,
+    runs: RunsFolder = RUNS,
+    save_every: Annotated[
+        int | None, Parameter(help="Steps between checkpoints of the script's state. Default: a minute.")
+    ] = None,
 ) -> int:
     """Run a training script, as it is, on the processes of a plan.
 
@@ -140,7 +147,7 @@ def launch(
     from grappe.launch.start import interrupted
     from grappe.verbs.launch.launch import launch as verb
 
-    code = verb(script, arguments, plan)
+    code = verb(script, arguments, plan, run=run, base=runs, save_every=save_every)
     return interrupted() if code == EXIT_INTERRUPTED else code
 
 

@@ -25,6 +25,8 @@ from grappe.launch.terminal import clear, complain, show_any_text, write
 EXIT_SIGINT = 130
 FORM = 1
 """Version of the form of what --json prints: it rises when a name goes or changes its meaning."""
+LAUNCH_OPTIONS = ("--plan", "-p", "--run", "--runs", "--save-every")
+"""Options of `grappe launch` that a value follows."""
 BUG = "a bug in grappe"
 """What an exception that nobody foresaw is called: attacks and fuzzers search what was said for it."""
 
@@ -77,7 +79,7 @@ def _script_apart(words: list[str]) -> list[str]:
         return words
     place = 1
     while place < len(words) and words[place].startswith("-"):
-        place += 1 + (words[place] in ("--plan", "-p"))
+        place += 1 + (words[place] in LAUNCH_OPTIONS)
     asks = {"--help", "-h", "--"}.intersection(words[: place + 1])
     return words if asks else [*words[:place], "--", *words[place:]]
 

@@ -47,21 +47,22 @@ class Report:
 
 
 class Terminal:
-    """A duplicate of one of the command's file descriptors, passed to a new process."""
+    """Duplicates of the command's standard output and error, passed to a new process."""
 
-    def __init__(self, descriptor: int) -> None:
-        self.descriptor = descriptor
+    def __init__(self, *descriptors: int) -> None:
+        self.descriptors = descriptors
 
     def close(self) -> None:
-        """Closes the command's duplicate, once the process has started."""
-        os.close(self.descriptor)
+        """Closes the command's duplicates, once the process has started."""
+        for descriptor in self.descriptors:
+            os.close(descriptor)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _received, (reduction.DupFd(self.descriptor),)
+        return _received, tuple(map(reduction.DupFd, self.descriptors))
 
 
-def _received(duplicate: Any) -> Terminal:
-    return Terminal(duplicate.detach())
+def _received(*duplicates: Any) -> Terminal:
+    return Terminal(*(duplicate.detach() for duplicate in duplicates))
 
 
 def run(
@@ -80,7 +81,7 @@ def run(
         language = chosen_language()
         os.environ[VARIABLE] = "en"  # what this process writes goes to a log
         if terminal is not None:
-            os.environ[TERMINAL] = f"{terminal.descriptor} {language}"
+            os.environ[TERMINAL] = f"{','.join(map(str, terminal.descriptors))} {language}"
         with imports.without_collection():
             torch_dynamo.leave_unloaded()
         value = imports.function(name)(argument, process, rendezvous_folder)

@@ -383,17 +383,20 @@ def without_main() -> Iterator[None]:
 
 
 def _terminal() -> child.Terminal | None:
-    """Duplicates this process's standard output; None if it is closed."""
-    stream = sys.stdout
-    # A notebook's or a test's stand-in names the descriptor that it hides; what reaches 1, it shows.
-    descriptor = stream.fileno() if isinstance(stream, io.TextIOWrapper) else 1
-    try:
-        duplicate = os.dup(descriptor)
-    except OSError:
-        return None
-    if stream is not None:
-        stream.flush()
-    return child.Terminal(duplicate)
+    """Duplicates this process's standard output and error; None if the output is closed."""
+    duplicates = []
+    for usual, stream in enumerate((sys.stdout, sys.stderr), 1):
+        # A notebook's or a test's stand-in names the descriptor that it hides; what reaches 1 or 2, it shows.
+        descriptor = stream.fileno() if isinstance(stream, io.TextIOWrapper) else usual
+        try:
+            duplicates.append(os.dup(descriptor))
+        except OSError:
+            if not duplicates:
+                return None
+            duplicates.append(os.open(os.devnull, os.O_WRONLY))
+        if stream is not None:
+            stream.flush()
+    return child.Terminal(*duplicates)
 
 
 def explanation(failed: Sequence[LocalProcess]) -> errors.GrappeError:

@@ -7,7 +7,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from types import FrameType
 from typing import Any, Protocol
 
@@ -62,9 +62,13 @@ class StopSignal:
             self._step, self._saving = max(step, self._step), max(saving, self._saving)
             self._margin = SPARE_SECONDS + 2 * self._step + SPARE_SAVES * self._saving
 
-    def install(self) -> None:
-        """Installs the signal handlers in this process; blocked signals from its start are then delivered."""
-        for number in handled():
+    def install(self, numbers: Sequence[int] | None = None) -> None:
+        """Installs the signal handlers in this process; blocked signals from its start are then delivered.
+
+        Args:
+            numbers: the signals; None: all.
+        """
+        for number in handled() if numbers is None else numbers:
             signal.signal(number, self._handle)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
 

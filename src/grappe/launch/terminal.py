@@ -87,6 +87,8 @@ class UserStream:
         self._stream = stream
         self.language = language
         """The user's language, where this process has another one; None: it has the same."""
+        self.errors = 2
+        """The descriptor of the user's standard error, to which nothing is written here."""
         self._open = True
         self.writing = False
         """Whether a write is under way: it may take as long as the terminal is paused."""
@@ -122,8 +124,11 @@ def user_stream(process: ProcessRank) -> UserStream | None:
     """Returns process 0's stream to the user, even if its standard output goes to a log; None for other processes."""
     if process.rank != 0:
         return None
-    handle, _, language = os.environ.pop(TERMINAL, "").partition(" ")
-    return UserStream(os.fdopen(int(handle), "w") if handle else sys.stdout, language or None)
+    handles, _, language = os.environ.pop(TERMINAL, "").partition(" ")
+    handle, _, errors = handles.partition(",")
+    stream = UserStream(os.fdopen(int(handle), "w") if handle else sys.stdout, language or None)
+    stream.errors = int(errors or 2)
+    return stream
 
 
 @contextlib.contextmanager

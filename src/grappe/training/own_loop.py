@@ -493,7 +493,8 @@ class Loop:
         losses = torch.zeros(0, dtype=torch.float64, device=self.device)
         if self._folder is not None:
             lr = self._pairs[0].optimizer.param_groups[0]["lr"] if self._pairs else 0.0
-            self._folder.stepped(self.step, batch, float(lr), seconds, self._running.skipped)
+            skipped = self._running.skipped
+            self._folder.stepped(self.step, batch.epoch, batch.samples, float(lr), seconds, skipped=skipped)
             if parts:
                 losses = torch.stack([part.double() for part in parts]) / self._running.averaged
         if self.world.control is None or self.world.data_group is None:

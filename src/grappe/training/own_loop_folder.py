@@ -13,7 +13,6 @@ from torch import Tensor
 from grappe.checkpoint.format import Checkpoint, Retention
 from grappe.checkpoint.lease import Lease
 from grappe.checkpoint.saver import Saver
-from grappe.data.batch import Batch
 from grappe.errors import RunError
 from grappe.launch import files
 from grappe.launch.terminal import say
@@ -39,7 +38,7 @@ class LoopFolder:
 
     def __init__(self, folder: Path, plan: Plan, world: World, seed: int) -> None:
         self._world = world
-        self._path = folder
+        self.path = folder
         self._run: Run | None = None
         self._samples = 0
         self._lease: Lease | None = None
@@ -57,12 +56,13 @@ class LoopFolder:
         """From which the loop resumes; None: it is new."""
         may_commit = self._lease.check if self._lease is not None else lambda: None
         self._saver = Saver(folder / "checkpoints", world, self._token, Retention(), may_commit, run=run_id)
+        self.info = self._info(plan, step or 0)
         self._waiting: list[Record] = []
         """Steps whose losses are still being summed up."""
         self._curves: Curves | None = None
         if self._run is not None:
             self._curves = Curves()
-            self._curves.started(self._info(plan, step or 0))
+            self._curves.started(self.info)
 
     def _begin(self, folder: Path, plan: Plan, seed: int) -> tuple[str, str, int | None]:
         """Takes the run; returns the lease's token, the run's id, and the step to resume from. On process 0."""
@@ -70,12 +70,7 @@ class LoopFolder:
         new = not Run.is_run(folder)
         self._run = run = Run.create(folder, now) if new else Run(folder)
         before = now if new else run.read_description()
-        if before.get("class") != now["class"]:
-            raise RunError(
-                f"{folder} is a run of the task {before.get('task')}, not of a grappe.Loop: give another run="
-            )
-        if before.get("seed") != seed:
-            raise RunError(f"{folder} was trained with seed {before.get('seed')}, not {seed}: its order would differ")
+        self._refuse_another(folder, before, now)
         self._lease = lease = Lease(folder)
         lease.take()
         try:
@@ -93,6 +88,17 @@ class LoopFolder:
             raise
         return lease.token, str(now["id"]), step
 
+    def _refuse_another(self, folder: Path, before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
+        """Raises RunError if a run is not one that this start can resume."""
+        if before.get("class") != now["class"]:
+            raise RunError(
+                f"{folder} is a run of the task {before.get('task')}, not of a grappe.Loop: give another run="
+            )
+        if before.get("seed") != now["seed"]:
+            raise RunError(
+                f"{folder} was trained with seed {before.get('seed')}, not {now['seed']}: its order would differ"
+            )
+
     def _description(self, plan: Plan, seed: int) -> dict[str, Any]:
         return {
             "task": Path(sys.argv[0]).name or "notebook",
@@ -105,19 +111,16 @@ class LoopFolder:
         }
 
     def _info(self, plan: Plan, start: int) -> RunInfo:
-        assert self._run is not None
         return RunInfo(
-            folder=self._run.folder, task=Path(sys.argv[0]).name, plan=str(plan), engine=plan.engine,
+            folder=self.path, task=Path(sys.argv[0]).name, plan=str(plan), engine=plan.engine,
             rank=0, world_size=self._world.size, device=self._world.device.type, start=start, last_step=NO_EPOCH,
             total_steps=NO_EPOCH, steps_per_epoch=NO_EPOCH, batch_size=0, samples=0, description={},
         )  # fmt: skip
 
-    def stepped(self, step: int, batch: Batch, lr: float, seconds: float, skipped: bool) -> None:
+    def stepped(self, step: int, epoch: int, samples: int, lr: float, seconds: float, *, skipped: bool) -> None:
         """Notes a step, whose losses come with a later call of `reduced`."""
-        self._samples += batch.samples
-        self._waiting.append(
-            Record(step, batch.epoch, self._samples, 0.0, lr, seconds, norm=None, skipped=skipped, flag=0.0)
-        )
+        self._samples += samples
+        self._waiting.append(Record(step, epoch, self._samples, 0.0, lr, seconds, norm=None, skipped=skipped, flag=0.0))
 
     def reduced(self, losses: list[float]) -> None:
         """Writes the oldest step that waits, with its losses: of the whole batch, in the order of the step's calls."""
@@ -162,7 +165,7 @@ class LoopFolder:
             if self._curves is not None:
                 self._curves.ended(None)
             if error is not None and not isinstance(error, SystemExit):
-                Run(self._path).note_failure(error, self._token)
+                Run(self.path).note_failure(error, self._token)
             elif self._run is not None:
                 self._run.describe(status="interrupted" if interrupted else "finished", step=step)
                 if not interrupted:

@@ -105,6 +105,8 @@ def source_hash(task: Task) -> str:
 
 
 RECORDS = "tasks"
+SCRIPT = "Script"
+"""What run.json has as the class of a launched script's run."""
 ID = re.compile(r"[0-9a-f]{32}", re.ASCII)
 
 
@@ -152,6 +154,7 @@ def reference_of(run: Run, *, asks: bool = True) -> TaskReference:
     """
     description = run.read_description()
     name, texts = description.get("task"), texts_of(description)
+    _refuse_script(run)
     if "script" in description:
         raise RunError(
             f"{run.folder} is a run of a grappe.Loop, whose models only its script makes: the script evaluates and "
@@ -187,6 +190,7 @@ def resolve_task(run: Run, task: Task | type[Task] | str | None) -> TaskReferenc
     """
     if task is None:
         return reference_of(run)
+    _refuse_script(run)
     if isinstance(task, Task):
         return TaskReference.of(task)
     texts = texts_of(run.read_description()) or {}
@@ -200,6 +204,14 @@ def resolve_task(run: Run, task: Task | type[Task] | str | None) -> TaskReferenc
             "If it is yours, copy it to another folder first"
         )
     return TaskReference.of(task, texts)
+
+
+def _refuse_script(run: Run) -> None:
+    if run.read_description().get("class") == SCRIPT:
+        raise TaskError(
+            f"{run.folder} is the run of a script, whose model grappe cannot make: evaluate, predict or export in the "
+            "script, from the weights that it saves; or describe the training as a task (docs/task.md)"
+        )
 
 
 def texts_of(description: dict[str, Any]) -> dict[str, str] | None:

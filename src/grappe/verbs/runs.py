@@ -42,7 +42,8 @@ def listing(base: Path, tag: str | None = None) -> Table | str:
             continue
         evaluation = run.last_record("evaluation")
         saved = max((checkpoint.step for checkpoint in list_checkpoints(run.checkpoints)), default=0)
-        step, plan = str(saved or evaluation.get("step", "")), plan_name(description.get("plan"))
+        step = str(saved or evaluation.get("step") or run.last_record("step").get("step", ""))
+        plan = plan_name(description.get("plan"))
         status, name = run.read_status(description), description.get("name", "")
         scores = shown_scores(evaluation)
         rows.append((run.folder.name, name, status, scores, step, plan, ", ".join(tags)))

@@ -62,6 +62,7 @@ def rehearse(folder: Path, body: str, model: str = NET, *, synchronised: bool = 
         pytest.param(PLAIN, "mean", id="dropout"),
         pytest.param("F.cross_entropy(model(inputs), labels, reduction='sum').backward()", "sum", id="sum"),
         pytest.param("(F.cross_entropy(model(inputs), labels) / 4).backward()", "mean", id="accumulation"),
+        pytest.param(f"{PLAIN}\ntorch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)", "mean", id="clipping"),
         pytest.param(
             "F.cross_entropy(model(inputs + torch.randn_like(inputs)), labels).backward()", "mean", id="noise"
         ),

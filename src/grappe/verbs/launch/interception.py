@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import builtins
 import contextlib
+import functools
 import gc
 import io
 import os
@@ -20,20 +21,22 @@ from torch.utils.data import DataLoader, get_worker_info
 
 T = TypeVar("T")
 TORCH, GRAPPE = str(Path(torch.__file__).parent), str(Path(__file__).parents[2])
-FORMATTING = ("_tensor.py", "_tensor_str.py")
-"""torch's own files through which a script reads a tensor: print(f"{loss:.4f}")."""
+THROUGH = ("_tensor.py", "_tensor_str.py", "lr_scheduler.py")
+"""torch's own files through which a script reads a tensor: print(f"{loss:.4f}"), plateau.step(loss)."""
 DEPTH = 3  # frames that tell two uses of a loader apart
-READS = ("item", "__float__", "__int__", "__bool__", "tolist")
+Begin = Callable[[], Iterator[Any]]
+"""Begins an iteration of a loader, which draws random numbers."""
+READS = ("item", "__float__", "__int__", "__bool__", "tolist", "numpy")
 
 
 class StepHandler(Protocol):
     """Handler of a script's steps, in place of torch's own functions."""
 
-    def batches(self, loader: DataLoader[Any], place: str, plain: Iterator[Any]) -> Iterator[Any]:
-        """Yields what the script gets for each batch of a loader; `place` are the lines that made and use it."""
+    def batches(self, loader: DataLoader[Any], place: str, begin: Begin) -> Iterator[Any]:
+        """Returns what the script gets for each batch of a loader; `place` are the lines that made and use it."""
         ...
 
-    def backward(self, place: str, run: Callable[[float], None]) -> None:
+    def backward(self, place: str, loss: Tensor, run: Callable[[float], None]) -> None:
         """Runs a backward, whose loss is multiplied with what `run` is given."""
         ...
 
@@ -80,7 +83,7 @@ def _noting_place(plain: Callable[..., None]) -> Callable[..., None]:
 def _iterating(plain: Callable[[Any], Iterator[Any]], handler: StepHandler) -> Callable[[Any], Iterator[Any]]:
     def iterate(self: DataLoader[Any]) -> Iterator[Any]:
         place = "=>".join((self.__dict__.get("_grappe_made_at", ""), _lines(sys._getframe(1))))
-        return handler.batches(self, place, plain(self))
+        return handler.batches(self, place, functools.partial(plain, self))
 
     return iterate
 
@@ -103,18 +106,18 @@ def _backward(plain: Callable[..., None], handler: StepHandler) -> Callable[...,
             ]
             plain(roots, scaled, *arguments, **options)
 
-        handler.backward(place_of(sys._getframe(1)), run)
+        handler.backward(place_of(sys._getframe(1)), roots[0], run)
 
     return backward
 
 
 def _reading(plain: Callable[..., Any], handler: StepHandler) -> Callable[..., Any]:
-    def read(self: Tensor) -> Any:
-        frame = _beyond_formatting(sys._getframe(1))
+    def read(self: Tensor, *arguments: Any, **options: Any) -> Any:
+        frame = beyond_torchs_own(sys._getframe(1))
         own = frame is not None and not frame.f_code.co_filename.startswith((TORCH, GRAPPE))
         if not own or get_worker_info() is not None:  # a dataset's, in a process that loads
-            return plain(self)
-        return handler.read(self, place_of(frame), plain)
+            return plain(self, *arguments, **options)
+        return handler.read(self, place_of(frame), lambda tensor: plain(tensor, *arguments, **options))
 
     return read
 
@@ -139,8 +142,9 @@ def place_of(frame: FrameType | None) -> str:
     return f"{frame.f_code.co_filename}:{frame.f_lineno}:{frame.f_lasti}"
 
 
-def _beyond_formatting(frame: FrameType | None) -> FrameType | None:
-    while frame is not None and frame.f_code.co_filename.endswith(FORMATTING):
+def beyond_torchs_own(frame: FrameType | None) -> FrameType | None:
+    """Returns the frame for which torch's own files read a tensor."""
+    while frame is not None and frame.f_code.co_filename.endswith(THROUGH):
         frame = frame.f_back
     return frame
 
@@ -211,21 +215,33 @@ def norms_of(total: Mapping[int, Tensor], count: int) -> list[float]:
 
 def modules_alive() -> list[nn.Module]:
     """Returns all modules of the process: a script's models are in no place that is known."""
-    return [each for each in gc.get_objects() if isinstance(each, nn.Module)]
+    return alive(nn.Module)
+
+
+def alive(kind: type[T]) -> list[T]:
+    """Returns all objects of a class; asks their types, as some objects warn when they are asked for their class."""
+    return [each for each in gc.get_objects() if issubclass(type(each), kind)]
 
 
 # ---- Files of other processes ------------------------------------------------------------------------------
 
 
 @contextlib.contextmanager
-def writing_nothing() -> Iterator[None]:
-    """Context of a process that leaves files to process 0: what it opens for writing goes nowhere."""
+def writing_nothing(*, until_left: bool = False) -> Iterator[None]:
+    """Context of a process that leaves files to another: what it opens for writing goes nowhere.
+
+    Args:
+        until_left: whether a file that is still open at the end is written from then on, after what it holds.
+    """
     plain, make = builtins.open, os.mkdir
+    left: list[tuple[Any, str]] = []
 
     def opened(file: Any, mode: str = "r", *arguments: Any, **options: Any) -> Any:
-        if not isinstance(file, int) and set(mode) & set("wax+") and os.fspath(file) != os.devnull:
-            file, mode = os.devnull, mode.replace("x", "w")
-        return plain(file, mode, *arguments, **options)
+        if isinstance(file, int) or not set(mode) & set("wax+") or os.fspath(file) == os.devnull:
+            return plain(file, mode, *arguments, **options)
+        stream = plain(os.devnull, mode.replace("x", "w"), *arguments, **options)
+        left.append((stream, os.path.abspath(os.fspath(file))))  # noqa: PTH100 - of any kind
+        return stream
 
     def made(*arguments: Any, **options: Any) -> None:
         with contextlib.suppress(FileExistsError):
@@ -239,3 +255,9 @@ def writing_nothing() -> Iterator[None]:
     finally:
         builtins.open = io.open = plain
         os.mkdir, torch.save = make, save
+        for stream, file in left if until_left else ():
+            if not stream.closed:
+                stream.flush()
+                handle = os.open(file, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
+                os.dup2(handle, stream.fileno())
+                os.close(handle)

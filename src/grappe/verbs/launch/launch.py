@@ -13,6 +13,7 @@ import io
 import os
 import runpy
 import secrets
+import shlex
 import signal
 import socket
 import sys
@@ -23,13 +24,15 @@ from typing import Any
 
 from grappe.errors import EXIT_FAILURE, EXIT_INTERRUPTED, EXIT_OK, PlanError, UsageError
 from grappe.launch import files
+from grappe.launch.folders import RUNS
 from grappe.launch.rank import ProcessRank, rank_from_environment
-from grappe.launch.signals import SIGNALS
+from grappe.launch.signals import SIGNALS, handled
 from grappe.launch.start import start
 from grappe.launch.terminal import complain, progress, say, user_stream
 from grappe.plan import AnyPlan, Plan, as_plan
 from grappe.private_api.multiprocessing import run_exit_functions, start_as_python_does
-from grappe.verbs.launch.rehearsed import Rehearsed, line_of
+from grappe.training.run import Run, new_folder
+from grappe.verbs.launch.rehearsed import Rehearsed, line_of, rehearsed_before
 
 LOOP = "grappe"
 ITS_OWN = ("torch.distributed", "accelerate", "deepspeed", "horovod", "lightning", "pytorch_lightning", "transformers")
@@ -42,13 +45,24 @@ INTERRUPTED = 130
 """The exit code of a Python script that Ctrl-C ends."""
 
 
-def launch(script: Path | str, arguments: Sequence[str] = (), plan: AnyPlan = "") -> int:
+def launch(
+    script: Path | str,
+    arguments: Sequence[str] = (),
+    plan: AnyPlan = "",
+    *,
+    run: Path | None = None,
+    base: Path = RUNS,
+    save_every: int | None = None,
+) -> int:
     """Runs a script on the processes of a plan, and waits for them; process 0 has the terminal.
 
     Args:
         arguments: the script's own.
         plan: for its grappe.Loop. A script that spreads itself, by torch.distributed say, gets the processes alone,
             with torchrun's variables.
+        run: the folder of the run that a script for one process becomes, once it trains; a run in it is resumed.
+            None: a new one under `base`.
+        save_every: steps between checkpoints; None: a minute.
 
     Returns:
         The script's exit code: 75 if it was interrupted and saved.
@@ -59,13 +73,17 @@ def launch(script: Path | str, arguments: Sequence[str] = (), plan: AnyPlan = ""
     """
     chosen, script = as_plan(plan), Path(script)
     try:
-        imported = set(_imports(script))
+        tree = ast.parse(files.read_text(script))
+        imported = set(_imports(tree))
     except OSError as error:
         raise UsageError(f"{script}: {error.strerror}: give a Python script") from error
     except (SyntaxError, ValueError) as error:
         raise UsageError(f"{script} is not a Python script: {error}") from error
     its_own = next((name for name in ITS_OWN if name in imported), None)
+    alone = LOOP not in imported and its_own is None
     several = LOOP not in imported and chosen.processes > 1
+    if not alone and run is not None:
+        raise UsageError(f"--run is for a script for one process: {script} writes its own, so leave it out")
     if several and its_own is not None:
         complain(f"grappe: {script} uses {its_own}: it is started as it is, on {chosen.processes} processes")
     with socket.socket() as free:
@@ -80,10 +98,32 @@ def launch(script: Path | str, arguments: Sequence[str] = (), plan: AnyPlan = ""
         # Lightning then neither requeues the job nor replaces signal handlers.
         variables={} if imported.isdisjoint(LIGHTNING) else {"SLURM_JOB_NAME": "interactive"},
     )
-    if several and its_own is None:
+    if alone:
+        run = run or new_folder(base, script.name)
+        request = dataclasses.replace(request, run=run, save_every=save_every, catches=_catches_interrupt(tree))
+        if Run.is_run(run):
+            if Run(run).is_finished():
+                complain(f"grappe: {run} is finished: nothing to do")
+                return EXIT_OK
+            before = Run(run).read_description()
+            request = dataclasses.replace(
+                request, seed=before.get("seed", 0), rehearsed=rehearsed_before(before, str(chosen))
+            )
+    if several and alone and request.rehearsed is None:
         request = dataclasses.replace(request, rehearsed=_rehearsed(request, chosen))
     sys.stdout.flush()
-    return start("grappe.verbs.launch.launch:run_script", request, chosen, saves=True)
+    code = start("grappe.verbs.launch.launch:run_script", request, chosen, run=run, saves=True)
+    if alone and code == EXIT_INTERRUPTED and rank_from_environment() is None:
+        options = [*(["--plan", str(chosen)] if str(chosen) else []), "--run", str(run)]
+        options += [] if save_every is None else ["--save-every", str(save_every)]
+        complain(f"grappe: resume: {shlex.join(['grappe', 'launch', *options, str(script), *arguments])}")
+    return code
+
+
+def _catches_interrupt(tree: ast.Module) -> bool:
+    """Returns whether a script does something of its own on Ctrl-C."""
+    caught = (node.type for node in ast.walk(tree) if isinstance(node, ast.ExceptHandler) and node.type is not None)
+    return any("KeyboardInterrupt" in ast.dump(each) for each in caught)
 
 
 def _rehearsed(request: ScriptRequest, plan: Plan) -> Rehearsed:
@@ -131,9 +171,9 @@ def _rehearsed(request: ScriptRequest, plan: Plan) -> Rehearsed:
     return rehearsed
 
 
-def _imports(script: Path) -> Iterator[str]:
+def _imports(script: ast.Module) -> Iterator[str]:
     """Yields what a script imports, packages and modules: `torch` and `torch.distributed`."""
-    for node in ast.walk(ast.parse(files.read_text(script))):
+    for node in ast.walk(script):
         names = []
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]
@@ -163,6 +203,11 @@ class ScriptRequest:
     """Of what the script draws before it seeds itself, the same in all processes."""
     rehearsed: Rehearsed | None = None
     """Measurements of an unedited script's rehearsal."""
+    run: Path | None = None
+    """Folder of the run of a script for one process; None: it becomes none."""
+    save_every: int | None = None
+    catches: bool = False
+    """Whether the script does something of its own on Ctrl-C."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -238,17 +283,19 @@ def run_script(request: ScriptRequest, process: ProcessRank, rendezvous_folder: 
             os.environ.update(_as_torchrun(process), **request.rendezvous)
         stream = user_stream(process)
         if stream is not None:
-            for descriptor in (1, 2):
-                os.dup2(stream.fileno(), descriptor)
+            os.dup2(stream.fileno(), 1)
+            os.dup2(stream.errors, 2)
+        for number in handled():  # which a process that is forked from the command has from it
+            signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
     code = EXIT_FAILURE
     try:
         with contextlib.suppress(KeyboardInterrupt):
             code = INTERRUPTED
-            if request.rehearsed is None:
+            if request.run is None and request.rehearsed is None:
                 _run(request)
             else:
-                _run_sliced(request, request.rehearsed, process, rendezvous_folder)
+                _run_recorded(request, process, rendezvous_folder)
             code = EXIT_OK
     except SystemExit as end:
         code = end.code if isinstance(end.code, int) else EXIT_OK if end.code is None else EXIT_FAILURE
@@ -265,19 +312,40 @@ def run_script(request: ScriptRequest, process: ProcessRank, rendezvous_folder: 
     return code
 
 
-def _run_sliced(request: ScriptRequest, rehearsed: Rehearsed, process: ProcessRank, rendezvous_folder: Path) -> None:
-    """Runs an unedited script, of whose batches this process takes its rows."""
+def _run_recorded(request: ScriptRequest, process: ProcessRank, rendezvous_folder: Path) -> None:
+    """Runs a script for one process, of whose batches this process takes its rows, and makes it a run."""
     from grappe.training.own_loop import join_world
     from grappe.verbs.launch.interception import intercepted, writing_nothing
+    from grappe.verbs.launch.recorded import RecordedSteps, ScriptFolder
+    from grappe.verbs.launch.replay import clocks_noted
     from grappe.verbs.launch.slices import SlicedSteps
 
-    plan = as_plan(request.plan)
+    plan, rehearsed, folder = as_plan(request.plan), request.rehearsed, request.run
     world = join_world(plan, process, rendezvous_folder)
-    steps = SlicedSteps(world, rehearsed, synchronised=plan.batchnorm == "sync")
+    sliced = None if rehearsed is None else SlicedSteps(world, rehearsed, synchronised=plan.batchnorm == "sync")
+    steps = RecordedSteps(
+        lambda: ScriptFolder(request, plan, world),
+        world,
+        plan,
+        sliced,
+        resumes=folder is not None and Run.is_run(folder),
+        save_every=request.save_every,
+        signals=[number for number in handled() if number != signal.SIGINT or not request.catches],
+    )
     _seed(request.seed)
-    with intercepted(steps), writing_nothing() if process.rank else contextlib.nullcontext():
-        _run(request, steps.length)
-        steps.check_weights()
+    with (
+        intercepted(steps),
+        clocks_noted(steps.clock),
+        writing_nothing() if process.rank else contextlib.nullcontext(),
+    ):
+        try:
+            _run(request, None if sliced is None else sliced.length)
+            if sliced is not None:
+                sliced.check_weights()
+            steps.close(None)
+        except BaseException as error:
+            steps.close(error)
+            raise
 
 
 def _as_torchrun(process: ProcessRank) -> dict[str, str]:

@@ -31,6 +31,7 @@ from grappe.private_api.torch import BatchNormBase
 from grappe.verbs.launch.interception import (
     GRAPPE,
     TORCH,
+    Begin,
     add_gradient,
     cut_rows,
     modules_alive,
@@ -120,8 +121,11 @@ class Rehearsal:
 
     # ---- What the script does ------------------------------------------------------------------------------
 
-    def batches(self, loader: DataLoader[Any], place: str, plain: Iterator[Any]) -> Iterator[Any]:
-        """Yields a loader's first batch several times, the others as they are where it trains nothing."""
+    def batches(self, loader: DataLoader[Any], place: str, begin: Begin) -> Iterator[Any]:
+        """Returns a loader's first batch several times, the others as they are where it trains nothing."""
+        return self._batches(place, begin())
+
+    def _batches(self, place: str, plain: Iterator[Any]) -> Iterator[Any]:
         outer, self._pass = self._pass, None
         try:
             for batch in plain:
@@ -136,7 +140,7 @@ class Rehearsal:
         finally:
             self._pass = outer
 
-    def backward(self, place: str, run: Callable[[float], None]) -> None:
+    def backward(self, place: str, loss: Tensor, run: Callable[[float], None]) -> None:
         """Runs a backward, and keeps apart what it adds."""
         parameters = parameters_of(self._optimizers)
         before = [each.grad for each in parameters]
@@ -159,7 +163,8 @@ class Rehearsal:
                     add_gradient(added, number, gradient.to_dense() if gradient.is_sparse else gradient)
             if self._whole is not None:
                 for number, each in enumerate(parameters):
-                    each.grad = self._whole.gradients[place].get(number)
+                    total = self._whole.gradients[place].get(number)
+                    each.grad = None if total is None else total.clone()  # clipping changes it in place
         for each, gradient in zip(parameters, before, strict=True):
             if gradient is not None:
                 each.grad = gradient if each.grad is None else gradient + each.grad

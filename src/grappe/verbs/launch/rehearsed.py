@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 Rule = Literal["mean", "sum", "most", "least", "same"]
 
@@ -27,6 +27,14 @@ class Rehearsed:
     """|gradient| of each parameter by the first batch's backwards before an optimizer steps."""
     structural: str = ""
     """A place that ended the rehearsal with an error when it was told the whole batch's rows; the next leaves it."""
+
+
+def rehearsed_before(description: Mapping[str, Any], plan: str) -> Rehearsed | None:
+    """Reads from a run's description what its first start's rehearsal has measured; None: not under this plan."""
+    try:
+        return Rehearsed(**description["rehearsed"]) if description.get("plan") == plan else None
+    except (KeyError, TypeError):
+        return None
 
 
 def line_of(place: str) -> str:

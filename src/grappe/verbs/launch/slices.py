@@ -6,6 +6,8 @@ decide the same. Shapes: a batch of N rows, of which a process takes b.
 
 from __future__ import annotations
 
+import contextlib
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar, cast
 
@@ -13,14 +15,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.utils.data import DataLoader
 
 from grappe.data.batch import BatchRows
 from grappe.data.sampling import cut
 from grappe.data.whole_batch_draws import whole_batch_draws
 from grappe.errors import DivergedError, TaskError
 from grappe.launch.world import World
-from grappe.parallel.batchnorm import synchronise_batchnorm
+from grappe.parallel.batchnorm import ignoring_padding, synchronise_batchnorm
 from grappe.parallel.gradient_average import GradientAverage
 from grappe.private_api.torch import BatchNormBase
 from grappe.verbs.launch.interception import add_gradient, cut_rows, modules_alive, norms_of, parameters_of, rows_of
@@ -51,12 +52,18 @@ class SlicedSteps:
         """Of the running step's rows in its batch; None: everything is whole."""
         self._share = 0.0
         self._buffers: list[Tensor] = []
+        self._norms = nn.ModuleList()
+        """Batch normalisations over all processes."""
         self._first: dict[int, Tensor] = {}
         """What the first backwards have added, until an optimizer steps, by the number of the parameter."""
         self._stepped = False
+        self._last: tuple[Callable[[], Tensor | None], float] = (lambda: None, 0.0)
+        """The last backward's loss, and this process's part of it."""
         self.steps = 0
+        self.replaying = False
+        """Whether nothing is computed: the script comes back to its checkpoint."""
 
-    def batches(self, loader: DataLoader[Any], place: str, plain: Iterator[Any]) -> Iterator[Any]:
+    def batches(self, place: str, plain: Iterator[Any]) -> Iterator[Any]:
         """Yields this process's rows of each batch that trains, and other batches whole."""
         outer = self._place, self._share
         try:
@@ -71,41 +78,52 @@ class SlicedSteps:
                     raise TaskError(f"a batch of the loader ({line_of(place)}) is without a row for each sample")
                 first, last = cut(rows, self._world.data_size, self._world.data_rank)
                 self._share = (last - first) / rows
-                if first == last:  # fewer rows than processes: the first one, which counts nothing
+                self._prepare()
+                padding = first == last  # fewer rows than processes: the first one, which counts nothing
+                if padding:
                     first, last = 0, 1
                 self._place = BatchRows(first, last - first, rows)
-                self._prepare()
-                with whole_batch_draws(self._place):
+                with (
+                    whole_batch_draws(self._place),
+                    ignoring_padding(self._norms) if padding else contextlib.nullcontext(),
+                ):
                     yield cut_rows(batch, first, last)
                 self._place = None  # the next batch is loaded whole
                 self._end_step()
         finally:
             self._place, self._share = outer
 
-    def backward(self, place: str, run: Callable[[float], None]) -> None:
-        """Runs a backward, which averages the gradients over the processes."""
+    def backward(self, place: str, loss: Tensor, run: Callable[[float], None]) -> float:
+        """Runs a backward, which averages the gradients over the processes; returns this process's part of the loss."""
+        size = self._world.data_size
         if self._place is None:
             run(1.0)
-            return
+            return 1 / size
         rules = self._rehearsed.losses
         rule = rules.get(place) or (next(iter(rules.values())) if len(set(rules.values())) == 1 else None)
         if rule is None:
             raise TaskError(f"the backward in {line_of(place)} did not run with the first batch: its loss is not known")
-        factor = (self._share if rule == "mean" else float(self._share > 0)) * self._world.data_size
+        weight = self._share if rule == "mean" else float(self._share > 0)
+        self._last = weakref.ref(loss), weight
         if self.steps or self._stepped:
-            run(factor)
-            return
+            run(weight * size)
+            return weight
         parameters = parameters_of(self._optimizers)
         before = [None if each.grad is None else each.grad.clone() for each in parameters]
-        run(factor)
+        run(weight * size)
         for number, (each, old) in enumerate(zip(parameters, before, strict=True)):
             if each.grad is not None:
                 add_gradient(self._first, number, each.grad.detach() if old is None else each.grad.detach() - old)
+        return weight
 
     def read(self, tensor: Tensor, place: str, read: Callable[[Tensor], T]) -> T:
         """Returns the whole batch's value of what a line reads. Collective in a step."""
         value = read(tensor)
         if self._place is None:
+            loss, weight = self._last
+            if loss() is tensor and isinstance(value, float):  # after the loop: that of the last batch
+                return cast("T", self._total(value, weight, tensor))
+            self._check_same(value, place)
             return value
         if isinstance(value, list):
             return cast("T", self._whole_rows(value))
@@ -118,10 +136,30 @@ class SlicedSteps:
             everyone = self._world.gather(value if self._share else None)
             return cast("T", (max if rule == "most" else min)(each for each in everyone if each is not None))
         weight = self._share if rule == "mean" else float(self._share > 0)
-        total = torch.tensor(float(value) * weight if weight else 0.0, dtype=torch.float64)
+        return cast("T", type(value)(self._total(float(value), weight, tensor)))
+
+    def _total(self, value: float, weight: float, tensor: Tensor) -> float:
+        """Sums weighted values over the processes, to the precision of their tensor. Collective."""
+        total = torch.tensor(value * weight if weight else 0.0, dtype=torch.float64)
         dist.all_reduce(total, group=self._world.control)
-        rounded = total.to(tensor.dtype).double() if tensor.is_floating_point() else total.round()
-        return cast("T", type(value)(float(rounded)))
+        return float(total.to(tensor.dtype).double() if tensor.is_floating_point() else total.round())
+
+    def _check_same(self, value: object, place: str) -> None:
+        """Checks that a value that is read between steps is the same on all processes. Collective.
+
+        Raises:
+            DivergedError: it comes from each process's own rows.
+        """
+        if not self.steps or not isinstance(value, bool | int | float):
+            return
+        both = torch.tensor([value, -value], dtype=torch.float64)
+        dist.all_reduce(both, dist.ReduceOp.MAX, group=self._world.control)
+        most, least = both.tolist()
+        if most + least > TOLERATED * abs(most):
+            raise DivergedError(
+                f"{line_of(place)} reads a value that is not the same on all processes ({-least:g} to {most:g}): it "
+                "adds up what each has of its own rows. Read it in each step: total += loss.item()"
+            )
 
     def _likely(self, tensor: Tensor, value: object, place: str) -> str:
         """Returns the rule for a line that the first batch did not reach: the loss's for a loss."""
@@ -169,17 +207,20 @@ class SlicedSteps:
         self._averaged |= {id(each) for each in new}
         modules = modules_alive()
         self._buffers = [buffer for module in modules for buffer in module.buffers(recurse=False) if buffer.numel()]
-        if not self.steps:
+        if not self.steps and not self.replaying:
             self.check_weights()
         if self._synchronised:
             for module in modules:
                 if isinstance(module, BatchNormBase) and "forward" not in module.__dict__:
                     synchronise_batchnorm(module, self._group)
+                    self._norms.append(module)
 
     def _end_step(self) -> None:
-        if not self.steps:
-            self._compare_first()
         self.steps += 1
+        if self.replaying:
+            return
+        if self.steps == 1:
+            self._compare_first()
         if self.steps % CHECK_EVERY == 0 or self.steps & (self.steps - 1) == 0:
             self.check_weights()
 

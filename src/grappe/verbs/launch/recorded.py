@@ -1,0 +1,523 @@
+"""Makes a launched script a run: writes down its steps, saves its state, and brings it back to a checkpoint.
+
+A step ends where the loop over a loader asks for its next batch after an optimizer has stepped; without a loader, where
+the first optimizer steps. Every process runs the same script, so all agree on the number of steps.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import shlex
+import sys
+import time
+import types
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeVar, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.utils.data import DataLoader
+
+from grappe.errors import EXIT_INTERRUPTED, RunError, TaskError, UsageError
+from grappe.launch import files
+from grappe.launch.signals import StopSignal
+from grappe.launch.terminal import complain
+from grappe.launch.world import World
+from grappe.plan import Plan
+from grappe.profiling import memory
+from grappe.profiling.chronometer import Chronometer
+from grappe.profiling.phases import BACKWARD, CHECKPOINT, DATA, EVALUATION, FORWARD, UPDATE
+from grappe.training.own_loop_folder import LoopFolder
+from grappe.training.own_loop_objects import KeptObjects
+from grappe.training.run import Run
+from grappe.training.task_reference import SCRIPT
+from grappe.training.watchers.base import Record
+from grappe.training.watchers.meter import Meter, used
+from grappe.verbs.launch.interception import Begin, alive, beyond_torchs_own, modules_alive, parameters_of, rows_of
+from grappe.verbs.launch.launch import INTERRUPTED, ScriptRequest
+from grappe.verbs.launch.replay import Iteration, Replay, repeats
+from grappe.verbs.launch.slices import SlicedSteps
+from grappe.verbs.launch.variables import (
+    Unchanged,
+    Variables,
+    as_tensor,
+    from_tensor,
+    random_state,
+    set_random_state,
+    set_state_of,
+    state_of,
+    variables_of,
+)
+
+T = TypeVar("T")
+SAVE_SECONDS = 60.0
+"""What a killed script loses at most, where --save-every says nothing."""
+MOST_READ = 1 << 26  # bytes of what a script has read, which each checkpoint holds
+
+
+class ScriptFolder(LoopFolder):
+    """The run of a script."""
+
+    def __init__(self, request: ScriptRequest, plan: Plan, world: World) -> None:
+        self._facts: dict[str, Any] = {
+            "task": str(request.script),
+            "class": SCRIPT,
+            "fields": {"arguments": shlex.join(request.arguments)},
+            "source": hashlib.sha256(files.read_bytes(request.script)).hexdigest()[:12],
+        }
+        if request.rehearsed is not None:
+            self._facts["rehearsed"] = dataclasses.asdict(request.rehearsed)
+        assert request.run is not None
+        super().__init__(request.run, plan, world, request.seed)
+
+    def _description(self, plan: Plan, seed: int) -> dict[str, Any]:
+        return {**super()._description(plan, seed), **self._facts}
+
+    def _refuse_another(self, folder: Path, before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
+        for name, words in (
+            ("class", "is no run of a script"),
+            ("source", f"was trained with {now['task']} as it was before"),
+            ("fields", "was trained with other arguments"),
+            ("processes", f"was trained on {before.get('processes')} processes"),
+        ):
+            if before.get(name) != now[name]:
+                raise RunError(
+                    f"{folder} {words}: a script resumes as it began, so begin another run, without --run or with "
+                    "another folder"
+                )
+
+
+class RecordedSteps:
+    """Handles a script's steps: writes them down, saves, and passes them on.
+
+    Args:
+        folder: of the run, made at the first step; if there is a run, the script comes back to its checkpoint first.
+        steps: spread the script over several processes; None: there is one.
+        save_every: steps between checkpoints; None: a minute.
+        signals: on which it saves and ends.
+    """
+
+    def __init__(
+        self,
+        begin_run: Callable[[], ScriptFolder],
+        world: World,
+        plan: Plan,
+        steps: SlicedSteps | None,
+        *,
+        resumes: bool,
+        save_every: int | None,
+        signals: Sequence[int],
+    ) -> None:
+        began = time.perf_counter()
+        self._begin_run, self._world, self._inner, self._save_every = begin_run, world, steps, save_every
+        self.chronometer = Chronometer(world.device, began)
+        self._meter = Meter(
+            world, self.chronometer, per_device=plan.per_device, began=began, baseline=memory.resident(),
+            loading=lambda: None,
+        )  # fmt: skip
+        self.step = 0
+        self._folder: ScriptFolder | None = None
+        self._stop, self._signals = StopSignal(), signals
+        self._optimizers: list[Optimizer] = []
+        self._losses: dict[str, Tensor] = {}
+        """This process's part of each backward's loss, by its place."""
+        self._fresh: set[str] = set()
+        """Places of backwards since an optimizer has stepped: they add up."""
+        self._lr = 0.0
+        self._stepped = False
+        self._leader: Iteration | None = None
+        """The iteration that gave the first batch since a step's beginning."""
+        self._trains: int | None = None
+        """Number of the iteration whose batches train now."""
+        self._first = self._epochs = self._iterations = self._samples = 0
+        self._live: dict[int, Iteration] = {}
+        self._reduction: tuple[Tensor, Sequence[dist.Work]] | None = None
+        self._saved_at = time.monotonic()
+        self._reads: list[Any] = []
+        self._clocks: list[float] = []
+        self._unchanged: Unchanged | None = None
+        self._replay: Replay | None = None
+        self._unsaved = ""
+        """Why there are no checkpoints."""
+        self._said = self._closed = False
+        if resumes:
+            self._open()
+
+    def _open(self) -> None:
+        """Begins or takes over the run. Collective."""
+        self._folder = self._begin_run()
+        self._meter.started(self._folder.info)
+        self._stop.install(self._signals)
+        if self._folder.checkpoint is not None:
+            self._replay = Replay(self._folder.checkpoint, self._world.rank)
+            self._first = self._replay.first
+            if self._inner is not None:
+                self._inner.replaying = True
+
+    # ---- What the script does ------------------------------------------------------------------------------
+
+    def batches(self, loader: DataLoader[Any], place: str, begin: Begin) -> Iterator[Any]:
+        """Begins an iteration of a loader, on the way back to a checkpoint one that loads nothing."""
+        made = Iteration(loader=loader, number=self._iterations, begin=begin, state=random_state(loader.generator))
+        self._iterations += 1
+        if self._replay is None or made.number < self._first:
+            made.plain = begin()
+        elif self._replay.computes:
+            self._replay.begin()
+        source = self._source(made)
+        return source if self._inner is None else self._inner.batches(place, source)
+
+    def _source(self, made: Iteration) -> Iterator[Any]:
+        """Yields whole batches; a step ends between two of them."""
+        self._live[made.number] = made
+        shapes = self._replay.batches(made) if self._replay is not None and made.plain is None else None
+        try:
+            while True:
+                if self._leader is made:
+                    self._leader = None
+                    if self._stepped:
+                        self._end_step(made)
+                self.chronometer.switch(DATA if torch.is_grad_enabled() else EVALUATION)
+                try:
+                    batch = next(made) if made.plain is not None else next(cast("Iterator[Any]", shapes))
+                except StopIteration:
+                    return
+                made.taken += made.plain is None
+                self.chronometer.switch(FORWARD if torch.is_grad_enabled() else EVALUATION)
+                self._leader = self._leader or made
+                if self._leader is made and torch.is_grad_enabled():
+                    self._samples += rows_of(batch) or 0
+                yield batch
+        finally:
+            del self._live[made.number]
+            if self._leader is made:
+                self._leader = None
+
+    def backward(self, place: str, loss: Tensor, run: Callable[[float], None]) -> None:
+        """Runs a backward, and notes its loss."""
+        if self._unchanged is None:
+            self._unchanged = Unchanged([*variables_of(self._optimizers).tensors.values(), *_of_modules()])
+        if self._replay is not None and not self._replay.computes:
+            if self._inner is not None:  # which notes whose loss it is
+                self._inner.backward(place, loss, lambda _: None)
+            self._replay.backward(self._optimizers)
+            return
+        self.chronometer.switch(BACKWARD)
+        weight = 1.0
+        if self._inner is None:
+            run(1.0)
+        else:
+            weight = self._inner.backward(place, loss, run)
+        if loss.numel() == 1:
+            value = loss.detach().double().reshape(()) * weight
+            self._losses[place] = self._losses[place] + value if place in self._fresh else value
+            self._fresh.add(place)
+        self.chronometer.switch(FORWARD)
+
+    def read(self, tensor: Tensor, place: str, read: Callable[[Tensor], T]) -> T:
+        """Returns the value of a tensor, on the way back to a checkpoint the one that was read."""
+        again = repeats(beyond_torchs_own(sys._getframe(2)))
+        if again and self._replay is not None:
+            value = self._replay.read()
+        else:
+            value = read(tensor) if self._inner is None else self._inner.read(tensor, place, read)
+        if again:
+            self._reads.append(value)
+        return value
+
+    def clock(self, value: float) -> float:
+        """Returns what a clock shows the script, on the way back to a checkpoint what it showed."""
+        if self._replay is not None and self._replay.clocks:
+            value = self._replay.clocks.popleft()
+        self._clocks.append(value)
+        return value
+
+    def length(self, value: int, tensor: object, place: str) -> int:
+        """Returns the number of rows that the script is told."""
+        return value if self._inner is None else self._inner.length(value, tensor, place)
+
+    def add_optimizer(self, optimizer: Optimizer) -> None:
+        """Notes an optimizer."""
+        self._optimizers.append(optimizer)
+        if self._inner is not None:
+            self._inner.add_optimizer(optimizer)
+        optimizer.register_step_pre_hook(self._note_update)
+        optimizer.register_step_post_hook(lambda *_: self._note_step(optimizer))
+        if self._replay is not None:
+            optimizer.step = types.MethodType(self._replayed(optimizer.step), optimizer)  # type: ignore[method-assign]
+
+    def _replayed(self, plain: Callable[..., Any]) -> Callable[..., Any]:
+        """Returns an optimizer's step that does nothing on the way back to a checkpoint."""
+
+        def step(optimizer: Optimizer, *arguments: Any, **options: Any) -> Any:
+            if self._replay is None or self._replay.computes:
+                return plain(*arguments, **options)
+            return self._note_step(optimizer)
+
+        return step
+
+    def _note_update(self, optimizer: Optimizer, arguments: Sequence[Any], options: Mapping[str, Any]) -> None:
+        self.chronometer.switch(UPDATE)
+        if optimizer is self._optimizers[0]:
+            self._lr = float(optimizer.param_groups[0]["lr"])
+        if len(arguments) > 1 or options:
+            self._unsaved = f"{type(optimizer).__name__}.step is given a closure"
+
+    # ---- Steps ---------------------------------------------------------------------------------------------
+
+    def _note_step(self, optimizer: Optimizer) -> None:
+        self.chronometer.switch(FORWARD)
+        self._stepped = True
+        self._fresh.clear()
+        leader = self._leader
+        if leader is None:
+            if optimizer is self._optimizers[0]:
+                self._unsaved = "its batches come from no torch.utils.data.DataLoader"
+                self._end_step(None)
+        elif leader.number != self._trains:
+            if self._trains is None:
+                self._first = leader.number
+            self._trains = leader.number
+            self._epochs += 1
+
+    def _end_step(self, made: Iteration | None) -> None:
+        """Ends a step: its record, its checkpoint; ends the script after a signal. Collective."""
+        self.step += 1
+        self._stepped = False
+        seconds = self.chronometer.end_step()
+        self.chronometer.switch(FORWARD)
+        samples, self._samples = self._samples, 0
+        if self._replay is not None:
+            if self.step == self._replay.step:
+                self._restore(self._replay)
+            return
+        if self._folder is None:
+            self._open()
+        self._stop.check_time()
+        stop, due = self._agreed(seconds, samples)
+        if self._save_every is not None:
+            due = self.step % self._save_every == 0
+        if stop or due:
+            self._save()
+        if stop:
+            self.close(None, interrupted=True)
+            raise SystemExit(INTERRUPTED if self._unsaved else EXIT_INTERRUPTED)
+
+    def _agreed(self, seconds: float, samples: int) -> tuple[bool, bool]:
+        """Sums signals and losses while the next step runs; returns whether to stop, and whether to save."""
+        before = self._flush()
+        due = self._world.rank == 0 and time.monotonic() - self._saved_at > SAVE_SECONDS
+        values = torch.tensor([self._stop.flag, due], dtype=torch.float64)
+        losses = [loss.cpu() for loss in self._losses.values()]
+        sums = torch.cat([values, torch.stack(losses)]) if losses else values
+        self._losses.clear()
+        assert self._folder is not None
+        self._folder.stepped(self.step, max(self._epochs - 1, 0), samples, self._lr, seconds, skipped=False)
+        self._meter.stepped(Record(self.step, 0, 0, 0.0, self._lr, seconds, norm=None, skipped=False, flag=0.0))
+        if self._world.control is None:
+            self._reduction = (sums, ())
+            return bool(self._stop.flag), due
+        self._reduction = (sums, [dist.all_reduce(sums, group=self._world.control, async_op=True)])
+        return before
+
+    def _flush(self) -> tuple[bool, bool]:
+        """Writes the last step with its losses; returns whether to stop, and whether to save. Collective."""
+        before, self._reduction = self._reduction, None
+        if before is None or self._folder is None:
+            return False, False
+        sums, works = before
+        for work in works:
+            work.wait()
+        stop, due, *losses = sums.tolist()
+        self._folder.reduced(losses)
+        return stop > 0, due > 0
+
+    # ---- Checkpoints ---------------------------------------------------------------------------------------
+
+    def _save(self) -> None:
+        """Saves the script's state in the background, where it can be had. Collective."""
+        self._saved_at = time.monotonic()
+        self._flush()
+        if self._said:
+            return
+        assert self._folder is not None
+        with self.chronometer.during(CHECKPOINT):
+            state: tuple[dict[str, Tensor], dict[str, Tensor], dict[str, Any]] = ({}, {}, {})
+            try:
+                state = self._state()
+            except (TaskError, UsageError) as error:
+                self._unsaved = str(error)
+            self._unsaved = next(filter(None, self._world.gather(self._unsaved)), "")
+            if not self._unsaved:
+                self._folder.save(self.step, *state)
+            elif self._world.rank == 0:
+                complain(f"grappe: no checkpoints: {self._unsaved}")
+        self._said = bool(self._unsaved)
+
+    def _state(self) -> tuple[dict[str, Tensor], dict[str, Tensor], dict[str, Any]]:
+        """Returns tensors that all processes have alike, this process's own, and JSON.
+
+        Raises:
+            TaskError: the script could not be brought back.
+        """
+        if self._unsaved:
+            return {}, {}, {}
+        variables, alike = variables_of(self._optimizers), set(map(id, _of_modules()))
+        changed = self._changed(variables, alike)
+        tensors, values = self._kept().state()
+        own: dict[str, Tensor] = {}
+        rank = self._world.rank
+        for number, path in enumerate(changed):
+            tensor = variables.tensors[path]
+            if self._inner is None or id(tensor) in alike:
+                tensors[f"script.{number}"] = tensor
+            else:
+                own[f"local.{rank}.script.{number}"] = tensor
+        gradients = [number for number, each in enumerate(parameters_of(self._optimizers)) if each.grad is not None]
+        for number, each in enumerate(parameters_of(self._optimizers)):
+            if each.grad is not None:
+                tensors[f"gradient.{number}"] = each.grad
+        states = {"now": random_state(), **{f"live.{number}": each.state for number, each in self._live.items()}}
+        for name, state in states.items():
+            own |= {f"local.{rank}.random.{name}.{key}": tensor for key, tensor in state.items()}
+        for number, generator in enumerate(variables.generators.values()):
+            own[f"local.{rank}.generator.{number}"] = state_of(generator)
+        if not rank:
+            texts = {"numbers": variables.numbers, "reads": self._reads, "clocks": self._clocks}
+            own |= {f"local.0.{name}": as_tensor(value) for name, value in texts.items()}
+            if own["local.0.reads"].nbytes > MOST_READ:
+                raise TaskError("it has read too many values to read them again")
+        live = [[number, each.taken, each.print] for number, each in self._live.items()]
+        script = {"first": self._first, "paths": changed, "gradients": gradients, "live": live, "kept": values}
+        return tensors, own, {"script": script}
+
+    def _changed(self, variables: Variables, alike: Collection[int]) -> list[str]:
+        """Lists variables whose tensors differ from those of a script that begins.
+
+        Args:
+            alike: the tensors of modules, whose versions do not tell: batch normalisation changes buffers unnoticed.
+
+        Raises:
+            TaskError: what changes is not found in the variables, or cannot be saved.
+        """
+        if any(scaler.is_enabled() for scaler in alive(torch.amp.GradScaler)):
+            raise TaskError("a GradScaler skips steps by what it sees: take bf16")
+        assert self._unchanged is not None
+        changed = [path for path, each in variables.tensors.items() if id(each) in alike or each not in self._unchanged]
+        if strange := [path for path in changed if variables.tensors[path].layout is not torch.strided]:
+            raise TaskError(f"{strange[0]} is no dense tensor")
+        reached = set(map(id, variables.tensors.values()))
+        if any(id(each) not in reached and each not in self._unchanged for each in _of_modules()):
+            raise TaskError("a module that changes is in none of its variables")
+        return changed
+
+    def _kept(self) -> KeptObjects:
+        kept = KeptObjects()
+        kept.add({f"optimizer[{number}]": each for number, each in enumerate(self._optimizers)})
+        return kept
+
+    def _restore(self, replay: Replay) -> None:
+        """Puts the checkpoint's state into the script, which has come back to its place. Collective.
+
+        Raises:
+            RunError: the script has not done what it did before.
+        """
+        try:
+            variables = variables_of(self._optimizers)
+            problem = self._differs(replay, variables) if self._world.rank == 0 else ""
+            if problem := self._world.share(problem):
+                raise RunError(
+                    f"the script cannot resume at step {self.step}: {problem}. Begin another run, or resume by the "
+                    "script's own checkpoints"
+                )
+            saved, rank = replay.values, self._world.rank
+            with torch.no_grad():
+                for number, path in enumerate(saved["paths"]):
+                    variables.tensors[path].detach().copy_(replay.tensors.read(replay.name(number, rank)))
+            self._kept().restore(replay.tensors, saved["kept"])
+            for number, each in enumerate(parameters_of(self._optimizers)):
+                kept = number in saved["gradients"]
+                each.grad = replay.tensors.read(f"gradient.{number}").to(each.device) if kept else None
+            for number, taken, first in saved["live"]:
+                self._live[number].go_to(taken, replay.random(f"live.{number}", rank), first)
+            for number, generator in enumerate(variables.generators.values()):
+                set_state_of(generator, replay.tensors.read(f"local.{rank}.generator.{number}").clone())
+            set_random_state(replay.random("now", rank))
+        finally:
+            self._leave_replay()
+
+    def _leave_replay(self) -> None:
+        if self._replay is not None:
+            self._replay.end()
+            self._replay = None
+            self._saved_at = time.monotonic()
+            self.chronometer.begin()
+        if self._inner is not None:
+            self._inner.replaying = False
+
+    def _differs(self, replay: Replay, variables: Variables) -> str:
+        """Returns what is not as it was at the checkpoint; "" if all is."""
+        if replay.reads:
+            return f"it reads {len(replay.reads)} values less than before"
+        for number, path in enumerate(replay.values["paths"]):
+            if path not in variables.tensors:
+                return f"there is no tensor {path}"
+            if variables.tensors[path].shape != replay.shape(number, 0):
+                return f"{path} has another shape"
+        before = from_tensor(replay.tensors.read("local.0.numbers").clone())
+        for path, number in variables.numbers.items():
+            if path in before and repr(before[path]) != repr(number):
+                return f"{path} is {number}, and was {before[path]}"
+        if sorted(self._live) != sorted(number for number, *_ in replay.values["live"]):
+            return "other loops over loaders are running"
+        return ""
+
+    # ---- The end -------------------------------------------------------------------------------------------
+
+    def close(self, error: BaseException | None, *, interrupted: bool = False) -> None:
+        """Ends the run. Collective without an error.
+
+        Raises:
+            RunError: the script has ended before it came back to its checkpoint.
+        """
+        if self._closed:
+            return
+        if isinstance(error, SystemExit | KeyboardInterrupt):
+            interrupted = isinstance(error, KeyboardInterrupt)
+            code = getattr(error, "code", None)
+            if not interrupted:
+                error = TaskError(f"the script has ended with {code}") if code else None
+        if error is None and self._replay is not None:
+            error = RunError(
+                f"the script has ended at step {self.step}, before its checkpoint of step {self._replay.step}"
+            )
+            self.close(error)
+            raise error
+        if error is None and self._stepped and not interrupted:
+            self._end_step(None)
+        self._closed = True
+        self._leave_replay()
+        self.chronometer.finish()
+        if error is None:
+            self._flush()
+            usages = self._world.gather(dataclasses.replace(self._meter.usage(), timing=self.chronometer.timing()))
+            if self._folder is not None and self._world.rank == 0:
+                run = Run(self._folder.path)
+                before = run.read_description().get("used", {})
+                run.describe(costs=[dataclasses.asdict(each) for each in usages], used=used(usages, before))
+        self._meter.ended(None)
+        if self._folder is not None:
+            self._folder.close(self.step, error, interrupted=interrupted)
+
+
+def _of_modules() -> list[Tensor]:
+    """Returns the parameters and buffers of all modules of the process."""
+    return [
+        tensor
+        for module in modules_alive()
+        for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False))
+    ]

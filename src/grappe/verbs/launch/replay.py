@@ -1,0 +1,238 @@
+"""Brings a script back to its checkpoint: it runs again from its beginning, and computes nothing on its way.
+
+Modules return an earlier output of the same shape, loaders their first batch again, optimizers stand still. Each number
+that the script reads from a tensor, or from a clock, is the one that it read then: so it takes the same ways.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import os
+import sys
+import time
+import timeit
+import types
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils.data import DataLoader, IterableDataset
+
+from grappe.checkpoint.format import Checkpoint
+from grappe.errors import RunError
+from grappe.private_api.torch import skip_batch, tree_map
+from grappe.verbs.launch.interception import TORCH, cut_rows, rows_of, writing_nothing
+from grappe.verbs.launch.variables import from_tensor, is_own_file, set_random_state
+
+CLOCKS = (
+    (time, "time"), (time, "perf_counter"), (time, "monotonic"), (time, "process_time"), (timeit, "default_timer"),
+)  # fmt: skip
+INSIDE = ("/nn/modules/module.py", "/optim/optimizer.py", "/autograd/", "/utils/data/")
+"""torch's files under which nothing is read again: modules, optimizers, backwards and datasets do not run."""
+
+
+@dataclasses.dataclass(kw_only=True)
+class Iteration:
+    """An iteration of a loader by the script."""
+
+    loader: DataLoader[Any]
+    number: int
+    """In the order of their beginnings."""
+    begin: Callable[[], Iterator[Any]]
+    state: Mapping[str, Tensor]
+    """Random state at its beginning."""
+    plain: Iterator[Any] | None = None
+    """None on the way back to a checkpoint."""
+    taken: int = 0
+    print: float = 0.0
+    """Sum of the first batch, which a resumed script must load again."""
+
+    def __next__(self) -> Any:
+        assert self.plain is not None
+        batch = next(self.plain)
+        if not self.taken:
+            self.print = print_of(batch)
+        self.taken += 1
+        return batch
+
+    def go_to(self, taken: int, state: Mapping[str, Tensor], first: float) -> None:
+        """Begins the iteration from a random state, and goes on behind `taken` batches.
+
+        Raises:
+            RunError: the first batch is another than it was.
+        """
+        self.taken, self.state = 0, state
+        set_random_state(state, self.loader.generator)
+        self.plain = self.begin()
+        for _ in range(min(taken, 1)):
+            next(self)
+        if taken and self.print != first:
+            raise RunError("its loader gives other batches than before: it draws from a generator of its own, say")
+        for _ in range(self.taken, taken):
+            if self.loader.num_workers or isinstance(self.loader.dataset, IterableDataset):
+                next(self)
+            else:
+                skip_batch(self.plain)
+        self.taken = taken
+
+
+def print_of(batch: Any) -> float:
+    """Returns a number that tells batches apart."""
+    sums: list[float] = []
+    tree_map(lambda leaf: sums.append(float(leaf.double().sum())) if isinstance(leaf, Tensor) else None, batch)
+    return sum(total * (place + 1) for place, total in enumerate(sums))
+
+
+class Replay:
+    """The way back to a checkpoint.
+
+    Args:
+        rank: of this process.
+    """
+
+    def __init__(self, checkpoint: Checkpoint, rank: int) -> None:
+        self.values = checkpoint.read_values()["script"]
+        self.tensors = checkpoint.read_tensors()
+        self.step, self.first = checkpoint.step, int(self.values["first"])
+        """The first iteration whose batches train."""
+        self.reads = deque(from_tensor(self.tensors.read("local.0.reads").clone()))
+        self.clocks = deque(from_tensor(self.tensors.read("local.0.clocks").clone()))
+        self._until = contextlib.ExitStack()
+        self._outputs: dict[Any, Any] = {}
+        self.computes = True
+        """Whether it is still before the first batch that trained."""
+        if not rank:
+            self._until.enter_context(writing_nothing(until_left=True))
+            self._until.enter_context(_silence())
+
+    def begin(self) -> None:
+        """Ends computing: the first batch that trained comes now."""
+        self.computes = False
+        plain = nn.Module.__call__
+
+        def called(module: nn.Module, *arguments: Any, **options: Any) -> Any:
+            key = (id(module), module.training, _shape((arguments, options)))
+            if key not in self._outputs:
+                nn.Module.__call__ = plain  # type: ignore[method-assign]
+                try:
+                    self._outputs[key] = plain(module, *arguments, **options)
+                finally:
+                    nn.Module.__call__ = called  # type: ignore[method-assign]
+            return tree_map(
+                lambda leaf: leaf.detach().clone() if isinstance(leaf, Tensor) else leaf, self._outputs[key]
+            )
+
+        nn.Module.__call__ = called  # type: ignore[method-assign]
+        self._until.callback(setattr, nn.Module, "__call__", plain)
+        gradient = torch.autograd.grad
+        torch.autograd.grad = lambda _, inputs, *__, **___: tree_map(torch.zeros_like, inputs)  # type: ignore
+        self._until.callback(setattr, torch.autograd, "grad", gradient)
+
+    def batches(self, iteration: Iteration) -> Iterator[Any]:
+        """Yields batches of the shapes that a loader has, until the checkpoint is reached."""
+        loader = iteration.loader
+        if loader.batch_sampler is None or isinstance(loader.dataset, IterableDataset):
+            yield from iteration.begin()
+            return
+        first = None
+        for indices in loader.batch_sampler:
+            rows = len(indices)
+            if first is None or rows > (rows_of(first) or 0):
+                first = loader.collate_fn([loader.dataset[index] for index in indices])
+                if rows_of(first) is None:
+                    yield from iteration.begin()
+                    return
+            yield _copied(cut_rows(first, 0, rows))
+
+    def read(self) -> Any:
+        """Returns the next value that the script read."""
+        if not self.reads:
+            raise RunError(f"it reads more values up to step {self.step} than it did before")
+        return self.reads.popleft()
+
+    def backward(self, optimizers: Sequence[Optimizer]) -> None:
+        """Makes gradients, which a script may look at."""
+        for optimizer in optimizers:
+            for group in optimizer.param_groups:
+                for each in group["params"]:
+                    if each.requires_grad and each.grad is None:
+                        each.grad = torch.zeros_like(each)
+
+    def shape(self, number: int, rank: int) -> tuple[int, ...]:
+        """Returns the shape of a variable's tensor."""
+        return self.tensors.shape(self.name(number, rank))
+
+    def name(self, number: int, rank: int) -> str:
+        """Returns under which name a variable's tensor was saved: for all processes, or for this one."""
+        name = f"script.{number}"
+        return name if name in self.tensors else f"local.{rank}.{name}"
+
+    def random(self, name: str, rank: int) -> dict[str, Tensor]:
+        """Returns a random state that a process saved."""
+        prefix = f"local.{rank}.random.{name}."
+        names = [name for name in self.tensors if name.startswith(prefix)]
+        return {name.removeprefix(prefix): self.tensors.read(name).clone() for name in names}
+
+    def end(self) -> None:
+        """Lets the script compute, print and write again."""
+        self._until.close()
+
+
+def _copied(value: Any) -> Any:
+    return tree_map(lambda leaf: leaf.detach().clone() if isinstance(leaf, Tensor) else leaf, value)
+
+
+def _shape(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.shape, value.dtype
+    if isinstance(value, Mapping):
+        return tuple((key, _shape(each)) for key, each in value.items())
+    if isinstance(value, list | tuple):
+        return tuple(map(_shape, value))
+    return value if isinstance(value, bool | int | float | str) else type(value)
+
+
+@contextlib.contextmanager
+def _silence() -> Iterator[None]:
+    """Context in which nothing reaches the terminal."""
+    kept, nowhere = [os.dup(1), os.dup(2)], os.open(os.devnull, os.O_WRONLY)
+    for descriptor in (1, 2):
+        os.dup2(nowhere, descriptor)
+    try:
+        yield
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        for descriptor, before in zip((1, 2), kept, strict=True):
+            os.dup2(before, descriptor)
+
+
+@contextlib.contextmanager
+def clocks_noted(note: Callable[[float], float]) -> Iterator[None]:
+    """Context in which a clock that the script reads goes through `note`."""
+    with contextlib.ExitStack() as undo:
+        for owner, name in CLOCKS:
+            plain = getattr(owner, name)
+            undo.callback(setattr, owner, name, plain)
+            setattr(owner, name, functools.partial(_noted, plain, note))
+        yield
+
+
+def _noted(plain: Callable[[], float], note: Callable[[float], float]) -> float:
+    return note(plain()) if repeats(sys._getframe(1)) else plain()
+
+
+def repeats(frame: types.FrameType | None) -> bool:
+    """Returns whether what is read at a frame is read again on the way back: by the script, and not in a module."""
+    if frame is None or not is_own_file(frame.f_code.co_filename):
+        return False
+    while frame is not None:
+        if frame.f_code.co_filename.startswith(TORCH) and any(part in frame.f_code.co_filename for part in INSIDE):
+            return False
+        frame = frame.f_back
+    return True

@@ -1,0 +1,201 @@
+"""Finds the state of a running script: the tensors, numbers and generators that its variables hold, by path.
+
+A path is the same in a script that comes back to the same place: `train: losses[2]`, `model._modules["head"].weight`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import functools
+import json
+import random
+import sys
+import types
+import weakref
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+from torch.utils.data import DataLoader, Dataset, Sampler
+
+from grappe.errors import TaskError
+from grappe.errors.user_line import is_users_file
+from grappe.private_api.torch import tensor_version
+
+MOST = 200_000
+"""Values that are looked at: more are a dataset's in memory."""
+CONTAINERS = (dict, list, tuple, deque)
+LEFT_OUT = (
+    DataLoader, Dataset, Sampler, Optimizer, type, types.ModuleType, types.CodeType, types.FrameType,
+    types.GeneratorType, np.ndarray, str, bytes, torch.dtype, torch.device,
+)  # fmt: skip
+"""What a script that comes back makes again, or what is kept in another way."""
+FUNCTIONS = (types.FunctionType, types.MethodType)
+PLAIN = (nn.Module, LRScheduler, argparse.Namespace, types.SimpleNamespace)
+is_own_file = functools.cache(is_users_file)
+"""Returns whether a file is the script's, or a module's of its own."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Variables:
+    """State of a script, by path."""
+
+    tensors: dict[str, Tensor]
+    numbers: dict[str, bool | int | float]
+    generators: dict[str, torch.Generator | np.random.Generator]
+
+
+class Unchanged:
+    """Tensors as they were before the first step: a script that begins again makes them again."""
+
+    def __init__(self, tensors: Iterable[Tensor]) -> None:
+        self._before = {id(each): (weakref.ref(each), tensor_version(each)) for each in tensors}
+
+    def __contains__(self, tensor: Tensor) -> bool:
+        reference, version = self._before.get(id(tensor), (lambda: None, 0))
+        return reference() is tensor and tensor_version(tensor) == version
+
+
+def variables_of(optimizers: Sequence[Optimizer]) -> Variables:
+    """Returns the state of the script that calls this.
+
+    Raises:
+        TaskError: there are too many values.
+    """
+    state = Variables(tensors={}, numbers={}, generators={})
+    waiting = deque((path, value, True) for path, value in _roots(optimizers))
+    seen: dict[int, Any] = {}
+    while waiting:
+        path, value, own = waiting.popleft()
+        if isinstance(value, bool | int | float):
+            if own:
+                state.numbers[path] = value
+            continue
+        if id(value) in seen or value is None or isinstance(value, LEFT_OUT):
+            continue
+        seen[id(value)] = value
+        if len(seen) > MOST:
+            raise TaskError(f"its variables hold more than {MOST:,} values ({path})")
+        if isinstance(value, Tensor):
+            state.tensors[path] = value
+        elif isinstance(value, torch.Generator | np.random.Generator):
+            state.generators[path] = value
+        else:
+            waiting.extend((part, each, own and _is_own(value)) for part, each in _parts(path, value))
+    return state
+
+
+def _roots(optimizers: Sequence[Optimizer]) -> Iterator[tuple[str, Any]]:
+    for number, optimizer in enumerate(optimizers):
+        yield f"optimizer[{number}]", [group["params"] for group in optimizer.param_groups]
+    for name in sorted(sys.modules):
+        module = sys.modules[name]
+        if name == "__main__" or is_own_file(getattr(module, "__file__", None) or "<none>"):
+            yield from ((f"{name}.{key}", value) for key, value in _named(vars(module)))
+    frame: types.FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if is_own_file(frame.f_code.co_filename) and frame.f_code.co_name != "<module>":
+            yield from ((f"{frame.f_code.co_name}: {key}", value) for key, value in _named(frame.f_locals))
+        frame = frame.f_back
+
+
+def _named(names: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    return ((key, value) for key, value in list(names.items()) if not key.startswith("__"))
+
+
+def _parts(path: str, value: Any) -> Iterator[tuple[str, Any]]:
+    if isinstance(value, dict):
+        yield from ((f"{path}[{key!r}]", each) for key, each in list(value.items()))
+    elif isinstance(value, CONTAINERS):
+        yield from ((f"{path}[{number}]", each) for number, each in enumerate(value))
+    elif isinstance(value, FUNCTIONS):
+        function = getattr(value, "__func__", value)
+        cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=False)
+        yield from ((f"{path}<{name}>", cell.cell_contents) for name, cell in cells if cell != types.CellType())
+        yield f"{path}.__self__", getattr(value, "__self__", None)
+    elif hasattr(value, "__dict__"):
+        yield from ((f"{path}.{key}", each) for key, each in list(vars(value).items()))
+
+
+def _is_own(value: Any) -> bool:
+    """Returns whether the numbers in a value are the script's: a progress bar's are of its clock."""
+    if isinstance(value, (*CONTAINERS, *FUNCTIONS, *PLAIN)):
+        return True
+    module = sys.modules.get(type(value).__module__)
+    return type(value).__module__ == "__main__" or is_own_file(getattr(module, "__file__", None) or "<none>")
+
+
+# ---- Random numbers ----------------------------------------------------------------------------------------
+
+
+def random_state(generator: torch.Generator | None = None) -> dict[str, Tensor]:
+    """Returns the state of torch's, Python's and NumPy's generators, and that of a loader's own, as tensors."""
+    version, internal, gauss = random.getstate()
+    numpys = np.random.get_state(legacy=False)
+    state = {
+        "torch": torch.get_rng_state(),
+        "others": as_tensor([[version, list(internal), gauss], numpys]),
+    }
+    if torch.cuda.is_initialized():
+        state["cuda"] = torch.cuda.get_rng_state()
+    if generator is not None:
+        state["generator"] = generator.get_state()
+    return state
+
+
+def set_random_state(state: Mapping[str, Tensor], generator: torch.Generator | None = None) -> None:
+    """Puts back what `random_state` returned."""
+    torch.set_rng_state(state["torch"])
+    (version, internal, gauss), numpys = from_tensor(state["others"])
+    random.setstate((version, tuple(internal), gauss))
+    np.random.set_state(numpys)
+    if "cuda" in state:
+        torch.cuda.set_rng_state(state["cuda"])
+    if generator is not None:
+        generator.set_state(state["generator"])
+
+
+def state_of(generator: torch.Generator | np.random.Generator) -> Tensor:
+    """Returns the state of a generator of the script's own.
+
+    Raises:
+        TaskError: it is of a kind whose state is not known.
+    """
+    if isinstance(generator, torch.Generator):
+        return generator.get_state()
+    try:
+        return as_tensor(generator.bit_generator.state)
+    except TypeError as error:
+        raise TaskError(f"it draws from a generator of NumPy's of another kind than {np.random.PCG64}") from error
+
+
+def set_state_of(generator: torch.Generator | np.random.Generator, state: Tensor) -> None:
+    """Puts back what `state_of` returned."""
+    if isinstance(generator, torch.Generator):
+        generator.set_state(state)
+    else:
+        generator.bit_generator.state = from_tensor(state)
+
+
+def as_tensor(value: Any) -> Tensor:
+    """Returns JSON as bytes."""
+    return torch.frombuffer(bytearray(json.dumps(value, default=_array).encode()), dtype=torch.uint8)
+
+
+def from_tensor(tensor: Tensor) -> Any:
+    """Returns the value of `as_tensor`."""
+    return json.loads(bytes(tensor.tolist()), object_hook=_unpacked)
+
+
+def _unpacked(value: dict[str, Any]) -> Any:
+    return np.array(value["array"], value["type"]) if "array" in value else value
+
+
+def _array(value: np.ndarray) -> dict[str, Any]:
+    return {"array": value.tolist(), "type": value.dtype.str}

@@ -1,0 +1,177 @@
+"""A launched script is a run: its curves, and what it does after a kill, a signal, and a change of the script."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import re
+import runpy
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from rich.console import Console
+
+from grappe.errors import EXIT_INTERRUPTED, ProcessDied, TaskError
+from grappe.training.run import Run
+from grappe.training.task_reference import reference_of
+from grappe.verbs.follow import follow
+from grappe.verbs.launch.launch import launch
+from grappe.verbs.report.report import report
+from grappe.verbs.runs import listing
+
+ONE = "device=cpu,threads=1"
+TWO = "device=cpu,replicate=2,batchnorm=sync,threads=1"
+SCRIPT = """
+import os, signal, sys, time
+from pathlib import Path
+import numpy as np
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, TensorDataset
+
+torch.manual_seed(1)
+x, y = torch.randn(42, 8), torch.randint(0, 3, (42,))
+own = torch.Generator().manual_seed(5)
+noise = np.random.default_rng(3)
+model = nn.Sequential(nn.Linear(8, 16, bias=False), nn.BatchNorm1d(16), nn.ReLU(), nn.Dropout(0.3), nn.Linear(16, 3))
+average = [each.detach().clone() for each in model.parameters()]
+optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0)
+loader = DataLoader(TensorDataset(x, y), 10, shuffle=True, generator=own)
+log = open(sys.argv[1] + ".log", "w")
+best, history = 1e9, []
+
+
+def train(epoch):
+    model.train()
+    right = 0
+    began = time.time()
+    for number, (inputs, labels) in enumerate(loader):
+        optimizer.zero_grad()
+        output = model(inputs)
+        loss = F.cross_entropy(output, labels)
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        optimizer.step()
+        right += (output.argmax(1) == labels).sum().item()
+        history.append(loss.item() * (1 + 1e-3 * noise.random()))
+        with torch.no_grad():
+            for mean, each in zip(average, model.parameters()):
+                mean.lerp_(each, 0.1)
+        if epoch == 1 and number == 3 and "DIE" in os.environ:
+            while "kill" in os.environ["DIE"] and not Path("run/checkpoints/step-000008").exists():
+                time.sleep(0.01)
+            os.kill(os.getpid(), signal.SIGKILL if "kill" in os.environ["DIE"] else signal.SIGUSR1)
+        print(epoch, number, f"{loss.item():.4f} {sum(history):.3f}", flush=True)
+    took = time.time() - began
+    print(f"loss of the last batch {loss.item():.4f}, right {right}", flush=True)
+
+
+def test():
+    model.eval()
+    with torch.no_grad():
+        wrong = sum((model(inputs).argmax(1).numpy() != labels.numpy()).sum() for inputs, labels in DataLoader(
+            TensorDataset(x[:20], y[:20]), 8))
+        return float(wrong) + F.cross_entropy(model(x), y)
+
+
+for epoch in range(3):
+    train(epoch)
+    score = test()
+    plateau.step(score)
+    best = min(best, score.item())
+    print("best", f"{best:.4f} {optimizer.param_groups[0]['lr']}", file=log, flush=True)
+torch.save({**model.state_dict(), **{str(n): each for n, each in enumerate(average)}}, sys.argv[1])
+"""
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    """The folder in which the script has run as it is, and what it printed."""
+    folder = tmp_path_factory.mktemp("plain")
+    threads = torch.get_num_threads()
+    with pytest.MonkeyPatch.context() as patched:
+        patched.chdir(folder)
+        Path("train.py").write_text(SCRIPT)
+        patched.setattr(sys, "argv", ["train.py", "out.pt"])
+        torch.set_num_threads(1)
+        with contextlib.redirect_stdout(io.StringIO()) as lines:
+            runpy.run_path("train.py", run_name="__main__")
+        torch.set_num_threads(threads)
+    return folder, lines.getvalue()
+
+
+@pytest.mark.parametrize(("plan", "how"), [(ONE, "kill"), (TWO, "kill"), (ONE, "signal"), (TWO, "signal")])
+def test_a_script_that_was_ended_in_an_epoch_goes_on_to_the_same_weights_and_lines(
+    plan: str,
+    how: str,
+    plain: tuple[Path, str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    folder, lines = plain
+    monkeypatch.chdir(tmp_path)
+    Path("train.py").write_text(SCRIPT)
+    run = Path("run")
+    with monkeypatch.context() as patched:
+        patched.setenv("DIE", how)
+        if how == "kill":
+            with pytest.raises(ProcessDied, match="was killed by SIGKILL"):
+                launch("train.py", ["out.pt"], plan, run=run, save_every=4)
+        else:
+            assert launch("train.py", ["out.pt"], plan, run=run, save_every=4) == EXIT_INTERRUPTED
+    first = capfd.readouterr()
+    assert lines.startswith(first.out) and first.out.count("\n") >= 8
+    if how == "signal":
+        assert f"resume: grappe launch --plan {plan} --run run --save-every 4 train.py out.pt" in first.err
+        assert Run(run).read_status(Run(run).read_description()) == "interrupted"
+    reached = Run(run).latest()
+    assert reached is not None and 8 <= reached.step < 15
+    assert launch("train.py", ["out.pt"], plan, run=run, save_every=4) == 0
+    second = capfd.readouterr()
+    assert lines.endswith(second.out) and len(first.out) + len(second.out) >= len(lines)
+    assert "rehearsing" not in second.err, "its rehearsal's results are in the run"
+    one, two = torch.load(folder / "out.pt"), torch.load("out.pt")
+    for name, tensor in one.items():
+        apart = (tensor.double() - two[name]).norm() / tensor.double().norm()
+        assert apart == 0 if plan == ONE else apart <= 1e-5, name
+    assert Path("out.pt.log").read_text() == (folder / "out.pt.log").read_text()
+    steps = list(Run(run).records("step"))
+    assert [record["step"] for record in steps] == list(range(1, 16))
+    printed = [float(line.split()[2]) for line in lines.splitlines() if line[0].isdigit()]
+    assert np.allclose([record["loss"] for record in steps], printed, rtol=0, atol=2e-4)
+    assert [record["samples"] for record in steps] == [
+        42 * epoch + n for epoch in range(3) for n in (10, 20, 30, 40, 42)
+    ]
+    assert {record["lr"] for record in steps[:5]} == {0.05}
+
+
+def test_a_script_s_run_is_shown_as_others_are(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("train.py").write_text(SCRIPT + "\nprint('to the error stream', file=sys.stderr)")
+    assert launch("train.py", ["out.pt"], ONE) == 0
+    said = capfd.readouterr()
+    assert "to the error stream" not in said.out and "to the error stream" in said.err
+    [folder] = Path("runs").iterdir()
+    assert folder.name.startswith("train-")
+    description = Run(folder).read_description()
+    assert description["task"] == "train.py" and description["fields"] == {"arguments": "out.pt"}
+    assert description["status"] == "finished" and description["costs"][0]["timing"]["steps"] > 5
+    assert description["costs"][0]["peak"]["host"] > 1e7
+    shown = io.StringIO()
+    Console(file=shown, width=200).print(listing(Path("runs")))
+    assert re.search(r"train-\S+ +finished +15 ", shown.getvalue())
+    page = report([folder])
+    assert "train.py" in page.read_text()
+    assert follow(folder, shown) == "finished"
+    with pytest.raises(TaskError, match=r"is the run of a script, whose model grappe cannot make: evaluate, predict"):
+        reference_of(Run(folder))
+    assert launch("train.py", ["out.pt"], ONE, run=folder) == 0
+    assert "is finished: nothing to do" in capfd.readouterr().err
