@@ -24,7 +24,7 @@ from typing import Any
 
 from grappe.errors import EXIT_FAILURE, EXIT_INTERRUPTED, EXIT_OK, PlanError, UsageError
 from grappe.launch import files
-from grappe.launch.folders import RUNS
+from grappe.launch.files import RUNS
 from grappe.launch.rank import ProcessRank, rank_from_environment
 from grappe.launch.signals import SIGNALS, handled
 from grappe.launch.start import start
