@@ -53,6 +53,17 @@ class Job:
             "submit", "--site", "generic", "--nodes", "2", "--no-doctor", *(options or ("--time", "10m")),
             "--", "train", SLOW, *words, cwd=folder,
         )  # fmt: skip
+        self._read()
+
+    @classmethod
+    def of(cls, cluster: Cluster, folder: Path, name: str) -> Job:
+        """Returns the job of a run that was submitted in another way."""
+        job = cls.__new__(cls)
+        job.cluster, job.folder, job.run = cluster, folder, folder / name
+        job._read()
+        return job
+
+    def _read(self) -> None:
         self.job = json.loads((self.run / "logs" / "jobs.jsonl").read_text().splitlines()[-1])["job"]
 
     def until(self, true: Callable[[], object], what: str) -> None:

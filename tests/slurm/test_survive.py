@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from grappe.training.run import Run
 from tests.slurm.cluster import Cluster
-from tests.slurm.jobs import Job, kill
+from tests.slurm.jobs import Job, grappe, kill
 
 LONG = ("--time", "10m")
 
@@ -20,6 +21,40 @@ def test_preempted_by_a_higher_partition(cluster: Cluster, tmp_path: Path) -> No
     job.ends()
     assert job.restarts() == 1
     assert "exit code 75" in job.said()
+
+
+SCRIPT = """
+import time
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+
+torch.manual_seed(0)
+model = torch.nn.Linear(3, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+loader = DataLoader(TensorDataset(torch.randn(40, 3), torch.randn(40, 1)), 4, shuffle=True)
+for epoch in range(3):
+    for number, (x, y) in enumerate(loader):
+        optimizer.zero_grad()
+        (model(x) - y).square().mean().backward()
+        optimizer.step()
+        print("step", epoch, number, flush=True)
+        time.sleep(0.3)
+"""
+
+
+def test_a_script_that_is_preempted(cluster: Cluster, tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text(SCRIPT)
+    options = ("--site", "generic", "--nodes", "1", "--no-doctor", *LONG, "--queue", "low")
+    words = ("--plan", "device=cpu,threads=1", "--run", "preempted", "own.py")
+    grappe("submit", *options, "--", "launch", *words, cwd=tmp_path)
+    job = Job.of(cluster, tmp_path, "preempted")
+    job.trains()
+    cluster.run("srun", "-p", "high", "-N", "2", "--exclusive", "true")
+    job.until((job.run / "done").exists, "it is finished")
+    assert job.restarts() == 1 and "exit code 75" in job.said()
+    assert [record["step"] for record in Run(job.run).records("step")] == list(range(1, 31))
+    lines = [line.partition("step ")[2] for line in job.said().splitlines() if "step " in line]
+    assert lines == [f"{epoch} {number}" for epoch in range(3) for number in range(10)]
 
 
 def test_a_process_that_is_killed(cluster: Cluster, tmp_path: Path) -> None:

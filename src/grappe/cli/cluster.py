@@ -29,11 +29,11 @@ from grappe.cli.application import (
     preflight,
 )
 from grappe.cli.corrections import corrected, unknown_option
-from grappe.cli.exit import show, show_json
+from grappe.cli.exit import script_apart, show, show_json
 from grappe.errors import EXIT_FAILURE, EXIT_OK, UsageError
 from grappe.launch.files import RUNS
 from grappe.launch.terminal import complain, say, write
-from grappe.sites.sbatch import SCRIPT, TRAIN, TUNE, JobOptions
+from grappe.sites.sbatch import LAUNCH, SCRIPT, TRAIN, TUNE, JobOptions
 from grappe.training.options import Options
 from grappe.verbs.submit.resources import Submission
 from grappe.verbs.tune.study import SearchOptions
@@ -174,7 +174,9 @@ def read_submission(words: Sequence[str], job: JobOptions, app: App) -> Submissi
         raise UsageError(f"grappe {words[0]} is for the login node, and runs in no job: {USAGE}")
     if words[0] not in app:
         raise UsageError(f"grappe has no command {words[0]!r}: {USAGE}")
-    words = [re.sub("^-p=?(?=.)", "--plan=", word) if word != "-p" else "--plan" for word in words]
+    words = script_apart(words)
+    own = words.index("--") if words[0] == LAUNCH else len(words)
+    words[:own] = [re.sub("^-p=?(?=.)", "--plan=", word) if word != "-p" else "--plan" for word in words[:own]]
     try:
         _, bound, _ = app.parse_args(words, exit_on_error=False, print_error=False)
     except CycloptsError as error:
@@ -203,7 +205,7 @@ def read_submission(words: Sequence[str], job: JobOptions, app: App) -> Submissi
         study=values.get("study"),
         loggers=tuple(getattr(options, "log", ())),
         options=options if words[0] == TRAIN and options is not None else Options(),
-        job=dataclasses.replace(job, runs=values["runs"]) if words[0] == TRAIN and "runs" in values else job,
+        job=dataclasses.replace(job, runs=values["runs"]) if words[0] in (TRAIN, LAUNCH) and "runs" in values else job,
     )
 
 

@@ -48,7 +48,7 @@ def run(app: App) -> NoReturn:
         set_formatter(app)
     debug = "--debug" in sys.argv
     try:
-        code = _code(app, _script_apart(arguments))
+        code = _code(app, script_apart(arguments))
     except GrappeError as error:
         code = _complain(error, debug)
     except SystemExit as end:
@@ -73,7 +73,7 @@ def run(app: App) -> NoReturn:
     sys.exit(code)
 
 
-def _script_apart(words: list[str]) -> list[str]:
+def script_apart(words: list[str]) -> list[str]:
     """Puts -- before the script of `grappe launch`, so that what follows it is the script's own."""
     if words[:1] != ["launch"]:
         return words

@@ -146,7 +146,7 @@ begin() {
 
 finish() {
     local again=no resumes=no refused=0
-    case $1 in train | tune) resumes=yes ;; esac # the others would begin again
+    case $1 in train | tune | launch) resumes=yes ;; esac # the others would begin again
     # srun ends the others when one fails, and then says that they were killed: what failed first has left its code.
     [ ! -e "$first" ] || code=$(cat "$first")
     [ "$1" = train ] || [ "$code" != 0 ] || : > "$run/done"

@@ -15,6 +15,7 @@ from grappe.fields import CountsFromZero, Names, at_least, seconds
 
 TRAIN = "train"
 SCRIPT = "script"
+LAUNCH = "launch"
 TUNE = "tune"
 AUTO = "auto"  # the time limit that is foreseen
 

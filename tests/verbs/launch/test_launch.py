@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from grappe.cli.exit import _script_apart
+from grappe.cli.exit import script_apart
 from grappe.errors import EXIT_INTERRUPTED, ProcessDied, UsageError
 from grappe.training.run import Run
 from grappe.verbs.launch.launch import launch
@@ -98,4 +98,4 @@ def test_what_cannot_be_launched_is_refused(tmp_path: Path, text: str | None, wo
     ],
 )
 def test_what_follows_the_script_is_its_own(typed: str, read: str) -> None:
-    assert _script_apart(typed.split()) == read.split()
+    assert script_apart(typed.split()) == read.split()

@@ -22,7 +22,7 @@ from grappe.launch.files import IN_CHECKPOINT, IN_PART
 from grappe.plan import Plan
 from grappe.sites import slurm
 from grappe.sites.advice import misplaced, unfit_precision
-from grappe.sites.sbatch import SCRIPT, TRAIN, TUNE
+from grappe.sites.sbatch import LAUNCH, SCRIPT, TRAIN, TUNE
 from grappe.sites.schema import Site
 from grappe.sites.script import FUNCTIONS, Script, check_name, cost, render
 from grappe.training.run import DESCRIPTION, DONE, Run, new_folder
@@ -198,7 +198,7 @@ def job_script(submission: Submission, *, show: bool = False) -> JobScript:
     is_script = submission.command == SCRIPT
     # Of a search the doctor gets the task alone, since its fields are ranges.
     fields = () if submission.command == TUNE else submission.fields
-    saves, modules = submission.command in (TRAIN, TUNE), set[str]()
+    saves, modules = submission.command in (TRAIN, TUNE, LAUNCH), set[str]()
     if submission.script is not None:
         modules = {name.partition(".")[0] for name in imported(submission.script)}
         saves = not modules.isdisjoint(SAVE_ON_SIGNALS)  # USR2 would only end other processes sooner
@@ -255,6 +255,8 @@ def _folder(submission: Submission) -> Path:
         RunError: the run is finished, or the run that the command reads is none.
     """
     base, run = submission.job.runs, submission.run
+    if submission.command == LAUNCH and run is not None:
+        return run.absolute()
     if submission.command == TRAIN:
         assert submission.task is not None
         folder = (run or new_folder(base, submission.task)).absolute()
@@ -264,6 +266,8 @@ def _folder(submission: Submission) -> Path:
     if run is not None:
         Run(run)
     name = submission.job.name or (submission.script.name if submission.script else submission.command)
+    if submission.command == LAUNCH and not submission.job.name:
+        name = Path(submission.arguments[submission.arguments.index("--") + 1]).name
     check_name(name)
     return new_folder(base, name).absolute()
 
@@ -345,17 +349,25 @@ def _arguments(submission: Submission, plan: Plan, run: Path) -> tuple[str, ...]
         added = ("--study", str(run / "study"))  # with which a restarted job goes on
     if submission.command == TRAIN:
         anew = OWN_OPTIONS
+    elif submission.command == LAUNCH and submission.run is None:
+        words = ("--run", str(run), *submission.arguments)
+        return _arguments(dataclasses.replace(submission, run=run, arguments=words), plan, run)
     elif len(submission.plans) == 1 and submission.command not in ON_CPU and plan != Plan.parse(submission.plans[0]):
         anew = ("--plan",)  # --gpus has changed it
     else:
         return (submission.command, *submission.arguments, *added)
     rest: list[str] = []
-    words = iter(submission.arguments)
-    for word in words:
+    remaining = iter(submission.arguments)
+    for word in remaining:
         name, equals, _ = word.partition("=")
         if name in anew:
             if not equals:
-                next(words, None)
+                next(remaining, None)
             continue
         rest.append(word)
-    return (submission.command, *rest, *added, *(("--plan", str(plan)) if str(plan) else ()))
+        if word == "--":
+            rest += remaining  # of a script
+    again = ("--plan", str(plan)) if str(plan) else ()
+    if submission.command == LAUNCH:  # whose script's own arguments come last
+        return (LAUNCH, *again, *rest)
+    return (submission.command, *rest, *added, *again)
