@@ -14,7 +14,7 @@ import pytest
 import torch
 from rich.console import Console
 
-from grappe.errors import EXIT_INTERRUPTED, ProcessDied, TaskError
+from grappe.errors import EXIT_INTERRUPTED, ProcessDied, RunError, TaskError
 from grappe.training.run import Run
 from grappe.training.task_reference import reference_of
 from grappe.verbs.follow import follow
@@ -175,3 +175,61 @@ def test_a_script_s_run_is_shown_as_others_are(
         reference_of(Run(folder))
     assert launch("train.py", ["out.pt"], ONE, run=folder) == 0
     assert "is finished: nothing to do" in capfd.readouterr().err
+
+
+SHORT = """
+import random, sys, time
+from pathlib import Path
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+
+torch.manual_seed(0)
+model = torch.nn.Linear(3, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+start = {start}
+for number, (x,) in enumerate({batches}):
+    optimizer.zero_grad()
+    loss = model(x).square().mean()
+    loss.backward()
+    optimizer.step()
+    if number == 2 and len(sys.argv) == 1:
+        raise ValueError("the disk is full")
+"""
+LOADER = "DataLoader(TensorDataset(torch.randn(40, 3)), 4)"
+
+
+@pytest.mark.parametrize(
+    ("start", "batches", "again", "why"),
+    [
+        ("0", LOADER, "# changed", "run was trained with train.py as it was before: a script resumes as it began"),
+        (
+            "time.time_ns()",
+            LOADER,
+            "",
+            r"cannot resume at step 2: __main__.start is \d+, and was \d+\. Begin another run",
+        ),
+        ("0", "[(each,) for each in torch.randn(9, 4, 3)]", "", "its batches come from no torch.utils.data.DataLoader"),
+    ],
+)
+def test_a_script_that_cannot_be_brought_back_says_why(
+    start: str,
+    batches: str,
+    again: str,
+    why: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("train.py").write_text(SHORT.format(start=start, batches=batches))
+    with pytest.raises(ProcessDied, match="ValueError"):
+        launch("train.py", [], ONE, run=Path("run"), save_every=1)
+    run = Run("run")
+    assert run.read_status(run.read_description()) == "failed: ValueError: the disk is full"
+    assert len(list(run.records("step"))) >= 2
+    if "randn(9" in batches:
+        assert f"grappe: no checkpoints: {why}" in capfd.readouterr().err
+        return
+    Path("train.py").write_text(Path("train.py").read_text() + again)
+    with pytest.raises(RunError, match=why):
+        launch("train.py", [], ONE, run=Path("run"))

@@ -140,6 +140,12 @@ def test_an_unedited_script_learns_and_prints_on_two_processes_what_it_does_on_o
         ),
         pytest.param("every = 3", TaskError, r"train.py, line \d+ reads a value that it did not read", id="unread"),
         pytest.param(
+            "summed = True",
+            DivergedError,
+            r"train.py, line \d+ reads a value that is not the same on all processes .* total \+= loss.item\(\)",
+            id="a sum of its own rows",
+        ),
+        pytest.param(
             "statistics = True",
             DivergedError,
             "the processes' weights or buffers differ after 1 steps",
@@ -152,7 +158,7 @@ def test_what_the_rehearsal_does_not_show_ends_the_run(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     Path("train.py").write_text(f"""{HEAD}
-every, statistics = 0, False
+every, statistics, summed, total = 0, False, False, torch.zeros(())
 {body}
 model = nn.Sequential(nn.Flatten(), nn.Linear(36, 3))
 model.register_buffer("mean", torch.zeros(()))
@@ -160,12 +166,16 @@ optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 for number, (images, labels) in enumerate(DataLoader(TensorDataset(x, y), 16)):
     optimizer.zero_grad()
     output = model(images)
-    F.cross_entropy(output, labels).backward()
+    loss = F.cross_entropy(output, labels)
+    loss.backward()
+    total += loss.detach()
     optimizer.step()
     if every and number == every:
         print((output.argmax(1) == labels).sum().item())
     if statistics:
         model.mean += images.mean()
+if summed:
+    print(total.item())
 """)
     with pytest.raises(error, match=why):
         launch("train.py", [], PLAN)
