@@ -54,6 +54,8 @@ RESULTS += (
     "up to {number}x",
     "--no-build was given",
     "{number} of {number2}: {plan_name}",
+    "a mean over rows ({places})",
+    "a sum over rows ({places})",
     "{number} core-hours",
     "{number} GPU-hours",
     "energy of processors not measurable here",

@@ -74,7 +74,7 @@ def test_lightnings_requeue_is_off(
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("import torch", "no batch of a torch.utils.data.DataLoader was trained on: give the step its data by one"),
+        ("import torch", "no step takes its batch from a torch.utils.data.DataLoader: load the data with it"),
         ("from", "is not a Python script"),
         (None, "No such file or directory: give a Python script"),
     ],

@@ -99,7 +99,7 @@ class Rehearsal:
         self._rows = (0, 0)
         """Of the running pass, and of the whole batch."""
         self.found = Rehearsed(
-            refused="no batch of a torch.utils.data.DataLoader was trained on: give the step its data by one"
+            refused="no step takes its batch from a torch.utils.data.DataLoader: load the data with it"
         )
 
     @property
