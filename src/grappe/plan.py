@@ -72,7 +72,7 @@ class Plan:
     workers: int | None = None
     """Data workers of each process; auto: as measured while it trains; 0: the process loads its own data."""
     loading: Literal["auto", "threads", "processes"] = "auto"
-    """Kind of data workers: threads, processes, or auto: the quicker ones."""
+    """Kind of data workers: threads, processes, or auto: whichever is faster."""
     prefetch: int = 2
     """Batches that each worker process has ready, or all threads together: more where loading times vary."""
     validation_batch: int | None = None

@@ -55,7 +55,7 @@ def test_what_is_wrong_is_one_message(tmp_path: Path, command: str) -> None:
         run("data", command, str(tmp_path / "none"))
     whole = archive(tmp_path / "train.tar", files()).read_bytes()
     (tmp_path / "train.tar").write_bytes(whole[: len(whole) // 2])
-    with pytest.raises(DataError, match=r"cut off after . whole members: fetch it again"):
+    with pytest.raises(DataError, match=r"cut off after . complete members: fetch it again"):
         run("data", command, str(tmp_path / "train.tar"))
 
 

@@ -75,7 +75,7 @@ def test_a_full_disk_costs_a_checkpoint_and_not_the_training(disk, capsys) -> No
     assert (result.status, result.step) == ("finished", 9)
     out = capsys.readouterr().out.replace("\n", " ")
     assert "step 6 could not be saved: [Errno 28]" in out
-    assert "the checkpoint before it is whole, training goes on" in out
+    assert "the checkpoint before it is intact, and training continues" in out
     run = Run(result.run)
     assert [one.step for one in list_checkpoints(run.checkpoints)] == [9, 3, 0]
     assert all(verify(one.folder) is None for one in list_checkpoints(run.checkpoints))
@@ -179,7 +179,7 @@ def test_processes_whose_saves_fail_go_on_and_lose_nothing(disk, tmp_path, on_tw
     out = on_two(disk / "run", 9, happenings)[0].replace("\n", " ")
     assert "step 4 could not be saved: [Errno 28]" in out
     assert "step 8 could not be saved: [Errno 27]" in out
-    assert out.count("the checkpoint before it is whole, training goes on") == 2, out
+    assert out.count("the checkpoint before it is intact, and training continues") == 2, out
     run = Run(disk / "run")
     assert [one.step for one in list_checkpoints(run.checkpoints)] == [6, 2, 0]
     assert all(verify(one.folder) is None for one in list_checkpoints(run.checkpoints))

@@ -112,7 +112,7 @@ def test_the_bait_is_live(foreign: Path, place: Path) -> None:
 
 @pytest.mark.parametrize("name", ["runs/digits-2026/payload.py", "runs/digits-2026/sub/payload.py:Evil"])
 def test_nothing_inside_a_run_is_loaded_even_when_asked_for(foreign: Path, place: Path, name: str) -> None:
-    with pytest.raises(TaskError, match="the file lies in the run"):
+    with pytest.raises(TaskError, match="the file is inside the run"):
         grappe.load(foreign, name)
     assert not list(place.rglob("ran"))
 
@@ -157,7 +157,7 @@ def test_a_task_that_has_changed_is_asked_for(place: Path) -> None:
         grappe.load(run)
     assert grappe.load(run, "mine.py") is not None
     (place / "mine.py").unlink()
-    with pytest.raises(TaskError, match="which is not there any more"):
+    with pytest.raises(TaskError, match="which no longer exists"):
         grappe.load(run)
 
 

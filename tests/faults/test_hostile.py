@@ -255,7 +255,7 @@ def test_each_entry_of_a_state_as_another_type(run) -> None:
         (checkpoint / STATE).write_text(json.dumps(content))
         seal(checkpoint)
         said = told(lambda: train(run, Images(epochs=2), steps=2))
-        assert not said or "not one that a training can go on from" in said or name in said, (place, said)
+        assert not said or "state cannot be resumed from" in said or name in said, (place, said)
     shutil.rmtree(run.parent / "kept")
 
 
@@ -301,7 +301,7 @@ def test_a_state_that_no_training_can_go_on_from(run, values: dict) -> None:
     seal(checkpoint)
     signal.alarm(0)
     words = told(lambda: train(run, Images(epochs=2), steps=2))
-    assert "verifies, but its state is not one that a training can go on from" in words
+    assert "verifies, but its state cannot be resumed from" in words
     assert f"--from {run}" in words
 
 

@@ -213,7 +213,7 @@ CASES = (
         name="a sample that is left out",
         changes={SAMPLE: f"        if index == 13:\n            return None\n{SAMPLE}", **method("__getitem__")},
         says="sample 13 of data() is None",
-        fix="must not be counted in __len__",
+        fix="To leave a sample out, do not count it",
     ),
     Case(
         name="augment() gives the inputs only",

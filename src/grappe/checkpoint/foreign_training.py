@@ -201,7 +201,7 @@ def read_content(file: Path) -> Any:
         raise RunError(f"--from {file}: it needs more memory than the model's weights may: {ALONE}") from error
     except Exception as error:  # torch raises many kinds for a damaged or hostile file
         reason = str(error).rpartition("WeightsUnpickler error: ")[2].partition("\n")[0][:300]
-        raise RunError(f"--from {file}: it holds more than weights, or is damaged: {reason}") from error
+        raise RunError(f"--from {file}: it contains more than weights, or is damaged: {reason}") from error
 
 
 def state_dict_of(content: Any, file: Path) -> dict[str, Tensor]:

@@ -453,7 +453,7 @@ def fetch(
     """Download a task's data, on a machine with internet: cifar10, fashion_mnist, mnist, or what your task names.
 
     Over https alone, from the addresses in the task's file; each file is checked by its size
-    and checksum. What was interrupted goes on when the same command is started again.
+    and checksum. The same command continues an interrupted download.
     """
     from grappe.training.request import data_folder
     from grappe.verbs.fetch import fetch as verb

@@ -86,7 +86,7 @@ def pack(
     source: Source,
     /,
     *,
-    out: Annotated[Path, Parameter(name=OUT_NAMES, help="A new folder for the shards, or one that was begun.")],
+    out: Annotated[Path, Parameter(name=OUT_NAMES, help="A folder for the shards: new, or not yet complete.")],
     short: Annotated[int, Parameter(help="Pixels of the short side; smaller pictures stay as they are.")] = 256,
     quality: Annotated[int, Parameter(help="Of the JPEG files, 1 to 100.")] = 90,
     per_shard: Annotated[int, Parameter(help="Images in each shard.")] = 4096,
@@ -98,7 +98,7 @@ def pack(
     """Write smaller JPEG files into tar shards, which load several times as fast.
 
     Samples keep their numbers, so orders and runs stay what they are. Killed at any
-    moment, it goes on when the same command is started again.
+    moment, it is continued by the same command.
     """
     waiting(LOADING)
     from grappe.verbs.data.pack import Packing
@@ -127,7 +127,7 @@ def stage(
     """Copy data to a disk of the node, once for all processes that ask for it.
 
     Every copied file is read again and compared. What is there already stays; killed
-    at any moment, it goes on when the same command is started again.
+    at any moment, it is continued by the same command.
     """
     from grappe.data.staging import copied, planned
     from grappe.verbs.data.walk import ProgressMeter
@@ -155,7 +155,7 @@ def bench(
     images: Annotated[int, Parameter(help="Images that are measured.")] = 512,
     seconds: Annotated[float, Parameter(help="For each of the measurements.")] = 1.0,
     on: Annotated[
-        Path | None, Parameter(help="A folder for copies of them, removed again. Default: the system's temporary one.")
+        Path | None, Parameter(help="A folder for temporary copies. Default: the system's temporary folder.")
     ] = None,
     labels: Labels = None,
     numbering: Numbering = None,

@@ -60,7 +60,7 @@ def tune(
     ],
     search: Annotated[SearchOptions, OPTIONS] = SEARCH,
     plan: PlanText = "",
-    study: Annotated[Path | None, Parameter(help="The study's folder; if there is a study, it goes on.")] = None,
+    study: Annotated[Path | None, Parameter(help="The study's folder; an existing study is continued.")] = None,
     data: DataFolder = None,
     options: Annotated[Options, OPTIONS, Parameter(negative="")] = DEFAULTS,
     job: Annotated[TrialJobOptions, OPTIONS, Parameter(group=JOBS)] = NO_JOB,

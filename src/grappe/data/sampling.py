@@ -65,7 +65,7 @@ class DrawnSamples:
             raise TaskError(f"sampling(): copies={self._copies}: it must be at least 1")
         others = (sampling.weights, sampling.classes, sampling.lengths, sampling.samples)
         if self._copies > 1 and any(column is not None for column in others):
-            raise TaskError("sampling(): copies goes with no weights, classes, lengths or samples: give it alone")
+            raise TaskError("sampling(): copies cannot be combined with weights, classes, lengths or samples")
         weights = _weights(sampling, length)
         self._lengths = None if sampling.lengths is None else _column("lengths", sampling.lengths, length)
         if weights is None and self.samples != length:

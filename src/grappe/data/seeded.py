@@ -82,8 +82,8 @@ class SeededDataset(Dataset[Any]):
 def missing(dataset: Any, index: int) -> TaskError:
     """Makes the error of a sample that is None."""
     return TaskError(
-        f"sample {index} of data() is None: is a `return` missing? A sample that is to be left out must "
-        "not be counted in __len__ either: every sample is seen once" + at(type(dataset), "__getitem__")
+        f"sample {index} of data() is None: is a `return` missing? To leave a sample out, do not "
+        "count it in __len__: every sample is seen once" + at(type(dataset), "__getitem__")
     )
 
 

@@ -96,7 +96,7 @@ def copied(source: Path, to: Path, report: Callable[[int, int], None] = lambda d
 def _checked_places(source: Path, to: Path) -> tuple[Path, Path]:
     source, to = source.absolute(), to.absolute()
     if to == source or to.is_relative_to(source) or to == source.parent:
-        raise UsageError(f"--out {to}: this is where the source lies")
+        raise UsageError(f"--out {to}: that is where the source is")
     return source, to
 
 

@@ -339,7 +339,7 @@ def server_end(patience: float = PATIENCE_SECONDS) -> str:
     server = f"the server on {host_name()} that processes are started from"
     if code < 0:
         return _killed_by(server, -code, hint(code))
-    return f"{server} ended by itself with exit code {code}; what it wrote stands above"
+    return f"{server} ended by itself with exit code {code}; its output is above"
 
 
 def _killed_by(who: str, number: int, why: str) -> str:
@@ -368,7 +368,7 @@ def hint(code: int, killed_before: int | None = None) -> str:
     limited = limits_set() if code in REFUSED else []
     if not limited:
         return ""
-    return f"libraries end so when they get no more memory, which is limited here: see {' and '.join(limited)}"
+    return f"libraries end like this when they get no more memory, and it is limited here: see {' and '.join(limited)}"
 
 
 @contextlib.contextmanager

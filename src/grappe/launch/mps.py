@@ -97,7 +97,7 @@ def start(folder: Path, environment: MutableMapping[str, str]) -> None:
         command.run(PROGRAM, "-d", environment={**environment, **variables(folder)})
     except command.Failed as error:
         files.remove_tree(folder)
-        raise UsageError(f"MPS does not start: {error}. per_device=1 goes without it") from None
+        raise UsageError(f"MPS does not start: {error}. per_device=1 does not need it") from None
     files.replace(folder / READY, b"")
 
 

@@ -94,7 +94,7 @@ def own_wheel() -> tuple[str, bytes]:
         distribution = importlib.metadata.distribution(PACKAGE.name)
     except importlib.metadata.PackageNotFoundError:
         raise UsageError(
-            "this grappe was never installed, so nobody knows which packages it needs: pip install it, or use --env"
+            "this copy of grappe was never installed, so its packages are unknown: pip install it, or use --env"
         ) from None
     files = {
         str(file.relative_to(PACKAGE.parent)): file.read_bytes()

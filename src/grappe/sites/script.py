@@ -217,7 +217,7 @@ def _environment(script: Script) -> list[str]:
         lines.append('export TORCHINDUCTOR_CACHE_DIR="${TORCHINDUCTOR_CACHE_DIR:-${run%/*}/.compiled}"')
     if script.job.stage is not None:
         if not local:
-            raise UsageError(f"{site.name} names no local scratch to stage data to: leave --stage out")
+            raise UsageError(f"{site.name} has no local scratch folder to stage data to: leave --stage out")
         if script.kind != TRAIN:
             lines.append(f'export GRAPPE_DATA="{local}/data"')
         lines.append(f'on_each_node unpack {shlex.quote(str(script.job.stage))} "{local}/data"')

@@ -25,7 +25,7 @@ REMEDIES = {
     "accounting/qos policy": "you have as many jobs as you may, or this one is too large or too long for your account "
     "or queue: wait, or ask for less with --time, --nodes or --mem",
     "account": "give another --account: `sacctmgr show assoc user=$USER format=account` lists yours",
-    "time limit": "ask for less with --time: the job saves before its end and goes on by itself",
+    "time limit": "ask for less with --time: the job saves before its end and is continued by itself",
     "node configuration is not available": "no node has so many GPUs or cores, or so much memory: "
     "use more --nodes, or a smaller plan",
     "more processors requested": "use fewer processes, or threads= and workers= in the plan",
@@ -286,7 +286,7 @@ def probed(site: Site, text: str, partition: str | None, *, wants_gpus: bool) ->
     """
     partition_rows = rows(text)
     if not partition_rows:
-        raise UsageError("sinfo names no partition here: is Slurm running? Or give --site NAME (grappe sites)")
+        raise UsageError("sinfo lists no partition here: is Slurm running? Or give --site NAME (grappe sites)")
     names = {row.partition for row in partition_rows}
     if partition is not None and partition not in names:
         raise UsageError(f"there is no partition '{partition}' here: {nearest(partition, names)}")

@@ -381,7 +381,7 @@ class ShardedExact(Exact):
     ) -> None:
         if not hasattr(FSDPModule, "set_custom_reduce_scatter"):
             raise PlanError(
-                f"exact with shard needs a newer torch: FSDP of {torch.__version__} lets nobody replace its sums. "
+                f"exact with shard needs a newer torch: FSDP of {torch.__version__} does not let its sums be replaced. "
                 "Take exact with replicate, or another module of the site"
             )
         super().__init__(model, parameters, plan, world, call)

@@ -185,7 +185,7 @@ class Training:
             session.carried.restore(tensors, session.world)
         except (TypeError, ValueError, KeyError, AttributeError, IndexError) as error:
             raise RunError(
-                f"{checkpoint.folder} verifies, but its state is not one that a training can go on from "
+                f"{checkpoint.folder} verifies, but its state cannot be resumed from "
                 f"({type(error).__name__}: {error}). Start a new run from its weights: --from {info.folder}"
             ) from error
 

@@ -143,7 +143,7 @@ class LoopFolder:
             self._curves.saving(step)
         problem = self._saver.save(step, tensors, own, values)
         if problem is not None and self._world.rank == 0:
-            say(f"{problem}; the checkpoint before it is whole, training goes on")
+            say(f"{problem}; the checkpoint before it is intact, and training continues")
 
     def wait(self) -> None:
         """Waits until the last checkpoint is committed. Collective.

@@ -200,7 +200,7 @@ def resolve_task(run: Run, task: Task | type[Task] | str | None) -> TaskReferenc
     tasks.check_name(task)
     if place.endswith(".py") and (inside := run_around(Path(place))) is not None:
         raise TaskError(
-            f"--task={task}: the file lies in the run {inside}, and grappe runs nothing that came with a run. "
+            f"--task={task}: the file is inside the run {inside}, and grappe runs nothing that came with a run. "
             "If it is yours, copy it to another folder first"
         )
     return TaskReference.of(task, texts)
@@ -232,7 +232,7 @@ def run_around(file: Path) -> Path | None:
 
 def _check(run: Run, record: dict[str, str], file: Path, asks: bool) -> None:
     if run_around(file) is not None or not file.is_file():
-        why = f"{run.folder} was trained with {file}, which is not there any more"
+        why = f"{run.folder} was trained with {file}, which no longer exists"
         again = f"Say which task it is: --task path/to/file.py (task=… in Python) loads {run.folder} with it"
         raise TaskError(f"{why}. {again}" if asks else why)
     if _hash(file) != record["sha256"]:

@@ -66,7 +66,7 @@ def received(
                 ) from None
             raise DataError(
                 f"{download.url} cannot be downloaded: {_reason(error)}. {partial.stat().st_size:,} of "
-                f"{download.size:,} bytes are there: the same command goes on from there. A compute node "
+                f"{download.size:,} bytes are there: the same command continues from there. A compute node "
                 "often has no internet: use a login node"
             ) from None
         with files.reader(partial) as archive:
@@ -170,7 +170,7 @@ def fetch(
     cls = tasks.find(task)
     if not cls.downloads:
         raise UsageError(
-            f"{task} names no files to download: its data are there, or the task makes them. Your own task may name "
+            f"{task} has no files to download: its data come with it, or the task makes them. Your own task may name "
             "files: downloads = (grappe.Download(url=…, size=…, sha256=…),)"
         )
     for download in cls.downloads:

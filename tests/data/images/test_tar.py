@@ -96,7 +96,7 @@ def test_an_archive_that_is_cut_off_says_where(tmp_path: Path) -> None:
     file = tmp_path / "a.tar"
     for length, behind in ((0, 0), (300, 0), (1000, 0), (1536, 1), (2000, 1), (3072, 2)):
         file.write_bytes(whole[:length])
-        with pytest.raises(DataError, match=f"cut off after {behind} whole members: fetch it again"):
+        with pytest.raises(DataError, match=f"cut off after {behind} complete members: fetch it again"):
             walked(file)
 
 

@@ -65,7 +65,7 @@ def test_a_task_that_has_changed_is_not_traced_and_no_option_is_named_that_is_no
     assert "has changed since" in found.why and "train it again" in found.why and "--task" not in found.why
     assert "tracing" not in capsys.readouterr().err
     monkeypatch.setattr(task_reference, "run_around", lambda file: tmp_path)
-    assert foreseen_run(copy).why.endswith("which is not there any more")
+    assert foreseen_run(copy).why.endswith("which no longer exists")
 
 
 def test_a_strangers_run_says_why_and_its_task_is_not_imported(run: Run, tmp_path: Path) -> None:

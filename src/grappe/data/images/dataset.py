@@ -153,7 +153,7 @@ class Images(Dataset[tuple[Tensor, int]]):
         if classes is not None:
             label_by_name = {name: label for label, name in enumerate(self.classes)}
             if len(label_by_name) < len(self.classes):
-                raise TaskError("Images: a name stands twice in classes=")
+                raise TaskError("Images: classes= has a name twice")
             absent = sorted(set(self._index.classes) - set(label_by_name))
             if absent:
                 raise DataError(

@@ -331,7 +331,7 @@ def shard_names(source: Path) -> tuple[str, ...]:
             if name in sizes and (source / name).stat().st_size != sizes[name]:
                 raise DataError(f"{source / name} differs in size from {MANIFEST}: copy it again")
     elif (source / BEGUN).is_file():
-        raise DataError(f"{source} is not packed to its end: start grappe data pack again, and it goes on")
+        raise DataError(f"{source} is not completely packed: the same grappe data pack command continues it")
     else:
         absent = list(_missing_numbers(there))
     if absent:

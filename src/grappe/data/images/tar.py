@@ -179,7 +179,7 @@ def _check_name(name: bytes, archive: Extent) -> None:
 
 
 def _cut(archive: Extent, count: int | None) -> NoReturn:
-    after = "" if count is None else f" after {count:,} whole members"
+    after = "" if count is None else f" after {count:,} complete members"
     raise DataError(f"{archive.title} is cut off{after}: fetch it again, and compare its size and checksum")
 
 

@@ -28,7 +28,7 @@ def check_elementwise(optimizer: Optimizer, stage: int) -> None:
     elementwise = kind.__name__ in ELEMENTWISE and kind.__module__.startswith(("torch.optim", "deepspeed."))
     if stage and not elementwise:
         raise PlanError(
-            f"engine=deepspeed with shard or offload hands the optimizer flat pieces of several parameters, and "
+            f"engine=deepspeed with shard or offload gives the optimizer flat pieces of several parameters, and "
             f"{kind.__name__} may need whole ones (norms, matrices, other weights to evaluate): "
             f"use replicate=N, or engine=native, where each parameter stays one"
         )

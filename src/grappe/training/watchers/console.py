@@ -141,7 +141,7 @@ class Console(Watcher):
         )
 
     def failed_to_save(self, problem: str) -> None:
-        self._console.print(f"{problem}; the checkpoint before it is whole, training goes on")
+        self._console.print(f"{problem}; the checkpoint before it is intact, and training continues")
 
     def ended(self, outcome: Outcome | None) -> None:
         if self._progress is not None:

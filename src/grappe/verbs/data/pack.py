@@ -125,7 +125,7 @@ def pack(
                 except OSError as error:
                     raise DataError(
                         f"{to / shard_name(number)} cannot be written: {error.strerror or error}. {number} shards are "
-                        "whole and stay: make room, and start the same command again"
+                        "complete and stay: make room, and start the same command again"
                     ) from None
             written.append(shard)
             meter.at(ids.stop)

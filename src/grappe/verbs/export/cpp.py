@@ -155,9 +155,9 @@ def check_sources(sources: Sequence[Path], names: Sequence[str]) -> None:
     """Raises UsageError unless `sources` are C++ files, given if and only if the model uses the operators `names`."""
     if names and not sources:
         raise UsageError(
-            f"the model uses operators that LibTorch has not: {', '.join(names)}. Give the C++ source that registers "
-            "them, which the program compiles: --operators FILE.cpp (one that is written in Python cannot leave it); "
-            "or take the weights alone: --format safetensors"
+            f"the model uses operators that LibTorch does not have: {', '.join(names)}. Give the C++ source that "
+            "registers them, which the program compiles: --operators FILE.cpp (operators written in Python cannot be "
+            "exported); or take the weights alone: --format safetensors"
         )
     if sources and not names:
         raise UsageError("--operators: the model uses no operator but LibTorch's own: leave the option out")

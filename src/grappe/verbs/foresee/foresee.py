@@ -108,7 +108,7 @@ def budget_of(site: str) -> MemoryBudget:
     budget = budget_in(find(site))
     if budget is None:
         raise UsageError(
-            f"--site={site}: it names no GPU's memory; leave --site out, and compare with your device's own"
+            f"--site={site}: the memory of its GPU is unknown; leave --site out, and compare with your device's memory"
         )
     return budget
 

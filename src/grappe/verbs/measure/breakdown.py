@@ -351,7 +351,7 @@ def _of_plan(word: Callable[[Plan], str]) -> Callable[[TimeBreakdown, Measuremen
 
 
 RULES = {
-    "watching": PartRule(lambda *_: "fewer loggers and watchers, or cheaper ones", at_most=True),
+    "watching": PartRule(lambda *_: "fewer or cheaper loggers and watchers", at_most=True),
     "waiting for data": PartRule(_data),
     "transfers": PartRule(lambda *_: "send smaller types (bytes, not floats), and convert on the device"),
     "imbalance": PartRule(_imbalance),

@@ -30,7 +30,7 @@ class MeasureOptions:
     weak: bool = False
     """Weak scaling: batch sizes are for one data-parallel process and grow with their number."""
     why: bool = False
-    """Show where each plan's time goes, and what would move it: a waterfall from what the device can reach."""
+    """Show where each plan's time goes and what would shorten it, beginning with the device's peak."""
     evaluate_every: int | None = None
     """Steps between evaluations, which --why counts. Default: an epoch's."""
     save_every: int | None = None

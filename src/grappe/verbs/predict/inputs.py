@@ -341,7 +341,7 @@ def _array(value: Any, example: Tensor, place: str) -> np.ndarray:
         array = array.astype(np.int64)  # 1.0
     if array.dtype.kind not in (INTEGERS if integers else f"{INTEGERS}f"):
         what = "whole numbers" if integers else "numbers"
-        raise DataError(f"{place}: give {what}, in nested lists of one length, as the model's inputs are")
+        raise DataError(f"{place}: give {what}, in nested lists of equal length, as the model's inputs are")
     if integers and array.size:
         low, high = 0, 1
         if example.dtype != torch.bool:

@@ -45,11 +45,11 @@ class SearchOptions:
     metric: str = "loss"
     """The objective, at a training's last evaluation: loss, or a metric of the task."""
     maximize: Annotated[bool | None, Parameter(negative="--minimize")] = None
-    """Whether a larger metric is better. Default: the loss is to be low."""
+    """Whether a larger metric is better. Default: no for the loss, yes for others."""
     sampler: SamplerName = "tpe"
     """tpe: by what earlier trials came to (Optuna's); random; grid: all combinations."""
     halving: int | None = None
-    """Successive halving (ASHA): trials are first trained in part, and the best of 3, for example, goes on."""
+    """Successive halving (ASHA): trials are first trained in part, and the best of 3, say, are trained on."""
     rungs: int | None = None
     """Number of times that a training stops to be compared, its end included. Default: 3, with --halving."""
     seed: int = 0

@@ -128,7 +128,7 @@ def of_answer(
             + (f" ({len(unknown)} such symbols)" if len(unknown) > 1 else ""),
             why=f"it was built for another torch than {torch}, or for another ABI of C++"
             if other
-            else "a library that it was built with is missing, or another one is found",
+            else "a library that it was built with is missing, or another version of it is found",
             do="build it again: pip install --no-build-isolation --force-reinstall --no-deps FOLDER"
             if other
             else f"{load}, as when it was built",

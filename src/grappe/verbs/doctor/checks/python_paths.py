@@ -58,7 +58,7 @@ def of_pythonpath(text: str) -> Iterator[Finding]:
     for entry, names in hidden_modules(text).items():
         yield warning(
             f"PYTHONPATH={entry} hides installed modules: {and_more(names, SHOWN)}",
-            why="Python takes what stands there, whatever is installed",
+            why="Python imports from there first, whatever is installed",
             do="unset PYTHONPATH (a module may have set it: module list)",
         )
 

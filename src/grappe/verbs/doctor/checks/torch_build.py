@@ -53,13 +53,13 @@ def check(machine: Machine) -> Iterator[Finding]:
         yield error(
             f"there is a GPU, and torch {torch.__version__} (built for {built}) cannot use it",
             why=f"driver: {driver_version(NVIDIA.read_text())}",
-            do="install a torch built for this driver, or check CUDA_VISIBLE_DEVICES; device=cpu goes without",
+            do="install a torch built for this driver, or check CUDA_VISIBLE_DEVICES; device=cpu does not need it",
         )
     elif AMD.exists() and torch.version.hip is None:
         yield error(
             f"there is a GPU of AMD's ({AMD}), and torch {torch.__version__} is not built for ROCm",
             why="it would train on CPU cores",
-            do="install a torch for ROCm (pytorch.org, or the site's module); device=cpu goes without",
+            do="install a torch for ROCm (pytorch.org, or the site's module); device=cpu does not need it",
         )
     elif machine.plan.device == "cuda":
         yield error("there is no GPU here", why="the plan says device=cuda", do="ask Slurm for GPUs, or use device=cpu")
