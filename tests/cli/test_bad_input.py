@@ -113,6 +113,7 @@ def changed(old: str, new: str) -> str:
         (["train", "digits", "--from", "nowhere"], "--from nowhere: "),
         (["evaluate", "runs/none"], "runs/none is not a run (no run.json)"),
         (["predict", "runs/none", "validation"], "runs/none is not a run (no run.json)"),
+        (["predict", "runs/a", "--split", "test"], "no option --split: give INPUTS without it: grappe predict"),
         (["tasks", "digts"], "there is no task 'digts': did you mean digits?"),
     ],
 )

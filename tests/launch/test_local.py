@@ -216,7 +216,7 @@ def test_ctrl_c_saves_and_the_run_goes_on(start: Start, tmp_path: Path) -> None:
     assert [one["step"] for one in run.records("step")] == list(range(1, 65))
 
     code, out, err = start(GRAPPE, "train", SLOW, "--run", "run", *PLAN).end()
-    assert (code, out, err) == (0, "run is finished (step 64): nothing to do\n", "")
+    assert (code, out, err) == (0, "run is finished (step 64): nothing to do; --from run trains on from it\n", "")
 
 
 def test_a_second_ctrl_c_ends_at_once(start: Start, tmp_path: Path) -> None:

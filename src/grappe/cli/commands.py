@@ -109,7 +109,7 @@ def train(
         return EXIT_OK
     result = verb.run_training(request)
     if result.status == "finished before":
-        show(f"{result.run} is finished (step {result.step}): nothing to do")
+        show(f"{result.run} is finished (step {result.step}): nothing to do; --from {result.run} trains on from it")
     if result.status != "interrupted":
         return EXIT_OK
     if rank_from_environment() is None:  # a job's script and torchrun's user know their own command
@@ -226,6 +226,9 @@ def predict(
     trained: Trained = False,
 ) -> None:
     """Print the predictions of a run's model for inputs: one JSON line per sample."""
+    if inputs.startswith("--"):
+        line = shlex.join(["grappe", "predict", str(run), *(pictures or ["test"])])
+        raise UsageError(f"there is no option {inputs}: give INPUTS without it: {line}")
     output.check(out, streams=False)
     from grappe.launch.rank import is_main_process
     from grappe.verbs.predict import predict as verb

@@ -51,6 +51,7 @@ from grappe.training.watchdog import Watchdog
 from grappe.training.watchers.base import Outcome, Record, RunInfo
 from grappe.training.watchers.curves import LoggedLoader
 from grappe.training.watchers.watcher_list import WatcherList
+from grappe.words import format_seconds
 
 DELIVERY_SECONDS = 0.1  # quick steps are passed to the watchers in groups: then a step pays for none of them
 SAVING = (1.0, 0.05)  # seconds, and the part of the time, that saving each epoch may take
@@ -355,8 +356,8 @@ class Training:
         if taken < total:
             seconds = time.perf_counter() - began
             self._limited = (
-                f"the first {taken} of {total} batches took {seconds:.3g} s: all of them would take about "
-                f"{seconds / taken * total:.3g} s"
+                f"the first {taken} of {total} batches took {format_seconds(seconds)}: all of them would take about "
+                f"{format_seconds(seconds / taken * total)}"
             )
         self.progress.note(step, scores)
         if isinstance(plateau := session.engine.train_state.schedule, Plateau):

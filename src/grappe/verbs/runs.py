@@ -85,7 +85,8 @@ def describe(folder: Path) -> Table:
     rows.append(("task", str(description.get("task"))))
     rows.append(("fields", _pairs(description.get("fields"), "=")))
     rows.append(("plan", plan_name(description.get("plan"))))
-    rows.append(("status", f"{run.read_status(description)}, restarts {description.get('restarts', 0)}"))
+    status, restarts = run.read_status(description), description.get("restarts")
+    rows.append(("status", f"{status}, restarts {restarts}" if restarts else status))
     rows.append(("started", f"{description.get('started')}, {description.get('host')}"))
     rows.append(("versions", _pairs(description.get("versions"), " ")))
     for change in description.get("changes", []):

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import io
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+
+import pytest
 
 from grappe.launch.terminal import UserStream
 from grappe.profiling.chronometer import timing
@@ -17,10 +20,13 @@ from grappe.training.watchers.console import Console, _spent
 from tests.training.watchers.made_up import INFO
 
 
-def closing(peaks: Sequence[Mapping[str, int]], waits: Headspace, status: str = "finished") -> dict[str, str]:
+def closing(
+    peaks: Sequence[Mapping[str, int]], waits: Headspace, status: str = "finished", *, terminal: bool = False
+) -> dict[str, str]:
     """The rows of a small training's end, by their names."""
     stream = io.StringIO()
-    stream.fileno = lambda: 1  # type: ignore[method-assign]
+    stream.fileno = sys.stdout.fileno  # type: ignore[method-assign]
+    stream.isatty = lambda: terminal  # type: ignore[method-assign]
     console = Console(UserStream(stream))
     console.started(dataclasses.replace(INFO, folder=Path("runs/my run")))
     console.ended(
@@ -33,7 +39,7 @@ def closing(peaks: Sequence[Mapping[str, int]], waits: Headspace, status: str = 
             peaks=peaks,
         )
     )
-    rows = (line.partition("  ") for line in stream.getvalue().splitlines())
+    rows = (line.partition("  ") for line in stream.getvalue().rpartition("\x1b[2K")[2].splitlines())
     return {name: value.strip() for name, _, value in rows}
 
 
@@ -58,6 +64,12 @@ def test_the_end_says_what_matters_and_what_comes_next() -> None:
         "next": "grappe evaluate 'runs/my run'",
         "": "grappe report 'runs/my run'",
     }
+
+
+def test_on_a_narrow_terminal_the_next_command_is_one_line_to_copy(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "40")
+    rows = closing([SMALL], QUICK, terminal=True)
+    assert rows["next"] == "grappe evaluate 'runs/my run'" and rows[""] == "grappe report 'runs/my run'"
 
 
 def test_waits_and_large_parts_have_rows_of_their_own() -> None:

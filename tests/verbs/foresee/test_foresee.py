@@ -142,7 +142,7 @@ def test_over_nodes_whose_network_is_not_known_there_is_no_time() -> None:
 @pytest.mark.parametrize(
     ("here", "gpu", "busy", "verdict"),
     [
-        (0.001, 0.01, 0.0003, "3% busy; the cores are 10.0 times as fast, and start sooner: take no GPU"),
+        (0.001, 0.01, 0.0003, "3% busy; the cores are 10 times as fast, and start sooner: take no GPU"),
         (1.0, 0.01, 0.008, "80% busy; it is 50 to 150 times as fast as the cores: take a GPU"),
         (0.1, 0.01, 0.001, "mostly waits for its host"),
         (0.01, 0.01, 0.005, "try both"),

@@ -129,6 +129,8 @@ def test_scaling_says_what_one_more_would_bring() -> None:
     assert "one more would bring about +25%" in told
     worse = point({"forward": 0.05}, {"forward": 0.05}, plan="replicate=2")
     assert "more processes than 1 do not help" in said(alone, worse)
+    slower = point({"forward": 0.05}, {"forward": 0.05}, plan="shard=2")
+    assert "2 processes are 1.6 times as fast as 1" in said(alone, two, slower), "of both the faster"
 
 
 @pytest.mark.parametrize("keys", ["schedule=1f1b", "schedule=gpipe", "schedule=interleaved,stages=2"])

@@ -146,6 +146,7 @@ class Console(Watcher):
     def ended(self, outcome: Outcome | None) -> None:
         if self._progress is not None:
             self._progress.stop()
+        self._console.soft_wrap = True  # the terminal wraps: a command is copied in one piece
         if outcome is not None:
             self._console.lines(self._closing(outcome))
 

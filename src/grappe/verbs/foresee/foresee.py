@@ -372,7 +372,7 @@ def gpu_or_not(fake_model: FakeModel, plans: Sequence[TimedPlan], fabric: Fabric
     many = f"{cores()} cores here" if cores() > 1 else "one core here"
     between = f"it is {_times(low)} to {_times(high)} times as fast as the {many}"
     if high < 1:
-        verdict = f"the {many} are {1 / faster:.1f} times as fast, and start sooner: take no GPU"
+        verdict = f"the {many} are {_times(1 / faster)} times as fast, and start sooner: take no GPU"
     elif low > 1:
         verdict = f"{between}: take a GPU" if share >= BUSY else f"{between}, and {LITTLE}"
     else:
@@ -484,4 +484,4 @@ def _timed(
 
 
 def _times(factor: float) -> str:
-    return f"{factor:.1f}" if factor < 10 else f"{factor:.0f}"
+    return f"{factor:.1f}" if factor < 9.95 else f"{factor:.0f}"

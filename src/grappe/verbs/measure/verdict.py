@@ -144,9 +144,9 @@ def _small_slices(point: Measurement, good: Sequence[Measurement]) -> Iterator[s
 def _one_more_process(good: Sequence[Measurement]) -> Iterator[str]:
     """Predicts the gain of one more process, by Amdahl's law over the points of the first point's kind."""
     first = good[0]
-    family = {
+    family = {  # of plans with as many processes, the fastest
         point.processes: point
-        for point in good
+        for point in sorted(good, key=lambda point: point.rate)
         if point.batch == first.batch
         and point.device == first.device
         and point.origin == "asked"
