@@ -298,12 +298,23 @@ def verify(
     /,
     *fields: FieldText,
     plan: Annotated[Plans, Parameter(help="A plan to compare with one process; repeatable.")] = None,
+    against: Annotated[
+        list[str] | None,
+        Parameter(
+            help="The script that the task was ported from, and its arguments; the last option. The first difference "
+            "is named.",
+            consume_multiple=True,
+            allow_leading_hyphen=True,
+        ),
+    ] = None,
     steps: Annotated[int, Parameter(help="Optimizer steps of each trial.")] = 8,
     out: Annotated[OutFile, Parameter(help="Write the findings to this file, .json or .html.")] = None,
     data: DataFolder = None,
     json: Json = False,
 ) -> int:
     """Check that plans learn what one plain process learns; if one does not, name the cause and exit with code 1."""
+    if against:
+        return _verify_against(task, fields, against, steps=steps, out=out, data=data, json=json)
     if not plan:
         raise UsageError("grappe verify needs a plan: give --plan replicate=2, once for each plan")
     output.check(out, ".json", ".html")
@@ -333,6 +344,41 @@ def verify(
     else:
         output.write_json(out, "verify", task=task, findings=findings)
     return EXIT_OK if all(finding.learns_the_same for finding in findings) else EXIT_FAILURE
+
+
+def _verify_against(
+    task: str,
+    fields: Sequence[str],
+    against: Sequence[str],
+    *,
+    steps: int,
+    out: Path | None,
+    data: Path | None,
+    json: bool,
+) -> int:
+    output.check(out, ".json")
+    texts = preflight([""], task, fields)
+    from grappe.verbs.verify import against as verb
+
+    agreement = verb.verify_against(task, against[0], against[1:], fields=texts, data=data, steps=steps, note=progress)
+    progress("")
+    sys.stderr.flush()
+    form = {"task": task, "script": list(against), **dataclasses.asdict(agreement)}
+    if json:
+        show_json("verify --against", **form)
+    elif agreement.learns_the_same:
+        say(f"same: {task} learns what {against[0]} does")
+        show_facts([
+            ("steps compared", str(agreement.step)),
+            ("tensors", str(agreement.tensors)),
+            ("largest difference", f"{agreement.largest:.1e}, of a tensor's norm, after any step"),
+        ])  # fmt: skip
+    else:
+        say(f"different: {agreement.difference}" + (f" (step {agreement.step})" if agreement.step else ""))
+    for line in () if json else agreement.notes:
+        say(f"note: {line}")
+    output.write_json(out, "verify --against", **form)
+    return EXIT_OK if agreement.learns_the_same else EXIT_FAILURE
 
 
 def verdict_cells(finding: PlanVerdict, tick: str = "") -> list[str]:

@@ -1,0 +1,140 @@
+"""Finds a script's tensors and samples, and what they are in the task that was ported from it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from grappe.data.arrays import in_memory
+from grappe.data.collate import collated
+from grappe.private_api.torch import tree_leaves
+from grappe.task import Task
+from grappe.verbs.launch.interception import modules_alive
+
+CLOSE = 1e-5
+"""The largest relative difference of a sample that is the same, normalised with other rounding."""
+SEARCH_SECONDS = 30.0
+
+
+# ---- The script's model ------------------------------------------------------------------------------------
+
+
+class ScriptTensors(NamedTuple):
+    """The tensors of the modules that an optimizer trains, by name."""
+
+    parameters: dict[str, Tensor]
+    buffers: dict[str, Tensor]
+    modules: list[nn.Module]
+    root: nn.Module | None
+    """The module that has all parameters, if one has."""
+
+
+def tensors_of(optimizer: Optimizer) -> ScriptTensors:
+    """Finds the modules whose parameters an optimizer has, and their tensors by name."""
+    trained = {id(each) for group in optimizer.param_groups for each in group["params"]}
+    holding = [each for each in modules_alive() if any(id(parameter) in trained for parameter in each.parameters())]
+    inner = {id(child) for module in holding for child in module.modules() if child is not module}
+    roots = [module for module in holding if id(module) not in inner]
+    parameters: dict[str, Tensor] = {}
+    buffers: dict[str, Tensor] = {}
+    for number, root in enumerate(roots):
+        prefix = f"{number}." if len(roots) > 1 else ""
+        parameters |= {f"{prefix}{name}": each for name, each in root.named_parameters()}
+        buffers |= {f"{prefix}{name}": each for name, each in root.named_buffers()}
+    loose = trained - {id(each) for each in parameters.values()}
+    every = [each for group in optimizer.param_groups for each in group["params"]]
+    parameters |= {f"parameter {number}": each for number, each in enumerate(every) if id(each) in loose}
+    return ScriptTensors(parameters, buffers, roots, roots[0] if len(roots) == 1 and not loose else None)
+
+
+def dropout_rates(models: Iterable[nn.Module]) -> list[float]:
+    """Lists the rates of the dropout layers of models."""
+    layers = [each for model in models for each in model.modules() if "Dropout" in type(each).__name__]
+    return [float(each.p) for each in layers if hasattr(each, "p")]  # type: ignore[arg-type]
+
+
+def paired(own: Mapping[str, Tensor], script: Mapping[str, Tensor]) -> dict[str, str]:
+    """Pairs the task's tensors with the script's: by name, by equal bits, by shape in order."""
+    pairs: dict[str, str] = {}
+    left = dict(script)
+    rules: tuple[Callable[[str, Tensor, str, Tensor], bool], ...] = (
+        lambda name, tensor, other, theirs: name == other and tensor.shape == theirs.shape,
+        lambda name, tensor, other, theirs: tensor.shape == theirs.shape and torch.equal(tensor, theirs.to(tensor)),
+        lambda name, tensor, other, theirs: tensor.shape == theirs.shape,
+    )
+    for rule in rules:
+        for name, tensor in own.items():
+            if name not in pairs:
+                other = next((each for each, theirs in left.items() if rule(name, tensor, each, theirs)), None)
+                if other is not None:
+                    pairs[name] = other
+                    del left[other]
+    return pairs
+
+
+def listed(who: str, tensors: Mapping[str, Tensor]) -> str:
+    """Names the first tensors with their shapes, for a message."""
+    shown = [f"{name} {list(tensor.shape)}" for name, tensor in list(tensors.items())[:5]]
+    more = f" and {len(tensors) - 5} more" if len(tensors) > 5 else ""
+    return f"{who} {', '.join(shown)}{more} alone" if shown else f"{who} no others"
+
+
+# ---- Samples -----------------------------------------------------------------------------------------------
+
+
+class Statistics(NamedTuple):
+    """Statistics of a batch's values, and the shape of a sample."""
+
+    shape: tuple[int, ...]
+    mean: float
+    deviation: float
+
+    def __str__(self) -> str:
+        return f"mean {self.mean:.3g} and deviation {self.deviation:.3g}"
+
+
+def inputs_of(batch: Any) -> Tensor:
+    """Returns the first tensor of a batch."""
+    return next(leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor)).cpu()
+
+
+def statistics_of(inputs: Tensor) -> Statistics:
+    """Computes the statistics of a batch [B, ...]."""
+    values = inputs.detach().double()
+    return Statistics(tuple(inputs.shape[1:]), float(values.mean()), float(values.std()))
+
+
+def unseen_samples(task: Task, dataset: Any, inputs: Tensor) -> tuple[int, Statistics]:
+    """Counts samples [B, ...] that are none of the task's; returns the statistics of some of the task's, too.
+
+    Each sample is projected on a few directions: the same sample, normalised with other rounding, stays where it is.
+    """
+    generator = torch.Generator().manual_seed(0)
+    directions = torch.randn(inputs[0].numel(), 4, generator=generator, dtype=torch.float64)
+    flat = inputs.flatten(1).double()
+    marks, size = flat @ directions, flat.norm(dim=1, keepdim=True) + 1e-12
+    seen = torch.zeros(len(inputs), dtype=torch.bool)
+    statistics: Statistics | None = None
+    arrays, deadline = in_memory(dataset), time.monotonic() + SEARCH_SECONDS
+    for first in range(0, len(dataset), 256):
+        places = np.arange(first, min(first + 256, len(dataset)))
+        if arrays is not None:
+            batch = arrays.gather(places, torch.device("cpu"))
+        else:
+            batch = collated(task, [dataset[int(place)] for place in places])
+        own = inputs_of(batch)
+        statistics = statistics or statistics_of(own)
+        if statistics.shape != tuple(inputs.shape[1:]):
+            break
+        apart = ((own.flatten(1).double() @ directions)[None] - marks[:, None]).abs().amax(-1)
+        seen |= (apart < CLOSE * size).any(1)
+        if bool(seen.all()) or time.monotonic() > deadline:
+            break
+    assert statistics is not None, "a task has samples"
+    return int((~seen).sum()), statistics
