@@ -229,7 +229,7 @@ def rehearse_script(request: RehearsalRequest, process: ProcessRank, rendezvous_
     with intercepted(rehearsal), contextlib.redirect_stdout(io.StringIO()):
         _seed(request.script.seed)
         try:
-            _run(request.script, rehearsal.length, enumerate=rehearsal.counted)
+            run_as_main(request.script.script, request.script.arguments, rehearsal.length, enumerate=rehearsal.counted)
         except (RehearsalOver, SystemExit):
             pass
         except Exception as error:
@@ -251,17 +251,17 @@ def _seed(seed: int) -> None:
     np.random.seed(seed)
 
 
-def _run(request: ScriptRequest, length: Length | None = None, **names: Any) -> None:
-    """Runs the script as the main program.
+def run_as_main(script: Path, arguments: Sequence[str], length: Length | None = None, **names: Any) -> None:
+    """Runs a script as `python SCRIPT ARGUMENTS` does, in this process.
 
     Args:
         length: what it is told for the rows of a batch; None: the tensor's own.
         names: in place of Python's own functions.
     """
     start_as_python_does()
-    file = str(request.script)
-    sys.argv = [file, *request.arguments]
-    sys.path[0] = str(request.script.absolute().parent)
+    file = str(script)
+    sys.argv = [file, *arguments]
+    sys.path[0] = str(script.absolute().parent)
     if length is None:
         runpy.run_path(file, run_name="__main__")
         return
@@ -293,7 +293,7 @@ def run_script(request: ScriptRequest, process: ProcessRank, rendezvous_folder: 
         with contextlib.suppress(KeyboardInterrupt):
             code = INTERRUPTED
             if request.run is None and request.rehearsed is None:
-                _run(request)
+                run_as_main(request.script, request.arguments)
             else:
                 _run_recorded(request, process, rendezvous_folder)
             code = EXIT_OK
@@ -339,7 +339,7 @@ def _run_recorded(request: ScriptRequest, process: ProcessRank, rendezvous_folde
         writing_nothing() if process.rank else contextlib.nullcontext(),
     ):
         try:
-            _run(request, None if sliced is None else sliced.length)
+            run_as_main(request.script, request.arguments, None if sliced is None else sliced.length)
             if sliced is not None:
                 sliced.check_weights()
             steps.close(None)

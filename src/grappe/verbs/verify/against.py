@@ -32,7 +32,7 @@ from grappe.launch.start import start
 from grappe.plan import Plan
 from grappe.private_api.torch import tree_map
 from grappe.step.closure import needs_closure
-from grappe.step.loss_contract import loss_of
+from grappe.step.loss import loss_of
 from grappe.step.task_contract import model_of, optimizer_of, schedule_of
 from grappe.task import Task, overrides
 from grappe.training.request import data_folder
@@ -437,9 +437,7 @@ class Comparison:
             self._augments = True
             if _close(without, each.loss):
                 return "augmentation: without the task's augment() it is the same"
-        rates = [
-            [p for each in modules for p in dropout_rates(each)] for modules in (self._script.modules, [self._model])
-        ]
+        rates = [dropout_rates(models) for models in (self._script.modules, [self._model])]
         if all(rates) and rates[0] != rates[1]:
             return f"model: dropout of {rates[0]} in the script, of {rates[1]} in the task"
         root = self._script.root
