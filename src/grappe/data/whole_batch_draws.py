@@ -52,7 +52,7 @@ class _Kept(NamedTuple):
 
 
 class Columns(NamedTuple):
-    """Where a process is between two layers that tensor= splits: it has a part of each activation's last dimension."""
+    """The part of each activation's last dimension that a process has between two layers that tensor= splits."""
 
     rank: int
     processes: int

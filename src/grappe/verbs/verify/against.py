@@ -77,7 +77,7 @@ class AgainstRequest:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Agreement:
-    """Whether a task learns what a script learns."""
+    """The first difference between what a task and its script learn, or that there is none."""
 
     step: int
     """The last step that was compared, from 1; 0: none, as the models differ."""
@@ -86,7 +86,7 @@ class Agreement:
     largest: float
     """The largest relative difference of a weight or buffer after the last step that is the same."""
     difference: str = ""
-    """What differs first, with its cause; "": nothing."""
+    """The first thing that differs, with its cause; "": nothing does."""
     notes: Sequence[str] = ()
 
     @property

@@ -88,8 +88,8 @@ def listed(who: str, tensors: Mapping[str, Tensor]) -> str:
 # ---- Samples -----------------------------------------------------------------------------------------------
 
 
-class Statistics(NamedTuple):
-    """Statistics of a batch's values, and the shape of a sample."""
+class SampleStatistics(NamedTuple):
+    """SampleStatistics of a batch's values, and the shape of a sample."""
 
     shape: tuple[int, ...]
     mean: float
@@ -104,13 +104,13 @@ def inputs_of(batch: Any) -> Tensor:
     return next(leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor)).cpu()
 
 
-def statistics_of(inputs: Tensor) -> Statistics:
+def statistics_of(inputs: Tensor) -> SampleStatistics:
     """Computes the statistics of a batch [B, ...]."""
     values = inputs.detach().double()
-    return Statistics(tuple(inputs.shape[1:]), float(values.mean()), float(values.std()))
+    return SampleStatistics(tuple(inputs.shape[1:]), float(values.mean()), float(values.std()))
 
 
-def unseen_samples(task: Task, dataset: Any, inputs: Tensor) -> tuple[int, Statistics]:
+def unseen_samples(task: Task, dataset: Any, inputs: Tensor) -> tuple[int, SampleStatistics]:
     """Counts samples [B, ...] that are none of the task's; returns the statistics of some of the task's, too.
 
     Each sample is projected on a few directions: the same sample, normalised with other rounding, stays where it is.
@@ -120,7 +120,7 @@ def unseen_samples(task: Task, dataset: Any, inputs: Tensor) -> tuple[int, Stati
     flat = inputs.flatten(1).double()
     marks, size = flat @ directions, flat.norm(dim=1, keepdim=True) + 1e-12
     seen = torch.zeros(len(inputs), dtype=torch.bool)
-    statistics: Statistics | None = None
+    statistics: SampleStatistics | None = None
     arrays, deadline = in_memory(dataset), time.monotonic() + SEARCH_SECONDS
     for first in range(0, len(dataset), 256):
         places = np.arange(first, min(first + 256, len(dataset)))
