@@ -132,6 +132,10 @@ def launch(
     save_every: Annotated[
         int | None, Parameter(help="Steps between checkpoints of the script's state. Default: a minute.")
     ] = None,
+    check_every: Annotated[
+        int | None,
+        Parameter(help="Steps after which a step's gradient is compared with that of one process. Default: the first."),
+    ] = None,
 ) -> int:
     """Run a training script, as it is, on the processes of a plan.
 
@@ -147,7 +151,7 @@ def launch(
     from grappe.launch.start import interrupted
     from grappe.verbs.launch.launch import launch as verb
 
-    code = verb(script, arguments, plan, run=run, base=runs, save_every=save_every)
+    code = verb(script, arguments, plan, run=run, base=runs, save_every=save_every, check_every=check_every)
     return interrupted() if code == EXIT_INTERRUPTED else code
 
 

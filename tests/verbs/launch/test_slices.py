@@ -181,6 +181,36 @@ if summed:
         launch("train.py", [], PLAN)
 
 
+LATE = """
+model = nn.Sequential(nn.Flatten(), nn.Linear(36, 8), nn.BatchNorm1d(8), nn.Dropout(0.2), nn.Linear(8, 3))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for number, (images, labels) in enumerate(DataLoader(TensorDataset(x, y), 8)):
+    optimizer.zero_grad()
+    if number >= 5 and options.save == "late":
+        images = images - images.mean(0)
+    F.cross_entropy(model(images), labels).backward()
+    optimizer.step()
+print("done")
+"""
+
+
+@pytest.mark.parametrize("save", ["never", "late"])
+def test_check_every_compares_a_later_gradient_with_that_of_one_process(
+    save: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("train.py").write_text(HEAD + LATE)
+    arguments, plan = ["--save", save], f"{PLAN},batchnorm=sync"
+    if save == "never":
+        assert launch("train.py", arguments, plan, check_every=2) == 0
+        assert capfd.readouterr().out == "done\n", "the process that computes alone shows nothing"
+        return
+    with pytest.raises(DivergedError, match="the gradient of step 7 is not that of one process: its norms are up to"):
+        launch("train.py", arguments, plan, check_every=2)
+    with pytest.raises(UsageError, match="--check-every compares several processes"):
+        launch("train.py", arguments, "device=cpu", check_every=2)
+
+
 def test_a_plan_that_a_script_cannot_have_is_refused_before_it_starts(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text("import torch\nprint('started')")
     with pytest.raises(PlanError, match=r"an unedited script can have .*, and no shard"):

@@ -53,6 +53,7 @@ def launch(
     run: Path | None = None,
     base: Path = RUNS,
     save_every: int | None = None,
+    check_every: int | None = None,
 ) -> int:
     """Runs a script on the processes of a plan, and waits for them; process 0 has the terminal.
 
@@ -63,6 +64,7 @@ def launch(
         run: the folder of the run that a script for one process becomes, once it trains; a run in it is resumed.
             None: a new one under `base`.
         save_every: steps between checkpoints; None: a minute.
+        check_every: steps after which a gradient is compared with that of one process; None: the first alone.
 
     Returns:
         The script's exit code: 75 if it was interrupted and saved.
@@ -98,9 +100,13 @@ def launch(
         # Lightning then neither requeues the job nor replaces signal handlers.
         variables={} if imported.isdisjoint(LIGHTNING) else {"SLURM_JOB_NAME": "interactive"},
     )
+    if check_every is not None and not (alone and several):
+        raise UsageError("--check-every compares several processes of a script for one with one: leave it out")
     if alone:
         run = run or new_folder(base, script.name)
-        request = dataclasses.replace(request, run=run, save_every=save_every, catches=_catches_interrupt(tree))
+        request = dataclasses.replace(
+            request, run=run, save_every=save_every, check_every=check_every, catches=_catches_interrupt(tree)
+        )
         if Run.is_run(run):
             if Run(run).is_finished():
                 complain(f"grappe: {run} is finished: nothing to do")
@@ -116,6 +122,7 @@ def launch(
     if alone and code == EXIT_INTERRUPTED and rank_from_environment() is None:
         options = [*(["--plan", str(chosen)] if str(chosen) else []), "--run", str(run)]
         options += [] if save_every is None else ["--save-every", str(save_every)]
+        options += [] if check_every is None else ["--check-every", str(check_every)]
         complain(f"grappe: resume: {shlex.join(['grappe', 'launch', *options, str(script), *arguments])}")
     return code
 
@@ -206,6 +213,7 @@ class ScriptRequest:
     run: Path | None = None
     """Folder of the run of a script for one process; None: it becomes none."""
     save_every: int | None = None
+    check_every: int | None = None
     catches: bool = False
     """Whether the script does something of its own on Ctrl-C."""
 
@@ -322,7 +330,11 @@ def _run_recorded(request: ScriptRequest, process: ProcessRank, rendezvous_folde
 
     plan, rehearsed, folder = as_plan(request.plan), request.rehearsed, request.run
     world = join_world(plan, process, rendezvous_folder)
-    sliced = None if rehearsed is None else SlicedSteps(world, rehearsed, synchronised=plan.batchnorm == "sync")
+    if request.check_every is not None and world.device.type != "cpu":
+        raise PlanError("--check-every forks a process, which cannot use the GPU: leave it out, or take device=cpu")
+    sliced = None
+    if rehearsed is not None:
+        sliced = SlicedSteps(world, rehearsed, synchronised=plan.batchnorm == "sync", check_every=request.check_every)
     steps = RecordedSteps(
         lambda: ScriptFolder(request, plan, world),
         world,

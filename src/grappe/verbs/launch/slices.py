@@ -7,8 +7,10 @@ decide the same. Shapes: a batch of N rows, of which a process takes b.
 from __future__ import annotations
 
 import contextlib
+import json
+import os
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar, cast
 
 import torch
@@ -20,6 +22,7 @@ from grappe.data.batch import BatchRows
 from grappe.data.sampling import cut
 from grappe.data.whole_batch_draws import whole_batch_draws
 from grappe.errors import DivergedError, TaskError
+from grappe.launch.fork import fork_silently
 from grappe.launch.world import World
 from grappe.parallel.batchnorm import ignoring_padding, synchronise_batchnorm
 from grappe.parallel.gradient_average import GradientAverage
@@ -39,13 +42,23 @@ class SlicedSteps:
     Args:
         rehearsed: what its rehearsal has measured.
         synchronised: whether batch normalisation takes all processes' rows.
+        check_every: steps after which a step's gradient is compared with that of one process; None: the first alone.
     """
 
-    def __init__(self, world: World, rehearsed: Rehearsed, *, synchronised: bool) -> None:
+    def __init__(
+        self, world: World, rehearsed: Rehearsed, *, synchronised: bool, check_every: int | None = None
+    ) -> None:
         assert world.data_group is not None
         self._world, self._rehearsed, self._synchronised = world, rehearsed, synchronised
         self._group = world.data_group
         self._optimizers: list[Optimizer] = []
+        self._check_every, self._averages = check_every, list[GradientAverage]()
+        self._pipe: int | None = None
+        """From the process that computes a step's gradient alone, or, in that process, to the one that compares."""
+        self._alone = False
+        """Whether this is the process that computes a step's gradient alone."""
+        self._measures = True
+        """Whether the running step's gradient is noted."""
         self._averaged: set[int] = set()
         """Parameters whose gradients are averaged, by id."""
         self._place: BatchRows | None = None
@@ -54,9 +67,8 @@ class SlicedSteps:
         self._buffers: list[Tensor] = []
         self._norms = nn.ModuleList()
         """Batch normalisations over all processes."""
-        self._first: dict[int, Tensor] = {}
-        """What the first backwards have added, until an optimizer steps, by the number of the parameter."""
-        self._stepped = False
+        self._noted: dict[int, Tensor] = {}
+        """What the step's backwards have added, until an optimizer steps, by the number of the parameter."""
         self._last: tuple[Callable[[], Tensor | None], float] = (lambda: None, 0.0)
         """The last backward's loss, and this process's part of it."""
         self.steps = 0
@@ -79,6 +91,13 @@ class SlicedSteps:
                 first, last = cut(rows, self._world.data_size, self._world.data_rank)
                 self._share = (last - first) / rows
                 self._prepare()
+                if self._check_every and self.steps % self._check_every == 0 < self.steps and not self.replaying:
+                    self._begin_check()
+                    if self._alone:
+                        with whole_batch_draws(None):
+                            yield batch
+                        self._note_step()
+                        os._exit(0)  # no optimizer has stepped: there is nothing to compare
                 padding = first == last  # fewer rows than processes: the first one, which counts nothing
                 if padding:
                     first, last = 0, 1
@@ -88,6 +107,7 @@ class SlicedSteps:
                     ignoring_padding(self._norms) if padding else contextlib.nullcontext(),
                 ):
                     yield cut_rows(batch, first, last)
+                self._note_step()
                 self._place = None  # the next batch is loaded whole
                 self._end_step()
         finally:
@@ -96,7 +116,7 @@ class SlicedSteps:
     def backward(self, place: str, loss: Tensor, run: Callable[[float], None]) -> float:
         """Runs a backward, which averages the gradients over the processes; returns this process's part of the loss."""
         size = self._world.data_size
-        if self._place is None:
+        if self._place is None and not self._alone:
             run(1.0)
             return 1 / size
         rules = self._rehearsed.losses
@@ -104,8 +124,10 @@ class SlicedSteps:
         if rule is None:
             raise TaskError(f"the backward in {line_of(place)} did not run with the first batch: its loss is not known")
         weight = self._share if rule == "mean" else float(self._share > 0)
+        if self._alone:
+            weight = 1 / size
         self._last = weakref.ref(loss), weight
-        if self.steps or self._stepped:
+        if not self._measures or self.replaying:
             run(weight * size)
             return weight
         parameters = parameters_of(self._optimizers)
@@ -113,12 +135,14 @@ class SlicedSteps:
         run(weight * size)
         for number, (each, old) in enumerate(zip(parameters, before, strict=True)):
             if each.grad is not None:
-                add_gradient(self._first, number, each.grad.detach() if old is None else each.grad.detach() - old)
+                add_gradient(self._noted, number, each.grad.detach() if old is None else each.grad.detach() - old)
         return weight
 
     def read(self, tensor: Tensor, place: str, read: Callable[[Tensor], T]) -> T:
         """Returns the whole batch's value of what a line reads. Collective in a step."""
         value = read(tensor)
+        if self._alone:
+            return value
         if self._place is None:
             loss, weight = self._last
             if loss() is tensor and isinstance(value, float):  # after the loop: that of the last batch
@@ -194,8 +218,40 @@ class SlicedSteps:
         optimizer.register_step_pre_hook(self._note_step)
 
     def _note_step(self, *_: object) -> None:
-        """Ends the first gradient: the weights of what follows are no longer the rehearsal's."""
-        self._stepped = self._stepped or self._place is not None
+        """Compares a noted gradient, before the weights change or the next batch adds to it."""
+        if not self._measures or (self._place is None and not self._alone) or self.replaying:
+            return
+        norms = norms_of(self._noted, len(parameters_of(self._optimizers)))
+        self._noted.clear()
+        self._measures = False
+        if self._alone:
+            assert self._pipe is not None
+            os.write(self._pipe, json.dumps(norms).encode())
+            os._exit(0)
+        if self._pipe is not None:
+            with open(self._pipe, "rb") as pipe:  # noqa: PTH123
+                text = pipe.read()
+            os.waitpid(self._child, 0)
+            self._pipe = None
+            if text:
+                self._compare(norms, json.loads(text), f"the gradient of step {self.steps + 1}")
+        elif not self.steps:
+            self._compare(norms, self._rehearsed.norms, "the first gradient")
+
+    def _begin_check(self) -> None:
+        """Begins to note a step's gradient, which a process forked from the first one computes alone."""
+        self._measures = True
+        if self._world.rank:
+            return
+        self._child, self._pipe = fork_silently()
+        if self._child:
+            return
+        self._alone, self._place = True, None
+        torch.set_num_threads(1)  # the threads of a pool are not forked
+        for average in self._averages:
+            average.deferred = True
+        for module in self._norms:
+            del module.forward  # that over all processes
 
     def _prepare(self) -> None:
         """Averages the gradients of parameters that are new; synchronises batch normalisation."""
@@ -203,7 +259,7 @@ class SlicedSteps:
         new = [each for each in parameters if id(each) not in self._averaged]
         if not new:
             return
-        GradientAverage(cast("list[nn.Parameter]", new), self._group)
+        self._averages.append(GradientAverage(cast("list[nn.Parameter]", new), self._group))
         self._averaged |= {id(each) for each in new}
         modules = modules_alive()
         self._buffers = [buffer for module in modules for buffer in module.buffers(recurse=False) if buffer.numel()]
@@ -219,20 +275,20 @@ class SlicedSteps:
         self.steps += 1
         if self.replaying:
             return
-        if self.steps == 1:
-            self._compare_first()
         if self.steps % CHECK_EVERY == 0 or self.steps & (self.steps - 1) == 0:
             self.check_weights()
 
-    def _compare_first(self) -> None:
-        """Compares the first step's gradient with that of the rehearsal, which took the whole batch."""
-        norms = norms_of(self._first, len(self._rehearsed.norms))
-        self._first.clear()
-        apart = max((abs(a - b) for a, b in zip(norms, self._rehearsed.norms, strict=True)), default=0.0)
-        if apart > TOLERATED * max(self._rehearsed.norms, default=0.0):
+    def _compare(self, norms: Sequence[float], alone: Sequence[float], which: str) -> None:
+        """Compares a gradient with that of one process, which took the whole batch.
+
+        Raises:
+            DivergedError: they differ.
+        """
+        apart = max((abs(a - b) for a, b in zip(norms, alone, strict=True)), default=0.0)
+        if apart > TOLERATED * max(alone, default=0.0):
             raise DivergedError(
-                f"the first gradient is not that of one process: its norms are up to {apart:.1e} apart. Something in "
-                "the step depends on which rows a process has, and the rehearsal did not show it"
+                f"{which} is not that of one process: its norms are up to {apart:.1e} apart. Something in the step "
+                "depends on which rows a process has, and the rehearsal did not show it"
             )
 
     def check_weights(self) -> None:
