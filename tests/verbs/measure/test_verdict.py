@@ -131,6 +131,9 @@ def test_scaling_says_what_one_more_would_bring() -> None:
     assert "more processes than 1 do not help" in said(alone, worse)
     slower = point({"forward": 0.05}, {"forward": 0.05}, plan="shard=2")
     assert "2 processes are 1.6 times as fast as 1" in said(alone, two, slower), "of both the faster"
+    caches = point({"forward": 0.01, "communication": 0.005}, {"forward": 0.01, "communication": 0.005}, plan="shard=2")
+    told = said(alone, caches)
+    assert "2 processes are 2.7 times as fast as 1 (efficiency 133%); one more" in told, "nothing is lost"
 
 
 @pytest.mark.parametrize("keys", ["schedule=1f1b", "schedule=gpipe", "schedule=interleaved,stages=2"])

@@ -174,10 +174,11 @@ def _one_more_process(good: Sequence[Measurement]) -> Iterator[str]:
         "smaller slices or shared cores": gone.computing,
     }
     worst = max(parts, key=lambda part: parts[part])
-    where = f"; most is lost to {worst}, {parts[worst]:.0%}" if parts[worst] > 0.05 else ""
+    share = efficiency(last, family[alone])
+    where = f"; most is lost to {worst}, {parts[worst]:.0%}" if parts[worst] > 0.05 and speed < many / alone else ""
     yield (
-        f"{many} processes are {speed:.1f} times as fast as {alone} (efficiency "
-        f"{efficiency(last, family[alone]):.0%}{where}); one more would bring about {bring - 1:+.0%}"
+        f"{many} processes are {speed:.1f} times as fast as {alone} (efficiency {share:.0%}{where}); one more would "
+        f"bring about {bring - 1:+.0%}"
     )
 
 
