@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from grappe import engines
-from grappe.engines.deepspeed import disk, library, optimizer, settings
+from grappe.engines.deepspeed import library, settings, state
 from grappe.errors import PlanError
 from grappe.plan import Plan
 from tests.parity.tasks import Images
@@ -55,14 +55,14 @@ def test_without_the_package_it_says_how_to_install_it(monkeypatch: pytest.Monke
 
 
 def test_a_folder_that_cannot_be_written_directly_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert disk.problem(tmp_path) is None
+    assert library.problem(tmp_path) is None
     assert not list(tmp_path.iterdir())
 
     def refusing(*_: object) -> int:
         raise OSError(22, os.strerror(22))
 
-    monkeypatch.setattr(disk.os, "open", refusing)
-    assert "Invalid argument" in str(disk.problem(tmp_path))
+    monkeypatch.setattr(library.os, "open", refusing)
+    assert "Invalid argument" in str(library.problem(tmp_path))
 
 
 def test_a_full_disk_is_refused_before_anything_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -70,10 +70,10 @@ def test_a_full_disk_is_refused_before_anything_is_written(tmp_path: Path, monke
     from grappe.launch.world import World
 
     alone = World(process=ProcessRank(rank=0, size=1, local_rank=0, local_size=1, job="x"), device=torch.device("cpu"))
-    monkeypatch.setattr(disk.library, "check_libaio", lambda world: None)
+    monkeypatch.setattr(library.library, "check_libaio", lambda world: None)
     usage = shutil.disk_usage(tmp_path)._replace(free=10**6)
-    monkeypatch.setattr(disk.shutil, "disk_usage", lambda folder: usage)
-    scratch = disk.Scratch(plan(f"offload=nvme:{tmp_path}"), alone)
+    monkeypatch.setattr(library.shutil, "disk_usage", lambda folder: usage)
+    scratch = library.Scratch(plan(f"offload=nvme:{tmp_path}"), alone)
     with pytest.raises(PlanError, match=r"needs about 1\.9 GiB on each node, and has 0\.0 GiB"):
         scratch.make(10**8, {})
     assert not list(tmp_path.iterdir())
@@ -85,16 +85,16 @@ def test_what_a_killed_training_left_on_the_disk_goes_with_the_next(
     from grappe.launch.rank import ProcessRank
     from grappe.launch.world import World
 
-    gone, lives, mine_own = (tmp_path / f"{disk.PREFIX}{one}" for one in ("gone", "lives", "notes-1"))
+    gone, lives, mine_own = (tmp_path / f"{library.PREFIX}{one}" for one in ("gone", "lives", "notes-1"))
     for folder in (gone, lives, mine_own):
         folder.mkdir()
-    disk._owned(gone).close()  # as the end of its process does
+    library._owned(gone).close()  # as the end of its process does
     (gone / "rank-0").write_bytes(bytes(9))
-    owner = disk._owned(lives)
+    owner = library._owned(lives)
     (mine_own / "thesis.txt").write_text("mine")
-    monkeypatch.setattr(disk.library, "check_libaio", lambda world: None)
+    monkeypatch.setattr(library.library, "check_libaio", lambda world: None)
     process = ProcessRank(rank=0, size=1, local_rank=0, local_size=1, job="x")
-    scratch = disk.Scratch(plan(f"offload=nvme:{tmp_path}"), World(process=process, device=torch.device("cpu")))
+    scratch = library.Scratch(plan(f"offload=nvme:{tmp_path}"), World(process=process, device=torch.device("cpu")))
     said: dict = {"zero_optimization": {"offload_optimizer": {}, "offload_param": {}}}
     scratch.make(1000, said)
     assert not gone.exists()
@@ -190,9 +190,9 @@ class Whole(torch.optim.SGD):
 
 def test_an_optimizer_that_may_need_whole_matrices_is_refused_where_they_are_flattened() -> None:
     mine = Whole([nn.Parameter(torch.ones(2))], lr=0.1)
-    optimizer.check_elementwise(mine, 0)
+    state.check_elementwise(mine, 0)
     with pytest.raises(PlanError, match="use replicate=N, or engine=native"):
-        optimizer.check_elementwise(mine, 1)
+        state.check_elementwise(mine, 1)
 
 
 @pytest.mark.parametrize(
@@ -201,7 +201,7 @@ def test_an_optimizer_that_may_need_whole_matrices_is_refused_where_they_are_fla
 )
 def test_deepspeeds_adam_stands_in_for_a_plain_one_only(options: dict, plain: bool) -> None:
     adam = torch.optim.AdamW([nn.Parameter(torch.ones(2))], **options)
-    assert optimizer._plain_adam(adam) is plain
+    assert state._plain_adam(adam) is plain
 
 
 def test_a_compilation_that_was_killed_holds_nobody_up(tmp_path: Path) -> None:

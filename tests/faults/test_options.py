@@ -36,7 +36,7 @@ def test_a_time_limit_saves_exits_75_and_the_run_goes_on(tmp_path: Path) -> None
     assert latest is not None
     assert latest.step == step > 0
     resume = out.splitlines()[-1].split()
-    assert resume[:3] == ["resume", "grappe", "train"] and "--run" in resume
+    assert resume[:3] == ["resume:", "grappe", "train"] and "--run" in resume
     code, out, err = train(tmp_path, "--steps", str(step + 3))
     assert code == 0, err
     assert f"resuming from step {step}\n" in out

@@ -7,17 +7,17 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from grappe.data.images.dataset import Images
-    from grappe.data.images.views import CentreCrop, Normalise, RandomResizedCrop
+    from grappe.data.images.decode import CentreCrop, Normalise, RandomResizedCrop
     from grappe.data.staging import stage
 
 __all__ = ["CentreCrop", "Images", "Normalise", "RandomResizedCrop", "stage"]
 
 # What needs torch is imported when it is first used, so that `grappe --help` is quick.
 _LAZY = {
-    "CentreCrop": "grappe.data.images.views",
+    "CentreCrop": "grappe.data.images.decode",
     "Images": "grappe.data.images.dataset",
-    "Normalise": "grappe.data.images.views",
-    "RandomResizedCrop": "grappe.data.images.views",
+    "Normalise": "grappe.data.images.decode",
+    "RandomResizedCrop": "grappe.data.images.decode",
     "stage": "grappe.data.staging",
 }
 

@@ -10,7 +10,7 @@ from PIL import Image
 from grappe import draw
 from grappe.data import CentreCrop, Normalise, RandomResizedCrop
 from grappe.data.draw import draw_one, sample_keys
-from grappe.data.images.views import shortened
+from grappe.data.images.decode import shortened
 from grappe.errors import TaskError
 from tests.data.images.pictures import jpeg, part, photographs, pixels, png
 

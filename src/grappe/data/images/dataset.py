@@ -18,10 +18,9 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from grappe.data.draw import mix
-from grappe.data.images.decode import NoPicture
+from grappe.data.images.decode import NoPicture, View
 from grappe.data.images.index import Index, open_index, quarantined
 from grappe.data.images.tar import BLOCK, mark_of
-from grappe.data.images.views import View
 from grappe.data.seeded import claims
 from grappe.errors import DataError, TaskError, reading
 from grappe.errors.foreign_text import printable

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from grappe.data.batch import Batch
 from grappe.engines.base import COMMON, Engine, EngineSetup, ModelMemory
-from grappe.engines.deepspeed import disk, library, settings
+from grappe.engines.deepspeed import library, settings
 from grappe.engines.deepspeed.model import DeepSpeedModel, explained
 from grappe.engines.shared.after_step import AfterStep
 from grappe.engines.shared.microbatch import NOT_SCALED, MicrobatchRunner
@@ -50,7 +50,7 @@ class DeepSpeed(Engine):
         if not library.installed():
             return library.INSTALL
         settings.allowed(plan, None)
-        return disk.problem(settings.nvme_folder(plan)) if plan.offload.startswith(settings.NVME) else None
+        return library.problem(settings.nvme_folder(plan)) if plan.offload.startswith(settings.NVME) else None
 
     @classmethod
     def offloaded_to_disk(cls, plan: Plan, needs: ModelMemory) -> tuple[str, float] | None:
@@ -62,7 +62,7 @@ class DeepSpeed(Engine):
             or other.changed_keys() - {"engine"} - cls.supported_keys
         ):
             return None
-        return f"{other},{disk.TO_BE_NAMED}", disk.memory_needed(other, needs)
+        return f"{other},{library.TO_BE_NAMED}", library.memory_needed(other, needs)
 
     def __init__(self, setup: EngineSetup) -> None:
         self._setup = setup

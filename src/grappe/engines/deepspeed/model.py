@@ -15,7 +15,7 @@ from torch import nn
 from grappe.checkpoint.weights import Weights, read_into
 from grappe.data.batch import Batch
 from grappe.engines.base import EngineSetup
-from grappe.engines.deepspeed import disk, library, optimizer, settings
+from grappe.engines.deepspeed import library, settings, state
 from grappe.engines.deepspeed.settings import Settings
 from grappe.engines.deepspeed.state import Partitioned, PartitionedState, WholeState
 from grappe.engines.shared.microbatch import evaluate
@@ -46,7 +46,7 @@ class DeepSpeedModel:
         self._communication = library.Communication(setup.world)
         if setup.plan.offload != "none":
             library.return_memory()
-        self._scratch = disk.Scratch(setup.plan, setup.world)
+        self._scratch = library.Scratch(setup.plan, setup.world)
         with library.linear(zero3=False):
             self.module, config = self._make_model()
             # A context of its own: evaluation is inside another already, and neither may be entered twice.
@@ -93,8 +93,8 @@ class DeepSpeedModel:
         self.named = trained_parameters(self.module)
         self.reached = Reached(self.module, self.stage, world)
         task_optimizer = optimizer_of(task, self.named)
-        optimizer.check_elementwise(task_optimizer, self.stage)
-        self.optimizer, description = optimizer.chosen(task_optimizer, plan, world)
+        state.check_elementwise(task_optimizer, self.stage)
+        self.optimizer, description = state.chosen(task_optimizer, plan, world)
         self._setup.observers.optimizer(self.optimizer, self.named)
         self.remark = f"DeepSpeed {self._deepspeed.__version__}, ZeRO {self.stage}, {description}"
         self.engine, wrapped, *_ = self._deepspeed.initialize(

@@ -16,7 +16,7 @@ import torch
 from grappe.data.arrays import Arrays
 from grappe.data.draw import mix, permute
 from grappe.data.images.dataset import Images
-from grappe.data.images.views import CentreCrop, RandomResizedCrop
+from grappe.data.images.decode import CentreCrop, RandomResizedCrop
 from grappe.data.loading import Loading
 from grappe.data.seeded import SeededDataset
 from grappe.data.source import Samples, source_of

@@ -16,9 +16,8 @@ from typing import Any
 import xxhash
 
 from grappe.data.images.dataset import Images
-from grappe.data.images.decode import NoPicture, decoded, header_of
+from grappe.data.images.decode import CentreCrop, NoPicture, decoded, header_of, shortened
 from grappe.data.images.listing import BEGUN, CLASSES, MANIFEST
-from grappe.data.images.views import CentreCrop, shortened
 from grappe.errors import DataError, UsageError
 from grappe.launch import files
 from grappe.verbs.data.walk import ProgressMeter, in_threads
