@@ -127,7 +127,7 @@ class Cifar10(Task):
         return {"class": number, "probability": probability}
 
     def metrics(self) -> dict[str, torchmetrics.Metric]:
-        from grappe.tasks.images.resnet import Accuracy  # torchmetrics takes seconds, in evaluations alone
+        from grappe.tasks.images.accuracy import Accuracy  # torchmetrics takes seconds, in evaluations alone
 
         return {"accuracy": Accuracy(10)}
 

@@ -173,7 +173,7 @@ class ImageNet(Task):
         return {"class": number, "probability": probability}
 
     def metrics(self) -> dict[str, torchmetrics.Metric]:
-        from grappe.tasks.images.resnet import Accuracy  # torchmetrics takes seconds, in evaluations alone
+        from grappe.tasks.images.accuracy import Accuracy  # torchmetrics takes seconds, in evaluations alone
 
         ranks = {"accuracy": 1} | ({"top5": 5} if self.classes > 5 else {})
         return {name: Accuracy(self.classes, top_k) for name, top_k in ranks.items()}

@@ -17,14 +17,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel
-from torchmetrics.text import Perplexity
 
 from grappe import Arrays, Task
 from grappe.errors import TaskError
 
 if TYPE_CHECKING:
     import torchmetrics
-
 
 SKIPPED = {"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3", "__pycache__"}
 PARTS = {"train": range(8), "validation": (8,), "test": (9,)}  # of each ten files in order
@@ -188,6 +186,7 @@ class PySource(Task):
 
     def metrics(self) -> dict[str, torchmetrics.Metric]:
         # Imported here: torchmetrics takes seconds, in evaluations alone.
+        from grappe.tasks.text.bits_per_byte import BitsPerByte
 
         return {"bits_per_byte": BitsPerByte(ignore_index=IGNORED)}
 
@@ -212,10 +211,3 @@ def _sources(size: float) -> Iterator[bytes]:
             text = Path(folder, name).read_bytes()
             size -= len(text)
             yield text
-
-
-class BitsPerByte(Perplexity):
-    """The base-2 logarithm of the perplexity: 8 for uniform guesses."""
-
-    def compute(self) -> Tensor:
-        return super().compute().log2()

@@ -23,7 +23,6 @@ from grappe.training.run import METRICS, Run, new_folder
 from grappe.training.task_reference import TaskReference
 from grappe.training.watchers.base import Watcher
 from grappe.training.watchers.logger import check as check_logger
-from grappe.verbs.follow import Tail
 from grappe.words import count_of, format_number, plan_name
 
 
@@ -137,6 +136,8 @@ class LiveCurves:
 
     def __init__(self, folder: Path, processes: int) -> None:
         from IPython.display import display  # pyrefly: ignore
+
+        from grappe.verbs.follow import Tail  # and rich
 
         self._tail, self._plot = Tail(folder / METRICS), Plot()
         self._plot.caption = f"starting {count_of(processes, 'process')} …"

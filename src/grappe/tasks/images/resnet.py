@@ -1,4 +1,4 @@
-"""Defines residual networks for images of any size, and the accuracy of their training on mixed images.
+"""Defines residual networks for images of any size, as a sequence of blocks.
 
 He et al. 2015, "Deep residual learning for image recognition", arXiv:1512.03385. Shapes: B images of C channels.
 """
@@ -9,7 +9,6 @@ from typing import Literal
 
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torchmetrics.classification import MulticlassAccuracy
 
 Depth = Literal[18, 34, 50, 101, 152]
 BLOCKS = {18: (2, 2, 2, 2), 34: (3, 4, 6, 3), 50: (3, 4, 6, 3), 101: (3, 4, 23, 3), 152: (3, 8, 36, 3)}
@@ -78,17 +77,3 @@ def _bottleneck(before: int, width: int, stride: int) -> nn.Sequential:
         *convolution(width, width, 3, stride), nn.ReLU(),
         *convolution(width, width * BOTTLENECK, 1, 1),
     )  # fmt: skip
-
-
-class Accuracy(MulticlassAccuracy):
-    """Share of samples whose class is among the `top_k` largest outputs; of a mixed image, the larger part's class.
-
-    So that `--training-metrics` has a curve under mixup and cutmix, whose targets are probabilities.
-    """
-
-    def __init__(self, classes: int, top_k: int = 1) -> None:
-        super().__init__(classes, top_k=top_k, average="micro")
-
-    def update(self, preds: Tensor, target: Tensor) -> None:
-        """Adds outputs [B, K] and their classes [B], or the classes' probabilities [B, K]."""
-        super().update(preds, target.argmax(1) if target.is_floating_point() else target)
