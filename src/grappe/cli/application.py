@@ -12,7 +12,9 @@ from grappe.cli import completion
 from grappe.errors import EXIT_OK
 from grappe.errors.causes import COMPANIONS, unfit_packages
 from grappe.fields import split, text_form
+from grappe.launch.rank import is_main_process, rank_from_environment
 from grappe.launch.terminal import complain, starting
+from grappe.plan import Plan
 
 HELP = """Train a PyTorch model on whatever machines you were given.
 
@@ -136,8 +138,6 @@ def preflight(
     """
     from grappe import engines, tasks
     from grappe.launch import local
-    from grappe.launch.rank import is_main_process, rank_from_environment
-    from grappe.plan import Plan
 
     texts = split(fields)
     parsed = [Plan.parse(plan) for plan in plans]

@@ -31,11 +31,15 @@ from grappe.cli.application import (
 from grappe.cli.corrections import corrected, unknown_option
 from grappe.cli.exit import script_apart, show, show_json
 from grappe.errors import EXIT_FAILURE, EXIT_OK, UsageError
+from grappe.launch.command import become
 from grappe.launch.files import RUNS
+from grappe.launch.rank import is_main_process
 from grappe.launch.terminal import complain, say, write
+from grappe.plan import Plan
+from grappe.sites import slurm
 from grappe.sites.sbatch import LAUNCH, SCRIPT, TRAIN, TUNE, JobOptions
 from grappe.training.options import Options
-from grappe.verbs.submit.resources import Submission
+from grappe.verbs.submit.resources import Submission, allocation, line_in_allocation
 from grappe.verbs.tune.study import SearchOptions
 
 if TYPE_CHECKING:
@@ -125,9 +129,6 @@ def _show_submitted(submitted: Submitted) -> None:
 
 def _allocate(words: Sequence[str], job: JobOptions, *, show_only: bool) -> None:
     """Becomes salloc; without a terminal, or with --dry-run, prints the line."""
-    from grappe.launch.command import become
-    from grappe.verbs.submit.resources import allocation, line_in_allocation
-
     submission = read_submission(words, job, app) if words else Submission(command=SCRIPT, arguments=(), job=job)
     line = allocation(submission)
     show(shlex.join(line))
@@ -211,7 +212,6 @@ def read_submission(words: Sequence[str], job: JobOptions, app: App) -> Submissi
 
 def queue(*, runs: RunsFolder = RUNS, json: Json = False) -> None:
     """List your jobs in Slurm's queue, by run: state, reason, expected start."""
-    from grappe.sites import slurm
     from grappe.verbs.submit.jobs import queue as verb
     from grappe.verbs.submit.jobs import runs_of
 
@@ -327,8 +327,6 @@ def doctor(
         if json:
             show_json("gpu", trials=trials)
         return EXIT_FAILURE if any(trial.verdict == "FAILED" for trial in trials) else EXIT_OK
-    from grappe.launch.rank import is_main_process
-    from grappe.plan import Plan
 
     texts = preflight([plan], task, fields)
     from grappe.verbs.doctor import doctor as verb

@@ -36,7 +36,9 @@ from grappe.cli.exit import show, show_answer, show_facts, show_json
 from grappe.errors import EXIT_FAILURE, EXIT_INTERRUPTED, EXIT_OK, UsageError
 from grappe.fields import typed_name
 from grappe.launch.files import RUNS
+from grappe.launch.rank import is_main_process, rank_from_environment
 from grappe.launch.terminal import progress, say, waiting, write
+from grappe.plan import as_plan
 from grappe.training.options import Options
 from grappe.words import format_number
 
@@ -84,9 +86,7 @@ def train(
 ) -> int:
     """Train a task under a plan, or resume a run."""
     texts = preflight([plan], task, fields, run=run, once=not smoke)
-    from grappe.launch.rank import rank_from_environment
     from grappe.launch.start import interrupted
-    from grappe.plan import as_plan
     from grappe.training.request import Request, checked_watchers, data_folder
     from grappe.training.task_reference import TaskReference
     from grappe.verbs import train as verb
@@ -162,7 +162,6 @@ def drill(
     """Kill a short training on purpose, and show what was lost."""
     texts = preflight([plan], task, fields)
     from grappe.launch.safe_console import SafeConsole
-    from grappe.plan import as_plan
     from grappe.training.request import Request, data_folder
     from grappe.training.task_reference import TaskReference
     from grappe.verbs import drill as verb
@@ -234,7 +233,6 @@ def predict(
         line = shlex.join(["grappe", "predict", str(run), *(pictures or ["test"])])
         raise UsageError(f"there is no option {inputs}: give INPUTS without it: {line}")
     output.check(out, streams=False)
-    from grappe.launch.rank import is_main_process
     from grappe.verbs.predict import predict as verb
     from grappe.verbs.predict.inputs import files_of
     from grappe.verbs.predict.predict import save

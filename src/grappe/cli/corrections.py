@@ -10,6 +10,9 @@ from cyclopts import App, ArgumentCollection, CycloptsError, UnknownCommandError
 from cyclopts.exceptions import MissingArgumentError, UnusedCliTokensError
 
 from grappe.errors import GrappeError, UsageError
+from grappe.fields import hints
+from grappe.plan import Plan
+from grappe.task import Task
 
 COMMANDS = {
     typed: command
@@ -156,8 +159,6 @@ def unknown_option(typed: str, arguments: Sequence[str], collection: ArgumentCol
 
 def _is_value(name: str, word: str, exists: bool) -> bool:
     """Returns whether the word after an option is its value, and not a field or the task."""
-    from grappe.plan import Plan
-
     key = Plan.__dataclass_fields__.get(name)
     if word.startswith("-") or ("=" in word and not exists) or (key is not None and key.type == "bool"):
         return False
@@ -175,7 +176,6 @@ def _resumed(rest: Sequence[str], folder: str) -> str:
         rest: the command without the run's folder.
     """
     from grappe import tasks
-    from grappe.task import Task
     from grappe.training.run import Run
     from grappe.training.task_reference import texts_of
 
@@ -205,8 +205,6 @@ def _resumed(rest: Sequence[str], folder: str) -> str:
 
 def _plan_words(name: str, value: str) -> str:
     """Returns the plan's words for an option: one of its keys, or what other tools call it."""
-    from grappe.plan import Plan
-
     if name in Plan.__dataclass_fields__:
         return f"{name}={value}" if value else name
     return PLAN_WORDS.get(name, "").format(value or 2)
@@ -223,8 +221,6 @@ def _with_plan(rest: Sequence[str], words: str) -> str:
 def _fields(rest: Sequence[str]) -> frozenset[str]:
     """Returns the fields of the task that the command names; without one that can be loaded, those of every task."""
     from grappe import tasks
-    from grappe.fields import hints
-    from grappe.task import Task
 
     common = frozenset(hints(Task))
     try:

@@ -31,6 +31,7 @@ from grappe.cli.exit import show, show_facts, show_json
 from grappe.errors import EXIT_FAILURE, EXIT_OK, UsageError
 from grappe.errors.foreign_text import html_text
 from grappe.fields import Counts, split, whole_numbers
+from grappe.launch.rank import rank_from_environment
 from grappe.launch.terminal import complain, progress, say, waiting, write
 from grappe.sites.sbatch import JobOptions
 from grappe.verbs.measure.points import MeasureOptions
@@ -439,7 +440,6 @@ def lr_find(
     json: Json = False,
 ) -> int:
     """Find a range of good learning rates, from short trainings that are not kept. Exit code 1 if there is none."""
-    from grappe.launch.rank import rank_from_environment
     from grappe.verbs import lr_find as verb
 
     texts = split(fields)

@@ -17,6 +17,7 @@ from grappe.cli.exit import show, show_answer, show_json
 from grappe.errors import EXIT_FAILURE, EXIT_OK, RunError, UsageError
 from grappe.fields import CountsFromZero, Names, split  # noqa: F401 (cyclopts looks the inherited fields' types up here)
 from grappe.launch.terminal import complain, say, waiting
+from grappe.plan import as_plan
 from grappe.sites.sbatch import JobOptions
 from grappe.training.options import Options
 from grappe.verbs.tune.study import SearchOptions, Study, Trial, best_of, open_study
@@ -85,7 +86,6 @@ def tune(
         option = TIME if name == "time" else f"--{name.strip('_').replace('_', '-')}"
         raise UsageError(f"{option} is of Slurm jobs: give --site too, for trials as jobs")
     texts = split(fields) if dry_run else preflight([plan], task, fields)
-    from grappe.plan import as_plan
     from grappe.verbs.tune import tune as verb
 
     if dry_run:

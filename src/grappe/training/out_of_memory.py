@@ -15,6 +15,7 @@ from grappe.errors import GrappeError, OutOfMemory
 from grappe.errors.causes import is_out_of_memory
 from grappe.plan import Plan
 from grappe.task import Task
+from grappe.words import format_bytes, format_part_of_bytes
 
 if TYPE_CHECKING:
     from grappe.foresight.fake_model import FakeModel
@@ -139,7 +140,6 @@ def _foreseen(report: MemoryReport, task: Task, plan: Plan, data: Path) -> tuple
     from grappe.foresight.kernels import Kernels
     from grappe.foresight.search import fitting, foreseen
     from grappe.launch.local import start_server
-    from grappe.words import format_bytes
 
     budget, more = memory_budgets(report, plan)
     kernels = None
@@ -211,8 +211,6 @@ def memory_budgets(report: MemoryReport, plan: Plan) -> tuple[MemoryBudget, Memo
 
 
 def _shortage_message(report: MemoryReport, states: Mapping[str, int]) -> str:
-    from grappe.words import format_bytes, format_part_of_bytes
-
     limit, whose, _ = _limit()
     parts = []
     for kind, word in KINDS.items():

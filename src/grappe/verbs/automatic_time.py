@@ -20,7 +20,8 @@ from grappe.sites.environment import MADE_ON_NODES
 from grappe.sites.layout import Layout, layout, longest
 from grappe.sites.sbatch import AUTO, TRAIN
 from grappe.sites.schema import Site
-from grappe.sites.script import Script
+from grappe.sites.script import Script, clock
+from grappe.training.task_reference import TaskReference
 from grappe.verbs.foresee.run_forecast import in_limited_process
 from grappe.verbs.foresee.training_time import (
     MARGIN,
@@ -32,14 +33,12 @@ from grappe.verbs.foresee.training_time import (
     time_limit,
 )
 from grappe.verbs.submit.resources import Submission, placed
-from grappe.words import format_seconds
+from grappe.words import format_bytes, format_seconds
 
 if TYPE_CHECKING:
     from grappe.foresight.fake_model import FakeModel
     from grappe.foresight.gpu_time import Fabric, StepTime
     from grappe.foresight.search import MemoryBudget
-    from grappe.sites.layout import Layout
-    from grappe.sites.schema import Site
     from grappe.task import Task
 
 
@@ -49,8 +48,6 @@ def foreseen_warnings(submission: Submission, script: Script) -> list[str]:
     The model is traced in a process of its own, on tensors without memory. Where that is not possible, the warning
     says why. None are returned of a job without GPUs, or of GPUs whose memory is unknown.
     """
-    from grappe.training.task_reference import TaskReference
-
     budget = budget_for(script.site, script.layout, script.plan)
     if submission.command != TRAIN or submission.task is None or budget is None:
         return []
@@ -140,7 +137,6 @@ def memory_judged(fake_model: FakeModel, plan: Plan, budget: MemoryBudget) -> st
 def _asked(fake_model: FakeModel, plan: Plan, budget: MemoryBudget) -> str:
     """Returns a warning if the plan will not fit; "" otherwise."""
     from grappe.foresight.search import foreseen
-    from grappe.words import format_bytes
 
     forecast = foreseen(fake_model, plan, fake_model.task.batch_size, budget)
     if forecast.fits is not False or forecast.needs is None:
@@ -155,7 +151,6 @@ def _asked(fake_model: FakeModel, plan: Plan, budget: MemoryBudget) -> str:
 def _another(fake_model: FakeModel, plan: Plan, budget: MemoryBudget) -> str:
     """Names the first plan that fits: of as many processes, or else of more."""
     from grappe.foresight.search import fitting
-    from grappe.words import format_bytes
 
     other = fitting(fake_model, plan, budget)
     if other is None or other.needs is None:
@@ -257,8 +252,6 @@ def with_time(submission: Submission) -> tuple[Submission, AutomaticTime | None]
 
 
 def _job(submission: Submission) -> _Job:
-    from grappe.training.task_reference import TaskReference
-
     assert submission.task is not None
     site, plan = placed(submission)
     least = 60 * (site.ask.min_minutes or 1)
@@ -360,7 +353,6 @@ def _fabric(job: _Job) -> Fabric | None:
 def _measured(job: _Job, plan: Plan) -> StepTime:
     from grappe.launch.local import start_server
     from grappe.training.request import data_folder
-    from grappe.training.task_reference import TaskReference
     from grappe.verbs.foresee.measured_step import measured_step
 
     submission = job.submission
@@ -407,7 +399,6 @@ def _traced(job: _Job, plan: Plan, fabric: Fabric | None) -> str:
 def _limit_in_words(
     job: _Job, estimate: _Estimate, remaining: RemainingTraining, needed: float, limit: int, *, capped: bool
 ) -> str:
-    from grappe.sites.script import clock
     from grappe.training.watchers.expected_end import span
 
     evaluations = f"{remaining.evaluations:,} evaluation{'' if remaining.evaluations == 1 else 's'}"

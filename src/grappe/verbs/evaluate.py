@@ -14,6 +14,7 @@ from grappe.errors.user_code import naming_user_line
 from grappe.launch import files
 from grappe.launch.rank import ProcessRank
 from grappe.launch.start import start
+from grappe.launch.world import joined
 from grappe.plan import AnyPlan, Plan, as_plan
 from grappe.step.scores import Scores
 from grappe.task import SPLITS, Task, split_name
@@ -97,7 +98,6 @@ def worker(request: EvaluateRequest, process: ProcessRank, rendezvous_folder: Pa
     from grappe.data import loader
     from grappe.data.datasets import dataset_of, prepare
     from grappe.engines.base import EngineSetup
-    from grappe.launch.world import joined
     from grappe.verbs.export.rounding import rounded
 
     plan = request.plan

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 import numpy as np
 
 from grappe.errors import DivergedError, TaskError, UsageError
+from grappe.errors.user_code import naming_user_line
 from grappe.fields import at_least
 from grappe.language import translated_name
 from grappe.launch.rank import ProcessRank
@@ -316,7 +317,6 @@ def worker(
 ) -> tuple[float, bool, tuple[LossCurve, ...]]:
     """Runs one process of a search: the task's own learning rate, whether it is a field, the curves. Collective."""
     from grappe.engines.shared.state import trained_parameters
-    from grappe.errors.user_code import naming_user_line
     from grappe.launch.world import joined
     from grappe.parallel.materialise import on_meta
 

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from grappe.data.arrays import Arrays
 from grappe.errors import UsageError
+from grappe.plan import Plan
 from grappe.task import Task
 
 DRAWN = 100_003
@@ -109,7 +110,6 @@ def exact_pair(device: str) -> DeviceTrial:
 def product(device: torch.device) -> DeviceTrial:
     """Measures a large matrix product in bf16, as a share of the data sheet's peak where grappe has the data sheet."""
     from grappe.foresight.devices import device_reported
-    from grappe.plan import Plan
     from grappe.verbs.measure.flops import reachable
 
     flops = reachable(device, Plan(precision="bf16"))
@@ -163,7 +163,6 @@ def _same(what: str, here: Tensor, there: Tensor) -> DeviceTrial:
 
 def _trained(plan: str, folder: Path) -> str:
     """Trains the small network for a few steps; returns the hash of its weights' bits."""
-    from grappe.plan import Plan
     from grappe.training.options import Options
     from grappe.training.request import Request
     from grappe.training.task_reference import TaskReference

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from grappe.data.arrays import in_memory
 from grappe.data.collate import takes_training
+from grappe.data.datasets import dataset_of, prepare
 from grappe.errors import DataError, GrappeError, TaskError
 from grappe.launch import files
 from grappe.private_api.torch import TreeSpec, tree_flatten, tree_leaves
@@ -83,8 +84,6 @@ def samples_of(task: Task, split: str, folder: Path) -> ExportSamples:
         DataError: there is none.
         TaskError: a batch of inputs is no nesting of plain tensors of numbers.
     """
-    from grappe.data.datasets import dataset_of, prepare
-
     prepare(task, folder)
     dataset = dataset_of(task, split, folder)
     length = len(dataset)  # pyrefly: ignore

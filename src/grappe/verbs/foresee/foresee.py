@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Literal
 
 from grappe.errors import GrappeError, TaskError, UsageError
 from grappe.plan import AnyPlan, Plan, as_plan
+from grappe.sites import find
 from grappe.sites.layout import on_site
 from grappe.table import Table, Tabular
 from grappe.task import Task
@@ -103,8 +104,6 @@ def budget_of(site: str) -> MemoryBudget:
     Raises:
         UsageError: the site is unknown, or its GPU's memory is.
     """
-    from grappe.sites import find
-
     budget = budget_in(find(site))
     if budget is None:
         raise UsageError(
@@ -160,7 +159,6 @@ def foresee(
     from grappe.foresight.fake_model import FakeModel
     from grappe.foresight.kernels import Kernels
     from grappe.foresight.search import candidates, foreseen
-    from grappe.sites import find
     from grappe.verbs.foresee.measured_step import LocalGpus
 
     place = None if site is None else find(site)

@@ -14,12 +14,13 @@ from pathlib import Path
 from typing import Any
 
 from grappe import tasks
-from grappe.data.datasets import prepare
+from grappe.data.datasets import dataset_of, prepare
 from grappe.errors import GrappeError, RunError, UsageError
 from grappe.fields import split
 from grappe.launch.files import scratch
 from grappe.launch.rank import ProcessRank
 from grappe.launch.start import start
+from grappe.launch.world import choose_device
 from grappe.plan import AnyPlan, Plan, as_plan
 from grappe.profiling import memory
 from grappe.profiling.phases import WARMUP
@@ -141,8 +142,6 @@ def _point(plan: Plan, batch: int, runs: Sequence[Measurement], failure: str) ->
 
 def worker(request: MeasureRequest, process: ProcessRank, rendezvous_folder: Path) -> Measurement | None:
     """Runs one process of a measured training; process 0 returns a point of one trial. Collective."""
-    from grappe.data.datasets import dataset_of
-    from grappe.launch.world import choose_device
     from grappe.verbs.measure import flops
 
     result = train_worker(request.training, process, rendezvous_folder)

@@ -23,6 +23,7 @@ from grappe.errors.foreign_text import printable
 from grappe.errors.user_code import naming_user_line
 from grappe.launch.rank import ProcessRank
 from grappe.launch.start import start
+from grappe.launch.world import joined
 from grappe.plan import AnyPlan, Plan, as_plan
 from grappe.private_api.torch import tree_leaves, tree_map
 from grappe.step.precision import autocast, set_gpu_arithmetic
@@ -122,7 +123,6 @@ class PredictRequest:
 
 def worker(request: PredictRequest, process: ProcessRank, rendezvous_folder: Path) -> list[tuple[Any, int]]:
     """Runs one process of a prediction; process 0 returns each batch's output and size, in order. Collective."""
-    from grappe.launch.world import joined
     from grappe.parallel.parallelize import parallelize
 
     run, plan = Run(request.run), request.plan

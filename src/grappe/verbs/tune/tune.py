@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
+from grappe import engines
 from grappe.errors import UsageError, nearest
 from grappe.fields import text_of
 from grappe.launch.files import RUNS
@@ -165,8 +166,6 @@ def checked_search(
     Raises:
         GrappeError: an argument is wrong.
     """
-    from grappe import engines
-
     _refuse_options(options, search_options, jobs)
     check_sampler(search_options.sampler)
     task_reference = TaskReference.of(task)
