@@ -25,7 +25,7 @@ RETURNED = {
     "grappe.step.scores:Scores": (),
     "grappe.verbs.tune.study:Study": ("folder", "search", "trials", "best", "run_folder"),
     "grappe.verbs.tune.study:Trial": (),
-    "grappe.verbs.verify.verdict:PlanVerdict": (),
+    "grappe.verbs.verify.verify:PlanVerdict": (),
     "grappe.sites.slurm:Entry": (),
 }
 MEMBERS = {

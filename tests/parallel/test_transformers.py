@@ -14,7 +14,7 @@ pytest.importorskip("transformers")
 from grappe.errors import PlanError
 from grappe.launch.world import World
 from grappe.parallel.materialise import untied
-from grappe.parallel.pipeline.units import pipeline_units
+from grappe.parallel.pipeline.cut import pipeline_units
 from grappe.parallel.tensor import split_tensors
 from grappe.plan import Plan
 from tests.gallery.cell import seen

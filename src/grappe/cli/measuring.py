@@ -40,7 +40,7 @@ from grappe.words import count_of, filled_table, plain_table
 if TYPE_CHECKING:
     from grappe.verbs.lr_find import LearningRates
     from grappe.verbs.measure.measure import JobRequest
-    from grappe.verbs.verify.verdict import PlanVerdict
+    from grappe.verbs.verify.verify import PlanVerdict
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -28,11 +28,10 @@ from grappe.launch.fork import run_in_fork
 from grappe.parallel.batchnorm import buffers_agreed, buffers_restored
 from grappe.parallel.materialise import on_meta
 from grappe.parallel.parallelize import parallelize
-from grappe.parallel.pipeline.cut import Cut, check_units, cut_into_stages
+from grappe.parallel.pipeline.cut import Cut, check_units, cut_into_stages, pipeline_units
 from grappe.parallel.pipeline.rules import stages_each
 from grappe.parallel.pipeline.schedules import Runner
 from grappe.parallel.pipeline.stage import Relay, Stage, StageGenerators, key_of, prune
-from grappe.parallel.pipeline.units import pipeline_units
 from grappe.parallel.shard import reshard
 from grappe.plan import Plan
 from grappe.private_api.torch import BatchNormBase

@@ -30,9 +30,8 @@ from grappe.optimizers.common import has_modes
 from grappe.parallel.activation_checkpointing import checkpoint_activations, switch_off_caches
 from grappe.parallel.batchnorm import synchronise_batchnorm
 from grappe.parallel.materialise import give_memory, on_meta
-from grappe.parallel.pipeline.cut import Cut, check_without_values
+from grappe.parallel.pipeline.cut import Cut, check_without_values, pipeline_units
 from grappe.parallel.pipeline.stage import Stage
-from grappe.parallel.pipeline.units import pipeline_units
 from grappe.parallel.tensor import split_tensors
 from grappe.parallel.units import blocks_of, units_of
 from grappe.plan import Plan

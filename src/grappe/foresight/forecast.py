@@ -52,7 +52,7 @@ from grappe.launch.fork import run_in_fork
 from grappe.launch.local import local
 from grappe.launch.rank import ProcessRank
 from grappe.parallel.materialise import untied
-from grappe.parallel.pipeline.units import pipeline_units
+from grappe.parallel.pipeline.cut import pipeline_units
 from grappe.plan import Plan
 from grappe.profiling.memory import data_size, return_freed_memory
 from grappe.step.scores import bytes_kept

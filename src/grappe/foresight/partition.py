@@ -15,9 +15,8 @@ from grappe.foresight.memory import Parameter, ParameterShard, homes_of, padded,
 from grappe.foresight.trace import Trace, tensors_of
 from grappe.launch.rank import ProcessRank
 from grappe.launch.world import own_cores
-from grappe.parallel.pipeline.cut import Cut, cut_into_stages
+from grappe.parallel.pipeline.cut import Cut, cut_into_stages, pipeline_units
 from grappe.parallel.pipeline.rules import stages_each
-from grappe.parallel.pipeline.units import pipeline_units
 from grappe.parallel.tensor import tensor_styles
 from grappe.plan import Plan
 from grappe.step.precision import LOWER

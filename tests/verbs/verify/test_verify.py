@@ -11,8 +11,7 @@ from benchmarks import gallery_files
 from grappe import Task
 from grappe.cli.measuring import COLUMNS, html_page, verdict_cells
 from grappe.launch.terminal import progress
-from grappe.verbs.verify.verdict import PlanVerdict
-from grappe.verbs.verify.verify import verify
+from grappe.verbs.verify.verify import PlanVerdict, verify
 from tests.parity import planted
 from tests.parity.contrastive import Pairs, Views
 from tests.parity.counted import Chosen, Counted
