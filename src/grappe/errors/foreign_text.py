@@ -28,13 +28,13 @@ def printable(foreign: object, most: int = MOST) -> str:
         text, cut = text[:most], f"… ({len(text) - most:,} more characters)"
     if text.isprintable() and not UNSEEN.search(text):
         return text + cut
-    return (
-        "".join(
-            character if character.isprintable() and not UNSEEN.match(character) else _escape(character)
-            for character in text
-        )
-        + cut
+    shown = (
+        character
+        if character.isprintable() and not UNSEEN.match(character)
+        else character.encode("unicode_escape").decode("ascii")
+        for character in text
     )
+    return "".join(shown) + cut
 
 
 def printable_lines(foreign: object, most: int = MOST_OF_LINES) -> str:
@@ -82,7 +82,3 @@ def _text(foreign: object) -> str:
         return str(foreign)
     except (RecursionError, ValueError):  # nested without end, or an integer of thousands of digits
         return "…"
-
-
-def _escape(character: str) -> str:
-    return character.encode("unicode_escape").decode("ascii")

@@ -199,7 +199,10 @@ class _Judgement:
         plan, instrumentation = self._without(self._asked_for())
         base = self._runner.reference(plan, instrumentation)
         steps = self._runner.trial(plan, instrumentation, base)
-        fed = self._runner.reference(plan, instrumentation, recorded=recorded_batches(steps))
+        recorded = tuple(
+            RecordedBatch(epoch=step.epoch, ids=tuple(used(step)), count=step.count, total=step.total) for step in steps
+        )
+        fed = self._runner.reference(plan, instrumentation, recorded=recorded)
         again = self._runner.trial(plan, instrumentation, fed)
         if compare(fed, again, tolerance=base).agrees:
             return self._finding("different", [wrong], ["one process that is given the same samples learns the same"])
@@ -358,13 +361,6 @@ def _stream_faults(steps: Sequence[TrialStep], again: Sequence[TrialStep]) -> li
 def used(step: TrialStep) -> list[int]:
     """Returns the ids of a step's samples, over all slices."""
     return [i for ids in step.slices for i in ids]
-
-
-def recorded_batches(steps: Sequence[TrialStep]) -> tuple[RecordedBatch, ...]:
-    """Returns the samples that a trial's steps used, on which one process can train."""
-    return tuple(
-        RecordedBatch(epoch=step.epoch, ids=tuple(used(step)), count=step.count, total=step.total) for step in steps
-    )
 
 
 def wrong_samples(reference: Reference, steps: Sequence[TrialStep]) -> str:
