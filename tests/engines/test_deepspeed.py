@@ -70,7 +70,7 @@ def test_a_full_disk_is_refused_before_anything_is_written(tmp_path: Path, monke
     from grappe.launch.world import World
 
     alone = World(process=ProcessRank(rank=0, size=1, local_rank=0, local_size=1, job="x"), device=torch.device("cpu"))
-    monkeypatch.setattr(library.library, "check_libaio", lambda world: None)
+    monkeypatch.setattr(library, "check_libaio", lambda world: None)
     usage = shutil.disk_usage(tmp_path)._replace(free=10**6)
     monkeypatch.setattr(library.shutil, "disk_usage", lambda folder: usage)
     scratch = library.Scratch(plan(f"offload=nvme:{tmp_path}"), alone)
@@ -92,7 +92,7 @@ def test_what_a_killed_training_left_on_the_disk_goes_with_the_next(
     (gone / "rank-0").write_bytes(bytes(9))
     owner = library._owned(lives)
     (mine_own / "thesis.txt").write_text("mine")
-    monkeypatch.setattr(library.library, "check_libaio", lambda world: None)
+    monkeypatch.setattr(library, "check_libaio", lambda world: None)
     process = ProcessRank(rank=0, size=1, local_rank=0, local_size=1, job="x")
     scratch = library.Scratch(plan(f"offload=nvme:{tmp_path}"), World(process=process, device=torch.device("cpu")))
     said: dict = {"zero_optimization": {"offload_optimizer": {}, "offload_param": {}}}
