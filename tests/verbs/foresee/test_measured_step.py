@@ -31,7 +31,7 @@ def test_a_training_that_fails_says_why(tmp_path: Path) -> None:
 
 def test_plans_that_do_not_fit_this_machine_are_not_run(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "cores", lambda: 2)
-    monkeypatch.setattr(module.limits, "free", lambda: 10_000_000)
+    monkeypatch.setattr(module, "free_memory", lambda: 10_000_000)
     check_runs_here(Plan.parse("replicate=2,threads=1"), needing(3_000_000))
     with pytest.raises(PlanError, match="3 threads of 3 processes on 2 cores"):
         check_runs_here(Plan.parse("replicate=3,threads=1"), needing(1))

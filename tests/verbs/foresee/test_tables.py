@@ -46,11 +46,11 @@ def test_the_answer_is_a_plan_that_fits_or_what_to_change() -> None:
 
 
 def test_a_small_training_needs_one_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("grappe.profiling.memory.free", lambda: 16 * 10**9)
+    monkeypatch.setattr("grappe.verbs.foresee.tables.free_memory", lambda: 16 * 10**9)
     quick = PlanTimes(plans=(plan("", 0.01, 1, 10**6), plan("replicate=2", 0.005, 2, 10**6)))
     assert answer(quick, "fastest") == ["Everything fits; one process is enough: 1 MB a process, about 36 s (±15%)"]
     assert answer(PLANS, "fastest")[0].startswith("Use replicate=2: 2.0 GB a process, about 36 min (±15%)")
-    monkeypatch.setattr("grappe.profiling.memory.free", lambda: 10**6)
+    monkeypatch.setattr("grappe.verbs.foresee.tables.free_memory", lambda: 10**6)
     assert answer(quick, "fastest")[0].startswith("Use replicate=2")
 
 
