@@ -11,7 +11,6 @@ import contextlib
 import copy
 import dataclasses
 import io
-import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn, TypeVar
@@ -39,6 +38,7 @@ from grappe.training.request import data_folder
 from grappe.training.task_reference import TaskReference
 from grappe.verbs.launch.interception import Begin, intercepted, modules_alive, rows_of
 from grappe.verbs.launch.launch import run_as_main
+from grappe.verbs.launch.variables import random_state, set_random_state
 from grappe.verbs.verify.ported import (
     dropout_rates,
     inputs_of,
@@ -99,41 +99,24 @@ class ComparisonOver(BaseException):
     """Ends the script: enough is known."""
 
 
-class _RandomState(NamedTuple):
-    torch: Tensor
-    python: Any
-    numpy: Any
-
-
 class _Backward(NamedTuple):
     """A backward of the script, and what it was computed from."""
 
     batch: Any
     loader: DataLoader[Any] | None
-    random: _RandomState
+    random: Mapping[str, Tensor]
     loss: float
 
 
-def random_state() -> _RandomState:
-    """Returns the state of the generators that a script draws from."""
-    return _RandomState(torch.get_rng_state(), random.getstate(), np.random.get_state())
-
-
 @contextlib.contextmanager
-def drawing_from(state: _RandomState) -> Iterator[None]:
+def drawing_from(state: Mapping[str, Tensor]) -> Iterator[None]:
     """Context in which the generators have another state; they have their own again after it."""
     before = random_state()
-    _set(state)
+    set_random_state(state)
     try:
         yield
     finally:
-        _set(before)
-
-
-def _set(state: _RandomState) -> None:
-    torch.set_rng_state(state.torch)
-    random.setstate(state.python)
-    np.random.set_state(state.numpy)
+        set_random_state(before)
 
 
 def verify_against(
@@ -199,9 +182,9 @@ class Comparison:
 
     def __init__(self, task: Task, dataset: Any, steps: int) -> None:
         self._task, self._dataset, self._steps = task, dataset, steps
-        self._batch: tuple[Any, DataLoader[Any] | None, _RandomState] | None = None
+        self._batch: tuple[Any, DataLoader[Any] | None, Mapping[str, Tensor]] | None = None
         self._backwards: list[_Backward] = []
-        self._first_random: _RandomState | None = None
+        self._first_random: Mapping[str, Tensor] | None = None
         self._first_buffers: dict[int, Tensor] = {}
         self._stepping: Optimizer | None = None
         self._augments = overrides(task, "augment")
