@@ -38,6 +38,7 @@ RUN_ELSEWHERE = {
     "augmentation.md": "tests/test_imagenet_guide.py",
     "data.md": "tests/test_data_guide.py",
     "data-formats.md": "tests/test_data_formats.py",
+    "from-a-script.md": "tests/docs/test_from_a_script.py",
     "notebook.md": "tests/test_notebook.py",
     "optimizers.md": "tests/optimizers/test_guide.py",
     "transformers.md": "tests/test_transformers_guide.py",

@@ -1,0 +1,103 @@
+"""docs/from-a-script.md: its scripts with grappe print the same on two processes; its lines are counted; its tables."""
+
+from __future__ import annotations
+
+import contextlib
+import difflib
+import io
+import os
+import re
+import shlex
+from pathlib import Path
+from typing import Any
+
+import pytest
+from docs import translations
+
+from grappe import engines
+from grappe.cli.commands import app
+from grappe.launch.rank import ProcessRank
+from grappe.plan import Plan
+from grappe.training import own_loop
+from tests.docs.test_pieces import first, opened
+from tests.processes import Pool
+
+GUIDE = Path(__file__).parents[2] / "docs" / "from-a-script.md"
+BLOCKS = {first(text): text for language, text in map(opened, translations.blocks(GUIDE.read_text())) if language}
+PLANS = {"classifier": "replicate=2", "tokens": "replicate=2,microbatches=4,dropout=whole", "gan": "shard=2"}
+CELL = re.compile(r"^\| (.+?) \| (.+) \|$", re.MULTILINE)
+
+
+def printed(place: ProcessRank, meet: Path, text: str, plan: str) -> tuple[list[str], Any]:
+    """Runs a script as one of a launch's processes; returns what it prints, on process 0 of several."""
+    own_loop.become(place, Path(meet))
+    os.environ[own_loop.PLAN] = f"{plan},device=cpu,threads=1,workers=0".lstrip(",")
+    names: dict[str, Any] = {"__name__": "script"}
+    try:
+        with contextlib.redirect_stdout(io.StringIO()) as out:
+            exec(compile(text, "script", "exec"), names)
+        names["loop"]._close_at_exit()
+    finally:
+        own_loop.leave()
+        own_loop._Joined.process = None
+        del os.environ[own_loop.PLAN]
+    return out.getvalue().splitlines(), names["loop"].world.size
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_a_plain_script_runs(name: str, capsys: pytest.CaptureFixture) -> None:
+    exec(BLOCKS[f"# {name}.py"], {"__name__": "script"})
+    assert len(capsys.readouterr().out.splitlines()) >= 3
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_a_script_prints_the_same_on_two_processes(pool: Pool, name: str) -> None:
+    text = BLOCKS[f"# {name}.py with grappe"]
+    (alone, one), (several, two) = (
+        pool.run("tests.docs.test_from_a_script:printed", Plan.parse(plan).processes, text, plan)[0]
+        for plan in ("", PLANS[name])
+    )
+    assert (one, two) == (1, 2)
+    assert len(alone) >= 3
+    for line, other in zip(alone, several, strict=True):
+        numbers, others = ([float(each) for each in re.findall(r"\d+\.\d+", text)] for text in (line, other))
+        assert others == pytest.approx(numbers, rel=1e-5)
+        assert numbers
+
+
+def changed(name: str, library: str) -> int:
+    """Counts the lines of a script with a library that its plain form does not have, indentation aside."""
+    plain, other = (
+        [line.strip() for line in BLOCKS[f"# {name}.py{which}"].splitlines()[1:]] for which in ("", f" with {library}")
+    )
+    return sum(line.startswith("+ ") and bool(line[2:]) for line in difflib.ndiff(plain, other))
+
+
+def test_the_lines_are_as_counted_and_at_most_six_more_than_accelerates() -> None:
+    rows = re.findall(r"^\| \[.*\]\(#.*\) \| (\d+) \| (\d+) \|$", GUIDE.read_text(), re.MULTILINE)
+    counted = [(changed(name, "Accelerate"), changed(name, "grappe")) for name in PLANS]
+    assert [(int(theirs), int(ours)) for theirs, ours in rows] == counted
+    assert all(ours <= theirs + 6 for theirs, ours in counted)
+
+
+def test_every_line_of_the_tables_is_of_a_script_a_command_or_a_plan() -> None:
+    scripts = " ".join(text for name, text in BLOCKS.items() if name.endswith("with grappe"))
+    _, *tables = GUIDE.read_text().split("## Line by line")
+    cells = [code for _, here in CELL.findall(tables[0]) for code in re.findall("`([^`]+)`", here)]
+    assert len(cells) > 40
+    for code in cells:
+        if code.startswith("grappe "):
+            app.parse_args(shlex.split(code)[1:], print_error=False, exit_on_error=False)
+        elif re.fullmatch(r"[a-z_]+(=\w+)?(,[a-z_]+(=\w+)?)*", code):
+            plan = Plan.parse(code)
+            assert plan.changed_keys() - {"engine"} <= engines.find(plan.engine).supported_keys, code
+        else:
+            assert code in scripts or code in NAMED, code
+
+
+NAMED = {
+    'loop = grappe.Loop(run="runs/a")': "tests/training/test_own_loop.py, as the next",
+    "loop.keep(schedule=schedule)": "",
+    'grappe.Loop.launch(train, 0.1, plan="replicate=2")': "",
+}
+"""Code of the tables that other tests run."""
