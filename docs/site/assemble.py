@@ -19,7 +19,21 @@ LEXERS = {".py": "python", ".toml": "toml", ".cpp": "cpp", ".json": "json", ".sh
 BOTH = ("commands/", "plan/", "labs/")
 """Pages that both languages have under the same name."""
 NAVIGATION = (
-    ("Get started", "Premiers pas", ("tour", "task", "notebook", "plans", "resume", "slurm", "from-a-script", "from-a-page", "gallery")),
+    (
+        "Get started",
+        "Premiers pas",
+        (
+            "tour",
+            "task",
+            "notebook",
+            "plans",
+            "resume",
+            "slurm",
+            "from-a-script",
+            "from-a-page",
+            "gallery",
+        ),
+    ),
     ("Data", "Données", ("data", "data-formats", "imagenet", "augmentation")),
     (
         "Training",
