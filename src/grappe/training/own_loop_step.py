@@ -64,7 +64,7 @@ class Pair(NamedTuple):
 
 
 class LoopBatches(Task):
-    """What a call of `batches` or `evaluate` says of its batches; they have the form that `collate=` gives them."""
+    """Description of the batches of a call of `batches` or `evaluate`, which have the form that `collate=` gives them."""
 
     def collate(self, samples: Sequence[Any]) -> Any:
         """Returns the batch as the inputs, without targets."""
