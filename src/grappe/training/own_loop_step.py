@@ -64,7 +64,7 @@ class Pair(NamedTuple):
 
 
 class LoopBatches(Task):
-    """Description of the batches of a call of `batches` or `evaluate`, which have the form that `collate=` gives them."""
+    """Description of the batches of a call of `batches` or `evaluate`; their form is what `collate=` returns."""
 
     def collate(self, samples: Sequence[Any]) -> Any:
         """Returns the batch as the inputs, without targets."""
