@@ -106,4 +106,4 @@ def test_curves_scores_and_costs_are_tables(tmp_path: Path) -> None:
     costs = run.costs()
     columns = ["peak", "parameters", "step", "forward", "update"]
     assert [costs[name][0] for name in columns] == [5, 3, 0.5, 0.25, 0.0]
-    assert "&lt;b&gt;" in run._repr_html_() and "0.7500" in run._repr_html_()
+    assert "&lt;b&gt;" in run._repr_html_() and "one process" in run._repr_html_() and "0.7500" in run._repr_html_()

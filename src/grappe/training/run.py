@@ -23,7 +23,7 @@ from grappe.launch import files
 from grappe.launch.files import IN_PART, RUNS
 from grappe.table import Table, Tabular, frame
 from grappe.training.plot import Plot
-from grappe.words import VERSION, host_name
+from grappe.words import VERSION, host_name, plan_name
 
 if TYPE_CHECKING:
     from grappe.launch.world import World
@@ -224,10 +224,19 @@ class Run(Tabular):
         """Returns the run's state in one row: task, plan, status, step and the scores of the last evaluation."""
         description, last = self.read_description(), self.last_record("evaluation")
         scores = {name: last[name] for name in last if name not in ("kind", "step", "count")}
-        facts = {name: description.get(name) for name in ("task", "plan", "started")}
+        facts = {name: description.get(name) for name in ("task", "started")}
         reached = last.get("step") or self.last_record("step").get("step", 0)
         return Table(
-            [{"run": self.folder, **facts, "status": self.read_status(description), "step": reached, **scores}]
+            [
+                {
+                    "run": self.folder,
+                    "plan": plan_name(description.get("plan")),
+                    **facts,
+                    "status": self.read_status(description),
+                    "step": reached,
+                    **scores,
+                }
+            ]
         )
 
     def cut_back(self, step: int) -> None:
