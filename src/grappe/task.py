@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, dataclass_transform
 
 from grappe.errors import TaskError
-from grappe.errors.user_code import at, calls_users, place_in
+from grappe.errors.user_code import calls_users
+from grappe.errors.user_line import at, place_in
 from grappe.fields import check_values
 
 if TYPE_CHECKING:

@@ -16,7 +16,7 @@ import pytest
 from torch.autograd import graph
 from torch.distributed import distributed_c10d
 
-from grappe.errors import user_code
+from grappe.errors import user_line
 from grappe.profiling.phases import BACKWARD, CHECKPOINT, COMMUNICATION, EVALUATION, FORWARD
 from grappe.training.run import Run
 from grappe.training.watchdog import Standstill, Watchdog, sentence, waits_in
@@ -174,8 +174,8 @@ def test_who_is_blamed(tmp_path: Path, found: list[Standstill], wanted: str) -> 
         (FORWARD, distributed_c10d.__file__, True),
         (EVALUATION, distributed_c10d.__file__, True),
         (BACKWARD, graph.__file__, True),
-        (BACKWARD, str(user_code.PACKAGE / "step/any.py"), True),
-        (FORWARD, str(user_code.PACKAGE / "step/any.py"), False),
+        (BACKWARD, str(user_line.PACKAGE / "step/any.py"), True),
+        (FORWARD, str(user_line.PACKAGE / "step/any.py"), False),
         (BACKWARD, "task.py", False),
     ],
 )

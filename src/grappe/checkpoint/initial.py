@@ -30,7 +30,8 @@ from grappe.checkpoint.foreign_training import (
 from grappe.checkpoint.format import STATE, choose, step_folder
 from grappe.checkpoint.weights import LOCAL, MODEL, InMemory, Weights, named_tensors
 from grappe.errors import GrappeError, OutOfMemory, RunError, TaskError, disk_advice
-from grappe.errors.user_code import at, user_call
+from grappe.errors.user_code import user_call
+from grappe.errors.user_line import at
 from grappe.launch import files
 from grappe.launch.fork import LimitReached, Limits, run_in_fork
 from grappe.task import Task

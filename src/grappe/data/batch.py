@@ -20,7 +20,7 @@ from torch import Tensor
 from grappe.data.device_copy import sent
 from grappe.data.sampling import cut
 from grappe.errors import TaskError
-from grappe.errors.user_code import at
+from grappe.errors.user_line import at
 from grappe.launch.world import gather_into
 from grappe.plan import Plan
 from grappe.task import Task

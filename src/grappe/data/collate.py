@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from grappe.errors import GrappeError, PlanError, TaskError
-from grappe.errors.user_code import at, sentence
+from grappe.errors.user_code import sentence
+from grappe.errors.user_line import at
 from grappe.private_api.torch import tree_map
 from grappe.task import Task, overrides
 

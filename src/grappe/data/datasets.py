@@ -14,7 +14,8 @@ from grappe.data.arrays import in_memory, one_by_one
 from grappe.data.draw import mix, permute
 from grappe.data.sampling import DrawnSamples, SampleOrder, Sampling
 from grappe.errors import DataError, GrappeError, TaskError
-from grappe.errors.user_code import at, line_of, user_call
+from grappe.errors.user_code import user_call
+from grappe.errors.user_line import at, line_of
 from grappe.launch.files import locked, own_folder, state_base
 from grappe.task import Task, overrides
 from grappe.words import host_name

@@ -15,7 +15,8 @@ from torch.utils.data import Dataset, Subset, TensorDataset
 from grappe.data.arrays import RepeatedDataset, TensorSamples
 from grappe.data.draw import mix
 from grappe.errors import TaskError
-from grappe.errors.user_code import at, calls_users, sentence
+from grappe.errors.user_code import calls_users, sentence
+from grappe.errors.user_line import at
 from grappe.private_api.torch import tree_flatten
 
 

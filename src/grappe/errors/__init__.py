@@ -44,7 +44,7 @@ class GrappeError(Exception):
     def _render_traceback_(self) -> list[str]:
         """Returns what IPython shows: the user's line and the message; the whole traceback from the second time on."""
         from grappe.errors.foreign_text import printable, printable_lines
-        from grappe.errors.user_code import line_of
+        from grappe.errors.user_line import line_of
 
         if self._was_shown or os.environ.get(TRACEBACK):  # the second time is %tb
             return [printable_lines(text) for text in (self.details, *traceback.format_exception(self)) if text]

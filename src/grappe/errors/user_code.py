@@ -1,105 +1,17 @@
-"""User code: finds the line of the user's own code in a traceback or a stack, and names it in the message."""
+"""User code: finds the line of the user's own code that raised or passed on an exception, for the message."""
 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
-import inspect
-import linecache
 import os
-import re
-import sysconfig
 import traceback
-from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
+from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
 from grappe.errors import GrappeError, OutOfMemory, TaskError
 from grappe.errors.causes import is_out_of_memory
 from grappe.errors.remedies import OVERWRITTEN, WITHOUT_GRADIENT, remedy
-
-PACKAGE = Path(__file__).parent.parent
-SHIPPED = PACKAGE / "tasks"  # written as a user would write them
-TYPED = ("<stdin", "<console", "<ipython")
-WORKER = re.compile(r"^Caught \w+ in DataLoader worker process")
-FRAME = re.compile(r'^  File "(.+)", line (\d+), in (.+)$', re.MULTILINE)
-
-
-@dataclasses.dataclass(frozen=True)
-class Line:
-    """A line of the user's code, in the form that messages show."""
-
-    file: str
-    number: int
-    function: str
-
-    @property
-    def text(self) -> str:
-        """Reads the line; "" if its file cannot be read."""
-        return linecache.getline(self.file, self.number).strip()
-
-    def __str__(self) -> str:
-        inside = "" if self.function.startswith("<") else f", in {self.function}()"
-        return f"{self.file}, line {self.number}{inside}{self.text and ': '}{self.text}"
-
-
-def line_of(error: BaseException) -> Line | None:
-    """Finds the innermost line of the user's own code in `error`'s traceback, also a data worker's."""
-    if isinstance(error, SyntaxError) and error.filename and not _is_library(error.filename):
-        return Line(error.filename, error.lineno or 0, "<module>")
-    lines = [Line(f.filename, f.lineno or 0, f.name) for f in traceback.extract_tb(error.__traceback__)]
-    if WORKER.match(str(error)):
-        lines += [Line(file, int(number), name) for file, number, name in FRAME.findall(str(error))]
-    own = [line for line in lines if not _is_library(line.file)]
-    return own[-1] if own else _called(error)
-
-
-def _called(error: BaseException) -> Line | None:
-    """Finds the user's own forward that torch could not call with the given arguments."""
-    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
-    if not frames or frames[-1].f_code.co_name != "_call_impl":
-        return None
-    return definition(type(frames[-1].f_locals.get("self")), "forward")
-
-
-def definition(owner: object, name: str) -> Line | None:
-    """Finds the line that defines a function of the user's: of a task or a class; None where that is a library's."""
-    code = getattr(inspect.unwrap(getattr(owner, name, None)), "__code__", None)  # type: ignore[arg-type]
-    if code is None or _is_library(code.co_filename):
-        return None
-    return Line(code.co_filename, code.co_firstlineno, name)
-
-
-def at(owner: object, name: str) -> str:
-    """Formats the line that defines a function of the user's, to follow a message: ` (task.py, line 3 …)`, or ""."""
-    line = definition(owner, name)
-    return f" ({line})" if line else ""
-
-
-def place_in(stack: Sequence[traceback.FrameSummary]) -> str:
-    """Finds the innermost line of the user's own code in a stack; without one, the innermost line."""
-    lines = [Line(frame.filename, frame.lineno or 0, frame.name) for frame in stack]
-    own = [line for line in lines if not _is_library(line.file)]
-    return str((own or lines)[-1]) if lines else "nowhere"
-
-
-def is_users_file(file: str) -> bool:
-    """Returns whether a frame's file is the user's own."""
-    return not _is_library(file)
-
-
-def _is_library(file: str) -> bool:
-    """Returns whether a frame's file belongs to Python, to an installed package, or to grappe."""
-    if file.startswith("<"):
-        return not file.startswith(TYPED)
-    if "site-packages" in file or "dist-packages" in file:
-        return True
-    path = Path(os.path.abspath(file))  # noqa: PTH100 - links are left alone, as in the frame
-    paths = sysconfig.get_paths()
-    if any(path.is_relative_to(paths[name]) for name in ("stdlib", "platstdlib")):
-        return True
-    return path.is_relative_to(PACKAGE) and (path.parent != SHIPPED or path.name == "__init__.py")
-
+from grappe.errors.user_line import FRAME, WORKER, at, definition, line_of
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 

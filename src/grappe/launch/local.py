@@ -28,7 +28,7 @@ import cloudpickle
 from grappe import errors
 from grappe.errors.causes import limits_set
 from grappe.errors.remedies import remedy
-from grappe.errors.user_code import Line, is_users_file
+from grappe.errors.user_line import Line, is_users_file
 from grappe.launch import child, files
 from grappe.launch.files import IN_PART
 from grappe.launch.fork import parent_pipe_in_environment

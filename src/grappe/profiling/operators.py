@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import flop_registry
 
-from grappe.errors.user_code import is_users_file
+from grappe.errors.user_line import is_users_file
 from grappe.private_api.torch import TorchDispatchMode, tree_leaves
 from grappe.profiling.chronometer import Chronometer
 from grappe.profiling.phases import BACKWARD, COMMUNICATION, FORWARD

@@ -15,7 +15,8 @@ from torch import Tensor, nn
 
 from grappe.data.batch import Batch, Microbatch, first_rows, flat
 from grappe.errors import TaskError
-from grappe.errors.user_code import at, calls_users, method_error
+from grappe.errors.user_code import calls_users, method_error
+from grappe.errors.user_line import at
 from grappe.launch.world import World
 from grappe.private_api.torch import tree_flatten, tree_unflatten
 from grappe.profiling.phases import BACKWARD

@@ -15,7 +15,8 @@ from torch import Tensor
 from grappe.data.batch import Batch, Microbatch, stored_in
 from grappe.data.collate import form
 from grappe.errors import TaskError
-from grappe.errors.user_code import at, calls_users, sentence
+from grappe.errors.user_code import calls_users, sentence
+from grappe.errors.user_line import at
 from grappe.launch.world import World
 from grappe.plan import Plan
 from grappe.private_api.torch import tree_map

@@ -22,7 +22,7 @@ from grappe.data.batch import Batch, Microbatch, rows_of_slices, stored_in
 from grappe.data.device_copy import sent
 from grappe.data.whole_batch_draws import whole_batch_draws
 from grappe.errors import TaskError
-from grappe.errors.user_code import at
+from grappe.errors.user_line import at
 from grappe.launch.world import World, gather_into
 from grappe.plan import Plan
 from grappe.private_api.torch import tree_flatten, tree_leaves, tree_unflatten

@@ -33,7 +33,8 @@ from grappe.engines.shared.carried import CarriedState
 from grappe.engines.shared.microbatch import remarks_on_draws
 from grappe.errors import DivergedError, GrappeError, RunError, TaskError
 from grappe.errors.remedies import OVERWRITTEN, remedy
-from grappe.errors.user_code import FRAME, Line, is_users, is_users_file, sentence
+from grappe.errors.user_code import is_users, sentence
+from grappe.errors.user_line import FRAME, Line, is_users_file
 from grappe.launch.signals import StopSignal
 from grappe.launch.world import World
 from grappe.plan import Plan

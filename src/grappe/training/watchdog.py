@@ -24,7 +24,7 @@ import torch
 import torch.autograd
 import torch.distributed
 
-from grappe.errors import RunError, user_code
+from grappe.errors import RunError, user_line
 from grappe.launch import files
 from grappe.launch.files import IN_PART
 from grappe.profiling.phases import BACKWARD, CHECKPOINT, COMMUNICATION, EVALUATION
@@ -201,7 +201,7 @@ class Watchdog:
             host=host_name(),
             phase=work,
             step=self.step,
-            where=user_code.place_in(stack),
+            where=user_line.place_in(stack),
             waits=self._size > 1 and (self.waiting or waits_in(self._phase(), stack)),
             excused=self._writing(),
             stack=tuple("".join(traceback.format_list(stack)).splitlines()[-LAST_LINES:]),
@@ -214,7 +214,7 @@ def waits_in(phase: int, stack: traceback.StackSummary) -> bool:
         return True
     innermost = stack[-1].filename if stack else ""
     # DDP waits in C++, inside of backward: the innermost line of Python is then ours or torch's.
-    if phase == BACKWARD and Path(innermost).is_relative_to(user_code.PACKAGE):
+    if phase == BACKWARD and Path(innermost).is_relative_to(user_line.PACKAGE):
         return True
     return any(Path(innermost).is_relative_to(folder) for folder in TORCH_WAITS)
 

@@ -20,7 +20,7 @@ from grappe.engines.base import EngineSetup
 from grappe.engines.shared.after_step import SET_DATA, differing
 from grappe.engines.shared.carried import attributes_kept, has_rows, nothing_changed
 from grappe.errors import TaskError
-from grappe.errors.user_code import place_in
+from grappe.errors.user_line import place_in
 from grappe.parallel.attributes import Place, copied_attributes, own_modules
 from grappe.parallel.shard import reshard
 from grappe.plan import Plan

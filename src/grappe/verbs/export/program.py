@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from grappe.errors import TaskError
 from grappe.errors.foreign_text import printable
-from grappe.errors.user_code import line_of
+from grappe.errors.user_line import line_of
 from grappe.private_api.torch import TreeSpec, leaf_names, tree_leaves, tree_unflatten
 from grappe.private_api.torch_inductor import quiet
 from grappe.task import Task

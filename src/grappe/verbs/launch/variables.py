@@ -25,7 +25,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader, Dataset, Sampler
 
 from grappe.errors import TaskError
-from grappe.errors.user_code import is_users_file
+from grappe.errors.user_line import is_users_file
 from grappe.private_api.torch import tensor_version
 
 MOST = 200_000
