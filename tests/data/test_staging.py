@@ -64,7 +64,7 @@ def test_what_is_not_ours_stays(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="was not staged by grappe"):
         stage(source, place)
     assert (place / "train.tar").read_bytes() == b"mine"
-    with pytest.raises(UsageError, match="where the source lies"):
+    with pytest.raises(UsageError, match="where the source is"):
         stage(source, tmp_path)
     with pytest.raises(DataError, match="no such file"):
         stage(tmp_path / "nothing", place)

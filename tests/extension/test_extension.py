@@ -154,7 +154,7 @@ def test_the_program_compiles_the_operator(run: Run, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("sources", "told"),
     [
-        ([], r"operators that LibTorch has not: swiglu::forward\. Give the C\+\+ source"),
+        ([], r"operators that LibTorch does not have: swiglu::forward\. Give the C\+\+ source"),
         ([cell.FOLDER / "none.cpp"], r"none\.cpp: give a file of C\+\+"),
         ([cell.FOLDER / "setup.py"], r"setup\.py: give a file of C\+\+"),
         ([cell.SOURCE, cell.SOURCE], "two files have one name"),

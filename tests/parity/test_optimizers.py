@@ -89,5 +89,5 @@ def test_engines_that_make_the_optimizer_anew_learn_the_same(pool: Pool, rule: s
 def test_deepspeed_refuses_it_where_parameters_are_flattened(pool: Pool, rule: str) -> None:
     text = "engine=deepspeed,shard=2,zero=1"
     for told in pool.run("tests.engines.told:told", 2, TunedTokens(by=rule), text, 1):
-        assert told.startswith("PlanError: engine=deepspeed with shard or offload hands the optimizer flat pieces")
+        assert told.startswith("PlanError: engine=deepspeed with shard or offload gives the optimizer flat pieces")
         assert "use replicate=N, or engine=native" in told

@@ -98,7 +98,7 @@ def test_killed_at_any_moment_it_goes_on(source: Path, packed: Path, tmp_path: P
             time.sleep(0.02)
             process.send_signal(signal.SIGKILL)
         if not (to / MANIFEST).exists():
-            with pytest.raises(DataError, match=r"not packed to its end|no class folders"):
+            with pytest.raises(DataError, match=r"not completely packed|no class folders"):
                 Images(to, CentreCrop(size=8))
         (to / ".shard-000003.tar.0123abcd").write_bytes(b"half of one")
         pack(source, to, FORM)
@@ -117,7 +117,7 @@ def test_a_full_disk_leaves_whole_shards(source: Path, packed: Path, tmp_path: P
     with monkeypatch.context() as patched:
         patched.setattr(os, "fsync", full)
         with pytest.raises(
-            DataError, match=r"shard-000002.tar cannot be written: Disk quota exceeded. 2 shards are whole"
+            DataError, match=r"shard-000002.tar cannot be written: Disk quota exceeded. 2 shards are complete"
         ):
             pack(source, tmp_path / "to", FORM)
     assert [one for one in tree(tmp_path / "to") if "shard" in one] == ["shard-000000.tar", "shard-000001.tar"]

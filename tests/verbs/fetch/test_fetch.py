@@ -129,7 +129,7 @@ def test_a_file_is_downloaded_once(server: Server, tmp_path: Path, capsys) -> No
 def test_an_interrupted_download_goes_on(server: Server, tmp_path: Path) -> None:
     mine, data = task(tmp_path, address(server)), tmp_path / "data"
     server.cut_at = 300_000
-    with pytest.raises(DataError, match=r"300,000 of 700,000 bytes are there: the same command goes on"):
+    with pytest.raises(DataError, match=r"300,000 of 700,000 bytes are there: the same command continues"):
         fetch(mine, data)
     server.cut_at = None
     fetch(mine, data)
@@ -140,7 +140,7 @@ def test_an_interrupted_download_goes_on(server: Server, tmp_path: Path) -> None
 def test_a_server_without_ranges_begins_again(server: Server, tmp_path: Path) -> None:
     mine, data = task(tmp_path, address(server)), tmp_path / "data"
     server.cut_at, server.no_ranges = 300_000, True
-    with pytest.raises(DataError, match="goes on"):
+    with pytest.raises(DataError, match="the same command continues"):
         fetch(mine, data)
     server.cut_at = None
     fetch(mine, data)
@@ -278,7 +278,7 @@ def test_names_that_lead_out_are_refused(tmp_path: Path, more: str) -> None:
 
 
 def test_a_task_without_downloads_says_so(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="names no files to download"):
+    with pytest.raises(UsageError, match="has no files to download"):
         fetch("digits", tmp_path)
 
 

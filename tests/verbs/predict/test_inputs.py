@@ -150,8 +150,8 @@ def test_json_lines_of_objects_and_several_lengths(given, tmp_path: Path) -> Non
     [
         ("plain", "[1, 2, 3", r"a\.jsonl, line 3: this is not JSON"),
         ("plain", "[" * 100_000, r"line 3: this is not JSON"),
-        ("plain", '["a", 1, 2, 3]', "line 3: give numbers, in nested lists of one length"),
-        ("plain", "[[1], [2, 3]]", "line 3: give numbers, in nested lists of one length"),
+        ("plain", '["a", 1, 2, 3]', "line 3: give numbers, in nested lists of equal length"),
+        ("plain", "[[1], [2, 3]]", "line 3: give numbers, in nested lists of equal length"),
         ("plain", "[[1, 2, 3, 4]]", r"line 3: it is \[1, 4\], and the model takes \[4\]"),
         ("plain", "null", "line 3: give numbers"),
         ("plain", "[1, 2, 3, 1e400, 5]", "the model does not take inputs of shape"),
