@@ -60,6 +60,7 @@ USED = private_names(
         "torch.distributed.pipelining": "_backward",
         "torch.distributed.tensor": "_utils",
         "torch.utils.data.dataloader._MultiProcessingDataLoaderIter": "_shutdown_workers",
+        "torch.utils.data.dataloader._SingleProcessDataLoaderIter": "_next_index",
         "torch.distributed.tensor.DTensor": "_local_tensor",
         "torch.nn.Module": "_buffers _modules _parameters",
         "torch.nn.modules.batchnorm": "_BatchNorm",
