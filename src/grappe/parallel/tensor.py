@@ -79,10 +79,9 @@ class _Announced(ParallelStyle):
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         style: Any = self._style
-        style.src_data_rank = self.src_data_rank
         if isinstance(style, RowwiseParallel) and Shard(-1) in style.input_layouts:
             module.register_forward_pre_hook(lambda *_: leave_split_layers())
-        module = style._apply(module, device_mesh)
+        module = parallelize_module(module, device_mesh, style, src_data_rank=self.src_data_rank)
         if isinstance(style, ColwiseParallel) and Shard(-1) in style.output_layouts:
             rank, processes = device_mesh.get_local_rank(), device_mesh.size()
 

@@ -305,11 +305,11 @@ class Comparison:
         first_buffers = {
             name: self._first_buffers.get(id(buffer), buffer) for name, buffer in self._script.buffers.items()
         }
-        self._buffers = paired(buffers, first_buffers)
+        self._paired_buffers = paired(buffers, first_buffers)
         with torch.no_grad():
             for name, other in self._pairs.items():
                 own[name].copy_(self._script.parameters[other])
-            for name, other in self._buffers.items():
+            for name, other in self._paired_buffers.items():
                 buffers[name].copy_(first_buffers[other])
         self._own, self._own_buffers = own, buffers
         named = [(name, parameter) for name, parameter in own.items() if parameter.requires_grad]
@@ -529,7 +529,7 @@ class Comparison:
 
     def _compare_tensors(self, kind: str, why: str) -> None:
         if kind == "buffer":
-            pairs, own, script = self._buffers, self._own_buffers, self._script.buffers
+            pairs, own, script = self._paired_buffers, self._own_buffers, self._script.buffers
         else:
             pairs, own, script = self._pairs, self._own, self._script.parameters
         for name in [each for each in pairs if each not in self._rounding]:
@@ -544,7 +544,7 @@ class Comparison:
         judged = [f"not judged, as its gradient is only rounding: {', '.join(rounding[:5])}"] if rounding else []
         return Agreement(
             step=self.step,
-            tensors=len(self._pairs) + len(getattr(self, "_buffers", ())),
+            tensors=len(self._pairs) + len(getattr(self, "_paired_buffers", ())),
             largest=self.largest,
             difference=difference,
             notes=(*self.notes, *judged),
