@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import re
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ from grappe.cli.commands import app
 from grappe.cli.exit import FORM, json_values, show_json
 from grappe.verbs.data import walk
 from grappe.verbs.submit import jobs
+from tests.commands import GRAPPE
 from tests.data.images import pictures
 
 GUIDE = (Path(__file__).parents[2] / "docs" / "json.md").read_text()
@@ -69,6 +71,20 @@ def test_one_line_of_its_kind(
         assert isinstance(content[key], list)
     if "--dry-run" in words:
         assert sorted(folder.rglob("*")) == before
+
+
+def test_a_trainings_line_stands_alone_and_its_curves_are_records(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = [*GRAPPE, "train", "digits", "epochs=1", "--run", "run", "--json"]
+    done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, check=True)
+    [run] = json.loads(done.stdout)["runs"]
+    assert (run["folder"], run["status"]) == ("run", "finished")
+    assert "epoch  1" in done.stderr
+    app(["curves", str(tmp_path / "run"), "--json"], exit_on_error=False, print_error=False)
+    records = json.loads(capsys.readouterr().out)["records"]
+    assert {record["run"] for record in records} == {"run"}
+    assert run["evaluation"] in [{name: value for name, value in one.items() if name != "run"} for one in records]
 
 
 def test_what_is_not_finite_is_null(capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import shlex
 import sys
@@ -83,6 +84,7 @@ def train(
     smoke: Annotated[
         bool, SWITCH, Parameter(help="Test one step, evaluation, save and resume under this plan.")
     ] = False,
+    json: Json = False,
 ) -> int:
     """Train a task under a plan, or resume a run."""
     texts = preflight([plan], task, fields, run=run, once=not smoke)
@@ -107,15 +109,21 @@ def train(
     if smoke:
         show(verb.smoke(request))
         return EXIT_OK
-    result = verb.run_training(request)
-    if result.status == "finished before":
-        show(f"{result.run} is finished (step {result.step}): nothing to do; --from {result.run} trains on from it")
+    with entry_point.printing_to_stderr() if json else contextlib.nullcontext():
+        result = verb.run_training(request)
+        if result.status == "finished before":
+            show(f"{result.run} is finished (step {result.step}): nothing to do; --from {result.run} trains on from it")
+        # A job's script and torchrun's user know their own command.
+        if result.status == "interrupted" and rank_from_environment() is None:
+            typed = [text for text in sys.argv[1:] if text != "--debug"]
+            resumed = typed if run is not None else [*typed, "--run", str(result.run)]
+            show(f"resume: {shlex.join(['grappe', *resumed])}")
+    if json:
+        from grappe.verbs.runs import facts
+
+        show_json("runs", runs=facts(runs, result.run))
     if result.status != "interrupted":
         return EXIT_OK
-    if rank_from_environment() is None:  # a job's script and torchrun's user know their own command
-        typed = [text for text in sys.argv[1:] if text != "--debug"]
-        resumed = typed if run is not None else [*typed, "--run", str(result.run)]
-        show(f"resume: {shlex.join(['grappe', *resumed])}")
     return interrupted()
 
 

@@ -278,6 +278,7 @@ def follow(run: RunFolder, /) -> None:
 def curves(
     *runs: Annotated[Path, Parameter(help="Runs' folders: runs/… (see: grappe runs)")],
     out: Annotated[OutFile, Parameter(help="A file. Default: the standard output.")] = None,
+    json: Json = False,
 ) -> None:
     """Print the curves of runs as CSV: one line per step, one line per evaluation."""
     from grappe.verbs.follow import write_csv
@@ -285,6 +286,12 @@ def curves(
     if not runs:
         raise UsageError("no run given: grappe runs lists them")
     output.check(out)
+    if json:
+        from grappe.training.run import Run
+
+        every = [Run(place) for place in runs]
+        show_json("curves", records=[{"run": run.folder.name, **record} for run in every for record in run.records()])
+        return
     stream = sys.stdout if out is None else io.StringIO()
     write_csv(runs, stream)
     if isinstance(stream, io.StringIO):

@@ -11,7 +11,7 @@ import pytest
 from grappe.verbs.launch.interception import intercepted
 from grappe.verbs.launch.launch import ScriptLoader
 from grappe.verbs.launch.rehearsal import Rehearsal, RehearsalOver
-from grappe.verbs.launch.rehearsed import Rehearsed
+from grappe.verbs.launch.request import Rehearsed
 
 SCRIPT = """
 import numpy as np

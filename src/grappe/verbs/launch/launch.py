@@ -32,7 +32,14 @@ from grappe.launch.terminal import complain, progress, say, user_stream
 from grappe.plan import AnyPlan, Plan, as_plan
 from grappe.private_api.multiprocessing import run_exit_functions, start_as_python_does
 from grappe.training.run import Run, new_folder
-from grappe.verbs.launch.rehearsed import Rehearsed, line_of, rehearsed_before
+from grappe.verbs.launch.request import (
+    INTERRUPTED,
+    RehearsalRequest,
+    Rehearsed,
+    ScriptRequest,
+    line_of,
+    rehearsed_before,
+)
 
 LOOP = "grappe"
 ITS_OWN = ("torch.distributed", "accelerate", "deepspeed", "horovod", "lightning", "pytorch_lightning", "transformers")
@@ -41,8 +48,6 @@ LIGHTNING = ("lightning", "pytorch_lightning")
 UNEDITED_KEYS = frozenset({"replicate", "batchnorm", "dropout", "device", "backend", "threads", "per_device"})
 """Keys of a plan that a script for one process can have."""
 WORDS = {"mean": "a mean over rows", "sum": "a sum over rows"}
-INTERRUPTED = 130
-"""The exit code of a Python script that Ctrl-C ends."""
 
 
 def launch(
@@ -192,40 +197,6 @@ def _imports(script: ast.Module) -> Iterator[str]:
 
 
 # ---- In each process ----
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class ScriptRequest:
-    """A script and the plan of the processes that run it."""
-
-    script: Path
-    arguments: Sequence[str]
-    plan: str
-    """"" for one process."""
-    rendezvous: Mapping[str, str]
-    """MASTER_ADDR and MASTER_PORT, for a script that calls torch.distributed itself."""
-    variables: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    """Of the environment, for any process."""
-    seed: int = 0
-    """Of what the script draws before it seeds itself, the same in all processes."""
-    rehearsed: Rehearsed | None = None
-    """Measurements of an unedited script's rehearsal."""
-    run: Path | None = None
-    """Folder of the run of a script for one process; None: it becomes none."""
-    save_every: int | None = None
-    check_every: int | None = None
-    catches: bool = False
-    """Whether the script does something of its own on Ctrl-C."""
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class RehearsalRequest:
-    """A script that is to be rehearsed."""
-
-    script: ScriptRequest
-    synchronised: bool
-    structural: Sequence[str]
-    """Places whose number of rows makes a tensor, as earlier rehearsals have found."""
 
 
 def rehearse_script(request: RehearsalRequest, process: ProcessRank, rendezvous_folder: Path) -> Rehearsed:

@@ -38,8 +38,8 @@ from grappe.training.task_reference import SCRIPT
 from grappe.training.watchers.base import Record
 from grappe.training.watchers.meter import Meter, used
 from grappe.verbs.launch.interception import Begin, alive, beyond_torchs_own, modules_alive, parameters_of, rows_of
-from grappe.verbs.launch.launch import INTERRUPTED, ScriptRequest
 from grappe.verbs.launch.replay import Iteration, Replay, repeats
+from grappe.verbs.launch.request import INTERRUPTED, ScriptRequest
 from grappe.verbs.launch.slices import SlicedSteps
 from grappe.verbs.launch.variables import (
     Unchanged,

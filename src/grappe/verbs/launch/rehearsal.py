@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import random
 import traceback
 import types
 from collections import defaultdict
@@ -19,7 +18,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn, TypeVar
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -39,7 +37,8 @@ from grappe.verbs.launch.interception import (
     parameters_of,
     rows_of,
 )
-from grappe.verbs.launch.rehearsed import Rehearsed, Rule, line_of
+from grappe.verbs.launch.request import Rehearsed, Rule, line_of
+from grappe.verbs.launch.variables import random_state, set_random_state
 from grappe.verbs.verify.random_ops import RandomOps
 from grappe.words import first_line
 
@@ -73,7 +72,7 @@ class _Pass:
 class _StepState(NamedTuple):
     """State to which each pass goes back."""
 
-    random: tuple[Tensor, Any, Any]
+    random: Mapping[str, Tensor]
     buffers: list[tuple[Tensor, Tensor]]
     gradients: list[Tensor | None]
 
@@ -298,22 +297,19 @@ class Rehearsal:
         with whole_batch_draws(place):
             yield cut_rows(batch, first, last) if part else batch
         self._pass = None
-        now = random.getstate(), np.random.get_state()
-        record.draws_beside_torch = repr(now) != repr(state.random[1:])
+        record.draws_beside_torch = not torch.equal(random_state()["others"], state.random["others"])
         return record
 
     def _state(self) -> _StepState:
         buffers = [buffer for module in modules_alive() for buffer in module.buffers(recurse=False)]
         return _StepState(
-            random=(torch.get_rng_state(), random.getstate(), np.random.get_state()),
+            random=random_state(),
             buffers=[(buffer, buffer.detach().clone()) for buffer in buffers],
             gradients=[each.grad for each in parameters_of(self._optimizers)],
         )
 
     def _restore(self, state: _StepState) -> None:
-        torch.set_rng_state(state.random[0])
-        random.setstate(state.random[1])
-        np.random.set_state(state.random[2])
+        set_random_state(state.random)
         with torch.no_grad():
             for buffer, before in state.buffers:
                 buffer.copy_(before)

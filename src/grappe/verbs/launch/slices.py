@@ -28,7 +28,7 @@ from grappe.parallel.batchnorm import ignoring_padding, synchronise_batchnorm
 from grappe.parallel.gradient_average import GradientAverage
 from grappe.private_api.torch import BatchNormBase
 from grappe.verbs.launch.interception import add_gradient, cut_rows, modules_alive, norms_of, parameters_of, rows_of
-from grappe.verbs.launch.rehearsed import Rehearsed, line_of
+from grappe.verbs.launch.request import Rehearsed, line_of
 
 T = TypeVar("T")
 CHECK_EVERY = 100  # steps, after which the processes compare their weights; at first after 1, 2, 4, …

@@ -1,4 +1,4 @@
-"""Measurements of a script's rehearsal, and the lines of the script that they name; without torch."""
+"""Requests to a script's processes, and the measurements of its rehearsal; without torch."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 Rule = Literal["mean", "sum", "most", "least", "same"]
+INTERRUPTED = 130
+"""The exit code of a Python script that Ctrl-C ends."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -27,6 +29,40 @@ class Rehearsed:
     """|gradient| of each parameter by the first batch's backwards before an optimizer steps."""
     structural: str = ""
     """A place that ended the rehearsal with an error when it was told the whole batch's rows; the next leaves it."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ScriptRequest:
+    """A script and the plan of the processes that run it."""
+
+    script: Path
+    arguments: Sequence[str]
+    plan: str
+    """"" for one process."""
+    rendezvous: Mapping[str, str]
+    """MASTER_ADDR and MASTER_PORT, for a script that calls torch.distributed itself."""
+    variables: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    """Of the environment, for any process."""
+    seed: int = 0
+    """Of what the script draws before it seeds itself, the same in all processes."""
+    rehearsed: Rehearsed | None = None
+    """Measurements of an unedited script's rehearsal."""
+    run: Path | None = None
+    """Folder of the run of a script for one process; None: it becomes none."""
+    save_every: int | None = None
+    check_every: int | None = None
+    catches: bool = False
+    """Whether the script does something of its own on Ctrl-C."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RehearsalRequest:
+    """A script that is to be rehearsed."""
+
+    script: ScriptRequest
+    synchronised: bool
+    structural: Sequence[str]
+    """Places whose number of rows makes a tensor, as earlier rehearsals have found."""
 
 
 def rehearsed_before(description: Mapping[str, Any], plan: str) -> Rehearsed | None:
