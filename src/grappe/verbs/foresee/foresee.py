@@ -78,6 +78,9 @@ class PlanTimes(Tabular):
     budget: MemoryBudget | None = None
     """The memory of the site's GPU; None: no site, or of plans for CPUs alone."""
 
+    def __repr__(self) -> str:
+        return f"PlanTimes({self.table()})"
+
     def table(self) -> Table:
         """Returns a row for each plan: bytes of the process that needs most, seconds of a step, hours of training."""
         return Table(
