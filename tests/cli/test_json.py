@@ -6,6 +6,7 @@ import functools
 import json
 import re
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,6 @@ from grappe.cli.commands import app
 from grappe.cli.exit import FORM, json_values, show_json
 from grappe.verbs.data import walk
 from grappe.verbs.submit import jobs
-from tests.commands import GRAPPE
 from tests.data.images import pictures
 
 GUIDE = (Path(__file__).parents[2] / "docs" / "json.md").read_text()
@@ -76,7 +76,7 @@ def test_one_line_of_its_kind(
 def test_a_trainings_line_stands_alone_and_its_curves_are_records(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    words = [*GRAPPE, "train", "digits", "epochs=1", "--run", "run", "--json"]
+    words = [Path(sys.executable).parent / "grappe", "train", "digits", "epochs=1", "--run", "run", "--json"]
     done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, check=True)
     [run] = json.loads(done.stdout)["runs"]
     assert (run["folder"], run["status"]) == ("run", "finished")

@@ -188,5 +188,5 @@ def test_copies_that_do_not_fit_are_refused() -> None:
         order_of(Sampling(copies=3), 30, 8).ids(0, 0)
     with pytest.raises(TaskError, match="copies=0"):
         order_of(Sampling(copies=0), 30)
-    with pytest.raises(TaskError, match="give it alone"):
+    with pytest.raises(TaskError, match="copies cannot be combined"):
         order_of(Sampling(copies=2, samples=10), 30)

@@ -2,23 +2,17 @@
 
 from __future__ import annotations
 
-import contextlib
 import difflib
-import io
-import os
 import re
 import shlex
 from pathlib import Path
-from typing import Any
 
 import pytest
 from docs import translations
 
 from grappe import engines
 from grappe.cli.commands import app
-from grappe.launch.rank import ProcessRank
 from grappe.plan import Plan
-from grappe.training import own_loop
 from tests.docs.test_pieces import first, opened
 from tests.processes import Pool
 
@@ -26,22 +20,6 @@ GUIDE = Path(__file__).parents[2] / "docs" / "from-a-script.md"
 BLOCKS = {first(text): text for language, text in map(opened, translations.blocks(GUIDE.read_text())) if language}
 PLANS = {"classifier": "replicate=2", "tokens": "replicate=2,microbatches=4,dropout=whole", "gan": "shard=2"}
 CELL = re.compile(r"^\| (.+?) \| (.+) \|$", re.MULTILINE)
-
-
-def printed(place: ProcessRank, meet: Path, text: str, plan: str) -> tuple[list[str], Any]:
-    """Runs a script as one of a launch's processes; returns what it prints, on process 0 of several."""
-    own_loop.become(place, Path(meet))
-    os.environ[own_loop.PLAN] = f"{plan},device=cpu,threads=1,workers=0".lstrip(",")
-    names: dict[str, Any] = {"__name__": "script"}
-    try:
-        with contextlib.redirect_stdout(io.StringIO()) as out:
-            exec(compile(text, "script", "exec"), names)
-        names["loop"]._close_at_exit()
-    finally:
-        own_loop.leave()
-        own_loop._Joined.process = None
-        del os.environ[own_loop.PLAN]
-    return out.getvalue().splitlines(), names["loop"].world.size
 
 
 @pytest.mark.parametrize("name", PLANS)
@@ -54,7 +32,7 @@ def test_a_plain_script_runs(name: str, capsys: pytest.CaptureFixture) -> None:
 def test_a_script_prints_the_same_on_two_processes(pool: Pool, name: str) -> None:
     text = BLOCKS[f"# {name}.py with grappe"]
     (alone, one), (several, two) = (
-        pool.run("tests.docs.test_from_a_script:printed", Plan.parse(plan).processes, text, plan)[0]
+        pool.run("tests.training.loops:printed", Plan.parse(plan).processes, text, plan)[0]
         for plan in ("", PLANS[name])
     )
     assert (one, two) == (1, 2)

@@ -339,7 +339,7 @@ def test_one_that_was_killed_comes_before_all() -> None:
 def test_a_silent_end_where_memory_is_limited_names_the_limit(monkeypatch: pytest.MonkeyPatch, code: int) -> None:
     assert hint(code) == ""
     monkeypatch.setattr(resource, "getrlimit", lambda kind: (10**9 if kind == resource.RLIMIT_DATA else -1, -1))
-    assert "no more memory, which is limited here: see `ulimit -d`" in hint(code)
+    assert "no more memory, and it is limited here: see `ulimit -d`" in hint(code)
     silent = failed(0, exit_code=code, kind="silent", why=hint(code))
     assert "`ulimit -d`" in str(explanation([silent]))
     crashed = failed(0, kind="crashed", exit_code=1, error="ZeroDivisionError", why=hint(1))

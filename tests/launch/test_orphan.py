@@ -153,13 +153,13 @@ def test_a_child_whose_parent_has_ended_begins_nothing(tmp_path: Path) -> None:
     """A process made by os.fork that is scheduled only when its parent is gone."""
     text = """
 import os, signal, sys
-from grappe.launch import fork, orphan
+from grappe.launch import fork
 
 def late(parent):
     os.kill(os.getpid(), signal.SIGSTOP)  # as if another process had its turn
     real(parent)
 
-real, fork.end_with_forking_parent = orphan.end_with_forking_parent, late
+real, fork.end_with_forking_parent = fork.end_with_forking_parent, late
 fork.run_in_fork(lambda: open(sys.argv[1], "w").close())
 """
     environment = {**os.environ, "PYTHONPATH": str(Path(grappe.__file__).parents[1])}

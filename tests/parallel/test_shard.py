@@ -6,6 +6,10 @@ import pytest
 import torch
 from torch import nn
 
+from grappe.errors import TaskError
+from grappe.launch.rank import ProcessRank
+from grappe.launch.world import World
+from grappe.parallel.shard import SameParameters
 from grappe.verbs.verify.verify import verify
 from tests.parity import planted
 from tests.parity.tasks import Images
@@ -64,3 +68,20 @@ def test_deepspeed_names_them(pool: Pool) -> None:
     pytest.importorskip("deepspeed")
     with pytest.raises(AssertionError, match=r"takes no scalar parameter, and the model has 4\.scale, 5\.0\.scale"):
         list(verify(Logits(), ["engine=deepspeed,shard=2,threads=1"], run=planted.runner(pool)))
+
+
+def test_a_branch_that_other_processes_do_not_take_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """FSDP2 would add one layer's gradients to the other's of the same size; looked at in steps 1, 2, 4, 8, …."""
+    model = nn.ModuleDict({"a": nn.Linear(2, 2, bias=False), "b": nn.Linear(2, 2, bias=False)})
+    world = World(process=ProcessRank(rank=0, size=2, local_rank=0, local_size=2, job="x"), device=torch.device("cpu"))
+    others: list[str] = []
+    monkeypatch.setattr(World, "gather", lambda self, value: [value, others])
+    check = SameParameters(list(model.named_parameters()), world)
+    model["a"](torch.ones(1, 2)).sum().backward()
+    others[:] = ["b.weight"]
+    check()
+    check()
+    others[:] = ["a.weight"]
+    check()
+    with pytest.raises(TaskError, match=r"^a\.weight has a gradient on some processes, and not on others"):
+        check()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import itertools
+import os
 import random
 from pathlib import Path
 from typing import Any
@@ -294,3 +295,19 @@ def gathered(loop: grappe.Loop) -> list[Any]:
 
 def len_of(samples: list[Any]) -> str:
     return "x" * len(samples)
+
+
+def printed(place: ProcessRank, meet: Path, text: str, plan: str) -> tuple[list[str], Any]:
+    """Runs a script as one of a launch's processes; returns what it prints, on process 0 of several."""
+    own_loop.become(place, Path(meet))
+    os.environ[own_loop.PLAN] = f"{plan},device=cpu,threads=1,workers=0".lstrip(",")
+    names: dict[str, Any] = {"__name__": "script"}
+    try:
+        with contextlib.redirect_stdout(io.StringIO()) as out:
+            exec(compile(text, "script", "exec"), names)
+        names["loop"]._close_at_exit()
+    finally:
+        own_loop.leave()
+        own_loop._Joined.process = None
+        del os.environ[own_loop.PLAN]
+    return out.getvalue().splitlines(), names["loop"].world.size

@@ -27,7 +27,7 @@ from grappe.parallel.compile import replaying
 from grappe.parallel.parallelize import KEYS, parallelize
 from grappe.parallel.pipeline import rules as pipeline_rules
 from grappe.parallel.replicate import Replicas
-from grappe.parallel.shard import reduction_switch
+from grappe.parallel.shard import SameParameters, reduction_switch
 from grappe.plan import Plan
 from grappe.profiling.phases import UPDATE
 from grappe.step import exact as exact_rules
@@ -195,6 +195,7 @@ class WholeGradients:
     def __init__(self, setup: EngineSetup, model: WholeModel, loss_scale: LossScale) -> None:
         self._parameters = [parameter for _, parameter in model.named]
         self._switch = reduction_switch(model.module, setup.plan) if setup.plan.uses_fsdp else None
+        self._same = SameParameters(model.named, setup.world) if setup.plan.shard > 1 else None
         self._unwrapped: Replicas | None = None
         forward: Callable[[Any], Any] = functools.partial(setup.task.forward, model.module)
         divisor, summed_in = 1.0, stored_in(setup.plan)
@@ -230,6 +231,8 @@ class WholeGradients:
             if self._switch is not None:
                 self._switch(micro is last)
             runner.run(batch, micro, _backward)
+        if self._same is not None:
+            self._same()
         return runner.sums()
 
     def norm(self) -> Tensor:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 
 OVERWRITTEN = re.compile(r"has been modified by an inplace operation")
+OTHER_SIZES = re.compile(r"distributed collective mismatch")
 WITHOUT_GRADIENT = re.compile(r"does not require grad and does not have a grad_fn")
 
 REMEDIES = {
@@ -71,9 +72,11 @@ REMEDIES = {
     r"\A'(?:train|validation|test)'\Z":
         "data() is asked for 'train' and 'validation', and for 'test' by grappe evaluate: "
         "grappe.split(dataset, split, validation=0.1) cuts one that is in one piece",
-    r"distributed collective mismatch":
-        "A collective of the model's own needs tensors of one size, and the slices of a batch may differ by a row: "
-        "let the loss compare samples instead, with whole_batch_loss = True in the task",
+    OTHER_SIZES.pattern:
+        "The processes exchange tensors of other sizes. If forward() takes branches by its data: under shard= each "
+        "process must use the same parameters, so use replicate=, or let every branch run on every process. If the "
+        "model calls a collective: slices of a batch may differ by a row, so let the loss compare samples instead, "
+        "with whole_batch_loss = True in the task",
     r"uninitialized parameter":
         "A lazy layer has its sizes only after a forward: give them, as in nn.Linear(3, 4), or call the model once "
         "in model()",

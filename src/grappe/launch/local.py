@@ -27,7 +27,7 @@ import cloudpickle
 
 from grappe import errors
 from grappe.errors.causes import limits_set
-from grappe.errors.remedies import remedy
+from grappe.errors.remedies import OTHER_SIZES, remedy
 from grappe.errors.user_line import Line, is_users_file
 from grappe.launch import child, files
 from grappe.launch.files import IN_PART
@@ -425,7 +425,10 @@ def explanation(failed: Sequence[LocalProcess]) -> errors.GrappeError:
         end = f"{who} ended by itself with exit code {number} ({why})"
     else:
         end = f"{who} ended by itself with exit code {number}"
-    died = errors.ProcessDied(end + last_lines(first.log))
+    lines = last_lines(first.log)
+    # gloo ends a process that gets another size than it waits for: no exception comes to a remedy.
+    advice = f"\n{remedy(lines)}" if OTHER_SIZES.search(lines) else ""
+    died = errors.ProcessDied(f"{end}{lines}{advice}")
     died.killed = number == -signal.SIGKILL
     return died
 

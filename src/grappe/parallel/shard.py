@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, fully_shard
 
+from grappe.errors import TaskError
 from grappe.launch.world import World, gather_into
 from grappe.parallel.materialise import untied
 from grappe.plan import Plan
@@ -96,3 +97,32 @@ def reduction_switch(model: nn.Module, plan: Plan) -> Callable[[bool], None] | N
     if plan.replicate > 1:
         return model.set_requires_all_reduce
     return None
+
+
+class SameParameters:
+    """Compares, in steps 1, 2, 4, 8, … and each 100th, which parameters the processes' backwards have reached.
+
+    FSDP2 sends what a process has reached in one message: where another process has reached others of the same size,
+    their gradients would be added to these.
+    """
+
+    def __init__(self, named: Sequence[tuple[str, nn.Parameter]], world: World) -> None:
+        self._named, self._world, self._step = named, world, 0
+
+    def __call__(self) -> None:
+        """Compares them after a step's last backward. Collective in these steps.
+
+        Raises:
+            TaskError: the processes have reached other parameters.
+        """
+        self._step += 1
+        if self._step & (self._step - 1) and self._step % 100:
+            return
+        everyone = self._world.gather([name for name, parameter in self._named if parameter.grad is None])
+        if any(missing != everyone[0] for missing in everyone):
+            [name, *_] = sorted(set().union(*everyone).difference(set(everyone[0]).intersection(*everyone)))
+            raise TaskError(
+                f"{name} has a gradient on some processes, and not on others: forward() takes branches by its data. "
+                "Under shard= gradients would be added to those of other parameters: use replicate=, or let every "
+                "branch run on every process"
+            )

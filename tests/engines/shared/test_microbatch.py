@@ -63,6 +63,7 @@ def torchs_noise(x: torch.Tensor) -> torch.Tensor:
 
 
 def test_a_kernel_that_draws_by_itself_is_named() -> None:
+    OWN_DRAWS.clear()
     SAME_DRAWS.clear()
     x, rows = torch.zeros(2, 3), BatchRows(0, 2, 4)
     try:

@@ -183,7 +183,7 @@ ones = torch.ones(rows) * output[:, 0]
             "import torch\nweight = torch.zeros(3, requires_grad=True)\noptimizer = torch.optim.SGD([weight], 0.1)\n"
             "weight.sum().backward()\noptimizer.step()\n",
             NET,
-            "no batch of a torch.utils.data.DataLoader was trained on",
+            "no step takes its batch from a torch.utils.data.DataLoader",
             id="no loader",
         ),
     ],
