@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+import html
 import importlib
 import io
 import re
 import tomllib
+import typing
 from pathlib import Path
 
 from docs import api
@@ -80,7 +83,7 @@ def _commands(language: str) -> dict[str, str]:
         help_text = _help(words)
         guides = _guides(words) if language == "en" else ""
         shown = f"````{{code-block}} text\n:class: terminal\n\n{help_text}\n````"
-        made[f"commands/{name}.md"] = f"# `grappe {' '.join(words)}`\n\n{shown}\n{guides}"
+        made[f"commands/{name}.md"] = f"# `grappe {' '.join(words)}`\n\n{shown}\n{_options(words, language)}{guides}"
         says = re.search(r"\n\n(.+?)(?:\n\n|\Z)", help_text, re.DOTALL)
         first = " ".join(says[1].split()) if says else ""
         lines.append(f"- [`grappe {' '.join(words)}`]({name}.md): {first}")
@@ -93,6 +96,24 @@ def _help(words: tuple[str, ...]) -> str:
     console = Console(file=written, width=WIDTH, color_system=None, force_terminal=False)
     app.help_print(list(words), console=console)
     return "\n".join(line.rstrip() for line in written.getvalue().strip().splitlines())
+
+
+def _options(words: tuple[str, ...], language: str) -> str:
+    """A heading for each option, to be linked to, and its help."""
+    application = functools.reduce(lambda outer, name: outer[name], words, app)
+    if not application.default_command:
+        return ""
+    kinds = typing.get_type_hints(application.default_command).values()
+    groups = [fields.docs(kind) for kind in kinds if dataclasses.is_dataclass(kind)]
+    grouped = {name: text for group in groups for name, text in group.items()}
+    lines = []
+    for argument in application.assemble_argument_collection():
+        names = [name for name in argument.names if name.startswith("-")]
+        text = argument.parameter.help or grouped.get(argument.keys[-1] if argument.keys else "")
+        if names and text:
+            said = text if language == "en" else str(catalogue_of(language).message(text))
+            lines += [f"### `{names[0]}`", "", html.escape(said, quote=False), ""]
+    return "\n".join(["", "## Options", "", *lines]) if lines else ""
 
 
 def _guides(words: tuple[str, ...]) -> str:

@@ -153,6 +153,7 @@ def test_each_command_has_its_help(site: Path) -> None:
             french = (site / "fr" / "commands" / f"{name}.html").read_text()
             assert f"Utilisation : grappe {name}" in french
             assert f"commands/{name}.html" in french
+    assert 'id="patience"' in (site / "commands" / "train.html").read_text(), "an option can be linked to"
 
 
 NOTES = tomllib.loads((ROOT / "docs" / "site" / "plan_keys.toml").read_text())
