@@ -51,7 +51,7 @@ def test_draws_without_rows_are_named() -> None:
 def kernel_noise(x: torch.Tensor) -> torch.Tensor:
     """Draws from torch's generator as a kernel in C++ does: by no operator of torch."""
     generator = torch.default_generator.clone_state()
-    drawn = torch.rand(x.shape, generator=generator)
+    drawn = torch.rand(x.numel(), generator=generator).view_as(x)  # in one row: no draw of a user's for rows
     torch.default_generator.set_state(generator.get_state())
     return drawn
 
