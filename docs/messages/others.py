@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import errno
+import functools
 import io
 import itertools
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from cyclopts import App
@@ -128,6 +129,11 @@ def help_texts() -> set[str]:
         app.help_print(list(words), console=Console(file=io.StringIO()))
     app.help_formatter = before
     return {text for text in found if re.search("[a-z]{2}", text)} | {translated_help.COMMAND}
+
+
+def command(words: Iterable[str]) -> App:
+    """Returns the command that these words name."""
+    return functools.reduce(lambda outer, name: outer[name], words, app)
 
 
 def commands(application: App, before: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:

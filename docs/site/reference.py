@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import html
 import importlib
 import io
@@ -13,7 +12,7 @@ import typing
 from pathlib import Path
 
 from docs import api
-from docs.messages.others import commands
+from docs.messages.others import command, commands
 from docs.site.links import front_matter
 from rich.console import Console
 
@@ -100,7 +99,7 @@ def _help(words: tuple[str, ...]) -> str:
 
 def _options(words: tuple[str, ...], language: str) -> str:
     """A heading for each option, to be linked to, and its help."""
-    application = functools.reduce(lambda outer, name: outer[name], words, app)
+    application = command(words)
     if not application.default_command:
         return ""
     kinds = typing.get_type_hints(application.default_command).values()

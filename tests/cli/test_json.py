@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import json
 import re
 import subprocess
@@ -10,7 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from docs.messages.others import commands
+from docs.messages.others import command, commands
 
 from grappe.cli.commands import app
 from grappe.cli.exit import FORM, json_values, show_json
@@ -95,7 +94,7 @@ def test_what_is_not_finite_is_null(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def options_of(words: tuple[str, ...]) -> set[str]:
-    application = functools.reduce(lambda outer, name: outer[name], words, app)
+    application = command(words)
     collection = application.assemble_argument_collection() if application.default_command else ()
     return {name for argument in collection for name in argument.names}
 

@@ -48,7 +48,6 @@ ELSEWHERE = {
     "launch/terminal.py": "/dev/null",
     "launch/rendezvous.py": "/dev/null, and the folder where processes meet",
     "verbs/launch/interception.py": "the files that the user's own script opens, at the end of its silence",
-    "verbs/launch/replay.py": "/dev/null",
     "verbs/launch/slices.py": "a pipe from a child of its own",
     "private_api/gettext.py": "the installation's own catalogue of messages",
     "profiling/memory.py": "/proc, /sys, /sys/fs/cgroup",

@@ -38,7 +38,7 @@ from grappe.errors import EXIT_FAILURE, EXIT_INTERRUPTED, EXIT_OK, UsageError
 from grappe.fields import typed_name
 from grappe.launch.files import RUNS
 from grappe.launch.rank import is_main_process, rank_from_environment
-from grappe.launch.terminal import progress, say, waiting, write
+from grappe.launch.terminal import progress, redirected, say, waiting, write
 from grappe.plan import as_plan
 from grappe.training.options import Options
 from grappe.words import format_number
@@ -109,7 +109,7 @@ def train(
     if smoke:
         show(verb.smoke(request))
         return EXIT_OK
-    with entry_point.printing_to_stderr() if json else contextlib.nullcontext():
+    with redirected(1, to=2) if json else contextlib.nullcontext():
         result = verb.run_training(request)
         if result.status == "finished before":
             show(f"{result.run} is finished (step {result.step}): nothing to do; --from {result.run} trains on from it")

@@ -9,7 +9,7 @@ import math
 import os
 import sys
 import traceback
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, NoReturn
 
 from cyclopts import App, CycloptsError
@@ -154,20 +154,6 @@ def show_json(kind: str, **content: Any) -> None:
     """
     if is_main_process():
         write(json.dumps(json_form(kind, content), allow_nan=False))
-
-
-@contextlib.contextmanager
-def printing_to_stderr() -> Iterator[None]:
-    """Context in which the standard output, that of processes which start in it too, is the standard error."""
-    sys.stdout.flush()
-    kept = os.dup(1)
-    os.dup2(2, 1)
-    try:
-        yield
-    finally:
-        sys.stdout.flush()
-        os.dup2(kept, 1)
-        os.close(kept)
 
 
 def json_form(kind: str, content: Mapping[str, Any]) -> dict[str, Any]:

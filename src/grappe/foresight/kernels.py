@@ -15,7 +15,7 @@ from torch import Tensor
 
 from grappe.launch.local import local
 from grappe.launch.rank import ProcessRank
-from grappe.launch.terminal import without_standard_error
+from grappe.launch.terminal import redirected
 from grappe.private_api.torch import tree_leaves
 
 WITH_SCRATCH = ("aten.convolution", "aten.native_layer_norm", "aten._scaled_dot_product")
@@ -107,7 +107,7 @@ def worker(request: tuple[Sequence[Call], int], process: ProcessRank, rendezvous
     calls, threads = request
     torch.set_num_threads(threads)
     # torch's profiler writes to the standard error.
-    with without_standard_error(), tempfile.TemporaryDirectory() as folder:
+    with redirected(2), tempfile.TemporaryDirectory() as folder:
         kept = []
         cpu = [torch.profiler.ProfilerActivity.CPU]
         profiler = torch.profiler.profile(activities=cpu, profile_memory=True)

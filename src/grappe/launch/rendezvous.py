@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 
 from grappe.errors import ProcessDied, RunError, UsageError
 from grappe.launch import files
-from grappe.launch.terminal import without_standard_error
+from grappe.launch.terminal import redirected
 
 if TYPE_CHECKING:
     import torch
@@ -209,7 +209,7 @@ def claims_error_report(process: ProcessRank) -> bool:
             time.sleep(GRACE_SECONDS)  # process 0 most likely says the same, and the launcher then ends us
         return True
     try:
-        with without_standard_error():  # for a lost store torch prints a stack trace before it raises
+        with redirected(2):  # for a lost store torch prints a stack trace before it raises
             first = default_store().add("grappe/spoken", 1) == 1
     except RuntimeError:
         return False  # process 0, which serves the store, has ended, and has said why

@@ -132,13 +132,27 @@ def user_stream(process: ProcessRank) -> UserStream | None:
 
 
 @contextlib.contextmanager
-def without_standard_error() -> Iterator[None]:
-    """Context in which nothing that a library writes to the standard error is shown."""
-    kept, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
-    os.dup2(nowhere, 2)
+def redirected(*descriptors: int, to: int | None = None) -> Iterator[None]:
+    """Context in which what is written to `descriptors`, by libraries and new processes too, goes to another.
+
+    Args:
+        descriptors: of the standard output (1) and the standard error (2).
+        to: the other one; None: nothing is shown.
+    """
+    target = os.open(os.devnull, os.O_WRONLY) if to is None else to
+    streams = [stream for descriptor in descriptors if (stream := {1: sys.stdout, 2: sys.stderr}[descriptor])]
+    for stream in streams:
+        stream.flush()
+    kept = [os.dup(descriptor) for descriptor in descriptors]
+    for descriptor in descriptors:
+        os.dup2(target, descriptor)
     try:
         yield
     finally:
-        os.dup2(kept, 2)
-        os.close(kept)
-        os.close(nowhere)
+        for stream in streams:
+            stream.flush()
+        for descriptor, before in zip(descriptors, kept, strict=True):
+            os.dup2(before, descriptor)
+            os.close(before)
+        if to is None:
+            os.close(target)

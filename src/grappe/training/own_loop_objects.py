@@ -20,6 +20,7 @@ from torch.optim.swa_utils import AveragedModel
 from grappe.checkpoint.weights import Weights
 from grappe.errors import UsageError
 from grappe.private_api.torch import schedulers_of
+from grappe.training.random_state import set_state_of, state_of
 
 PREFIX = "kept."
 TENSOR, PAIRS = "tensor", "pairs"
@@ -104,17 +105,12 @@ class _GeneratorState:
         self._generator = generator
 
     def state_dict(self) -> Any:
-        """Returns a tensor, or what NumPy's bit generator has."""
-        if isinstance(self._generator, torch.Generator):
-            return {"state": self._generator.get_state()}
-        return self._generator.bit_generator.state
+        """Returns the state as a tensor."""
+        return {"state": state_of(self._generator)}
 
     def load_state_dict(self, state: Any) -> None:
         """Sets the generator to a state that it has returned."""
-        if isinstance(self._generator, torch.Generator):
-            self._generator.set_state(state["state"].cpu())
-        else:
-            self._generator.bit_generator.state = state
+        set_state_of(self._generator, state["state"].cpu())
 
 
 def _packed(value: Any, name: str, tensors: dict[str, Tensor]) -> Any:

@@ -19,6 +19,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader, get_worker_info
 
+from grappe.private_api.torch import tree_map
+
 T = TypeVar("T")
 TORCH, GRAPPE = str(Path(torch.__file__).parent), str(Path(__file__).parents[2])
 THROUGH = ("_tensor.py", "_tensor_str.py", "lr_scheduler.py")
@@ -197,6 +199,11 @@ def cut_rows(batch: Any, first: int, last: int) -> Any:
     return batch[first:last]
 
 
+def copied(value: Any) -> Any:
+    """Returns a copy of a batch's or an output's tensors, in the same nesting."""
+    return tree_map(lambda leaf: leaf.detach().clone() if isinstance(leaf, Tensor) else leaf, value)
+
+
 def parameters_of(optimizers: Sequence[Optimizer]) -> list[Tensor]:
     """Returns the parameters of optimizers that are trained, each once."""
     every = (each for optimizer in optimizers for group in optimizer.param_groups for each in group["params"])
@@ -216,6 +223,11 @@ def norms_of(total: Mapping[int, Tensor], count: int) -> list[float]:
 def modules_alive() -> list[nn.Module]:
     """Returns all modules of the process: a script's models are in no place that is known."""
     return alive(nn.Module)
+
+
+def buffers_alive() -> list[Tensor]:
+    """Returns the buffers of all modules of the process."""
+    return [buffer for module in modules_alive() for buffer in module.buffers(recurse=False)]
 
 
 def alive(kind: type[T]) -> list[T]:

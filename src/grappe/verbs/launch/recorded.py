@@ -12,7 +12,7 @@ import shlex
 import sys
 import time
 import types
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
@@ -33,6 +33,7 @@ from grappe.profiling.chronometer import Chronometer
 from grappe.profiling.phases import BACKWARD, CHECKPOINT, DATA, EVALUATION, FORWARD, UPDATE
 from grappe.training.own_loop_folder import LoopFolder
 from grappe.training.own_loop_objects import KeptObjects
+from grappe.training.random_state import as_tensor, from_tensor, random_state, set_random_state, set_state_of, state_of
 from grappe.training.run import Run
 from grappe.training.task_reference import SCRIPT
 from grappe.training.watchers.base import Record
@@ -41,17 +42,7 @@ from grappe.verbs.launch.interception import Begin, alive, beyond_torchs_own, mo
 from grappe.verbs.launch.replay import Iteration, Replay, repeats
 from grappe.verbs.launch.request import INTERRUPTED, ScriptRequest
 from grappe.verbs.launch.slices import SlicedSteps
-from grappe.verbs.launch.variables import (
-    Unchanged,
-    Variables,
-    as_tensor,
-    from_tensor,
-    random_state,
-    set_random_state,
-    set_state_of,
-    state_of,
-    variables_of,
-)
+from grappe.verbs.launch.variables import Unchanged, Variables, variables_of
 
 T = TypeVar("T")
 SAVE_SECONDS = 60.0
@@ -366,8 +357,9 @@ class RecordedSteps:
         """
         if self._unsaved:
             return {}, {}, {}
-        variables, alike = variables_of(self._optimizers), set(map(id, _of_modules()))
-        changed = self._changed(variables, alike)
+        variables, modules = variables_of(self._optimizers), _of_modules()
+        alike = set(map(id, modules))
+        changed = self._changed(variables, modules)
         tensors, values = self._kept().state()
         own: dict[str, Tensor] = {}
         rank = self._world.rank
@@ -377,10 +369,10 @@ class RecordedSteps:
                 tensors[f"script.{number}"] = tensor
             else:
                 own[f"local.{rank}.script.{number}"] = tensor
-        gradients = [number for number, each in enumerate(parameters_of(self._optimizers)) if each.grad is not None]
-        for number, each in enumerate(parameters_of(self._optimizers)):
-            if each.grad is not None:
-                tensors[f"gradient.{number}"] = each.grad
+        gradients = {
+            number: each.grad for number, each in enumerate(parameters_of(self._optimizers)) if each.grad is not None
+        }
+        tensors |= {f"gradient.{number}": gradient for number, gradient in gradients.items()}
         states = {"now": random_state(), **{f"live.{number}": each.state for number, each in self._live.items()}}
         for name, state in states.items():
             own |= {f"local.{rank}.random.{name}.{key}": tensor for key, tensor in state.items()}
@@ -392,14 +384,14 @@ class RecordedSteps:
             if own["local.0.reads"].nbytes > MOST_READ:
                 raise TaskError("it has read too many values to read them again")
         live = [[number, each.taken, each.print] for number, each in self._live.items()]
-        script = {"first": self._first, "paths": changed, "gradients": gradients, "live": live, "kept": values}
+        script = {"first": self._first, "paths": changed, "gradients": [*gradients], "live": live, "kept": values}
         return tensors, own, {"script": script}
 
-    def _changed(self, variables: Variables, alike: Collection[int]) -> list[str]:
+    def _changed(self, variables: Variables, modules: Sequence[Tensor]) -> list[str]:
         """Lists variables whose tensors differ from those of a script that begins.
 
         Args:
-            alike: the tensors of modules, whose versions do not tell: batch normalisation changes buffers unnoticed.
+            modules: the tensors of modules, whose versions do not tell: batch normalisation changes buffers unnoticed.
 
         Raises:
             TaskError: what changes is not found in the variables, or cannot be saved.
@@ -407,11 +399,12 @@ class RecordedSteps:
         if any(scaler.is_enabled() for scaler in alive(torch.amp.GradScaler)):
             raise TaskError("a GradScaler skips steps by what it sees: take bf16")
         assert self._unchanged is not None
+        alike = set(map(id, modules))
         changed = [path for path, each in variables.tensors.items() if id(each) in alike or each not in self._unchanged]
         if strange := [path for path in changed if variables.tensors[path].layout is not torch.strided]:
             raise TaskError(f"{strange[0]} is no dense tensor")
         reached = set(map(id, variables.tensors.values()))
-        if any(id(each) not in reached and each not in self._unchanged for each in _of_modules()):
+        if any(id(each) not in reached and each not in self._unchanged for each in modules):
             raise TaskError("a module that changes is in none of its variables")
         return changed
 

@@ -26,19 +26,19 @@ from torch.utils.data import DataLoader
 from grappe.data.batch import BatchRows
 from grappe.data.whole_batch_draws import whole_batch_draws
 from grappe.private_api.torch import BatchNormBase
+from grappe.training.random_state import random_state, set_random_state
 from grappe.verbs.launch.interception import (
     GRAPPE,
     TORCH,
     Begin,
     add_gradient,
+    buffers_alive,
     cut_rows,
-    modules_alive,
     norms_of,
     parameters_of,
     rows_of,
 )
 from grappe.verbs.launch.request import Rehearsed, Rule, line_of
-from grappe.verbs.launch.variables import random_state, set_random_state
 from grappe.verbs.verify.random_ops import RandomOps
 from grappe.words import first_line
 
@@ -301,10 +301,9 @@ class Rehearsal:
         return record
 
     def _state(self) -> _StepState:
-        buffers = [buffer for module in modules_alive() for buffer in module.buffers(recurse=False)]
         return _StepState(
             random=random_state(),
-            buffers=[(buffer, buffer.detach().clone()) for buffer in buffers],
+            buffers=[(buffer, buffer.detach().clone()) for buffer in buffers_alive()],
             gradients=[each.grad for each in parameters_of(self._optimizers)],
         )
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import os
 import sys
 import time
 import timeit
@@ -25,9 +24,11 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from grappe.checkpoint.format import Checkpoint
 from grappe.errors import RunError
+from grappe.launch.terminal import redirected
 from grappe.private_api.torch import skip_batch, tree_map
-from grappe.verbs.launch.interception import TORCH, cut_rows, rows_of, writing_nothing
-from grappe.verbs.launch.variables import from_tensor, is_own_file, set_random_state
+from grappe.training.random_state import from_tensor, set_random_state
+from grappe.verbs.launch.interception import TORCH, copied, cut_rows, rows_of, writing_nothing
+from grappe.verbs.launch.variables import is_own_file
 
 CLOCKS = (
     (time, "time"), (time, "perf_counter"), (time, "monotonic"), (time, "process_time"), (timeit, "default_timer"),
@@ -108,7 +109,7 @@ class Replay:
         """Whether it is still before the first batch that trained."""
         if not rank:
             self._until.enter_context(writing_nothing(until_left=True))
-            self._until.enter_context(_silence())
+            self._until.enter_context(redirected(1, 2))
 
     def begin(self) -> None:
         """Ends computing: the first batch that trained comes now."""
@@ -123,9 +124,7 @@ class Replay:
                     self._outputs[key] = plain(module, *arguments, **options)
                 finally:
                     nn.Module.__call__ = called  # type: ignore[method-assign]
-            return tree_map(
-                lambda leaf: leaf.detach().clone() if isinstance(leaf, Tensor) else leaf, self._outputs[key]
-            )
+            return copied(self._outputs[key])
 
         nn.Module.__call__ = called  # type: ignore[method-assign]
         self._until.callback(setattr, nn.Module, "__call__", plain)
@@ -147,7 +146,7 @@ class Replay:
                 if rows_of(first) is None:
                     yield from iteration.begin()
                     return
-            yield _copied(cut_rows(first, 0, rows))
+            yield copied(cut_rows(first, 0, rows))
 
     def read(self) -> Any:
         """Returns the next value that the script read."""
@@ -183,10 +182,6 @@ class Replay:
         self._until.close()
 
 
-def _copied(value: Any) -> Any:
-    return tree_map(lambda leaf: leaf.detach().clone() if isinstance(leaf, Tensor) else leaf, value)
-
-
 def _shape(value: Any) -> Any:
     if isinstance(value, Tensor):
         return value.shape, value.dtype
@@ -195,21 +190,6 @@ def _shape(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return tuple(map(_shape, value))
     return value if isinstance(value, bool | int | float | str) else type(value)
-
-
-@contextlib.contextmanager
-def _silence() -> Iterator[None]:
-    """Context in which nothing reaches the terminal."""
-    kept, nowhere = [os.dup(1), os.dup(2)], os.open(os.devnull, os.O_WRONLY)
-    for descriptor in (1, 2):
-        os.dup2(nowhere, descriptor)
-    try:
-        yield
-    finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        for descriptor, before in zip((1, 2), kept, strict=True):
-            os.dup2(before, descriptor)
 
 
 @contextlib.contextmanager

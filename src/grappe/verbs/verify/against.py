@@ -34,11 +34,11 @@ from grappe.step.closure import needs_closure
 from grappe.step.loss import loss_of
 from grappe.step.task_contract import model_of, optimizer_of, schedule_of
 from grappe.task import Task, overrides
+from grappe.training.random_state import random_state, set_random_state
 from grappe.training.request import data_folder
 from grappe.training.task_reference import TaskReference
-from grappe.verbs.launch.interception import Begin, intercepted, modules_alive, rows_of
+from grappe.verbs.launch.interception import Begin, buffers_alive, copied, intercepted, rows_of
 from grappe.verbs.launch.launch import run_as_main
-from grappe.verbs.launch.variables import random_state, set_random_state
 from grappe.verbs.verify.ported import (
     dropout_rates,
     inputs_of,
@@ -194,6 +194,9 @@ class Comparison:
         self._rates: dict[str, float] = {}
         self._rounding: set[str] = set()
         """Tensors whose gradient is only rounding, as of a bias before batch normalisation: rules scale it up."""
+        self._pairs: dict[str, str] = {}
+        self._paired_buffers: dict[str, str] = {}
+        """The script's name of each parameter and buffer of the task's model."""
         self.step = 0
         self.notes: list[str] = []
         self.largest = 0.0
@@ -219,10 +222,9 @@ class Comparison:
         """Yields a loader's batches, and notes each with the random state in which the script gets it."""
         for batch in begin():
             if self._stepping is None and not self._backwards:  # before a forward writes running statistics
-                every = (buffer for module in modules_alive() for buffer in module.buffers(recurse=False))
-                self._first_buffers = {id(buffer): buffer.detach().clone() for buffer in every}
+                self._first_buffers = {id(buffer): buffer.detach().clone() for buffer in buffers_alive()}
             self._batch = (
-                tree_map(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, batch),
+                copied(batch),
                 loader,
                 random_state(),
             )
@@ -544,7 +546,7 @@ class Comparison:
         judged = [f"not judged, as its gradient is only rounding: {', '.join(rounding[:5])}"] if rounding else []
         return Agreement(
             step=self.step,
-            tensors=len(self._pairs) + len(getattr(self, "_paired_buffers", ())),
+            tensors=len(self._pairs) + len(self._paired_buffers),
             largest=self.largest,
             difference=difference,
             notes=(*self.notes, *judged),
