@@ -19,7 +19,7 @@ from torch.utils.data import TensorDataset
 
 import grappe
 from grappe.launch.rank import ProcessRank
-from grappe.training import own_loop
+from grappe.training import own_loop_world
 
 ROWS = 22
 DATA = TensorDataset(
@@ -40,14 +40,14 @@ def weights(trained: nn.Module) -> list[Tensor]:
 
 def in_process(place: ProcessRank, meet: Path, name: str, plan: str, *arguments: Any) -> Any:
     """Runs a loop of this module as one of a launch's processes."""
-    own_loop.become(place, Path(meet))
+    own_loop_world.become(place, Path(meet))
     loop = grappe.Loop(f"{plan},device=cpu,threads=1".lstrip(","))
     try:
         return globals()[name](loop, *arguments)
     finally:
         loop._close_at_exit()
-        own_loop.leave()
-        own_loop._Joined.process = None
+        own_loop_world.leave()
+        own_loop_world.Joined.process = None
 
 
 # ---- What a body may do ------------------------------------------------------------------------------------
@@ -299,15 +299,15 @@ def len_of(samples: list[Any]) -> str:
 
 def printed(place: ProcessRank, meet: Path, text: str, plan: str) -> tuple[list[str], Any]:
     """Runs a script as one of a launch's processes; returns what it prints, on process 0 of several."""
-    own_loop.become(place, Path(meet))
-    os.environ[own_loop.PLAN] = f"{plan},device=cpu,threads=1,workers=0".lstrip(",")
+    own_loop_world.become(place, Path(meet))
+    os.environ[own_loop_world.PLAN] = f"{plan},device=cpu,threads=1,workers=0".lstrip(",")
     names: dict[str, Any] = {"__name__": "script"}
     try:
         with contextlib.redirect_stdout(io.StringIO()) as out:
             exec(compile(text, "script", "exec"), names)
         names["loop"]._close_at_exit()
     finally:
-        own_loop.leave()
-        own_loop._Joined.process = None
-        del os.environ[own_loop.PLAN]
+        own_loop_world.leave()
+        own_loop_world.Joined.process = None
+        del os.environ[own_loop_world.PLAN]
     return out.getvalue().splitlines(), names["loop"].world.size

@@ -124,11 +124,13 @@ def preflight(
     *,
     run: Path | None = None,
     once: bool = False,
+    later: bool = False,
 ) -> dict[str, str]:
     """Checks plans, fields and the task's name without torch; then starts the server that processes are forked from.
 
     Args:
         once: whether the command starts processes only once: a single process then needs no server.
+        later: whether the command starts the server itself.
 
     Returns:
         The texts of the task's fields, by name.
@@ -153,6 +155,6 @@ def preflight(
     starts = not done and rank_from_environment() is None
     if starts:
         starting(max((plan.processes for plan in parsed), default=1))
-    if starts and not single:
+    if starts and not single and not later:
         local.start_server(metrics=task is None or tasks.mentions(task, "torchmetrics"))
     return texts

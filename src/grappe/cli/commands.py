@@ -155,7 +155,7 @@ def launch(
 
         grappe launch --plan replicate=2 mnist.py --epochs 3
     """
-    preflight([plan], once=True)
+    preflight([plan], later=True)
     from grappe.launch.start import interrupted
     from grappe.verbs.launch.launch import launch as verb
 

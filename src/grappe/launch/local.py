@@ -42,6 +42,7 @@ from grappe.words import format_bytes, host_name
 GRACE_SECONDS = 3.0
 METRICS = "grappe.launch.preload_metrics"
 PRELOADED = ("grappe.launch.server", "grappe.launch.preload")
+OF_SCRIPTS = ("grappe.launch.server", "grappe.launch.preload_scripts")
 TASKS = Path("/proc/self/task")  # a folder for each thread
 NAME = "grappe-rank-"
 REFUSED = frozenset({1, -signal.SIGSEGV, -signal.SIGABRT, -signal.SIGBUS})
@@ -60,7 +61,16 @@ def start_server(*, metrics: bool = True) -> None:
         metrics: whether the server imports torchmetrics too, which takes a second. Else each process that needs
             torchmetrics imports it.
     """
-    multiprocessing.set_forkserver_preload([*PRELOADED, *[METRICS] * metrics])
+    _start_server(*PRELOADED, *[METRICS] * metrics)
+
+
+def start_server_of_scripts() -> None:
+    """As `start_server`; the server imports what a script for one process needs under `grappe launch`."""
+    _start_server(*OF_SCRIPTS)
+
+
+def _start_server(*preloaded: str) -> None:
+    multiprocessing.set_forkserver_preload([*preloaded])
     # A signal to the whole group must not end the server either.
     with signals_blocked(), without_main(), sleeping_threads(), parent_pipe_in_environment():
         resource_tracker.ensure_running()  # which lifts a part of the mask
@@ -206,7 +216,7 @@ def local(
     Args:
         saves: whether a signal makes the function save and return (see StopSignal); else the processes are ended.
         from_training: whether a process that was launched itself may start them.
-        meanwhile: called about once a second while the processes run.
+        meanwhile: called when the processes have started, and then about once a second while they run.
 
     Returns:
         The result of process 0.
@@ -223,8 +233,8 @@ def local(
                 if meanwhile is None:
                     launch.advance(wait(launch.handles, launch.patience))
                 else:
-                    advance([launch], 1.0)
                     meanwhile()
+                    advance([launch], 1.0)
             return launch.result()
         finally:
             signals.over = True

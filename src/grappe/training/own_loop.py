@@ -18,7 +18,6 @@ import dataclasses
 import functools
 import itertools
 import os
-import signal
 import sys
 import time
 import types
@@ -44,10 +43,9 @@ from grappe.engines.shared.microbatch import remarks_on_draws
 from grappe.engines.shared.state import ModelState, SavedState
 from grappe.errors import EXIT_INTERRUPTED, PlanError, UsageError
 from grappe.launch.rank import ProcessRank, rank_from_environment
-from grappe.launch.signals import SIGNALS, StopSignal
+from grappe.launch.signals import StopSignal
 from grappe.launch.start import start
-from grappe.launch.terminal import complain, user_stream
-from grappe.launch.world import World, join
+from grappe.launch.terminal import complain
 from grappe.parallel.activation_checkpointing import switch_off_caches
 from grappe.parallel.batchnorm import buffers_agreed
 from grappe.parallel.gradient_average import GradientAverage
@@ -55,7 +53,6 @@ from grappe.parallel.parallelize import prepare_filled, prepare_units
 from grappe.parallel.shard import divide_gradients, reduction_switch, reshard
 from grappe.parallel.units import repeated_blocks
 from grappe.plan import AnyPlan, Plan, as_plan
-from grappe.private_api.multiprocessing import run_exit_functions
 from grappe.private_api.torch import tree_map
 from grappe.profiling.chronometer import Chronometer
 from grappe.profiling.phases import CHECKPOINT, DATA, EVALUATION, FORWARD
@@ -67,16 +64,14 @@ from grappe.task import Task
 from grappe.training.own_loop_folder import LoopFolder
 from grappe.training.own_loop_objects import KeptObjects
 from grappe.training.own_loop_step import LoopBatches, LoopStep, Pair, as_given
+from grappe.training.own_loop_world import PLAN, Joined, join_world
 
 SUPPORTED_KEYS = frozenset({
     "engine", "device", "backend", "replicate", "shard", "zero", "threads", "workers", "loading", "prefetch",
     "per_device", "precision", "batchnorm", "channels_last", "recompute", "compile", "dropout", "microbatches", "exact",
     "offload", "validation_batch",
 })  # fmt: skip
-PLAN = "GRAPPE_PLAN"
-"""Variable with the plan that `grappe launch` was given."""
 Batches = Iterator[Any]
-EXIT_SECONDS = 0.05  # ten times Python's switch interval
 
 
 class _Position(NamedTuple):
@@ -106,7 +101,7 @@ class Loop:
     ) -> None:
         began = time.perf_counter()
         self.plan = _plan_of(plan)
-        process = _Joined.process or rank_from_environment() or ProcessRank(launcher="own loop")
+        process = Joined.process or rank_from_environment() or ProcessRank(launcher="own loop")
         if process.launcher == "own loop" and self.plan.processes > 1:
             raise UsageError(
                 f"plan {self.plan} needs {self.plan.processes} processes: start this script with "
@@ -159,7 +154,9 @@ class Loop:
             GrappeError: a process failed.
         """
         chosen = as_plan(plan)
-        return start(f"{__name__}:call_function", (function, arguments, str(chosen)), chosen, saves=True)
+        return start(
+            "grappe.training.own_loop_world:call_function", (function, arguments, str(chosen)), chosen, saves=True
+        )
 
     # ---- What is trained ----
 
@@ -579,61 +576,6 @@ class Loop:
 
     def _close_at_exit(self) -> None:
         self._close(getattr(sys, "last_value", None))
-
-
-class _Joined:
-    """The world of this process's loops, which share it."""
-
-    world: World | None = None
-    plan: Plan | None = None
-    process: ProcessRank | None = None
-    folder = Path()
-
-
-def leave() -> None:
-    """Ends all communication of the script's loops, before Python takes itself apart.
-
-    A thread of gloo's frees the tensors of a collective a little after its end, for which it needs the
-    interpreter's lock; without a chance to take it the thread ends this process by SIGABRT (once in 15 times).
-    """
-    if _Joined.world is not None:
-        _Joined.world.leave()
-        _Joined.world = None
-        time.sleep(EXIT_SECONDS)
-
-
-def become(process: ProcessRank, rendezvous_folder: Path) -> None:
-    """Makes this process one of a local launch's, for the loops of the script that it runs."""
-    _Joined.process, _Joined.folder = process, rendezvous_folder
-
-
-def call_function(request: tuple[Callable[..., Any], Sequence[Any], str], process: ProcessRank, folder: Path) -> Any:
-    """Calls a function with its arguments under a plan, as one of the launch's processes."""
-    function, arguments, os.environ[PLAN] = request
-    become(process, folder)
-    stream = user_stream(process)
-    if stream is not None:
-        os.dup2(stream.fileno(), 1)
-        os.dup2(stream.fileno(), 2)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
-    try:
-        return function(*arguments)
-    finally:
-        run_exit_functions()
-
-
-def join_world(plan: Plan, process: ProcessRank, folder: Path) -> World:
-    """Joins the other processes, once for all loops of a script. Collective.
-
-    Raises:
-        PlanError: another loop of this script has another plan.
-    """
-    if _Joined.world is None:
-        atexit.register(leave)  # after the loops' own ends, which are registered later
-        _Joined.world, _Joined.plan = join(plan, process, folder if _Joined.process is None else _Joined.folder), plan
-    elif plan != _Joined.plan:
-        raise PlanError(f"a script's loops share one plan: this one has {plan}, the one before {_Joined.plan}")
-    return _Joined.world
 
 
 def _plan_of(plan: AnyPlan | None) -> Plan:

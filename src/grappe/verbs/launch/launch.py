@@ -23,14 +23,14 @@ from types import CodeType, ModuleType
 from typing import Any
 
 from grappe.errors import EXIT_FAILURE, EXIT_INTERRUPTED, EXIT_OK, PlanError, UsageError
-from grappe.launch import files
+from grappe.launch import files, local
 from grappe.launch.files import RUNS
 from grappe.launch.rank import ProcessRank, rank_from_environment
-from grappe.launch.signals import SIGNALS, handled
+from grappe.launch.signals import handled
 from grappe.launch.start import start
-from grappe.launch.terminal import complain, progress, say, user_stream
+from grappe.launch.terminal import complain, progress, say
 from grappe.plan import AnyPlan, Plan, as_plan
-from grappe.private_api.multiprocessing import run_exit_functions, start_as_python_does
+from grappe.private_api.multiprocessing import start_as_python_does
 from grappe.training.run import Run, new_folder
 from grappe.verbs.launch.request import (
     INTERRUPTED,
@@ -163,7 +163,10 @@ def _rehearsed(request: ScriptRequest, plan: Plan) -> Rehearsed:
         )
         progress(f"rehearsing {request.script} on one process")
         try:
-            rehearsed = start("grappe.verbs.launch.launch:rehearse_script", rehearsal, alone)
+            # Meanwhile the server that the processes are forked from imports what they need.
+            rehearsed = start(
+                "grappe.verbs.launch.launch:rehearse_script", rehearsal, alone, meanwhile=local.start_server_of_scripts
+            )
         finally:
             progress("")
         if not rehearsed.structural:
@@ -253,39 +256,29 @@ def run_script(request: ScriptRequest, process: ProcessRank, rendezvous_folder: 
 
     On other processes than the first a failure is raised.
     """
-    from grappe.training import own_loop  # and torch
+    from grappe.training.own_loop_world import PLAN, as_a_program
 
-    os.environ.update({own_loop.PLAN: request.plan, **request.variables})
-    if process.launcher == "grappe":
-        own_loop.become(process, rendezvous_folder)
-        if request.rehearsed is None:  # else the script is for one process, and must not tell processes apart
-            os.environ.update(_as_torchrun(process), **request.rendezvous)
-        stream = user_stream(process)
-        if stream is not None:
-            os.dup2(stream.fileno(), 1)
-            os.dup2(stream.errors, 2)
-        for number in handled():  # which a process that is forked from the command has from it
-            signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
+    os.environ.update({PLAN: request.plan, **request.variables})
+    is_local = process.launcher == "grappe"
+    if is_local and request.rehearsed is None:  # else the script is for one process, and must not tell them apart
+        os.environ.update(_as_torchrun(process), **request.rendezvous)
     code = EXIT_FAILURE
-    try:
-        with contextlib.suppress(KeyboardInterrupt):
-            code = INTERRUPTED
-            if request.run is None and request.rehearsed is None:
-                run_as_main(request.script, request.arguments)
-            else:
-                _run_recorded(request, process, rendezvous_folder)
-            code = EXIT_OK
-    except SystemExit as end:
-        code = end.code if isinstance(end.code, int) else EXIT_OK if end.code is None else EXIT_FAILURE
-        if code == EXIT_FAILURE and isinstance(end.code, str):
-            say(end.code, sys.stderr)
-    except BaseException as error:
-        sys.last_value = error  # as the interpreter does before its exit functions
-        raise
-    finally:
-        if process.launcher == "grappe":
-            run_exit_functions()  # a forked process would leave them out
+    with as_a_program(process, rendezvous_folder) if is_local else contextlib.nullcontext():
+        try:
+            with contextlib.suppress(KeyboardInterrupt):
+                code = INTERRUPTED
+                if request.run is None and request.rehearsed is None:
+                    run_as_main(request.script, request.arguments)
+                else:
+                    _run_recorded(request, process, rendezvous_folder)
+                code = EXIT_OK
+        except SystemExit as end:
+            code = end.code if isinstance(end.code, int) else EXIT_OK if end.code is None else EXIT_FAILURE
+            if code == EXIT_FAILURE and isinstance(end.code, str):
+                say(end.code, sys.stderr)
+        except BaseException as error:
+            sys.last_value = error  # as the interpreter does before its exit functions
+            raise
     if process.rank and code not in (EXIT_OK, EXIT_INTERRUPTED, INTERRUPTED):
         raise SystemExit(code)
     return code
@@ -293,7 +286,7 @@ def run_script(request: ScriptRequest, process: ProcessRank, rendezvous_folder: 
 
 def _run_recorded(request: ScriptRequest, process: ProcessRank, rendezvous_folder: Path) -> None:
     """Runs a script for one process, of whose batches this process takes its rows, and makes it a run."""
-    from grappe.training.own_loop import join_world
+    from grappe.training.own_loop_world import join_world
     from grappe.verbs.launch.interception import intercepted, writing_nothing
     from grappe.verbs.launch.recorded import RecordedSteps, ScriptFolder
     from grappe.verbs.launch.replay import clocks_noted
