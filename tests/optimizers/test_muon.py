@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import pytest
 import torch
+from packaging.version import Version
 
 from grappe.optimizers import Muon
-from grappe.optimizers.muon import orthogonal
+from grappe.optimizers.muon import SCALES, orthogonal
 from tests.optimizers.published import away, problem, run
+
+TORCHS = [name for name in SCALES if name != "spectral_unclamped" or Version(torch.__version__).release >= (2, 14)]
 
 
 @pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="torch has Muon since 2.9")
-@pytest.mark.parametrize("adjust", ["original", "match_rms_adamw"])
+@pytest.mark.parametrize("adjust", TORCHS)
 @pytest.mark.parametrize("nesterov", [True, False])
 def test_matrices_are_updated_as_by_torch_but_for_bfloat16(
     adjust, nesterov: bool, monkeypatch: pytest.MonkeyPatch
@@ -21,7 +24,19 @@ def test_matrices_are_updated_as_by_torch_but_for_bfloat16(
     theirs = run(lambda params: torch.optim.Muon(params[:2], **settings))[:2]
     assert away(theirs, ours) < 0.02
     monkeypatch.setattr(torch.Tensor, "bfloat16", lambda tensor: tensor.clone())  # torch's, in float32
+    monkeypatch.setattr(torch, "bfloat16", torch.float32)  # since 2.14: tensor.to(dtype=torch.bfloat16)
     assert away(run(lambda params: torch.optim.Muon(params[:2], **settings))[:2], ours) < 1e-5
+
+
+def test_a_wide_matrix_has_the_scale_of_its_name() -> None:
+    moved = {}
+    for name in SCALES:
+        parameter = torch.nn.Parameter(torch.zeros(4, 16))
+        parameter.grad = torch.eye(4, 16)
+        Muon([parameter], lr=1.0, adjust_lr_fn=name).step()  # type: ignore[arg-type]
+        moved[name] = parameter.detach().norm()
+    assert float(moved["spectral_unclamped"] / moved["original"]) == pytest.approx(0.5)
+    assert float(moved["match_rms_adamw"] / moved["original"]) == pytest.approx(0.8)
 
 
 def test_the_rest_is_updated_as_by_adamw() -> None:

@@ -20,6 +20,12 @@ from grappe.step.clip import local_part
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 TINY = 1e-7
+SCALES: dict[str, Callable[[int, int], float]] = {
+    "original": lambda rows, columns: math.sqrt(max(1, rows / columns)),
+    "match_rms_adamw": lambda rows, columns: 0.2 * math.sqrt(max(rows, columns)),
+    "spectral_unclamped": lambda rows, columns: math.sqrt(rows / columns),
+}
+"""The factor of an orthogonal update, by the name that torch.optim.Muon gives it too."""
 
 
 class Muon(Optimizer):
@@ -32,8 +38,8 @@ class Muon(Optimizer):
         W = (1 - lr b) W - lr s orthogonal(U)
 
     orthogonal(U) is U with all singular values near 1; s is sqrt(max(1, rows / columns)), or with
-    adjust_lr_fn="match_rms_adamw" 0.2 sqrt(max(rows, columns)). A parameter of more than two dimensions, such as
-    a convolution's, is taken as a matrix [first, all others]. What has fewer than two dimensions, and what a pattern of
+    adjust_lr_fn="match_rms_adamw" 0.2 sqrt(max(rows, columns)), with "spectral_unclamped" sqrt(rows / columns). A
+    parameter of more than two dimensions, such as a convolution's, is taken as a matrix [first, all others]. What has fewer than two dimensions, and what a pattern of
     `rest` names (embeddings and the last layer, usually), is updated by AdamW with `rest_lr`.
 
     If a matrix is sharded, its momentum is gathered, and every process runs the iteration on the whole matrix,
@@ -44,7 +50,8 @@ class Muon(Optimizer):
         rest: patterns of the names of parameters that are updated by AdamW.
 
     Sources: Jordan et al. 2024, kellerjordan.github.io/posts/muon; "match_rms_adamw": Liu et al. 2025,
-    arXiv:2502.16982. torch.optim.Muon is the same, in bfloat16 and for two dimensions only.
+    arXiv:2502.16982; "spectral_unclamped": Bernstein 2025, jeremybernste.in/writing/deriving-muon. torch.optim.Muon is
+    the same, in bfloat16 and for two dimensions only.
 
     Raises:
         TaskError: a number is out of its range; or a pattern matches nothing.
@@ -59,7 +66,7 @@ class Muon(Optimizer):
         nesterov: bool = True,
         weight_decay: float = 0.0,
         ns_steps: int = 5,
-        adjust_lr_fn: Literal["original", "match_rms_adamw"] = "original",
+        adjust_lr_fn: Literal["original", "match_rms_adamw", "spectral_unclamped"] = "original",
         rest: Sequence[str] = (),
         rest_lr: float = 3e-4,
         betas: tuple[float, float] = (0.9, 0.95),
@@ -67,8 +74,8 @@ class Muon(Optimizer):
     ) -> None:
         check("Muon", lr=lr, weight_decay=weight_decay, ns_steps=ns_steps, rest_lr=rest_lr, eps=eps)
         check_below_one("Muon", momentum=momentum, beta1=betas[0], beta2=betas[1])
-        if adjust_lr_fn not in ("original", "match_rms_adamw"):
-            raise TaskError(f"Muon(adjust_lr_fn={adjust_lr_fn!r}): it is original or match_rms_adamw")
+        if adjust_lr_fn not in SCALES:
+            raise TaskError(f"Muon(adjust_lr_fn={adjust_lr_fn!r}): it is {' or '.join(SCALES)}")
         defaults = {
             "lr": lr,
             "momentum": momentum,
@@ -100,10 +107,7 @@ class Muon(Optimizer):
         buffer.lerp_(gradient, 1 - momentum)
         update = gradient.lerp(buffer, momentum) if group["nesterov"] else buffer
         matrix = _gathered(update, parameter).flatten(1)
-        rows, columns = matrix.shape
-        scale = math.sqrt(max(1, rows / columns))
-        if group["adjust_lr_fn"] == "match_rms_adamw":
-            scale = 0.2 * math.sqrt(max(rows, columns))
+        scale = SCALES[group["adjust_lr_fn"]](*matrix.shape)
         update = orthogonal(matrix, group["ns_steps"]).view(parameter.shape)
         local_part(parameter).sub_(_part(update, parameter), alpha=group["lr"] * scale)
 
