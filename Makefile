@@ -87,15 +87,27 @@ locked.txt: .venv/bin/pip constraints.txt pyproject.toml  ## requirements with h
 	@$(PIP) --dry-run --ignore-installed --report .venv/report.json torch '.[demo]'
 	@$(BIN)/python scripts/lock.py .venv/report.json >$@
 
-OLDEST := 2.8.0
+TORCH_oldest := ==2.8.0
+TORCH_newest := >2.13,<2.16
 PARITY ?= tests/parity tests/checkpoint
 QUICK ?= tests
+define on_other_torch
+	@.venv-$@/bin/python -m pytest -q -m "not slow and not soak" $(QUICK) --numprocesses $(WORKERS) --no-loadscope-reorder
+	@.venv-$@/bin/python -m pytest -q -m "slow and not soak" $(PARITY) --numprocesses $(WORKERS) --no-loadscope-reorder
+endef
 oldest: .venv-oldest/test  ## run the quick tests, parity and checkpoints on the oldest torch (7 GB, with its CUDA)
-	@.venv-oldest/bin/python -m pytest -q -m "not slow and not soak" $(QUICK) --numprocesses $(WORKERS) --no-loadscope-reorder
-	@.venv-oldest/bin/python -m pytest -q -m "slow and not soak" $(PARITY) --numprocesses $(WORKERS) --no-loadscope-reorder
+	$(on_other_torch)
+
+newest: .venv-newest/test  ## the same on the newest torch (6 GB)
+	$(on_other_torch)
+
+constraints: .venv/bin/pip  ## write constraints.txt from the newest of everything; then: make clean newest test
+	@$(BIN)/pip --disable-pip-version-check --quiet install --dry-run --ignore-installed --report .venv/newest.json \
+		'.[demo,docs,test,dev]'
+	@$(BIN)/python scripts/lock.py .venv/newest.json --versions >.venv/constraints.txt && mv .venv/constraints.txt constraints.txt
 
 clean:  ## forget the environments
-	rm -rf .venv .venv-oldest .bench
+	rm -rf .venv .venv-oldest .venv-newest .bench
 
 .venv/bin/pip:
 	@echo "making .venv with $$($(PYTHON) --version)"
@@ -119,12 +131,12 @@ clean:  ## forget the environments
 	@$(PIP) --editable '.[test,dev]'
 	@touch $@
 
-.venv-oldest/test: pyproject.toml constraints.txt
-	@$(PYTHON) -m venv .venv-oldest
-	@grep -vE '^(torch|triton|nvidia-.*)==' constraints.txt >.venv-oldest/constraints.txt
-	@.venv-oldest/bin/pip --disable-pip-version-check --quiet install --constraint .venv-oldest/constraints.txt \
-		torch==$(OLDEST) --editable '.[demo,images,lightning,tune]' \
+.venv-oldest/test .venv-newest/test: .venv-%/test: pyproject.toml constraints.txt
+	@$(PYTHON) -m venv .venv-$*
+	@grep -vE '^(torch|triton|nvidia-.*)==' constraints.txt >.venv-$*/constraints.txt
+	@.venv-$*/bin/pip --disable-pip-version-check --quiet install --constraint .venv-$*/constraints.txt \
+		'torch$(TORCH_$*)' --editable '.[demo,images,lightning,tune]' \
 		'pytest>=8' 'pytest-xdist>=3.6' 'hypothesis>=6.100' 'setuptools>=77' 'nbclient>=0.10' 'ipykernel>=6.29' 'babel>=2.16'
 	@touch $@
 
-.PHONY: help train demo quick oldest test artefacts lint types horovod operators docs site labs soak sbom bench gpu slurm-up slurm-down clean
+.PHONY: help train demo quick oldest newest constraints test artefacts lint types horovod operators docs site labs soak sbom bench gpu slurm-up slurm-down clean

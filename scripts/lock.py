@@ -5,11 +5,13 @@
     pip install --require-hashes -r locked.txt
 
 A list is for one kind of machine: torch has a build for each kind of processor and GPU, and clusters build their own.
+With --versions the lines are those of constraints.txt (make constraints): versions alone, of every kind of machine.
 """
 
 from __future__ import annotations
 
 import json
+import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -32,5 +34,18 @@ def lines(report: dict[str, Any]) -> Iterator[str]:
         yield f"{name}=={version} --hash=sha256:{digest}"
 
 
+HEAD = "# Exact versions of everything that `make` installs. To renew them: `make constraints`, then run the tests."
+OF_CUDA = re.compile(r"(nvidia-(?!ml-py)|cuda-|triton)")
+"""Packages that only torch's build for GPUs requires."""
+
+
+def versions(report: dict[str, Any]) -> Iterator[str]:
+    """constraints.txt: each package's version, without those of torch's build for GPUs."""
+    yield HEAD
+    for one in sorted(report["install"], key=lambda one: one["metadata"]["name"].lower()):
+        if "dir_info" not in one["download_info"] and not OF_CUDA.match(one["metadata"]["name"].lower()):
+            yield f"{one['metadata']['name']}=={one['metadata']['version'].partition('+')[0]}"
+
+
 if __name__ == "__main__":
-    print("\n".join(lines(json.loads(Path(sys.argv[1]).read_text()))))
+    print("\n".join((versions if "--versions" in sys.argv else lines)(json.loads(Path(sys.argv[1]).read_text()))))

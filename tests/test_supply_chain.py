@@ -15,6 +15,7 @@ from types import ModuleType
 import pytest
 
 import grappe
+from grappe import private_api
 
 ROOT = Path(__file__).parent.parent
 SOURCE = Path(grappe.__file__).parent
@@ -59,6 +60,25 @@ def test_requirements_with_hashes() -> None:
     assert list(lock.lines({"install": [known, project]})) == ["b==2 --hash=sha256:0f"]
     with pytest.raises(SystemExit, match="no sha256"):
         list(lock.lines({"install": [{**known, "download_info": {"vcs_info": {}}}]}))
+
+
+def test_new_constraints_name_no_build_for_gpus() -> None:
+    names = ("torch", "nvidia-cublas", "nvidia-ml-py", "triton", "cuda-toolkit")
+    report = {"install": [{"metadata": {"name": name, "version": "2+cu1"}, "download_info": {}} for name in names]}
+    assert list(script("lock").versions(report))[1:] == ["nvidia-ml-py==2", "torch==2"]
+    assert (ROOT / "constraints.txt").read_text().startswith(script("lock").HEAD)
+
+
+def test_the_table_of_versions_is_what_is_tested() -> None:
+    oldest, newest = (".".join(map(str, release)) for release in (private_api.OLDEST, private_api.NEWEST))
+    makefile = (ROOT / "Makefile").read_text()
+    assert f"TORCH_oldest := =={oldest}.0" in makefile
+    assert f"<{private_api.NEWEST[0]}.{private_api.NEWEST[1] + 1}\n" in makefile
+    assert f'"torch>={oldest}"' in (ROOT / "pyproject.toml").read_text()
+    (pin,) = re.findall(r"(?m)^torch==(\d+\.\d+)", (ROOT / "constraints.txt").read_text())
+    for page in ("docs/promises.md", "docs/fr/promises.md"):
+        rows = re.findall(r"(?m)^\| torch ([\d. to-]+) \|", (ROOT / page).read_text().replace(" à ", " to "))
+        assert rows[0] == oldest and pin in rows and rows[-1].endswith(f" {newest}"), page
 
 
 def test_every_dependency_is_pinned() -> None:

@@ -5,16 +5,15 @@ from __future__ import annotations
 import ast
 import importlib
 import importlib.util
-import inspect
 import pkgutil
-import re
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 
 from grappe import private_api
-from grappe.private_api import PrivateName
+from grappe.errors import UsageError
+from grappe.private_api import WARNED, PrivateName, check_torch, has, torch
 from tests.private_api.accesses import accesses
 
 FILES: dict[str, ModuleType] = {
@@ -31,29 +30,23 @@ def test_the_library_has_it(entry: PrivateName) -> None:
     assert has(entry.where, entry.name), f"{entry.where} has no {entry.name} any more: last seen in {entry.versions}"
 
 
-def has(where: str, name: str) -> bool:
-    """Whether a module or class has the attribute, or its source gives it to an object."""
-    owner = resolved(where)
-    if hasattr(owner, name):
-        return True
-    if hasattr(owner, "__path__"):  # a package
-        return importlib.util.find_spec(f"{where}.{name}") is not None
-    return re.search(rf"\b{name}\b", inspect.getsource(owner)) is not None  # type: ignore[arg-type]
-
-
-def resolved(where: str) -> object:
-    """The module or class of a dotted name."""
-    try:
-        return importlib.import_module(where)
-    except ModuleNotFoundError:
-        place, _, name = where.rpartition(".")
-        return getattr(resolved(place), name)
-
-
 def test_what_is_gone_is_noticed() -> None:
     assert has("torch.optim.Optimizer", "_optimizer_step_pre_hooks")
     assert not has("torch.optim.Optimizer", "_hooks_of_another_version")
     assert not has("torch.utils", "_tree_of_another_version")
+
+
+def test_a_torch_that_was_not_tested_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(WARNED, "")
+    for version in ("2.8.0+cu128", "2.13.0+cpu", "2.15.1"):
+        assert check_torch(version, [PrivateName("torch.utils", "_tree_of_another_version", "")]) == ""
+    with pytest.raises(UsageError, match=r"torch 2\.7\.1 is too old: grappe needs 2\.8 or newer"):
+        check_torch("2.7.1")
+    with pytest.raises(UsageError, match=r"2\.17\.0 .* has no torch\.utils\._tree_of_another_version any more"):
+        check_torch("2.17.0", [PrivateName("torch.utils", "_tree_of_another_version", "")])
+    caution = check_torch("2.17.0a0", torch.USED)
+    assert caution.endswith("tested up to torch 2.15, and this is 2.17.0a0: it works if `make quick` does")
+    assert check_torch("2.17.0a0", torch.USED) == "", "once"
 
 
 @pytest.mark.parametrize("library", FILES)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import importlib.metadata
 import io
 import itertools
 import multiprocessing
@@ -35,6 +36,8 @@ from grappe.launch.fork import parent_pipe_in_environment
 from grappe.launch.openmp import sleeping_threads
 from grappe.launch.rank import ProcessRank
 from grappe.launch.signals import SIGNALS, SignalForwarding, signals_blocked
+from grappe.launch.terminal import complain
+from grappe.private_api import check_torch
 from grappe.private_api.multiprocessing import PATIENCE_SECONDS, forkserver_exit_code, forkserver_is_running
 from grappe.profiling import memory
 from grappe.words import format_bytes, host_name
@@ -54,6 +57,13 @@ UNKNOWN = 255  # exit code
 LOST = ("closed by peer", "reset by peer", "Broken pipe")
 
 
+def _warn_of_torch() -> None:
+    """Warns once of a torch that was not tested, before processes import it whose messages go to a log."""
+    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+        if caution := check_torch(importlib.metadata.version("torch")):
+            complain(caution)
+
+
 def start_server(*, metrics: bool = True) -> None:
     """Starts the server that processes are forked from, unless it runs: the server imports torch in the background.
 
@@ -70,6 +80,7 @@ def start_server_of_scripts() -> None:
 
 
 def _start_server(*preloaded: str) -> None:
+    _warn_of_torch()
     multiprocessing.set_forkserver_preload([*preloaded])
     # A signal to the whole group must not end the server either.
     with signals_blocked(), without_main(), sleeping_threads(), parent_pipe_in_environment():
@@ -247,6 +258,7 @@ def _context(processes: int) -> BaseContext:
     A server costs the start of another interpreter, which pays off for processes that share its imports, now or
     later in this command.
     """
+    _warn_of_torch()
     try:
         threads = len(list(TASKS.iterdir()))
     except OSError:  # not on macOS, whose libraries do not bear a fork either

@@ -39,8 +39,9 @@ class Muon(Optimizer):
 
     orthogonal(U) is U with all singular values near 1; s is sqrt(max(1, rows / columns)), or with
     adjust_lr_fn="match_rms_adamw" 0.2 sqrt(max(rows, columns)), with "spectral_unclamped" sqrt(rows / columns). A
-    parameter of more than two dimensions, such as a convolution's, is taken as a matrix [first, all others]. What has fewer than two dimensions, and what a pattern of
-    `rest` names (embeddings and the last layer, usually), is updated by AdamW with `rest_lr`.
+    parameter of more than two dimensions, such as a convolution's, is taken as a matrix [first, all others]. What has
+    fewer than two dimensions, and what a pattern of `rest` names (embeddings and the last layer, usually), is updated
+    by AdamW with `rest_lr`.
 
     If a matrix is sharded, its momentum is gathered, and every process runs the iteration on the whole matrix,
     in float32: on parts, or in bfloat16, other plans would learn other weights.

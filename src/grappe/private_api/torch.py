@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
@@ -23,7 +24,7 @@ from torch.utils._pytree import (
     treespec_loads,
 )
 
-from grappe.private_api import private_names
+from grappe.private_api import check_torch, private_names
 from grappe.private_api.torch_dynamo import is_wrapped
 
 if TYPE_CHECKING:
@@ -37,7 +38,7 @@ __all__ = [
 ]  # fmt: skip
 """Of what is imported here, for other modules."""
 
-SEEN = "2.8 to 2.14"
+SEEN = "2.8 to 2.15"
 
 USED = private_names(
     SEEN,
@@ -71,6 +72,9 @@ USED = private_names(
         "torch.utils": "_python_dispatch _pytree",
     },
 )
+
+if caution := check_torch(torch.__version__, USED):
+    print(caution, file=sys.stderr)
 
 # Gradients as lists. torch.nn.utils.clip_grads_with_norm_ would group them by device and type at each step, and
 # sums the norms in float32.
