@@ -36,11 +36,11 @@ RESULTS = ("cli/application.py", "sites/script")
 PATTERNS = ("remedies.py",)
 """Files of patterns of what others say; docs/messages/others.py has the remedies."""
 NOT_SHOWN = re.compile(
-    r"^https://|\[\^|\\[AdwsSZ.]|^(?:Metadata-Version|Requires-Dist|No module named|no such option|WeightsUnpickler)"
+    r"^https://|^_[A-Za-z]|\[\^|\\[AdwsSZ.]|^(?:Metadata-Version|Requires-Dist|No module named|no such option|WeightsUnpickler)"
     r"|^(?:accounting/qos policy|contact slurm|more processors requested|node configuration|node count|time limit)"
     r"|^\n    cluster-constraint|\(\?[<:=!]|^(?:Broken pipe|(?:closed|reset) by peer)$"
 )
-"""Words by which grappe recognises what others say, and addresses."""
+"""Words by which grappe recognises what others say, private names, and addresses."""
 COMMON = {"append", "decode", "format", "get", "items", "join", "name", "open", "read", "replace", "split", "strip"}
 COMMON |= {"str", "repr", "len", "sorted", "map", "list", "dict", "set", "tuple", "type", "next", "min", "max", "sum"}
 COMMON |= {"keys", "values", "table", "add", "main", "run", "write", "__init__", "text", "line", "path", "show", "find"}
