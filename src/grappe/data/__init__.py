@@ -6,16 +6,20 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from grappe.data.corpus.corpus import Corpus
+    from grappe.data.corpus.mixture import Mixture
     from grappe.data.images.dataset import Images
     from grappe.data.images.decode import CentreCrop, Normalise, RandomResizedCrop
     from grappe.data.staging import stage
 
-__all__ = ["CentreCrop", "Images", "Normalise", "RandomResizedCrop", "stage"]
+__all__ = ["CentreCrop", "Corpus", "Images", "Mixture", "Normalise", "RandomResizedCrop", "stage"]
 
 # What needs torch is imported when it is first used, so that `grappe --help` is quick.
 _LAZY = {
     "CentreCrop": "grappe.data.images.decode",
+    "Corpus": "grappe.data.corpus.corpus",
     "Images": "grappe.data.images.dataset",
+    "Mixture": "grappe.data.corpus.mixture",
     "Normalise": "grappe.data.images.decode",
     "RandomResizedCrop": "grappe.data.images.decode",
     "stage": "grappe.data.staging",

@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset
 
 from grappe.data.arrays import in_memory, one_by_one
 from grappe.data.draw import mix, permute
-from grappe.data.sampling import DrawnSamples, SampleOrder, Sampling
+from grappe.data.sampling import DrawnSamples, EpochOrder, SampleOrder, Sampling
 from grappe.errors import DataError, GrappeError, TaskError
 from grappe.errors.user_code import user_call
 from grappe.errors.user_line import at, line_of
@@ -134,7 +134,9 @@ def _is_column(column: Any) -> bool:
 
 def training_order(task: Task, dataset: Dataset) -> SampleOrder:
     """Returns the order of the training samples, as the task's seed and `sampling` say."""
-    drawn = drawn_samples(task, dataset)
+    drawn: EpochOrder | None = drawn_samples(task, dataset)
+    if drawn is None and hasattr(dataset, "epoch_order"):
+        drawn = dataset.epoch_order()
     length = len(dataset) if drawn is None else drawn.samples  # type: ignore[arg-type]
     return SampleOrder(seed=task.seed, length=length, batch_size=task.batch_size, sampling=drawn)
 

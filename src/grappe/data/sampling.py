@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import xxhash
@@ -44,6 +44,26 @@ class Sampling:
     """Batches that are sorted by length together: more waste less on padding, fewer mix better."""
     copies: int = 1
     """Copies of each sample in its batch, augmented independently: repeated augmentation. An epoch has fewer."""
+
+
+class EpochOrder(Protocol):
+    """The order of a dataset's samples in an epoch, a function of the seed and the dataset alone."""
+
+    length: int
+    """Samples of the dataset."""
+    samples: int
+    """Samples of an epoch."""
+
+    @property
+    def fingerprint(self) -> str:
+        """A hash of all that the order depends on."""
+
+    @property
+    def repeats(self) -> bool:
+        """Whether a sample may come several times an epoch."""
+
+    def order(self, seed: int, epoch: int, start: int, stop: int, batch_size: int) -> NDArray[np.int64]:
+        """Returns the ids at positions `start` to `stop` of an epoch's order: int64 (stop - start,)."""
 
 
 class DrawnSamples:
@@ -210,7 +230,7 @@ class SampleOrder:
     length: int
     batch_size: int
     shuffle: bool = True
-    sampling: DrawnSamples | None = None
+    sampling: EpochOrder | None = None
 
     @property
     def steps_per_epoch(self) -> int:

@@ -1,8 +1,7 @@
 """Keeps a listing of images as one .npy file, which is mapped into memory and shared by all processes of a node.
 
-The file is a one-dimensional array of bytes: a hash of all that follows, the length of a JSON description, the
-description, then at multiples of 64 bytes the entries, where each name ends, and the names. Nothing in it is executed.
-It lies next to the source, or in the user's own folder; so does the list of images that cannot be decoded.
+The file (`index_file`) has a JSON description, then the entries, where each name ends, and the names. It lies next to
+the source, or in the user's own folder; so does the list of images that cannot be decoded.
 """
 
 from __future__ import annotations
@@ -10,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import hashlib
-import io
 import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -20,8 +18,10 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
+from grappe.data import index_file
 from grappe.data.images.listing import ENTRY, Kind, Listing, Report, listing
 from grappe.data.images.tar import BLOCK, mark_of
+from grappe.data.index_file import Stale
 from grappe.errors import DataError, reading
 from grappe.errors.foreign_text import printable
 from grappe.launch import files
@@ -29,8 +29,6 @@ from grappe.launch.files import locked, state_folder
 from grappe.launch.terminal import complain
 
 VERSION = 1
-_ALIGNED = 64
-_START = 16
 _PROBES = 16
 INDEX = ".grappe.npy"
 QUARANTINE = ".quarantine.txt"
@@ -40,10 +38,6 @@ _HEAD = "# Images that grappe data check could not decode, and that datasets lea
 
 LabelFiles = tuple[Path | None, Path | None]
 """The file of labels, and the file that says what numbers in it mean."""
-
-
-class Stale(Exception):
-    """An index does not match the source as it is now; `str(error)` says why."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -103,15 +97,7 @@ def write_index(file: Path, source: Path, listed: Listing, labels: LabelFiles) -
         name_bytes=len(names),
         left_out=listed.left_out,
     )
-    text = msgspec.json.encode(description)
-    laid = bytearray(bytes(8) + len(text).to_bytes(8, "little") + text)
-    for section in (listed.entries.tobytes(), ends.tobytes(), names):
-        laid += bytes(-len(laid) % _ALIGNED)
-        laid += section
-    laid[:8] = xxhash.xxh3_64_digest(memoryview(laid)[8:])
-    content = io.BytesIO()
-    np.save(content, np.frombuffer(laid, np.uint8))
-    files.replace(file, content.getvalue(), durable=True)
+    index_file.write(file, msgspec.json.encode(description), (listed.entries, ends, np.frombuffer(names, np.uint8)))
 
 
 def read_index(file: Path, source: Path, labels: LabelFiles) -> Index:
@@ -121,23 +107,17 @@ def read_index(file: Path, source: Path, labels: LabelFiles) -> Index:
         Stale: it is damaged, or belongs to another state of the source.
         DataError: a file that it names is missing: then the source is, and not the index.
     """
-    raw = _bytes_of(file)
-    if xxhash.xxh3_64_digest(raw[8:].data) != raw[:8].tobytes():
-        raise Stale("it is damaged")
-    start = _START + int.from_bytes(raw[8:_START].tobytes(), "little")
+    text, rest = index_file.read(file)
     try:
-        description = msgspec.json.decode(raw[_START:start].tobytes(), type=_Description)
+        description = msgspec.json.decode(text, type=_Description)
     except msgspec.DecodeError:
         raise Stale("it is damaged, or another version of grappe wrote it") from None
     if description.version != VERSION:
         raise Stale("another version of grappe wrote it")
-    count, sections = description.images, []
-    for size in (count * ENTRY.itemsize, count * 8, description.name_bytes):
-        start += -start % _ALIGNED
-        sections.append(np.asarray(raw[start : start + size]))
-        start += size
+    count = description.images
+    sections = index_file.cut(rest, (count * ENTRY.itemsize, count * 8, description.name_bytes))
     leads_out = any(name.startswith("/") or ".." in name.split("/") for name in description.files)
-    if start != len(raw) or leads_out or min(count, description.name_bytes) < 1:
+    if leads_out or min(count, description.name_bytes) < 1:
         raise Stale("it is damaged")
     index = Index(
         kind=description.kind,
@@ -160,18 +140,6 @@ def read_index(file: Path, source: Path, labels: LabelFiles) -> Index:
     for place in np.linspace(0, len(index) - 1, min(_PROBES, len(index))).astype(int).tolist():
         _probe(index, source, place)
     return index
-
-
-def _bytes_of(file: Path) -> NDArray[np.uint8]:
-    try:
-        raw = np.load(file, mmap_mode="r", allow_pickle=False)
-    except OSError as error:
-        raise Stale(f"it cannot be read: {error}") from None
-    except Exception:  # its header is Python's text, and damage in it may raise anything
-        raise Stale("it is another file, or cut off") from None
-    if not isinstance(raw, np.ndarray) or raw.dtype != np.uint8 or raw.ndim != 1 or len(raw) < _START:
-        raise Stale("it is another file, or cut off")
-    return raw
 
 
 def _facts(source: Path, names: tuple[str, ...]) -> Iterator[tuple[int, int]]:

@@ -1,0 +1,233 @@
+"""Defines Corpus: the rows of a folder of shards as a map-style dataset, and the order in which an epoch reads them."""
+
+from __future__ import annotations
+
+import functools
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import xxhash
+from numpy.typing import NDArray
+from torch.utils.data import Dataset
+
+from grappe.data.corpus.formats import Damaged, OpenFiles, RowBlock, RowOptions
+from grappe.data.corpus.index import CorpusIndex, Paths, find, open_index
+from grappe.data.draw import mix, permute
+from grappe.errors import DataError, TaskError
+from grappe.errors.foreign_text import printable
+from grappe.launch.rank import is_main_process
+from grappe.launch.terminal import complain
+
+if TYPE_CHECKING:
+    from grappe.data.corpus.mixture import Mixture
+
+_WINDOW = 0x636F  # a word of the key, so that it is no epoch's
+MOST_OPEN = 64
+
+
+class Corpus(Dataset[Any]):
+    """Rows of Parquet, Arrow, JSON lines (plain, gzip, zstd), token files or tar shards, read where they are.
+
+    A row is a dictionary of its columns; of a token file a document, as an array. Files are indexed once, and nothing
+    is rewritten. Where a format reads blocks (Parquet's row groups, a megabyte of compressed lines), an epoch takes
+    blocks of `window` files at a time, and rows at random from `window` blocks; else rows in any order. Which, depends
+    on the seed and the files alone.
+
+    Args:
+        paths: a folder, a glob, a file, or several of them; all files of one format.
+        view: makes a sample of a row; default: the row itself. With an attribute `keyed = True` it draws no random
+            numbers, and threads may load samples.
+        columns: of Parquet and Arrow; the others are not read. Default: all.
+        dtype: the type of the tokens in .bin files, such as "uint16".
+        end: the token that ends a document in .bin files; without it each file is one document.
+        window: blocks from which rows are mixed. A process keeps up to twice as many in memory.
+        skip_damaged: whether to read everything when indexing, and leave out what cannot be read.
+
+    Raises:
+        DataError: no file is there, or one is damaged, or of another form than the first.
+    """
+
+    def __init__(
+        self,
+        paths: Paths,
+        view: Callable[[Any], Any] | None = None,
+        *,
+        columns: Sequence[str] | None = None,
+        dtype: str | None = None,
+        end: int | None = None,
+        window: int = 8,
+        skip_damaged: bool = False,
+    ) -> None:
+        if window < 1:
+            raise TaskError(f"Corpus: window={window}: it must be at least 1")
+        options = RowOptions(None if columns is None else tuple(columns), None if dtype is None else str(dtype), end)
+        self._arguments: Mapping[str, Any] = {
+            "columns": columns, "dtype": dtype, "end": end, "window": window, "skip_damaged": skip_damaged
+        }  # fmt: skip
+        self._paths = paths
+        self.view, self.window = view, window
+        first = Path(paths if isinstance(paths, str | Path) else paths[0])
+        self.name = first.name.removesuffix("".join(first.suffixes)) or first.name
+        """For mixtures and reports."""
+        self.shards = find(paths, options)
+        self.index: CorpusIndex = open_index(self.shards, skip_damaged=skip_damaged)[0]
+        self._row_ends = np.cumsum(self.index.blocks["rows"], dtype=np.int64)
+        if not len(self):
+            raise DataError(f"{printable(self.shards.root)}: its {len(self.shards.names):,} files have no rows")
+        paths_of = [self.shards.root / name for name in self.shards.names]
+        facts = dict(zip(paths_of, self.index.facts, strict=True))
+        self._files = OpenFiles(self.shards.form, options, facts, max(MOST_OPEN, 2 * window))
+        self._kept: OrderedDict[int, Any] = OrderedDict()
+        if self.index.damaged and is_main_process():
+            complain(
+                f"grappe: {printable(self.shards.root)}: {len(self.index.damaged):,} damaged parts are left out, "
+                f"the first: {printable(self.index.damaged[0])}"
+            )
+
+    def __len__(self) -> int:
+        return int(self._row_ends[-1]) if len(self._row_ends) else 0
+
+    def __getitem__(self, index: int) -> Any:
+        row = self.row(index)
+        return row if self.view is None else self.view(row)
+
+    @property
+    def keyed(self) -> bool:
+        """Returns whether samples draw no random numbers, so that threads may load them."""
+        return type(self) is Corpus and (self.view is None or getattr(self.view, "keyed", False) is True)
+
+    def sample(self, index: int, key: int) -> Any:
+        """Returns a sample; threads may call it at once."""
+        return self[index]
+
+    def row(self, index: int) -> Any:
+        """Returns a row as its file has it.
+
+        Raises:
+            DataError: it cannot be read, or its file changed after it was indexed.
+        """
+        if not 0 <= index < len(self):
+            raise IndexError(f"row {index} of {len(self)}")
+        number = int(np.searchsorted(self._row_ends, index, side="right"))
+        file, rows, start, size = self.index.blocks[number].item()
+        within = index - int(self._row_ends[number]) + rows
+        path = self.shards.root / self.shards.names[file]
+        try:
+            if not len(self.index.places):
+                return self._block(number, path, RowBlock(rows, start, size))[within]
+            with self._files.lock:
+                opened = self._files.get(path)
+            place = index + number  # each block before has one place more than rows
+            return opened.row(int(self.index.places[place]), int(self.index.places[place + 1]))
+        except Damaged as error:
+            raise DataError(
+                f"{printable(path)}: {error} (row {index:,}). Find all that is damaged: grappe data check "
+                f"{printable(self.shards.root)}; leave it out: Corpus(…, skip_damaged=True)"
+            ) from None
+        except OSError as error:
+            raise DataError(f"{printable(path)} cannot be read: {error.strerror or error}") from None
+
+    def _block(self, number: int, path: Path, block: RowBlock) -> Any:
+        with self._files.lock:
+            kept = self._kept.get(number)
+            opened = None if kept is not None else self._files.get(path)
+            if kept is None:
+                assert opened is not None
+                kept = opened.read(block)
+                most = MOST_OPEN if self.index.direct else 2 * self.window
+                while len(self._kept) >= most:
+                    self._kept.popitem(last=False)
+            else:
+                self._kept.move_to_end(number)
+            self._kept[number] = kept
+        return kept
+
+    def memory(self) -> int:
+        """Returns the bytes that a process takes at most for blocks; mapped and directly read rows take none."""
+        if self.index.direct:
+            return 0
+        largest = np.sort(self.index.blocks["size"])[-2 * self.window :]
+        return int(largest.sum())
+
+    def epoch_order(self) -> WindowedOrder | None:
+        """Returns the order of an epoch's rows; None: any, as single rows are read."""
+        return (
+            None
+            if self.index.direct
+            else WindowedOrder(self.index.blocks, self.window, sequential=self.shards.form.sequential)
+        )
+
+    @staticmethod
+    def mix(weights: Mapping[Any, Any], *, samples: int | None = None, names: Sequence[str] | None = None) -> Mixture:
+        """Mixes datasets; see `grappe.data.Mixture`."""
+        from grappe.data.corpus.mixture import Mixture
+
+        return Mixture(weights, samples=samples, names=names)
+
+    def __reduce__(self) -> tuple[object, ...]:
+        # Neither open files nor a mapped index can travel to another process: it opens them again.
+        return functools.partial(Corpus, **self._arguments), (self._paths, self.view)
+
+
+class WindowedOrder:
+    """Order of rows that are read in blocks: blocks of `window` files by turns, rows mixed over `window` blocks.
+
+    The blocks of a file whose text is compressed are cheap to read one after the other only; a Parquet file's are
+    permuted among those of all files.
+    """
+
+    repeats = False
+
+    def __init__(self, blocks: NDArray[np.void], window: int, *, sequential: bool) -> None:
+        self._window = window
+        rows = blocks["rows"].astype(np.int64)
+        self._rows, self._first = rows, np.cumsum(rows) - rows
+        self.length = self.samples = int(rows.sum())
+        # Parts of blocks that are read in order: files, or each block for itself.
+        parts = blocks["file"].astype(np.int64) if sequential else np.arange(len(rows))
+        _, starts, counts = np.unique(parts, return_index=True, return_counts=True)
+        self._in_part = np.arange(len(rows)) - np.repeat(starts, counts)
+        self._parts = np.repeat(np.arange(len(starts)), counts)
+        self._laid: tuple[tuple[int, int], NDArray[np.int64], NDArray[np.int64]] | None = None
+
+    @functools.cached_property
+    def fingerprint(self) -> str:
+        """A hash of the blocks and the window."""
+        digest = xxhash.xxh3_64(repr(self._window).encode())
+        digest.update(self._rows.tobytes())
+        digest.update(self._parts.tobytes())
+        return digest.hexdigest()
+
+    def order(self, seed: int, epoch: int, start: int, stop: int, batch_size: int) -> NDArray[np.int64]:
+        """Returns the ids at positions `start` to `stop` of an epoch's order: int64 (stop - start,)."""
+        return self.at(seed, epoch, np.arange(start, stop, dtype=np.int64))
+
+    def at(self, seed: int, epoch: int, positions: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Returns the ids at any positions of an epoch's order: int64 (n,)."""
+        blocks, ends = self._layout(seed, epoch)
+        window_ends = ends[self._window - 1 :: self._window]
+        if not len(window_ends) or window_ends[-1] != self.length:
+            window_ends = np.append(window_ends, self.length)
+        windows = np.searchsorted(window_ends, positions, side="right")
+        places = np.empty_like(positions)
+        for window in np.unique(windows).tolist():
+            here = windows == window
+            begin = int(window_ends[window - 1]) if window else 0
+            rows = int(window_ends[window]) - begin
+            places[here] = begin + permute(positions[here] - begin, key=mix(seed, epoch, _WINDOW, window), length=rows)
+        number = np.searchsorted(ends, places, side="right")
+        chosen = blocks[number]
+        return self._first[chosen] + places - (ends[number] - self._rows[chosen])
+
+    def _layout(self, seed: int, epoch: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Returns an epoch's blocks in order, and the number of rows up to the end of each."""
+        if self._laid is None or self._laid[0] != (seed, epoch):
+            count = int(self._parts[-1]) + 1
+            turns = permute(np.arange(count, dtype=np.int64), key=mix(seed, epoch, _WINDOW), length=count)
+            turn = turns[self._parts]
+            blocks = np.lexsort((turn, self._in_part, turn // self._window))
+            self._laid = (seed, epoch), blocks, np.cumsum(self._rows[blocks])
+        return self._laid[1], self._laid[2]

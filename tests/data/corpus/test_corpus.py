@@ -1,0 +1,210 @@
+"""Tests that a corpus reads each row of every format once an epoch, in an order of the seed and the files alone."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+import pickle
+import time
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import zstandard
+
+from grappe.data import Corpus
+from grappe.data.corpus import formats
+from grappe.data.datasets import training_order
+from grappe.data.sampling import SampleOrder
+from grappe.errors import DataError, TaskError
+from grappe.task import Task
+from tests.data.corpus import shards
+from tests.data.corpus.shards import ENDINGS, SEQUENTIAL, corpus_folder, expected, identity, options
+
+
+@pytest.fixture(autouse=True)
+def small_blocks(monkeypatch, tmp_path):
+    monkeypatch.setattr(formats, "BLOCK_BYTES", 500)
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+
+
+@pytest.mark.parametrize("ending", ENDINGS)
+def test_reads_the_rows_as_they_are(tmp_path, ending):
+    folder = corpus_folder(tmp_path / "corpus", ending)
+    corpus = Corpus(folder, **options(ending))
+    assert len(corpus) == 95
+    assert [identity(ending, corpus[place]) for place in range(95)] == [expected(ending, n) for n in range(95)]
+    if ending not in (".tar", ".bin"):
+        assert corpus[12]["text"] == shards.row(12)["text"] and list(corpus[12]["tokens"]) == shards.row(12)["tokens"]
+    again = pickle.loads(pickle.dumps(corpus))
+    assert identity(ending, again[94]) == expected(ending, 94)
+    with pytest.raises(IndexError):
+        corpus[95]
+
+
+@pytest.mark.parametrize("ending", ENDINGS)
+def test_an_epoch_has_each_row_once_and_seeks(tmp_path, ending):
+    corpus = Corpus(corpus_folder(tmp_path / "corpus", ending, 200), window=2, **options(ending))
+    order = training_order(Task(batch_size=7, seed=3), corpus)
+    whole = order.order(1, 0, 200)
+    assert sorted(whole) == list(range(200)) and list(whole) != list(range(200))
+    assert np.array_equal(np.concatenate([order.ids(1, step) for step in range(order.steps_per_epoch)]), whole)
+    assert np.array_equal(order.order(1, 131, 160), whole[131:160])  # by another object, which has seen nothing before
+    assert not np.array_equal(order.order(2, 0, 200), whole)
+    assert (order.sampling is None) == corpus.index.direct
+
+
+def test_rows_are_mixed_over_a_window_of_blocks_of_several_files(tmp_path):
+    corpus = Corpus(corpus_folder(tmp_path / "corpus", ".parquet", 400, 4), window=4)
+    first = training_order(Task(batch_size=40), corpus).order(0, 0, 40)
+    assert len(set(first // 10)) == 4 and list(first) != sorted(first)  # the rows of four row groups
+
+
+@pytest.mark.parametrize("ending", SEQUENTIAL)
+def test_compressed_files_are_read_in_their_order(tmp_path, ending, monkeypatch):
+    corpus = Corpus(corpus_folder(tmp_path / "corpus", ending, 400, 4), window=2)
+    begun = []
+    begin = formats.Compressed._begin
+    monkeypatch.setattr(formats.Compressed, "_begin", lambda self: (begun.append(self.file), begin(self)))
+    ids = training_order(Task(batch_size=8), corpus).order(0, 0, 400)
+    assert sorted(corpus[int(place)]["id"] for place in ids) == list(range(400))
+    assert len(begun) == 4  # each file is unpacked once an epoch
+
+
+def test_the_index_is_made_once_and_again_when_a_file_changes(tmp_path, capfd):
+    folder = corpus_folder(tmp_path / "corpus", ".jsonl")
+    assert len(Corpus(folder)) == 95 and "indexing 3 files" in capfd.readouterr().err
+    (index,) = folder.glob(".*.corpus.grappe.npy")
+    assert index.stat().st_size < 95 * 16 + 500
+    assert len(Corpus(folder)) == 95 and capfd.readouterr().err == ""
+    shards.write(folder / "part-001.jsonl", range(20))
+    assert len(Corpus(folder)) == 83 and "indexing" in capfd.readouterr().err
+    content = bytearray(index.read_bytes())
+    content[200] ^= 1
+    index.write_bytes(bytes(content))
+    assert len(Corpus(folder)) == 83 and "indexing" in capfd.readouterr().err
+    folder.chmod(0o500)
+    assert len(Corpus(str(folder / "*0.jsonl"))) == 31
+
+
+def test_blank_lines_and_a_missing_last_feed(tmp_path):
+    (tmp_path / "a.jsonl").write_bytes(b'\n{"id": 0}\n\n\r\n{"id": 1}\r\n{"id": 2}')
+    assert [each["id"] for each in map(Corpus(tmp_path / "a.jsonl").__getitem__, range(3))] == [0, 1, 2]
+    (tmp_path / "b.jsonl.gz").write_bytes(gzip.compress((tmp_path / "a.jsonl").read_bytes()))
+    assert [each["id"] for each in map(Corpus(tmp_path / "b.jsonl.gz").__getitem__, range(3))] == [0, 1, 2]
+    (tmp_path / "c.jsonl").write_bytes(b"")
+    with pytest.raises(DataError, match="have no rows"):
+        Corpus(tmp_path / "c.jsonl")
+
+
+DAMAGE = {
+    "cut": lambda file: file.write_bytes(file.read_bytes()[: (file.stat().st_size * 2 // 3) | 1]),
+    "flipped": lambda file: file.write_bytes(_flipped(file.read_bytes())),
+    "another file": lambda file: file.write_bytes(b"\x93nothing of the kind" * 300),
+}
+
+
+def _flipped(content: bytes) -> bytes:
+    middle = len(content) // 2
+    return content[:middle] + bytes(byte ^ 0xFF for byte in content[middle : middle + 40]) + content[middle + 40 :]
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+@pytest.mark.parametrize("ending", ENDINGS)
+def test_a_damaged_shard_is_one_message_or_left_out(tmp_path, ending, damage, capfd):
+    if ending == ".bin" and damage != "cut":
+        return  # any bytes are tokens
+    if (ending, damage) in ((".arrow", "flipped"), (".tar", "flipped")):
+        return  # contents of columns and members have no checksum
+    folder = corpus_folder(tmp_path / "corpus", ending)
+    DAMAGE[damage](folder / f"part-001{ending}")
+
+    def read_all(corpus):
+        return [identity(ending, corpus[place]) for place in range(len(corpus))]
+
+    with pytest.raises(DataError, match=r"part-001.*") as caught:
+        read_all(Corpus(folder, **options(ending)))
+    assert "skip_damaged=True" in str(caught.value) and "\n" not in str(caught.value)
+    capfd.readouterr()
+    rest = read_all(Corpus(folder, skip_damaged=True, **options(ending)))
+    outside = [expected(ending, number) for number in (*range(31), *range(63, 95))]
+    assert set(outside) <= set(rest) and len(rest) < 95
+    assert "damaged part" in capfd.readouterr().err
+
+
+def test_another_schema_is_named(tmp_path):
+    folder = corpus_folder(tmp_path / "corpus", ".parquet")
+    pq.write_table(pa.table({"id": ["a"], "words": ["b"]}), folder / "part-003.parquet")
+    with pytest.raises(DataError, match=r"part-003\.parquet: its columns are \(id string, words string\)"):
+        Corpus(folder)
+    with pytest.raises(DataError, match=r"no column 'txt'.*text"):
+        Corpus(folder / "part-000.parquet", columns=["txt"])
+    assert set(Corpus(folder / "part-000.parquet", columns=["text"])[0]) == {"text"}
+
+
+@pytest.mark.parametrize("ending", SEQUENTIAL)
+def test_a_decompression_bomb_is_refused(tmp_path, ending, monkeypatch):
+    monkeypatch.setattr(formats, "MOST_ROW", 1 << 16)
+    pack = gzip.compress if ending.endswith("gz") else zstandard.ZstdCompressor().compress
+    (tmp_path / f"line{ending}").write_bytes(pack(b"0" * (1 << 20)))
+    with pytest.raises(DataError, match="a line of more than 65,536 bytes, unpacked"):
+        Corpus(tmp_path / f"line{ending}")
+    monkeypatch.setattr(formats, "MOST_RATIO", 10)
+    (tmp_path / f"lines{ending}").write_bytes(pack(b"\n" * (1 << 20)))
+    with pytest.raises(DataError, match="a decompression bomb"):
+        Corpus(tmp_path / f"lines{ending}")
+
+
+@pytest.mark.parametrize("ending", [".jsonl", ".tar", ".bin", ".jsonl.zst"])
+def test_a_file_that_changes_while_it_is_read_is_named(tmp_path, ending):
+    folder = corpus_folder(tmp_path / "corpus", ending)
+    corpus = Corpus(folder, **options(ending))
+    if ending != ".jsonl.zst":  # what was read of it is in memory
+        assert corpus[0] is not None
+    with (folder / f"part-000{ending}").open("r+b") as stream:
+        stream.truncate(0)
+    os.utime(folder / f"part-000{ending}", ns=(time.time_ns(), time.time_ns() + 10**9))
+    with pytest.raises(DataError, match=r"part-000.*(changed after it was indexed|cut off)"):
+        corpus[20]
+
+
+def test_what_cannot_be_a_corpus_is_one_message(tmp_path):
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(DataError, match=r"has no file that ends in \.parquet"):
+        Corpus(tmp_path / "empty")
+    with pytest.raises(DataError, match="no such file or folder"):
+        Corpus(tmp_path / "absent")
+    with pytest.raises(DataError, match="no file has such a name"):
+        Corpus(str(tmp_path / "*.parquet"))
+    folder = corpus_folder(tmp_path / "corpus", ".jsonl")
+    corpus_folder(folder, ".parquet")
+    with pytest.raises(DataError, match=r"several formats \(.*\.parquet.*mix them"):
+        Corpus(folder)
+    with pytest.raises(TaskError, match=r"need dtype="):
+        Corpus(corpus_folder(tmp_path / "tokens", ".bin"))
+    with pytest.raises(TaskError, match="window=0"):
+        Corpus(folder / "part-000.jsonl", window=0)
+
+
+def test_a_list_of_files_and_globs(tmp_path):
+    folder = corpus_folder(tmp_path / "corpus", ".jsonl")
+    listed = Corpus([folder / "part-002.jsonl", str(folder / "*-000.jsonl")])
+    assert [listed[0]["id"], listed[31]["id"]] == [0, 63]  # by their names, whatever the list's order
+
+
+def test_the_order_depends_on_the_blocks(tmp_path):
+    corpus = Corpus(corpus_folder(tmp_path / "a", ".parquet"))
+    other = Corpus(corpus_folder(tmp_path / "b", ".parquet"), window=3)
+    first, second = (training_order(Task(), each).sampling.fingerprint for each in (corpus, other))
+    assert first != second
+    same = Corpus(corpus_folder(tmp_path / "c", ".parquet"))
+    assert training_order(Task(), same).sampling.fingerprint == first
+    assert isinstance(training_order(Task(), same), SampleOrder)
+
+
+def test_a_view_makes_samples(tmp_path):
+    corpus = Corpus(corpus_folder(tmp_path / "a", ".jsonl"), lambda row: (row["id"], len(row["text"])))
+    assert corpus[7] == (7, 14) and not corpus.keyed
+    assert json.loads(json.dumps(corpus.row(7)))["id"] == 7
