@@ -13,7 +13,7 @@ from grappe.verbs.launch.launch import ScriptLoader
 from grappe.verbs.launch.rehearsal import Rehearsal, RehearsalOver
 from grappe.verbs.launch.request import Rehearsed
 
-SCRIPT = """
+SCRIPT = """import random
 import numpy as np
 import torch
 from torch import nn
@@ -68,6 +68,12 @@ def rehearse(folder: Path, body: str, model: str = NET, *, synchronised: bool = 
         ),
         pytest.param(
             "F.cross_entropy(model(inputs * np.random.rand()), labels).backward()", "mean", id="a number by NumPy"
+        ),
+        pytest.param(
+            "noise = torch.from_numpy(np.random.randn(*inputs.shape) + np.random.uniform(0, 1, (len(inputs), 6)))\n"
+            "F.cross_entropy(model(inputs + noise.float()), labels).backward()",
+            "mean",
+            id="noise by NumPy",
         ),
         pytest.param(
             "loss = F.cross_entropy(model(inputs), labels)\n(loss + 0.1 * model[0].weight.square().sum()).backward()",
@@ -133,11 +139,11 @@ ones = torch.ones(rows) * output[:, 0]
             id="statistics by hand",
         ),
         pytest.param(
-            "noise = torch.from_numpy(np.random.randn(*inputs.shape)).float()\n"
+            "noise = torch.tensor([[random.random()] * 6 for _ in inputs])\n"
             "F.cross_entropy(model(inputs + noise), labels).backward()",
             NET,
-            "random numbers by NumPy or Python are in the loss",
-            id="noise by NumPy",
+            "numbers of Python's generator are in the loss, or of NumPy's for something else than rows",
+            id="noise by Python",
         ),
         pytest.param(
             "noise = torch.randn(inputs.shape, generator=torch.Generator().manual_seed(number))\n"

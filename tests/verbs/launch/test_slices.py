@@ -15,6 +15,7 @@ from grappe.verbs.launch.launch import launch
 PLAN = "replicate=2,device=cpu,threads=1"
 HEAD = """
 import argparse, time
+import numpy as np
 import torch
 from torch import nn
 from torch.nn import functional as F
@@ -24,6 +25,7 @@ parser = argparse.ArgumentParser()
 parser.add_argument("--save")
 options = parser.parse_args()
 torch.manual_seed(1)
+np.random.seed(1)
 x, y = torch.randn(74, 1, 6, 6), torch.randint(0, 3, (74,))
 """
 IMAGES = """
@@ -95,7 +97,7 @@ for epoch in range(2):
         critic.zero_grad()
         loss = criterion(critic(real), target)
         loss.backward()
-        fake = generator(torch.randn(rows, 4))
+        fake = generator(torch.randn(rows, 4) + torch.from_numpy(np.random.normal(0, 1, (rows, 4))).float())
         other = criterion(critic(fake.detach()), target.fill_(0.0))
         other.backward()
         steps[1].step()

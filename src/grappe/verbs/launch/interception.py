@@ -14,11 +14,13 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, Protocol, TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader, get_worker_info
 
+from grappe.data.batch import InModel
 from grappe.private_api.torch import tree_map
 
 T = TypeVar("T")
@@ -28,6 +30,11 @@ THROUGH = ("_tensor.py", "_tensor_str.py", "lr_scheduler.py")
 DEPTH = 3  # frames that tell two uses of a loader apart
 Begin = Callable[[], Iterator[Any]]
 """Begins an iteration of a loader, which draws random numbers."""
+NUMPY_DRAWS = {
+    "rand": None, "randn": None, "random": 0, "random_sample": 0, "standard_normal": 0, "normal": 2, "uniform": 2,
+    "randint": 2, "binomial": 2, "choice": 1, "exponential": 1, "poisson": 1,
+}  # fmt: skip
+"""Functions of np.random that draw for rows, and which of their arguments is the size; None: all together."""
 READS = ("item", "__float__", "__int__", "__bool__", "tolist", "numpy")
 
 
@@ -71,6 +78,8 @@ def intercepted(handler: StepHandler) -> Iterator[None]:
         for name in READS:
             replace(Tensor, name, lambda plain: _reading(plain, handler))
         replace(Optimizer, "__init__", lambda plain: _adding(plain, handler))
+        for name, at in NUMPY_DRAWS.items():
+            replace(np.random, name, functools.partial(_drawing, at))
         yield
 
 
@@ -130,6 +139,28 @@ def _adding(plain: Callable[..., None], handler: StepHandler) -> Callable[..., N
         handler.add_optimizer(self)
 
     return made
+
+
+def _drawing(at: int | None, plain: Callable[..., Any]) -> Callable[..., Any]:
+    """Makes a function of np.random draw for all rows of the batch where it draws for the part's, which it returns."""
+
+    def draw(*arguments: Any, **options: Any) -> Any:
+        rows = InModel.place
+        before = arguments[at : at + 1] if at is not None else (arguments,)
+        size = options.get("size", before[0] if before else None)
+        shape = tuple(size) if isinstance(size, list | tuple) else (size,)
+        if rows is None or rows.size >= rows.of or shape[:1] != (rows.size,):
+            return plain(*arguments, **options)
+        whole = (rows.of, *shape[1:])
+        if at is None:
+            drawn = plain(*whole)
+        elif "size" in options:
+            drawn = plain(*arguments, **{**options, "size": whole})
+        else:
+            drawn = plain(*arguments[:at], whole, *arguments[at + 1 :], **options)
+        return drawn[rows.first : rows.first + rows.size]
+
+    return draw
 
 
 # ---- Places in the script ----------------------------------------------------------------------------------

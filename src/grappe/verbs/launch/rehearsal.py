@@ -241,7 +241,8 @@ class Rehearsal:
             if cause == "random numbers":
                 if all_rows.draws_beside_torch:
                     self._refuse(
-                        "random numbers by NumPy or Python are in the loss: no process can draw them for its own rows"
+                        "numbers of Python's generator are in the loss, or of NumPy's for something else than rows: draw "
+                        "them by torch, torch.rand(rows)"
                     )
                 lines = ", ".join(line_of(line) for line, rule in losses.items() if rule is None)
                 self._refuse(

@@ -1,0 +1,227 @@
+"""Public scripts for one process, unedited, on one process and on two: `python -m benchmarks.unedited FOLDER`.
+
+FOLDER has each repository of `unedited.toml` as owner+name. Each script runs 20 steps alone, then by `grappe launch`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+import tempfile
+import tomllib
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from benchmarks.figures import machine, table
+
+STEPS, TOLERATED = 20, 1e-5
+LIST = Path(__file__).with_suffix(".toml")
+NUMBER = re.compile(r"[-+]?\d+\.?\d*(?:[eE][-+]?\d+)?")
+HEAD = ("repository", "revision", "script", "plan", "outcome", "weights apart", "lines the same")
+SITE = '''
+import os, random, secrets, sys
+if "WEIGHTS" in os.environ:
+    import numpy, torch
+    torch.manual_seed(0); random.seed(0); numpy.random.seed(0); secrets.randbits = lambda bits: 0
+    counts, every, moved = {}, {}, os.environ.get("MOVED")
+
+    def add(optimizer, *_):
+        every.setdefault(id(optimizer), optimizer)
+
+    def parameters():
+        found = (p for o in every.values() for g in o.param_groups for p in g["params"])
+        return [*{id(p): p.detach() for p in found}.values()]
+
+    def before(optimizer, *_):
+        global moved
+        if moved:
+            generator = torch.Generator().manual_seed(0)
+            for each in parameters():
+                each.mul_(1 + 1e-7 * torch.randn(each.shape, generator=generator))
+            moved = None
+
+    def after(optimizer, *_):
+        counts[id(optimizer)] = count = counts.get(id(optimizer), 0) + 1
+        file = os.environ["WEIGHTS"]
+        if count == int(os.environ["STEPS"]) and not os.path.exists(file):
+            SAVE(parameters(), f"{file}.{os.getpid()}")
+            os.rename(f"{file}.{os.getpid()}", file)
+        if count == int(os.environ["LAST"]):
+            raise SystemExit
+
+    SAVE, made = torch.save, torch.optim.Optimizer.__init__
+
+    def init(self, *arguments, **options):
+        made(self, *arguments, **options)
+        add(self)
+
+    torch.optim.Optimizer.__init__ = init
+    from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+    register_optimizer_step_pre_hook(before)
+    register_optimizer_step_post_hook(after)
+'''
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Script:
+    """A public script, and how it is started."""
+
+    repository: str
+    revision: str
+    script: str
+    arguments: str = ""
+    keys: str = ""
+    """Of the plan, beyond replicate=2."""
+    last: int = STEPS
+    """The step after which it ends: later than 20 where it prints seldom."""
+    timed: str = ""
+    """A regular expression of what differs by the clock in its lines."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """What one and two processes did."""
+
+    word: str
+    """same, same but for rounding, refused, ended (by a difference that it named), different, or failed on one process."""
+    why: str
+    apart: float = 0.0
+    """The most of |a - b| / |a| over the weight tensors."""
+    by_rounding: float = 0.0
+    """The same between one process and one whose weights were moved by 1e-7 before the first step."""
+    lines: int = 0
+    same_lines: int = 0
+    by_rounding_lines: int = 0
+
+
+def main() -> None:
+    """Runs each script of the list that is named, or all, and prints a markdown table."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.unedited", description=__doc__)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("names", nargs="*", help="parts of the names of scripts")
+    parser.add_argument("--site", type=Path, help="a folder of packages and data sets that the scripts import")
+    parser.add_argument("--json", type=Path, help="add each outcome to this file")
+    options = parser.parse_args()
+    known = json.loads(options.json.read_text()) if options.json and options.json.exists() else {}
+    for each in tomllib.loads(LIST.read_text())["script"]:
+        script = Script(**each)
+        name = f"{script.repository}/{script.script}"
+        if options.names and not any(part in name for part in options.names):
+            continue
+        outcome = compare(script, options.folder / script.repository.replace("/", "+"), options.site)
+        known[name] = {**dataclasses.asdict(script), **dataclasses.asdict(outcome)}
+        print(f"{name}: {outcome}", file=sys.stderr, flush=True)
+        if options.json:
+            options.json.write_text(json.dumps(known, indent=1) + "\n")
+    print(f"{machine()}\n\n{table(HEAD, [row(each) for each in known.values()])}")
+
+
+def compare(script: Script, repository: Path, site: Path | None) -> Outcome:
+    """Runs a script on one process and on two, and compares weights and lines."""
+    file = repository / script.script
+    arguments = shlex.split(script.arguments)
+    plan = ",".join(filter(None, ("replicate=2,device=cpu,threads=1", script.keys)))
+    python = [sys.executable, "-u"]
+    with tempfile.TemporaryDirectory(prefix="grappe-unedited-") as temporary:
+        folder = Path(temporary)
+        (folder / "sitecustomize.py").write_text(SITE)
+
+        def run(name: str, command: Sequence[str], **variables: str) -> subprocess.CompletedProcess[str]:
+            paths = ":".join(map(str, filter(None, (folder, site, os.environ.get("PYTHONPATH")))))
+            environment = os.environ | {
+                "PYTHONPATH": paths, "WEIGHTS": str(folder / name), "STEPS": str(STEPS), "LAST": str(script.last),
+                "MPLBACKEND": "Agg", "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore", "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD": "1", **variables,
+            }  # fmt: skip
+            return subprocess.run(
+                command, cwd=file.parent, env=environment, text=True, capture_output=True, timeout=600, check=False
+            )
+
+        one = run("one", [*python, file.name, *arguments])
+        if one.returncode:
+            return Outcome(word="failed", why=" ".join(one.stderr.splitlines()[-1:]))
+        launch = ["-m", "grappe", "launch", "--runs", str(folder / "runs"), "--plan", plan]
+        two = run("two", [*python, *launch, file.name, *arguments])
+        if two.returncode or not (folder / "two").exists():
+            word = "refused" if "would not learn what one" in two.stderr else "ended"
+            return Outcome(word=word, why="\n".join(two.stderr.splitlines()[-1 if word == "refused" else -3 :]))
+        weights = [torch.load(folder / name) for name in ("one", "two")]
+        apart = distance(*weights)
+        lines, others = (printed(each.stdout, script.timed) for each in (one, two))
+        alike = lines_alike(lines, others)
+        by_rounding, least = 0.0, len(lines)
+        if apart > TOLERATED or alike < least:
+            moved = run("moved", [*python, file.name, *arguments], MOVED="1")
+            by_rounding = distance(weights[0], torch.load(folder / "moved"))
+            least = lines_alike(lines, printed(moved.stdout, script.timed))
+    word = "same" if apart <= TOLERATED and alike == len(lines) else "different"
+    if word == "different" and apart <= max(TOLERATED, 3 * by_rounding) and alike >= least:
+        word = "same but for rounding"
+    difference = "".join(
+        f"{a!r} {b!r}" for a, b in list(zip(lines, others, strict=False)) if not same_line(a, b)
+    )
+    return Outcome(
+        word=word,
+        why=difference[:400],
+        apart=apart,
+        by_rounding=by_rounding,
+        lines=len(lines),
+        same_lines=alike,
+        by_rounding_lines=least,
+    )
+
+
+def distance(one: Sequence[torch.Tensor], other: Sequence[torch.Tensor]) -> float:
+    """The most of |a - b| / |a| over tensors."""
+    return max(
+        float((a.double() - b.double()).norm() / a.double().norm().clamp_min(1e-30))
+        for a, b in zip(one, other, strict=True)
+    )
+
+
+def lines_alike(one: Sequence[str], other: Sequence[str]) -> int:
+    """How many lines are the same, less those that only one has."""
+    return sum(same_line(*pair) for pair in zip(one, other, strict=False)) - abs(len(one) - len(other))
+
+
+def printed(text: str, timed: str) -> list[str]:
+    """The lines of an output, without what differs by the clock."""
+    return [re.sub(timed, "", line) if timed else line for line in text.splitlines()]
+
+
+def same_line(one: str, other: str) -> bool:
+    """Whether two lines are the same, but for the last digits of their numbers."""
+    numbers, others = NUMBER.findall(one), NUMBER.findall(other)
+    if one == other or NUMBER.sub("", one) != NUMBER.sub("", other):
+        return one == other
+    return all(
+        abs(float(a) - float(b)) <= 1e-5 * abs(float(a)) + 10.0 ** -len(a.partition(".")[2].partition("e")[0])
+        for a, b in zip(numbers, others, strict=True)
+    )
+
+
+def row(outcome: dict[str, object]) -> tuple[str, ...]:
+    """The table's row of an outcome."""
+    apart, by_rounding = float(str(outcome["apart"])), float(str(outcome["by_rounding"]))
+    ran = bool(outcome["lines"] or apart)
+    rounding = f" (by rounding {by_rounding:.0e})" if by_rounding else ""
+    return (
+        str(outcome["repository"]),
+        str(outcome["revision"])[:8],
+        f"`{outcome['script']}`",
+        f"`{outcome['keys']}`" if outcome["keys"] else "",
+        f"{outcome['word']}" + ("" if ran else f": {str(outcome['why']).split(': ', 2)[-1].partition('. Or')[0]}"),
+        f"{apart:.0e}{rounding}" if ran else "",
+        f"{outcome['same_lines']} of {outcome['lines']}" if ran else "",
+    )
+
+
+if __name__ == "__main__":
+    main()
