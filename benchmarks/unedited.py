@@ -25,8 +25,15 @@ from benchmarks.figures import machine, table
 STEPS, TOLERATED = 20, 1e-5
 LIST = Path(__file__).with_suffix(".toml")
 NUMBER = re.compile(r"[-+]?\d+\.?\d*(?:[eE][-+]?\d+)?")
+SETTINGS = {
+    "STEPS": str(STEPS),
+    "MPLBACKEND": "Agg",
+    "OMP_NUM_THREADS": "1",
+    "PYTHONWARNINGS": "ignore",
+    "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD": "1",
+}
 HEAD = ("repository", "revision", "script", "plan", "outcome", "weights apart", "lines the same")
-SITE = '''
+SITE = """
 import os, random, secrets, sys
 if "WEIGHTS" in os.environ:
     import numpy, torch
@@ -67,7 +74,7 @@ if "WEIGHTS" in os.environ:
     from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
     register_optimizer_step_pre_hook(before)
     register_optimizer_step_post_hook(after)
-'''
+"""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -91,7 +98,7 @@ class Outcome:
     """What one and two processes did."""
 
     word: str
-    """same, same but for rounding, refused, ended (by a difference that it named), different, or failed on one process."""
+    """same, same but for rounding, refused, ended (with the cause), different, or failed on one process."""
     why: str
     apart: float = 0.0
     """The most of |a - b| / |a| over the weight tensors."""
@@ -136,10 +143,8 @@ def compare(script: Script, repository: Path, site: Path | None) -> Outcome:
 
         def run(name: str, command: Sequence[str], **variables: str) -> subprocess.CompletedProcess[str]:
             paths = ":".join(map(str, filter(None, (folder, site, os.environ.get("PYTHONPATH")))))
-            environment = os.environ | {
-                "PYTHONPATH": paths, "WEIGHTS": str(folder / name), "STEPS": str(STEPS), "LAST": str(script.last),
-                "MPLBACKEND": "Agg", "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore", "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD": "1", **variables,
-            }  # fmt: skip
+            environment = os.environ | SETTINGS | {"PYTHONPATH": paths, "LAST": str(script.last), **variables}
+            environment["WEIGHTS"] = str(folder / name)
             return subprocess.run(
                 command, cwd=file.parent, env=environment, text=True, capture_output=True, timeout=600, check=False
             )
@@ -164,9 +169,7 @@ def compare(script: Script, repository: Path, site: Path | None) -> Outcome:
     word = "same" if apart <= TOLERATED and alike == len(lines) else "different"
     if word == "different" and apart <= max(TOLERATED, 3 * by_rounding) and alike >= least:
         word = "same but for rounding"
-    difference = "".join(
-        f"{a!r} {b!r}" for a, b in list(zip(lines, others, strict=False)) if not same_line(a, b)
-    )
+    difference = "".join(f"{a!r} {b!r}" for a, b in list(zip(lines, others, strict=False)) if not same_line(a, b))
     return Outcome(
         word=word,
         why=difference[:400],

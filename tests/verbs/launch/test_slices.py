@@ -110,7 +110,27 @@ torch.save(generator.state_dict(), options.save)
 """
 
 
-@pytest.mark.parametrize(("body", "plan"), [(IMAGES, f"{PLAN},batchnorm=sync"), (GENERATOR, PLAN)])
+TOKENS = """
+def padded(texts):
+    tokens = nn.utils.rnn.pad_sequence(texts, batch_first=True, padding_value=-1)
+    return tokens[:, :-1].clamp(min=0), tokens[:, 1:]
+
+
+texts = [torch.randint(0, 9, (int(length),)) for length in torch.randint(2, 12, (61,))]
+model = nn.Sequential(nn.Embedding(9, 8), nn.Dropout(0.1), nn.Linear(8, 9))
+criterion = nn.CrossEntropyLoss(torch.linspace(1, 2, 9), ignore_index=-1)
+optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+for tokens, following in DataLoader(texts, 10, shuffle=True, collate_fn=padded):
+    loss = criterion(model(tokens).flatten(0, 1), following.flatten())
+    print(f"{loss.item():.5f}")
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+torch.save(model.state_dict(), options.save)
+"""
+
+
+@pytest.mark.parametrize(("body", "plan"), [(IMAGES, f"{PLAN},batchnorm=sync"), (GENERATOR, PLAN), (TOKENS, PLAN)])
 def test_an_unedited_script_learns_and_prints_on_two_processes_what_it_does_on_one(
     body: str, plan: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -152,6 +172,12 @@ def test_an_unedited_script_learns_and_prints_on_two_processes_what_it_does_on_o
             DivergedError,
             "the processes' weights or buffers differ after 1 steps",
             id="statistics of its own",
+        ),
+        pytest.param(
+            "y[40:50] = -100",
+            DivergedError,
+            "a cross-entropy counts . of . targets, and all of them in the first batch",
+            id="padding in a later batch",
         ),
     ],
 )

@@ -17,6 +17,7 @@ from typing import Any, Protocol, TypeVar
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader, get_worker_info
 
@@ -57,6 +58,10 @@ class StepHandler(Protocol):
         """Returns the number of rows that a line of the script is told for a batch's tensor."""
         ...
 
+    def count(self, counted: Tensor, of: int, *, special: bool) -> None:
+        """Notes what a cross-entropy of `of` targets divides by: those without padding, or their classes' weights."""
+        ...
+
     def add_optimizer(self, optimizer: Optimizer) -> None:
         """Notes an optimizer that the script has made."""
         ...
@@ -78,6 +83,8 @@ def intercepted(handler: StepHandler) -> Iterator[None]:
         for name in READS:
             replace(Tensor, name, lambda plain: _reading(plain, handler))
         replace(Optimizer, "__init__", lambda plain: _adding(plain, handler))
+        for name in ("cross_entropy", "nll_loss"):
+            replace(F, name, lambda plain: _counting(plain, handler))
         for name, at in NUMPY_DRAWS.items():
             replace(np.random, name, functools.partial(_drawing, at))
         yield
@@ -139,6 +146,22 @@ def _adding(plain: Callable[..., None], handler: StepHandler) -> Callable[..., N
         handler.add_optimizer(self)
 
     return made
+
+
+def _counting(plain: Callable[..., Tensor], handler: StepHandler) -> Callable[..., Tensor]:
+    def loss(output: Any, target: Any, *arguments: Any, **options: Any) -> Tensor:
+        value = plain(output, target, *arguments, **options)
+        given = dict(zip(("weight", "size_average", "ignore_index", "reduce", "reduction"), arguments, strict=False))
+        given |= options
+        if value.requires_grad and not target.is_floating_point() and given.get("reduction", "mean") == "mean":
+            ignored, weight = given.get("ignore_index", -100), given.get("weight")
+            counts = target != ignored
+            if weight is not None:
+                counts = counts * weight[target * counts]
+            handler.count(counts.sum().detach(), target.numel(), special=weight is not None or ignored != -100)
+        return value
+
+    return loss
 
 
 def _drawing(at: int | None, plain: Callable[..., Any]) -> Callable[..., Any]:

@@ -47,7 +47,11 @@ ITS_OWN = ("torch.distributed", "accelerate", "deepspeed", "horovod", "lightning
 LIGHTNING = ("lightning", "pytorch_lightning")
 UNEDITED_KEYS = frozenset({"replicate", "batchnorm", "dropout", "device", "backend", "threads", "per_device"})
 """Keys of a plan that a script for one process can have."""
-WORDS = {"mean": "a mean over rows", "sum": "a sum over rows"}
+WORDS = {
+    "mean": "a mean over rows",
+    "counted": "a mean over what counts (tokens, classes by weight)",
+    "sum": "a sum over rows",
+}
 
 
 def launch(

@@ -231,6 +231,11 @@ class RecordedSteps:
         """Returns the number of rows that the script is told."""
         return value if self._inner is None else self._inner.length(value, tensor, place)
 
+    def count(self, counted: Tensor, of: int, *, special: bool) -> None:
+        """Notes what a cross-entropy divides by."""
+        if self._inner is not None:
+            self._inner.count(counted, of, special=special)
+
     def add_optimizer(self, optimizer: Optimizer) -> None:
         """Notes an optimizer."""
         self._optimizers.append(optimizer)

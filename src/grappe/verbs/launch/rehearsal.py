@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import traceback
 import types
 from collections import defaultdict
@@ -64,6 +65,8 @@ class _Pass:
     lengths: set[str] = dataclasses.field(default_factory=set)
     until_a_step: list[str] = dataclasses.field(default_factory=list)
     """The places of the backwards before the first optimizer step, after which a run's weights are others."""
+    counts: list[float] = dataclasses.field(default_factory=list)
+    """What the cross-entropies divide by."""
     stepped: bool = False
     draws_beside_torch: bool = False
     """Whether NumPy's or Python's generator has drawn."""
@@ -192,6 +195,11 @@ class Rehearsal:
             yield number, each
             number += not self._again
 
+    def count(self, counted: Tensor, of: int, *, special: bool) -> None:
+        """Notes what a cross-entropy divides by, if it is not the number of its targets."""
+        if self._pass is not None and (special or float(counted) != of):
+            self._pass.counts.append(float(counted))
+
     def add_optimizer(self, optimizer: Optimizer) -> None:
         """Lets an optimizer stand still."""
         self._optimizers.append(optimizer)
@@ -232,17 +240,18 @@ class Rehearsal:
                 self._whole = all_rows
                 left = yield from self._run(batch, state, 0, first, rows)
                 right = yield from self._run(batch, state, first, rows, rows)
-            losses = {}
+            losses: dict[str, Rule | None] = {}
+            shares = _shares(all_rows, left, first / rows)
             for line in all_rows.gradients:
-                losses[line], distance = _loss_rule(line, all_rows, left, right, first / rows)
+                losses[line], distance = _loss_rule(line, all_rows, left, right, shares)
                 apart = max(apart, distance)
             if None not in losses.values():
                 break
             if cause == "random numbers":
                 if all_rows.draws_beside_torch:
                     self._refuse(
-                        "numbers of Python's generator are in the loss, or of NumPy's for something else than rows: draw "
-                        "them by torch, torch.rand(rows)"
+                        "numbers of Python's generator are in the loss, or of NumPy's for something else than rows: "
+                        "draw them by torch, torch.rand(rows)"
                     )
                 lines = ", ".join(line_of(line) for line, rule in losses.items() if rule is None)
                 self._refuse(
@@ -261,7 +270,7 @@ class Rehearsal:
                 "they are the whole batch's"
             )
         reached = [line for line in all_rows.values if line in left.values and line in right.values]
-        values = {line: _value_rule(line, all_rows, left, right, first / rows) for line in reached}
+        values = {line: _value_rule(line, all_rows, left, right, shares) for line in reached}
         if unknown := [line for line, rule in values.items() if rule is None]:
             self._refuse(
                 f"{line_of(unknown[0])} reads a value of the batch that is neither a mean, a sum nor the largest or "
@@ -332,18 +341,27 @@ def _without_none(rules: Mapping[str, Rule | None]) -> dict[str, Rule]:
     return {line: rule for line, rule in rules.items() if rule is not None}
 
 
-def _loss_rule(line: str, all_rows: _Pass, left: _Pass, right: _Pass, share: float) -> tuple[Rule | None, float]:
+def _shares(all_rows: _Pass, left: _Pass, of_rows: float) -> dict[Rule, float]:
+    """Returns the left part's share of each kind of mean: first of what a cross-entropy counts, where it is known."""
+    counted = {own / of for own, of in zip(left.counts, all_rows.counts, strict=False) if of}
+    return {"counted": counted.pop(), "mean": of_rows} if len(counted) == 1 else {"mean": of_rows}
+
+
+def _loss_rule(
+    line: str, all_rows: _Pass, left: _Pass, right: _Pass, shares: Mapping[Rule, float]
+) -> tuple[Rule | None, float]:
     """Returns how the parts' gradients make up the whole's; None: not at all, and how far they are from it."""
     distances: dict[Rule, float] = {}
-    for rule, first, second in (("mean", share, 1 - share), ("sum", 1.0, 1.0)):
+    weights: dict[Rule, tuple[float, float]] = {rule: (share, 1 - share) for rule, share in shares.items()}
+    for rule, (first, second) in {**weights, "sum": (1.0, 1.0)}.items():
         together = {
             number: left.gradients[line].get(number, torch.zeros(())) * first
             + right.gradients[line].get(number, torch.zeros(())) * second
             for number in all_rows.gradients[line]
         }
-        distances[rule] = _distance(all_rows.gradients[line], together)  # type: ignore[index]
-    nearest = min(distances, key=distances.__getitem__)
-    return (nearest if distances[nearest] < TOLERATED else None), distances[nearest]
+        distances[rule] = _distance(all_rows.gradients[line], together)
+    fitting = [rule for rule, distance in distances.items() if distance < TOLERATED]
+    return (fitting[0] if fitting else None), min(distances.values())
 
 
 def _distance(a: Mapping[int, Tensor], b: Mapping[int, Tensor]) -> float:
@@ -355,11 +373,15 @@ def _distance(a: Mapping[int, Tensor], b: Mapping[int, Tensor]) -> float:
     return (apart / size) ** 0.5 if size else float(apart > 0)
 
 
-def _value_rule(line: str, all_rows: _Pass, left: _Pass, right: _Pass, share: float) -> Rule | None:
+def _mean(share: float, a: float, b: float) -> float:
+    return share * a + (1 - share) * b
+
+
+def _value_rule(line: str, all_rows: _Pass, left: _Pass, right: _Pass, shares: Mapping[Rule, float]) -> Rule | None:
     """Returns how the parts' values make up the whole's; of several that would, the one for the value's type."""
     triples = list(zip(all_rows.values[line], left.values[line], right.values[line], strict=False))
     rules: dict[Rule, Callable[[float, float], float]] = {
-        "mean": lambda a, b: share * a + (1 - share) * b,
+        **{rule: functools.partial(_mean, share) for rule, share in shares.items()},
         "sum": lambda a, b: a + b,
         "most": max,
         "least": min,

@@ -7,7 +7,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-Rule = Literal["mean", "sum", "most", "least", "same"]
+Rule = Literal["mean", "counted", "sum", "most", "least", "same"]
+"""How parts make up the whole; "counted": a mean over what the last cross-entropy counts, tokens say."""
 INTERRUPTED = 130
 """The exit code of a Python script that Ctrl-C ends."""
 

@@ -28,7 +28,7 @@ from grappe.parallel.batchnorm import ignoring_padding, synchronise_batchnorm
 from grappe.parallel.gradient_average import GradientAverage
 from grappe.private_api.torch import BatchNormBase
 from grappe.verbs.launch.interception import add_gradient, cut_rows, modules_alive, norms_of, parameters_of, rows_of
-from grappe.verbs.launch.request import Rehearsed, line_of
+from grappe.verbs.launch.request import Rehearsed, Rule, line_of
 
 T = TypeVar("T")
 CHECK_EVERY = 100  # steps, after which the processes compare their weights; at first after 1, 2, 4, …
@@ -63,7 +63,7 @@ class SlicedSteps:
         """Parameters whose gradients are averaged, by id."""
         self._place: BatchRows | None = None
         """Of the running step's rows in its batch; None: everything is whole."""
-        self._share = 0.0
+        self._share = self._counted = 0.0
         self._buffers: list[Tensor] = []
         self._norms = nn.ModuleList()
         """Batch normalisations over all processes."""
@@ -123,9 +123,7 @@ class SlicedSteps:
         rule = rules.get(place) or (next(iter(rules.values())) if len(set(rules.values())) == 1 else None)
         if rule is None:
             raise TaskError(f"the backward in {line_of(place)} did not run with the first batch: its loss is not known")
-        weight = self._share if rule == "mean" else float(self._share > 0)
-        if self._alone:
-            weight = 1 / size
+        weight = 1 / size if self._alone else self._weight(rule)
         self._last = weakref.ref(loss), weight
         if not self._measures or self.replaying:
             run(weight * size)
@@ -159,8 +157,31 @@ class SlicedSteps:
         if rule in ("most", "least"):
             everyone = self._world.gather(value if self._share else None)
             return cast("T", (max if rule == "most" else min)(each for each in everyone if each is not None))
-        weight = self._share if rule == "mean" else float(self._share > 0)
+        weight = self._weight(rule)
         return cast("T", type(value)(self._total(float(value), weight, tensor)))
+
+    def count(self, counted: Tensor, of: int, *, special: bool) -> None:
+        """Notes this process's part of what a cross-entropy of a step divides by. Collective.
+
+        Raises:
+            DivergedError: it leaves out padding, and did not in the first batch, or another one counts otherwise.
+        """
+        if self._place is None or self._alone:
+            return
+        own, rules = float(counted) if self._share else 0.0, self._rehearsed.losses.values()
+        if "counted" not in rules:
+            if own not in (0.0, of) and "mean" in rules:
+                raise DivergedError(
+                    f"a cross-entropy counts {own:g} of {of} targets, and all of them in the first batch: it was taken "
+                    "for a mean over rows. Give it an ignore_index, or begin with a batch that has padding"
+                )
+            return
+        total = sum(self._world.gather(own))
+        self._counted = own / total if total else 1 / self._world.data_size
+
+    def _weight(self, rule: Rule) -> float:
+        """Returns this process's part of a value of the whole batch."""
+        return {"mean": self._share, "counted": self._counted}.get(rule, float(self._share > 0))
 
     def _total(self, value: float, weight: float, tensor: Tensor) -> float:
         """Sums weighted values over the processes, to the precision of their tensor. Collective."""
