@@ -151,10 +151,10 @@ def _adding(plain: Callable[..., None], handler: StepHandler) -> Callable[..., N
 def _counting(plain: Callable[..., Tensor], handler: StepHandler) -> Callable[..., Tensor]:
     def loss(output: Any, target: Any, *arguments: Any, **options: Any) -> Tensor:
         value = plain(output, target, *arguments, **options)
-        given = dict(zip(("weight", "size_average", "ignore_index", "reduce", "reduction"), arguments, strict=False))
-        given |= options
-        if value.requires_grad and not target.is_floating_point() and given.get("reduction", "mean") == "mean":
-            ignored, weight = given.get("ignore_index", -100), given.get("weight")
+        settings = dict(zip(("weight", "size_average", "ignore_index", "reduce", "reduction"), arguments, strict=False))
+        settings |= options
+        if value.requires_grad and not target.is_floating_point() and settings.get("reduction", "mean") == "mean":
+            ignored, weight = settings.get("ignore_index", -100), settings.get("weight")
             counts = target != ignored
             if weight is not None:
                 counts = counts * weight[target * counts]
@@ -174,13 +174,13 @@ def _drawing(at: int | None, plain: Callable[..., Any]) -> Callable[..., Any]:
         shape = tuple(size) if isinstance(size, list | tuple) else (size,)
         if rows is None or rows.size >= rows.of or shape[:1] != (rows.size,):
             return plain(*arguments, **options)
-        whole = (rows.of, *shape[1:])
+        every_row = (rows.of, *shape[1:])
         if at is None:
-            drawn = plain(*whole)
+            drawn = plain(*every_row)
         elif "size" in options:
-            drawn = plain(*arguments, **{**options, "size": whole})
+            drawn = plain(*arguments, **{**options, "size": every_row})
         else:
-            drawn = plain(*arguments[:at], whole, *arguments[at + 1 :], **options)
+            drawn = plain(*arguments[:at], every_row, *arguments[at + 1 :], **options)
         return drawn[rows.first : rows.first + rows.size]
 
     return draw
