@@ -353,7 +353,8 @@ def _loss_rule(
     """Returns how the parts' gradients make up the whole's; None: not at all, and how far they are from it."""
     distances: dict[Rule, float] = {}
     weights: dict[Rule, tuple[float, float]] = {rule: (share, 1 - share) for rule, share in shares.items()}
-    for rule, (first, second) in {**weights, "sum": (1.0, 1.0)}.items():
+    weights["sum"] = 1.0, 1.0
+    for rule, (first, second) in weights.items():
         together = {
             number: left.gradients[line].get(number, torch.zeros(())) * first
             + right.gradients[line].get(number, torch.zeros(())) * second

@@ -28,7 +28,7 @@ from grappe.parallel.batchnorm import ignoring_padding, synchronise_batchnorm
 from grappe.parallel.gradient_average import GradientAverage
 from grappe.private_api.torch import BatchNormBase
 from grappe.verbs.launch.interception import add_gradient, cut_rows, modules_alive, norms_of, parameters_of, rows_of
-from grappe.verbs.launch.request import Rehearsed, Rule, line_of
+from grappe.verbs.launch.request import Rehearsed, line_of
 
 T = TypeVar("T")
 CHECK_EVERY = 100  # steps, after which the processes compare their weights; at first after 1, 2, 4, …
@@ -179,7 +179,7 @@ class SlicedSteps:
         total = sum(self._world.gather(own))
         self._counted = own / total if total else 1 / self._world.data_size
 
-    def _weight(self, rule: Rule) -> float:
+    def _weight(self, rule: str) -> float:
         """Returns this process's part of a value of the whole batch."""
         return {"mean": self._share, "counted": self._counted}.get(rule, float(self._share > 0))
 

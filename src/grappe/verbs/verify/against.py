@@ -244,6 +244,9 @@ class Comparison:
         """Returns a batch's rows, as the script is told."""
         return value
 
+    def count(self, counted: Tensor, of: int, *, special: bool) -> None:
+        """Passes over what a cross-entropy divides by."""
+
     def add_optimizer(self, optimizer: Optimizer) -> None:
         """Lets the task take each step of an optimizer too."""
         if not self._in_task:
