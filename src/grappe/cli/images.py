@@ -1,10 +1,10 @@
-"""Defines grappe data and its commands: index, check, pack, stage, bench."""
+"""Defines grappe data and its commands: index, check, pack, tokenize, stage, bench."""
 
 from __future__ import annotations
 
 import math
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 from cyclopts import App, Parameter
 
@@ -15,13 +15,16 @@ from grappe.launch.terminal import progress, say, waiting
 from grappe.words import count_of, plain_table
 
 Source = Annotated[
-    Path, Parameter(help="A folder of class folders, a .tar archive as downloaded, or a folder of .tar shards.")
+    Path,
+    Parameter(help="Images: class folders, a .tar archive, tar shards. Or a corpus: .parquet, .arrow, .jsonl, .bin."),
 ]
 Labels = Annotated[
     Path | None,
     Parameter(help="The file of an archive's labels, where its images are in no class: ImageNet's validation."),
 ]
 Numbering = Annotated[Path | None, Parameter(help="The file with the class of each number in --labels.")]
+Dtype = Annotated[str | None, Parameter(help="The type of the tokens in .bin files: uint16.")]
+End = Annotated[int | None, Parameter(help="The token that ends a document in .bin files.")]
 LOADING = "loading torch …"
 _SHOWN = 20  # bad files that are listed; all are in the quarantine
 _UNITS = ("B", "KB", "MB", "GB", "TB")
@@ -30,9 +33,11 @@ _UNITS = ("B", "KB", "MB", "GB", "TB")
 def register(app: App) -> None:
     """Adds the commands to `app`."""
     group = App(
-        name="data", help="Index, check, pack, stage and time folders and archives of images.", help_format="plaintext"
+        name="data",
+        help="Index, check, pack, tokenize, stage and time images, and corpora of rows.",
+        help_format="plaintext",
     )
-    for command in (index, check, pack, stage, bench):
+    for command in (index, check, pack, tokenize, stage, bench):
         group.command(command)
     app.command(group)
 
@@ -44,10 +49,17 @@ def index(
     labels: Labels = None,
     numbering: Numbering = None,
     again: Annotated[bool, SWITCH, Parameter(help="Make it again, even if there is one.")] = False,
+    dtype: Dtype = None,
+    end: End = None,
     json: Json = False,
 ) -> None:
-    """Read the headers of a source of images once, so that a training starts at once."""
+    """Read where the images or rows of a source are, once, so that a training starts at once."""
     waiting(LOADING)
+    from grappe.verbs.data import corpus
+
+    if corpus.is_corpus(source):
+        _show_corpus("data-index", source, corpus.index(source, dtype=dtype, end=end, again=again), json)
+        return
     from grappe.verbs.data.walk import index as verb
 
     done = verb(source, labels=labels, numbering=numbering, again=again)
@@ -62,9 +74,44 @@ def index(
     show_answer(json, "data-index", facts, source=content.pop("kind"), **content)
 
 
-def check(source: Source, /, *, labels: Labels = None, numbering: Numbering = None, json: Json = False) -> None:
-    """Decode every image, and list those that cannot be: datasets leave them out."""
+def _show_corpus(kind: str, source: Path, done: Any, json: bool) -> None:
+    progress("")
+    if not json:
+        for reason in done.damaged[:_SHOWN]:
+            say(reason)
+    read = (
+        "row by row" if done.direct else f"in {count_of(done.blocks, 'block')}, {_size(done.memory)} in memory at most"
+    )
+    facts = [
+        ("source", f"{source} ({done.format}, {count_of(done.files, 'file')})"),
+        ("rows", f"{done.rows:,}, read {read}"),
+        ("index", f"{done.file} ({_size(done.size)}, {done.size / max(1, done.rows):.1f} bytes a row)"),
+        ("took", f"{done.seconds:.1f} s"),
+    ]
+    if kind == "data-check":
+        left = ": leave them out with Corpus(…, skip_damaged=True)" if done.damaged else ""
+        facts.insert(2, ("damaged", f"{len(done.damaged):,}{left}"))
+    content = dict(vars(done))
+    show_answer(json, kind, facts, source=content.pop("format"), **content)
+
+
+def check(
+    source: Source,
+    /,
+    *,
+    labels: Labels = None,
+    numbering: Numbering = None,
+    dtype: Dtype = None,
+    end: End = None,
+    json: Json = False,
+) -> None:
+    """Read every image or row completely, and list those that cannot be read."""
     waiting(LOADING)
+    from grappe.verbs.data import corpus
+
+    if corpus.is_corpus(source):
+        _show_corpus("data-check", source, corpus.index(source, dtype=dtype, end=end, check=True), json)
+        return
     from grappe.verbs.data.walk import check as verb
 
     done = verb(source, labels=labels, numbering=numbering)
@@ -116,6 +163,37 @@ def pack(
     show_answer(json, "data-pack", facts, **vars(done), dry_run=dry_run)
 
 
+def tokenize(
+    source: Annotated[Path, Parameter(help="A corpus of text: .parquet, .arrow, .jsonl, .jsonl.gz, .jsonl.zst.")],
+    /,
+    *,
+    out: Annotated[Path, Parameter(name=OUT_NAMES, help="A folder for the tokens: new, or not yet complete.")],
+    tokenizer: Annotated[Path, Parameter(help="A tokenizer.json, or a folder that has one.")],
+    column: Annotated[str, Parameter(help="The column of the text.")] = "text",
+    end: Annotated[int | None, Parameter(help="A token that is put after each document.")] = None,
+    json: Json = False,
+) -> None:
+    """Write the tokens of a corpus of text once, as Arrow files that trainings map.
+
+    Killed at any moment, it is continued by the same command; several processes
+    that run it at once share the work.
+    """
+    waiting(LOADING)
+    from grappe.data.corpus.corpus import Corpus
+    from grappe.verbs.data.corpus import tokenize as verb
+    from grappe.verbs.data.corpus import tokenizer_of
+
+    encode, name = tokenizer_of(tokenizer)
+    done = verb(Corpus(source), out, encode, column=column, end=end, name=name)
+    progress("")
+    there = f", {done.were_there:,} of them by another start or process" if done.were_there else ""
+    facts = [
+        ("written", f"{done.folder}: {count_of(done.parts, 'part')}{there}"),
+        ("tokens", f"{done.tokens:,} of {done.rows:,} rows, now"),
+    ]
+    show_answer(json, "data-tokenize", facts, **vars(done))
+
+
 def stage(
     source: Annotated[Path, Parameter(help="A file or folder, of images or of anything else.")],
     /,
@@ -159,14 +237,23 @@ def bench(
     ] = None,
     labels: Labels = None,
     numbering: Numbering = None,
+    dtype: Dtype = None,
+    end: End = None,
     json: Json = False,
 ) -> None:
-    """Time the reading of images (as they are, as an archive, as shards, packed, in memory), and recommend one."""
+    """Time the reading of images (as they are, as an archive, as shards, packed, in memory) or rows, and recommend."""
     waiting(LOADING)
+    from grappe.verbs.data import corpus
     from grappe.verbs.data.bench import bench as verb
 
     if images < 1 or seconds <= 0:
         raise UsageError("--images and --seconds must be above 0")
+    if corpus.is_corpus(source):
+        rows = corpus.bench(source, dtype=dtype, end=end, seconds=seconds)
+        rates = [("in the files' order", rows.in_files), ("in an epoch's order", rows.in_epoch)]
+        facts = [(name, f"{rate:,.0f} rows/s of one process") for name, rate in rates]
+        show_answer(json, "data-bench", facts, **vars(rows))
+        return
     done = verb(source, size=size, images=images, seconds=seconds, on=on, labels=labels, numbering=numbering)
     if json:
         show_json("data-bench", **vars(done))

@@ -8,11 +8,24 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from grappe.data.corpus.corpus import Corpus
     from grappe.data.corpus.mixture import Mixture
+    from grappe.data.corpus.tokens import Packed, Windows, check_packing, document_mask
     from grappe.data.images.dataset import Images
     from grappe.data.images.decode import CentreCrop, Normalise, RandomResizedCrop
     from grappe.data.staging import stage
 
-__all__ = ["CentreCrop", "Corpus", "Images", "Mixture", "Normalise", "RandomResizedCrop", "stage"]
+__all__ = [
+    "CentreCrop",
+    "Corpus",
+    "Images",
+    "Mixture",
+    "Normalise",
+    "Packed",
+    "RandomResizedCrop",
+    "Windows",
+    "check_packing",
+    "document_mask",
+    "stage",
+]
 
 # What needs torch is imported when it is first used, so that `grappe --help` is quick.
 _LAZY = {
@@ -21,7 +34,11 @@ _LAZY = {
     "Images": "grappe.data.images.dataset",
     "Mixture": "grappe.data.corpus.mixture",
     "Normalise": "grappe.data.images.decode",
+    "Packed": "grappe.data.corpus.tokens",
     "RandomResizedCrop": "grappe.data.images.decode",
+    "Windows": "grappe.data.corpus.tokens",
+    "check_packing": "grappe.data.corpus.tokens",
+    "document_mask": "grappe.data.corpus.tokens",
     "stage": "grappe.data.staging",
 }
 

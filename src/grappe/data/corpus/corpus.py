@@ -13,7 +13,7 @@ import xxhash
 from numpy.typing import NDArray
 from torch.utils.data import Dataset
 
-from grappe.data.corpus.formats import Damaged, OpenFiles, RowBlock, RowOptions
+from grappe.data.corpus.formats import Damaged, Format, OpenFiles, RowBlock, RowOptions
 from grappe.data.corpus.index import CorpusIndex, Paths, find, open_index
 from grappe.data.draw import mix, permute
 from grappe.errors import DataError, TaskError
@@ -144,6 +144,28 @@ class Corpus(Dataset[Any]):
                 self._kept.move_to_end(number)
             self._kept[number] = kept
         return kept
+
+    def tokens(self, number: int, column: str) -> tuple[Format, NDArray[Any], NDArray[Any]]:
+        """Returns a block's open file, its tokens, mapped, and the places of its documents in them [rows + 1].
+
+        Raises:
+            DataError: the corpus has no such tokens.
+        """
+        file, rows, start, size = self.index.blocks[number].item()
+        path = self.shards.root / self.shards.names[file]
+        try:
+            with self._files.lock:
+                opened = self._files.get(path)
+                first = int(self._row_ends[number]) - rows + number
+                flat = opened.tokens(RowBlock(rows, start, size), column, self.index.places[first : first + rows + 1])
+        except (Damaged, KeyError) as error:
+            raise DataError(f"{printable(path)}: {error}") from None
+        if flat is None:
+            raise DataError(
+                f"{printable(path)} has no column {column!r} of lists of tokens that can be mapped: write them once, "
+                "by grappe data tokenize"
+            )
+        return opened, *flat
 
     def memory(self) -> int:
         """Returns the bytes that a process takes at most for blocks; mapped and directly read rows take none."""

@@ -80,6 +80,15 @@ class Format(ABC):
         """Returns the row at these bytes of the file, of a format with an index of rows."""
         raise NotImplementedError
 
+    def tokens(
+        self, block: RowBlock, column: str, places: NDArray[np.uint64]
+    ) -> tuple[NDArray[Any], NDArray[Any]] | None:
+        """Returns all tokens that a block's are among, mapped, and where each document begins and ends in them."""
+        return None
+
+    def check(self) -> None:  # noqa: B027, mapped files alone are in danger
+        """Raises Damaged if the file has changed since it was opened."""
+
     def schema(self) -> str:
         """Returns the names and types of the columns, "" where the format has none."""
         return ""
@@ -93,7 +102,12 @@ class RowOptions(NamedTuple):
     end: int | None = None
 
 
-def _library(module: str, what: str) -> Any:
+def library(module: str, what: str) -> Any:
+    """Imports a library that reads a format.
+
+    Raises:
+        TaskError: it is not installed.
+    """
     try:
         return importlib.import_module(module)
     except ImportError:
@@ -120,7 +134,7 @@ def _getter(column: Any) -> Callable[[int], Any]:
 
 def flat_lists(column: Any) -> tuple[NDArray[Any], NDArray[np.int64]] | None:
     """Returns the numbers of a column of lists and where each list begins and ends [rows + 1]; None: it is none."""
-    arrow = _library("pyarrow", "Arrow")
+    arrow = library("pyarrow", "Arrow")
     kind = column.type
     if not (arrow.types.is_list(kind) or arrow.types.is_large_list(kind)):
         return None
@@ -138,7 +152,7 @@ class Parquet(Format):
 
     def __init__(self, file: Path, options: RowOptions) -> None:
         super().__init__(file, options)
-        self._arrow = _library("pyarrow.parquet", "Parquet")
+        self._arrow = library("pyarrow.parquet", "Parquet")
         try:
             self._opened = self._arrow.ParquetFile(file, memory_map=False)
         except Exception as error:
@@ -176,7 +190,7 @@ class Arrow(Format):
 
     def __init__(self, file: Path, options: RowOptions) -> None:
         super().__init__(file, options)
-        arrow = _library("pyarrow", "Arrow")
+        arrow = library("pyarrow", "Arrow")
         try:
             mapped, before = arrow.memory_map(str(file)), arrow.total_allocated_bytes()
             try:
@@ -211,8 +225,9 @@ class Arrow(Format):
         batch = self._batches[block.start]
         return _Columns(batch.select(list(self.options.columns)) if self.options.columns else batch)
 
-    def flat(self, block: RowBlock, column: str) -> tuple[NDArray[Any], NDArray[np.int64]] | None:
-        """Returns a block's lists of numbers, mapped, as `flat_lists` does."""
+    def tokens(
+        self, block: RowBlock, column: str, places: NDArray[np.uint64]
+    ) -> tuple[NDArray[Any], NDArray[Any]] | None:
         return flat_lists(self._batches[block.start].column(column))
 
 
@@ -228,9 +243,13 @@ class _Bytes(Format):
 
     def row(self, start: int, stop: int) -> Any:
         """Returns the row at these bytes."""
-        if facts_of(self._handle) != self._facts:  # a mapped file that gets shorter would end the process
-            raise Damaged(CHANGED)
+        self.check()
         return self._row(start, stop)
+
+    def check(self) -> None:
+        # a mapped file that gets shorter would end the process
+        if facts_of(self._handle) != self._facts:
+            raise Damaged(CHANGED)
 
     @abstractmethod
     def _row(self, start: int, stop: int) -> Any: ...
@@ -342,7 +361,7 @@ class _Zstd:
     """Reads the frames of a zstd file; unlike the library's own reader it notices where the last one is cut off."""
 
     def __init__(self, file: Path) -> None:
-        self._library = _library("zstandard", "zstd")
+        self._library = library("zstandard", "zstd")
         self._unpacker = self._library.ZstdDecompressor(max_window_size=MOST_WINDOW)
         self._file = file.open("rb")
         self._frame: Any = None
@@ -405,6 +424,11 @@ class Tokens(_Bytes):
 
     def _row(self, start: int, stop: int) -> Any:
         return self.map[start // self.kind.itemsize : stop // self.kind.itemsize]
+
+    def tokens(
+        self, block: RowBlock, column: str, places: NDArray[np.uint64]
+    ) -> tuple[NDArray[Any], NDArray[Any]] | None:
+        return self.map, places // np.uint64(self.kind.itemsize)
 
 
 class Tar(_Bytes):

@@ -116,6 +116,12 @@ def find(paths: Paths, options: RowOptions) -> ShardFiles:
     return ShardFiles(root=root, names=tuple(str(file.relative_to(root)) for file in files), form=form, options=options)
 
 
+def candidates(shards: ShardFiles, name: str) -> list[Path]:
+    """Returns where a file about a corpus may lie, in order of preference: hidden beside its files."""
+    folder = state_folder("corpus", make=True)
+    return [shards.root / f".{name}", *([] if folder is None else [folder / name])]
+
+
 def open_index(
     shards: ShardFiles, *, skip_damaged: bool, again: bool = False, report: Callable[[str], None] = lambda words: None
 ) -> tuple[CorpusIndex, Path]:
@@ -129,19 +135,17 @@ def open_index(
         DataError: a file is damaged or has another schema than the first, or the index can be written nowhere.
     """
     key = f"{shards.key}{'-skip' if skip_damaged else ''}"
-    candidates = [shards.root / f".{key}{INDEX}"]
-    if (folder := state_folder("corpus", make=True)) is not None:
-        candidates.append(folder / f"{key}{INDEX}")
+    places_of_index = candidates(shards, f"{key}{INDEX}")
 
     def existing() -> tuple[CorpusIndex, Path] | None:
-        for file in (file for file in candidates if file.is_file()):
+        for file in (file for file in places_of_index if file.is_file()):
             with contextlib.suppress(Stale):
                 return _read(file, shards, key), file
         return None
 
     if not again and (there := existing()) is not None:
         return there
-    with locked(candidates[-1].with_suffix(".lock")):
+    with locked(places_of_index[-1].with_suffix(".lock")):
         if not again and (there := existing()) is not None:  # another process has made it
             return there
         complain(f"grappe: indexing {len(shards.names):,} files of {printable(shards.root)}, once")
@@ -156,7 +160,7 @@ def open_index(
             damaged=index.damaged,
         )
         problems = []
-        for file in candidates:
+        for file in places_of_index:
             try:
                 index_file.write(file, msgspec.json.encode(description), (index.blocks, index.places))
                 return _read(file, shards, key), file

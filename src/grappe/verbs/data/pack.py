@@ -43,7 +43,7 @@ class Packing:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Packed:
+class PackedImages:
     """Result of packing."""
 
     folder: Path
@@ -67,7 +67,7 @@ def pack(
     labels: Path | None = None,
     numbering: Path | None = None,
     dry_run: bool = False,
-) -> Packed:
+) -> PackedImages:
     """Packs a source into a folder of shards; samples keep their ids, so that orders and resumed runs are the same.
 
     If it is killed, the next start goes on from there: a shard exists complete, or not at all. With `dry_run`
@@ -91,7 +91,7 @@ def pack(
     if dry_run:
         _is_begun(to, description)
         there = [shard for number, size in enumerate(sizes) if (shard := shard_there(to, number, size)) is not None]
-        return Packed(
+        return PackedImages(
             folder=to, shards=tuple(there), images=len(data), source_bytes=data.total_bytes(), were_there=len(there)
         )
     label_of = data.targets()
@@ -130,7 +130,9 @@ def pack(
             meter.at(ids.stop)
         meter.end()
         write_manifest(to, data.classes, written, description)
-    return Packed(folder=to, shards=tuple(written), images=len(data), source_bytes=data.total_bytes(), were_there=there)
+    return PackedImages(
+        folder=to, shards=tuple(written), images=len(data), source_bytes=data.total_bytes(), were_there=there
+    )
 
 
 def smaller(data: bytes, form: Packing) -> bytes:

@@ -1,0 +1,96 @@
+"""Tests of grappe data index, check, bench and tokenize on corpora of rows, as a user types them."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from grappe.cli.commands import app
+from grappe.data import Corpus, Packed
+from grappe.errors import DataError, UsageError
+from grappe.verbs.data import corpus as verbs
+from tests.data.corpus.shards import corpus_folder, row
+
+
+@pytest.fixture(autouse=True)
+def own_state(monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+
+
+def answer(capsys, *words):
+    app([*words, "--json"], exit_on_error=False, print_error=False)
+    return json.loads(capsys.readouterr().out)
+
+
+def test_index_check_and_bench(tmp_path, capsys):
+    folder = str(corpus_folder(tmp_path / "corpus", ".jsonl", 95))
+    made = answer(capsys, "data", "index", folder)
+    assert (made["rows"], made["files"], made["source"], made["direct"]) == (95, 3, "JsonLines", True)
+    lines = (tmp_path / "corpus/part-001.jsonl").read_bytes().split(b"\n")
+    (tmp_path / "corpus/part-001.jsonl").write_bytes(b"\n".join([*lines[:5], b'{"id": ', *lines[6:]]))
+    checked = answer(capsys, "data", "check", folder)
+    assert checked["rows"] == 94 and "part-001.jsonl: the line at byte" in checked["damaged"][0]
+    rates = answer(capsys, "data", "bench", folder, "--seconds", "0.01")
+    assert rates["in_files"] > 0 and rates["in_epoch"] > 0
+    with pytest.raises(DataError, match=r"is no JSON.*grappe data check"):
+        [Corpus(folder)[place] for place in range(95)]
+
+
+def words(texts):
+    return [[len(word) for word in text.split()] for text in texts]
+
+
+def test_tokens_are_written_once_and_shared_by_processes(tmp_path):
+    corpus = Corpus(corpus_folder(tmp_path / "corpus", ".jsonl.gz", 95))
+    with verbs._taken(tmp_path / ".held"):  # as another process would hold it
+        done = verbs.tokenize(corpus, tmp_path / "tokens", words, end=0, rows_per_part=20)
+    assert (done.parts, done.rows, done.were_there) == (5, 95, 0)
+    again = verbs.tokenize(corpus, tmp_path / "tokens", words, end=0, rows_per_part=20)
+    assert (again.rows, again.were_there) == (0, 5)
+    tokens = Corpus(tmp_path / "tokens")
+    assert [list(tokens[n]["tokens"]) for n in range(95)] == [[*words([row(n)["text"]])[0], 0] for n in range(95)]
+    assert len(Packed(tokens, 16)) > 20
+    with pytest.raises(UsageError, match="begun with other files or settings"):
+        verbs.tokenize(corpus, tmp_path / "tokens", words, rows_per_part=20)
+    with pytest.raises(DataError, match="has no text in 'txt', but id, text, tokens: give --column"):
+        verbs.tokenize(corpus, tmp_path / "more", words, column="txt")
+
+
+def test_a_killed_tokenizing_goes_on(tmp_path):
+    corpus_folder(tmp_path / "corpus", ".jsonl", 95)
+    code = (
+        "import time\nfrom grappe.data import Corpus\nfrom grappe.verbs.data.corpus import tokenize\n"
+        "def slow(texts):\n    time.sleep(0.2)\n    return [[len(w) for w in t.split()] for t in texts]\n"
+        "tokenize(Corpus('corpus'), __import__('pathlib').Path('tokens'), slow, rows_per_part=8)\n"
+    )
+    process = subprocess.Popen([sys.executable, "-c", code], cwd=tmp_path)
+    while len(list((tmp_path / "tokens").glob("*.arrow"))) < 2:
+        assert process.poll() is None
+        time.sleep(0.01)
+    os.kill(process.pid, signal.SIGKILL)
+    process.wait()
+    there = len(list((tmp_path / "tokens").glob("*.arrow")))
+    done = verbs.tokenize(Corpus(tmp_path / "corpus"), tmp_path / "tokens", words, rows_per_part=8)
+    assert done.were_there == there < 12
+    tokens = Corpus(tmp_path / "tokens")
+    assert [list(tokens[n]["tokens"]) for n in range(95)] == [words([row(n)["text"]])[0] for n in range(95)]
+
+
+def test_a_tokenizer_is_a_file_of_json(tmp_path, capsys):
+    tokenizers = pytest.importorskip("tokenizers")
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel({"?": 0, "text": 1}, unk_token="?"))
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    folder = str(corpus_folder(tmp_path / "corpus", ".parquet", 40))
+    out = str(tmp_path / "out")
+    done = answer(capsys, "data", "tokenize", folder, "--out", out, "--tokenizer", str(tmp_path), "--end", "7")
+    assert done["rows"] == 40 and list(Corpus(out)[1]["tokens"]) == [1, 0, 1, 0, 7]
+    (tmp_path / "tokenizer.json").write_text("{}")
+    with pytest.raises(DataError, match=r"is no tokenizer\.json"):
+        verbs.tokenizer_of(tmp_path)
