@@ -35,7 +35,7 @@ def main(part: Part) -> None:
 def _training(part: Part) -> None:
     """Saves GPT-2 124M's shape made wider (5 GB of weights and moments) on a GPU, a tiny one on a CPU."""
     if part.on_gpu:
-        task = Tokens(width=1536, depth=12, heads=24, batch_size=16, samples=1024)
+        task = Tokens(width=1536, depth=12, heads=24, batch_size=16, samples=4096)
         every = 60  # a save is on the disk before the next one begins
     else:
         task = Tokens(width=64, depth=2, heads=2, vocabulary=512, context=64, batch_size=4, samples=256)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
@@ -38,6 +40,44 @@ class Logits(Images):
 
     def units(self, model: nn.Module) -> list[nn.Module]:
         return list(model)
+
+
+class Flattened(nn.LSTM):
+    """Moves its weights to one piece of memory, as cuDNN does on a GPU: a stand-in for it."""
+
+    def flatten_parameters(self) -> None:
+        weights: Any = getattr(self, "_flat_weights", [])
+        if any(type(weight) is not nn.Parameter or weight.is_meta for weight in weights):
+            return
+        with torch.no_grad():
+            sizes = [weight.numel() for weight in weights]
+            for weight, part in zip(weights, torch.cat([w.flatten() for w in weights]).split(sizes), strict=True):
+                weight.data = part.view(weight.shape)
+
+
+class Recurrent(Images):
+    """Images, read row by row by an LSTM."""
+
+    def model(self) -> nn.Module:
+        class Network(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.lstm, self.head = Flattened(8, 16, batch_first=True), nn.Linear(16, 10)
+
+            def forward(self, x: torch.Tensor) -> torch.Tensor:
+                return self.head(self.lstm(x.flatten(1)[:, :64].unflatten(1, (8, 8)))[0][:, -1])
+
+        return Network()
+
+    def units(self, model: nn.Module) -> list[nn.Module]:
+        return []
+
+
+@pytest.mark.parametrize("plan", ["shard=2", "shard=2,zero=1"])
+def test_an_lstm_reads_the_gathered_weights_of_each_step(pool: Pool, plan: str) -> None:
+    """A GPU's first step was right, and every later one computed with the weights of the first."""
+    [found] = verify(Recurrent(), [f"{plan},threads=1"], run=planted.runner(pool))
+    assert found.verdict == "same", found
 
 
 @pytest.mark.parametrize(

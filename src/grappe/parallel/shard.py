@@ -36,6 +36,15 @@ def shard(model: nn.Module, units: Sequence[nn.Module], plan: Plan, world: World
             # grappe divides by the global count once; a mean over processes would weigh uneven slices wrongly.
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
+        if isinstance(module, nn.RNNBase):
+            module.flatten_parameters = _leave_apart  # type: ignore[method-assign]
+
+
+def _leave_apart() -> None:
+    """Stands for RNNBase.flatten_parameters, which its forward calls for parameters that were gathered.
+
+    On a GPU cuDNN would move them to memory of its own, where FSDP2 never writes the next step's values.
+    """
 
 
 def divide_gradients(model: nn.Module, number: int) -> None:

@@ -14,6 +14,7 @@ from grappe.cli.commands import app
 from grappe.errors import GrappeError, TaskError, UsageError
 from grappe.training.run import Run
 from grappe.verbs.export import formats, proof
+from grappe.verbs.export import cpp
 from grappe.verbs.export.cpp import open_package
 from grappe.verbs.export.export import export
 from grappe.verbs.export.folder import complete_or_nothing
@@ -215,6 +216,15 @@ def test_a_package_is_opened_only_by_who_made_it(tmp_path: Path) -> None:
     file.symlink_to(tmp_path / "other")
     with pytest.raises(GrappeError, match="not opened"):
         open_package(file, made)
+
+
+def test_a_package_that_ends_who_opens_it_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As torch 2.11's did on a machine with a GPU; the remedy is in the message."""
+    monkeypatch.setattr(cpp, "OPEN", "import os, signal; os.kill(os.getpid(), signal.SIGSEGV)")
+    file = tmp_path / "model.pt2"
+    file.write_bytes(b"native code")
+    with pytest.raises(GrappeError, match=r"ended by signal 11 when it opens .* --format safetensors"):
+        open_package(file, hashlib.sha256(b"native code").hexdigest())
 
 
 @pytest.mark.parametrize(

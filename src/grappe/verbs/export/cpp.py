@@ -6,6 +6,7 @@ import json
 import os
 import platform
 import shutil
+import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from importlib import resources
@@ -32,6 +33,9 @@ COMPILERS = ("g++", "clang++", "c++")
 OPTIONS = {"compile_threads": 1, "cpp_cache_precompile_headers": False}
 PORTABLE = {"cpp.march": "x86-64-v3", "cpp.simdlen": 256}
 """AVX2: torch would compile for this very processor, and a job's node may have another."""
+OPEN = "import sys; from torch._inductor import aoti_load_package as load; load(sys.argv[1])"
+"""Opened in a process of its own first: torch 2.11 for CUDA 13 ended by SIGSEGV there."""
+OPEN_SECONDS = 600.0
 BUILD_SECONDS = 1800.0  # a busy machine; LibTorch's headers are large
 RUN_SECONDS = 3600.0
 SCALARS = {
@@ -207,10 +211,19 @@ def open_package(file: Path, digest: str) -> Callable[..., Any]:
         digest: its SHA-256, as `compile_to` returned it.
 
     Raises:
-        GrappeError: it is not as it was written.
+        GrappeError: it is not as it was written, or opening it ends a process.
     """
     if files.kind(file) != "file" or sha256(file) != digest:
         raise GrappeError(f"{file} is not as it was made: somebody has changed it, and it is not opened")
+    try:
+        command.run(sys.executable, "-P", "-c", OPEN, str(file), seconds=OPEN_SECONDS)
+    except command.Failed as error:  # any other failure has its message when it is opened here
+        if (error.code or 0) < 0:
+            raise GrappeError(
+                f"torch {torch.__version__} has compiled the model, and is ended by signal {-(error.code or 0)} when it opens "
+                "the package: export with another torch (2.13 opens its own on the machines tried), or take the "
+                "weights alone: --format safetensors"
+            ) from error
     return torch_inductor.load_package(file)
 
 
