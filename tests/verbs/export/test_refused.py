@@ -13,8 +13,7 @@ from grappe.checkpoint.weights import agreed
 from grappe.cli.commands import app
 from grappe.errors import GrappeError, TaskError, UsageError
 from grappe.training.run import Run
-from grappe.verbs.export import formats, proof
-from grappe.verbs.export import cpp
+from grappe.verbs.export import cpp, formats, proof
 from grappe.verbs.export.cpp import open_package
 from grappe.verbs.export.export import export
 from grappe.verbs.export.folder import complete_or_nothing

@@ -218,9 +218,9 @@ def open_package(file: Path, digest: str) -> Callable[..., Any]:
     try:
         command.run(sys.executable, "-P", "-c", OPEN, str(file), seconds=OPEN_SECONDS)
     except command.Failed as error:  # any other failure has its message when it is opened here
-        if (error.code or 0) < 0:
+        if (signal := -(error.code or 0)) > 0:
             raise GrappeError(
-                f"torch {torch.__version__} has compiled the model, and is ended by signal {-(error.code or 0)} when it opens "
+                f"torch {torch.__version__} has compiled the model, and is ended by signal {signal} when it opens "
                 "the package: export with another torch (2.13 opens its own on the machines tried), or take the "
                 "weights alone: --format safetensors"
             ) from error
