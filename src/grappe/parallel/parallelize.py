@@ -6,7 +6,10 @@ Replication wraps the model instead of changing it: see replicate.
 
 from __future__ import annotations
 
+import contextlib
+import functools
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import nn
@@ -18,10 +21,12 @@ from grappe.parallel.activation_checkpointing import checkpoint_activations, swi
 from grappe.parallel.batchnorm import synchronise_batchnorm
 from grappe.parallel.compile import compile_units
 from grappe.parallel.materialise import fill, on_meta
-from grappe.parallel.shard import shard, sum_scalars
+from grappe.parallel.shard import divide_gradients, shard, sum_scalars
 from grappe.parallel.tensor import split_tensors
 from grappe.parallel.units import units_of
 from grappe.plan import Plan
+from grappe.private_api.torch import tree_map
+from grappe.step.precision import LOWER, autocast
 from grappe.task import Task
 
 KEYS = frozenset({
@@ -80,3 +85,31 @@ def prepare_filled(model: nn.Module, plan: Plan, world: World) -> None:
         model.to(memory_format=torch.channels_last)  # pyrefly: ignore
     if plan.batchnorm == "sync" and world.data_group is not None:
         synchronise_batchnorm(model, world.data_group)
+
+
+def prepare_made(model: nn.Module, units: Sequence[nn.Module], plan: Plan, world: World) -> None:
+    """Does to a model that a script has made, with its values, all that the plan's keys say. Collective.
+
+    Sharded gradients are averaged over the processes, as replicas' are in a hand-written loop.
+    """
+    if plan.recompute:
+        switch_off_caches(model)
+    prepare_units(model, units, plan, world)
+    prepare_filled(model, plan, world)
+    if plan.uses_fsdp:
+        divide_gradients(model, world.data_size)
+    if plan.precision in LOWER:
+        _in_lower_precision(model, autocast(plan.precision, world.device))
+
+
+def _in_lower_precision(model: nn.Module, precision: contextlib.AbstractContextManager[Any]) -> None:
+    """Lets a model's forward run under autocast, and give float32; loss and update stay in float32."""
+    forward = model.forward
+
+    @functools.wraps(forward)
+    def lowered(*arguments: Any, **options: Any) -> Any:
+        with precision:
+            output = forward(*arguments, **options)
+        return tree_map(lambda leaf: leaf.float() if getattr(leaf, "dtype", None) in LOWER.values() else leaf, output)
+
+    model.forward = lowered

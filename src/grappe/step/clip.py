@@ -124,7 +124,21 @@ def bounding(norm: Tensor, bound: float) -> Tensor:
     return torch.clamp(bound / (norm + 1e-6), max=1.0)
 
 
-def scale(parameters: Sequence[nn.Parameter], factor: Tensor | float) -> None:
+def scale(parameters: Sequence[Tensor], factor: Tensor | float) -> None:
     """Multiplies every gradient by `factor`, in place."""
     gradients = [local_part(parameter.grad) for parameter in parameters if parameter.grad is not None]
     foreach_mul_(gradients, factor)
+
+
+def backward_scaled(
+    loss_scale: LossScale, parameters: Callable[[], Sequence[Tensor]], run: Callable[[float], None]
+) -> None:
+    """Runs a backward whose loss `run` multiplies by the loss scale, and unscales the gradients that it adds to."""
+    if not loss_scale.is_dynamic:
+        run(1.0)
+        return
+    by, before = loss_scale.value, [each for each in parameters() if each.grad is not None]
+    if before:
+        scale(before, by)
+    run(by)
+    scale([each for each in parameters() if each.grad is not None], 1 / by)

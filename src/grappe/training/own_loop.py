@@ -46,20 +46,18 @@ from grappe.launch.rank import ProcessRank, rank_from_environment
 from grappe.launch.signals import StopSignal
 from grappe.launch.start import start
 from grappe.launch.terminal import complain
-from grappe.parallel.activation_checkpointing import switch_off_caches
 from grappe.parallel.batchnorm import buffers_agreed
 from grappe.parallel.gradient_average import GradientAverage
-from grappe.parallel.parallelize import prepare_filled, prepare_units
-from grappe.parallel.shard import divide_gradients, reduction_switch, reshard
+from grappe.parallel.parallelize import prepare_made
+from grappe.parallel.shard import reduction_switch, reshard
 from grappe.parallel.units import repeated_blocks
 from grappe.plan import AnyPlan, Plan, as_plan
-from grappe.private_api.torch import tree_map
 from grappe.profiling.chronometer import Chronometer
 from grappe.profiling.phases import CHECKPOINT, DATA, EVALUATION, FORWARD
 from grappe.step.clip import bounding, gradient_norm, scale
 from grappe.step.closure import gradients_first, needs_closure
 from grappe.step.exact import Exact, exact_norm, exact_sums
-from grappe.step.precision import LOWER, autocast, set_gpu_arithmetic
+from grappe.step.precision import set_gpu_arithmetic
 from grappe.task import Task
 from grappe.training.own_loop_folder import LoopFolder
 from grappe.training.own_loop_objects import KeptObjects
@@ -230,14 +228,7 @@ class Loop:
         model.to(self.device, stored_in(plan) if plan.precision == "fp64" else None)
         for tensor in (*model.parameters(), *model.buffers()) if world.size > 1 else ():
             dist.broadcast(tensor.detach(), 0)
-        if plan.recompute:
-            switch_off_caches(model)
-        prepare_units(model, blocks, plan, world)
-        prepare_filled(model, plan, world)
-        if plan.uses_fsdp:  # averaged as replicas are: a loss that is in no `mean` counts once
-            divide_gradients(model, world.data_size)
-        if plan.precision in LOWER:
-            _in_lower_precision(model, autocast(plan.precision, self.device))
+        prepare_made(model, blocks, plan, world)
 
     def _exact(self, model: nn.Module) -> Exact:
         """Makes the sums of a model's gradients, and has them see each forward of a piece."""
@@ -600,19 +591,6 @@ def _plan_of(plan: AnyPlan | None) -> Plan:
     if reason is not None:
         raise PlanError(reason)
     return chosen
-
-
-def _in_lower_precision(model: nn.Module, precision: contextlib.AbstractContextManager[Any]) -> None:
-    """Lets a model's forward run under autocast, and give float32; loss and update stay in float32."""
-    forward = model.forward
-
-    @functools.wraps(forward)
-    def lowered(*arguments: Any, **options: Any) -> Any:
-        with precision:
-            output = forward(*arguments, **options)
-        return tree_map(lambda leaf: leaf.float() if getattr(leaf, "dtype", None) in LOWER.values() else leaf, output)
-
-    model.forward = lowered
 
 
 def _settings(group: Mapping[str, Any]) -> dict[str, Any]:

@@ -30,7 +30,7 @@ from grappe.parallel.batchnorm import ignoring_padding
 from grappe.parallel.gradient_average import GradientAverage
 from grappe.plan import Plan
 from grappe.profiling.phases import BACKWARD, FORWARD, UPDATE
-from grappe.step.clip import gradient_norm, scale
+from grappe.step.clip import backward_scaled, gradient_norm
 from grappe.step.exact import Exact
 from grappe.step.fast_paths import seed_dropout
 from grappe.step.precision import LossScale
@@ -312,21 +312,14 @@ class LoopStep:
             )
 
     def backward(self, loss: Tensor) -> None:
-        if not self.scale.is_dynamic:
-            loss.backward()
-            return
-        by, before = self.scale.value, self._with_gradients()
-        if before:  # to which this backward adds
-            scale(before, by)
-        self._scaled = True
-        try:
-            (loss * by).backward()
-        finally:
-            self._scaled = False
-        scale(self._with_gradients(), 1 / by)
+        def run(by: float) -> None:
+            self._scaled = self.scale.is_dynamic
+            try:
+                (loss if by == 1.0 else loss * by).backward()
+            finally:
+                self._scaled = False
 
-    def _with_gradients(self) -> list[nn.Parameter]:
-        return [parameter for pair in self.pairs for parameter in pair.parameters()]
+        backward_scaled(self.scale, lambda: [each for pair in self.pairs for each in pair.parameters()], run)
 
     # ---- The update ----
 

@@ -9,6 +9,7 @@ import gc
 import io
 import os
 import sys
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import FrameType
@@ -26,6 +27,7 @@ from grappe.private_api.torch import tree_map
 
 T = TypeVar("T")
 TORCH, GRAPPE = str(Path(torch.__file__).parent), str(Path(__file__).parents[2])
+COMPILERS = (f"{TORCH}/_inductor", f"{TORCH}/_dynamo", f"{Path(TORCH).parent}/triton")
 THROUGH = ("_tensor.py", "_tensor_str.py", "lr_scheduler.py")
 """torch's own files through which a script reads a tensor: print(f"{loss:.4f}"), plateau.step(loss)."""
 DEPTH = 3  # frames that tell two uses of a loader apart
@@ -37,6 +39,10 @@ NUMPY_DRAWS = {
 }  # fmt: skip
 """Functions of np.random that draw for rows, and which of their arguments is the size; None: all together."""
 READS = ("item", "__float__", "__int__", "__bool__", "tolist", "numpy")
+
+
+PLANS_FORWARD = weakref.WeakSet[nn.Module]()
+"""Modules whose `forward` is a plan's: a copy of one, or one that is saved, has its class's."""
 
 
 class StepHandler(Protocol):
@@ -87,6 +93,7 @@ def intercepted(handler: StepHandler) -> Iterator[None]:
             replace(F, name, lambda plain: _counting(plain, handler))
         for name, at in NUMPY_DRAWS.items():
             replace(np.random, name, functools.partial(_drawing, at))
+        replace(nn.Module, "__getstate__", _without_plans_forward)
         yield
 
 
@@ -184,6 +191,12 @@ def _drawing(at: int | None, plain: Callable[..., Any]) -> Callable[..., Any]:
         return drawn[rows.first : rows.first + rows.size]
 
     return draw
+def _without_plans_forward(plain: Callable[[nn.Module], dict[str, Any]]) -> Callable[[nn.Module], dict[str, Any]]:
+    def state(self: nn.Module) -> dict[str, Any]:
+        values = plain(self)
+        return {key: value for key, value in values.items() if key != "forward"} if self in PLANS_FORWARD else values
+
+    return state
 
 
 # ---- Places in the script ----------------------------------------------------------------------------------
@@ -292,6 +305,13 @@ def alive(kind: type[T]) -> list[T]:
 # ---- Files of other processes ------------------------------------------------------------------------------
 
 
+def _compiles(frame: FrameType | None) -> bool:
+    """Returns whether a file is opened to compile: each process needs its own."""
+    while frame is not None and not frame.f_code.co_filename.startswith(COMPILERS):
+        frame = frame.f_back
+    return frame is not None
+
+
 @contextlib.contextmanager
 def writing_nothing(*, until_left: bool = False) -> Iterator[None]:
     """Context of a process that leaves files to another: what it opens for writing goes nowhere.
@@ -303,7 +323,8 @@ def writing_nothing(*, until_left: bool = False) -> Iterator[None]:
     left: list[tuple[Any, str]] = []
 
     def opened(file: Any, mode: str = "r", *arguments: Any, **options: Any) -> Any:
-        if isinstance(file, int) or not set(mode) & set("wax+") or os.fspath(file) == os.devnull:
+        written = not isinstance(file, int) and set(mode) & set("wax+") and os.fspath(file) != os.devnull
+        if not written or _compiles(sys._getframe(1)):
             return plain(file, mode, *arguments, **options)
         stream = plain(os.devnull, mode.replace("x", "w"), *arguments, **options)
         left.append((stream, os.path.abspath(os.fspath(file))))  # noqa: PTH100 - of any kind

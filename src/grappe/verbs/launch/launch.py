@@ -45,7 +45,11 @@ LOOP = "grappe"
 ITS_OWN = ("torch.distributed", "accelerate", "deepspeed", "horovod", "lightning", "pytorch_lightning", "transformers")
 """Packages by which a script spreads its training itself."""
 LIGHTNING = ("lightning", "pytorch_lightning")
-UNEDITED_KEYS = frozenset({"replicate", "batchnorm", "dropout", "device", "backend", "threads", "per_device"})
+PROCESS_KEYS = frozenset({"replicate", "batchnorm", "dropout", "device", "backend", "threads", "per_device"})
+"""Keys of a plan that change no model of a script for one process."""
+UNEDITED_KEYS = PROCESS_KEYS | {
+    "precision", "recompute", "compile", "channels_last", "microbatches", "shard", "zero",
+}  # fmt: skip
 """Keys of a plan that a script for one process can have."""
 WORDS = {
     "mean": "a mean over rows",
@@ -124,7 +128,9 @@ def launch(
             request = dataclasses.replace(
                 request, seed=before.get("seed", 0), rehearsed=rehearsed_before(before, str(chosen))
             )
-    if several and alone and request.rehearsed is None:
+    if alone:
+        _refuse_keys(chosen)
+    if alone and request.rehearsed is None and (several or chosen.changed_keys() - PROCESS_KEYS):
         request = dataclasses.replace(request, rehearsed=_rehearsed(request, chosen))
     sys.stdout.flush()
     code = start("grappe.verbs.launch.launch:run_script", request, chosen, run=run, saves=True)
@@ -142,34 +148,41 @@ def _catches_interrupt(tree: ast.Module) -> bool:
     return any("KeyboardInterrupt" in ast.dump(each) for each in caught)
 
 
-def _rehearsed(request: ScriptRequest, plan: Plan) -> Rehearsed:
-    """Rehearses a script on one process; says what it measured.
-
-    Raises:
-        PlanError: the plan has a key that an unedited script cannot have.
-        UsageError: processes would not learn what one learns.
-    """
-    if beyond := sorted(plan.changed_keys() - UNEDITED_KEYS):
+def _refuse_keys(plan: Plan) -> None:
+    """Raises PlanError for a key that an unedited script cannot have."""
+    beyond = sorted(plan.changed_keys() - UNEDITED_KEYS) or ["dropout=local"] * (plan.dropout == "local")
+    if beyond:
         raise PlanError(
             f"an unedited script can have {', '.join(sorted(UNEDITED_KEYS))} in its plan, and no {beyond[0]}: write it "
             "around grappe.Loop (docs/own-loop.md), or describe it as a task"
         )
+
+
+def _rehearsed(request: ScriptRequest, plan: Plan) -> Rehearsed:
+    """Rehearses a script on one process; says what it measured.
+
+    Raises:
+        UsageError: the plan's processes would not learn what one learns.
+    """
     if rank_from_environment() is not None:
         raise UsageError(
             "a script for one process is spread by grappe launch alone, on one machine: under torchrun or srun, write "
             "it around grappe.Loop (docs/own-loop.md)"
         )
     alone = Plan(device=plan.device, threads=plan.threads)
+    keys = plan.changed_keys() - PROCESS_KEYS
+    # Meanwhile the server that the processes are forked from imports what they need.
+    meanwhile = local.start_server if keys & {"compile", "shard"} else local.start_server_of_scripts
     structural: list[str] = []
     while True:
-        rehearsal = RehearsalRequest(
-            script=request, synchronised=plan.batchnorm == "sync", structural=tuple(structural)
-        )
+        rehearsal = RehearsalRequest(script=request, structural=tuple(structural))
         progress(f"rehearsing {request.script} on one process")
         try:
-            # Meanwhile the server that the processes are forked from imports what they need.
             rehearsed = start(
-                "grappe.verbs.launch.launch:rehearse_script", rehearsal, alone, meanwhile=local.start_server_of_scripts
+                "grappe.verbs.launch.launch:rehearse_script",
+                rehearsal,
+                alone,
+                meanwhile=meanwhile if plan.processes > 1 else None,
             )
         finally:
             progress("")
@@ -177,16 +190,21 @@ def _rehearsed(request: ScriptRequest, plan: Plan) -> Rehearsed:
             break
         structural.append(rehearsed.structural)
     if rehearsed.refused:
+        who = f"{plan.processes} processes" if plan.processes > 1 else f"plan {plan}"
         raise UsageError(
-            f"{request.script}: {plan.processes} processes would not learn what one learns: {rehearsed.refused}. Or "
-            "spread it with six lines of grappe.Loop (docs/own-loop.md)"
+            f"{request.script}: {who} would not learn what one process learns: {rehearsed.refused}. Or spread it with "
+            "six lines of grappe.Loop (docs/own-loop.md)"
         )
     lines = {rule: [line_of(at) for at, own in rehearsed.losses.items() if own == rule] for rule in WORDS}
     rules = " and ".join(f"{WORDS[rule]} ({', '.join(places)})" for rule, places in lines.items() if places)
-    complain(
-        f"grappe: rehearsed on one process: the loss is {rules}; each of {plan.processes} processes takes its rows of "
-        f"every batch of the loader ({line_of(rehearsed.loader)})"
-    )
+    if plan.processes > 1:
+        complain(
+            f"grappe: rehearsed on one process: the loss is {rules}; each of {plan.processes} processes takes its rows "
+            f"of every batch of the loader ({line_of(rehearsed.loader)})"
+        )
+    if rehearsed.keys:
+        apart = ", ".join(f"{key} {distance:.0e}" for key, distance in rehearsed.keys.items())
+        complain(f"grappe: rehearsed: by so much of itself the first gradient differs with each key: {apart}")
     return rehearsed
 
 
@@ -208,10 +226,18 @@ def _imports(script: ast.Module) -> Iterator[str]:
 
 def rehearse_script(request: RehearsalRequest, process: ProcessRank, rendezvous_folder: Path) -> Rehearsed:
     """Runs a script up to its first batch that trains, without its output; returns what was measured."""
+    from grappe.launch.world import join
     from grappe.verbs.launch.interception import intercepted
+    from grappe.verbs.launch.plan_keys import PlanKeys
     from grappe.verbs.launch.rehearsal import Rehearsal, RehearsalOver
 
-    rehearsal = Rehearsal(synchronised=request.synchronised, structural=request.structural)
+    plan, keys = as_plan(request.script.plan), None
+    # Only a plan that offloads makes a mesh of a single process, which FSDP2 needs.
+    alone = Plan(device=plan.device, threads=plan.threads, offload="cpu" if plan.shard > 1 else "none")
+    world = join(alone, process, rendezvous_folder)
+    if plan.changed_keys() - PROCESS_KEYS:
+        keys = PlanKeys(plan, world, ())
+    rehearsal = Rehearsal(synchronised=plan.batchnorm == "sync", structural=request.structural, keys=keys)
     with intercepted(rehearsal), contextlib.redirect_stdout(io.StringIO()):
         _seed(request.script.seed)
         try:
@@ -292,6 +318,7 @@ def _run_recorded(request: ScriptRequest, process: ProcessRank, rendezvous_folde
     """Runs a script for one process, of whose batches this process takes its rows, and makes it a run."""
     from grappe.training.own_loop_world import join_world
     from grappe.verbs.launch.interception import intercepted, writing_nothing
+    from grappe.verbs.launch.plan_keys import PlanKeys, files_whole
     from grappe.verbs.launch.recorded import RecordedSteps, ScriptFolder
     from grappe.verbs.launch.replay import clocks_noted
     from grappe.verbs.launch.slices import SlicedSteps
@@ -302,7 +329,9 @@ def _run_recorded(request: ScriptRequest, process: ProcessRank, rendezvous_folde
         raise PlanError("--check-every forks a process, which cannot use the GPU: leave it out, or take device=cpu")
     sliced = None
     if rehearsed is not None:
-        sliced = SlicedSteps(world, rehearsed, synchronised=plan.batchnorm == "sync", check_every=request.check_every)
+        keys = PlanKeys(plan, world, rehearsed.models)
+        synchronised = plan.batchnorm == "sync"
+        sliced = SlicedSteps(world, rehearsed, keys, synchronised=synchronised, check_every=request.check_every)
     steps = RecordedSteps(
         lambda: ScriptFolder(request, plan, world),
         world,
@@ -317,6 +346,7 @@ def _run_recorded(request: ScriptRequest, process: ProcessRank, rendezvous_folde
         intercepted(steps),
         clocks_noted(steps.clock),
         writing_nothing() if process.rank else contextlib.nullcontext(),
+        files_whole() if plan.uses_fsdp else contextlib.nullcontext(),
     ):
         try:
             run_as_main(request.script, request.arguments, None if sliced is None else sliced.length)

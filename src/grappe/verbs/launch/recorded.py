@@ -132,7 +132,7 @@ class RecordedSteps:
         self._clocks: list[float] = []
         self._unchanged: Unchanged | None = None
         self._replay: Replay | None = None
-        self._unsaved = ""
+        self._unsaved = "" if steps is None else steps.unsaved
         """Why there are no checkpoints."""
         self._said = self._closed = False
         if resumes:

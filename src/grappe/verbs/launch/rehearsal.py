@@ -26,6 +26,7 @@ from torch.utils.data import DataLoader
 
 from grappe.data.batch import BatchRows
 from grappe.data.whole_batch_draws import whole_batch_draws
+from grappe.errors import TaskError
 from grappe.private_api.torch import BatchNormBase
 from grappe.training.random_state import random_state, set_random_state
 from grappe.verbs.launch.interception import (
@@ -39,6 +40,7 @@ from grappe.verbs.launch.interception import (
     parameters_of,
     rows_of,
 )
+from grappe.verbs.launch.plan_keys import ROUNDING, TRIED, PlanKeys, names_called, whole
 from grappe.verbs.launch.request import Rehearsed, Rule, line_of
 from grappe.verbs.verify.random_ops import RandomOps
 from grappe.words import first_line
@@ -86,10 +88,16 @@ class Rehearsal:
     Args:
         synchronised: whether the plan has batch normalisation over all processes.
         structural: places whose length has ended an earlier rehearsal with an error when it was the whole batch's.
+        keys: of the plan, each of which is tried with the whole batch; None: it has none that change a model.
     """
 
-    def __init__(self, *, synchronised: bool, structural: Sequence[str]) -> None:
-        self._synchronised, self._structural = synchronised, set(structural)
+    def __init__(self, *, synchronised: bool, structural: Sequence[str], keys: PlanKeys | None = None) -> None:
+        self._synchronised, self._structural, self._keys = synchronised, set(structural), keys
+        self._models: list[str] = []
+        """Names of the models that the whole batch goes through."""
+        self._key = ""
+        """The key under trial."""
+        self._trials: list[PlanKeys] = []
         self._optimizers: list[Optimizer] = []
         self._backwards = 0
         self._pass: _Pass | None = None
@@ -106,8 +114,8 @@ class Rehearsal:
 
     @property
     def in_part(self) -> bool:
-        """Returns whether the script has a part of a batch, which it would not have by itself."""
-        return self._rows[0] < self._rows[1]
+        """Returns whether the script has what it would not have by itself: a part of a batch, or a plan's key."""
+        return self._rows[0] < self._rows[1] or bool(self._key)
 
     def failed(self, error: Exception) -> Rehearsed:
         """Returns what an error of the script with a part of a batch means."""
@@ -116,6 +124,9 @@ class Rehearsal:
         frames = traceback.extract_tb(error.__traceback__)
         own = [frame for frame in frames if not frame.filename.startswith((TORCH, GRAPPE, "<"))] or list(frames)
         where = f"{Path(own[-1].filename).name}, line {own[-1].lineno}"
+        if self._key:
+            fault = "" if isinstance(error, TaskError) else f"{where} ends in {type(error).__name__}: "
+            return Rehearsed(refused=f"with {self._key} in the plan: {fault}{first_line(str(error))}")
         return Rehearsed(
             refused=f"with {self._rows[0]} of a batch's {self._rows[1]} rows, {where} ends in {type(error).__name__}: "
             f"{first_line(str(error))}: a number of rows that is written down, or a state that goes from batch to batch"
@@ -148,7 +159,10 @@ class Rehearsal:
         before = [each.grad for each in parameters]
         for each in parameters:
             each.grad = None
-        run(1.0)
+        if self._trials:
+            self._trials[-1].backward(self._optimizers, run, 1.0)
+        else:
+            run(1.0)
         self._backwards += 1
         if self._backwards > MOST_BACKWARDS:
             self._refuse(
@@ -161,7 +175,7 @@ class Rehearsal:
                 self._pass.until_a_step.append(place)
             for number, each in enumerate(parameters):
                 if each.grad is not None:
-                    gradient = each.grad.detach()
+                    gradient = whole(each.grad.detach())
                     add_gradient(added, number, gradient.to_dense() if gradient.is_sparse else gradient)
             if self._whole is not None:
                 for number, each in enumerate(parameters):
@@ -218,7 +232,8 @@ class Rehearsal:
         """Runs the body for a batch and its parts; returns whether it trains."""
         rows = rows_of(batch)
         state = self._state()
-        all_rows = yield from self._run(batch, state, 0, rows or 0, rows or 0)
+        with names_called(self._optimizers, self._models):
+            all_rows = yield from self._run(batch, state, 0, rows or 0, rows or 0)
         if not all_rows.gradients:
             return False
         if rows is None or rows < LEAST_ROWS:
@@ -277,10 +292,45 @@ class Rehearsal:
                 "least over its rows: processes would read that of their own rows"
             )
         lengths = yield from self._lengths_of_the_whole(batch, state, first, rows, right)
+        keys, norms = yield from self._try_keys(batch, state, rows, all_rows, norms)
         self.found = Rehearsed(
-            loader=place, losses=_without_none(losses), values=_without_none(values), lengths=lengths, norms=norms
+            loader=place,
+            losses=_without_none(losses),
+            values=_without_none(values),
+            lengths=lengths,
+            norms=norms,
+            models=self._models,
+            keys=keys,
         )
         return True
+
+    def _try_keys(self, batch: Any, state: _StepState, rows: int, plain: _Pass, norms: list[float]) -> Iterator[Any]:
+        """Applies one key after the other; returns by how much each changes the gradient, and the last one's norms."""
+        self._whole, distances, tolerated = None, dict[str, float](), 0.0
+        keys = self._keys
+        if keys is None:
+            return {}, norms
+        for key in keys.names:
+            self._key = keys.text(key)
+            if not self._models:
+                self._refuse(f"{self._key} has no model: a step calls no torch.nn.Module whose parameters it trains")
+            self._restore(state)
+            self._trials.append(keys.of(key, self._models))
+            self._trials[-1].apply(self._optimizers)
+            batch, state = self._trials[-1].batch(batch), self._state()
+            with _statistics_off() if self._synchronised else contextlib.nullcontext():
+                tried = yield from self._run(batch, state, 0, rows, rows)
+            apart = max(_distance(gradient, tried.gradients[line]) for line, gradient in plain.gradients.items())
+            if key == "precision":
+                tolerated = ROUNDING[keys.plan.precision]
+            if not apart <= max(tolerated, TRIED[key]):
+                self._refuse(
+                    f"{self._key} changes the first gradient by {apart:.0e} of itself, by more than another order of "
+                    "its sums (compile draws dropout's numbers in another way, for instance): leave the key out"
+                )
+            distances[self._key], plain, norms = apart, tried, self._norms(tried)
+        self._key = ""
+        return distances, norms
 
     def _lengths_of_the_whole(
         self, batch: Any, state: _StepState, first: int, rows: int, right: _Pass
@@ -302,7 +352,7 @@ class Rehearsal:
         record = self._pass = _Pass()
         self._rows = (last - first, rows)
         part = last - first < rows
-        place = BatchRows(first, last - first, rows) if part else None
+        place = BatchRows(first, last - first, rows) if part or self._key else None
         self._again = True
         with whole_batch_draws(place):
             yield cut_rows(batch, first, last) if part else batch
@@ -323,7 +373,7 @@ class Rehearsal:
             for buffer, before in state.buffers:
                 buffer.copy_(before)
         for each, gradient in zip(parameters_of(self._optimizers), state.gradients, strict=False):
-            each.grad = None if gradient is None else gradient.clone()
+            each.grad = None if gradient is None else gradient.to(each.dtype, copy=True)
 
     def _norms(self, all_rows: _Pass) -> list[float]:
         total: dict[int, Tensor] = {}

@@ -28,6 +28,10 @@ class Rehearsed:
     """Places that are told the whole batch's rows: the gradient does not depend on them."""
     norms: Sequence[float] = ()
     """|gradient| of each parameter by the first batch's backwards before an optimizer steps."""
+    models: Sequence[str] = ()
+    """Names of the models that a step calls: see `plan_keys`."""
+    keys: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    """By the plan's key: |gradient - plain one| / |plain one| of the first batch."""
     structural: str = ""
     """A place that ended the rehearsal with an error when it was told the whole batch's rows; the next leaves it."""
 
@@ -61,7 +65,6 @@ class RehearsalRequest:
     """A script that is to be rehearsed."""
 
     script: ScriptRequest
-    synchronised: bool
     structural: Sequence[str]
     """Places whose number of rows makes a tensor, as earlier rehearsals have found."""
 

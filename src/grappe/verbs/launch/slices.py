@@ -16,6 +16,7 @@ from typing import Any, TypeVar, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from grappe.data.batch import BatchRows
@@ -27,7 +28,16 @@ from grappe.launch.world import World
 from grappe.parallel.batchnorm import ignoring_padding, synchronise_batchnorm
 from grappe.parallel.gradient_average import GradientAverage
 from grappe.private_api.torch import BatchNormBase
-from grappe.verbs.launch.interception import add_gradient, cut_rows, modules_alive, norms_of, parameters_of, rows_of
+from grappe.verbs.launch.interception import (
+    PLANS_FORWARD,
+    add_gradient,
+    cut_rows,
+    modules_alive,
+    norms_of,
+    parameters_of,
+    rows_of,
+)
+from grappe.verbs.launch.plan_keys import ROUNDING, PlanKeys, whole
 from grappe.verbs.launch.request import Rehearsed, line_of
 
 T = TypeVar("T")
@@ -42,15 +52,28 @@ class SlicedSteps:
     Args:
         rehearsed: what its rehearsal has measured.
         synchronised: whether batch normalisation takes all processes' rows.
+        keys: of the plan, for the models.
         check_every: steps after which a step's gradient is compared with that of one process; None: the first alone.
     """
 
     def __init__(
-        self, world: World, rehearsed: Rehearsed, *, synchronised: bool, check_every: int | None = None
+        self,
+        world: World,
+        rehearsed: Rehearsed,
+        keys: PlanKeys,
+        *,
+        synchronised: bool,
+        check_every: int | None = None,
     ) -> None:
-        assert world.data_group is not None
-        self._world, self._rehearsed, self._synchronised = world, rehearsed, synchronised
-        self._group = world.data_group
+        self._world, self._rehearsed, self._keys = world, rehearsed, keys
+        self._group, self._synchronised = world.data_group, synchronised
+        self._tolerated = max(TOLERATED, ROUNDING[keys.plan.precision])
+        self.unsaved = ""
+        """Why the script's state cannot be saved."""
+        if keys.plan.shard > 1:
+            self.unsaved = "shard=… cuts its tensors into pieces: replicate=… has checkpoints"
+        elif keys.scale.is_dynamic:
+            self.unsaved = "precision=fp16 leaves out steps by what it sees: take bf16"
         self._optimizers: list[Optimizer] = []
         self._check_every, self._averages = check_every, list[GradientAverage]()
         self._pipe: int | None = None
@@ -83,7 +106,7 @@ class SlicedSteps:
                 if place != self._rehearsed.loader or outer[0] is not None:
                     self._place = None
                     with whole_batch_draws(None):
-                        yield batch
+                        yield self._keys.batch(batch)
                     continue
                 rows = rows_of(batch)
                 if not rows:
@@ -95,7 +118,7 @@ class SlicedSteps:
                     self._begin_check()
                     if self._alone:
                         with whole_batch_draws(None):
-                            yield batch
+                            yield self._keys.batch(batch)
                         self._note_step()
                         os._exit(0)  # no optimizer has stepped: there is nothing to compare
                 padding = first == last  # fewer rows than processes: the first one, which counts nothing
@@ -106,7 +129,7 @@ class SlicedSteps:
                     whole_batch_draws(self._place),
                     ignoring_padding(self._norms) if padding else contextlib.nullcontext(),
                 ):
-                    yield cut_rows(batch, first, last)
+                    yield cut_rows(self._keys.batch(batch), first, last)
                 self._note_step()
                 self._place = None  # the next batch is loaded whole
                 self._end_step()
@@ -121,25 +144,26 @@ class SlicedSteps:
             return 1 / size
         rules = self._rehearsed.losses
         rule = rules.get(place) or (next(iter(rules.values())) if len(set(rules.values())) == 1 else None)
-        if rule is None:
+        if rule is None and size > 1:
             raise TaskError(f"the backward in {line_of(place)} did not run with the first batch: its loss is not known")
         weight = 1 / size if self._alone else self._weight(rule)
         self._last = weakref.ref(loss), weight
         if not self._measures or self.replaying:
-            run(weight * size)
+            self._keys.backward(self._optimizers, run, weight * size)
             return weight
         parameters = parameters_of(self._optimizers)
         before = [None if each.grad is None else each.grad.clone() for each in parameters]
-        run(weight * size)
+        self._keys.backward(self._optimizers, run, weight * size)
         for number, (each, old) in enumerate(zip(parameters, before, strict=True)):
             if each.grad is not None:
-                add_gradient(self._noted, number, each.grad.detach() if old is None else each.grad.detach() - old)
+                added = each.grad.detach() if old is None else each.grad.detach() - old
+                add_gradient(self._noted, number, whole(added))
         return weight
 
     def read(self, tensor: Tensor, place: str, read: Callable[[Tensor], T]) -> T:
         """Returns the whole batch's value of what a line reads. Collective in a step."""
-        value = read(tensor)
-        if self._alone:
+        value = read(whole(tensor))
+        if self._alone or self._world.data_size == 1:
             return value
         if self._place is None:
             loss, weight = self._last
@@ -237,6 +261,7 @@ class SlicedSteps:
         """Notes an optimizer, whose parameters' gradients are to be averaged."""
         self._optimizers.append(optimizer)
         optimizer.register_step_pre_hook(self._note_step)
+        self._keys.add_optimizer(optimizer)
 
     def _note_step(self, *_: object) -> None:
         """Compares a noted gradient, before the weights change or the next batch adds to it."""
@@ -276,24 +301,31 @@ class SlicedSteps:
 
     def _prepare(self) -> None:
         """Averages the gradients of parameters that are new; synchronises batch normalisation."""
-        parameters = parameters_of(self._optimizers)
-        new = [each for each in parameters if id(each) not in self._averaged]
+        if not self._keys.on:
+            if not self.replaying:
+                self.check_weights()
+            self._keys.apply(self._optimizers)
+        new = [each for each in parameters_of(self._optimizers) if id(each) not in self._averaged]
         if not new:
             return
-        self._averages.append(GradientAverage(cast("list[nn.Parameter]", new), self._group))
         self._averaged |= {id(each) for each in new}
         modules = modules_alive()
         self._buffers = [buffer for module in modules for buffer in module.buffers(recurse=False) if buffer.numel()]
-        if not self.steps and not self.replaying:
-            self.check_weights()
+        if self._group is None:
+            return
+        replicas = [each for each in new if not isinstance(each, DTensor)]  # shards' are averaged by FSDP2
+        if replicas:
+            self._averages.append(GradientAverage(cast("list[nn.Parameter]", replicas), self._group))
         if self._synchronised:
             for module in modules:
-                if isinstance(module, BatchNormBase) and "forward" not in module.__dict__:
+                if isinstance(module, BatchNormBase) and module not in PLANS_FORWARD:
                     synchronise_batchnorm(module, self._group)
+                    PLANS_FORWARD.add(module)
                     self._norms.append(module)
 
     def _end_step(self) -> None:
         self.steps += 1
+        self._keys.end_step()
         if self.replaying:
             return
         if self.steps % CHECK_EVERY == 0 or self.steps & (self.steps - 1) == 0:
@@ -306,7 +338,7 @@ class SlicedSteps:
             DivergedError: they differ.
         """
         apart = max((abs(a - b) for a, b in zip(norms, alone, strict=True)), default=0.0)
-        if apart > TOLERATED * max(alone, default=0.0):
+        if apart > self._tolerated * max(alone, default=0.0):
             raise DivergedError(
                 f"{which} is not that of one process: its norms are up to {apart:.1e} apart. Something in the step "
                 "depends on which rows a process has, and the rehearsal did not show it"
@@ -318,7 +350,7 @@ class SlicedSteps:
         Raises:
             DivergedError: they differ.
         """
-        tensors = parameters_of(self._optimizers) + self._buffers
+        tensors = [each for each in parameters_of(self._optimizers) if not isinstance(each, DTensor)] + self._buffers
         sums = [float(each.detach().double().sum()) for each in tensors]
         if len({repr(each) for each in self._world.gather(sums)}) > 1:
             raise DivergedError(
