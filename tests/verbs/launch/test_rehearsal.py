@@ -10,6 +10,7 @@ import pytest
 
 from grappe.verbs.launch.interception import intercepted
 from grappe.verbs.launch.launch import ScriptLoader
+from grappe.verbs.launch.plan_keys import PlanKeys
 from grappe.verbs.launch.rehearsal import Rehearsal, RehearsalOver
 from grappe.verbs.launch.request import Rehearsed
 
@@ -35,11 +36,20 @@ NORMALISED = "nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Li
 PLAIN = "F.cross_entropy(model(inputs), labels).backward()"
 
 
-def rehearse(folder: Path, body: str, model: str = NET, *, synchronised: bool = False, again: str = "") -> Rehearsed:
+def rehearse(
+    folder: Path,
+    body: str,
+    model: str = NET,
+    *,
+    synchronised: bool = False,
+    again: str = "",
+    keys: PlanKeys | None = None,
+    alone: bool = False,
+) -> Rehearsed:
     """Rehearses a script in this process."""
     file = folder / "script.py"
     file.write_text(body if "import" in body else SCRIPT.format(model=model, body=indent(body, "    ")))
-    rehearsal = Rehearsal(synchronised=synchronised, structural=[again] if again else [])
+    rehearsal = Rehearsal(synchronised=synchronised, structural=[again] if again else [], keys=keys, alone=alone)
     loader = ScriptLoader(str(file), rehearsal.length, {"enumerate": rehearsal.counted})
     found = None
     with intercepted(rehearsal):

@@ -191,6 +191,8 @@ def _drawing(at: int | None, plain: Callable[..., Any]) -> Callable[..., Any]:
         return drawn[rows.first : rows.first + rows.size]
 
     return draw
+
+
 def _without_plans_forward(plain: Callable[[nn.Module], dict[str, Any]]) -> Callable[[nn.Module], dict[str, Any]]:
     def state(self: nn.Module) -> dict[str, Any]:
         values = plain(self)

@@ -237,7 +237,12 @@ def rehearse_script(request: RehearsalRequest, process: ProcessRank, rendezvous_
     world = join(alone, process, rendezvous_folder)
     if plan.changed_keys() - PROCESS_KEYS:
         keys = PlanKeys(plan, world, ())
-    rehearsal = Rehearsal(synchronised=plan.batchnorm == "sync", structural=request.structural, keys=keys)
+    rehearsal = Rehearsal(
+        synchronised=plan.batchnorm == "sync",
+        structural=request.structural,
+        keys=keys,
+        alone=plan.processes == 1,
+    )
     with intercepted(rehearsal), contextlib.redirect_stdout(io.StringIO()):
         _seed(request.script.seed)
         try:
@@ -318,7 +323,7 @@ def _run_recorded(request: ScriptRequest, process: ProcessRank, rendezvous_folde
     """Runs a script for one process, of whose batches this process takes its rows, and makes it a run."""
     from grappe.training.own_loop_world import join_world
     from grappe.verbs.launch.interception import intercepted, writing_nothing
-    from grappe.verbs.launch.plan_keys import PlanKeys, files_whole
+    from grappe.verbs.launch.plan_keys import PlanKeys, files_shared
     from grappe.verbs.launch.recorded import RecordedSteps, ScriptFolder
     from grappe.verbs.launch.replay import clocks_noted
     from grappe.verbs.launch.slices import SlicedSteps
@@ -346,7 +351,7 @@ def _run_recorded(request: ScriptRequest, process: ProcessRank, rendezvous_folde
         intercepted(steps),
         clocks_noted(steps.clock),
         writing_nothing() if process.rank else contextlib.nullcontext(),
-        files_whole() if plan.uses_fsdp else contextlib.nullcontext(),
+        files_shared(world) if world.size > 1 else contextlib.nullcontext(),
     ):
         try:
             run_as_main(request.script, request.arguments, None if sliced is None else sliced.length)

@@ -101,7 +101,7 @@ class PlanKeys:
             before = {each: name for name, each in model.named_parameters()}
             plain = {module for module in model.modules() if "forward" not in vars(module)}
             if plan.precision == "fp64":
-                model.to(stored_in(plan)).register_forward_pre_hook(_taking_float64, with_kwargs=True)
+                model.to(stored_in(plan)).forward = _taking_float64(model.forward)
             units = [model.get_submodule(name) for name in repeated_blocks(model)]
             # The slices synchronise batch normalisation themselves, as it may be in no model that is called.
             prepare_made(model, units, dataclasses.replace(plan, batchnorm="local"), self._world)
@@ -157,8 +157,8 @@ class PlanKeys:
         self.skipped = False
 
 
-def _taking_float64(_: nn.Module, arguments: Any, options: Any) -> tuple[Any, Any]:
-    return in_float64(arguments), in_float64(options)
+def _taking_float64(forward: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda *arguments, **options: forward(*in_float64(arguments), **in_float64(options))
 
 
 def _unless(keys: PlanKeys, step: Callable[..., None]) -> Callable[..., None]:
@@ -252,24 +252,37 @@ def whole(tensor: Any) -> Any:
 
 
 @contextlib.contextmanager
-def files_whole() -> Iterator[None]:
-    """Context in which sharded tensors are whole in what the script saves, and cut in what it loads. Collective."""
-    save, load = torch.save, nn.Module.load_state_dict
+def files_shared(world: World) -> Iterator[None]:
+    """Context in which process 0's files are all processes': sharded tensors are whole in them, and cut when loaded.
+
+    A load waits for the saves before it. Collective, as the whole script is.
+    """
+    save, load, fill = torch.save, torch.load, nn.Module.load_state_dict
+    is_saved = False
 
     def saved(value: Any, *arguments: Any, **options: Any) -> None:
+        nonlocal is_saved
         save(tree_map(whole, value), *arguments, **options)
+        is_saved = True
 
-    def loaded(module: nn.Module, state: Any, *arguments: Any, **options: Any) -> Any:
+    def loaded(*arguments: Any, **options: Any) -> Any:
+        nonlocal is_saved
+        if is_saved:
+            is_saved = False
+            world.barrier()
+        return load(*arguments, **options)
+
+    def filled(module: nn.Module, state: Any, *arguments: Any, **options: Any) -> Any:
         own = dict(module.named_parameters())
         shards = {
             name: distribute_tensor(value, own[name].device_mesh, own[name].placements)  # type: ignore[union-attr]
             for name, value in state.items()
             if isinstance(own.get(name), DTensor) and not isinstance(value, DTensor)
         }
-        return load(module, {**state, **shards}, *arguments, **options)
+        return fill(module, {**state, **shards} if shards else state, *arguments, **options)
 
-    torch.save, nn.Module.load_state_dict = saved, loaded  # type: ignore[assignment, method-assign]
+    torch.save, torch.load, nn.Module.load_state_dict = saved, loaded, filled  # type: ignore
     try:
         yield
     finally:
-        torch.save, nn.Module.load_state_dict = save, load  # type: ignore[method-assign]
+        torch.save, torch.load, nn.Module.load_state_dict = save, load, fill  # type: ignore

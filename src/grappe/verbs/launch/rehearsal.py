@@ -89,10 +89,14 @@ class Rehearsal:
         synchronised: whether the plan has batch normalisation over all processes.
         structural: places whose length has ended an earlier rehearsal with an error when it was the whole batch's.
         keys: of the plan, each of which is tried with the whole batch; None: it has none that change a model.
+        alone: whether the plan has one process, so that no batch is cut for others.
     """
 
-    def __init__(self, *, synchronised: bool, structural: Sequence[str], keys: PlanKeys | None = None) -> None:
-        self._synchronised, self._structural, self._keys = synchronised, set(structural), keys
+    def __init__(
+        self, *, synchronised: bool, structural: Sequence[str], keys: PlanKeys | None = None, alone: bool = False
+    ) -> None:
+        self._synchronised, self._structural = synchronised and not alone, set(structural)
+        self._keys, self._alone = keys, alone
         self._models: list[str] = []
         """Names of the models that the whole batch goes through."""
         self._key = ""
@@ -159,10 +163,11 @@ class Rehearsal:
         before = [each.grad for each in parameters]
         for each in parameters:
             each.grad = None
-        if self._trials:
-            self._trials[-1].backward(self._optimizers, run, 1.0)
-        else:
+        scaled = next((trial for trial in self._trials if trial.scale.is_dynamic), None)
+        if scaled is None:
             run(1.0)
+        else:
+            scaled.backward(self._optimizers, run, 1.0)
         self._backwards += 1
         if self._backwards > MOST_BACKWARDS:
             self._refuse(
@@ -231,11 +236,15 @@ class Rehearsal:
     def _measured(self, batch: Any, place: str) -> Iterator[Any]:
         """Runs the body for a batch and its parts; returns whether it trains."""
         rows = rows_of(batch)
-        state = self._state()
+        state, self._models = self._state(), []
         with names_called(self._optimizers, self._models):
             all_rows = yield from self._run(batch, state, 0, rows or 0, rows or 0)
         if not all_rows.gradients:
             return False
+        if self._alone:
+            keys, norms = yield from self._try_keys(batch, state, rows or 1, all_rows, self._norms(all_rows))
+            self.found = Rehearsed(loader=place, norms=norms, models=self._models, keys=keys)
+            return True
         if rows is None or rows < LEAST_ROWS:
             self._refuse(
                 f"a batch of the loader ({line_of(place)}) is a {type(batch).__name__} whose tensors have no row for "
@@ -255,11 +264,10 @@ class Rehearsal:
                 self._whole = all_rows
                 left = yield from self._run(batch, state, 0, first, rows)
                 right = yield from self._run(batch, state, first, rows, rows)
-            losses: dict[str, Rule | None] = {}
             shares = _shares(all_rows, left, first / rows)
-            for line in all_rows.gradients:
-                losses[line], distance = _loss_rule(line, all_rows, left, right, shares)
-                apart = max(apart, distance)
+            rules = {line: _loss_rule(line, all_rows, left, right, shares) for line in all_rows.gradients}
+            losses = {line: rule for line, (rule, _) in rules.items()}
+            apart = max(apart, *(distance for _, distance in rules.values()))
             if None not in losses.values():
                 break
             if cause == "random numbers":

@@ -108,7 +108,8 @@ class SlicedSteps:
                     with whole_batch_draws(None):
                         yield self._keys.batch(batch)
                     continue
-                rows = rows_of(batch)
+                alone = self._world.data_size == 1
+                rows = rows_of(batch) or int(alone)
                 if not rows:
                     raise TaskError(f"a batch of the loader ({line_of(place)}) is without a row for each sample")
                 first, last = cut(rows, self._world.data_size, self._world.data_rank)
@@ -129,7 +130,8 @@ class SlicedSteps:
                     whole_batch_draws(self._place),
                     ignoring_padding(self._norms) if padding else contextlib.nullcontext(),
                 ):
-                    yield cut_rows(self._keys.batch(batch), first, last)
+                    whole_batch = self._keys.batch(batch)
+                    yield whole_batch if alone else cut_rows(whole_batch, first, last)
                 self._note_step()
                 self._place = None  # the next batch is loaded whole
                 self._end_step()
@@ -146,7 +148,7 @@ class SlicedSteps:
         rule = rules.get(place) or (next(iter(rules.values())) if len(set(rules.values())) == 1 else None)
         if rule is None and size > 1:
             raise TaskError(f"the backward in {line_of(place)} did not run with the first batch: its loss is not known")
-        weight = 1 / size if self._alone else self._weight(rule)
+        weight = 1 / size if self._alone or size == 1 else self._weight(rule)
         self._last = weakref.ref(loss), weight
         if not self._measures or self.replaying:
             self._keys.backward(self._optimizers, run, weight * size)

@@ -1,0 +1,216 @@
+"""A script for one process under each key of a plan: the numbers of one process, or a refusal that names the key."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import runpy
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from grappe.errors import EXIT_INTERRUPTED, PlanError, UsageError
+from grappe.launch.rank import ProcessRank
+from grappe.launch.world import World
+from grappe.plan import Plan
+from grappe.training.run import Run
+from grappe.verbs.launch.launch import launch
+from grappe.verbs.launch.plan_keys import PlanKeys
+from tests.verbs.launch.test_rehearsal import NORMALISED, PLAIN, rehearse
+
+CPU = ",device=cpu,threads=1"
+SCRIPT = """
+import copy, os, signal, sys
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, TensorDataset
+
+torch.manual_seed(1)
+x, y = torch.randn(74, 6), torch.randint(0, 3, (74,))
+rate = 0.0 if "certain" in sys.argv else 0.2
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm, self.inner, self.dropout = nn.LayerNorm(16), nn.Linear(16, 16), nn.Dropout(rate)
+
+    def forward(self, rows):
+        return rows + self.dropout(F.gelu(self.inner(self.norm(rows))))
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.head = nn.Linear(6, 16), nn.Linear(16, 3)
+        self.blocks = nn.ModuleList(Block() for _ in range(3))
+
+    def forward(self, rows):
+        rows = self.first(rows)
+        for block in self.blocks:
+            rows = block(rows)
+        return self.head(rows)
+
+
+model = Net()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+schedule = torch.optim.lr_scheduler.StepLR(optimizer, 4, 0.5)
+best = None
+for epoch in range(2):
+    model.train()
+    for number, (rows, labels) in enumerate(DataLoader(TensorDataset(x, y), 16, shuffle=True)):
+        optimizer.zero_grad()
+        loss = F.cross_entropy(model(rows), labels)
+        loss.backward()
+        norm = nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        optimizer.step()
+        schedule.step()
+        if epoch == 1 and number == 1 and "STOP" in os.environ:
+            os.kill(os.getpid(), signal.SIGUSR1)
+        print(epoch, number, f"{loss.item():.4f} {norm.item():.4f}")
+    model.eval()
+    with torch.no_grad():
+        print("test", f"{F.cross_entropy(model(x), y).item():.4f}")
+    if best is None and "whole" not in sys.argv:
+        best = copy.deepcopy(model)
+if best is not None:
+    print("after an epoch", f"{best.train()(x.to(best.head.weight.dtype)).shape}")
+    torch.save(best, sys.argv[1] + ".module")
+else:
+    torch.save(model.state_dict(), sys.argv[1] + ".best")
+    model.load_state_dict(torch.load(sys.argv[1] + ".best"))
+    print("again", f"{F.cross_entropy(model(x), y).item():.4f}")
+torch.save(model.state_dict(), sys.argv[1])
+"""
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder in which the script has run as it is, with what it printed in `.txt`: by its second argument."""
+    folder = tmp_path_factory.mktemp("plain")
+    threads = torch.get_num_threads()
+    with pytest.MonkeyPatch.context() as patched:
+        patched.chdir(folder)
+        Path("train.py").write_text(SCRIPT)
+        torch.set_num_threads(1)
+        for name in ("random", "certain", "whole"):
+            patched.setattr(sys, "argv", ["train.py", name, name])
+            with contextlib.redirect_stdout(io.StringIO()) as lines:
+                runpy.run_path("train.py", run_name="__main__")
+            Path(f"{name}.txt").write_text(lines.getvalue())
+        torch.set_num_threads(threads)
+    return folder
+
+
+def apart(one: Path, two: Path) -> float:
+    """Returns the largest |a - b| / |a| of the tensors of two files."""
+    first, second = torch.load(one), torch.load(two)
+    return max(
+        float((first[name].double() - second[name].double()).norm() / first[name].double().norm()) for name in first
+    )
+
+
+@pytest.mark.parametrize(
+    ("plan", "kind", "most", "same_lines"),
+    [
+        pytest.param("recompute,channels_last,microbatches=3", "random", 1e-5, True, id="one process"),
+        pytest.param("replicate=2,recompute,microbatches=2", "random", 1e-5, True, id="replicas in pieces"),
+        pytest.param("shard=2,recompute,microbatches=2", "whole", 1e-5, True, id="shards"),
+        pytest.param("replicate=2,precision=fp64", "random", 1e-5, False, id="fp64"),
+        pytest.param("replicate=2,precision=tf32", "random", 1e-5, True, id="tf32, which is a GPU's"),
+        pytest.param("replicate=2,precision=bf16", "random", 3e-2, False, id="bf16"),
+        pytest.param("shard=2,zero=2,precision=fp16", "whole", 5e-3, False, id="fp16"),
+        pytest.param("replicate=2,compile", "certain", 1e-5, True, id="compile"),
+    ],
+)
+def test_a_script_under_a_key_learns_what_it_does_without(
+    plan: str,
+    kind: str,
+    most: float,
+    same_lines: bool,
+    plain: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("train.py").write_text(SCRIPT)
+    assert launch("train.py", ["out", kind], plan + CPU) == 0
+    said = capfd.readouterr()
+    for key in Plan.parse(plan).changed_keys() - {"replicate", "zero"}:
+        assert key in said.err, "its rehearsal says by how much each key changes the first gradient"
+    if same_lines:
+        assert said.out == (plain / f"{kind}.txt").read_text()
+    assert apart(plain / kind, Path("out")) <= most
+    if kind != "whole":
+        assert "grappe" not in Path("out.module").read_bytes().decode("latin1").replace("_grappe", ""), (
+            "a module that is saved has nothing of the plan's"
+        )
+
+
+def test_a_run_under_keys_goes_on_to_the_same_bits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("train.py").write_text(SCRIPT)
+    plan = f"replicate=2,precision=bf16,recompute,channels_last,microbatches=2{CPU}"
+    assert launch("train.py", ["out", "random"], plan) == 0
+    lines, whole = capfd.readouterr().out, torch.load("out")
+    monkeypatch.setenv("STOP", "1")
+    assert launch("train.py", ["out", "random"], plan, run=Path("run")) == EXIT_INTERRUPTED
+    monkeypatch.delenv("STOP")
+    assert launch("train.py", ["out", "random"], plan, run=Path("run")) == 0
+    assert capfd.readouterr().out == lines
+    assert all(torch.equal(whole[name], tensor) for name, tensor in torch.load("out").items())
+
+
+def test_a_run_that_cannot_be_resumed_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("train.py").write_text(SCRIPT)
+    assert launch("train.py", ["out", "whole"], f"precision=fp16{CPU}", run=Path("run"), save_every=2) == 0
+    assert "no checkpoints: precision=fp16 leaves out steps by what it sees: take bf16" in capfd.readouterr().err
+    assert [record["step"] for record in Run("run").records("step")] == list(range(1, 11))
+
+
+@pytest.mark.parametrize(
+    ("plan", "body", "model", "why"),
+    [
+        pytest.param(
+            "microbatches=2", PLAIN, NORMALISED, "microbatches=2 in the plan: Sequential has batch norm", id="norm"
+        ),
+        pytest.param(
+            "microbatches=2",
+            "model(inputs).backward()",
+            "type('Scored', (nn.Linear,), {'forward': lambda self, x: nn.Linear.forward(self, x).mean()})(6, 3)",
+            "with microbatches=2 in the plan: Scored returns something without a row for each sample",
+            id="one value of a batch",
+        ),
+        pytest.param(
+            "precision=bf16",
+            "F.cross_entropy(inputs @ weight, labels).backward()",
+            "nn.Linear(6, 3)\nweight = nn.Parameter(torch.zeros(6, 3))\nmodel.register_parameter('own', weight)",
+            "precision=bf16 has no model: a step calls no torch.nn.Module",
+            id="no module",
+        ),
+    ],
+)
+def test_a_key_that_a_script_cannot_have_is_refused(tmp_path: Path, plan: str, body: str, model: str, why: str) -> None:
+    world = World(process=ProcessRank(), device=torch.device("cpu"))
+    found = rehearse(tmp_path, body, model, keys=PlanKeys(Plan.parse(plan), world, ()), alone=True)
+    assert why in found.refused
+
+
+def test_parameters_that_a_script_keeps_are_named_before_it_is_sharded(tmp_path: Path) -> None:
+    file = tmp_path / "train.py"
+    file.write_text(SCRIPT.replace("model = Net()", "model = Net()\nkept = list(model.parameters())"))
+    with pytest.raises(
+        UsageError, match="with shard=2 in the plan: the script keeps parameters in a variable of its own"
+    ):
+        launch(file, ["out", "whole"], f"shard=2{CPU}", base=tmp_path)
+    with pytest.raises(PlanError, match="and no dropout=local"):
+        launch(file, ["out", "whole"], f"dropout=local,replicate=2{CPU}", base=tmp_path)
