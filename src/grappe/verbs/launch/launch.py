@@ -204,7 +204,7 @@ def _rehearsed(request: ScriptRequest, plan: Plan) -> Rehearsed:
         )
     if rehearsed.keys:
         apart = ", ".join(f"{key} {distance:.0e}" for key, distance in rehearsed.keys.items())
-        complain(f"grappe: rehearsed: by so much of itself the first gradient differs with each key: {apart}")
+        complain(f"grappe: rehearsed: relative change of the first gradient under each key: {apart}")
     return rehearsed
 
 

@@ -205,9 +205,9 @@ class SlicedSteps:
         total = sum(self._world.gather(own))
         self._counted = own / total if total else 1 / self._world.data_size
 
-    def _weight(self, rule: str) -> float:
+    def _weight(self, rule: str | None) -> float:
         """Returns this process's part of a value of the whole batch."""
-        return {"mean": self._share, "counted": self._counted}.get(rule, float(self._share > 0))
+        return {"mean": self._share, "counted": self._counted}.get(rule or "", float(self._share > 0))
 
     def _total(self, value: float, weight: float, tensor: Tensor) -> float:
         """Sums weighted values over the processes, to the precision of their tensor. Collective."""
