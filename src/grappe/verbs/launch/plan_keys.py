@@ -82,9 +82,9 @@ class PlanKeys:
         plan = dataclasses.replace(Plan(), **{key: getattr(self.plan, key)})
         if key == "shard":
             plan = dataclasses.replace(plan, zero=self.plan.zero)
-        one = PlanKeys(plan, self._world, models)
-        one.scale.value = min(one.scale.value, REHEARSED_SCALE)
-        return one
+        trial = PlanKeys(plan, self._world, models)
+        trial.scale.value = min(trial.scale.value, REHEARSED_SCALE)
+        return trial
 
     def apply(self, optimizers: Sequence[Optimizer]) -> None:
         """Applies the keys to the models; afterwards the optimizers have the parameters that train. Collective.
@@ -97,7 +97,7 @@ class PlanKeys:
             set_gpu_arithmetic(plan.precision)
         if plan.precision == "fp64":
             torch.set_default_dtype(torch.float64)
-        for model in self._found(optimizers):
+        for model in self._models_alive(optimizers):
             before = {each: name for name, each in model.named_parameters()}
             plain = {module for module in model.modules() if "forward" not in vars(module)}
             if plan.precision == "fp64":
@@ -121,7 +121,7 @@ class PlanKeys:
         for schedule in alive(LRScheduler) if self.scale.is_dynamic else ():
             schedule.step = _unless(self, schedule.step)  # type: ignore[method-assign]
 
-    def _found(self, optimizers: Sequence[Optimizer]) -> list[nn.Module]:
+    def _models_alive(self, optimizers: Sequence[Optimizer]) -> list[nn.Module]:
         """Returns the models in the order of their names; of nested ones with one name the outermost."""
         numbers = _numbers(optimizers)
         named = [(name, module) for module in modules_alive() if (name := _name(module, numbers)) in self._models]
@@ -246,7 +246,7 @@ class _Pieces:
 # ---- Shards ------------------------------------------------------------------------------------------------
 
 
-def whole(tensor: Any) -> Any:
+def unsharded(tensor: Any) -> Any:
     """Returns the whole of a sharded tensor, and anything else as it is. Collective."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
@@ -262,7 +262,7 @@ def files_shared(world: World) -> Iterator[None]:
 
     def saved(value: Any, *arguments: Any, **options: Any) -> None:
         nonlocal is_saved
-        save(tree_map(whole, value), *arguments, **options)
+        save(tree_map(unsharded, value), *arguments, **options)
         is_saved = True
 
     def loaded(*arguments: Any, **options: Any) -> Any:

@@ -40,7 +40,7 @@ from grappe.verbs.launch.interception import (
     parameters_of,
     rows_of,
 )
-from grappe.verbs.launch.plan_keys import ROUNDING, TRIED, PlanKeys, names_called, whole
+from grappe.verbs.launch.plan_keys import ROUNDING, TRIED, PlanKeys, names_called, unsharded
 from grappe.verbs.launch.request import Rehearsed, Rule, line_of
 from grappe.verbs.verify.random_ops import RandomOps
 from grappe.words import first_line
@@ -180,7 +180,7 @@ class Rehearsal:
                 self._pass.until_a_step.append(place)
             for number, each in enumerate(parameters):
                 if each.grad is not None:
-                    gradient = whole(each.grad.detach())
+                    gradient = unsharded(each.grad.detach())
                     add_gradient(added, number, gradient.to_dense() if gradient.is_sparse else gradient)
             if self._whole is not None:
                 for number, each in enumerate(parameters):

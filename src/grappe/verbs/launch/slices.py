@@ -37,7 +37,7 @@ from grappe.verbs.launch.interception import (
     parameters_of,
     rows_of,
 )
-from grappe.verbs.launch.plan_keys import ROUNDING, PlanKeys, whole
+from grappe.verbs.launch.plan_keys import ROUNDING, PlanKeys, unsharded
 from grappe.verbs.launch.request import Rehearsed, line_of
 
 T = TypeVar("T")
@@ -159,12 +159,12 @@ class SlicedSteps:
         for number, (each, old) in enumerate(zip(parameters, before, strict=True)):
             if each.grad is not None:
                 added = each.grad.detach() if old is None else each.grad.detach() - old
-                add_gradient(self._noted, number, whole(added))
+                add_gradient(self._noted, number, unsharded(added))
         return weight
 
     def read(self, tensor: Tensor, place: str, read: Callable[[Tensor], T]) -> T:
         """Returns the whole batch's value of what a line reads. Collective in a step."""
-        value = read(whole(tensor))
+        value = read(unsharded(tensor))
         if self._alone or self._world.data_size == 1:
             return value
         if self._place is None:
