@@ -63,7 +63,7 @@ def test_a_plan_is_frozen() -> None:
         ("offload=gpu", "none, cpu or nvme"),
         ("offload=nvme:", "names no folder"),
         ("workers=-1", "at least 0"),
-        ("recompute=maybe", "true or false"),
+        ("recompute=maybe", "recompute=selective, or units"),
         ("exact=6", "power of two"),
         ("exact=8,replicate=3", "replicate=2, say"),
         ("exact=4,replicate=8", "replicate=4, say"),

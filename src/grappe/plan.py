@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Mapping
+import itertools
+import re
+from collections.abc import Mapping, Sequence
 from typing import Literal
 
 from grappe import fields
@@ -14,6 +16,10 @@ WHOLE_DRAWS = 4
 """Parts of a batch up to which dropout=auto has each part draw for all: a fifth to a half more time; 8 parts: twice."""
 ONE_PROCESS = "one"
 """What a plan without any key is called on the command line."""
+RECOMPUTED = re.compile(r"(full|selective)(?::(\d+)(?:-(\d+))?)?")
+"""A part of recompute: full, selective, or one of them for a unit or a range of units: selective:2-5."""
+MEMORY = re.compile(r"(\d+(?:\.\d+)?)([MGT])B")
+UNITS = {"M": 10**6, "G": 10**9, "T": 10**12}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -53,8 +59,10 @@ class Plan:
     """Dropout and noise: one process's (whole), a process's own (local), or whole for up to 4 slices x microbatches."""
     channels_last: bool = False
     """Memory layout NHWC for images."""
-    recompute: bool = False
-    """Activation checkpointing: keep each unit's inputs only, and run the unit again in backward."""
+    recompute: bool | str = False
+    """Activation checkpointing: run each unit again in backward; selective: without its matrix products; full:0-3+…"""
+    memory: str = "none"
+    """Bytes that torch may allocate on a process's device, 14GB or auto: recomputes what costs least so as to fit."""
     compile: bool = False
     """torch.compile on each unit."""
     cuda_graphs: bool = False
@@ -100,6 +108,7 @@ class Plan:
                 "offload=nvme: names no folder. If a variable is empty here and not on the node, write it in single "
                 "quotes: --plan '…,offload=nvme:$SLURM_TMPDIR'"
             )
+        self._check_recompute()
         if self.zero != 3 and self.shard == 1:
             raise PlanError(f"zero={self.zero} needs sharded processes: add shard=2 or more")
         if self.exact & (self.exact - 1) or (self.exact and self.exact % self.data_parallel):
@@ -113,6 +122,24 @@ class Plan:
             raise PlanError(f"schedule={self.schedule} is a pipeline's: add pipeline=2, or more")
         if self.stages is not None and self.pipeline == 1:
             raise PlanError(f"stages={self.stages} are a pipeline's: add pipeline=2, or more")
+
+    def _check_recompute(self) -> None:
+        if isinstance(self.recompute, str) and not all(map(RECOMPUTED.fullmatch, self.recompute.split("+"))):
+            raise PlanError(
+                f"recompute={self.recompute}: write recompute, recompute=selective, or units of each, numbered from 0: "
+                "recompute=full:0-3+selective:4-7"
+            )
+        if self.compile and "selective" in str(self.recompute):
+            raise PlanError(f"recompute={self.recompute} with compile is not supported: use recompute, without a value")
+        if self.pipeline > 1 and ":" in str(self.recompute):
+            raise PlanError(
+                f"recompute={self.recompute} with pipeline={self.pipeline}: units are numbered in a whole model only: "
+                "use recompute or recompute=selective"
+            )
+        if self.memory not in ("none", "auto") and not MEMORY.fullmatch(self.memory):
+            raise PlanError(f"memory={self.memory}: write a number of bytes, as in 14GB or 900MB, or auto")
+        if self.memory != "none" and self.recompute:
+            raise PlanError(f"memory={self.memory} chooses what to recompute: leave recompute={self.recompute} out")
 
     @property
     def processes(self) -> int:
@@ -141,6 +168,31 @@ class Plan:
     def uses_ddp(self) -> bool:
         """Returns whether DDP sums the gradients: fully_shard, pipelines and exact sums do that themselves."""
         return self.data_parallel > 1 and not self.uses_fsdp and self.pipeline == 1 and not self.exact
+
+    @property
+    def memory_limit(self) -> int | None:
+        """Returns the bytes of `memory`; None: none, or auto."""
+        found = MEMORY.fullmatch(self.memory)
+        return None if found is None else int(float(found[1]) * UNITS[found[2]])
+
+    def recomputed(self, units: int) -> list[str]:
+        """Returns what each of a model's units recomputes: "full", "selective", or "" for nothing.
+
+        Raises:
+            PlanError: `recompute` names a unit that the model does not have.
+        """
+        levels = [""] * units
+        for part in (str(self.recompute) if self.recompute is not True else "full").split("+"):
+            found = RECOMPUTED.fullmatch(part)
+            if found is None:
+                continue  # False
+            level, first, last = found.groups()
+            chosen = range(units) if first is None else range(int(first), int(last or first) + 1)
+            if first is not None and (not chosen or chosen[-1] >= units):
+                raise PlanError(f"recompute={self.recompute}: {part} names no units of this model, which has {units}")
+            for number in chosen:
+                levels[number] = level
+        return levels
 
     @property
     def saves_memory(self) -> bool:
@@ -195,6 +247,18 @@ class Plan:
             raise
         except UsageError as error:
             raise PlanError(str(error)) from None
+
+
+def recompute_of(levels: Sequence[str]) -> bool | str:
+    """Returns the value of `recompute` by which each unit recomputes what `levels` says (see `Plan.recomputed`)."""
+    if len(set(levels)) == 1:
+        return {"": False, "full": True}.get(levels[0], levels[0])
+    parts, first = [], 0
+    for level, same in itertools.groupby(levels):
+        last = first + len(list(same)) - 1
+        parts += [f"{level}:{first}-{last}" if last > first else f"{level}:{first}"] * bool(level)
+        first = last + 1
+    return "+".join(parts)
 
 
 AnyPlan = Plan | str | Mapping[str, object]

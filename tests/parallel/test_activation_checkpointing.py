@@ -6,6 +6,7 @@ from torch import Tensor, nn
 
 from grappe.errors import TaskError
 from grappe.parallel.activation_checkpointing import checkpoint_activations
+from grappe.plan import Plan
 
 
 class Remembers(nn.Module):
@@ -35,7 +36,7 @@ def _trained(*, recompute: bool, late: int = 0) -> tuple[Remembers, list[Tensor 
     torch.manual_seed(0)
     block = Remembers(late)
     if recompute:
-        checkpoint_activations([block])
+        checkpoint_activations([block], Plan(recompute=True))
     for _ in range(3):
         block(torch.randn(6, 3)).square().sum().backward()
     return block, [parameter.grad for parameter in block.parameters()]

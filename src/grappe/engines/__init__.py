@@ -58,6 +58,8 @@ def check(plan: Plan) -> type[Engine]:
 @contextlib.contextmanager
 def running(setup: EngineSetup) -> Iterator[Engine]:
     """Context with the engine of `setup`; closes it, but not after an error. Raises like `check`. Collective."""
+    if setup.plan.memory != "none":
+        raise PlanError(f"memory={setup.plan.memory} chooses what a training recomputes: leave it out here")
     engine = check(setup.plan)(setup)
     yield engine
     engine.close()

@@ -59,7 +59,7 @@ class Native(Engine):
     """Updates the parameters; a strategy computes their gradients: whole, exact or pipelined."""
 
     sharded_units = True
-    supported_keys = COMMON | KEYS | {"pipeline", "schedule", "stages", "exact", "cuda_graphs"}
+    supported_keys = COMMON | KEYS | {"pipeline", "schedule", "stages", "exact", "cuda_graphs", "memory"}
     about = "torch's own: DDP, FSDP2 (ZeRO 1-3), pipelines, tensor parallelism and their products"
 
     @classmethod
@@ -68,6 +68,8 @@ class Native(Engine):
             return "engine=native offloads to the CPU only: use offload=cpu, or an engine with offload to disk"
         if plan.tensor > 1 and plan.batchnorm == "sync":
             return "batchnorm=sync with tensor parallelism is not supported: use batchnorm=local"
+        if plan.memory != "none" and plan.pipeline > 1:
+            return "memory with pipeline is not supported: units are chosen of a whole model; use recompute instead"
         rules = {"exact": exact_rules, "pipeline": pipeline_rules, "cuda_graphs": compile_rules}
         asked = [rule for key, rule in rules.items() if key in plan.changed_keys()]
         return next((why for rule in asked if (why := rule.unsupported_reason(plan))), None)

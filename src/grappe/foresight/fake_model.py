@@ -247,7 +247,7 @@ class FakeModel:
         self,
         rows: int,
         precision: str = "fp32",
-        recompute: bool = False,
+        recompute: bool | str = False,
         threads: int = 1,
         tensor: int = 1,
         slices: Slices = ALONE,
@@ -265,7 +265,7 @@ class FakeModel:
             units = self.units(model)
             if recompute:
                 switch_off_caches(model)
-                checkpoint_activations(units or [model])
+                checkpoint_activations(units or [model], plan)
             if slices.synchronised and world.data_group is not None:
                 synchronise_batchnorm(model, world.data_group)
             with self.mode:
@@ -367,7 +367,7 @@ class FakeModel:
         units = pipeline_units(self.task, model)
         if plan.recompute:
             switch_off_caches(model)
-            checkpoint_activations(units)
+            checkpoint_activations(units, plan)
         return stages_of(self.task, units, cut, plan.precision)
 
     def _cut(self, batches: Batches, rows: int, slices: Slices) -> Batch:

@@ -28,6 +28,7 @@ from grappe.foresight.memory import (
     PlanMemory,
     States,
     peak,
+    peaks,
     rows_of,
     states,
 )
@@ -148,7 +149,7 @@ def memory_forecast(
         all_states = [states(parts, fake_model.buffers) for parts in processes(fake_model, plan)]
         most = least = UNKNOWN
         if _has_known_peaks(fake_model, plan, samples, gpu):
-            composed = (_Pipeline if plan.pipeline > 1 else _AlikeProcesses)(fake_model, plan, samples)
+            composed = (_Pipeline if plan.pipeline > 1 else AlikeProcesses)(fake_model, plan, samples)
             most, least = map(composed.peaks, (NCCL, NCCL) if gpu else (GLOO_LATE, GLOO))
         copies_known = not plan.changed_keys() & UNCOPIED and not fake_model.has_modes
         return MemoryForecast(
@@ -228,7 +229,7 @@ def _checkpoint_copies(fake_model: FakeModel, plan: Plan) -> int:
     return max(split.copied) + max(unsplit.copied) + fake_model.buffers
 
 
-class _AlikeProcesses:
+class AlikeProcesses:
     """Processes that each run all units: replicated, sharded, offloaded, split; the neediest one counts."""
 
     def __init__(self, fake_model: FakeModel, plan: Plan, samples: int) -> None:
@@ -258,17 +259,24 @@ class _AlikeProcesses:
             evaluation=self._evaluation(copies) if self._scored.complete else None,
         )
 
-    def _step(self, copies: CommunicationBuffers) -> int:
+    def by_mark(self, copies: CommunicationBuffers) -> list[int]:
+        """Computes the most bytes up to each mark of a step's microbatches, without random states."""
         plan, trace, last = self._plan, self._trained, self._plan.microbatches - 1
-        marks, ahead = trace.marks[trace.ahead :], trace.marks[: trace.ahead]
         places = {(number == 0, number == last) for number in range(plan.microbatches)}
-        passes = [peak(marks, self._memory(copies, is_first, is_last)) for is_first, is_last in places]
-        passes.append(peak(ahead, self._forward_memory(copies)) + RANDOM_STATE if ahead else 0)
+        memories = [self._memory(copies, is_first, is_last) for is_first, is_last in places]
+        passes = [peaks(trace.marks[trace.ahead :], memory) for memory in memories]
+        # The batch before is kept until its loss is read, one step late.
+        constant = self._kept + 2 * plan.microbatches * trace.batch
+        return [constant + max(each) for each in zip(*passes, strict=True)]
+
+    def _step(self, copies: CommunicationBuffers) -> int:
+        trace = self._trained
+        ahead = trace.marks[: trace.ahead]
+        first = peak(ahead, self._forward_memory(copies)) + RANDOM_STATE if ahead else 0
         temporary = self._fake_model.together * max((part.temporary for part in self._parts), default=0)
         update = int(states(self._parts, 0).gradients + temporary)
-        # The batch before is kept until its loss is read, one step late.
-        batches = 2 * plan.microbatches * trace.batch
-        return self._kept + max(*passes, update) + random_states(self._fake_model, plan) + batches
+        between = self._kept + 2 * self._plan.microbatches * trace.batch + max(first, update)
+        return max(*self.by_mark(copies), between) + random_states(self._fake_model, self._plan)
 
     def _evaluation(self, copies: CommunicationBuffers) -> int:
         """Computes the most bytes in an evaluation between two steps."""
@@ -429,7 +437,7 @@ def library_memory(fake_model: FakeModel, plan: Plan, samples: int) -> LibraryMe
     """
     if not fake_model.runs_kernels:
         return None
-    traces = (_Pipeline if plan.pipeline > 1 else _AlikeProcesses)(fake_model, plan, samples).traces
+    traces = (_Pipeline if plan.pipeline > 1 else AlikeProcesses)(fake_model, plan, samples).traces
     calls = dict.fromkeys((_distinct_calls(evaluated), _distinct_calls([step])) for evaluated, step in traces)
     try:
         memories = _measured(tuple(calls), threads_of(plan))
@@ -440,7 +448,7 @@ def library_memory(fake_model: FakeModel, plan: Plan, samples: int) -> LibraryMe
 
 def _distinct_calls(traces: Sequence[Trace]) -> tuple[Call, ...]:
     calls = dict.fromkeys(call for trace in traces for _, _, call in trace.calls)
-    return tuple(call for call in calls if not call.too_large)
+    return tuple(call for call in calls if call.of_library and not call.too_large)
 
 
 @functools.lru_cache(maxsize=64)

@@ -6,6 +6,7 @@ import contextlib
 import functools
 import json
 import tempfile
+import timeit
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
@@ -22,6 +23,7 @@ WITH_SCRATCH = ("aten.convolution", "aten.native_layer_norm", "aten._scaled_dot_
 """Operators whose kernels on a CPU allocate more than their output: by oneDNN, or for each thread."""
 OF_LIBRARIES = (*WITH_SCRATCH, "aten.mm", "aten.addmm", "aten.bmm", "aten.baddbmm", "aten.gelu", "aten.mkldnn")
 """Operators whose kernels are of libraries (oneDNN, MKL) that keep memory for their next call."""
+REPEATS = 4  # of a timed kernel: the first one also makes what libraries keep
 LARGEST = 2 << 30  # bytes of arguments and output; what is larger is not tried
 
 T = TypeVar("T")
@@ -51,6 +53,11 @@ class Call(NamedTuple):
         return f"aten.{self.name}".startswith(WITH_SCRATCH)
 
     @property
+    def of_library(self) -> bool:
+        """Returns whether its kernel is of a library that keeps memory for its next call."""
+        return f"aten.{self.name}".startswith(OF_LIBRARIES)
+
+    @property
     def too_large(self) -> bool:
         """Returns whether it is too large to be tried."""
         return sum(map(_size, nested(tuple(self), Form))) > LARGEST
@@ -65,7 +72,12 @@ class Call(NamedTuple):
 
 def describe(operator: Any, arguments: Any, keywords: Any, output: Any) -> Call | None:
     """Describes an operator whose kernel is in a library; None: its kernel is torch's own."""
-    if not str(operator).startswith(OF_LIBRARIES):
+    return describe_any(operator, arguments, keywords, output) if str(operator).startswith(OF_LIBRARIES) else None
+
+
+def describe_any(operator: Any, arguments: Any, keywords: Any, output: Any) -> Call | None:
+    """Describes an operator that computes; None: its output is a view, or it is not one of aten."""
+    if operator.namespace != "aten" or operator.is_view:
         return None
     return Call(
         str(operator).removeprefix("aten."),
@@ -96,10 +108,25 @@ class Kernels:
             return dict.fromkeys(measurable, 0)
         new = tuple(call for call in measurable if (threads, call) not in self._known)
         if new:
-            sizes = local("grappe.foresight.kernels:worker", (new, threads), 1)
+            sizes = local("grappe.foresight.kernels:worker", (new, threads), 1, from_training=True)
             for call, size in zip(new, sizes, strict=True):
                 self._known[threads, call] = size
         return {call: self._known[threads, call] for call in measurable}
+
+
+def seconds(calls: Iterable[Call], threads: int) -> dict[Call, float]:
+    """Runs each distinct call of `calls` in this process, with a number of threads; returns the least time of each."""
+    before, times = torch.get_num_threads(), dict[Call, float]()
+    torch.set_num_threads(threads)
+    for call in dict.fromkeys(calls):
+        times[call] = 0.0
+        # Fake tensors may have a type that kernels do not take; what is too large to try counts nothing.
+        with contextlib.suppress(RuntimeError, TypeError, AttributeError, MemoryError), torch.no_grad():
+            if not call.too_large:
+                function = call.on_ones()
+                times[call] = min(timeit.repeat(function, number=1, repeat=REPEATS))
+    torch.set_num_threads(before)
+    return times
 
 
 def worker(request: tuple[Sequence[Call], int], process: ProcessRank, rendezvous_folder: Path) -> list[int]:

@@ -225,11 +225,12 @@ class DdpMemory:
 
 def peak(marks: Sequence[Mark], overlay: PlanMemory) -> int:
     """Computes the most bytes of a traced microbatch, or of a part of it."""
-    most = 0
-    for mark in marks:
-        most = max(most, mark.peak + overlay.now)
-        most = max(most, mark.level + overlay.at(mark), mark.level + overlay.now)
-    return most
+    return max(peaks(marks, overlay), default=0)
+
+
+def peaks(marks: Sequence[Mark], overlay: PlanMemory) -> list[int]:
+    """Computes the most bytes of a traced microbatch up to each mark, from the mark before."""
+    return [max(mark.peak + overlay.now, mark.level + overlay.at(mark), mark.level + overlay.now) for mark in marks]
 
 
 def rows_of(parameter: Parameter, ways: int, rank: int) -> int:

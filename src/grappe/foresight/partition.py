@@ -78,7 +78,7 @@ def kept(
 
 def random_states(fake_model: FakeModel, plan: Plan) -> int:
     """Computes the bytes of the random states that activation checkpointing keeps."""
-    return RANDOM_STATE * (len(fake_model.units(fake_model.plain)) or 1) * plan.recompute
+    return RANDOM_STATE * sum(map(bool, plan.recomputed(len(fake_model.units(fake_model.plain)) or 1)))
 
 
 def largest_rows(fake_model: FakeModel, plan: Plan, batch: int) -> int:

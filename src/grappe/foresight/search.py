@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import time
 from collections.abc import Iterator, Sequence
 
 from grappe import engines
-from grappe.errors import GrappeError, TaskError
+from grappe.errors import GrappeError, PlanError, TaskError
 from grappe.foresight.fake_model import FakeModel
 from grappe.foresight.forecast import NOTHING_KEPT, LibraryMemory, MemoryForecast, memory_forecast, with_libraries
+from grappe.foresight.recomputation import Recomputation, choices, fitted
 from grappe.plan import Plan, as_plan
 
 CONTEXT_BYTES = 1_500_000_000  # of a GPU: CUDA's context and libraries, and NCCL's buffers
@@ -54,6 +56,10 @@ class MemoryBudget:
             kept = self.besides + evaluation + needs.libraries.step
         return int((needs.states.total if most is None else most) * self.margin) + kept
 
+    def room(self, processes: int = 1) -> int:
+        """Computes the bytes that torch may allocate in a process of as many."""
+        return int((self.size // (processes if self.shared else 1) - self.fixed) / self.margin)
+
     @property
     def fixed(self) -> int:
         """Computes the bytes of a process besides torch's allocations, where libraries are not measured."""
@@ -96,6 +102,11 @@ def foreseen(fake_model: FakeModel, plan: Plan, batch: int, budget: MemoryBudget
     """
     try:
         engines.check(plan)
+        if plan.memory != "none":
+            limit = plan.memory_limit if budget is None else plan.memory_limit or budget.room(plan.processes)
+            if limit is None:
+                raise PlanError("memory=auto: the device's memory is not known here: write it, as in memory=14GB")
+            plan = fitted(fake_model, plan, batch, limit, gpu=budget is not None and budget.gpu).plan
         forecast = memory_forecast(fake_model, plan, batch=batch, gpu=budget is not None and budget.gpu)
         if budget is not None and not budget.gpu:
             without = dataclasses.replace(budget, libraries=NOTHING_KEPT)
@@ -146,8 +157,33 @@ def fitting(
                 raise too_slow(SECONDS)
             candidate = foreseen(fake_model, other, fake_model.task.batch_size, memory)
             if candidate.fits:
-                return candidate
+                return _cheaper(fake_model, other, memory) or candidate
     return None
+
+
+def _cheaper(fake_model: FakeModel, plan: Plan, budget: MemoryBudget) -> Foreseen | None:
+    """Finds the recomputation of least time with which a plan that recomputes all fits."""
+    if plan.recompute is not True:
+        return None
+    base = dataclasses.replace(plan, recompute=False)
+    batch, room = fake_model.task.batch_size, budget.room(plan.processes)
+    for choice in choices(fake_model, base, batch, room, gpu=budget.gpu):
+        if choice.peak <= room and (found := foreseen(fake_model, choice.plan, batch, budget)).fits:
+            return found
+    return None
+
+
+def with_recomputation(
+    fake_model: FakeModel, counts: Sequence[int], batch: int, budget: MemoryBudget
+) -> Iterator[tuple[int, Recomputation | None]]:
+    """Yields each number of processes with the choice of least extra time that fits, of copies or else of shards."""
+    for count in counts:
+        found = None
+        for text in [""] if count == 1 else [f"replicate={count}", f"shard={count}"]:
+            with contextlib.suppress(PlanError):
+                found = fitted(fake_model, as_plan(text), batch, budget.room(count), gpu=budget.gpu)
+                break
+        yield count, found
 
 
 def too_slow(seconds: int) -> TaskError:

@@ -15,7 +15,7 @@ from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sd
 from torch.utils.weak import WeakIdKeyDictionary
 
 from grappe.data.batch import Batch, Microbatch, entering
-from grappe.foresight.kernels import Call, Kernels, describe
+from grappe.foresight.kernels import Call, Kernels, describe, describe_any
 from grappe.launch.world import World
 from grappe.parallel.batchnorm import buffers_kept
 from grappe.plan import Plan
@@ -199,7 +199,8 @@ class Trace:
     boundaries: tuple[int, ...] = ()
     """Of a pipeline: bytes that each of its stages hands to the next one."""
     calls: tuple[tuple[int, int, Call], ...] = ()
-    """Operators whose kernels are of libraries, each with the number of the next mark and the bytes in use."""
+    """Operators whose kernels are of libraries, each with the number of the next mark and the bytes in use; all that
+    compute, if operators are recorded."""
     complete: bool = True
     """Whether what all kernels take is counted."""
     operators: tuple[Operator, ...] = ()
@@ -235,7 +236,7 @@ def traced(
     micro = batch.microbatches[0]
     tensors = tensors_of(micro)
     existing = [*model.parameters(), *model.buffers(), *tensors_of(batch.microbatches)]
-    ledger = Ledger(existing, describe if describes else None, records=records)
+    ledger = Ledger(existing, (describe_any if records else describe) if describes else None, records=records)
     for number, unit in enumerate(units):
         watch(unit, number, ledger)
     take_gradients(enumerate(model.parameters()), ledger)

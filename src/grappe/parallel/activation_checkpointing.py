@@ -1,4 +1,4 @@
-"""Activation checkpointing: keeps only each unit's inputs, and runs the unit's forward again in backward."""
+"""Activation checkpointing: keeps a unit's inputs, and runs its forward again in backward, or its cheap operators."""
 
 from __future__ import annotations
 
@@ -9,20 +9,40 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from grappe.data.batch import InModel, inside
 from grappe.data.whole_batch_draws import whole_batch_draws
 from grappe.errors import TaskError
 from grappe.parallel.attributes import Attributes, Place, attributes, copied, is_state, put_attributes
+from grappe.plan import Plan
 from grappe.private_api.torch import module_buffers, tensor_version, tree_flatten, tree_leaves
 
+ATTENTION = "_scaled_dot_product"
+SAVED = ("mm", "addmm", "bmm", "baddbmm", "convolution")
+"""Operators of aten whose outputs a selective unit keeps, with those of attention: they take most of its time."""
 
-def checkpoint_activations(units: Sequence[nn.Module]) -> None:
-    """Wraps each unit's forward; names and hooks stay the same."""
-    for unit in units:
-        contexts = _State(unit).contexts
+
+def checkpoint_activations(units: Sequence[nn.Module], plan: Plan) -> None:
+    """Wraps the forward of each unit that recomputes; names and hooks stay the same.
+
+    Raises:
+        PlanError: `recompute` names a unit that there is not.
+    """
+    for unit, level in zip(units, plan.recomputed(len(units)), strict=True):
+        if not level:
+            continue
+        contexts = _State(unit, selective=level == "selective").contexts
         unit.forward = functools.partial(checkpoint, unit.forward, use_reentrant=False, context_fn=contexts)
+
+
+def _policy(context: Any, operator: Any, *arguments: Any, **keywords: Any) -> CheckpointPolicy:
+    """Keeps what takes long to compute."""
+    name = operator.name().removeprefix("aten::").partition(".")[0]
+    long = name in SAVED or name.startswith(ATTENTION)
+    # Dropout, the only number among them: attention that draws is repeated, so that the generator advances as before.
+    draws = name.startswith(ATTENTION) and any(isinstance(value, float) and value for value in arguments)
+    return CheckpointPolicy.MUST_SAVE if long and not draws else CheckpointPolicy.PREFER_RECOMPUTE
 
 
 def switch_off_caches(model: nn.Module) -> None:
@@ -51,8 +71,8 @@ class _EnteredAgain(contextlib.AbstractContextManager):
 class _State:
     """The buffers and attributes of a unit: its second forward has them as the first one had, and leaves them alone."""
 
-    def __init__(self, unit: nn.Module) -> None:
-        self._unit, self._modules = unit, list(unit.named_modules())
+    def __init__(self, unit: nn.Module, *, selective: bool = False) -> None:
+        self._unit, self._modules, self._selective = unit, list(unit.named_modules()), selective
         self._changing: set[Place] | None = None
         """What forwards change, of which each first forward keeps a copy; None: none has run."""
 
@@ -62,10 +82,14 @@ class _State:
         stamps = {place: _stamp(value) for place, value in before.items()}
         kept = copied({place: value for place, value in before.items() if self._is_kept(place, value)})
         samples, rows = InModel.samples, InModel.place
+        keeping, reading = contextlib.nullcontext(), contextlib.nullcontext()
+        if self._selective:
+            keeping, reading = create_selective_checkpoint_contexts(_policy)
 
         @contextlib.contextmanager
         def first() -> Iterator[None]:
-            yield
+            with keeping:
+                yield
             if self._changing is None:
                 after = self._values()
                 self._changing = {place for place in before if stamps[place] != _stamp(after.get(place))}
@@ -94,7 +118,8 @@ class _State:
             with inside(samples), whole_batch_draws(rows):
                 self._put(values)
                 try:
-                    yield
+                    with reading:
+                        yield
                 finally:
                     self._put(now)
 

@@ -16,7 +16,7 @@ Forward = Callable[[Any], Any]
 
 WITHOUT_GRAPHS: dict[str, Callable[[Plan], bool]] = {
     "microbatches": lambda plan: plan.microbatches > 1,
-    "recompute": lambda plan: plan.recompute,
+    "recompute": lambda plan: bool(plan.recompute),
     "shard": lambda plan: plan.shard > 1,
     "tensor": lambda plan: plan.tensor > 1,
     "pipeline": lambda plan: plan.pipeline > 1,

@@ -70,7 +70,7 @@ def parallelize(
 def prepare_units(model: nn.Module, units: Sequence[nn.Module], plan: Plan, world: World) -> None:
     """Recomputes, compiles and shards each unit as the plan says; without units the model as a whole. Collective."""
     if plan.recompute:
-        checkpoint_activations(units or [model])
+        checkpoint_activations(units or [model], plan)
     if plan.compile:
         compile_units(units or [model], plan)
     if plan.uses_fsdp:

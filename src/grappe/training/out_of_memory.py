@@ -141,13 +141,14 @@ def _foreseen(report: MemoryReport, task: Task, plan: Plan, data: Path) -> tuple
     from grappe.foresight.search import fitting, foreseen
     from grappe.launch.local import start_server
 
+    plan = dataclasses.replace(plan, memory="none")
     budget, more = memory_budgets(report, plan)
     kernels = None
     # Under RLIMIT_DATA a further process has a limit of its own, and takes none of this one's memory.
     if not (budget.gpu or budget.shared):
         start_server(metrics=False)
         kernels = Kernels(scratch=False)  # below 1 MB in all plans that were measured
-    fake_model = FakeModel(task, data, foreach=budget.gpu, kernels=kernels)
+    fake_model = FakeModel(task, data, foreach=budget.gpu, kernels=kernels, records=True)
     this = foreseen(fake_model, plan, task.batch_size, None).needs
     states = {} if this is None else {kind: getattr(this.states, kind) for kind in KINDS}
     foreseen_plan = fitting(fake_model, plan, budget, more)

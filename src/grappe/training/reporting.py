@@ -125,7 +125,7 @@ def unit_facts(engine: type[Engine], setup: EngineSetup) -> dict[str, Any]:
     return {
         "units": list(setup.blocks.names),
         "gathered": setup.blocks.ungrouped if shards and setup.plan.zero == 3 else 0,
-        "recomputed_at_once": setup.plan.recompute and setup.blocks.ungrouped > 0,
+        "recomputed_at_once": setup.plan.recompute is True and setup.blocks.ungrouped > 0,
     }
 
 

@@ -44,6 +44,8 @@ class Request:
     """Whether the optimizer's state and the number of epochs done in the file `weights` are taken over, too."""
     epochs_done: int | None = None
     """Epochs that the training of `weights` has done: the run begins after them. None: what the file says."""
+    chosen: str = ""
+    """What the plan's memory= stands for, for the user; the plan itself has it in other keys."""
     options: Options = dataclasses.field(default_factory=Options)
     quiet: bool = False
     """Whether to print nothing but errors."""

@@ -132,6 +132,7 @@ def _start(
     lease.take()
     try:
         described, step, notes = _begin(run, task, request.plan, begin, before, now, new=made is not None)
+        notes = (*filter(None, [request.chosen]), *notes)
         unknown = write_record(str(described.get("id", "")), request.task.name, task)
         return run.folder, described, step, (*notes, unknown) if unknown else notes, lease, made
     except BaseException:
@@ -241,6 +242,7 @@ def description(request: Request, task: Task, data: Data, world: World) -> dict[
         "sampling": "" if sampling is None else sampling.fingerprint,
         "source": source_hash(task),
         **start_facts(world),
+        **({"chosen": request.chosen} if request.chosen else {}),
         **({"name": request.name} if request.name else {}),
         **({"tags": list(request.options.tag)} if request.options.tag else {}),
     }

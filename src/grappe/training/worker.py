@@ -39,6 +39,7 @@ from grappe.step.task_contract import metrics_of
 from grappe.task import Task, overrides
 from grappe.training.headspace import headspace
 from grappe.training.loop import Session, Training, WeightAverage, naming_overwritten
+from grappe.training.memory_choice import with_memory_chosen
 from grappe.training.options import Options
 from grappe.training.out_of_memory import LocalOutOfMemory, reporting_out_of_memory, with_plan_that_fits
 from grappe.training.reporting import announce, note_optimizer, report, reporting, start_facts, unit_facts
@@ -76,13 +77,13 @@ def _trained(request: Request, process: ProcessRank, rendezvous_folder: Path) ->
     world = join(plan, process, rendezvous_folder)
     stop_signal = StopSignal(options.time_limit)
     stop_signal.install()  # not while this process waits for the others: there is nothing to save yet
-    engine_class = engines.check(plan)
-    task = request.task.resolve()
+    engine_class, task = engines.check(plan), request.task.resolve()
     if options.noise_scale:
         refuse_noise_scale(task, plan)
     own_watchers = make_watchers(request.watchers) if request.watchers and world.rank == 0 else []
     prepare(task, request.data, world)
     data = read(task, request.data, world)
+    plan = (request := with_memory_chosen(request, world)).plan
 
     with start_run(request, task, data, world) as started:
         if process.launcher == "grappe":

@@ -79,7 +79,7 @@ class DeepSpeedModel:
         self._scratch.make(sum(sizes), config)
         if plan.recompute:
             switch_off_caches(model)
-            checkpoint_activations(units_of(task, model, self._setup.blocks.names) or [model])
+            checkpoint_activations(units_of(task, model, self._setup.blocks.names) or [model], plan)
         if self.stage == 3:
             partitioned(model, weights, world.device, config)
         else:

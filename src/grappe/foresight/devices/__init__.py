@@ -15,6 +15,8 @@ from grappe.errors import PlanError
 if TYPE_CHECKING:
     from grappe.foresight.trace import Operator
 
+REFERENCE = "V100, 16 GB"
+"""The GPU that a model is compared with where no other is known: the slowest that sites have."""
 OF_PEAK = 0.55
 """Share of the peak FLOP/s that large matrix products and convolutions reach: an assumption, not measured."""
 OF_BANDWIDTH = 0.75

@@ -7,7 +7,7 @@ import math
 import re
 import time
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -30,8 +30,6 @@ if TYPE_CHECKING:
 
 Aim = Literal["fastest", "cheapest", "smallest"]
 GPU_MEMORY = re.compile(r"((?:\d+ or )*\d+) ?GB")
-REFERENCE = "V100, 16 GB"
-"""The GPU that a model is compared with where no site is named: the slowest that sites have."""
 CLOSE = 0.1  # of a time: the same plan differs by as much from start to start
 BUSY = 0.3  # of a step, below which a GPU is not worth its queue
 LITTLE = "mostly waits for its host: a larger batch_size uses it better; several trainings can share it (per_device)"
@@ -182,7 +180,8 @@ def foresee(
     resolved = reference.resolve()
     folder = data_folder(data)
     prepare(resolved, folder)
-    records = times and (True in kinds or any(map(is_one_process, requested)))
+    chooses = any(plan.memory != "none" for plan in requested)
+    records = chooses or (times and (True in kinds or any(map(is_one_process, requested))))
     models = {
         gpu: FakeModel(resolved, folder, foreach=gpu, kernels=None if gpu else Kernels(), records=records)
         for gpu in kinds
@@ -208,6 +207,8 @@ def foresee(
     timed = {id(plan.foreseen): plan for part in parts for plan in part.plans}
     plans_timed = tuple(timed[id(forecast)] for forecast in forecasts)
     notes = [note for part in parts for note in part.notes]
+    if budget is not None and not plans:
+        notes += _with_recomputation(models[True], gpus or (1, 2, 4, 8), resolved.batch_size, budget)
     if gpus_here is not None and on_gpus:
         verdict = use_of_gpu(models[True], plans_timed, gpus_here) if records else None
     else:
@@ -215,6 +216,22 @@ def foresee(
     notes += [verdict] if verdict else []
     reasons = tuple(reason for part in parts for reason in part.reasons)
     return PlanTimes(plans=plans_timed, gpu=parts[0].gpu, notes=tuple(notes), reasons=reasons, budget=budget)
+
+
+def _with_recomputation(
+    fake_model: FakeModel, counts: Sequence[int], batch: int, budget: MemoryBudget
+) -> Iterator[str]:
+    """Says on how many GPUs a training fits, and what each number costs, where recomputation makes a difference."""
+    from grappe.foresight.search import with_recomputation
+
+    found = [(count, choice) for count, choice in with_recomputation(fake_model, counts, batch, budget) if choice]
+    if any(choice.plan.recompute for _, choice in found):
+        texts = (
+            f"on {count_of(count, 'GPU')} with {f'{choice.price:.0%} more' if choice.plan.recompute else 'no more'} "
+            f"computing ({plan_name(choice.plan)})"
+            for count, choice in found
+        )
+        yield f"fits {', '.join(texts)}"
 
 
 def is_one_process(plan: Plan) -> bool:
@@ -333,7 +350,7 @@ def by_importance(forecasts: Sequence[Foreseen]) -> list[Foreseen]:
     order = {}
     for forecast in forecasts:
         plan = Plan.parse(forecast.plan)
-        saving = plan.recompute + (plan.microbatches > 1)
+        saving = bool(plan.recompute) + (plan.microbatches > 1)
         group = (saving, forecast.batch, forecast.processes)
         order[id(forecast)] = (saving, places[group])
         places[group] += 1
@@ -347,7 +364,7 @@ def gpu_or_not(fake_model: FakeModel, plans: Sequence[TimedPlan], fabric: Fabric
         fake_model: made with `records`.
         fabric: a site's GPUs; None: the reference, with which only measured steps are compared.
     """
-    from grappe.foresight.devices import device_named
+    from grappe.foresight.devices import REFERENCE, device_named
     from grappe.foresight.gpu_time import Fabric, gpu_time
     from grappe.launch.world import cores
 

@@ -19,6 +19,7 @@ from grappe.launch.start import start
 from grappe.plan import AnyPlan, Plan, as_plan
 from grappe.table import Table, Tabular
 from grappe.task import Task
+from grappe.training.memory_choice import memory_chosen
 from grappe.training.request import data_folder
 from grappe.training.task_reference import TaskReference
 from grappe.verbs.verify.instrument import Instrumentation
@@ -103,9 +104,11 @@ def verify(
     parsed = [as_plan(plan) for plan in plans]
     for plan in parsed:
         engines.check(plan)
+    reference = TaskReference.of(task, fields)
+    parsed = [memory_chosen(reference, plan, data_folder(data))[0] for plan in parsed]
     with tempfile.TemporaryDirectory(prefix="grappe-verify-") as folder:
         runner = TrialRunner(
-            task=TaskReference.of(task, fields),
+            task=reference,
             data=data_folder(data),
             steps=steps,
             folder=Path(folder),

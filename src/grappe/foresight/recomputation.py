@@ -1,0 +1,255 @@
+"""Recomputation: chooses which units of a model run again in backward, so that a step fits at the least extra time."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Sequence
+
+from grappe.errors import PlanError
+from grappe.foresight import partition
+from grappe.foresight.devices import REFERENCE, Device, device_named
+from grappe.foresight.fake_model import FakeModel
+from grappe.foresight.forecast import AlikeProcesses, MemoryForecast, memory_forecast
+from grappe.foresight.kernels import Call, seconds
+from grappe.foresight.memory import GLOO_LATE, NCCL
+from grappe.foresight.trace import BACKWARD, FORWARD, LEFT, ROOT, Mark, Trace
+from grappe.plan import Plan, recompute_of
+from grappe.words import format_bytes, plan_name
+
+LEVELS = ("", "selective", "full")
+State = tuple[int, float, tuple[str, ...]]
+"""A choice for the first units: the bytes that they keep, the seconds that they take, their levels."""
+STATES = 4096
+"""Partial choices that are kept at most. Beyond, the bytes that units keep are rounded up to a STATES-th of the room,
+so that what is chosen costs no more than the best choice for a room that is smaller by a STATES-th for each unit."""
+TRIES = 4  # of the choice, each corrected by the trace of the one before
+SELECTIVE = 12e-6
+"""Seconds of the host for an operator in a selective unit, each time that it is met: measured."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Recomputation:
+    """A plan that fits, and its cost."""
+
+    plan: Plan
+    needs: MemoryForecast
+    peak: int
+    """Bytes that torch allocates in the process that needs most."""
+    price: float
+    """Extra time of a step over the same plan's without recomputation, as a part of that."""
+
+
+class Units:
+    """What each unit of a model takes and keeps under each level of recomputation, in one microbatch of a plan.
+
+    Args:
+        fake_model: made with `records`.
+        device: the GPU that the plan trains on; None: not known, or this machine's cores, which run each kernel.
+    """
+
+    def __init__(self, fake_model: FakeModel, plan: Plan, samples: int, device: Device | None, *, gpu: bool) -> None:
+        self.number = len(fake_model.units(fake_model.plain))
+        self._plan = plan
+        self._device = device or (None if fake_model.runs_kernels else device_named(REFERENCE))
+        composed = {
+            level: AlikeProcesses(fake_model, self.plan_of([level] * (self.number or 1)), samples) for level in LEVELS
+        }
+        traces = {level: one.traces[0][1] for level, one in composed.items()}
+        self._seconds = self._measured(traces.values()) if self._device is None else {}
+        times = {level: self._times(trace) for level, trace in traces.items()}
+        self.step = plan.microbatches * sum(times[""])
+        """Seconds of the microbatches of a step without recomputation."""
+        self.keeps: dict[str, list[int]] = {}
+        self.costs: dict[str, list[float]] = {}
+        self.needs: dict[str, list[int]] = {}
+        """Of each unit, in the order of their forwards, and of all outside of them: the most bytes, without what
+        earlier units keep."""
+        order: list[int] = []
+        for level, one in composed.items():
+            marks = traces[level].marks[traces[level].ahead :]
+            order, homes, kept = _walked(marks)
+            needs, spent = [0] * (len(kept) + 1), [0.0] * (len(kept) + 1)
+            for home, most in zip(homes, one.by_mark(NCCL if gpu else GLOO_LATE), strict=True):
+                needs[home] = max(needs[home], most - sum(kept[: max(0, home)]))
+            for home, time in zip(homes, times[level][traces[level].ahead :], strict=True):
+                spent[home] += time
+            extra = partition.RANDOM_STATE if level else 0
+            self.keeps[level], self.needs[level] = [size + extra for size in kept], needs
+            self.costs[level] = [plan.microbatches * time for time in spent]
+        self.order = order if sorted(order) == list(range(self.number)) else []
+        """The units in the order of their forwards; empty: some are called several times, or not at all."""
+
+    def plan_of(self, levels: Sequence[str]) -> Plan:
+        """Returns the plan with a level of recomputation for each unit."""
+        return dataclasses.replace(self._plan, recompute=recompute_of(levels), memory="none")
+
+    def price(self, levels: Sequence[str]) -> float:
+        """Computes the extra time of a choice, as a part of a step's without any."""
+        if not self.order:  # of a model as a whole
+            return (sum(self.costs[levels[0]]) - sum(self.costs[""])) / self.step
+        extra = (self.costs[levels[unit]][n] - self.costs[""][n] for n, unit in enumerate(self.order))
+        return sum(extra) / self.step
+
+    def most(self, levels: Sequence[str]) -> int:
+        """Computes the peak of a choice."""
+        kept, most = 0, max(needs[-1] for needs in self.needs.values())
+        for place, unit in enumerate(self.order):
+            most = max(most, kept + self.needs[levels[unit]][place])
+            kept += self.keeps[levels[unit]][place]
+        return max(most, kept + self._head)
+
+    @property
+    def _head(self) -> int:
+        """Returns the bytes of what runs between the last unit's forward and its backward."""
+        return max(needs[len(self.order)] for needs in self.needs.values())
+
+    def cheapest(self, room: int) -> list[str] | None:
+        """Chooses each unit's level so that no moment takes more than `room` bytes, at the least time; None: none fits.
+
+        Exact, for memory and time that add up over units: goes through the units in the order of their forwards, and
+        keeps each partial choice that no other one beats in both the bytes that its units keep and its time.
+        """
+        states: list[State] = [(0, 0.0, ())]
+        if max(needs[-1] for needs in self.needs.values()) > room:
+            return None
+        for place in range(len(self.order)):
+            following = list[State]()
+            for kept, cost, levels in states:
+                for level in LEVELS:
+                    if kept + self.needs[level][place] <= room:
+                        total = kept + self.keeps[level][place]
+                        following.append((total, cost + self.costs[level][place], (*levels, level)))
+            states = _undominated(following, room)
+        fitting = [state for state in states if state[0] + self._head <= room]
+        if not fitting:
+            return None
+        chosen = dict(zip(self.order, min(fitting, key=lambda state: state[1])[2], strict=True))
+        return [chosen[unit] for unit in range(self.number)]
+
+    def _measured(self, traces: Iterable[Trace]) -> dict[Call, float]:
+        return seconds((call for trace in traces for _, _, call in trace.calls), partition.threads_of(self._plan))
+
+    def _times(self, trace: Trace) -> list[float]:
+        """Returns the seconds of the operators before each mark."""
+        times = [0.0] * len(trace.marks)
+        if self._device is None:
+            for mark, _, call in trace.calls:
+                times[mark] += self._seconds[call]
+        else:
+            for operator in trace.operators:
+                times[operator.mark] += self._device.kernel(operator, self._plan.precision)
+        return times
+
+
+def _walked(marks: Sequence[Mark]) -> tuple[list[int], list[int], list[int]]:
+    """Follows a step through the units.
+
+    Returns:
+        The units in the order of their forwards; for each mark, the place in that order of the unit that runs before
+        it, the number of units for what is between the last forward and the first backward, -1 for what is before and
+        after all of them; and the bytes that each unit keeps from its forward to the next unit's.
+    """
+    order = [mark.which for mark in marks if mark.kind == FORWARD]
+    place_of = {unit: place for place, unit in enumerate(order)}
+    homes, starts, home = [], [], -1
+    for mark in marks:
+        homes.append(home)
+        if mark.kind == FORWARD:
+            home = len(starts)
+            starts.append(mark.level)
+        elif mark.kind == LEFT and mark.which == ROOT:
+            home = len(order)
+            starts.append(mark.level)
+        elif mark.kind == BACKWARD:
+            home = place_of[mark.which]
+    return order, homes, [after - before for before, after in itertools.pairwise(starts)]
+
+
+def _undominated(states: list[State], room: int) -> list[State]:
+    """Returns the states that no other one beats in both bytes and time; at most STATES, with bytes rounded up."""
+    grain = 1
+    while True:
+        kept = list[State]()
+        for size, cost, levels in sorted((-(-size // grain) * grain, cost, levels) for size, cost, levels in states):
+            if not kept or cost < kept[-1][1]:
+                kept.append((size, cost, levels))
+        if len(kept) <= STATES:
+            return kept
+        grain = max(1, room // STATES)
+
+
+def choices(
+    fake_model: FakeModel, plan: Plan, samples: int, limit: int, device: Device | None = None, *, gpu: bool = False
+) -> Iterator[Recomputation]:
+    """Yields choices for `plan` whose peaks come ever closer to `limit` bytes, the first ones by their own trace.
+
+    Args:
+        fake_model: made with `records`.
+        device: as of `Units`.
+    """
+    units, offset, tried = Units(fake_model, plan, samples, device, gpu=gpu), 0, list[list[str]]()
+
+    def traced(levels: Sequence[str]) -> Recomputation:
+        chosen = units.plan_of(levels)
+        needs = memory_forecast(fake_model, chosen, batch=samples, gpu=gpu)
+        if needs.most is None:
+            raise PlanError(f"memory={plan.memory}: the peak of {plan_name(chosen)} is not foreseen")
+        return Recomputation(plan=chosen, needs=needs, peak=needs.most, price=units.price(levels))
+
+    for _ in range(TRIES if units.order else 0):
+        levels = units.cheapest(limit - offset)
+        if levels is None or levels in tried:
+            break
+        tried.append(levels)
+        chosen = traced(levels)
+        yield chosen
+        if chosen.peak <= limit:
+            break
+        offset += chosen.peak - limit
+    yield from (traced([level] * (units.number or 1)) for level in LEVELS)
+
+
+def fitted(
+    fake_model: FakeModel,
+    plan: Plan,
+    samples: int,
+    limit: int,
+    device: Device | None = None,
+    *,
+    gpu: bool = False,
+    fits: Callable[[MemoryForecast], bool | None] | None = None,
+) -> Recomputation:
+    """Chooses the recomputation of least time under which a step of `plan` fits; where none does, more microbatches.
+
+    More microbatches come last, since sums in another order have other bits.
+
+    Args:
+        limit: the bytes that torch may allocate on the process's device.
+        fits: what else decides whether a plan fits.
+
+    Raises:
+        PlanError: none fits, or the plan's memory is not foreseen; the message has the smallest change that would.
+    """
+    base, nearest = dataclasses.replace(plan, memory="none"), list[Recomputation]()
+    for more in _more_microbatches(fake_model, base, samples):
+        tried = list(choices(fake_model, more, samples, limit, device, gpu=gpu))
+        good = [one for one in tried if one.peak <= limit and (fits is None or fits(one.needs))]
+        if good:
+            return min(good, key=lambda one: one.price)
+        nearest += tried
+    closest = min(nearest, key=lambda one: one.peak)
+    least = closest.peak
+    raise PlanError(
+        f"memory={plan.memory}: torch may allocate {format_bytes(limit)} in a process, and the least that is foreseen "
+        f"to do is {format_bytes(least)} ({plan_name(closest.plan)}), {format_bytes(least - limit)} more"
+    )
+
+
+def _more_microbatches(fake_model: FakeModel, plan: Plan, samples: int) -> Iterator[Plan]:
+    """Yields the plan, then with ever more microbatches; not of a model whose statistics are a microbatch's."""
+    yield plan
+    normalised = any(hasattr(module, "track_running_stats") for module in fake_model.plain.modules())
+    while not normalised and partition.largest_rows(fake_model, plan, samples) > 1:
+        plan = dataclasses.replace(plan, microbatches=2 * plan.microbatches)
+        yield plan

@@ -1,0 +1,134 @@
+"""Memory choice: finds what a training under memory= recomputes, before it begins, the same on all its processes."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+from grappe.errors import GrappeError, PlanError
+from grappe.launch.local import local
+from grappe.launch.rank import ProcessRank
+from grappe.launch.world import World
+from grappe.plan import Plan
+from grappe.profiling.memory import data_limit, data_size
+from grappe.training.out_of_memory import MemoryReport, memory_budgets
+from grappe.training.request import Request
+from grappe.training.task_reference import TaskReference
+from grappe.words import format_bytes, plan_name
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ChoiceRequest:
+    """The input of the process that chooses."""
+
+    task: TaskReference
+    plan: Plan
+    data: Path
+    gpu: str = ""
+    """The GPU that the plan trains on; "": none."""
+    gpu_bytes: int = 0
+    """Bytes of its memory."""
+    before: int | None = None
+    """Bytes of a process before its model; None: those of the process that chooses."""
+
+
+def with_memory_chosen(request: Request, world: World) -> Request:
+    """Returns the request with the plan that memory= stands for, and a sentence on it. Collective.
+
+    Raises:
+        PlanError: nothing fits; raised on every process.
+    """
+    if request.plan.memory == "none":
+        return request
+    answer: tuple[Request, GrappeError | None] = (request, None)
+    if world.rank == 0:
+        on_gpu = world.device.type == "cuda"
+        name, size = _gpu() if on_gpu else ("", 0)
+        try:
+            plan, sentence = chosen(
+                ChoiceRequest(
+                    task=request.task,
+                    plan=request.plan,
+                    data=request.data,
+                    gpu=name,
+                    gpu_bytes=size,
+                    before=data_size(),
+                )
+            )
+            answer = (dataclasses.replace(request, plan=plan, chosen=sentence), None)
+        except GrappeError as error:
+            answer = (request, error)
+    # A task may be of a notebook, whose class not every process can read.
+    plan, sentence, error = world.share((answer[0].plan, answer[0].chosen, answer[1]))
+    if error is not None:
+        raise error
+    return dataclasses.replace(request, plan=plan, chosen=sentence)
+
+
+def chosen(request: ChoiceRequest) -> tuple[Plan, str]:
+    """Chooses in a process of its own, whose memory goes back; returns the plan, and a sentence on it."""
+    return local("grappe.training.memory_choice:worker", request, 1, from_training=True)
+
+
+def worker(request: ChoiceRequest, process: ProcessRank, rendezvous_folder: Path) -> tuple[Plan, str]:
+    """Traces the task, and chooses."""
+    from grappe.foresight.devices import device_reported
+    from grappe.foresight.fake_model import FakeModel
+    from grappe.foresight.forecast import LibraryMemory, library_memory
+    from grappe.foresight.kernels import Kernels
+    from grappe.foresight.recomputation import fitted
+    from grappe.foresight.search import MemoryBudget
+
+    plan, gpu, before = request.plan, bool(request.gpu), request.before or data_size()
+    task = request.task.resolve()
+    base = dataclasses.replace(plan, memory="none")
+    fake_model = FakeModel(task, request.data, foreach=gpu, kernels=None if gpu else Kernels(), records=True)
+    budget, reserve = None, ""
+    limit = plan.memory_limit
+    if limit is None:
+        if gpu:
+            budget = MemoryBudget(whose="this GPU's memory", size=request.gpu_bytes // plan.per_device)
+        else:
+            budget, _ = memory_budgets(MemoryReport(rank=0, held={}, other=0, before=before), base)
+            kept = None if data_limit() is None else library_memory(fake_model, base, task.batch_size)
+            if kept is not None:
+                least = max(budget.libraries.evaluation, kept.evaluation)
+                budget = dataclasses.replace(
+                    budget, libraries=LibraryMemory(evaluation=least, step=max(kept.step, budget.libraries.step))
+                )
+        limit = budget.room(plan.processes)
+        reserve = f" (of {format_bytes(budget.size)}, {budget.whose})"
+    found = fitted(
+        fake_model,
+        plan,
+        task.batch_size,
+        limit,
+        device_reported(request.gpu),
+        gpu=gpu,
+        fits=None if budget is None else lambda needs: budget.fits(needs, plan.processes),
+    )
+    more = f"{found.price:.0%} more computing than without" if found.plan.recompute else "no recomputation"
+    return found.plan, (
+        f"memory={plan.memory}: chose {plan_name(found.plan)}, foreseen to take {format_bytes(found.peak)} of "
+        f"{format_bytes(limit)} that torch may allocate{reserve}, with {more}"
+    )
+
+
+def _gpu() -> tuple[str, int]:
+    import torch
+
+    properties = torch.cuda.get_device_properties(torch.cuda.current_device())
+    return properties.name, properties.total_memory
+
+
+def memory_chosen(task: TaskReference, plan: Plan, data: Path) -> tuple[Plan, str]:
+    """Returns the plan that memory= stands for on this machine, for a command without a training, and a sentence.
+
+    Raises:
+        PlanError: nothing fits; or it asks for a GPU's memory, which only a training's process knows.
+    """
+    if plan.memory == "none":
+        return plan, ""
+    if plan.memory == "auto":
+        raise PlanError("memory=auto is of a training's own device: write the bytes here, as in memory=14GB")
+    return chosen(ChoiceRequest(task=task, plan=plan, data=data))
