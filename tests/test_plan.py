@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from grappe import engines
 from grappe.errors import PlanError
 from grappe.fields import docs
-from grappe.plan import STRATEGIES, Plan, as_plan
+from grappe.plan import STRATEGIES, Plan, as_plan, recompute_of
 
 
 @settings(deadline=None)
@@ -64,6 +64,11 @@ def test_a_plan_is_frozen() -> None:
         ("offload=nvme:", "names no folder"),
         ("workers=-1", "at least 0"),
         ("recompute=maybe", "recompute=selective, or units"),
+        ("recompute=full:2+half", "recompute=selective, or units"),
+        ("recompute=selective,compile", "with compile"),
+        ("recompute=full:1,pipeline=2", "use recompute or recompute=selective"),
+        ("memory=much", "14GB or 900MB"),
+        ("memory=2GB,recompute", "leave recompute=True out"),
         ("exact=6", "power of two"),
         ("exact=8,replicate=3", "replicate=2, say"),
         ("exact=4,replicate=8", "replicate=4, say"),
@@ -144,3 +149,18 @@ def test_keys_of_plans_are_no_strategies() -> None:
     assert Plan.parse("engine=deepspeed,shard=2").shard == 2
     with pytest.raises(PlanError, match="as in replicate=2"):
         Plan.parse("strategy=mine")
+
+
+@pytest.mark.parametrize(
+    ("levels", "text"),
+    [
+        (["", "", ""], False),
+        (["full"] * 3, True),
+        (["selective"] * 3, "selective"),
+        (["full", "full", "", "selective"], "full:0-1+selective:3"),
+        (["", "full", "selective", "full"], "full:1+selective:2+full:3"),
+    ],
+)
+def test_what_units_recompute_has_one_text(levels: list[str], text: bool | str) -> None:
+    assert recompute_of(levels) == text
+    assert Plan.parse(str(Plan(recompute=text))).recomputed(len(levels)) == levels

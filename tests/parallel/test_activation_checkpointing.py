@@ -1,12 +1,15 @@
 """Activation checkpointing of units that write buffers or attributes in forward: the second forward writes nothing."""
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor, nn
 
-from grappe.errors import TaskError
+from grappe.errors import PlanError, TaskError
 from grappe.parallel.activation_checkpointing import checkpoint_activations
 from grappe.plan import Plan
+from grappe.private_api.torch import TorchDispatchMode
 
 
 class Remembers(nn.Module):
@@ -32,19 +35,20 @@ class Remembers(nn.Module):
         return y
 
 
-def _trained(*, recompute: bool, late: int = 0) -> tuple[Remembers, list[Tensor | None]]:
+def _trained(*, recompute: bool | str, late: int = 0) -> tuple[Remembers, list[Tensor | None]]:
     torch.manual_seed(0)
     block = Remembers(late)
     if recompute:
-        checkpoint_activations([block], Plan(recompute=True))
+        checkpoint_activations([block], Plan(recompute=recompute))
     for _ in range(3):
         block(torch.randn(6, 3)).square().sum().backward()
     return block, [parameter.grad for parameter in block.parameters()]
 
 
-def test_a_second_forward_sees_the_state_that_the_first_saw_and_leaves_what_that_left():
+@pytest.mark.parametrize("recompute", [True, "selective"])
+def test_a_second_forward_sees_the_state_that_the_first_saw_and_leaves_what_that_left(recompute: bool | str):
     plain, gradients = _trained(recompute=False)
-    recomputed, others = _trained(recompute=True)
+    recomputed, others = _trained(recompute=recompute)
     torch.testing.assert_close(others, gradients, rtol=0, atol=0)
     torch.testing.assert_close(dict(recomputed.named_buffers()), dict(plain.named_buffers()), rtol=0, atol=0)
     assert recomputed.seen == plain.seen == 18
@@ -55,3 +59,47 @@ def test_a_second_forward_sees_the_state_that_the_first_saw_and_leaves_what_that
 def test_what_a_forward_begins_to_change_later_is_refused():
     with pytest.raises(TaskError, match=r"changes 'mask' now, and .* without recompute"):
         _trained(recompute=True, late=6)
+
+
+class Attends(nn.Module):
+    """Attention with dropout of its own, and dropout after it."""
+
+    def __init__(self, dropout: float) -> None:
+        super().__init__()
+        self.into, self.dropout = nn.Linear(8, 24), dropout
+
+    def forward(self, x: Tensor) -> Tensor:
+        query, key, value = self.into(x).unflatten(-1, (3, 2, 4)).permute(2, 0, 3, 1, 4)
+        mixed = nn.functional.scaled_dot_product_attention(query, key, value, dropout_p=self.dropout)
+        return nn.functional.dropout(mixed, 0.5).transpose(1, 2).flatten(2)
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.3])
+def test_a_selective_unit_draws_what_it_drew_and_multiplies_no_matrix_twice(dropout: float):
+    results = {}
+    for recompute in (False, "selective", True):
+        torch.manual_seed(0)
+        unit = Attends(dropout)
+        checkpoint_activations([unit], Plan(recompute=recompute))
+        calls = Counted()
+        with calls:
+            unit(torch.randn(3, 5, 8)).square().sum().backward()
+        results[recompute] = ([parameter.grad for parameter in unit.parameters()], calls.products)
+    for recompute in ("selective", True):
+        torch.testing.assert_close(results[recompute][0], results[False][0], rtol=0, atol=0)
+    assert results["selective"][1] == results[False][1] < results[True][1]
+
+
+class Counted(TorchDispatchMode):
+    """Counts products with a bias: of a linear layer's forward."""
+
+    products = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.products += func is torch.ops.aten.addmm.default
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_unit_that_is_not_there_is_named():
+    with pytest.raises(PlanError, match="full:1-2 names no units of this model, which has 2"):
+        checkpoint_activations([nn.Linear(2, 2), nn.Linear(2, 2)], Plan(recompute="selective:0+full:1-2"))

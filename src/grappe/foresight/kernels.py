@@ -114,19 +114,18 @@ class Kernels:
         return {call: self._known[threads, call] for call in measurable}
 
 
-def seconds(calls: Iterable[Call], threads: int) -> dict[Call, float]:
-    """Runs each distinct call of `calls` in this process, with a number of threads; returns the least time of each."""
-    before, times = torch.get_num_threads(), dict[Call, float]()
+@functools.lru_cache(maxsize=8192)
+def seconds(call: Call, threads: int) -> float:
+    """Runs a call in this process, with a number of threads; returns the least of its times, 0 if it cannot run."""
+    before = torch.get_num_threads()
     torch.set_num_threads(threads)
-    for call in dict.fromkeys(calls):
-        times[call] = 0.0
-        # Fake tensors may have a type that kernels do not take; what is too large to try counts nothing.
-        with contextlib.suppress(RuntimeError, TypeError, AttributeError, MemoryError), torch.no_grad():
-            if not call.too_large:
-                function = call.on_ones()
-                times[call] = min(timeit.repeat(function, number=1, repeat=REPEATS))
-    torch.set_num_threads(before)
-    return times
+    try:  # fake tensors may have a type that kernels do not take
+        with torch.no_grad():
+            return 0.0 if call.too_large else min(timeit.repeat(call.on_ones(), number=1, repeat=REPEATS))
+    except (RuntimeError, TypeError, AttributeError, MemoryError):
+        return 0.0
+    finally:
+        torch.set_num_threads(before)
 
 
 def worker(request: tuple[Sequence[Call], int], process: ProcessRank, rendezvous_folder: Path) -> list[int]:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from grappe.errors import PlanError
 from grappe.foresight import partition
 from grappe.foresight.devices import REFERENCE, Device, device_named
 from grappe.foresight.fake_model import FakeModel
 from grappe.foresight.forecast import AlikeProcesses, MemoryForecast, memory_forecast
-from grappe.foresight.kernels import Call, seconds
+from grappe.foresight.kernels import seconds
 from grappe.foresight.memory import GLOO_LATE, NCCL
 from grappe.foresight.trace import BACKWARD, FORWARD, LEFT, ROOT, Mark, Trace
 from grappe.plan import Plan, recompute_of
@@ -56,26 +56,28 @@ class Units:
             level: AlikeProcesses(fake_model, self.plan_of([level] * (self.number or 1)), samples) for level in LEVELS
         }
         traces = {level: one.traces[0][1] for level, one in composed.items()}
-        self._seconds = self._measured(traces.values()) if self._device is None else {}
         times = {level: self._times(trace) for level, trace in traces.items()}
         self.step = plan.microbatches * sum(times[""])
         """Seconds of the microbatches of a step without recomputation."""
         self.keeps: dict[str, list[int]] = {}
         self.costs: dict[str, list[float]] = {}
         self.needs: dict[str, list[int]] = {}
-        """Of each unit, in the order of their forwards, and of all outside of them: the most bytes, without what
-        earlier units keep."""
+        """Of each unit, in the order of their forwards: the most bytes, without what earlier units keep; with what runs
+        outside of the units, which depends on the first one and on the last one."""
         order: list[int] = []
         for level, one in composed.items():
             marks = traces[level].marks[traces[level].ahead :]
             order, homes, kept = _walked(marks)
-            needs, spent = [0] * (len(kept) + 1), [0.0] * (len(kept) + 1)
+            needs, spent = [0] * (len(kept) + 2), [0.0] * (len(kept) + 2)
             for home, most in zip(homes, one.by_mark(NCCL if gpu else GLOO_LATE), strict=True):
                 needs[home] = max(needs[home], most - sum(kept[: max(0, home)]))
             for home, time in zip(homes, times[level][traces[level].ahead :], strict=True):
                 spent[home] += time
-            extra = partition.RANDOM_STATE if level else 0
-            self.keeps[level], self.needs[level] = [size + extra for size in kept], needs
+            kept = [size + bool(level) * partition.RANDOM_STATE for size in kept]
+            if kept:
+                needs[0] = max(needs[0], needs[-1])
+                needs[len(kept) - 1] = max(needs[len(kept) - 1], kept[-1] + needs[len(kept)])
+            self.keeps[level], self.needs[level] = kept, needs
             self.costs[level] = [plan.microbatches * time for time in spent]
         self.order = order if sorted(order) == list(range(self.number)) else []
         """The units in the order of their forwards; empty: some are called several times, or not at all."""
@@ -93,16 +95,11 @@ class Units:
 
     def most(self, levels: Sequence[str]) -> int:
         """Computes the peak of a choice."""
-        kept, most = 0, max(needs[-1] for needs in self.needs.values())
+        kept = most = 0
         for place, unit in enumerate(self.order):
             most = max(most, kept + self.needs[levels[unit]][place])
             kept += self.keeps[levels[unit]][place]
-        return max(most, kept + self._head)
-
-    @property
-    def _head(self) -> int:
-        """Returns the bytes of what runs between the last unit's forward and its backward."""
-        return max(needs[len(self.order)] for needs in self.needs.values())
+        return most
 
     def cheapest(self, room: int) -> list[str] | None:
         """Chooses each unit's level so that no moment takes more than `room` bytes, at the least time; None: none fits.
@@ -111,8 +108,6 @@ class Units:
         keeps each partial choice that no other one beats in both the bytes that its units keep and its time.
         """
         states: list[State] = [(0, 0.0, ())]
-        if max(needs[-1] for needs in self.needs.values()) > room:
-            return None
         for place in range(len(self.order)):
             following = list[State]()
             for kept, cost, levels in states:
@@ -121,21 +116,17 @@ class Units:
                         total = kept + self.keeps[level][place]
                         following.append((total, cost + self.costs[level][place], (*levels, level)))
             states = _undominated(following, room)
-        fitting = [state for state in states if state[0] + self._head <= room]
-        if not fitting:
+        if not states:
             return None
-        chosen = dict(zip(self.order, min(fitting, key=lambda state: state[1])[2], strict=True))
+        chosen = dict(zip(self.order, min(states, key=lambda state: state[1])[2], strict=True))
         return [chosen[unit] for unit in range(self.number)]
-
-    def _measured(self, traces: Iterable[Trace]) -> dict[Call, float]:
-        return seconds((call for trace in traces for _, _, call in trace.calls), partition.threads_of(self._plan))
 
     def _times(self, trace: Trace) -> list[float]:
         """Returns the seconds of the operators before each mark."""
-        times = [0.0] * len(trace.marks)
+        times, threads = [0.0] * len(trace.marks), partition.threads_of(self._plan)
         if self._device is None:
             for mark, _, call in trace.calls:
-                times[mark] += self._seconds[call]
+                times[mark] += seconds(call, threads)
         else:
             for operator in trace.operators:
                 times[operator.mark] += self._device.kernel(operator, self._plan.precision)
@@ -248,8 +239,9 @@ def fitted(
 
 def _more_microbatches(fake_model: FakeModel, plan: Plan, samples: int) -> Iterator[Plan]:
     """Yields the plan, then with ever more microbatches; not of a model whose statistics are a microbatch's."""
+    rows = partition.largest_rows(fake_model, plan, samples)
     yield plan
+    plan = dataclasses.replace(plan, microbatches=2 * plan.microbatches)
     normalised = any(hasattr(module, "track_running_stats") for module in fake_model.plain.modules())
-    while not normalised and partition.largest_rows(fake_model, plan, samples) > 1:
-        plan = dataclasses.replace(plan, microbatches=2 * plan.microbatches)
-        yield plan
+    if not normalised and partition.largest_rows(fake_model, plan, samples) < rows:
+        yield from _more_microbatches(fake_model, plan, samples)

@@ -1,0 +1,104 @@
+"""What a step recomputes is chosen at the least time that fits: against all subsets of units, and by its own trace."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+
+import pytest
+
+from grappe.errors import PlanError
+from grappe.foresight.fake_model import FakeModel
+from grappe.foresight.forecast import memory_forecast
+from grappe.foresight.kernels import Kernels
+from grappe.foresight.recomputation import LEVELS, Units, choices, fitted
+from grappe.plan import Plan
+from grappe.tasks.digits import Digits
+from grappe.tasks.pysource import PySource
+
+BATCH = 8
+
+
+@pytest.fixture(scope="module")
+def gpt() -> FakeModel:
+    """Two blocks between the embeddings and the head: four units."""
+    return FakeModel(
+        PySource(width=64, depth=2, heads=2, batch_size=BATCH, megabytes=0.3),
+        Path("data"),
+        kernels=Kernels(scratch=False),
+        records=True,
+    )
+
+
+@pytest.fixture(scope="module")
+def units(gpt: FakeModel) -> Units:
+    return Units(gpt, Plan(), BATCH, None, gpu=False)
+
+
+def peak(gpt: FakeModel, plan: Plan) -> int:
+    most = memory_forecast(gpt, plan, batch=BATCH).peak
+    assert most is not None
+    return most
+
+
+def test_peaks_add_up_over_units(gpt: FakeModel, units: Units) -> None:
+    assert units.number == 4
+    for levels in (
+        ["full"] * 4,
+        ["selective"] * 4,
+        ["", "full", "selective", ""],
+        ["full", "", "full", ""],
+    ):
+        assert units.most(levels) == pytest.approx(peak(gpt, units.plan_of(levels)), rel=0.01)
+
+
+@pytest.mark.parametrize("part", [0.2, 0.5, 0.8])
+def test_the_choice_is_the_best_of_all(units: Units, part: float) -> None:
+    least, most = (units.most([level] * 4) for level in ("full", ""))
+    limit = int(least + part * (most - least))
+    every = [list(levels) for levels in itertools.product(LEVELS, repeat=4)]
+    chosen = units.cheapest(limit)
+    assert chosen is not None and units.most(chosen) <= limit
+    best = min(units.price(levels) for levels in every if units.most(levels) <= limit)
+    assert units.price(chosen) == pytest.approx(best)
+
+
+def test_a_choice_costs_no_more_than_the_best_subset_of_units_by_their_own_traces(gpt: FakeModel, units: Units) -> None:
+    subsets = {levels: peak(gpt, units.plan_of(levels)) for levels in itertools.product(("", "full"), repeat=4)}
+    limit = (min(subsets.values()) + max(subsets.values())) // 2
+    found = fitted(gpt, Plan(memory="1MB"), BATCH, limit)
+    assert found.peak <= limit
+    fitting = [units.price(levels) for levels, most in subsets.items() if most <= limit]
+    assert units.price(found.plan.recomputed(4)) <= 1.01 * min(fitting)
+
+
+def test_half_of_the_saving_costs_less_than_half_of_the_time(units: Units) -> None:
+    least, most = (units.most([level] * 4) for level in ("full", ""))
+    chosen = units.cheapest((least + most) // 2)
+    assert chosen is not None and units.price(chosen) <= units.price(["full"] * 4) / 2
+
+
+def test_what_fits_as_it_is_recomputes_nothing_and_what_cannot_fit_says_by_how_much(gpt: FakeModel) -> None:
+    assert fitted(gpt, Plan(memory="9GB"), BATCH, 9 * 10**9).plan == Plan()
+    with pytest.raises(PlanError, match=r"memory=1MB: torch may allocate 1 MB .* the least .* \d MB more"):
+        fitted(gpt, Plan(memory="1MB"), BATCH, 10**6)
+
+
+def test_microbatches_are_cut_where_recomputation_is_not_enough(gpt: FakeModel, units: Units) -> None:
+    least = peak(gpt, units.plan_of(["full"] * 4))
+    assert fitted(gpt, Plan(memory="1MB"), BATCH, int(0.9 * least)).plan.microbatches > 1
+
+
+def test_statistics_of_a_microbatch_are_not_changed() -> None:
+    digits = FakeModel(Digits(), Path("data"), kernels=Kernels(scratch=False), records=True)
+    with pytest.raises(PlanError, match="memory=1MB"):
+        fitted(digits, Plan(memory="1MB"), 64, 10**6)
+
+
+@pytest.mark.parametrize("plan", ["replicate=2", "shard=2", "shard=2,zero=1,microbatches=2"])
+def test_a_choice_fits_under_plans_of_several_processes(gpt: FakeModel, plan: str) -> None:
+    asked = Plan.parse(plan)
+    least, most = (peak(gpt, Plan.parse(f"{plan},recompute=full" if level else plan)) for level in ("full", ""))
+    limit = (least + most) // 2
+    chosen = next(choices(gpt, asked, BATCH, limit))
+    assert 0.85 * limit < chosen.peak <= limit and 0 < chosen.price < 0.3
