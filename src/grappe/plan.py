@@ -60,7 +60,7 @@ class Plan:
     channels_last: bool = False
     """Memory layout NHWC for images."""
     recompute: bool | str = False
-    """Activation checkpointing: run each unit again in backward; selective: without its matrix products; full:0-3+…"""
+    """Activation checkpointing: run units again in backward; selective: not their matrix products; full:0-3+…: some."""
     memory: str = "none"
     """Bytes that torch may allocate on a process's device, 14GB or auto: recomputes what costs least so as to fit."""
     compile: bool = False

@@ -225,13 +225,11 @@ def _with_recomputation(
     from grappe.foresight.search import with_recomputation
 
     found = [(count, choice) for count, choice in with_recomputation(fake_model, counts, batch, budget) if choice]
-    if any(choice.plan.recompute for _, choice in found):
-        texts = (
-            f"on {count_of(count, 'GPU')} with {f'{choice.price:.0%} more' if choice.plan.recompute else 'no more'} "
-            f"computing ({plan_name(choice.plan)})"
-            for count, choice in found
+    for count, choice in found if any(choice.plan.recompute for _, choice in found) else ():
+        yield (
+            f"fits on {count_of(count, 'GPU')} with {choice.price:.0%} more computing than without recomputation: "
+            f"{plan_name(choice.plan)}"
         )
-        yield f"fits {', '.join(texts)}"
 
 
 def is_one_process(plan: Plan) -> bool:
