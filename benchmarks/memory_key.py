@@ -1,0 +1,170 @@
+"""What memory= keeps of its word: `python -m benchmarks.memory_key`.
+
+Each cell trains a few steps under RLIMIT_DATA with memory=auto, at a limit between what recomputing everything and
+nothing needs; its weights are compared with those of a training without a limit, to the bit. The peak of the plan that
+was chosen is what torch's allocator gave. The price is of one process: its own seconds on a core, in turns.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import re
+import resource
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from benchmarks import shipped_data
+from benchmarks.foresee import measured_cell
+from grappe.data.batch import entering
+from grappe.data.datasets import dataset_of
+from grappe.data.loader import training_loader
+from grappe.errors import GrappeError
+from grappe.fields import split
+from grappe.foresight.fake_model import FakeModel
+from grappe.foresight.forecast import memory_forecast
+from grappe.foresight.kernels import Kernels
+from grappe.foresight.recomputation import Units
+from grappe.launch.rank import ProcessRank
+from grappe.launch.world import World
+from grappe.parallel.activation_checkpointing import checkpoint_activations, switch_off_caches
+from grappe.plan import Plan
+from grappe.step.fast_paths import backward
+from grappe.step.loss import Loss
+from grappe.step.scores import make_losses
+from grappe.training.request import data_folder
+from grappe.training.task_reference import TaskReference
+
+FILE = Path(__file__).parent / "results" / "memory_key.json"
+TASKS = (
+    "pysource width=128 depth=6 heads=4 batch_size=32 megabytes=0.1",
+    "cifar10 network=resnet18 batch_size=32",
+    "coatnet batch_size=8",
+    "examples/gallery/causal_lm.py batch_size=256",
+    "examples/gallery/masked_lm.py batch_size=256",
+    "tests/parallel/families.py:Llama batch_size=512",
+    "examples/gallery/unet.py batch_size=96",
+)
+PLANS = ("", "replicate=2", "shard=2")
+PARTS = (0.5, 0.25)
+"""Of what recomputing everything saves, what is left over."""
+STEPS = 2
+FIXED = 300_000_000
+"""Bytes that a process takes besides what torch allocates, about; two processes have connections, too."""
+MARGIN = 1.03
+TIMES = 5
+CHOSEN = re.compile(r"chose (\S+|one process), foreseen to take ([0-9.]+) ([MG])B of ([0-9.]+) ([MG])B")
+
+
+def trained(task: str, plan: str, limit: int | None) -> tuple[str, str, str]:
+    """Trains by command; returns the error's message, what was chosen, and a hash of the weights."""
+    with tempfile.TemporaryDirectory() as folder:
+        command = [sys.executable, "-m", "grappe", "train", *task.split(), "--steps", str(STEPS)]
+        done = subprocess.run(
+            [*command, "--plan", plan or "one", "--run", f"{folder}/run"],
+            preexec_fn=None if limit is None else lambda: resource.setrlimit(resource.RLIMIT_DATA, (limit, limit)),
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        if done.returncode:
+            return done.stderr[-600:], "", ""
+        files = sorted(Path(folder, "run", "checkpoints").glob(f"step-{STEPS:06}/*.safetensors"))
+        weights = hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
+        return "", json.loads(Path(folder, "run", "run.json").read_text()).get("chosen", ""), weights
+
+
+def measured_prices(fake_model: FakeModel, units: Units, choices: Sequence[Sequence[str]]) -> list[float]:
+    """Returns the extra time of each choice over none, in turns, as this process's own seconds."""
+    torch.set_num_threads(1)
+    task = fake_model.task
+    world = World(process=ProcessRank(), device=torch.device("cpu"))
+    loader = training_loader(task, dataset_of(task, "train", data_folder()), Plan(), world)
+    batch = next(loader.rehearsed())
+    micro, models = batch.microbatches[0], []
+    for levels in choices:
+        torch.manual_seed(0)
+        model = task.model().train()
+        switch_off_caches(model)
+        checkpoint_activations(fake_model.units(model) or [model], units.plan_of(levels))
+        models.append(model)
+    seconds: list[list[float]] = [[] for _ in models]
+    for turn in range(TIMES + 1):
+        for number, model in enumerate(models):
+            begun = time.process_time()
+            result = make_losses(task, Plan(), world)(task.forward(model, entering(micro)), micro, batch)
+            assert isinstance(result, Loss)
+            backward((result.values,), (result.output_gradient,))
+            del result
+            if turn:
+                seconds[number].append(time.process_time() - begun)
+    plain = statistics.median(seconds[0])
+    return [statistics.median(each) / plain - 1 for each in seconds[1:]]
+
+
+def main() -> None:
+    """Measures what the file has not yet, or all again."""
+    shipped_data.use()
+    found = {} if "--again" in sys.argv or not FILE.exists() else json.loads(FILE.read_text())
+    kept: dict[str, str] = {}
+    for part in PARTS:
+        for name in TASKS:
+            reference = TaskReference.of(name.split()[0], split(name.split()[1:]))
+            task = reference.resolve()
+            fake_model = FakeModel(task, data_folder(), kernels=Kernels(), records=True)
+            for text in PLANS:
+                key = f"{name} | {text} | {part}"
+                if key in found:
+                    continue
+                plan = Plan.parse(text)
+                try:
+                    found[key] = cell(name, plan, part, fake_model, kept)
+                except GrappeError as error:
+                    found[key] = {"refused": str(error)}
+                print(key, found[key], flush=True)
+                FILE.write_text(json.dumps(found, indent=1) + "\n")
+
+
+def cell(name: str, plan: Plan, part: float, fake_model: FakeModel, kept: dict[str, str]) -> dict[str, object]:
+    """Measures one cell."""
+    batch = fake_model.task.batch_size
+    full, none = (
+        memory_forecast(fake_model, dataclasses.replace(plan, recompute=level)).most or 0 for level in (True, False)
+    )
+    limit = int(full + part * (none - full))
+    taken = int(limit * MARGIN) + FIXED + (plan.processes > 1) * 60_000_000
+    asked = ",".join(filter(None, (str(plan), "memory=auto")))
+    error, chosen, weights = trained(name, asked, taken)
+    result: dict[str, object] = {"none": none, "full": full, "limit": taken, "error": error, "chosen": chosen}
+    match = CHOSEN.search(chosen)
+    if match is None:
+        return result
+    key = f"{name} | {plan}"
+    if key not in kept:
+        kept[key] = trained(name, str(plan), None)[2]
+    result["same bits"] = weights == kept[key]
+    text = "" if match[1] == "one process" else match[1]
+    found = Plan.parse(text)
+    needs = memory_forecast(fake_model, found)
+    sizes = [float(match[i]) * {"M": 1e6, "G": 1e9}[match[i + 1]] for i in (2, 4)]
+    result |= {"plan": text, "foreseen": needs.peak, "of": sizes[1]}
+    result["measured"] = max(one["peak"] for one in measured_cell(name, text))
+    if plan == Plan():
+        units = Units(fake_model, plan, batch, None, gpu=False)
+        levels = [found.recomputed(units.number or 1), ["full"] * (units.number or 1)]
+        prices = measured_prices(fake_model, units, [[""] * (units.number or 1), *levels])
+        result |= {"price": units.price(levels[0]), "measured price": prices[0]}
+        result |= {"full price": units.price(levels[1]), "measured full price": prices[1]}
+    return result
+
+
+if __name__ == "__main__":
+    main()
