@@ -172,8 +172,8 @@ class Plan:
     @property
     def memory_limit(self) -> int | None:
         """Returns the bytes of `memory`; None: none, or auto."""
-        found = MEMORY.fullmatch(self.memory)
-        return None if found is None else int(float(found[1]) * UNITS[found[2]])
+        size = MEMORY.fullmatch(self.memory)
+        return None if size is None else int(float(size[1]) * UNITS[size[2]])
 
     def recomputed(self, units: int) -> list[str]:
         """Returns what each of a model's units recomputes: "full", "selective", or "" for nothing.
@@ -183,10 +183,10 @@ class Plan:
         """
         levels = [""] * units
         for part in (str(self.recompute) if self.recompute is not True else "full").split("+"):
-            found = RECOMPUTED.fullmatch(part)
-            if found is None:
+            match = RECOMPUTED.fullmatch(part)
+            if match is None:
                 continue  # False
-            level, first, last = found.groups()
+            level, first, last = match.groups()
             chosen = range(units) if first is None else range(int(first), int(last or first) + 1)
             if first is not None and (not chosen or chosen[-1] >= units):
                 raise PlanError(f"recompute={self.recompute}: {part} names no units of this model, which has {units}")

@@ -55,7 +55,7 @@ class Units:
         composed = {
             level: AlikeProcesses(fake_model, self.plan_of([level] * (self.number or 1)), samples) for level in LEVELS
         }
-        traces = {level: one.traces[0][1] for level, one in composed.items()}
+        traces = {level: processes.traces[0][1] for level, processes in composed.items()}
         times = {level: self._times(trace) for level, trace in traces.items()}
         self.step = plan.microbatches * sum(times[""])
         """Seconds of the microbatches of a step without recomputation."""
@@ -65,11 +65,11 @@ class Units:
         """Of each unit, in the order of their forwards: the most bytes, without what earlier units keep; with what runs
         outside of the units, which depends on the first one and on the last one."""
         order: list[int] = []
-        for level, one in composed.items():
+        for level, processes in composed.items():
             marks = traces[level].marks[traces[level].ahead :]
             order, homes, kept = _walked(marks)
             needs, spent = [0] * (len(kept) + 2), [0.0] * (len(kept) + 2)
-            for home, most in zip(homes, one.by_mark(NCCL if gpu else GLOO_LATE), strict=True):
+            for home, most in zip(homes, processes.by_mark(NCCL if gpu else GLOO_LATE), strict=True):
                 needs[home] = max(needs[home], most - sum(kept[: max(0, home)]))
             for home, time in zip(homes, times[level][traces[level].ahead :], strict=True):
                 spent[home] += time
@@ -225,11 +225,11 @@ def fitted(
     base, nearest = dataclasses.replace(plan, memory="none"), list[Recomputation]()
     for more in _more_microbatches(fake_model, base, samples):
         tried = list(choices(fake_model, more, samples, limit, device, gpu=gpu))
-        good = [one for one in tried if one.peak <= limit and (fits is None or fits(one.needs))]
+        good = [choice for choice in tried if choice.peak <= limit and (fits is None or fits(choice.needs))]
         if good:
-            return min(good, key=lambda one: one.price)
+            return min(good, key=lambda choice: choice.price)
         nearest += tried
-    closest = min(nearest, key=lambda one: one.peak)
+    closest = min(nearest, key=lambda choice: choice.peak)
     least = closest.peak
     raise PlanError(
         f"memory={plan.memory}: torch may allocate {format_bytes(limit)} in a process, and the least that is foreseen "

@@ -168,8 +168,8 @@ def _cheaper(fake_model: FakeModel, plan: Plan, budget: MemoryBudget) -> Foresee
     base = dataclasses.replace(plan, recompute=False)
     batch, room = fake_model.task.batch_size, budget.room(plan.processes)
     for choice in choices(fake_model, base, batch, room, gpu=budget.gpu):
-        if choice.peak <= room and (found := foreseen(fake_model, choice.plan, batch, budget)).fits:
-            return found
+        if choice.peak <= room and (candidate := foreseen(fake_model, choice.plan, batch, budget)).fits:
+            return candidate
     return None
 
 
@@ -178,12 +178,12 @@ def with_recomputation(
 ) -> Iterator[tuple[int, Recomputation | None]]:
     """Yields each number of processes with the choice of least extra time that fits, of copies or else of shards."""
     for count in counts:
-        found = None
+        cheapest = None
         for text in [""] if count == 1 else [f"replicate={count}", f"shard={count}"]:
             with contextlib.suppress(PlanError):
-                found = fitted(fake_model, as_plan(text), batch, budget.room(count), gpu=budget.gpu)
+                cheapest = fitted(fake_model, as_plan(text), batch, budget.room(count), gpu=budget.gpu)
                 break
-        yield count, found
+        yield count, cheapest
 
 
 def too_slow(seconds: int) -> TaskError:

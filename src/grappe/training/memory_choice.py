@@ -98,7 +98,7 @@ def worker(request: ChoiceRequest, process: ProcessRank, rendezvous_folder: Path
                 )
         limit = budget.room(plan.processes)
         reserve = f" (of {format_bytes(budget.size)}, {budget.whose})"
-    found = fitted(
+    choice = fitted(
         fake_model,
         plan,
         task.batch_size,
@@ -107,9 +107,9 @@ def worker(request: ChoiceRequest, process: ProcessRank, rendezvous_folder: Path
         gpu=gpu,
         fits=None if budget is None else lambda needs: budget.fits(needs, plan.processes),
     )
-    more = f"{found.price:.0%} more computing than without" if found.plan.recompute else "no recomputation"
-    return found.plan, (
-        f"memory={plan.memory}: chose {plan_name(found.plan)}, foreseen to take {format_bytes(found.peak)} of "
+    more = f"{choice.price:.0%} more computing than without" if choice.plan.recompute else "no recomputation"
+    return choice.plan, (
+        f"memory={plan.memory}: chose {plan_name(choice.plan)}, foreseen to take {format_bytes(choice.peak)} of "
         f"{format_bytes(limit)} that torch may allocate{reserve}, with {more}"
     )
 

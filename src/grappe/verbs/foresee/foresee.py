@@ -224,8 +224,8 @@ def _with_recomputation(
     """Says on how many GPUs a training fits, and what each number costs, where recomputation makes a difference."""
     from grappe.foresight.search import with_recomputation
 
-    found = [(count, choice) for count, choice in with_recomputation(fake_model, counts, batch, budget) if choice]
-    for count, choice in found if any(choice.plan.recompute for _, choice in found) else ():
+    choices = [(count, choice) for count, choice in with_recomputation(fake_model, counts, batch, budget) if choice]
+    for count, choice in choices if any(choice.plan.recompute for _, choice in choices) else ():
         yield (
             f"fits on {count_of(count, 'GPU')} with {choice.price:.0%} more computing than without recomputation: "
             f"{plan_name(choice.plan)}"
