@@ -83,6 +83,7 @@ def _trained(request: Request, process: ProcessRank, rendezvous_folder: Path) ->
     own_watchers = make_watchers(request.watchers) if request.watchers and world.rank == 0 else []
     prepare(task, request.data, world)
     data = read(task, request.data, world)
+    baseline = _resident_before_model(task, options)  # before memory= looks at what is left
     plan = (request := with_memory_chosen(request, world)).plan
 
     with start_run(request, task, data, world) as started:
@@ -90,7 +91,6 @@ def _trained(request: Request, process: ProcessRank, rendezvous_folder: Path) ->
             log = started.run.folder / "logs" / f"rank-{process.rank}.log"
             redirect(log, process, early_log(rendezvous_folder, process))
         memory = reporting_out_of_memory(process.rank)
-        baseline = _resident_before_model(task, options)
         clock = Chronometer(world.device, began, data_parallel=plan.data_parallel == world.size > 1)
         loading = loaders(task, data, plan, world, started, None if options.steps_only else clock)
         with (

@@ -217,7 +217,7 @@ class _Pieces:
         self._name, self._number, self._device = type(model).__name__, number, device
         if any(isinstance(module, BatchNormBase) and module.training for module in model.modules()):
             raise TaskError(f"{self._name} has batch normalisation, whose statistics would be those of a microbatch")
-        checkpoint_activations([model])
+        checkpoint_activations([model], Plan(recompute=True))
         self._forward, model.forward = model.forward, self
 
     def __call__(self, *arguments: Any, **options: Any) -> Any:
