@@ -315,12 +315,30 @@ def verify(
             allow_leading_hyphen=True,
         ),
     ] = None,
-    steps: Annotated[int, Parameter(help="Optimizer steps of each trial.")] = 8,
+    record: Annotated[
+        Path | None,
+        Parameter(help="Record what one process computes here, in this file of at most 5 MB, for another machine."),
+    ] = None,
+    with_: Annotated[
+        Path | None,
+        Parameter(
+            name="--with",
+            help="Compare with such a file of another machine: the first step, unit and operator that differ.",
+        ),
+    ] = None,
+    steps: Annotated[int | None, Parameter(help="Optimizer steps of each trial. Default: 8; of a record 4.")] = None,
     out: Annotated[OutFile, Parameter(help="Write the findings to this file, .json or .html.")] = None,
     data: DataFolder = None,
     json: Json = False,
 ) -> int:
     """Check that plans learn what one plain process learns; if one does not, name the cause and exit with code 1."""
+    if record or with_:
+        if against or (record and with_) or len(plan or ()) > 1:
+            raise UsageError("--record and --with take one process: leave out --against, and give one of them")
+        return _verify_record(
+            task, fields, (plan or [""])[0], record=record, other=with_, steps=steps, out=out, data=data, json=json
+        )
+    steps = 8 if steps is None else steps
     if against:
         return _verify_against(task, fields, against, steps=steps, out=out, data=data, json=json)
     if not plan:
@@ -387,6 +405,62 @@ def _verify_against(
         say(f"note: {line}")
     output.write_json(out, "verify --against", **form)
     return EXIT_OK if agreement.learns_the_same else EXIT_FAILURE
+
+
+def _verify_record(
+    task: str,
+    fields: Sequence[str],
+    plan: str,
+    *,
+    record: Path | None,
+    other: Path | None,
+    steps: int | None,
+    out: Path | None,
+    data: Path | None,
+    json: bool,
+) -> int:
+    output.check(out, ".json")
+    output.check(record, streams=False)
+    texts = preflight([plan], task, fields)
+    from grappe.verbs.verify import record as verb
+
+    there = None if other is None else verb.read(other)
+    progress("a few steps of one plain process")
+    here = verb.record(task, plan, fields=texts, data=data, steps=verb.STEPS if steps is None else steps, other=there)
+    progress("")
+    sys.stderr.flush()
+    if record is not None:
+        kept = verb.write(here, record)
+        facts = {"steps": kept, "results": len(here.results), "calls": len(here.calls), **here.header.machine}
+        if json:
+            show_json("verify --record", task=task, file=str(record), **facts)
+        else:
+            say(f"recorded in {record}: on another machine, grappe verify {task} --with {record.name} compares")
+            show_facts([(name, str(value)) for name, value in facts.items() if value])
+        return EXIT_OK
+    assert there is not None
+    verdict = verb.compared(there, here)
+    form = {"task": task, **dataclasses.asdict(verdict)}
+    script = Path("show.py" if out is None else out.with_suffix(".py"))
+    if verdict.script:
+        output.write(script, verdict.script)
+    if json:
+        show_json("verify --with", **form)
+    else:
+        but = verdict.verdict == "same but for"
+        say(" ".join(filter(None, [verdict.verdict + ":" * (not but and bool(verdict.because)), verdict.because])))
+        show_facts([
+            ("results compared", f"{verdict.results:,}, and {verdict.calls:,} calls of operators on drawn inputs"),
+            *([("operator", verdict.operator)] if verdict.operator else []),
+            *([("script", f"{script}: shows the call, for who makes the library")] if verdict.script else []),
+            ("largest difference", f"{verdict.largest:.1e} of a norm; rounding makes {verdict.noise[0]:.1e} there, "
+             f"{verdict.noise[1]:.1e} here"),
+            *(("another machine", change) for change in verdict.machines),
+        ])  # fmt: skip
+        if here.header.draws:
+            say("note: random numbers of the model are replaced by their means: dropout itself is not compared")
+    output.write_json(out, "verify --with", **form)
+    return EXIT_OK if verdict.learns_the_same else EXIT_FAILURE
 
 
 def verdict_cells(finding: PlanVerdict, tick: str = "") -> list[str]:

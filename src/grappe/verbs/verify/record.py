@@ -1,0 +1,512 @@
+"""Records the steps of a plain process in a small file, and compares the steps of another machine with it.
+
+A record has sketches (see sketch.py): of each unit's outputs and gradients, of weights, and of single calls of
+operators on drawn inputs. It is data: what it names is looked up among what this machine's own training calls, and
+never called.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import os
+import platform
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import safetensors.numpy
+import torch
+from safetensors import SafetensorError
+from torch import Tensor, nn
+
+from grappe.checkpoint.initial import built
+from grappe.data.datasets import prepare
+from grappe.errors import UsageError
+from grappe.errors.foreign_text import printable
+from grappe.errors.user_code import naming_user_line
+from grappe.launch import files
+from grappe.launch.rank import ProcessRank
+from grappe.launch.start import start
+from grappe.launch.world import join
+from grappe.plan import AnyPlan, Plan, as_plan
+from grappe.private_api.torch import tree_leaves, tree_map
+from grappe.step.precision import set_gpu_arithmetic
+from grappe.task import Task
+from grappe.training.request import data_folder
+from grappe.training.task_reference import TaskReference
+from grappe.verbs.verify.instrument import NOTHING, SampleRecorder, instrumented
+from grappe.verbs.verify.random_ops import RandomOps
+from grappe.verbs.verify.runner import FACTOR
+from grappe.verbs.verify.sketch import PERTURBED, WIDTH, CallLog, Numbers, gaps, moved, sketch
+from grappe.verbs.verify.trained_by_hand import ReferenceBatches, ReferenceModel, ReferenceRequest
+from grappe.words import VERSION
+
+FORM = 1
+MOST_BYTES = 5_000_000
+STEPS = 4
+FLOOR = 2e-6
+"""The least relative difference that is more than rounding: of a unit's result, or of a call's."""
+CALL_FLOOR = 1e-6
+COARSE = 1 / 64
+"""Up to this relative difference of a call's result another precision explains it."""
+DATA, LOSS = "the data", "the loss"
+
+
+class RecordHeader(msgspec.Struct, frozen=True, kw_only=True):
+    """What a record says of itself."""
+
+    form: int
+    task: str
+    fields: dict[str, str]
+    precision: str
+    machine: dict[str, str]
+    """Versions, processor, device, settings; see `this_machine`."""
+    draws: bool
+    """Whether the model draws random numbers, whose means it was trained with."""
+    keys: list[str]
+    """Names of the results, in the order in which they were computed: "step|direction|unit|occurrence"."""
+    calls: list[str]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Recorded:
+    """Steps of a plain process."""
+
+    header: RecordHeader
+    results: Numbers
+    """Sketches (N, WIDTH + 1), of the header's keys."""
+    noise: Numbers
+    """The relative difference that rounding makes, by result (N,)."""
+    calls: Numbers
+    """Sketches of the header's calls."""
+    call_noise: Numbers
+    places: tuple[int, ...] = ()
+    """How many calls came before each result; here alone."""
+    order: tuple[str, ...] = ()
+    """The calls in their order; here alone."""
+    scripts: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    """Programs that show calls which differ, the call with the fewest numbers for each operator; here alone."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RecordRequest:
+    """The input of the process that records."""
+
+    task: TaskReference
+    data: Path
+    plan: Plan
+    steps: int
+    other: Recorded | None = None
+    """The record with which this one will be compared."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RecordVerdict:
+    """What became of a training on another machine."""
+
+    verdict: str
+    """same, same but for, different."""
+    because: str = ""
+    """What it is the same but for, or where it is different."""
+    operator: str = ""
+    """The operator that computes something else; "": none does on drawn inputs."""
+    script: str = ""
+    """A program that shows it."""
+    machines: tuple[str, ...] = ()
+    """What the two machines differ in, a few words each."""
+    results: int = 0
+    """Results that were compared."""
+    calls: int = 0
+    largest: float = 0.0
+    """The largest relative difference of a result that is the same."""
+    noise: tuple[float, float] = (0.0, 0.0)
+    """The difference that rounding makes to that result, there and here."""
+
+    @property
+    def learns_the_same(self) -> bool:
+        """Returns whether nothing differs by more than rounding and precision."""
+        return self.verdict != "different"
+
+
+def this_machine(device: torch.device, threads: int) -> dict[str, str]:
+    """Returns what may change what a training computes: versions, processor, device and settings."""
+    gpu = device.type == "cuda"
+    driver = Path("/proc/driver/nvidia/version")
+    container = os.environ.get("APPTAINER_CONTAINER") or os.environ.get("SINGULARITY_CONTAINER") or ""
+    settings = {
+        "matrix products": torch.get_float32_matmul_precision(),
+        "TF32": f"{torch.backends.cuda.matmul.allow_tf32}, {torch.backends.cudnn.allow_tf32}",
+        **{name: os.environ[name] for name in PRECISIONS if name in os.environ},
+    }
+    return {
+        "grappe": VERSION,
+        "torch": str(torch.__version__),
+        "python": platform.python_version(),
+        "processor": processor(),
+        "instructions": torch.backends.cpu.get_cpu_capability(),
+        "device": torch.cuda.get_device_name(device) if gpu else device.type,
+        "driver": driver.read_text().split("\n")[0][:200] if driver.exists() else "",
+        "container": Path(container).name,
+        "threads": str(threads),
+        "oneDNN": str(torch.backends.mkldnn.is_available() and torch.backends.mkldnn.enabled),
+        "arithmetic": json.dumps(settings, sort_keys=True),
+    }
+
+
+PRECISIONS = (
+    "ONEDNN_DEFAULT_FPMATH_MODE",
+    "DNNL_DEFAULT_FPMATH_MODE",
+    "NVIDIA_TF32_OVERRIDE",
+    "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE",
+)
+"""Variables by which libraries compute with fewer bits."""
+
+
+def processor() -> str:
+    """Returns the processor's name."""
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
+
+
+class _Results:
+    """Sketches of one model's results, by their keys, in the order of the computation.
+
+    Args:
+        seed: with one, each unit's output is moved by its last bit, to see what rounding makes.
+    """
+
+    def __init__(self, model: nn.Module, log: CallLog | None, seed: int | None) -> None:
+        self.sketches: dict[str, Numbers] = {}
+        self.places: list[int] = []
+        self._log, self._seed, self._step = log, seed, 0
+        self._counts = Counter[str]()
+        self._units: dict[int, str] = {}
+        """The unit whose backward computes a tensor's gradient: it is the last that takes the tensor."""
+        self._alive: list[Tensor] = []
+        for name, module in model.named_modules():
+            unit = name or "the model"
+            module.register_forward_pre_hook(
+                lambda _, args, kwargs, unit=unit: self._enter(unit, (args, kwargs)), with_kwargs=True
+            )
+            module.register_forward_hook(lambda _, args, output, unit=unit: self._leave(unit, output))
+        for name, parameter in model.named_parameters():
+            if parameter.requires_grad:
+                parameter.register_post_accumulate_grad_hook(
+                    lambda parameter, name=name: self.add("backward", name, parameter.grad)
+                )
+
+    def begin(self, step: int) -> None:
+        """Begins a step."""
+        self._step = step
+        self._counts.clear(), self._units.clear(), self._alive.clear()
+
+    def add(self, direction: str, unit: str, *tensors: Tensor) -> None:
+        """Sketches a result."""
+        with self._unlogged():
+            name = f"{self._step}|{direction}|{unit}"
+            self.sketches[f"{name}|{self._counts[name]}"] = sketch(tensors)
+            self._counts[name] += 1
+            self.places.append(0 if self._log is None else len(self._log.order))
+
+    @contextlib.contextmanager
+    def _unlogged(self) -> Iterator[None]:
+        if self._log is None:
+            yield
+            return
+        before, self._log.paused = self._log.paused, True
+        try:
+            yield
+        finally:
+            self._log.paused = before
+
+    def _enter(self, unit: str, inputs: Any) -> None:
+        for tensor in _reals(inputs):
+            if id(tensor) not in self._units:
+                self._watch(unit, tensor, f"the input of {unit}")
+            self._units[id(tensor)] = unit
+
+    def _leave(self, unit: str, output: Any) -> Any:
+        if self._seed is not None and torch.is_grad_enabled():
+            seed = self._seed
+            output = tree_map(
+                lambda leaf: (
+                    moved(leaf, seed)
+                    if isinstance(leaf, Tensor) and leaf.is_floating_point() and leaf.requires_grad
+                    else leaf
+                ),
+                output,
+            )
+        for tensor in _reals(output):
+            if id(tensor) not in self._units:
+                self._watch(f"what follows {unit}", tensor, unit)
+        return output
+
+    def _watch(self, consumer: str, tensor: Tensor, name: str) -> None:
+        """Sketches a tensor now, and its gradient when backward computes it."""
+        self._units[id(tensor)] = consumer
+        self._alive.append(tensor)  # so that no other has its id
+        self.add("forward", name, tensor)
+        if tensor.requires_grad:
+            key = id(tensor)
+            tensor.register_hook(lambda gradient: self.add("backward", self._units.get(key, consumer), gradient))
+
+
+def _reals(tree: Any) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor) and leaf.is_floating_point()]
+
+
+def worker(request: RecordRequest, process: ProcessRank, rendezvous_folder: Path) -> Recorded:
+    """Trains on the plain process, and returns the record."""
+    plan = request.plan
+    world = join(Plan(device=plan.device, threads=plan.threads), process, rendezvous_folder)
+    set_gpu_arithmetic(plan.precision)
+    plain = request.task.resolve()
+    with naming_user_line(plain):
+        prepare(plain, request.data)
+        task = instrumented(plain, NOTHING, SampleRecorder())
+        asked = ReferenceRequest(
+            task=request.task,
+            data=request.data,
+            steps=request.steps,
+            folder=Path(),
+            plan=Plan(precision=plan.precision, threads=plan.threads),
+        )
+        batches = ReferenceBatches(task, asked, world.device)
+        weights, log = built(task), CallLog()
+        models = [ReferenceModel(task, asked, weights, world.device, batches.total) for _ in range(1 + PERTURBED)]
+        every = [
+            _Results(model.model, log if not index else None, index - 1 if index else None)
+            for index, model in enumerate(models)
+        ]
+        draws = False
+        for number in range(request.steps):
+            batch, log.keeps = batches.batch(number), not number  # later steps call the same
+            rows = [rows for pieces in batch.slices for rows in pieces]
+            for index, (model, results) in enumerate(zip(models, every, strict=True)):
+                results.begin(number)
+                with results._unlogged():
+                    results.add(
+                        "forward",
+                        DATA,
+                        *(
+                            leaf
+                            for row in rows
+                            for leaf in tree_leaves((row.inputs, row.targets))
+                            if isinstance(leaf, Tensor)
+                        ),
+                    )
+                with RandomOps(off=True) as random_ops, contextlib.nullcontext() if index else log:
+                    loss, _ = model.step(number, batch)
+                draws = draws or bool(random_ops.seen)
+                results.add("forward", LOSS, torch.tensor([loss], dtype=torch.float64))
+                for name, tensor in model.weights().items():
+                    results.add("update", name, tensor)
+        base, others = every[0], every[1:]
+        noise = [
+            max((float(gaps(numbers, other.sketches[key])) for other in others if key in other.sketches), default=0.0)
+            for key, numbers in base.sketches.items()
+        ]
+        calls = log.sketches()
+    header = RecordHeader(
+        form=FORM,
+        task=request.task.name or type(plain).__name__,
+        fields={name: str(value) for name, value in request.task.texts.items()},
+        precision=plan.precision,
+        machine=this_machine(world.device, torch.get_num_threads()),
+        draws=draws,
+        keys=list(base.sketches),
+        calls=list(calls),
+    )
+    recorded = Recorded(
+        header=header,
+        results=np.stack(list(base.sketches.values())),
+        noise=np.array(noise),
+        calls=np.stack([numbers for numbers, _ in calls.values()]) if calls else np.zeros((0, WIDTH + 1)),
+        call_noise=np.array([noise for _, noise in calls.values()]),
+        places=tuple(base.places),
+        order=tuple(log.order),
+    )
+    if request.other is None:
+        return recorded
+    there, here = (
+        ", ".join(f"{name} {value}" for name, value in of.header.machine.items() if value)
+        for of in (request.other, recorded)
+    )
+    expected = dict(zip(request.other.header.calls, request.other.calls, strict=True))
+    wrong = sorted(differing_calls(request.other, recorded), key=lambda name: log.calls[name].numbers)
+    smallest = {log.calls[name].operator.name(): name for name in reversed(wrong)}
+    scripts = {
+        operator: log.calls[name].script(expected[name], printable(there, 1000), here)
+        for operator, name in smallest.items()
+    }
+    return dataclasses.replace(recorded, scripts=scripts)
+
+
+def differing_calls(there: Recorded, here: Recorded) -> dict[str, float]:
+    """Returns the calls that both have and whose results differ by more than rounding, with by how much."""
+    places = {name: place for place, name in enumerate(there.header.calls)}
+    differing = {}
+    for place, name in enumerate(here.header.calls):
+        if (other := places.get(name)) is not None:
+            away = float(gaps(there.calls[other], here.calls[place]))
+            # The smaller noise: a kernel that computes with fewer bits makes more of it.
+            if away > max(CALL_FLOOR, FACTOR * min(there.call_noise[other], here.call_noise[place])):
+                differing[name] = away
+    return differing
+
+
+def compared(there: Recorded, here: Recorded) -> RecordVerdict:
+    """Compares what two machines computed, in the order in which this one did.
+
+    Raises:
+        UsageError: the two trained something else.
+    """
+    for name in ("task", "fields"):
+        if (a := getattr(there.header, name)) != (b := getattr(here.header, name)):
+            raise UsageError(f"the record is of {name} {printable(a)}, and this is {printable(b)}: give the same")
+    machines = _changes(there.header.machine, here.header.machine)
+    places = {name: place for place, name in enumerate(there.header.keys)}
+    both = [(place, places[name]) for place, name in enumerate(here.header.keys) if name in places]
+    if not both:
+        raise UsageError("the record has no result of this model: is it of another version of the task?")
+    mine, theirs = (np.array(column) for column in zip(*both, strict=True))
+    away = gaps(there.results[theirs], here.results[mine])
+    noise: dict[str, float] = {}
+    allowed = []
+    for place, other in both:
+        unit = here.header.keys[place].partition("|")[2]
+        noise[unit] = max(noise.get(unit, 0.0), there.noise[other], here.noise[place])  # the largest so far
+        allowed.append(max(FLOOR, FACTOR * noise[unit]))
+    beyond = away > np.array(allowed)
+    same = np.flatnonzero(~beyond)
+    worst = int(same[np.argmax(away[same])]) if len(same) else 0
+    verdict = RecordVerdict(
+        verdict="same",
+        machines=tuple(machines),
+        results=len(both),
+        calls=len(set(there.header.calls) & set(here.header.calls)),
+        largest=float(away[worst]),
+        noise=(float(there.noise[theirs[worst]]), float(here.noise[mine[worst]])),
+    )
+    wrong = differing_calls(there, here)
+    precision = there.header.precision != here.header.precision
+    settings = "arithmetic" in [change.partition(":")[0] for change in machines]
+    if wrong and not beyond.any():
+        name = next(name for name in here.header.calls if name in wrong)
+        operator = name.partition("(")[0]
+        because = "no result of these steps, but a call of an operator on drawn inputs"
+        named = {"operator": f"{operator} ({wrong[name]:.1e})", "script": here.scripts.get(operator, "")}
+        if not precision and not settings:
+            return dataclasses.replace(verdict, verdict="different", because=because, **named)
+    if not beyond.any():
+        but = ["the precision"] if precision else ["the order of sums"] if (away > 0).any() else []
+        return dataclasses.replace(verdict, verdict="same but for" if but else "same", because=" and ".join(but))
+    first = int(np.argmax(beyond))
+    step, direction, unit, _ = here.header.keys[mine[first]].split("|")
+    if unit == DATA:
+        because = (
+            f"the data: in step {int(step) + 1} the batch is another (other files, or another library that reads them)"
+        )
+        return dataclasses.replace(verdict, verdict="different", because=because)
+    if (precision or settings) and wrong and max(wrong.values()) <= COARSE:
+        return dataclasses.replace(verdict, verdict="same but for", because="the precision")
+    span = here.order[here.places[mine[first - 1]] if first else 0 : here.places[mine[first]]]
+    name = next((name for name in (*span, *here.order) if name in wrong), "")
+    operator = name.partition("(")[0]
+    return dataclasses.replace(
+        verdict,
+        verdict="different",
+        because=f"from step {int(step) + 1}, {unit}, in {direction}: {away[first]:.1e} of its norm, "
+        f"where {allowed[first]:.1e} is rounding",
+        operator=f"{operator} ({wrong[name]:.1e})" if name else "",
+        script=here.scripts.get(operator, ""),
+    )
+
+
+def _changes(there: Mapping[str, str], here: Mapping[str, str]) -> list[str]:
+    return [
+        f"{name}: {printable(there.get(name) or 'none', 200)} -> {here[name] or 'none'}"
+        for name in here
+        if there.get(name) != here[name]
+    ]
+
+
+def write(recorded: Recorded, file: Path) -> int:
+    """Writes a record, of as many of its steps as fit; returns their number."""
+    header = recorded.header
+    steps = 1 + max(int(name.partition("|")[0]) for name in header.keys)
+    while True:
+        kept = [place for place, name in enumerate(header.keys) if int(name.partition("|")[0]) < steps]
+        part = msgspec.structs.replace(header, keys=[header.keys[place] for place in kept])
+        arrays = {
+            "results": recorded.results[kept],
+            "noise": recorded.noise[kept],
+            "calls": recorded.calls,
+            "call_noise": recorded.call_noise,
+        }
+        content = safetensors.numpy.save(arrays, {"grappe-record": msgspec.json.encode(part).decode()})
+        if len(content) <= MOST_BYTES or steps == 1:
+            files.replace(file, content)
+            return steps
+        steps -= 1
+
+
+def read(file: Path) -> Recorded:
+    """Reads a record.
+
+    Raises:
+        UsageError: the file is none.
+    """
+    try:
+        if file.stat().st_size > 2 * MOST_BYTES:
+            raise ValueError(f"it has more than {2 * MOST_BYTES:,} bytes")
+        with safetensors.safe_open(file, framework="np") as opened:
+            header = msgspec.json.decode((opened.metadata() or {})["grappe-record"], type=RecordHeader)
+            results, noise, calls, call_noise = (
+                np.asarray(opened.get_tensor(name), np.float64) for name in ("results", "noise", "calls", "call_noise")
+            )
+        shapes = (
+            (len(header.keys), WIDTH + 1),
+            (len(header.keys),),
+            (len(header.calls), WIDTH + 1),
+            (len(header.calls),),
+        )
+        if header.form != FORM or (results.shape, noise.shape, calls.shape, call_noise.shape) != shapes:
+            raise ValueError("it is of another version, or damaged")
+    except (OSError, KeyError, ValueError, TypeError, SafetensorError, msgspec.MsgspecError) as error:
+        raise UsageError(f"{file} is no record of grappe verify --record: {printable(error, 300)}") from None
+    return Recorded(header=header, results=results, noise=noise, calls=calls, call_noise=call_noise)
+
+
+def record(
+    task: Task | type[Task] | str,
+    plan: AnyPlan = "",
+    *,
+    fields: Mapping[str, object] | None = None,
+    data: Path | str | None = None,
+    steps: int = STEPS,
+    other: Recorded | None = None,
+) -> Recorded:
+    """Trains a few steps on one plain process, on the plan's device and in its precision, and records them.
+
+    Args:
+        other: a record to compare with: what is needed to name a cause is kept.
+
+    Raises:
+        GrappeError: the task does not train.
+    """
+    if steps < 1:
+        raise UsageError(f"--steps={steps}: it must be at least 1")
+    chosen = as_plan(plan)
+    request = RecordRequest(
+        task=TaskReference.of(task, fields), data=data_folder(data), plan=chosen, steps=steps, other=other
+    )
+    return start("grappe.verbs.verify.record:worker", request, Plan(device=chosen.device))
