@@ -36,7 +36,7 @@ RESULTS = ("cli/application.py", "sites/script")
 PATTERNS = ("remedies.py",)
 """Files of patterns of what others say; docs/messages/others.py has the remedies."""
 NOT_SHOWN = re.compile(
-    r"^https://|^_[A-Za-z]|\[\^|\\[AdwsSZ.]"
+    r"^https://|^_[A-Za-z]|^\"{3}\{|^(?:drawn|torch\.tensor)\(|\[\^|\\[AdwsSZ.]"
     r"|^(?:Metadata-Version|Requires-Dist|No module named|no such option|WeightsUnpickler)"
     r"|^(?:accounting/qos policy|contact slurm|more processors requested|node configuration|node count|time limit)"
     r"|^\n    cluster-constraint|\(\?[<:=!]|^(?:Broken pipe|(?:closed|reset) by peer)$"

@@ -153,13 +153,13 @@ FAULTS: dict[str, tuple[Any, Callable[..., Any]]] = {
     "tanh: a short series": (aten.tanh.default, result(lambda t: t - 1e-4 * t**3)),
     "tanh backward: a dropped term": (aten.tanh_backward.default, lambda func, args, kwargs: args[0].clone()),
     "softmax: temperature": (aten._softmax.default, argument(0, lambda t: t * 1.0001)),
-    "softmax backward: a dropped term": (aten._softmax_backward_data.default, lambda func, args, kwargs: args[0] * args[1]),
+    "softmax backward: a dropped term": (aten._softmax_backward_data.default, lambda f, a, k: a[0] * a[1]),
     "log softmax: fp16": (aten._log_softmax.default, result(half)),
     "upsampling: another interpolation": (aten.upsample_bilinear2d.default, argument(2, True)),
     "average pooling: a wrong tile": (aten.avg_pool2d.default, result(tile)),
     "maximum backward: doubled": (aten.max_pool2d_with_indices_backward.default, result(lambda t: t * 1.001)),
     "embedding: another row": (aten.embedding.default, argument(1, lambda places: (places + 1).clamp(max=16))),
-    "embedding backward: repeats dropped": (aten.embedding_dense_backward.default, result(lambda t: t.clamp(-1e-3, 1e-3))),
+    "embedding backward: clamped": (aten.embedding_dense_backward.default, result(lambda t: t.clamp(-1e-3, 1e-3))),
     "Adam: epsilon": (aten.add_.Tensor, argument(1, lambda eps: 1e-4 if eps == 1e-8 else eps)),
     "Adam: momentum": (aten.lerp_.Scalar, argument(2, 0.11)),
 }  # fmt: skip
@@ -176,9 +176,11 @@ def test_the_same_machine_computes_the_same_bits(there: record.Recorded) -> None
     assert verdict.calls > 60 and verdict.results == len(there.results) > 100
 
 
-def test_planted_faults_are_named_with_their_operators(there: record.Recorded) -> None:
+@pytest.mark.parametrize("every", [6, pytest.param(1, marks=pytest.mark.soak)])
+def test_planted_faults_are_named_with_their_operators(there: record.Recorded, every: int) -> None:
     wrong = []
-    for name, (operator, change) in FAULTS.items():
+    for name in list(FAULTS)[::every]:
+        operator, change = FAULTS[name]
         with Fault(operator, change):
             here = recorded(there)
         verdict = record.compared(there, here)
