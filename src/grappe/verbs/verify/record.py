@@ -377,8 +377,8 @@ def compared(there: Recorded, here: Recorded) -> RecordVerdict:
     both = [(place, places[name]) for place, name in enumerate(here.header.keys) if name in places]
     if not both:
         raise UsageError("the record has no result of this model: is it of another version of the task?")
-    mine, theirs = (np.array(column) for column in zip(*both, strict=True))
-    away = gaps(there.results[theirs], here.results[mine])
+    ours, theirs = (np.array(column) for column in zip(*both, strict=True))
+    away = gaps(there.results[theirs], here.results[ours])
     noise: dict[str, float] = {}
     allowed = []
     for place, other in both:
@@ -394,7 +394,7 @@ def compared(there: Recorded, here: Recorded) -> RecordVerdict:
         results=len(both),
         calls=len(set(there.header.calls) & set(here.header.calls)),
         largest=float(away[worst]),
-        noise=(float(there.noise[theirs[worst]]), float(here.noise[mine[worst]])),
+        noise=(float(there.noise[theirs[worst]]), float(here.noise[ours[worst]])),
     )
     wrong = differing_calls(there, here)
     precision = there.header.precision != here.header.precision
@@ -410,7 +410,7 @@ def compared(there: Recorded, here: Recorded) -> RecordVerdict:
         but = ["the precision"] if precision else ["the order of sums"] if (away > 0).any() else []
         return dataclasses.replace(verdict, verdict="same but for" if but else "same", because=" and ".join(but))
     first = int(np.argmax(beyond))
-    step, direction, unit, _ = here.header.keys[mine[first]].split("|")
+    step, direction, unit, _ = here.header.keys[ours[first]].split("|")
     if unit == DATA:
         because = (
             f"the data: in step {int(step) + 1} the batch is another (other files, or another library that reads them)"
@@ -418,7 +418,7 @@ def compared(there: Recorded, here: Recorded) -> RecordVerdict:
         return dataclasses.replace(verdict, verdict="different", because=because)
     if (precision or settings) and wrong and max(wrong.values()) <= COARSE:
         return dataclasses.replace(verdict, verdict="same but for", because="the precision")
-    span = here.order[here.places[mine[first - 1]] if first else 0 : here.places[mine[first]]]
+    span = here.order[here.places[ours[first - 1]] if first else 0 : here.places[ours[first]]]
     name = next((name for name in (*span, *here.order) if name in wrong), "")
     operator = name.partition("(")[0]
     return dataclasses.replace(

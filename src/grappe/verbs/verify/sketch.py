@@ -44,7 +44,7 @@ def hashed(places: NDArray[Any], seed: int) -> NDArray[np.uint64]:
 @functools.cache
 def units(bits: int) -> Numbers:
     """Draws 2**bits uniform numbers of (-1, 1)."""
-    return (hashed(np.arange(1 << bits), 2) >> np.uint64(11)) * 2.0**-52 - 1
+    return (hashed(np.arange(1 << bits), 2) >> np.uint64(11)).astype(np.float64) * 2.0**-52 - 1
 
 
 def drawn(shape: Sequence[int], stride: Sequence[int], dtype: torch.dtype, sign: int, place: int) -> Tensor:
@@ -59,7 +59,7 @@ def drawn(shape: Sequence[int], stride: Sequence[int], dtype: torch.dtype, sign:
 @functools.cache
 def signs(count: int, seed: int) -> Numbers:
     """Draws random signs."""
-    return (hashed(np.arange(count), seed) & np.uint64(1)) * 2.0 - 1
+    return (hashed(np.arange(count), seed) & np.uint64(1)).astype(np.float64) * 2.0 - 1
 
 
 def sketched(arrays: Iterable[Numbers]) -> Numbers:
