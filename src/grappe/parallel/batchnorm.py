@@ -6,6 +6,7 @@ Shapes: x [B, C, ...]; per-channel vectors [C]; W processes.
 from __future__ import annotations
 
 import contextlib
+import types
 from collections.abc import Iterator
 from typing import Any
 
@@ -90,12 +91,12 @@ def synchronise_batchnorm(model: nn.Module, group: ProcessGroup) -> None:
 
 
 def _patch(module: BatchNormBase, group: ProcessGroup) -> None:
-    plain = module.forward
+    plain = type(module).forward
     setattr(module, IS_PADDING, False)
 
-    def forward(x: Tensor) -> Tensor:
+    def forward(module: BatchNormBase, x: Tensor) -> Tensor:
         if not module.training:
-            return plain(x)
+            return plain(module, x)
         real = 0 if getattr(module, IS_PADDING) else len(x)
         normal, mean, variance, total = _Normalise.apply(x, module.eps, real, group)
         if module.track_running_stats:
@@ -104,7 +105,7 @@ def _patch(module: BatchNormBase, group: ProcessGroup) -> None:
             normal = normal * _spread(module.weight, x) + _spread(module.bias, x)
         return normal
 
-    module.forward = forward  # type: ignore[method-assign]
+    module.forward = types.MethodType(forward, module)  # a copy of the module has its own statistics
 
 
 @torch.no_grad()

@@ -104,12 +104,12 @@ def prepare_made(model: nn.Module, units: Sequence[nn.Module], plan: Plan, world
 
 def _in_lower_precision(model: nn.Module, precision: contextlib.AbstractContextManager[Any]) -> None:
     """Lets a model's forward run under autocast, and give float32; loss and update stay in float32."""
-    forward = model.forward
+    model.forward = functools.partial(_lowered, model.forward, precision)  # a copy of the model gets its own
 
-    @functools.wraps(forward)
-    def lowered(*arguments: Any, **options: Any) -> Any:
-        with precision:
-            output = forward(*arguments, **options)
-        return tree_map(lambda leaf: leaf.float() if getattr(leaf, "dtype", None) in LOWER.values() else leaf, output)
 
-    model.forward = lowered
+def _lowered(
+    forward: Callable[..., Any], precision: contextlib.AbstractContextManager[Any], *arguments: Any, **options: Any
+) -> Any:
+    with precision:
+        output = forward(*arguments, **options)
+    return tree_map(lambda leaf: leaf.float() if getattr(leaf, "dtype", None) in LOWER.values() else leaf, output)

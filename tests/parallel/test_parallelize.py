@@ -1,0 +1,31 @@
+"""What a plan puts around a model's forward belongs to that model: a copy of it has its own."""
+
+from __future__ import annotations
+
+import copy
+from typing import cast
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed import ProcessGroup
+
+from grappe.launch.rank import ProcessRank
+from grappe.launch.world import World
+from grappe.parallel.batchnorm import synchronise_batchnorm
+from grappe.parallel.parallelize import prepare_made
+from grappe.plan import Plan
+
+
+@pytest.mark.parametrize("text", ["precision=bf16", "recompute", "batchnorm=sync"])
+def test_a_copy_of_a_model_computes_with_its_own_weights(text: str) -> None:
+    model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8))
+    prepare_made(model, [], Plan.parse(text), World(process=ProcessRank(), device=torch.device("cpu")))
+    if text == "batchnorm=sync":  # which several processes have; its group is for training alone
+        synchronise_batchnorm(model, cast("ProcessGroup", object()))
+    best = copy.deepcopy(model).eval()
+    with torch.no_grad():
+        for parameter in best.parameters():
+            parameter.zero_()
+        assert best(torch.ones(3, 4)).abs().sum() == 0
+        assert model.eval()(torch.ones(3, 4)).abs().sum() > 1
