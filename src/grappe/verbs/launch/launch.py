@@ -129,7 +129,7 @@ def launch(
                 request, seed=before.get("seed", 0), rehearsed=rehearsed_before(before, str(chosen))
             )
     if alone:
-        _refuse_keys(chosen)
+        _refuse_plan(chosen)
     if alone and request.rehearsed is None and (several or chosen.changed_keys() - PROCESS_KEYS):
         request = dataclasses.replace(request, rehearsed=_rehearsed(request, chosen))
     sys.stdout.flush()
@@ -148,13 +148,18 @@ def _catches_interrupt(tree: ast.Module) -> bool:
     return any("KeyboardInterrupt" in ast.dump(each) for each in caught)
 
 
-def _refuse_keys(plan: Plan) -> None:
-    """Raises PlanError for a key that an unedited script cannot have."""
+def _refuse_plan(plan: Plan) -> None:
+    """Raises PlanError for a key that an unedited script cannot have, UsageError for processes that others start."""
     beyond = sorted(plan.changed_keys() - UNEDITED_KEYS) or ["dropout=local"] * (plan.dropout == "local")
     if beyond:
         raise PlanError(
             f"an unedited script can have {', '.join(sorted(UNEDITED_KEYS))} in its plan, and no {beyond[0]}: write it "
             "around grappe.Loop (docs/own-loop.md), or describe it as a task"
+        )
+    if plan.processes > 1 and rank_from_environment() is not None:
+        raise UsageError(
+            "a script for one process is spread by grappe launch alone, on one machine: under torchrun or srun, write "
+            "it around grappe.Loop (docs/own-loop.md)"
         )
 
 
@@ -164,11 +169,6 @@ def _rehearsed(request: ScriptRequest, plan: Plan) -> Rehearsed:
     Raises:
         UsageError: the plan's processes would not learn what one learns.
     """
-    if rank_from_environment() is not None:
-        raise UsageError(
-            "a script for one process is spread by grappe launch alone, on one machine: under torchrun or srun, write "
-            "it around grappe.Loop (docs/own-loop.md)"
-        )
     alone = Plan(device=plan.device, threads=plan.threads)
     keys = plan.changed_keys() - PROCESS_KEYS
     # Meanwhile the server that the processes are forked from imports what they need.
