@@ -112,12 +112,12 @@ class Own(nn.Module):
         self.qkv, self.out = nn.Linear(32, 96), nn.Linear(32, 48)
         self.mixer = nn.GRU(32, 32, batch_first=True) if recurrent else None
 
-    def forward(self, inputs):
-        hidden = self.embed(inputs["input_ids"]) + self.place(inputs["position_ids"])
+    def forward(self, input_ids, position_ids, documents):
+        hidden = self.embed(input_ids) + self.place(position_ids)
         if self.mixer is not None:
             hidden = hidden + self.mixer(hidden)[0]
         query, key, value = self.qkv(hidden).unflatten(-1, (3, 4, 8)).permute(2, 0, 3, 1, 4)
-        mixed = scaled_dot_product_attention(query, key, value, attn_mask=document_mask(inputs["documents"]))
+        mixed = scaled_dot_product_attention(query, key, value, attn_mask=document_mask(documents))
         return self.out(hidden + mixed.transpose(1, 2).flatten(2))
 
 
@@ -140,11 +140,10 @@ class Published(nn.Module):
         self.causal = name != "bert"
         self.net = getattr(transformers, model)(getattr(transformers, config)(vocab_size=48, **sizes))
 
-    def forward(self, inputs):
-        mask = document_mask(inputs["documents"], causal=self.causal)
-        extra = {} if self.causal else {"token_type_ids": torch.zeros_like(inputs["input_ids"])}
-        tokens, places = inputs["input_ids"], inputs["position_ids"]
-        return self.net(input_ids=tokens, position_ids=places, attention_mask=mask, **extra).logits
+    def forward(self, input_ids, position_ids, documents):
+        mask = document_mask(documents, causal=self.causal)
+        extra = {} if self.causal else {"token_type_ids": torch.zeros_like(input_ids)}
+        return self.net(input_ids=input_ids, position_ids=position_ids, attention_mask=mask, **extra).logits
 
 
 @pytest.fixture(scope="module")
@@ -162,7 +161,7 @@ def summed(model, batches):
     model.zero_grad()
     total, count = 0.0, 0
     for inputs, target in batches:
-        loss = cross_entropy(model(inputs).flatten(0, 1), target.flatten(), reduction="sum", ignore_index=IGNORED)
+        loss = cross_entropy(model(**inputs).flatten(0, 1), target.flatten(), reduction="sum", ignore_index=IGNORED)
         loss.backward()
         total, count = total + loss.item(), count + int((target != IGNORED).sum())
     return total / count, [parameter.grad / count for parameter in model.parameters() if parameter.grad is not None]
@@ -193,7 +192,7 @@ def test_models_that_mix_documents_are_refused_by_name(sixteen):
     with pytest.raises(TaskError, match=r"see each other in mixer \(GRU\)"):
         check_packing(Own(recurrent=True), inputs)
     blind = Own()
-    blind.forward = lambda batch: Own.forward(blind, {**batch, "documents": torch.ones_like(batch["documents"])})
+    blind.forward = lambda documents, **rest: Own.forward(blind, documents=torch.ones_like(documents), **rest)
     with pytest.raises(TaskError, match=r"see each other in out \(Linear\)"):
         check_packing(blind, inputs)
 
@@ -202,6 +201,6 @@ def test_a_mamba_is_refused_by_name(sixteen):
     transformers = pytest.importorskip("transformers")
     config = transformers.MambaConfig(vocab_size=48, hidden_size=16, state_size=4, num_hidden_layers=1)
     model = transformers.MambaForCausalLM(config)
-    model.forward = lambda batch, call=model.forward: call(input_ids=batch["input_ids"]).logits
+    model.forward = lambda input_ids, call=model.forward, **_: call(input_ids=input_ids).logits
     with pytest.raises(TaskError, match=r"see each other in .*[Mm]ixer.*recurrent"):
         check_packing(model, sixteen[0])

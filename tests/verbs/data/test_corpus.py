@@ -32,12 +32,12 @@ def test_index_check_and_bench(tmp_path, capsys):
     folder = str(corpus_folder(tmp_path / "corpus", ".jsonl", 95))
     made = answer(capsys, "data", "index", folder)
     assert (made["rows"], made["files"], made["source"], made["direct"]) == (95, 3, "JsonLines", True)
+    rates = answer(capsys, "data", "bench", folder, "--seconds", "0.01")
+    assert rates["in_files"] > 0 and rates["in_epoch"] > 0
     lines = (tmp_path / "corpus/part-001.jsonl").read_bytes().split(b"\n")
     (tmp_path / "corpus/part-001.jsonl").write_bytes(b"\n".join([*lines[:5], b'{"id": ', *lines[6:]]))
     checked = answer(capsys, "data", "check", folder)
     assert checked["rows"] == 94 and "part-001.jsonl: the line at byte" in checked["damaged"][0]
-    rates = answer(capsys, "data", "bench", folder, "--seconds", "0.01")
-    assert rates["in_files"] > 0 and rates["in_epoch"] > 0
     with pytest.raises(DataError, match=r"is no JSON.*grappe data check"):
         [Corpus(folder)[place] for place in range(95)]
 

@@ -69,10 +69,10 @@ class Corpus(Dataset[Any]):
         }  # fmt: skip
         self._paths = paths
         self.view, self.window = view, window
-        first = Path(paths if isinstance(paths, str | Path) else paths[0])
-        self.name = first.name.removesuffix("".join(first.suffixes)) or first.name
-        """For mixtures and reports."""
         self.shards = find(paths, options)
+        names = self.shards.names
+        self.name = names[0] if len(names) == 1 else self.shards.root.name
+        """For mixtures and reports."""
         self.index: CorpusIndex = open_index(self.shards, skip_damaged=skip_damaged)[0]
         self._row_ends = np.cumsum(self.index.blocks["rows"], dtype=np.int64)
         if not len(self):

@@ -41,7 +41,8 @@ class Mixture(Dataset[Any]):
         self, weights: Mapping[Any, Weight], *, samples: int | None = None, names: Sequence[str] | None = None
     ) -> None:
         self.sources = list(weights)
-        default = [getattr(source, "name", f"source {number}") for number, source in enumerate(self.sources)]
+        default = [getattr(source, "name", "source") for source in self.sources]
+        default = [f"{n} {i + 1}" if default.count(n) > 1 else n for i, n in enumerate(default)]
         self.names = list(names or default)
         if len(set(self.names)) != len(self.sources):
             raise TaskError(f"Mixture: {len(self.sources)} sources need as many different names=")

@@ -108,9 +108,9 @@ class Packed(_TokenDataset):
     """Documents, packed by best fit into samples of L tokens; a longer one is cut, and no token is predicted twice.
 
     A sample is a pair: a dictionary of `input_ids`, `position_ids` (from 0 in each document) and `documents` (1, 2, …;
-    0 for padding), each int64 [L], and the targets, int64 [L], -100 where nothing is to be predicted. Have the
-    model use `document_mask(inputs["documents"])`, and the task's `counts` return `target != -100`. Which documents are
-    together depends on the corpus and the seed alone.
+    0 for padding), each int64 [L], and the targets, int64 [L], -100 where nothing is to be predicted. The dictionary
+    reaches the model by these names: have it use `document_mask(documents)`, and the task's `counts` return
+    `target != -100`. Which documents are together depends on the corpus and the seed alone.
 
     Args:
         corpus: of token files with `end=`, or with a column of lists of tokens.
@@ -254,7 +254,7 @@ def check_packing(model: torch.nn.Module, inputs: Mapping[str, Tensor]) -> None:
     """Checks that a model keeps packed documents apart: the first document's tokens change no other's output.
 
     Args:
-        model: takes a batch of `Packed`'s inputs; returns a tensor [B, L, …].
+        model: takes a batch of `Packed`'s inputs by their names.
         inputs: a batch, int64 [B, L] each, whose first sample has two documents or more.
 
     Raises:
@@ -278,12 +278,12 @@ def check_packing(model: torch.nn.Module, inputs: Mapping[str, Tensor]) -> None:
     ]
     try:
         model.eval()
-        model(inputs)
+        model(**inputs)
         before, seen = seen, []
         ids = inputs["input_ids"].clone()
         first = documents == 1
         ids[0, first] = ids[0, first].flip(0) ^ (ids[0, first] == ids[0, first].flip(0)).long()
-        model({**inputs, "input_ids": ids})
+        model(**{**inputs, "input_ids": ids})
     finally:
         model.train(training)
         for hook in hooks:
@@ -291,6 +291,6 @@ def check_packing(model: torch.nn.Module, inputs: Mapping[str, Tensor]) -> None:
     for (name, earlier), (_, now) in zip(before, seen, strict=True):
         if not torch.allclose(earlier, now, rtol=1e-5, atol=1e-6):
             raise TaskError(
-                f"packed documents see each other in {name}: give its attention document_mask(inputs['documents']); a "
+                f"packed documents see each other in {name}: give its attention document_mask(documents); a "
                 "recurrent layer cannot be told where a document begins: use Windows, or batches of single documents"
             )
