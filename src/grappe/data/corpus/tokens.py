@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import bisect
 import functools
+import time
 from collections.abc import Mapping
 from typing import Any
 
@@ -30,6 +31,7 @@ from grappe.launch.files import locked
 IGNORED = -100
 """The target where nothing is to be predicted: torch's cross_entropy ignores it, and `counts` must not count it."""
 _VERSION = 1
+_CHECKED_SECONDS = 0.5  # between looks at mapped files
 _MOST_MAPPED = 512  # each may have a file open, and a process may often open 1,024
 
 
@@ -46,25 +48,31 @@ class _TokenDataset(Dataset[Any]):
         self._firsts = [first for first, _ in bounds]
         self._ends = np.cumsum([last - first for first, last in bounds], dtype=np.int64).tolist()
         self._mapped: dict[int, tuple[Format, NDArray[Any]]] = {}
+        self._checked = 0.0
         self.tokens = self._ends[-1]
         """Of the whole corpus."""
 
-    def _cut(self, start: int, count: int) -> NDArray[np.int64]:
-        """Returns `count` tokens of a block, from a place among all tokens on."""
-        block = bisect.bisect_right(self._ends, start)
-        before = self._ends[block - 1] if block else 0
+    def _cut(self, block: int, before: int, start: int, count: int) -> NDArray[np.int64]:
+        """Returns `count` tokens of a block with `before` tokens before it, from the place `start` among all on."""
         mapped = self._mapped.get(block)
-        if mapped is None:
+        if mapped is None or time.monotonic() > self._checked + _CHECKED_SECONDS:
+            mapped = self._checked_again(block)
+        first = self._firsts[block] + start - before
+        return mapped[1][first : first + count].astype(np.int64)
+
+    def _checked_again(self, block: int) -> tuple[Format, NDArray[Any]]:
+        """Maps a block, and has all open files looked at: a mapped file that gets shorter would end the process."""
+        if block not in self._mapped:
             if len(self._mapped) >= _MOST_MAPPED:
                 self._mapped.clear()
-            mapped = self._mapped[block] = self.corpus.tokens(block, self.column)[:2]
-        opened, tokens = mapped
-        try:
-            opened.check()
-        except Damaged as error:
-            raise DataError(f"{printable(opened.file)}: {error}") from None
-        first = self._firsts[block] + start - before
-        return tokens[first : first + count].astype(np.int64)
+            self._mapped[block] = self.corpus.tokens(block, self.column)[:2]
+        for opened, _ in self._mapped.values():
+            try:
+                opened.check()
+            except Damaged as error:
+                raise DataError(f"{printable(opened.file)}: {error}") from None
+        self._checked = time.monotonic()
+        return self._mapped[block]
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_mapped": {}}
@@ -96,11 +104,12 @@ class Windows(_TokenDataset):
 
     def sample(self, index: int, key: int) -> tuple[Tensor, Tensor]:
         """Returns a window, and the same a token further."""
-        if not 0 <= index < len(self):
+        if not 0 <= index < self._window_ends[-1]:
             raise IndexError(f"window {index} of {len(self)}")
         block = bisect.bisect_right(self._window_ends, index)
         before, windows = (self._ends[block - 1], self._window_ends[block - 1]) if block else (0, 0)
-        tokens = torch.from_numpy(self._cut(before + (index - windows) * self.length, self.length + 1))
+        start = before + (index - windows) * self.length
+        tokens = torch.from_numpy(self._cut(block, before, start, self.length + 1))
         return tokens[:-1], tokens[1:]
 
 
@@ -138,7 +147,9 @@ class Packed(_TokenDataset):
         target, at = np.full(self.length, IGNORED, np.int64), 0
         for number, piece in enumerate(range(first, last), 1):
             count = int(self._counts[piece])
-            tokens, end = self._cut(int(self._starts[piece]), count + 1), at + count
+            start, end = int(self._starts[piece]), at + count
+            block = bisect.bisect_right(self._ends, start)
+            tokens = self._cut(block, self._ends[block - 1] if block else 0, start, count + 1)
             rows[0, at:end], rows[1, at:end], rows[2, at:end] = tokens[:-1], np.arange(count), number
             target[at:end], at = tokens[1:], end
         names = ("input_ids", "position_ids", "documents")
