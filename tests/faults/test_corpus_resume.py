@@ -132,6 +132,9 @@ def test_the_ledger_of_tokens_is_an_undisturbed_runs(pool: Pool, base: Path, for
         for epoch in range(2):
             seen = [number for step, ids in samples(whole).items() if (step - 1) // 6 == epoch for number in ids]
             assert sorted(seen) == list(range(ROWS))
+    if form == "mixture":
+        counts = [Run(folder).read_description()["drawn"] for folder in (whole, parts)]
+        assert counts[0] == counts[1] and sum(counts[0].values()) == 2 * ROWS
     last = [Run(folder).latest() for folder in (whole, parts)]
     assert last[0] is not None and last[1] is not None and last[0].step == last[1].step
     weights = [{name: tensors.read(name) for name in tensors if "model" in name} for tensors in

@@ -180,12 +180,15 @@ def tokenize(
     """
     waiting(LOADING)
     from grappe.data.corpus.corpus import Corpus
-    from grappe.verbs.data.corpus import tokenize as verb
+    from grappe.data.corpus.tokenizing import tokenize as verb
     from grappe.verbs.data.corpus import tokenizer_of
+    from grappe.verbs.data.walk import ProgressMeter
 
     encode, name = tokenizer_of(tokenizer)
-    done = verb(Corpus(source), out, encode, column=column, end=end, name=name)
-    progress("")
+    corpus = Corpus(source)
+    meter = ProgressMeter("tokenizing", len(corpus), unit="rows")
+    done = verb(corpus, out, encode, column=column, end=end, name=name, report=meter.at)
+    meter.end()
     there = f", {done.were_there:,} of them by another start or process" if done.were_there else ""
     facts = [
         ("written", f"{done.folder}: {count_of(done.parts, 'part')}{there}"),

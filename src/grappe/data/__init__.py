@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from grappe.data.corpus.corpus import Corpus
     from grappe.data.corpus.mixture import Mixture
+    from grappe.data.corpus.tokenizing import tokenize
     from grappe.data.corpus.tokens import Packed, Windows, check_packing, document_mask
     from grappe.data.images.dataset import Images
     from grappe.data.images.decode import CentreCrop, Normalise, RandomResizedCrop
@@ -25,6 +26,7 @@ __all__ = [
     "check_packing",
     "document_mask",
     "stage",
+    "tokenize",
 ]
 
 # What needs torch is imported when it is first used, so that `grappe --help` is quick.
@@ -40,6 +42,7 @@ _LAZY = {
     "check_packing": "grappe.data.corpus.tokens",
     "document_mask": "grappe.data.corpus.tokens",
     "stage": "grappe.data.staging",
+    "tokenize": "grappe.data.corpus.tokenizing",
 }
 
 

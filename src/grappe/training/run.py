@@ -59,7 +59,7 @@ ENTRIES: dict[str, Any] = {
     **dict.fromkeys(("task", "class", "plan", "data", "dataset", "sampling", "source", "device"), str),
     **dict.fromkeys(("processor", "host", "started", "status", "id", "name", "script"), str),
     **dict.fromkeys(("seed", "processes", "threads", "restarts", "step", "total_steps"), int),
-    **dict.fromkeys(("fields", "used", "headspace", "loading", "rehearsed"), dict[str, Any]),
+    **dict.fromkeys(("fields", "used", "headspace", "loading", "rehearsed", "drawn"), dict[str, Any]),
     "start": TypedDict("Start", {"units": list[str]}, total=False),  # pyrefly: ignore
     "versions": dict[str, str],
     **dict.fromkeys(("changes", "tags", "lower_is_better"), list[str]),

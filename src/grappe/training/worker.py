@@ -16,7 +16,9 @@ from grappe.checkpoint.saver import Saver
 from grappe.checkpoint.weights import ModelWeights
 from grappe.data import loader
 from grappe.data.batch import inside
+from grappe.data.corpus.mixture import MixedOrder
 from grappe.data.datasets import dataset_of, prepare, refuse_differing_lengths
+from grappe.data.sampling import SampleOrder
 from grappe.data.source import explaining_ended_workers
 from grappe.engines.base import EngineSetup
 from grappe.engines.shared.carried import CarriedState
@@ -38,8 +40,12 @@ from grappe.step.scores import TrainingScores
 from grappe.step.task_contract import metrics_of
 from grappe.task import Task, overrides
 from grappe.training.headspace import headspace
+<<<<<<< HEAD
 from grappe.training.loop import Session, Training, WeightAverage, naming_overwritten
 from grappe.training.memory_choice import with_memory_chosen
+=======
+from grappe.training.loop import Session, Training, WeightAverage, naming_overwritten, samples_seen
+>>>>>>> d773ed7d (grappe.data.tokenize; a run records what its mixture drew; gallery: pretraining on a mixture of packed documents)
 from grappe.training.options import Options
 from grappe.training.out_of_memory import LocalOutOfMemory, reporting_out_of_memory, with_plan_that_fits
 from grappe.training.reporting import announce, note_optimizer, report, reporting, start_facts, unit_facts
@@ -208,7 +214,7 @@ def _trained(request: Request, process: ProcessRank, rendezvous_folder: Path) ->
             with hook, naming_overwritten(task, batches, plan):
                 outcome = training.run()
 
-        _write_outcome(started.run, outcome, task, info.total_steps, meter, world)
+        _write_outcome(started.run, outcome, task, info, data.order, meter, world)
         engine.close()
         world.barrier()
     world.leave()
@@ -308,16 +314,22 @@ def _noise_scale(options: Options, info: RunInfo, world: World) -> NoiseScale | 
     )
 
 
-def _write_outcome(run: Run, outcome: Outcome, task: Task, total_steps: int, meter: Meter, world: World) -> None:
+def _write_outcome(
+    run: Run, outcome: Outcome, task: Task, info: RunInfo, order: SampleOrder, meter: Meter, world: World
+) -> None:
     """Writes the training's outcome and its use of resources to run.json. Collective."""
     usages = world.gather(meter.usage())
     if world.rank == 0:
         costs = [dataclasses.asdict(usage) for usage in usages]
         metrics = {} if outcome.scores is None else metrics_of(task)
+        drawn = order.sampling
+        if isinstance(drawn, MixedOrder):
+            seen = samples_seen(info, outcome.step)
+            run.describe(drawn=drawn.drawn(seen, task.seed, task.batch_size))
         so_far = used(usages, run.read_description().get("used", {}))
         run.describe(
             step=outcome.step,
-            total_steps=total_steps,
+            total_steps=info.total_steps,
             status=outcome.status,
             used=so_far,
             costs=costs,

@@ -3,19 +3,14 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
-import subprocess
-import sys
-import time
 
 import pytest
 
 from grappe.cli.commands import app
-from grappe.data import Corpus, Packed
-from grappe.errors import DataError, UsageError
+from grappe.data import Corpus
+from grappe.errors import DataError
 from grappe.verbs.data import corpus as verbs
-from tests.data.corpus.shards import corpus_folder, row
+from tests.data.corpus.shards import corpus_folder
 
 
 @pytest.fixture(autouse=True)
@@ -40,46 +35,6 @@ def test_index_check_and_bench(tmp_path, capsys):
     assert checked["rows"] == 94 and "part-001.jsonl: the line at byte" in checked["damaged"][0]
     with pytest.raises(DataError, match=r"is no JSON.*grappe data check"):
         [Corpus(folder)[place] for place in range(95)]
-
-
-def words(texts):
-    return [[len(word) for word in text.split()] for text in texts]
-
-
-def test_tokens_are_written_once_and_shared_by_processes(tmp_path):
-    corpus = Corpus(corpus_folder(tmp_path / "corpus", ".jsonl.gz", 95))
-    with verbs._taken(tmp_path / ".held"):  # as another process would hold it
-        done = verbs.tokenize(corpus, tmp_path / "tokens", words, end=0, rows_per_part=20)
-    assert (done.parts, done.rows, done.were_there) == (5, 95, 0)
-    again = verbs.tokenize(corpus, tmp_path / "tokens", words, end=0, rows_per_part=20)
-    assert (again.rows, again.were_there) == (0, 5)
-    tokens = Corpus(tmp_path / "tokens")
-    assert [list(tokens[n]["tokens"]) for n in range(95)] == [[*words([row(n)["text"]])[0], 0] for n in range(95)]
-    assert len(Packed(tokens, 16)) > 20
-    with pytest.raises(UsageError, match="begun with other files or settings"):
-        verbs.tokenize(corpus, tmp_path / "tokens", words, rows_per_part=20)
-    with pytest.raises(DataError, match="has no text in 'txt', but id, text, tokens: give --column"):
-        verbs.tokenize(corpus, tmp_path / "more", words, column="txt")
-
-
-def test_a_killed_tokenizing_goes_on(tmp_path):
-    corpus_folder(tmp_path / "corpus", ".jsonl", 95)
-    code = (
-        "import time\nfrom grappe.data import Corpus\nfrom grappe.verbs.data.corpus import tokenize\n"
-        "def slow(texts):\n    time.sleep(0.2)\n    return [[len(w) for w in t.split()] for t in texts]\n"
-        "tokenize(Corpus('corpus'), __import__('pathlib').Path('tokens'), slow, rows_per_part=8)\n"
-    )
-    process = subprocess.Popen([sys.executable, "-c", code], cwd=tmp_path)
-    while len(list((tmp_path / "tokens").glob("*.arrow"))) < 2:
-        assert process.poll() is None
-        time.sleep(0.01)
-    os.kill(process.pid, signal.SIGKILL)
-    process.wait()
-    there = len(list((tmp_path / "tokens").glob("*.arrow")))
-    done = verbs.tokenize(Corpus(tmp_path / "corpus"), tmp_path / "tokens", words, rows_per_part=8)
-    assert done.were_there == there < 12
-    tokens = Corpus(tmp_path / "tokens")
-    assert [list(tokens[n]["tokens"]) for n in range(95)] == [words([row(n)["text"]])[0] for n in range(95)]
 
 
 def test_a_tokenizer_is_a_file_of_json(tmp_path, capsys):

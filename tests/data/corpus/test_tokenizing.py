@@ -1,0 +1,61 @@
+"""Tests that tokens are written once, by one process or several, and that a killed writing goes on."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from grappe.data import Corpus, Packed
+from grappe.data.corpus import tokenizing
+from grappe.errors import DataError, UsageError
+from tests.data.corpus.shards import corpus_folder, row
+
+
+@pytest.fixture(autouse=True)
+def own_state(monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+
+
+def words(texts):
+    return [[len(word) for word in text.split()] for text in texts]
+
+
+def test_tokens_are_written_once_and_shared_by_processes(tmp_path):
+    corpus = Corpus(corpus_folder(tmp_path / "corpus", ".jsonl.gz", 95))
+    with tokenizing._taken(tmp_path / ".held"):  # as another process would hold it
+        done = tokenizing.tokenize(corpus, tmp_path / "tokens", words, end=0, rows_per_part=20)
+    assert (done.parts, done.rows, done.were_there) == (5, 95, 0)
+    again = tokenizing.tokenize(corpus, tmp_path / "tokens", words, end=0, rows_per_part=20)
+    assert (again.rows, again.were_there) == (0, 5)
+    tokens = Corpus(tmp_path / "tokens")
+    assert [list(tokens[n]["tokens"]) for n in range(95)] == [[*words([row(n)["text"]])[0], 0] for n in range(95)]
+    assert len(Packed(tokens, 16)) > 20
+    with pytest.raises(UsageError, match="begun with other files or settings"):
+        tokenizing.tokenize(corpus, tmp_path / "tokens", words, rows_per_part=20)
+    with pytest.raises(DataError, match="has no text in 'txt', but id, text, tokens: give --column"):
+        tokenizing.tokenize(corpus, tmp_path / "more", words, column="txt")
+
+
+def test_a_killed_tokenizing_goes_on(tmp_path):
+    corpus_folder(tmp_path / "corpus", ".jsonl", 95)
+    code = (
+        "import time\nfrom grappe.data import Corpus\nfrom grappe.data import tokenize\n"
+        "def slow(texts):\n    time.sleep(0.2)\n    return [[len(w) for w in t.split()] for t in texts]\n"
+        "tokenize(Corpus('corpus'), __import__('pathlib').Path('tokens'), slow, rows_per_part=8)\n"
+    )
+    process = subprocess.Popen([sys.executable, "-c", code], cwd=tmp_path)
+    while len(list((tmp_path / "tokens").glob("*.arrow"))) < 2:
+        assert process.poll() is None
+        time.sleep(0.01)
+    os.kill(process.pid, signal.SIGKILL)
+    process.wait()
+    there = len(list((tmp_path / "tokens").glob("*.arrow")))
+    done = tokenizing.tokenize(Corpus(tmp_path / "corpus"), tmp_path / "tokens", words, rows_per_part=8)
+    assert done.were_there == there < 12
+    tokens = Corpus(tmp_path / "tokens")
+    assert [list(tokens[n]["tokens"]) for n in range(95)] == [words([row(n)["text"]])[0] for n in range(95)]
