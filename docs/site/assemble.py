@@ -34,7 +34,7 @@ NAVIGATION = (
             "gallery",
         ),
     ),
-    ("Data", "Données", ("data", "data-formats", "imagenet", "augmentation")),
+    ("Data", "Données", ("data", "corpus", "data-formats", "imagenet", "augmentation")),
     (
         "Training",
         "Entraînement",
