@@ -40,12 +40,8 @@ from grappe.step.scores import TrainingScores
 from grappe.step.task_contract import metrics_of
 from grappe.task import Task, overrides
 from grappe.training.headspace import headspace
-<<<<<<< HEAD
-from grappe.training.loop import Session, Training, WeightAverage, naming_overwritten
-from grappe.training.memory_choice import with_memory_chosen
-=======
 from grappe.training.loop import Session, Training, WeightAverage, naming_overwritten, samples_seen
->>>>>>> d773ed7d (grappe.data.tokenize; a run records what its mixture drew; gallery: pretraining on a mixture of packed documents)
+from grappe.training.memory_choice import with_memory_chosen
 from grappe.training.options import Options
 from grappe.training.out_of_memory import LocalOutOfMemory, reporting_out_of_memory, with_plan_that_fits
 from grappe.training.reporting import announce, note_optimizer, report, reporting, start_facts, unit_facts
