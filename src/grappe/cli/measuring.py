@@ -242,6 +242,9 @@ def report(
             help="Predict the validation samples now: a confusion matrix, and pictures, where there are classes."
         ),
     ] = False,
+    weights: Annotated[
+        bool, SWITCH, Parameter(help="Histograms of the parameters' values, of the newest checkpoints.")
+    ] = False,
     foresee: Annotated[
         bool, SWITCH, Parameter(help="Compare memory and step with the forecast, which traces each model once.")
     ] = False,
@@ -256,14 +259,14 @@ def report(
     from grappe.verbs.report.results import compared
 
     output.check(out, streams=False)
-    if live and (predictions or foresee):
-        raise UsageError("--live shows what the runs write: leave out --predictions and --foresee")
+    if live and (predictions or weights or foresee):
+        raise UsageError("--live shows what the runs write: leave out --predictions, --weights and --foresee")
     if json:
         show_json("report", **compared([Run(place) for place in places]))
     if live:
         show(str(verb.live(places, out)))
     elif out is not None or not json:
-        file = verb.report(places, out, foresee=foresee, predictions=predictions)
+        file = verb.report(places, out, foresee=foresee, predictions=predictions, weights=weights)
         if not json:
             show(str(file))
 

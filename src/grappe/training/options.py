@@ -10,6 +10,8 @@ from collections.abc import Callable
 from grappe.errors import UsageError
 from grappe.fields import CountOrPart, Duration, Names, Part, Ranks, at_least
 
+LONGEST_NOTE = 500  # characters
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Options:
@@ -52,6 +54,8 @@ class Options:
     """Loggers besides the run's curves: tensorboard, wandb (offline), mlflow, trackio."""
     tag: Names = ()
     """Tags of the run, which grappe runs --tag selects: baseline,ablation."""
+    note: str = ""
+    """A sentence about the run, for grappe runs RUN and grappe report."""
     profile: Ranks = ()
     """Ranks whose processes profile a few steps: 0, or 0,3."""
     profile_steps: int = 5
@@ -76,6 +80,8 @@ class Options:
         )
         for tag in self.tag:
             check_label("--tag", tag)
+        if len(self.note) > LONGEST_NOTE or not self.note.isprintable():
+            raise UsageError(f"--note: give one line of at most {LONGEST_NOTE} characters")
         every = self.print_every
         if every is not None and not (0 < every < 1 or every == int(every) > 0):
             raise UsageError(f"--print-every={every}: give steps, or a part of an epoch: 50, 0.1")

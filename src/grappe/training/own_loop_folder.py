@@ -83,6 +83,7 @@ class LoopFolder:
                 run.write_description(now)
                 run.cut_back(step or 0)
                 self._samples = run.last_record("step").get("samples", 0)
+            run.keep_code(Path(sys.argv[0]))
         except BaseException:
             lease.release()
             raise

@@ -30,6 +30,8 @@ if TYPE_CHECKING:
     from grappe.step.scores import Scores
 
 DESCRIPTION = "run.json"
+CODE, LARGEST_CODE = "code.txt", 1 << 18
+"""The text of the task's file, or of the script, as the newest start had it: to be read, never run."""
 HASH = "xxh3_128"  # of the other entries of run.json
 METRICS = "metrics.jsonl"
 USAGE = "usage.jsonl"
@@ -57,7 +59,7 @@ PARTS = (
 """What a training writes in a run's folder, besides run.json and files that are replaced whole."""
 ENTRIES: dict[str, Any] = {
     **dict.fromkeys(("task", "class", "plan", "data", "dataset", "sampling", "source", "device"), str),
-    **dict.fromkeys(("processor", "host", "started", "status", "id", "name", "script"), str),
+    **dict.fromkeys(("processor", "host", "started", "status", "id", "name", "note", "script"), str),
     **dict.fromkeys(("seed", "processes", "threads", "restarts", "step", "total_steps"), int),
     **dict.fromkeys(("fields", "used", "headspace", "loading", "rehearsed", "drawn"), dict[str, Any]),
     "start": TypedDict("Start", {"units": list[str]}, total=False),  # pyrefly: ignore
@@ -85,6 +87,11 @@ class Run(Tabular):
 
     def __repr__(self) -> str:
         return f"Run({str(self.folder)!r})"
+
+    def keep_code(self, file: Path) -> None:
+        """Keeps the text of the user's file with the run, unless it is larger than LARGEST_CODE or no file."""
+        if files.kind(file) == "file" and 0 < file.stat().st_size <= LARGEST_CODE:
+            files.replace(self.folder / CODE, files.read_bytes(file))
 
     def read_description(self) -> dict[str, Any]:
         """Reads run.json: task, fields, plan, versions, hosts, restarts, each of its type.
@@ -403,7 +410,7 @@ class Made:
             self._folders.append(folder)
 
     def undo(self) -> None:
-        """Removes run.json, the checkpoints, its processes' logs, and the folders that are empty then."""
+        """Removes run.json, the code, the checkpoints, its processes' logs, and folders that are empty then."""
         logs = self.run / "logs"
         with contextlib.suppress(OSError, RunError):
             for name in files.names(logs) if logs in self._folders else ():
@@ -416,6 +423,7 @@ class Made:
                     if files.kind(left) == "folder" and not strangers(left):
                         files.remove_tree(left, IN_PART)
                 files.remove(self.run / DESCRIPTION)
+                files.remove(self.run / CODE)
         for folder in reversed(self._folders):
             files.remove_empty(folder)
 

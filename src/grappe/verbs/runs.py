@@ -79,7 +79,8 @@ def describe(folder: Path) -> Table:
     description = run.read_description()
     rows = list[tuple[str, object]]()
     rows.append(("run", str(run.folder)))
-    for label, text in (("name", description.get("name")), ("tags", ", ".join(description.get("tags", [])))):
+    labels = {name: description.get(name) for name in ("name", "note")}
+    for label, text in {**labels, "tags": ", ".join(description.get("tags", []))}.items():
         if text:
             rows.append((label, text))
     rows.append(("task", str(description.get("task"))))

@@ -14,10 +14,11 @@ from xml.etree import ElementTree
 import pytest
 import torch
 
+import tests.parity.tasks
 from grappe.checkpoint.commit import write_json
 from grappe.checkpoint.lease import Lease
 from grappe.errors import RunError, UsageError
-from grappe.training.run import SCORES, Run
+from grappe.training.run import CODE, SCORES, Run
 from grappe.verbs.load import load
 from grappe.verbs.report.predictions import histogram
 from grappe.verbs.report.report import gather, html, live, report, thinned
@@ -205,6 +206,24 @@ def test_predictions_of_classes(browser: chromium.Browser, run: Path, tmp_path: 
     assert browser.evaluate("document.querySelectorAll('canvas').length") == len(entry["pictures"]) > 12
     assert (len(entry["losses"]["samples"]), sum(entry["losses"]["samples"])) == (30, 29)
     assert "losses of samples" in browser.evaluate("document.getElementById('plots').textContent")
+
+
+def test_weights_code_and_notes(browser: chromium.Browser, run: Path, tmp_path: Path) -> None:
+    """The lines that differ between two runs are text, whatever they say; weights are counted from the checkpoint."""
+    kept = (run / CODE).read_text()
+    assert kept == Path(tests.parity.tasks.__file__).read_text()
+    other = another(run, "other code", note=HOSTILE)
+    (other / CODE).write_text(kept.replace("29 samples in batches of 12", HOSTILE))
+    gathered = gather([run, other], weights=True)
+    [change] = gathered["code"]
+    assert [line[0] for line in change["lines"][2:] if line[0] in "+-"] == ["-", "+"] and change["from"] == "images"
+    counts, model = gathered["runs"][0]["weights"], load(run)
+    assert set(counts) == set(dict(model.named_parameters()))
+    assert sum(counts["3.weight"]["samples"]) == 5 * 16
+    assert counts["3.weight"]["from"] == pytest.approx(float(model.get_parameter("3.weight").detach().min()))
+    shown(browser, report([run, other], tmp_path / "code.html", weights=True))
+    assert browser.evaluate("document.querySelectorAll('pre.diff .added').length") == 1
+    assert browser.evaluate("document.querySelector('small.note').textContent.includes('</script>')")
 
 
 def test_losses_that_are_no_numbers_are_in_no_bin() -> None:

@@ -25,7 +25,7 @@ function results() {
   };
   // The columns show what differs: a run without a name of its own is found again by its folder.
   const nameOf = (index) => (DATA.runs[index].description.name ? rows[index].label : rows[index].run);
-  const runCell = (index) => element("td", { title: rows[index].label }, swatch(index), nameOf(index), rows[index].status === "finished" ? "" : element("small", {}, ` ${t(rows[index].status)}`));
+  const runCell = (index) => element("td", { title: rows[index].label }, swatch(index), nameOf(index), rows[index].status === "finished" ? "" : element("small", {}, ` ${t(rows[index].status)}`), rows[index].note ? element("small", { class: "note" }, rows[index].note) : "");
   const figures = (row) => columns.map(([name, , format]) => element("td", name === "test" ? { title: row.test_checkpoint } : {}, known(value(row, name)) || typeof value(row, name) === "string" ? format(value(row, name)) : ""));
   const meanOf = ({ group, rows: members }) => element("tr", { class: "mean" }, element("td", {}, t("mean ± standard deviation of {number} seeds", { number: members.length })),
     ...columns.map(([name, , format]) => element("td", {}, known(group.mean[name]) ? `${format(group.mean[name])} ± ${short(Number(group.deviation[name].toPrecision(2)))}` : name === "seed" ? "" : t(String(value(rows[members[0]], name) ?? "")))));
@@ -60,9 +60,23 @@ function predictions() {
     grid.before(element("p", {}, t("{right} of {samples} samples of {split} are right, with {checkpoint}.", made)));
     if (made.matrix) confusion(grid, made);
     else table(grid, t("most frequent confusions"), [t("class"), t("predicted"), t("samples")], made.confusions);
-    const bin = (made.losses.to - made.losses.from) / made.losses.samples.length, steps = made.losses.samples.flatMap((number, at) => [[made.losses.from + at * bin, number], [made.losses.from + (at + 1) * bin, number]]);
-    lines(grid, t("losses of samples"), t("samples"), [{ run: index, name: run.label, color: color(index), points: steps }], { across: t("log10 of the loss"), from0: true });
+    lines(grid, t("losses of samples"), t("samples"), [{ run: index, name: run.label, color: color(index), points: stairs(made.losses) }], { across: t("log10 of the loss"), from0: true });
     if (made.pictures.length) grid.append(element("figure", { "data-drawn": "yes" }, element("figcaption", {}, t("samples"), " ", element("small", {}, t("class → prediction (loss); the mistakes with the highest loss first"))), element("div", { class: "pictures" }, ...made.pictures.map((one) => picture(one, index)))));
+  }
+}
+
+function stairs({ from, to, samples }, density = false) {
+  const bin = (to - from) / samples.length, unit = density ? bin * samples.reduce((a, b) => a + b, 0) || 1 : 1;
+  return samples.flatMap((number, at) => [[from + at * bin, number / unit], [from + (at + 1) * bin, number / unit]]);
+}
+
+function weights() {
+  const names = [...new Set(DATA.runs.flatMap((run) => Object.keys(run.weights ?? {})))];
+  if (!names.length) return;
+  const grid = section(t("Weights"));
+  for (const name of names) {
+    const series = DATA.runs.map((run, index) => ({ run: index, name: run.label, ...style(index), points: run.weights?.[name] ? stairs(run.weights[name], true) : [] })).filter((one) => one.points.length);
+    lines(grid, name, t("density of the values"), series, { across: t("value"), from0: true });
   }
 }
 
@@ -275,6 +289,16 @@ function configuration() {
   made.append(rest);
 }
 
+// What changed in the code from the first run that has some: as text, in the form of diff -u.
+function code() {
+  if (!DATA.code.length) return;
+  const made = section(t("Code")).parentNode;
+  for (const { from, to, lines: changed, all } of DATA.code) {
+    const kind = (line) => ({ "+": "added", "-": "removed" })[line[0]] ?? "", shown = changed.slice(2).map((line) => element("span", { class: kind(line) }, `${line}\n`));
+    made.append(element("details", { open: "" }, element("summary", {}, t("from {from} to {to}", { from, to })), element("pre", { class: "diff" }, ...shown, all > changed.length ? t("and {number} more lines", { number: all - changed.length }) : "")));
+  }
+}
+
 function legend() {
   const box = document.getElementById("legend");
   if (DATA.runs.length < 2) { box.remove(); return; }
@@ -308,9 +332,9 @@ remember();
 themed();
 legend();
 const bar = document.getElementById("bar");
-if (DATA.runs.length) { results(); bar.parentNode.append(bar); predictions(); curves(); time(); memory(); }
+if (DATA.runs.length) { results(); bar.parentNode.append(bar); predictions(); weights(); curves(); time(); memory(); }
 scaling();
 learningRates();
 studies();
-if (DATA.runs.length) configuration();
+if (DATA.runs.length) { code(); configuration(); }
 draw();

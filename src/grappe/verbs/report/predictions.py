@@ -1,4 +1,4 @@
-"""Predicts the validation samples of a run whose task has classes: the confusion matrix, and pictures of samples.
+"""Computes from a run's newest checkpoint: a confusion matrix, pictures of samples, histograms of the weights.
 
 Shapes: B samples of a batch, K classes; pictures of C x H x W.
 """
@@ -6,6 +6,7 @@ Shapes: B samples of a batch, K classes; pictures of C x H x W.
 from __future__ import annotations
 
 import base64
+import math
 from typing import Any
 
 import numpy as np
@@ -29,7 +30,8 @@ SPLIT = "validation"
 LARGEST_MATRIX = 50  # classes: a larger matrix cannot be read
 CONFUSIONS = 20  # shown where there are more classes
 PICTURES = 12  # of the mistakes with the highest loss, and of the first samples
-BINS = 30  # of the losses of samples
+BINS = 30  # of a histogram
+TENSORS = 60  # whose values are counted, in the order of the model
 LARGEST_SIDE = 64  # pixels of a picture in the page
 
 
@@ -79,7 +81,7 @@ def _predicted(run: Run) -> dict[str, Any]:
         "right": int(matrix.trace()),
         "matrix": matrix.tolist() if number <= LARGEST_MATRIX else None,
         "confusions": _confusions(matrix),
-        "losses": histogram(losses),
+        "losses": histogram(losses.double().clamp_min(1e-8).log10()),
         "pictures": [
             {
                 **picture,
@@ -105,12 +107,27 @@ def _confusions(matrix: Tensor) -> list[list[int]]:
     return [[*divmod(place, len(matrix)), count] for place, count in pairs if count]
 
 
-def histogram(losses: Tensor) -> dict[str, Any]:
-    """Returns the numbers of samples whose loss's log10 is in each of BINS equal bins, and the range of all bins."""
-    logs = losses[losses.isfinite()].double().clamp_min(1e-8).log10()
-    low, high = (extreme(logs.tolist(), default=0.0) for extreme in (min, max))
-    high = max(high, low + 0.01)
-    return {"from": low, "to": high, "samples": logs.histc(BINS, low, high).long().tolist()}
+def histogram(values: Tensor, bins: int = BINS) -> dict[str, Any]:
+    """Returns the numbers of finite values that are in each of equal bins, and the range of all bins."""
+    finite = values[values.isfinite()].double()
+    low, high = (float(end) for end in finite.aminmax()) if len(finite) else (0.0, 0.0)
+    high = max(high, low + 1e-6 * abs(low), low + 1e-9)
+    return {"from": low, "to": high, "samples": finite.histc(bins, low, high).long().tolist()}
+
+
+def weights_of(run: Run) -> dict[str, Any]:
+    """Returns the histogram of each floating-point tensor of the model, at most TENSORS, by name; {}: none is saved."""
+    checkpoint = run.choose().checkpoint
+    if checkpoint is None:
+        return {}
+    progress(f"reading the weights of {run.folder.name}")
+    weights, made = checkpoint.read_model(), dict[str, Any]()
+    for name in weights:
+        values = weights.read(name).flatten()
+        if values.is_floating_point() and len(values) > 1 and len(made) < TENSORS:
+            made[name] = histogram(values, min(BINS, math.ceil(2 * len(values) ** (1 / 3))))  # Rice's rule
+    progress("")
+    return made
 
 
 def _pictures(inputs: Any) -> list[dict[str, Any]]:

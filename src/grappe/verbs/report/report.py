@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import difflib
 import itertools
 import json
 import math
@@ -18,7 +19,7 @@ from grappe.errors.foreign_text import html_text, number, printable
 from grappe.language import catalogue_of, chosen_language, translated
 from grappe.launch import files
 from grappe.launch.terminal import progress
-from grappe.training.run import USAGE, Run
+from grappe.training.run import CODE, USAGE, Run
 from grappe.verbs.report.results import compared
 from grappe.verbs.tune.schedule import importance
 from grappe.verbs.tune.space import Choices, Range, of_texts
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
 NAME = "report.html"
 LIVE_SECONDS = 5.0
 WINDOWS = 100  # of steps, over which a speed is a mean
+LONGEST_DIFF = 400  # lines
 POINTS = 800  # of a curve; a screen has no more
 NOT_CURVES = frozenset({"kind", "step", "epoch", "samples", "count", "seconds", "data", "device", "skipped"})
 PARTS_OF_NOISE = frozenset({"steps", "variance", "gradient_square"})  # which the noise scale is made of
@@ -50,6 +52,7 @@ def report(
     *,
     foresee: bool = False,
     predictions: bool = False,
+    weights: bool = False,
     reloads: float = 0.0,
 ) -> Path:
     """Writes a report of `places`: runs' and studies' folders, files of grappe measure and lr-find (--out).
@@ -58,6 +61,7 @@ def report(
         out: the file; None: report.html, in the run's folder if there is only one run, else in the current folder.
         foresee: compare each run's memory and step with its forecast; a model that was not traced before is traced.
         predictions: predict each run's validation samples now, with its newest checkpoint.
+        weights: count the values of each parameter, of its newest checkpoint.
         reloads: seconds after which the page loads itself again; 0: never.
 
     Raises:
@@ -67,7 +71,7 @@ def report(
     if not places:
         raise UsageError("nothing to report: give one or several runs (see: grappe runs)")
     paths = [Path(place) for place in places]
-    gathered = gather(paths, foresee=foresee, predictions=predictions)
+    gathered = gather(paths, foresee=foresee, predictions=predictions, weights=weights)
     alone = len(paths) == 1 and paths[0].is_dir()
     file = Path(out) if out is not None else (paths[0] / NAME if alone else Path(NAME))
     first = paths[0].resolve().name
@@ -95,7 +99,9 @@ def live(places: Sequence[Path | str], out: Path | str | None = None, *, every: 
     return report(places, out)
 
 
-def gather(places: Sequence[Path], *, foresee: bool = False, predictions: bool = False) -> dict[str, Any]:
+def gather(
+    places: Sequence[Path], *, foresee: bool = False, predictions: bool = False, weights: bool = False
+) -> dict[str, Any]:
     """Gathers the content of a report of `places`: runs' and studies' folders, files of grappe measure and lr-find.
 
     Raises:
@@ -121,10 +127,33 @@ def gather(places: Sequence[Path], *, foresee: bool = False, predictions: bool =
             from grappe.verbs.report.predictions import predicted  # with torch, too
 
             entry["predictions"] = predicted(run)
+        if weights:
+            from grappe.verbs.report.predictions import weights_of
+
+            entry["weights"] = weights_of(run)
     return {
         "results": results, "runs": gathered, "measurements": measurements, "learning_rates": searches,
-        "studies": studies,
+        "studies": studies, "code": _changed_code(runs),
     }  # fmt: skip
+
+
+def _changed_code(runs: Sequence[Run]) -> list[dict[str, Any]]:
+    """Compares the code of each run with the first run's that has some, where it differs: lines of a unified diff."""
+    codes = [(run.folder.resolve().name, _code(run)) for run in runs]
+    named = [(name, code) for name, code in codes if code]
+    changes = []
+    for name, code in named[1:]:
+        lines = list(difflib.unified_diff(named[0][1], code, named[0][0], name, lineterm="", n=2))
+        if lines:
+            changes.append({"from": named[0][0], "to": name, "lines": lines[:LONGEST_DIFF], "all": len(lines)})
+    return changes
+
+
+def _code(run: Run) -> list[str]:
+    try:
+        return files.read_text(run.folder / CODE).splitlines()
+    except (OSError, RunError):
+        return []
 
 
 def _run(run: Run, row: dict[str, Any]) -> dict[str, Any]:

@@ -52,6 +52,7 @@ def compared(runs: Sequence[Run]) -> dict[str, Any]:
                 "run": run.folder.resolve().name,
                 "label": label,
                 "tags": description.get("tags", []),
+                "note": printable(description.get("note") or ""),
                 "status": run.read_status(description),
                 "plan": plan_name(description.get("plan")),
                 "differs": {key: setting.get(key, "") for key in keys if key != "plan"},
