@@ -44,7 +44,7 @@ from grappe.verbs.verify.random_ops import RandomOps
 from grappe.verbs.verify.runner import FACTOR
 from grappe.verbs.verify.sketch import PERTURBED, WIDTH, CallLog, Numbers, gaps, moved, sketch
 from grappe.verbs.verify.trained_by_hand import ReferenceBatches, ReferenceModel, ReferenceRequest
-from grappe.words import VERSION
+from grappe.words import VERSION, processor_name
 
 FORM = 1
 MOST_BYTES = 5_000_000
@@ -147,7 +147,7 @@ def this_machine(device: torch.device, threads: int) -> dict[str, str]:
         "grappe": VERSION,
         "torch": str(torch.__version__),
         "python": platform.python_version(),
-        "processor": processor(),
+        "processor": processor_name(),
         "instructions": torch.backends.cpu.get_cpu_capability(),
         "device": torch.cuda.get_device_name(device) if gpu else device.type,
         "driver": driver.read_text().split("\n")[0][:200] if driver.exists() else "",
@@ -165,15 +165,6 @@ PRECISIONS = (
     "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE",
 )
 """Variables by which libraries compute with fewer bits."""
-
-
-def processor() -> str:
-    """Returns the processor's name."""
-    with contextlib.suppress(OSError):
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    return platform.processor() or platform.machine()
 
 
 class _Results:

@@ -10,11 +10,12 @@ import dataclasses
 import functools
 import inspect
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
 import torch
+import xxhash
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -115,9 +116,11 @@ class DrawnTensor:
     def __repr__(self) -> str:
         plain = self.stride == torch.empty(self.shape, device="meta").stride()
         layout = "" if plain else f"|{','.join(map(str, self.stride))}"
-        return (
-            f"{str(self.dtype)[6:]}{'-+'[self.sign > 0] if self.sign else ''}[{','.join(map(str, self.shape))}{layout}]"
-        )
+        sign = "-+"[self.sign > 0] if self.sign else ""
+        # Whole numbers may come from rounded ones, as those of a maximum do: then it is another call.
+        kept = None if self.kept is None else self.kept.cpu().contiguous().view(-1).view(torch.uint8).numpy()
+        values = "" if kept is None else f":{xxhash.xxh3_64_hexdigest(kept.tobytes())}"
+        return f"{str(self.dtype)[6:]}{sign}[{','.join(map(str, self.shape))}{layout}]{values}"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -229,13 +232,12 @@ class CallLog(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        aten = not self.paused and func.namespace == "aten" and not func.is_view
+        aten = not self.paused and func.namespace == "aten" and not func.is_view and "empty" not in func.name()
         if aten and torch.Tag.nondeterministic_seeded not in func.tags and _floats((args, kwargs)):
             call = DrawnCall(operator=func, arguments=tree_map(_described, (tuple(args), kwargs)))
             name = str(call)
             if self.keeps and name not in self.calls and call.numbers <= LARGEST:
-                keep: Callable[[Any], Any] = lambda leaf: _described(leaf, keep=True)  # noqa: E731
-                self.calls[name] = dataclasses.replace(call, arguments=tree_map(keep, (tuple(args), kwargs)))
+                self.calls[name] = call
             self.order.append(name)
         return call_in_mode(func, args, kwargs)
 
@@ -252,7 +254,7 @@ class CallLog(TorchDispatchMode):
         return sketches
 
 
-def _described(leaf: Any, keep: bool = False) -> Any:
+def _described(leaf: Any) -> Any:
     if not isinstance(leaf, Tensor):
         return leaf
     sign = 0
@@ -265,5 +267,5 @@ def _described(leaf: Any, keep: bool = False) -> Any:
         dtype=leaf.dtype,
         device=leaf.device,
         sign=sign,
-        kept=leaf.detach().clone() if keep and not real else None,
+        kept=None if real else leaf.detach().clone(),
     )
