@@ -1,4 +1,4 @@
-"""What a plan puts around a model's forward belongs to that model: a copy of it has its own."""
+"""A copy of a model has its own of what a plan puts around a forward."""
 
 from __future__ import annotations
 

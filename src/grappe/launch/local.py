@@ -75,7 +75,7 @@ def start_server(*, metrics: bool = True) -> None:
 
 
 def start_server_of_scripts() -> None:
-    """As `start_server`; the server imports what a script for one process needs under `grappe launch`."""
+    """Starts the server for a script for one process under `grappe launch`: the server imports what that needs."""
     _start_server(*OF_SCRIPTS)
 
 

@@ -68,7 +68,7 @@ class _Pass:
     until_a_step: list[str] = dataclasses.field(default_factory=list)
     """The places of the backwards before the first optimizer step, after which a run's weights are others."""
     counts: list[float] = dataclasses.field(default_factory=list)
-    """What the cross-entropies divide by."""
+    """Numbers that the cross-entropies divide by."""
     stepped: bool = False
     draws_beside_torch: bool = False
     """Whether NumPy's or Python's generator has drawn."""
