@@ -1,0 +1,54 @@
+"""A training under memory= has one plan on all its processes, which its run keeps, and learns the same to the bit."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+import grappe
+from grappe.errors import PlanError
+from grappe.launch.rank import ProcessRank
+from grappe.launch.world import World
+from grappe.plan import Plan
+from grappe.training.memory_choice import memory_chosen, with_memory_chosen
+from grappe.training.options import Options
+from grappe.training.request import Request, data_folder
+from grappe.training.task_reference import TaskReference
+
+FIELDS = {"width": 64, "depth": 2, "heads": 2, "batch_size": 8, "megabytes": 0.3}
+
+
+def trained(folder: Path, plan: str) -> tuple[dict, dict[str, torch.Tensor]]:
+    run = grappe.train("pysource", plan, folder, fields=FIELDS, options=Options(steps=1, evaluate_every=1000))
+    return run.read_description(), grappe.load(run).state_dict()
+
+
+def test_two_processes_have_one_choice_and_the_bits_of_none(tmp_path: Path) -> None:
+    described, weights = trained(tmp_path / "chosen", "replicate=2,memory=7MB")
+    assert described["plan"].startswith("replicate=2,recompute=") and "memory" not in described["plan"]
+    assert described["chosen"].startswith(f"memory=7MB: chose {described['plan']}, foreseen to take ")
+    _, others = trained(tmp_path / "plain", "replicate=2")
+    assert weights.keys() == others.keys() and all(torch.equal(weights[name], others[name]) for name in weights)
+
+
+def test_what_cannot_fit_is_refused_before_the_run_is_made(tmp_path: Path) -> None:
+    request = Request(task=TaskReference.of("pysource", FIELDS), plan=Plan(memory="1MB"), run=tmp_path / "run")
+    with pytest.raises(PlanError, match=r"memory=1MB: torch may allocate 1 MB .* \d MB more"):
+        with_memory_chosen(request, World(process=ProcessRank(), device=torch.device("cpu")))
+    assert not request.run.exists()
+
+
+def test_a_command_without_a_training_needs_a_number() -> None:
+    with pytest.raises(PlanError, match="write the bytes here"):
+        memory_chosen(TaskReference.of("pysource", FIELDS), Plan(memory="auto"), data_folder())
+
+
+def test_a_pipeline_and_other_engines_are_refused_by_name() -> None:
+    for plan, words in (
+        ("pipeline=2,microbatches=2,memory=1GB", "pipeline"),
+        ("engine=lightning,memory=1GB", "native"),
+    ):
+        with pytest.raises(PlanError, match=words):
+            grappe.train("pysource", plan)
