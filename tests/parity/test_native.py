@@ -44,6 +44,7 @@ PLANS = [
     "recompute",
     "replicate=2,recompute",
     "shard=2,recompute",
+    "shard=2,recompute=selective",
     "offload=cpu,shard=2",
     "offload=cpu",
     "engine=textbook",
