@@ -24,8 +24,6 @@ STATES = 4096
 """Partial choices that are kept at most. Beyond, the bytes that units keep are rounded up to a STATES-th of the room,
 so that what is chosen costs no more than the best choice for a room that is smaller by a STATES-th for each unit."""
 TRIES = 4  # of the choice, each corrected by the trace of the one before
-SELECTIVE = 12e-6
-"""Seconds of the host for an operator in a selective unit, each time that it is met: measured."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
