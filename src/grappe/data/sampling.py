@@ -60,7 +60,7 @@ class EpochOrder(Protocol):
 
     @property
     def repeats(self) -> bool:
-        """Whether a sample may come several times an epoch."""
+        """Returns whether a sample may come several times an epoch."""
 
     def order(self, seed: int, epoch: int, start: int, stop: int, batch_size: int) -> NDArray[np.int64]:
         """Returns the ids at positions `start` to `stop` of an epoch's order: int64 (stop - start,)."""

@@ -44,7 +44,7 @@ class RowBlock(NamedTuple):
 
     rows: int
     start: int
-    """Where it begins: the number of a row group or record batch, or a place in the (unpacked) file."""
+    """The number of a row group or record batch, or the first byte in the (unpacked) file."""
     size: int
     """Bytes in memory."""
 

@@ -60,7 +60,7 @@ class CorpusIndex:
     facts: tuple[Facts, ...]
     """Of each file, when it was indexed."""
     damaged: tuple[str, ...]
-    """What was left out, with the reason."""
+    """Parts that were left out, with the reason."""
 
 
 class _CorpusDescription(msgspec.Struct, kw_only=True):
