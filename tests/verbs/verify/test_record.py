@@ -114,7 +114,7 @@ def tile(tensor: Tensor) -> Tensor:
 
 
 def half(tensor: Tensor) -> Tensor:
-    """What an accumulation in fp16 leaves."""
+    """The rest that an accumulation in fp16 leaves."""
     return tensor.half().float()
 
 

@@ -58,7 +58,7 @@ DATA, LOSS = "the data", "the loss"
 
 
 class RecordHeader(msgspec.Struct, frozen=True, kw_only=True):
-    """What a record says of itself."""
+    """The description in a record: its task, machine and names."""
 
     form: int
     task: str
@@ -86,7 +86,7 @@ class Recorded:
     """Sketches of the header's calls."""
     call_noise: Numbers
     places: tuple[int, ...] = ()
-    """How many calls came before each result; here alone."""
+    """Number of calls before each result; here alone."""
     order: tuple[str, ...] = ()
     """The calls in their order; here alone."""
     scripts: Mapping[str, str] = dataclasses.field(default_factory=dict)
@@ -107,18 +107,18 @@ class RecordRequest:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RecordVerdict:
-    """What became of a training on another machine."""
+    """The verdict on a training on another machine."""
 
     verdict: str
     """same, same but for, different."""
     because: str = ""
-    """What it is the same but for, or where it is different."""
+    """The explained difference, or the place of the first one."""
     operator: str = ""
     """The operator that computes something else; "": none does on drawn inputs."""
     script: str = ""
     """A program that shows it."""
     machines: tuple[str, ...] = ()
-    """What the two machines differ in, a few words each."""
+    """Differences of the two machines, a few words each."""
     results: int = 0
     """Results that were compared."""
     calls: int = 0
