@@ -6,7 +6,7 @@ import dataclasses
 import io
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -40,6 +40,7 @@ from grappe.words import count_of, filled_table, plain_table
 if TYPE_CHECKING:
     from grappe.verbs.lr_find import LearningRates
     from grappe.verbs.measure.measure import JobRequest
+    from grappe.verbs.verify.against import Agreement
     from grappe.verbs.verify.verify import PlanVerdict
 
 
@@ -305,7 +306,7 @@ COLUMNS = ("plan", "verdict", "first differs", "loss", "gradient norm", "weights
 
 
 def verify(
-    task: TaskName,
+    task: TaskName | None = None,
     /,
     *fields: FieldText,
     plan: Annotated[Plans, Parameter(help="A plan to compare with one process; repeatable.")] = None,
@@ -330,11 +331,24 @@ def verify(
         ),
     ] = None,
     steps: Annotated[int | None, Parameter(help="Optimizer steps of each trial. Default: 8; of a record 4.")] = None,
+    script: Annotated[
+        list[str] | None,
+        Parameter(
+            help="A training script for one process and its arguments, in place of a task; the last option. The plans "
+            "are those of grappe launch.",
+            consume_multiple=True,
+            allow_leading_hyphen=True,
+        ),
+    ] = None,
     out: Annotated[OutFile, Parameter(help="Write the findings to this file, .json or .html.")] = None,
     data: DataFolder = None,
     json: Json = False,
 ) -> int:
     """Check that plans learn what one plain process learns; if one does not, name the cause and exit with code 1."""
+    if script or task is None:
+        if not script or task is not None or against or record or with_:
+            raise UsageError("grappe verify needs a task, or a script for one process alone: --script train.py")
+        return max(_verify_script(script, each, steps=steps or 8, out=out, json=json) for each in plan or [""])
     if record or with_:
         if against or (record and with_) or len(plan or ()) > 1:
             raise UsageError("--record and --with take one process: leave out --against, and give one of them")
@@ -390,13 +404,30 @@ def _verify_against(
     from grappe.verbs.verify import against as verb
 
     agreement = verb.verify_against(task, against[0], against[1:], fields=texts, data=data, steps=steps, note=progress)
+    form = {"task": task, "script": list(against), **dataclasses.asdict(agreement)}
+    return _show_agreement("verify --against", agreement, f"{task} learns what {against[0]} does", form, out, json=json)
+
+
+def _verify_script(script: Sequence[str], plan: str, *, steps: int, out: Path | None, json: bool) -> int:
+    output.check(out, ".json")
+    from grappe.verbs.verify import script as verb
+
+    agreement = verb.verify_script(script[0], script[1:], plan, steps=steps, note=progress)
+    form = {"script": list(script), "plan": plan, **dataclasses.asdict(agreement)}
+    same = f"{plan} learns what {script[0]} learns on one process"
+    return _show_agreement("verify --script", agreement, same, form, out, json=json)
+
+
+def _show_agreement(
+    verb: str, agreement: Agreement, same: str, form: Mapping[str, object], out: Path | None, *, json: bool
+) -> int:
+    """Shows the first difference, or that there is none; returns the exit code."""
     progress("")
     sys.stderr.flush()
-    form = {"task": task, "script": list(against), **dataclasses.asdict(agreement)}
     if json:
-        show_json("verify --against", **form)
+        show_json(verb, **form)
     elif agreement.learns_the_same:
-        say(f"same: {task} learns what {against[0]} does")
+        say(f"same: {same}")
         show_facts([
             ("steps compared", str(agreement.step)),
             ("tensors", str(agreement.tensors)),
@@ -406,7 +437,7 @@ def _verify_against(
         say(f"different: {agreement.difference}" + (f" (step {agreement.step})" if agreement.step else ""))
     for line in () if json else agreement.notes:
         say(f"note: {line}")
-    output.write_json(out, "verify --against", **form)
+    output.write_json(out, verb, **form)
     return EXIT_OK if agreement.learns_the_same else EXIT_FAILURE
 
 

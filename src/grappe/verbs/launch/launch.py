@@ -131,7 +131,7 @@ def launch(
     if alone:
         _refuse_plan(chosen)
     if alone and request.rehearsed is None and (several or chosen.changed_keys() - PROCESS_KEYS):
-        request = dataclasses.replace(request, rehearsed=_rehearsed(request, chosen))
+        request = dataclasses.replace(request, rehearsed=rehearsed_on_one_process(request, chosen))
     sys.stdout.flush()
     code = start("grappe.verbs.launch.launch:run_script", request, chosen, run=run, saves=True)
     if alone and code == EXIT_INTERRUPTED and rank_from_environment() is None:
@@ -163,7 +163,7 @@ def _refuse_plan(plan: Plan) -> None:
         )
 
 
-def _rehearsed(request: ScriptRequest, plan: Plan) -> Rehearsed:
+def rehearsed_on_one_process(request: ScriptRequest, plan: Plan) -> Rehearsed:
     """Rehearses a script on one process; says what it measured.
 
     Raises:
@@ -305,7 +305,7 @@ def run_script(request: ScriptRequest, process: ProcessRank, rendezvous_folder: 
                 if request.run is None and request.rehearsed is None:
                     run_as_main(request.script, request.arguments)
                 else:
-                    _run_recorded(request, process, rendezvous_folder)
+                    run_recorded(request, process, rendezvous_folder)
                 code = EXIT_OK
         except SystemExit as end:
             code = end.code if isinstance(end.code, int) else EXIT_OK if end.code is None else EXIT_FAILURE
@@ -319,7 +319,7 @@ def run_script(request: ScriptRequest, process: ProcessRank, rendezvous_folder: 
     return code
 
 
-def _run_recorded(request: ScriptRequest, process: ProcessRank, rendezvous_folder: Path) -> None:
+def run_recorded(request: ScriptRequest, process: ProcessRank, rendezvous_folder: Path) -> None:
     """Runs a script for one process, of whose batches this process takes its rows, and makes it a run."""
     from grappe.training.own_loop_world import join_world
     from grappe.verbs.launch.interception import intercepted, writing_nothing
