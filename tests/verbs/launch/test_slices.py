@@ -105,7 +105,7 @@ for epoch in range(2):
         mean = criterion(critic(fake), target.fill_(1.0)) / 100
         mean.backward()
         steps[0].step()
-        print(f"{loss.item() + other.item():.1f} {mean.item():.3f}")
+        print(f"{loss.item() + other.item():.1f} {float(mean.data.numpy()):.3f}")
 torch.save(generator.state_dict(), options.save)
 """
 

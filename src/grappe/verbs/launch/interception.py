@@ -142,6 +142,9 @@ def _reading(plain: Callable[..., Any], handler: StepHandler) -> Callable[..., A
         own = frame is not None and not frame.f_code.co_filename.startswith((TORCH, GRAPPE))
         if not own or get_worker_info() is not None:  # a dataset's, in a process that loads
             return plain(self, *arguments, **options)
+        if plain.__name__ == "numpy" and not self.dim():  # a number, as by item()
+            array = plain(self, *arguments, **options)
+            return np.asarray(handler.read(self, place_of(frame), lambda _: array.item()), array.dtype)
         return handler.read(self, place_of(frame), lambda tensor: plain(tensor, *arguments, **options))
 
     return read
