@@ -349,9 +349,9 @@ def verify(
         if not script or task is not None or against or record or with_:
             raise UsageError("grappe verify needs a task, or a script for one process alone: --script train.py")
         return max(_verify_script(script, each, steps=steps or 8, out=out, json=json) for each in plan or [""])
+    if (record or with_) and (against or (record and with_) or len(plan or ()) > 1):
+        raise UsageError("--record and --with take one process: leave out --against, and give one of them")
     if record or with_:
-        if against or (record and with_) or len(plan or ()) > 1:
-            raise UsageError("--record and --with take one process: leave out --against, and give one of them")
         return _verify_record(
             task, fields, (plan or [""])[0], record=record, other=with_, steps=steps, out=out, data=data, json=json
         )
@@ -372,7 +372,7 @@ def verify(
         show_json("verify", task=task, findings=findings)
     else:
         tick = " ✓" if (sys.stdout.encoding or "").lower().startswith("utf") else ""
-        rows = [verdict_cells(finding, tick if finding.learns_the_same else "") for finding in findings]
+        rows = [verdict_cells(finding, tick * finding.learns_the_same) for finding in findings]
         show(filled_table(COLUMNS, [[*row[:-1], ""] for row in rows]))
         reasons = plain_table("", "")
         for finding, (plan_text, *_) in zip(findings, rows, strict=True):
