@@ -346,9 +346,8 @@ def verify(
 ) -> int:
     """Check that plans learn what one plain process learns; if one does not, name the cause and exit with code 1."""
     if script or task is None:
-        if not script or task is not None or against or record or with_:
-            raise UsageError("grappe verify needs a task, or a script for one process alone: --script train.py")
-        return max(_verify_script(script, each, steps=steps or 8, out=out, json=json) for each in plan or [""])
+        alone = [] if task is not None or against or record or with_ else script or []
+        return max(_verify_script(alone, each, steps=steps or 8, out=out, json=json) for each in plan or [""])
     if (record or with_) and (against or (record and with_) or len(plan or ()) > 1):
         raise UsageError("--record and --with take one process: leave out --against, and give one of them")
     if record or with_:
@@ -409,6 +408,8 @@ def _verify_against(
 
 
 def _verify_script(script: Sequence[str], plan: str, *, steps: int, out: Path | None, json: bool) -> int:
+    if not script:
+        raise UsageError("grappe verify needs a task, or a script for one process alone: --script train.py")
     output.check(out, ".json")
     from grappe.verbs.verify import script as verb
 
