@@ -34,7 +34,7 @@ FLOOR = 1e-5
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class TrialRequest:
+class ScriptTrialRequest:
     """A script's trial, which is compared with that of one process, or is that one."""
 
     script: ScriptRequest
@@ -98,23 +98,23 @@ def verify_script(
             own = dataclasses.replace(
                 request, plan=str(under), run=folder / name, rehearsed=rehearsed if under is chosen else None
             )
-            trial_request = TrialRequest(script=own, steps=steps, folder=folder, **options)
+            trial_request = ScriptTrialRequest(script=own, steps=steps, folder=folder, **options)
             return start("grappe.verbs.verify.script:run_trial", trial_request, under)
 
-        one = trial("on one process", alone, first=True)
-        if not one.steps:
+        plain = trial("on one process", alone, first=True)
+        if not plain.steps:
             raise UsageError(f"{script} takes no step of a torch.optim.Optimizer. Did it need arguments?")
         try:
             several = trial(f"under {chosen}", chosen)
         except GrappeError as error:
             return Agreement(step=0, tensors=0, largest=0.0, difference=" ".join(str(error).split()))
-        agreement = judged(one, one, several)
+        agreement = judged(plain, plain, several)
         if agreement.learns_the_same:
             return agreement
-        return judged(one, trial("on one process, its weights moved by their last bit", alone, moved=True), several)
+        return judged(plain, trial("on one process, its weights moved by their last bit", alone, moved=True), several)
 
 
-def judged(one: ScriptTrial, moved: ScriptTrial, several: ScriptTrial) -> Agreement:
+def judged(plain: ScriptTrial, moved: ScriptTrial, several: ScriptTrial) -> Agreement:
     """Compares a plan's trial with what rounding alone makes on one process."""
     names = list(dict.fromkeys(name for _, name in several.apart))
     noise: dict[str, float] = {}
@@ -130,8 +130,8 @@ def judged(one: ScriptTrial, moved: ScriptTrial, several: ScriptTrial) -> Agreem
             return Agreement(step=step, tensors=len(names), largest=largest, difference=words)
         else:
             largest = max(largest, apart)
-    difference = f"{one.steps} steps on one process, {several.steps} under the plan" * (one.steps != several.steps)
-    for number, line in enumerate(one.lines):
+    difference = f"{plain.steps} steps on one process, {several.steps} under the plan" * (plain.steps != several.steps)
+    for number, line in enumerate(plain.lines):
         own, again = (trial.lines[number] if number < len(trial.lines) else "" for trial in (several, moved))
         if line != own and line == again and not difference:
             difference = f"printed line {number + 1}: {line!r} on one process, {own!r} under the plan"
@@ -149,9 +149,9 @@ def judged(one: ScriptTrial, moved: ScriptTrial, several: ScriptTrial) -> Agreem
 # ---- In each process ----
 
 
-def run_trial(request: TrialRequest, process: ProcessRank, rendezvous_folder: Path) -> ScriptTrial:
+def run_trial(request: ScriptTrialRequest, process: ProcessRank, rendezvous_folder: Path) -> ScriptTrial:
     """Runs a script for some steps, as grappe launch does; process 0 compares or notes their tensors."""
-    recorder = _Recorder(request, process.rank == 0)
+    recorder = _StepRecorder(request, process.rank == 0)
     before = register_optimizer_step_pre_hook(lambda optimizer, *_: recorder.move(optimizer))
     after = register_optimizer_step_post_hook(lambda optimizer, *_: recorder.compare(optimizer))
     with contextlib.redirect_stdout(io.StringIO()) as text:
@@ -164,10 +164,10 @@ def run_trial(request: TrialRequest, process: ProcessRank, rendezvous_folder: Pa
     return ScriptTrial(steps=recorder.step, apart=recorder.apart, lines=text.getvalue().splitlines())
 
 
-class _Recorder:
+class _StepRecorder:
     """Notes the gradients and weights of each step of an optimizer, or their distance from those of one process."""
 
-    def __init__(self, request: TrialRequest, reads: bool) -> None:
+    def __init__(self, request: ScriptTrialRequest, reads: bool) -> None:
         self._request, self._reads = request, reads
         self._tensors: dict[int, dict[str, Tensor]] = {}
         """Of each optimizer, by its id."""
@@ -219,9 +219,9 @@ SAVE = torch.save
 """As it is before a script runs whose files are written once."""
 
 
-def _distance(one: Tensor, other: Tensor | None) -> float:
+def _distance(own: Tensor, other: Tensor | None) -> float:
     if other is None:
         return float("inf")
-    a, b = one.double(), other.detach().to_dense().double() if other.is_sparse else other.detach().double()
+    a, b = own.double(), other.detach().to_dense().double() if other.is_sparse else other.detach().double()
     norm = float(a.norm())
     return float((a - b).norm()) / norm if norm else float((a - b).norm() > 0)
