@@ -1,4 +1,4 @@
-"""What memory= keeps of its word: `python -m benchmarks.memory_key`.
+"""Measures what memory= promises: `python -m benchmarks.memory_key`.
 
 Each cell trains a few steps under RLIMIT_DATA with memory=auto, at a limit between what recomputing everything and
 nothing needs; its weights are compared with those of a training without a limit, to the bit. The peak of the plan that

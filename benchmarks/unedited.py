@@ -95,7 +95,7 @@ class Script:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """What one and two processes did."""
+    """The outcome of a script: what one and two processes did."""
 
     word: str
     """same, same but for rounding, refused, ended (with the cause), different, or failed on one process."""
@@ -190,7 +190,7 @@ def distance(one: Sequence[torch.Tensor], other: Sequence[torch.Tensor]) -> floa
 
 
 def lines_alike(one: Sequence[str], other: Sequence[str]) -> int:
-    """How many lines are the same, less those that only one has."""
+    """Counts the lines that are the same, less those that only one has."""
     return sum(same_line(*pair) for pair in zip(one, other, strict=False)) - abs(len(one) - len(other))
 
 

@@ -1,4 +1,4 @@
-"""What a step recomputes is chosen at the least time that fits: against all subsets of units, and by its own trace."""
+"""Recomputation is chosen at the least time that fits: against all subsets of units, and by its own trace."""
 
 from __future__ import annotations
 

@@ -39,7 +39,7 @@ class Recomputation:
 
 
 class Units:
-    """What each unit of a model takes and keeps under each level of recomputation, in one microbatch of a plan.
+    """The time that each unit of a model takes, and the bytes it keeps, by level of recomputation; of one microbatch.
 
     Args:
         fake_model: made with `records`.

@@ -45,7 +45,7 @@ class Request:
     epochs_done: int | None = None
     """Epochs that the training of `weights` has done: the run begins after them. None: what the file says."""
     chosen: str = ""
-    """What the plan's memory= stands for, for the user; the plan itself has it in other keys."""
+    """The keys that the plan's memory= stands for, as text for the user; the plan itself has them."""
     options: Options = dataclasses.field(default_factory=Options)
     quiet: bool = False
     """Whether to print nothing but errors."""
