@@ -120,12 +120,16 @@ texts = [torch.randint(0, 9, (int(length),)) for length in torch.randint(2, 12, 
 model = nn.Sequential(nn.Embedding(9, 8), nn.Dropout(0.1), nn.Linear(8, 9))
 criterion = nn.CrossEntropyLoss(torch.linspace(1, 2, 9), ignore_index=-1)
 optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-for tokens, following in DataLoader(texts, 10, shuffle=True, collate_fn=padded):
-    loss = criterion(model(tokens).flatten(0, 1), following.flatten())
-    print(f"{loss.item():.5f}")
-    optimizer.zero_grad()
-    loss.backward()
-    optimizer.step()
+for epoch in range(2):
+    for tokens, following in DataLoader(texts, 10, shuffle=True, collate_fn=padded):
+        output = model(tokens)
+        loss = criterion(output.flatten(0, 1), following.flatten())
+        right = (output.argmax(2) == following)[:, 0].numpy()
+        print(f"{loss.item():.4f} {right.mean():.3f}")
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    model(tokens)  # the dropout of the next epoch comes after these draws
 torch.save(model.state_dict(), options.save)
 """
 
@@ -168,6 +172,12 @@ def test_an_unedited_script_learns_and_prints_on_two_processes_what_it_does_on_o
             id="a sum of its own rows",
         ),
         pytest.param(
+            "pictures = True",
+            DivergedError,
+            r"train.py, line \d+ reads a value that is not the same on all processes",
+            id="its own rows after the loop",
+        ),
+        pytest.param(
             "statistics = True",
             DivergedError,
             "the processes' weights or buffers differ after 1 steps",
@@ -186,7 +196,7 @@ def test_what_the_rehearsal_does_not_show_ends_the_run(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     Path("train.py").write_text(f"""{HEAD}
-every, statistics, summed, total = 0, False, False, torch.zeros(())
+every, statistics, summed, pictures, total = 0, False, False, False, torch.zeros(())
 {body}
 model = nn.Sequential(nn.Flatten(), nn.Linear(36, 3))
 model.register_buffer("mean", torch.zeros(()))
@@ -204,6 +214,8 @@ for number, (images, labels) in enumerate(DataLoader(TensorDataset(x, y), 16)):
         model.mean += images.mean()
 if summed:
     print(total.item())
+if pictures:
+    images.numpy()
 """)
     with pytest.raises(error, match=why):
         launch("train.py", [], PLAN)

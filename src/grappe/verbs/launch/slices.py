@@ -13,8 +13,10 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar, cast
 
+import numpy as np
 import torch
 import torch.distributed as dist
+from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
@@ -87,6 +89,8 @@ class SlicedSteps:
         self._place: BatchRows | None = None
         """Of the running step's rows in its batch; None: everything is whole."""
         self._share = self._counted = 0.0
+        self._after = contextlib.ExitStack()
+        """Draws after the loop of training, which are for the last batch."""
         self._buffers: list[Tensor] = []
         self._norms = nn.ModuleList()
         """Batch normalisations over all processes."""
@@ -101,9 +105,13 @@ class SlicedSteps:
     def batches(self, place: str, plain: Iterator[Any]) -> Iterator[Any]:
         """Yields this process's rows of each batch that trains, and other batches whole."""
         outer = self._place, self._share
+        trains = place == self._rehearsed.loader and outer[0] is None
+        taken = None
+        if trains:
+            self._after.close()
         try:
             for batch in plain:
-                if place != self._rehearsed.loader or outer[0] is not None:
+                if not trains:
                     self._place = None
                     with whole_batch_draws(None):
                         yield self._keys.batch(batch)
@@ -125,7 +133,7 @@ class SlicedSteps:
                 padding = first == last  # fewer rows than processes: the first one, which counts nothing
                 if padding:
                     first, last = 0, 1
-                self._place = BatchRows(first, last - first, rows)
+                self._place = taken = BatchRows(first, last - first, rows)
                 with (
                     whole_batch_draws(self._place),
                     ignoring_padding(self._norms) if padding else contextlib.nullcontext(),
@@ -137,6 +145,8 @@ class SlicedSteps:
                 self._end_step()
         finally:
             self._place, self._share = outer
+            if taken is not None:  # the script still has its rows of the last batch
+                self._after.enter_context(whole_batch_draws(taken))
 
     def backward(self, place: str, loss: Tensor, run: Callable[[float], None]) -> float:
         """Runs a backward, which averages the gradients over the processes; returns this process's part of the loss."""
@@ -173,7 +183,7 @@ class SlicedSteps:
                 return cast("T", self._total(value, weight, tensor))
             self._check_same(value, place)
             return value
-        if isinstance(value, list):
+        if isinstance(value, list | np.ndarray):  # no array of one number: those are read as numbers
             return cast("T", self._whole_rows(value))
         if not isinstance(value, bool | int | float):
             return value
@@ -221,15 +231,17 @@ class SlicedSteps:
         Raises:
             DivergedError: it comes from each process's own rows.
         """
-        if not self.steps or not isinstance(value, bool | int | float):
+        numbers = np.asarray(value)
+        if not self.steps or numbers.dtype.kind not in "biuf":
             return
-        both = torch.tensor([value, -value], dtype=torch.float64)
+        total, size = float(numbers.sum(dtype=np.float64)), float(np.abs(numbers).sum(dtype=np.float64))
+        both = torch.tensor([total, -total, size], dtype=torch.float64)
         dist.all_reduce(both, dist.ReduceOp.MAX, group=self._world.control)
-        most, least = both.tolist()
-        if most + least > TOLERATED * abs(most):
+        most, least, size = both.tolist()
+        if most + least > TOLERATED * size:
             raise DivergedError(
                 f"{line_of(place)} reads a value that is not the same on all processes ({-least:g} to {most:g}): it "
-                "adds up what each has of its own rows. Read it in each step: total += loss.item()"
+                "adds up, or is, what each has of its own rows. Read it in each step: total += loss.item()"
             )
 
     def _likely(self, tensor: Tensor, value: object, place: str) -> str:
@@ -244,14 +256,17 @@ class SlicedSteps:
             "is a mean or a sum over rows: read it in each step"
         )
 
-    def _whole_rows(self, values: list[Any]) -> list[Any]:
-        """Returns a list of all rows' values, if it is of this process's rows; otherwise the list."""
+    def _whole_rows(self, values: list[Any] | NDArray[Any]) -> list[Any] | NDArray[Any]:
+        """Returns all rows' values, if `values` are of this process's rows; otherwise `values`. Collective."""
         assert self._place is not None
-        own = values if self._share else []
-        everyone = self._world.gather(own if len(values) == self._place.size else None)
-        if None in everyone:
+        is_rows = len(values) == self._place.size
+        everyone = self._world.gather((values if self._share else values[:0]) if is_rows else None)
+        parts = [part for part in everyone if part is not None]
+        if len(parts) < len(everyone):
             return values
-        return [value for part in everyone for value in part or ()]
+        if isinstance(values, list):
+            return [value for part in parts for value in part]
+        return np.concatenate(cast("list[NDArray[Any]]", parts))
 
     def length(self, value: int, tensor: object, place: str) -> int:
         """Returns the whole batch's rows where the gradient does not depend on it."""
