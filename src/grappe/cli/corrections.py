@@ -162,6 +162,8 @@ def _is_value(name: str, word: str, exists: bool) -> bool:
     key = Plan.__dataclass_fields__.get(name)
     if word.startswith("-") or ("=" in word and not exists) or (key is not None and key.type == "bool"):
         return False
+    if name == "recompute":
+        return word.startswith(("full", "selective"))
     return name not in PLAN_WORDS or ("{}" in PLAN_WORDS[name] and word.isdigit())
 
 
