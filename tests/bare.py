@@ -52,9 +52,10 @@ def clone(place: Path) -> None:
             (place / packages / package.name).symlink_to(package.resolve())
     (place / packages / "grappe.pth").write_text(f"{place / 'src'}\n")
     shutil.copytree(next((ROOT / packages).glob("grappe-*.dist-info")), place / packages / "grappe.dist-info")
-    program = place / ".venv" / "bin" / "grappe"
-    program.write_text((ROOT / ".venv" / "bin" / "grappe").read_text().replace(str(ROOT), str(place)))
-    program.chmod(0o755)
+    for name in ("grappe", "torchrun"):
+        program = place / ".venv" / "bin" / name
+        program.write_text((ROOT / ".venv" / "bin" / name).read_text().replace(str(ROOT), str(place)))
+        program.chmod(0o755)
     for mark in ("bin/pip", "train", "test"):
         (place / ".venv" / mark).touch()
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import sys
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
@@ -74,7 +74,7 @@ USED = private_names(
 )
 
 if caution := check_torch(torch.__version__, USED):
-    print(caution, file=sys.stderr)
+    warnings.warn(caution, stacklevel=1)
 
 # Gradients as lists. torch.nn.utils.clip_grads_with_norm_ would group them by device and type at each step, and
 # sums the norms in float32.

@@ -49,7 +49,7 @@ class ScriptTrialRequest:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ScriptTrial:
-    """What a trial did."""
+    """The result of a trial of a script."""
 
     steps: int
     apart: Mapping[tuple[int, str], float]
