@@ -18,6 +18,7 @@ from grappe.plan import Plan
 from grappe.training.run import Run
 from grappe.verbs.launch.launch import launch
 from grappe.verbs.launch.plan_keys import PlanKeys
+from tests.needs import need
 from tests.verbs.launch.test_rehearsal import NORMALISED, PLAIN, rehearse
 
 CPU = ",device=cpu,threads=1"
@@ -136,6 +137,7 @@ def test_a_script_under_a_key_learns_what_it_does_without(
     monkeypatch: pytest.MonkeyPatch,
     capfd: pytest.CaptureFixture[str],
 ) -> None:
+    need(plan)
     monkeypatch.chdir(tmp_path)
     Path("train.py").write_text(SCRIPT)
     assert launch("train.py", ["out", kind], plan + CPU) == 0
