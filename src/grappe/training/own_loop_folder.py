@@ -83,7 +83,8 @@ class LoopFolder:
                 run.write_description(now)
                 run.cut_back(step or 0)
                 self._samples = run.last_record("step").get("samples", 0)
-            run.keep_code(Path(sys.argv[0]))
+            if "ipykernel" not in sys.modules:  # a notebook has no file of its own
+                run.keep_code(Path(sys.argv[0]))
         except BaseException:
             lease.release()
             raise
