@@ -43,7 +43,7 @@ def collected(file: Path, *arguments: str, grid: str = "") -> list[str]:
     done = subprocess.run(
         [*command, "--rootdir", str(file.parent), *arguments],
         cwd=file.parent,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "GRAPPE_GRID": grid},
+        env={**os.environ, "PYTHONPATH": str(ROOT), "GRAPPE_GRID": grid, "PYTEST_ADDOPTS": ""},
         check=True,
         capture_output=True,
         text=True,
