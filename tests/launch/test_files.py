@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import errno
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -222,3 +223,17 @@ def test_paths_may_be_relative_and_short(run: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.chdir(run / "logs")
     assert files.read_text(Path("log"), 3) == "ours"
     assert files.names(Path(), 2) == ["log"]
+
+
+def test_a_lock_is_one_process_s_and_a_disk_without_locks_refuses_nobody(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with (tmp_path / "lock").open("w") as one, (tmp_path / "lock").open("w") as other:
+        assert files.take_lock(one)
+        assert not files.take_lock(other)
+
+        def without(*_: object) -> None:
+            raise OSError(errno.EOPNOTSUPP, "no locks")
+
+        monkeypatch.setattr(files.fcntl, "flock", without)
+        assert files.take_lock(other)

@@ -18,7 +18,7 @@ import tempfile
 from collections.abc import Iterator
 from io import BufferedReader
 from pathlib import Path
-from typing import BinaryIO
+from typing import IO, Any, BinaryIO
 
 from grappe.errors import RunError
 from grappe.launch.rank import ProcessRank, rank_from_environment
@@ -346,6 +346,17 @@ def locked(file: Path) -> Iterator[None]:
             file.parent.mkdir(parents=True, exist_ok=True)
             fcntl.flock(stack.enter_context(file.open("w")), fcntl.LOCK_EX)
         yield
+
+
+def take_lock(stream: IO[Any]) -> bool:
+    """Locks an open file without waiting; returns False if another process has it. A disk without locks has none."""
+    try:
+        fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:
+        pass
+    return True
 
 
 @contextlib.contextmanager

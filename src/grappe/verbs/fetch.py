@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import fcntl
 import hashlib
 import http.client
 import re
@@ -45,12 +44,8 @@ def received(
         DataError: it cannot be downloaded. What has come stays in `partial`, for the next time.
     """
     with files.appender(partial) as stream:
-        try:
-            fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise DataError(f"{partial}: another grappe fetch is downloading it: wait for it") from None
-        except OSError:
-            pass  # a file system without locks
+        if not files.take_lock(stream):
+            raise DataError(f"{partial}: another grappe fetch is downloading it: wait for it")
         there = partial.stat().st_size
         if there > download.size:
             stream.truncate(there := 0)

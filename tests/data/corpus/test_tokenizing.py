@@ -13,6 +13,7 @@ import pytest
 from grappe.data import Corpus, Packed
 from grappe.data.corpus import tokenizing
 from grappe.errors import DataError, UsageError
+from grappe.launch import files
 from tests.data.corpus.shards import corpus_folder, row
 
 
@@ -27,8 +28,12 @@ def words(texts):
 
 def test_tokens_are_written_once_and_shared_by_processes(tmp_path):
     corpus = Corpus(corpus_folder(tmp_path / "corpus", ".jsonl.gz", 95))
-    with tokenizing._taken(tmp_path / ".held"):  # as another process would hold it
-        done = tokenizing.tokenize(corpus, tmp_path / "tokens", words, end=0, rows_per_part=20)
+    (tmp_path / "shared").mkdir()
+    with (tmp_path / "shared/.tokens-000001.arrow.lock").open("w") as lock:  # as another process would hold it
+        assert files.take_lock(lock)
+        done = tokenizing.tokenize(corpus, tmp_path / "shared", words, end=0, rows_per_part=20)
+    assert (done.parts, done.rows, done.were_there) == (5, 75, 1)
+    done = tokenizing.tokenize(corpus, tmp_path / "tokens", words, end=0, rows_per_part=20)
     assert (done.parts, done.rows, done.were_there) == (5, 95, 0)
     again = tokenizing.tokenize(corpus, tmp_path / "tokens", words, end=0, rows_per_part=20)
     assert (again.rows, again.were_there) == (0, 5)

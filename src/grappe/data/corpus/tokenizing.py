@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import fcntl
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -74,8 +72,8 @@ def tokenize(
     rows, tokens, there = 0, 0, 0
     for number, start in enumerate(starts):
         part = to / f"tokens-{number:06d}.arrow"
-        with _taken(to / f".{part.name}.lock") as ours:
-            if not ours or part.is_file():
+        with (to / f".{part.name}.lock").open("w") as lock:
+            if not files.take_lock(lock) or part.is_file():
                 there += 1
                 continue
             stop = min(start + rows_per_part, len(corpus))
@@ -105,15 +103,3 @@ def _text(corpus: Corpus, place: int, column: str) -> str:
         names = ", ".join(row) if isinstance(row, dict) else type(row).__name__
         raise DataError(f"{corpus.name}: row {place:,} has no text in {column!r}, but {names}: give --column")
     return text
-
-
-@contextlib.contextmanager
-def _taken(lock: Path) -> Iterator[bool]:
-    """Context with whether this process has a part to itself."""
-    with lock.open("w") as stream:
-        try:
-            fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            yield False
-            return
-        yield True

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import fcntl
 import hashlib
 import io
 import json
@@ -183,12 +182,8 @@ def packing(folder: Path, description: dict[str, Any]) -> Iterator[None]:
     """
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / _LOCK).open("w") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise UsageError(f"{folder}: another process is packing into it") from None
-        except OSError:
-            pass  # a file system without locks
+        if not files.take_lock(lock):
+            raise UsageError(f"{folder}: another process is packing into it")
         if not _is_begun(folder, description):
             files.replace(folder / BEGUN, _text(description), durable=True)
         for name in files.names(folder):  # of a process that was killed

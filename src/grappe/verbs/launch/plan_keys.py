@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from grappe.checkpoint.weights import gathered
 from grappe.data.batch import BatchRows, InModel, stored_in
 from grappe.data.collate import in_float64
 from grappe.data.sampling import cut
@@ -246,11 +247,6 @@ class _Pieces:
 # ---- Shards ------------------------------------------------------------------------------------------------
 
 
-def unsharded(tensor: Any) -> Any:
-    """Returns the whole of a sharded tensor, and anything else as it is. Collective."""
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-
-
 @contextlib.contextmanager
 def files_shared(world: World) -> Iterator[None]:
     """Context in which process 0's files are all processes': sharded tensors are whole in them, and cut when loaded.
@@ -262,7 +258,7 @@ def files_shared(world: World) -> Iterator[None]:
 
     def saved(value: Any, *arguments: Any, **options: Any) -> None:
         nonlocal is_saved
-        save(tree_map(unsharded, value), *arguments, **options)
+        save(tree_map(gathered, value), *arguments, **options)
         is_saved = True
 
     def loaded(*arguments: Any, **options: Any) -> Any:

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
+from grappe.checkpoint.weights import gathered
 from grappe.data.batch import BatchRows
 from grappe.data.whole_batch_draws import whole_batch_draws
 from grappe.errors import TaskError
@@ -40,7 +41,7 @@ from grappe.verbs.launch.interception import (
     parameters_of,
     rows_of,
 )
-from grappe.verbs.launch.plan_keys import ROUNDING, TRIED, PlanKeys, names_called, unsharded
+from grappe.verbs.launch.plan_keys import ROUNDING, TRIED, PlanKeys, names_called
 from grappe.verbs.launch.request import Rehearsed, Rule, line_of
 from grappe.verbs.verify.random_ops import RandomOps
 from grappe.words import first_line
@@ -180,7 +181,7 @@ class Rehearsal:
                 self._pass.until_a_step.append(place)
             for number, each in enumerate(parameters):
                 if each.grad is not None:
-                    gradient = unsharded(each.grad.detach())
+                    gradient = gathered(each.grad.detach())
                     add_gradient(added, number, gradient.to_dense() if gradient.is_sparse else gradient)
             if self._whole is not None:
                 for number, each in enumerate(parameters):

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from grappe.checkpoint.weights import gathered
 from grappe.data.batch import BatchRows
 from grappe.data.sampling import cut
 from grappe.data.whole_batch_draws import whole_batch_draws
@@ -39,7 +40,7 @@ from grappe.verbs.launch.interception import (
     parameters_of,
     rows_of,
 )
-from grappe.verbs.launch.plan_keys import ROUNDING, PlanKeys, unsharded
+from grappe.verbs.launch.plan_keys import ROUNDING, PlanKeys
 from grappe.verbs.launch.request import Rehearsed, line_of
 
 T = TypeVar("T")
@@ -169,12 +170,12 @@ class SlicedSteps:
         for number, (each, old) in enumerate(zip(parameters, before, strict=True)):
             if each.grad is not None:
                 added = each.grad.detach() if old is None else each.grad.detach() - old
-                add_gradient(self._noted, number, unsharded(added))
+                add_gradient(self._noted, number, gathered(added))
         return weight
 
     def read(self, tensor: Tensor, place: str, read: Callable[[Tensor], T]) -> T:
         """Returns the whole batch's value of what a line reads. Collective in a step."""
-        value = read(unsharded(tensor))
+        value = read(gathered(tensor))
         if self._alone or self._world.data_size == 1:
             return value
         if self._place is None:
