@@ -313,6 +313,14 @@ def doctor(
             "memory and power, the speed of a matrix product."
         ),
     ] = False,
+    record: Annotated[
+        bool,
+        SWITCH,
+        Parameter(
+            help="Record what this machine computes (digits, or the task). When torch, driver, container or processor "
+            "have changed since, grappe doctor offers the comparison."
+        ),
+    ] = False,
     json: Json = False,
 ) -> int:
     """Check this machine, or all processes of this allocation, for problems; it takes seconds."""
@@ -329,6 +337,12 @@ def doctor(
         return EXIT_FAILURE if any(trial.verdict == "FAILED" for trial in trials) else EXIT_OK
 
     texts = preflight([plan], task, fields)
+    if record:
+        from grappe.verbs.doctor.checks.kept_record import keep
+
+        file = keep(task, Plan.parse(plan), texts)
+        show_json("doctor --record", file=file) if json else say(f"recorded in {file}")
+        return EXIT_OK
     from grappe.verbs.doctor import doctor as verb
 
     request = verb.DoctorRequest(

@@ -39,6 +39,7 @@ from grappe.step.precision import set_gpu_arithmetic
 from grappe.task import Task
 from grappe.training.request import data_folder
 from grappe.training.task_reference import TaskReference
+from grappe.verbs.doctor.checks.torch_build import AMD_DRIVER, NVIDIA, driver_version
 from grappe.verbs.verify.instrument import NOTHING, SampleRecorder, instrumented
 from grappe.verbs.verify.random_ops import RandomOps
 from grappe.verbs.verify.runner import FACTOR
@@ -136,7 +137,6 @@ class RecordVerdict:
 def this_machine(device: torch.device, threads: int) -> dict[str, str]:
     """Returns what may change what a training computes: versions, processor, device and settings."""
     gpu = device.type == "cuda"
-    driver = Path("/proc/driver/nvidia/version")
     container = os.environ.get("APPTAINER_CONTAINER") or os.environ.get("SINGULARITY_CONTAINER") or ""
     settings = {
         "matrix products": torch.get_float32_matmul_precision(),
@@ -150,7 +150,7 @@ def this_machine(device: torch.device, threads: int) -> dict[str, str]:
         "processor": processor_name(),
         "instructions": torch.backends.cpu.get_cpu_capability(),
         "device": torch.cuda.get_device_name(device) if gpu else device.type,
-        "driver": driver.read_text().split("\n")[0][:200] if driver.exists() else "",
+        "driver": next((driver_version(file.read_text()) for file in (NVIDIA, AMD_DRIVER) if file.exists()), ""),
         "container": Path(container).name,
         "threads": str(threads),
         "oneDNN": str(torch.backends.mkldnn.is_available() and torch.backends.mkldnn.enabled),
@@ -308,7 +308,7 @@ def worker(request: RecordRequest, process: ProcessRank, rendezvous_folder: Path
         calls = log.sketches()
     header = RecordHeader(
         form=FORM,
-        task=request.task.name or type(plain).__name__,
+        task=Path(request.task.name).name,  # its folder is another one on another machine
         fields={name: str(value) for name, value in request.task.texts.items()},
         precision=plan.precision,
         machine=this_machine(world.device, torch.get_num_threads()),
@@ -363,7 +363,7 @@ def compared(there: Recorded, here: Recorded) -> RecordVerdict:
     for name in ("task", "fields"):
         if (a := getattr(there.header, name)) != (b := getattr(here.header, name)):
             raise UsageError(f"the record is of {name} {printable(a)}, and this is {printable(b)}: give the same")
-    machines = _changes(there.header.machine, here.header.machine)
+    machines = changes(there.header.machine, here.header.machine)
     places = {name: place for place, name in enumerate(there.header.keys)}
     both = [(place, places[name]) for place, name in enumerate(here.header.keys) if name in places]
     if not both:
@@ -422,7 +422,8 @@ def compared(there: Recorded, here: Recorded) -> RecordVerdict:
     )
 
 
-def _changes(there: Mapping[str, str], here: Mapping[str, str]) -> list[str]:
+def changes(there: Mapping[str, str], here: Mapping[str, str]) -> list[str]:
+    """Describes what is different on two machines, of what `here` names; see `this_machine`."""
     return [
         f"{name}: {printable(there.get(name) or 'none', 200)} -> {here[name] or 'none'}"
         for name in here

@@ -13,7 +13,7 @@ BAD_VERSIONS = (
     ((0, 0), (1, 0, 1), "leaks memory on CPUs with AVX512 until the job is killed"),
     ((1, 10), (1, 11), "loses Python's traceback of errors in C++ (c10::Error), and DDP fails at random"),
 )
-NVIDIA = Path("/proc/driver/nvidia/version")
+NVIDIA, AMD_DRIVER = Path("/proc/driver/nvidia/version"), Path("/sys/module/amdgpu/version")
 AMD = Path("/dev/kfd")
 """The files by which programs reach the GPUs of either maker."""
 H100 = (9, 0)
@@ -105,6 +105,6 @@ def of_architectures(built: Iterable[str], capabilities: Iterable[tuple[int, int
 
 
 def driver_version(text: str) -> str:
-    """Reads the version in /proc/driver/nvidia/version."""
+    """Reads the version in a driver's file."""
     match = re.search(r"\d+\.\d+(\.\d+)?", text)
     return match[0] if match else "unknown"
