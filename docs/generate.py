@@ -197,7 +197,10 @@ def gallery_parity() -> str:
 def _reason(why: list[str]) -> str:
     """A verdict's reasons, the same words for all tasks that have the same."""
     text = re.sub(r"^a pipeline(?: of \d+ stages)?: |^tensor=\d+: ", "", "; ".join(why))
-    text = re.sub(r"^[A-Z]\w+(?= does not say|\.units\(\)| has \d)", "the task", text)
+    text = re.sub(r"^[A-Z]\w+(?= does not |\.units\(\)|\.after_step| has \d|\.optimizer)", "the task", text)
+    text = text.replace("the task.", "the task's ", 1)
+    text = re.sub(r"^\w+(?= has no \w+ plan in transformers)", "the model", text)
+    text = re.sub(r"under [\w=]+ the next forward", "the next forward", text)
     text = re.sub(r": [\w., ]+ (is|are) in none of them", "", text)
     text = re.sub(r"has \d+ units, too few for", "has too few units for", text)
     text = re.sub(r"use pipeline=\d+ or less", "use fewer", text)
@@ -217,7 +220,7 @@ def gallery_speed() -> str:
         if measured:
             found = measured.get(path.stem)
             form = "{:.2f} ({:.2f} to {:.2f})"
-            cells += [form.format(*found[what]) if found else "not measured" for what in ("speed", "cpu")]
+            cells += [form.format(*found[what]) if found else "–" for what in ("speed", "cpu")]
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 
