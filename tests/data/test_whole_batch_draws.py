@@ -257,3 +257,17 @@ def test_fused_attention_of_a_mock_gpu_draws_its_own_and_leaves_the_generator_as
         InModel.place = None
     assert len(set(seeds)) == 3, "two microbatches draw the same"
     assert seeds[2] == 7, "without dropout nothing is drawn"
+
+
+def test_dropout_of_recurrent_layers_on_a_gpu_is_not_cudnns(monkeypatch: pytest.MonkeyPatch) -> None:
+    """cuDNN's dropout has a state of its own, alike in each process and in no checkpoint (the GPU: a stand-in)."""
+    forward = module.outside_cudnn(lambda layer, inputs, hx=None: torch.backends.cudnn.enabled)
+    rows = torch.ones(4, 3, 5, device="meta")
+    assert forward(nn.LSTM(5, 5, 2, dropout=0.1), rows), "not on a GPU"
+    monkeypatch.setattr(module, "tree_leaves", lambda inputs: [mock.Mock(is_cuda=True)])
+    assert not forward(nn.LSTM(5, 5, 2, dropout=0.1), rows)
+    assert not forward(nn.GRU(5, 5, 2, dropout=0.1), rows)
+    assert forward(nn.LSTM(5, 5, 2, dropout=0.1).eval(), rows)
+    assert forward(nn.LSTM(5, 5, 2), rows)
+    assert forward(nn.LSTM(5, 5, 1), rows)
+    assert torch.backends.cudnn.enabled

@@ -133,6 +133,7 @@ def _places(cut: _Cut, drawn: Tensor) -> Tensor:
 @functools.cache
 def _registered() -> Any:
     """Registers the functions that run instead of torch's operators inside whole_batch_draws."""
+    draw_outside_cudnn()
     kinds = {_filled: FILLS, _own: OWN, _native_dropout: DROPOUTS, _fused: FUSED}
     return intercept({name: _around(function) for function, names in kinds.items() for name in names})
 
@@ -256,6 +257,29 @@ def _native_dropout(operator: Any, tensor: Tensor, p: float, train: bool | None)
     with _drawing(part):  # cloned, or the whole batch's would be kept for backward
         mask = part.take(operator(_for_all(tensor.detach(), part), p, True)[1]).clone()
     return tensor * mask * (0.0 if p == 1.0 else 1.0 / (1.0 - p)), mask
+
+
+@functools.cache
+def draw_outside_cudnn() -> None:
+    """Has recurrent layers with dropout on a GPU run without cuDNN in this process, once for all.
+
+    cuDNN's dropout draws from a state of its own, which no checkpoint has and which is alike in every process.
+    """
+    for kind in (nn.RNN, nn.LSTM, nn.GRU):
+        kind.forward = outside_cudnn(kind.forward)  # type: ignore[method-assign]
+
+
+def outside_cudnn(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """Wraps the forward of a recurrent layer: where its own dropout draws on a GPU, cuDNN is switched off."""
+
+    @functools.wraps(forward)
+    def run(module: nn.RNNBase, input: Any, hx: Any = None) -> Any:
+        if module.training and module.dropout and module.num_layers > 1 and tree_leaves(input)[0].is_cuda:
+            with torch.backends.cudnn.flags(enabled=False):
+                return forward(module, input, hx)
+        return forward(module, input, hx)
+
+    return run
 
 
 # ---- Operators whose draws stay the microbatch's own -------------------------------------------------------

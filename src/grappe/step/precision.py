@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 
+from grappe.data.whole_batch_draws import draw_outside_cudnn
+
 LOWER = {"bf16": torch.bfloat16, "fp16": torch.float16}
 GROWTH_STEPS = 2000  # as torch.amp.GradScaler
 
@@ -20,11 +22,13 @@ def autocast(precision: str, device: torch.device) -> contextlib.AbstractContext
 
 
 def set_gpu_arithmetic(precision: str) -> None:
-    """Enables TF32 with precision=tf32 alone, and lets convolutions add in a fixed order, so that steps repeat."""
+    """Enables TF32 with precision=tf32 alone, and lets steps repeat: convolutions add in a fixed order,
+    and the dropout of recurrent layers draws from torch's generator."""
     allowed = precision == "tf32"
     torch.backends.cuda.matmul.allow_tf32 = allowed
     torch.backends.cudnn.allow_tf32 = allowed
     torch.backends.cudnn.deterministic = True
+    draw_outside_cudnn()
 
 
 class LossScale:
