@@ -14,6 +14,7 @@ import shlex
 import subprocess
 import sys
 import tempfile
+import time
 import tomllib
 from collections.abc import Sequence
 from pathlib import Path
@@ -32,13 +33,13 @@ SETTINGS = {
     "PYTHONWARNINGS": "ignore",
     "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD": "1",
 }
-HEAD = ("repository", "revision", "script", "plan", "outcome", "weights apart", "lines the same")
+HEAD = ("repository", "revision", "script", "plan", "outcome", "weights apart", "lines the same", "seconds")
 SITE = """
 import os, random, secrets, sys
-if "WEIGHTS" in os.environ:
+if "WEIGHTS" in os.environ and "resource_tracker" not in sys.orig_argv[-1]:
     import numpy, torch
     torch.manual_seed(0); random.seed(0); numpy.random.seed(0); secrets.randbits = lambda bits: 0
-    counts, every, moved = {}, {}, os.environ.get("MOVED")
+    counts, every, moved, reached = {}, {}, os.environ.get("MOVED"), 0
 
     def add(optimizer, *_):
         every.setdefault(id(optimizer), optimizer)
@@ -56,9 +57,11 @@ if "WEIGHTS" in os.environ:
             moved = None
 
     def after(optimizer, *_):
+        global reached
         counts[id(optimizer)] = count = counts.get(id(optimizer), 0) + 1
         file = os.environ["WEIGHTS"]
-        if count == int(os.environ["STEPS"]) and not os.path.exists(file):
+        if reached < count <= int(os.environ["STEPS"]):
+            reached = count
             SAVE(parameters(), f"{file}.{os.getpid()}")
             os.rename(f"{file}.{os.getpid()}", file)
         if count == int(os.environ["LAST"]):
@@ -89,6 +92,8 @@ class Script:
     """Of the plan, beyond replicate=2."""
     last: int = STEPS
     """The step after which it ends: later than 20 where it prints seldom."""
+    path: str = ""
+    """A folder of modules that it imports, from its own."""
     timed: str = ""
     """A regular expression of what differs by the clock in its lines."""
 
@@ -98,7 +103,7 @@ class Outcome:
     """The outcome of a script: what one and two processes did."""
 
     word: str
-    """same, same but for rounding, refused, ended (with the cause), different, or failed on one process."""
+    """same, same in fp64, same but for rounding, refused, ended (with the cause), different, or failed alone."""
     why: str
     apart: float = 0.0
     """The most of |a - b| / |a| over the weight tensors."""
@@ -107,6 +112,10 @@ class Outcome:
     lines: int = 0
     same_lines: int = 0
     by_rounding_lines: int = 0
+    in_fp64: float | None = None
+    """The same as `apart` between one process and two with precision=fp64; None: not tried, or refused."""
+    seconds: tuple[float, ...] = ()
+    """Of one process, and of two."""
 
 
 def main() -> None:
@@ -135,40 +144,53 @@ def compare(script: Script, repository: Path, site: Path | None) -> Outcome:
     """Runs a script on one process and on two, and compares weights and lines."""
     file = repository / script.script
     arguments = shlex.split(script.arguments)
-    plan = ",".join(filter(None, ("replicate=2,device=cpu,threads=1", script.keys)))
-    python = [sys.executable, "-u"]
+    alone = ",".join(filter(None, ("device=cpu,threads=1", script.keys)))
+    plan, seconds = f"replicate=2,{alone}", list[float]()
     with tempfile.TemporaryDirectory(prefix="grappe-unedited-") as temporary:
         folder = Path(temporary)
         (folder / "sitecustomize.py").write_text(SITE)
 
-        def run(name: str, command: Sequence[str], **variables: str) -> subprocess.CompletedProcess[str]:
-            paths = ":".join(map(str, filter(None, (folder, site, os.environ.get("PYTHONPATH")))))
-            environment = os.environ | SETTINGS | {"PYTHONPATH": paths, "LAST": str(script.last), **variables}
-            environment["WEIGHTS"] = str(folder / name)
-            return subprocess.run(
-                command, cwd=file.parent, env=environment, text=True, capture_output=True, timeout=600, check=False
-            )
+        def run(name: str, plan: str | None = None, **variables: str) -> subprocess.CompletedProcess[str]:
+            launch = ["-m", "grappe", "launch", "--runs", str(folder / "runs"), "--plan", plan] if plan else []
+            paths = (folder, site, script.path and file.parent / script.path, os.environ.get("PYTHONPATH"))
+            environment = os.environ | SETTINGS | {"LAST": str(script.last), "WEIGHTS": str(folder / name)} | variables
+            environment |= {"PYTHONPATH": ":".join(str(path) for path in paths if path)}
+            environment["PATH"] = f"{site}/bin:{environment['PATH']}"
+            command, began = [sys.executable, "-u", *launch, file.name, *arguments], time.perf_counter()
+            try:
+                return subprocess.run(
+                    command, cwd=file.parent, env=environment, text=True, capture_output=True, timeout=600, check=False
+                )
+            finally:
+                seconds.append(round(time.perf_counter() - began, 1))
 
-        one = run("one", [*python, file.name, *arguments])
+        one = run("one")
         if one.returncode:
             return Outcome(word="failed", why=" ".join(one.stderr.splitlines()[-1:]))
-        launch = ["-m", "grappe", "launch", "--runs", str(folder / "runs"), "--plan", plan]
-        two = run("two", [*python, *launch, file.name, *arguments])
+        two = run("two", plan)
+        taken = tuple(seconds)
         if two.returncode or not (folder / "two").exists():
             word = "refused" if "would not learn what one" in two.stderr else "ended"
-            return Outcome(word=word, why="\n".join(two.stderr.splitlines()[-1 if word == "refused" else -3 :]))
+            why = "\n".join(two.stderr.splitlines()[-1 if word == "refused" else -3 :])
+            return Outcome(word=word, why=why, seconds=taken)
         weights = [torch.load(folder / name) for name in ("one", "two")]
         apart = distance(*weights)
         lines, others = (printed(each.stdout, script.timed) for each in (one, two))
         alike = lines_alike(lines, others)
-        by_rounding, least = 0.0, len(lines)
+        word, by_rounding, least, in_fp64 = "same", 0.0, len(lines), None
         if apart > TOLERATED or alike < least:
-            moved = run("moved", [*python, file.name, *arguments], MOVED="1")
-            by_rounding = distance(weights[0], torch.load(folder / "moved"))
-            least = lines_alike(lines, printed(moved.stdout, script.timed))
-    word = "same" if apart <= TOLERATED and alike == len(lines) else "different"
-    if word == "different" and apart <= max(TOLERATED, 3 * by_rounding) and alike >= least:
-        word = "same but for rounding"
+            word = "different"
+            exact = [run(name, f"{keys},precision=fp64").stdout for name, keys in (("one64", alone), ("two64", plan))]
+            if (folder / "two64").exists():
+                in_fp64 = distance(*(torch.load(folder / name) for name in ("one64", "two64")))
+                if in_fp64 <= TOLERATED and lines_alike(*(printed(each, script.timed) for each in exact)) == least:
+                    word = "same in fp64"
+            else:
+                moved = run("moved", MOVED="1")
+                by_rounding = distance(weights[0], torch.load(folder / "moved"))
+                least = lines_alike(lines, printed(moved.stdout, script.timed))
+                if apart <= max(TOLERATED, 3 * by_rounding) and alike >= least:
+                    word = "same but for rounding"
     difference = "".join(f"{a!r} {b!r}" for a, b in list(zip(lines, others, strict=False)) if not same_line(a, b))
     return Outcome(
         word=word,
@@ -178,6 +200,8 @@ def compare(script: Script, repository: Path, site: Path | None) -> Outcome:
         lines=len(lines),
         same_lines=alike,
         by_rounding_lines=least,
+        in_fp64=in_fp64,
+        seconds=taken,
     )
 
 
@@ -223,6 +247,7 @@ def row(outcome: dict[str, object]) -> tuple[str, ...]:
         f"{outcome['word']}" + ("" if ran else f": {str(outcome['why']).split(': ', 2)[-1].partition('. Or')[0]}"),
         f"{apart:.0e}{rounding}" if ran else "",
         f"{outcome['same_lines']} of {outcome['lines']}" if ran else "",
+        ", ".join(map(str, outcome["seconds"])),
     )
 
 

@@ -203,7 +203,7 @@ def test_a_run_that_cannot_be_resumed_says_so(
 )
 def test_a_key_that_a_script_cannot_have_is_refused(tmp_path: Path, plan: str, body: str, model: str, why: str) -> None:
     world = World(process=ProcessRank(), device=torch.device("cpu"))
-    found = rehearse(tmp_path, body, model, keys=PlanKeys(Plan.parse(plan), world, ()), alone=True)
+    found = rehearse(tmp_path, body, model, keys=PlanKeys(Plan.parse(plan), world, ()), parts=1)
     assert why in found.refused
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 from textwrap import indent
+from types import ModuleType
 
 import pytest
 
@@ -44,23 +45,26 @@ def rehearse(
     synchronised: bool = False,
     again: str = "",
     keys: PlanKeys | None = None,
-    alone: bool = False,
+    parts: int = 2,
 ) -> Rehearsed:
     """Rehearses a script in this process."""
     file = folder / "script.py"
     file.write_text(body if "import" in body else SCRIPT.format(model=model, body=indent(body, "    ")))
-    rehearsal = Rehearsal(synchronised=synchronised, structural=[again] if again else [], keys=keys, alone=alone)
+    rehearsal = Rehearsal(synchronised=synchronised, structural=[again] if again else [], keys=keys, parts=parts)
     loader = ScriptLoader(str(file), rehearsal.length, {"enumerate": rehearsal.counted})
     found = None
+    before, sys.modules["__main__"] = sys.modules["__main__"], ModuleType("__main__")
     with intercepted(rehearsal):
         try:
-            loader.exec_module(type(sys)("script"))
+            loader.exec_module(sys.modules["__main__"])
         except RehearsalOver:
             found = rehearsal.found
         except Exception as error:
             if not rehearsal.in_part:
                 raise
             found = rehearsal.failed(error)
+        finally:
+            sys.modules["__main__"] = before
     if found is not None and found.structural:
         return rehearse(folder, body, model, again=found.structural)
     return found or rehearsal.found
@@ -115,13 +119,14 @@ print(loss.item(), f"{loss:.4f}", output.max().item(), output.min().item(), opti
 print(right / len(labels), labels.size(0), inputs.shape[0], model[0].weight.grad.norm().item(), model[0].bias.shape[0])
 rows = inputs.size(0)
 ones = torch.ones(rows) * output[:, 0]
+print(output[:8].std().item())
 """
     found = rehearse(tmp_path, body)
     assert not found.refused
     by_line: dict[int, list[str]] = {}
     for place, rule in found.values.items():
         by_line.setdefault(int(place.split(":")[1]), []).append(rule)
-    assert by_line == {19: ["sum"], 20: ["mean", "mean", "most", "least"], 21: ["mean"]}
+    assert by_line == {19: ["sum"], 20: ["mean", "mean", "most", "least"], 21: ["mean"], 24: ["first"]}
     lines = sorted(place.rpartition(":")[0].rpartition(":")[2] for place in found.lengths)
     assert lines == ["21", "21", "21"], "the rows that make a tensor stay the part's"
 
@@ -206,6 +211,23 @@ ones = torch.ones(rows) * output[:, 0]
 )
 def test_what_processes_would_not_learn_is_refused(tmp_path: Path, body: str, model: str, why: str) -> None:
     assert why in rehearse(tmp_path, body, model).refused
+
+
+def test_what_a_script_does_with_its_first_batch_alone_is_measured_in_each_pass(tmp_path: Path) -> None:
+    body = "if not done:\n    print(output.mean().item())\ndone += 1"
+    script = SCRIPT.format(model=NET, body=indent(f"output = model(inputs)\n{PLAIN}\n{body}", "    "))
+    found = rehearse(tmp_path, script.replace("state = torch.zeros(20, 3)", "done = 0"))
+    assert list(found.values.values()) == ["mean"]
+
+
+def test_the_first_gradient_is_that_of_the_first_optimizer(tmp_path: Path) -> None:
+    body = """optimizer.zero_grad()
+    for net, step in ((model, optimizer), (other, torch.optim.SGD(other.parameters(), lr=0.1))):
+        F.cross_entropy(net(inputs), labels).backward()
+        step.step()"""
+    made = "other = nn.Linear(6, 3)"
+    found = rehearse(tmp_path, SCRIPT.format(model=NET, body=f"    {body}").replace("state = torch.zeros(20, 3)", made))
+    assert [norm > 0 for norm in found.norms] == [True] * 4 + [False] * 2
 
 
 def test_batch_normalisation_over_all_processes_is_measured_without_its_statistics(tmp_path: Path) -> None:

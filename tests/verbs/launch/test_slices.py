@@ -52,6 +52,8 @@ def train(model, loader, optimizer, schedule, epoch):
             optimizer.step()
             optimizer.zero_grad()
             schedule.step()
+        if number < 4:
+            print(f"{output[:6].std().item():.4f} {output[:6].T.reshape(-1).detach().numpy().shape}")
         seen += labels.size(0)
         right += (output.argmax(1) == labels).sum().item()
         predicted.extend(output.argmax(1).tolist())
@@ -105,7 +107,7 @@ for epoch in range(2):
         mean = criterion(critic(fake), target.fill_(1.0)) / 100
         mean.backward()
         steps[0].step()
-        print(f"{loss.item() + other.item():.1f} {float(mean.data.numpy()):.3f}")
+        print(f"{loss.item() + other.item():.1f} {float(mean.data.numpy()):.3f} {fake[:9].std().item():.0f}")
 torch.save(generator.state_dict(), options.save)
 """
 
@@ -151,6 +153,7 @@ def test_an_unedited_script_learns_and_prints_on_two_processes_what_it_does_on_o
     one, two = torch.load("one.pt"), torch.load("two.pt")
     for name, tensor in one.items():
         assert (tensor.double() - two[name]).norm() <= 1e-5 * tensor.double().norm(), name
+    assert ("reads process 0's rows" in said.err) == (body is GENERATOR)
     if body is IMAGES:
         assert Path("two.pt.log").read_text() == "saved\n", "process 0 alone writes"
 

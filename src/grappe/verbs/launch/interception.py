@@ -24,10 +24,13 @@ from torch.utils.data import DataLoader, get_worker_info
 
 from grappe.data.batch import InModel
 from grappe.private_api.torch import tree_map
+from grappe.verbs.launch.variables import is_own_file
 
 T = TypeVar("T")
-TORCH, GRAPPE = str(Path(torch.__file__).parent), str(Path(__file__).parents[2])
-COMPILERS = (f"{TORCH}/_inductor", f"{TORCH}/_dynamo", f"{Path(TORCH).parent}/triton")
+TORCH, GRAPPE = f"{Path(torch.__file__).parent}/", f"{Path(__file__).parents[2]}/"
+COMPILERS = (f"{TORCH}_inductor", f"{TORCH}_dynamo", f"{Path(TORCH).parent}/triton")
+BY = " by "
+"""Stands in a place between the line of the script and that of the library that it calls."""
 THROUGH = ("_tensor.py", "_tensor_str.py", "lr_scheduler.py")
 """torch's own files through which a script reads a tensor: print(f"{loss:.4f}"), plateau.step(loss)."""
 DEPTH = 3  # frames that tell two uses of a loader apart
@@ -208,12 +211,19 @@ def _without_plans_forward(plain: Callable[[nn.Module], dict[str, Any]]) -> Call
 
 
 def place_of(frame: FrameType | None) -> str:
-    """Returns a place in a program: file, line, and the instruction, as a line may do several things."""
-    while frame is not None and frame.f_code.co_filename.startswith(TORCH):
+    """Returns a place in a script: file, line, and the instruction, as a line may do several things.
+
+    Where a library does it, its own place follows.
+    """
+    places = []
+    while frame is not None:
+        file = frame.f_code.co_filename
+        if is_own_file(file) or not (places or file.startswith(TORCH)):
+            places.insert(0, f"{file}:{frame.f_lineno}:{frame.f_lasti}")
+        if is_own_file(file):
+            break
         frame = frame.f_back
-    if frame is None:
-        return ""
-    return f"{frame.f_code.co_filename}:{frame.f_lineno}:{frame.f_lasti}"
+    return BY.join(places)
 
 
 def beyond_torchs_own(frame: FrameType | None) -> FrameType | None:
@@ -228,7 +238,7 @@ def _lines(frame: FrameType | None) -> str:
     lines: list[str] = []
     while frame is not None and len(lines) < DEPTH:
         file = frame.f_code.co_filename
-        if not file.startswith((TORCH, GRAPPE, sys.prefix, sys.base_prefix, "<")):
+        if is_own_file(file):
             lines.append(f"{file}:{frame.f_lineno}")
         frame = frame.f_back
     return " < ".join(reversed(lines))

@@ -241,7 +241,7 @@ def rehearse_script(request: RehearsalRequest, process: ProcessRank, rendezvous_
         synchronised=plan.batchnorm == "sync",
         structural=request.structural,
         keys=keys,
-        alone=plan.processes == 1,
+        parts=plan.data_parallel,
     )
     with intercepted(rehearsal), contextlib.redirect_stdout(io.StringIO()):
         _seed(request.script.seed)
@@ -278,7 +278,7 @@ def run_as_main(script: Path, arguments: Sequence[str], length: Length | None = 
     start_as_python_does()
     file = str(script)
     sys.argv = [file, *arguments]
-    sys.path[0] = str(script.absolute().parent)
+    sys.path.insert(0, str(script.absolute().parent))
     if length is None:
         runpy.run_path(file, run_name="__main__")
         return

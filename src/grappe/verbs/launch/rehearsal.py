@@ -12,13 +12,16 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import sys
 import traceback
 import types
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn, TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -26,13 +29,13 @@ from torch.utils.data import DataLoader
 
 from grappe.checkpoint.weights import gathered
 from grappe.data.batch import BatchRows
+from grappe.data.sampling import cut
 from grappe.data.whole_batch_draws import whole_batch_draws
 from grappe.errors import TaskError
 from grappe.private_api.torch import BatchNormBase
 from grappe.training.random_state import random_state, set_random_state
 from grappe.verbs.launch.interception import (
-    GRAPPE,
-    TORCH,
+    BY,
     Begin,
     add_gradient,
     buffers_alive,
@@ -43,6 +46,7 @@ from grappe.verbs.launch.interception import (
 )
 from grappe.verbs.launch.plan_keys import ROUNDING, TRIED, PlanKeys, names_called
 from grappe.verbs.launch.request import Rehearsed, Rule, line_of
+from grappe.verbs.launch.variables import is_own_file
 from grappe.verbs.verify.random_ops import RandomOps
 from grappe.words import first_line
 
@@ -50,6 +54,7 @@ T = TypeVar("T")
 TOLERATED = 1e-4
 """|whole - parts| / |whole| that rounding explains; a fault of one row among 64 is a hundred times as large."""
 MOST_BACKWARDS = 50  # of the script, until a batch is measured
+PLAIN = (bool, int, float, str)
 LEAST_ROWS = 3  # of a batch that can be cut in two uneven parts
 
 
@@ -64,10 +69,12 @@ class _Pass:
     gradients: dict[str, dict[int, Tensor]] = dataclasses.field(default_factory=lambda: defaultdict(dict))
     """By the place of the backward, and the number of the parameter: what it added."""
     values: dict[str, list[float]] = dataclasses.field(default_factory=lambda: defaultdict(list))
+    """Numbers that each place reads; of arrays their sums."""
     integers: set[str] = dataclasses.field(default_factory=set)
+    arrays: set[str] = dataclasses.field(default_factory=set)
     lengths: set[str] = dataclasses.field(default_factory=set)
-    until_a_step: list[str] = dataclasses.field(default_factory=list)
-    """The places of the backwards before the first optimizer step, after which a run's weights are others."""
+    first: dict[int, Tensor] = dataclasses.field(default_factory=dict)
+    """The gradients at the first optimizer step, after which a run's weights are others."""
     counts: list[float] = dataclasses.field(default_factory=list)
     """Numbers that the cross-entropies divide by."""
     stepped: bool = False
@@ -79,6 +86,8 @@ class _StepState(NamedTuple):
     """State to which each pass goes back."""
 
     random: Mapping[str, Tensor]
+    variables: Mapping[str, bool | int | float | str]
+    """The script's own, a counter of batches say."""
     buffers: list[tuple[Tensor, Tensor]]
     gradients: list[Tensor | None]
 
@@ -90,14 +99,14 @@ class Rehearsal:
         synchronised: whether the plan has batch normalisation over all processes.
         structural: places whose length has ended an earlier rehearsal with an error when it was the whole batch's.
         keys: of the plan, each of which is tried with the whole batch; None: it has none that change a model.
-        alone: whether the plan has one process, so that no batch is cut for others.
+        parts: into which the plan's processes cut a batch.
     """
 
     def __init__(
-        self, *, synchronised: bool, structural: Sequence[str], keys: PlanKeys | None = None, alone: bool = False
+        self, *, synchronised: bool, structural: Sequence[str], keys: PlanKeys | None = None, parts: int = 2
     ) -> None:
-        self._synchronised, self._structural = synchronised and not alone, set(structural)
-        self._keys, self._alone = keys, alone
+        self._synchronised, self._structural = synchronised and parts > 1, set(structural)
+        self._keys, self._parts = keys, parts
         self._models: list[str] = []
         """Names of the models that the whole batch goes through."""
         self._key = ""
@@ -127,7 +136,7 @@ class Rehearsal:
         if self._lengths:  # the number of rows makes a tensor there
             return Rehearsed(structural=next(iter(self._lengths)))
         frames = traceback.extract_tb(error.__traceback__)
-        own = [frame for frame in frames if not frame.filename.startswith((TORCH, GRAPPE, "<"))] or list(frames)
+        own = [frame for frame in frames if is_own_file(frame.filename)] or list(frames)
         where = f"{Path(own[-1].filename).name}, line {own[-1].lineno}"
         if self._key:
             fault = "" if isinstance(error, TaskError) else f"{where} ends in {type(error).__name__}: "
@@ -177,16 +186,15 @@ class Rehearsal:
             )
         if self._pass is not None:
             added = self._pass.gradients[place]
-            if not self._pass.stepped:
-                self._pass.until_a_step.append(place)
             for number, each in enumerate(parameters):
                 if each.grad is not None:
                     gradient = gathered(each.grad.detach())
-                    add_gradient(added, number, gradient.to_dense() if gradient.is_sparse else gradient)
+                    for total in (added,) if self._pass.stepped else (added, self._pass.first):
+                        add_gradient(total, number, gradient.to_dense() if gradient.is_sparse else gradient)
             if self._whole is not None:
                 for number, each in enumerate(parameters):
-                    total = self._whole.gradients[place].get(number)
-                    each.grad = None if total is None else total.clone()  # clipping changes it in place
+                    all_rows = self._whole.gradients[place].get(number)
+                    each.grad = None if all_rows is None else all_rows.clone()  # clipping changes it in place
         for each, gradient in zip(parameters, before, strict=True):
             if gradient is not None:
                 each.grad = gradient if each.grad is None else gradient + each.grad
@@ -194,9 +202,11 @@ class Rehearsal:
     def read(self, tensor: Tensor, place: str, read: Callable[[Tensor], T]) -> T:
         """Reads a value, and notes it."""
         value = read(tensor)
-        if self._pass is not None and isinstance(value, bool | int | float):
-            self._pass.values[place].append(float(value))
-            if not tensor.is_floating_point():
+        if self._pass is not None:
+            self._pass.values[place].append(float(np.sum(value, dtype=np.float64)))  # type: ignore[call-overload]
+            if isinstance(value, list | np.ndarray):
+                self._pass.arrays.add(place)
+            elif not tensor.is_floating_point():
                 self._pass.integers.add(place)
         return value
 
@@ -242,8 +252,9 @@ class Rehearsal:
             all_rows = yield from self._run(batch, state, 0, rows or 0, rows or 0)
         if not all_rows.gradients:
             return False
-        if self._alone:
-            keys, norms = yield from self._try_keys(batch, state, rows or 1, all_rows, self._norms(all_rows))
+        norms = self._norms(all_rows)
+        if self._parts == 1:
+            keys, norms = yield from self._try_keys(batch, state, rows or 1, all_rows, norms)
             self.found = Rehearsed(loader=place, norms=norms, models=self._models, keys=keys)
             return True
         if rows is None or rows < LEAST_ROWS:
@@ -251,7 +262,6 @@ class Rehearsal:
                 f"a batch of the loader ({line_of(place)}) is a {type(batch).__name__} whose tensors have no row for "
                 f"each of {LEAST_ROWS} samples or more"
             )
-        norms = self._norms(all_rows)
         first = max(1, rows // 3)
         causes = {"": contextlib.nullcontext, "batch normalisation": _statistics_off, "random numbers": _draws_off}
         apart = 0.0
@@ -293,13 +303,7 @@ class Rehearsal:
                 "batch normalisation uses the statistics of the rows of each process: with batchnorm=sync in the plan "
                 "they are the whole batch's"
             )
-        reached = [line for line in all_rows.values if line in left.values and line in right.values]
-        values = {line: _value_rule(line, all_rows, left, right, shares) for line in reached}
-        if unknown := [line for line, rule in values.items() if rule is None]:
-            self._refuse(
-                f"{line_of(unknown[0])} reads a value of the batch that is neither a mean, a sum nor the largest or "
-                "least over its rows: processes would read that of their own rows"
-            )
+        values = yield from self._value_rules(batch, state, (all_rows, left, right), shares)
         lengths = yield from self._lengths_of_the_whole(batch, state, first, rows, right)
         keys, norms = yield from self._try_keys(batch, state, rows, all_rows, norms)
         self.found = Rehearsed(
@@ -312,6 +316,27 @@ class Rehearsal:
             keys=keys,
         )
         return True
+
+    def _value_rules(
+        self, batch: Any, state: _StepState, passes: tuple[_Pass, _Pass, _Pass], shares: Mapping[Rule, float]
+    ) -> Iterator[Any]:
+        """Returns how the parts make up what each line reads, with a further pass where it may be process 0's rows."""
+        (all_rows, left, right), rows = passes, self._rows[1]
+        reached = [line for line in all_rows.values if line in left.values and line in right.values]
+        values = {line: _value_rule(line, *passes, shares) for line in reached}
+        may_be_first = [
+            line for line, rule in values.items() if rule is None or (BY in line and rule in ("most", "least"))
+        ]
+        if may_be_first:
+            with self._own_statistics_off():
+                begin = yield from self._run(batch, state, 0, cut(rows, self._parts, 0)[1], rows)
+            values |= {line: "first" for line in may_be_first if _alike(begin.values[line], all_rows.values[line])}
+        if unknown := [line for line, rule in values.items() if rule is None and line not in all_rows.arrays]:
+            self._refuse(
+                f"{line_of(unknown[0])} reads a value of the batch that is neither a mean, a sum nor the largest or "
+                "least over its rows, nor one of process 0's rows: processes would read that of their own rows"
+            )
+        return values
 
     def _try_keys(self, batch: Any, state: _StepState, rows: int, plain: _Pass, norms: list[float]) -> Iterator[Any]:
         """Applies one key after the other; returns by how much each changes the gradient, and the last one's norms."""
@@ -327,7 +352,7 @@ class Rehearsal:
             self._trials.append(keys.of(key, self._models))
             self._trials[-1].apply(self._optimizers)
             batch, state = self._trials[-1].batch(batch), self._state()
-            with _statistics_off() if self._synchronised else contextlib.nullcontext():
+            with self._own_statistics_off():
                 tried = yield from self._run(batch, state, 0, rows, rows)
             apart = max(_distance(gradient, tried.gradients[line]) for line, gradient in plain.gradients.items())
             if key == "precision":
@@ -348,7 +373,7 @@ class Rehearsal:
         free = []
         for place in sorted(right.lengths - self._structural):
             self._lengths = {place}
-            with _statistics_off() if self._synchronised else contextlib.nullcontext():
+            with self._own_statistics_off():
                 tried = yield from self._run(batch, state, first, rows, rows)
             same = all(_distance(right.gradients[line], tried.gradients[line]) < TOLERATED for line in right.gradients)
             free += [place] if same else []
@@ -372,12 +397,14 @@ class Rehearsal:
     def _state(self) -> _StepState:
         return _StepState(
             random=random_state(),
+            variables={name: value for name, value in vars(sys.modules["__main__"]).items() if type(value) in PLAIN},
             buffers=[(buffer, buffer.detach().clone()) for buffer in buffers_alive()],
             gradients=[each.grad for each in parameters_of(self._optimizers)],
         )
 
     def _restore(self, state: _StepState) -> None:
         set_random_state(state.random)
+        vars(sys.modules["__main__"]).update(state.variables)
         with torch.no_grad():
             for buffer, before in state.buffers:
                 buffer.copy_(before)
@@ -385,11 +412,10 @@ class Rehearsal:
             each.grad = None if gradient is None else gradient.to(each.dtype, copy=True)
 
     def _norms(self, all_rows: _Pass) -> list[float]:
-        total: dict[int, Tensor] = {}
-        for place in dict.fromkeys(all_rows.until_a_step):
-            for number, gradient in all_rows.gradients[place].items():
-                add_gradient(total, number, gradient)
-        return norms_of(total, len(parameters_of(self._optimizers)))
+        return norms_of(all_rows.first, len(parameters_of(self._optimizers)))
+
+    def _own_statistics_off(self) -> AbstractContextManager[None]:
+        return _statistics_off() if self._synchronised else contextlib.nullcontext()
 
     def _refuse(self, why: str) -> NoReturn:
         self.found = Rehearsed(refused=why)
@@ -433,6 +459,12 @@ def _distance(a: Mapping[int, Tensor], b: Mapping[int, Tensor]) -> float:
     return (apart / size) ** 0.5 if size else float(apart > 0)
 
 
+def _alike(values: Sequence[float], others: Sequence[float]) -> bool:
+    return len(values) == len(others) and all(
+        abs(a - b) <= TOLERATED * abs(b) for a, b in zip(values, others, strict=True)
+    )
+
+
 def _mean(share: float, a: float, b: float) -> float:
     return share * a + (1 - share) * b
 
@@ -453,7 +485,7 @@ def _value_rule(line: str, all_rows: _Pass, left: _Pass, right: _Pass, shares: M
             return "sum"
 
     def holds(rule: Callable[[float, float], float]) -> bool:
-        return all(abs(rule(a, b) - total) <= TOLERATED * abs(total) for total, a, b in triples)
+        return _alike([rule(a, b) for _, a, b in triples], [total for total, *_ in triples])
 
     if len({len(each.values[line]) for each in (all_rows, left, right)}) > 1:
         return None

@@ -7,8 +7,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-Rule = Literal["mean", "counted", "sum", "most", "least", "same"]
-"""How parts make up the whole; "counted": a mean over what the last cross-entropy counts, tokens say."""
+Rule = Literal["mean", "counted", "sum", "most", "least", "same", "first"]
+"""How parts make up the whole; "counted": a mean over what the last cross-entropy counts, tokens say;
+"first": the value of process 0's rows is the whole's."""
 INTERRUPTED = 130
 """The exit code of a Python script that Ctrl-C ends."""
 

@@ -27,11 +27,13 @@ from grappe.data.sampling import cut
 from grappe.data.whole_batch_draws import whole_batch_draws
 from grappe.errors import DivergedError, TaskError
 from grappe.launch.fork import fork_silently
+from grappe.launch.terminal import complain
 from grappe.launch.world import World
 from grappe.parallel.batchnorm import ignoring_padding, synchronise_batchnorm
 from grappe.parallel.gradient_average import GradientAverage
 from grappe.private_api.torch import BatchNormBase
 from grappe.verbs.launch.interception import (
+    BY,
     PLANS_FORWARD,
     add_gradient,
     cut_rows,
@@ -99,6 +101,9 @@ class SlicedSteps:
         """What the step's backwards have added, until an optimizer steps, by the number of the parameter."""
         self._last: tuple[Callable[[], Tensor | None], float] = (lambda: None, 0.0)
         """The last backward's loss, and this process's part of it."""
+        self._said: set[str] = set()
+        """Places that read a process's own rows."""
+        self._most_rows = 0
         self.steps = 0
         self.replaying = False
         """Whether nothing is computed: the script comes back to its checkpoint."""
@@ -135,6 +140,7 @@ class SlicedSteps:
                 if padding:
                     first, last = 0, 1
                 self._place = taken = BatchRows(first, last - first, rows)
+                self._most_rows = max(self._most_rows, last - first)
                 with (
                     whole_batch_draws(self._place),
                     ignoring_padding(self._norms) if padding else contextlib.nullcontext(),
@@ -182,15 +188,22 @@ class SlicedSteps:
             loss, weight = self._last
             if loss() is tensor and isinstance(value, float):  # after the loop: that of the last batch
                 return cast("T", self._total(value, weight, tensor))
-            self._check_same(value, place)
+            if BY not in place:
+                self._check_same(value, place)
+            elif isinstance(value, list | np.ndarray):  # numbers are a loader's, or checked where the script has them
+                self._whole_rows(value, place)
             return value
         if isinstance(value, list | np.ndarray):  # no array of one number: those are read as numbers
-            return cast("T", self._whole_rows(value))
+            return cast("T", self._whole_rows(value, place))
         if not isinstance(value, bool | int | float):
             return value
         rule = self._rehearsed.values.get(place) or self._likely(tensor, value, place)
         if rule == "same":
             return value
+        if rule == "first":
+            if self._has_fewer_rows:
+                self._say_own_rows(place)
+            return self._world.share(value)
         if rule in ("most", "least"):
             everyone = self._world.gather(value if self._share else None)
             return cast("T", (max if rule == "most" else min)(each for each in everyone if each is not None))
@@ -257,17 +270,32 @@ class SlicedSteps:
             "is a mean or a sum over rows: read it in each step"
         )
 
-    def _whole_rows(self, values: list[Any] | NDArray[Any]) -> list[Any] | NDArray[Any]:
+    def _whole_rows(self, values: list[Any] | NDArray[Any], place: str) -> list[Any] | NDArray[Any]:
         """Returns all rows' values, if `values` are of this process's rows; otherwise `values`. Collective."""
-        assert self._place is not None
-        is_rows = len(values) == self._place.size
-        everyone = self._world.gather((values if self._share else values[:0]) if is_rows else None)
-        parts = [part for part in everyone if part is not None]
+        is_rows = self._place is not None and len(values) == self._place.size
+        own = values if self._share else values[:0]
+        everyone = self._world.gather(own if is_rows else np.asarray(values).tobytes())
+        parts = [part for part in everyone if not isinstance(part, bytes)]
         if len(parts) < len(everyone):
+            differ = parts or len(set(everyone)) > 1
+            if differ and (self._rehearsed.values.get(place) != "first" or self._has_fewer_rows):
+                self._say_own_rows(place)
             return values
         if isinstance(values, list):
             return [value for part in parts for value in part]
         return np.concatenate(cast("list[NDArray[Any]]", parts))
+
+    @property
+    def _has_fewer_rows(self) -> bool:
+        return self._place is not None and self._place.size < self._most_rows
+
+    def _say_own_rows(self, place: str) -> None:
+        if place not in self._said and not self._world.rank:
+            complain(
+                f"grappe: {line_of(place)} reads process 0's rows, not the whole batch's: what it prints or writes may "
+                "differ from that of one process"
+            )
+        self._said.add(place)
 
     def length(self, value: int, tensor: object, place: str) -> int:
         """Returns the whole batch's rows where the gradient does not depend on it."""
