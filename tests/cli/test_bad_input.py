@@ -141,7 +141,7 @@ def test_wrong_words(complain: Complain, arguments: list[str], message: str) -> 
         pytest.param(changed("return nn.Linear(3, 2)", "return 5"), "Mine.model() returned int", id="no module"),
         pytest.param(changed(ARRAYS, "1 / 0"), "ZeroDivisionError: division by zero (", id="data raises"),
         pytest.param(changed(ARRAYS, "[]"), "Mine.data('train') is empty", id="no samples"),
-        pytest.param(changed(ARRAYS, "Endless()") + SAMPLES, "is an IterableDataset: it cannot be", id="iterable"),
+        pytest.param(changed(ARRAYS, "Endless()") + SAMPLES, "is a stream: an evaluation sees", id="iterable"),
         pytest.param(changed(ARRAYS, "Samples()") + SAMPLES, "KeyError: 'no sample seven' (", id="a sample raises"),
         pytest.param(changed("(named_parameters, lr=0.1)", "([], lr=0.1)"), "in optimizer(): return torch.optim.SGD",
             id="optimizer raises"),

@@ -155,7 +155,7 @@ def test_what_cannot_draw_is_not_seeded(monkeypatch: pytest.MonkeyPatch, dataset
     def refuse(key: int) -> None:
         raise AssertionError("seeded")
 
-    monkeypatch.setattr("grappe.data.seeded._seed_generators", refuse)
+    monkeypatch.setattr("grappe.data.seeded.seed_generators", refuse)
     samples = SeededDataset(dataset, seed=5).__getitems__([(1, 2), (0, 0)])
     assert str(samples) == str([dataset[2], dataset[0]])
 

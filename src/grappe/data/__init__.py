@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from grappe.data.images.dataset import Images
     from grappe.data.images.decode import CentreCrop, Normalise, RandomResizedCrop
     from grappe.data.staging import stage
+    from grappe.data.stream import Stream
 
 __all__ = [
     "CentreCrop",
@@ -22,6 +23,7 @@ __all__ = [
     "Normalise",
     "Packed",
     "RandomResizedCrop",
+    "Stream",
     "Windows",
     "check_packing",
     "document_mask",
@@ -38,6 +40,7 @@ _LAZY = {
     "Normalise": "grappe.data.images.decode",
     "Packed": "grappe.data.corpus.tokens",
     "RandomResizedCrop": "grappe.data.images.decode",
+    "Stream": "grappe.data.stream",
     "Windows": "grappe.data.corpus.tokens",
     "check_packing": "grappe.data.corpus.tokens",
     "document_mask": "grappe.data.corpus.tokens",

@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset
 from grappe.data.arrays import in_memory, one_by_one
 from grappe.data.draw import mix, permute
 from grappe.data.sampling import DrawnSamples, EpochOrder, SampleOrder, Sampling
+from grappe.data.stream import Stream
 from grappe.errors import DataError, GrappeError, TaskError
 from grappe.errors.user_code import user_call
 from grappe.errors.user_line import at, line_of
@@ -31,9 +32,16 @@ def dataset_of(task: Task, split: str, folder: Path) -> Any:
     """The samples of `split`.
 
     Raises:
-        TaskError: the task's data() fails, or returns no map-style dataset.
+        TaskError: the task's data() fails, or returns no dataset that can be used.
     """
     dataset = user_call(task, "data", split, folder)
+    if isinstance(dataset, Stream | IterableDataset | Iterator):
+        if split != "train":
+            raise TaskError(
+                f"{type(task).__name__}.data({split!r}) is a stream: an evaluation sees the same samples each time, "
+                f"so give some of them as a list: list(itertools.islice(stream, 1000)){at(task, 'data')}"
+            )
+        return dataset if isinstance(dataset, Stream) else Stream(dataset)
     check(dataset, split, task)
     return one_by_one(dataset) if overrides(task, "collate") else dataset
 
@@ -92,9 +100,8 @@ def check(dataset: object, split: str, task: Task) -> int:
     what, place = f"{type(task).__name__}.data({split!r})", at(task, "data")
     if isinstance(dataset, IterableDataset):
         raise TaskError(
-            f"{what} is an IterableDataset: it cannot be shuffled, cut or resumed exactly, since "
-            "samples are asked for by index, and each process would read the whole stream. Give a map-style dataset "
-            "(__len__ and __getitem__); write a stream out once, in prepare() (see docs/data-formats.md)"
+            f"{what} is an IterableDataset: each process would read the whole stream. Give a map-style dataset "
+            "(__len__ and __getitem__), or a task, which may train on a stream (see docs/corpus.md)"
         )
     if isinstance(dataset, DataLoader):
         raise TaskError(
@@ -134,6 +141,10 @@ def _is_column(column: Any) -> bool:
 
 def training_order(task: Task, dataset: Dataset) -> SampleOrder:
     """Returns the order of the training samples, as the task's seed and `sampling` say."""
+    if isinstance(dataset, Stream):
+        if overrides(task, "sampling"):
+            raise TaskError(f"a stream's samples come in its own order: leave sampling() out{at(task, 'sampling')}")
+        return SampleOrder(seed=task.seed, length=len(dataset), batch_size=task.batch_size, shuffle=False)
     drawn: EpochOrder | None = drawn_samples(task, dataset)
     if drawn is None and hasattr(dataset, "epoch_order"):
         drawn = dataset.epoch_order()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -32,12 +32,15 @@ from grappe.data.loading import Loading
 from grappe.data.sampling import SampleOrder, cut
 from grappe.data.seeded import SeededDataset
 from grappe.data.source import Request, Samples, Source, Sources, for_threads
+from grappe.data.stream import Stream, StreamBatches
 from grappe.errors import PlanError
 from grappe.launch.world import World
 from grappe.plan import Plan
 from grappe.private_api.torch import tree_map
 from grappe.profiling.phases import DATA, TRANSFER
 from grappe.task import Task, overrides
+
+_ENDLESS = 1 << 62  # steps: a stream is read ahead without knowing where a training stops
 
 Fetch = Callable[[np.ndarray], tuple[Any, Any]]
 """Sample ids to a batch (inputs, targets)."""
@@ -78,11 +81,15 @@ class BatchLoader:
         self._kind = stored_in(plan)
         self.phase: Callable[[int], None] | None = None  # called as a batch leaves and arrives
         self._arrays = in_memory(dataset)
+        self.stream: StreamBatches | None = None
         self._cuts = plan.pipeline > 1 and self._parts > 1 and self._arrays is None
         self.waited = 0.0
         """Seconds spent waiting for samples."""
         if self._arrays is not None:
             self._arrays.to_device(world.device)
+            return
+        if isinstance(dataset, Stream):
+            self.stream = StreamBatches(dataset, task, plan, world)
             return
         seeded = SeededDataset(dataset, seed=order.seed)
         if plan.loading == "threads" and plan.workers != 0:
@@ -100,17 +107,17 @@ class BatchLoader:
                 everyone = block[row : row + self.order.batch_size]
                 if len(everyone) != size:  # at the first step, and around an epoch's end
                     size = len(everyone)
-                    bounds = self._bounds(size)
+                    bounds = self._bounds(size, self._world.data_rank)
                     places = tuple([BatchRows(a, max(1, b - a), size) for a, b in bounds])
                 pieces = tuple([everyone[a:b] for a, b in bounds])
                 ids = everyone[bounds[0][0] : bounds[-1][1]] if self._exact is None else np.concatenate(pieces)
                 yield StepSlice(step, epoch, size, ids, pieces, places)
 
-    def _bounds(self, size: int) -> list[tuple[int, int]]:
-        """Returns the begin and the end of each of this process's pieces in the `size` rows of a global batch."""
+    def _bounds(self, size: int, rank: int) -> list[tuple[int, int]]:
+        """Returns the begin and the end of each piece of data slice `rank` in the `size` rows of a global batch."""
         if self._exact is not None:
-            return self._exact.spans(size, self._world.data_rank)
-        first, last = cut(size, self._world.data_size, self._world.data_rank)
+            return self._exact.spans(size, rank)
+        first, last = cut(size, self._world.data_size, rank)
         cuts = [cut(last - first, self._parts, part) for part in range(self._parts)]
         return [(first + a, first + b) for a, b in cuts]
 
@@ -127,6 +134,9 @@ class BatchLoader:
             for part in self.slices(start, stop):
                 yield self._batch(part, self._gathered)
             return
+        if self.stream is not None:
+            yield from self._streamed(self.stream, start, stop)
+            return
         source = self._begun(start, stop)
         exhausted = False
         try:
@@ -139,6 +149,24 @@ class BatchLoader:
             exhausted = True
         finally:
             self.sources.end(source, exhausted=exhausted)
+
+    def open_stream(self, start: int, saved: Mapping[str, Any] | None = None) -> None:
+        """Begins to read the stream at step `start`, from where a checkpoint says it was. Collective."""
+        assert self.stream is not None
+        self.stream.open(start, (part.samples for part in self.slices(start, _ENDLESS)), saved)
+
+    def _streamed(self, stream: StreamBatches, start: int, stop: int) -> Iterator[Batch]:
+        if stream.step < 0:
+            self.open_stream(start)
+        assert stream.step == start, f"the stream is at step {stream.step}, not {start}"
+        ranks = self._world.gather(self._world.data_rank)
+        for part in self.slices(start, stop):
+            rows = stream.rows([self._bounds(part.samples, rank) for rank in ranks])
+            place = {number: row for row, number in enumerate(part.ids.tolist())}
+            yield self._batch(
+                part,
+                lambda ids, rows=rows, place=place: stream.collate([rows[place[n]] for n in ids.tolist()] or rows[:1]),
+            )
 
     def rehearsed(self) -> Iterator[Batch]:
         """The first batch, loaded by this process: no workers are started for one. Collective likewise."""
@@ -176,6 +204,11 @@ class BatchLoader:
         ids = np.arange(min(2, len(self.dataset)))  # type: ignore[arg-type]
         if self._arrays is not None:
             inputs, targets = self._arrays.gather(ids, self._world.device)
+        elif self.stream is not None:
+            if self.stream.step < 0:
+                self.open_stream(0)
+            ids = ids[: len(self.stream.example)]
+            inputs, targets = self.stream.collate(self.stream.example)
         else:
             seeded = self.sources.samples.dataset
             inputs, targets = collated(self._task, [seeded[-1, int(index)] for index in ids])
@@ -215,8 +248,20 @@ class BatchLoader:
         return [(epoch, index) for index in padded(ids).tolist()]
 
     @property
+    def notes(self) -> Sequence[str]:
+        """Returns what the user should know of a stream."""
+        return () if self.stream is None else self.stream.notes
+
+    @property
+    def loads(self) -> bool:
+        """Returns whether samples are asked for by index, by this process, its threads or workers."""
+        return self._arrays is None and self.stream is None
+
+    @property
     def loading(self) -> Loading | None:
         """Returns the way in which this process loads its samples now; None: they are in memory."""
+        if self.stream is not None:
+            return self.stream.loading
         return None if self._arrays is not None else self.sources.loading
 
     def _microbatch(self, part: StepSlice, place: BatchRows, ids: np.ndarray, inputs: Any, targets: Any) -> Microbatch:

@@ -10,7 +10,7 @@ from typing import Any, cast
 import numpy as np
 import torch
 import xxhash
-from torch.utils.data import Dataset, Subset, TensorDataset
+from torch.utils.data import Dataset, IterableDataset, Subset, TensorDataset
 
 from grappe.data.arrays import RepeatedDataset, TensorSamples
 from grappe.data.draw import mix
@@ -59,9 +59,9 @@ class SeededDataset(Dataset[Any]):
         if self._draws_nothing:
             return [self._sample(index) for _, index in requests]
         samples = []
-        with _generators_kept():
+        with generators_kept():
             for epoch, index in requests:
-                _seed_generators(mix(self.seed, epoch, index))
+                seed_generators(mix(self.seed, epoch, index))
                 samples.append(self._sample(index))
         return samples
 
@@ -127,12 +127,12 @@ def claims(kind: type, claim: str, method: str) -> bool:
 @contextmanager
 def seeded(key: int) -> Iterator[None]:
     """Context in which the three global generators are seeded from `key`; afterwards they are restored."""
-    with _generators_kept():
-        _seed_generators(key)
+    with generators_kept():
+        seed_generators(key)
         yield
 
 
-def _seed_generators(key: int) -> None:
+def seed_generators(key: int) -> None:
     """Seeds the three global generators from a key of 63 bits."""
     random.seed(key)
     # NumPy's and torch's are Mersenne Twisters seeded alike by 32 bits: from the same 32 they would draw the same
@@ -141,7 +141,7 @@ def _seed_generators(key: int) -> None:
 
 
 @contextmanager
-def _generators_kept() -> Iterator[None]:
+def generators_kept() -> Iterator[None]:
     """Context that restores the three global generators at its end."""
     of_python, of_numpy = random.getstate(), np.random.get_state()
     of_torch = torch.default_generator.get_state()
@@ -156,7 +156,8 @@ def _generators_kept() -> Iterator[None]:
 def fingerprint(dataset: Dataset[Any]) -> str:
     """Returns `LENGTH-HASH`, the hash over the first, middle and last sample, drawn as for epoch 0 and seed 0."""
     length = len(dataset)  # type: ignore[arg-type]
-    digest = xxhash.xxh3_64()
+    if isinstance(dataset, IterableDataset):
+        return f"{'' if dataset.endless else length}-stream"  # type: ignore[attr-defined]
     seeded = SeededDataset(dataset, seed=0)
     try:
         samples = seeded.__getitems__([(0, 0), (0, length // 2), (0, length - 1)])
@@ -165,10 +166,16 @@ def fingerprint(dataset: Dataset[Any]) -> str:
             f"len(data()) is {length}, but it has no sample for an index below that: is __len__ right? "
             f"{sentence(error)}"
         ) from error
+    return f"{length}-{digest(samples)}"
+
+
+def digest(samples: Iterable[Any]) -> str:
+    """Computes a hash of samples."""
+    hashed = xxhash.xxh3_64()
     for sample in samples:
         for leaf in tree_flatten(sample)[0]:
-            digest.update(_bytes(leaf))
-    return f"{length}-{digest.hexdigest()}"
+            hashed.update(_bytes(leaf))
+    return hashed.hexdigest()
 
 
 @calls_users("a sample of data()")

@@ -42,10 +42,12 @@ class Samples:
     """Whether batches are in page-locked memory, from which they are copied to a GPU while it computes."""
     prefetch: int
     """Batches that each worker process, or all threads together, have ready."""
+    batch: Callable[[Sequence[Any]], Any] | None = None
+    """Makes a batch of samples; None: the task does."""
 
     def collate(self, samples: Sequence[Any]) -> Any:
         """Makes a batch of samples."""
-        batch = collated(self.task, samples)
+        batch = (self.batch or functools.partial(collated, self.task))(samples)
         return tree_map(_pinned, batch) if self.pin else batch
 
 
@@ -109,7 +111,7 @@ class WorkerProcesses:
         self._loader: DataLoader[Any] = DataLoader(
             samples.dataset,
             batch_sampler=self._requests,
-            collate_fn=functools.partial(collated, samples.task),
+            collate_fn=samples.batch or functools.partial(collated, samples.task),
             num_workers=workers,
             worker_init_fn=begin_worker,
             # Our processes come from a server, and would have one started for their workers: it would neither

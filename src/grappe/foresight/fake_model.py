@@ -19,6 +19,7 @@ from grappe.data.collate import at_rows
 from grappe.data.datasets import dataset_of
 from grappe.data.loader import BatchLoader, evaluation_loader, training_loader
 from grappe.data.sampling import cut
+from grappe.data.stream import head
 from grappe.errors import GrappeError, PlanError, TaskError, user_code
 from grappe.foresight.kernels import Kernels
 from grappe.foresight.memory import sharded_with, stepped
@@ -52,7 +53,7 @@ class Batches:
     """
 
     def __init__(self, task: Task, data: Path, mode: Any, plain: Plan, split: str = "train") -> None:
-        dataset, self._plain = dataset_of(task, split, data), plain
+        dataset, self._plain = head(dataset_of(task, split, data), COLLATED), plain
         self._task, self._dataset, self._mode, self._trains = task, dataset, mode, split == "train"
         self.samples = len(dataset)
         self._world = World(process=ProcessRank(), device=CPU)

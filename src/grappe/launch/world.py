@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, cast
@@ -96,6 +96,17 @@ class World:
 
         box = [value]
         dist.broadcast_object_list(box, src=0, group=self.control)
+        return box[0]
+
+    def scatter(self, values: Sequence[T] | None) -> T:
+        """Gives each process its own of process 0's `values`, by rank. Collective."""
+        if self.size == 1:
+            assert values is not None
+            return values[0]
+        import torch.distributed as dist
+
+        box: list[Any] = [None]
+        dist.scatter_object_list(box, None if values is None else list(values), src=0, group=self.control)
         return box[0]
 
     def gather_data(self, value: T) -> list[T]:

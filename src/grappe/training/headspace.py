@@ -77,6 +77,8 @@ def headspace(timing: StepTimes, loaders: Sequence[BatchLoader], world: World, *
 def _advice(share: float, loader: BatchLoader, world: World, *, tuned: bool) -> str:
     if loader.loading is None:
         return "the samples are in memory, so make `transform` cheaper"
+    if loader.stream is not None:
+        return "process 0 reads the stream: give fewer bytes a sample, or index it once (grappe.data.Corpus)"
     cores, workers = own_cores(world.process), loader.loading.workers
     needed = workers_needed(share, workers)
     if not tuned and workers < min(needed, cores):

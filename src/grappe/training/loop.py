@@ -28,6 +28,7 @@ from grappe.checkpoint.saver import SAMPLES, Saver
 from grappe.checkpoint.weights import AVERAGE, Weights, read_into
 from grappe.data.batch import Batch
 from grappe.data.loader import BatchLoader
+from grappe.data.stream import POSITION, StreamBatches
 from grappe.engines.base import Engine, SavedState
 from grappe.engines.shared.carried import CarriedState
 from grappe.engines.shared.microbatch import remarks_on_draws
@@ -78,6 +79,8 @@ class Session:
     saver: Saver
     average: WeightAverage
     carried: CarriedState
+    stream: StreamBatches | None
+    """Of the training samples."""
     training_scores: TrainingScores
     loading_cost: Callable[[StepTimes], Headspace]
     """Computes what waiting for samples has cost. Collective."""
@@ -421,6 +424,7 @@ class Training:
                 "engine": dict(state.values),
                 **self.progress.as_json(step),
                 SAMPLES: samples_seen(info, step),
+                **({} if session.stream is None else {POSITION: session.stream.position(step)}),
             }
             averages, stream = session.average.tensors(), state.stream
             if stream is not None and averages:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,7 +20,6 @@ from grappe.private_api.torch import tree_leaves
 from grappe.task import Task
 from grappe.training.options import Options
 from grappe.training.run import Run, short_name
-from grappe.training.start_run import StartedRun
 from grappe.training.watchers.base import RunInfo, Watcher
 from grappe.training.watchers.console import Console, sample_word
 from grappe.training.watchers.curves import Curves
@@ -60,7 +59,7 @@ def reporting(
     return watchers
 
 
-def announce(terminal: UserStream, task: Task, info: RunInfo, plan: Plan, started: StartedRun, world: World) -> None:
+def announce(terminal: UserStream, task: Task, info: RunInfo, plan: Plan, notes: Iterable[str], world: World) -> None:
     """Shows the task, its plan, batch and run, and notes about them."""
     slices, micro = world.data_size, plan.microbatches
     each = -(-task.batch_size // slices)
@@ -76,7 +75,7 @@ def announce(terminal: UserStream, task: Task, info: RunInfo, plan: Plan, starte
         f"{info.samples:,} training samples, batch {task.batch_size} over all processes{sizes}; run {info.folder}",
         terminal,
     )
-    for note in (*started.notes, *task.notes()):
+    for note in (*notes, *task.notes()):
         say(note, terminal)
 
 

@@ -20,6 +20,7 @@ from grappe.data.corpus.mixture import MixedOrder
 from grappe.data.datasets import dataset_of, prepare, refuse_differing_lengths
 from grappe.data.sampling import SampleOrder
 from grappe.data.source import explaining_ended_workers
+from grappe.data.stream import POSITION, Stream
 from grappe.engines.base import EngineSetup
 from grappe.engines.shared.carried import CarriedState
 from grappe.errors import OutOfMemory
@@ -84,7 +85,7 @@ def _trained(request: Request, process: ProcessRank, rendezvous_folder: Path) ->
         refuse_noise_scale(task, plan)
     own_watchers = make_watchers(request.watchers) if request.watchers and world.rank == 0 else []
     prepare(task, request.data, world)
-    data = read(task, request.data, world)
+    data = read(task, request.data, world, options.steps)
     baseline = _resident_before_model(task, options)  # before memory= looks at what is left
     plan = (request := with_memory_chosen(request, world)).plan
 
@@ -105,7 +106,7 @@ def _trained(request: Request, process: ProcessRank, rendezvous_folder: Path) ->
         ):
             info = _run_info(request, task, batches, started, world)
             if terminal is not None:
-                announce(terminal, task, info, plan, started, world)
+                announce(terminal, task, info, plan, (*started.notes, *batches.notes), world)
 
             batches.phase = clock.switch
             tensors = started.checkpoint.read_tensors()
@@ -145,7 +146,7 @@ def _trained(request: Request, process: ProcessRank, rendezvous_folder: Path) ->
                     carried=carried,
                 )
             )
-            report(facts | unit_facts(engine_class, setup), started.run, terminal, world)
+            report(facts | unit_facts(engine_class, setup) | {"stream": batches.notes}, started.run, terminal, world)
 
             meter = Meter(
                 world,
@@ -197,9 +198,10 @@ def _trained(request: Request, process: ProcessRank, rendezvous_folder: Path) ->
                 ),
                 average=average,
                 carried=carried,
+                stream=batches.stream,
                 training_scores=training_scores,
                 loading_cost=lambda timing: headspace(
-                    timing, (batches, validation), world, tuned=batches.loading is not None and batches.sources.tuned
+                    timing, (batches, validation), world, tuned=batches.loads and batches.sources.tuned
                 ),
                 first_use=library_memory,
             )
@@ -238,9 +240,15 @@ def _with_clock(watchers: tuple[Watcher, ...], clock: Chronometer) -> tuple[Watc
     return watchers
 
 
-def read(task: Task, folder: Path, world: World) -> Data:
-    """Makes the task's datasets, and the order of its training samples. Collective."""
+def read(task: Task, folder: Path, world: World, steps: int | None) -> Data:
+    """Makes the task's datasets, and the order of its training samples. Collective.
+
+    Args:
+        steps: of the training, where a stream of unknown length needs them.
+    """
     train, validation = (dataset_of(task, split, folder) for split in ("train", "validation"))
+    if isinstance(train, Stream) and train.endless and steps is not None:
+        train.samples = -(-steps // task.epochs) * task.batch_size
     refuse_differing_lengths(world, {"training": len(train), "validation": len(validation)})
     with naming_user_line(task):
         order = loader.training_order(task, train)
@@ -253,6 +261,8 @@ def loaders(
 ) -> Iterator[tuple[loader.BatchLoader, loader.BatchLoader]]:
     """Context with the loaders of training and validation; without a chronometer nothing is tried out in the steps."""
     batches = loader.training_loader(task, data.train, plan, world, data.order)
+    if batches.stream is not None:
+        batches.open_stream(started.checkpoint.step, started.checkpoint.read_values().get(POSITION))
     validation = loader.evaluation_loader(task, data.validation, plan, world)
 
     def chosen(loading: Mapping[str, Any]) -> None:
@@ -261,8 +271,8 @@ def loaders(
             with contextlib.suppress(OSError):  # a full disk is reported by the next checkpoint
                 started.run.describe(loading=dict(loading))
 
-    sources = [each.sources for each in (batches, validation) if each.loading is not None]
-    if chronometer is not None and batches.loading is not None:
+    sources = [each.sources for each in (batches, validation) if each.loads]
+    if chronometer is not None and batches.loads:
         sources[0].tune(chronometer.spent, started.description.get("loading"), chosen)
         for others in sources[1:]:
             others.like = sources[0]
@@ -270,7 +280,7 @@ def loaders(
         with explaining_ended_workers() if sources else contextlib.nullcontext():
             yield batches, validation
     finally:
-        for each in sources:
+        for each in (*sources, *([] if batches.stream is None else [batches.stream])):
             each.close()
 
 
@@ -279,6 +289,8 @@ def _run_info(request: Request, task: Task, batches: loader.BatchLoader, started
     total = task.epochs * order.steps_per_epoch
     if options.steps_only:
         total = max(total, options.steps or 0)
+    elif isinstance(batches.dataset, Stream) and batches.dataset.endless:
+        total = min(total, options.steps or total)
     return RunInfo(
         folder=started.run.folder,
         task=request.task.name,

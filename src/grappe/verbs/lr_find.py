@@ -336,10 +336,11 @@ def _curve(request: LRFindRequest, task: Task, world: World) -> LossCurve:
     from grappe.checkpoint.initial import built
     from grappe.data import loader
     from grappe.data.datasets import dataset_of, prepare
+    from grappe.data.stream import head
     from grappe.engines.base import EngineSetup
 
     prepare(task, request.data, world)
-    dataset = dataset_of(task, "train", request.data)
+    dataset = head(dataset_of(task, "train", request.data), request.ramp.steps * task.batch_size)
     batches = loader.training_loader(task, dataset, request.plan, world)
     setup = EngineSetup(
         task=ramped(task, request.ramp),

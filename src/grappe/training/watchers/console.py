@@ -264,6 +264,6 @@ def _with_counts(name: str, value: float | list[float], scores: Scores) -> str:
 
 def sample_word(dataset: Any) -> str:
     """Returns "images" if a dataset's first input has an image's shape, [1 or 3, height, width]; else "samples"."""
-    sample = dataset[0]
+    sample = None if hasattr(dataset, "endless") else dataset[0]  # a stream is not read twice
     inputs: Any = sample[0] if isinstance(sample, tuple | list) and sample else None
     return "images" if getattr(inputs, "ndim", 0) == 3 and inputs.shape[0] in (1, 3) else "samples"

@@ -15,6 +15,7 @@ from typing import Any
 
 from grappe import tasks
 from grappe.data.datasets import dataset_of, prepare
+from grappe.data.stream import head
 from grappe.errors import GrappeError, RunError, UsageError
 from grappe.fields import split
 from grappe.launch.files import scratch
@@ -154,7 +155,7 @@ def worker(request: MeasureRequest, process: ProcessRank, rendezvous_folder: Pat
     try:
         return dataclasses.replace(
             point,
-            flops=flops.per_sample(task, dataset_of(task, "train", request.training.data)),
+            flops=flops.per_sample(task, head(dataset_of(task, "train", request.training.data), flops.ROWS)),
             reachable=flops.reachable(choose_device(plan, process), plan),
         )
     except Exception as error:  # a task may do what cannot be counted; it was measured all the same

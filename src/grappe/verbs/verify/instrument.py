@@ -19,6 +19,7 @@ from grappe.data.collate import collated
 from grappe.data.datasets import dataset_of
 from grappe.data.sampling import Sampling
 from grappe.data.seeded import missing
+from grappe.data.stream import repeatable_head
 from grappe.parallel.batchnorm import Kept, kept_buffers, replace_buffers
 from grappe.private_api.torch import tree_flatten, tree_leaves, tree_map
 from grappe.step.loss import loss_of
@@ -86,7 +87,10 @@ def instrumented(task: Task, instrumentation: Instrumentation, recorder: SampleR
     """
 
     def data(self: Task, split: str, folder: Path) -> Dataset:
-        dataset: Any = dataset_of(task, split, folder)
+        dataset: Any = repeatable_head(
+            lambda: dataset_of(task, split, folder),
+            (EPOCH_STEPS + 1) * _multiple(task.batch_size, instrumentation.batch_multiple or 1),
+        )
         index = _trial_rows(task, instrumentation, len(dataset))
         arrays = in_memory(dataset)
         if arrays is None or instrumentation.loaded_samples:
