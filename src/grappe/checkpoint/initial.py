@@ -44,7 +44,12 @@ BYTES_PER_SECOND = 10**8  # of a file that is read, and copied into the model
 
 
 def build(
-    task: Task, checkpoints: Path, begin: Begin | None, run: str = "", kind: torch.dtype = torch.float32
+    task: Task,
+    checkpoints: Path,
+    begin: Begin | None,
+    run: str = "",
+    kind: torch.dtype = torch.float32,
+    check: Callable[[nn.Module], None] = lambda model: None,
 ) -> tuple[str, ...]:
     """Makes the model in a separate process and saves it as step 0; the memory of building is freed with that process.
 
@@ -54,6 +59,7 @@ def build(
         begin: what to take over, instead of fresh weights.
         run: the id of the run that it is for.
         kind: float64 for weights in float64.
+        check: raises GrappeError where the data do not suit the model.
 
     Returns:
         Notes for the user about what was taken over.
@@ -66,6 +72,7 @@ def build(
     def work() -> str:
         torch.set_num_threads(1)  # a forked process must not use its parent's threads
         model = _made(task)
+        check(model)
         if kind == torch.float64:  # before it takes anything over: a float32 would round it
             model.double()
         if begin is not None and begin.in_the_middle:

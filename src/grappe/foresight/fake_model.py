@@ -16,6 +16,8 @@ from torch import Tensor, nn
 
 from grappe.data.batch import Batch, Microbatch, stored_in
 from grappe.data.collate import at_rows
+from grappe.data.corpus.corpus import Corpus
+from grappe.data.corpus.mixture import Mixture
 from grappe.data.datasets import dataset_of
 from grappe.data.loader import BatchLoader, evaluation_loader, training_loader
 from grappe.data.sampling import cut
@@ -54,6 +56,8 @@ class Batches:
 
     def __init__(self, task: Task, data: Path, mode: Any, plain: Plan, split: str = "train") -> None:
         dataset, self._plain = head(dataset_of(task, split, data), COLLATED), plain
+        self.kept: int = dataset.memory() if isinstance(dataset, Corpus | Mixture) else 0
+        """Bytes of blocks that a process that loads samples keeps, at most."""
         self._task, self._dataset, self._mode, self._trains = task, dataset, mode, split == "train"
         self.samples = len(dataset)
         self._world = World(process=ProcessRank(), device=CPU)

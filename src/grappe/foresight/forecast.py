@@ -105,6 +105,8 @@ class MemoryForecast:
     """Whether the plan trains on GPUs."""
     libraries: LibraryMemory | None = None
     """Memory that libraries keep, on a CPU; None: not measured."""
+    data: int = 0
+    """Of blocks of a corpus, in the host memory of each process that loads samples."""
 
     @property
     def most(self) -> int | None:
@@ -161,6 +163,7 @@ def memory_forecast(
             evaluation_least=least.evaluation,
             checkpoint=_checkpoint_copies(fake_model, plan) if copies_known else None,
             gpu=gpu,
+            data=fake_model.batches.kept,
         )
 
 

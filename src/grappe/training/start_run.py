@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
+
+from torch import nn
 
 from grappe.checkpoint.commit import OLDER
 from grappe.checkpoint.foreign_training import Begin
@@ -15,6 +18,7 @@ from grappe.checkpoint.format import Checkpoint, list_checkpoints, step_folder
 from grappe.checkpoint.initial import build
 from grappe.checkpoint.lease import Lease
 from grappe.data.batch import stored_in
+from grappe.data.corpus.tokens import check_packed_data
 from grappe.data.sampling import SampleOrder
 from grappe.data.seeded import fingerprint
 from grappe.errors import GrappeError, PlanError, RunError
@@ -132,7 +136,8 @@ def _start(
     lease = Lease(run.folder)
     lease.take()
     try:
-        described, step, notes = _begin(run, task, request.plan, begin, before, now, new=made is not None)
+        check = functools.partial(check_packed_data, task, data.train)
+        described, step, notes = _begin(run, task, request.plan, begin, before, now, check, new=made is not None)
         notes = (*filter(None, [request.chosen]), *notes)
         module = type(task).__module__
         if module.partition(".")[0] != "grappe":  # the version says what a shipped task is
@@ -147,7 +152,15 @@ def _start(
 
 
 def _begin(
-    run: Run, task: Task, plan: Plan, begin: Begin | None, before: dict[str, Any], now: dict[str, Any], *, new: bool
+    run: Run,
+    task: Task,
+    plan: Plan,
+    begin: Begin | None,
+    before: dict[str, Any],
+    now: dict[str, Any],
+    check: Callable[[nn.Module], None],
+    *,
+    new: bool,
 ) -> tuple[dict[str, Any], int, tuple[str, ...]]:
     run.clear()
     chosen = run.choose(description=before)
@@ -157,7 +170,7 @@ def _begin(
             f"{run.folder}: {chosen.passed_over[0]}. Go on with the grappe that wrote it, or start a new run"
         )
     if checkpoint is None:
-        taken_over = build(task, run.checkpoints, begin, before.get("id", ""), stored_in(plan))
+        taken_over = build(task, run.checkpoints, begin, before.get("id", ""), stored_in(plan), check)
         if new:
             return now, list_checkpoints(run.checkpoints)[0].step, taken_over
         checkpoint = run.choose(description=before).checkpoint

@@ -55,6 +55,8 @@ from grappe.training.watchers.curves import LoggedLoader, NoiseWatcher, SampleLo
 from grappe.training.watchers.meter import Meter, used
 from grappe.training.watchers.watcher_list import WatcherList, gradients_hooked
 
+DRAWN_PARTS = 8  # of a training, after which run.json says what was drawn from which source
+
 
 def worker(request: Request, process: ProcessRank, rendezvous_folder: Path) -> Result:
     """Runs one process of a training. Collective.
@@ -332,8 +334,11 @@ def _write_outcome(
         metrics = {} if outcome.scores is None else metrics_of(task)
         drawn = order.sampling
         if isinstance(drawn, MixedOrder):
-            seen = samples_seen(info, outcome.step)
-            run.describe(drawn=drawn.drawn(seen, task.seed, task.batch_size))
+            until = {
+                step: drawn.drawn(samples_seen(info, step), task.seed, task.batch_size)
+                for step in (outcome.step * part // DRAWN_PARTS for part in range(1, DRAWN_PARTS + 1))
+            }
+            run.describe(drawn=until[outcome.step], drawn_until={str(step): counts for step, counts in until.items()})
         so_far = used(usages, run.read_description().get("used", {}))
         run.describe(
             step=outcome.step,

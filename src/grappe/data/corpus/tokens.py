@@ -8,7 +8,7 @@ from __future__ import annotations
 import bisect
 import functools
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import msgspec
@@ -27,10 +27,13 @@ from grappe.data.index_file import Stale
 from grappe.errors import DataError, TaskError
 from grappe.errors.foreign_text import printable
 from grappe.launch.files import locked
+from grappe.launch.terminal import complain
+from grappe.task import Task
 
 IGNORED = -100
 """The target where nothing is to be predicted: torch's cross_entropy ignores it, and `counts` must not count it."""
 _VERSION = 1
+_TRIED = 16  # samples, of which one with two documents is looked for
 _CHECKED_SECONDS = 0.5  # between looks at mapped files
 _MOST_MAPPED = 512  # each may have a file open, and a process may often open 1,024
 
@@ -260,13 +263,40 @@ def document_mask(documents: Tensor, *, causal: bool = True, dtype: torch.dtype 
     return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(~mask, torch.finfo(dtype).min)
 
 
+def check_packed_data(task: Task, dataset: Any, model: torch.nn.Module) -> None:
+    """Checks by `check_packing` the model of a training whose data, or a source of it, is `Packed`.
+
+    Raises:
+        TaskError: the model does not keep packed documents apart.
+    """
+    for packed in (each for each in getattr(dataset, "sources", [dataset]) if isinstance(each, Packed)):
+        for inputs, _ in (packed[place] for place in range(min(_TRIED, len(packed)))):
+            if not (inputs["documents"] > 1).any():
+                continue
+            border = int((inputs["documents"] > 1).int().argmax())
+            few = {name: leaf[None, max(0, border - 4) : border + 4] for name, leaf in inputs.items()}  # quick
+            try:
+                check_packing(model, few, task.forward)
+            except TaskError:
+                raise
+            except Exception as error:
+                complain(f"grappe: whether packed documents see each other could not be checked: {error}")
+            return
+
+
 @torch.no_grad()
-def check_packing(model: torch.nn.Module, inputs: Mapping[str, Tensor]) -> None:
+def check_packing(
+    model: torch.nn.Module,
+    inputs: Mapping[str, Tensor],
+    forward: Callable[[Any, Any], Any] = lambda model, inputs: model(**inputs),
+) -> None:
     """Checks that a model keeps packed documents apart: the first document's tokens change no other's output.
 
+    A training does it by itself, before its first step.
+
     Args:
-        model: takes a batch of `Packed`'s inputs by their names.
-        inputs: a batch, int64 [B, L] each, whose first sample has two documents or more.
+        inputs: a batch of `Packed`'s, int64 [B, L] each, whose first sample has two documents or more.
+        forward: calls the model with a batch; default: by the names of the inputs.
 
     Raises:
         TaskError: it does not; the message names the first module of which an output changes.
@@ -289,12 +319,12 @@ def check_packing(model: torch.nn.Module, inputs: Mapping[str, Tensor]) -> None:
     ]
     try:
         model.eval()
-        model(**inputs)
+        forward(model, inputs)
         before, seen = seen, []
         ids = inputs["input_ids"].clone()
         first = documents == 1
         ids[0, first] = ids[0, first].flip(0) ^ (ids[0, first] == ids[0, first].flip(0)).long()
-        model(**{**inputs, "input_ids": ids})
+        forward(model, {**inputs, "input_ids": ids})
     finally:
         model.train(training)
         for hook in hooks:

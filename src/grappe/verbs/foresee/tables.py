@@ -68,7 +68,7 @@ def _fits(times: PlanTimes, timed: TimedPlan) -> bool:
     free, needs = free_memory(), timed.foreseen.needs
     if needs is None or needs.most is None or free is None:
         return False
-    return timed.foreseen.processes * needs.most <= free * MEMORY
+    return timed.foreseen.processes * (needs.most + needs.data) <= free * MEMORY
 
 
 def _details(times: PlanTimes, timed: TimedPlan) -> str:
@@ -169,6 +169,8 @@ def notes(times: PlanTimes) -> list[str]:
     lines = [reason(forecast.plan, forecast.why) for forecast in forecasts if forecast.needs is None]
     if any(forecast.needs is not None and forecast.needs.peak is None for forecast in forecasts):
         lines.append("more than …: grappe does not predict the activations of such a plan: measure whether it fits")
+    if data := max((forecast.needs.data for forecast in forecasts if forecast.needs is not None), default=0):
+        lines.append(f"besides, each process and data worker keeps up to {format_bytes(data)} of the corpus")
     if times.budget is not None:
         lines.append(
             f"a process may have {format_bytes(times.budget.size)} ({times.budget.whose}); counted are the higher of "

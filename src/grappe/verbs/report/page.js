@@ -120,6 +120,8 @@ function curves() {
   const grid = section(t("Training"));
   for (const name of steps) drawn(grid, t("training {name}", { name: words[name] ?? name.replace("training_", "") }), "", (run) => run.training[name], { loss: name.includes("loss"), smooth: true });
   for (const name of ["lr", "norm"]) drawn(grid, words[name], "", (run) => run.training[name], { smooth: name === "norm" });
+  const sources = DATA.runs.flatMap((run) => Object.entries(run.description.drawn_until ?? {}).map(([step, counts]) => [run.label, step, Object.entries(counts).map(([name, count]) => `${name}: ${count}`).join("; ")]));
+  if (sources.length) table(grid.parentNode, t("Samples drawn from each source, up to a step"), [t("run"), t("step"), t("samples")], sources);
   drawn(grid, t("throughput"), t("samples/s, of steps"), (run) => run.speed, { from0: true });
 }
 
