@@ -465,13 +465,15 @@ def _verify_record(
     progress("")
     sys.stderr.flush()
     if record is not None:
-        kept = verb.write(here, record)
-        facts = {"steps": kept, "results": len(here.results), "calls": len(here.calls), **here.header.machine}
+        kept, results = verb.write(here, record)
+        facts = {"steps": kept, "results": results, "calls": len(here.calls), **here.header.machine}
         if json:
             show_json("verify --record", task=task, file=str(record), **facts)
         else:
             say(f"recorded in {record}: on another machine, grappe verify {task} --with {record.name} compares")
             show_facts([(name, str(value)) for name, value in facts.items() if value])
+            if left := len(here.results) - results:
+                say(f"note: {left:,} results were left out: a record has at most 5 MB")
         return EXIT_OK
     assert there is not None
     verdict = verb.compared(there, here)

@@ -64,9 +64,10 @@ class Task30(Task):
         return torch.optim.AdamW(named_parameters, lr=0.01)
 
 
-def recorded(other: record.Recorded | None = None) -> record.Recorded:
-    reference = TaskReference(name="mixed", value=Task30())
-    request = record.RecordRequest(task=reference, data=Path(), plan=Plan(threads=1), steps=2, other=other)
+def recorded(other: record.Recorded | None = None, precision: str = "fp32") -> record.Recorded:
+    reference = TaskReference(name="/home/me/mixed.py", value=Task30())
+    plan = Plan.parse(f"threads=1,precision={precision}")
+    request = record.RecordRequest(task=reference, data=Path(), plan=plan, steps=2, other=other)
     return record.worker(request, ProcessRank(), Path())
 
 
@@ -199,16 +200,71 @@ def test_the_program_shows_the_difference_of_the_smallest_call(there: record.Rec
     assert float(shown.split()[-1]) < 1e-6, "this machine's kernel is the record's"
 
 
+def test_another_precision_is_named_and_hides_no_fault(there: record.Recorded) -> None:
+    here = recorded(there, "bf16")
+    verdict = record.compared(there, here)
+    assert (verdict.verdict, verdict.because, verdict.operator) == ("same but for", "the precision", "")
+    assert verdict.largest > 1e-3, "bf16 rounds to 8 bits"
+    operator, change = FAULTS["Adam: momentum"]
+    with Fault(operator, change):
+        verdict = record.compared(there, recorded(there, "bf16"))
+    assert verdict.verdict == "different" and verdict.operator.startswith("aten::lerp_"), verdict
+
+
+def test_settings_that_lower_the_precision_explain_small_differences_alone(there: record.Recorded) -> None:
+    operator, change = FAULTS["product: fp16"]  # as TF32: 10 bits of mantissa
+    torch.set_float32_matmul_precision("medium")
+    try:
+        with Fault(operator, change):
+            verdict = record.compared(there, recorded(there))
+        with Fault(operator, argument(0, torch.zeros_like)):
+            wrong = record.compared(there, recorded(there))
+    finally:
+        torch.set_float32_matmul_precision("highest")
+    assert (verdict.verdict, verdict.because) == ("same but for", "the precision")
+    [change] = verdict.machines
+    assert (
+        '"matrix products": "highest"' in change and '-> {"TF32": "False, False", "matrix products": "medium"' in change
+    )
+    assert wrong.verdict == "different" and wrong.operator.startswith("aten::addmm")
+
+
+def test_what_is_beyond_five_megabytes_is_left_out(
+    there: record.Recorded, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "a.record"
+    record.write(there, file)
+    whole, results = file.stat().st_size, len(there.results)
+    for share, steps, fewest, most in ((0.9, 1, 0.5, 0.5), (0.75, 1, 0.1, 0.3)):
+        monkeypatch.setattr(record, "MOST_BYTES", int(whole * share))
+        assert record.write(there, file) == (steps, len(record.read(file).results))
+        assert file.stat().st_size <= whole * share
+        assert fewest <= len(record.read(file).results) / results <= most
+        assert record.compared(record.read(file), there).verdict == "same"
+
+
 def test_a_record_is_a_small_file_of_numbers_and_nothing_else_is_read(there: record.Recorded, tmp_path: Path) -> None:
     file = tmp_path / "a.record"
-    assert record.write(there, file) == 2
+    assert record.write(there, file) == (2, len(there.results))
     assert file.stat().st_size < record.MOST_BYTES
+    assert there.header.task == "mixed.py", "the folder is this machine's business"
     again = record.read(file)
     assert again.header == there.header and np.array_equal(again.results, there.results)
     for content in (b"", b"\x80\x04.", file.read_bytes()[:200]):
         file.write_bytes(content)
         with pytest.raises(UsageError, match="is no record of grappe verify --record"):
             record.read(file)
+
+
+def test_frozen_units_and_masks_have_noise_too() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)).requires_grad_(False)
+    results = [record._Results(model, None, seed) for seed in (None, 0)]
+    with torch.no_grad():
+        model(torch.ones(2, 4))
+    plain, other = (numbers.sketches["0|forward|1|0"] for numbers in results)
+    assert 1e-8 < float(gaps(plain, other)) < 1e-5
+    mask = torch.tensor([-torch.inf, 0.0, 1.0])
+    assert moved(mask, 1).tolist()[:2] == [-torch.inf, 0.0]
 
 
 def test_sketches_estimate_the_distance_of_tensors() -> None:

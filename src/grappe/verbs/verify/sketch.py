@@ -88,9 +88,10 @@ def _numbers(tensor: Tensor) -> Numbers:
 
 
 def gaps(a: Numbers, b: Numbers) -> Numbers:
-    """Estimates |a - b| / |a| of what pairs of sketches (..., WIDTH + 1) are of; what is no number equals itself."""
+    """Estimates |a - b| / max(|a|, |b|) of what pairs of sketches (..., WIDTH + 1) are of; NaN equals itself."""
+    norm = np.maximum(a, b)[..., WIDTH]  # of a gradient that is 0 but for rounding, any of the two may be nearer to 0
     with np.errstate(all="ignore"):
-        away = np.sqrt(np.square(a - b)[..., :WIDTH].sum(-1)) / np.where(a[..., WIDTH] > 0, a[..., WIDTH], 1.0)
+        away = np.sqrt(np.square(a - b)[..., :WIDTH].sum(-1)) / np.where(norm > 0, norm, 1.0)
     finite = np.isfinite(a).all(-1), np.isfinite(b).all(-1)
     return np.where(finite[0] & finite[1], away, np.where(finite[0] == finite[1], 0.0, np.inf))
 
@@ -98,7 +99,7 @@ def gaps(a: Numbers, b: Numbers) -> Numbers:
 def moved(tensor: Tensor, seed: int) -> Tensor:
     """Moves each number by about its last bit."""
     unit = drawn(tensor.shape, torch.empty(tensor.shape, device="meta").stride(), tensor.dtype, 0, 32 + seed)
-    return torch.addcmul(tensor, tensor, unit.to(tensor.device), value=2 * torch.finfo(tensor.dtype).eps)
+    return tensor * (1 + unit.to(tensor.device) * (2 * torch.finfo(tensor.dtype).eps))  # an infinity stays one
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
