@@ -54,7 +54,7 @@ FLOOR = 4e-6
 """The least relative difference of a result that is more than rounding; 1.7e-6 was seen, of a call 1.3e-6."""
 CALL_FLOOR = 2e-6
 COARSE = 1 / 64
-"""Up to this relative difference of a call's result another precision explains it."""
+"""Up to this relative difference of a call's result, or of a unit's output, another precision explains it."""
 DATA, LOSS = "the data", "the loss"
 
 
@@ -368,12 +368,15 @@ def compared(there: Recorded, here: Recorded) -> RecordVerdict:
         raise UsageError("the record has no result of this model: is it of another version of the task?")
     ours, theirs = (np.array(column) for column in zip(*both, strict=True))
     away = gaps(there.results[theirs], here.results[ours])
+    precision = there.header.precision != here.header.precision
     noise: dict[str, float] = {}
     allowed = []
     for place, other in both:
         unit = here.header.keys[place].partition("|")[2]
         noise[unit] = max(noise.get(unit, 0.0), there.noise[other], here.noise[place])  # the largest so far
-        allowed.append(max(FLOOR, FACTOR * noise[unit]))
+        # In another precision an optimizer's first step, the sign of a gradient, may be another number altogether.
+        floor = FLOOR if not precision else COARSE if unit.startswith("forward") else np.inf
+        allowed.append(max(floor, FACTOR * noise[unit]))
     beyond = away > np.array(allowed)
     same = np.flatnonzero(~beyond)
     worst = int(same[np.argmax(away[same])]) if len(same) else 0
@@ -391,15 +394,18 @@ def compared(there: Recorded, here: Recorded) -> RecordVerdict:
     if beyond.any():
         first = int(np.argmax(beyond))
         step, direction, unit, _ = here.header.keys[ours[first]].split("|")
-        because = f"from step {int(step) + 1}, {unit}, in {direction}: {away[first]:.1e} of its norm, where "
-        because += f"{allowed[first]:.1e} is rounding"
+        because = (
+            f"from step {int(step) + 1}, {unit}, in {direction}: {away[first]:.1e} of its norm, "
+            f"where {allowed[first]:.1e} is rounding"
+        )
         span = here.order[here.places[ours[first - 1]] if first else 0 : here.places[ours[first]]]
         if unit == DATA:
-            because = f"the data: in step {int(step) + 1} the batch is another (other files, or another library that "
-            because, wrong, lowered = f"{because}reads them)", {}, False
+            wrong, lowered, because = {}, False, (
+                f"the data: in step {int(step) + 1} the batch is another (other files, or another library that reads "
+                "them)"
+            )  # fmt: skip
     if lowered or not (wrong or beyond.any()):
-        precision = lowered or there.header.precision != here.header.precision
-        but = "the precision" if precision else "the order of sums" if (away > 0).any() else ""
+        but = "the precision" if lowered or precision else "the order of sums" if (away > 0).any() else ""
         return dataclasses.replace(verdict, verdict="same but for" if but else "same", because=but)
     name = next((name for name in (*span, *here.header.calls) if name in wrong), "")
     operator = name.partition("(")[0]
