@@ -137,6 +137,25 @@ def test_a_job_that_goes_back_into_the_queue_leaves_no_exit_code(tmp_path: Path,
     assert (run / "logs" / "job-5.end").exists() is left
 
 
+def test_nodes_that_slurm_takes_out_and_processes_that_die_are_noted_once_for_each_start(tmp_path: Path) -> None:
+    """sinfo is a stand-in; the rule is that of submit (tests/verbs/submit/test_jobs.py)."""
+    run, commands = tmp_path / "run", tmp_path / "bin"
+    commands.mkdir()
+    (commands / "sinfo").write_text("#!/bin/sh\necho 'n0 idle none'\necho 'n1 down* Not responding'\n")
+    (commands / "sinfo").chmod(0o755)
+    variables = {"PATH": f"{commands}:{os.environ['PATH']}", "SLURM_JOB_NODELIST": "n[0-1]"}
+    assert job(run, "failed_nodes", **variables).stdout == ""
+    log = run / "logs" / "job-5.out"
+    log.write_text("srun: error: n3: task 1: Killed\n")
+    said = "srun: error: n1: task 0: Out Of Memory\nsrun: error: n1: task 1: Killed\nsrun: error: n2: task 2: Killed\n"
+    done = job(run, f"printf '{said}' >> {log}\nnote_death\nfailed_nodes", SLURM_RESTART_COUNT="2", **variables)
+    assert done.stdout.strip() == f"noted against node n1, in {tmp_path}/.failed-nodes: Slurm: down*, Not responding"
+    done = job(run, f"printf '{said}' >> {log}\nnote_death\nfailed_nodes", SLURM_RESTART_COUNT="3", **variables)
+    assert done.stdout.splitlines()[-1] == "n1"
+    notes = (tmp_path / ".failed-nodes").read_text().splitlines()
+    assert [note.split(" ", 2)[1] for note in notes] == ["n1", "n1"], "n3 died in an earlier start, n2 after n1"
+
+
 @pytest.mark.parametrize("command", ["train", "evaluate"])
 @pytest.mark.parametrize(("code", "place", "goes_on"), [(75, 1, True), (137, 1, None), (1, 1, False), (75, 2, False)])
 def test_the_next_job_of_a_chain_goes_on(

@@ -8,8 +8,10 @@ from pathlib import Path
 import pytest
 
 from grappe.training.run import Run
+from grappe.verbs.submit.jobs import nodes_to_leave_out
+from tests.commands import SLOW
 from tests.slurm.cluster import Cluster
-from tests.slurm.jobs import Job, grappe, kill
+from tests.slurm.jobs import PLAN, Job, grappe, kill
 
 LONG = ("--time", "10m")
 
@@ -21,6 +23,30 @@ def test_preempted_by_a_higher_partition(cluster: Cluster, tmp_path: Path) -> No
     job.ends()
     assert job.restarts() == 1
     assert "exit code 75" in job.said()
+
+
+def test_a_node_that_fails_twice_is_left_out(cluster: Cluster, tmp_path: Path) -> None:
+    options = ("--site", "generic", "--nodes", "1", "--no-doctor", *LONG)
+    words = ("--", "train", SLOW, "epochs=8", "pause=0.05", "--save-every", "4", "--plan", PLAN, "--run")
+    grappe("submit", *options, *words, "fails", cwd=tmp_path)
+    job, nodes, run = Job.of(cluster, tmp_path, "fails"), list[str](), tmp_path / "fails"
+    while len(nodes) < 3 and (not nodes or nodes.count(nodes[-1]) < 2):
+        before = len(nodes)
+        job.until(lambda: len(job.pids()) == 2 and job.restarts() == before, "it trains")
+        nodes.append((run / "logs" / f"job-{job.job}.nodes").read_text().strip())
+        kill(job.pids()[-1], signal.SIGKILL)
+        job.until(
+            lambda: f"noted against node {nodes[-1]}" in job.said() and job.restarts() > before, "it begins again"
+        )
+    bad = next(node for node in nodes if nodes.count(node) == 2)
+    assert f"the next start leaves out {bad}, which failed twice within a week" in job.said()
+    job.until((run / "done").exists, "it is finished")
+    assert (run / "logs" / f"job-{job.job}.nodes").read_text().strip() == {"n0": "n1", "n1": "n0"}[bad]
+    notes = nodes_to_leave_out(tmp_path)[bad]
+    assert {(note.run, note.evidence) for note in notes} == {("fails", "a process was ended: Killed")}
+    said = grappe("submit", "--dry-run", *options, *words, "next", cwd=tmp_path)
+    assert f"node {bad} is left out: it failed twice within a week, last in fails" in said
+    assert f"#SBATCH --exclude={bad}" in said
 
 
 SCRIPT = """

@@ -104,6 +104,50 @@ on_each_process() {
         bash -c "$(declare -p first python; declare -f torchrun_variables program process); process"
 }
 
+# ---- nodes that fail ----
+
+# note_node NODE EVIDENCE: against a node, once for each start of a job, beside all runs of the folder.
+note_node() {
+    local start=$SLURM_JOB_ID.${SLURM_RESTART_COUNT:-0}
+    grep -qs "^[0-9]* $1 $start " "$failures" && return
+    echo "$(date +%s) $1 $start ${run##*/}: $2" >> "$failures"
+    echo "noted against node $1, in $failures: $2"
+}
+
+# The nodes with notes of two starts within a week; the four noted last, joined by commas.
+failed_nodes() {
+    [ ! -e "$failures" ] || awk -v now="$(date +%s)" '$1 > now - 604800 && !seen[$2 $3]++ { if (++notes[$2] > 1) last[$2] = $1 }
+        END { for (node in last) print last[node], node }' "$failures" | sort -rn | head -n 4 | cut -d " " -f 2 | paste -sd ,
+}
+
+# What srun said of the first process that died in this start, and where: "srun: error: n1: task 3: Killed".
+note_death() {
+    local died
+    died=$(tail -c "+$((log_size + 1))" "$log" 2>/dev/null |
+        sed -nE 's/^srun: error: ([A-Za-z0-9._-]+): tasks? [0-9,-]+: (Killed|Aborted|Bus error|Segmentation fault|Illegal instruction).*/\1 \2/p' |
+        head -n 1)
+    [ -z "$died" ] || note_node "${died%% *}" "a process was ended: ${died#* }"
+}
+
+# The nodes of the start before, if Slurm itself has put the job back: one of them may have failed.
+note_lost_nodes() {
+    local node state reason
+    [ "${SLURM_RESTART_COUNT:-0}" -gt 0 ] && [ -e "$nodes_file" ] || return 0
+    while read -r node state reason; do
+        case $state in down* | drain* | drng* | fail* | *\*) note_node "$node" "Slurm: $state, $reason" ;; esac
+    done < <(sinfo -h -N -n "$(cat "$nodes_file")" -o "%N %t %E" 2>/dev/null | sort -u)
+}
+
+# Of the job, which is in the queue again.
+leave_out() {
+    local own
+    own=$(scontrol show job "$SLURM_JOB_ID" | sed -nE 's/.*ExcNodeList=([^ ]+).*/\1/p' | head -n 1)
+    [ "$own" != "(null)" ] || own=
+    if scontrol update "JobId=$SLURM_JOB_ID" "ExcNodeList=${own:+$own,}$1"; then
+        echo "the next start leaves out $1, which failed twice within a week ($failures)"
+    fi
+}
+
 # Leaves the exit code for grappe wait; of a job that Slurm ended, Slurm knows the reason.
 end() {
     [ "$ended" = 1 ] || { rm -f "$run/logs/job-$job.end" && echo "$1" > "$run/logs/job-$job.end"; }
@@ -121,6 +165,8 @@ begin() {
     code=0 told=0 ended=0 step=
     job=${SLURM_ARRAY_JOB_ID:-$SLURM_JOB_ID}
     first=$run/logs/job-$job.first
+    failures=${run%/*}/.failed-nodes log=$run/logs/job-$SLURM_JOB_ID.out nodes_file=$run/logs/job-$job.nodes
+    log_size=$(stat -c %s "$log" 2>/dev/null || echo 0)
     export GRAPPE_FAILURE=$run/logs/job-$job.failed
     # srun of Slurm 22.05 and later does not take --cpus-per-task from the job by itself.
     export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK
@@ -140,6 +186,8 @@ begin() {
         [ $(($(date +%s) - $(stat -c %Y "$run/lease.json"))) -lt 65 ]; do
         sleep 5
     done
+    note_lost_nodes
+    echo "${SLURM_JOB_NODELIST:-}" > "$nodes_file"
     trap pass_on USR2
     trap 'ended=1; pass_on' TERM
 }
@@ -161,6 +209,7 @@ finish() {
         if [ "$code" != 140 ] && [ -z "${SLURM_ARRAY_JOB_ID:-}" ]; then # three times at most
             echo "job $SLURM_JOB_ID, restart ${SLURM_RESTART_COUNT:-0}: exit code $code" >> "$run/logs/killed"
             [ "$(grep -c "^job $SLURM_JOB_ID," "$run/logs/killed")" -le 3 ] || again=no
+            note_death
         fi
     fi
     [ "$again" = yes ] || end "$code"
@@ -172,12 +221,16 @@ finish() {
     if [ "$ended" = 0 ] && [ "${SLURM_RESTART_COUNT:-0}" -lt "$2" ] &&
         [ "$(squeue -h -j "$SLURM_JOB_ID" -o %T)" = RUNNING ]; then
         echo "back into the queue after restart ${SLURM_RESTART_COUNT:-0}, exit code $code"
+        local failed
+        failed=$(failed_nodes)
+        rm -f "$nodes_file"
         trap - TERM
+        [ -z "$failed" ] || trap '' TERM # there are seconds left once it is in the queue
         scontrol requeue "$SLURM_JOB_ID" || refused=$?
         # Slurm ends this script now, one process after the other: it leaves no exit code.
         # A code above 128: scontrol was ended first.
         if [ "$refused" = 0 ] || [ "$refused" -gt 128 ]; then
-            sleep 60
+            if [ -n "$failed" ]; then leave_out "$failed"; else sleep 60; fi
             exit "$code"
         fi
     fi

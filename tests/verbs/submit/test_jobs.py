@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 
 import pytest
@@ -117,3 +118,26 @@ def test_gpus_are_listed_with_the_sites_that_have_them() -> None:
     (row,) = (line.split() for line in lines if "A100 SXM4, 40 GB" in line)
     assert {"Ampere,", "8.0", "19.5", "156", "312", "1555", "300", "400", "narval,"} <= {*row}
     assert "peak TFLOP/s without sparsity" in lines[-1]
+
+
+def test_nodes_that_failed_in_two_starts_within_a_week_are_left_out_the_last_four_of_them(tmp_path: Path) -> None:
+    now = int(time.time())
+    lines = [
+        f"{now - 8 * 86400} old 1.0 a: a process was ended: Killed",
+        f"{now - 8 * 86400} old 2.0 a: a process was ended: Killed",
+        f"{now - 50} once 3.0 a: a process was ended: Killed",
+        f"{now - 50} same 3.0 a: a process was ended: Killed",
+        f"{now - 49} same 3.0 a: a process was ended: Killed",
+        "damaged",
+        f"{now} ../x 3.0 a: not a node",
+        *(
+            f"{now - 40 + start} n{node} {start}.{node} b: Slurm: down, n{node}"
+            for node in range(5)
+            for start in (1, node + 2)
+        ),
+    ]
+    (tmp_path / ".failed-nodes").write_text("\n".join(lines))
+    found = jobs.nodes_to_leave_out(tmp_path)
+    assert list(found) == ["n1", "n2", "n3", "n4"]
+    assert [(note.run, note.evidence) for note in found["n4"]] == [("b", "Slurm: down, n4")] * 2
+    assert jobs.nodes_to_leave_out(tmp_path / "none") == {}

@@ -21,6 +21,7 @@ from grappe.launch import files
 from grappe.launch.terminal import progress
 from grappe.training.run import CODE, USAGE, Run
 from grappe.verbs.report.results import compared
+from grappe.verbs.submit.jobs import failure_notes
 from grappe.verbs.tune.schedule import importance
 from grappe.verbs.tune.space import Choices, Range, of_texts
 from grappe.verbs.tune.study import FILE as STUDY
@@ -177,6 +178,9 @@ def _run(run: Run, row: dict[str, Any]) -> dict[str, Any]:
             if name not in hidden and _is_number(value, or_null=True):
                 rounded = None if value is None or not math.isfinite(value) else float(f"{value:.6g}")
                 curves.setdefault(name, []).append((step, rounded))
+    failures = [note for note in failure_notes(run.folder.parent) if note.run == run.folder.name]
+    if failures:
+        description["nodes that failed"] = [f"{note.node}, job {note.start}: {note.evidence}" for note in failures]
     usage = _usage(run)
     row["seconds"] = row["seconds"] or sum(number(line.get("seconds")) for line in usage) or None
     shown = [*axes[:: math.ceil(len(axes) / POINTS) or 1], *axes[-1:]]

@@ -9,11 +9,12 @@ import re
 import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from rich.table import Table
 
 from grappe.errors import EXIT_OK, ProcessDied, RunError
+from grappe.errors.foreign_text import printable
 from grappe.launch import files
 from grappe.launch.files import IN_PART, IN_RUN
 from grappe.sites import slurm
@@ -21,7 +22,12 @@ from grappe.training.run import DONE
 from grappe.words import plain_table
 
 JOBS = "jobs.jsonl"
+FAILED_NODES = ".failed-nodes"
+"""The file of notes against nodes, in a folder of runs. job.sh writes it, and applies the same rule at a requeue."""
+FORGOTTEN_SECONDS = 7 * 86400.0
+MOST_LEFT_OUT = 4
 FILE_SECONDS = 1.0  # between reads of the run's folder
+NOTE = re.compile(r"(\d{9,12}) ([A-Za-z0-9._-]{1,64}) (\d+\.\d+) ([^ :]+): (.*)", re.ASCII)
 QUERY_SECONDS = 60.0  # between queries to Slurm, which sites ask to keep rare
 GRACE_SECONDS = 120.0  # Slurm may forget a job before its database has it
 ENDINGS = {
@@ -54,6 +60,40 @@ def submitted(run: Path) -> list[dict[str, Any]]:
         if isinstance(record, dict) and str(record.get("job", "")).isdigit():
             records.append(record)
     return records
+
+
+class FailureNote(NamedTuple):
+    """What was noted against a node in one start of a job."""
+
+    at: float
+    """Seconds since 1970."""
+    node: str
+    start: str
+    """The job's id and the number of its restarts."""
+    run: str
+    """The run's name."""
+    evidence: str
+
+
+def failure_notes(base: Path) -> list[FailureNote]:
+    """Reads the notes against nodes beside the runs in `base`, oldest first; skips a damaged line."""
+    try:
+        lines = files.read_text(base / FAILED_NODES, IN_RUN).splitlines()
+    except (OSError, RunError):
+        return []
+    notes = (NOTE.fullmatch(line) for line in lines)
+    return [FailureNote(float(note[1]), note[2], note[3], note[4], printable(note[5], 200)) for note in notes if note]
+
+
+def nodes_to_leave_out(base: Path) -> dict[str, list[FailureNote]]:
+    """Returns the nodes that failed in two starts within a week, with their notes: the four that failed last."""
+    now, notes = time.time(), dict[str, list[FailureNote]]()
+    for note in failure_notes(base):
+        of_node = notes.setdefault(note.node, [])
+        if note.at > now - FORGOTTEN_SECONDS and all(note.start != other.start for other in of_node):
+            of_node.append(note)
+    twice = sorted((of_node[-1].at, node) for node, of_node in notes.items() if len(of_node) > 1)
+    return {node: notes[node] for _, node in twice[-MOST_LEFT_OUT:]}
 
 
 def newest_job(run: Path) -> str:

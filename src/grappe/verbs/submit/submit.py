@@ -28,7 +28,7 @@ from grappe.sites.script import FUNCTIONS, Script, check_name, cost, render
 from grappe.training.run import DESCRIPTION, DONE, Run, new_folder
 from grappe.verbs.automatic_time import AutomaticTime, with_time
 from grappe.verbs.launch.launch import LIGHTNING
-from grappe.verbs.submit.jobs import record_job
+from grappe.verbs.submit.jobs import FAILED_NODES, nodes_to_leave_out, record_job
 from grappe.verbs.submit.packages import imported, job_packages, torch_of
 from grappe.verbs.submit.resources import ON_CPU, Submission, jobs_of, laid_out
 
@@ -139,7 +139,8 @@ def _send(script: Script, text: str) -> str:
     try:
         script.run.mkdir(parents=True, exist_ok=True)
         files.make_folder(logs)
-        files.refuse_link(logs / "killed")  # which the script itself writes
+        for written in (logs / "killed", script.run.parent / FAILED_NODES):  # by the script itself
+            files.refuse_link(written)
         numbers = [int(match[1]) for name in files.names(logs) if (match := SCRIPT_FILE.fullmatch(name))]
         file = logs / f"submit-{max(numbers, default=0) + 1}.sh"
         files.replace(file, text.encode(), IN_PART)
@@ -202,6 +203,9 @@ def job_script(submission: Submission, *, show: bool = False) -> JobScript:
     if submission.script is not None:
         modules = {name.partition(".")[0] for name in imported(submission.script)}
         saves = not modules.isdisjoint(SAVE_ON_SIGNALS)  # USR2 would only end other processes sooner
+    failed = nodes_to_leave_out(run.parent)
+    if any(option.startswith(("--exclude", "--nodelist")) for option in job.sbatch):
+        failed = {}  # you choose the nodes yourself
     script = Script(
         site=site,
         layout=job_layout,
@@ -212,6 +216,7 @@ def job_script(submission: Submission, *, show: bool = False) -> JobScript:
             wheels=job.wheels and job.wheels.absolute(),
             stage=job.stage and job.stage.absolute(),
             chain=job.chain or (0 if site.job.requeue else 1),  # a chain of one does not requeue
+            sbatch=(*job.sbatch, *([f"--exclude={','.join(failed)}"] if failed else [])),
         ),
         kind=submission.command,
         arguments=_arguments(submission, plan, run),
@@ -228,7 +233,12 @@ def job_script(submission: Submission, *, show: bool = False) -> JobScript:
         time_note=automatic.sentence if automatic else "",
     )
     script = dataclasses.replace(script, torch=torch_of(script))
-    return JobScript(script=script, unchecked=note, warnings=tuple(_warnings(script)), automatic=automatic)
+    left_out = [
+        f"node {node} is left out: it failed twice within a week, last in {notes[-1].run}: {notes[-1].evidence} "
+        f"({run.parent / FAILED_NODES})"
+        for node, notes in failed.items()
+    ]
+    return JobScript(script=script, unchecked=note, warnings=(*left_out, *_warnings(script)), automatic=automatic)
 
 
 def _warnings(script: Script) -> Iterator[str]:
