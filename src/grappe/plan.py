@@ -24,7 +24,7 @@ UNITS = {"M": 10**6, "G": 10**9, "T": 10**12}
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Plan:
-    """The distribution of one optimizer step over pipeline x replicate x shard x tensor processes.
+    """The distribution of one optimizer step over pipeline x replicate x shard x domain x tensor processes.
 
     `grappe engines` shows the keys, with the docstring under each key as its help, and the engines that support it.
     """
@@ -49,6 +49,8 @@ class Plan:
     """Pipeline stages of each process; auto: 2 under schedule=interleaved, else 1."""
     tensor: int = 1
     """Tensor parallelism: processes that split the matrices, as the task's tensor_plan says."""
+    domain: int = 1
+    """Domain (or context) parallelism: processes that each hold a part of every sample: of its height, its length."""
     microbatches: int = 1
     """Microbatches of a process's slice: for gradient accumulation and for pipelines."""
     precision: Literal["fp32", "tf32", "bf16", "fp16", "fp64"] = "fp32"
@@ -87,7 +89,7 @@ class Plan:
     """Samples in each batch of an evaluation, over all processes; auto: twice a microbatch's."""
 
     def __post_init__(self) -> None:
-        for name in ("replicate", "shard", "pipeline", "tensor", "microbatches", "per_device"):
+        for name in ("replicate", "shard", "pipeline", "tensor", "domain", "microbatches", "per_device"):
             if getattr(self, name) < 1:
                 raise PlanError(f"{name}={getattr(self, name)}: it must be at least 1")
         for name, least in (
@@ -144,7 +146,7 @@ class Plan:
     @property
     def processes(self) -> int:
         """Returns the number of processes."""
-        return self.pipeline * self.replicate * self.shard * self.tensor
+        return self.pipeline * self.replicate * self.shard * self.domain * self.tensor
 
     @property
     def data_parallel(self) -> int:
@@ -167,7 +169,8 @@ class Plan:
     @property
     def uses_ddp(self) -> bool:
         """Returns whether DDP sums the gradients: fully_shard, pipelines and exact sums do that themselves."""
-        return self.data_parallel > 1 and not self.uses_fsdp and self.pipeline == 1 and not self.exact
+        copies = self.data_parallel * self.domain
+        return copies > 1 and not self.uses_fsdp and self.pipeline == 1 and not self.exact
 
     @property
     def memory_limit(self) -> int | None:
@@ -207,7 +210,7 @@ class Plan:
         """Raises PlanError if the plan's product is not the world size."""
         if self.processes == processes:
             return
-        names = [name for name in ("pipeline", "replicate", "shard", "tensor") if getattr(self, name) > 1]
+        names = [name for name in ("pipeline", "replicate", "shard", "domain", "tensor") if getattr(self, name) > 1]
         product = " x ".join(f"{name}={getattr(self, name)}" for name in names) or "one process"
         raise PlanError(
             f"plan needs {self.processes} process{'es' if self.processes > 1 else ''} ({product}), "

@@ -212,6 +212,14 @@ class Task:
         """
         return None
 
+    def domain(self, inputs: Any, targets: Any) -> tuple[Any, Any]:
+        """Returns the dimension that `domain` cuts of each tensor of a batch's inputs and targets, nested alike.
+
+        A number, or None for what stays whole. Without it: the height (or depth) of images [B, C, H, …], else the
+        length of token ids [B, T]; and of every other tensor that has the same sizes, masks of pixels say.
+        """
+        raise NotImplementedError
+
     def tensor_plan(self, model: Any) -> Mapping[str, ParallelStyle]:
         """Returns the parallel style of each module, by name, over `tensor` processes.
 

@@ -33,6 +33,7 @@ from grappe.data.sampling import SampleOrder, cut
 from grappe.data.seeded import SeededDataset
 from grappe.data.source import Request, Samples, Source, Sources, for_threads
 from grappe.data.stream import Stream, StreamBatches
+from grappe.domain.batches import cut_batch
 from grappe.errors import PlanError
 from grappe.launch.world import World
 from grappe.plan import Plan
@@ -280,6 +281,8 @@ class BatchLoader:
         if self._counts:
             weights = as_weights(counts_of(self._task, targets), self._kind, counted=len(ids) > 0)
         padding = 0 if len(ids) else 1
+        if self._world.domain is not None:
+            inputs, targets = cut_batch(self._task, inputs, targets, self._world.domain)
         return Microbatch(inputs, targets, len(ids), weights, padding, drawn_for, place if self._places else None)
 
     def _augmented(self, inputs: Any, targets: Any, samples: SampleIds, device: torch.device) -> tuple[Any, Any]:

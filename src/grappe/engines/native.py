@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from grappe.data.batch import Batch, entering, stored_in
+from grappe.domain import batches as domain_rules
 from grappe.engines.base import COMMON, Engine, EngineSetup
 from grappe.engines.shared.after_step import AfterStep
 from grappe.engines.shared.microbatch import MicrobatchRunner, evaluate, within
@@ -27,7 +28,7 @@ from grappe.parallel.compile import replaying
 from grappe.parallel.parallelize import KEYS, parallelize
 from grappe.parallel.pipeline import rules as pipeline_rules
 from grappe.parallel.replicate import Replicas
-from grappe.parallel.shard import SameParameters, reduction_switch
+from grappe.parallel.shard import SameParameters, SummedGradients, reduction_switch
 from grappe.plan import Plan
 from grappe.profiling.phases import UPDATE
 from grappe.step import exact as exact_rules
@@ -59,7 +60,7 @@ class Native(Engine):
     """Updates the parameters; a strategy computes their gradients: whole, exact or pipelined."""
 
     sharded_units = True
-    supported_keys = COMMON | KEYS | {"pipeline", "schedule", "stages", "exact", "cuda_graphs", "memory"}
+    supported_keys = COMMON | KEYS | {"domain", "pipeline", "schedule", "stages", "exact", "cuda_graphs", "memory"}
     about = "torch's own: DDP, FSDP2 (ZeRO 1-3), pipelines, tensor parallelism and their products"
 
     @classmethod
@@ -68,6 +69,8 @@ class Native(Engine):
             return "engine=native offloads to the CPU only: use offload=cpu, or an engine with offload to disk"
         if plan.tensor > 1 and plan.batchnorm == "sync":
             return "batchnorm=sync with tensor parallelism is not supported: use batchnorm=local"
+        if plan.domain > 1 and (why := domain_rules.unsupported_reason(plan)) is not None:
+            return why
         if plan.memory != "none" and plan.pipeline > 1:
             return "memory with pipeline is not supported: units are chosen of a whole model; use recompute instead"
         rules = {"exact": exact_rules, "pipeline": pipeline_rules, "cuda_graphs": compile_rules}
@@ -197,13 +200,17 @@ class WholeGradients:
     def __init__(self, setup: EngineSetup, model: WholeModel, loss_scale: LossScale) -> None:
         self._parameters = [parameter for _, parameter in model.named]
         self._switch = reduction_switch(model.module, setup.plan) if setup.plan.uses_fsdp else None
-        self._same = SameParameters(model.named, setup.world) if setup.plan.shard > 1 else None
+        self._same: Callable[[], None] | None = None
+        if setup.world.domain is not None:
+            self._same = SummedGradients(model.named, setup.world)
+        elif setup.plan.shard > 1:
+            self._same = SameParameters(model.named, setup.world)
         self._unwrapped: Replicas | None = None
         forward: Callable[[Any], Any] = functools.partial(setup.task.forward, model.module)
         divisor, summed_in = 1.0, stored_in(setup.plan)
         if setup.plan.uses_ddp:
             forward = self._unwrapped = Replicas(model.module, setup.world, setup.task.forward, summed_in)
-            divisor = float(setup.world.data_size)  # DDP averages where FSDP2 is made to sum
+            divisor = float(setup.world.gradient_size)  # DDP averages where FSDP2 is made to sum
             if setup.plan.microbatches > 1:
                 self._switch = self._unwrapped.reduce_in_next_backward
         self._precision = autocast(setup.plan.precision, setup.world.device)

@@ -176,7 +176,7 @@ def pretended(plan: Plan) -> Iterator[World]:
     process = ProcessRank(size=size, local_size=size)
     dist.init_process_group("fake", store=fake_store(), rank=0, world_size=size)
     try:
-        mesh = dist.init_device_mesh("cpu", (1, plan.replicate, 1, plan.tensor), mesh_dim_names=AXES)
+        mesh = dist.init_device_mesh("cpu", (1, plan.replicate, 1, 1, plan.tensor), mesh_dim_names=AXES)
         yield World(
             process=process,
             device=torch.device("cpu"),

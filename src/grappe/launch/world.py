@@ -24,9 +24,10 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
 
+    from grappe.domain.cut import Domain
     from grappe.plan import Plan
 
-AXES = ("pipeline", "replicate", "shard", "tensor")
+AXES = ("pipeline", "replicate", "shard", "domain", "tensor")
 
 
 def cores() -> int:
@@ -52,11 +53,15 @@ class World:
     process: ProcessRank
     device: torch.device
     mesh: DeviceMesh | None = None
-    """Axes pipeline, replicate, shard, tensor; None for one process."""
+    """Axes pipeline, replicate, shard, domain, tensor; None for one process."""
     data_rank: int = 0
     data_size: int = 1
     data_group: ProcessGroup | None = None
     """The processes that see different slices of a batch; None for one slice."""
+    domain: Domain | None = None
+    """The processes that hold the parts of the same samples; None: each sample is whole."""
+    sharded: DeviceMesh | None = None
+    """Axes replicate (with the domain's processes) and shard, for FSDP2; None: those of `mesh`."""
     control: ProcessGroup | None = None
     """A gloo group over all processes, for objects and barriers; None for one process."""
     threads: int = 1
@@ -71,6 +76,16 @@ class World:
         """Returns the world size: the number of processes."""
         return self.process.size
 
+    @property
+    def gradient_group(self) -> ProcessGroup | None:
+        """Returns the processes whose gradients are summed: of all slices and parts; None: there is one."""
+        return self.data_group if self.domain is None else self.domain.summed
+
+    @property
+    def gradient_size(self) -> int:
+        """Returns the number of processes whose gradients are summed."""
+        return self.data_size * (1 if self.domain is None else self.domain.size)
+
     def coordinates(self) -> dict[str, tuple[int, int]]:
         """Returns, by mesh axis, this process's coordinate and the axis's size."""
         if self.mesh is None:
@@ -82,7 +97,8 @@ class World:
     @property
     def speaks_for_buffers(self) -> bool:
         """Returns whether this process is the first of those with the same buffers (same data slice, same stage)."""
-        return self.coordinates()["tensor"][0] == 0
+        places = self.coordinates()
+        return places["tensor"][0] == places["domain"][0] == 0
 
     def gather(self, value: T) -> list[T]:
         """Gathers every process's `value`, by rank. Collective."""
@@ -173,7 +189,7 @@ def join(plan: Plan, process: ProcessRank, rendezvous_folder: Path, timeout: tim
         return World(process=process, device=device, threads=threads)
     backend = choose_backend(plan, device)
     import torch.distributed as dist
-    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
     from grappe.private_api.torch import flatten_mesh
 
@@ -181,11 +197,26 @@ def join(plan: Plan, process: ProcessRank, rendezvous_folder: Path, timeout: tim
     degrees = tuple(getattr(plan, axis) for axis in AXES)
     mesh = init_device_mesh(device.type, degrees, mesh_dim_names=AXES)
     control = dist.group.WORLD if backend == "gloo" else dist.new_group(backend="gloo")
-    group = None
-    if plan.data_parallel == process.size > 1:
-        group = dist.group.WORLD
-    elif plan.data_parallel > 1:
-        group = flatten_mesh(mesh["replicate", "shard"], "data").get_group()
+
+    def flattened(number: int, axes: tuple[str, ...], name: str) -> Any:
+        if number == process.size > 1:
+            return dist.group.WORLD
+        return flatten_mesh(mesh[axes], name).get_group() if number > 1 else None
+
+    group = flattened(plan.data_parallel, ("replicate", "shard"), "data")
+    domain = sharded = None
+    if plan.domain > 1:
+        from grappe.domain.cut import Domain
+
+        domain = Domain(
+            group=mesh["domain"].get_group(),
+            summed=flattened(plan.data_parallel * plan.domain, ("replicate", "shard", "domain"), "gradients"),
+            rank=mesh["domain"].get_local_rank(),
+            size=plan.domain,
+        )
+        if plan.uses_fsdp:
+            ranks = mesh.mesh.view(plan.replicate, plan.shard, plan.domain).transpose(1, 2).reshape(-1, plan.shard)
+            sharded = DeviceMesh(device.type, ranks, mesh_dim_names=("replicate", "shard"))
     coordinate = dict(zip(AXES, mesh.get_coordinate() or (), strict=True))
     world = World(
         process=process,
@@ -194,6 +225,8 @@ def join(plan: Plan, process: ProcessRank, rendezvous_folder: Path, timeout: tim
         data_rank=coordinate["replicate"] * plan.shard + coordinate["shard"],
         data_size=plan.data_parallel,
         data_group=group,
+        domain=domain,
+        sharded=sharded,
         control=cast("ProcessGroup", control),
         threads=threads,
     )
@@ -247,9 +280,10 @@ def choose_backend(plan: Plan, device: torch.device) -> str:
         backend = "nccl" if device.type == "cuda" and plan.per_device == 1 else "gloo"
     if backend == "nccl" and device.type != "cuda":
         raise PlanError("backend=nccl moves data between GPUs, and this plan runs on the CPU: use backend=gloo")
-    if backend == "gloo" and device.type == "cuda" and plan.pipeline * plan.tensor > 1:
+    sends = next((key for key in ("pipeline", "domain", "tensor") if getattr(plan, key) > 1), None)
+    if backend == "gloo" and device.type == "cuda" and sends is not None:
         raise PlanError(
-            f"{'pipeline' if plan.pipeline > 1 else 'tensor'}= on GPUs sends activations from GPU to GPU, which gloo "
+            f"{sends}= on GPUs sends activations from GPU to GPU, which gloo "
             "cannot: give each process its own GPU (per_device=1, backend=nccl), or let processes share one with "
             "replicate= or shard="
         )
@@ -280,7 +314,8 @@ def _authenticate_smaller_groups(world: World, backend: str, secret: str) -> Non
     if backend == "gloo":
         degrees = zip(AXES, world.mesh.shape, strict=True)
         groups += [world.mesh[axis].get_group() for axis, degree in degrees if degree > 1]
-        groups.append(world.data_group)
+        groups += [world.data_group, world.gradient_group]
+        groups += [] if world.sharded is None else world.sharded.get_all_groups()
     proven = [dist.group.WORLD]
     for group in groups:
         if group is not None and group not in proven:

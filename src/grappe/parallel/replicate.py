@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from grappe.domain.cut import closed, opened
 from grappe.launch.world import World
 from grappe.step.loss import NO_ROOTS, PAYLOAD_SIZE, LossReduction, Roots, loss_reduction
 from grappe.task import Call
@@ -44,7 +45,7 @@ class SumsCarrier(nn.Module):
         self.sums = nn.Parameter(torch.zeros(PAYLOAD_SIZE, dtype=summed_in, device=device))
 
     def forward(self, inputs: Any) -> Any:
-        return self._call(self.model, inputs)
+        return opened(self._call(self.model, inputs))
 
 
 DryRun = Callable[[Callable[[Any], Any], Roots], None]
@@ -78,19 +79,19 @@ class Replicas:
         dry_run(functools.partial(self._call, model), NO_ROOTS)
         missing = torch.tensor(float(any(parameter.grad is None for parameter in trained)))
         missing = missing.to(self._world.device)
-        dist.all_reduce(missing, group=self._world.data_group)
+        dist.all_reduce(missing, group=self._world.gradient_group)
         _forget(trained)
         self._wrapped = wrap(self._carrier, self._world, find_unused=bool(missing))
         if missing:
             return loss_reduction(self._world, summed_in=carried.dtype)
         reduction = loss_reduction(self._world, carried)
-        dry_run(self._wrapped, reduction.start(reduction.zero, 0.0))
+        dry_run(self, reduction.start(reduction.zero, 0.0))
         _forget([*trained, carried])
         return reduction
 
     def __call__(self, inputs: Any) -> Any:
         assert self._wrapped is not None
-        return self._wrapped(inputs)
+        return closed(self._wrapped(inputs))
 
     def reduce_in_next_backward(self, last: bool) -> None:
         """Sets whether the next backward reduces gradients, as the backward of a step's last microbatch does."""
@@ -99,11 +100,11 @@ class Replicas:
 
 
 def wrap(model: nn.Module, world: World, *, find_unused: bool = False) -> DistributedDataParallel:
-    """Wraps `model`, which has the same weights on all processes, in DDP over the data-parallel processes."""
+    """Wraps `model`, which has the same weights on all processes, in DDP over those whose gradients are summed."""
     return DistributedDataParallel(
         model,
         device_ids=[world.device] if world.device.type == "cuda" else None,
-        process_group=world.data_group,
+        process_group=world.gradient_group,
         **ddp_arguments(find_unused),  # pyrefly: ignore
     )
 

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, fully_shard
 
+from grappe.domain.cut import closed, opened
 from grappe.errors import TaskError
 from grappe.launch.world import World, gather_into
 from grappe.parallel.materialise import untied
 from grappe.plan import Plan
+from grappe.step.clip import local_part
 from grappe.step.exact import tree_sum, wire
 
 
@@ -25,12 +28,13 @@ def shard(model: nn.Module, units: Sequence[nn.Module], plan: Plan, world: World
     pin = world.device.type == "cuda"
     policy = CPUOffloadPolicy(pin_memory=pin) if plan.offload == "cpu" else OffloadPolicy()
     assert world.mesh is not None
-    mesh = world.mesh["replicate", "shard"] if plan.replicate > 1 else world.mesh["shard"]
+    mesh = world.sharded or (world.mesh["replicate", "shard"] if plan.replicate > 1 else world.mesh["shard"])
     scalars = set(_scalars(model))
     for module in [*untied(model, units), model]:
-        fully_shard(
-            module, mesh=mesh, reshard_after_forward=plan.zero == 3, offload_policy=policy, ignored_params=scalars
-        )
+        with contextlib.nullcontext() if world.domain is None else open_inside(module):
+            fully_shard(
+                module, mesh=mesh, reshard_after_forward=plan.zero == 3, offload_policy=policy, ignored_params=scalars
+            )
     for module in model.modules():
         if isinstance(module, FSDPModule):
             # grappe divides by the global count once; a mean over processes would weigh uneven slices wrongly.
@@ -38,6 +42,21 @@ def shard(model: nn.Module, units: Sequence[nn.Module], plan: Plan, world: World
             module.set_force_sum_reduction_for_comms(True)
         if isinstance(module, nn.RNNBase):
             module.flatten_parameters = _leave_apart  # type: ignore[method-assign]
+
+
+@contextlib.contextmanager
+def open_inside(module: nn.Module) -> Iterator[None]:
+    """Context in which hooks are put on a module: they get each Cut of its inputs and outputs opened.
+
+    A module's hooks run in the order in which they are registered, those that are prepended before them.
+    """
+    module.register_forward_pre_hook(lambda _, args, options: (closed(args), closed(options)), with_kwargs=True)
+    module.register_forward_hook(lambda _, args, output: opened(output))
+    yield
+    module.register_forward_pre_hook(
+        lambda _, args, options: (opened(args), opened(options)), with_kwargs=True, prepend=True
+    )
+    module.register_forward_hook(lambda _, args, output: closed(output))
 
 
 def _leave_apart() -> None:
@@ -62,7 +81,7 @@ def sum_scalars(model: nn.Module, world: World) -> None:
 
     They stay whole. Call it when the parameters have their values: meta parameters are replaced.
     """
-    group = world.data_group
+    group = world.gradient_group
     if group is None:
         return
     for parameter in _scalars(model):
@@ -103,7 +122,7 @@ def reduction_switch(model: nn.Module, plan: Plan) -> Callable[[bool], None] | N
     assert isinstance(model, FSDPModule)
     if plan.zero == 1:
         return model.set_requires_gradient_sync
-    if plan.replicate > 1:
+    if plan.replicate * plan.domain > 1:
         return model.set_requires_all_reduce
     return None
 
@@ -135,3 +154,42 @@ class SameParameters:
                 "Under shard= gradients would be added to those of other parameters: use replicate=, or let every "
                 "branch run on every process"
             )
+
+
+def check_gradients(everyone: list[tuple[int, Mapping[str, float | None]]]) -> None:
+    """Raises TaskError where gradients were not summed over the processes.
+
+    Args:
+        everyone: of each process, its place among those that shard, and the norm of each parameter's gradient there.
+    """
+    first: dict[int, Mapping[str, float | None]] = {}
+    for place, norms in everyone:
+        expected = first.setdefault(place, norms)
+        if all(norm is None for norm in norms.values()):
+            raise TaskError("domain= found no gradient after the first step: nothing that is trained reached the loss")
+        if expected != norms:
+            odd = next(name for name, norm in norms.items() if expected.get(name) != norm)
+            raise TaskError(
+                f"domain= found other gradients of {odd} on processes that hold the same parameter: they were not "
+                "summed over the processes. A module that runs torch.distributed itself, or that returns its tensors "
+                "in an object of its own, hides them: return tensors, tuples or dictionaries"
+            )
+
+
+class SummedGradients(SameParameters):
+    """Compares, after the first step, the gradients of the processes that hold the same parameters, under domain=."""
+
+    def __call__(self) -> None:
+        """Compares them after a step's last backward. Collective.
+
+        Raises:
+            TaskError: they differ, or there is none: the gradients of parts were not summed.
+        """
+        self._step += 1
+        if self._step > 1:
+            return
+        norms = {
+            name: None if parameter.grad is None else float(local_part(parameter.grad).double().norm())
+            for name, parameter in self._named
+        }
+        check_gradients(self._world.gather((self._world.coordinates()["shard"][0], norms)))

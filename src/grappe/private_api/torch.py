@@ -51,7 +51,7 @@ USED = private_names(
         ),
         "torch._ops": "_HIGHER_ORDER_OP_DEFAULT_FALLTHROUGH_DISPATCH_KEYS _higher_order_ops",
         "torch._ops.OpOverload": "_schema",
-        "torch.Tensor": "_version",
+        "torch.Tensor": "_make_wrapper_subclass _version",
         "torch.autograd.Variable": "_execution_engine",
         "torch.autograd": "_profiler_enabled",
         "torch.distributed": "_functional_collectives",
@@ -90,6 +90,11 @@ run_backward: Callable[..., Any] | None = getattr(
 
 torch.autograd.backward takes 35 microseconds to check its arguments.
 """
+
+
+def wrapper_of(kind: type[Any], shape: Sequence[int], inside: Tensor) -> Any:
+    """Makes a tensor of the subclass `kind` without memory of its own, of the type and device of `inside`."""
+    return Tensor._make_wrapper_subclass(kind, shape, dtype=inside.dtype, device=inside.device)
 
 
 def after_backward(function: Callable[[], None]) -> None:

@@ -14,7 +14,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from grappe.data.batch import Batch, Microbatch, first_rows, flat
-from grappe.errors import TaskError
+from grappe.domain.batches import part_like, uncut
+from grappe.domain.cut import Cut, Domain, local
+from grappe.domain.exchange import reduced
+from grappe.errors import PlanError, TaskError
 from grappe.errors.user_code import calls_users, method_error
 from grappe.errors.user_line import at
 from grappe.launch.world import World
@@ -246,10 +249,13 @@ class Losses:
         observers = self._observers
         values, named = self.values(output, micro)
         if named or observers.output is not None:
-            observers.after_loss(output, micro, self._totals(named, micro))
+            self._observe(output, micro, named)
         observers.phase(BACKWARD)
         start = self._output_gradient(values, micro, batch, scale)
         return Loss(values, start, self.total(values, micro))
+
+    def _observe(self, output: object, micro: Microbatch, named: Mapping[str, Tensor]) -> None:
+        self._observers.after_loss(output, micro, self._totals(named, micro))
 
     def dry_run(self, output: object, micro: Microbatch, batch: Batch) -> Loss:
         """Computes the loss of a microbatch that no step learns from, so no observer sees it."""
@@ -336,6 +342,69 @@ def _flat(weights: Tensor | Mapping[str, Tensor]) -> Tensor:
     return flat(weights) if isinstance(weights, Mapping) else weights
 
 
+# ---- Of parts of samples, under domain= ------------------------------------------------------------
+
+
+class PartLosses(Losses):
+    """Losses of parts: of values that are cut a process has its own; whole ones are every process's, and count 1/N.
+
+    So the sum over the domain's N processes is the sum of one process, of the values and of the gradients.
+    """
+
+    def __init__(self, task: Task, domain: Domain, observers: Observers | None, summed_in: torch.dtype) -> None:
+        super().__init__(task, observers, summed_in)
+        self._domain = domain
+        self._independence_checked = True  # by the training of one process, as its values are whole
+
+    def __call__(self, output: object, micro: Microbatch, batch: Batch, scale: float = 1.0) -> Loss:
+        return _of_part(super().__call__(output, micro, batch, scale))
+
+    def dry_run(self, output: object, micro: Microbatch, batch: Batch) -> Loss:
+        return _of_part(super().dry_run(output, micro, batch))
+
+    def scored(self, output: Any, micro: Microbatch, batch: Batch) -> list[ScoredLoss]:
+        return [loss._replace(total=reduced(loss.total, self._domain)) for loss in super().scored(output, micro, batch)]
+
+    def values(self, output: object, micro: Microbatch) -> LossValues:
+        if isinstance(micro.weights, Mapping):
+            raise PlanError("domain= has no losses that are counted by name: give counts() one tensor, or leave it out")
+        return super().values(output, micro)
+
+    def _observe(self, output: object, micro: Microbatch, named: Mapping[str, Tensor]) -> None:
+        if self._observers.output is not None:
+            output = uncut(output, "training metrics")
+            micro = micro._replace(targets=uncut(micro.targets, "training metrics"))
+        super()._observe(output, micro, named)
+
+    def _output_gradient(self, values: Tensor, micro: Microbatch, batch: Batch, scale: float) -> Tensor:
+        if not isinstance(values, Cut):
+            return super()._output_gradient(values, micro, batch, scale / self._domain.size)
+        own = values.local
+        if isinstance(micro.weights, Tensor):
+            return (part_like(micro.weights, values) * (scale / batch.count)).to(own.dtype)
+        gradient = torch.full_like(own.detach(), scale / (float(batch.count) * (values.numel() // micro.size)))
+        if micro.padding:
+            gradient.view(micro.size, -1)[micro.rows :] = 0.0
+        return gradient
+
+    def _totals(self, named: Mapping[str, Tensor], micro: Microbatch) -> Mapping[str, Tensor]:
+        return {name: reduced(self.total(values, micro), self._domain) for name, values in named.items()}
+
+    def total(self, values: Tensor, micro: Microbatch) -> Tensor:
+        """Sums this process's share of the microbatch's losses: the domain's processes add up to all."""
+        if not isinstance(values, Cut):
+            return total_of(values, micro, self._summed_in) / self._domain.size
+        own = values.local.detach()
+        if isinstance(micro.weights, Tensor):
+            return (own.to(self._summed_in) * part_like(micro.weights, values)).sum()
+        own = own.reshape(micro.size, -1)[: micro.rows]
+        return own.sum(dtype=self._summed_in) / (values.numel() // max(1, micro.rows))
+
+
+def _of_part(loss: Loss) -> Loss:
+    return loss._replace(values=local(loss.values))
+
+
 # ---- The sum of a step's losses, and the stop flag, over all processes -------------------------------------
 
 
@@ -412,7 +481,7 @@ class AllReduceReduction(LossReduction):
     def __init__(self, world: World, summed_in: torch.dtype) -> None:
         super().__init__(world.device, summed_in)
         # Over the whole world, since a flag may be raised anywhere; tensor peers have the same loss.
-        self._copies = world.size // world.data_size
+        self._copies = world.size // world.gradient_size
         self._work: dist.Work | None = None
 
     def start(self, loss: Tensor, flag: float) -> Roots:
@@ -430,10 +499,10 @@ def loss_reduction(
     """Chooses the loss reduction for `world`'s processes.
 
     Args:
-        carried: a parameter of PAYLOAD_SIZE numbers whose gradient DDP averages over the data slices, if there is one.
+        carried: a parameter of PAYLOAD_SIZE numbers whose gradient DDP averages over the processes, if there is one.
     """
     if carried is not None:
-        return PiggybackReduction(carried, world.data_size)
+        return PiggybackReduction(carried, world.gradient_size)
     return AllReduceReduction(world, summed_in) if world.size > 1 else LossReduction(world.device, summed_in)
 
 

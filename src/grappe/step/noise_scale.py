@@ -51,6 +51,7 @@ def refuse(task: Task, plan: Plan) -> None:
     for wrong, why in (
         (plan.engine != "native", f"engine={plan.engine} does not show the gradients of slices: use engine=native"),
         (plan.shard * plan.tensor * plan.pipeline > 1, "a sharded model has no gradients of slices: use replicate"),
+        (plan.domain > 1, "domain= has no gradients of slices: leave it out"),
         (bool(plan.exact), "exact sums in its own order: leave it out"),
         (bool(plan.compile), "a compiled backward does not show them: leave compile out"),
         (plan.precision == "fp16", "fp16 scales losses: use precision=bf16"),

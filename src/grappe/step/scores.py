@@ -14,6 +14,7 @@ from torch import Tensor
 
 from grappe.data.batch import Batch, Microbatch, stored_in
 from grappe.data.collate import form
+from grappe.domain.batches import uncut
 from grappe.errors import TaskError
 from grappe.errors.user_code import calls_users, sentence
 from grappe.errors.user_line import at
@@ -21,7 +22,7 @@ from grappe.launch.world import World
 from grappe.plan import Plan
 from grappe.private_api.torch import tree_map
 from grappe.private_api.torchmetrics import default_states, never_synchronise, reductions, states_were_set
-from grappe.step.loss import Losses, host_copy, read
+from grappe.step.loss import Losses, PartLosses, host_copy, read
 from grappe.step.observers import Observers
 from grappe.step.task_contract import metrics_of
 from grappe.step.whole_batch_loss import AnyLosses, WholeBatchLosses
@@ -98,6 +99,8 @@ def make_losses(task: Task, plan: Plan, world: World, observers: Observers | Non
     """Makes the object that computes the task's loss under the plan."""
     if task.whole_batch_loss:
         return WholeBatchLosses(task, plan, world, observers)
+    if world.domain is not None:
+        return PartLosses(task, world.domain, observers, stored_in(plan))
     return Losses(task, observers, stored_in(plan))
 
 
@@ -124,6 +127,9 @@ class Scorer:
                     into.setdefault(name, DeviceNumbers(self._world.device)).append(number)
         if micro.rows:
             self._samples += micro.rows
+            if self._world.domain is not None and self._metrics.several:
+                output, targets = uncut((output, micro.targets), "metrics")
+                micro = micro._replace(targets=targets)
             self._metrics.update(output, micro)
 
     def scores(self, expected: int) -> Scores:
@@ -198,6 +204,11 @@ class Metrics:
                     f"of, each by its name, or register what it counts with add_state(){at(task, 'metrics')}"
                 )
             never_synchronise(metric)  # torchmetrics would merge once more, over the whole world
+
+    @property
+    def several(self) -> bool:
+        """Returns whether there is a metric."""
+        return bool(self._metrics)
 
     def update(self, output: Any, micro: Microbatch) -> None:
         """Adds a microbatch's samples.

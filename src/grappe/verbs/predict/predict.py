@@ -18,12 +18,13 @@ import torch
 from grappe.checkpoint.format import Checkpoint, step_folder
 from grappe.data.batch import SampleIds, inside, stored_in
 from grappe.data.collate import in_float64
+from grappe.domain.batches import cut_batch, uncut
 from grappe.errors import DataError, PlanError, TaskError, UsageError
 from grappe.errors.foreign_text import printable
 from grappe.errors.user_code import naming_user_line
 from grappe.launch.rank import ProcessRank
 from grappe.launch.start import start
-from grappe.launch.world import joined
+from grappe.launch.world import World, joined
 from grappe.plan import AnyPlan, Plan, as_plan
 from grappe.private_api.torch import tree_leaves, tree_map
 from grappe.step.precision import autocast, set_gpu_arithmetic
@@ -34,7 +35,9 @@ from grappe.verbs.load import choose, data_of, load
 from grappe.verbs.predict.inputs import STDIN, source_of
 
 CPU, PLAIN = torch.device("cpu"), Plan()
-PLAN_KEYS = frozenset({"replicate", "shard", "zero", "precision", "device", "backend", "per_device", "threads"})
+PLAN_KEYS = frozenset({
+    "replicate", "shard", "zero", "domain", "precision", "device", "backend", "per_device", "threads",
+})  # fmt: skip
 
 
 def predict(
@@ -59,7 +62,7 @@ def predict(
         inputs: a split's name; a .npy file of samples in the form of the model's inputs (first dimension N), or a
             tensor or array of that form; a file of JSON lines with a sample each, "-" for the standard input; a
             picture, JPEG or PNG, a folder of them, or a list of their files. It is read a batch at a time.
-        plan: of several processes, by replicate and shard, on the plan's device; "" is this process, on the CPU.
+        plan: of several processes, by replicate, shard and domain; "" is this process, on the CPU.
         task: needed where the run was not trained here by this user, as for grappe.load.
         checkpoint: a step, "best" or "last": that one and no other. None: the newest that verifies.
         taken: called with the name of the checkpoint that was taken.
@@ -137,13 +140,13 @@ def worker(request: PredictRequest, process: ProcessRank, rendezvous_folder: Pat
             batches = source_of(request.inputs, stored_in(plan))(task, lambda: request.data)
         outputs: list[tuple[Any, int]] = []
         done = 0
-        while group := list(itertools.islice(batches, world.size)):
+        while group := list(itertools.islice(batches, world.data_size)):
             counts = [count for _, count in group]
             # All gather sharded parameters: a process without a batch computes the last one again.
-            own = min(world.rank, len(group) - 1)
+            own = min(world.data_rank, len(group) - 1)
             with autocast(plan.precision, world.device):
-                output = _output(task, model, group[own][0], done + sum(counts[:own]), counts[own], plan, world.device)
-            gathered = world.gather(tree_map(lambda leaf: leaf.cpu() if hasattr(leaf, "cpu") else leaf, output))
+                output = _output(task, model, group[own][0], done + sum(counts[:own]), counts[own], plan, world)
+            gathered = world.gather_data(tree_map(lambda leaf: leaf.cpu() if hasattr(leaf, "cpu") else leaf, output))
             if world.rank == 0:
                 outputs += zip(gathered, counts, strict=False)
             done += sum(counts)
@@ -166,16 +169,22 @@ def _output(
     first: int,
     count: int,
     plan: Plan = PLAIN,
-    device: torch.device = CPU,
+    world: World | None = None,
 ) -> Any:
     """Computes what the task's `prediction` gives for a batch: `count` samples, the first of which has this number."""
     with torch.no_grad(), naming_user_line(task):
+        device = CPU if world is None else world.device
         batch = tree_map(lambda leaf: leaf.to(device) if isinstance(leaf, torch.Tensor) else leaf, read())
         if stored_in(plan) == torch.float64:
             batch = in_float64(batch)
         with inside(SampleIds(task.seed, -1, np.arange(first, first + count))):
             try:
-                output = tree_map(_plain_tensor, task.forward(model, batch))
+                if world is not None and world.domain is not None:
+                    parts, _ = cut_batch(task, batch, None, world.domain)
+                    output = uncut(task.forward(model, parts), "predictions")
+                else:
+                    output = task.forward(model, batch)
+                output = tree_map(_plain_tensor, output)
             except (RuntimeError, ValueError, IndexError, TypeError) as error:
                 if not isinstance(batch, torch.Tensor):
                     raise
