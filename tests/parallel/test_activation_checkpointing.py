@@ -103,3 +103,15 @@ class Counted(TorchDispatchMode):
 def test_a_unit_that_is_not_there_is_named():
     with pytest.raises(PlanError, match="full:1-2 names no units of this model, which has 2"):
         checkpoint_activations([nn.Linear(2, 2), nn.Linear(2, 2)], Plan(recompute="selective:0+full:1-2"))
+
+
+@pytest.mark.parametrize("recompute", ["selective", True])
+def test_what_a_unit_changes_in_place_is_computed_again(recompute: bool | str):
+    gradients = []
+    for level in (False, recompute):
+        torch.manual_seed(0)
+        unit = nn.Sequential(nn.Conv2d(2, 3, 3), nn.ReLU(inplace=True), nn.Conv2d(3, 2, 3), nn.Hardtanh(inplace=True))
+        checkpoint_activations([unit], Plan(recompute=level))
+        unit(torch.randn(2, 2, 8, 8)).square().sum().backward()
+        gradients.append([parameter.grad for parameter in unit.parameters()])
+    torch.testing.assert_close(gradients[1], gradients[0], rtol=0, atol=0)

@@ -6,6 +6,7 @@ import contextlib
 import functools
 import json
 import tempfile
+import time
 import timeit
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
@@ -121,7 +122,9 @@ def seconds(call: Call, threads: int) -> float:
     torch.set_num_threads(threads)
     try:  # fake tensors may have a type that kernels do not take
         with torch.no_grad():
-            return 0.0 if call.too_large else min(timeit.repeat(call.on_ones(), number=1, repeat=REPEATS))
+            # Its own seconds, where there is one thread: other processes may have this core in turn.
+            timer = time.process_time if threads == 1 else time.perf_counter
+            return 0.0 if call.too_large else min(timeit.repeat(call.on_ones(), timer=timer, number=1, repeat=REPEATS))
     except (RuntimeError, TypeError, AttributeError, MemoryError):
         return 0.0
     finally:

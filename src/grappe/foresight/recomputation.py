@@ -14,6 +14,7 @@ from grappe.foresight.forecast import AlikeProcesses, MemoryForecast, memory_for
 from grappe.foresight.kernels import seconds
 from grappe.foresight.memory import GLOO_LATE, NCCL
 from grappe.foresight.trace import BACKWARD, FORWARD, LEFT, ROOT, Mark, Trace
+from grappe.parallel.activation_checkpointing import seconds_in_mode
 from grappe.plan import Plan, recompute_of
 from grappe.words import format_bytes, plan_name
 
@@ -23,6 +24,7 @@ State = tuple[int, float, tuple[str, ...]]
 STATES = 4096
 """Partial choices that are kept at most. Beyond, the bytes that units keep are rounded up to a STATES-th of the room,
 so that what is chosen costs no more than the best choice for a room that is smaller by a STATES-th for each unit."""
+CALLER = 1.5  # times as long as in a loop of its own takes Python's part of an operator between others
 TRIES = 4  # of the choice, each corrected by the trace of the one before
 
 
@@ -71,6 +73,11 @@ class Units:
                 needs[home] = max(needs[home], most - sum(kept[: max(0, home)]))
             for home, time in zip(homes, times[level][traces[level].ahead :], strict=True):
                 spent[home] += time
+            if level == "selective" and self._device is None:
+                left = next(place for place, mark in enumerate(marks) if mark.kind == LEFT and mark.which == ROOT)
+                for operator in traces[level].operators:
+                    if 0 <= operator.mark - traces[level].ahead <= left:
+                        spent[homes[operator.mark - traces[level].ahead]] += 2 * CALLER * seconds_in_mode()
             kept = [size + bool(level) * partition.RANDOM_STATE for size in kept]
             if kept:
                 needs[0] = max(needs[0], needs[-1])

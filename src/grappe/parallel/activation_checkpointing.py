@@ -4,19 +4,29 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import time
+import timeit
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import checkpoint
 
 from grappe.data.batch import InModel, inside
 from grappe.data.whole_batch_draws import whole_batch_draws
 from grappe.errors import TaskError
 from grappe.parallel.attributes import Attributes, Place, attributes, copied, is_state, put_attributes
 from grappe.plan import Plan
-from grappe.private_api.torch import module_buffers, tensor_version, tree_flatten, tree_leaves
+from grappe.private_api.torch import (
+    TorchDispatchMode,
+    alias,
+    module_buffers,
+    tensor_version,
+    tree_flatten,
+    tree_leaves,
+    tree_unflatten,
+)
 
 ATTENTION = "_scaled_dot_product"
 SAVED = ("mm", "addmm", "bmm", "baddbmm", "convolution")
@@ -36,13 +46,64 @@ def checkpoint_activations(units: Sequence[nn.Module], plan: Plan) -> None:
         unit.forward = functools.partial(checkpoint, unit.forward, use_reentrant=False, context_fn=contexts)
 
 
-def _policy(context: Any, operator: Any, *arguments: Any, **keywords: Any) -> CheckpointPolicy:
-    """Keeps what takes long to compute."""
+class SelectiveMode(TorchDispatchMode):
+    """Keeps what takes long to compute in a unit's first forward, and gives it to its second one, in the same order.
+
+    torch.utils.checkpoint's selective contexts do this, too, in three times as long for each operator.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._kept: list[tuple[Any, list[tuple[Any, int]], Any] | None] = []
+        self._next: int | None = None
+        """Place of the output that a second forward takes next; None: this is the first."""
+
+    def repeat(self) -> SelectiveMode:
+        """Returns the mode, for a second forward that begins now."""
+        self._next = 0
+        return self
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if not _takes_long(func) or _draws(func, args):
+            return func(*args, **kwargs) if kwargs else func(*args)
+        if self._next is not None:
+            place, self._next = self._next, self._next + 1
+            if place < len(self._kept) and (entry := self._kept[place]) is not None and entry[0] is func:
+                self._kept[place] = None
+                # What was changed in place since is computed again.
+                if all(version == _version(leaf) for leaf, version in entry[1]):
+                    return tree_unflatten([leaf for leaf, _ in entry[1]], entry[2])
+        output = func(*args, **(kwargs or {}))
+        if self._next is None:
+            leaves, form = tree_flatten(output)
+            leaves = [alias(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+            self._kept.append((func, [(leaf, _version(leaf)) for leaf in leaves], form))
+        return output
+
+
+@functools.cache
+def _takes_long(operator: Any) -> bool:
     name = operator.name().removeprefix("aten::").partition(".")[0]
-    long = name in SAVED or name.startswith(ATTENTION)
-    # Dropout, the only number among them: attention that draws is repeated, so that the generator advances as before.
-    draws = name.startswith(ATTENTION) and any(isinstance(value, float) and value for value in arguments)
-    return CheckpointPolicy.MUST_SAVE if long and not draws else CheckpointPolicy.PREFER_RECOMPUTE
+    return name in SAVED or name.startswith(ATTENTION)
+
+
+def _draws(operator: Any, arguments: Sequence[Any]) -> bool:
+    """Returns whether it is attention that draws, which is repeated, so that the generator advances as before."""
+    # Dropout is the only number among the arguments.
+    return ATTENTION in operator.name() and any(isinstance(value, float) and value for value in arguments)
+
+
+def _version(leaf: Any) -> int:
+    return tensor_version(leaf) if isinstance(leaf, Tensor) else 0
+
+
+@functools.cache
+def seconds_in_mode() -> float:
+    """Measures how much longer an operator takes in a forward of a selective unit, on this machine."""
+    timed = functools.partial(timeit.repeat, torch.ones(()).neg, timer=time.process_time, number=300, repeat=5)
+    without = min(timed())
+    with SelectiveMode():
+        return max(0.0, min(timed()) - without) / 300
 
 
 def switch_off_caches(model: nn.Module) -> None:
@@ -82,13 +143,11 @@ class _State:
         stamps = {place: _stamp(value) for place, value in before.items()}
         kept = copied({place: value for place, value in before.items() if self._is_kept(place, value)})
         samples, rows = InModel.samples, InModel.place
-        keeping, reading = contextlib.nullcontext(), contextlib.nullcontext()
-        if self._selective:
-            keeping, reading = create_selective_checkpoint_contexts(_policy)
+        keeping = SelectiveMode() if self._selective else None
 
         @contextlib.contextmanager
         def first() -> Iterator[None]:
-            with keeping:
+            with keeping or contextlib.nullcontext():
                 yield
             if self._changing is None:
                 after = self._values()
@@ -118,7 +177,7 @@ class _State:
             with inside(samples), whole_batch_draws(rows):
                 self._put(values)
                 try:
-                    with reading:
+                    with keeping.repeat() if keeping else contextlib.nullcontext():
                         yield
                 finally:
                     self._put(now)

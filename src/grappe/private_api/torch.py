@@ -45,7 +45,7 @@ USED = private_names(
     {
         "torch": "_C _foreach_add_ _foreach_copy_ _foreach_mul_ _foreach_norm _ops _subclasses",
         "torch._C": (
-            "_dispatch_key_parse _dispatch_tls_is_dispatch_key_excluded "
+            "DispatchKey _SetExcludeDispatchKeyGuard _dispatch_key_parse _dispatch_tls_is_dispatch_key_excluded "
             "_dispatch_tls_is_dispatch_key_included _dispatch_tls_set_dispatch_key_excluded "
             "_dispatch_tls_set_dispatch_key_included"
         ),
@@ -236,6 +236,12 @@ def operator_arguments(operator: Any) -> Sequence[Any]:
 def operator_mutates(operator: Any) -> bool:
     """Returns whether an operator changes one of its arguments."""
     return isinstance(operator, torch._ops.OpOverload) and operator._schema.is_mutable
+
+
+def alias(tensor: Tensor) -> Tensor:
+    """Returns a tensor of the same memory and count of changes, without autograd's record; in a TorchDispatchMode."""
+    with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):
+        return tensor.detach()
 
 
 def end_data_workers(loaded: Any) -> None:
