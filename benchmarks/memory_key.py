@@ -53,7 +53,7 @@ TASKS = (
     "tests/parallel/families.py:Llama batch_size=512",
     "examples/gallery/unet.py batch_size=96",
 )
-PLANS = ("", "replicate=2", "shard=2")
+PLANS = ("threads=1", "replicate=2,threads=1", "shard=2,threads=1")
 PARTS = (0.5, 0.25)
 """Of what recomputing everything saves, what is left over."""
 STEPS = 2
@@ -61,7 +61,7 @@ FIXED = 470_000_000
 """Bytes that a process takes besides what torch allocates, about; two processes have connections, too."""
 MARGIN = 1.03
 TIMES = 5
-CHOSEN = re.compile(r"chose (\S+|one process), foreseen to take ([0-9.]+) ([MG])B of ([0-9.]+) ([MG])B")
+CHOSEN = re.compile(r"chose (\S+), foreseen to take ([0-9.]+) ([MG])B of ([0-9.]+) ([MG])B")
 
 
 def trained(task: str, plan: str, limit: int | None) -> tuple[str, str, str]:
@@ -69,7 +69,7 @@ def trained(task: str, plan: str, limit: int | None) -> tuple[str, str, str]:
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, "-m", "grappe", "train", *task.split(), "--steps", str(STEPS)]
         done = subprocess.run(
-            [*command, "--plan", plan or "one", "--run", f"{folder}/run"],
+            [*command, "--plan", plan, "--run", f"{folder}/run"],
             preexec_fn=None if limit is None else lambda: resource.setrlimit(resource.RLIMIT_DATA, (limit, limit)),
             capture_output=True,
             text=True,
@@ -141,8 +141,7 @@ def cell(name: str, plan: Plan, part: float, fake_model: FakeModel, kept: dict[s
     )
     limit = int(full + part * (none - full))
     taken = int(limit * MARGIN) + FIXED + (plan.processes > 1) * 60_000_000
-    asked = ",".join(filter(None, (str(plan), "memory=auto")))
-    error, chosen, weights = trained(name, asked, taken)
+    error, chosen, weights = trained(name, f"{plan},memory=auto", taken)
     result: dict[str, object] = {"none": none, "full": full, "limit": taken, "error": error, "chosen": chosen}
     match = CHOSEN.search(chosen)
     if match is None:
@@ -151,13 +150,13 @@ def cell(name: str, plan: Plan, part: float, fake_model: FakeModel, kept: dict[s
     if key not in kept:
         kept[key] = trained(name, str(plan), None)[2]
     result["same bits"] = weights == kept[key]
-    text = "" if match[1] == "one process" else match[1]
+    text = match[1]
     found = Plan.parse(text)
     needs = memory_forecast(fake_model, found)
     sizes = [float(match[i]) * {"M": 1e6, "G": 1e9}[match[i + 1]] for i in (2, 4)]
     result |= {"plan": text, "foreseen": needs.peak, "of": sizes[1]}
     result["measured"] = max(one["peak"] for one in measured_cell(name, text))
-    if plan == Plan():
+    if plan.processes == 1:
         units = Units(fake_model, plan, batch, None, gpu=False)
         levels = [found.recomputed(units.number or 1), ["full"] * (units.number or 1)]
         prices = measured_prices(fake_model, units, [[""] * (units.number or 1), *levels])

@@ -263,7 +263,6 @@ Part = Annotated[float, TextForm(part)]
 CountOrPart = Annotated[int | float, TextForm(count_or_part)]
 Names = Annotated[tuple[str, ...], TextForm(comma_separated)]
 Counts = Annotated[tuple[int, ...], TextForm(whole_numbers)]
-CountsFromZero = Annotated[tuple[int, ...], TextForm(lambda text, name: whole_numbers(text, name, least=0))]
 Ranks = Annotated[tuple[int, ...], TextForm(lambda text, name: whole_numbers(text, name, least=0))]
 
 

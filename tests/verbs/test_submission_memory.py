@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
 import pytest
 
+from grappe.errors import UsageError
 from grappe.sites import find
-from grappe.sites.sbatch import JobOptions
-from grappe.verbs.automatic_time import foreseen_warnings
+from grappe.sites.sbatch import FEWEST, JobOptions
+from grappe.verbs.automatic_time import foreseen_warnings, with_gpus
 from grappe.verbs.submit.resources import Submission
 from grappe.verbs.submit.submit import JobScript, submit
 
@@ -88,6 +90,26 @@ def warnings(folder: Path, site: str, plan: str, fields: tuple[str, ...]) -> lis
     submission = Submission(task=task, arguments=(task,), plans=(plan,), fields=fields, job=job)
     list(submit(submission, show=True, examine=examine))
     return found
+
+
+def test_gpus_auto_are_the_fewest_whose_memory_is_enough(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("big.py").write_text(BIG)
+    job = JobOptions(site="narval", account="def-me", gpus=FEWEST)
+    chosen, sentence = with_gpus(Submission(task="big.py", arguments=("big.py",), job=job))
+    assert sentence == (
+        "--gpus auto: 2 GPUs of narval: fits on 2 GPUs with no more computing (shard=2), on 4 GPUs with no more "
+        "computing (shard=4); not on 1 GPU. Foreseen, not measured on that GPU"
+    )
+    (made,) = submit(chosen, show=True)
+    assert "--gpus-per-node=a100:2" in made.text and "train big.py --plan shard=2" in made.text
+    submission = Submission(task="big.py", arguments=("big.py",), job=job)
+    with pytest.raises(UsageError, match="--gpus auto chooses processes and recomputation"):
+        with_gpus(dataclasses.replace(submission, plans=("replicate=2",)))
+    with pytest.raises(UsageError, match="does not fit on a node of narval: not on 1 GPU or 2 GPUs or 4 GPUs"):
+        with_gpus(dataclasses.replace(submission, fields=("width=16384",)))
+    with pytest.raises(UsageError, match="give a number here"):
+        list(submit(dataclasses.replace(submission, command="evaluate"), show=True))
 
 
 def test_what_a_task_prints_is_no_part_of_a_script(tmp_path: Path, capfd: pytest.CaptureFixture) -> None:

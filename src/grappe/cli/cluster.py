@@ -77,19 +77,21 @@ def submit(
 
         grappe submit --dry-run -- train digits       its script, and no job
         grappe submit --gpus 4 --time 3h -- train my_task.py epochs=90
-        grappe submit --time auto -- train my_task.py  as measured or foreseen
+        grappe submit --time auto --gpus auto -- train my_task.py  as foreseen
         grappe submit --site narval --account def-me --time 3h \\
             -- train digits --plan shard=8            two nodes of four GPUs
         grappe submit --time 1h -- verify digits --plan replicate=2
         grappe submit --processes 2 -- my_script.py --lr 0.1
     """
-    from grappe.verbs.automatic_time import foreseen_warnings
+    from grappe.verbs.automatic_time import foreseen_warnings, with_gpus
     from grappe.verbs.submit import submit as verb
 
     if interactive:
         _allocate(words, job, show_only=dry_run or test_only)
         return
-    submission = read_submission(words, job, app)
+    submission, chosen = with_gpus(read_submission(words, job, app))
+    if chosen:
+        complain(chosen)
     if test_only:
         answers = list(verb.judged(submission))
         show_json("submit", answers=answers) if json else show("\n".join(answers))

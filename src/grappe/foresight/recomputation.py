@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 
-from grappe.errors import PlanError
+from grappe.errors import GrappeError, PlanError
 from grappe.foresight import partition
 from grappe.foresight.devices import REFERENCE, Device, device_named
 from grappe.foresight.fake_model import FakeModel
@@ -175,6 +176,13 @@ def _undominated(states: list[State], room: int) -> list[State]:
         grain = max(1, room // STATES)
 
 
+def _foreseen(fake_model: FakeModel, plan: Plan, samples: int, *, gpu: bool, price: float = 0.0) -> Recomputation:
+    needs = memory_forecast(fake_model, plan, batch=samples, gpu=gpu)
+    if needs.most is None:
+        raise PlanError(f"the peak of {plan_name(plan)} is not foreseen")
+    return Recomputation(plan=plan, needs=needs, peak=needs.most, price=price)
+
+
 def choices(
     fake_model: FakeModel, plan: Plan, samples: int, limit: int, device: Device | None = None, *, gpu: bool = False
 ) -> Iterator[Recomputation]:
@@ -187,11 +195,7 @@ def choices(
     units, offset, tried = Units(fake_model, plan, samples, device, gpu=gpu), 0, list[list[str]]()
 
     def traced(levels: Sequence[str]) -> Recomputation:
-        chosen = units.plan_of(levels)
-        needs = memory_forecast(fake_model, chosen, batch=samples, gpu=gpu)
-        if needs.most is None:
-            raise PlanError(f"memory={plan.memory}: the peak of {plan_name(chosen)} is not foreseen")
-        return Recomputation(plan=chosen, needs=needs, peak=needs.most, price=units.price(levels))
+        return _foreseen(fake_model, units.plan_of(levels), samples, gpu=gpu, price=units.price(levels))
 
     for _ in range(TRIES if units.order else 0):
         levels = units.cheapest(limit - offset)
@@ -228,17 +232,33 @@ def fitted(
         PlanError: none fits, or the plan's memory is not foreseen; the message has the smallest change that would.
     """
     base, nearest = dataclasses.replace(plan, memory="none"), list[Recomputation]()
+
+    def fit(choice: Recomputation) -> bool:
+        return choice.peak <= limit and (fits is None or bool(fits(choice.needs)))
+
     for more in _more_microbatches(fake_model, base, samples):
-        tried = list(choices(fake_model, more, samples, limit, device, gpu=gpu))
-        good = [choice for choice in tried if choice.peak <= limit and (fits is None or fits(choice.needs))]
-        if good:
+        nearest.append(_foreseen(fake_model, more, samples, gpu=gpu))
+        if fit(nearest[-1]):
+            return nearest[-1]
+        if nearest[-1].needs.states.total > limit:  # whatever is recomputed
+            least = dataclasses.replace([*_more_microbatches(fake_model, more, samples)][-1], recompute=True)
+            nearest.append(_foreseen(fake_model, least, samples, gpu=gpu))
+            break
+        nearest.append(_foreseen(fake_model, dataclasses.replace(more, recompute=True), samples, gpu=gpu))
+        if fit(nearest[-1]):
+            good = filter(fit, choices(fake_model, more, samples, limit, device, gpu=gpu))
             return min(good, key=lambda choice: choice.price)
-        nearest += tried
     closest = min(nearest, key=lambda choice: choice.peak)
+    change = ""
+    for times in (8, 4, 2):
+        wider = dataclasses.replace(closest.plan, shard=plan.shard * times)
+        with contextlib.suppress(GrappeError):
+            if fit(_foreseen(fake_model, wider, samples, gpu=gpu)):
+                change = f"; {plan_name(wider)} would fit"
     least = closest.peak
     raise PlanError(
         f"memory={plan.memory}: torch may allocate {format_bytes(limit)} in a process, and the least that is foreseen "
-        f"to do is {format_bytes(least)} ({plan_name(closest.plan)}), {format_bytes(least - limit)} more"
+        f"to do is {format_bytes(least)} ({plan_name(closest.plan)}), {format_bytes(least - limit)} more{change}"
     )
 
 

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from grappe import engines
 from grappe.errors import GrappeError, PlanError, TaskError
+from grappe.foresight.devices import Device
 from grappe.foresight.fake_model import FakeModel
 from grappe.foresight.forecast import NOTHING_KEPT, LibraryMemory, MemoryForecast, memory_forecast, with_libraries
 from grappe.foresight.recomputation import Recomputation, choices, fitted
 from grappe.plan import Plan, as_plan
+from grappe.words import count_of, plan_name
 
 CONTEXT_BYTES = 1_500_000_000  # of a GPU: CUDA's context and libraries, and NCCL's buffers
 MARGIN = 1.1  # of a peak: what an allocator cannot use between blocks, and kernels' workspace
@@ -173,17 +174,48 @@ def _cheaper(fake_model: FakeModel, plan: Plan, budget: MemoryBudget) -> Foresee
     return None
 
 
-def with_recomputation(
-    fake_model: FakeModel, counts: Sequence[int], batch: int, budget: MemoryBudget
-) -> Iterator[tuple[int, Recomputation | None]]:
-    """Yields each number of processes with the choice of least extra time that fits, of copies or else of shards."""
+def on_each_number(
+    fake_model: FakeModel,
+    plan: Plan,
+    counts: Sequence[int],
+    batch: int,
+    budget: MemoryBudget,
+    device: Device | None = None,
+) -> dict[int, Recomputation | PlanError]:
+    """Finds, for each number of processes, the recomputation of least time with which `plan` fits; or why none does.
+
+    Each process has a copy of the model, or else a shard of it.
+
+    Args:
+        plan: of one process.
+        device: the GPU that it trains on; None: not known.
+    """
+    choices_by_count = dict[int, Recomputation | PlanError]()
     for count in counts:
-        cheapest = None
-        for text in [""] if count == 1 else [f"replicate={count}", f"shard={count}"]:
-            with contextlib.suppress(PlanError):
-                cheapest = fitted(fake_model, as_plan(text), batch, budget.room(count), gpu=budget.gpu)
+        for replicate, shard in dict.fromkeys([(count, 1), (1, count)]):
+            several = dataclasses.replace(plan, memory="auto", replicate=replicate, shard=shard)
+            try:
+                choices_by_count[count] = fitted(fake_model, several, batch, budget.room(count), device, gpu=budget.gpu)
                 break
-        yield count, cheapest
+            except PlanError as error:
+                choices_by_count[count] = error
+    return choices_by_count
+
+
+def in_words(choices_by_count: Mapping[int, Recomputation | PlanError]) -> str:
+    """Says on how many GPUs a training fits, and at what cost; "" if it fits on each number as it is."""
+    fits, misses = list[str](), list[str]()
+    for count, choice in choices_by_count.items():
+        gpus = count_of(count, "GPU")
+        if isinstance(choice, PlanError):
+            misses.append(gpus)
+            continue
+        more = f"{choice.price:.0%} more computing" if choice.plan.recompute else "no more computing"
+        fits.append(f"on {gpus} with {more} ({plan_name(choice.plan)})")
+    if not misses and "recompute" not in (text := " ".join(fits)) and "microbatches" not in text:
+        return ""
+    parts = [f"fits {', '.join(fits)}"] if fits else []
+    return "; ".join([*parts, f"not on {' or '.join(misses)}"] if misses else parts)
 
 
 def too_slow(seconds: int) -> TaskError:

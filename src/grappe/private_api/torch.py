@@ -45,7 +45,7 @@ USED = private_names(
     {
         "torch": "_C _foreach_add_ _foreach_copy_ _foreach_mul_ _foreach_norm _ops _subclasses",
         "torch._C": (
-            "DispatchKey _SetExcludeDispatchKeyGuard _dispatch_key_parse _dispatch_tls_is_dispatch_key_excluded "
+            "_SetExcludeDispatchKeyGuard _dispatch_key_parse _dispatch_tls_is_dispatch_key_excluded "
             "_dispatch_tls_is_dispatch_key_included _dispatch_tls_set_dispatch_key_excluded "
             "_dispatch_tls_set_dispatch_key_included"
         ),

@@ -11,13 +11,13 @@ from typing import Annotated
 from cyclopts import Parameter
 
 from grappe.errors import UsageError
-from grappe.fields import CountsFromZero, Names, at_least, seconds
+from grappe.fields import Names, TextForm, at_least, seconds, whole_numbers
 
 TRAIN = "train"
 SCRIPT = "script"
 LAUNCH = "launch"
 TUNE = "tune"
-AUTO = "auto"  # the time limit that is foreseen
+AUTO = "auto"  # the time limit, or the number of GPUs, that is foreseen
 
 OPTION = re.compile(r"--([a-z][a-z-]*)(?:=([\w.,:;@%/+*|&?!()\[\]{}=~^-]+))?", re.ASCII)
 VALUES = {
@@ -63,6 +63,14 @@ OURS = frozenset(re.findall(r"\S+", """
 """Options of sbatch on which the job's script depends."""
 
 
+FEWEST = (-1,)
+"""The numbers of GPUs of --gpus auto, until they are foreseen."""
+GpuCounts = Annotated[
+    tuple[int, ...],
+    TextForm(lambda text, name: FEWEST if text == AUTO else whole_numbers(text, name, least=0)),
+]
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class JobOptions:
     """Options of a command's Slurm job.
@@ -78,8 +86,9 @@ class JobOptions:
     """Time limit: 90m, 3h, 1-00:00:00; auto: of a training, as measured or foreseen, with a margin. Default: 1 h."""
     nodes: int | None = None
     """Number of nodes. Default: as few as the plan needs."""
-    gpus: CountsFromZero = ()
-    """Total number of GPUs; 1,2,4: a job for each number; 0: CPUs only. Default: as the plan needs."""
+    gpus: GpuCounts = ()
+    """Total number of GPUs; 1,2,4: a job for each number; 0: CPUs only; auto: the fewest of a node whose memory is
+    enough for the training. Default: as the plan needs."""
     processes: int | None = None
     """Number of processes of your own script. Default: one for each GPU."""
     cores: int | None = None

@@ -32,6 +32,15 @@ class ChoiceRequest:
     """Bytes of a process before its model; None: those of the process that chooses."""
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ChosenPlan:
+    """The plan that memory= stands for."""
+
+    plan: Plan
+    chosen: str
+    """A sentence on it."""
+
+
 def with_memory_chosen(request: Request, world: World) -> Request:
     """Returns the request with the plan that memory= stands for, and a sentence on it. Collective.
 
@@ -40,12 +49,12 @@ def with_memory_chosen(request: Request, world: World) -> Request:
     """
     if request.plan.memory == "none":
         return request
-    answer: tuple[Request, GrappeError | None] = (request, None)
+    answer: ChosenPlan | GrappeError = ChosenPlan(plan=request.plan, chosen="")
     if world.rank == 0:
         on_gpu = world.device.type == "cuda"
         name, size = _gpu() if on_gpu else ("", 0)
         try:
-            plan, sentence = chosen(
+            answer = chosen(
                 ChoiceRequest(
                     task=request.task,
                     plan=request.plan,
@@ -55,22 +64,20 @@ def with_memory_chosen(request: Request, world: World) -> Request:
                     before=data_size(),
                 )
             )
-            answer = (dataclasses.replace(request, plan=plan, chosen=sentence), None)
         except GrappeError as error:
-            answer = (request, error)
-    # A task may be of a notebook, whose class not every process can read.
-    plan, sentence, error = world.share((answer[0].plan, answer[0].chosen, answer[1]))
-    if error is not None:
-        raise error
-    return dataclasses.replace(request, plan=plan, chosen=sentence)
+            answer = error
+    answer = world.share(answer)
+    if isinstance(answer, GrappeError):
+        raise answer
+    return dataclasses.replace(request, plan=answer.plan, chosen=answer.chosen)
 
 
-def chosen(request: ChoiceRequest) -> tuple[Plan, str]:
-    """Chooses in a process of its own, whose memory goes back; returns the plan, and a sentence on it."""
+def chosen(request: ChoiceRequest) -> ChosenPlan:
+    """Chooses in a process of its own, whose memory goes back."""
     return local("grappe.training.memory_choice:worker", request, 1, from_training=True)
 
 
-def worker(request: ChoiceRequest, process: ProcessRank, rendezvous_folder: Path) -> tuple[Plan, str]:
+def worker(request: ChoiceRequest, process: ProcessRank, rendezvous_folder: Path) -> ChosenPlan:
     """Traces the task, and chooses."""
     from grappe.foresight.devices import device_reported
     from grappe.foresight.fake_model import FakeModel
@@ -108,9 +115,10 @@ def worker(request: ChoiceRequest, process: ProcessRank, rendezvous_folder: Path
         fits=None if budget is None else lambda needs: budget.fits(needs, plan.processes),
     )
     more = f"{choice.price:.0%} more computing than without" if choice.plan.recompute else "no recomputation"
-    return choice.plan, (
-        f"memory={plan.memory}: chose {plan_name(choice.plan)}, foreseen to take {format_bytes(choice.peak)} of "
-        f"{format_bytes(limit)} that torch may allocate{reserve}, with {more}"
+    return ChosenPlan(
+        plan=choice.plan,
+        chosen=f"memory={plan.memory}: chose {plan_name(choice.plan)}, foreseen to take {format_bytes(choice.peak)} of "
+        f"{format_bytes(limit)} that torch may allocate{reserve}, with {more}",
     )
 
 
@@ -131,4 +139,5 @@ def memory_chosen(task: TaskReference, plan: Plan, data: Path) -> tuple[Plan, st
         return plan, ""
     if plan.memory == "auto":
         raise PlanError("memory=auto is of a training's own device: write the bytes here, as in memory=14GB")
-    return chosen(ChoiceRequest(task=task, plan=plan, data=data))
+    choice = chosen(ChoiceRequest(task=task, plan=plan, data=data))
+    return choice.plan, choice.chosen

@@ -18,7 +18,7 @@ from grappe.plan import Plan
 from grappe.sites import current
 from grappe.sites.environment import MADE_ON_NODES
 from grappe.sites.layout import Layout, layout, longest
-from grappe.sites.sbatch import AUTO, TRAIN
+from grappe.sites.sbatch import AUTO, FEWEST, TRAIN
 from grappe.sites.schema import Site
 from grappe.sites.script import Script, clock
 from grappe.training.task_reference import TaskReference
@@ -33,7 +33,7 @@ from grappe.verbs.foresee.training_time import (
     time_limit,
 )
 from grappe.verbs.submit.resources import Submission, placed
-from grappe.words import format_bytes, format_seconds
+from grappe.words import count_of, format_bytes, format_seconds
 
 if TYPE_CHECKING:
     from grappe.foresight.fake_model import FakeModel
@@ -67,6 +67,52 @@ def foreseen_warnings(submission: Submission, script: Script) -> list[str]:
         return [not_foreseen(error)]
     finally:
         progress("")
+
+
+def with_gpus(submission: Submission) -> tuple[Submission, str]:
+    """Finds the number of GPUs and the plan for --gpus auto; returns a sentence, too.
+
+    The number is the smallest of one node whose memory is enough, with as little recomputation as possible.
+
+    Raises:
+        GrappeError: none is enough, the memory is unknown or cannot be foreseen, or the plan has several processes.
+    """
+    from grappe.verbs.foresee.foresee import budget_in, site_fabric
+
+    job = submission.job
+    if job.gpus != FEWEST or submission.command != TRAIN or submission.task is None:
+        return submission, ""
+    site, plan = placed(dataclasses.replace(submission, job=dataclasses.replace(job, gpus=())))
+    budget = budget_in(site)
+    if plan.processes > 1 or plan.recompute or plan.memory != "none" or plan.device == "cpu":
+        raise UsageError(f"--gpus auto chooses processes and recomputation: leave them out of --plan {plan}")
+    if budget is None or site.node is None:
+        raise UsageError(f"--gpus auto: the memory of {site.name}'s GPUs is unknown: give a number, as --gpus 2")
+    task = TaskReference.of(submission.task, split(submission.fields)).resolve()
+    most, fabric = site.node.gpus, site_fabric(site)
+    counts = sorted({1, *(2**power for power in range(1, most.bit_length()) if 2**power < most), most})
+
+    def traced() -> str:
+        from grappe.foresight.search import in_words, on_each_number
+
+        fake_model = fake_model_of(task, submission, gpu=True, records=True)
+        device = None if fabric is None else fabric.device
+        choices = on_each_number(fake_model, plan, counts, task.batch_size, budget, device)
+        plans = {count: str(choice.plan) for count, choice in choices.items() if not isinstance(choice, GrappeError)}
+        count = min(plans, default=0)
+        return json.dumps([count, plans.get(count), in_words(choices) or f"fits on {count_of(count, 'GPU')} as it is"])
+
+    progress("tracing the model, to foresee on how many GPUs it fits")
+    try:
+        count, text, sentence = json.loads(in_limited_process(traced))
+    finally:
+        progress("")
+    if text is None:
+        raise UsageError(f"--gpus auto: {submission.task} does not fit on a node of {site.name}: {sentence}")
+    job = dataclasses.replace(job, gpus=(count,))
+    return dataclasses.replace(submission, plans=(text,), job=job), (
+        f"--gpus auto: {count_of(count, 'GPU')} of {site.name}: {sentence}. Foreseen, not measured on that GPU"
+    )
 
 
 def warnings_of(fake_model: FakeModel, plan: Plan, budget: MemoryBudget, site: Site) -> list[str]:

@@ -13,7 +13,7 @@ from grappe.cli import measuring
 from grappe.errors import PlanError, TaskError, UsageError
 from grappe.foresight import gpu_time
 from grappe.foresight.gpu_time import StepTime
-from grappe.foresight.search import Foreseen, candidates
+from grappe.foresight.search import Foreseen, MemoryBudget, candidates
 from grappe.sites import find
 from grappe.verbs.foresee import measured_step
 from grappe.verbs.foresee.foresee import (
@@ -113,6 +113,14 @@ def test_a_sites_gpu_is_foreseen_from_its_data_sheet_and_says_so(tmp_path: Path)
     assert found.notes[-1].startswith("GPU or CPU: this model keeps one NVIDIA A100 SXM4, 40 GB ")
     assert measuring.foresee("digits", site="narval", plan=[""], out=tmp_path / "a.json") == 0
     assert json.loads((tmp_path / "a.json").read_text())["gpu"] == found.gpu
+
+
+def test_the_numbers_of_gpus_that_a_batch_fits_on_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    small = MemoryBudget(whose="a small GPU", size=12_000_000, besides=0)
+    monkeypatch.setattr("grappe.verbs.foresee.foresee.budget_of", lambda site: small)
+    found = foresee("digits", gpus=[1, 2], batch_size=[512], site="narval")
+    says = "fits on 1 GPU with no more computing (microbatches=2), on 2 GPUs with no more computing (replicate=2)"
+    assert says in found.notes
 
 
 def test_a_plan_for_cpus_has_no_gpus_figures(monkeypatch: pytest.MonkeyPatch) -> None:

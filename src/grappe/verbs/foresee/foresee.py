@@ -7,7 +7,7 @@ import math
 import re
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -159,7 +159,7 @@ def foresee(
     from grappe.data.datasets import prepare
     from grappe.foresight.fake_model import FakeModel
     from grappe.foresight.kernels import Kernels
-    from grappe.foresight.search import candidates, foreseen
+    from grappe.foresight.search import candidates, foreseen, in_words, on_each_number
     from grappe.verbs.foresee.measured_step import LocalGpus
 
     place = None if site is None else find(site)
@@ -208,7 +208,10 @@ def foresee(
     plans_timed = tuple(timed[id(forecast)] for forecast in forecasts)
     notes = [note for part in parts for note in part.notes]
     if budget is not None and not plans:
-        notes += _with_recomputation(models[True], gpus or (1, 2, 4, 8), resolved.batch_size, budget)
+        device = None if fabric is None else fabric.device
+        for batch in batch_size or (resolved.batch_size,):
+            choices = in_words(on_each_number(models[True], Plan(), gpus or (1, 2, 4, 8), batch, budget, device))
+            notes += [f"batch_size={batch} {choices}" if len(batch_size) > 1 else choices] if choices else []
     if gpus_here is not None and on_gpus:
         verdict = use_of_gpu(models[True], plans_timed, gpus_here) if records else None
     else:
@@ -216,20 +219,6 @@ def foresee(
     notes += [verdict] if verdict else []
     reasons = tuple(reason for part in parts for reason in part.reasons)
     return PlanTimes(plans=plans_timed, gpu=parts[0].gpu, notes=tuple(notes), reasons=reasons, budget=budget)
-
-
-def _with_recomputation(
-    fake_model: FakeModel, counts: Sequence[int], batch: int, budget: MemoryBudget
-) -> Iterator[str]:
-    """Says on how many GPUs a training fits, and what each number costs, where recomputation makes a difference."""
-    from grappe.foresight.search import with_recomputation
-
-    choices = [(count, choice) for count, choice in with_recomputation(fake_model, counts, batch, budget) if choice]
-    for count, choice in choices if any(choice.plan.recompute for _, choice in choices) else ():
-        yield (
-            f"fits on {count_of(count, 'GPU')} with {choice.price:.0%} more computing than without recomputation: "
-            f"{plan_name(choice.plan)}"
-        )
 
 
 def is_one_process(plan: Plan) -> bool:

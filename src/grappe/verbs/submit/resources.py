@@ -11,7 +11,7 @@ from grappe.errors import PlanError, UsageError
 from grappe.plan import Plan
 from grappe.sites import sbatch, slurm
 from grappe.sites.layout import Layout, fit, layout, on_site
-from grappe.sites.sbatch import AUTO, SCRIPT, TRAIN, TUNE, JobOptions
+from grappe.sites.sbatch import AUTO, FEWEST, SCRIPT, TRAIN, TUNE, JobOptions
 from grappe.sites.schema import Site
 from grappe.sites.script import resource_options, with_mps
 from grappe.training.options import Options
@@ -153,6 +153,8 @@ def line_in_allocation(submission: Submission) -> list[str]:
 def _plan(submission: Submission) -> Plan:
     """Returns the plan that determines the resources: of a script, its processes; of several plans, the largest."""
     job = submission.job
+    if job.gpus == FEWEST:
+        raise UsageError("--gpus auto is for trainings that grappe submit starts: give a number here, as --gpus 2")
     gpus = job.gpus[0] if job.gpus else None
     if submission.command == SCRIPT:
         number = job.processes or gpus or 1

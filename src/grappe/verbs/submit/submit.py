@@ -338,7 +338,7 @@ def _command(submission: Submission, site: Site, run: Path) -> Iterator[str]:
             yield f"--no-{name}"
             continue
         values = value if isinstance(value, tuple) else (value,)
-        if field.type in ("Names", "CountsFromZero"):  # one text, with commas
+        if field.type in ("Names", "GpuCounts"):  # one text, with commas
             values = (",".join(map(str, values)),)
         for text in values:
             yield from (f"--{name}", str(text))
