@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import itertools
 import json
 import re
 import resource
@@ -57,20 +58,20 @@ PLANS = ("threads=1", "replicate=2,threads=1", "shard=2,threads=1")
 PARTS = (0.5, 0.25)
 """Of what recomputing everything saves, what is left over."""
 STEPS = 2
-FIXED = 470_000_000
-"""Bytes that a process takes besides what torch allocates, about; two processes have connections, too."""
+AMPLE = 700_000_000
+"""Bytes above the peak, with which nothing is recomputed; what torch may allocate then says what else there is."""
 MARGIN = 1.03
 TIMES = 5
 CHOSEN = re.compile(r"chose (\S+), foreseen to take ([0-9.]+) ([MG])B of ([0-9.]+) ([MG])B")
 
 
-def trained(task: str, plan: str, limit: int | None) -> tuple[str, str, str]:
+def trained(task: str, plan: str, limit: int) -> tuple[str, str, str]:
     """Trains by command; returns the error's message, what was chosen, and a hash of the weights."""
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, "-m", "grappe", "train", *task.split(), "--steps", str(STEPS)]
         done = subprocess.run(
             [*command, "--plan", plan, "--run", f"{folder}/run"],
-            preexec_fn=None if limit is None else lambda: resource.setrlimit(resource.RLIMIT_DATA, (limit, limit)),
+            preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_DATA, (limit, limit)),
             capture_output=True,
             text=True,
             check=False,
@@ -114,47 +115,57 @@ def main() -> None:
     """Measures what the file has not yet, or all again."""
     shipped_data.use()
     found = {} if "--again" in sys.argv or not FILE.exists() else json.loads(FILE.read_text())
-    kept: dict[str, str] = {}
-    for part in PARTS:
-        for name in TASKS:
-            reference = TaskReference.of(name.split()[0], split(name.split()[1:]))
-            task = reference.resolve()
-            fake_model = FakeModel(task, data_folder(), kernels=Kernels(), records=True)
-            for text in PLANS:
-                key = f"{name} | {text} | {part}"
-                if key in found:
-                    continue
-                plan = Plan.parse(text)
-                try:
-                    found[key] = cell(name, plan, part, fake_model, kept)
-                except GrappeError as error:
-                    found[key] = {"refused": str(error)}
-                print(key, found[key], flush=True)
-                FILE.write_text(json.dumps(found, indent=1) + "\n")
+    kept: dict[str, tuple[int, str]] = {}
+    fake_models: dict[str, FakeModel] = {}
+    for part, text, name in itertools.product(PARTS, PLANS, TASKS):
+        key = f"{name} | {text} | {part}"
+        if key in found:
+            continue
+        if name not in fake_models:
+            task = TaskReference.of(name.split()[0], split(name.split()[1:])).resolve()
+            fake_models[name] = FakeModel(task, data_folder(), kernels=Kernels(), records=True)
+        try:
+            found[key] = cell(name, Plan.parse(text), part, fake_models[name], kept)
+        except GrappeError as error:
+            found[key] = {"refused": str(error)}
+        print(key, found[key], flush=True)
+        FILE.write_text(json.dumps(found, indent=1) + "\n")
 
 
-def cell(name: str, plan: Plan, part: float, fake_model: FakeModel, kept: dict[str, str]) -> dict[str, object]:
+def size_of(match: re.Match[str], group: int) -> float:
+    """Returns the bytes that a group of CHOSEN and the unit after it say."""
+    return float(match[group]) * {"M": 1e6, "G": 1e9}[match[group + 1]]
+
+
+def cell(
+    name: str, plan: Plan, part: float, fake_model: FakeModel, kept: dict[str, tuple[int, str]]
+) -> dict[str, object]:
     """Measures one cell."""
     batch = fake_model.task.batch_size
     full, none = (
         memory_forecast(fake_model, dataclasses.replace(plan, recompute=level)).most or 0 for level in (True, False)
     )
     limit = int(full + part * (none - full))
-    taken = int(limit * MARGIN) + FIXED + (plan.processes > 1) * 60_000_000
+    key = f"{name} | {plan}"
+    if key not in kept:
+        ample = int(none * MARGIN) + AMPLE
+        error, chosen, weights = trained(name, f"{plan},memory=auto", ample)
+        match = CHOSEN.search(chosen)
+        if match is None:
+            return {"error": error, "chosen": chosen}
+        kept[key] = ample - int(MARGIN * size_of(match, 4)), weights
+    fixed, reference = kept[key]
+    taken = int(limit * MARGIN) + fixed
     error, chosen, weights = trained(name, f"{plan},memory=auto", taken)
     result: dict[str, object] = {"none": none, "full": full, "limit": taken, "error": error, "chosen": chosen}
     match = CHOSEN.search(chosen)
     if match is None:
         return result
-    key = f"{name} | {plan}"
-    if key not in kept:
-        kept[key] = trained(name, str(plan), None)[2]
-    result["same bits"] = weights == kept[key]
+    result["same bits"] = weights == reference
     text = match[1]
     found = Plan.parse(text)
     needs = memory_forecast(fake_model, found)
-    sizes = [float(match[i]) * {"M": 1e6, "G": 1e9}[match[i + 1]] for i in (2, 4)]
-    result |= {"plan": text, "foreseen": needs.peak, "of": sizes[1]}
+    result |= {"plan": text, "foreseen": needs.peak, "of": size_of(match, 4)}
     result["measured"] = max(one["peak"] for one in measured_cell(name, text))
     if plan.processes == 1:
         units = Units(fake_model, plan, batch, None, gpu=False)
