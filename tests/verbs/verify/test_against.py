@@ -117,6 +117,11 @@ GROUPS = (
     "[{'params': model.fc2.parameters(), 'lr': 0.1}, "
     "{'params': [p for n, p in model.named_parameters() if 'fc2' not in n]}]"
 )
+TWO = (
+    "optimizer = torch.optim.Adadelta([p for n, p in model.named_parameters() if 'fc2' not in n], rho=0.8)\n"
+    "    other = torch.optim.Adadelta(model.fc2.parameters(), lr=0.1, rho=0.8)"
+)
+STEPS_BOTH = f"{TAKES_STEP}            other.step()\n"
 AUGMENTS = """    def augment(self, inputs, targets, keys):
         return inputs.flip(-1), targets
 
@@ -161,6 +166,20 @@ def test_a_port_learns_the_same_over_an_epochs_end(main_program: None, tmp_path:
     assert found.largest < 1e-5
 
 
+def test_several_optimizers_of_a_script_are_groups_of_the_tasks_one(main_program: None, tmp_path: Path) -> None:
+    named = "[p for _, p in named]"
+    groups = (
+        "[{'params': [p for n, p in named if 'head.2' in n], 'lr': 0.1}, "
+        "{'params': [p for n, p in named if 'head.2' not in n]}]"
+    )
+    zeroes = ("optimizer.zero_grad()", "model.zero_grad()")
+    rates = ("        schedule.step()\n", "        schedule.step()\n        other.param_groups[0]['lr'] *= 0.7\n")
+    task = (named, groups)
+    found = compared(tmp_path, (f"optimizer = {RULE}", TWO), task, (TAKES_STEP, STEPS_BOTH), rates, zeroes)
+    assert found.learns_the_same, found.difference
+    assert (found.step, found.tensors) == (STEPS, 11)
+
+
 def test_accumulated_batches_are_microbatches(main_program: None, tmp_path: Path) -> None:
     found = compared(
         tmp_path,
@@ -174,11 +193,16 @@ def test_accumulated_batches_are_microbatches(main_program: None, tmp_path: Path
     assert found.notes[0] == "the script adds up 2 batches a step: as microbatches=2 does"
 
 
-DIFFERENCES: dict[str, tuple[Edit, Edit, str]] = {
+DIFFERENCES: dict[str, tuple[Edit, Edit, str] | tuple[Edit, Edit, str, Edit]] = {
     "rate": (("lr=1.0", "lr=0.5"), NOTHING, "learning rate: 0.5 in the script, 1 in the task"),
     "a group's rate": (
         (RULE, RULE.replace("model.parameters()", GROUPS)), NOTHING,
         "learning rate: 0.1 in the script, 1 in the task, for head.2.weight",
+    ),
+    "one of two rates": (
+        (f"optimizer = {RULE}", TWO), NOTHING,
+        "learning rate: 0.1 in the script, 1 in the task, for head.2.weight",
+        (TAKES_STEP, STEPS_BOTH),
     ),
     "setting": (("rho=0.8", "rho=0.9"), NOTHING, "optimizer's settings: rho=0.9 in the script, 0.8 in the task"),
     "weight decay": (("rho=0.8", "weight_decay=0.01, rho=0.8"), NOTHING, "optimizer's settings: weight_decay=0.01"),
@@ -248,8 +272,8 @@ DIFFERENCES: dict[str, tuple[Edit, Edit, str]] = {
 
 @pytest.mark.parametrize("name", DIFFERENCES)
 def test_a_planted_difference_is_named(main_program: None, tmp_path: Path, name: str) -> None:
-    script, task, words = DIFFERENCES[name]
-    found = compared(tmp_path, script, task)
+    script, task, words, *more = DIFFERENCES[name]
+    found = compared(tmp_path, script, task, *more)
     assert not found.learns_the_same
     assert words in found.difference
 
@@ -262,12 +286,12 @@ def test_other_samples_are_noted(main_program: None, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("edit", "words"),
     [
-        ((TAKES_STEP, f"{TAKES_STEP}            other.step()\n"), "steps several optimizers"),
+        ((TAKES_STEP, "            (optimizer if n % 2 else other).step()\n"), "steps several optimizers in turns"),
         (("enumerate(loader)", "enumerate([(images, targets)])"), "nothing to compare"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_compared_is_refused(main_program: None, tmp_path: Path, edit: Edit, words: str) -> None:
-    other = ("    schedule = ", "    other = torch.optim.SGD([model.fc2.bias], lr=0.1)\n    schedule = ")
+    other = (f"optimizer = {RULE}", TWO.replace("lr=0.1, ", ""))
     with pytest.raises(UsageError, match=words):
         compared(tmp_path, other, NOTHING, edit)
 

@@ -186,7 +186,9 @@ class Comparison:
         self._backwards: list[_Backward] = []
         self._first_random: Mapping[str, Tensor] | None = None
         self._first_buffers: dict[int, Tensor] = {}
-        self._stepping: Optimizer | None = None
+        self._optimizers: list[Optimizer] = []
+        self._waiting: list[Optimizer] = []
+        """The script's optimizers that have not stepped since its backward."""
         self._augments = overrides(task, "augment")
         self._in_task = False
         self._began = False
@@ -221,7 +223,7 @@ class Comparison:
     def batches(self, loader: DataLoader[Any], place: str, begin: Begin) -> Iterator[Any]:
         """Yields a loader's batches, and notes each with the random state in which the script gets it."""
         for batch in begin():
-            if self._stepping is None and not self._backwards:  # before a forward writes running statistics
+            if not self.step and not self._backwards:  # before a forward writes running statistics
                 self._first_buffers = {id(buffer): buffer.detach().clone() for buffer in buffers_alive()}
             self._batch = (
                 copied(batch),
@@ -250,6 +252,7 @@ class Comparison:
     def add_optimizer(self, optimizer: Optimizer) -> None:
         """Lets the task take each step of an optimizer too."""
         if not self._in_task:
+            self._optimizers.append(optimizer)
             optimizer.register_step_pre_hook(lambda *_: self._before(optimizer))
             optimizer.register_step_post_hook(lambda *_: self._after())
 
@@ -265,30 +268,34 @@ class Comparison:
             self._in_task = False
 
     def _before(self, optimizer: Optimizer) -> None:
-        if not self._backwards or (self._stepping is not None and self._stepping is not optimizer):
+        if not self._backwards:
             if needs_closure(optimizer):
                 raise UsageError("the script's optimizer calls a closure, of which verify --against sees no gradient")
-            if self._stepping is not None:
-                raise UsageError(
-                    "the script steps several optimizers, and a task has one: verify --against cannot compare them"
-                )
+            if optimizer in self._waiting:
+                self._waiting.remove(optimizer)
+            elif self.step:
+                raise UsageError("the script steps an optimizer twice after a backward, and a task steps once")
             return
+        if self._waiting:
+            raise UsageError(
+                "the script steps several optimizers in turns, and a task has one: verify --against cannot compare them"
+            )
         with torch.enable_grad(), self._tasks_own():
-            if self._stepping is None:
-                self._stepping = optimizer
-                self._begin(optimizer)
+            if not self.step:
+                self._begin()
             else:
                 self._compare_tensors("weights", "between two steps: the script changes it after the optimizer's step")
             self.step += 1
-            self._compare_rates(optimizer)
+            self._compare_rates()
             self._compare_losses()
             self._compare_gradients()
         self._backwards.clear()
+        self._waiting = [each for each in self._optimizers if each is not optimizer]
         self._began = True
 
-    def _begin(self, optimizer: Optimizer) -> None:
+    def _begin(self) -> None:
         """Makes the task's model with the script's weights, once it is known that both have the same tensors."""
-        self._script = tensors_of(optimizer)
+        self._script = tensors_of(*self._optimizers)
         first = self._backwards[0]
         with drawing_from(self._first_random or first.random):
             self._model = model_of(self._task)
@@ -322,7 +329,7 @@ class Comparison:
         per_epoch = -(-len(self._dataset) // self._task.batch_size)
         self._schedule = schedule_of(self._task, self._optimizer, self._task.epochs * per_epoch)
         self._compare_data(per_epoch)
-        self._compare_settings(optimizer)
+        self._compare_settings()
 
     def _compare_first(self, name: str, parameter: Tensor) -> None:
         """Compares how a tensor is drawn at first: a port begins elsewhere if it is drawn otherwise."""
@@ -367,12 +374,13 @@ class Comparison:
             if theirs and theirs != per_epoch:
                 self.notes.append(f"an epoch has {theirs} steps in the script, {per_epoch} in the task")
 
-    def _compare_settings(self, optimizer: Optimizer) -> None:
+    def _compare_settings(self) -> None:
         """Compares the rule and its settings for each tensor."""
-        script, own = type(optimizer).__name__, type(self._optimizer).__name__
-        if script != own:
-            self._differ(f"optimizer: {script} in the script, {own} in the task")
-        for name, a, b in self._groups(optimizer):
+        own = type(self._optimizer).__name__
+        for script in (type(each).__name__ for each in self._optimizers):
+            if script != own:
+                self._differ(f"optimizer: {script} in the script, {own} in the task")
+        for name, a, b in self._groups():
             if not a or not b:
                 who, other = ("script", "task") if a else ("task", "script")
                 self._differ(f"trained: {name} is trained by the {who}, and not by the {other}")
@@ -382,8 +390,8 @@ class Comparison:
                         f"optimizer's settings: {key}={a[key]} in the script, {b[key]} in the task, for {name}"
                     )
 
-    def _compare_rates(self, optimizer: Optimizer) -> None:
-        for name, script, own in self._groups(optimizer):
+    def _compare_rates(self) -> None:
+        for name, script, own in self._groups():
             a, b = float(script["lr"]), float(own["lr"])
             if abs(a - b) > RATE * max(abs(a), abs(b)):
                 was = self._rates.get(name)
@@ -391,11 +399,16 @@ class Comparison:
                 self._differ(f"learning rate: {a:.6g} in the script, {b:.6g} in the task{moved}, for {name}")
             self._rates[name] = a
 
-    def _groups(self, optimizer: Optimizer) -> Iterator[tuple[str, dict[str, Any], dict[str, Any]]]:
-        """Yields each trained tensor's name, and its group in the script's and in the task's optimizer."""
+    def _groups(self) -> Iterator[tuple[str, dict[str, Any], dict[str, Any]]]:
+        """Yields each trained tensor's name, and its group in the script's optimizers and in the task's."""
         script, own = (
-            {id(each): group for group in each_optimizer.param_groups for each in group["params"]}
-            for each_optimizer in (optimizer, self._optimizer)
+            {
+                id(each): group
+                for optimizer in optimizers
+                for group in optimizer.param_groups
+                for each in group["params"]
+            }
+            for optimizers in (self._optimizers, [self._optimizer])
         )
         for name, parameter in self._own.items():
             groups = script.get(id(self._script.parameters[self._pairs[name]]), {}), own.get(id(parameter), {})
@@ -516,7 +529,7 @@ class Comparison:
     # ---- After it ------------------------------------------------------------------------------------------
 
     def _after(self) -> None:
-        if not self._began:
+        if not self._began or self._waiting:
             return
         self._began = False
         with self._tasks_own():

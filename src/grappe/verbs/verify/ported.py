@@ -35,9 +35,10 @@ class ScriptTensors(NamedTuple):
     """The module that has all parameters, if one has."""
 
 
-def tensors_of(optimizer: Optimizer) -> ScriptTensors:
-    """Finds the modules whose parameters an optimizer has, and their tensors by name."""
-    trained = {id(each) for group in optimizer.param_groups for each in group["params"]}
+def tensors_of(*optimizers: Optimizer) -> ScriptTensors:
+    """Finds the modules whose parameters optimizers have, and their tensors by name."""
+    every = [each for optimizer in optimizers for group in optimizer.param_groups for each in group["params"]]
+    trained = set(map(id, every))
     holding = [each for each in modules_alive() if any(id(parameter) in trained for parameter in each.parameters())]
     inner = {id(child) for module in holding for child in module.modules() if child is not module}
     roots = [module for module in holding if id(module) not in inner]
@@ -48,7 +49,6 @@ def tensors_of(optimizer: Optimizer) -> ScriptTensors:
         parameters |= {f"{prefix}{name}": each for name, each in root.named_parameters()}
         buffers |= {f"{prefix}{name}": each for name, each in root.named_buffers()}
     loose = trained - {id(each) for each in parameters.values()}
-    every = [each for group in optimizer.param_groups for each in group["params"]]
     parameters |= {f"parameter {number}": each for number, each in enumerate(every) if id(each) in loose}
     return ScriptTensors(parameters, buffers, roots, roots[0] if len(roots) == 1 and not loose else None)
 
