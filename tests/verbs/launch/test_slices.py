@@ -124,14 +124,14 @@ criterion = nn.CrossEntropyLoss(torch.linspace(1, 2, 9), ignore_index=-1)
 optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
 for epoch in range(2):
     for tokens, following in DataLoader(texts, 10, shuffle=True, collate_fn=padded):
-        output = model(tokens)
+        output, fixed = model(tokens), torch.randn(10, 2)  # twice a process's rows, and as many on one process
         loss = criterion(output.flatten(0, 1), following.flatten())
         right = (output.argmax(2) == following)[:, 0].numpy()
         print(f"{loss.item():.4f} {right.mean():.3f}")
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
-    model(tokens)  # the dropout of the next epoch comes after these draws
+    model(tokens), torch.randn(10, 2)  # the dropout of the next epoch comes after these draws
 torch.save(model.state_dict(), options.save)
 """
 
@@ -187,6 +187,9 @@ def test_an_unedited_script_learns_and_prints_on_two_processes_what_it_does_on_o
             id="statistics of its own",
         ),
         pytest.param(
+            "drawn = 8", DivergedError, "the first step draws other random numbers than one process", id="a fixed size"
+        ),
+        pytest.param(
             "y[40:50] = -100",
             DivergedError,
             "a cross-entropy counts . of . targets, and all of them in the first batch",
@@ -199,7 +202,7 @@ def test_what_the_rehearsal_does_not_show_ends_the_run(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     Path("train.py").write_text(f"""{HEAD}
-every, statistics, summed, pictures, total = 0, False, False, False, torch.zeros(())
+every, statistics, summed, pictures, drawn, total = 0, False, False, False, 0, torch.zeros(())
 {body}
 model = nn.Sequential(nn.Flatten(), nn.Linear(36, 3))
 model.register_buffer("mean", torch.zeros(()))
@@ -213,6 +216,7 @@ for number, (images, labels) in enumerate(DataLoader(TensorDataset(x, y), 16)):
     optimizer.step()
     if every and number == every:
         print((output.argmax(1) == labels).sum().item())
+    torch.rand(drawn)
     if statistics:
         model.mean += images.mean()
 if summed:

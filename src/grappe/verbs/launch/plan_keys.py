@@ -234,7 +234,7 @@ class _Pieces:
         for piece in range(min(self._number, rows)):
             first, last = cut(rows, min(self._number, rows), piece)
             generator.set_state(start)  # each piece draws for the whole batch, and keeps its rows
-            with whole_batch_draws(BatchRows(place.first + first, last - first, place.of)):
+            with whole_batch_draws(BatchRows(place.first + first, last - first, place.of), others_alike=True):
                 taken = [leaf[first:last] if number in cuts else leaf for number, leaf in enumerate(leaves)]
                 own_arguments, own_options = tree_unflatten(taken, form)
                 output, form_of_output = tree_flatten(self._forward(*own_arguments, **own_options))

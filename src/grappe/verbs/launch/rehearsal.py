@@ -33,7 +33,7 @@ from grappe.data.sampling import cut
 from grappe.data.whole_batch_draws import whole_batch_draws
 from grappe.errors import TaskError
 from grappe.private_api.torch import BatchNormBase
-from grappe.training.random_state import random_state, set_random_state
+from grappe.training.random_state import random_digest, random_state, set_random_state
 from grappe.verbs.launch.interception import (
     BY,
     Begin,
@@ -77,6 +77,7 @@ class _Pass:
     """The gradients at the first optimizer step, after which a run's weights are others."""
     counts: list[float] = dataclasses.field(default_factory=list)
     """Numbers that the cross-entropies divide by."""
+    drawn: str = ""
     stepped: bool = False
     draws_beside_torch: bool = False
     """Whether NumPy's or Python's generator has drawn."""
@@ -252,7 +253,7 @@ class Rehearsal:
             all_rows = yield from self._run(batch, state, 0, rows or 0, rows or 0)
         if not all_rows.gradients:
             return False
-        norms = self._norms(all_rows)
+        norms, drawn = self._norms(all_rows), all_rows.drawn
         if self._parts == 1:
             keys, norms = yield from self._try_keys(batch, state, rows or 1, all_rows, norms)
             self.found = Rehearsed(loader=place, norms=norms, models=self._models, keys=keys)
@@ -312,6 +313,7 @@ class Rehearsal:
             values=_without_none(values),
             lengths=lengths,
             norms=norms,
+            drawn="" if keys else drawn,
             models=self._models,
             keys=keys,
         )
@@ -388,9 +390,10 @@ class Rehearsal:
         part = last - first < rows
         place = BatchRows(first, last - first, rows) if part or self._key else None
         self._again = True
-        with whole_batch_draws(place):
+        with whole_batch_draws(place, others_alike=True):
             yield cut_rows(batch, first, last) if part else batch
         self._pass = None
+        record.drawn = random_digest()
         record.draws_beside_torch = not torch.equal(random_state()["others"], state.random["others"])
         return record
 

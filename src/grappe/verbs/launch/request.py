@@ -29,6 +29,8 @@ class Rehearsed:
     """Places that are told the whole batch's rows: the gradient does not depend on them."""
     norms: Sequence[float] = ()
     """|gradient| of each parameter by the first batch's backwards before an optimizer steps."""
+    drawn: str = ""
+    """A digest of the random state after the first batch; "": it is another under the plan's keys."""
     models: Sequence[str] = ()
     """Names of the models that a step calls: see `plan_keys`."""
     keys: Mapping[str, float] = dataclasses.field(default_factory=dict)

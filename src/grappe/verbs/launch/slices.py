@@ -32,6 +32,7 @@ from grappe.launch.world import World
 from grappe.parallel.batchnorm import ignoring_padding, synchronise_batchnorm
 from grappe.parallel.gradient_average import GradientAverage
 from grappe.private_api.torch import BatchNormBase
+from grappe.training.random_state import random_digest
 from grappe.verbs.launch.interception import (
     BY,
     PLANS_FORWARD,
@@ -142,7 +143,7 @@ class SlicedSteps:
                 self._place = taken = BatchRows(first, last - first, rows)
                 self._most_rows = max(self._most_rows, last - first)
                 with (
-                    whole_batch_draws(self._place),
+                    whole_batch_draws(self._place, others_alike=True),
                     ignoring_padding(self._norms) if padding else contextlib.nullcontext(),
                 ):
                     whole_batch = self._keys.batch(batch)
@@ -153,7 +154,7 @@ class SlicedSteps:
         finally:
             self._place, self._share = outer
             if taken is not None:  # the script still has its rows of the last batch
-                self._after.enter_context(whole_batch_draws(taken))
+                self._after.enter_context(whole_batch_draws(taken, others_alike=True))
 
     def backward(self, place: str, loss: Tensor, run: Callable[[float], None]) -> float:
         """Runs a backward, which averages the gradients over the processes; returns this process's part of the loss."""
@@ -370,6 +371,13 @@ class SlicedSteps:
                     self._norms.append(module)
 
     def _end_step(self) -> None:
+        if not self.steps and self._rehearsed.drawn and not self.replaying:
+            everyone = self._world.gather(random_digest())
+            if set(everyone) != {self._rehearsed.drawn}:
+                raise DivergedError(
+                    "the first step draws other random numbers than one process does: as many as a process has rows, "
+                    "say, where one process draws no more. Take another batch size, or a torch.Generator for these"
+                )
         self.steps += 1
         self._keys.end_step()
         if self.replaying:
