@@ -470,7 +470,8 @@ def _verify_record(
         if json:
             show_json("verify --record", task=task, file=str(record), **facts)
         else:
-            say(f"recorded in {record}: on another machine, grappe verify {task} --with {record.name} compares")
+            command = verb.comparison(here.header, record.name)
+            say(f"recorded in {record}: on another machine, {command} compares")
             show_facts([(name, str(value)) for name, value in facts.items() if value])
             if left := len(here.results) - results:
                 say(f"note: {left:,} results were left out: a record has at most 5 MB")
@@ -497,7 +498,7 @@ def _verify_record(
         if here.header.draws:
             say("note: random numbers of the model are replaced by their means: dropout itself is not compared")
     output.write_json(out, "verify --with", **form)
-    return EXIT_OK if verdict.learns_the_same else EXIT_FAILURE
+    return EXIT_FAILURE if verdict.verdict == "different" else EXIT_OK
 
 
 def verdict_cells(finding: PlanVerdict, tick: str = "") -> list[str]:

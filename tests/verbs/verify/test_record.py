@@ -21,7 +21,7 @@ from grappe.launch.rank import ProcessRank
 from grappe.plan import Plan
 from grappe.training.task_reference import TaskReference
 from grappe.verbs.verify import record
-from grappe.verbs.verify.sketch import gaps, moved, sketch
+from grappe.verbs.verify.sketch import CallLog, gaps, moved, sketch
 
 aten = torch.ops.aten
 
@@ -258,7 +258,7 @@ def test_a_record_is_a_small_file_of_numbers_and_nothing_else_is_read(there: rec
 
 def test_frozen_units_and_masks_have_noise_too() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)).requires_grad_(False)
-    results = [record._Results(model, None, seed) for seed in (None, 0)]
+    results = [record._Results(model, CallLog(), seed) for seed in (None, 0)]
     with torch.no_grad():
         model(torch.ones(2, 4))
     plain, other = (numbers.sketches["0|forward|1|0"] for numbers in results)

@@ -12,8 +12,9 @@ import dataclasses
 import json
 import os
 import platform
+import shlex
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +44,7 @@ from grappe.verbs.doctor.checks.torch_build import AMD_DRIVER, NVIDIA, driver_ve
 from grappe.verbs.verify.instrument import NOTHING, SampleRecorder, instrumented
 from grappe.verbs.verify.random_ops import RandomOps
 from grappe.verbs.verify.runner import FACTOR
-from grappe.verbs.verify.sketch import PERTURBED, WIDTH, CallLog, Numbers, gaps, moved, sketch
+from grappe.verbs.verify.sketch import PERTURBED, WIDTH, CallLog, Numbers, floats, gaps, moved, sketch
 from grappe.verbs.verify.trained_by_hand import ReferenceBatches, ReferenceModel, ReferenceRequest
 from grappe.words import VERSION, processor_name
 
@@ -128,11 +129,6 @@ class RecordVerdict:
     noise: tuple[float, float] = (0.0, 0.0)
     """The difference that rounding makes to that result, there and here."""
 
-    @property
-    def learns_the_same(self) -> bool:
-        """Returns whether nothing differs by more than rounding and precision."""
-        return self.verdict != "different"
-
 
 def this_machine(device: torch.device, threads: int) -> dict[str, str]:
     """Returns what may change what a training computes: versions, processor, device and settings."""
@@ -177,7 +173,7 @@ class _Results:
         seed: with one, each unit's output is moved by its last bit, to see what rounding makes.
     """
 
-    def __init__(self, model: nn.Module, log: CallLog | None, seed: int | None) -> None:
+    def __init__(self, model: nn.Module, log: CallLog, seed: int | None) -> None:
         self.sketches: dict[str, Numbers] = {}
         self.places: list[int] = []
         self._log, self._seed, self._step = log, seed, 0
@@ -204,25 +200,15 @@ class _Results:
 
     def add(self, direction: str, unit: str, *tensors: Tensor) -> None:
         """Sketches a result."""
-        with self._unlogged():
-            name = f"{self._step}|{direction}|{unit}"
-            self.sketches[f"{name}|{self._counts[name]}"] = sketch(tensors)
-            self._counts[name] += 1
-            self.places.append(0 if self._log is None else len(self._log.order))
-
-    @contextlib.contextmanager
-    def _unlogged(self) -> Iterator[None]:
-        if self._log is None:
-            yield
-            return
-        before, self._log.paused = self._log.paused, True
-        try:
-            yield
-        finally:
-            self._log.paused = before
+        self._log.paused = True
+        name = f"{self._step}|{direction}|{unit}"
+        self.sketches[f"{name}|{self._counts[name]}"] = sketch(tensors)
+        self._counts[name] += 1
+        self.places.append(len(self._log.order))
+        self._log.paused = False
 
     def _enter(self, unit: str, inputs: Any) -> None:
-        for tensor in _reals(inputs):
+        for tensor in floats(inputs):
             if id(tensor) not in self._units:
                 self._watch(unit, tensor, f"the input of {unit}")
             self._units[id(tensor)] = unit
@@ -233,7 +219,7 @@ class _Results:
                 lambda leaf: moved(leaf, seed) if isinstance(leaf, Tensor) and leaf.is_floating_point() else leaf,
                 output,
             )
-        for tensor in _reals(output):
+        for tensor in floats(output):
             if id(tensor) not in self._units:
                 self._watch(f"what follows {unit}", tensor, unit)
         return output
@@ -246,10 +232,6 @@ class _Results:
         if tensor.requires_grad:
             key = id(tensor)
             tensor.register_hook(lambda gradient: self.add("backward", self._units.get(key, consumer), gradient))
-
-
-def _reals(tree: Any) -> list[Tensor]:
-    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor) and leaf.is_floating_point()]
 
 
 def worker(request: RecordRequest, process: ProcessRank, rendezvous_folder: Path) -> Recorded:
@@ -272,7 +254,7 @@ def worker(request: RecordRequest, process: ProcessRank, rendezvous_folder: Path
         weights, log = built(task), CallLog()
         models = [ReferenceModel(task, asked, weights, world.device, batches.total) for _ in range(1 + PERTURBED)]
         every = [
-            _Results(model.model, log if not index else None, index - 1 if index else None)
+            _Results(model.model, CallLog() if index else log, index - 1 if index else None)
             for index, model in enumerate(models)
         ]
         draws = False
@@ -281,17 +263,8 @@ def worker(request: RecordRequest, process: ProcessRank, rendezvous_folder: Path
             rows = [rows for pieces in batch.slices for rows in pieces]
             for index, (model, results) in enumerate(zip(models, every, strict=True)):
                 results.begin(number)
-                with results._unlogged():
-                    results.add(
-                        "forward",
-                        DATA,
-                        *(
-                            leaf
-                            for row in rows
-                            for leaf in tree_leaves((row.inputs, row.targets))
-                            if isinstance(leaf, Tensor)
-                        ),
-                    )
+                loaded = tree_leaves([(piece.inputs, piece.targets) for piece in rows])
+                results.add("forward", DATA, *(leaf for leaf in loaded if isinstance(leaf, Tensor)))
                 with RandomOps(off=True) as random_ops, contextlib.nullcontext() if index else log:
                     loss, _ = model.step(number, batch)
                 draws = draws or bool(random_ops.seen)
@@ -425,6 +398,14 @@ def changes(there: Mapping[str, str], here: Mapping[str, str]) -> list[str]:
         for name in here
         if there.get(name) != here[name]
     ]
+
+
+def comparison(header: RecordHeader, file: Path | str, device: str = "") -> str:
+    """Returns the command that compares what a machine computes with a record."""
+    words = ["grappe", "verify", header.task, *(f"{name}={value}" for name, value in header.fields.items())]
+    keys = {"device": device, "precision": header.precision.removeprefix("fp32")}
+    plan = ",".join(f"{key}={value}" for key, value in keys.items() if value)
+    return printable(shlex.join([*words, "--with", str(file), *(["--plan", plan] if plan else [])]), 1000)
 
 
 def write(recorded: Recorded, file: Path) -> tuple[int, int]:

@@ -78,13 +78,9 @@ def sketched(arrays: Iterable[Numbers]) -> Numbers:
 
 def sketch(tensors: Iterable[Tensor]) -> Numbers:
     """Sketches tensors together: float64 (WIDTH + 1,)."""
+    reals = (torch.view_as_real(tensor) if tensor.is_complex() else tensor for tensor in tensors)
     with np.errstate(all="ignore"):
-        return sketched([_numbers(tensor) for tensor in tensors])
-
-
-def _numbers(tensor: Tensor) -> Numbers:
-    tensor = torch.view_as_real(tensor) if tensor.is_complex() else tensor
-    return tensor.detach().to("cpu", torch.float64).contiguous().numpy()
+        return sketched([real.detach().to("cpu", torch.float64).contiguous().numpy() for real in reals])
 
 
 def gaps(a: Numbers, b: Numbers) -> Numbers:
@@ -163,7 +159,7 @@ class DrawnCall:
         with torch.no_grad():
             results = self.operator(*args, **kwargs)
         # An operator in place returns its argument, which must not stand there twice with other signs.
-        written = {id(tensor): tensor for tensor in _floats((results, args, kwargs))}
+        written = {id(tensor): tensor for tensor in floats((results, args, kwargs))}
         return sketch(written.values())  # native_batch_norm does not say that it writes its statistics
 
     def script(self, expected: Numbers, where: str, here: str) -> str:
@@ -216,7 +212,8 @@ print("relative difference:", np.sqrt(np.square(here - there)[:WIDTH].sum()) / t
 '''
 
 
-def _floats(tree: Any) -> list[Tensor]:
+def floats(tree: Any) -> list[Tensor]:
+    """Lists the tensors of real numbers in nested containers."""
     return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor) and leaf.is_floating_point()]
 
 
@@ -234,7 +231,7 @@ class CallLog(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         aten = not self.paused and func.namespace == "aten" and not func.is_view and "empty" not in func.name()
-        if aten and torch.Tag.nondeterministic_seeded not in func.tags and _floats((args, kwargs)):
+        if aten and torch.Tag.nondeterministic_seeded not in func.tags and floats((args, kwargs)):
             call = DrawnCall(operator=func, arguments=tree_map(_described, (tuple(args), kwargs)))
             name = str(call)
             if self.keeps and name not in self.calls and call.numbers <= LARGEST:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 from collections.abc import Iterator, Mapping
 from datetime import UTC, datetime
 from pathlib import Path
@@ -11,7 +10,6 @@ import torch
 
 from grappe import sites
 from grappe.errors import UsageError
-from grappe.errors.foreign_text import printable
 from grappe.launch.files import state_folder
 from grappe.plan import Plan
 from grappe.verbs.doctor.checks import Finding, Machine, warning
@@ -44,11 +42,7 @@ def check(machine: Machine) -> Iterator[Finding]:
     then, device = record.read(file).header, _device(machine.plan)
     now = record.this_machine(torch.device(device), 1)
     if changed := record.changes(then.machine, {name: now[name] for name in LASTING}):
-        fields = [f"{name}={value}" for name, value in then.fields.items()]
-        plan = f"device={device},precision={then.precision}"
-        command = printable(
-            shlex.join(["grappe", "verify", then.task, *fields, "--with", str(file), "--plan", plan]), 999
-        )
+        command = record.comparison(then, file, device)
         day = f"{datetime.fromtimestamp(file.stat().st_mtime, UTC):%Y-%m-%d}"
         yield warning(
             f"since the record of {day}: {'; '.join(changed)}",
