@@ -8,8 +8,9 @@ from torch import Tensor, nn
 
 from grappe.errors import PlanError, TaskError
 from grappe.parallel.activation_checkpointing import checkpoint_activations
+from grappe.parallel.attributes import copied
 from grappe.plan import Plan
-from grappe.private_api.torch import TorchDispatchMode
+from grappe.private_api.torch import TorchDispatchMode, fake_tensors
 
 
 class Remembers(nn.Module):
@@ -115,3 +116,11 @@ def test_what_a_unit_changes_in_place_is_computed_again(recompute: bool | str):
         unit(torch.randn(2, 2, 8, 8)).square().sum().backward()
         gradients.append([parameter.grad for parameter in unit.parameters()])
     torch.testing.assert_close(gradients[1], gradients[0], rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("offset", [0, 3])
+def test_a_traced_tensor_is_copied_without_its_memory(offset: int):
+    with fake_tensors():
+        table = torch.zeros(20_000_000)[offset:]
+        twin = copied({("", "table"): table})["", "table"]
+    assert twin is not table and twin.shape == table.shape

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from grappe.private_api.torch import tree_leaves
+from grappe.private_api.torch import is_traced, tree_leaves
 
 OF_MODULES = frozenset(vars(nn.Module()))
 OF_LIBRARIES = ("ds_", "_external_params", "_fsdp", "_compiled_call_impl", "forward", "grappe_")
@@ -60,8 +60,11 @@ def is_state(leaf: Any) -> bool:
 
 def copied(values: Attributes) -> Attributes:
     """Copies tensors, generators and what they are nested in; everything else is shared."""
-    others = [v for v in tree_leaves(values) if not (is_state(v) or isinstance(v, torch.Generator))]
-    return copy.deepcopy(values, {id(other): other for other in others})
+    leaves = tree_leaves(values)
+    memo = {id(v): v for v in leaves if not (is_state(v) or isinstance(v, torch.Generator))}
+    # deepcopy would copy the memory that a traced tensor does not have, and write over the process's own.
+    memo |= {id(v): v.clone() for v in leaves if type(v) is not Tensor and isinstance(v, Tensor) and is_traced(v)}
+    return copy.deepcopy(values, memo)
 
 
 def copied_attributes(model: nn.Module) -> Attributes:

@@ -267,11 +267,17 @@ def fake_tensors() -> Any:
 
 def is_shard_or_traced(tensor: Tensor) -> bool:
     """Returns whether a tensor is a DTensor, or one that has no values, since torch only traces."""
-    from torch._subclasses import FakeTensor
-    from torch._subclasses.functional_tensor import FunctionalTensor
     from torch.distributed.tensor import DTensor
 
-    return isinstance(tensor, DTensor | FakeTensor | FunctionalTensor)
+    return isinstance(tensor, DTensor) or is_traced(tensor)
+
+
+def is_traced(tensor: Tensor) -> bool:
+    """Returns whether a tensor has no values, since torch only traces."""
+    from torch._subclasses import FakeTensor
+    from torch._subclasses.functional_tensor import FunctionalTensor
+
+    return isinstance(tensor, FakeTensor | FunctionalTensor)
 
 
 INTERCEPTING_KEY = "DeferredInit"
