@@ -18,11 +18,13 @@ from grappe.data.batch import Batch, Microbatch
 from grappe.data.draw import mix
 from grappe.data.loader import BatchLoader
 from grappe.data.sampling import SampleOrder
+from grappe.domain.cut import Domain
+from grappe.domain.exchange import RowExchange, refetching
 from grappe.engines import native
 from grappe.engines.shared import microbatch
 from grappe.launch.rank import ProcessRank
 from grappe.plan import Plan
-from grappe.step.loss import Losses
+from grappe.step.loss import Losses, PartLosses
 from grappe.step.whole_batch_loss import WholeBatchLosses
 from tests.parity.tasks import Images, Tokens
 from tests.processes import Pool
@@ -187,12 +189,71 @@ def dropped_last_batch() -> Any:
     )
 
 
+def no_halos() -> Any:
+    """The rows of neighbours are zeros."""
+    bring = RowExchange.bring
+
+    def zeros(self: RowExchange, own: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        head, middle, tail = bring(self, own)
+        fake = (torch.zeros_like(head), middle, torch.zeros_like(tail))
+        return fake if self.purpose == "halos" else (head, middle, tail)
+
+    return mock.patch.object(RowExchange, "bring", zeros)
+
+
+def halos_of_the_other_side() -> Any:
+    """The rows of neighbours are a process's own, of its other side."""
+    bring = RowExchange.bring
+
+    def own_rows(self: RowExchange, own: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        head, middle, tail = bring(self, own)
+        if self.purpose != "halos":
+            return head, middle, tail
+        before, after, length = head.shape[self.dim], tail.shape[self.dim], own.shape[self.dim]
+        return own.narrow(self.dim, length - before, before).clone(), middle, own.narrow(self.dim, 0, after).clone()
+
+    return mock.patch.object(RowExchange, "bring", own_rows)
+
+
+def norms_of_parts() -> Any:
+    """Each process normalises its own part by itself."""
+
+    def alone(own: Any, affine: Any, dims: list[int], count: int, eps: float, domain: Domain) -> Any:
+        weight, bias = affine
+        mean, variance = own.mean(dims, keepdim=True), own.var(dims, unbiased=False, keepdim=True)
+        return (own - mean) * (variance + eps).rsqrt() * weight + bias, mean.detach(), variance.detach()
+
+    return mock.patch("grappe.domain.space.normalised", alone)
+
+
+def gradient_times_the_degree() -> Any:
+    gradient = PartLosses._output_gradient
+
+    def larger(self: PartLosses, *arguments: Any) -> Any:
+        return self._domain.size * gradient(self, *arguments)
+
+    return mock.patch.object(PartLosses, "_output_gradient", larger)
+
+
+def mask_that_is_shifted() -> Any:
+    """Queries of the second part see one key fewer than they may."""
+
+    def shifted(function: Any, own: Any, asked: Any) -> Any:
+        def earlier(queries: Any, keys: Any, values: Any) -> Any:
+            return function(queries, torch.cat([keys[:, :, :1], keys[:, :, :-1]], 2), values)
+
+        return refetching(earlier, own, asked)
+
+    return mock.patch("grappe.domain.sequences.refetching", shifted)
+
+
 FAULTS: dict[str, Planted] = {
     name: globals()[name]
     for name in (
         "no_synchronised_batchnorm", "alike_dropout", "still_dropout", "fresh_dropout", "means_of_means",
         "counts_of_slices", "silent_bf16", "larger_loss", "larger_gradient",
         "larger_gradient_of_the_whole_batch", "shuffled_targets",
+        "no_halos", "halos_of_the_other_side", "norms_of_parts", "gradient_times_the_degree", "mask_that_is_shifted",
         "no_division_by_microbatches", "off_by_one", "doubled_sample", "dropped_last_batch",
     )
 }  # fmt: skip

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import re
 from pathlib import Path
 from unittest import mock
 
@@ -12,13 +13,16 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+import grappe
 from grappe import Arrays, Task
 from grappe.errors import PlanError, TaskError
 from grappe.launch.rank import ProcessRank
 from grappe.parallel.shard import check_gradients
 from grappe.plan import Plan
+from grappe.verbs.verify.verify import verify
 from tests.parity import reference
 from tests.parity.cell import train
+from tests.parity.planted import runner
 from tests.parity.test_native import assert_learned_alike
 from tests.processes import Pool
 
@@ -231,6 +235,34 @@ def test_parts_of_samples_learn_what_whole_ones_do(pool: Pool, task: Task, plan:
         if ways == 1:
             assert one["scores"].loss == pytest.approx(wanted["validation"], rel=1e-5)
         assert one["norms"] == pytest.approx(wanted["norms"], rel=1e-5) or task.clip is None
+
+
+@pytest.mark.parametrize(
+    ("task", "fault", "cause"),
+    [
+        (UNet2D(), "no_halos", "^domain"),
+        (UNet2D(), "halos_of_the_other_side", "^domain"),
+        (ResNet(), "norms_of_parts", "BatchNorm|batch normalisation"),
+        (GPT(clip=None), "gradient_times_the_degree", "^domain"),
+        (GPT(), "mask_that_is_shifted", "^domain"),
+        (ViT(), "", ""),
+    ],
+)
+def test_verify_finds_what_is_wrong_with_parts(pool: Pool, task: Task, fault: str, cause: str) -> None:
+    [found] = verify(task, ["domain=2,threads=1"], run=runner(pool, fault), steps=3)
+    assert found.verdict == ("different" if fault else "same"), found
+    assert not fault or any(re.search(cause, each) for each in found.causes), found.causes
+
+
+def test_a_run_is_evaluated_and_predicted_in_parts_or_whole(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    run = grappe.train(UNet2D(epochs=1, batch_size=4), "domain=2,threads=1", tmp_path / "run")
+    whole, parts = (grappe.evaluate(run, "train", plan, task=UNet2D) for plan in ("", "domain=2,threads=1"))
+    assert parts.loss == pytest.approx(whole.loss, rel=1e-6)
+    images = torch.randn(3, 1, 13, 8, generator=torch.Generator().manual_seed(7))[:, :, :12]
+    alone = torch.stack(list(grappe.predict(run, images, task=UNet2D)))
+    together = torch.stack(list(grappe.predict(run, images, "domain=2,threads=1", task=UNet2D)))
+    assert (alone - together).abs().max() < 1e-5
+    assert "domain= sends in a step, from process 0: halos" in capsys.readouterr().out
 
 
 def nothing_opened() -> contextlib.AbstractContextManager:

@@ -24,6 +24,7 @@ from torch import Tensor
 from grappe.errors import PlanError
 from grappe.errors.user_line import place_in
 from grappe.private_api.torch import tree_map, wrapper_of
+from grappe.words import format_bytes
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -42,6 +43,13 @@ class Domain:
     size: int
     sent: Counter[str] = dataclasses.field(default_factory=Counter)
     """Bytes that this process has sent to others, by what for; forward and backward."""
+    of_step: Counter[str] = dataclasses.field(default_factory=Counter)
+    """Those of the second training step."""
+
+    def remarks(self) -> list[str]:
+        """Returns what a training step sends, for the run's summary."""
+        sizes = ", ".join(f"{what} {format_bytes(size)}" for what, size in self.of_step.most_common() if size)
+        return [f"domain= sends in a step, from process 0: {sizes}"] if sizes else []
 
     def even(self, length: int) -> tuple[int, ...]:
         """Returns the sizes of the parts of a dimension; the first ones are one larger where it does not divide.

@@ -78,7 +78,7 @@ class Native(Engine):
         return next((why for rule in asked if (why := rule.unsupported_reason(plan))), None)
 
     def __init__(self, setup: EngineSetup) -> None:
-        self._on_phase, self._plan = setup.observers.phase, setup.plan
+        self._on_phase, self._plan, self._domain = setup.observers.phase, setup.plan, setup.world.domain
         set_gpu_arithmetic(setup.plan.precision)
         loss_scale = LossScale(setup.plan.precision)
         strategy: Gradients
@@ -133,7 +133,8 @@ class Native(Engine):
 
     def remarks(self) -> Sequence[str]:
         held = "the optimizer calls a closure: every process holds whole copies of the weights, and its whole state"
-        return [*compile_rules.remarks(self._plan), *([] if self._model.copies is None else [held])]
+        parts = [] if self._domain is None else self._domain.remarks()
+        return [*compile_rules.remarks(self._plan), *parts, *([] if self._model.copies is None else [held])]
 
     def evaluate(self, batches: Iterator[Batch], samples: int) -> Scores:
         return self._model.evaluate(batches, samples)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
@@ -186,8 +187,13 @@ class SummedGradients(SameParameters):
             TaskError: they differ, or there is none: the gradients of parts were not summed.
         """
         self._step += 1
+        domain = self._world.domain
+        assert domain is not None
+        if self._step == 2:
+            domain.of_step.update(domain.sent - self._sent)
         if self._step > 1:
             return
+        self._sent = Counter(domain.sent)
         norms = {
             name: None if parameter.grad is None else float(local_part(parameter.grad).double().norm())
             for name, parameter in self._named

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -157,7 +157,7 @@ def instrumented(task: Task, instrumentation: Instrumentation, recorder: SampleR
         return made
 
     kind = type(task)
-    always, where_overridden = (data, loss, model, collate), (counts, augment, sampling)
+    always, where_overridden = (data, loss, model, collate), (counts, augment, sampling, _domain_of(task))
     for method in always:
         method.__wrapped__ = getattr(kind, method.__name__)  # type: ignore[attr-defined] # messages name the user's line
     methods: dict[str, Any] = {
@@ -174,6 +174,16 @@ def instrumented(task: Task, instrumentation: Instrumentation, recorder: SampleR
     if instrumentation.batch_multiple:
         made.__dict__["batch_size"] = _multiple(task.batch_size, instrumentation.batch_multiple)
     return made
+
+
+def _domain_of(task: Task) -> Callable[..., Any]:
+    """Returns the task's domain() for targets that come with their ids."""
+
+    def domain(self: Task, inputs: Any, targets: Any) -> Any:
+        of_inputs, of_targets = task.domain(inputs, targets[0])
+        return of_inputs, (of_targets, None)
+
+    return domain
 
 
 def _multiple(number: int, of: int) -> int:

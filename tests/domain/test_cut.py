@@ -1,0 +1,120 @@
+"""What is refused of cut tensors, before anything is sent; and which dimensions are cut without a word of the task."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from grappe import Task, engines
+from grappe.domain.batches import cut_batch, dimensions
+from grappe.domain.cut import Cut, Domain, cut
+from grappe.errors import PlanError, TaskError
+from grappe.plan import Plan
+
+SECOND: Any = Domain(group=None, summed=None, rank=1, size=2)  # type: ignore[bad-argument-type]
+"""The second of two processes, which sends nothing."""
+
+
+class Doubled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient * 2
+
+
+def images(*shape: int) -> Cut:
+    made = cut(torch.arange(2.0 * 3 * 7 * 5).view(2, 3, 7, 5), 2, SECOND)
+    made.local.requires_grad_()
+    return made
+
+
+def test_a_part_shows_the_whole_shape() -> None:
+    made = images()
+    assert made.shape == (2, 3, 7, 5)
+    assert made.size(2) == 7
+    assert len(made) == 2
+    assert made.local.shape == (2, 3, 3, 5)  # the first part has the row more
+    assert torch.equal(made.local, torch.arange(210.0).view(2, 3, 7, 5)[:, :, 4:])
+    assert (made + torch.ones(7, 5)).flatten(1).shape == (2, 105)
+
+
+@pytest.mark.parametrize(
+    ("run", "said"),
+    [
+        (lambda x: x.cumsum(2), "cumsum along the dimension"),
+        (torch.fft.fft, "fft"),
+        (lambda x: x.numpy(), "reading a tensor's numbers"),
+        (lambda x: x[x > 0], "an index that is a tensor"),
+        (lambda x: x.unfold(2, 3, 1), "unfold"),
+        (lambda x: x + x.transpose(1, 2), "cut along different dimensions"),
+        (lambda x: F.scaled_dot_product_attention(x, x, x, dropout_p=0.1), "dropout of attention"),
+        (lambda x: F.max_pool2d(x, 2, ceil_mode=True), "last window"),
+        (lambda x: F.interpolate(x, scale_factor=2, mode="bicubic"), "bicubic"),
+        (Doubled.apply, "autograd.Function"),
+        (torch.ops.aten.relu.default, "relu"),
+        (lambda x: x.view(21, -1), "the view of"),
+    ],
+)
+def test_a_function_without_a_rule_is_refused_with_its_name_and_the_line(run: Any, said: str) -> None:
+    with pytest.raises(PlanError, match=rf"domain= has no rule for .*{said}.*test_cut\.py, line \d+"):
+        run(images())
+
+
+def test_a_process_without_a_part_is_refused() -> None:
+    with pytest.raises(PlanError, match=r"length 1, which leaves a process without a part.*fewer than 2"):
+        cut(torch.ones(2, 1), 1, SECOND)
+
+
+def shaped(*shape: int, whole: bool = False) -> Tensor:
+    return torch.zeros(shape, dtype=torch.long) if whole else torch.zeros(shape)
+
+
+def test_height_and_length_are_cut_without_a_word_of_the_task() -> None:
+    task = Task()
+    image = shaped(2, 3, 8, 6)
+    assert dimensions(task, image, shaped(2, whole=True)) == (2, None)
+    assert dimensions(task, image, shaped(2, 8, 6, whole=True)) == (2, 1)
+    assert dimensions(task, image, shaped(2, 1, 8, 6)) == (2, 2)
+    assert dimensions(task, shaped(2, 1, 4, 8, 6), shaped(2, 4, 8, 6, whole=True)) == (2, 1)
+    tokens = {"ids": shaped(2, 9, whole=True), "mask": shaped(2, 9)}
+    assert dimensions(task, tokens, shaped(2, 9, whole=True)) == ({"ids": 1, "mask": 1}, 1)
+    with pytest.raises(PlanError, match=r"float32 \[2, 5\]: tell in the task's domain"):
+        dimensions(task, shaped(2, 5), shaped(2, whole=True))
+
+
+def test_the_task_says_what_is_cut() -> None:
+    class Wide(Task):
+        def domain(self, inputs: Any, targets: Any) -> Any:
+            return 3, None
+
+    inputs, targets = cut_batch(Wide(), shaped(2, 3, 4, 6), shaped(2, whole=True), SECOND)
+    assert inputs.at.dim == 3
+    assert type(targets) is Tensor
+
+    class Nothing(Task):
+        def domain(self, inputs: Any, targets: Any) -> Any:
+            return None, None
+
+    with pytest.raises(TaskError, match=r"one at least must be cut"):
+        cut_batch(Nothing(), shaped(2, 3, 4, 6), shaped(2, whole=True), SECOND)
+
+
+@pytest.mark.parametrize(
+    "keys", ["tensor=2", "pipeline=2", "exact=2", "compile", "offload=cpu", "batchnorm=sync", "channels_last"]
+)
+def test_keys_that_are_not_right_are_refused_by_name(keys: str) -> None:
+    with pytest.raises(PlanError, match=f"domain=2.*{keys.partition('=')[0]}"):
+        engines.check(Plan.parse(f"domain=2,{keys}"))
+
+
+@pytest.mark.parametrize("engine", ["textbook", "deepspeed", "lightning", "horovod"])
+def test_engines_without_domain_refuse_it(engine: str) -> None:
+    with pytest.raises(PlanError, match=f"engine={engine} has no domain: engines that have: native"):
+        engines.check(Plan.parse(f"engine={engine},domain=2,replicate=2"))
