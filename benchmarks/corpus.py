@@ -1,18 +1,22 @@
-"""Measures corpora: indexing, random rows beside `datasets`, and windows of tokens beside a plain memmap.
+"""Measures corpora: indexing beside the formats' own libraries, rows beside other loaders, windows beside a memmap.
 
 python -m benchmarks.corpus FOLDER [--rows 10000000] [--only index,rows,tokens] prints JSON; the best of three turns.
+Rows are texts of this project's own files. mosaicml-streaming and litdata are measured where they can be imported.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import gzip
 import io
+import itertools
 import json
 import resource
 import tarfile
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -25,8 +29,18 @@ from grappe.data.corpus.formats import RowOptions
 from grappe.data.corpus.index import find, scan
 from grappe.data.draw import permute
 
-TEXT = "a sentence of ordinary length, about a hundred bytes with its number and its braces, 12345"
 SHARDS = 8
+MEAN = 100  # bytes of a row's text
+
+
+def texts(ids: range) -> list[str]:
+    """Cuts rows out of this project's own texts: they compress as text does."""
+    project = Path(__file__).parents[1]
+    files = [*sorted(project.glob("docs/**/*.md")), *sorted(project.glob("src/**/*.py"))]
+    everything = " ".join(" ".join(file.read_text(errors="ignore").split()) for file in files)
+    everything = everything.encode("ascii", "ignore").decode()
+    places = np.random.default_rng(ids.start).integers(0, len(everything) - 2 * MEAN, (len(ids), 2))
+    return [everything[start : start + MEAN // 2 + end % MEAN] for start, end in places.tolist()]
 
 
 def made(folder: Path, ending: str, rows: int) -> Path:
@@ -40,7 +54,7 @@ def made(folder: Path, ending: str, rows: int) -> Path:
         file = place / f"{shard:03d}{ending}"
         ids = range(first, last)
         if ending in (".parquet", ".arrow"):
-            table = pa.table({"id": ids, "text": [TEXT] * len(ids)})
+            table = pa.table({"id": ids, "text": texts(ids)})
             if ending == ".parquet":
                 pq.write_table(table, file, row_group_size=10_000)
             else:
@@ -52,12 +66,13 @@ def made(folder: Path, ending: str, rows: int) -> Path:
             tokens.tofile(file)
         elif ending == ".tar":
             with tarfile.open(file, "w") as archive:
-                for number in ids:
+                for number, text in zip(ids, texts(ids), strict=True):
                     member = tarfile.TarInfo(f"{number:09d}.txt")
-                    member.size = len(TEXT)
-                    archive.addfile(member, io.BytesIO(TEXT.encode()))
+                    member.size = len(text)
+                    archive.addfile(member, io.BytesIO(text.encode()))
         else:
-            lines = "".join(f'{{"id": {number}, "text": "{TEXT}"}}\n' for number in ids).encode()
+            pairs = zip(ids, texts(ids), strict=True)
+            lines = "".join(json.dumps({"id": number, "text": text}) + "\n" for number, text in pairs).encode()
             pack = {".gz": lambda text: gzip.compress(text, 1), ".zst": zstandard.ZstdCompressor().compress}
             file.write_bytes(pack.get(file.suffix, bytes)(lines))
     return place
@@ -83,6 +98,29 @@ def rate(read: Callable[[int], object], ids: np.ndarray, seconds: float) -> floa
     return best
 
 
+def own_scan(file: Path) -> int:
+    """Counts a file's rows by the library that reads its format."""
+    match "".join(file.suffixes):
+        case ".parquet":
+            return pq.ParquetFile(file).metadata.num_rows
+        case ".arrow":
+            return sum(batch.num_rows for batch in pa.ipc.open_stream(pa.memory_map(str(file))))
+        case ".bin":
+            return int((np.memmap(file, "<u2", mode="r") == 0).sum())
+        case ".tar":
+            with tarfile.open(file) as archive:
+                return len(archive.getmembers())
+        case ".jsonl":
+            with file.open("rb") as lines:
+                return sum(1 for _ in lines)
+        case ".jsonl.gz":
+            with gzip.open(file) as lines:
+                return sum(1 for _ in lines)
+        case _:
+            with io.BufferedReader(zstandard.ZstdDecompressor().stream_reader(file.open("rb"))) as lines:
+                return sum(1 for _ in lines)
+
+
 def indexing(folder: Path, rows: int, endings: list[str]) -> dict[str, dict[str, float]]:
     """CPU seconds to index each format, and bytes a row."""
     result = {}
@@ -92,10 +130,45 @@ def indexing(folder: Path, rows: int, endings: list[str]) -> dict[str, dict[str,
         began = cpu()
         index = scan(shards, skip_damaged=False, report=lambda words: None)
         took = cpu() - began
+        began, count = cpu(), sum(own_scan(shards.root / name) for name in shards.names)
+        assert count == rows, f"{ending}: {count}"
         size = index.blocks.nbytes + index.places.nbytes
-        result[ending] = {"rows": rows, "cpu_seconds": round(took, 2), "bytes_per_row": round(size / rows, 2)}
+        result[ending] = {
+            "rows": rows,
+            "cpu_seconds": round(took, 2),
+            "own_library": round(cpu() - began, 2),
+            "bytes_per_row": round(size / rows, 2),
+        }
         print(json.dumps({ending: result[ending]}), flush=True)
     return result
+
+
+def endlessly(stream: Any) -> Callable[[int], object]:
+    """Returns a function that gives the next row of a stream, whatever index it is asked for."""
+    rows = (row for _ in itertools.count() for row in stream)
+    return lambda _: next(rows)
+
+
+def others(folder: Path, rows: Any) -> dict[str, Any]:
+    """Writes the rows as mosaicml-streaming and litdata have them, where these are installed; opens them shuffled."""
+    streams: dict[str, Any] = {}
+    with contextlib.suppress(ImportError):
+        from streaming import MDSWriter, StreamingDataset
+
+        place = folder / "mosaic"
+        if not place.exists():
+            with MDSWriter(out=str(place), columns={"id": "int", "text": "str"}) as writer:
+                for row in rows:
+                    writer.write(row)
+        streams["mosaicml-streaming, shuffled"] = StreamingDataset(local=str(place), shuffle=True, batch_size=1)
+    with contextlib.suppress(ImportError):
+        import litdata
+
+        place = folder / "litdata"
+        if not place.exists():
+            litdata.optimize(rows.__getitem__, range(len(rows)), str(place), num_workers=1, chunk_bytes="64MB")
+        streams["litdata, shuffled"] = litdata.StreamingDataset(str(place), shuffle=True)
+    return streams
 
 
 def random_rows(folder: Path, rows: int, seconds: float) -> dict[str, float]:
@@ -107,6 +180,10 @@ def random_rows(folder: Path, rows: int, seconds: float) -> dict[str, float]:
     files = [str(file) for file in sorted(arrow.glob("*.arrow"))]
     theirs = datasets.concatenate_datasets([datasets.Dataset.from_file(file) for file in files])
     result = {"datasets, mapped": rate(theirs.__getitem__, ids, seconds)}
+    streamed = datasets.load_dataset("arrow", data_files=files, split="train", streaming=True)
+    shuffled = {"datasets, streaming, shuffled": streamed.shuffle(seed=0, buffer_size=1000), **others(folder, theirs)}
+    for name, stream in shuffled.items():
+        result[name] = rate(endlessly(stream), ids, seconds)
     for ending in (".arrow", ".jsonl", ".parquet", ".jsonl.zst", ".bin"):
         options = {"dtype": "uint16", "end": 0} if ending == ".bin" else {}
         corpus = Corpus(made(folder, ending, rows), **options)

@@ -144,6 +144,7 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(formats, "BLOCK_BYTES", 500)
         patch.setattr(mixture, "_PERIOD", 20)
+        patch.setattr(mixture, "_LEAST", 20)
         for ending in ENDINGS:
             corpus_folder(folder / f"rows{ending}", ending, ROWS)
             Corpus(folder / f"rows{ending}", **options(ending))  # indexed here, with small blocks

@@ -74,25 +74,26 @@ def index(
     show_answer(json, "data-index", facts, source=content.pop("kind"), **content)
 
 
-def _show_corpus(kind: str, source: Path, done: Any, json: bool) -> None:
+def _show_corpus(kind: str, source: Path, done: dict[str, Any], json: bool) -> None:
     progress("")
     if not json:
-        for reason in done.damaged[:_SHOWN]:
+        for reason in done["damaged"][:_SHOWN]:
             say(reason)
     read = (
-        "row by row" if done.direct else f"in {count_of(done.blocks, 'block')}, {_size(done.memory)} in memory at most"
+        "row by row"
+        if done["direct"]
+        else f"in {count_of(done['blocks'], 'block')}, {_size(done['memory'])} in memory at most"
     )
     facts = [
-        ("source", f"{source} ({done.format}, {count_of(done.files, 'file')})"),
-        ("rows", f"{done.rows:,}, read {read}"),
-        ("index", f"{done.file} ({_size(done.size)}, {done.size / max(1, done.rows):.1f} bytes a row)"),
-        ("took", f"{done.seconds:.1f} s"),
+        ("source", f"{source} ({done['format']}, {count_of(done['files'], 'file')})"),
+        ("rows", f"{done['rows']:,}, read {read}"),
+        ("index", f"{done['file']} ({_size(done['size'])}, {done['size'] / max(1, done['rows']):.1f} bytes a row)"),
+        ("took", f"{done['seconds']:.1f} s"),
     ]
     if kind == "data-check":
-        left = ": leave them out with Corpus(…, skip_damaged=True)" if done.damaged else ""
-        facts.insert(2, ("damaged", f"{len(done.damaged):,}{left}"))
-    content = dict(vars(done))
-    show_answer(json, kind, facts, source=content.pop("format"), **content)
+        left = ": leave them out with Corpus(…, skip_damaged=True)" if done["damaged"] else ""
+        facts.insert(2, ("damaged", f"{len(done['damaged']):,}{left}"))
+    show_answer(json, kind, facts, source=done.pop("format"), **done)
 
 
 def check(
@@ -253,9 +254,9 @@ def bench(
         raise UsageError("--images and --seconds must be above 0")
     if corpus.is_corpus(source):
         rows = corpus.bench(source, dtype=dtype, end=end, seconds=seconds)
-        rates = [("in the files' order", rows.in_files), ("in an epoch's order", rows.in_epoch)]
-        facts = [(name, f"{rate:,.0f} rows/s of one process") for name, rate in rates]
-        show_answer(json, "data-bench", facts, **vars(rows))
+        names = {"in_files": "in the files' order", "in_epoch": "in an epoch's order"}
+        facts = [(names[name], f"{rate:,.0f} rows/s of one process") for name, rate in rows.items()]
+        show_answer(json, "data-bench", facts, **rows)
         return
     done = verb(source, size=size, images=images, seconds=seconds, on=on, labels=labels, numbering=numbering)
     if json:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import time
@@ -54,10 +55,8 @@ class Stream(IterableDataset[Any]):
         self.source, self.view, self.repeatable = source, view, repeatable
         self.samples = samples
         if samples is None:
-            try:
+            with contextlib.suppress(TypeError, NotImplementedError):
                 self.samples = len(source)  # type: ignore[arg-type]
-            except (TypeError, NotImplementedError):
-                self.samples = None
         self.endless = self.samples is None
         """Whether its length is unknown, so that the steps of a training decide."""
 
@@ -253,14 +252,7 @@ class StreamBatches:
             reader: Any = _Reader(self._stream, self._task.seed, position)
             # As bytes: else each tensor of a worker's samples would be an open file.
             pack = cloudpickle.dumps if self.loading.workers else lambda read: read
-            samples = Samples(
-                dataset=reader,
-                task=self._task,
-                pin=False,
-                prefetch=self._plan.prefetch,
-                batch=lambda read: pack(read[0]),
-            )
-            self._source = source_of(samples, self.loading)
+            self._source = source_of(self._samples(reader, batch=lambda read: pack(read[0])), self.loading)
             self._source.begin([size] for size in sizes)  # type: ignore[misc]
             self._first = self._next()
         first = self._first
@@ -293,10 +285,13 @@ class StreamBatches:
         self.step += 1
         return self._world.scatter(values)
 
+    def _samples(self, reader: Any, batch: Callable[[Sequence[Any]], Any] | None = None) -> Samples:
+        pin = self._world.device.type == "cuda" and batch is None
+        return Samples(dataset=reader, task=self._task, pin=pin, prefetch=self._plan.prefetch, batch=batch)
+
     def collate(self, samples: Sequence[Any]) -> Any:
         """Makes a batch of samples."""
-        pin = self._world.device.type == "cuda"
-        return Samples(dataset=None, task=self._task, pin=pin, prefetch=0).collate(samples)  # type: ignore[arg-type]
+        return self._samples(None).collate(samples)
 
     def position(self, step: int) -> dict[str, Any] | None:
         """Returns on process 0 the Position, as JSON, of the batch of the step before `step`."""

@@ -25,6 +25,7 @@ class Rows(list):
 @pytest.fixture
 def small_periods(monkeypatch):
     monkeypatch.setattr(mixtures, "_PERIOD", 20)
+    monkeypatch.setattr(mixtures, "_LEAST", 20)
 
 
 def drawn(mixture, order, epoch, start, stop):
@@ -66,6 +67,12 @@ def test_weights_follow_a_schedule_of_steps(small_periods):
     assert 45 <= names[450:550].count("b") <= 55
     counted = order.sampling.drawn(1234, 0, 10)
     assert counted == {"a": names[:1234].count("a"), "b": names[:1234].count("b")}
+
+
+def test_weights_of_a_short_training_follow_its_steps():
+    mixture = Mixture({Rows("a" * 500): 1, Rows("b" * 500): {0: 0, 50: 1}}, samples=400, names="ab")
+    halves = [drawn(mixture, training_order(Task(batch_size=8), mixture), 0, n, n + 200).count("b") for n in (0, 200)]
+    assert 25 <= halves[0] <= 45 and 75 <= halves[1] <= 95  # t / (1 + t) of them, whose mean is 0.19 and 0.42
 
 
 def test_many_small_shares_come_out_even():

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import numpy as np
 import pyarrow as pa
 import pytest
@@ -9,9 +11,11 @@ import torch
 from torch import nn
 from torch.nn.functional import cross_entropy, scaled_dot_product_attention
 
+from grappe.checkpoint.initial import build
 from grappe.data import Corpus, Packed, Windows, check_packing, document_mask
-from grappe.data.corpus.tokens import IGNORED, best_fit
+from grappe.data.corpus.tokens import IGNORED, best_fit, check_packed_data
 from grappe.errors import DataError, TaskError
+from grappe.task import Task
 from tests.data.corpus.shards import corpus_folder
 
 
@@ -195,6 +199,20 @@ def test_models_that_mix_documents_are_refused_by_name(sixteen):
     blind.forward = lambda documents, **rest: Own.forward(blind, documents=torch.ones_like(documents), **rest)
     with pytest.raises(TaskError, match=r"see each other in out \(Linear\)"):
         check_packing(blind, inputs)
+
+
+class Language(Task):
+    """Trains on packed documents."""
+
+    def model(self):
+        return Own(recurrent=True)
+
+
+def test_a_training_checks_packed_data_before_its_first_step(tmp_path):
+    documents_of(tmp_path / "tokens")
+    mixed = Corpus.mix({Packed(Corpus(tmp_path / "tokens/tokens.arrow"), 64): 1.0})
+    with pytest.raises(TaskError, match=r"see each other in mixer \(GRU\)"):
+        build(Language(), tmp_path / "checkpoints", None, check=functools.partial(check_packed_data, Language(), mixed))
 
 
 def test_a_mamba_is_refused_by_name(sixteen):

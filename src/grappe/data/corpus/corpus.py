@@ -70,8 +70,8 @@ class Corpus(Dataset[Any]):
         self._paths = paths
         self.view, self.window = view, window
         self.shards = find(paths, options)
-        names = self.shards.names
-        self.name = names[0] if len(names) == 1 else self.shards.root.name
+        alone = isinstance(paths, str | Path) and Path(paths).exists()
+        self.name = Path(paths).resolve().name if alone else self.shards.root.name  # type: ignore[arg-type]
         """For mixtures and reports."""
         self.index: CorpusIndex = open_index(self.shards, skip_damaged=skip_damaged)[0]
         self._row_ends = np.cumsum(self.index.blocks["rows"], dtype=np.int64)

@@ -17,7 +17,8 @@ Weight = float | Mapping[int, float]
 """A share, relative to the others'; or shares by step, linear between them."""
 
 _PERIOD = 1024
-"""Samples in which each source has its share, up to one sample that the next periods make up for."""
+"""Samples, at most, in which each source has its share, up to one sample that the next periods make up for."""
+_LEAST = 16  # samples of a period: fewer cost more than they smooth
 _MIXTURE = 0x6D78  # a word of the key, so that it is no epoch's
 
 
@@ -94,13 +95,14 @@ class Mixture(Dataset[Any]):
 
 
 class MixedOrder:
-    """The order of a mixture: a period of `_PERIOD` samples has each source's share of them, permuted."""
+    """The order of a mixture: a period has each source's share of them, permuted."""
 
     repeats = True
 
     def __init__(self, mixture: Mixture) -> None:
         self._mixture = mixture
         self.length, self.samples = len(mixture), mixture.samples
+        self._size = min(_PERIOD, max(_LEAST, mixture.samples // 64))  # of a short training too, weights follow steps
         self._orders = [getattr(source, "epoch_order", lambda: None)() for source in mixture.sources]
         self._drawn = [np.zeros(len(mixture.sources), np.int64)]  # of each source before each period
         self._laid = (0, -1, 0), np.empty(0, np.int64), np.empty(0, np.int64)  # the last period that was asked for
@@ -109,13 +111,13 @@ class MixedOrder:
     @property
     def fingerprint(self) -> str:
         """A hash of weights, lengths and the sources' own orders."""
-        parts = [self.samples, self._mixture.weights, self._mixture._lengths.tolist()]
+        parts = [self.samples, self._size, self._mixture.weights, self._mixture._lengths.tolist()]
         parts += [getattr(order, "fingerprint", "") for order in self._orders]
         return xxhash.xxh3_64_hexdigest(repr(parts).encode())
 
     def order(self, seed: int, epoch: int, start: int, stop: int, batch_size: int) -> NDArray[np.int64]:
         """Returns the ids at positions `start` to `stop` of an epoch; i + c N is sample i of N, read for time c."""
-        periods, slots = np.divmod(epoch * self.samples + np.arange(start, stop, dtype=np.int64), _PERIOD)
+        periods, slots = np.divmod(epoch * self.samples + np.arange(start, stop, dtype=np.int64), self._size)
         ids = np.empty(stop - start, np.int64)
         for period in np.unique(periods).tolist():
             here = np.flatnonzero(periods == period)
@@ -127,7 +129,7 @@ class MixedOrder:
 
     def drawn(self, samples: int, seed: int, batch_size: int) -> dict[str, int]:
         """Counts what the first `samples` of a training are drawn from."""
-        period, rest = divmod(samples, _PERIOD)
+        period, rest = divmod(samples, self._size)
         owners, _ = self._period(seed, period, batch_size)
         counts = self._counts(period, batch_size) + np.bincount(owners[:rest], minlength=len(self._orders))
         return dict(zip(self._mixture.names, counts.tolist(), strict=True))
@@ -136,7 +138,7 @@ class MixedOrder:
         """Returns the source of each sample of a period, and its rank among all that are drawn from this source."""
         if self._laid[0] != (seed, period, batch_size):
             before, after = self._counts(period, batch_size), self._counts(period + 1, batch_size)
-            slots = permute(np.arange(_PERIOD, dtype=np.int64), key=mix(seed, _MIXTURE, period), length=_PERIOD)
+            slots = permute(np.arange(self._size, dtype=np.int64), key=mix(seed, _MIXTURE, period), length=self._size)
             owners = np.searchsorted(np.cumsum(after - before), slots, side="right")
             ranks = np.empty_like(owners)
             for source, first in enumerate(before.tolist()):
@@ -161,12 +163,12 @@ class MixedOrder:
         """Returns how many samples of each source come before a period."""
         steps_per_epoch = -(-self.samples // batch_size)
         while len(self._drawn) <= period:
-            epoch, within = divmod((len(self._drawn) - 1) * _PERIOD, self.samples)
+            epoch, within = divmod((len(self._drawn) - 1) * self._size, self.samples)
             shares = self._mixture._shares(epoch * steps_per_epoch + within // batch_size)
-            self._due += _PERIOD * shares / shares.sum()
+            self._due += self._size * shares / shares.sum()
             counts = np.maximum(np.floor(self._due + 1e-9), 0).astype(np.int64)
             by_rest = np.argsort(counts - self._due, kind="stable")
-            missing = _PERIOD - int(counts.sum())
+            missing = self._size - int(counts.sum())
             if missing < 0:  # a source was one ahead, and has no share any more
                 by_rest = by_rest[counts[by_rest] > 0][::-1]
             counts[by_rest[: abs(missing)]] += np.sign(missing)

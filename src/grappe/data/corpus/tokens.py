@@ -33,7 +33,6 @@ from grappe.task import Task
 IGNORED = -100
 """The target where nothing is to be predicted: torch's cross_entropy ignores it, and `counts` must not count it."""
 _VERSION = 1
-_TRIED = 16  # samples, of which one with two documents is looked for
 _CHECKED_SECONDS = 0.5  # between looks at mapped files
 _MOST_MAPPED = 512  # each may have a file open, and a process may often open 1,024
 
@@ -270,18 +269,19 @@ def check_packed_data(task: Task, dataset: Any, model: torch.nn.Module) -> None:
         TaskError: the model does not keep packed documents apart.
     """
     for packed in (each for each in getattr(dataset, "sources", [dataset]) if isinstance(each, Packed)):
-        for inputs, _ in (packed[place] for place in range(min(_TRIED, len(packed)))):
-            if not (inputs["documents"] > 1).any():
-                continue
-            border = int((inputs["documents"] > 1).int().argmax())
-            few = {name: leaf[None, max(0, border - 4) : border + 4] for name, leaf in inputs.items()}  # quick
-            try:
-                check_packing(model, few, task.forward)
-            except TaskError:
-                raise
-            except Exception as error:
-                complain(f"grappe: whether packed documents see each other could not be checked: {error}")
-            return
+        several = np.flatnonzero(np.diff(packed._pack_ends.astype(np.int64), prepend=0) > 1)
+        if not len(several):
+            continue
+        inputs, _ = packed[int(several[0])]
+        border = int((inputs["documents"] > 1).int().argmax())
+        few = {name: leaf[None, max(0, border - 4) : border + 4] for name, leaf in inputs.items()}  # quick
+        try:
+            check_packing(model, few, task.forward)
+        except TaskError:
+            raise
+        except Exception as error:
+            complain(f"grappe: whether packed documents see each other could not be checked: {error}")
+        return
 
 
 @torch.no_grad()

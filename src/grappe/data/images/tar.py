@@ -142,7 +142,7 @@ def _pax_records(content: bytes, archive: Extent) -> Iterator[tuple[bytes, bytes
 
 def _checked_size(header: bytes, archive: Extent, position: int) -> int:
     """The size that a header says, once its checksum is right."""
-    total = sum(header) - sum(header[148:156]) + 8 * 32
+    total = sum(header.translate(None, b"\0")) - sum(header[148:156]) + 8 * 32  # most bytes are 0
     checksum = _number(header[148:156])
     size = _number(header[124:136])
     if checksum != total or size is None:

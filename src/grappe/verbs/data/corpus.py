@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from grappe.data.corpus.corpus import Corpus
 from grappe.data.corpus.formats import FORMATS, RowOptions
 from grappe.data.corpus.index import find, open_index
-from grappe.data.draw import permute
+from grappe.data.sampling import SampleOrder
 from grappe.errors import DataError, reading
 from grappe.verbs.data.walk import Ticker
 
@@ -25,29 +25,14 @@ def is_corpus(source: Path) -> bool:
     return any(each.name.endswith(endings) for each in inside)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class IndexedCorpus:
-    """Result of indexing or checking a corpus."""
-
-    format: str
-    rows: int
-    files: int
-    blocks: int
-    direct: bool
-    """Whether single rows are read; else blocks."""
-    memory: int
-    """Bytes that a process keeps of blocks, at most."""
-    damaged: tuple[str, ...]
-    file: Path
-    size: int
-    """Of the index in bytes."""
-    seconds: float
-
-
 def index(
     source: Path, *, dtype: str | None, end: int | None, again: bool = False, check: bool = False
-) -> IndexedCorpus:
+) -> dict[str, Any]:
     """Indexes a corpus; with `check` reads it completely, and lists what is damaged.
+
+    Returns:
+        Format, rows, files, blocks, damaged parts, whether single rows are read (`direct`), the bytes that a process
+        keeps of blocks (`memory`), the index, its size in bytes, and seconds.
 
     Raises:
         DataError: it is missing, or damaged.
@@ -57,50 +42,40 @@ def index(
     made, file = open_index(shards, skip_damaged=check, again=again or check, report=Ticker())
     rows = int(made.blocks["rows"].sum(dtype=np.int64))
     corpus = Corpus(source, dtype=dtype, end=end, skip_damaged=check) if rows else None
-    return IndexedCorpus(
-        format=shards.form.__name__,
-        rows=rows,
-        files=len(shards.names),
-        blocks=len(made.blocks),
-        direct=made.direct,
-        memory=0 if corpus is None else corpus.memory(),
-        damaged=made.damaged,
-        file=file,
-        size=file.stat().st_size,
-        seconds=time.monotonic() - began,
-    )
+    return {
+        "format": shards.form.__name__,
+        "rows": rows,
+        "files": len(shards.names),
+        "blocks": len(made.blocks),
+        "direct": made.direct,
+        "memory": 0 if corpus is None else corpus.memory(),
+        "damaged": made.damaged,
+        "file": file,
+        "size": file.stat().st_size,
+        "seconds": time.monotonic() - began,
+    }
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class BenchedCorpus:
-    """Result of timing a corpus, in rows a second of one process."""
-
-    in_files: float
-    """In the order of the files."""
-    in_epoch: float
-    """In the order of an epoch."""
-
-
-def bench(source: Path, *, dtype: str | None, end: int | None, seconds: float) -> BenchedCorpus:
-    """Times the reading of rows by one process.
+def bench(source: Path, *, dtype: str | None, end: int | None, seconds: float) -> dict[str, float]:
+    """Times the reading of rows by one process, in rows a second: in the files' order, and in an epoch's.
 
     Raises:
         DataError: the corpus is missing, or damaged.
     """
     corpus = Corpus(source, dtype=dtype, end=end)
     count, order = len(corpus), corpus.epoch_order()
-    positions = np.arange(count, dtype=np.int64)
-    shuffled = permute(positions, key=1, length=count) if order is None else order.order(0, 0, 0, count, 1)
-    rates = []
+    orders = {"in_files": SampleOrder(seed=0, length=count, batch_size=64, shuffle=False)}
+    orders["in_epoch"] = SampleOrder(seed=0, length=count, batch_size=64, sampling=order)
+    rates = {}
     corpus.row(0)  # the format's library is imported
-    for ids in (positions, shuffled):
-        began, done = time.perf_counter(), 0
+    for name, of_rows in orders.items():
+        began, step = time.perf_counter(), 0
         while (passed := time.perf_counter() - began) < seconds:
-            for place in ids[done % count : done % count + 64].tolist():
+            for place in of_rows.ids(0, step % of_rows.steps_per_epoch).tolist():
                 corpus.row(place)
-                done += 1
-        rates.append(done / passed)
-    return BenchedCorpus(in_files=rates[0], in_epoch=rates[1])
+            step += 1
+        rates[name] = min(step * 64, step * count) / passed
+    return rates
 
 
 def tokenizer_of(file: Path) -> tuple[Callable[[Sequence[str]], list[list[int]]], str]:
