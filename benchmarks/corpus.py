@@ -166,7 +166,7 @@ def others(folder: Path, rows: Any) -> dict[str, Any]:
 
         place = folder / "litdata"
         if not place.exists():
-            litdata.optimize(rows.__getitem__, range(len(rows)), str(place), num_workers=1, chunk_bytes="64MB")
+            litdata.optimize(rows.__getitem__, list(range(len(rows))), str(place), num_workers=1, chunk_bytes="64MB")
         streams["litdata, shuffled"] = litdata.StreamingDataset(str(place), shuffle=True)
     return streams
 
