@@ -46,7 +46,7 @@ def inputs(stream: Stream, start: int, stop: int, saved: Any = None, workers: in
     stream.samples = 1000
     loader = training_loader(Plain(batch_size=4), stream, Plan(workers=workers), world(0, 1))
     assert loader.stream is not None
-    loader.open_stream(start, saved)
+    loader.begin_stream(start, saved)
     read = [value for batch in loader.batches(start, stop) for value in batch.microbatches[0].inputs.flatten().tolist()]
     loader.stream.close()
     return read, json.loads(json.dumps(loader.stream.position(stop))), loader.notes

@@ -66,7 +66,7 @@ ELSEWHERE = {
     "training/run.py": "the folder of runs, and new runs in it",
     "training/task_reference.py": "the task's file, of the user's own records",
     "training/watchers/profile.py": "gzip of a file that grappe.launch.files has made",
-    "verbs/data/corpus.py": "shards that the user names",
+    "verbs/data/walk.py": "shards that the user names",
     "verbs/verify/record.py": "the record that the user names",
     "verbs/data/pack.py": "the folder of shards that the user names, and a lock in it",
     "verbs/doctor/checks/__init__.py": "the source's own files",

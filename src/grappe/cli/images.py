@@ -55,10 +55,10 @@ def index(
 ) -> None:
     """Read where the images or rows of a source are, once, so that a training starts at once."""
     waiting(LOADING)
-    from grappe.verbs.data import corpus
+    from grappe.verbs.data import walk
 
-    if corpus.is_corpus(source):
-        _show_corpus("data-index", source, corpus.index(source, dtype=dtype, end=end, again=again), json)
+    if walk.is_corpus(source):
+        _show_corpus("data-index", source, walk.index_corpus(source, dtype=dtype, end=end, again=again), json)
         return
     from grappe.verbs.data.walk import index as verb
 
@@ -108,10 +108,10 @@ def check(
 ) -> None:
     """Read every image or row completely, and list those that cannot be read."""
     waiting(LOADING)
-    from grappe.verbs.data import corpus
+    from grappe.verbs.data import walk
 
-    if corpus.is_corpus(source):
-        _show_corpus("data-check", source, corpus.index(source, dtype=dtype, end=end, check=True), json)
+    if walk.is_corpus(source):
+        _show_corpus("data-check", source, walk.index_corpus(source, dtype=dtype, end=end, check=True), json)
         return
     from grappe.verbs.data.walk import check as verb
 
@@ -182,7 +182,7 @@ def tokenize(
     waiting(LOADING)
     from grappe.data.corpus.corpus import Corpus
     from grappe.data.corpus.tokenizing import tokenize as verb
-    from grappe.verbs.data.corpus import tokenizer_of
+    from grappe.data.corpus.tokenizing import tokenizer_of
     from grappe.verbs.data.walk import ProgressMeter
 
     encode, name = tokenizer_of(tokenizer)
@@ -247,13 +247,13 @@ def bench(
 ) -> None:
     """Time the reading of images (as they are, as an archive, as shards, packed, in memory) or rows, and recommend."""
     waiting(LOADING)
-    from grappe.verbs.data import corpus
+    from grappe.verbs.data import walk
     from grappe.verbs.data.bench import bench as verb
 
     if images < 1 or seconds <= 0:
         raise UsageError("--images and --seconds must be above 0")
-    if corpus.is_corpus(source):
-        rows = corpus.bench(source, dtype=dtype, end=end, seconds=seconds)
+    if walk.is_corpus(source):
+        rows = walk.bench_corpus(source, dtype=dtype, end=end, seconds=seconds)
         names = {"in_files": "in the files' order", "in_epoch": "in an epoch's order"}
         facts = [(names[name], f"{rate:,.0f} rows/s of one process") for name, rate in rows.items()]
         show_answer(json, "data-bench", facts, **rows)

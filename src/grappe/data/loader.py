@@ -151,14 +151,14 @@ class BatchLoader:
         finally:
             self.sources.end(source, exhausted=exhausted)
 
-    def open_stream(self, start: int, saved: Mapping[str, Any] | None = None) -> None:
+    def begin_stream(self, start: int, saved: Mapping[str, Any] | None = None) -> None:
         """Begins to read the stream at step `start`, from where a checkpoint says it was. Collective."""
         assert self.stream is not None
-        self.stream.open(start, (part.samples for part in self.slices(start, _ENDLESS)), saved)
+        self.stream.begin(start, (part.samples for part in self.slices(start, _ENDLESS)), saved)
 
     def _streamed(self, stream: StreamBatches, start: int, stop: int) -> Iterator[Batch]:
         if stream.step < 0:
-            self.open_stream(start)
+            self.begin_stream(start)
         assert stream.step == start, f"the stream is at step {stream.step}, not {start}"
         ranks = self._world.gather(self._world.data_rank)
         for part in self.slices(start, stop):
@@ -207,7 +207,7 @@ class BatchLoader:
             inputs, targets = self._arrays.gather(ids, self._world.device)
         elif self.stream is not None:
             if self.stream.step < 0:
-                self.open_stream(0)
+                self.begin_stream(0)
             ids = ids[: len(self.stream.example)]
             inputs, targets = self.stream.collate(self.stream.example)
         else:

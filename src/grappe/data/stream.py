@@ -218,7 +218,7 @@ class _Reader:
 
 
 class StreamBatches:
-    """The batches of a stream: process 0 reads them, each process gets its rows. `open` and `rows` are collective."""
+    """The batches of a stream: process 0 reads them, each process gets its rows. `begin` and `rows` are collective."""
 
     def __init__(self, stream: Stream, task: Task, plan: Plan, world: World) -> None:
         self._stream, self._task, self._plan, self._world = stream, task, plan, world
@@ -233,7 +233,7 @@ class StreamBatches:
         self.step = -1
         """The step of the next batch; -1: it is not open."""
 
-    def open(self, step: int, sizes: Iterator[int], saved: Mapping[str, Any] | None) -> None:
+    def begin(self, step: int, sizes: Iterator[int], saved: Mapping[str, Any] | None) -> None:
         """Begins to read at `step`.
 
         Args:

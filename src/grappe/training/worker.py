@@ -264,7 +264,7 @@ def loaders(
     """Context with the loaders of training and validation; without a chronometer nothing is tried out in the steps."""
     batches = loader.training_loader(task, data.train, plan, world, data.order)
     if batches.stream is not None:
-        batches.open_stream(started.checkpoint.step, started.checkpoint.read_values().get(POSITION))
+        batches.begin_stream(started.checkpoint.step, started.checkpoint.read_values().get(POSITION))
     validation = loader.evaluation_loader(task, data.validation, plan, world)
 
     def chosen(loading: Mapping[str, Any]) -> None:

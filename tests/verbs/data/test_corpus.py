@@ -8,8 +8,8 @@ import pytest
 
 from grappe.cli.commands import app
 from grappe.data import Corpus
+from grappe.data.corpus.tokenizing import tokenizer_of
 from grappe.errors import DataError
-from grappe.verbs.data import corpus as verbs
 from tests.data.corpus.shards import corpus_folder
 
 
@@ -48,4 +48,4 @@ def test_a_tokenizer_is_a_file_of_json(tmp_path, capsys):
     assert done["rows"] == 40 and list(Corpus(out)[1]["tokens"]) == [1, 0, 1, 0, 7]
     (tmp_path / "tokenizer.json").write_text("{}")
     with pytest.raises(DataError, match=r"is no tokenizer\.json"):
-        verbs.tokenizer_of(tmp_path)
+        tokenizer_of(tmp_path)

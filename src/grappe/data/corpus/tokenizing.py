@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ import msgspec
 
 from grappe.data.corpus.corpus import Corpus
 from grappe.data.corpus.formats import library
-from grappe.errors import DataError, UsageError
+from grappe.errors import DataError, UsageError, reading
 from grappe.launch import files
 
 _MANIFEST = "tokens.json"
@@ -103,3 +104,23 @@ def _text(corpus: Corpus, place: int, column: str) -> str:
         names = ", ".join(row) if isinstance(row, dict) else type(row).__name__
         raise DataError(f"{corpus.name}: row {place:,} has no text in {column!r}, but {names}: give --column")
     return text
+
+
+def tokenizer_of(file: Path) -> tuple[Callable[[Sequence[str]], list[list[int]]], str]:
+    """Loads the tokenizer of a tokenizer.json, or of a folder that has one: texts to tokens, and a hash of the file.
+
+    Raises:
+        DataError: it is none, or the library is not installed.
+    """
+    path = file / "tokenizer.json" if file.is_dir() else file
+    try:
+        from tokenizers import Tokenizer
+    except ImportError:
+        raise DataError("a tokenizer.json needs tokenizers: pip install tokenizers") from None
+    with reading(path):
+        content = path.read_bytes()
+    try:
+        tokenizer = Tokenizer.from_str(content.decode())
+    except Exception as error:  # the library raises no narrower one
+        raise DataError(f"{path} is no tokenizer.json: {error}") from None
+    return lambda texts: [each.ids for each in tokenizer.encode_batch(list(texts))], hashlib.sha256(content).hexdigest()

@@ -1,4 +1,4 @@
-"""Walks over all images of a source: makes its index, checks each image, works on them by threads, shows progress."""
+"""Walks over all images or rows of a source: makes its index, checks each, times rows, shows progress."""
 
 from __future__ import annotations
 
@@ -9,11 +9,18 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
+import numpy as np
+
+from grappe.data.corpus.corpus import Corpus
+from grappe.data.corpus.formats import FORMATS, RowOptions
+from grappe.data.corpus.index import find
+from grappe.data.corpus.index import open_index as open_corpus_index
 from grappe.data.images.dataset import Reader
 from grappe.data.images.decode import NoPicture, decoded, header_of, simplejpeg
 from grappe.data.images.index import open_index, quarantined, write_quarantine
+from grappe.data.sampling import SampleOrder
 from grappe.errors import DataError
 from grappe.launch.terminal import progress
 from grappe.launch.world import cores
@@ -188,3 +195,63 @@ def in_threads(work: Callable[[T], R], items: Iterable[T]) -> Iterator[R]:
             yield waiting.popleft().result()
     finally:
         pool.shutdown(wait=True, cancel_futures=True)
+
+
+def is_corpus(source: Path) -> bool:
+    """Returns whether a source has rows, and not images: files of a corpus that are no tar shards."""
+    endings = tuple(ending for ending in FORMATS if ending != ".tar")
+    inside = source.rglob("*") if source.is_dir() else [source]
+    return any(each.name.endswith(endings) for each in inside)
+
+
+def index_corpus(
+    source: Path, *, dtype: str | None, end: int | None, again: bool = False, check: bool = False
+) -> dict[str, Any]:
+    """Indexes a corpus; with `check` reads it completely, and lists what is damaged.
+
+    Returns:
+        Format, rows, files, blocks, damaged parts, whether single rows are read (`direct`), the bytes that a process
+        keeps of blocks (`memory`), the index, its size in bytes, and seconds.
+
+    Raises:
+        DataError: it is missing, or damaged.
+    """
+    began = time.monotonic()
+    shards = find(source, RowOptions(None, dtype, end))
+    made, file = open_corpus_index(shards, skip_damaged=check, again=again or check, report=Ticker())
+    rows = int(made.blocks["rows"].sum(dtype=np.int64))
+    corpus = Corpus(source, dtype=dtype, end=end, skip_damaged=check) if rows else None
+    return {
+        "format": shards.form.__name__,
+        "rows": rows,
+        "files": len(shards.names),
+        "blocks": len(made.blocks),
+        "direct": made.direct,
+        "memory": 0 if corpus is None else corpus.memory(),
+        "damaged": made.damaged,
+        "file": file,
+        "size": file.stat().st_size,
+        "seconds": time.monotonic() - began,
+    }
+
+
+def bench_corpus(source: Path, *, dtype: str | None, end: int | None, seconds: float) -> dict[str, float]:
+    """Times the reading of rows by one process, in rows a second: in the files' order, and in an epoch's.
+
+    Raises:
+        DataError: the corpus is missing, or damaged.
+    """
+    corpus = Corpus(source, dtype=dtype, end=end)
+    count, order = len(corpus), corpus.epoch_order()
+    orders = {"in_files": SampleOrder(seed=0, length=count, batch_size=64, shuffle=False)}
+    orders["in_epoch"] = SampleOrder(seed=0, length=count, batch_size=64, sampling=order)
+    rates = {}
+    corpus.row(0)  # the format's library is imported
+    for name, of_rows in orders.items():
+        began, step = time.perf_counter(), 0
+        while (passed := time.perf_counter() - began) < seconds:
+            for place in of_rows.ids(0, step % of_rows.steps_per_epoch).tolist():
+                corpus.row(place)
+            step += 1
+        rates[name] = min(step * 64, step * count) / passed
+    return rates
