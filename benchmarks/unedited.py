@@ -60,7 +60,7 @@ if "WEIGHTS" in os.environ and "resource_tracker" not in sys.orig_argv[-1]:
         global reached
         counts[id(optimizer)] = count = counts.get(id(optimizer), 0) + 1
         file = os.environ["WEIGHTS"]
-        if reached < count <= int(os.environ["STEPS"]):
+        if reached < count <= int(os.environ["STEPS"]) and count in (1, 5, 10, 15, 20):
             reached = count
             SAVE(parameters(), f"{file}.{os.getpid()}")
             os.rename(f"{file}.{os.getpid()}", file)
