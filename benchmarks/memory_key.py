@@ -48,7 +48,7 @@ FILE = Path(__file__).parent / "results" / "memory_key.json"
 TASKS = (
     "pysource width=128 depth=6 heads=4 batch_size=32 megabytes=0.1",
     "cifar10 network=resnet18 batch_size=32",
-    "coatnet batch_size=8",
+    "coatnet batch_size=32",
     "examples/gallery/causal_lm.py batch_size=256",
     "examples/gallery/masked_lm.py batch_size=256",
     "tests/parallel/families.py:Llama batch_size=512",

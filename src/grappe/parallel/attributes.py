@@ -62,7 +62,7 @@ def copied(values: Attributes) -> Attributes:
     """Copies tensors, generators and what they are nested in; everything else is shared."""
     leaves = tree_leaves(values)
     memo = {id(v): v for v in leaves if not (is_state(v) or isinstance(v, torch.Generator))}
-    # deepcopy would copy the memory that a traced tensor does not have, and write over the process's own.
+    # deepcopy of a traced tensor asks for the address of memory that it does not have, and the process may crash.
     memo |= {id(v): v.clone() for v in leaves if type(v) is not Tensor and isinstance(v, Tensor) and is_traced(v)}
     return copy.deepcopy(values, memo)
 
