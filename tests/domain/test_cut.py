@@ -1,4 +1,4 @@
-"""What is refused of cut tensors, before anything is sent; and which dimensions are cut without a word of the task."""
+"""Cut tensors: what is refused of them before anything is sent, and which dimensions are cut by default."""
 
 from __future__ import annotations
 

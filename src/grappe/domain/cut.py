@@ -76,7 +76,7 @@ class Domain:
 
 
 class Parting(NamedTuple):
-    """Where the parts of a tensor are: dimension `dim` has `outer` times the cut dimension, one after the other.
+    """The places of a tensor's parts: dimension `dim` has `outer` times the cut dimension, one after the other.
 
     `outer` is above 1 where dimensions before the cut one were merged with it, as in `logits.view(-1, classes)`.
     """

@@ -251,7 +251,7 @@ class _Convolution(torch.autograd.Function):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Convolving:
-    """How a convolution runs on fetched rows."""
+    """The arguments of a convolution on fetched rows."""
 
     arguments: tuple[Any, ...]
     """Of aten's convolution after the bias: stride, padding (0 along the cut dimension), dilation, …"""
