@@ -100,7 +100,7 @@ class Position(msgspec.Struct, frozen=True):
     """The place of a batch in a stream, in the checkpoint after its step."""
 
     turn: int
-    """How often the stream was begun again before the batch."""
+    """Times that the stream was begun again before the batch."""
     taken: int
     """Samples of this turn before the batch."""
     state: Any
@@ -116,7 +116,7 @@ class _Read(NamedTuple):
     samples: list[Any]
     position: Position
     note: str
-    """How the stream was resumed; for the user."""
+    """The way in which the stream was resumed; for the user."""
 
 
 class _Reader:
