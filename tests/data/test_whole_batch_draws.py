@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Callable
 from unittest import mock
@@ -10,10 +11,18 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.utils.rnn import pack_padded_sequence
 
 from grappe.data import whole_batch_draws as module
 from grappe.data.batch import BatchRows, InModel
-from grappe.data.whole_batch_draws import OWN_DRAWS, enter_split_layers, leave_split_layers, whole_batch_draws
+from grappe.data.whole_batch_draws import (
+    OWN_DRAWS,
+    enter_split_layers,
+    layer_by_layer,
+    leave_split_layers,
+    whole_batch_draws,
+)
+from grappe.private_api.torch import replace_recurrent, tree_leaves
 from grappe.verbs.verify.random_ops import RandomOps
 
 ROWS = 13
@@ -259,15 +268,44 @@ def test_fused_attention_of_a_mock_gpu_draws_its_own_and_leaves_the_generator_as
     assert seeds[2] == 7, "without dropout nothing is drawn"
 
 
-def test_dropout_of_recurrent_layers_on_a_gpu_is_not_cudnns(monkeypatch: pytest.MonkeyPatch) -> None:
-    """cuDNN's dropout has a state of its own, alike in each process and in no checkpoint (the GPU: a stand-in)."""
-    forward = module.outside_cudnn(lambda layer, inputs, hx=None: torch.backends.cudnn.enabled)
-    rows = torch.ones(4, 3, 5, device="meta")
-    assert forward(nn.LSTM(5, 5, 2, dropout=0.1), rows), "not on a GPU"
-    monkeypatch.setattr(module, "tree_leaves", lambda inputs: [mock.Mock(is_cuda=True)])
-    assert not forward(nn.LSTM(5, 5, 2, dropout=0.1), rows)
-    assert not forward(nn.GRU(5, 5, 2, dropout=0.1), rows)
-    assert forward(nn.LSTM(5, 5, 2, dropout=0.1).eval(), rows)
-    assert forward(nn.LSTM(5, 5, 2), rows)
-    assert forward(nn.LSTM(5, 5, 1), rows)
-    assert torch.backends.cudnn.enabled
+@pytest.mark.parametrize("batch_first", [False, True])
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize(
+    "layer",
+    [
+        nn.LSTM(5, 6, 3, dropout=0.4, bidirectional=True),
+        nn.LSTM(5, 6, 2, dropout=0.4, proj_size=3),
+        nn.GRU(5, 6, 2, dropout=0.4, bias=False),
+        nn.RNN(5, 6, 3, dropout=0.4, nonlinearity="relu"),
+    ],
+    ids=["lstm", "projected", "gru", "rnn"],
+)
+def test_recurrent_layers_one_by_one_have_torchs_numbers(
+    layer: nn.RNNBase, packed: bool, batch_first: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a GPU cuDNN's dropout has a state of its own; here each layer by itself is compared with torch's on a CPU."""
+    rows = torch.randn(4, 3, 5)
+    inputs = pack_padded_sequence(rows, torch.tensor([4, 3, 1] if not batch_first else [3, 3, 2, 1]), batch_first)
+    monkeypatch.setattr(layer, "batch_first", batch_first)
+
+    def outputs() -> list[Tensor]:
+        torch.manual_seed(0)
+        found = tree_leaves(layer(inputs if packed else rows))
+        return [each for each in found if isinstance(each, Tensor)]
+
+    expected = outputs()
+    own = torch.nn.modules.rnn._VF
+    monkeypatch.setattr(torch.nn.modules.rnn, "_VF", own)
+    called: list[int] = []
+
+    def counted(function: Callable[..., object], *arguments: object) -> object:
+        return layer_by_layer(lambda *of_one: called.append(1) or function(*of_one), *arguments, everywhere=True)
+
+    replace_recurrent(lambda function: functools.partial(counted, function))
+    found = outputs()
+    assert len(called) == layer.num_layers
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=1e-6)
+    layer.eval()
+    assert len(outputs()) and len(called) == layer.num_layers + 1
+    layer.train()

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -22,7 +23,7 @@ from torch import Tensor, nn
 
 from grappe.data.batch import BatchRows, InModel
 from grappe.data.draw import mix
-from grappe.private_api.torch import intercept, is_shard_or_traced, set_intercepting, tree_leaves
+from grappe.private_api.torch import intercept, is_shard_or_traced, replace_recurrent, set_intercepting, tree_leaves
 
 
 class _Cut(NamedTuple):
@@ -268,25 +269,43 @@ def _native_dropout(operator: Any, tensor: Tensor, p: float, train: bool | None)
 
 @functools.cache
 def draw_outside_cudnn() -> None:
-    """Has recurrent layers with dropout on a GPU run without cuDNN in this process, once for all.
+    """Has cuDNN compute recurrent layers with dropout one by one in this process, with torch's dropout between them.
 
-    cuDNN's dropout draws from a state of its own, which no checkpoint has and which is alike in every process.
+    cuDNN's own dropout draws from a state which no checkpoint has and which is alike in every process.
     """
-    for kind in (nn.RNN, nn.LSTM, nn.GRU):
-        kind.forward = outside_cudnn(kind.forward)  # type: ignore[method-assign]
+    # Their weights are apart then, and under FSDP2, which is right here.
+    warnings.filterwarnings("ignore", "RNN module weights are not part of single contiguous chunk")
+    replace_recurrent(lambda function: functools.partial(layer_by_layer, function))
 
 
-def outside_cudnn(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """Wraps the forward of a recurrent layer: where its own dropout draws on a GPU, cuDNN is switched off."""
+def layer_by_layer(function: Callable[..., Any], *arguments: Any, everywhere: bool = False) -> tuple[Tensor, ...]:
+    """Calls torch's lstm, gru or rnn for each layer by itself, where dropout between layers is to be drawn on a GPU.
 
-    @functools.wraps(forward)
-    def run(module: nn.RNNBase, input: Any, hx: Any = None) -> Any:
-        if module.training and module.dropout and module.num_layers > 1 and tree_leaves(input)[0].is_cuda:
-            with torch.backends.cudnn.flags(enabled=False):
-                return forward(module, input, hx)
-        return forward(module, input, hx)
-
-    return run
+    Args:
+        arguments: the inputs (of packed sequences the batch sizes, too), the first states, the list of weights, and so
+            on, as torch.nn.LSTM gives them.
+        everywhere: not on a GPU alone.
+    """
+    place = 2 if isinstance(arguments[2], list) else 3  # of the weights
+    inputs, *batch_sizes = arguments[: place - 1]
+    biases, layers, dropout, training, both_ways, *batch_first = arguments[place + 1 :]
+    if not (training and dropout and layers > 1 and (everywhere or inputs.is_cuda)):
+        return function(*arguments)
+    states, weights, ends = arguments[place - 1], arguments[place], []
+    several = not isinstance(states, Tensor)
+    for layer in range(layers):
+        if layer:  # time comes first, as in torch's own dropout
+            time_first = inputs.transpose(0, 1) if any(batch_first) else inputs
+            time_first = nn.functional.dropout(time_first, dropout)
+            inputs = time_first.transpose(0, 1) if any(batch_first) else time_first
+        own = tuple([each.chunk(layers)[layer] for each in (states if several else [states])])
+        part = len(weights) // layers
+        of_layer = weights[layer * part : (layer + 1) * part]
+        inputs, *last = function(
+            inputs, *batch_sizes, own if several else own[0], of_layer, biases, 1, 0.0, True, both_ways, *batch_first
+        )
+        ends.append(last)
+    return (inputs, *map(torch.cat, zip(*ends, strict=True)))
 
 
 # ---- Operators whose draws stay the microbatch's own -------------------------------------------------------

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -65,6 +65,7 @@ USED = private_names(
         "torch.distributed.tensor.DTensor": "_local_tensor",
         "torch.nn.Module": "_buffers _modules _parameters",
         "torch.nn.modules.batchnorm": "_BatchNorm",
+        "torch.nn.modules.rnn": "_VF",
         "torch.optim.Optimizer": "_optimizer_step_post_hooks _optimizer_step_pre_hooks",
         "torch.optim.lr_scheduler": "_schedulers _wrapped_by_lr_sched",
         "torch.optim.optimizer": "_global_optimizer_post_hooks _global_optimizer_pre_hooks",
@@ -304,6 +305,14 @@ def intercept(functions: Mapping[str, Callable[[Any], Callable[..., Any]]]) -> A
         packet, _, overload = name.partition(".")
         aten.impl(name, make(getattr(getattr(torch.ops.aten, packet), overload or "default")), INTERCEPTING_KEY)
     return everything, aten
+
+
+def replace_recurrent(made: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+    """Has nn.LSTM, nn.GRU and nn.RNN call what `made` makes of torch's functions for them, in this process."""
+    own = torch.nn.modules.rnn._VF
+    layers = {name: made(getattr(own, name)) for name in ("lstm", "gru", "rnn_tanh", "rnn_relu")}
+    cells = {f"{name}_cell": getattr(own, f"{name}_cell") for name in layers}
+    torch.nn.modules.rnn._VF = SimpleNamespace(**layers, **cells)  # type: ignore[assignment]
 
 
 def call_in_mode(operator: Callable[..., Any], arguments: Any, options: Any) -> Any:
