@@ -63,7 +63,7 @@ def submitted(run: Path) -> list[dict[str, Any]]:
 
 
 class FailureNote(NamedTuple):
-    """What was noted against a node in one start of a job."""
+    """A note against a node, of one start of a job."""
 
     at: float
     """Seconds since 1970."""
