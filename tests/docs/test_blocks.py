@@ -50,6 +50,7 @@ RUN_ELSEWHERE = {
 NOT_RUN = {
     ("task.md", COMPLETE): "tests/docs/test_newcomer.py trains it",
     ("task.md", "# make_digits.py"): "tests/docs/test_newcomer.py runs it",
+    ("too-big.md", "def domain(self"): "a part of a task; tests/parity/test_domain.py cuts another dimension",
     ("own-loop.md", "import grappe"): "a part of examples/gan.py; tests/training/test_own_loop.py trains such a loop",
     ("own-loop.md", "grappe launch --plan"): "a script of the reader's; tests/verbs/test_launch.py launches such a one",
     (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ from grappe.errors import PlanError
 from grappe.launch.rank import ProcessRank
 from grappe.launch.world import World
 from grappe.plan import Plan
-from grappe.training.memory_choice import memory_chosen, with_memory_chosen
+from grappe.training.memory_choice import ChoiceRequest, memory_chosen, with_memory_chosen, worker
 from grappe.training.options import Options
 from grappe.training.request import Request, data_folder
 from grappe.training.task_reference import TaskReference
@@ -31,6 +32,18 @@ def test_two_processes_have_one_choice_and_the_bits_of_none(tmp_path: Path) -> N
     assert described["chosen"].startswith(f"memory=7MB: chose {described['plan']}, foreseen to take ")
     _, others = trained(tmp_path / "plain", "replicate=2")
     assert weights.keys() == others.keys() and all(torch.equal(weights[name], others[name]) for name in weights)
+
+
+def test_on_a_gpu_some_memory_is_left_to_its_kernels() -> None:
+    """The GPU is a name: nothing runs on it."""
+    fields = {**FIELDS, "batch_size": 64}
+    request = ChoiceRequest(
+        task=TaskReference.of("pysource", fields), plan=Plan(memory="320MB"), data=data_folder(),
+        gpu="NVIDIA H100 80GB HBM3", gpu_bytes=80 << 30, before=0,
+    )  # fmt: skip
+    choice = worker(request, ProcessRank(), Path())
+    assert choice.plan.recompute and "of 52 MB that torch may allocate" in choice.chosen
+    assert not worker(dataclasses.replace(request, plan=Plan(memory="2GB")), ProcessRank(), Path()).plan.recompute
 
 
 def test_what_cannot_fit_is_refused_before_the_run_is_made(tmp_path: Path) -> None:
