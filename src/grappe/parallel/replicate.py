@@ -39,13 +39,14 @@ def ddp_arguments(find_unused: bool) -> dict[str, bool]:
 class SumsCarrier(nn.Module):
     """A model and a parameter whose gradient carries the step's sums; registered last, it is in DDP's first bucket."""
 
-    def __init__(self, model: nn.Module, device: torch.device, call: Call, summed_in: torch.dtype) -> None:
+    def __init__(self, model: nn.Module, world: World, call: Call, summed_in: torch.dtype) -> None:
         super().__init__()
-        self.model, self._call = model, call
-        self.sums = nn.Parameter(torch.zeros(PAYLOAD_SIZE, dtype=summed_in, device=device))
+        self.model, self._call, self._cut = model, call, world.domain is not None
+        self.sums = nn.Parameter(torch.zeros(PAYLOAD_SIZE, dtype=summed_in, device=world.device))
 
     def forward(self, inputs: Any) -> Any:
-        return opened(self._call(self.model, inputs))
+        output = self._call(self.model, inputs)
+        return opened(output) if self._cut else output
 
 
 DryRun = Callable[[Callable[[Any], Any], Roots], None]
@@ -60,7 +61,7 @@ class Replicas:
     """
 
     def __init__(self, model: nn.Module, world: World, call: Call, summed_in: torch.dtype = torch.float32) -> None:
-        self._carrier, self._call = SumsCarrier(model, world.device, call, summed_in), call
+        self._carrier, self._call = SumsCarrier(model, world, call, summed_in), call
         self._world = world
         self._wrapped: DistributedDataParallel | None = None
 
@@ -91,7 +92,8 @@ class Replicas:
 
     def __call__(self, inputs: Any) -> Any:
         assert self._wrapped is not None
-        return closed(self._wrapped(inputs))
+        output = self._wrapped(inputs)
+        return output if self._world.domain is None else closed(output)
 
     def reduce_in_next_backward(self, last: bool) -> None:
         """Sets whether the next backward reduces gradients, as the backward of a step's last microbatch does."""
