@@ -36,6 +36,10 @@ def missing(accounting: bool = False) -> list[str]:
     return lacks if os.geteuid() == 0 else [*lacks, "root's rights"]
 
 
+class PortTaken(AssertionError):
+    """A daemon found its port in use."""
+
+
 class Cluster:
     """The daemons of a two-node Slurm in one folder; `up` starts them, `down` ends them and leaves nothing.
 
@@ -63,8 +67,17 @@ class Cluster:
             raise AssertionError(f"{' '.join(command)}: {done.stdout}{done.stderr}{self.words()}")
         return done.stdout
 
-    def up(self) -> None:
-        """Starts all daemons, and waits until both nodes take jobs."""
+    def up(self, tries: int = 3) -> None:
+        """Starts all daemons, and waits until both nodes take jobs; again where another program took a port first."""
+        try:
+            self._up()
+        except PortTaken:
+            if tries == 1:
+                raise
+            self._ports = dict(zip(self._ports, _free_ports(len(self._ports)), strict=True))
+            self.up(tries - 1)
+
+    def _up(self) -> None:
         self.folder.mkdir(parents=True)
         try:
             self._munge()
@@ -111,6 +124,8 @@ class Cluster:
         while not true():
             if time.monotonic() > deadline:
                 raise AssertionError(f"the test cluster has no {what}{self.words()}")
+            if any("Address already in use" in log.read_text(errors="replace") for log in self.folder.glob("*.log")):
+                raise PortTaken(self.words())
             time.sleep(0.1)
 
     def _daemon(self, *command: str) -> None:
