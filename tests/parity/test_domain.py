@@ -10,6 +10,7 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
@@ -254,7 +255,7 @@ def test_verify_finds_what_is_wrong_with_parts(pool: Pool, task: Task, fault: st
     assert not fault or any(re.search(cause, each) for each in found.causes), found.causes
 
 
-def test_a_run_is_evaluated_and_predicted_in_parts_or_whole(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+def test_a_run_is_evaluated_and_predicted_in_parts_or_whole(tmp_path: Path, capfd: pytest.CaptureFixture) -> None:
     run = grappe.train(UNet2D(epochs=1, batch_size=4), "domain=2,threads=1", tmp_path / "run")
     whole, parts = (grappe.evaluate(run, "train", plan, task=UNet2D) for plan in ("", "domain=2,threads=1"))
     assert parts.loss == pytest.approx(whole.loss, rel=1e-6)
@@ -262,7 +263,7 @@ def test_a_run_is_evaluated_and_predicted_in_parts_or_whole(tmp_path: Path, caps
     alone = torch.stack(list(grappe.predict(run, images, task=UNet2D)))
     together = torch.stack(list(grappe.predict(run, images, "domain=2,threads=1", task=UNet2D)))
     assert (alone - together).abs().max() < 1e-5
-    assert "domain= sends in a step, from process 0: halos" in capsys.readouterr().out
+    assert "domain= sends in a step, from process 0: halos" in capfd.readouterr().out
 
 
 def nothing_opened() -> contextlib.AbstractContextManager:
@@ -273,6 +274,7 @@ def nothing_opened() -> contextlib.AbstractContextManager:
 def train_unopened(process: ProcessRank, rendezvous_folder: Path, task: Task, plan: str) -> str:
     with nothing_opened(), pytest.raises(PlanError) as caught:
         train(process, rendezvous_folder, task, plan, 1)
+    dist.destroy_process_group()  # for the pool's next test
     return str(caught.value)
 
 
