@@ -22,7 +22,7 @@ def times() -> StepTimes:
 def cost(*waited: float, workers: int = 0, tuned: bool = False) -> Headspace:
     """The cost of loading samples for which each of the loaders has waited."""
     loading = Loading(kind="threads", workers=workers)
-    loaders = [SimpleNamespace(waited=seconds, loading=loading, dataset=object()) for seconds in waited]
+    loaders = [SimpleNamespace(waited=seconds, loading=loading, dataset=object(), stream=None) for seconds in waited]
     return headspace(times(), loaders, world(0, 1), tuned=tuned)
 
 
