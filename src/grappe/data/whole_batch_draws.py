@@ -275,7 +275,21 @@ def draw_outside_cudnn() -> None:
     """
     # Their weights are apart then, and under FSDP2, which is right here.
     warnings.filterwarnings("ignore", "RNN module weights are not part of single contiguous chunk")
-    replace_recurrent(lambda function: functools.partial(layer_by_layer, function))
+    if torch.cuda.device_count():  # which does not initialise CUDA: this process may fork
+        replace_recurrent(_by_layer)
+
+
+def _by_layer(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Makes what runs instead of torch's function, outside of compiled graphs: torch 2.8 changes its numbers there."""
+
+    @functools.cache  # at the first call: it imports the compiler
+    def made() -> Callable[..., Any]:
+        return torch.compiler.disable(functools.partial(layer_by_layer, function))
+
+    def run(*arguments: Any) -> Any:
+        return made()(*arguments)
+
+    return run
 
 
 def layer_by_layer(function: Callable[..., Any], *arguments: Any, everywhere: bool = False) -> tuple[Tensor, ...]:
