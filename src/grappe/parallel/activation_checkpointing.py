@@ -49,7 +49,7 @@ def checkpoint_activations(units: Sequence[nn.Module], plan: Plan) -> None:
 class SelectiveMode(TorchDispatchMode):
     """Keeps what takes long to compute in a unit's first forward, and gives it to its second one, in the same order.
 
-    torch.utils.checkpoint's selective contexts do this, too, in three times as long for each operator.
+    torch.utils.checkpoint's selective contexts do this, too, in more time for each operator.
     """
 
     def __init__(self) -> None:
