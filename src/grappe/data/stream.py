@@ -9,7 +9,6 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-import cloudpickle
 import msgspec
 from torch.utils.data import IterableDataset
 
@@ -19,7 +18,7 @@ from grappe.data.seeded import digest, generators_kept, missing, seed_generators
 from grappe.data.source import Samples, Source, source_of
 from grappe.errors import DataError, RunError, TaskError
 from grappe.errors.user_code import calls_users
-from grappe.launch.world import World
+from grappe.launch.world import World, packed, unpacked
 from grappe.plan import Plan
 from grappe.task import Task
 
@@ -251,7 +250,7 @@ class StreamBatches:
                 raise RunError(f"the checkpoint of step {step} has no place in a stream ({error})") from None
             reader: Any = _Reader(self._stream, self._task.seed, position)
             # As bytes: else each tensor of a worker's samples would be an open file.
-            pack = cloudpickle.dumps if self.loading.workers else lambda read: read
+            pack = packed if self.loading.workers else lambda read: read
             self._source = source_of(self._samples(reader, batch=lambda read: pack(read[0])), self.loading)
             self._source.begin([size] for size in sizes)  # type: ignore[misc]
             self._first = self._next()
@@ -268,7 +267,7 @@ class StreamBatches:
     def _next(self) -> _Read:
         assert self._source is not None
         read = self._source.next()
-        return read if isinstance(read, _Read) else cloudpickle.loads(read)
+        return read if isinstance(read, _Read) else unpacked(read)
 
     def rows(self, spans: Sequence[Sequence[tuple[int, int]]]) -> list[Any]:
         """Returns this process's samples of the next batch; one sample as padding where it has none.

@@ -10,6 +10,8 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
+import cloudpickle
+
 from grappe.errors import PlanError
 from grappe.launch import rendezvous
 from grappe.launch.fork import end_with_launcher
@@ -155,6 +157,16 @@ def _gathered(value: T, size: int, group: ProcessGroup | None) -> list[T]:
     box: list[Any] = [None] * size
     dist.all_gather_object(box, value, group=group)
     return box
+
+
+def packed(value: object) -> bytes:
+    """Makes bytes of a value, for another process of this command."""
+    return cloudpickle.dumps(value)
+
+
+def unpacked(content: bytes) -> Any:
+    """Reads what `packed` made in a process of this command, and nothing from elsewhere."""
+    return cloudpickle.loads(content)
 
 
 def gather_into(output: torch.Tensor, part: torch.Tensor, group: ProcessGroup) -> None:
