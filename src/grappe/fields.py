@@ -12,7 +12,7 @@ import types
 from collections.abc import Callable, Container, Iterable, Mapping
 from fractions import Fraction
 from itertools import pairwise
-from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, NamedTuple, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from grappe.errors import UsageError, nearest
 
@@ -242,6 +242,29 @@ def whole_numbers(text: str, name: str, least: int = 1) -> tuple[int, ...]:
     return tuple(map(int, parts))
 
 
+class NumberRange(NamedTuple):
+    """A range of whole numbers, both ends included, written 2-8."""
+
+    least: int
+    most: int
+
+    def __str__(self) -> str:
+        return f"{self.least}-{self.most}" if self.most > self.least else str(self.least)
+
+
+def number_or_range(text: str, name: str) -> int | NumberRange:
+    """Converts a text like "2" or "2-8".
+
+    Raises:
+        UsageError: an end is no whole number, or the first is the greater one.
+    """
+    ends = text.split("-")
+    if len(ends) > 2 or not all(end.isdecimal() and len(end) < 7 for end in ends) or int(ends[0]) > int(ends[-1]):
+        raise UsageError(f"{name}={text}: give a whole number, or a range such as 2-8")
+    least, most = int(ends[0]), int(ends[-1])
+    return NumberRange(least, most) if most > least else least
+
+
 def count_or_part(text: str, name: str) -> int | float:
     """Converts a whole number, or a part of a whole: 50, 0.1, 1/10.
 
@@ -262,6 +285,7 @@ Duration = Annotated[float, TextForm(seconds)]
 Part = Annotated[float, TextForm(part)]
 CountOrPart = Annotated[int | float, TextForm(count_or_part)]
 Names = Annotated[tuple[str, ...], TextForm(comma_separated)]
+Numbers = Annotated[int | NumberRange, TextForm(number_or_range)]
 Counts = Annotated[tuple[int, ...], TextForm(whole_numbers)]
 Ranks = Annotated[tuple[int, ...], TextForm(lambda text, name: whole_numbers(text, name, least=0))]
 

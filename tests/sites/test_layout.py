@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 
 from grappe import sites
-from grappe.errors import GrappeError
+from grappe.errors import GrappeError, PlanError
+from grappe.fields import NumberRange
 from grappe.plan import Plan
-from grappe.sites.layout import fit, layout
+from grappe.sites.layout import fit, layout, stretched
 from grappe.sites.sbatch import JobOptions
 
 ACCOUNTS = {
@@ -45,6 +46,20 @@ def test_processes_that_share_a_gpu_share_its_cores() -> None:
 def test_more_nodes_than_needed() -> None:
     found = made("narval", "replicate=4", nodes=2)
     assert (found.nodes, found.processes, found.gpus) == (2, 2, 2)
+
+
+def test_a_range_of_nodes_has_a_plan_for_each_number_that_can_be() -> None:
+    found = made("narval", "replicate=4,tensor=2,exact=0", nodes=NumberRange(2, 5), time="2h")
+    assert {nodes: str(plan) for nodes, plan in found.sizes.items()} == {
+        nodes: f"replicate={2 * nodes},tensor=2" for nodes in (2, 3, 4, 5)
+    }
+    assert (found.nodes, found.most_nodes, found.processes, found.gpus, found.gpu_hours) == (2, 5, 4, 4, 40.0)
+    sharded = made("narval", "shard=4,exact=8", nodes=NumberRange(1, 3)).sizes
+    assert {nodes: str(plan) for nodes, plan in sharded.items()} == {1: "shard=4,exact=8", 2: "shard=8,exact=8"}
+    with pytest.raises(PlanError, match="3 processes: only replicate of the plan tensor=2 changes"):
+        stretched(Plan(tensor=2), 3)
+    with pytest.raises(GrappeError, match="at most 32 GPUs, this job asks for 36"):
+        made("jean-zay-v100", "replicate=4", nodes=NumberRange(1, 9), queue="qos_gpu-dev", time="1h")
 
 
 def test_without_gpus_cores_are_asked_for() -> None:

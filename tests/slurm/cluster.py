@@ -1,4 +1,4 @@
-"""A real Slurm on this machine: two nodes that run jobs, and nodes of other sites' shapes that only judge scripts."""
+"""A real Slurm on this machine: four nodes that run jobs, and nodes of other sites' shapes that only judge scripts."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from pathlib import Path
 
 from tests.patience import PATIENCE_SECONDS
 from tests.slurm import configuration
-from tests.slurm.configuration import CPUS, GPUS, Shape
+from tests.slurm.configuration import CPUS, GPUS, NODES, Shape
 
 NEEDED = ("munged", "slurmctld", "slurmd", "sbatch", "srun")
 FOR_ACCOUNTING = ("slurmdbd", "mariadbd")
@@ -41,7 +41,7 @@ class PortTaken(AssertionError):
 
 
 class Cluster:
-    """The daemons of a two-node Slurm in one folder; `up` starts them, `down` ends them and leaves nothing.
+    """The daemons of a four-node Slurm in one folder; `up` starts them, `down` ends them and leaves nothing.
 
     Args:
         folder: short, as names of sockets must be; removed by `down`.
@@ -51,7 +51,7 @@ class Cluster:
     def __init__(self, folder: Path, shapes: Iterable[Shape] = (), *, accounting: bool = False) -> None:
         self.folder, self.accounting = folder, accounting
         self._shapes = list(shapes)
-        self._ports = dict(zip(("ctld", "n0", "n1", "dbd", "sql"), _free_ports(5), strict=True))
+        self._ports = dict(zip(("ctld", *NODES, "dbd", "sql"), _free_ports(3 + len(NODES)), strict=True))
 
     @property
     def environment(self) -> dict[str, str]:
@@ -68,7 +68,7 @@ class Cluster:
         return done.stdout
 
     def up(self, tries: int = 3) -> None:
-        """Starts all daemons, and waits until both nodes take jobs; again where another program took a port first."""
+        """Starts all daemons, and waits until all nodes take jobs; again where another program took a port first."""
         try:
             self._up()
         except PortTaken:
@@ -85,7 +85,7 @@ class Cluster:
             if self.accounting:
                 self._accounting()
             self._daemon("slurmctld", "-D")
-            for node in ("n0", "n1"):
+            for node in NODES:
                 self._daemon("slurmd", "-D", "-N", node)
             self._wait(lambda: self._states() == ["idle"], "idle nodes")
         except BaseException:
@@ -110,7 +110,7 @@ class Cluster:
         return [pid for pid in _pids() if pid != os.getpid() and _belongs(pid, str(self.folder))]
 
     def _states(self) -> list[str]:
-        return self.run("sinfo", "-h", "-n", "n0,n1", "-p", "gpu", "-o", "%T", check=False).split()
+        return self.run("sinfo", "-h", "-n", ",".join(NODES), "-p", "wide", "-o", "%T", check=False).split()
 
     def words(self) -> str:
         """The ends of the daemons' logs."""
@@ -220,7 +220,7 @@ def main() -> None:
     if HOME.exists():
         sys.exit(f"there is one in {HOME}: make slurm-down ends it")
     cluster.up()
-    print(f"two nodes, {CPUS} cores and {GPUS} pretended GPUs each; to use it in this shell:")
+    print(f"four nodes, {CPUS} cores and {GPUS} pretended GPUs each; to use it in this shell:")
     print(f"  export SLURM_CONF={cluster.environment['SLURM_CONF']}")
 
 

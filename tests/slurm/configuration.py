@@ -1,4 +1,4 @@
-"""The test cluster's configuration files: two nodes that run jobs, and nodes of other sites' shapes."""
+"""The test cluster's configuration files: four nodes that run jobs, and nodes of other sites' shapes."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ import socket
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+NODES = ("n0", "n1", "n2", "n3")
+"""Two of the partitions gpu, low and high; and all four of the partition wide."""
 GPUS = 4
 CPUS = 8
 MEGABYTES = 20000
@@ -75,9 +77,9 @@ SlurmdLogFile={folder}/slurmd-%n.log
 SuspendProgram=/bin/true
 ResumeProgram=/bin/true
 SuspendTime=600
-SuspendExcNodes=n0,n1
+SuspendExcNodes={",".join(NODES)}
 """
-    for node in ("n0", "n1"):
+    for node in NODES:
         text += (
             f"NodeName={node} NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[node]} "
             f"CPUs={CPUS} RealMemory={MEGABYTES} Gres=gpu:{GPUS} State=UNKNOWN\n"
@@ -88,6 +90,7 @@ SuspendExcNodes=n0,n1
     text += f"PartitionName=gpu {common} Default=YES PriorityTier=5 PreemptMode=OFF\n"
     text += f"PartitionName=low {common} PriorityTier=1 PreemptMode=REQUEUE GraceTime=20\n"
     text += f"PartitionName=high {common} PriorityTier=10 PreemptMode=OFF\n"
+    text += f"PartitionName=wide {common.replace('n0,n1', ','.join(NODES))} PriorityTier=5 PreemptMode=OFF\n"
     for shape in shapes:
         text += (
             f"PartitionName={shape.name} Nodes={_hosts(shape)} MaxTime={shape.minutes} DefaultTime=10 "
@@ -97,9 +100,9 @@ SuspendExcNodes=n0,n1
 
 
 def gres_conf(folder: Path, shapes: Sequence[Shape]) -> str:
-    """gres.conf: the two nodes' GPUs are empty files; the others' are counted only."""
+    """gres.conf: the four nodes' GPUs are empty files; the others' are counted only."""
     lines = ["AutoDetect=off"]
-    lines += [f"NodeName={node} Name=gpu File={folder}/g[0-{GPUS - 1}]" for node in ("n0", "n1")]
+    lines += [f"NodeName={node} Name=gpu File={folder}/g[0-{GPUS - 1}]" for node in NODES]
     for shape in shapes:
         if shape.gres:
             _, *kind, count = shape.gres.split(":")

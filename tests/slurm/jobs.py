@@ -98,7 +98,8 @@ class Job:
 
     def pids(self) -> list[int]:
         """Reads the ids of the job's training processes from their logs, of the newest start only."""
-        lines = [line.split() for line in self.said().splitlines() if "step in" in line]
+        own = "".join(file.read_text() for file in (self.run / "logs").glob("rank-0.log"))  # of one process alone
+        lines = [line.split() for line in (self.said() + own).splitlines() if "step in" in line]
         newest: dict[str, int] = {}
         for words in lines:
             newest[words[0]] = int(words[-1])

@@ -8,9 +8,10 @@ from pathlib import Path
 import pytest
 
 from grappe.errors import UsageError
+from grappe.fields import NumberRange
 from grappe.sites import find
 from grappe.sites.sbatch import FEWEST, JobOptions
-from grappe.verbs.automatic_time import foreseen_warnings, with_gpus
+from grappe.verbs.automatic_time import foreseen_warnings, with_gpus, with_sizes
 from grappe.verbs.submit.resources import Submission
 from grappe.verbs.submit.submit import JobScript, submit
 
@@ -110,6 +111,31 @@ def test_gpus_auto_are_the_fewest_whose_memory_is_enough(tmp_path: Path, monkeyp
         with_gpus(dataclasses.replace(submission, fields=("width=16384",)))
     with pytest.raises(UsageError, match="give a number here"):
         list(submit(dataclasses.replace(submission, command="evaluate"), show=True))
+
+
+def test_sizes_whose_memory_is_too_little_are_not_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("big.py").write_text(BIG)
+    job = JobOptions(site="narval", account="def-me", gpus=NumberRange(1, 4))
+    submission = Submission(task="big.py", arguments=("big.py", "--plan", "shard=2"), plans=("shard=2",), job=job)
+    chosen, sentence = with_sizes(submission)
+    assert sentence.startswith(
+        "--gpus 1-4: 2 GPUs: shard=2, and no free one is seen; not 1 GPU: with one process, each"
+    )
+    (made,) = submit(chosen, show=True)
+    assert "--gpus-per-node=a100:2" in made.text and "train big.py --plan shard=2" in made.text
+    with pytest.raises(
+        UsageError, match=r"--gpus 1-4: big\.py does not fit on any of them: with one process, each needs"
+    ):
+        with_sizes(dataclasses.replace(submission, plans=("",)))
+    chosen, sentence = with_sizes(
+        dataclasses.replace(submission, job=dataclasses.replace(job, gpus=NumberRange(4, 12)))
+    )
+    assert sentence == "--gpus 4-12: 1-3 nodes: shard=4 to shard=12, as many as Slurm has at each start"
+    (made,) = submit(chosen, show=True)
+    assert "--nodes=1-3" in made.text and "size 3 12 shard=12\n" in made.text and '--plan "$plan"' in made.text
+    with pytest.raises(UsageError, match="a node of narval has 4 GPUs: begin with a multiple of it"):
+        with_sizes(dataclasses.replace(submission, job=dataclasses.replace(job, gpus=NumberRange(6, 8))))
 
 
 def test_what_a_task_prints_is_no_part_of_a_script(tmp_path: Path, capfd: pytest.CaptureFixture) -> None:

@@ -83,15 +83,17 @@ def submit(
         grappe submit --time 1h -- verify digits --plan replicate=2
         grappe submit --processes 2 -- my_script.py --lr 0.1
     """
-    from grappe.verbs.automatic_time import foreseen_warnings, with_gpus
+    from grappe.verbs.automatic_time import foreseen_warnings, with_gpus, with_sizes
     from grappe.verbs.submit import submit as verb
 
     if interactive:
         _allocate(words, job, show_only=dry_run or test_only)
         return
-    submission, chosen = with_gpus(read_submission(words, job, app))
-    if chosen:
-        complain(chosen)
+    submission = read_submission(words, job, app)
+    for choose in (with_gpus, with_sizes):
+        submission, chosen = choose(submission)
+        if chosen:
+            complain(chosen)
     if test_only:
         answers = list(verb.judged(submission))
         show_json("submit", answers=answers) if json else show("\n".join(answers))

@@ -89,6 +89,14 @@ step() {
     step=
 }
 
+# size NODES PROCESSES PLAN: of this start, unless a line before has taken more nodes; those above NODES idle.
+size() {
+    [ "${#of_size[@]}" = 0 ] && [ "$1" -le "$SLURM_NNODES" ] || return 0
+    of_size=("--nodes=$1" "--ntasks=$2" "--ntasks-per-node=$(($2 / $1))") plan=$3
+    export GRAPPE_IDLE_NODES=$((SLURM_NNODES - $1))
+    echo "$SLURM_NNODES nodes: $2 processes on $1, plan: ${plan:-one process}"
+}
+
 on_each_node() {
     step srun --nodes="$SLURM_NNODES" --ntasks="$SLURM_NNODES" --ntasks-per-node=1 bash "$run/logs/job.sh" "$@"
 }
@@ -162,7 +170,7 @@ pass_on() {
 }
 
 begin() {
-    code=0 told=0 ended=0 step=
+    code=0 told=0 ended=0 of_size=() step=
     job=${SLURM_ARRAY_JOB_ID:-$SLURM_JOB_ID}
     first=$run/logs/job-$job.first
     failures=${run%/*}/.failed-nodes log=$run/logs/job-$SLURM_JOB_ID.out nodes_file=$run/logs/job-$job.nodes
@@ -186,6 +194,11 @@ begin() {
         [ $(($(date +%s) - $(stat -c %Y "$run/lease.json"))) -lt 65 ]; do
         sleep 5
     done
+    local submitted started
+    read -r submitted started < <(squeue -h -j "$SLURM_JOB_ID" -o "%V %S" 2>/dev/null)
+    if submitted=$(date -d "${submitted:-?}" +%s 2>/dev/null) && started=$(date -d "${started:-?}" +%s 2>/dev/null); then
+        export GRAPPE_WAITED=$((started - submitted)) # seconds in the queue
+    fi
     note_lost_nodes
     echo "${SLURM_JOB_NODELIST:-}" > "$nodes_file"
     trap pass_on USR2

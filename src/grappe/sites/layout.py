@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import fnmatch
+from collections.abc import Mapping
 
 from grappe.errors import PlanError, UsageError, nearest
+from grappe.fields import NumberRange
 from grappe.plan import Plan
 from grappe.sites.sbatch import JobOptions
 from grappe.sites.schema import Node, Queue, Site
@@ -13,7 +16,7 @@ from grappe.sites.schema import Node, Queue, Site
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Layout:
-    """The resources of a job."""
+    """The resources of a job; of its fewest nodes, if it takes a range of them."""
 
     nodes: int
     processes: int
@@ -26,16 +29,23 @@ class Layout:
     """Memory of each node in GB; None: not requested."""
     seconds: int
     queue: Queue | None
+    sizes: Mapping[int, Plan] = dataclasses.field(default_factory=dict)
+    """The plan for each number of nodes, if the job takes as many as Slurm has."""
+
+    @property
+    def most_nodes(self) -> int:
+        """Returns the number of nodes that the job takes at most."""
+        return max(self.sizes, default=self.nodes)
 
     @property
     def gpu_hours(self) -> float:
         """Computes the job's cost in GPU-hours, if it uses all of its time."""
-        return self.nodes * self.gpus * self.seconds / 3600
+        return self.most_nodes * self.gpus * self.seconds / 3600
 
     @property
     def core_hours(self) -> float:
         """Computes the job's cost in core-hours, for jobs without GPUs."""
-        return self.nodes * self.processes * self.cores * self.seconds / 3600
+        return self.most_nodes * self.processes * self.cores * self.seconds / 3600
 
 
 def fit(plan: Plan, gpus: int | None) -> Plan:
@@ -60,6 +70,28 @@ def fit(plan: Plan, gpus: int | None) -> Plan:
     return plan
 
 
+def stretched(plan: Plan, processes: int) -> Plan:
+    """Returns the plan with another number of processes: replicate or shard changes, the other degrees stay.
+
+    Raises:
+        PlanError: there is no such plan.
+    """
+    key = "shard" if plan.shard > 1 and plan.replicate == 1 else "replicate"
+    rest = plan.processes // getattr(plan, key)
+    if processes % rest:
+        raise PlanError(f"{processes} processes: only {key} of the plan {plan} changes, and the others make {rest}")
+    return dataclasses.replace(plan, **{key: processes // rest})
+
+
+def sizes(plan: Plan, nodes: NumberRange) -> dict[int, Plan]:
+    """Returns the plan for each number of nodes on which it can be: `plan` is that of the fewest."""
+    plans, per_node = {nodes.least: plan}, plan.processes // nodes.least
+    for number in range(nodes.least + 1, nodes.most + 1):
+        with contextlib.suppress(PlanError):
+            plans[number] = stretched(plan, per_node * number)
+    return plans
+
+
 def on_site(plan: Plan, site: Site) -> Plan:
     """Completes a plan for a site: where its nodes have no GPU, the device is the CPU."""
     if plan.device == "auto" and site.node is not None and not site.node.gpus:
@@ -74,6 +106,12 @@ def layout(plan: Plan, site: Site, job: JobOptions) -> Layout:
         PlanError: the plan does not divide into nodes.
         UsageError: the site forbids the job; the message says what the site allows.
     """
+    nodes_asked = job.node_range
+    if nodes_asked is not None and nodes_asked.most > nodes_asked.least:
+        fewest = layout(plan, site, dataclasses.replace(job, nodes=nodes_asked.least))
+        plans = sizes(plan, nodes_asked)
+        largest = layout(plans[max(plans)], site, dataclasses.replace(job, nodes=max(plans)))
+        return dataclasses.replace(fewest, sizes=plans, queue=largest.queue)
     if site.retired:
         raise UsageError(f"{site.name} is retired: {site.retired}. There is: grappe sites")
     node = site.node
@@ -88,7 +126,7 @@ def layout(plan: Plan, site: Site, job: JobOptions) -> Layout:
             raise PlanError(
                 f"per_device={plan.per_device} shares GPUs by NVIDIA's MPS, and {site.name} has AMD's: leave it out"
             )
-    nodes = _nodes(plan, site, node, job.nodes, gpus)
+    nodes = _nodes(plan, site, node, None if nodes_asked is None else nodes_asked.least, gpus)
     per_node = gpus // nodes
     queue = None if job.own_queue else _queue(site, job.queue, nodes, per_node, seconds)
     most, least = site.ask.max_hours, site.ask.min_minutes

@@ -11,7 +11,7 @@ from typing import Annotated
 from cyclopts import Parameter
 
 from grappe.errors import UsageError
-from grappe.fields import Names, TextForm, at_least, seconds, whole_numbers
+from grappe.fields import Names, NumberRange, Numbers, TextForm, at_least, number_or_range, seconds, whole_numbers
 
 TRAIN = "train"
 SCRIPT = "script"
@@ -65,10 +65,17 @@ OURS = frozenset(re.findall(r"\S+", """
 
 FEWEST = (-1,)
 """The numbers of GPUs of --gpus auto, until they are foreseen."""
-GpuCounts = Annotated[
-    tuple[int, ...],
-    TextForm(lambda text, name: FEWEST if text == AUTO else whole_numbers(text, name, least=0)),
-]
+
+
+def gpu_counts(text: str, name: str) -> tuple[int, ...]:
+    """Converts the text of --gpus: numbers, a NumberRange, or FEWEST."""
+    if text == AUTO:
+        return FEWEST
+    counts = number_or_range(text, name) if "-" in text else whole_numbers(text, name, least=0)
+    return (counts,) if isinstance(counts, int) else counts
+
+
+GpuCounts = Annotated[tuple[int, ...], TextForm(gpu_counts)]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -84,11 +91,12 @@ class JobOptions:
     """Account to be billed."""
     time: str | None = None
     """Time limit: 90m, 3h, 1-00:00:00; auto: of a training, as measured or foreseen, with a margin. Default: 1 h."""
-    nodes: int | None = None
-    """Number of nodes. Default: as few as the plan needs."""
+    nodes: Numbers | None = None
+    """Number of nodes; 1-4: as many as Slurm has, anew at each start; plan and --gpus are those of the fewest. Default:
+    as few as the plan needs."""
     gpus: GpuCounts = ()
-    """Total number of GPUs; 1,2,4: a job for each number; 0: CPUs only; auto: the fewest of a node whose memory is
-    enough for the training. Default: as the plan needs."""
+    """Total number of GPUs; 1,2,4: a job for each number; 2-8: as many as are free; 0: CPUs only; auto: the fewest of a
+    node whose memory is enough for the training. Default: as the plan needs."""
     processes: int | None = None
     """Number of processes of your own script. Default: one for each GPU."""
     cores: int | None = None
@@ -142,6 +150,11 @@ class JobOptions:
         at_least(self, 1, "processes", "cores")
         if self.time and self.time != AUTO:
             seconds(self.time, "--time")  # refused before the site is asked
+
+    @property
+    def node_range(self) -> NumberRange | None:
+        """The requested numbers of nodes; None: as few as the plan needs."""
+        return NumberRange(self.nodes, self.nodes) if isinstance(self.nodes, int) else self.nodes
 
     @property
     def seconds(self) -> float | None:

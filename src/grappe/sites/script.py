@@ -7,6 +7,7 @@ quoting of words for a shell is at the end.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import re
 import shlex
 from collections.abc import Iterator, Sequence
@@ -14,6 +15,7 @@ from pathlib import Path
 
 from grappe.errors import UsageError
 from grappe.errors.foreign_text import printable
+from grappe.fields import NumberRange
 from grappe.plan import Plan
 from grappe.sites import environment, sbatch
 from grappe.sites.environment import Packages
@@ -124,7 +126,11 @@ def resource_options(site: Site, layout: Layout, account: str | None) -> list[st
             raise UsageError(f"--account={account!r}: this is not a valid account name")
         options.append(f"--account={account}")
     options += [*site.ask.options, *(layout.queue.options if layout.queue else ())]
-    options += [f"--nodes={layout.nodes}", f"--ntasks-per-node={layout.processes}", f"--cpus-per-task={layout.cores}"]
+    # A number of processes would bound the nodes of a range.
+    per_node = (
+        f"--mincpus={layout.processes * layout.cores}" if layout.sizes else f"--ntasks-per-node={layout.processes}"
+    )
+    options += [f"--nodes={NumberRange(layout.nodes, layout.most_nodes)}", per_node, f"--cpus-per-task={layout.cores}"]
     if layout.gpus:
         options.append(site.ask.gpus.replace(GPUS, str(layout.gpus)))
     if layout.memory_gb:
@@ -142,10 +148,10 @@ def clock(seconds: int) -> str:
 def cost(layout: Layout) -> str:
     """Describes a job's maximal cost in words."""
     if layout.gpus:
-        count = layout.nodes * layout.gpus
+        count = layout.most_nodes * layout.gpus
         what = f"{count} GPU{'s' if count > 1 else ''}"
         return f"{what} for at most {clock(layout.seconds)}: {layout.gpu_hours:.3g} GPU-hours"
-    cores = layout.nodes * layout.processes * layout.cores
+    cores = layout.most_nodes * layout.processes * layout.cores
     what = f"{cores} core{'s' if cores > 1 else ''}"
     return f"{what} for at most {clock(layout.seconds)}: {layout.core_hours:.3g} core-hours"
 
@@ -174,8 +180,9 @@ def _check(script: Script) -> None:
 
 def _head(script: Script) -> str:
     site, layout = script.site, script.layout
-    processes = layout.nodes * layout.processes
-    text = f"{processes} process{'es' if processes > 1 else ''} on {layout.nodes} node{'s' if layout.nodes > 1 else ''}"
+    processes, nodes = layout.most_nodes * layout.processes, layout.most_nodes
+    counts = (NumberRange(layout.nodes * layout.processes, processes), NumberRange(layout.nodes, nodes))
+    text = f"{counts[0]} process{'es' if processes > 1 else ''} on {counts[1]} node{'s' if nodes > 1 else ''}"
     notes = [f"Made by: {script.command}"] if script.command else []
     notes += [f"{site.title}. {text}, plan: {script.plan}" if str(script.plan) else f"{site.title}. {text}"]
     notes += [f"{cost(layout)}{f', {script.job.chain} times' if script.job.chain else ''}"]
@@ -248,11 +255,16 @@ def _steps(script: Script) -> list[str]:
     kind = script.environment
     python = '"${python[@]}"' if kind.startswith("conda:") or kind.endswith(IMAGES) else '"$python"'
     srun, gpus = "srun --kill-on-bad-exit=1 --wait=60", " --gpu-bind=none" if script.layout.gpus else ""
-    lines = []
+    lines, plan = [], literal(str(script.plan))
+    if script.layout.sizes:
+        srun, plan = f'{srun} "${{of_size[@]}}"', '"$plan"'
+        lines.append("# The plan for each number of nodes: processes, plan. The batch is the same.")
+        for number, sized in sorted(script.layout.sizes.items(), reverse=True):
+            lines.append(f"size {number} {number * script.layout.processes} {literal(str(sized))}")
     if script.job.doctor:
         words = ["--script", literal(script.arguments[0])] if script.kind == SCRIPT else command_words(script.task)
         line = " ".join([f"step {srun} {python} -m grappe doctor", *words])
-        lines.append(f'{line} --job --plan {literal(str(script.plan))} --runs "$run"')
+        lines.append(f'{line} --job --plan {plan} --runs "$run"')
     if script.kind == SCRIPT:
         lines.append("process() {")
         if script.torchrun:
@@ -264,6 +276,8 @@ def _steps(script: Script) -> list[str]:
         lines += ["}", f"on_each_process{gpus}"]
     else:
         words = list(command_words(script.arguments))
+        if script.layout.sizes:
+            words = [*itertools.takewhile(lambda word: word != "--plan", words), "--plan", plan]
         if script.kind == TRAIN:
             staged = script.job.stage is not None
             data = f'"{script.site.job.local}/data"' if staged else next(command_words([script.data]))

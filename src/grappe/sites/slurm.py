@@ -232,6 +232,19 @@ def sinfo(layout: str) -> str:
     return run("sinfo", "--noheader", "--format", layout)
 
 
+def free_gpus(partition: str | None) -> int:
+    """Returns the most GPUs that a node has free now, of a partition or of any; 0 if Slurm gives no answer."""
+    which = ("--partition", partition) if partition else ()
+    try:
+        text = run("sinfo", "--noheader", "--Node", "--Format", "StateLong:24,Gres:128,GresUsed:128", *which)
+    except GrappeError:
+        return 0
+    nodes = [words for line in text.splitlines() if len(words := line.split()) == 3]
+    return max(
+        (_gpus(gres)[0] - _gpus(used)[0] for state, gres, used in nodes if state in ("idle", "mixed")), default=0
+    )
+
+
 SINFO_FORMAT = "%P|%c|%m|%G|%l|%D"
 MODEL = re.compile(r"[\w.-]*", re.ASCII)
 

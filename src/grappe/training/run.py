@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import math
+import os
 import re
 import secrets
 import time
@@ -38,6 +39,7 @@ USAGE = "usage.jsonl"
 MOST_OF_REASON = 500  # characters, of why a start failed
 SCORES = "scores.json"
 """The scores that `grappe evaluate` computed last, by split."""
+MOST_SIZES = 200  # of starts before, in run.json
 LONGEST_LINE = 1 << 20  # bytes; a longer one is damage, and is read in parts
 DONE, FAILED = "done", "failed"
 ENDED_UNEXPECTEDLY = "ended unexpectedly"
@@ -65,7 +67,7 @@ ENTRIES: dict[str, Any] = {
     "start": TypedDict("Start", {"units": list[str]}, total=False),  # pyrefly: ignore
     "versions": dict[str, str],
     **dict.fromkeys(("changes", "tags", "lower_is_better"), list[str]),
-    "costs": list[dict[str, Any]],
+    **dict.fromkeys(("costs", "sizes"), list[dict[str, Any]]),
 }
 """The types of run.json's entries; a run has those that its starts have written so far."""
 RENDEZVOUS = re.compile(r"\.(rendezvous|secret)-[0-9a-f-]+(\.[0-9a-f]{8})?", re.ASCII)
@@ -386,13 +388,23 @@ def start_facts(world: World) -> dict[str, Any]:
         "restarts": 0,
         "status": "running",
         "id": secrets.token_hex(16),
+        "sizes": [_size(world)],
     }
 
 
-def restarted(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the content of a run.json after a restart; the run keeps the time and place of its first start."""
+def _size(world: World) -> dict[str, Any]:
+    """Returns the size of this start: of a job, also the seconds that it waited, and nodes that idle."""
+    numbers = {name: os.environ.get(f"GRAPPE_{name.upper()}", "") for name in ("waited", "idle_nodes")}
+    of_job = {name: int(text) for name, text in numbers.items() if text.isascii() and text.isdigit()}
+    nodes = max(1, world.size // world.process.local_size)
+    return {"at": round(time.time()), "step": 0, "processes": world.size, "nodes": nodes, **of_job}
+
+
+def restarted(before: Mapping[str, Any], now: Mapping[str, Any], step: int = 0) -> dict[str, Any]:
+    """Returns the content of a run.json after a restart at `step`; it keeps the time and place of its first start."""
+    sizes = [*before.get("sizes", [])[-MOST_SIZES:], *({**size, "step": step} for size in now.get("sizes", []))]
     kept = {name: before[name] for name in ("started", "host", "id") if name in before}
-    return {**before, **now, **kept, "restarts": before.get("restarts", 0) + 1}
+    return {**before, **now, **kept, "sizes": sizes, "restarts": before.get("restarts", 0) + 1}
 
 
 class Made:

@@ -177,7 +177,7 @@ def _begin(
         assert checkpoint is not None, "what was built just now verifies"
     changes = tuple(changed(before, now, defaults(type(task))))
     _refuse_another_order(run, before, now, checkpoint.step)
-    described = restarted(before, now)
+    described = restarted(before, now, checkpoint.step)
     place = f"restart {described['restarts']} at step {checkpoint.step}"
     described["changes"] = [*before.get("changes", []), *(f"{place}: {change}" for change in changes)]
     run.write_description(described)

@@ -2,23 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import math
 import os
 import shlex
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from grappe.errors import GrappeError, TaskError, UsageError
+from grappe.errors import GrappeError, PlanError, TaskError, UsageError
 from grappe.errors.foreign_text import printable
-from grappe.fields import split
+from grappe.fields import NumberRange, split
 from grappe.launch.terminal import progress
 from grappe.plan import Plan
-from grappe.sites import current
+from grappe.sites import current, slurm
 from grappe.sites.environment import MADE_ON_NODES
-from grappe.sites.layout import Layout, layout, longest
-from grappe.sites.sbatch import AUTO, FEWEST, TRAIN
+from grappe.sites.layout import Layout, layout, longest, sizes, stretched
+from grappe.sites.sbatch import AUTO, FEWEST, TRAIN, JobOptions
 from grappe.sites.schema import Site
 from grappe.sites.script import Script, clock
 from grappe.training.task_reference import TaskReference
@@ -32,8 +34,8 @@ from grappe.verbs.foresee.training_time import (
     steps_done,
     time_limit,
 )
-from grappe.verbs.submit.resources import Submission, placed
-from grappe.words import count_of, format_bytes, format_seconds
+from grappe.verbs.submit.resources import Submission, placed, with_plan
+from grappe.words import and_more, count_of, format_bytes, format_seconds, plan_name
 
 if TYPE_CHECKING:
     from grappe.foresight.fake_model import FakeModel
@@ -110,9 +112,93 @@ def with_gpus(submission: Submission) -> tuple[Submission, str]:
     if text is None:
         raise UsageError(f"--gpus auto: {submission.task} does not fit on a node of {site.name}: {sentence}")
     job = dataclasses.replace(job, gpus=(count,))
-    return dataclasses.replace(submission, plans=(text,), job=job), (
+    return with_plan(submission, text, job), (
         f"--gpus auto: {count_of(count, 'GPU')} of {site.name}: {sentence}. Foreseen, not measured on that GPU"
     )
+
+
+def with_sizes(submission: Submission) -> tuple[Submission, str]:
+    """Chooses sizes from a range of --gpus or --nodes; returns a sentence, too.
+
+    A size is one that the plan divides into, and whose memory is not foreseen to be too little. Of the GPUs of a node
+    as many are taken as one has free now; of nodes Slurm gives as many as it has, at each start.
+
+    Raises:
+        GrappeError: there is no such size, or the plan or the site is wrong.
+    """
+    job, text = submission.job, ""
+    nodes, gpus = job.node_range, job.gpus if isinstance(job.gpus, NumberRange) else None
+    ranged = nodes is not None and nodes.most > nodes.least
+    if submission.command != TRAIN or submission.task is None or (gpus is None and not ranged):
+        return submission, ""
+    if gpus is not None:
+        text, job = f"--gpus {gpus}", dataclasses.replace(job, gpus=())
+        if nodes is not None:
+            raise UsageError(f"{text} says how many nodes: leave --nodes {nodes} out")
+    site, plan = placed(dataclasses.replace(submission, job=job))
+    assert site.node is not None
+    if gpus is None or gpus.most > site.node.gpus:
+        if gpus is not None:  # of several nodes, each with as many as the fewest have
+            each = max(1, min(gpus.least, site.node.gpus))
+            nodes = NumberRange(-(-gpus.least // each), gpus.most // each)
+            if gpus.least % each:
+                raise UsageError(
+                    f"{text}: a node of {site.name} has {site.node.gpus} GPUs: begin with a multiple of it"
+                )
+            plan = stretched(plan, gpus.least * plan.per_device)
+        assert nodes is not None
+        text, what, plans = text or f"--nodes {nodes}", "node", sizes(plan, nodes)
+    else:
+        what, plans = "GPU", {}
+        for count in range(max(1, gpus.least), gpus.most + 1):
+            with contextlib.suppress(PlanError):
+                plans[count] = stretched(plan, count * plan.per_device)
+        if not plans:
+            stretched(plan, gpus.most * plan.per_device)  # its error
+    unfit = _unfit(submission, site, dataclasses.replace(job, nodes=nodes and nodes.least), plans)
+    fits = [count for count in plans if count not in unfit]
+    if not fits:
+        raise UsageError(f"{text}: {submission.task} does not fit on any of them: {'; '.join(unfit.values())}")
+    if what == "node":
+        least, most = fits[0], fits[-1]
+        job = dataclasses.replace(job, nodes=NumberRange(least, most), gpus=())
+        idle = [str(count) for count in range(least, most) if count not in plans]
+        why = f"{plan_name(plans[least])} to {plan_name(plans[most])}, as many as Slurm has at each start"
+        why += f"; of {and_more(idle, 4)} some would idle" if idle else ""
+    else:
+        free = (
+            slurm.free_gpus(job.partition) if job.site in (None, current()) else 0
+        )  # of another cluster nothing is known
+        least = most = max((count for count in fits if count <= free), default=fits[0])
+        job = dataclasses.replace(job, gpus=(least,))
+        why = plan_name(plans[least]) + (f", and a node has {free} free" if free else ", and no free one is seen")
+    why += "".join(f"; not {count_of(count, what)}: {reason}" for count, reason in unfit.items())
+    counts = f"{NumberRange(least, most)} {what}{'s' if most > 1 else ''}"
+    return with_plan(submission, str(plans[least]), job), f"{text}: {counts}: {why}"
+
+
+def _unfit(submission: Submission, site: Site, job: JobOptions, plans: Mapping[int, Plan]) -> dict[int, str]:
+    """Returns the sizes whose memory is foreseen to be too little, with a reason each; none if unknown."""
+    fewest = next(iter(plans.values()))
+    budget = budget_for(site, layout(fewest, site, job), fewest)
+    assert submission.task is not None
+    try:
+        task = TaskReference.of(submission.task, split(submission.fields)).resolve()
+    except (ImportError, TaskError):
+        return {}
+    if budget is None:
+        return {}
+
+    def traced(budget: MemoryBudget = budget) -> str:
+        fake_model = fake_model_of(task, submission, gpu=True, records=True)
+        return json.dumps({count: _asked(fake_model, plan, budget) for count, plan in plans.items()})
+
+    progress("tracing the model, to foresee the memory that each size needs")
+    try:
+        reasons = json.loads(in_limited_process(traced))
+    finally:
+        progress("")
+    return {int(count): reason for count, reason in reasons.items() if reason}
 
 
 def warnings_of(fake_model: FakeModel, plan: Plan, budget: MemoryBudget, site: Site) -> list[str]:

@@ -182,6 +182,9 @@ def _run(run: Run, row: dict[str, Any]) -> dict[str, Any]:
     if failures:
         description["nodes that failed"] = [f"{note.node}, job {note.start}: {note.evidence}" for note in failures]
     usage = _usage(run)
+    sizes = description.pop("sizes", [])
+    if len(sizes) > 1 or "waited" in next(iter(sizes), {}):
+        description |= _sizes(sizes, usage)
     row["seconds"] = row["seconds"] or sum(number(line.get("seconds")) for line in usage) or None
     shown = [*axes[:: math.ceil(len(axes) / POINTS) or 1], *axes[-1:]]
     return {
@@ -198,6 +201,22 @@ def _run(run: Run, row: dict[str, Any]) -> dict[str, Any]:
         "processes": description.get("costs", []),
         "used": description.get("used", {}),
     }
+
+
+def _sizes(sizes: Sequence[dict[str, Any]], usage: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Describes the sizes of a run's starts: a line for each, hours in the queue, and hours of nodes that idled."""
+    lines, idle = [], 0.0
+    begins = [number(size.get("at")) for size in sizes]
+    for size, begin, end in zip(sizes, begins, [*begins[1:], math.inf], strict=True):
+        trained = [number(record.get("time")) for record in usage if begin <= number(record.get("time")) < end]
+        idle += number(size.get("idle_nodes")) * (max(trained, default=begin) - begin) / 3600
+        where = f"{number(size.get('processes')):g} processes on {number(size.get('nodes')):g} nodes"
+        when = time.strftime("%Y-%m-%d %H:%M", time.localtime(begin))
+        waited = f", after {number(size['waited']):g} s in the queue" if "waited" in size else ""
+        lines.append(f"{when}, step {number(size.get('step')):g}: {where}{waited}")
+    waits = sum(number(size.get("waited")) for size in sizes) / 3600
+    hours = {"hours in the queue": waits, "idle nodes, hours": idle}
+    return {"sizes": lines, **{name: f"{value:.3g}" for name, value in hours.items() if value}}
 
 
 def _speed(axes: Sequence[tuple[int, float, float]]) -> Points:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
 
 from grappe import engines, sites
 from grappe.errors import PlanError, UsageError
+from grappe.fields import NumberRange
 from grappe.plan import Plan
 from grappe.sites import sbatch, slurm
 from grappe.sites.layout import Layout, fit, layout, on_site
@@ -68,6 +69,11 @@ def jobs_of(submission: Submission) -> Iterator[Submission]:
         )
     if submission.command == TRAIN and submission.run is not None and len(job.gpus) > 1:
         raise UsageError("--run is one run's folder, and several numbers of GPUs are several runs: leave it out")
+    if NumberRange in (type(job.gpus), type(job.nodes)) and submission.command != TRAIN:
+        raise UsageError(
+            f"--gpus and --nodes take a range for trainings, whose plan can grow: give this "
+            f"{submission.command} a number"
+        )
     sbatch.options(job)
     if not job.gpus:
         yield submission
@@ -113,6 +119,28 @@ def placed(submission: Submission) -> tuple[Site, Plan]:
     return slurm.probed(site, partitions, job.partition or job.queue, wants_gpus=plan.device != "cpu"), plan
 
 
+def without_options(arguments: Iterable[str], names: Collection[str]) -> list[str]:
+    """Returns a command's arguments without some options and their values."""
+    rest: list[str] = []
+    remaining = iter(arguments)
+    for word in remaining:
+        name, equals, _ = word.partition("=")
+        if name in names:
+            if not equals:
+                next(remaining, None)
+            continue
+        rest.append(word)
+        if word == "--":
+            rest += remaining  # of a script
+    return rest
+
+
+def with_plan(submission: Submission, plan: str, job: JobOptions) -> Submission:
+    """Returns the submission with a plan and options that were chosen for it."""
+    words = (*without_options(submission.arguments, ("--plan",)), *(("--plan", plan) if plan else ()))
+    return dataclasses.replace(submission, arguments=words, plans=(plan,), job=job)
+
+
 def allocation(submission: Submission) -> list[str]:
     """Returns the command that allocates the resources of `submission` and opens a shell there.
 
@@ -129,8 +157,8 @@ def allocation(submission: Submission) -> list[str]:
                 f"--{option} is for a job's script, and --interactive opens a shell: leave it out, and prepare "
                 "the environment in that shell"
             )
-    if len(job.gpus) > 1:
-        raise UsageError("--interactive opens one shell: give one number of --gpus")
+    if len(job.gpus) > 1 or isinstance(job.nodes, NumberRange):
+        raise UsageError("--interactive opens one shell: give one number of --gpus, of --nodes")
     job_layout, site, plan = laid_out(next(jobs_of(submission)))
     options = with_mps(resource_options(site, job_layout, job.account), site, job_layout, plan)
     return ["salloc", *sbatch.merged([f"--job-name={job.name or 'interactive'}", *options], sbatch.options(job))]

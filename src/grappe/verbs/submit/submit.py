@@ -16,7 +16,7 @@ from pathlib import Path
 from grappe import engines, tasks
 from grappe.errors import GrappeError, RunError, TaskError, UsageError
 from grappe.errors.causes import unfit_packages
-from grappe.fields import split
+from grappe.fields import NumberRange, split
 from grappe.launch import files
 from grappe.launch.files import IN_CHECKPOINT, IN_PART
 from grappe.plan import Plan
@@ -30,7 +30,7 @@ from grappe.verbs.automatic_time import AutomaticTime, with_time
 from grappe.verbs.launch.launch import LIGHTNING
 from grappe.verbs.submit.jobs import FAILED_NODES, nodes_to_leave_out, record_job
 from grappe.verbs.submit.packages import imported, job_packages, torch_of
-from grappe.verbs.submit.resources import ON_CPU, Submission, jobs_of, laid_out
+from grappe.verbs.submit.resources import ON_CPU, Submission, jobs_of, laid_out, without_options
 
 SCRIPT_FILE = re.compile(r"(?:submit|refused)-(\d{1,9})\.sh", re.ASCII)
 BETWEEN_SECONDS = 1.0  # between submissions, as the Alliance asks
@@ -183,7 +183,7 @@ def job_script(submission: Submission, *, show: bool = False) -> JobScript:
     submission, automatic = with_time(submission)
     job = submission.job
     job_layout, site, plan = laid_out(submission)
-    _check_task(submission, plan, existing=(job.env or site.job.environment) == "here")
+    _check_task(submission, job_layout.sizes.values() or (plan,), existing=(job.env or site.job.environment) == "here")
     expected = Path(os.path.expandvars(site.job.submit_from))
     if expected.is_absolute() and not Path.cwd().is_relative_to(expected):
         raise UsageError(
@@ -282,8 +282,8 @@ def _folder(submission: Submission) -> Path:
     return new_folder(base, name).absolute()
 
 
-def _check_task(submission: Submission, plan: Plan, *, existing: bool) -> None:
-    """Checks the task's fields and the plan now, so that an error does not appear only after hours in a queue.
+def _check_task(submission: Submission, plans: Iterable[Plan], *, existing: bool) -> None:
+    """Checks the task's fields and the plan of each size now: an error must not appear only after hours in a queue.
 
     Args:
         existing: whether the job has this command's Python; another Python may have other packages.
@@ -308,7 +308,8 @@ def _check_task(submission: Submission, plan: Plan, *, existing: bool) -> None:
         tasks.make(task, texts)
     if existing:
         # Variables of the node's are expanded there.
-        engines.check(dataclasses.replace(plan, offload="cpu") if "$" in plan.offload else plan)
+        for size in plans:
+            engines.check(dataclasses.replace(size, offload="cpu") if "$" in size.offload else size)
 
 
 def _environment(text: str) -> str:
@@ -337,7 +338,7 @@ def _command(submission: Submission, site: Site, run: Path) -> Iterator[str]:
         if value is False:
             yield f"--no-{name}"
             continue
-        values = value if isinstance(value, tuple) else (value,)
+        values = value if isinstance(value, tuple) and not isinstance(value, NumberRange) else (value,)
         if field.type in ("Names", "GpuCounts"):  # one text, with commas
             values = (",".join(map(str, values)),)
         for text in values:
@@ -366,17 +367,7 @@ def _arguments(submission: Submission, plan: Plan, run: Path) -> tuple[str, ...]
         anew = ("--plan",)  # --gpus has changed it
     else:
         return (submission.command, *submission.arguments, *added)
-    rest: list[str] = []
-    remaining = iter(submission.arguments)
-    for word in remaining:
-        name, equals, _ = word.partition("=")
-        if name in anew:
-            if not equals:
-                next(remaining, None)
-            continue
-        rest.append(word)
-        if word == "--":
-            rest += remaining  # of a script
+    rest = without_options(submission.arguments, anew)
     again = ("--plan", str(plan)) if str(plan) else ()
     if submission.command == LAUNCH:  # whose script's own arguments come last
         return (LAUNCH, *again, *rest)

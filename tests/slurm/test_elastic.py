@@ -1,0 +1,97 @@
+"""A job that takes as many nodes as Slurm has: other sizes, the same samples, and under exact the same bits."""
+
+from __future__ import annotations
+
+import random
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from grappe.training.run import Run
+from tests.commands import GRAPPE, SLOW, ran
+from tests.faults.resume_cell import hashes
+from tests.slurm.cluster import Cluster
+from tests.slurm.configuration import NODES
+from tests.slurm.jobs import EPOCHS, Job, grappe, kill
+
+PLAN = "device=cpu,exact=4,threads=1,workers=0"
+WORDS = ("--save-every", "2", "--log-samples")
+
+
+@pytest.fixture
+def wide(cluster: Cluster) -> Iterator[Cluster]:
+    """The cluster, with all its nodes in service again afterwards."""
+    yield cluster
+    in_service(cluster, len(NODES))
+
+
+def in_service(cluster: Cluster, count: int) -> None:
+    """Leaves the first `count` nodes to jobs that start from now on."""
+    for number, node in enumerate(NODES):
+        state = ("state=resume",) if number < count else ("state=drain", "reason=test")
+        cluster.run("scontrol", "update", f"nodename={node}", *state, check=False)
+
+
+def submitted(cluster: Cluster, folder: Path, name: str, plan: str, *options: str, epochs: int = EPOCHS) -> Job:
+    asked = ("--site", "generic", "--partition", "wide", "--no-doctor", "--time", "10m", "--restarts", "500", *options)
+    words = (SLOW, f"epochs={epochs}", "pause=0.02", *WORDS, "--plan", plan, "--run", name)
+    grappe("submit", *asked, "--", "train", *words, cwd=folder)
+    job = Job.of(cluster, folder, name)
+    job.total = epochs * 8
+    return job
+
+
+def disturbed(cluster: Cluster, job: Job, events: int, seed: int) -> list[int]:
+    """Kills, requeues and preempts the job at random, with other nodes in service each time; returns its sizes."""
+    chance = random.Random(seed)
+    kills = 0
+    for number in range(events):
+        job.until(lambda: job.restarts() >= number, "it has begun again")
+        job.until(lambda: job.steps() and job.pids(), "it trains")
+        in_service(cluster, chance.randint(1, len(NODES)))
+        what = chance.choice(["kill", "requeue", "notice"] if kills < 3 else ["requeue", "notice"])
+        kills += what == "kill"
+        if what == "kill":
+            kill(chance.choice(job.pids()), signal.SIGKILL)
+        elif what == "requeue":
+            cluster.run("scontrol", "requeue", job.job)
+        else:
+            cluster.run("scancel", "--signal=USR2", "--batch", job.job)
+        job.until(lambda: job.restarts() > number or (job.run / "done").exists(), f"it begins again after {what}")
+        if (job.run / "done").exists():
+            break
+    job.ends()
+    return [size["processes"] for size in Run(job.run).read_description()["sizes"]]
+
+
+def test_other_sizes_and_the_same_bits(wide: Cluster, tmp_path: Path) -> None:
+    in_service(wide, 2)
+    said = grappe(
+        *("submit", "--dry-run", "--site", "generic", "--partition", "wide", "--nodes", "1-4", "--no-doctor", "--"),
+        *("train", SLOW, "--plan", PLAN), cwd=tmp_path,
+    )  # fmt: skip
+    assert "#SBATCH --nodes=1-4" in said and "of 3 some would idle" in said
+    job = submitted(wide, tmp_path, "any", PLAN, "--nodes", "1-4")
+    sizes = disturbed(wide, job, 4, seed=1)
+    assert len(set(sizes)) > 1 and sizes[0] == 2, sizes
+    plain = ran(
+        GRAPPE, "train", SLOW, f"epochs={EPOCHS}", "pause=0", *WORDS, "--plan", PLAN, "--run", "plain", cwd=tmp_path
+    )
+    assert plain.returncode == 0, plain.stderr
+    bits, bits_undisturbed = (hashes(run, job.total) for run in (job.run, tmp_path / "plain"))
+    del bits["json"], bits_undisturbed["json"]  # which has the number of processes
+    assert bits == bits_undisturbed
+    grappe("report", "any", cwd=tmp_path)
+    page = (job.run / "report.html").read_text()
+    assert "2 processes on 2 nodes, after " in page and '"hours in the queue":' in page
+
+
+@pytest.mark.soak
+def test_many_sizes(wide: Cluster, tmp_path: Path) -> None:
+    for seed, plan in enumerate((PLAN, "device=cpu,threads=1,workers=0", "device=cpu,shard=2,threads=1,workers=0")):
+        nodes = "2-4" if "shard" in plan else "1-4"
+        job = submitted(wide, tmp_path, f"many-{seed}", plan, "--nodes", nodes, epochs=40)
+        sizes = disturbed(wide, job, 12, seed)
+        assert len(set(sizes)) > 1, sizes
