@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -41,6 +43,15 @@ def peak(gpt: FakeModel, plan: Plan) -> int:
     return most
 
 
+def most(units: Units, levels: Sequence[str]) -> int:
+    """Adds up the peak of a choice."""
+    kept = peak_so_far = 0
+    for place, unit in enumerate(units.order):
+        peak_so_far = max(peak_so_far, kept + units.needs[levels[unit]][place])
+        kept += units.keeps[levels[unit]][place]
+    return peak_so_far
+
+
 def test_peaks_add_up_over_units(gpt: FakeModel, units: Units) -> None:
     assert units.number == 4
     for levels in (
@@ -49,17 +60,17 @@ def test_peaks_add_up_over_units(gpt: FakeModel, units: Units) -> None:
         ["", "full", "selective", ""],
         ["full", "", "full", ""],
     ):
-        assert units.most(levels) == pytest.approx(peak(gpt, units.plan_of(levels)), rel=0.01)
+        assert most(units, levels) == pytest.approx(peak(gpt, units.plan_of(levels)), rel=0.01)
 
 
 @pytest.mark.parametrize("part", [0.2, 0.5, 0.8])
 def test_the_choice_is_the_best_of_all(units: Units, part: float) -> None:
-    least, most = (units.most([level] * 4) for level in ("full", ""))
-    limit = int(least + part * (most - least))
+    least, whole = (most(units, [level] * 4) for level in ("full", ""))
+    limit = int(least + part * (whole - least))
     every = [list(levels) for levels in itertools.product(LEVELS, repeat=4)]
     chosen = units.cheapest(limit)
-    assert chosen is not None and units.most(chosen) <= limit
-    best = min(units.price(levels) for levels in every if units.most(levels) <= limit)
+    assert chosen is not None and most(units, chosen) <= limit
+    best = min(units.price(levels) for levels in every if most(units, levels) <= limit)
     assert units.price(chosen) == pytest.approx(best)
 
 
@@ -73,8 +84,8 @@ def test_a_choice_costs_no_more_than_the_best_subset_of_units_by_their_own_trace
 
 
 def test_half_of_the_saving_costs_less_than_half_of_the_time(units: Units) -> None:
-    least, most = (units.most([level] * 4) for level in ("full", ""))
-    chosen = units.cheapest((least + most) // 2)
+    least, whole = (most(units, [level] * 4) for level in ("full", ""))
+    chosen = units.cheapest((least + whole) // 2)
     assert chosen is not None and units.price(chosen) <= units.price(["full"] * 4) / 2
 
 
@@ -102,3 +113,37 @@ def test_a_choice_fits_under_plans_of_several_processes(gpt: FakeModel, plan: st
     limit = (least + most) // 2
     chosen = next(choices(gpt, asked, BATCH, limit))
     assert 0.85 * limit < chosen.peak <= limit and 0 < chosen.price < 0.3
+
+
+@pytest.fixture(scope="module")
+def deep() -> FakeModel:
+    """Most of whose memory is parameters and their states, as a GPU has them."""
+    task = PySource(width=64, depth=6, heads=2, batch_size=BATCH, megabytes=0.3)
+    return FakeModel(task, Path("data"), foreach=True, records=True)
+
+
+def test_what_fits_in_no_other_way_has_its_states_on_the_host_of_a_gpu(deep: FakeModel) -> None:
+    states = memory_forecast(deep, Plan(), batch=BATCH, gpu=True).states.total
+    chosen = fitted(deep, Plan(memory="1MB"), BATCH, states, gpu=True, host=states)
+    assert chosen.plan.offload == "cpu" and chosen.peak <= states
+    with pytest.raises(PlanError, match="memory=1MB"):
+        fitted(deep, Plan(memory="1MB"), BATCH, states, gpu=True, host=states - 1)
+    room = 2 * states + memory_forecast(deep, Plan(recompute=True), batch=BATCH, gpu=True).peak
+    assert fitted(deep, Plan(memory="1MB"), BATCH, room, gpu=True, host=states).plan.offload == "none"
+
+
+def test_a_gpu_holds_the_units_of_a_moment_of_a_plan_with_offload(deep: FakeModel) -> None:
+    """Which is a bound that no GPU was measured for, so that `foresee` does not show it."""
+    assert memory_forecast(deep, Plan(offload="cpu"), batch=BATCH, gpu=True).peak is None
+    needs = memory_forecast(deep, Plan(offload="cpu", recompute=True), batch=BATCH, gpu=True, bounded=True)
+    inside = memory_forecast(deep, Plan(recompute=True), batch=BATCH, gpu=True)
+    assert needs.peak is not None and inside.peak is not None
+    assert needs.peak < inside.peak - needs.states.optimizer
+
+
+def test_the_price_of_short_steps_on_cores_is_not_named(gpt: FakeModel, units: Units) -> None:
+    plan = Plan(threads=1)
+    chosen = next(choices(gpt, plan, BATCH, peak(gpt, plan) - 1))
+    assert chosen.computing == "more computing (steps are too short to foresee how much)"
+    assert dataclasses.replace(chosen, short=False, price=0.114).computing == "11% more computing"
+    assert dataclasses.replace(chosen, plan=Plan()).computing == "no more computing"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 
 import grappe
 from grappe.errors import PlanError
+from grappe.launch.fork import run_in_fork
 from grappe.launch.rank import ProcessRank
 from grappe.launch.world import World
 from grappe.plan import Plan
@@ -17,6 +19,7 @@ from grappe.training.memory_choice import ChoiceRequest, memory_chosen, with_mem
 from grappe.training.options import Options
 from grappe.training.request import Request, data_folder
 from grappe.training.task_reference import TaskReference
+from grappe.training.worker import worker as train_worker
 
 FIELDS = {"width": 64, "depth": 2, "heads": 2, "batch_size": 8, "megabytes": 0.3}
 
@@ -44,6 +47,38 @@ def test_on_a_gpu_some_memory_is_left_to_its_kernels() -> None:
     choice = worker(request, ProcessRank(), Path())
     assert choice.plan.recompute and "of 52 MB that torch may allocate" in choice.chosen
     assert not worker(dataclasses.replace(request, plan=Plan(memory="2GB")), ProcessRank(), Path()).plan.recompute
+
+
+def test_a_gpu_too_small_for_the_states_has_them_on_the_host_if_there_is_room() -> None:
+    request = ChoiceRequest(
+        task=TaskReference.of("pysource", {**FIELDS, "width": 256}), plan=Plan(memory="288MB"), data=data_folder(),
+        gpu="NVIDIA H100 80GB HBM3", gpu_bytes=80 << 30, host=1 << 30, before=0,
+    )  # fmt: skip
+    choice = worker(request, ProcessRank(), Path())
+    assert choice.plan.offload == "cpu"
+    assert choice.chosen.endswith(
+        ", and parameters and optimizer state on the host, whose time on the bus is not foreseen"
+    )
+    with pytest.raises(PlanError, match="memory=288MB: torch may allocate 20 MB"):
+        worker(dataclasses.replace(request, host=0), ProcessRank(), Path())
+
+
+def test_one_process_whose_states_went_to_the_host_trains(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a CPU, where nothing is moved: FSDP2 needs a group, which a process alone does not have."""
+
+    def moved(request: Request, world: World) -> Request:
+        return dataclasses.replace(request, plan=Plan(offload="cpu"), chosen="on the host")
+
+    monkeypatch.setattr("grappe.training.worker.with_memory_chosen", moved)
+    options = Options(steps=1, evaluate_every=1000)
+    request = Request(
+        task=TaskReference.of("pysource", FIELDS), plan=Plan(memory="1GB"), base=tmp_path, run=tmp_path / "run",
+        options=options, quiet=True,
+    )  # fmt: skip
+    (tmp_path / "rank-0.log").touch()
+    assert run_in_fork(lambda: str(train_worker(request, ProcessRank(), tmp_path).step)) == "1"
+    described = json.loads((tmp_path / "run" / "run.json").read_text())
+    assert described["plan"] == "offload=cpu" and described["chosen"] == "on the host"
 
 
 def test_what_cannot_fit_is_refused_before_the_run_is_made(tmp_path: Path) -> None:

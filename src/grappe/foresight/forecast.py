@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import functools
 import heapq
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
@@ -27,6 +28,7 @@ from grappe.foresight.memory import (
     Peaks,
     PlanMemory,
     States,
+    padded,
     peak,
     peaks,
     rows_of,
@@ -132,13 +134,14 @@ def refuse_unforeseen(plan: Plan) -> None:
 
 
 def memory_forecast(
-    fake_model: FakeModel, plan: Plan, *, batch: int | None = None, gpu: bool = False
+    fake_model: FakeModel, plan: Plan, *, batch: int | None = None, gpu: bool = False, bounded: bool = False
 ) -> MemoryForecast:
     """Computes what a training under `plan` needs.
 
     Args:
         batch: samples per step over all processes; None: the task's.
         gpu: whether the plan trains on GPUs, whose communication needs no copies of gradients.
+        bounded: whether an upper bound is enough where nothing was measured: for the peak of offload on a GPU.
 
     Raises:
         PlanError: the plan's memory is not known, or the task does not support the plan.
@@ -150,8 +153,9 @@ def memory_forecast(
     with naming_user_line(fake_model.task):
         all_states = [states(parts, fake_model.buffers) for parts in processes(fake_model, plan)]
         most = least = UNKNOWN
-        if _has_known_peaks(fake_model, plan, samples, gpu):
-            composed = (_Pipeline if plan.pipeline > 1 else AlikeProcesses)(fake_model, plan, samples)
+        if (bounded or not gpu or plan.offload == "none") and _has_known_peaks(fake_model, plan, samples):
+            alike = functools.partial(AlikeProcesses, gpu=gpu)
+            composed = (_Pipeline if plan.pipeline > 1 else alike)(fake_model, plan, samples)
             most, least = map(composed.peaks, (NCCL, NCCL) if gpu else (GLOO_LATE, GLOO))
         copies_known = not plan.changed_keys() & UNCOPIED and not fake_model.has_modes
         return MemoryForecast(
@@ -175,12 +179,10 @@ def with_libraries(
     return dataclasses.replace(forecast, libraries=libraries)
 
 
-def _has_known_peaks(fake_model: FakeModel, plan: Plan, samples: int, gpu: bool) -> bool:
+def _has_known_peaks(fake_model: FakeModel, plan: Plan, samples: int) -> bool:
     task = fake_model.task
     several = plan.tensor > 1 or slices_of(task, plan, samples, fake_model.samples).ways > 1
     if several and not fake_group_possible():
-        return False
-    if plan.offload != "none" and gpu:  # how much of it a GPU holds, and when, was never measured
         return False
     if plan.pipeline == 1:
         return True
@@ -233,9 +235,13 @@ def _checkpoint_copies(fake_model: FakeModel, plan: Plan) -> int:
 
 
 class AlikeProcesses:
-    """Processes that each run all units: replicated, sharded, offloaded, split; the neediest one counts."""
+    """Processes that each run all units: replicated, sharded, offloaded, split; the neediest one counts.
 
-    def __init__(self, fake_model: FakeModel, plan: Plan, samples: int) -> None:
+    Args:
+        gpu: whether a plan with offload keeps parameters, gradients and optimizer state elsewhere.
+    """
+
+    def __init__(self, fake_model: FakeModel, plan: Plan, samples: int, *, gpu: bool = False) -> None:
         self._fake_model, self._plan, task = fake_model, plan, fake_model.task
         precision, threads = precision_of(plan), threads_of(plan)
         slices = slices_of(task, plan, samples, fake_model.samples)
@@ -246,9 +252,15 @@ class AlikeProcesses:
         slices = slices_of(task, evaluated, samples, fake_model.validation_samples)
         self._rows = evaluated_rows(fake_model, plan, samples)
         self._scored = fake_model.evaluation(self._rows, precision, threads, plan.tensor, slices)
-        self._parts = next(processes(fake_model, plan))
         self._own = first_parameters(fake_model, plan)
-        self._kept = kept(fake_model, plan, self._parts, self._own)
+        self._away = gpu and plan.offload != "none"
+        self._parts = [] if self._away else next(processes(fake_model, plan))
+        self._kept = kept(fake_model, plan, self._parts, [] if self._away else self._own)
+        if self._away:  # for a moment, one unit's parts that came from the host and one's that go there; not measured
+            parts = Counter[int]()
+            for parameter in self._own:
+                parts[parameter.unit] += padded(parameter, plan.shard) // plan.shard
+            self._kept += 2 * max(parts.values(), default=0)
 
     @property
     def traces(self) -> list[tuple[tuple[Trace, ...], Trace]]:
@@ -294,7 +306,9 @@ class AlikeProcesses:
         plan = self._plan
         if plan.uses_fsdp:
             reduces = is_last or plan.zero != 1
-            return FsdpMemory(self._own, plan.shard, plan.zero, there=not is_first, reduces=reduces, copies=copies)
+            return FsdpMemory(
+                self._own, plan.shard, plan.zero, there=not is_first, reduces=reduces, copies=copies, away=self._away
+            )
         sizes = [parameter.size if parameter.trained else 0 for parameter in self._own]
         return DdpMemory(sizes, there=not is_first, buckets=sum(sizes) if plan.replicate > 1 else 0, last=is_last)
 

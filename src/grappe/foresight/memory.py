@@ -274,6 +274,7 @@ class FsdpMemory:
         copies: what gathering and reducing take besides.
         held: whether parameters stay gathered and gradients whole over several passes, until the mark "reduce": zero=1
             in a pipeline. What is traced has these gradients, and none is marked.
+        away: whether reduced gradients go to the host.
     """
 
     def __init__(
@@ -286,7 +287,9 @@ class FsdpMemory:
         reduces: bool,
         copies: CommunicationBuffers,
         held: bool = False,
+        away: bool = False,
     ) -> None:
+        self._away = away
         self._parameters, self._ways, self._zero, self._reduces = parameters, ways, zero, reduces
         self._copies, self._held = copies, held
         self._full: dict[int, int] = {}
@@ -308,7 +311,9 @@ class FsdpMemory:
         self._late: list[tuple[bool, int]] = []
         self._traced = 0  # the bytes of all this that the trace has counted already
         self._there = there
-        self._shards = sum(self._trained.values()) // ways if there and zero != 1 else 0  # reduced gradients
+        self._shards = (
+            sum(self._trained.values()) // ways if there and zero != 1 and not away else 0
+        )  # reduced gradients
         self._done: set[int] = set()
         self._begun: set[int] = set()
         self._order: list[int] = []  # units, as their forwards ended
@@ -437,7 +442,7 @@ class FsdpMemory:
         # A single process divides what it would reduce, which is a copy, too.
         self._note(shard + (size if self._copies.takes or self._ways == 1 else 0))
         self._called()
-        if not self._there or self._zero == 1:
+        if (not self._there or self._zero == 1) and not self._away:
             self._shards += shard
         if self._ways > 1:
             self._linger(size)

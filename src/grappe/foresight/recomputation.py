@@ -27,6 +27,7 @@ STATES = 4096
 so that what is chosen costs no more than the best choice for a room that is smaller by a STATES-th for each unit."""
 CALLER = 1.5  # times as long as in a loop of its own takes Python's part of an operator between others
 TRIES = 4  # of the choice, each corrected by the trace of the one before
+SHORTEST = 0.1  # seconds of a step on cores, below which Python's own time, which is not foreseen, spoils its price
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -37,8 +38,21 @@ class Recomputation:
     needs: MemoryForecast
     peak: int
     """Bytes that torch allocates in the process that needs most."""
-    price: float
+    price: float = 0.0
     """Extra time of a step over the same plan's without recomputation, as a part of that."""
+    short: bool = False
+    """Whether steps are too short for that to be foreseen."""
+
+    @property
+    def computing(self) -> str:
+        """Says what the recomputation costs."""
+        if not self.plan.recompute:
+            return "no more computing"
+        return (
+            "more computing (steps are too short to foresee how much)"
+            if self.short
+            else (f"{self.price:.0%} more computing")
+        )
 
 
 class Units:
@@ -54,7 +68,8 @@ class Units:
         self._plan = plan
         self._device = device or (None if fake_model.runs_kernels else device_named(REFERENCE))
         composed = {
-            level: AlikeProcesses(fake_model, self.plan_of([level] * (self.number or 1)), samples) for level in LEVELS
+            level: AlikeProcesses(fake_model, self.plan_of([level] * (self.number or 1)), samples, gpu=gpu)
+            for level in LEVELS
         }
         traces = {level: processes.traces[0][1] for level, processes in composed.items()}
         times = {level: self._times(trace) for level, trace in traces.items()}
@@ -98,14 +113,6 @@ class Units:
             return (sum(self.costs[levels[0]]) - sum(self.costs[""])) / self.step
         extra = (self.costs[levels[unit]][n] - self.costs[""][n] for n, unit in enumerate(self.order))
         return sum(extra) / self.step
-
-    def most(self, levels: Sequence[str]) -> int:
-        """Computes the peak of a choice."""
-        kept = most = 0
-        for place, unit in enumerate(self.order):
-            most = max(most, kept + self.needs[levels[unit]][place])
-            kept += self.keeps[levels[unit]][place]
-        return most
 
     def cheapest(self, room: int) -> list[str] | None:
         """Chooses each unit's level so that no moment takes more than `room` bytes, at the least time; None: none fits.
@@ -176,11 +183,11 @@ def _undominated(states: list[State], room: int) -> list[State]:
         grain = max(1, room // STATES)
 
 
-def _foreseen(fake_model: FakeModel, plan: Plan, samples: int, *, gpu: bool, price: float = 0.0) -> Recomputation:
-    needs = memory_forecast(fake_model, plan, batch=samples, gpu=gpu)
+def _foreseen(fake_model: FakeModel, plan: Plan, samples: int, *, gpu: bool) -> Recomputation:
+    needs = memory_forecast(fake_model, plan, batch=samples, gpu=gpu, bounded=True)
     if needs.most is None:
         raise PlanError(f"the peak of {plan_name(plan)} is not foreseen")
-    return Recomputation(plan=plan, needs=needs, peak=needs.most, price=price)
+    return Recomputation(plan=plan, needs=needs, peak=needs.most)
 
 
 def choices(
@@ -195,7 +202,8 @@ def choices(
     units, offset, tried = Units(fake_model, plan, samples, device, gpu=gpu), 0, list[list[str]]()
 
     def traced(levels: Sequence[str]) -> Recomputation:
-        return _foreseen(fake_model, units.plan_of(levels), samples, gpu=gpu, price=units.price(levels))
+        choice = _foreseen(fake_model, units.plan_of(levels), samples, gpu=gpu)
+        return dataclasses.replace(choice, price=units.price(levels), short=not gpu and units.step < SHORTEST)
 
     for _ in range(TRIES if units.order else 0):
         levels = units.cheapest(limit - offset)
@@ -219,13 +227,16 @@ def fitted(
     *,
     gpu: bool = False,
     fits: Callable[[MemoryForecast], bool | None] | None = None,
+    host: int = 0,
 ) -> Recomputation:
     """Chooses the recomputation of least time under which a step of `plan` fits; where none does, more microbatches.
 
-    More microbatches come last, since sums in another order have other bits.
+    More microbatches come last, since sums in another order have other bits; and after them, on a GPU, parameters and
+    optimizer state on the host, which cross the bus in every step.
 
     Args:
         limit: the bytes that torch may allocate on the process's device.
+        host: the bytes of the host's memory that the process may have.
         fits: what else decides whether a plan fits.
 
     Raises:
@@ -236,22 +247,28 @@ def fitted(
     def fit(choice: Recomputation) -> bool:
         return choice.peak <= limit and (fits is None or bool(fits(choice.needs)))
 
-    for more in _more_microbatches(fake_model, base, samples):
-        nearest.append(_foreseen(fake_model, more, samples, gpu=gpu))
-        if fit(nearest[-1]):
-            return nearest[-1]
-        if nearest[-1].needs.states.total > limit:  # whatever is recomputed
-            least = dataclasses.replace([*_more_microbatches(fake_model, more, samples)][-1], recompute=True)
-            nearest.append(_foreseen(fake_model, least, samples, gpu=gpu))
-            break
-        nearest.append(_foreseen(fake_model, dataclasses.replace(more, recompute=True), samples, gpu=gpu))
-        if fit(nearest[-1]):
-            good = filter(fit, choices(fake_model, more, samples, limit, device, gpu=gpu))
-            return min(good, key=lambda choice: choice.price)
+    def starts() -> Iterator[Plan]:
+        yield base
+        if gpu and base.offload == "none" and base.replicate == 1 and nearest[0].needs.states.total <= host:
+            yield dataclasses.replace(base, offload="cpu")
+
+    for start in starts():
+        for more in _more_microbatches(fake_model, start, samples):
+            nearest.append(_foreseen(fake_model, more, samples, gpu=gpu))
+            if fit(nearest[-1]):
+                return nearest[-1]
+            if more.offload == "none" and nearest[-1].needs.states.total > limit:  # whatever is recomputed
+                least = dataclasses.replace([*_more_microbatches(fake_model, more, samples)][-1], recompute=True)
+                nearest.append(_foreseen(fake_model, least, samples, gpu=gpu))
+                break
+            nearest.append(_foreseen(fake_model, dataclasses.replace(more, recompute=True), samples, gpu=gpu))
+            if fit(nearest[-1]):
+                good = filter(fit, choices(fake_model, more, samples, limit, device, gpu=gpu))
+                return min(good, key=lambda choice: choice.price)
     closest = min(nearest, key=lambda choice: choice.peak)
     change = ""
     for times in (8, 4, 2):
-        wider = dataclasses.replace(closest.plan, shard=plan.shard * times)
+        wider = dataclasses.replace(closest.plan, offload=plan.offload, shard=plan.shard * times)
         with contextlib.suppress(GrappeError):
             if fit(_foreseen(fake_model, wider, samples, gpu=gpu)):
                 change = f"; {plan_name(wider)} would fit"

@@ -11,7 +11,7 @@ from grappe.errors import GrappeError, PlanError, TaskError
 from grappe.foresight.devices import Device
 from grappe.foresight.fake_model import FakeModel
 from grappe.foresight.forecast import NOTHING_KEPT, LibraryMemory, MemoryForecast, memory_forecast, with_libraries
-from grappe.foresight.recomputation import Recomputation, choices, fitted
+from grappe.foresight.recomputation import Recomputation, fitted
 from grappe.plan import Plan, as_plan
 from grappe.words import count_of, plan_name
 
@@ -157,20 +157,12 @@ def fitting(
             if time.monotonic() - begun > SECONDS:
                 raise too_slow(SECONDS)
             candidate = foreseen(fake_model, other, fake_model.task.batch_size, memory)
+            if candidate.fits and other.recompute is True:  # all of it, where a part may be enough
+                part = dataclasses.replace(other, recompute=False, memory="auto")
+                least = foreseen(fake_model, part, fake_model.task.batch_size, memory)
+                return least if least.fits else candidate
             if candidate.fits:
-                return _cheaper(fake_model, other, memory) or candidate
-    return None
-
-
-def _cheaper(fake_model: FakeModel, plan: Plan, budget: MemoryBudget) -> Foreseen | None:
-    """Finds the recomputation of least time with which a plan that recomputes all fits."""
-    if plan.recompute is not True:
-        return None
-    base = dataclasses.replace(plan, recompute=False)
-    batch, room = fake_model.task.batch_size, budget.room(plan.processes)
-    for choice in choices(fake_model, base, batch, room, gpu=budget.gpu):
-        if choice.peak <= room and (candidate := foreseen(fake_model, choice.plan, batch, budget)).fits:
-            return candidate
+                return candidate
     return None
 
 
@@ -210,8 +202,7 @@ def in_words(choices_by_count: Mapping[int, Recomputation | PlanError]) -> str:
         if isinstance(choice, PlanError):
             misses.append(gpus)
             continue
-        more = f"{choice.price:.0%} more computing" if choice.plan.recompute else "no more computing"
-        fits.append(f"on {gpus} with {more} ({plan_name(choice.plan)})")
+        fits.append(f"on {gpus} with {choice.computing} ({plan_name(choice.plan)})")
     if not misses and "recompute" not in (text := " ".join(fits)) and "microbatches" not in text:
         return ""
     parts = [f"fits {', '.join(fits)}"] if fits else []

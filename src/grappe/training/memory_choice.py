@@ -10,7 +10,7 @@ from grappe.launch.local import local
 from grappe.launch.rank import ProcessRank
 from grappe.launch.world import World
 from grappe.plan import Plan
-from grappe.profiling.memory import data_limit, data_size
+from grappe.profiling.memory import data_limit, data_size, free
 from grappe.training.out_of_memory import MemoryReport, memory_budgets
 from grappe.training.request import Request
 from grappe.training.task_reference import TaskReference
@@ -31,6 +31,8 @@ class ChoiceRequest:
     """The GPU that the plan trains on; "": none."""
     gpu_bytes: int = 0
     """Bytes of its memory."""
+    host: int = 0
+    """Bytes of the host's memory that a process may have for what its GPU has no room for."""
     before: int | None = None
     """Bytes of a process before its model; None: those of the process that chooses."""
 
@@ -54,19 +56,11 @@ def with_memory_chosen(request: Request, world: World) -> Request:
         return request
     answer: ChosenPlan | GrappeError = ChosenPlan(plan=request.plan, chosen="")
     if world.rank == 0:
-        on_gpu = world.device.type == "cuda"
-        name, size = _gpu() if on_gpu else ("", 0)
+        name, size = _gpu() if world.device.type == "cuda" else ("", 0)
+        asked = ChoiceRequest(task=request.task, plan=request.plan, data=request.data, gpu=name, gpu_bytes=size)
+        host = (free() or 0) // world.process.local_size
         try:
-            answer = chosen(
-                ChoiceRequest(
-                    task=request.task,
-                    plan=request.plan,
-                    data=request.data,
-                    gpu=name,
-                    gpu_bytes=size,
-                    before=data_size(),
-                )
-            )
+            answer = chosen(dataclasses.replace(asked, host=host, before=data_size()))
         except GrappeError as error:
             answer = error
     answer = world.share(answer)
@@ -117,12 +111,15 @@ def worker(request: ChoiceRequest, process: ProcessRank, rendezvous_folder: Path
         device_reported(request.gpu),
         gpu=gpu,
         fits=None if budget is None else lambda needs: budget.fits(needs, plan.processes),
+        host=request.host,
     )
-    more = f"{choice.price:.0%} more computing than without" if choice.plan.recompute else "no recomputation"
+    moved = ""
+    if choice.plan.offload != plan.offload:
+        moved = ", and parameters and optimizer state on the host, whose time on the bus is not foreseen"
     return ChosenPlan(
         plan=choice.plan,
         chosen=f"memory={plan.memory}: chose {plan_name(choice.plan)}, foreseen to take {format_bytes(choice.peak)} of "
-        f"{format_bytes(limit)} that torch may allocate{reserve}, with {more}",
+        f"{format_bytes(limit)} that torch may allocate{reserve}, with {choice.computing}{moved}",
     )
 
 

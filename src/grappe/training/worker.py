@@ -89,7 +89,7 @@ def _trained(request: Request, process: ProcessRank, rendezvous_folder: Path) ->
     prepare(task, request.data, world)
     data = read(task, request.data, world, options.steps)
     baseline = _resident_before_model(task, options)  # before memory= looks at what is left
-    plan = (request := with_memory_chosen(request, world)).plan
+    request, plan, world = _with_memory_chosen(request, world, rendezvous_folder)
 
     with start_run(request, task, data, world) as started:
         if process.launcher == "grappe":
@@ -219,6 +219,13 @@ def _trained(request: Request, process: ProcessRank, rendezvous_folder: Path) ->
         world.barrier()
     world.leave()
     return Result(run=info.folder, status=outcome.status, step=outcome.step)
+
+
+def _with_memory_chosen(request: Request, world: World, rendezvous_folder: Path) -> tuple[Request, Plan, World]:
+    chosen = with_memory_chosen(request, world)
+    if world.size == 1 and chosen.plan.offload != request.plan.offload:
+        world = join(chosen.plan, world.process, rendezvous_folder)  # with the group that FSDP2 needs
+    return chosen, chosen.plan, world
 
 
 def _resident_before_model(task: Task, options: Options) -> int:
