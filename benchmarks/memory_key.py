@@ -65,7 +65,7 @@ AMPLE = 700_000_000
 """Bytes above the peak, with which nothing is recomputed; what torch may allocate then says what else there is."""
 MARGIN = 1.03
 TIMES = 15
-CHOSEN = re.compile(r"chose (\S+), foreseen to take ([0-9.]+) ([MG])B of ([0-9.]+) ([MG])B")
+CHOSEN = re.compile(r"chose (\S+), foreseen to take ([0-9.]+) ([kMG])B of ([0-9.]+) ([kMG])B")
 
 
 def trained(task: str, plan: str, limit: int) -> tuple[str, str, str]:
@@ -147,7 +147,7 @@ def main() -> None:
 
 def size_of(match: re.Match[str], group: int) -> float:
     """Returns the bytes that a group of CHOSEN and the unit after it say."""
-    return float(match[group]) * {"M": 1e6, "G": 1e9}[match[group + 1]]
+    return float(match[group]) * {"k": 1e3, "M": 1e6, "G": 1e9}[match[group + 1]]
 
 
 def cell(
