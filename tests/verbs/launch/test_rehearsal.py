@@ -9,7 +9,7 @@ from types import ModuleType
 
 import pytest
 
-from grappe.verbs.launch.interception import intercepted
+from grappe.verbs.launch.interception import intercepted, place_of
 from grappe.verbs.launch.launch import ScriptLoader
 from grappe.verbs.launch.plan_keys import PlanKeys
 from grappe.verbs.launch.rehearsal import Rehearsal, RehearsalOver
@@ -213,11 +213,33 @@ def test_what_processes_would_not_learn_is_refused(tmp_path: Path, body: str, mo
     assert why in rehearse(tmp_path, body, model).refused
 
 
-def test_what_a_script_does_with_its_first_batch_alone_is_measured_in_each_pass(tmp_path: Path) -> None:
-    body = "if not done:\n    print(output.mean().item())\ndone += 1"
-    script = SCRIPT.format(model=NET, body=indent(f"output = model(inputs)\n{PLAIN}\n{body}", "    "))
-    found = rehearse(tmp_path, script.replace("state = torch.zeros(20, 3)", "done = 0"))
+@pytest.mark.parametrize(
+    ("counter", "made"), [("done", "done = 0"), ("model.done", "model.done = 0"), ("now.done", "now = Now()")]
+)
+def test_what_a_script_does_with_its_first_batch_alone_is_measured_in_each_pass(
+    counter: str, made: str, tmp_path: Path
+) -> None:
+    body = f"if not {counter}:\n    print(output.mean().item())\n{counter} += 1"
+    script = SCRIPT.format(model="Net()", body=indent(f"output = model(inputs)\n{PLAIN}\n{body}", "    "))
+    classes = f"class Net(nn.Module):\n    def __init__(self):\n        super().__init__()\n        self.net = {NET}\n"
+    classes += "    def forward(self, x):\n        return self.net(x)\nclass Now:\n    done = 0\n    def __init__(self):\n"
+    script = script.replace("torch.manual_seed(1)", f"{classes}        self.done = 0\ntorch.manual_seed(1)")
+    found = rehearse(tmp_path, script.replace("state = torch.zeros(20, 3)", made))
     assert list(found.values.values()) == ["mean"]
+
+
+def test_a_place_is_the_same_however_often_it_is_reached() -> None:
+    places = set()
+
+    class Read:
+        def __float__(self) -> float:
+            places.add(place_of(sys._getframe(1)))
+            return 0.0
+
+    read = Read()
+    for _ in range(100):
+        float(read), float(read)  # other columns
+    assert len(places) == 2
 
 
 def test_the_first_gradient_is_that_of_the_first_optimizer(tmp_path: Path) -> None:

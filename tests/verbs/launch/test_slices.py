@@ -108,6 +108,8 @@ for epoch in range(2):
         mean.backward()
         steps[0].step()
         print(f"{loss.item() + other.item():.1f} {float(mean.data.numpy()):.3f} {fake[:9].std().item():.0f}")
+        if epoch:  # an evaluation that the first batch does not have, whose data set reads tensors
+            print(sum(batch["label"].float().mean().item() for batch in DataLoader(Named(), 30)))
 torch.save(generator.state_dict(), options.save)
 """
 

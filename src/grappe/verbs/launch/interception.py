@@ -7,12 +7,13 @@ import contextlib
 import functools
 import gc
 import io
+import itertools
 import os
 import sys
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from types import FrameType
+from types import CodeType, FrameType
 from typing import Any, Protocol, TypeVar
 
 import numpy as np
@@ -211,7 +212,7 @@ def _without_plans_forward(plain: Callable[[nn.Module], dict[str, Any]]) -> Call
 
 
 def place_of(frame: FrameType | None) -> str:
-    """Returns a place in a script: file, line, and the instruction, as a line may do several things.
+    """Returns a place in a script: file, line and columns, as a line may do several things.
 
     Where a library does it, its own place follows.
     """
@@ -219,11 +220,18 @@ def place_of(frame: FrameType | None) -> str:
     while frame is not None:
         file = frame.f_code.co_filename
         if is_own_file(file) or not (places or file.startswith(TORCH)):
-            places.insert(0, f"{file}:{frame.f_lineno}:{frame.f_lasti}")
+            places.insert(0, f"{file}:{frame.f_lineno}:{_columns(frame.f_code, frame.f_lasti)}")
         if is_own_file(file):
             break
         frame = frame.f_back
     return BY.join(places)
+
+
+@functools.cache
+def _columns(code: CodeType, instruction: int) -> str:
+    """Returns the columns of an expression. Python 3.11 makes a call by another instruction once it has run often."""
+    _, _, first, last = next(itertools.islice(code.co_positions(), instruction // 2, None))
+    return f"{first}.{last}"
 
 
 def beyond_torchs_own(frame: FrameType | None) -> FrameType | None:

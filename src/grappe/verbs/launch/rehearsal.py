@@ -38,6 +38,7 @@ from grappe.verbs.launch.interception import (
     BY,
     Begin,
     add_gradient,
+    alive,
     buffers_alive,
     cut_rows,
     norms_of,
@@ -46,7 +47,7 @@ from grappe.verbs.launch.interception import (
 )
 from grappe.verbs.launch.plan_keys import ROUNDING, TRIED, PlanKeys, names_called
 from grappe.verbs.launch.request import Rehearsed, Rule, line_of
-from grappe.verbs.launch.variables import is_own_file
+from grappe.verbs.launch.variables import is_own_file, own_modules
 from grappe.verbs.verify.random_ops import RandomOps
 from grappe.words import first_line
 
@@ -87,8 +88,8 @@ class _StepState(NamedTuple):
     """State to which each pass goes back."""
 
     random: Mapping[str, Tensor]
-    variables: Mapping[str, bool | int | float | str]
-    """The script's own, a counter of batches say."""
+    variables: list[tuple[dict[str, Any], dict[str, Any]]]
+    """Of the script's modules, and its objects' attributes: where they are, and what they were. A counter, say."""
     buffers: list[tuple[Tensor, Tensor]]
     gradients: list[Tensor | None]
 
@@ -400,14 +401,18 @@ class Rehearsal:
     def _state(self) -> _StepState:
         return _StepState(
             random=random_state(),
-            variables={name: value for name, value in vars(sys.modules["__main__"]).items() if type(value) in PLAIN},
+            variables=[
+                (names, {name: value for name, value in names.items() if type(value) in PLAIN})
+                for names in _namespaces()
+            ],
             buffers=[(buffer, buffer.detach().clone()) for buffer in buffers_alive()],
             gradients=[each.grad for each in parameters_of(self._optimizers)],
         )
 
     def _restore(self, state: _StepState) -> None:
         set_random_state(state.random)
-        vars(sys.modules["__main__"]).update(state.variables)
+        for names, before in state.variables:
+            names.update(before)
         with torch.no_grad():
             for buffer, before in state.buffers:
                 buffer.copy_(before)
@@ -423,6 +428,13 @@ class Rehearsal:
     def _refuse(self, why: str) -> NoReturn:
         self.found = Rehearsed(refused=why)
         raise RehearsalOver
+
+
+def _namespaces() -> list[dict[str, Any]]:
+    """Returns the variables of the script's modules, and the attributes of its classes' objects."""
+    modules = own_modules()
+    objects = [each for each in alive(object) if type(each).__module__ in modules and hasattr(each, "__dict__")]
+    return [vars(each) for each in (*modules.values(), *objects) if isinstance(vars(each), dict)]
 
 
 def _without_none(rules: Mapping[str, Rule | None]) -> dict[str, Rule]:

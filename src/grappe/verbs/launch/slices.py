@@ -117,12 +117,13 @@ class SlicedSteps:
         if trains:
             self._after.close()
         try:
-            for batch in plain:
-                if not trains:
-                    self._place = None
-                    with whole_batch_draws(None):
+            if not trains:
+                self._place = None
+                with whole_batch_draws(None):  # the loading too, which reads and draws for whole batches
+                    for batch in plain:
                         yield self._keys.batch(batch)
-                    continue
+                return
+            for batch in plain:
                 alone = self._world.data_size == 1
                 rows = rows_of(batch) or int(alone)
                 if not rows:

@@ -92,10 +92,8 @@ def variables_of(optimizers: Sequence[Optimizer]) -> Variables:
 def _roots(optimizers: Sequence[Optimizer]) -> Iterator[tuple[str, Any]]:
     for number, optimizer in enumerate(optimizers):
         yield f"optimizer[{number}]", [group["params"] for group in optimizer.param_groups]
-    for name in sorted(sys.modules):
-        module = sys.modules[name]
-        if name == "__main__" or is_own_file(getattr(module, "__file__", None) or "<none>"):
-            yield from ((f"{name}.{key}", value) for key, value in _named(vars(module)))
+    for name, module in sorted(own_modules().items()):
+        yield from ((f"{name}.{key}", value) for key, value in _named(vars(module)))
     frame: types.FrameType | None = sys._getframe(1)
     while frame is not None:
         if is_own_file(frame.f_code.co_filename) and frame.f_code.co_name != "<module>":
@@ -125,5 +123,13 @@ def _is_own(value: Any) -> bool:
     """Returns whether the numbers in a value are the script's: a progress bar's are of its clock."""
     if isinstance(value, (*CONTAINERS, *FUNCTIONS, *PLAIN)):
         return True
-    module = sys.modules.get(type(value).__module__)
-    return type(value).__module__ == "__main__" or is_own_file(getattr(module, "__file__", None) or "<none>")
+    return _is_own_module(type(value).__module__, sys.modules.get(type(value).__module__))
+
+
+def own_modules() -> dict[str, types.ModuleType]:
+    """Returns the script, and the modules of its own that it has imported."""
+    return {name: module for name, module in list(sys.modules.items()) if _is_own_module(name, module)}
+
+
+def _is_own_module(name: str, module: types.ModuleType | None) -> bool:
+    return name == "__main__" or is_own_file(getattr(module, "__file__", None) or "<none>")
