@@ -29,6 +29,7 @@ NUMBER = re.compile(r"[-+]?\d+\.?\d*(?:[eE][-+]?\d+)?")
 SETTINGS = {
     "STEPS": str(STEPS),
     "MPLBACKEND": "Agg",
+    "WANDB_MODE": "offline",
     "OMP_NUM_THREADS": "1",
     "PYTHONWARNINGS": "ignore",
     "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD": "1",
@@ -126,6 +127,7 @@ def main() -> None:
     parser.add_argument("--site", type=Path, help="a folder of packages and data sets that the scripts import")
     parser.add_argument("--json", type=Path, help="add each outcome to this file")
     options = parser.parse_args()
+    commit = subprocess.run(["git", "rev-parse", "--short=8", "HEAD"], text=True, capture_output=True, check=True).stdout
     known = json.loads(options.json.read_text()) if options.json and options.json.exists() else {}
     for each in tomllib.loads(LIST.read_text())["script"]:
         script = Script(**each)
@@ -133,7 +135,7 @@ def main() -> None:
         if options.names and not any(part in name for part in options.names):
             continue
         outcome = compare(script, options.folder / script.repository.replace("/", "+"), options.site)
-        known[name] = {**dataclasses.asdict(script), **dataclasses.asdict(outcome)}
+        known[name] = {**dataclasses.asdict(script), **dataclasses.asdict(outcome), "commit": commit.strip()}
         print(f"{name}: {outcome}", file=sys.stderr, flush=True)
         if options.json:
             options.json.write_text(json.dumps(known, indent=1) + "\n")
@@ -159,7 +161,7 @@ def compare(script: Script, repository: Path, site: Path | None) -> Outcome:
             command, began = [sys.executable, "-u", *launch, file.name, *arguments], time.perf_counter()
             try:
                 return subprocess.run(
-                    command, cwd=file.parent, env=environment, text=True, capture_output=True, timeout=600, check=False
+                    command, cwd=file.parent, env=environment, text=True, capture_output=True, timeout=1200, check=False
                 )
             finally:
                 seconds.append(round(time.perf_counter() - began, 1))

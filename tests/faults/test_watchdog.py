@@ -8,6 +8,8 @@ import os
 import queue
 import re
 import signal
+import subprocess
+import sys
 import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -19,7 +21,7 @@ from torch.distributed import distributed_c10d
 from grappe.errors import user_line
 from grappe.profiling.phases import BACKWARD, CHECKPOINT, COMMUNICATION, EVALUATION, FORWARD
 from grappe.training.run import Run
-from grappe.training.watchdog import Standstill, Watchdog, sentence, waits_in
+from grappe.training.watchdog import IdleWatchdog, Standstill, Watchdog, cpu_seconds, sentence, waits_in
 from tests.commands import GRAPPE, Command, pids_in_training, until
 from tests.patience import PATIENCE_SECONDS
 
@@ -55,6 +57,35 @@ def test_data_that_never_come_are_named_with_their_line(start: Start, tmp_path: 
     assert '"waits": false' in reports[causes]
     assert '"waits": true' in reports[1 - causes]
     assert "__getitem__" in reports[causes]
+
+
+@pytest.mark.parametrize("others", [False, True])
+def test_a_script_that_does_nothing_is_named_and_goes_on_unless_another_process_works(
+    others: bool, tmp_path: Path
+) -> None:
+    ended: queue.Queue[str] = queue.Queue()
+    watchdog = IdleWatchdog(
+        rank=0, size=1 + others, folder=tmp_path, token="now", limit=1.0,
+        end=ended.put, phase=lambda: FORWARD, writing=lambda: False,
+    )  # fmt: skip
+    watchdog.start(3)
+    if others:  # this one is silent, and the other does not answer, since it works
+        with pytest.raises(queue.Empty):
+            ended.get(timeout=4.0)
+    else:
+        why = ended.get(timeout=PATIENCE_SECONDS)
+        assert "process 0 of 1" in why and "makes no progress in step 4, at" in why and "test_watchdog.py" in why
+    watchdog.stop()
+
+
+def test_the_work_of_started_processes_counts() -> None:
+    before = cpu_seconds()
+    worker = subprocess.Popen([sys.executable, "-c", "while True: pass"])
+    try:
+        until(lambda: cpu_seconds() - before > 0.2, "a started process's work is seen")
+    finally:
+        worker.kill()
+        worker.wait()
 
 
 @pytest.mark.parametrize(("rank", "plan"), [(0, "replicate=2"), (1, "replicate=2"), (0, "pipeline=2,microbatches=2")])

@@ -13,8 +13,10 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
+import os
 import sys
 import threading
+import time
 import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -75,6 +77,9 @@ class Watchdog:
         phase: returns the main thread's phase, one of profiling.phases.
         writing: returns whether the main thread is writing to the user's terminal now.
     """
+
+    _asks_all = False
+    """Whether the others' progress is enough."""
 
     def __init__(
         self,
@@ -155,6 +160,8 @@ class Watchdog:
             reports = self._others()
             if self._progress() != before or any(report.excused for report in reports.values()):
                 break
+            if self._asks_all and len(reports) < self._size:  # another one gets on
+                break
             if min(reports, default=self._rank) >= self._rank:
                 self._end(sentence(reports, self._size, self._folder, silent))
                 return True
@@ -206,6 +213,35 @@ class Watchdog:
             excused=self._writing(),
             stack=tuple("".join(traceback.format_list(stack)).splitlines()[-LAST_LINES:]),
         )
+
+
+class IdleWatchdog(Watchdog):
+    """Watchdog of a script, of whose progress nothing tells but its processes' work.
+
+    Args:
+        limit: seconds in which a process and those that it has started compute for less than a sixtieth.
+    """
+
+    _asks_all = True
+
+    def _progress(self) -> tuple[int, str]:
+        return int(cpu_seconds() * 60 / self.bound()), "step"
+
+    def bound(self) -> float:
+        """Returns the limit."""
+        return self._limit or FIRST_SECONDS
+
+
+def cpu_seconds(process: str = "self") -> float:
+    """Sums up the CPU time of a process and of those that it has started; off Linux of this one alone."""
+    folder = Path("/proc") / process
+    try:
+        fields = (folder / "stat").read_text().rpartition(")")[2].split()
+        started = [(thread / "children").read_text().split() for thread in (folder / "task").iterdir()]
+    except OSError:
+        return time.process_time() if process == "self" else 0.0
+    own = (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+    return own + sum(cpu_seconds(number) for numbers in started for number in numbers)
 
 
 def waits_in(phase: int, stack: traceback.StackSummary) -> bool:

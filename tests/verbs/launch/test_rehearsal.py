@@ -222,7 +222,9 @@ def test_what_a_script_does_with_its_first_batch_alone_is_measured_in_each_pass(
     body = f"if not {counter}:\n    print(output.mean().item())\n{counter} += 1"
     script = SCRIPT.format(model="Net()", body=indent(f"output = model(inputs)\n{PLAIN}\n{body}", "    "))
     classes = f"class Net(nn.Module):\n    def __init__(self):\n        super().__init__()\n        self.net = {NET}\n"
-    classes += "    def forward(self, x):\n        return self.net(x)\nclass Now:\n    done = 0\n    def __init__(self):\n"
+    classes += (
+        "    def forward(self, x):\n        return self.net(x)\nclass Now:\n    done = 0\n    def __init__(self):\n"
+    )
     script = script.replace("torch.manual_seed(1)", f"{classes}        self.done = 0\ntorch.manual_seed(1)")
     found = rehearse(tmp_path, script.replace("state = torch.zeros(20, 3)", made))
     assert list(found.values.values()) == ["mean"]

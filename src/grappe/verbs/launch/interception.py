@@ -14,7 +14,7 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import CodeType, FrameType
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -49,32 +49,31 @@ PLANS_FORWARD = weakref.WeakSet[nn.Module]()
 """Modules whose `forward` is a plan's: a copy of one, or one that is saved, has its class's."""
 
 
-class StepHandler(Protocol):
-    """Handler of a script's steps, in place of torch's own functions."""
+class StepHandler:
+    """A script's steps as they are; a handler overrides what it changes of what the script goes through."""
 
     def batches(self, loader: DataLoader[Any], place: str, begin: Begin) -> Iterator[Any]:
         """Returns what the script gets for each batch of a loader; `place` are the lines that made and use it."""
-        ...
+        return begin()
 
-    def backward(self, place: str, loss: Tensor, run: Callable[[float], None]) -> None:
-        """Runs a backward, whose loss is multiplied with what `run` is given."""
-        ...
+    def backward(self, place: str, loss: Tensor, run: Callable[[float], None]) -> float:
+        """Runs a backward, whose loss is multiplied with what `run` is given; returns this process's part of it."""
+        run(1.0)
+        return 1.0
 
     def read(self, tensor: Tensor, place: str, read: Callable[[Tensor], T]) -> T:
         """Returns the value of a tensor that a line of the script reads."""
-        ...
+        return read(tensor)
 
     def length(self, value: int, tensor: object, place: str) -> int:
         """Returns the number of rows that a line of the script is told for a batch's tensor."""
-        ...
+        return value
 
     def count(self, counted: Tensor, of: int, *, special: bool) -> None:
         """Notes what a cross-entropy of `of` targets divides by: those without padding, or their classes' weights."""
-        ...
 
     def add_optimizer(self, optimizer: Optimizer) -> None:
         """Notes an optimizer that the script has made."""
-        ...
 
 
 @contextlib.contextmanager

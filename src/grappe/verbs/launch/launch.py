@@ -345,6 +345,7 @@ def run_recorded(request: ScriptRequest, process: ProcessRank, rendezvous_folder
         resumes=folder is not None and Run.is_run(folder),
         save_every=request.save_every,
         signals=[number for number in handled() if number != signal.SIGINT or not request.catches],
+        reports=rendezvous_folder,
     )
     _seed(request.seed)
     with (

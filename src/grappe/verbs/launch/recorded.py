@@ -36,9 +36,18 @@ from grappe.training.own_loop_objects import KeptObjects
 from grappe.training.random_state import as_tensor, from_tensor, random_state, set_random_state, set_state_of, state_of
 from grappe.training.run import Run
 from grappe.training.task_reference import SCRIPT
+from grappe.training.watchdog import IdleWatchdog
 from grappe.training.watchers.base import Record
 from grappe.training.watchers.meter import Meter, used
-from grappe.verbs.launch.interception import Begin, alive, beyond_torchs_own, modules_alive, parameters_of, rows_of
+from grappe.verbs.launch.interception import (
+    Begin,
+    StepHandler,
+    alive,
+    beyond_torchs_own,
+    modules_alive,
+    parameters_of,
+    rows_of,
+)
 from grappe.verbs.launch.replay import Iteration, Replay, repeats
 from grappe.verbs.launch.request import INTERRUPTED, ScriptRequest
 from grappe.verbs.launch.slices import SlicedSteps
@@ -47,6 +56,8 @@ from grappe.verbs.launch.variables import Unchanged, Variables, variables_of
 T = TypeVar("T")
 SAVE_SECONDS = 60.0
 """What a killed script loses at most, where --save-every says nothing."""
+IDLE_SECONDS = 300.0
+"""Without any work of the script's processes, after which they say where they stand."""
 MOST_READ = 1 << 26  # bytes of what a script has read, which each checkpoint holds
 
 
@@ -82,7 +93,7 @@ class ScriptFolder(LoopFolder):
                 )
 
 
-class RecordedSteps:
+class RecordedSteps(StepHandler):
     """Handles a script's steps: writes them down, saves, and passes them on.
 
     Args:
@@ -90,6 +101,7 @@ class RecordedSteps:
         steps: spread the script over several processes; None: there is one.
         save_every: steps between checkpoints; None: a minute.
         signals: on which it saves and ends.
+        reports: a folder of all processes, in which they say where they stand still.
     """
 
     def __init__(
@@ -102,9 +114,11 @@ class RecordedSteps:
         resumes: bool,
         save_every: int | None,
         signals: Sequence[int],
+        reports: Path,
     ) -> None:
         began = time.perf_counter()
-        self._begin_run, self._world, self._inner, self._save_every = begin_run, world, steps, save_every
+        self._begin_run, self._world, self._sliced, self._save_every = begin_run, world, steps, save_every
+        self._inner = steps or StepHandler()
         self.chronometer = Chronometer(world.device, began)
         self._meter = Meter(
             world, self.chronometer, per_device=plan.per_device, began=began, baseline=memory.resident(),
@@ -135,6 +149,11 @@ class RecordedSteps:
         self._unsaved = "" if steps is None else steps.unsaved
         """Why there are no checkpoints."""
         self._said = self._closed = False
+        self._watchdog = IdleWatchdog(
+            rank=world.rank, size=world.size, folder=reports, token="", limit=IDLE_SECONDS,
+            end=lambda why: complain(f"grappe: {why}"), phase=lambda: self.chronometer.phase, writing=lambda: False,
+        )  # fmt: skip
+        self._watchdog.start(0)
         if resumes:
             self._open()
 
@@ -146,8 +165,8 @@ class RecordedSteps:
         if self._folder.checkpoint is not None:
             self._replay = Replay(self._folder.checkpoint, self._world.rank)
             self._first = self._replay.first
-            if self._inner is not None:
-                self._inner.replaying = True
+            if self._sliced is not None:
+                self._sliced.replaying = True
 
     # ---- What the script does ------------------------------------------------------------------------------
 
@@ -159,8 +178,7 @@ class RecordedSteps:
             made.plain = begin()
         elif self._replay.computes:
             self._replay.begin()
-        source = self._source(made)
-        return source if self._inner is None else self._inner.batches(place, source)
+        return self._inner.batches(loader, place, lambda: self._source(made))
 
     def _source(self, made: Iteration) -> Iterator[Any]:
         """Yields whole batches; a step ends between two of them."""
@@ -188,34 +206,28 @@ class RecordedSteps:
             if self._leader is made:
                 self._leader = None
 
-    def backward(self, place: str, loss: Tensor, run: Callable[[float], None]) -> None:
+    def backward(self, place: str, loss: Tensor, run: Callable[[float], None]) -> float:
         """Runs a backward, and notes its loss."""
         if self._unchanged is None:
             self._unchanged = Unchanged([*variables_of(self._optimizers).tensors.values(), *_of_modules()])
         if self._replay is not None and not self._replay.computes:
-            if self._inner is not None:  # which notes whose loss it is
-                self._inner.backward(place, loss, lambda _: None)
+            self._inner.backward(place, loss, lambda _: None)  # which notes whose loss it is
             self._replay.backward(self._optimizers)
-            return
+            return 1.0
         self.chronometer.switch(BACKWARD)
-        weight = 1.0
-        if self._inner is None:
-            run(1.0)
-        else:
-            weight = self._inner.backward(place, loss, run)
+        weight = self._inner.backward(place, loss, run)
         if loss.numel() == 1:
             value = loss.detach().double().reshape(()) * weight
             self._losses[place] = self._losses[place] + value if place in self._fresh else value
             self._fresh.add(place)
         self.chronometer.switch(FORWARD)
+        return weight
 
     def read(self, tensor: Tensor, place: str, read: Callable[[Tensor], T]) -> T:
         """Returns the value of a tensor, on the way back to a checkpoint the one that was read."""
         again = repeats(beyond_torchs_own(sys._getframe(2)))
-        if again and self._replay is not None:
-            value = self._replay.read()
-        else:
-            value = read(tensor) if self._inner is None else self._inner.read(tensor, place, read)
+        replays = again and self._replay is not None
+        value = self._replay.read() if replays else self._inner.read(tensor, place, read)  # type: ignore[union-attr]
         if again:
             self._reads.append(value)
         return value
@@ -229,18 +241,16 @@ class RecordedSteps:
 
     def length(self, value: int, tensor: object, place: str) -> int:
         """Returns the number of rows that the script is told."""
-        return value if self._inner is None else self._inner.length(value, tensor, place)
+        return self._inner.length(value, tensor, place)
 
     def count(self, counted: Tensor, of: int, *, special: bool) -> None:
         """Notes what a cross-entropy divides by."""
-        if self._inner is not None:
-            self._inner.count(counted, of, special=special)
+        self._inner.count(counted, of, special=special)
 
     def add_optimizer(self, optimizer: Optimizer) -> None:
         """Notes an optimizer."""
         self._optimizers.append(optimizer)
-        if self._inner is not None:
-            self._inner.add_optimizer(optimizer)
+        self._inner.add_optimizer(optimizer)
         optimizer.register_step_pre_hook(self._note_update)
         optimizer.register_step_post_hook(lambda *_: self._note_step(optimizer))
         if self._replay is not None:
@@ -282,7 +292,7 @@ class RecordedSteps:
 
     def _end_step(self, made: Iteration | None) -> None:
         """Ends a step: its record, its checkpoint; ends the script after a signal. Collective."""
-        self.step += 1
+        self.step = self._watchdog.step = self.step + 1
         self._stepped = False
         seconds = self.chronometer.end_step()
         self.chronometer.switch(FORWARD)
@@ -370,7 +380,7 @@ class RecordedSteps:
         rank = self._world.rank
         for number, path in enumerate(changed):
             tensor = variables.tensors[path]
-            if self._inner is None or id(tensor) in alike:
+            if self._sliced is None or id(tensor) in alike:
                 tensors[f"script.{number}"] = tensor
             else:
                 own[f"local.{rank}.script.{number}"] = tensor
@@ -454,8 +464,8 @@ class RecordedSteps:
             self._replay = None
             self._saved_at = time.monotonic()
             self.chronometer.begin()
-        if self._inner is not None:
-            self._inner.replaying = False
+        if self._sliced is not None:
+            self._sliced.replaying = False
 
     def _differs(self, replay: Replay, variables: Variables) -> str:
         """Returns what is not as it was at the checkpoint; "" if all is."""
@@ -498,6 +508,7 @@ class RecordedSteps:
         if error is None and self._stepped and not interrupted:
             self._end_step(None)
         self._closed = True
+        self._watchdog.stop()
         self._leave_replay()
         self.chronometer.finish()
         if error is None:

@@ -12,7 +12,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import sys
 import traceback
 import types
 from collections import defaultdict
@@ -37,6 +36,7 @@ from grappe.training.random_state import random_digest, random_state, set_random
 from grappe.verbs.launch.interception import (
     BY,
     Begin,
+    StepHandler,
     add_gradient,
     alive,
     buffers_alive,
@@ -94,7 +94,7 @@ class _StepState(NamedTuple):
     gradients: list[Tensor | None]
 
 
-class Rehearsal:
+class Rehearsal(StepHandler):
     """Handles a script's steps until its first batch that trains is measured; then raises RehearsalOver.
 
     Args:
@@ -169,7 +169,7 @@ class Rehearsal:
         finally:
             self._pass = outer
 
-    def backward(self, place: str, loss: Tensor, run: Callable[[float], None]) -> None:
+    def backward(self, place: str, loss: Tensor, run: Callable[[float], None]) -> float:
         """Runs a backward, and keeps apart what it adds."""
         parameters = parameters_of(self._optimizers)
         before = [each.grad for each in parameters]
@@ -200,6 +200,7 @@ class Rehearsal:
         for each, gradient in zip(parameters, before, strict=True):
             if gradient is not None:
                 each.grad = gradient if each.grad is None else gradient + each.grad
+        return 1.0
 
     def read(self, tensor: Tensor, place: str, read: Callable[[Tensor], T]) -> T:
         """Reads a value, and notes it."""

@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
+from torch.utils.data import DataLoader
 
 from grappe.checkpoint.weights import gathered
 from grappe.data.batch import BatchRows
@@ -36,6 +37,8 @@ from grappe.training.random_state import random_digest
 from grappe.verbs.launch.interception import (
     BY,
     PLANS_FORWARD,
+    Begin,
+    StepHandler,
     add_gradient,
     cut_rows,
     modules_alive,
@@ -52,7 +55,7 @@ TOLERATED = 1e-3
 """Of the first gradient's norms, in parts of the largest: what the rehearsal does not show is larger."""
 
 
-class SlicedSteps:
+class SlicedSteps(StepHandler):
     """Handles a script's steps on one of several processes.
 
     Args:
@@ -109,11 +112,11 @@ class SlicedSteps:
         self.replaying = False
         """Whether nothing is computed: the script comes back to its checkpoint."""
 
-    def batches(self, place: str, plain: Iterator[Any]) -> Iterator[Any]:
+    def batches(self, loader: DataLoader[Any], place: str, begin: Begin) -> Iterator[Any]:
         """Yields this process's rows of each batch that trains, and other batches whole."""
         outer = self._place, self._share
         trains = place == self._rehearsed.loader and outer[0] is None
-        taken = None
+        taken, plain = None, begin()
         if trains:
             self._after.close()
         try:

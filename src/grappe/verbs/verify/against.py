@@ -13,7 +13,7 @@ import dataclasses
 import io
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn, TypeVar
+from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
 import torch
@@ -37,7 +37,7 @@ from grappe.task import Task, overrides
 from grappe.training.random_state import random_state, set_random_state
 from grappe.training.request import data_folder
 from grappe.training.task_reference import TaskReference
-from grappe.verbs.launch.interception import Begin, buffers_alive, copied, intercepted, rows_of
+from grappe.verbs.launch.interception import Begin, StepHandler, buffers_alive, copied, intercepted, rows_of
 from grappe.verbs.launch.launch import run_as_main
 from grappe.verbs.verify.ported import (
     dropout_rates,
@@ -50,7 +50,6 @@ from grappe.verbs.verify.ported import (
 )
 from grappe.verbs.verify.trained_by_hand import gap
 
-T = TypeVar("T")
 STEPS = 8
 LOSS, TENSOR, RATE = 1e-5, 1e-4, 1e-6
 """Up to these relative differences losses, a tensor's gradient or weights, and learning rates are the same."""
@@ -177,7 +176,7 @@ def compare(request: AgainstRequest, process: ProcessRank, rendezvous_folder: Pa
     return comparison.so_far()
 
 
-class Comparison:
+class Comparison(StepHandler):
     """Handler of the script's steps, each of which the task's model takes too."""
 
     def __init__(self, task: Task, dataset: Any, steps: int) -> None:
@@ -225,29 +224,15 @@ class Comparison:
         for batch in begin():
             if not self.step and not self._backwards:  # before a forward writes running statistics
                 self._first_buffers = {id(buffer): buffer.detach().clone() for buffer in buffers_alive()}
-            self._batch = (
-                copied(batch),
-                loader,
-                random_state(),
-            )
+            self._batch = (copied(batch), loader, random_state())
             yield batch
 
-    def backward(self, place: str, loss: Tensor, run: Callable[[float], None]) -> None:
+    def backward(self, place: str, loss: Tensor, run: Callable[[float], None]) -> float:
         """Runs a backward, and notes its loss."""
         run(1.0)
         if self._batch is not None and not self._in_task:
             self._backwards.append(_Backward(*self._batch, float(loss.detach().sum())))
-
-    def read(self, tensor: Tensor, place: str, read: Callable[[Tensor], T]) -> T:
-        """Reads a value, as the script does."""
-        return read(tensor)
-
-    def length(self, value: int, tensor: object, place: str) -> int:
-        """Returns a batch's rows, as the script is told."""
-        return value
-
-    def count(self, counted: Tensor, of: int, *, special: bool) -> None:
-        """Passes over what a cross-entropy divides by."""
+        return 1.0
 
     def add_optimizer(self, optimizer: Optimizer) -> None:
         """Lets the task take each step of an optimizer too."""
