@@ -18,6 +18,7 @@ import time
 import tomllib
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -236,7 +237,7 @@ def same_line(one: str, other: str) -> bool:
     )
 
 
-def row(outcome: dict[str, object]) -> tuple[str, ...]:
+def row(outcome: dict[str, Any]) -> tuple[str, ...]:
     """The table's row of an outcome."""
     apart, by_rounding = float(str(outcome["apart"])), float(str(outcome["by_rounding"]))
     ran = bool(outcome["lines"] or apart)
@@ -249,7 +250,7 @@ def row(outcome: dict[str, object]) -> tuple[str, ...]:
         f"{outcome['word']}" + ("" if ran else f": {str(outcome['why']).split(': ', 2)[-1].partition('. Or')[0]}"),
         f"{apart:.0e}{rounding}" if ran else "",
         f"{outcome['same_lines']} of {outcome['lines']}" if ran else "",
-        ", ".join(map(str, outcome["seconds"])),
+        ", ".join(map(str, outcome.get("seconds", ()))),
     )
 
 
