@@ -128,7 +128,9 @@ def main() -> None:
     parser.add_argument("--site", type=Path, help="a folder of packages and data sets that the scripts import")
     parser.add_argument("--json", type=Path, help="add each outcome to this file")
     options = parser.parse_args()
-    commit = subprocess.run(["git", "rev-parse", "--short=8", "HEAD"], text=True, capture_output=True, check=True).stdout
+    commit = subprocess.run(
+        ["git", "rev-parse", "--short=8", "HEAD"], text=True, capture_output=True, check=True
+    ).stdout
     known = json.loads(options.json.read_text()) if options.json and options.json.exists() else {}
     for each in tomllib.loads(LIST.read_text())["script"]:
         script = Script(**each)

@@ -1,4 +1,4 @@
-"""Forms of public training scripts, written anew: as they are, what Accelerate changes in each, and what grappe.Loop does.
+"""Forms of public training scripts, written anew: as they are, with Accelerate, and with grappe.Loop.
 
 The forms are those of the scripts in benchmarks/unedited.toml that differ most; docs/from-a-script.md has three others.
 """
@@ -17,7 +17,10 @@ torch.manual_seed(0)
 Edit = tuple[str, str]
 ACCELERATOR: Edit = ("import torch\n", "import torch\nfrom accelerate import Accelerator\n")
 GRAPPE: Edit = ("import torch\n", "import torch\nimport grappe\n")
-LOOP: Edit = ("\nfor epoch in range(", "\nmodel, optimizer = loop.parallelize(model, optimizer)\nfor epoch in loop.epochs(")
+LOOP: Edit = (
+    "\nfor epoch in range(",
+    "\nmodel, optimizer = loop.parallelize(model, optimizer)\nfor epoch in loop.epochs(",
+)
 BACKWARD: Edit = ("loss.backward()", "accelerator.backward(loss)")
 
 
@@ -112,7 +115,8 @@ for epoch in range(20):
             ("criterion = nn.MSELoss()", 'criterion = nn.MSELoss(reduction="none")\nloop = grappe.Loop()\n'
              "data = TensorDataset(inputs, targets)"),
             ("    loss = criterion(model(inputs), targets)",
-             "  for inputs, targets in loop.batches(data, 15):\n    loss = loop.mean(criterion(model(inputs), targets))"),
+             "  for inputs, targets in loop.batches(data, 15):\n    loss = loop.mean(criterion(model(inputs),"
+             " targets))"),
             ("loss.item()", "loop.total(loss)"),
         ),
     ),
@@ -196,7 +200,8 @@ Trainer(nn.Sequential(nn.Embedding(9, 16), nn.Dropout(0.1), nn.Linear(16, 9)), d
              "            except StopIteration:\n                iterator = iter(loader)\n"
              "                tokens, following = next(iterator)\n",
              "        loop.parallelize(self.model, self.optimizer)\n"
-             "        for step, (tokens, following) in zip(range(steps), loop.batches(self.data, 16, epochs=steps)):\n"),
+             "        for step, (tokens, following) in zip(range(steps), loop.batches(self.data, 16,"
+             " epochs=steps)):\n"),
             ("F.cross_entropy(self.model(tokens), following)",
              'loop.mean(F.cross_entropy(self.model(tokens), following, reduction="none"))'),
             ("torch.nn.utils.clip", "loop.clip"),
@@ -240,7 +245,8 @@ for step in range(6):
             ("print(step", "accelerator.print(step"),
         ),
         grappe=(
-            ("\n\ndef get_batch():\n    places = torch.randint(len(text) - 8, (12,))\n", "\n\ndef get_batch(places):\n"),
+            ("\n\ndef get_batch():\n    places = torch.randint(len(text) - 8, (12,))\n", "\n\ndef"
+             " get_batch(places):\n"),
             ("\nfor step in range(6):", "\nloop = grappe.Loop()\nloop.parallelize(model, optimizer)\n"
              "for step, batch in zip(range(6), loop.batches(torch.arange(len(text) - 8), 24)):"),
             ("for _ in range(2):\n        tokens, following = get_batch()",
@@ -294,7 +300,8 @@ for epoch in range(3):
              "DataLoader(validation, 8)", 'criterion = nn.CrossEntropyLoss(reduction="none")\nloop = grappe.Loop()'),
             ("in loader:", "in loop.batches(train, 8):"),
             ("criterion(model(inputs), targets)", "loop.mean(criterion(model(inputs), targets))"),
-            ("    model.eval()\n    score = 0.0\n    with torch.no_grad():\n        for inputs, targets in other_loader:\n"
+            ("    model.eval()\n    score = 0.0\n    with torch.no_grad():\n        for inputs, targets in"
+             " other_loader:\n"
              "            score += (model(inputs).argmax(1) == targets).float().mean((1, 2)).sum().item()\n"
              "    score /= len(validation)\n",
              "    right = lambda inputs, targets: (model(inputs).argmax(1) == targets).float().mean((1, 2))\n"
@@ -382,7 +389,8 @@ for epoch in range(2):
         grappe=(
             ("nn.MSELoss()", 'nn.MSELoss(reduction="none")'),
             ("loader = DataLoader(TensorDataset(images), 16, shuffle=True)\nfor epoch in range(",
-             "loop, both = grappe.Loop(), nn.ModuleList([generator, critic])\nfor each in (step_g, step_c, step_both):\n"
+             "loop, both = grappe.Loop(), nn.ModuleList([generator, critic])\nfor each in (step_g, step_c,"
+             " step_both):\n"
              "    loop.parallelize(both, each)\nfor epoch in loop.epochs("),
             ("in loader:", "in loop.batches(TensorDataset(images), 16):"),
             ("loss = criterion(critic(generator(code))[:, 0], torch.ones(len(real)))",

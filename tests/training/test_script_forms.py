@@ -1,4 +1,4 @@
-"""Ten forms of public scripts with grappe.Loop: the numbers of one process, at most six lines more than Accelerate's."""
+"""Ten forms of public scripts by grappe.Loop: one process's numbers, at most six lines more than Accelerate's."""
 
 from __future__ import annotations
 

@@ -45,6 +45,7 @@ from grappe.words import format_bytes, host_name
 GRACE_SECONDS = 3.0
 METRICS = "grappe.launch.preload_metrics"
 PRELOADED = ("grappe.launch.server", "grappe.launch.preload")
+LIBRARIES = "GRAPPE_LIBRARIES"
 OF_SCRIPTS = ("grappe.launch.server", "grappe.launch.preload_scripts")
 TASKS = Path("/proc/self/task")  # a folder for each thread
 NAME = "grappe-rank-"
@@ -74,9 +75,17 @@ def start_server(*, metrics: bool = True) -> None:
     _start_server(*PRELOADED, *[METRICS] * metrics)
 
 
-def start_server_of_scripts() -> None:
-    """Starts the server for a script for one process under `grappe launch`: the server imports what that needs."""
-    _start_server(*OF_SCRIPTS)
+def start_server_of_scripts(*libraries: str) -> None:
+    """Starts the server for a script for one process under `grappe launch`: the server imports what that needs.
+
+    Args:
+        libraries: modules that the script will import.
+    """
+    os.environ[LIBRARIES] = " ".join(libraries)
+    try:
+        _start_server(*OF_SCRIPTS)
+    finally:
+        del os.environ[LIBRARIES]
 
 
 def _start_server(*preloaded: str) -> None:

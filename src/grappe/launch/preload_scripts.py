@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import gc
+import os
 
 from grappe.launch.imports import import_quietly
 
-import_quietly("grappe.verbs.launch.recorded")
+# Also what local.LIBRARIES names: modules that the script imports.
+import_quietly("grappe.verbs.launch.recorded", *os.environ.pop("GRAPPE_LIBRARIES", "").split())
 gc.freeze()

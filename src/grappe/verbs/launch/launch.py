@@ -8,6 +8,7 @@ from __future__ import annotations
 import ast
 import contextlib
 import dataclasses
+import functools
 import importlib.machinery
 import io
 import os
@@ -44,6 +45,8 @@ from grappe.verbs.launch.request import (
 LOOP = "grappe"
 ITS_OWN = ("torch.distributed", "accelerate", "deepspeed", "horovod", "lightning", "pytorch_lightning", "transformers")
 """Packages by which a script spreads its training itself."""
+SLOW_IMPORTS = ("torchvision", "matplotlib.pyplot", "timm", "transformers")
+"""Libraries that start no threads, which a script's processes import once together, while it is rehearsed."""
 LIGHTNING = ("lightning", "pytorch_lightning")
 PROCESS_KEYS = frozenset({"replicate", "batchnorm", "dropout", "device", "backend", "threads", "per_device"})
 """Keys of a plan that change no model of a script for one process."""
@@ -172,7 +175,9 @@ def rehearsed_on_one_process(request: ScriptRequest, plan: Plan) -> Rehearsed:
     alone = Plan(device=plan.device, threads=plan.threads)
     keys = plan.changed_keys() - PROCESS_KEYS
     # Meanwhile the server that the processes are forked from imports what they need.
-    meanwhile = local.start_server if keys & {"compile", "shard"} else local.start_server_of_scripts
+    meanwhile: Callable[[], None] = functools.partial(local.start_server_of_scripts, *_slow_imports(request.script))
+    if keys & {"compile", "shard"}:
+        meanwhile = local.start_server
     structural: list[str] = []
     while True:
         rehearsal = RehearsalRequest(script=request, structural=tuple(structural))
@@ -206,6 +211,14 @@ def rehearsed_on_one_process(request: ScriptRequest, plan: Plan) -> Rehearsed:
         apart = ", ".join(f"{key} {distance:.0e}" for key, distance in rehearsed.keys.items())
         complain(f"grappe: rehearsed: relative change of the first gradient under each key: {apart}")
     return rehearsed
+
+
+def _slow_imports(script: Path) -> list[str]:
+    """Lists the libraries of SLOW_IMPORTS that a script imports, and that are no file of its own."""
+    imported = set(_imports(ast.parse(files.read_text(script))))
+    folder = script.parent
+    own = {each.stem for each in folder.iterdir() if each.is_dir() or each.suffix == ".py"}
+    return [name for name in SLOW_IMPORTS if name in imported and name.partition(".")[0] not in own]
 
 
 def _imports(script: ast.Module) -> Iterator[str]:

@@ -16,23 +16,17 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from grappe.checkpoint.weights import gathered
 from grappe.data.batch import BatchRows, InModel, stored_in
 from grappe.data.collate import in_float64
 from grappe.data.sampling import cut
 from grappe.data.whole_batch_draws import torchs_generator, whole_batch_draws
 from grappe.errors import TaskError
 from grappe.launch.world import World
-from grappe.parallel.activation_checkpointing import checkpoint_activations
-from grappe.parallel.parallelize import prepare_made
-from grappe.parallel.units import repeated_blocks
 from grappe.plan import Plan
 from grappe.private_api.torch import BatchNormBase, tree_flatten, tree_map, tree_unflatten
-from grappe.step.clip import backward_scaled, gradient_norm
 from grappe.step.precision import LossScale, set_gpu_arithmetic
 from grappe.verbs.launch.interception import PLANS_FORWARD, alive, modules_alive, parameters_of
 
@@ -94,6 +88,11 @@ class PlanKeys:
             TaskError: a model cannot have a key.
         """
         plan, self.on = self.plan, True
+        if not self.names:
+            return
+        from grappe.parallel.parallelize import prepare_made
+        from grappe.parallel.units import repeated_blocks
+
         if plan.precision != "fp32":
             set_gpu_arithmetic(plan.precision)
         if plan.precision == "fp64":
@@ -136,12 +135,18 @@ class PlanKeys:
 
     def backward(self, optimizers: Sequence[Optimizer], run: Callable[[float], None], factor: float) -> None:
         """Runs a backward of the loss times `factor`, in fp16 of the scaled loss, and unscales the gradients."""
+        if not self.scale.is_dynamic:
+            run(factor)
+            return
+        from grappe.step.clip import backward_scaled
+
         backward_scaled(self.scale, lambda: parameters_of(optimizers), lambda by: run(factor * by))
 
     def add_optimizer(self, optimizer: Optimizer) -> None:
         """Has an optimizer leave out an update whose fp16 gradient has an infinity."""
         if not self.scale.is_dynamic:
             return
+        from grappe.step.clip import gradient_norm
 
         def leave_out(*_: object) -> None:
             parameters = [each for each in parameters_of([optimizer]) if each.grad is not None]
@@ -207,6 +212,15 @@ def names_called(optimizers: Sequence[Optimizer], names: list[str]) -> Iterator[
         names += filter(None, (_name(module, numbers) for number, module in called.items() if number not in inner))
 
 
+def gathered(tensor: Tensor) -> Tensor:
+    """Returns the whole of a tensor that may be sharded."""
+    if type(tensor) in (Tensor, nn.Parameter):
+        return tensor
+    from grappe.checkpoint import weights  # imports torch.distributed.tensor, a third of a rehearsal's imports
+
+    return weights.gathered(tensor)
+
+
 class _Pieces:
     """The forward of a model, in pieces of the rows, of which backward keeps one piece's activations at a time.
 
@@ -218,6 +232,8 @@ class _Pieces:
         self._name, self._number, self._device = type(model).__name__, number, device
         if any(isinstance(module, BatchNormBase) and module.training for module in model.modules()):
             raise TaskError(f"{self._name} has batch normalisation, whose statistics would be those of a microbatch")
+        from grappe.parallel.activation_checkpointing import checkpoint_activations
+
         checkpoint_activations([model], Plan(recompute=True))
         self._forward, model.forward = model.forward, self
 
@@ -253,6 +269,8 @@ def files_shared(world: World) -> Iterator[None]:
 
     A load waits for the saves before it. Collective, as the whole script is.
     """
+    from torch.distributed.tensor import DTensor, distribute_tensor
+
     save, load, fill = torch.save, torch.load, nn.Module.load_state_dict
     is_saved = False
 

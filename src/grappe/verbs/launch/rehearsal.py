@@ -26,7 +26,6 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
-from grappe.checkpoint.weights import gathered
 from grappe.data.batch import BatchRows
 from grappe.data.sampling import cut
 from grappe.data.whole_batch_draws import whole_batch_draws
@@ -45,7 +44,7 @@ from grappe.verbs.launch.interception import (
     parameters_of,
     rows_of,
 )
-from grappe.verbs.launch.plan_keys import ROUNDING, TRIED, PlanKeys, names_called
+from grappe.verbs.launch.plan_keys import ROUNDING, TRIED, PlanKeys, gathered, names_called
 from grappe.verbs.launch.request import Rehearsed, Rule, line_of
 from grappe.verbs.launch.variables import is_own_file, own_modules
 from grappe.verbs.verify.random_ops import RandomOps
