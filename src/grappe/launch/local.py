@@ -43,10 +43,10 @@ from grappe.profiling import memory
 from grappe.words import format_bytes, host_name
 
 GRACE_SECONDS = 3.0
-METRICS = "grappe.launch.preload_metrics"
-PRELOADED = ("grappe.launch.server", "grappe.launch.preload")
-LIBRARIES = "GRAPPE_LIBRARIES"
-OF_SCRIPTS = ("grappe.launch.server", "grappe.launch.preload_scripts")
+PRELOADED = "GRAPPE_PRELOADED"
+"""Variable with the modules that the server imports."""
+# torch._dynamo: the first optimizer that is made imports it, and all that FSDP2 needs.
+OF_TASKS = ("torch._dynamo", "grappe.engines.native", "grappe.training.worker")
 TASKS = Path("/proc/self/task")  # a folder for each thread
 NAME = "grappe-rank-"
 REFUSED = frozenset({1, -signal.SIGSEGV, -signal.SIGABRT, -signal.SIGBUS})
@@ -72,30 +72,30 @@ def start_server(*, metrics: bool = True) -> None:
         metrics: whether the server imports torchmetrics too, which takes a second. Else each process that needs
             torchmetrics imports it.
     """
-    _start_server(*PRELOADED, *[METRICS] * metrics)
+    _start_server(*OF_TASKS, *["torchmetrics"] * metrics)
 
 
 def start_server_of_scripts(*libraries: str) -> None:
-    """Starts the server for a script for one process under `grappe launch`: the server imports what that needs.
+    """Starts the server for a script for one process under `grappe launch`; without torch._dynamo, a second of imports.
 
     Args:
         libraries: modules that the script will import.
     """
-    os.environ[LIBRARIES] = " ".join(libraries)
-    try:
-        _start_server(*OF_SCRIPTS)
-    finally:
-        del os.environ[LIBRARIES]
+    _start_server("grappe.verbs.launch.recorded", *libraries)
 
 
-def _start_server(*preloaded: str) -> None:
+def _start_server(*modules: str) -> None:
     _warn_of_torch()
-    multiprocessing.set_forkserver_preload([*preloaded])
-    # A signal to the whole group must not end the server either.
-    with signals_blocked(), without_main(), sleeping_threads(), parent_pipe_in_environment():
-        resource_tracker.ensure_running()  # which lifts a part of the mask
-        signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
-        forkserver.ensure_running()
+    multiprocessing.set_forkserver_preload(["grappe.launch.server", "grappe.launch.preload"])
+    os.environ[PRELOADED] = " ".join(modules)
+    try:
+        # A signal to the whole group must not end the server either.
+        with signals_blocked(), without_main(), sleeping_threads(), parent_pipe_in_environment():
+            resource_tracker.ensure_running()  # which lifts a part of the mask
+            signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+            forkserver.ensure_running()
+    finally:
+        del os.environ[PRELOADED]
 
 
 class Launch:

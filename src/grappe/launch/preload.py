@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import gc
+import os
 
 from grappe.launch.imports import import_quietly
 
-# torch._dynamo: the first optimizer that is made imports it, and all that FSDP2 needs.
-PRELOADED = ("torch._dynamo", "grappe.engines.native", "grappe.training.worker")
-
-import_quietly(*PRELOADED)
+import_quietly(*os.environ.pop("GRAPPE_PRELOADED", "").split())
 gc.freeze()  # processes share this memory until they write to it, as a search for garbage would
