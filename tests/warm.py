@@ -41,6 +41,9 @@ TORCHRUN = str(Path(sys.executable).with_name("torchrun"))
 MODULES = (
     "torchmetrics",
     "torch.distributed.pipelining",
+    "torch._dynamo",
+    "grappe.engines.native",
+    "grappe.training.worker",
     "grappe.launch.preload",
     "grappe.cli.commands",
     "grappe.verbs.train",

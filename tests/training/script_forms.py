@@ -72,8 +72,8 @@ for epoch in range(2):
     print(epoch, total / len(images))
 """,
         accelerate=(
-            ("\nfor epoch", "\naccelerator = Accelerator()\nmodel, optimizer, loader = accelerator.prepare("
-             "model, optimizer, loader)\nencoder, decoder = model\nfor epoch"),
+            ("\nfor epoch", "\naccelerator = Accelerator()\nencoder, decoder, optimizer, loader = "
+             "accelerator.prepare(encoder, decoder, optimizer, loader)\nfor epoch"),
             BACKWARD,
             ("loss.item()", "accelerator.reduce(loss.detach()).item()"),
             ("print(epoch", "accelerator.print(epoch"),
@@ -463,8 +463,8 @@ for epoch in range(2):
     print(epoch, loss.item())
 """,
         accelerate=(
-            ("\nfor epoch", "\naccelerator = Accelerator()\nmodel, optimizer, loader = accelerator.prepare("
-             "model, optimizer, loader)\nnet, head = model\nfor epoch"),
+            ("\nfor epoch", "\naccelerator = Accelerator()\nnet, head, optimizer, loader = "
+             "accelerator.prepare(net, head, optimizer, loader)\nfor epoch"),
             BACKWARD,
             ("print(epoch", "accelerator.print(epoch"),
         ),
