@@ -5,6 +5,7 @@
 A plan counts as its keys: `shard=2,zero=1` has the values `shard=2` and `zero=1`. In what is kept, every value of a
 parameter occurs, and every pair of values of two parameters that occurs in any cell: each task under each key's value.
 `@pytest.mark.grid(each=2)` asks for less: every value of a parameter in two cells. `make soak` runs all cells.
+`soaked` is for cells of no product: each is left out by hand, for another that covers it.
 """
 
 from __future__ import annotations
@@ -15,12 +16,19 @@ import os
 import subprocess
 import sys
 from collections import Counter, defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from typing import TypeVar
 
 import pytest
 
+Cell = TypeVar("Cell")
 Pair = frozenset[tuple[str, str]]
 ALL = "all"
+
+
+def soaked(covered: Mapping[Cell, object]) -> list[Cell]:
+    """Returns the cells, for GRAPPE_GRID=all; else none of them, as each is covered by what it is mapped to."""
+    return list(covered) if os.environ.get("GRAPPE_GRID") == ALL else []
 
 
 def thin(items: list[pytest.Item]) -> tuple[list[pytest.Item], dict[pytest.Item, list[pytest.Item]]]:

@@ -30,11 +30,11 @@ MOST_THREADS = 0 if version("torch").startswith(("2.8", "2.9")) else 100
 """Of a process before the pool starts new ones: caches of torch's may keep process groups, whose threads poll forever.
 Older releases of torch find those groups again, destroyed, for an equal mesh: new processes each time."""
 
-PRELOADED = ("grappe.engines.native_pipeline", "grappe.engines.lightning.fit", "horovod.torch")
-"""What engines import in seconds, and each new process of the pool again."""
-
-NEW_THREADS = 20
-"""Of a process before it collects what it needs no more."""
+PRELOADED = (
+    "grappe.engines.native_pipeline", "grappe.engines.lightning.fit", "horovod.torch", "tests.parity.cell",
+    "tests.faults.resume_cell",
+)  # fmt: skip
+"""What engines and most cells import in seconds, and each new process of the pool again."""
 
 SHOW_STACKS = signal.SIGRTMIN
 """The signal on which a process of the pool, and a process that it forked, writes the stacks of its Python threads."""
@@ -146,7 +146,7 @@ def _serve(pipe: Connection, stacks: Path) -> None:
     kept = 0
     while True:
         # A mesh that nobody has any more keeps process groups, whose threads poll.
-        if _threads(os.getpid()) > kept + NEW_THREADS:
+        if _threads(os.getpid()) > kept:
             gc.collect()
             kept = _threads(os.getpid())
         function, process, rendezvous_folder, arguments = cloudpickle.loads(pipe.recv())

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 from grappe.data.loader import training_loader
+from grappe.launch.fork import run_in_fork
 from grappe.launch.rank import ProcessRank
 from grappe.launch.world import join
 from grappe.plan import Plan
@@ -44,6 +45,15 @@ def test_workers_leave_their_parents_garbage_alone(tmp_path: Path) -> None:
         eager.clear()
         gc.enable()
         gc.collect()
+
+
+def test_what_was_frozen_before_a_fork_stays_frozen() -> None:
+    """Else each later search for garbage goes through all libraries that were imported before the processes."""
+    before = gc.get_freeze_count()
+    assert before > 100_000, "tests/conftest.py freezes"
+    assert run_in_fork(lambda: str(gc.isenabled())) == "True"
+    assert gc.isenabled()
+    assert gc.get_freeze_count() > 0.9 * before
 
 
 SCRIPT = """

@@ -45,12 +45,15 @@ def _allowed(cell: Cell) -> bool:
     if cell["zero"] and "shard" not in cell["layout"]:
         return False
     if cell["precision"] == "precision=fp64":
-        return cell["layout"] in ("", "shard=3", "engine=textbook,replicate=2")
+        return cell["layout"] in ("", "shard=3", "engine=textbook,replicate=2", "engine=textbook,replicate=3")
     return not (cell["precision"] and "textbook" in cell["layout"])
 
 
 GRID = grid(AXES, _allowed)
-CELLS = GRID if "GRAPPE_SOAK" in os.environ else pairwise(GRID)
+COVERED = {"replicate=2": "replicate=3", "replicate=4": "replicate=3", "engine=textbook,replicate=2": "its replicate=3"}
+"""Layouts of the soak alone, and those whose uneven slices ask more."""
+SELECTED = pairwise([cell for cell in GRID if cell["layout"] not in COVERED])
+CELLS = GRID if "GRAPPE_SOAK" in os.environ else SELECTED
 
 
 def plan_of(cell: Cell) -> str:
@@ -69,9 +72,9 @@ def run(pool: Pool, task: Images, plan: str, folder: Path, dies_at: int | None =
 
 
 def test_the_selection_has_every_pair_of_the_grid() -> None:
-    chosen = pairwise(GRID)
-    assert len(chosen) <= 30
-    assert set().union(*map(pairs, chosen)) == set().union(*map(pairs, GRID))
+    assert len(SELECTED) <= 22
+    most = [cell for cell in GRID if cell["layout"] not in COVERED]
+    assert set().union(*map(pairs, SELECTED)) == set().union(*map(pairs, most))
 
 
 @pytest.mark.parametrize("cell", CELLS, ids=lambda cell: "-".join(filter(None, cell.values())))

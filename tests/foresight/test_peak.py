@@ -15,6 +15,7 @@ from grappe.plan import Plan
 from grappe.tasks.digits import Digits
 from grappe.tasks.pysource import PySource
 from tests.foresight import unusual
+from tests.grid import soaked
 
 EXACT = 0.002  # of the peak: bytes of scalars, of the loss's sum
 CLOSE = 0.01  # of peaks of less than 2 MB
@@ -62,14 +63,18 @@ def test_an_evaluation_of_a_sharded_transformer(gpt: FakeModel) -> None:
     [
         "shard=2,zero=1,microbatches=2",
         "shard=2",
-        "pipeline=2,microbatches=2",
         "pipeline=2,microbatches=4,schedule=gpipe",
         "pipeline=2,microbatches=4,schedule=zero_bubble",
-        "pipeline=2,shard=2,microbatches=2",
         "pipeline=2,shard=2,zero=1,microbatches=2",
         "tensor=2",
         "offload=cpu",
         "precision=fp64,pipeline=2,microbatches=2",
+        *soaked(
+            {
+                "pipeline=2,microbatches=2": "the same in fp64",
+                "pipeline=2,shard=2,microbatches=2": "the same with zero=1, and shard=2",
+            }
+        ),
     ],
 )
 def test_a_transformer_has_states_to_the_byte_and_a_peak_in_the_range(plan: str, gpt: FakeModel) -> None:
@@ -86,15 +91,14 @@ def test_a_transformer_has_states_to_the_byte_and_a_peak_in_the_range(plan: str,
 @pytest.mark.parametrize(
     ("task", "plan"),
     [
-        (unusual.Custom, ""),
         (unusual.Custom, "shard=2"),
-        (unusual.Twice, ""),
         (unusual.Twice, "shard=2"),
         (unusual.Ragged, ""),
         (unusual.Tied, "shard=2"),
         (unusual.Tied, "offload=cpu"),
         (unusual.Common, "shard=2"),
         (unusual.Repeated, "shard=2"),
+        *soaked({(unusual.Custom, ""): "its trace under shard=2", (unusual.Twice, ""): "its trace under shard=2"}),
     ],
 )
 def test_the_peak_of_what_is_harder_to_trace(task: type, plan: str) -> None:

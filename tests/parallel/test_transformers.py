@@ -18,16 +18,22 @@ from grappe.parallel.pipeline.cut import pipeline_units
 from grappe.parallel.tensor import split_tensors
 from grappe.plan import Plan
 from tests.gallery.cell import seen
+from tests.grid import soaked
 from tests.parallel import families
 from tests.parity.cell import TOLERANCE, difference
 from tests.processes import Pool
 
 STEPS = 3
 NATIVE = (
-    "replicate=2", "shard=2,zero=1", "shard=2,zero=2", "shard=2", "shard=2,offload=cpu", "microbatches=2", "recompute",
-    "tensor=2", "pipeline=2,microbatches=2", "pipeline=2,schedule=gpipe,microbatches=2",
-    "pipeline=2,schedule=interleaved,microbatches=2", "pipeline=2,schedule=zero_bubble,microbatches=2",
+    "replicate=2", "shard=2,zero=2", "shard=2", "shard=2,offload=cpu", "recompute", "tensor=2",
+    "pipeline=2,microbatches=2", "pipeline=2,schedule=interleaved,microbatches=2",
+    "pipeline=2,schedule=zero_bubble,microbatches=2",
     "exact=2,replicate=2", "replicate=2,shard=2", "tensor=2,shard=2",
+    *soaked({
+        "shard=2,zero=1": "shard=2 and shard=2,zero=2",
+        "microbatches=2": "the pieces of exact=2, and each pipeline's",
+        "pipeline=2,schedule=gpipe,microbatches=2": "the same cut under 1f1b; gpipe in tests/parity/test_pipeline.py",
+    }),
     "pipeline=2,shard=2,microbatches=2,recompute", "pipeline=2,tensor=2,microbatches=2",
 )  # fmt: skip
 CELLS = [

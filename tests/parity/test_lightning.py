@@ -30,7 +30,7 @@ PLANS = [
 ]
 
 
-@pytest.mark.grid(each=2)
+@pytest.mark.grid(each=1)
 @pytest.mark.parametrize("plan", PLANS)
 @pytest.mark.parametrize("name", TASKS)
 def test_learns_the_same(pool: Pool, name: str, plan: str) -> None:

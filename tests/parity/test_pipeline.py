@@ -13,7 +13,7 @@ from grappe.plan import Plan
 from grappe.task import fields
 from grappe.tasks.pysource import IGNORED, PySource
 from tests.parity import reference
-from tests.parity.tasks import Tokens
+from tests.parity.tasks import Images, Tokens
 from tests.parity.test_native import STEPS, TASKS, check, expected
 from tests.processes import Pool
 
@@ -49,7 +49,6 @@ OPTIONS = [
     "pipeline=2,microbatches=2,shard=2,recompute,offload=cpu",
     "pipeline=2,microbatches=2,channels_last",
     "pipeline=2,schedule=interleaved,microbatches=4,recompute",
-    "pipeline=2,microbatches=2,compile",
 ]
 SPLIT = [
     "pipeline=2,microbatches=2,tensor=2",
@@ -121,6 +120,12 @@ def test_microbatches_of_two_new_shapes_in_a_round_are_evaluated(pool: Pool) -> 
 @pytest.mark.parametrize("plan", OPTIONS)
 def test_options_learn_the_same(pool: Pool, plan: str) -> None:
     check(pool, TASKS["adam"], plan, expected("adam"))
+
+
+def test_compiled_stages_learn_the_same(pool: Pool) -> None:
+    """Batches of one shape: what has another is compiled again, as tests/parity/test_special.py does."""
+    task = Images(rule="adam", clip=0.5, samples=24)
+    check(pool, task, "pipeline=2,microbatches=2,compile", reference.train(task, STEPS))
 
 
 @pytest.mark.grid

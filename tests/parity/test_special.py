@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from tests.grid import soaked
 from tests.parity import reference
 from tests.parity.cell import TOLERANCE, difference
 from tests.parity.fp16 import LOUD_STEP, Loud
@@ -58,7 +59,7 @@ def test_local_and_global_statistics_are_not_the_same() -> None:
     assert difference(one, two)[0] > 100 * TOLERANCE
 
 
-@pytest.mark.parametrize("plan", ["compile", "compile,replicate=2"])
+@pytest.mark.parametrize("plan", ["compile,replicate=2", *soaked({"compile": "the same on two processes"})])
 def test_compiled_learns_the_same(pool: Pool, plan: str) -> None:
     task = Images(rule="adam", clip=0.5)
     check(pool, task, plan, reference.train(task, STEPS))

@@ -6,14 +6,16 @@ import ast
 import importlib
 import importlib.util
 import pkgutil
+import sys
 from pathlib import Path
 from types import ModuleType
 
 import pytest
+from torch import nn
 
 from grappe import private_api
 from grappe.errors import UsageError
-from grappe.private_api import WARNED, PrivateName, check_torch, has, torch
+from grappe.private_api import WARNED, PrivateName, check_torch, has, torch, transformers
 from tests.private_api.accesses import accesses
 
 FILES: dict[str, ModuleType] = {
@@ -54,3 +56,12 @@ def test_the_list_has_all_that_the_file_uses(library: str) -> None:
     file = Path(str(FILES[library].__file__))
     tree = ast.parse(file.read_text())
     assert {access.name for access in accesses(file, tree, set())} == {entry.name for entry in FILES[library].USED}
+
+
+def test_transformers_that_another_library_imported_is_not_loaded_for_a_model_of_torch(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It loads what is asked of it: `PreTrainedModel` is a second of imports."""
+    monkeypatch.setitem(sys.modules, "transformers", ModuleType("transformers"))
+    monkeypatch.delitem(sys.modules, "transformers.modeling_utils", raising=False)
+    assert transformers.models(nn.Linear(2, 2)) == {}

@@ -6,7 +6,6 @@ import atexit
 import contextlib
 import dataclasses
 import functools
-import gc
 import re
 import signal
 import threading
@@ -25,7 +24,7 @@ from grappe.data.device_copy import is_dense, page_locked
 from grappe.data.loading import Loading, Spent, Tuner, before_measuring, kinds_of, record, recorded
 from grappe.data.seeded import SeededDataset
 from grappe.errors import DataError, GrappeError, PlanError, TaskError
-from grappe.launch.fork import end_with_parent
+from grappe.launch.fork import end_with_parent, parents_garbage_spared
 from grappe.launch.world import World, own_cores
 from grappe.plan import Plan
 from grappe.private_api.torch import end_data_workers, tree_map
@@ -126,15 +125,11 @@ class WorkerProcesses:
     def begin(self, requests: Iterator[Sequence[Request]]) -> None:
         self._requests.batches = requests
         settle()
-        # A forked worker must not collect its parent's garbage, such as a process group of an earlier training
-        # whose end waits for threads that are not there.
-        gc.freeze()
         try:
-            self._loaded = iter(self._loader)
+            with parents_garbage_spared():
+                self._loaded = iter(self._loader)
         except (OSError, RuntimeError) as error:
             raise explained(error) from error
-        finally:
-            gc.unfreeze()
         _UNFINISHED.add(self._loaded)
 
     def next(self) -> Any:

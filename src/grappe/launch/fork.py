@@ -114,6 +114,38 @@ def end_with_forking_parent(parent: int) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
+_collects: list[bool] = []
+"""Inside `parents_garbage_spared`: whether this process collects garbage outside of it."""
+
+
+@contextlib.contextmanager
+def parents_garbage_spared() -> Iterator[None]:
+    """Context in which a forked child never collects its parent's garbage.
+
+    The end of an earlier training's process group, for example, waits for threads that do not exist in the child. The
+    child freezes what it inherits; if the parent did and undid it, its libraries would be searched for garbage, too.
+    """
+    _collects.append(gc.isenabled())
+    gc.disable()
+    try:
+        yield
+    finally:
+        _collect_again()
+
+
+def _collect_again() -> None:
+    if _collects and _collects.pop():
+        gc.enable()
+
+
+def _spare_garbage() -> None:
+    if _collects:
+        gc.freeze()
+        _collect_again()
+
+
+os.register_at_fork(after_in_child=_spare_garbage)
+
 DONE = "done"  # written by the child, as an exit code alone may be the task's own
 
 
@@ -130,14 +162,10 @@ def run_in_fork(work: Callable[[], str | None], limits: Limits | None = None) ->
     reader, writer = os.pipe()
     sys.stdout.flush()
     sys.stderr.flush()
-    # The child must not collect its parent's garbage: the end of an earlier training's process group, for
-    # example, waits for threads that do not exist in the child.
-    gc.freeze()
     parent = os.getpid()
-    pid = os.fork()
-    if pid:
-        gc.unfreeze()
-    else:
+    with parents_garbage_spared():
+        pid = os.fork()
+    if not pid:
         end_with_forking_parent(parent)
         os.close(reader)
         message = _message_of(work, limits)

@@ -20,9 +20,10 @@ USED = (
 
 def models(model: nn.Module) -> dict[str, Any]:
     """Returns the models of transformers in `model` by name, none inside another; "" is `model` itself."""
-    if "transformers" not in sys.modules:
+    # torchmetrics imports transformers; this part of it, which takes a second, only who has such a model.
+    if (defined := sys.modules.get("transformers.modeling_utils")) is None:
         return {}
-    kind = sys.modules["transformers"].PreTrainedModel
+    kind = defined.PreTrainedModel
     outermost: dict[str, Any] = {}
     for name, module in model.named_modules():
         if isinstance(module, kind) and not any(not outer or name.startswith(f"{outer}.") for outer in outermost):

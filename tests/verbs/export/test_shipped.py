@@ -1,7 +1,7 @@
 """Shipped tasks go through export: in Python and by the C++ program, at four batch sizes.
 
 All of them would be minutes of compiling: docs/benchmarks.md has the table of shipped.py. Two are in `make soak`,
-and a small transformer in Python here. Digits: test_program.py.
+and a small transformer, with weights in int8, in Python here. Digits: test_program.py.
 """
 
 from __future__ import annotations
@@ -18,13 +18,15 @@ from tests.training.test_training import train
 from tests.verbs.export.shipped import SHIPPED, exported
 
 
-def test_a_transformer_is_exported(tmp_path: Path) -> None:
+def test_a_transformer_is_exported_with_weights_in_int8(tmp_path: Path) -> None:
     needs.compiler()
     task = PySource(batch_size=7, context=16, width=16, depth=1, heads=2, megabytes=0.3)
     run = Run(train(tmp_path / "run", task, "threads=1", steps=1).run)
-    proof = export(run, tmp_path / "out", task=PySource, data=tmp_path, build=False).proof
-    assert proof.batch_sizes == (1, 2, 7)
-    assert proof.samples > 7
+    done = export(run, tmp_path / "out", task=PySource, data=tmp_path, weights="int8", build=False)
+    assert done.proof.batch_sizes == (1, 2, 7)
+    assert done.proof.samples > 7
+    assert done.scores["int8"]["loss"] != done.scores["fp32"]["loss"]
+    assert done.scores["int8"]["loss"] == pytest.approx(done.scores["fp32"]["loss"], rel=0.05)
 
 
 @pytest.mark.soak
