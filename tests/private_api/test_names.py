@@ -61,7 +61,7 @@ def test_the_list_has_all_that_the_file_uses(library: str) -> None:
 def test_transformers_that_another_library_imported_is_not_loaded_for_a_model_of_torch(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """It loads what is asked of it: `PreTrainedModel` is a second of imports."""
+    """Of `PreTrainedModel` the name alone takes a second of imports."""
     monkeypatch.setitem(sys.modules, "transformers", ModuleType("transformers"))
     monkeypatch.delitem(sys.modules, "transformers.modeling_utils", raising=False)
     assert transformers.models(nn.Linear(2, 2)) == {}
