@@ -6,11 +6,13 @@ multiple of 64 bytes. Nothing in it is executed.
 
 from __future__ import annotations
 
+import contextlib
 import io
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import xxhash
 from numpy.typing import NDArray
@@ -19,6 +21,10 @@ from grappe.launch import files
 
 _ALIGNED = 64
 _START = 16
+
+
+Made = tuple[tuple[str, ...], Sequence[NDArray[Any]]]
+"""Words and arrays of one dimension."""
 
 
 class Stale(Exception):
@@ -59,6 +65,51 @@ def read(file: Path) -> tuple[bytes, NDArray[np.uint8]]:
         raise Stale("it is damaged")
     start = _START + int.from_bytes(raw[8:_START].tobytes(), "little")
     return raw[_START:start].tobytes(), raw[start + -start % _ALIGNED :]
+
+
+def kept(
+    places: Sequence[Path],
+    identity: str,
+    kinds: Sequence[np.dtype[Any]],
+    make: Callable[[], Made],
+    *,
+    again: bool = False,
+) -> tuple[tuple[str, ...], list[NDArray[Any]], Path | None]:
+    """Returns words and arrays, mapped, as they were written for the same identity; else makes and writes them, once.
+
+    Args:
+        places: where the file may lie, in order of preference.
+        identity: of what they are made of.
+        kinds: of the arrays.
+        again: whether to make them in any case.
+
+    Returns:
+        The words, the arrays, and the file; None: it could be written nowhere.
+    """
+
+    def existing() -> tuple[tuple[str, ...], list[NDArray[Any]], Path] | None:
+        for file in (place for place in places if place.is_file()):
+            with contextlib.suppress(Stale, msgspec.DecodeError, ValueError):
+                text, rest = read(file)
+                its_identity, lengths, words = msgspec.json.decode(text, type=tuple[str, list[int], tuple[str, ...]])
+                if its_identity == identity and min(lengths) >= 0:
+                    sizes = [length * kind.itemsize for length, kind in zip(lengths, kinds, strict=True)]
+                    parts = zip(cut(rest, sizes), kinds, strict=True)
+                    return words, [part.view(kind) for part, kind in parts], file
+        return None
+
+    if not again and (there := existing()) is not None:
+        return there
+    with files.locked(places[-1].with_suffix(".lock")):
+        if not again and (there := existing()) is not None:  # another process has made it
+            return there
+        words, arrays = make()
+        for file in places:
+            with contextlib.suppress(OSError):
+                write(file, msgspec.json.encode((identity, [len(each) for each in arrays], words)), arrays)
+                if (there := existing()) is not None:
+                    return there
+        return words, list(arrays), None
 
 
 def cut(rest: NDArray[np.uint8], sizes: Sequence[int]) -> list[NDArray[np.uint8]]:

@@ -22,14 +22,18 @@ def row(number: int) -> dict:
     return {"id": number, "text": f"text {number} " * (1 + number % 3), "tokens": [number % 50 + 1] * (number % 7 + 1)}
 
 
-def write(file: Path, numbers: range) -> None:
-    """Writes rows as one shard; in blocks of 10 rows where the format has such."""
-    rows = [row(number) for number in numbers]
+def _table(rows: list[dict]) -> pa.Table:
+    return pa.Table.from_pylist(rows or [row(0)]).slice(0, len(rows))
+
+
+def write(file: Path, numbers: range | list[dict]) -> None:
+    """Writes rows, by their numbers or as they are, as one shard; in blocks of 10 rows where the format has such."""
+    rows = [row(each) if isinstance(each, int) else each for each in numbers]
     lines = "".join(json.dumps(each) + "\n" for each in rows).encode()
     if file.name.endswith(".parquet"):
-        pq.write_table(pa.Table.from_pylist(rows), file, row_group_size=10)
+        pq.write_table(_table(rows), file, row_group_size=10)
     elif file.name.endswith(".arrow"):
-        table = pa.Table.from_pylist(rows)
+        table = _table(rows)
         with pa.OSFile(str(file), "wb") as sink, pa.ipc.new_file(sink, table.schema) as writer:
             writer.write_table(table, max_chunksize=10)
     elif file.name.endswith(".gz"):
@@ -44,7 +48,7 @@ def write(file: Path, numbers: range) -> None:
                     member.size = len(content)
                     archive.addfile(member, io.BytesIO(content.encode()))
     elif file.name.endswith(".bin"):
-        np.concatenate([[*each["tokens"], 0] for each in rows]).astype("<u2").tofile(file)
+        np.array([token for each in rows for token in (*each["tokens"], 0)]).astype("<u2").tofile(file)
     else:
         file.write_bytes(lines)
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import bisect
 import functools
+import os
+import threading
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -13,10 +16,10 @@ import xxhash
 from numpy.typing import NDArray
 from torch.utils.data import Dataset
 
-from grappe.data.corpus.formats import Damaged, Format, OpenFiles, RowBlock, RowOptions
+from grappe.data.corpus.formats import Format, RowBlock, RowOptions
 from grappe.data.corpus.index import CorpusIndex, Paths, find, open_index
 from grappe.data.draw import mix, permute
-from grappe.errors import DataError, TaskError
+from grappe.errors import DataError, TaskError, reading
 from grappe.errors.foreign_text import printable
 from grappe.launch.rank import is_main_process
 from grappe.launch.terminal import complain
@@ -25,7 +28,10 @@ if TYPE_CHECKING:
     from grappe.data.corpus.mixture import Mixture
 
 _WINDOW = 0x636F  # a word of the key, so that it is no epoch's
-MOST_OPEN = 64
+MOST_OPEN = 256
+"""Files; a process may often have 1,024 open."""
+MOST_DIRECT = 2048
+"""Blocks of formats of which single rows are read: some kilobytes each."""
 
 
 class Corpus(Dataset[Any]):
@@ -73,14 +79,16 @@ class Corpus(Dataset[Any]):
         alone = isinstance(paths, str | Path) and Path(paths).exists()
         self.name = Path(paths).resolve().name if alone else self.shards.root.name  # type: ignore[arg-type]
         """For mixtures and reports."""
-        self.index: CorpusIndex = open_index(self.shards, skip_damaged=skip_damaged)[0]
-        self._row_ends = np.cumsum(self.index.blocks["rows"], dtype=np.int64)
+        self.index: CorpusIndex = open_index(self.shards, skip_damaged=skip_damaged)
+        self.direct = self.shards.form.direct
+        """Whether single rows are read, and not blocks."""
+        self._row_ends = np.cumsum(self.index.blocks["rows"], dtype=np.int64).tolist()
         if not len(self):
             raise DataError(f"{printable(self.shards.root)}: its {len(self.shards.names):,} files have no rows")
-        paths_of = [self.shards.root / name for name in self.shards.names]
-        facts = dict(zip(paths_of, self.index.facts, strict=True))
-        self._files = OpenFiles(self.shards.form, options, facts, max(MOST_OPEN, 2 * window))
-        self._kept: OrderedDict[int, Any] = OrderedDict()
+        self._facts = self.shards.facts()
+        self._process, self._lock = os.getpid(), threading.RLock()
+        self._opened: OrderedDict[int, Format] = OrderedDict()
+        self._blocks: OrderedDict[int, tuple[Callable[[int], Any], Format, RowBlock]] = OrderedDict()
         if self.index.damaged and is_main_process():
             complain(
                 f"grappe: {printable(self.shards.root)}: {len(self.index.damaged):,} damaged parts are left out, "
@@ -88,7 +96,7 @@ class Corpus(Dataset[Any]):
             )
 
     def __len__(self) -> int:
-        return int(self._row_ends[-1]) if len(self._row_ends) else 0
+        return self._row_ends[-1] if self._row_ends else 0
 
     def __getitem__(self, index: int) -> Any:
         row = self.row(index)
@@ -111,39 +119,38 @@ class Corpus(Dataset[Any]):
         """
         if not 0 <= index < len(self):
             raise IndexError(f"row {index} of {len(self)}")
-        number = int(np.searchsorted(self._row_ends, index, side="right"))
-        file, rows, start, size = self.index.blocks[number].item()
-        within = index - int(self._row_ends[number]) + rows
-        path = self.shards.root / self.shards.names[file]
+        number = bisect.bisect_right(self._row_ends, index)
         try:
-            if not len(self.index.places):
-                return self._block(number, path, RowBlock(rows, start, size))[within]
-            with self._files.lock:
-                opened = self._files.get(path)
-            place = index + number  # each block before has one place more than rows
-            return opened.row(int(self.index.places[place]), int(self.index.places[place + 1]))
-        except Damaged as error:
-            raise DataError(
-                f"{printable(path)}: {error} (row {index:,}). Find all that is damaged: grappe data check "
-                f"{printable(self.shards.root)}; leave it out: Corpus(…, skip_damaged=True)"
-            ) from None
+            return self._block(number)[0](index - (self._row_ends[number - 1] if number else 0))
         except OSError as error:
-            raise DataError(f"{printable(path)} cannot be read: {error.strerror or error}") from None
+            raise DataError(f"{printable(self.shards.root)}, row {index:,}: {error.strerror or error}") from None
 
-    def _block(self, number: int, path: Path, block: RowBlock) -> Any:
-        with self._files.lock:
-            kept = self._kept.get(number)
-            opened = None if kept is not None else self._files.get(path)
-            if kept is None:
-                assert opened is not None
-                kept = opened.read(block)
-                most = MOST_OPEN if self.index.direct else 2 * self.window
-                while len(self._kept) >= most:
-                    self._kept.popitem(last=False)
-            else:
-                self._kept.move_to_end(number)
-            self._kept[number] = kept
-        return kept
+    def _block(self, number: int) -> tuple[Callable[[int], Any], Format, RowBlock]:
+        """Returns what gives a block's rows, its open file and where it is."""
+        if self._process != os.getpid():  # open files are shared with the process that forked this one
+            self._process, self._lock = os.getpid(), threading.RLock()
+            self._opened, self._blocks = OrderedDict(), OrderedDict()
+        with self._lock:
+            if (there := self._blocks.get(number)) is not None:
+                self._blocks.move_to_end(number)
+                return there
+            file, rows, start, size = self.index.blocks[number].item()
+            path = self.shards.root / self.shards.names[file]
+            places = None
+            if len(self.index.places):
+                first = self._row_ends[number] - rows + number  # each block before has one place more than rows
+                places = self.index.places[first : first + rows + 1]
+            with reading(path):
+                opened = self._opened.pop(file, None) or self.shards.form(path, self.shards.options, self._facts[file])
+            self._opened[file], block = opened, RowBlock(rows, start, size, places)
+            if len(self._opened) > MOST_OPEN:
+                self._opened.popitem(last=False)
+                if self.direct:  # they hold their files, many of them
+                    self._blocks.clear()
+            self._blocks[number] = there = opened.read(block), opened, block
+            if len(self._blocks) > (MOST_DIRECT if self.direct else 2 * self.window):
+                self._blocks.popitem(last=False)
+            return there
 
     def tokens(self, number: int, column: str) -> tuple[Format, NDArray[Any], NDArray[Any]]:
         """Returns a block's open file, its tokens, mapped, and the places of its documents in them [rows + 1].
@@ -151,25 +158,17 @@ class Corpus(Dataset[Any]):
         Raises:
             DataError: the corpus has no such tokens.
         """
-        file, rows, start, size = self.index.blocks[number].item()
-        path = self.shards.root / self.shards.names[file]
-        try:
-            with self._files.lock:
-                opened = self._files.get(path)
-                first = int(self._row_ends[number]) - rows + number
-                flat = opened.tokens(RowBlock(rows, start, size), column, self.index.places[first : first + rows + 1])
-        except (Damaged, KeyError) as error:
-            raise DataError(f"{printable(path)}: {error}") from None
-        if flat is None:
+        _, opened, block = self._block(number)
+        if (flat := opened.tokens(block, column)) is None:
             raise DataError(
-                f"{printable(path)} has no column {column!r} of lists of tokens that can be mapped: write them once, "
-                "by grappe data tokenize"
+                f"{printable(opened.file)} has no column {column!r} of lists of tokens that can be mapped: write them "
+                "once, by grappe data tokenize"
             )
         return opened, *flat
 
     def memory(self) -> int:
         """Returns the bytes that a process takes at most for blocks; mapped and directly read rows take none."""
-        if self.index.direct:
+        if self.direct:
             return 0
         largest = np.sort(self.index.blocks["size"])[-2 * self.window :]
         return int(largest.sum())
@@ -178,7 +177,7 @@ class Corpus(Dataset[Any]):
         """Returns the order of an epoch's rows; None: any, as single rows are read."""
         return (
             None
-            if self.index.direct
+            if self.direct
             else WindowedOrder(self.index.blocks, self.window, sequential=self.shards.form.sequential)
         )
 

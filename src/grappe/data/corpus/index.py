@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import glob
 import os
@@ -10,24 +9,22 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
 from grappe.data import index_file
 from grappe.data.corpus.formats import FORMATS, Damaged, Facts, Format, RowBlock, RowOptions, facts_of
-from grappe.data.index_file import Stale
 from grappe.errors import DataError, TaskError, nearest, reading
 from grappe.errors.foreign_text import printable
-from grappe.launch.files import locked, state_folder
+from grappe.launch.files import state_folder
 from grappe.launch.terminal import complain
 
 Paths = str | Path | Sequence[str | Path]
 
 BLOCK = np.dtype([("file", "<u4"), ("rows", "<u4"), ("start", "<u8"), ("size", "<u8")])
-VERSION = 1
-INDEX = ".corpus.grappe.npy"
+PLACE = np.dtype("<u8")
+_VERSION = 2
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -41,11 +38,28 @@ class ShardFiles:
     form: type[Format]
     options: RowOptions
 
+    def facts(self) -> tuple[Facts, ...]:
+        """Returns the facts of each file, as they are now."""
+        facts = []
+        for name in self.names:
+            with reading(self.root / name):
+                facts.append(facts_of(self.root / name))
+        return tuple(facts)
+
     @property
     def key(self) -> str:
         """A hash of what is to be indexed and how."""
         what = [str(self.root), *self.names, self.form.__name__, repr(self.options)]
         return xxhash.xxh3_64_hexdigest("\n".join(what).encode(errors="surrogateescape"))
+
+    def kept(
+        self, name: str, kinds: Sequence[np.dtype[Any]], make: Callable[[], index_file.Made], *, again: bool = False
+    ) -> tuple[tuple[str, ...], list[NDArray[Any]], Path | None]:
+        """Keeps what is made of the files (`index_file.kept`): hidden beside them, or in the user's folder."""
+        folder, file = state_folder("corpus", make=True), f"{self.key}-{name}.grappe.npy"
+        places = [self.root / f".{file}", *([] if folder is None else [folder / file])]
+        identity = xxhash.xxh3_64_hexdigest(f"{_VERSION} {self.key} {self.facts()}".encode())
+        return index_file.kept(places, identity, kinds, make, again=again)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -55,22 +69,10 @@ class CorpusIndex:
     blocks: NDArray[np.void]
     """[B] of `BLOCK`, none without rows."""
     places: NDArray[np.uint64]
-    """[N + F]: where each row of a file begins, and where its last one ends; empty where blocks are read instead."""
-    direct: bool
-    facts: tuple[Facts, ...]
-    """Of each file, when it was indexed."""
+    """[N + B] where rows are found by their places (`RowBlock.places`), else empty."""
     damaged: tuple[str, ...]
     """Parts that were left out, with the reason."""
-
-
-class _CorpusDescription(msgspec.Struct, kw_only=True):
-    version: int
-    key: str
-    facts: tuple[Facts, ...]
-    blocks: int
-    places: int
-    direct: bool
-    damaged: tuple[str, ...]
+    file: Path | None = None
 
 
 def find(paths: Paths, options: RowOptions) -> ShardFiles:
@@ -89,8 +91,7 @@ def find(paths: Paths, options: RowOptions) -> ShardFiles:
         if not matches:
             raise DataError(f"{printable(path)}: no file has such a name")
         for match in map(Path, matches):
-            inside = sorted(match.rglob("*")) if match.is_dir() else [match]
-            for file in inside:
+            for file in sorted(match.rglob("*")) if match.is_dir() else [match]:
                 ending = next((each for each in endings if file.name.endswith(each)), None)
                 hidden = any(part.startswith((".", "_")) for part in file.relative_to(match).parts)
                 if match.is_dir() and (ending is None or hidden or not file.is_file()):
@@ -116,16 +117,10 @@ def find(paths: Paths, options: RowOptions) -> ShardFiles:
     return ShardFiles(root=root, names=tuple(str(file.relative_to(root)) for file in files), form=form, options=options)
 
 
-def candidates(shards: ShardFiles, name: str) -> list[Path]:
-    """Returns where a file about a corpus may lie, in order of preference: hidden beside its files."""
-    folder = state_folder("corpus", make=True)
-    return [shards.root / f".{name}", *([] if folder is None else [folder / name])]
-
-
 def open_index(
     shards: ShardFiles, *, skip_damaged: bool, again: bool = False, report: Callable[[str], None] = lambda words: None
-) -> tuple[CorpusIndex, Path]:
-    """Returns the index of a corpus, mapped, and its file; makes it where it is missing or stale.
+) -> CorpusIndex:
+    """Returns the index of a corpus, mapped; makes it where it is missing or stale.
 
     Args:
         skip_damaged: whether to read everything, and leave out what cannot be read.
@@ -134,75 +129,20 @@ def open_index(
     Raises:
         DataError: a file is damaged or has another schema than the first, or the index can be written nowhere.
     """
-    key = f"{shards.key}{'-skip' if skip_damaged else ''}"
-    places_of_index = candidates(shards, f"{key}{INDEX}")
 
-    def existing() -> tuple[CorpusIndex, Path] | None:
-        for file in (file for file in places_of_index if file.is_file()):
-            with contextlib.suppress(Stale):
-                return _read(file, shards, key), file
-        return None
-
-    if not again and (there := existing()) is not None:
-        return there
-    with locked(places_of_index[-1].with_suffix(".lock")):
-        if not again and (there := existing()) is not None:  # another process has made it
-            return there
+    def make() -> index_file.Made:
         complain(f"grappe: indexing {len(shards.names):,} files of {printable(shards.root)}, once")
-        index = scan(shards, skip_damaged=skip_damaged, report=report)
-        description = _CorpusDescription(
-            version=VERSION,
-            key=key,
-            facts=index.facts,
-            blocks=len(index.blocks),
-            places=len(index.places),
-            direct=index.direct,
-            damaged=index.damaged,
-        )
-        problems = []
-        for file in places_of_index:
-            try:
-                index_file.write(file, msgspec.json.encode(description), (index.blocks, index.places))
-                return _read(file, shards, key), file
-            except OSError as error:
-                problems.append(f"{file}: {error.strerror or error}")
-            except Stale as error:
-                raise DataError(f"{shards.root} changes while it is read ({error}): wait until it is whole") from None
-        raise DataError(f"the index of {printable(shards.root)} can be written nowhere: {'; '.join(problems)}")
+        facts = shards.facts()
+        made = scan(shards, skip_damaged=skip_damaged, report=report)
+        if shards.facts() != facts:
+            raise DataError(f"{printable(shards.root)} changes while it is read: wait until it is whole")
+        return made.damaged, (made.blocks, made.places)
 
-
-def _read(file: Path, shards: ShardFiles, key: str) -> CorpusIndex:
-    text, rest = index_file.read(file)
-    try:
-        described = msgspec.json.decode(text, type=_CorpusDescription)
-    except msgspec.DecodeError:
-        raise Stale("it is damaged") from None
-    if (described.version, described.key) != (VERSION, key):
-        raise Stale("it is of something else")
-    for name, earlier, now in zip(shards.names, described.facts, _facts(shards), strict=True):
-        if earlier != now:
-            raise Stale(f"{name} has changed since")
-    if min(described.blocks, described.places) < 0:
-        raise Stale("it is damaged")
-    blocks, places = index_file.cut(rest, (described.blocks * BLOCK.itemsize, described.places * 8))
-    index = CorpusIndex(
-        blocks=blocks.view(BLOCK),
-        places=places.view("<u8"),
-        direct=described.direct,
-        facts=described.facts,
-        damaged=described.damaged,
-    )
-    if len(blocks) and index.blocks["file"].max() >= len(shards.names):
-        raise Stale("it is damaged")
-    return index
-
-
-def _facts(shards: ShardFiles) -> tuple[Facts, ...]:
-    facts = []
-    for name in shards.names:
-        with reading(shards.root / name):
-            facts.append(facts_of(shards.root / name))
-    return tuple(facts)
+    name = "skip" if skip_damaged else "all"
+    damaged, (blocks, places), file = shards.kept(f"{name}.corpus", (BLOCK, PLACE), make, again=again)
+    if file is None:
+        raise DataError(f"the index of {printable(shards.root)} can be written neither there nor in your state folder")
+    return CorpusIndex(blocks=blocks, places=places, damaged=damaged, file=file)
 
 
 def scan(shards: ShardFiles, *, skip_damaged: bool, report: Callable[[str], None]) -> CorpusIndex:
@@ -214,63 +154,54 @@ def scan(shards: ShardFiles, *, skip_damaged: bool, report: Callable[[str], None
     blocks: list[tuple[int, int, int, int]] = []
     places: list[NDArray[np.uint64]] = []
     damaged: list[str] = []
-    schema, facts = None, _facts(shards)
+    columns: tuple[str, ...] | None = None
     for number, name in enumerate(shards.names):
         report(f"indexing {name}: file {number + 1:,} of {len(shards.names):,}")
         try:
             with reading(shards.root / name):
                 opened, reader = (shards.form(shards.root / name, shards.options) for _ in range(2))
-            if schema is None:
-                schema = opened.schema()
-                _check_columns(schema, shards)
-            elif opened.schema() != schema:
-                raise Damaged(f"its columns are ({opened.schema()}), and those of {shards.names[0]} ({schema})")
-            for block, starts in opened.blocks():
-                rows = (block, starts, []) if not skip_damaged else _readable(reader, block, starts)
-                damaged += (f"{name}: {reason}" for reason in rows[2])
-                if rows[0].rows:
-                    blocks.append((number, rows[0].rows, block.start, block.size))
-                    if rows[1] is not None:
-                        places.append(rows[1])
+            if columns is None:
+                columns = opened.columns()
+                _check_columns(columns, shards)
+            elif opened.columns() != columns:
+                its = f"({', '.join(opened.columns())})"
+                raise opened.damaged(f"its columns are {its}, and those of {shards.names[0]} ({', '.join(columns)})")
+            for block in opened.blocks():
+                readable, bad = _readable(reader, block) if skip_damaged else (block, [])
+                damaged += (f"{name}: {reason}" for reason in bad)
+                if readable.rows:
+                    blocks.append((number, readable.rows, block.start, block.size))
+                    places += [] if readable.places is None else [readable.places]
         except Damaged as error:
             if not skip_damaged:
-                raise DataError(
-                    f"{printable(shards.root / name)}: {error}. Fetch it again; or leave out what cannot be read: "
-                    f"Corpus(…, skip_damaged=True). All of it: grappe data check {printable(shards.root)}"
-                ) from None
-            damaged.append(f"{name}: {error}")
-    laid = np.concatenate(places) if places else np.empty(0, np.uint64)
-    return CorpusIndex(
-        blocks=np.array(blocks, BLOCK), places=laid, direct=shards.form.direct, facts=facts, damaged=tuple(damaged)
-    )
+                raise
+            damaged.append(f"{name}: {error.reason}")
+    laid = np.concatenate(places) if places else np.empty(0, PLACE)
+    return CorpusIndex(blocks=np.array(blocks, BLOCK), places=laid, damaged=tuple(damaged))
 
 
-def _check_columns(schema: str, shards: ShardFiles) -> None:
-    if shards.options.columns is None or not schema:
-        return
-    names = [column.partition(" ")[0] for column in schema.split(", ")]
-    for column in shards.options.columns:
+def _check_columns(columns: tuple[str, ...], shards: ShardFiles) -> None:
+    names = [column.partition(" ")[0] for column in columns]
+    for column in shards.options.columns or () if names else ():
         if column not in names:
             raise DataError(f"{printable(shards.root)} has no column {column!r}: {nearest(column, names)}")
 
 
-def _readable(
-    opened: Format, block: RowBlock, starts: NDArray[np.uint64] | None
-) -> tuple[RowBlock, NDArray[np.uint64] | None, list[str]]:
-    """Reads a block completely; returns it without rows that cannot be read, or empty where rows have no places."""
+def _readable(opened: Format, block: RowBlock) -> tuple[RowBlock, list[str]]:
+    """Reads a block; returns it without rows that cannot be read, or empty where rows have no places; and why."""
     kept, bad = list[int](), list[str]()
     try:
-        rows: Any = opened.read(block) if starts is None else ()
-        for place in range(block.rows):
-            try:
-                opened.row(int(starts[place]), int(starts[place + 1])) if starts is not None else rows[place]
-                kept.append(place)
-            except Damaged as error:
-                if starts is None:
-                    raise
-                bad.append(str(error))
+        row = opened.read(block)
     except Damaged as error:
-        return block._replace(rows=0), None, [str(error)]
-    if starts is not None and bad:
-        starts = np.append(starts[kept], starts[-1:])
-    return block._replace(rows=len(kept)), starts, bad
+        return block._replace(rows=0), [error.reason]
+    for place in range(block.rows):
+        try:
+            row(place)
+            kept.append(place)
+        except Damaged as error:
+            bad.append(error.reason)
+            if block.places is None:
+                return block._replace(rows=0), bad
+    if bad and block.places is not None:
+        block = block._replace(rows=len(kept), places=np.append(block.places[kept], block.places[-1:]))
+    return block, bad

@@ -59,7 +59,7 @@ def tokenize(
     """
     arrow = library("pyarrow", "tokenize")
     description = {
-        "rows": len(corpus), "files": corpus.index.facts, "column": column, "end": end, "tokenizer": name,
+        "rows": len(corpus), "files": corpus.shards.facts(), "column": column, "end": end, "tokenizer": name,
         "rows_per_part": rows_per_part,
     }  # fmt: skip
     to.mkdir(parents=True, exist_ok=True)

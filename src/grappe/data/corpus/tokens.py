@@ -7,34 +7,25 @@ from __future__ import annotations
 
 import bisect
 import functools
-import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import msgspec
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from grappe.data import index_file
-from grappe.data.corpus.corpus import Corpus
-from grappe.data.corpus.formats import Damaged, Format
-from grappe.data.corpus.index import candidates
+from grappe.data.corpus.corpus import MOST_OPEN, Corpus
+from grappe.data.corpus.formats import Format
 from grappe.data.draw import mix, permute
-from grappe.data.index_file import Stale
+from grappe.data.index_file import Made
 from grappe.errors import DataError, TaskError
-from grappe.errors.foreign_text import printable
-from grappe.launch.files import locked
 from grappe.launch.terminal import complain
 from grappe.task import Task
 
 IGNORED = -100
 """The target where nothing is to be predicted: torch's cross_entropy ignores it, and `counts` must not count it."""
-_VERSION = 1
-_CHECKED_SECONDS = 0.5  # between looks at mapped files
-_MOST_MAPPED = 512  # each may have a file open, and a process may often open 1,024
 
 
 class _TokenDataset(Dataset[Any]):
@@ -50,31 +41,18 @@ class _TokenDataset(Dataset[Any]):
         self._firsts = [first for first, _ in bounds]
         self._ends = np.cumsum([last - first for first, last in bounds], dtype=np.int64).tolist()
         self._mapped: dict[int, tuple[Format, NDArray[Any]]] = {}
-        self._checked = 0.0
         self.tokens = self._ends[-1]
         """Of the whole corpus."""
 
     def _cut(self, block: int, before: int, start: int, count: int) -> NDArray[np.int64]:
         """Returns `count` tokens of a block with `before` tokens before it, from the place `start` among all on."""
-        mapped = self._mapped.get(block)
-        if mapped is None or time.monotonic() > self._checked + _CHECKED_SECONDS:
-            mapped = self._checked_again(block)
+        if (mapped := self._mapped.get(block)) is None:
+            if len(self._mapped) >= MOST_OPEN:
+                self._mapped.clear()
+            mapped = self._mapped[block] = self.corpus.tokens(block, self.column)[:2]
+        mapped[0].check()
         first = self._firsts[block] + start - before
         return mapped[1][first : first + count].astype(np.int64)
-
-    def _checked_again(self, block: int) -> tuple[Format, NDArray[Any]]:
-        """Maps a block, and has all open files looked at: a mapped file that gets shorter would end the process."""
-        if block not in self._mapped:
-            if len(self._mapped) >= _MOST_MAPPED:
-                self._mapped.clear()
-            self._mapped[block] = self.corpus.tokens(block, self.column)[:2]
-        for opened, _ in self._mapped.values():
-            try:
-                opened.check()
-            except Damaged as error:
-                raise DataError(f"{printable(opened.file)}: {error}") from None
-        self._checked = time.monotonic()
-        return self._mapped[block]
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_mapped": {}}
@@ -157,35 +135,18 @@ class Packed(_TokenDataset):
         names = ("input_ids", "position_ids", "documents")
         return dict(zip(names, map(torch.from_numpy, rows), strict=True)), torch.from_numpy(target)
 
-    def _plan(self) -> tuple[NDArray[np.uint32], NDArray[np.uint64], NDArray[np.uint32]]:
+    def _plan(self) -> list[NDArray[Any]]:
         """Maps, of each sample, where its pieces end, and of each piece, where it starts and what it predicts."""
-        key = f"{self.corpus.shards.key}-{self.column}-{self.length}-{self.seed}"
-        identity = msgspec.json.encode([_VERSION, key, self.corpus.index.facts])
-        places = candidates(self.corpus.shards, f"{key}.packed.grappe.npy")
-        with locked(places[-1].with_suffix(".lock")):
-            for file in (place for place in places if place.is_file()):
-                try:
-                    text, rest = index_file.read(file)
-                    described, *counts = msgspec.json.decode(text, type=tuple[str, int, int])
-                    packs, pieces = counts
-                    sections = index_file.cut(rest, (4 * packs, 8 * pieces, 4 * pieces))
-                except (Stale, msgspec.DecodeError, ValueError):
-                    continue
-                if described == identity.decode() and packs > 0:
-                    return sections[0].view("<u4"), sections[1].view("<u8"), sections[2].view("<u4")
+
+        def make() -> Made:
             starts, counts = self._pieces()
             packs = best_fit(counts, self.length, self.seed)
             by_pack = np.argsort(packs, kind="stable")
             ends = np.cumsum(np.bincount(packs)).astype(np.uint32)
-            planned = ends, starts[by_pack].astype(np.uint64), counts[by_pack].astype(np.uint32)
-            for file in places:
-                try:
-                    text = msgspec.json.encode((identity.decode(), len(ends), len(starts)))
-                    index_file.write(file, text, planned)
-                    break
-                except OSError:  # it is only quicker with it
-                    continue
-            return planned
+            return (), (ends, starts[by_pack].astype(np.uint64), counts[by_pack].astype(np.uint32))
+
+        name = f"{self.column}-{self.length}-{self.seed}-{len(self.corpus)}.packed"
+        return self.corpus.shards.kept(name, [np.dtype(kind) for kind in ("<u4", "<u8", "<u4")], make)[1]
 
     def _pieces(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Returns where each piece of a document starts among all tokens, and how many tokens it predicts."""

@@ -218,7 +218,7 @@ def index_corpus(
     """
     began = time.monotonic()
     shards = find(source, RowOptions(None, dtype, end))
-    made, file = open_corpus_index(shards, skip_damaged=check, again=again or check, report=Ticker())
+    made = open_corpus_index(shards, skip_damaged=check, again=again or check, report=Ticker())
     rows = int(made.blocks["rows"].sum(dtype=np.int64))
     corpus = Corpus(source, dtype=dtype, end=end, skip_damaged=check) if rows else None
     return {
@@ -226,11 +226,11 @@ def index_corpus(
         "rows": rows,
         "files": len(shards.names),
         "blocks": len(made.blocks),
-        "direct": made.direct,
+        "direct": shards.form.direct,
         "memory": 0 if corpus is None else corpus.memory(),
         "damaged": made.damaged,
-        "file": file,
-        "size": file.stat().st_size,
+        "file": made.file,
+        "size": 0 if made.file is None else made.file.stat().st_size,
         "seconds": time.monotonic() - began,
     }
 
