@@ -45,7 +45,7 @@ class Pool:
     """Processes that wait for functions ("package.module:name"), called as function(place, meet, *arguments)."""
 
     def __init__(self, size: int) -> None:
-        local.PRELOADED = (*local.PRELOADED, *PRELOADED)
+        local.OF_TASKS = (*local.OF_TASKS, *PRELOADED)
         local.start_server()  # the server is one for all of this process: it must be the one that launching needs
         self._context = multiprocessing.get_context("forkserver")
         self._rendezvous_folder = Path(tempfile.mkdtemp(prefix="grappe-test-"))
