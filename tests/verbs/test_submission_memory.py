@@ -99,8 +99,8 @@ def test_gpus_auto_are_the_fewest_whose_memory_is_enough(tmp_path: Path, monkeyp
     job = JobOptions(site="narval", account="def-me", gpus=FEWEST)
     chosen, sentence = with_gpus(Submission(task="big.py", arguments=("big.py",), job=job))
     assert sentence == (
-        "--gpus auto: 2 GPUs of narval: fits on 2 GPUs with no more computing (shard=2), on 4 GPUs with no more "
-        "computing (shard=4); not on 1 GPU. Foreseen, not measured on that GPU"
+        "--gpus auto: 2 GPUs of narval: fits on 2 GPUs with no more computing (shard=2); not on 1 GPU. Foreseen, not "
+        "measured on that GPU"
     )
     (made,) = submit(chosen, show=True)
     assert "--gpus-per-node=a100:2" in made.text and "train big.py --plan shard=2" in made.text

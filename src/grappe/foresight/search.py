@@ -176,7 +176,7 @@ def on_each_number(
 ) -> dict[int, Recomputation | PlanError]:
     """Finds, for each number of processes, the recomputation of least time with which `plan` fits; or why none does.
 
-    Each process has a copy of the model, or else a shard of it.
+    Each process has a copy of the model, or else a shard of it. Ends with the first number on which it fits as it is.
 
     Args:
         plan: of one process.
@@ -187,10 +187,14 @@ def on_each_number(
         for replicate, shard in dict.fromkeys([(count, 1), (1, count)]):
             several = dataclasses.replace(plan, memory="auto", replicate=replicate, shard=shard)
             try:
-                choices_by_count[count] = fitted(fake_model, several, batch, budget.room(count), device, gpu=budget.gpu)
-                break
+                choice = fitted(fake_model, several, batch, budget.room(count), device, gpu=budget.gpu)
             except PlanError as error:
                 choices_by_count[count] = error
+                continue
+            choices_by_count[count] = choice
+            if not choice.plan.recompute and choice.plan.microbatches == plan.microbatches:
+                return choices_by_count
+            break
     return choices_by_count
 
 
