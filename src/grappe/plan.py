@@ -77,6 +77,8 @@ class Plan:
     """Processes that share a GPU."""
     exact: int = 0
     """Fixed pieces of each batch, for the same bits on any number of processes; 0: off."""
+    check: int = 0
+    """Steps after which another process computes a piece of exact's again, to compare every bit; 0: off."""
     threads: int | None = None
     """CPU threads of each process; auto: the cores, divided among the node's processes."""
     workers: int | None = None
@@ -96,6 +98,7 @@ class Plan:
             ("threads", 1),
             ("workers", 0),
             ("exact", 0),
+            ("check", 0),
             ("stages", 1),
             ("prefetch", 1),
             ("validation_batch", 1),
@@ -120,6 +123,8 @@ class Plan:
                 f"subtrees by each process, so exact must be a power of two (such as 8), and the processes one of its "
                 f"divisors: replicate={1 << most.bit_length() - 1}, say"
             )
+        if self.check and not self.exact:
+            raise PlanError(f"check={self.check} compares the pieces of exact to the bit: add exact=8, say")
         if self.schedule != "1f1b" and self.pipeline == 1:
             raise PlanError(f"schedule={self.schedule} is a pipeline's: add pipeline=2, or more")
         if self.stages is not None and self.pipeline == 1:

@@ -129,6 +129,13 @@ class Engine(ABC):
         """Releases the engine's resources; no other method may be called afterwards."""
         del self.train_state
 
+    def before_save(self) -> None:  # noqa: B027
+        """Checks what is about to be saved, if the plan has check=. Collective.
+
+        Raises:
+            ComputedWrongly: a process computes other bits than another.
+        """
+
     def remarks(self) -> Sequence[str]:
         """Returns remarks on the plan's execution for the run's summary."""
         return ()

@@ -15,10 +15,11 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from grappe.data.batch import Batch, entering, stored_in
+from grappe.data.batch import Batch, Microbatch, entering, stored_in
 from grappe.domain import batches as domain_rules
 from grappe.engines.base import COMMON, Engine, EngineSetup
 from grappe.engines.shared.after_step import AfterStep
+from grappe.engines.shared.carried import nothing_changed
 from grappe.engines.shared.microbatch import MicrobatchRunner, evaluate, within
 from grappe.engines.shared.state import ModelState, trained_parameters
 from grappe.errors import PlanError
@@ -34,9 +35,10 @@ from grappe.profiling.phases import UPDATE
 from grappe.step import exact as exact_rules
 from grappe.step.clip import clipping, gradient_norm
 from grappe.step.closure import ClosureStep, WholeCopies, copies_of, needs_closure
+from grappe.step.cross_check import CrossCheck
 from grappe.step.exact import exact_sums
 from grappe.step.fast_paths import OptimizerStep, backward
-from grappe.step.loss import Loss, Roots, StepResult, Sums, loss_reduction
+from grappe.step.loss import NO_ROOTS, Loss, Losses, Roots, StepResult, Sums, loss_reduction
 from grappe.step.precision import LossScale, autocast, set_gpu_arithmetic
 from grappe.step.scores import Scores
 from grappe.step.task_contract import optimizer_of, schedule_of
@@ -60,7 +62,9 @@ class Native(Engine):
     """Updates the parameters; a strategy computes their gradients: whole, exact or pipelined."""
 
     sharded_units = True
-    supported_keys = COMMON | KEYS | {"domain", "pipeline", "schedule", "stages", "exact", "cuda_graphs", "memory"}
+    supported_keys = (
+        COMMON | KEYS | {"domain", "pipeline", "schedule", "stages", "exact", "check", "cuda_graphs", "memory"}
+    )
     about = "torch's own: DDP, FSDP2 (ZeRO 1-3), pipelines, tensor parallelism and their products"
 
     @classmethod
@@ -92,7 +96,7 @@ class Native(Engine):
             self._model = WholeModel(setup)
             make = ExactGradients if setup.plan.exact else WholeGradients
             strategy = make(setup, self._model, loss_scale)
-        self._gradients = strategy.gradients
+        self._gradients, self._check = strategy.gradients, getattr(strategy, "check", None)
         optimizer = self._model.make_optimizer()
         setup.observers.optimizer(optimizer, self._model.named)
         self._parameters = [parameter for _, parameter in self._model.named]
@@ -133,8 +137,13 @@ class Native(Engine):
 
     def remarks(self) -> Sequence[str]:
         held = "the optimizer calls a closure: every process holds whole copies of the weights, and its whole state"
-        parts = [] if self._domain is None else self._domain.remarks()
+        parts = [] if self._domain is None else list(self._domain.remarks())
+        parts += [] if self._check is None else self._check.remarks()
         return [*compile_rules.remarks(self._plan), *parts, *([] if self._model.copies is None else [held])]
+
+    def before_save(self) -> None:
+        if self._check is not None:
+            self._check.before_save()
 
     def evaluate(self, batches: Iterator[Batch], samples: int) -> Scores:
         return self._model.evaluate(batches, samples)
@@ -265,10 +274,32 @@ class ExactGradients:
             loss_scale=loss_scale,
             precision=self._precision,
         )
+        self._parameters, self._model, self._device = parameters, model.module, setup.world.device
+        self.check: CrossCheck | None = None
+        if setup.plan.check and setup.world.data_size > 1:
+            if setup.task.whole_batch_loss:
+                raise PlanError("check= with a loss that compares samples of the whole batch is not supported")
+            names = [name for name, _ in model.named]
+            pieces = setup.plan.exact // setup.world.data_size
+            self.check = CrossCheck(setup.plan.check, pieces, setup.world, self._again, names)
+
+    def _again(self, batch: Batch, micro: Microbatch, place: int) -> list[Tensor | None]:
+        """Computes the gradients of the global batch's piece `place`; nothing else changes."""
+        runner, again = self._runner, within(self._precision, self._exact.forward_again)
+        assert isinstance(runner.losses, Losses), "a loss over whole batches is refused"
+        with nothing_changed(self._model, self._device):
+            output = again(place, batch.step, self._seed, entering(micro))
+            with self._precision:
+                loss = runner.losses.dry_run(output, micro, batch, runner.scale)
+            _backward(loss, NO_ROOTS)
+        gradients = [parameter.grad for parameter in self._parameters]
+        for parameter in self._parameters:
+            parameter.grad = None
+        return gradients
 
     def gradients(self, batch: Batch) -> Sums:
         """Leaves the global batch's gradient on each parameter; returns the step's sums. Collective."""
-        exact, seed, runner = self._exact, self._seed, self._runner
+        exact, seed, runner, check = self._exact, self._seed, self._runner, self.check
         ahead = within(self._precision, exact.forward_ahead)
         runner.first_pass(batch, lambda index, micro: ahead(index, batch.step, seed, entering(micro)))
         for index, micro in enumerate(batch.microbatches):
@@ -276,7 +307,11 @@ class ExactGradients:
             if micro.rows or exact.every_piece:
                 with exact.piece(index, batch.step, seed):
                     runner.run(batch, micro, _backward)
+            if check is not None:
+                check.note(batch, index, [parameter.grad for parameter in self._parameters] if micro.rows else [])
             exact.add(runner.total)
+        if check is not None:
+            check.after(batch.step)
         return exact.reduce(self._stop.flag, batch.samples)
 
     def norm(self) -> Tensor:

@@ -7,6 +7,7 @@ GrappeError                 a request cannot be carried out; the message says wh
 │   └── RunError            a run's folder is missing, damaged, or belongs to something else
 ├── DataError               a data file is missing, truncated or hostile
 ├── DivergedError           the loss is not a number any more
+├── ComputedWrongly         a process's gradients are not those of the same samples and weights on others
 ├── OutOfMemory             a process may not take as much memory as the plan needs
 └── ProcessDied             one of the processes ended unexpectedly
 """
@@ -18,7 +19,7 @@ import difflib
 import errno
 import os
 import traceback
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 EXIT_OK = 0
@@ -77,6 +78,16 @@ class DataError(GrappeError):
 
 class DivergedError(GrappeError):
     """The loss is not a number any more; the saved checkpoints are unchanged."""
+
+
+class ComputedWrongly(GrappeError):
+    """A process's gradients are not those of the same samples and weights on others; what was saved is intact."""
+
+    exit_code = EXIT_INTERRUPTED
+    nodes: Mapping[str, str] = {}
+    """The nodes that may have computed wrongly, with the evidence."""
+    proven = False
+    """Whether it is the one node."""
 
 
 class OutOfMemory(GrappeError):

@@ -15,7 +15,16 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from grappe.errors import EXIT_FAILURE, EXIT_INTERRUPTED, EXIT_OK, GrappeError, ProcessDied, RunError, of_file
+from grappe.errors import (
+    EXIT_FAILURE,
+    EXIT_INTERRUPTED,
+    EXIT_OK,
+    ComputedWrongly,
+    GrappeError,
+    ProcessDied,
+    RunError,
+    of_file,
+)
 from grappe.launch import files, imports, local, mps
 from grappe.launch.files import rendezvous_folder_of
 from grappe.launch.rank import ProcessRank, rank_from_environment
@@ -24,6 +33,7 @@ from grappe.words import host_name
 
 LEAVING_SECONDS = 2.0
 FAILURE = "GRAPPE_FAILURE"  # the variable that names the file for a failure's exit code
+WRONG = ".wrong"  # suffix of the file next to it, with the nodes that computed wrongly
 WHY = ".why"  # suffix of the file next to it, with the error
 
 
@@ -72,7 +82,11 @@ def reported_once(error: Exception, process: ProcessRank) -> BaseException:
     ours = isinstance(error, GrappeError)
     code = error.exit_code if ours else EXIT_FAILURE
     file = os.environ.get(FAILURE)  # for the batch script: srun reports only that the others were killed
-    if file and (ours or not local.lost_another(str(error))):
+    if file and isinstance(error, ComputedWrongly):  # the job goes on without the nodes that the script then notes
+        lines = [f"{node} {'proven: ' * error.proven}{evidence}\n" for node, evidence in error.nodes.items()]
+        with contextlib.suppress(OSError, RunError):
+            files.replace(Path(file).with_suffix(WRONG), "".join(lines).encode(), files.IN_PART)
+    elif file and (ours or not local.lost_another(str(error))):
         with contextlib.suppress(OSError, RunError):
             files.replace(Path(file), str(code).encode(), files.IN_PART)
     if not claims_error_report(process):

@@ -122,9 +122,9 @@ note_node() {
     echo "noted against node $1, in $failures: $2"
 }
 
-# The nodes with notes of two starts within a week; the four noted last, joined by commas.
+# The nodes with notes of two starts within a week, or one that is proven; the four noted last, joined by commas.
 failed_nodes() {
-    [ ! -e "$failures" ] || awk -v now="$(date +%s)" '$1 > now - 604800 && !seen[$2 $3]++ { if (++notes[$2] > 1) last[$2] = $1 }
+    [ ! -e "$failures" ] || awk -v now="$(date +%s)" '$1 > now - 604800 && !seen[$2 $3]++ { if (++notes[$2] > 1 || $5 == "proven:") last[$2] = $1 }
         END { for (node in last) print last[node], node }' "$failures" | sort -rn | head -n 4 | cut -d " " -f 2 | paste -sd ,
 }
 
@@ -152,7 +152,7 @@ leave_out() {
     own=$(scontrol show job "$SLURM_JOB_ID" | sed -nE 's/.*ExcNodeList=([^ ]+).*/\1/p' | head -n 1)
     [ "$own" != "(null)" ] || own=
     if scontrol update "JobId=$SLURM_JOB_ID" "ExcNodeList=${own:+$own,}$1"; then
-        echo "the next start leaves out $1, which failed twice within a week ($failures)"
+        echo "the next start leaves out $1, which failed twice within a week or computed wrongly ($failures)"
     fi
 }
 
@@ -206,7 +206,12 @@ begin() {
 }
 
 finish() {
-    local again=no resumes=no refused=0
+    local again=no resumes=no refused=0 node evidence
+    if [ -e "$run/logs/job-$job.wrong" ]; then # a process computed wrongly: the run goes on, on other nodes
+        code=75
+        while read -r node evidence; do note_node "$node" "$evidence"; done < "$run/logs/job-$job.wrong"
+        rm -f "$run/logs/job-$job.wrong"
+    fi
     case $1 in train | tune | launch) resumes=yes ;; esac # the others would begin again
     # srun ends the others when one fails, and then says that they were killed: what failed first has left its code.
     [ ! -e "$first" ] || code=$(cat "$first")

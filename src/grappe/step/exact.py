@@ -200,7 +200,11 @@ class Exact:
 
     def forward_ahead(self, index: int, step: int, seed: int, inputs: Any) -> Any:
         """Computes the output that piece `index` will have in its context, without recording anything."""
-        self._seed_piece(index, step, seed)
+        return self.forward_again(self._places[index], step, seed, inputs)
+
+    def forward_again(self, place: int, step: int, seed: int, inputs: Any) -> Any:
+        """Computes the output of the batch's piece `place`, which may be another process's, without recording it."""
+        seed_generators(mix(seed, step, place), self._world.device)
         return self._call(self._model, inputs)
 
     def forward(self, inputs: Any) -> Any:
@@ -451,6 +455,8 @@ def unsupported_reason(plan: Plan) -> str | None:
         return "exact and compile: a compiled unit chooses its code by the shapes it has seen: leave compile out"
     if plan.tensor > 1 or plan.offload != "none":
         return f"exact={plan.exact} replicates or shards: leave tensor and offload out"
+    if plan.check and plan.shard > 1:
+        return f"check={plan.check} needs all weights in each process: use replicate={plan.shard} instead of shard"
     if plan.shard > 1 and plan.replicate > 1:
         return (
             f"exact={plan.exact} with shard and replicate: replicas are summed in their own order: "

@@ -257,10 +257,10 @@ class Losses:
     def _observe(self, output: object, micro: Microbatch, named: Mapping[str, Tensor]) -> None:
         self._observers.after_loss(output, micro, self._totals(named, micro))
 
-    def dry_run(self, output: object, micro: Microbatch, batch: Batch) -> Loss:
+    def dry_run(self, output: object, micro: Microbatch, batch: Batch, scale: float = 1.0) -> Loss:
         """Computes the loss of a microbatch that no step learns from, so no observer sees it."""
         values, _ = self.values(output, micro)
-        return Loss(values, self._output_gradient(values, micro, batch, 1.0), self.total(values, micro))
+        return Loss(values, self._output_gradient(values, micro, batch, scale), self.total(values, micro))
 
     def scored(self, output: Any, micro: Microbatch, batch: Batch) -> list[ScoredLoss]:
         """Returns the sums of an evaluated microbatch; nothing without a sample.
@@ -359,8 +359,8 @@ class PartLosses(Losses):
     def __call__(self, output: object, micro: Microbatch, batch: Batch, scale: float = 1.0) -> Loss:
         return _of_part(super().__call__(output, micro, batch, scale))
 
-    def dry_run(self, output: object, micro: Microbatch, batch: Batch) -> Loss:
-        return _of_part(super().dry_run(output, micro, batch))
+    def dry_run(self, output: object, micro: Microbatch, batch: Batch, scale: float = 1.0) -> Loss:
+        return _of_part(super().dry_run(output, micro, batch, scale))
 
     def scored(self, output: Any, micro: Microbatch, batch: Batch) -> list[ScoredLoss]:
         return [loss._replace(total=reduced(loss.total, self._domain)) for loss in super().scored(output, micro, batch)]

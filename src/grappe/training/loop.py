@@ -415,6 +415,7 @@ class Training:
             return
         session, info = self.session, self.session.info
         began = time.perf_counter()
+        session.engine.before_save()
         with session.clock.during(phases.CHECKPOINT):
             if not hold:
                 session.watchers.call("saving", step)

@@ -128,16 +128,19 @@ def test_nodes_that_failed_in_two_starts_within_a_week_are_left_out_the_last_fou
         f"{now - 50} once 3.0 a: a process was ended: Killed",
         f"{now - 50} same 3.0 a: a process was ended: Killed",
         f"{now - 49} same 3.0 a: a process was ended: Killed",
+        f"{now - 45} wrong 5.0 a: proven: process 2, step 25, gradient of 0.weight, unlike process 1 and process 3",
         "damaged",
         f"{now} ../x 3.0 a: not a node",
         *(
             f"{now - 40 + start} n{node} {start}.{node} b: Slurm: down, n{node}"
-            for node in range(5)
+            for node in range(1, 5)
             for start in (1, node + 2)
         ),
     ]
     (tmp_path / ".failed-nodes").write_text("\n".join(lines))
     found = jobs.nodes_to_leave_out(tmp_path)
     assert list(found) == ["n1", "n2", "n3", "n4"]
+    (tmp_path / ".failed-nodes").write_text("\n".join(lines[:6]))
+    assert list(jobs.nodes_to_leave_out(tmp_path)) == ["wrong"]
     assert [(note.run, note.evidence) for note in found["n4"]] == [("b", "Slurm: down, n4")] * 2
     assert jobs.nodes_to_leave_out(tmp_path / "none") == {}

@@ -74,6 +74,11 @@ class FailureNote(NamedTuple):
     """The run's name."""
     evidence: str
 
+    @property
+    def proven(self) -> bool:
+        """Returns whether one note is enough: the node computed other bits than two others."""
+        return self.evidence.startswith("proven: ")
+
 
 def failure_notes(base: Path) -> list[FailureNote]:
     """Reads the notes against nodes beside the runs in `base`, oldest first; skips a damaged line."""
@@ -86,13 +91,17 @@ def failure_notes(base: Path) -> list[FailureNote]:
 
 
 def nodes_to_leave_out(base: Path) -> dict[str, list[FailureNote]]:
-    """Returns the nodes that failed in two starts within a week, with their notes: the four that failed last."""
+    """Returns the nodes that failed twice within a week, or computed wrongly, with their notes: the last four."""
     now, notes = time.time(), dict[str, list[FailureNote]]()
     for note in failure_notes(base):
         of_node = notes.setdefault(note.node, [])
         if note.at > now - FORGOTTEN_SECONDS and all(note.start != other.start for other in of_node):
             of_node.append(note)
-    twice = sorted((of_node[-1].at, node) for node, of_node in notes.items() if len(of_node) > 1)
+    twice = sorted(
+        (of_node[-1].at, node)
+        for node, of_node in notes.items()
+        if len(of_node) > 1 or any(note.proven for note in of_node)
+    )
     return {node: notes[node] for _, node in twice[-MOST_LEFT_OUT:]}
 
 

@@ -234,8 +234,8 @@ def job_script(submission: Submission, *, show: bool = False) -> JobScript:
     )
     script = dataclasses.replace(script, torch=torch_of(script))
     left_out = [
-        f"node {node} is left out: it failed twice within a week, last in {notes[-1].run}: {notes[-1].evidence} "
-        f"({run.parent / FAILED_NODES})"
+        f"node {node} is left out: it failed twice within a week or computed wrongly, last in {notes[-1].run}: "
+        f"{notes[-1].evidence} ({run.parent / FAILED_NODES})"
         for node, notes in failed.items()
     ]
     return JobScript(script=script, unchecked=note, warnings=(*left_out, *_warnings(script)), automatic=automatic)

@@ -1,0 +1,188 @@
+"""Detects silent data corruption: a piece of the batch is computed again by another process, and compared to the bit.
+
+Every process passes one piece of its batch to the next process, which computes that piece's gradient again, with the
+same weights and random numbers. Where their bits differ, a third process settles which of the two computed wrongly.
+W processes, each with n parameters.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from grappe.data.batch import Batch, Microbatch
+from grappe.errors import ComputedWrongly
+from grappe.launch.world import World, packed, unpacked
+from grappe.private_api.torch import tree_map
+from grappe.step.clip import PIECE
+from grappe.words import format_seconds, host_name
+
+INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+"""The type of integers whose bits a number has, by its bytes."""
+
+Gradient = Callable[[Batch, Microbatch, int], Sequence[Tensor | None]]
+"""Computes a piece's gradients, from a batch, the piece, and its number in the batch; changes nothing."""
+
+
+class CheckedPiece(NamedTuple):
+    """The piece of this process's batch that may be compared."""
+
+    batch: Batch
+    """Without its microbatches."""
+    micro: Microbatch
+    index: int
+    """The piece's number among this process's pieces."""
+    digest: list[int] | None
+    """Of its gradients; None: they are to be computed again, here too."""
+
+
+class CrossCheck:
+    """Compares gradients between processes that hold the same weights.
+
+    Args:
+        every: the number of steps after which a piece is compared.
+        pieces: of each process in a batch; they take turns.
+        gradient: computes a piece's gradients again.
+        names: of the parameters.
+    """
+
+    def __init__(self, every: int, pieces: int, world: World, gradient: Gradient, names: Sequence[str]) -> None:
+        self._every, self._pieces, self._world, self._gradient, self._names = every, pieces, world, gradient, names
+        self._piece: CheckedPiece | None = None
+        self._checked = -1
+        self._comparisons, self._seconds = 0, 0.0
+
+    def note(self, batch: Batch, index: int, gradients: Sequence[Tensor | None]) -> None:
+        """Notes a piece whose gradients were just computed; they are read only in a step that is compared."""
+        if index == batch.step // self._every % self._pieces:
+            digest = _digest(gradients) if self._due(batch.step) else None
+            micro = batch.microbatches[index]
+            self._piece = CheckedPiece(batch._replace(microbatches=()), micro, index, digest)
+
+    def after(self, step: int) -> None:
+        """Compares after the gradients of a step, if it is due. Collective.
+
+        Raises:
+            ComputedWrongly: some process's gradients have other bits.
+        """
+        if self._due(step):
+            self._compare()
+
+    def before_save(self) -> None:
+        """Compares with the weights as they are, so that none that a faulty process computed are saved. Collective.
+
+        Raises:
+            ComputedWrongly: some process's gradients have other bits.
+        """
+        if self._piece is not None and self._piece.batch.step != self._checked:
+            self._piece = self._piece._replace(digest=None)
+            self._compare()
+
+    def remarks(self) -> list[str]:
+        """Returns how often pieces were compared, and how long that took."""
+        if not self._comparisons:
+            return []
+        times = f"{self._comparisons:,} time{'s' if self._comparisons > 1 else ''}"
+        return [f"check: a piece was compared with another process's {times}, in {format_seconds(self._seconds)}"]
+
+    def _due(self, step: int) -> bool:
+        return (step + 1) % self._every == 0
+
+    def _compare(self) -> None:
+        assert self._piece is not None, "a step has pieces"
+        began, world, piece = time.perf_counter(), self._world, self._piece
+        own = piece.digest if piece.digest is not None else self._computed(piece.micro, world.data_rank)
+        following, previous = (world.data_rank + 1) % world.data_size, (world.data_rank - 1) % world.data_size
+        again = self._computed(self._exchanged(following, previous), previous)
+        rows = world.gather((own, again, os.environ.get("SLURMD_NODENAME") or host_name()))
+        doubtful = [rank for rank in range(len(rows)) if rows[rank][0] != rows[(rank + 1) % len(rows)][1]]
+        if doubtful:
+            raise self._settled(doubtful, rows)
+        self._checked = piece.batch.step
+        self._comparisons += 1
+        self._seconds += time.perf_counter() - began
+
+    def _computed(self, micro: Microbatch, rank: int) -> list[int]:
+        """Computes the digest of another process's piece, or of this one's."""
+        assert self._piece is not None
+        batch, index = self._piece.batch, self._piece.index
+        return _digest(self._gradient(batch, micro, rank * self._pieces + index) if micro.rows else [])
+
+    def _settled(self, doubtful: Sequence[int], rows: Sequence[tuple[list[int], list[int], str]]) -> ComputedWrongly:
+        """Has a third process compute each doubtful piece; returns the error. Collective."""
+        assert self._piece is not None
+        world, size = self._world, len(rows)
+        named, sure = dict[int, str](), size > 2
+        for rank in doubtful:
+            second, third = (rank + 1) % size, (rank + 2) % size
+            first_digest, second_digest = rows[rank][0], rows[second][1]
+            place = next(
+                (n for n, two in enumerate(zip(first_digest, second_digest, strict=False)) if two[0] != two[1]), 0
+            )
+            where = f"step {self._piece.batch.step + 1}, gradient of {self._names[place]}"
+            micro, answer = self._piece.micro, list[int]()
+            if size > 2:
+                if world.rank == rank:
+                    dist.send_object_list([_on_host(micro)], dst=third, group=world.control)
+                elif world.rank == third:
+                    answer = self._computed(self._received(rank), rank)
+                answer = world.gather(answer)[third]
+            wrong = {second} if answer == first_digest else {rank} if answer == second_digest else {rank, second}
+            sure &= len(wrong) == 1
+            for each in wrong:
+                others = sorted({rank, second, *([third] if size > 2 else [])} - {each})
+                named.setdefault(each, f"{where}, unlike {' and '.join(f'process {other}' for other in others)}")
+        nodes = {rows[rank][2]: f"process {rank}, {text}" for rank, text in sorted(named.items())}
+        lines = "; ".join(f"process {rank} (node {rows[rank][2]}), {text}" for rank, text in sorted(named.items()))
+        error = ComputedWrongly(
+            f"the same samples and weights gave other gradients: {lines}. "
+            + ("" if sure else "Two cannot tell which of them is wrong; a third process could. ")
+            + f"Go on without {', '.join(nodes)}: the newest checkpoint was compared before it was saved"
+        )
+        error.nodes, error.proven = nodes, len(nodes) == 1
+        return error
+
+    def _exchanged(self, following: int, previous: int) -> Microbatch:
+        """Sends this process's piece to the next process, and receives the one before's. Collective."""
+        assert self._piece is not None
+        if self._world.rank % 2:
+            received = self._received(previous)
+            dist.send_object_list([_on_host(self._piece.micro)], dst=following, group=self._world.control)
+            return received
+        dist.send_object_list([_on_host(self._piece.micro)], dst=following, group=self._world.control)
+        return self._received(previous)
+
+    def _received(self, rank: int) -> Microbatch:
+        box: list[Any] = [None]
+        dist.recv_object_list(box, src=rank, group=self._world.control)
+        device = self._world.device
+        return tree_map(lambda leaf: leaf.to(device) if isinstance(leaf, Tensor) else leaf, unpacked(box[0]))
+
+
+def _on_host(micro: Microbatch) -> bytes:
+    """Copies a piece alone: a view of a batch would bring the whole batch along."""
+    return packed(tree_map(lambda leaf: leaf.detach().cpu().clone() if isinstance(leaf, Tensor) else leaf, micro))
+
+
+@torch.no_grad()
+def _digest(gradients: Sequence[Tensor | None]) -> list[int]:
+    """Sums each gradient's bits as integers, each with another odd factor, modulo 2^64: no single change keeps it."""
+    sums = [
+        torch.zeros((), dtype=torch.int64) if gradient is None else _sum_of_bits(gradient) for gradient in gradients
+    ]
+    return torch.stack([each.to(sums[-1].device) for each in sums]).tolist() if sums else []
+
+
+def _sum_of_bits(tensor: Tensor) -> Tensor:
+    total = torch.zeros((), dtype=torch.int64, device=tensor.device)
+    for number, part in enumerate(tensor.detach().contiguous().reshape(-1).split(PIECE)):
+        bits = part.view(INTEGERS[part.element_size()]).long()
+        first = 2 * number * PIECE + 1
+        total += (bits * torch.arange(first, first + 2 * len(bits), 2, device=bits.device)).sum()
+    return total

@@ -1,0 +1,101 @@
+"""check=: planted faults of one process are found within the stated steps, and the right process is named."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from grappe.errors import PlanError
+from grappe.plan import Plan
+from grappe.step.cross_check import _digest
+from tests.commands import GRAPPE, ran
+
+TASK = """
+import torch
+import torch.distributed as dist
+from torch import nn
+from grappe.tasks.digits import Digits
+
+
+class Faulty(Digits):
+    fault: str = ""
+    rank: int = 0
+    after: int = 20
+
+    def model(self):
+        model = nn.Sequential(
+            nn.Flatten(), nn.Linear(64, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Dropout(0.2), nn.Linear(32, 10)
+        )
+        calls = []
+
+        def spoil(module, inputs, output):
+            calls.append(module.training and dist.is_initialized() and dist.get_rank() == self.rank)
+            if not calls[-1] or sum(calls) <= self.after:
+                return output
+            if self.fault == "kernel":  # another order of sums
+                return sum(inputs[0][:, i : i + 1] * module.weight[:, i] for i in range(64)) + module.bias
+            values = output.detach().clone()
+            if self.fault == "flip":
+                values.view(torch.int32)[:, 3].bitwise_xor_(1 << 18)
+            else:
+                values[:, 3] = 0.5
+            return output + (values - output.detach())
+
+        if self.fault:
+            model[1].register_forward_hook(spoil)
+        return model
+"""
+
+
+def trained(folder: Path, plan: str, *words: str) -> tuple[int, str]:
+    (folder / "faulty.py").write_text(TASK)
+    done = ran(GRAPPE, "train", "faulty.py", "--plan", f"device=cpu,{plan}", "--run", "run", *words, cwd=folder)
+    return done.returncode, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize(("fault", "rank"), [("flip", 2), ("stuck", 0), ("kernel", 3)])
+def test_the_process_that_computes_wrongly_is_named(tmp_path: Path, fault: str, rank: int) -> None:
+    code, said = trained(tmp_path, "exact=4,replicate=4,check=10", f"fault={fault}", f"rank={rank}", "epochs=4")
+    assert code == 75, said
+    assert f"gave other gradients: process {rank} (node " in said and said.count("(node ") == 1
+    step = int(said.partition(", step ")[2].partition(",")[0])
+    assert 15 < step <= 30  # it begins in the 18th to 20th, as checks call the model too
+    kept = max((tmp_path / "run" / "checkpoints").iterdir())
+    assert int(kept.name.removeprefix("step-")) < 18  # none that the fault has touched
+    code, said = trained(tmp_path, "exact=4,replicate=2,check=10", "after=100000", "epochs=1")
+    assert code == 0, said
+
+
+def test_of_two_processes_both_are_named(tmp_path: Path) -> None:
+    code, said = trained(tmp_path, "exact=4,replicate=2,check=10", "fault=stuck", "rank=1", "epochs=4")
+    assert code == 75
+    assert "process 0 (node" in said and "process 1 (node" in said and "Two cannot tell which of them is wrong" in said
+
+
+def test_sound_processes_have_the_weights_of_a_run_without_it(tmp_path: Path) -> None:
+    for name, plan in (("without", "exact=4,replicate=2"), ("with", "exact=4,replicate=2,check=1")):
+        folder = tmp_path / name
+        folder.mkdir()
+        code, said = trained(folder, plan, "epochs=1")
+        assert code == 0, said
+    assert "check: a piece was compared with another process's 23 times" in said
+    one, other = ((max((tmp_path / name / "run" / "checkpoints").iterdir())) for name in ("without", "with"))
+    for file in sorted(one.glob("*.safetensors")):
+        assert file.read_bytes() == (other / file.name).read_bytes()
+
+
+def test_a_digest_changes_with_each_bit() -> None:
+    values = torch.randn(70_000)
+    before = _digest([values, None])
+    for place, bit in ((0, 0), (65_535, 22), (65_536, 31), (69_999, 5)):
+        values.view(torch.int32)[place] ^= 1 << bit if bit < 31 else -(2**31)
+        assert _digest([values, None]) != before
+        values.view(torch.int32)[place] ^= 1 << bit if bit < 31 else -(2**31)
+    assert _digest([values, None]) == before
+
+
+def test_plans_that_it_does_not_fit() -> None:
+    with pytest.raises(PlanError, match="check=100 compares the pieces of exact to the bit: add exact=8"):
+        Plan(check=100, replicate=2)
