@@ -46,6 +46,7 @@ def train(process: ProcessRank, rendezvous_folder: Path, task: Task, text: str, 
     told = {"skipped": [result.skipped for result in results], "lr": [result.lr for result in results]}
     engine.close()
     world.leave()
+    told["sent"] = {} if world.domain is None else dict(world.domain.of_step)
     return {"losses": losses, "norms": norms, "weights": weights, "scores": scores, "ids": ids, **told}
 
 

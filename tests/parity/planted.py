@@ -238,11 +238,11 @@ def gradient_times_the_degree() -> Any:
 def mask_that_is_shifted() -> Any:
     """Queries of the second part see one key fewer than they may."""
 
-    def shifted(function: Any, own: Any, asked: Any) -> Any:
-        def earlier(queries: Any, keys: Any, values: Any) -> Any:
-            return function(queries, torch.cat([keys[:, :, :1], keys[:, :, :-1]], 2), values)
+    def shifted(function: Any, asked: Any, *own: Any) -> Any:
+        def earlier(keys: Any, values: Any, *queries: Any) -> Any:
+            return function(torch.cat([keys[:, :, :1], keys[:, :, :-1]], 2), values, *queries)
 
-        return refetching(earlier, own, asked)
+        return refetching(earlier, asked, *own)
 
     return mock.patch("grappe.domain.sequences.refetching", shifted)
 

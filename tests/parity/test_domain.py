@@ -22,7 +22,7 @@ from grappe.parallel.shard import check_gradients
 from grappe.plan import Plan
 from grappe.verbs.verify.verify import verify
 from tests.parity import reference
-from tests.parity.cell import train
+from tests.parity.cell import TOLERANCE, difference, train
 from tests.parity.planted import runner
 from tests.parity.test_native import assert_learned_alike
 from tests.processes import Pool
@@ -203,7 +203,18 @@ def _residual(*head: nn.Module) -> nn.Module:
     return nn.Sequential(stem, nn.MaxPool2d(3, 1, 1), Residual(), nn.Dropout(0.2), *head)
 
 
+class Stack(ResNet):
+    """Two convolutions, whose halos are counted."""
+
+
 MODELS = {
+    "Stack": lambda: nn.Sequential(
+        nn.Conv2d(3, 4, 3, padding=1),
+        nn.Conv2d(4, 5, 5, padding=2),
+        nn.AdaptiveAvgPool2d(1),
+        nn.Flatten(),
+        nn.Linear(5, 3),
+    ),
     "UNet2D": lambda: Twice(2),
     "UNet3D": lambda: Twice(3),
     "ResNet": lambda: _residual(nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(6, 3)),
@@ -213,6 +224,7 @@ MODELS = {
     "Encoder": lambda: Words(False),
 }
 SHAPES = {
+    "Stack": (3, 11, 12),
     "UNet2D": (1, 12, 8), "UNet3D": (1, 8, 4, 6), "ResNet": (3, 11, 12), "Flat": (3, 11, 12), "ViT": (3, 12, 12),
 }  # fmt: skip
 TASKS = [UNet2D(), UNet3D(), ResNet(), Flat(), ViT(), GPT(), Encoder()]
@@ -223,16 +235,49 @@ def expected(name: str, ways: int = 1) -> dict:
     return reference.train(next(task for task in TASKS if type(task).__name__ == name), STEPS, ways=ways)
 
 
-@pytest.mark.parametrize("plan", ["domain=2", "domain=3", "domain=2,replicate=2", "domain=2,shard=2,recompute"])
+PLANS = [
+    *(f"domain={parts}{more}" for parts in (2, 3, 4) for more in ("", ",recompute", ",precision=bf16")),
+    *(f"domain=2,{more}" for more in ("replicate=2", "shard=2", "shard=2,recompute")),
+    "domain=2,shard=2,zero=1,microbatches=2", "domain=3,replicate=2", "domain=4,shard=2",
+]  # fmt: skip
+
+
+def assert_rounded_alike(pool: Pool, task: Task, plan: Plan, found: dict) -> None:
+    """Sums of parts are rounded: no more than what one process learns is, or than by sums over slices of the batch."""
+    [alone] = pool.run("tests.parity.cell:train", 1, task, f"precision={plan.precision}", STEPS)
+    gaps = [difference(expected(type(task).__name__)["weights"], alone["weights"])[0]]
+    assert gaps[0] > TOLERANCE, "it did not round at all"
+    if not isinstance(task, ResNet):
+        text = f"replicate={plan.domain},precision={plan.precision}"
+        slices = pool.run("tests.parity.cell:train", plan.domain, task, text, STEPS)
+        gaps.append(difference(alone["weights"], slices[0]["weights"])[0])
+    assert difference(alone["weights"], found["weights"])[0] <= 2 * max(gaps)
+
+
+@pytest.mark.parametrize("task", [UNet2D(), ViT()], ids=lambda task: type(task).__name__)
+def test_fp16_scales_the_loss_of_parts(pool: Pool, task: Task) -> None:
+    found = pool.run("tests.parity.cell:train", 2, task, "domain=2,precision=fp16", STEPS)
+    assert not any(found[0]["skipped"])
+    assert_rounded_alike(pool, task, Plan.parse("domain=2,precision=fp16"), found[0])
+
+
+@pytest.mark.grid
+@pytest.mark.parametrize("plan", PLANS)
 @pytest.mark.parametrize("task", TASKS, ids=lambda task: type(task).__name__)
 def test_parts_of_samples_learn_what_whole_ones_do(pool: Pool, task: Task, plan: str) -> None:
     parsed = Plan.parse(plan)
+    if isinstance(task, ResNet) and parsed.microbatches > 1:
+        parsed = Plan.parse("domain=2,shard=2,zero=1")  # batch normalisation would see other batches
     ways = parsed.data_parallel if isinstance(task, ResNet) else 1  # batch normalisation is of each data slice
-    wanted = expected(type(task).__name__, ways)
-    found = pool.run("tests.parity.cell:train", parsed.processes, task, plan, STEPS)
-    assert_learned_alike(found, wanted, plan)
+    found = pool.run("tests.parity.cell:train", parsed.processes, task, str(parsed), STEPS)
     for one in found:
         assert one["scores"] == found[0]["scores"]
+    if parsed.precision == "bf16":
+        assert_rounded_alike(pool, task, parsed, found[0])
+        return
+    wanted = expected(type(task).__name__, ways)
+    assert_learned_alike(found, wanted, plan)
+    for one in found:
         if ways == 1:
             assert one["scores"].loss == pytest.approx(wanted["validation"], rel=1e-5)
         assert one["norms"] == pytest.approx(wanted["norms"], rel=1e-5) or task.clip is None
@@ -264,6 +309,29 @@ def test_a_run_is_evaluated_and_predicted_in_parts_or_whole(tmp_path: Path, capf
     together = torch.stack(list(grappe.predict(run, images, "domain=2,threads=1", task=UNet2D)))
     assert (alone - together).abs().max() < 1e-5
     assert "domain= sends in a step, from process 0: halos" in capfd.readouterr().out
+
+
+FLOAT, ROWS = 4, 6  # bytes of a number, samples of a step
+
+
+@pytest.mark.parametrize("parts", [2, 3])
+def test_messages_and_bytes_of_a_step_are_those_of_the_formulas(pool: Pool, parts: int) -> None:
+    """Counted in a training, against formulas of shapes alone.
+
+    A convolution with kernel k sends k // 2 rows to each neighbour, and in backward as many of its input's gradient.
+    Attention sends its keys and values to all others, again in backward, and to each the gradient of that one's.
+    """
+    plan = f"domain={parts}"
+    for rank, one in enumerate(pool.run("tests.parity.cell:train", parts, Stack(), plan, 2)):
+        neighbours = (rank > 0) + (rank < parts - 1)
+        each = [ROWS * channels * (kernel // 2) * 12 * FLOAT for channels, kernel in ((3, 3), (4, 5), (4, 5))]
+        assert one["sent"]["halos", "messages"] == 3 * neighbours  # the images need no gradient
+        assert one["sent"]["halos", "bytes"] == sum(each) * neighbours
+    positions = [17 // parts + (rank < 17 % parts) for rank in range(parts)]
+    for rank, one in enumerate(pool.run("tests.parity.cell:train", parts, ViT(), plan, 2)):
+        own, of_others = positions[rank], 17 - positions[rank]
+        assert one["sent"]["attention", "messages"] == 6 * (parts - 1)
+        assert one["sent"]["attention", "bytes"] == 2 * ROWS * 8 * FLOAT * (2 * own * (parts - 1) + of_others)
 
 
 def nothing_opened() -> contextlib.AbstractContextManager:

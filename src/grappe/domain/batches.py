@@ -18,7 +18,7 @@ from grappe.task import Task, overrides
 
 __all__ = ["sequences", "shapes", "space"]
 
-WITHOUT = ("channels_last", "compile", "cuda_graphs", "exact", "memory", "offload", "pipeline", "tensor")
+WITHOUT = ("channels_last", "compile", "cuda_graphs", "exact", "offload", "pipeline", "tensor")
 """Keys that a plan cannot have with domain=."""
 
 

@@ -24,7 +24,7 @@ from torch import Tensor
 from grappe.errors import PlanError
 from grappe.errors.user_line import place_in
 from grappe.private_api.torch import tree_map, wrapper_of
-from grappe.words import format_bytes
+from grappe.words import count_of, format_bytes
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -41,14 +41,23 @@ class Domain:
     """The processes over which gradients are summed: those of `group`, for all data slices."""
     rank: int
     size: int
-    sent: Counter[str] = dataclasses.field(default_factory=Counter)
-    """Bytes that this process has sent to others, by what for; forward and backward."""
-    of_step: Counter[str] = dataclasses.field(default_factory=Counter)
-    """Those of the second training step."""
+    sent: Counter[tuple[str, str]] = dataclasses.field(default_factory=Counter)
+    """What this process has sent to others, forward and backward: by what for, its "messages" and its "bytes"."""
+    of_step: Counter[tuple[str, str]] = dataclasses.field(default_factory=Counter)
+    """That of the second training step."""
+
+    def note(self, purpose: str, sizes: Sequence[int]) -> None:
+        """Counts messages of so many bytes each."""
+        self.sent[purpose, "messages"] += len(sizes)
+        self.sent[purpose, "bytes"] += sum(sizes)
 
     def remarks(self) -> list[str]:
         """Returns what a training step sends, for the run's summary."""
-        sizes = ", ".join(f"{what} {format_bytes(size)}" for what, size in self.of_step.most_common() if size)
+        sizes = ", ".join(
+            f"{purpose} {format_bytes(size)} ({count_of(self.of_step[purpose, 'messages'], 'message')})"
+            for (purpose, what), size in self.of_step.most_common()
+            if what == "bytes"
+        )
         return [f"domain= sends in a step, from process 0: {sizes}"] if sizes else []
 
     def even(self, length: int) -> tuple[int, ...]:
@@ -61,9 +70,10 @@ class Domain:
 
     def in_proportion(self, sizes: Sequence[int], length: int) -> tuple[int, ...]:
         """Returns the sizes of the parts of a dimension of another length, cut at the same places in proportion."""
-        total = sum(sizes)
-        places = [(place * length + total // 2) // total for place in bounds(sizes)]
-        return self.checked(tuple(b - a for a, b in itertools.pairwise(places)))
+        half, total = sum(sizes) // 2, sum(sizes)
+        return self.checked(
+            tuple((b * length + half) // total - (a * length + half) // total for a, b in intervals(sizes))
+        )
 
     def checked(self, sizes: tuple[int, ...]) -> tuple[int, ...]:
         """Returns `sizes`; raises PlanError where a process would have nothing."""
@@ -95,8 +105,7 @@ class Parting(NamedTuple):
     @property
     def own(self) -> tuple[int, int]:
         """Returns the first place of this process's part, and the one after its last."""
-        first = sum(self.sizes[: self.domain.rank])
-        return first, first + self.sizes[self.domain.rank]
+        return intervals(self.sizes)[self.domain.rank]
 
     def part_of(self, full: Tensor, dim: int) -> Tensor:
         """Returns this process's part of a whole tensor's dimension `dim`, which has the length of the cut one."""
@@ -190,7 +199,7 @@ def refused(what: str, instead: str = ROUND) -> PlanError:
 
 def along(function: str) -> PlanError:
     """Returns the error for a function that works along the dimension that is cut."""
-    return refused(f"{function} along the dimension that is cut")
+    return refused(f"{function} along the dimension that is cut", ROUND)
 
 
 def _refuse_own_functions(cut: Cut) -> None:
@@ -210,6 +219,11 @@ def _refuse_own_functions(cut: Cut) -> None:
 def bounds(sizes: Sequence[int]) -> list[int]:
     """Returns the places between parts: [0, …, total]."""
     return [0, *itertools.accumulate(sizes)]
+
+
+def intervals(sizes: Sequence[int]) -> list[tuple[int, int]]:
+    """Returns the places of each part: the first one, and the one after the last."""
+    return list(itertools.pairwise(bounds(sizes)))
 
 
 def cut(full: Tensor, dim: int, domain: Domain) -> Cut:

@@ -7,7 +7,6 @@ run convolutions, pooling, attention and whatever else looks at other positions.
 from __future__ import annotations
 
 import dataclasses
-import itertools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -16,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from grappe.domain.cut import Cut, Domain, Parting, bounds
+from grappe.domain.cut import Cut, Domain, Parting, intervals
 
 Interval = tuple[int, int]
 
@@ -46,8 +45,7 @@ class RowExchange:
         return cls(domain=at.domain, dim=at.dim, sizes=at.sizes, want=tuple(want), purpose=purpose)
 
     def _part(self, rank: int) -> Interval:
-        places = bounds(self.sizes)
-        return places[rank], places[rank + 1]
+        return intervals(self.sizes)[rank]
 
     @property
     def middle(self) -> Interval:
@@ -62,7 +60,7 @@ class RowExchange:
         """Returns whether no process wants a row of another."""
         return all(
             (a >= part[0] and b <= part[1]) or a == b
-            for (a, b), part in zip(self.want, map(self._part, range(self.domain.size)), strict=True)
+            for (a, b), part in zip(self.want, intervals(self.sizes), strict=True)
         )
 
     def _ways(self) -> tuple[dict[int, Interval], dict[int, Interval]]:
@@ -85,8 +83,12 @@ class RowExchange:
         head, tail = (torch.cat(rows, self.dim) if rows else empty for rows in (before, after))
         return head, own.narrow(self.dim, a, b - a), tail
 
-    def give_back(self, asked: Tensor, own_shape: Sequence[int]) -> Tensor:
-        """Returns the gradient of `own`, from the gradient of all the rows that this process wanted."""
+    def give_back(self, asked: Tensor, own_shape: Sequence[int], *, shared: bool = False) -> Tensor:
+        """Returns the gradient of `own`, from the gradient of all the rows that this process wanted.
+
+        Args:
+            shared: whether others may hold `asked`, which otherwise becomes the result where it can.
+        """
         rank, first = self.domain.rank, self._part(self.domain.rank)[0]
         begin = self.want[rank][0]
         take, give = self._ways()
@@ -95,7 +97,7 @@ class RowExchange:
         a, b = self.middle
         inside = asked.narrow(self.dim, first + a - begin, b - a) if b > a else None
         if inside is not None and b - a == own_shape[self.dim]:
-            gradient = inside.clone() if arrived else inside.contiguous()
+            gradient = inside.clone() if arrived and shared else inside
         else:
             gradient = asked.new_zeros(own_shape)
             if inside is not None:
@@ -110,7 +112,7 @@ class RowExchange:
         sent = {r: rows.contiguous() for r, rows in to.items()}
         operations = [dist.P2POp(dist.isend, rows, group=group, group_peer=r) for r, rows in sent.items()]
         operations += [dist.P2POp(dist.irecv, rows, group=group, group_peer=r) for r, rows in arriving.items()]
-        self.domain.sent[self.purpose] += sum(rows.nbytes for rows in sent.values())
+        self.domain.note(self.purpose, [rows.nbytes for rows in sent.values()])
         for work in dist.batch_isend_irecv(operations) if operations else ():
             work.wait()
 
@@ -131,7 +133,7 @@ class _Fetch(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> Any:  # pyrefly: ignore
-        return ctx.rows.give_back(gradient, ctx.shape), None
+        return ctx.rows.give_back(gradient, ctx.shape, shared=True), None
 
 
 def fetch(cut: Cut, want: Sequence[Interval], purpose: str) -> Tensor:
@@ -148,9 +150,7 @@ def realigned(cut: Cut, sizes: Sequence[int], purpose: str = "moved rows") -> Cu
     if tuple(sizes) == cut.at.sizes:
         return cut
     apart = separated(cut)
-    places = bounds(sizes)
-    rows = fetch(apart, list(itertools.pairwise(places)), purpose)
-    moved = Cut(rows, apart.at._replace(sizes=tuple(sizes)))
+    moved = Cut(fetch(apart, intervals(sizes), purpose), apart.at._replace(sizes=tuple(sizes)))
     return moved if cut.at.outer == 1 else joined_with(moved, cut.at)
 
 
@@ -197,7 +197,7 @@ def all_sum(part: Tensor, domain: Domain) -> Tensor:
 def reduced(part: Tensor, domain: Domain, how: Any = dist.ReduceOp.SUM) -> Tensor:
     """Returns the sum (or the largest) of all processes' `part`, without a gradient."""
     total = part.detach().clone(memory_format=torch.contiguous_format)
-    domain.sent["sums"] += total.nbytes
+    domain.note("sums", [total.nbytes])
     dist.all_reduce(total, op=how, group=domain.group)
     return total
 
@@ -242,6 +242,7 @@ class _Convolution(torch.autograd.Function):
         of_inputs, of_weight, of_bias = torch.ops.aten.convolution_backward(
             gradient, inputs, weight, ctx.bias, *how.arguments, needed
         )
+        del inputs
         if of_inputs is not None:
             before, after = how.padding
             asked = of_inputs.narrow(dim, before, of_inputs.shape[dim] - before - after)
@@ -272,47 +273,50 @@ def convolved(cut: Cut, weight: Tensor, bias: Tensor | None, want: Sequence[Inte
 
 
 class _Refetched(torch.autograd.Function):
-    """A function of this process's part and of fetched rows, which are fetched again in backward."""
+    """A function of this process's tensors and of fetched rows, which are fetched again in backward."""
 
     @staticmethod
-    def forward(
-        ctx: Any, function: Callable[..., Tensor], own: Tensor, several: Sequence[RowExchange], *parts: Tensor
-    ) -> Any:
+    def forward(ctx: Any, function: Callable[..., Tensor], several: Sequence[RowExchange], *tensors: Tensor) -> Any:
         ctx.function, ctx.several = function, several
-        ctx.save_for_backward(own, *parts)
-        ctx.lowered = torch.is_autocast_enabled(own.device.type)
-        ctx.kind = torch.get_autocast_dtype(own.device.type)
-        return function(own, *_joined(several, parts))
+        ctx.save_for_backward(*tensors)
+        ctx.lowered = torch.is_autocast_enabled(tensors[0].device.type)
+        ctx.kind = torch.get_autocast_dtype(tensors[0].device.type)
+        return function(*_joined(several, tensors))
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> Any:  # pyrefly: ignore
-        own, *parts = ctx.saved_tensors
-        inputs = [own.detach(), *_joined(ctx.several, parts)]
-        lowered = torch.autocast(own.device.type, dtype=ctx.kind, enabled=ctx.lowered, cache_enabled=False)
+        tensors = ctx.saved_tensors
+        own, rows = tensors[len(ctx.several) :], tensors[: len(ctx.several)]
+        inputs = [each.detach() for each in _joined(ctx.several, tensors)]
+        lowered = torch.autocast(inputs[0].device.type, dtype=ctx.kind, enabled=ctx.lowered, cache_enabled=False)
+        wanted = [each for each, needed in zip(inputs, ctx.needs_input_grad[2:], strict=True) if needed]
         with torch.enable_grad(), lowered:
-            for each in inputs:
+            for each in wanted:
                 each.requires_grad_()
             output = ctx.function(*inputs)
-        of_own, *of_rows = torch.autograd.grad(output, inputs, gradient)
-        back = [
-            rows.give_back(each, part.shape)
-            for rows, each, part in zip(ctx.several, of_rows, parts, strict=True)
-        ]  # fmt: skip
-        return None, of_own, None, *back
+        arriving = iter(torch.autograd.grad(output, wanted, gradient))
+        del output, inputs, wanted
+        back = [next(arriving) if needed else None for needed in ctx.needs_input_grad[2:]]
+        of_rows = [
+            each if each is None else exchange.give_back(each, part.shape)
+            for exchange, each, part in zip(ctx.several, back, rows, strict=False)
+        ]
+        return None, None, *of_rows, *back[len(rows) : len(rows) + len(own)]
 
 
-def _joined(several: Iterable[RowExchange], parts: Iterable[Tensor]) -> list[Tensor]:
-    return [torch.cat(rows.bring(part), rows.dim) for rows, part in zip(several, parts, strict=True)]
+def _joined(several: Sequence[RowExchange], tensors: Sequence[Tensor]) -> list[Tensor]:
+    fetched = [torch.cat(rows.bring(part), rows.dim) for rows, part in zip(several, tensors, strict=False)]
+    return [*fetched, *tensors[len(several) :]]
 
 
 Asked = Sequence[tuple[Cut, Sequence[Interval]]]
 
 
-def refetching(function: Callable[..., Tensor], own: Tensor, asked: Asked) -> Tensor:
-    """Returns `function(own, *rows)`, where `rows` are what each Cut's interval is; they are not kept for backward."""
+def refetching(function: Callable[..., Tensor], asked: Asked, *own: Tensor) -> Tensor:
+    """Returns `function(*rows, *own)`, where `rows` are what each Cut's interval is; they are not kept for backward."""
     several = [RowExchange.of(cut.at, want, "attention") for cut, want in asked]
-    return _Refetched.apply(function, own, several, *(cut.local for cut, _ in asked))
+    return _Refetched.apply(function, several, *(cut.local for cut, _ in asked), *own)
 
 
 class _Normalised(torch.autograd.Function):

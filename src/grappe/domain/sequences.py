@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from grappe.domain.cut import DIFFERENT, Cut, along, bounds, like, name_of, refused, rule
+from grappe.domain.cut import DIFFERENT, Cut, along, intervals, like, name_of, refused, rule
 from grappe.domain.exchange import all_sum, gathered, realigned, reduced, refetching
 
 
@@ -36,43 +36,50 @@ def _attention(
 
     The other processes' keys and values are fetched, and fetched again in backward.
     """
-    if dropout_p:
-        raise refused("the dropout of attention", "set that of attention to 0")
-    several = (query, key, value)
+    several, mask, positions = (query, key, value), attn_mask, query.dim() - 2
     if not all(isinstance(each, Cut) for each in several):
         raise refused("attention between what is cut and what is whole")
-    positions = query.dim() - 2
-    if {each.at.dim for each in several} != {positions}:
-        if positions in {each.at.dim for each in several} or any(each.at.dim == query.dim() - 1 for each in several):
+    dims = {each.at.dim for each in several}
+    extra = {"scale": scale, "enable_gqa": enable_gqa}
+    if dims != {positions}:
+        if dims & {positions, positions + 1} or dropout_p:
             raise refused(DIFFERENT)
-        mask = attn_mask.local if isinstance(attn_mask, Cut) else attn_mask
-        parts = [realigned(each, query.at.sizes).local for each in several]
-        return like(
-            query,
-            F.scaled_dot_product_attention(parts[0], parts[1], parts[2], mask, is_causal=is_causal, scale=scale),
-        )
-    first, end = query.at.own
-    length, domain = key.shape[-2], query.at.domain
-    value = realigned(value, key.at.sizes)
-    want, mask = [(0, length)] * domain.size, attn_mask
-    if is_causal:
-        want = [(0, min(b, length)) for b in bounds(query.at.sizes)[1:]]
-        places = torch.arange(first, end, device=query.device)[:, None]
-        mask = places >= torch.arange(want[domain.rank][1], device=query.device)
-    elif isinstance(mask, Cut):
+        q, k, v = (realigned(each, query.at.sizes).local for each in several)
+        mask = mask.local if isinstance(mask, Cut) else mask
+        return like(query, F.scaled_dot_product_attention(q, k, v, mask, is_causal=is_causal, **extra))
+    at, length, domain = query.at, key.shape[-2], query.at.domain
+    want = [(0, min(b, length) if is_causal else length) for _, b in intervals(at.sizes)]
+    if isinstance(mask, Cut):
         of_keys = mask.at.dim == mask.dim() - 1  # [B, 1, 1, T]
-        mask = gathered(mask, "masks") if of_keys else realigned(mask, query.at.sizes).local
+        mask = gathered(mask, "masks") if of_keys else realigned(mask, at.sizes).local
     elif isinstance(mask, Tensor) and mask.dim() > 1 and mask.shape[-2] > 1:
-        mask = query.at.part_of(mask, -2)
-    extra = {"enable_gqa": True} if enable_gqa else {}
+        mask = at.part_of(mask, -2)
+    kept = None
+    if dropout_p:
+        if query.device.type != "cpu":
+            raise refused("the dropout of attention on a GPU", "set that of attention to 0")
+        chances = torch.empty([*query.shape[:-1], length], dtype=query.dtype).bernoulli_(1 - dropout_p)
+        kept = at.part_of(chances, -2)[..., : want[domain.rank][1]].bool()  # of what one process draws
 
-    def attend(queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-        seen = mask.to(queries.dtype) if mask is not None and mask.is_floating_point() else mask
-        return F.scaled_dot_product_attention(queries, keys, values, seen, scale=scale, **extra)
+    def attend(keys: Tensor, values: Tensor, queries: Tensor, *bias: Tensor) -> Tensor:
+        [seen] = bias or [None]
+        if is_causal:  # not kept for backward
+            places = torch.arange(*at.own, device=queries.device)[:, None]
+            seen = places >= torch.arange(keys.shape[-2], device=queries.device)
+        elif seen is not None and seen.is_floating_point():
+            seen = seen.to(queries.dtype)
+        if kept is None:
+            return F.scaled_dot_product_attention(queries, keys, values, seen, **extra)
+        if enable_gqa:
+            keys, values = (each.repeat_interleave(queries.shape[-3] // each.shape[-3], -3) for each in (keys, values))
+        scores = queries @ keys.transpose(-2, -1) * (scale or queries.shape[-1] ** -0.5)
+        if seen is not None:
+            scores = scores + seen if seen.is_floating_point() else scores.masked_fill(~seen, -math.inf)
+        return scores.softmax(-1).where(kept, 0) @ values / (1 - dropout_p)
 
-    if isinstance(mask, Tensor) and mask.requires_grad:
-        raise refused("attention with a bias that is learned")
-    return like(query, refetching(attend, query.local, [(key, want), (value, want)]))
+    value = realigned(value, key.at.sizes)
+    more = () if mask is None else (mask,)
+    return like(query, refetching(attend, [(key, want), (value, want)], query.local, *more))
 
 
 @rule(F.multi_head_attention_forward)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -12,8 +11,9 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from grappe.domain.cut import DIFFERENT, MERGED, Cut, Parting, along, bounds, like, name_of, named, refused, rule
-from grappe.domain.exchange import all_sum, fetch, joined_with, realigned, reduced, refetching, separated
+from grappe.domain.cut import DIFFERENT, MERGED, Cut, Parting, along, intervals, like, name_of, named, refused, rule
+from grappe.domain.exchange import all_sum, fetch, realigned, reduced, refetching
+from grappe.private_api.torch import tree_flatten, tree_leaves, tree_unflatten
 
 # ---- Elementwise -------------------------------------------------------------------------------------------
 
@@ -51,67 +51,61 @@ def _parts(tensors: Sequence[Any]) -> tuple[list[Any], Cut, int]:
 
 def _elementwise(function: Callable[..., Any]) -> Callable[..., Any]:
     def run(*arguments: Any, **options: Any) -> Any:
-        names = list(options)
         parts, leader, from_end = _parts([*arguments, *options.values()])
         own = len(arguments)
-        output = function(*parts[:own], **dict(zip(names, parts[own:], strict=True)))
+        output = function(*parts[:own], **dict(zip(options, parts[own:], strict=True)))
         return Cut(output, leader.at._replace(dim=output.dim() + from_end))
 
     return run
 
 
-for _function in named(*_ELEMENTWISE.split()):
-    rule(_function)(_elementwise(_function))
+def _loss(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns the rule of a loss with a value for each element, and `reduction` of them."""
+    values = _elementwise(function)
 
-
-def _with_reduction(function: Callable[..., Any], values: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns the rule of a loss: `values` gives one for each element, and `reduction` comes after."""
-
-    def run(*arguments: Any, reduction: str = "mean", **options: Any) -> Any:
-        each = values(function, *arguments, **options)
-        return {"none": lambda: each, "sum": each.sum, "mean": each.mean}[reduction]()
+    def run(*arguments: Any, reduction: str = "mean", size_average: Any = None, reduce: Any = None, **more: Any) -> Any:
+        each = values(*arguments, **more, reduction="none")
+        return each if reduction == "none" else getattr(each, reduction)()
 
     return run
-
-
-def _loss_of_each(function: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
-    options = {key: value for key, value in options.items() if key not in ("size_average", "reduce")}
-    return _elementwise(function)(*arguments, **options, reduction="none")
-
-
-for _function in (
-    F.mse_loss, F.l1_loss, F.smooth_l1_loss, F.huber_loss, F.binary_cross_entropy, F.binary_cross_entropy_with_logits,
-    F.kl_div, F.gaussian_nll_loss, F.poisson_nll_loss,
-):  # fmt: skip
-    rule(_function)(_with_reduction(_function, _loss_of_each))
 
 
 def _drawn(function: Callable[..., Any]) -> Callable[..., Any]:
-    def run(like_this: Cut, *arguments: Any, **options: Any) -> Cut:
-        full = torch.empty(like_this.shape, dtype=like_this.dtype, device=like_this.device)
-        return like(like_this, like_this.at.part_of(function(full, *arguments, **options), like_this.at.dim))
+    """Draws one process's numbers for the whole tensor, and keeps this process's part."""
+
+    def run(inputs: Cut, *arguments: Any, **options: Any) -> Cut:
+        full = torch.ones(inputs.shape, dtype=inputs.dtype, device=inputs.device)
+        return like(inputs, inputs.at.part_of(function(full, *arguments, **options), inputs.at.dim))
 
     return run
-
-
-for _function in named("rand_like", "randn_like"):
-    rule(_function)(_drawn(_function))
 
 
 def _dropout(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Draws one process's numbers for the whole tensor, and keeps this process's part."""
-
-    def run(inputs: Cut, p: float = 0.5, training: bool = True, inplace: bool = False) -> Cut:
-        if not training or not p:
-            return inputs
-        ones = torch.ones(inputs.shape, dtype=inputs.dtype, device=inputs.device)
-        return like(inputs, inputs.local * inputs.at.part_of(function(ones, p, True), inputs.at.dim))
-
-    return run
+    drawn = _drawn(function)
+    return lambda inputs, p=0.5, training=True, inplace=False: inputs * drawn(inputs, p) if training and p else inputs
 
 
-for _function in (F.dropout, F.dropout1d, F.dropout2d, F.dropout3d):
-    rule(_function)(_dropout(_function))
+for _of, _functions in (
+    (_elementwise, named(*_ELEMENTWISE.split())),
+    (_loss, named(
+        "mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "binary_cross_entropy", "kl_div", "gaussian_nll_loss",
+        "binary_cross_entropy_with_logits", "poisson_nll_loss",
+    )),
+    (_drawn, named("rand_like", "randn_like")),
+    (_dropout, [F.dropout, F.dropout1d, F.dropout2d, F.dropout3d]),
+):  # fmt: skip
+    for _function in _functions:
+        rule(_function)(_of(_function))
+
+
+@rule(F.normalize)
+def _of_length_one(inputs: Cut, p: float = 2.0, dim: int = 1, eps: float = 1e-12, out: Any = None) -> Any:
+    return inputs / (inputs.abs() ** p).sum(dim, keepdim=True).pow(1 / p).clamp_min(eps)
+
+
+@rule(*named("item", "tolist", "numpy", "__bool__", "__float__", "__int__", "allclose", "equal"))
+def _read(*_: Any, **__: Any) -> Any:
+    raise refused("reading a tensor's numbers", "compute with tensors, or read what sum() and mean() give")
 
 
 # ---- Views -------------------------------------------------------------------------------------------------
@@ -153,15 +147,9 @@ def _reshaped(inputs: Cut, *sizes: Any, **options: Any) -> Any:
     raise refused(f"the view of {list(old)} as {list(shape)}")
 
 
-@rule(*named("view_as", "reshape_as"))
-def _reshaped_as(inputs: Any, other: Any) -> Any:
-    return inputs.reshape(other.shape)
-
-
 @rule(*named("flatten"))
 def _flattened(inputs: Cut, start_dim: int = 0, end_dim: int = -1) -> Any:
-    first, last = start_dim % inputs.dim(), end_dim % inputs.dim()
-    shape = inputs.shape
+    first, last, shape = start_dim % inputs.dim(), end_dim % inputs.dim(), inputs.shape
     return inputs.reshape([*shape[:first], math.prod(shape[first : last + 1]), *shape[last + 1 :]])
 
 
@@ -171,58 +159,12 @@ def _unflattened(inputs: Cut, dim: int, sizes: Sequence[int]) -> Any:
     return inputs.reshape([*inputs.shape[:dim], *sizes, *inputs.shape[dim + 1 :]])
 
 
-@rule(*named("transpose", "swapaxes", "swapdims"))
-def _transposed(inputs: Cut, dim0: int, dim1: int) -> Cut:
-    order = list(range(inputs.dim()))
-    order[dim0], order[dim1] = order[dim1], order[dim0]
-    return _permuted(inputs, order)
-
-
-@rule(*named("permute"))
-def _permuted(inputs: Cut, *dims: Any, **options: Any) -> Cut:
-    order = [dim % inputs.dim() for dim in _sizes(dims or (options["dims"],))]
-    return like(inputs, inputs.local.permute(order), dim=order.index(inputs.at.dim))
-
-
-@rule(*named("t"), *(getattr(each, "__get__") for each in (Tensor.T, Tensor.mT)))  # noqa: B009
-def _last_transposed(inputs: Cut) -> Cut:
-    return _transposed(inputs, -2, -1) if inputs.dim() > 1 else inputs
-
-
-@rule(*named("movedim", "moveaxis"))
-def _moved(inputs: Cut, source: int, destination: int) -> Cut:
-    order = [dim for dim in range(inputs.dim()) if dim != source % inputs.dim()]
-    order.insert(destination % inputs.dim(), source % inputs.dim())
-    return _permuted(inputs, order)
-
-
-@rule(*named("unsqueeze"))
-def _unsqueezed(inputs: Cut, dim: int) -> Cut:
-    dim %= inputs.dim() + 1
-    return like(inputs, inputs.local.unsqueeze(dim), dim=inputs.at.dim + (dim <= inputs.at.dim))
-
-
-@rule(*named("squeeze"))
-def _squeezed(inputs: Cut, dim: Any = None) -> Cut:
-    asked = range(inputs.dim()) if dim is None else [dim] if isinstance(dim, int) else dim
-    gone = sorted({each % inputs.dim() for each in asked if inputs.shape[each] == 1}, reverse=True)
-    part, at = inputs.local, inputs.at.dim
-    for each in gone:
-        part = part.squeeze(each)
-    return like(inputs, part, dim=at - sum(each < at for each in gone))
-
-
 @rule(*named("expand"))
 def _expanded(inputs: Cut, *sizes: Any) -> Cut:
     shape = _sizes(sizes)
     dim = inputs.at.dim + len(shape) - inputs.dim()
-    shape[dim] = inputs.local.shape[inputs.at.dim]
+    shape[dim] = -1
     return like(inputs, inputs.local.expand(shape), dim=dim)
-
-
-@rule(*named("expand_as"))
-def _expanded_as(inputs: Any, other: Any) -> Any:
-    return inputs.expand(other.shape)
 
 
 @rule(*named("repeat"))
@@ -234,101 +176,160 @@ def _repeated(inputs: Cut, *sizes: Any) -> Cut:
     return like(inputs, inputs.local.repeat(times), dim=dim)
 
 
-# ---- Choosing and joining ----------------------------------------------------------------------------------
+for _name in ("view_as", "reshape_as", "expand_as"):
+    _to = _name.removesuffix("_as")
+    rule(*named(_name))(lambda inputs, other, to=_to: getattr(inputs, to)(other.shape))
 
 
-def _interval(inputs: Cut, first: int, end: int) -> Any:
+# ---- Functions of other dimensions than the cut one, and what else is done along that ------------------------------
+
+
+def _moved(function: Callable[..., Any], inputs: Cut, *arguments: Any, **options: Any) -> Any:
+    """Runs a function on the part; the cut dimension is where its outputs are shorter than those of the whole."""
+    output = function(inputs.local, *arguments, **options)
+    shown = function(torch.empty(inputs.shape, dtype=inputs.dtype, device="meta"), *arguments, **options)
+    leaves, nesting = tree_flatten(output)
+    dims = [
+        [a == b for a, b in zip(part.shape, full.shape, strict=True)].index(False)
+        for part, full in zip(leaves, tree_leaves(shown), strict=True)
+    ]
+    return tree_unflatten([like(inputs, part, dim=dim) for part, dim in zip(leaves, dims, strict=True)], nesting)
+
+
+def _of_others(
+    function: Callable[..., Any], place: int, default: int | None, instead: Callable[..., Any] | None
+) -> Callable[..., Any]:
+    """Returns the rule of a function that has dimensions as its argument number `place`, each row for itself.
+
+    Args:
+        default: of the dimensions; None: all.
+        instead: called with the dimensions and all other arguments where the cut one is among them.
+    """
+
+    def run(inputs: Any, *arguments: Any, **options: Any) -> Any:
+        if any(isinstance(each, Tensor) for each in arguments):  # torch.max(a, b)
+            raise refused(f"{name_of(function)} of several tensors")
+        if "axis" in options:
+            options["dim"] = options.pop("axis")
+        dim = arguments[place - 1] if len(arguments) >= place else options.get("dim", default)
+        every = dim is None or dim == () or isinstance(dim, bool)
+        dims = [each % inputs.dim() for each in (range(inputs.dim()) if every else _sizes((dim,)))]
+        if inputs.at.dim not in dims:
+            return _moved(function, inputs, *arguments, **options)
+        if instead is None:
+            raise along(name_of(function))
+        others = {key: value for key, value in options.items() if key != "dim"}
+        return instead(inputs, dims, *arguments[: place - 1], *arguments[place:], **others)
+
+    return run
+
+
+def _sum(inputs: Cut, dims: list[int], keepdim: bool = False, *, dtype: Any = None) -> Any:
+    return all_sum(inputs.local.sum(dims, keepdim=keepdim, dtype=dtype), inputs.at.domain)
+
+
+def _mean(inputs: Cut, dims: list[int], keepdim: bool = False, *, dtype: Any = None) -> Any:
+    return _sum(inputs, dims, keepdim, dtype=dtype) / math.prod(inputs.shape[each] for each in dims)
+
+
+def _softmax(logarithm: bool) -> Callable[..., Any]:
+    def run(inputs: Cut, dims: list[int], *stack_level_and_type: Any, dtype: Any = None, **_: Any) -> Any:
+        [dim], at = dims, inputs.at
+        if at.outer > 1:
+            raise refused(MERGED)
+        kind = next((each for each in (dtype, *stack_level_and_type) if isinstance(each, torch.dtype)), inputs.dtype)
+        part = inputs.local.to(kind)
+        largest = reduced(part.amax(dim, keepdim=True), at.domain, dist.ReduceOp.MAX)
+        powers = (part - largest).exp()
+        total = all_sum(powers.sum(dim, keepdim=True), at.domain)
+        return like(inputs, part - largest - total.log() if logarithm else powers / total)
+
+    return run
+
+
+def _rows(inputs: Cut, first: int, end: int) -> Any:
     """Returns places `first` to `end` of the cut dimension, cut likewise; one that is shorter than parts is whole."""
-    apart = separated(inputs)
-    at = apart.at
-    first, end = max(0, first), min(end, at.total)
-    if (first, end) == (0, at.total):
+    at, length = inputs.at, inputs.shape[inputs.at.dim]
+    first, end = max(0, first), min(end, length)
+    if (first, end) == (0, length):
         return inputs
+    if at.outer > 1:
+        raise refused(MERGED)
     if end - first < at.domain.size:
-        full = fetch(apart, [(first, end)] * at.domain.size, "chosen rows")
-        return full if inputs.at.outer == 1 else full.flatten(inputs.at.dim, inputs.at.dim + 1)
+        return fetch(inputs, [(first, end)] * at.domain.size, "chosen rows")
     sizes = at.domain.in_proportion(at.sizes, end - first)
-    places = [first + place for place in bounds(sizes)]
-    rows = fetch(apart, list(itertools.pairwise(places)), "chosen rows")
-    chosen = like(apart, rows, sizes=sizes)
-    return chosen if inputs.at.outer == 1 else joined_with(chosen, inputs.at)
+    want = [(first + a, first + b) for a, b in intervals(sizes)]
+    return like(inputs, fetch(inputs, want, "chosen rows"), sizes=sizes)
+
+
+def _narrowed(inputs: Cut, _: list[int], start: int, length: int) -> Any:
+    return _rows(inputs, start % inputs.at.total, start % inputs.at.total + length)
+
+
+def _selected(inputs: Cut, dims: list[int], index: int) -> Any:
+    index %= inputs.shape[dims[0]]
+    return fetch(inputs, [(index, index + 1)] * inputs.at.domain.size, "chosen rows").squeeze(dims[0])
+
+
+def _split(inputs: Cut, dims: list[int], size: Any) -> tuple[Any, ...]:
+    length = inputs.shape[dims[0]]
+    sizes = [min(size, length - first) for first in range(0, length, size)] if isinstance(size, int) else size
+    return tuple(_rows(inputs, a, b) for a, b in intervals(sizes))
+
+
+def _chunks(inputs: Cut, dims: list[int], chunks: int) -> tuple[Any, ...]:
+    return _split(inputs, dims, -(-inputs.shape[dims[0]] // chunks))
+
+
+def _unbound(inputs: Cut, dims: list[int]) -> tuple[Any, ...]:
+    return tuple(_selected(inputs, dims, index) for index in range(inputs.shape[dims[0]]))
+
+
+for _names, _place, _default, _instead in (
+    ("sum", 1, None, _sum), ("mean", 1, None, _mean), ("softmax", 1, None, _softmax(False)),
+    ("log_softmax", 1, None, _softmax(True)), ("narrow", 1, 0, _narrowed), ("select", 1, 0, _selected),
+    ("split", 2, 0, _split), ("chunk", 2, 0, _chunks), ("unbind", 1, 0, _unbound),
+    ("cumsum cumprod argmax argmin max min amax amin aminmax logsumexp std var prod any all softmin median", 1, None,
+     None),
+    ("sort argsort glu", 1, -1, None), ("topk", 2, -1, None), ("norm repeat_interleave", 2, None, None),
+):  # fmt: skip
+    for _function in named(*_names.split()):
+        rule(_function)(_of_others(_function, _place, _default, _instead))
+
+for _function in (
+    *named("transpose", "swapaxes", "swapdims", "permute", "movedim", "moveaxis", "unsqueeze", "t"),
+    *(getattr(each, "__get__") for each in (Tensor.T, Tensor.mT)),  # noqa: B009
+):
+    rule(_function)(lambda *arguments, moving=_function, **options: _moved(moving, *arguments, **options))
+
+
+@rule(*named("squeeze"))
+def _squeezed(inputs: Cut, dim: Any = None) -> Cut:
+    asked = range(inputs.dim()) if dim is None else _sizes((dim,))
+    return _moved(torch.squeeze, inputs, tuple(each for each in asked if inputs.shape[each] == 1))
 
 
 @rule(Tensor.__getitem__)
 def _indexed(inputs: Any, index: Any) -> Any:
-    if not isinstance(inputs, Cut):
-        if isinstance(index, Cut) and index.dtype != torch.bool:  # a table, whole on every process
-            return like(index, inputs[index.local])
-        return _no_index(index)
+    if not isinstance(inputs, Cut) and isinstance(index, Cut) and index.dtype != torch.bool:
+        return like(index, inputs[index.local])  # a table, whole on every process
     index = list(index) if isinstance(index, tuple) else [index]
-    places = sum(each is not None and each is not Ellipsis for each in index)
-    if Ellipsis not in [each for each in index if not isinstance(each, Tensor)]:
-        index.append(Ellipsis)
-    dots = next(number for number, each in enumerate(index) if each is Ellipsis)
+    if not isinstance(inputs, Cut) or not all(
+        each is None or isinstance(each, int | slice | type(...)) for each in index
+    ):
+        raise refused("an index that is a tensor or a list", "choose by slices, by numbers, or multiply by a mask")
+    dots = index.index(...) if ... in index else len(index)
+    places = sum(each is not None and each is not ... for each in index)
     index[dots : dots + 1] = [slice(None)] * (inputs.dim() - places)
-    dim = 0
-    for each in index:
-        if each is None:
-            inputs = inputs.unsqueeze(dim)
-        elif isinstance(each, int):
-            inputs = inputs.select(dim, each)
-            continue
-        elif isinstance(each, slice):
-            inputs = _sliced(inputs, dim, each)
-        else:
-            _no_index(each)
-        dim += 1
-    return inputs
-
-
-def _no_index(index: Any) -> Any:
-    raise refused("an index that is a tensor or a list", "choose by slices, by numbers, or multiply by a mask")
-
-
-def _sliced(inputs: Any, dim: int, part: slice) -> Any:
-    if not isinstance(inputs, Cut) or dim != inputs.at.dim:
-        index = (slice(None),) * dim + (part,)
-        return like(inputs, inputs.local[index]) if isinstance(inputs, Cut) else inputs[index]
-    first, end, step = part.indices(inputs.shape[dim])
-    if step != 1 or (inputs.at.outer > 1 and (first, end) != (0, inputs.shape[dim])):
+    place = [number for number, each in enumerate(index) if each is not None][inputs.at.dim]
+    chosen, index[place] = index[place], slice(None)
+    apart = _moved(Tensor.__getitem__, inputs, tuple(index))
+    if isinstance(chosen, int):
+        return apart.select(apart.at.dim, chosen)
+    first, end, step = chosen.indices(inputs.shape[inputs.at.dim])
+    if step != 1:
         raise along("[::step]")
-    return _interval(inputs, first, end)
-
-
-@rule(*named("select"))
-def _selected(inputs: Cut, dim: int, index: int) -> Any:
-    dim %= inputs.dim()
-    at = inputs.at
-    if dim != at.dim:
-        return like(inputs, inputs.local.select(dim, index), dim=at.dim - (dim < at.dim))
-    index %= inputs.shape[dim]
-    full = fetch(inputs, [(index, index + 1)] * at.domain.size, "chosen rows")
-    return full.squeeze(dim)
-
-
-@rule(*named("narrow"))
-def _narrowed(inputs: Cut, dim: int, start: int, length: int) -> Any:
-    return _sliced(inputs, dim % inputs.dim(), slice(start, start + length))
-
-
-@rule(*named("split"))
-def _split(inputs: Cut, split_size: Any, dim: int = 0) -> tuple[Any, ...]:
-    dim %= inputs.dim()
-    length = inputs.shape[dim]
-    sizes = split_size
-    if isinstance(split_size, int):
-        sizes = [min(split_size, length - first) for first in range(0, length, split_size)]
-    return tuple(_sliced(inputs, dim, slice(a, b)) for a, b in itertools.pairwise(bounds(sizes)))
-
-
-@rule(*named("chunk"))
-def _chunks(inputs: Cut, chunks: int, dim: int = 0) -> tuple[Any, ...]:
-    return _split(inputs, -(-inputs.shape[dim] // chunks), dim)
-
-
-@rule(*named("unbind"))
-def _unbound(inputs: Cut, dim: int = 0) -> tuple[Any, ...]:
-    return tuple(inputs.select(dim, index) for index in range(inputs.shape[dim]))
+    return _rows(apart, first, end)
 
 
 @rule(*named("cat", "concat", "concatenate"))
@@ -336,35 +337,20 @@ def _concatenated(tensors: Sequence[Any], dim: int = 0) -> Cut:
     leader = next(each for each in tensors if isinstance(each, Cut))
     at, dim = leader.at, dim % leader.dim()
     if dim != at.dim:
-        parts = [
-            realigned(each, at.sizes).local if _is_cut_as(each, at) else at.part_of(_uncut(each), at.dim)
-            for each in tensors
-        ]
-        return like(leader, torch.cat(parts, dim))
-    if at.outer > 1 or any(isinstance(each, Cut) and each.at.outer > 1 for each in tensors):
+        return like(leader, torch.cat(_parts(tensors)[0], dim))
+    if any(isinstance(each, Cut) and (each.at.dim, each.at.outer) != (dim, 1) for each in tensors):
         raise refused(MERGED)
-    starts = bounds([each.shape[dim] for each in tensors])
-    sizes = at.domain.even(starts[-1])
-    places, parts = list(itertools.pairwise(bounds(sizes))), []
-    for each, start in zip(tensors, starts[:-1], strict=True):
-        length = each.shape[dim]
-        want = [(min(max(a - start, 0), length), min(max(b - start, 0), length)) for a, b in places]
+    starts = intervals([each.shape[dim] for each in tensors])
+    sizes = at.domain.even(starts[-1][1])
+    parts = []
+    for each, (start, end) in zip(tensors, starts, strict=True):
+        want = [(min(max(a, start), end) - start, min(max(b, start), end) - start) for a, b in intervals(sizes)]
         if isinstance(each, Cut):
             parts.append(fetch(each, want, "moved rows"))
         else:  # also where none of it is wanted, so that every process has a gradient for it
-            first, end = want[at.domain.rank]
-            parts.append(each.narrow(dim, first, end - first))
+            a, b = want[at.domain.rank]
+            parts.append(each.narrow(dim, a, b - a))
     return like(leader, torch.cat(parts, dim), sizes=sizes)
-
-
-def _is_cut_as(value: Any, at: Parting) -> bool:
-    return isinstance(value, Cut) and (value.at.dim, value.at.outer, value.at.total) == (at.dim, at.outer, at.total)
-
-
-def _uncut(value: Any) -> Tensor:
-    if isinstance(value, Cut):
-        raise refused(DIFFERENT)
-    return value
 
 
 @rule(*named("stack"))
@@ -374,101 +360,26 @@ def _stacked(tensors: Sequence[Any], dim: int = 0) -> Any:
 
 @rule(*named("roll"))
 def _rolled(inputs: Any, shifts: Any, dims: Any = None) -> Any:
-    for shift, dim in zip(*([each] if isinstance(each, int) else each for each in (shifts, dims)), strict=True):
-        if dim is None:
-            raise refused("roll")
+    if dims is None:
+        raise refused("roll")
+    for shift, dim in zip(_sizes((shifts,)), _sizes((dims,)), strict=True):
+        place = -shift % inputs.shape[dim]
         if dim % inputs.dim() != inputs.at.dim:
             inputs = like(inputs, inputs.local.roll(shift, dim))
-        elif place := -shift % inputs.shape[dim]:
-            parts = [_sliced(inputs, inputs.at.dim, part) for part in (slice(place, None), slice(place))]
-            inputs = torch.cat(parts, dim)
+        elif place:
+            inputs = torch.cat([_rows(inputs, place, inputs.shape[dim]), _rows(inputs, 0, place)], dim)
     return inputs
 
 
-# ---- Reductions --------------------------------------------------------------------------------------------
-
-
-def _dims(inputs: Cut, dim: Any) -> list[int]:
-    every = dim is None or dim == ()
-    return list(range(inputs.dim())) if every else [d % inputs.dim() for d in ([dim] if isinstance(dim, int) else dim)]
-
-
-def _over_rows(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns the rule of a function along `dim`, which is not cut; where it drops that, the cut one moves up."""
-
-    def run(inputs: Cut, dim: Any = None, *arguments: Any, **options: Any) -> Any:
-        dims = _dims(inputs, dim)
-        if inputs.at.dim in dims:
-            raise along(name_of(function))
-        output = function(inputs.local, dim, *arguments, **options)
-        first = output if isinstance(output, Tensor) else output[0]
-        kept = first.dim() == inputs.dim()
-        at = inputs.at.dim if kept else inputs.at.dim - sum(each < inputs.at.dim for each in dims)
-        if isinstance(output, Tensor):
-            return like(inputs, output, dim=at)
-        return type(output)([like(inputs, each, dim=at) for each in output])
-
-    return run
-
-
-_ALONG_ROWS = (
-    "cumsum cumprod argmax argmin sort argsort max min amax amin aminmax logsumexp std var prod any all softmin glu "
-    "cosine_similarity median norm"
-)
-for _function in named(*_ALONG_ROWS.split()):
-    rule(_function)(_over_rows(_function))
-
-
-@rule(F.normalize)
-def _of_length_one(inputs: Cut, p: float = 2.0, dim: int = 1, eps: float = 1e-12, out: Any = None) -> Any:
-    return inputs / (inputs.abs() ** p).sum(dim, keepdim=True).pow(1 / p).clamp_min(eps)
-
-
-@rule(*named("sum"))
-def _sum(inputs: Cut, dim: Any = None, keepdim: bool = False, *, dtype: Any = None) -> Any:
-    dims = _dims(inputs, dim)
-    total = inputs.local.sum(dims, keepdim=keepdim, dtype=dtype)
-    if inputs.at.dim in dims:
-        return all_sum(total, inputs.at.domain)
-    return like(inputs, total, dim=inputs.at.dim - (0 if keepdim else sum(each < inputs.at.dim for each in dims)))
-
-
-@rule(*named("mean"))
-def _mean(inputs: Cut, dim: Any = None, keepdim: bool = False, *, dtype: Any = None) -> Any:
-    return _sum(inputs, dim, keepdim, dtype=dtype) / math.prod(inputs.shape[each] for each in _dims(inputs, dim))
-
-
-def _softmax(inputs: Cut, dim: Any, dtype: Any, logarithm: bool) -> Any:
-    at, dim = inputs.at, dim % inputs.dim()
-    function = torch.log_softmax if logarithm else torch.softmax
-    if dim != at.dim:
-        return like(inputs, function(inputs.local, dim, dtype=dtype))
-    if at.outer > 1:
-        raise refused(MERGED)
-    part = inputs.local.to(dtype or inputs.dtype)
-    largest = reduced(part.amax(dim, keepdim=True), at.domain, dist.ReduceOp.MAX)
-    powers = (part - largest).exp()
-    total = all_sum(powers.sum(dim, keepdim=True), at.domain)
-    return like(inputs, part - largest - total.log() if logarithm else powers / total)
-
-
-@rule(*named("softmax"))
-def _softmax_rule(inputs: Cut, dim: Any = None, _stacklevel: int = 3, dtype: Any = None) -> Any:
-    return _softmax(inputs, dim, dtype, logarithm=False)
-
-
-@rule(*named("log_softmax"))
-def _log_softmax_rule(inputs: Cut, dim: Any = None, _stacklevel: int = 3, dtype: Any = None) -> Any:
-    return _softmax(inputs, dim, dtype, logarithm=True)
-
-
 # ---- Products ----------------------------------------------------------------------------------------------
+
+OF_WEIGHTS = "a table or a weight that is cut"
 
 
 @rule(F.linear)
 def _linear(inputs: Any, weight: Any, bias: Any = None) -> Any:
     if isinstance(weight, Cut) or not isinstance(inputs, Cut):
-        raise refused("a table or a weight that is cut")
+        raise refused(OF_WEIGHTS)
     at = inputs.at
     if at.dim < inputs.dim() - 1:
         return like(inputs, F.linear(inputs.local, weight, bias))
@@ -483,26 +394,21 @@ def _product(a: Any, b: Any) -> Any:
         if each.dim() < 2 or (isinstance(each, Cut) and each.at.outer > 1 and each.at.dim >= each.dim() - 2):
             raise refused(MERGED)
     rows, columns = (each.at.dim - each.dim() if isinstance(each, Cut) else None for each in (a, b))
-    if columns in (-1, -2) and rows != -1:  # keys or values: each process takes all of them to its own queries
-        if rows != -2:
-            raise refused("a table or a weight that is cut")
+    last = max(a.dim(), b.dim()) - 1
+    if rows is None and columns == -1:
+        return Cut(torch.matmul(a, b.local), b.at._replace(dim=last))
+    if rows is None and columns == -2:
+        return all_sum(torch.matmul(b.at.part_of(a, -1), b.local), b.at.domain)
+    if rows == -2 and columns in (-1, -2):  # keys or values: each process takes all of them to its own queries
         every = [(0, b.at.total)] * b.at.domain.size
-        return Cut(refetching(torch.matmul, a.local, [(b, every)]), a.at._replace(dim=max(a.dim(), b.dim()) - 2))
-    if rows == -1 and columns == -2:
-        return all_sum(torch.matmul(a.local, realigned(b, a.at.sizes).local), a.at.domain)
+        return Cut(refetching(lambda fetched, own: own @ fetched, [(b, every)], a.local), a.at._replace(dim=last - 1))
+    if rows in (-1, -2) and columns != -2 and isinstance(b, Cut):
+        raise refused(DIFFERENT)
     if rows == -1:
-        if isinstance(b, Cut):
-            raise refused(DIFFERENT)
-        return all_sum(torch.matmul(a.local, a.at.part_of(b, -2)), a.at.domain)
+        of_rows = realigned(b, a.at.sizes).local if isinstance(b, Cut) else a.at.part_of(b, -2)
+        return all_sum(torch.matmul(a.local, of_rows), a.at.domain)
     if rows == -2:
-        if isinstance(b, Cut):
-            raise refused(DIFFERENT)
-        return Cut(torch.matmul(a.local, b), a.at._replace(dim=max(a.dim(), b.dim()) - 2))
+        return Cut(torch.matmul(a.local, b), a.at._replace(dim=last - 1))
     parts, leader, from_end = _parts([a, b])  # in a dimension of the batch
     output = torch.matmul(*parts)
     return Cut(output, leader.at._replace(dim=output.dim() + from_end))
-
-
-@rule(*named("item", "tolist", "numpy", "__bool__", "__float__", "__int__", "allclose", "equal"))
-def _read(*_: Any, **__: Any) -> Any:
-    raise refused("reading a tensor's numbers", "compute with tensors, or read what sum() and mean() give")

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from grappe.domain.cut import Cut, along, bounds, like, named, refused, rule
+from grappe.domain.cut import Cut, along, intervals, like, named, refused, rule
 from grappe.domain.exchange import Convolving, convolved, fetch, normalised, reduced
 
 Several = int | Sequence[int]
@@ -34,8 +34,7 @@ def _window(inputs: Cut, length: int, kernel: int, stride: int, padding: int, di
     """
     sizes, total = inputs.at.domain.in_proportion(inputs.at.sizes, length), inputs.at.total
     reach = [
-        (a * stride - padding, (b - 1) * stride - padding + dilation * (kernel - 1) + 1)
-        for a, b in itertools.pairwise(bounds(sizes))
+        (a * stride - padding, (b - 1) * stride - padding + dilation * (kernel - 1) + 1) for a, b in intervals(sizes)
     ]
     want = [(min(max(a, 0), total), min(max(b, 0), total)) for a, b in reach]
     (a, b), (first, end) = reach[inputs.at.domain.rank], want[inputs.at.domain.rank]
@@ -43,126 +42,95 @@ def _window(inputs: Cut, length: int, kernel: int, stride: int, padding: int, di
     return want, (before, b - a - before - (end - first)), sizes
 
 
-def _convolution(dims: int, transposed: bool) -> Callable[..., Any]:
+STRAIGHT = ("weight", "bias", "stride", "padding", "dilation", "groups")
+TRANSPOSED = ("weight", "bias", "stride", "padding", "output_padding", "groups", "dilation")
+
+
+def _convolution(dims: int, names: tuple[str, ...]) -> Callable[..., Any]:
+    """Returns the rule of a convolution, whose arguments after the inputs have these names."""
+
     def of(
-        inputs: Any, weight: Any, bias: Any, stride: Any, padding: Any, dilation: Any, groups: int, more: Any
-    ) -> Any:
+        inputs: Any, weight: Any, bias: Any = None, stride: Any = 1, padding: Any = 0, dilation: Any = 1,
+        groups: int = 1, output_padding: Any = 0,
+    ) -> Any:  # fmt: skip
         if not isinstance(inputs, Cut) or isinstance(weight, Cut) or inputs.dim() != dims + 2 or inputs.at.outer > 1:
             raise refused(CHANNELS)
         at, axis = inputs.at, inputs.at.dim - 2
         if axis < 0:
             raise refused(CHANNELS)
-        steps, apart = _each(stride, dims), _each(dilation, dims)
-        kernel = [*weight.shape[2:]]
+        steps, apart, kernel = _each(stride, dims), _each(dilation, dims), [*weight.shape[2:]]
         if padding == "same":
             spare = [d * (k - 1) for d, k in zip(apart, kernel, strict=True)]
             if any(each % 2 for each in spare):
                 raise refused("padding='same' of a kernel of even size", "pad by F.pad first")
-            pads = [each // 2 for each in spare]
-        else:
-            pads = [0] * dims if padding == "valid" else _each(padding, dims)
-        k, s, p, d = (each[axis] for each in (kernel, steps, pads, apart))
-        others, extra = [*pads], _each(more, dims)
+            padding = [each // 2 for each in spare]
+        others, extra = _each(0 if padding == "valid" else padding, dims), _each(output_padding, dims)
+        k, s, p, d = (each[axis] for each in (kernel, steps, others, apart))
         others[axis] = 0
-        if not transposed:
-            length = (at.total + 2 * p - d * (k - 1) - 1) // s + 1
-            want, around, sizes = _window(inputs, length, k, s, p, d)
+        if names is STRAIGHT:
+            want, around, sizes = _window(inputs, (at.total + 2 * p - d * (k - 1) - 1) // s + 1, k, s, p, d)
             how = Convolving(arguments=(steps, others, apart, False, extra, groups), padding=around)
-        else:
-            length = (at.total - 1) * s - 2 * p + d * (k - 1) + extra[axis] + 1
-            sizes = at.domain.in_proportion(at.sizes, length)
-            places = list(itertools.pairwise(bounds(sizes)))
-            # Output row o comes of the inputs i with o = i x stride - padding + dilation x (a row of the kernel).
-            want = [
-                (max(0, -((d * (k - 1) - a - p) // s)), min(at.total, (b - 1 + p) // s + 1)) for a, b in places
-            ]  # fmt: skip
-            want = [(min(a, b), b) for a, b in want]
-            first = want[at.domain.rank][0] * s - p
-            a, b = places[at.domain.rank]
-            shown, extra[axis] = (want[at.domain.rank][1] - want[at.domain.rank][0] - 1) * s + d * (k - 1) + 1, 0
-            if b - first > shown:
-                if b != length or b - first - shown > s - 1:
-                    raise refused("a transposed convolution whose kernel is narrower than its stride")
-                extra[axis] = b - first - shown
-            how = Convolving(arguments=(steps, others, apart, True, extra, groups), crop=(a - first, b - a))
+            return like(inputs, convolved(inputs, weight, bias, want, how), sizes=sizes)
+        length = (at.total - 1) * s - 2 * p + d * (k - 1) + extra[axis] + 1
+        sizes = at.domain.in_proportion(at.sizes, length)
+        # Output row o comes of the inputs i with o = i x stride - padding + dilation x (a row of the kernel).
+        want = [
+            (min(max(0, -((d * (k - 1) - a - p) // s)), end), end)
+            for a, b in intervals(sizes)
+            for end in [min(at.total, (b - 1 + p) // s + 1)]
+        ]
+        (a, b), (first, end) = intervals(sizes)[at.domain.rank], want[at.domain.rank]
+        a, b = a + p - first * s, b + p - first * s  # in the rows that the convolution of what is fetched gives
+        missing = b - ((end - first - 1) * s + d * (k - 1) + 1)
+        if missing > 0 and (at.domain.rank < at.domain.size - 1 or missing >= s):
+            raise refused("a transposed convolution whose kernel is narrower than its stride")
+        extra[axis] = max(0, missing)
+        how = Convolving(arguments=(steps, others, apart, True, extra, groups), crop=(a, b - a))
         return like(inputs, convolved(inputs, weight, bias, want, how), sizes=sizes)
 
-    if transposed:
-
-        def run(
-            input: Any, weight: Any, bias: Any = None, stride: Any = 1, padding: Any = 0, output_padding: Any = 0,
-            groups: int = 1, dilation: Any = 1,
-        ) -> Any:  # fmt: skip
-            return of(input, weight, bias, stride, padding, dilation, groups, output_padding)
-
-    else:
-
-        def run(  # type: ignore[misc]
-            input: Any, weight: Any, bias: Any = None, stride: Any = 1, padding: Any = 0, dilation: Any = 1,
-            groups: int = 1,
-        ) -> Any:  # fmt: skip
-            return of(input, weight, bias, stride, padding, dilation, groups, 0)
-
-    return run
+    return lambda input, *arguments, **options: of(input, **dict(zip(names, arguments, strict=False)), **options)
 
 
 for _dims in (1, 2, 3):
-    rule(*named(f"conv{_dims}d"))(_convolution(_dims, transposed=False))
-    rule(*named(f"conv_transpose{_dims}d"))(_convolution(_dims, transposed=True))
+    rule(*named(f"conv{_dims}d"))(_convolution(_dims, STRAIGHT))
+    rule(*named(f"conv_transpose{_dims}d"))(_convolution(_dims, TRANSPOSED))
 
 # ---- Pooling -----------------------------------------------------------------------------------------------
 
 
-def _pooled(inputs: Cut, dims: int, kernel: Several, stride: Any, padding: Several, dilation: Several, ceil: bool,
-            filled: float, pool: Callable[..., Tensor]) -> Cut:  # fmt: skip
-    """Pools rows that are fetched, and padded with `filled` where the whole image ends."""
-    if inputs.dim() != dims + 2 or inputs.at.dim < 2 or inputs.at.outer > 1:
-        raise refused(CHANNELS)
-    axis = inputs.at.dim - 2
-    kernels, pads, apart = _each(kernel, dims), _each(padding, dims), _each(dilation, dims)
-    steps = _each(stride, dims) if stride not in (None, (), []) else [*kernels]
-    k, s, p, d = (each[axis] for each in (kernels, steps, pads, apart))
-    spare = inputs.at.total + 2 * p - d * (k - 1) - 1
-    if ceil and spare % s:
-        raise refused(POOLING)
-    want, (before, after), sizes = _window(inputs, spare // s + 1, k, s, p, d)
-    rows = fetch(inputs, want, "halos")
-    if before or after:
-        rows = F.pad(rows, [0, 0] * (rows.dim() - 1 - inputs.at.dim) + [before, after], value=filled)
-    pads[axis] = 0
-    return like(inputs, pool(rows, kernels, steps, pads, apart), sizes=sizes)
+def _pooling(dims: int, largest: bool) -> Callable[..., Any]:
+    function = getattr(torch if largest else F, f"{'max' if largest else 'avg'}_pool{dims}d")
 
-
-def _max_pooling(dims: int) -> Callable[..., Any]:
-    function = getattr(torch, f"max_pool{dims}d")
-
-    def run(
-        input: Cut, kernel_size: Any, stride: Any = None, padding: Any = 0, dilation: Any = 1, ceil_mode: bool = False,
-        return_indices: bool = False,
+    def of(
+        inputs: Cut, kernel_size: Any, stride: Any = None, padding: Any = 0, dilation: Any = 1, ceil_mode: bool = False,
+        return_indices: bool = False, count_include_pad: bool = True, divisor_override: Any = None,
     ) -> Any:  # fmt: skip
-        if return_indices:
+        """Pools rows that are fetched, and padded where the whole image ends."""
+        if inputs.dim() != dims + 2 or inputs.at.dim < 2 or inputs.at.outer > 1:
+            raise refused(CHANNELS)
+        axis = inputs.at.dim - 2
+        kernels, pads, apart = _each(kernel_size, dims), _each(padding, dims), _each(dilation, dims)
+        if return_indices or divisor_override is not None or (any(pads) and not count_include_pad):
             raise refused(POOLING)
-        return _pooled(input, dims, kernel_size, stride, padding, dilation, ceil_mode, -math.inf, function)
-
-    return run
-
-
-def _average_pooling(dims: int) -> Callable[..., Any]:
-    function = getattr(F, f"avg_pool{dims}d")
-
-    def run(
-        input: Cut, kernel_size: Any, stride: Any = None, padding: Any = 0, ceil_mode: bool = False,
-        count_include_pad: bool = True, divisor_override: Any = None,
-    ) -> Any:  # fmt: skip
-        if divisor_override is not None or (not count_include_pad and any(_each(padding, dims))):
+        steps = _each(stride, dims) if stride not in (None, (), []) else [*kernels]
+        k, s, p, d = (each[axis] for each in (kernels, steps, pads, apart))
+        spare = inputs.at.total + 2 * p - d * (k - 1) - 1
+        if ceil_mode and spare % s and not largest:
             raise refused(POOLING)
+        length = (-(-spare // s) if ceil_mode else spare // s) + 1
+        length -= (length - 1) * s >= inputs.at.total + p  # torch has no window that begins in the padding behind
+        want, (before, after), sizes = _window(inputs, length, k, s, p, d)
+        rows = fetch(inputs, want, "halos")
+        if before or after:
+            filled = -math.inf if largest else 0.0
+            rows = F.pad(rows, [0, 0] * (rows.dim() - 1 - inputs.at.dim) + [before, after], value=filled)
+        pads[axis] = 0
+        dilated = {"dilation": apart} if largest else {}
+        return like(inputs, function(rows, kernels, steps, pads, ceil_mode=ceil_mode, **dilated), sizes=sizes)
 
-        def pool(rows: Tensor, kernels: Any, steps: Any, pads: Any, _: Any) -> Tensor:
-            return function(rows, kernels, steps, pads)
-
-        return _pooled(input, dims, kernel_size, stride, padding, 1, ceil_mode, 0.0, pool)
-
-    return run
+    names = ("kernel_size", "stride", "padding", *(("dilation", "ceil_mode", "return_indices") if largest else
+             ("ceil_mode", "count_include_pad", "divisor_override")))  # fmt: skip
+    return lambda input, *arguments, **options: of(input, **dict(zip(names, arguments, strict=False)), **options)
 
 
 def _adaptive_pooling(dims: int, largest: bool) -> Callable[..., Any]:
@@ -193,10 +161,10 @@ def _adaptive_pooling(dims: int, largest: bool) -> Callable[..., Any]:
 
 
 for _dims in (1, 2, 3):
-    rule(*named(f"max_pool{_dims}d", f"_max_pool{_dims}d"))(_max_pooling(_dims))
-    rule(*named(f"avg_pool{_dims}d"))(_average_pooling(_dims))
-    rule(*named(f"adaptive_avg_pool{_dims}d"))(_adaptive_pooling(_dims, largest=False))
-    rule(*named(f"adaptive_max_pool{_dims}d", f"_adaptive_max_pool{_dims}d"))(_adaptive_pooling(_dims, largest=True))
+    for _kind in ("max", "avg"):
+        rule(*named(f"{_kind}_pool{_dims}d", f"_{_kind}_pool{_dims}d"))(_pooling(_dims, _kind == "max"))
+        _names = f"adaptive_{_kind}_pool{_dims}d", f"_adaptive_{_kind}_pool{_dims}d"
+        rule(*named(*_names))(_adaptive_pooling(_dims, _kind == "max"))
 
 # ---- Interpolation and padding -----------------------------------------------------------------------------
 
@@ -218,15 +186,16 @@ def _interpolated(
     length, scale, total = lengths[axis], scales[axis], at.total
     sizes = at.domain.in_proportion(at.sizes, length)
     ratio = 1 / scale if scale is not None and not recompute_scale_factor else total / length
-    places = list(itertools.pairwise(bounds(sizes)))
+    places = intervals(sizes)
     if linear and align_corners:
         ratio = (total - 1) / max(1, length - 1)
+    ratio = np.float32(ratio)
 
-    def sources(first: int, end: int) -> Tensor:
-        rows = torch.arange(first, end, dtype=torch.float32)
+    def sources(first: int, end: int) -> np.ndarray:
+        rows = np.arange(first, end, dtype=np.float32)
         if linear:
-            return rows * ratio if align_corners else ((rows + 0.5) * ratio - 0.5).clamp_(min=0)
-        return (rows + 0.5 * (mode != "nearest")) * torch.tensor(ratio, dtype=torch.float32)
+            return rows * ratio if align_corners else np.maximum((rows + np.float32(0.5)) * ratio - np.float32(0.5), 0)
+        return (rows + np.float32(0.5 * (mode != "nearest"))) * ratio
 
     reach = [sources(a, b) for a, b in places]
     want = [
@@ -242,12 +211,16 @@ def _interpolated(
             rows = F.interpolate(rows, scale_factor=others, mode=mode, **corners)
         else:
             rows = F.interpolate(rows, size=lengths, mode=mode, **corners)
-    shown = reach[at.domain.rank].clamp(max=total - 1)
-    low = shown.long()
-    index = (low - want[at.domain.rank][0]).to(rows.device)
+    shown = np.minimum(reach[at.domain.rank], np.float32(total - 1))
+    low = shown.astype(np.int64)
+    index = torch.from_numpy(low - want[at.domain.rank][0]).to(rows.device)
     chosen = rows.index_select(at.dim, index)
     if linear:
-        share = (shown - low).to(rows.device, rows.dtype).view([-1] + [1] * (rows.dim() - 1 - at.dim))
+        share = (
+            torch.from_numpy(shown - low.astype(np.float32))
+            .to(rows.device, rows.dtype)
+            .view([-1] + [1] * (rows.dim() - 1 - at.dim))
+        )
         above = rows.index_select(at.dim, (index + 1).clamp_(max=rows.shape[at.dim] - 1))
         chosen = chosen + (above - chosen) * share
     return like(input, chosen, sizes=sizes)
@@ -259,48 +232,36 @@ def _floats(value: Any, number: int) -> list[float]:
 
 @rule(*named("pad"))
 def _padded(input: Cut, pad: Sequence[int], mode: str = "constant", value: Any = None) -> Any:
-    at, place = input.at, input.dim() - 1 - input.at.dim
-    others = [*pad]
-    before, after = others[2 * place : 2 * place + 2] or (0, 0)
-    others[2 * place : 2 * place + 2] = [0, 0][: len(others[2 * place : 2 * place + 2])]
+    at, place = input.at, 2 * (input.dim() - 1 - input.at.dim)
+    # torch wants a pair for each dimension after the channels, unless it pads with a number.
+    others = [*pad, *[0] * (2 * (input.dim() - 2 * (mode != "constant")) - len(pad))]
+    before, after = others[place : place + 2]
+    others[place : place + 2] = [0, 0]
     if min(before, after) < 0 or at.outer > 1:
         raise refused("F.pad that takes rows away", "take them away by a slice")
-    part = input.local
-    if any(others):
-        part = F.pad(part, others, mode=mode, value=value) if mode == "constant" else _pad_whole(part, others, mode)
+    part = like(input, F.pad(input.local, others, mode=mode, value=value)) if any(others) else input
     if not (before or after):
-        return like(input, part)
-    total, last = at.total, at.domain.size - 1
-    edges = {
-        "constant": ((0, 0), (0, 0)),
-        "circular": ((total - before, total), (0, after)),
-        "reflect": ((1, before + 1), (total - 1 - after, total - 1)),
-        "replicate": ((0, 1), (total - 1, total)),
+        return part
+
+    def rows(first: int, number: int) -> Tensor:
+        return fetch(part, [(first, first + number)] * at.domain.size, "halos")
+
+    def filled(number: int) -> Tensor:
+        shape = [*part.local.shape]
+        shape[at.dim] = number
+        return part.local.new_full(shape, value or 0.0)
+
+    last = at.total - 1
+    ends: dict[str, Callable[[], list[Tensor]]] = {
+        "constant": lambda: [filled(before), filled(after)],
+        "circular": lambda: [rows(at.total - before, before), rows(0, after)],
+        "reflect": lambda: [rows(1, before).flip(at.dim), rows(last - after, after).flip(at.dim)],
+        "replicate": lambda: [
+            rows(each, 1).repeat_interleave(number, at.dim) for each, number in ((0, before), (last, after))
+        ],
     }
-    head, tail = (
-        fetch(like(input, part), [edge if rank == at_rank else (0, 0) for rank in range(at.domain.size)], "halos")
-        for edge, at_rank in zip(edges[mode], (0, last), strict=True)
-    )
-    sizes = [*at.sizes]
-    sizes[0], sizes[last] = sizes[0] + before, sizes[last] + after
-    ends = []
-    for rows, number, rank in ((head, before, 0), (tail, after, last)):
-        if rank != at.domain.rank:
-            ends.append(rows.narrow(at.dim, 0, 0))
-        elif mode == "constant":
-            shape = [*part.shape]
-            shape[at.dim] = number
-            ends.append(part.new_full(shape, value or 0.0))
-        elif mode == "reflect":
-            ends.append(rows.flip(at.dim))
-        else:
-            ends.append(rows.repeat_interleave(number, at.dim) if mode == "replicate" else rows)
-    return like(input, torch.cat([ends[0], part, ends[1]], at.dim), sizes=tuple(sizes))
-
-
-def _pad_whole(part: Tensor, others: Sequence[int], mode: str) -> Tensor:
-    """Pads the dimensions that are whole; torch wants a pair for each dimension after the channels."""
-    return F.pad(part, [*others, *[0] * (2 * (part.dim() - 2) - len(others))], mode=mode)
+    head, tail = ends[mode]()
+    return torch.cat([head, part, tail], at.dim)
 
 
 # ---- Normalisations ----------------------------------------------------------------------------------------

@@ -7,7 +7,7 @@ import dataclasses
 import functools
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -22,6 +22,8 @@ from grappe.data.datasets import dataset_of
 from grappe.data.loader import BatchLoader, evaluation_loader, training_loader
 from grappe.data.sampling import cut
 from grappe.data.stream import head
+from grappe.domain.batches import cut_batch
+from grappe.domain.cut import Domain
 from grappe.errors import GrappeError, PlanError, TaskError, user_code
 from grappe.foresight.kernels import Kernels
 from grappe.foresight.memory import sharded_with, stepped
@@ -124,6 +126,16 @@ ALONE = Slices()
 """A microbatch depends on itself alone."""
 
 
+class Part(NamedTuple):
+    """A process's part of each sample, under domain=."""
+
+    number: int = 0
+    of: int = 1
+
+
+WHOLE = Part()
+
+
 def slices_of(task: Task, plan: Plan, samples: int, dataset: int) -> Slices:
     """Returns what the microbatches of a step of `samples` samples depend on, of a data set of `dataset`."""
     synchronised = plan.batchnorm == "sync" and plan.data_parallel > 1
@@ -170,19 +182,25 @@ def fake_group_possible() -> bool:
 
 
 @contextlib.contextmanager
-def pretended(plan: Plan) -> Iterator[World]:
-    """Context with the world of the first process of a plan's replicate and tensor axes; not inside a training."""
-    size = plan.replicate * plan.tensor
-    process = ProcessRank(size=size, local_size=size)
-    dist.init_process_group("fake", store=fake_store(), rank=0, world_size=size)
+def pretended(plan: Plan, part: int = 0) -> Iterator[World]:
+    """Context with the world of the first process of a plan's replicate and tensor axes; not inside a training.
+
+    Args:
+        part: number of the process in the domain axis.
+    """
+    size, rank = plan.replicate * plan.domain * plan.tensor, part * plan.tensor
+    process = ProcessRank(rank=rank, size=size, local_rank=rank, local_size=size)
+    dist.init_process_group("fake", store=fake_store(), rank=rank, world_size=size)
     try:
-        mesh = dist.init_device_mesh("cpu", (1, plan.replicate, 1, 1, plan.tensor), mesh_dim_names=AXES)
+        mesh = dist.init_device_mesh("cpu", (1, plan.replicate, 1, plan.domain, plan.tensor), mesh_dim_names=AXES)
+        group = mesh["domain"].get_group()
         yield World(
             process=process,
             device=torch.device("cpu"),
             mesh=mesh,
             data_size=plan.replicate,
             data_group=mesh["replicate"].get_group() if plan.replicate > 1 else None,
+            domain=Domain(group=group, summed=group, rank=part, size=plan.domain) if plan.domain > 1 else None,
         )
     finally:
         dist.destroy_process_group()
@@ -256,14 +274,18 @@ class FakeModel:
         threads: int = 1,
         tensor: int = 1,
         slices: Slices = ALONE,
+        part: Part = WHOLE,
     ) -> Trace:
         """Traces a microbatch of `rows` samples, in a process of `threads` threads.
 
         Args:
             tensor: processes that share the model's matrices.
             slices: what it depends on besides itself.
+            part: what the process holds of each sample.
         """
-        plan = dataclasses.replace(self._plain, recompute=recompute, tensor=tensor, replicate=slices.ways)
+        plan = dataclasses.replace(
+            self._plain, recompute=recompute, tensor=tensor, replicate=slices.ways, domain=part.of
+        )
         batch = self._cut(self.batches, rows, slices)
 
         def run(model: nn.Module, world: World) -> Trace:
@@ -278,7 +300,7 @@ class FakeModel:
                     self.task,
                     model,
                     units,
-                    batch,
+                    self._of_domain(batch, world),
                     precision,
                     plan,
                     world,
@@ -286,22 +308,29 @@ class FakeModel:
                     records=self._records,
                 )
 
-        return self._with_kernels(self._run(plan, "run", run), threads)
+        return self._with_kernels(self._run(plan, "run", run, part.number), threads)
 
     @functools.lru_cache(maxsize=64)  # noqa: B019 - as long as the fake model
     def evaluation(
-        self, rows: int, precision: str = "fp32", threads: int = 1, tensor: int = 1, slices: Slices = ALONE
+        self,
+        rows: int,
+        precision: str = "fp32",
+        threads: int = 1,
+        tensor: int = 1,
+        slices: Slices = ALONE,
+        part: Part = WHOLE,
     ) -> Trace:
         """Traces an evaluation of `rows` validation samples: a forward without gradients, and the loss."""
-        plan = dataclasses.replace(self._plain, tensor=tensor, replicate=slices.ways)
+        plan = dataclasses.replace(self._plain, tensor=tensor, replicate=slices.ways, domain=part.of)
         batch = self._cut(self._validation, rows, slices)
 
         def run(model: nn.Module, world: World) -> Trace:
             units, describes = self.units(model.eval()), self.runs_kernels
             with self.mode, torch.no_grad():
-                return traced(self.task, model, units, batch, precision, plan, world, describes=describes, trains=False)
+                own = self._of_domain(batch, world)
+                return traced(self.task, model, units, own, precision, plan, world, describes=describes, trains=False)
 
-        return self._with_kernels(self._run(plan, "be evaluated", run), threads)
+        return self._with_kernels(self._run(plan, "be evaluated", run, part.number), threads)
 
     @functools.lru_cache(maxsize=16)  # noqa: B019 - as long as the fake model
     def passes(self, plan: Plan, cut: Cut, rows: int, threads: int, slices: Slices = ALONE) -> tuple[Trace, ...]:
@@ -384,7 +413,15 @@ class FakeModel:
         count = float(slices.samples) if isinstance(batch.count, float) else batch.count
         return batch._replace(microbatches=micros, samples=slices.samples, count=count)
 
-    def _run(self, plan: Plan, what: str, run: Callable[[nn.Module, World], Trace]) -> Trace:
+    def _of_domain(self, batch: Batch, world: World) -> Batch:
+        """Returns this process's part of each sample of a batch of one microbatch."""
+        if world.domain is None:
+            return batch
+        [micro] = batch.microbatches
+        inputs, targets = cut_batch(self.task, micro.inputs, micro.targets, world.domain)
+        return batch._replace(microbatches=(micro._replace(inputs=inputs, targets=targets),))
+
+    def _run(self, plan: Plan, what: str, run: Callable[[nn.Module, World], Trace], part: int = 0) -> Trace:
         """Runs a model as on the first process of the replicate and tensor axes; twice where it is split.
 
         The first run finds out how each operator is split, on tensors which no training has.
@@ -392,7 +429,7 @@ class FakeModel:
         with explaining_trace_errors(self.task, what):
             if plan.processes == 1:
                 return run(self._build_model(), World(process=ProcessRank(), device=CPU))
-            with pretended(plan) as world:
+            with pretended(plan, part) as world:
                 if plan.tensor == 1:
                     return run(self._build_model(), world)
                 run(self._split(plan, world), world)

@@ -14,7 +14,7 @@ import torch
 
 from grappe.errors import PlanError, ProcessDied
 from grappe.errors.user_code import naming_user_line
-from grappe.foresight.fake_model import FakeModel, fake_group_possible, slices_of
+from grappe.foresight.fake_model import WHOLE, FakeModel, Part, fake_group_possible, slices_of
 from grappe.foresight.kernels import Call
 from grappe.foresight.memory import (
     GLOO,
@@ -28,6 +28,7 @@ from grappe.foresight.memory import (
     Peaks,
     PlanMemory,
     States,
+    neediest,
     padded,
     peak,
     peaks,
@@ -60,7 +61,7 @@ from grappe.plan import Plan
 from grappe.profiling.memory import data_size, return_freed_memory
 from grappe.step.scores import bytes_kept
 
-UNFORESEEN = ("exact", "compile", "config", "domain")
+UNFORESEEN = ("exact", "compile", "config")
 """Keys under which a process keeps what the model of memory does not know."""
 
 UNCOPIED = frozenset({"pipeline", "tensor", "offload"})
@@ -154,9 +155,11 @@ def memory_forecast(
         all_states = [states(parts, fake_model.buffers) for parts in processes(fake_model, plan)]
         most = least = UNKNOWN
         if (bounded or not gpu or plan.offload == "none") and _has_known_peaks(fake_model, plan, samples):
-            alike = functools.partial(AlikeProcesses, gpu=gpu)
-            composed = (_Pipeline if plan.pipeline > 1 else alike)(fake_model, plan, samples)
-            most, least = map(composed.peaks, (NCCL, NCCL) if gpu else (GLOO_LATE, GLOO))
+            composed = _composed(fake_model, plan, samples, gpu=gpu)
+            most, least = (
+                neediest(each.peaks(copies) for each in composed)
+                for copies in ((NCCL, NCCL) if gpu else (GLOO_LATE, GLOO))
+            )
         copies_known = not plan.changed_keys() & UNCOPIED and not fake_model.has_modes
         return MemoryForecast(
             states=max(all_states, key=lambda states: states.total),
@@ -171,6 +174,16 @@ def memory_forecast(
         )
 
 
+def _composed(
+    fake_model: FakeModel, plan: Plan, samples: int, *, gpu: bool = False
+) -> list[AlikeProcesses | _Pipeline]:
+    """Returns the processes that differ: of a pipeline together, those of domain= each by itself."""
+    if plan.pipeline > 1:
+        return [_Pipeline(fake_model, plan, samples)]
+    parts = (Part(number, plan.domain) for number in range(plan.domain))
+    return [AlikeProcesses(fake_model, plan, samples, part, gpu=gpu) for part in parts]
+
+
 def with_libraries(
     forecast: MemoryForecast, fake_model: FakeModel, plan: Plan, *, batch: int | None = None
 ) -> MemoryForecast:
@@ -181,7 +194,7 @@ def with_libraries(
 
 def _has_known_peaks(fake_model: FakeModel, plan: Plan, samples: int) -> bool:
     task = fake_model.task
-    several = plan.tensor > 1 or slices_of(task, plan, samples, fake_model.samples).ways > 1
+    several = plan.tensor * plan.domain > 1 or slices_of(task, plan, samples, fake_model.samples).ways > 1
     if several and not fake_group_possible():
         return False
     if plan.pipeline == 1:
@@ -213,7 +226,8 @@ class BalancedWriters:
 
 def _checkpoint_copies(fake_model: FakeModel, plan: Plan) -> int:
     """Computes the bytes of the process that copies most; for plans that only replicate and shard."""
-    split, unsplit = BalancedWriters(plan.replicate), BalancedWriters(plan.replicate * plan.shard)
+    copies = plan.replicate * plan.domain
+    split, unsplit = BalancedWriters(copies), BalancedWriters(copies * plan.shard)
 
     def add(parameter: Parameter, size: int) -> None:
         if plan.shard == 1 or not parameter.shape:
@@ -238,20 +252,23 @@ class AlikeProcesses:
     """Processes that each run all units: replicated, sharded, offloaded, split; the neediest one counts.
 
     Args:
+        part: what each holds of each sample.
         gpu: whether a plan with offload keeps parameters, gradients and optimizer state elsewhere.
     """
 
-    def __init__(self, fake_model: FakeModel, plan: Plan, samples: int, *, gpu: bool = False) -> None:
+    def __init__(
+        self, fake_model: FakeModel, plan: Plan, samples: int, part: Part = WHOLE, *, gpu: bool = False
+    ) -> None:
         self._fake_model, self._plan, task = fake_model, plan, fake_model.task
         precision, threads = precision_of(plan), threads_of(plan)
         slices = slices_of(task, plan, samples, fake_model.samples)
         rows = largest_rows(fake_model, plan, samples)
-        self._trained = fake_model.trace(rows, precision, plan.recompute, threads, plan.tensor, slices)
+        self._trained = fake_model.trace(rows, precision, plan.recompute, threads, plan.tensor, slices, part)
         # A loss of the whole batch takes an evaluation's batch whole, too.
         evaluated = dataclasses.replace(plan, microbatches=1, batchnorm="local")
         slices = slices_of(task, evaluated, samples, fake_model.validation_samples)
         self._rows = evaluated_rows(fake_model, plan, samples)
-        self._scored = fake_model.evaluation(self._rows, precision, threads, plan.tensor, slices)
+        self._scored = fake_model.evaluation(self._rows, precision, threads, plan.tensor, slices, part)
         self._own = first_parameters(fake_model, plan)
         self._away = gpu and plan.offload != "none"
         self._parts = [] if self._away else next(processes(fake_model, plan))
@@ -310,7 +327,7 @@ class AlikeProcesses:
                 self._own, plan.shard, plan.zero, there=not is_first, reduces=reduces, copies=copies, away=self._away
             )
         sizes = [parameter.size if parameter.trained else 0 for parameter in self._own]
-        return DdpMemory(sizes, there=not is_first, buckets=sum(sizes) if plan.replicate > 1 else 0, last=is_last)
+        return DdpMemory(sizes, there=not is_first, buckets=sum(sizes) if plan.uses_ddp else 0, last=is_last)
 
     def _forward_memory(self, copies: CommunicationBuffers) -> PlanMemory:
         """Returns the plan's memory in a forward without backward: between steps there are no gradients."""
@@ -318,7 +335,7 @@ class AlikeProcesses:
         if plan.uses_fsdp:
             return FsdpMemory(self._own, plan.shard, plan.zero, there=False, reduces=False, copies=copies)
         gradients = sum(parameter.size for parameter in self._own if parameter.trained)
-        return DdpMemory([], there=False, buckets=gradients if plan.replicate > 1 else 0)
+        return DdpMemory([], there=False, buckets=gradients if plan.uses_ddp else 0)
 
 
 class _Pipeline:
@@ -454,7 +471,7 @@ def library_memory(fake_model: FakeModel, plan: Plan, samples: int) -> LibraryMe
     """
     if not fake_model.runs_kernels:
         return None
-    traces = (_Pipeline if plan.pipeline > 1 else AlikeProcesses)(fake_model, plan, samples).traces
+    traces = [each for composed in _composed(fake_model, plan, samples) for each in composed.traces]
     calls = dict.fromkeys((_distinct_calls(evaluated), _distinct_calls([step])) for evaluated, step in traces)
     try:
         memories = _measured(tuple(calls), threads_of(plan))

@@ -22,7 +22,7 @@ from grappe.step.precision import LossScale
 from grappe.step.task_contract import optimizer_of
 from grappe.task import Task
 
-UNTIMED = ("exact", "compile", "batchnorm")
+UNTIMED = ("exact", "compile", "batchnorm", "domain")
 """Keys of plans whose time is not foreseen."""
 SPREAD = 0.5
 """Relative uncertainty of times that were never measured on such a GPU."""

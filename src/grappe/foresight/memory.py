@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Protocol
 
 import torch
@@ -191,6 +191,14 @@ class Peaks:
 
 
 UNKNOWN = Peaks(step=None, evaluation=None)
+
+
+def neediest(several: Iterable[Peaks]) -> Peaks:
+    """Returns the largest peaks of several processes; None where one is not known."""
+    steps, evaluations = zip(*((each.step, each.evaluation) for each in several), strict=True)
+    return Peaks(
+        step=None if None in steps else max(steps), evaluation=None if None in evaluations else max(evaluations)
+    )
 
 
 def states(parts: Sequence[ParameterShard], buffers: int) -> States:

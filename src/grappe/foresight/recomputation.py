@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from grappe.errors import GrappeError, PlanError
 from grappe.foresight import partition
 from grappe.foresight.devices import REFERENCE, Device, device_named
-from grappe.foresight.fake_model import FakeModel
+from grappe.foresight.fake_model import FakeModel, Part
 from grappe.foresight.forecast import AlikeProcesses, MemoryForecast, memory_forecast
 from grappe.foresight.kernels import seconds
 from grappe.foresight.memory import GLOO_LATE, NCCL
@@ -67,8 +67,11 @@ class Units:
         self.number = len(fake_model.units(fake_model.plain))
         self._plan = plan
         self._device = device or (None if fake_model.runs_kernels else device_named(REFERENCE))
+        # Of the processes of domain= the one that needs most without recomputation.
+        plain, several = self.plan_of([""]), [Part(number, plan.domain) for number in range(plan.domain)]
+        part = max(several, key=lambda each: max(AlikeProcesses(fake_model, plain, samples, each).by_mark(NCCL)))
         composed = {
-            level: AlikeProcesses(fake_model, self.plan_of([level] * (self.number or 1)), samples, gpu=gpu)
+            level: AlikeProcesses(fake_model, self.plan_of([level] * (self.number or 1)), samples, part, gpu=gpu)
             for level in LEVELS
         }
         traces = {level: processes.traces[0][1] for level, processes in composed.items()}

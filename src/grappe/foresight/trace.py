@@ -15,6 +15,7 @@ from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sd
 from torch.utils.weak import WeakIdKeyDictionary
 
 from grappe.data.batch import Batch, Microbatch, entering
+from grappe.domain.cut import local
 from grappe.foresight.kernels import Call, Kernels, describe, describe_any
 from grappe.launch.world import World
 from grappe.parallel.batchnorm import buffers_kept
@@ -147,7 +148,7 @@ class Ledger(TorchDispatchMode):
         )
 
     def _follow(self, tensor: Tensor) -> None:
-        if tensor.layout != torch.strided:
+        if tensor.layout != torch.strided or tensor.device.type == "meta":
             return
         storage = tensor.untyped_storage()
         size = storage.nbytes()
@@ -358,5 +359,5 @@ def take_gradients(numbered: Iterable[tuple[int, Tensor]], ledger: Ledger) -> No
 
 
 def tensors_of(tree: Any) -> list[Tensor]:
-    """Returns the tensors of a nested value."""
-    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
+    """Returns the tensors of a nested value, of cut ones this process's parts."""
+    return [local(leaf) for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
