@@ -84,7 +84,7 @@ class RowExchange:
         return head, own.narrow(self.dim, a, b - a), tail
 
     def give_back(self, asked: Tensor, own_shape: Sequence[int], *, shared: bool = False) -> Tensor:
-        """Returns the gradient of `own`, from the gradient of all the rows that this process wanted.
+        """Returns the gradient of `own`, from the gradient of all the rows that this process needing.
 
         Args:
             shared: whether others may hold `asked`, which otherwise becomes the result where it can.
@@ -263,7 +263,7 @@ class Convolving:
 
 
 def convolved(cut: Cut, weight: Tensor, bias: Tensor | None, want: Sequence[Interval], how: Convolving) -> Tensor:
-    """Returns the convolution of the wanted rows."""
+    """Returns the convolution of the needing rows."""
     own = cut.local
     if torch.is_autocast_enabled(own.device.type):
         kind = torch.get_autocast_dtype(own.device.type)
@@ -290,13 +290,13 @@ class _Refetched(torch.autograd.Function):
         own, rows = tensors[len(ctx.several) :], tensors[: len(ctx.several)]
         inputs = [each.detach() for each in _joined(ctx.several, tensors)]
         lowered = torch.autocast(inputs[0].device.type, dtype=ctx.kind, enabled=ctx.lowered, cache_enabled=False)
-        wanted = [each for each, needed in zip(inputs, ctx.needs_input_grad[2:], strict=True) if needed]
+        needing = [each for each, needed in zip(inputs, ctx.needs_input_grad[2:], strict=True) if needed]
         with torch.enable_grad(), lowered:
-            for each in wanted:
+            for each in needing:
                 each.requires_grad_()
             output = ctx.function(*inputs)
-        arriving = iter(torch.autograd.grad(output, wanted, gradient))
-        del output, inputs, wanted
+        arriving = iter(torch.autograd.grad(output, needing, gradient))
+        del output, inputs, needing
         back = [next(arriving) if needed else None for needed in ctx.needs_input_grad[2:]]
         of_rows = [
             each if each is None else exchange.give_back(each, part.shape)

@@ -133,7 +133,7 @@ class Part(NamedTuple):
     of: int = 1
 
 
-WHOLE = Part()
+UNCUT = Part()
 
 
 def slices_of(task: Task, plan: Plan, samples: int, dataset: int) -> Slices:
@@ -274,7 +274,7 @@ class FakeModel:
         threads: int = 1,
         tensor: int = 1,
         slices: Slices = ALONE,
-        part: Part = WHOLE,
+        part: Part = UNCUT,
     ) -> Trace:
         """Traces a microbatch of `rows` samples, in a process of `threads` threads.
 
@@ -318,7 +318,7 @@ class FakeModel:
         threads: int = 1,
         tensor: int = 1,
         slices: Slices = ALONE,
-        part: Part = WHOLE,
+        part: Part = UNCUT,
     ) -> Trace:
         """Traces an evaluation of `rows` validation samples: a forward without gradients, and the loss."""
         plan = dataclasses.replace(self._plain, tensor=tensor, replicate=slices.ways, domain=part.of)

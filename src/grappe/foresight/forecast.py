@@ -14,7 +14,7 @@ import torch
 
 from grappe.errors import PlanError, ProcessDied
 from grappe.errors.user_code import naming_user_line
-from grappe.foresight.fake_model import WHOLE, FakeModel, Part, fake_group_possible, slices_of
+from grappe.foresight.fake_model import UNCUT, FakeModel, Part, fake_group_possible, slices_of
 from grappe.foresight.kernels import Call
 from grappe.foresight.memory import (
     GLOO,
@@ -257,7 +257,7 @@ class AlikeProcesses:
     """
 
     def __init__(
-        self, fake_model: FakeModel, plan: Plan, samples: int, part: Part = WHOLE, *, gpu: bool = False
+        self, fake_model: FakeModel, plan: Plan, samples: int, part: Part = UNCUT, *, gpu: bool = False
     ) -> None:
         self._fake_model, self._plan, task = fake_model, plan, fake_model.task
         precision, threads = precision_of(plan), threads_of(plan)
