@@ -50,7 +50,8 @@ def parity() -> str:
     found = json.loads((RESULTS / "parity.json").read_text())
     for text, gap in found["gaps"].items():
         engine, drawn = Plan.parse(text).engine, found["drawn"].get(text)
-        shown = "its own" if drawn is None else f"{drawn:.0e}"
+        missing = "refused" if "domain" in text else "its own"
+        shown = missing if drawn is None else f"{drawn:.0e}"
         lines.append(f"| {engine} | `{text.removeprefix(f'engine={engine},')}` | {gap:.0e} | {shown} |")
     return "\n".join(lines)
 

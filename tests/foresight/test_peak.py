@@ -14,6 +14,7 @@ from grappe.foresight.kernels import Kernels
 from grappe.plan import Plan
 from grappe.tasks.digits import Digits
 from grappe.tasks.pysource import PySource
+from grappe.tasks.volumes import Volumes
 from tests.foresight import unusual
 from tests.grid import soaked
 
@@ -103,6 +104,15 @@ def test_a_transformer_has_states_to_the_byte_and_a_peak_in_the_range(plan: str,
 )
 def test_the_peak_of_what_is_harder_to_trace(task: type, plan: str) -> None:
     check(memory_forecast(FakeModel(task(), Path("data"), kernels=Kernels()), Plan.parse(plan)), task, plan)
+
+
+@pytest.mark.parametrize("plan", ["domain=2", "domain=2,shard=2,recompute"])
+def test_the_peak_of_parts_of_volumes(plan: str) -> None:
+    task = Volumes(size=16, batch_size=4, volumes=8)
+    found = memory_forecast(FakeModel(task, Path("data"), kernels=Kernels()), Plan.parse(plan))
+    most = max(one["peak"] for one in measured_cell("volumes size=16 batch_size=4 volumes=8", plan))
+    assert found.least is not None and found.peak is not None
+    assert found.least * (1 - CLOSE) <= most <= found.peak * (1 + CLOSE)
 
 
 @pytest.mark.parametrize("plan", ["", "replicate=2,microbatches=2", "shard=2"])

@@ -42,9 +42,9 @@ class Domain:
     rank: int
     size: int
     sent: Counter[tuple[str, str]] = dataclasses.field(default_factory=Counter)
-    """What this process has sent to others, forward and backward: by what for, its "messages" and its "bytes"."""
+    """Messages and bytes that this process has sent to others, by what for; forward and backward."""
     of_step: Counter[tuple[str, str]] = dataclasses.field(default_factory=Counter)
-    """That of the second training step."""
+    """Messages and bytes of the second training step."""
 
     def note(self, purpose: str, sizes: Sequence[int]) -> None:
         """Counts messages of so many bytes each."""
