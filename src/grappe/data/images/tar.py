@@ -69,7 +69,7 @@ class MemberRun(NamedTuple):
     window: bytes
     """Of the outer file, with all of their headers and the first blocks of their contents."""
     start: int
-    """Where it begins."""
+    """First byte of the window in the outer file."""
 
 
 def members(archive: Extent) -> Iterator[Member]:
