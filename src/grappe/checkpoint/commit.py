@@ -40,18 +40,18 @@ class Origin:
     """Position in the data: training samples seen, over all epochs."""
 
 
-def commit(beside: Path, folder: Path, fingerprints: Mapping[str, Fingerprint], origin: Origin) -> None:
-    """Renames the temporary folder `beside`, whose files are on disk already, to `folder`: wholly, or not at all."""
+def commit(temporary: Path, folder: Path, fingerprints: Mapping[str, Fingerprint], origin: Origin) -> None:
+    """Renames the temporary folder `temporary`, whose files are on disk already, to `folder`: wholly, or not at all."""
     content = {**dataclasses.asdict(origin), "files": fingerprints}
     manifest = {**content, "xxh3_128": json_hash(content)}
-    write_new(beside / MANIFEST, json.dumps(manifest, indent=1).encode())
-    files.flush(beside, files.IN_PART)
+    write_new(temporary / MANIFEST, json.dumps(manifest, indent=1).encode())
+    files.flush(temporary, files.IN_PART)
     if files.kind(folder):
         if verify(folder, origin.run) is None:  # the same step, saved before
-            files.remove_tree(beside, files.IN_PART)
+            files.remove_tree(temporary, files.IN_PART)
             return
         _make_way(folder)
-    files.rename(beside, folder, files.IN_PART)
+    files.rename(temporary, folder, files.IN_PART)
     files.flush(folder.parent, files.IN_RUN)
 
 

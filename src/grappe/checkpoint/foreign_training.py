@@ -265,7 +265,7 @@ class Begin:
 
     @property
     def in_the_middle(self) -> bool:
-        """True if the run may begin behind step 0."""
+        """True if the run may begin after step 0."""
         return self.with_optimizer or bool(self.epochs_done)
 
 

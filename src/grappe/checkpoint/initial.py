@@ -172,13 +172,13 @@ def _save(
         pieces += training.pieces
         state |= training.state(step)
     try:
-        beside = checkpoints / f".{step_folder(checkpoints, step).name}.{secrets.token_hex(8)}"
+        temporary = checkpoints / f".{step_folder(checkpoints, step).name}.{secrets.token_hex(8)}"
         checkpoints.parent.mkdir(parents=True, exist_ok=True)
         files.make_folder(checkpoints, files.IN_RUN)
-        files.make_folder(beside, files.IN_PART)
-        fingerprints = {"rank-0.safetensors": tensor_file.write(beside / "rank-0.safetensors", pieces)}
-        fingerprints[STATE] = write_new(beside / STATE, json.dumps(state).encode())
-        commit(beside, step_folder(checkpoints, step), fingerprints, Origin(step=step, run=run))
+        files.make_folder(temporary, files.IN_PART)
+        fingerprints = {"rank-0.safetensors": tensor_file.write(temporary / "rank-0.safetensors", pieces)}
+        fingerprints[STATE] = write_new(temporary / STATE, json.dumps(state).encode())
+        commit(temporary, step_folder(checkpoints, step), fingerprints, Origin(step=step, run=run))
     except OSError as error:  # of the disk, and not of the model that is being made
         raise RunError(f"step {step} could not be saved: {error}: {disk_advice(error)}; then start again") from error
 

@@ -85,7 +85,7 @@ class Saver:
         """
         before = self.write_held()
         uncopied, streamed, copied = list(pieces_to_write(tensors, own, self._world)), None, True
-        beside = self._prepare(step)
+        temporary = self._prepare(step)
         pieces = uncopied
         if self._first is None:
             self._first = step
@@ -94,7 +94,7 @@ class Saver:
             peak_known, processes = step >= self._first + 2, self._world.process.local_size
             pieces, copied = self._snapshots.take(uncopied, processes, peak_known=peak_known)
         else:
-            streamed = self._stream(beside, uncopied, own, stream)
+            streamed = self._stream(temporary, uncopied, own, stream)
         if not self._begin(step, pieces, values, streamed, uncopied):
             copied = False
         if not copied:  # no memory for copies: the training must not go on before the tensors are written
@@ -184,14 +184,14 @@ class Saver:
         return problem
 
     def _stream(
-        self, beside: Path, pieces: list[Piece], own: Mapping[str, Tensor], stream: Stream
+        self, temporary: Path, pieces: list[Piece], own: Mapping[str, Tensor], stream: Stream
     ) -> Callable[[], None]:
         """Writes this process's part now; returns a function for the thread, which raises the write's error."""
         values = stream()
         names = {piece.name for piece in pieces}
         chosen = (value for name, value in values if name in names)
         try:
-            self._write_mine(beside, pieces, itertools.chain(chosen, own.values()))
+            self._write_mine(temporary, pieces, itertools.chain(chosen, own.values()))
             error = None
         except Exception as problem:
             error = problem
@@ -207,22 +207,22 @@ class Saver:
     def _write(
         self, step: int, pieces: list[Piece], values: dict[str, Any], streamed: Callable[[], None] | None = None
     ) -> None:
-        beside = self._folder / f".step-{step:06d}.{self._token}"
+        temporary = self._folder / f".step-{step:06d}.{self._token}"
         try:
-            with self._noting(step, beside):
+            with self._noting(step, temporary):
                 if streamed is None:
                     self._snapshots.wait()
-                    self._write_mine(beside, pieces)
+                    self._write_mine(temporary, pieces)
                 else:
                     streamed()
         finally:
             self._written.set()  # after the note: process 0 waits in vain for unreported errors
         if self._world.rank == 0 and self._error is None:
-            with self._noting(step, beside):
-                self._commit(beside, step, values)
+            with self._noting(step, temporary):
+                self._commit(temporary, step, values)
 
     @contextlib.contextmanager
-    def _noting(self, step: int, beside: Path) -> Iterator[None]:
+    def _noting(self, step: int, temporary: Path) -> Iterator[None]:
         """Context that records an exception: in a thread it would be lost, and the save would count as committed."""
         try:
             yield
@@ -230,29 +230,29 @@ class Saver:
             kind = "" if isinstance(error, OSError | RunError) else f"{type(error).__name__}: "
             self._error = f"step {step} could not be saved: {kind}{error}"
             with contextlib.suppress(OSError, RunError):
-                self._tidy(beside)
+                self._tidy(temporary)
 
-    def _tidy(self, beside: Path) -> None:
+    def _tidy(self, temporary: Path) -> None:
         """Removes a failed save's files; only process 0 removes the folder, or others would report its absence."""
         own_files = re.compile(rf"\.?rank-{self._world.rank}\.safetensors.*", re.DOTALL)
-        if self._world.rank == 0 and not strangers(beside):
-            files.remove_tree(beside, IN_PART)
+        if self._world.rank == 0 and not strangers(temporary):
+            files.remove_tree(temporary, IN_PART)
             return
-        for name in files.names(beside, IN_PART):
+        for name in files.names(temporary, IN_PART):
             if own_files.fullmatch(name):
-                files.remove(beside / name, IN_CHECKPOINT)
+                files.remove(temporary / name, IN_CHECKPOINT)
 
-    def _write_mine(self, beside: Path, pieces: list[Piece], values: Iterable[Tensor] | None = None) -> None:
-        files.make_folder(beside, IN_PART)  # no parents: a run that was removed must not come back in part
+    def _write_mine(self, temporary: Path, pieces: list[Piece], values: Iterable[Tensor] | None = None) -> None:
+        files.make_folder(temporary, IN_PART)  # no parents: a run that was removed must not come back in part
         name = f"rank-{self._world.rank}.safetensors"
-        print_of = tensor_file.write(beside / name, pieces, values)
-        write_json(beside / f"{name}.done", print_of, IN_CHECKPOINT)
+        print_of = tensor_file.write(temporary / name, pieces, values)
+        write_json(temporary / f"{name}.done", print_of, IN_CHECKPOINT)
 
-    def _commit(self, beside: Path, step: int, values: dict[str, Any]) -> None:
+    def _commit(self, temporary: Path, step: int, values: dict[str, Any]) -> None:
         fingerprints: dict[str, Fingerprint] = {}
         for rank in range(self._world.size):
             name = f"rank-{rank}.safetensors"
-            done = beside / f"{name}.done"
+            done = temporary / f"{name}.done"
             while not files.kind(done):
                 if self._abandoned.wait(POLL_SECONDS):
                     raise RunError("another process could not write its part")
@@ -260,12 +260,12 @@ class Saver:
                     raise RunError(f"{done.parent} was removed: No such file or directory")
             fingerprints[name] = read_json(done, IN_CHECKPOINT)
         for name in fingerprints:
-            files.remove(beside / f"{name}.done", IN_CHECKPOINT)
+            files.remove(temporary / f"{name}.done", IN_CHECKPOINT)
         state = json.dumps({"step": step, **values}, indent=1)
-        fingerprints[STATE] = write_new(beside / STATE, state.encode())
+        fingerprints[STATE] = write_new(temporary / STATE, state.encode())
         self._may_commit()
         origin = Origin(step=step, run=self._run, samples=values.get(SAMPLES, 0))
-        commit(beside, step_folder(self._folder, step), fingerprints, origin)
+        commit(temporary, step_folder(self._folder, step), fingerprints, origin)
         self._keep.clean(self._folder, step)
 
     def close(self) -> None:
@@ -300,18 +300,20 @@ class Snapshots:
             return self._without(originals)
         try:
             taken = [piece._replace(data=self._buffer(piece)) for piece in originals]
-            beside = False
+            on_its_own_stream = False
             if on_gpu and peak_known and gpu_has_room(sum(piece.data.nbytes for piece in on_gpu), processes):
                 self._device = self._device or DeviceCopies()
-                beside = self._device.start([piece.data for piece in on_gpu], [self._buffer(piece) for piece in on_gpu])
+                on_its_own_stream = self._device.start(
+                    [piece.data for piece in on_gpu], [self._buffer(piece) for piece in on_gpu]
+                )
             for piece in originals:
-                if not (beside and piece.data.is_cuda):
+                if not (on_its_own_stream and piece.data.is_cuda):
                     self._buffer(piece).copy_(piece.data, non_blocking=True)
         except (RuntimeError, MemoryError):
             if on_gpu:
                 raise
             return self._without(originals)
-        if on_gpu and not beside:
+        if on_gpu and not on_its_own_stream:
             torch.cuda.synchronize()
         return taken, True
 

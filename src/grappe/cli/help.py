@@ -20,7 +20,7 @@ from rich.text import Text
 from grappe.language import catalogue_of, chosen_language
 
 LABELS = ("[choices: ", "[env var: ", "[default: ", "[required]")
-"""What cyclopts writes behind an option's help."""
+"""What cyclopts writes after an option's help."""
 USAGE = "Usage: "
 COMMAND = "COMMAND"
 PARAMETERS = "Parameters"

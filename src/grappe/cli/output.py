@@ -77,7 +77,7 @@ def _is_device(file: Path) -> bool:
 
 
 def _is_standard_output(file: Path) -> bool:
-    """Returns whether `file` is the standard output, under any of its names: opened again, it would begin anew."""
+    """Returns whether `file` is the standard output, under any of its names: opened again, it would begin again."""
     with contextlib.suppress(OSError, ValueError):  # none is open; nothing of that name
         return os.path.samestat(file.stat(), os.fstat(sys.stdout.fileno()))
     return False

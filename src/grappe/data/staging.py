@@ -143,8 +143,8 @@ def _files(source: Path) -> list[_File]:
     """
     if not source.exists():
         raise DataError(f"{source}: there is no such file or folder")
-    beside = [source.with_name(source.name + ending) for ending in (INDEX, QUARANTINE)]
-    places = [*_walk(source), *(file for file in beside if file.is_file())]
+    sidecars = [source.with_name(source.name + ending) for ending in (INDEX, QUARANTINE)]
+    places = [*_walk(source), *(file for file in sidecars if file.is_file())]
     sources = []
     for place in places:
         facts = place.stat()
@@ -186,11 +186,11 @@ def _is_there(to: Path, file: _File) -> bool:
 def _remove_others(to: Path, source: Path, names: set[str], recorded: set[str] | None) -> None:
     """Removes files of an earlier copy that the source lacks now; refuses files that no copy has made."""
     place = to / source.name
-    beside = [source.name, *(source.name + ending for ending in (INDEX, QUARANTINE))]
+    sidecars = [source.name, *(source.name + ending for ending in (INDEX, QUARANTINE))]
     for left in sorted(to.iterdir()):  # of a single file, copies that a killed process has left lie here
-        if any(left.name.startswith(f".{name}.") for name in beside) and _is_unfinished(left, to, names):
+        if any(left.name.startswith(f".{name}.") for name in sidecars) and _is_unfinished(left, to, names):
             left.unlink()
-    for name in beside[1:]:
+    for name in sidecars[1:]:
         if recorded is not None and name in recorded - names:
             (to / name).unlink(missing_ok=True)
     if place.is_symlink():
@@ -222,10 +222,10 @@ def _copy(source: Path, place: Path, file: _File) -> None:
         DataError: the file changes while it is copied, or the copy reads otherwise.
     """
     place.parent.mkdir(parents=True, exist_ok=True)
-    beside = place.with_name(f".{place.name}.{secrets.token_hex(4)}{_UNFINISHED}")
+    temporary = place.with_name(f".{place.name}.{secrets.token_hex(4)}{_UNFINISHED}")
     digest = xxhash.xxh3_128()
     try:
-        with source.open("rb") as stream, beside.open("xb") as copy:
+        with source.open("rb") as stream, temporary.open("xb") as copy:
             while content := stream.read(_CHUNK):
                 digest.update(content)
                 copy.write(content)
@@ -235,12 +235,12 @@ def _copy(source: Path, place: Path, file: _File) -> None:
             facts = os.fstat(stream.fileno())
         if (facts.st_size, facts.st_mtime_ns) != (file.size, file.mtime):
             raise DataError(f"{printable(source)} changes while it is copied: wait until it is whole")
-        if _hash(beside) != digest.hexdigest():
+        if _hash(temporary) != digest.hexdigest():
             raise DataError(f"{printable(place)} reads otherwise than it was written: this disk is damaged")
-        os.utime(beside, ns=(file.mtime, file.mtime))
-        beside.rename(place)
+        os.utime(temporary, ns=(file.mtime, file.mtime))
+        temporary.rename(place)
     finally:
-        beside.unlink(missing_ok=True)
+        temporary.unlink(missing_ok=True)
 
 
 def _hash(file: Path) -> str:

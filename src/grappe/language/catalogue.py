@@ -162,7 +162,7 @@ class _Message:
         return sum(weight for weight, _ in translations), ", ".join(other for _, other in translations)
 
     def _around_foreign(self, text: str, depth: int) -> tuple[int, str] | None:
-        """The translation of what stands before and behind what others say; None: nothing of theirs is in it."""
+        """The translation of what stands before and after what others say; None: nothing of theirs is in it."""
         mark = FOREIGN.search(text)
         if mark is None:
             return None
@@ -173,8 +173,8 @@ class _Message:
         head = text[: mark.start()].removesuffix(": ")
         between = text[len(head) : mark.start()]
         weight, ours = self.best(head, depth + 1, FEW)
-        more, behind = self.best(rest.lstrip(), depth + 1, FEW)
-        return weight + more, f"{ours}{between}{theirs}{rest[: len(rest) - len(rest.lstrip())]}{behind}"
+        more, after = self.best(rest.lstrip(), depth + 1, FEW)
+        return weight + more, f"{ours}{between}{theirs}{rest[: len(rest) - len(rest.lstrip())]}{after}"
 
     def _with_remedy(self, text: str, depth: int) -> str:
         """Translates only a remedy of many letters at the end of what an exception says."""
@@ -256,7 +256,7 @@ class Template:
     """An English template and its translation."""
 
     texts: tuple[str, ...]
-    """The fixed texts: one before each placeholder, and one behind the last."""
+    """The fixed texts: one before each placeholder, and one after the last."""
     names: tuple[str, ...]
     """The placeholders, in order."""
     kept: frozenset[int]
@@ -284,8 +284,8 @@ class Template:
             names=names,
             kept=frozenset(
                 place
-                for place, (before, behind) in enumerate(itertools.pairwise(texts))
-                if is_kept(names[place], before, behind)
+                for place, (before, after) in enumerate(itertools.pairwise(texts))
+                if is_kept(names[place], before, after)
             ),
             open=frozenset(place for place, name in enumerate(names) if OPEN.fullmatch(name)),
             one_word=frozenset(place for place, name in enumerate(names) if ONE_WORD.fullmatch(name)),
@@ -346,7 +346,7 @@ def _outside_brackets(text: str, fixed: str, start: int, end: int) -> int:
 
 
 def pieces(template: str) -> list[tuple[str, str | None]]:
-    """Parses a template: each fixed text with the placeholder behind it, the last without one.
+    """Parses a template: each fixed text with the placeholder after it, the last without one.
 
     Raises:
         ValueError: a brace is neither doubled nor one of a placeholder.
@@ -368,7 +368,7 @@ CHOSEN = re.compile(
 )
 """Values that users, other programs or file systems chose: never translated."""
 OPEN = re.compile(
-    r"(advice|after|at|band|began|behind|beside|choice|copied|count_of|described|difference|disk_advice|doing|end|ended|error|failure|forms?|found|get|hint|holds"
+    r"(advice|after|at|band|began|lead|choice|copied|count_of|described|difference|disk_advice|doing|end|ended|error|failure|forms?|found|get|hint|holds"
     r"|instead|job|kinds?|largest|message|mistake|more|most|nearest|needed|neighbours|note|of|others?|optimizer|own|parts?|place|plan|plan_name|problem|processes|read_status"
     r"|reasons?|remedy|rest|result|several|sizes|status|sentence|server|shapes|some|spoken|state|summary|text|there|title|torch|unit|unknown|verb|waiting|waits|what"
     r"|where|whose?|why|words?)\d*"
@@ -381,13 +381,13 @@ TYPED = re.compile(r"(?:=|--[\w-]+[ =])$")
 """What stands before a value that a user typed."""
 
 
-def is_kept(name: str, before: str, behind: str) -> bool:
+def is_kept(name: str, before: str, after: str) -> bool:
     """Returns whether a placeholder's value is never translated.
 
     Args:
         before: the text before it; one that ends with a quotation mark, `=` or an option says that a name follows.
-        behind: the text behind it.
+        after: the text after it.
     """
-    quoted = before.endswith(QUOTES) and behind.startswith(before[-1])
-    typed = TYPED.search(before) is not None or behind.startswith("=")
+    quoted = before.endswith(QUOTES) and after.startswith(before[-1])
+    typed = TYPED.search(before) is not None or after.startswith("=")
     return quoted or typed or CHOSEN.fullmatch(name) is not None

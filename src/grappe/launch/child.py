@@ -157,9 +157,9 @@ def redirect(log: Path, process: ProcessRank, early: Path | None = None) -> None
         os.write(handle, f"{STARTED}{when}, {who}, pid {os.getpid()}\n".encode())
     else:
         os.write(handle, files.read_bytes(early))
-        beside = early.with_suffix(".link")
-        beside.symlink_to(log.absolute())
-        beside.replace(early)
+        temporary = early.with_suffix(".link")
+        temporary.symlink_to(log.absolute())
+        temporary.replace(early)
     os.dup2(handle, 1)
     os.dup2(handle, 2)
     os.close(handle)

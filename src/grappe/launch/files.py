@@ -106,8 +106,8 @@ def replace(
     """
     with _parent(file, levels) as (folder, name):
         # A name that nobody can foresee, made exclusively: a link cannot wait there.
-        beside = f".{name}.{secrets.token_hex(4)}"
-        handle = os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL | _NO_LINK, mode, dir_fd=folder)
+        temporary = f".{name}.{secrets.token_hex(4)}"
+        handle = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | _NO_LINK, mode, dir_fd=folder)
         try:
             with os.fdopen(handle, "wb") as stream:
                 stream.write(content)
@@ -115,12 +115,12 @@ def replace(
                 if durable:
                     os.fsync(stream.fileno())
             if new:
-                _rename_to_new(beside, name, folder)
+                _rename_to_new(temporary, name, folder)
             else:
-                os.rename(beside, name, src_dir_fd=folder, dst_dir_fd=folder)
+                os.rename(temporary, name, src_dir_fd=folder, dst_dir_fd=folder)
         except BaseException:
             with contextlib.suppress(OSError):
-                os.unlink(beside, dir_fd=folder)
+                os.unlink(temporary, dir_fd=folder)
             raise
         if durable:
             os.fsync(folder)

@@ -169,7 +169,7 @@ class Launch:
 
     @property
     def patience(self) -> float | None:
-        """Seconds until processes that another's failure left behind are ended; None: there is no failure."""
+        """Seconds until processes that another's failure left are ended; None: there is no failure."""
         return None if self._deadline is None else max(0.0, self._deadline - time.monotonic())
 
     @property

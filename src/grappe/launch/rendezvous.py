@@ -164,7 +164,7 @@ def start(
         world_size=process.size,
         timeout=timeout,
         # No device_id: torch 2.8 then splits NCCL's group for each axis of a mesh, and refuses to where there is gloo
-        # beside it (pytorch#159200). Each process has chosen its device, and barriers are gloo's.
+        # next to it (pytorch#159200). Each process has chosen its device, and barriers are gloo's.
     )
     if process.rank == 0:
         with contextlib.suppress(OSError):

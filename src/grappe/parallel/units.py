@@ -68,7 +68,7 @@ def repeated_blocks(module: nn.Module, prefix: str = "") -> list[str]:
             and classes[type(child)] > 1
             and not isinstance(child, nn.ModuleList | nn.ModuleDict)  # which nobody calls
             and next(child.parameters(), None) is not None
-            and (len(classes) == 1 or any(True for _ in child.children()))  # no layer beside others: Linear, ReLU, …
+            and (len(classes) == 1 or any(True for _ in child.children()))  # no layer among others: Linear, ReLU, …
         )
         inside = [] if is_block and type(child) is not nn.Sequential else repeated_blocks(child, f"{prefix}{key}.")
         names += inside or [f"{prefix}{key}"] * is_block

@@ -92,7 +92,7 @@ class JobOptions:
     time: str | None = None
     """Time limit: 90m, 3h, 1-00:00:00; auto: of a training, as measured or foreseen, with a margin. Default: 1 h."""
     nodes: Numbers | None = None
-    """Number of nodes; 1-4: as many as Slurm has, anew at each start; plan and --gpus are those of the fewest. Default:
+    """Number of nodes; 1-4: as many as Slurm has at each start; plan and --gpus are those of the fewest. Default:
     as few as the plan needs."""
     gpus: GpuCounts = ()
     """Total number of GPUs; 1,2,4: a job for each number; 2-8: as many as are free; 0: CPUs only; auto: the fewest of a

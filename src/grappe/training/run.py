@@ -44,7 +44,7 @@ LONGEST_LINE = 1 << 20  # bytes; a longer one is damage, and is read in parts
 DONE, FAILED = "done", "failed"
 ENDED_UNEXPECTEDLY = "ended unexpectedly"
 SAVED = ("finished", "stopped", "paused", "interrupted")
-"""Endings behind a save: run.json has its step then."""
+"""Endings after a save: run.json has its step then."""
 PARTS = (
     "checkpoints",
     "logs",

@@ -236,7 +236,7 @@ def _checked_size(header: bytes, archive: Extent, position: int) -> int:
 
 
 def _number(field: bytes) -> int | None:
-    """Octal digits, or, of sizes from 8 GiB, GNU's big-endian number behind a set bit; None: neither."""
+    """Octal digits, or, of sizes from 8 GiB, GNU's big-endian number after a set bit; None: neither."""
     if field[0] == 0x80:
         return int.from_bytes(field[1:], "big")
     digits = field.strip(b" \0")

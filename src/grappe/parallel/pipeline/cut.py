@@ -43,9 +43,9 @@ def pipeline_units(task: Task, model: nn.Module) -> list[nn.Module]:
             "transformers: give the task units(model), the blocks in order that are the whole model, or use shard="
         )
     transformers.switch_off_cache(language_model)
-    behind = order[order.index(lists[0]) + 1 :]
+    after = order[order.index(lists[0]) + 1 :]
     layers = list(language_model.get_submodule(lists[0]))
-    parts = _Parts(model, language_model, lists[0], behind)
+    parts = _Parts(model, language_model, lists[0], after)
     return [Before(parts, layers), *(Layer(layer, number) for number, layer in enumerate(layers)), Behind(parts)]
 
 
@@ -56,11 +56,11 @@ class _Parts:
         outer: the task's model: `model` itself or a module around it.
     """
 
-    def __init__(self, outer: nn.Module, model: Any, layers: str, behind: list[str]) -> None:
-        self.outer, self.model, self.layers, self.behind = outer, model, layers, behind
+    def __init__(self, outer: nn.Module, model: Any, layers: str, after: list[str]) -> None:
+        self.outer, self.model, self.layers, self.after = outer, model, layers, after
         place = layers.rpartition(".")[0]
-        beside = [f"{place}.{name}".lstrip(".") for name, _ in model.get_submodule(place).named_children()]
-        self.before = [name for name in beside if name not in (layers, *behind)]
+        siblings = [f"{place}.{name}".lstrip(".") for name, _ in model.get_submodule(place).named_children()]
+        self.before = [name for name in siblings if name not in (layers, *after)]
 
     @contextlib.contextmanager
     def replaced(self, by: Mapping[str, nn.Module]) -> Iterator[None]:
@@ -92,7 +92,7 @@ class Before(nn.Module):
         self._is_causal = transformers.has_causal_sdpa(parts.model)  # now: its layers may go to other processes
 
     def forward(self, *args: Any, **inputs: Any) -> dict[str, Any]:
-        parts, nothing = self._parts, {name: nn.Identity() for name in self._parts.behind}
+        parts, nothing = self._parts, {name: nn.Identity() for name in self._parts.after}
         with parts.replaced({parts.layers: nn.ModuleList(self._layers), **nothing}):
             parts.outer(*args, **inputs)
         if inputs.get("attention_mask") is not None:
@@ -178,7 +178,7 @@ class Behind(nn.Module):
     def __init__(self, parts: _Parts) -> None:
         super().__init__()
         self._parts = parts
-        self.held = nn.ModuleList(parts.model.get_submodule(name) for name in parts.behind)
+        self.held = nn.ModuleList(parts.model.get_submodule(name) for name in parts.after)
 
     def forward(self, value: dict[str, Any]) -> Any:
         parts = self._parts

@@ -135,7 +135,7 @@ def output_names(program: Program, example: list[Tensor]) -> tuple[str, ...]:
 
 
 def input_names(samples: ExportSamples) -> tuple[str, ...]:
-    """Names the tensors that the program takes: keys of the inputs with a number behind, else "inputs"."""
+    """Names the tensors that the program takes: keys of the inputs with a number appended, else "inputs"."""
     nested = tree_unflatten(list(range(len(samples.shapes))), samples.spec)
     names = leaf_names(nested, alone="inputs")
     return tuple(

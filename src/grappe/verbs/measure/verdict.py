@@ -76,8 +76,8 @@ def _fastest(good: Sequence[Measurement]) -> Iterator[str]:
     if len(good) > 1:
         best = max(good, key=lambda point: point.rate)
         gain = best.rate / good[0].rate
-        beside = f", {gain:.1f} times {title(good[0])}" if gain > FASTER else ""
-        yield f"fastest: {title(best)}, {best.rate:,.0f} samples/s{beside}"
+        lead = f", {gain:.1f} times {title(good[0])}" if gain > FASTER else ""
+        yield f"fastest: {title(best)}, {best.rate:,.0f} samples/s{lead}"
         counted = [point for point in good if point.joules is not None]
         if len(counted) > 1:
             frugal = min(counted, key=lambda point: point.joules or 0.0)

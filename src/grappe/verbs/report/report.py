@@ -382,7 +382,7 @@ def html(gathered: dict[str, Any], title: str) -> str:
 
 
 def _words(catalogue: Catalogue, sources: str) -> dict[str, str]:
-    """Returns the translations of the page's words, which the catalogue has behind MARK, so as to match no message."""
+    """Returns the translations of the page's words, which the catalogue has after MARK, so as to match no message."""
     texts = (match["word"] for match in WORD.finditer(sources))
     return {text: catalogue.text(MARK + text).removeprefix(MARK) for text in texts}
 

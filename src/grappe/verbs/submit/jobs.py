@@ -81,7 +81,7 @@ class FailureNote(NamedTuple):
 
 
 def failure_notes(base: Path) -> list[FailureNote]:
-    """Reads the notes against nodes beside the runs in `base`, oldest first; skips a damaged line."""
+    """Reads the notes against nodes, next to the runs in `base`, oldest first; skips a damaged line."""
     try:
         lines = files.read_text(base / FAILED_NODES, IN_RUN).splitlines()
     except (OSError, RunError):

@@ -359,15 +359,15 @@ def _arguments(submission: Submission, plan: Plan, run: Path) -> tuple[str, ...]
     if submission.command == TUNE and submission.study is None:
         added = ("--study", str(run / "study"))  # with which a restarted job goes on
     if submission.command == TRAIN:
-        anew = OWN_OPTIONS
+        given_again = OWN_OPTIONS
     elif submission.command == LAUNCH and submission.run is None:
         words = ("--run", str(run), *submission.arguments)
         return _arguments(dataclasses.replace(submission, run=run, arguments=words), plan, run)
     elif len(submission.plans) == 1 and submission.command not in ON_CPU and plan != Plan.parse(submission.plans[0]):
-        anew = ("--plan",)  # --gpus has changed it
+        given_again = ("--plan",)  # --gpus has changed it
     else:
         return (submission.command, *submission.arguments, *added)
-    rest = without_options(submission.arguments, anew)
+    rest = without_options(submission.arguments, given_again)
     again = ("--plan", str(plan)) if str(plan) else ()
     if submission.command == LAUNCH:  # whose script's own arguments come last
         return (LAUNCH, *again, *rest)

@@ -377,7 +377,7 @@ class SlurmTrainings(Trainings):
             grace = min(jobs.GRACE_SECONDS, 2 * self._every)
             if end is None and time.monotonic() - job.missing_since <= grace:
                 return None
-            # The folder may be behind on a network's file system; and a job may end between two questions.
+            # The folder may lag on a network's file system; and a job may end between two questions.
             code = job.exit_code()
         if code is None:
             state = end.state if end is not None else "GONE"
