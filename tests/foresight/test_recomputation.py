@@ -133,7 +133,7 @@ def test_what_fits_in_no_other_way_has_its_states_on_the_host_of_a_gpu(deep: Fak
 
 
 def test_a_gpu_holds_the_units_of_a_moment_of_a_plan_with_offload(deep: FakeModel) -> None:
-    """Which is a bound that no GPU was measured for, so that `foresee` does not show it."""
+    """Bounds it by what no GPU was measured for, so that `foresee` does not show it."""
     assert memory_forecast(deep, Plan(offload="cpu"), batch=BATCH, gpu=True).peak is None
     needs = memory_forecast(deep, Plan(offload="cpu", recompute=True), batch=BATCH, gpu=True, bounded=True)
     inside = memory_forecast(deep, Plan(recompute=True), batch=BATCH, gpu=True)
