@@ -52,6 +52,7 @@ ELSEWHERE = {
     "launch/openmp.py": "/proc",
     "launch/terminal.py": "/dev/null",
     "launch/rendezvous.py": "/dev/null, and the folder where processes meet",
+    "training/watchdog.py": "/proc",
     "verbs/launch/interception.py": "the files that the user's own script opens, at the end of its silence",
     "verbs/launch/slices.py": "a pipe from a child of its own",
     "private_api/gettext.py": "the installation's own catalogue of messages",

@@ -216,9 +216,12 @@ def rehearsed_on_one_process(request: ScriptRequest, plan: Plan) -> Rehearsed:
 def _slow_imports(script: Path) -> list[str]:
     """Lists the libraries of SLOW_IMPORTS that a script imports, and that are no file of its own."""
     imported = set(_imports(ast.parse(files.read_text(script))))
-    folder = script.parent
-    own = {each.stem for each in folder.iterdir() if each.is_dir() or each.suffix == ".py"}
-    return [name for name in SLOW_IMPORTS if name in imported and name.partition(".")[0] not in own]
+
+    def is_own(name: str) -> bool:
+        place = script.parent / name.partition(".")[0]
+        return place.is_dir() or place.with_suffix(".py").exists()
+
+    return [name for name in SLOW_IMPORTS if name in imported and not is_own(name)]
 
 
 def _imports(script: ast.Module) -> Iterator[str]:
