@@ -34,6 +34,19 @@ def signals_blocked() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
+def end_as_programs_do(numbers: Sequence[int] | None = None) -> None:
+    """Gives signals their usual effect in this process and in those that it starts, as a user's program expects.
+
+    A pool of multiprocessing's ends its workers by SIGTERM, and would wait for ever where that is blocked.
+
+    Args:
+        numbers: the signals; None: all that a training handles.
+    """
+    for number in handled() if numbers is None else numbers:
+        signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS if numbers is None else numbers)
+
+
 class StopSignal:
     """Remembers a signal or the end of the time limit; the running step informs the other processes.
 

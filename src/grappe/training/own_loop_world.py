@@ -5,7 +5,6 @@ from __future__ import annotations
 import atexit
 import contextlib
 import os
-import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -13,7 +12,7 @@ from typing import Any
 
 from grappe.errors import PlanError
 from grappe.launch.rank import ProcessRank
-from grappe.launch.signals import SIGNALS, handled
+from grappe.launch.signals import end_as_programs_do
 from grappe.launch.terminal import user_stream
 from grappe.launch.world import World, join
 from grappe.plan import Plan
@@ -61,9 +60,7 @@ def as_a_program(process: ProcessRank, folder: Path) -> Iterator[None]:
     if stream is not None:
         os.dup2(stream.fileno(), 1)
         os.dup2(stream.errors, 2)
-    for number in handled():  # which a process that is forked from the command has from it
-        signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
+    end_as_programs_do()
     try:
         yield
     finally:

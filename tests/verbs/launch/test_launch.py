@@ -99,3 +99,31 @@ def test_what_cannot_be_launched_is_refused(tmp_path: Path, text: str | None, wo
 )
 def test_what_follows_the_script_is_its_own(typed: str, read: str) -> None:
     assert script_apart(typed.split()) == read.split()
+
+
+POOL = """
+import multiprocessing, signal
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+assert signal.SIGTERM not in signal.pthread_sigmask(signal.SIG_BLOCK, [])
+assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+with multiprocessing.get_context("fork").Pool(1) as pool:
+    print(pool.map(abs, [-1]))
+net = nn.Linear(3, 2)
+optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+for inputs, targets in DataLoader(TensorDataset(torch.ones(8, 3), torch.ones(8, 2)), 4):
+    optimizer.zero_grad()
+    (net(inputs) - targets).square().mean().backward()
+    optimizer.step()
+"""
+
+
+def test_a_scripts_pool_of_processes_ends(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("pool.py").write_text(POOL)
+    assert launch("pool.py", [], PLAN) == 0, "SIGTERM, which ends a pool's workers, is not blocked in a rehearsal"
+    assert capfd.readouterr().out == "[1]\n"

@@ -27,7 +27,7 @@ from grappe.errors import EXIT_FAILURE, EXIT_INTERRUPTED, EXIT_OK, PlanError, Us
 from grappe.launch import files, local
 from grappe.launch.files import RUNS
 from grappe.launch.rank import ProcessRank, rank_from_environment
-from grappe.launch.signals import handled
+from grappe.launch.signals import end_as_programs_do, handled
 from grappe.launch.start import start
 from grappe.launch.terminal import complain, progress, say
 from grappe.plan import AnyPlan, Plan, as_plan
@@ -261,6 +261,7 @@ def rehearse_script(request: RehearsalRequest, process: ProcessRank, rendezvous_
     )
     with intercepted(rehearsal), contextlib.redirect_stdout(io.StringIO()):
         _seed(request.script.seed)
+        end_as_programs_do([signal.SIGTERM])
         try:
             run_as_main(request.script.script, request.script.arguments, rehearsal.length, enumerate=rehearsal.counted)
         except (RehearsalOver, SystemExit):

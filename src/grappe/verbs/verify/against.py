@@ -11,6 +11,7 @@ import contextlib
 import copy
 import dataclasses
 import io
+import signal
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
@@ -27,6 +28,7 @@ from grappe.data.datasets import prepare
 from grappe.data.draw import sample_keys
 from grappe.errors import UsageError
 from grappe.launch.rank import ProcessRank
+from grappe.launch.signals import end_as_programs_do
 from grappe.launch.start import start
 from grappe.plan import Plan
 from grappe.private_api.torch import tree_map
@@ -165,6 +167,7 @@ def compare(request: AgainstRequest, process: ProcessRank, rendezvous_folder: Pa
         contextlib.redirect_stdout(io.StringIO()),
         contextlib.suppress(ComparisonOver, SystemExit),
     ):
+        end_as_programs_do([signal.SIGTERM])
         run_as_main(request.script, request.arguments)
     if comparison.agreement is not None:
         return comparison.agreement
