@@ -18,7 +18,7 @@ from tests.slurm.cluster import Cluster
 
 def test_a_controller_that_is_down(cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody listens at its port; submit says so before it asks pip, and leaves nothing."""
-    ports = dict.fromkeys(("ctld", "n0", "n1"), 1)  # of tcpmux, which is nowhere
+    ports = dict.fromkeys(("ctld", *configuration.NODES), 1)  # of tcpmux, which is nowhere
     folder = tmp_path / "conf"
     folder.mkdir()
     text = configuration.slurm_conf(cluster.folder, ports, [], accounting=False)
