@@ -75,7 +75,7 @@ bench: .venv/test  ## compare with the rivals, in an environment of their own (4
 gpu: .venv/train  ## prove grappe on this machine's GPU in ten minutes; without one, try the same code on the CPU
 	@PYTHON=$(BIN)/python benchmarks/gpu/run --out .bench/gpu
 
-slurm-up: .venv/bin/pip  ## start a real two-node Slurm on this machine, to try grappe submit on
+slurm-up: .venv/bin/pip  ## start a real Slurm of four nodes on this machine, to try grappe submit on
 	@$(BIN)/python -m tests.slurm.cluster up
 
 slurm-down:  ## end it
