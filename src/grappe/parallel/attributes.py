@@ -15,6 +15,8 @@ from grappe.private_api.torch import is_traced, tree_leaves
 
 OF_MODULES = frozenset(vars(nn.Module()))
 OF_LIBRARIES = ("ds_", "_external_params", "_fsdp", "_compiled_call_impl", "forward", "grappe_")
+HOOKED = "_output_capturing_hooks_installed"
+"""transformers' mark of a model whose modules have its hooks: it stays as long as they do, and no checkpoint has it."""
 Place = tuple[str, str]
 """A module's name, and its attribute's."""
 Attributes = dict[Place, Any]
@@ -49,7 +51,7 @@ def _attributes_in(homes: Mapping[str, Mapping[str, Any]]) -> Attributes:
         (path, name): value
         for path, home in homes.items()
         for name, value in home.items()
-        if name not in OF_MODULES and not name.startswith(OF_LIBRARIES)
+        if name not in OF_MODULES and not name.startswith(OF_LIBRARIES) and name != HOOKED
     }
 
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import grappe
 from grappe.checkpoint.format import list_checkpoints
-from grappe.engines.shared.carried import CarriedState
+from grappe.engines.shared.carried import CarriedState, attributes_kept
 from grappe.parallel.attributes import copied_attributes
 from grappe.plan import Plan
 from grappe.training.options import Options
@@ -124,3 +124,16 @@ def test_what_does_not_change_is_in_memory_once() -> None:
     model.edges = model.edges * 2
     model.state.zero_()
     assert carried.changed().keys() == {("", "features"), ("", "edges")}
+
+
+def test_transformers_hooks_are_installed_once() -> None:
+    """With its hooks twice, each hidden state was collected twice, and hidden_states[1] was the embedding."""
+    made = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 8, "intermediate_size": 8, "num_attention_heads": 1, "num_hidden_layers": 3}
+    model = made.BertModel(made.BertConfig(vocab_size=9, **sizes))
+    carried, tokens = CarriedState(), torch.arange(6)[None]
+    carried.begin(model)
+    for _ in range(2):
+        with attributes_kept(model):
+            assert len(model(tokens, output_hidden_states=True).hidden_states) == 1 + 3
+    assert not carried.changed(), "a resumed model would have the mark without the hooks"

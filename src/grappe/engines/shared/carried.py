@@ -20,6 +20,7 @@ from grappe.errors import RunError
 from grappe.launch.terminal import say
 from grappe.launch.world import World
 from grappe.parallel.attributes import (
+    HOOKED,
     OF_LIBRARIES,
     OF_MODULES,
     Attributes,
@@ -223,6 +224,8 @@ class CarriedState:
         paths = {path for path, _ in own_modules(self.model)}
         for path, named in own["attributes"].items():
             for name, tree in named.items():
+                if name == HOOKED:  # of an older checkpoint; here no hook is installed yet
+                    continue
                 if path not in paths or name in OF_MODULES or name.startswith(OF_LIBRARIES):
                     raise KeyError(name)
                 try:
