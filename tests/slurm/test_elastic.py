@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from grappe.training.run import Run
+from grappe.verbs.submit.jobs import nodes_to_leave_out
 from tests.commands import GRAPPE, SLOW, ran
 from tests.faults.resume_cell import hashes
 from tests.slurm.cluster import Cluster
@@ -95,3 +96,44 @@ def test_many_sizes(wide: Cluster, tmp_path: Path) -> None:
         job = submitted(wide, tmp_path, f"many-{seed}", plan, "--nodes", nodes, epochs=40)
         sizes = disturbed(wide, job, 12, seed)
         assert len(set(sizes)) > 1, sizes
+
+
+FAULTY = """
+import os
+import torch
+from torch import nn
+from grappe.tasks.digits import Digits
+
+
+class Faulty(Digits):
+    def model(self):
+        model = nn.Sequential(nn.Flatten(), nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 10))
+        calls = []
+
+        def spoil(module, inputs, output):
+            calls.append(module.training)
+            if not calls[-1] or sum(calls) <= 20 or os.environ.get("SLURMD_NODENAME") != "n1":
+                return output
+            values = output.detach().clone()
+            values[:, 3] = 0.5
+            return output + (values - output.detach())
+
+        model[1].register_forward_hook(spoil)
+        return model
+"""
+
+
+def test_a_node_that_computes_wrongly_is_left_out(wide: Cluster, tmp_path: Path) -> None:
+    in_service(wide, len(NODES))
+    (tmp_path / "faulty.py").write_text(FAULTY)
+    grappe(
+        *("submit", "--site", "generic", "--partition", "wide", "--nodes", "3", "--no-doctor", "--time", "10m", "--"),
+        *("train", "faulty.py", "epochs=3", "--save-every", "5", "--run", "wrong"),
+        *("--plan", "device=cpu,threads=1,exact=3,replicate=3,check=10"), cwd=tmp_path,
+    )  # fmt: skip
+    job = Job.of(wide, tmp_path, "wrong")
+    job.until((job.run / "done").exists, "it is finished")
+    (notes,) = nodes_to_leave_out(tmp_path).values()
+    assert [note.node for note in notes] == ["n1"] and notes[0].evidence.startswith("proven: process 1, step ")
+    assert job.restarts() == 1 and "the next start leaves out n1, which failed twice" in job.said()
+    assert (job.run / "logs" / f"job-{job.job}.nodes").read_text().strip() == "n[0,2-3]"

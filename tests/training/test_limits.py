@@ -17,7 +17,7 @@ from tests.commands import GRAPPE, Command
 ROOT = Path(__file__).parents[2]
 TASK = str(ROOT / "tests" / "short_source.py")
 NARROW = str(ROOT / "tests" / "narrow.py")
-LIMIT_MB = 900  # of RLIMIT_DATA; Python and torch have 350 of them, connections to other processes 80
+LIMIT_MB = 980  # of RLIMIT_DATA; Python and torch have 350 to 390 of them, connections to other processes 80 to 140
 
 
 def train(folder: Path, plan: str) -> tuple[int, str, str]:
@@ -34,7 +34,7 @@ def test_one_process_cannot_and_is_told_what_can(tmp_path: Path) -> None:
     assert code == 2, err
     assert "Traceback" not in err
     told = re.search(
-        r"out of memory in process 0, which may take 922 MB \(RLIMIT_DATA.*\). It held 152 MB of parameters, "
+        r"out of memory in process 0, which may take 1004 MB \(RLIMIT_DATA.*\). It held 152 MB of parameters, "
         r"152 MB of gradients, (\d+) MB of optimizer state \(of 305 MB\), (\d+) MB of activations",
         err,
     )

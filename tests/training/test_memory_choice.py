@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -11,7 +13,6 @@ import torch
 
 import grappe
 from grappe.errors import PlanError
-from grappe.launch.fork import run_in_fork
 from grappe.launch.rank import ProcessRank
 from grappe.launch.world import World
 from grappe.plan import Plan
@@ -19,7 +20,6 @@ from grappe.training.memory_choice import ChoiceRequest, memory_chosen, with_mem
 from grappe.training.options import Options
 from grappe.training.request import Request, data_folder
 from grappe.training.task_reference import TaskReference
-from grappe.training.worker import worker as train_worker
 
 FIELDS = {"width": 64, "depth": 2, "heads": 2, "batch_size": 8, "megabytes": 0.3}
 
@@ -63,20 +63,38 @@ def test_a_gpu_too_small_for_the_states_has_them_on_the_host_if_there_is_room() 
         worker(dataclasses.replace(request, host=0), ProcessRank(), Path())
 
 
-def test_one_process_whose_states_went_to_the_host_trains(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+MOVED = """
+import dataclasses
+from pathlib import Path
+from grappe.launch.rank import ProcessRank
+from grappe.plan import Plan
+from grappe.training import worker
+from grappe.training.options import Options
+from grappe.training.request import Request
+from grappe.training.task_reference import TaskReference
+
+worker.with_memory_chosen = lambda request, world: dataclasses.replace(
+    request, plan=Plan(offload="cpu"), chosen="on the host"
+)
+request = Request(
+    task=TaskReference.of("pysource", FIELDS), plan=Plan(memory="1GB"), base=Path(), run=Path("run"),
+    options=Options(steps=1, evaluate_every=1000), quiet=True,
+)
+Path("rank-0.log").touch()
+assert worker.worker(request, ProcessRank(), Path().absolute()).step == 1
+"""
+
+
+def test_one_process_whose_states_went_to_the_host_trains(tmp_path: Path) -> None:
     """On a CPU, where nothing is moved: FSDP2 needs a group, which a process alone does not have."""
-
-    def moved(request: Request, world: World) -> Request:
-        return dataclasses.replace(request, plan=Plan(offload="cpu"), chosen="on the host")
-
-    monkeypatch.setattr("grappe.training.worker.with_memory_chosen", moved)
-    options = Options(steps=1, evaluate_every=1000)
-    request = Request(
-        task=TaskReference.of("pysource", FIELDS), plan=Plan(memory="1GB"), base=tmp_path, run=tmp_path / "run",
-        options=options, quiet=True,
-    )  # fmt: skip
-    (tmp_path / "rank-0.log").touch()
-    assert run_in_fork(lambda: str(train_worker(request, ProcessRank(), tmp_path).step)) == "1"
+    done = subprocess.run(
+        [sys.executable, "-c", MOVED.replace("FIELDS", repr(FIELDS))],
+        cwd=tmp_path,
+        check=False,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
     described = json.loads((tmp_path / "run" / "run.json").read_text())
     assert described["plan"] == "offload=cpu" and described["chosen"] == "on the host"
 

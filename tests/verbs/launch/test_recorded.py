@@ -6,6 +6,7 @@ import contextlib
 import io
 import re
 import runpy
+import signal
 import sys
 from pathlib import Path
 
@@ -19,6 +20,7 @@ from grappe.training.run import Run
 from grappe.training.task_reference import reference_of
 from grappe.verbs.follow import follow
 from grappe.verbs.launch.launch import launch
+from grappe.verbs.launch.variables import variables_of
 from grappe.verbs.report.report import report
 from grappe.verbs.runs import listing
 
@@ -233,3 +235,10 @@ def test_a_script_that_cannot_be_brought_back_says_why(
     Path("train.py").write_text(Path("train.py").read_text() + again)
     with pytest.raises(RunError, match=why):
         launch("train.py", [], ONE, run=Path("run"))
+
+
+def test_numbers_of_an_enum_or_of_numpy_are_those_that_a_checkpoint_gives_back() -> None:
+    mode, mean, done = signal.SIGINT, np.float64(0.5), True  # variables of this frame
+    numbers = {path.rpartition(" ")[2]: number for path, number in variables_of([]).numbers.items()}
+    assert [repr(numbers[name]) for name in ("mode", "mean", "done")] == ["2", "0.5", "True"]
+    assert (mode, mean, done) == (2, 0.5, True)

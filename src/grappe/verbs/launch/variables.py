@@ -72,8 +72,9 @@ def variables_of(optimizers: Sequence[Optimizer]) -> Variables:
     while waiting:
         path, value, own = waiting.popleft()
         if isinstance(value, bool | int | float):
-            if own:
-                state.numbers[path] = value
+            if own:  # of an enum or of NumPy too, which a checkpoint gives back as Python's own
+                kind = next(kind for kind in (bool, int, float) if isinstance(value, kind))
+                state.numbers[path] = kind(value)
             continue
         if id(value) in seen or value is None or isinstance(value, LEFT_OUT):
             continue
