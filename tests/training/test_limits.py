@@ -34,7 +34,7 @@ def test_one_process_cannot_and_is_told_what_can(tmp_path: Path) -> None:
     assert code == 2, err
     assert "Traceback" not in err
     told = re.search(
-        r"out of memory in process 0, which may take 1004 MB \(RLIMIT_DATA.*\). It held 152 MB of parameters, "
+        r"out of memory in process 0, which may take 1\.0 GB \(RLIMIT_DATA.*\). It held 152 MB of parameters, "
         r"152 MB of gradients, (\d+) MB of optimizer state \(of 305 MB\), (\d+) MB of activations",
         err,
     )
