@@ -127,9 +127,9 @@ def test_a_node_that_computes_wrongly_is_left_out(wide: Cluster, tmp_path: Path)
     in_service(wide, len(NODES))
     (tmp_path / "faulty.py").write_text(FAULTY)
     grappe(
-        *("submit", "--site", "generic", "--partition", "wide", "--nodes", "3", "--no-doctor", "--time", "10m", "--"),
+        *("submit", "--site", "generic", "--partition", "wide", "--nodes", "2-4", "--no-doctor", "--time", "10m", "--"),
         *("train", "faulty.py", "epochs=3", "--save-every", "5", "--run", "wrong"),
-        *("--plan", "device=cpu,threads=1,exact=3,replicate=3,check=10"), cwd=tmp_path,
+        *("--plan", "device=cpu,threads=1,exact=4,replicate=2,check=10"), cwd=tmp_path,
     )  # fmt: skip
     job = Job.of(wide, tmp_path, "wrong")
     job.until((job.run / "done").exists, "it is finished")
