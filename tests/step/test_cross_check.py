@@ -9,7 +9,7 @@ import torch
 
 from grappe.errors import PlanError
 from grappe.plan import Plan
-from grappe.step.cross_check import _digest
+from grappe.step.cross_check import _digest, _third
 from tests.commands import GRAPPE, ran
 
 TASK = """
@@ -99,3 +99,10 @@ def test_a_digest_changes_with_each_bit() -> None:
 def test_plans_that_it_does_not_fit() -> None:
     with pytest.raises(PlanError, match="check=100 compares the pieces of exact to the bit: add exact=8"):
         Plan(check=100, replicate=2)
+
+
+def test_a_difference_is_settled_on_a_third_node() -> None:
+    assert _third(1, 2, ["a", "a", "b", "b"]) is None, "both of b may compute wrongly alike"
+    assert _third(1, 2, ["a", "a", "b", "b", "c", "c"]) == 4
+    assert _third(1, 2, ["a"] * 4) == 0
+    assert _third(0, 1, ["a", "b"]) is None

@@ -118,16 +118,17 @@ class CrossCheck:
         """Has a third process compute each doubtful piece; returns the error. Collective."""
         assert self._piece is not None
         world, size = self._world, len(rows)
-        named, sure = dict[int, str](), size > 2
+        named, sure = dict[int, str](), True
         for rank in doubtful:
-            second, third = (rank + 1) % size, (rank + 2) % size
+            second = (rank + 1) % size
+            third = _third(rank, second, [row[2] for row in rows])
             first_digest, second_digest = rows[rank][0], rows[second][1]
             place = next(
                 (n for n, two in enumerate(zip(first_digest, second_digest, strict=False)) if two[0] != two[1]), 0
             )
             where = f"step {self._piece.batch.step + 1}, gradient of {self._names[place]}"
             micro, answer = self._piece.micro, list[int]()
-            if size > 2:
+            if third is not None:
                 if world.rank == rank:
                     dist.send_object_list([_on_host(micro)], dst=third, group=world.control)
                 elif world.rank == third:
@@ -136,7 +137,7 @@ class CrossCheck:
             wrong = {second} if answer == first_digest else {rank} if answer == second_digest else {rank, second}
             sure &= len(wrong) == 1
             for each in wrong:
-                others = sorted({rank, second, *([third] if size > 2 else [])} - {each})
+                others = sorted({rank, second, *([] if third is None else [third])} - {each})
                 named.setdefault(each, f"{where}, unlike {' and '.join(f'process {other}' for other in others)}")
         nodes = {rows[rank][2]: f"process {rank}, {text}" for rank, text in sorted(named.items())}
         lines = "; ".join(f"process {rank} (node {rows[rank][2]}), {text}" for rank, text in sorted(named.items()))
@@ -163,6 +164,16 @@ class CrossCheck:
         dist.recv_object_list(box, src=rank, group=self._world.control)
         device = self._world.device
         return tree_map(lambda leaf: leaf.to(device) if isinstance(leaf, Tensor) else leaf, unpacked(box[0]))
+
+
+def _third(first: int, second: int, nodes: Sequence[str]) -> int | None:
+    """Returns who settles a difference of two processes: one of a third node, as a node's own may share its fault.
+
+    None: there is nobody, as on two nodes, of which either may be at fault.
+    """
+    involved = {nodes[first], nodes[second]}
+    free = [rank for rank in range(len(nodes)) if rank not in (first, second)]
+    return next((rank for rank in free if len(involved) == 1 or nodes[rank] not in involved), None)
 
 
 def _on_host(micro: Microbatch) -> bytes:
