@@ -96,7 +96,8 @@ class Native(Engine):
             self._model = WholeModel(setup)
             make = ExactGradients if setup.plan.exact else WholeGradients
             strategy = make(setup, self._model, loss_scale)
-        self._gradients, self._check = strategy.gradients, getattr(strategy, "check", None)
+        self._gradients = strategy.gradients
+        self._check = strategy.check if isinstance(strategy, ExactGradients) else None
         optimizer = self._model.make_optimizer()
         setup.observers.optimizer(optimizer, self._model.named)
         self._parameters = [parameter for _, parameter in self._model.named]
