@@ -57,6 +57,7 @@ labs: .venv/test  ## execute the labs and store what they print in them (ONLY=02
 
 KILLS ?= 5000
 FUZZ ?= 1000
+soak: export PYTEST_TIMEOUT = 0
 soak: .venv/test  ## thousands of kills, all cells of the grids of plans (hours; KILLS=1000 for less)
 	@GRAPPE_GRID=all GRAPPE_SOAK=$(KILLS) $(BIN)/python -m pytest -v tests/faults/test_kill.py tests/faults/test_kill_training.py \
 		tests/faults/test_resume.py --durations 5
@@ -137,7 +138,7 @@ clean:  ## forget the environments
 	@grep -vE '^(torch|triton|nvidia-.*)==' constraints.txt >.venv-$*/constraints.txt
 	@.venv-$*/bin/pip --disable-pip-version-check --quiet install --constraint .venv-$*/constraints.txt \
 		'torch$(TORCH_$*)' --editable '.[corpus,demo,images,lightning,tune]' \
-		'pytest>=8' 'pytest-xdist>=3.6' 'hypothesis>=6.100' 'setuptools>=77' 'zstandard>=0.23' 'nbclient>=0.10' 'ipykernel>=6.29' 'babel>=2.16' 'pandas>=3'
+		'pytest>=8' 'pytest-timeout>=2.3' 'pytest-xdist>=3.6' 'hypothesis>=6.100' 'setuptools>=77' 'zstandard>=0.23' 'nbclient>=0.10' 'ipykernel>=6.29' 'babel>=2.16' 'pandas>=3'
 	@touch $@
 
 .PHONY: help train demo quick oldest newest constraints test artefacts lint types horovod operators docs site labs soak sbom bench gpu slurm-up slurm-down clean
