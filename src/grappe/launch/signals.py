@@ -94,6 +94,15 @@ class StopSignal:
             self.flag = 1.0
 
 
+def _end_by_sigterm() -> None:
+    # A pool that the user's code opens ends its workers by SIGTERM, and would wait for ever if they only noted it.
+    if isinstance(getattr(signal.getsignal(signal.SIGTERM), "__self__", None), StopSignal):
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
+os.register_at_fork(after_in_child=_end_by_sigterm)
+
+
 class Signalled(Protocol):
     """A process that can receive signals."""
 

@@ -111,12 +111,20 @@ assert signal.SIGTERM not in signal.pthread_sigmask(signal.SIG_BLOCK, [])
 assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
 with multiprocessing.get_context("fork").Pool(1) as pool:
     print(pool.map(abs, [-1]))
+
+
+def handles(_):
+    return signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL
+
+
 net = nn.Linear(3, 2)
 optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
 for inputs, targets in DataLoader(TensorDataset(torch.ones(8, 3), torch.ones(8, 2)), 4):
     optimizer.zero_grad()
     (net(inputs) - targets).square().mean().backward()
     optimizer.step()
+    with multiprocessing.get_context("fork").Pool(1) as pool:
+        print(pool.map(handles, [0]))
 """
 
 
@@ -126,4 +134,4 @@ def test_a_scripts_pool_of_processes_ends(
     monkeypatch.chdir(tmp_path)
     Path("pool.py").write_text(POOL)
     assert launch("pool.py", [], PLAN) == 0, "SIGTERM, which ends a pool's workers, is not blocked in a rehearsal"
-    assert capfd.readouterr().out == "[1]\n"
+    assert capfd.readouterr().out == "[1]\n[False]\n[False]\n", "nor handled there once the training handles it"
