@@ -99,6 +99,7 @@ def test_a_transformer_has_states_to_the_byte_and_a_peak_in_the_range(plan: str,
         (unusual.Tied, "offload=cpu"),
         (unusual.Common, "shard=2"),
         (unusual.Repeated, "shard=2"),
+        (unusual.LargeOutput, "replicate=2"),
         *soaked({(unusual.Custom, ""): "its trace under shard=2", (unusual.Twice, ""): "its trace under shard=2"}),
     ],
 )

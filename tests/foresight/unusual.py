@@ -229,6 +229,17 @@ class Lengths(Ragged):
         return nn.functional.cross_entropy(output[:, 0], target, reduction="none")
 
 
+class LargeOutput(Rows):
+    """An output that is larger than all else, and that backward does not need."""
+
+    def model(self) -> nn.Module:
+        return nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Unflatten(1, (WIDTH, 1)), nn.Linear(1, 64))
+
+    def loss(self, output: Tensor, target: Tensor) -> Tensor:
+        places = target[:, None].expand(-1, WIDTH)
+        return nn.functional.cross_entropy(output.transpose(1, 2), places, reduction="none")
+
+
 class Unchained(Rows):
     """Units of which the second does not take what the first one gives."""
 

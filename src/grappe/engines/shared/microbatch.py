@@ -132,9 +132,8 @@ class MicrobatchRunner:
         """Runs a forward and backward of the first microbatch that changes only gradients."""
         micro = batch.microbatches[0]
         with buffers_restored(self._model), self.watch.undone():
-            output = self.output(forward, micro)
-            with self._precision:
-                loss = self.losses.dry_run(output, micro, batch)
+            with self._precision:  # no name for the output, which would be kept in backward as no step keeps it
+                loss = self.losses.dry_run(self.output(forward, micro), micro, batch)
             torch.autograd.backward((loss.values, *roots[0]), (loss.output_gradient, *roots[1]))
 
 
