@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 import torch
 
-from grappe.errors import DataError, ProcessDied
+from grappe.errors import DataError, GrappeError, ProcessDied
 from grappe.launch import local
 from grappe.launch.child import Report
 from grappe.launch.local import explanation, hint
@@ -123,6 +123,20 @@ def test_a_killed_process_is_named_and_not_its_peers(number: signal.Signals) -> 
     assert own == (number == signal.SIGSEGV)  # which Python can still name
 
 
+def test_a_kill_is_survived_as_often_as_asked_and_an_error_never(temp: Path, capfd: pytest.CaptureFixture) -> None:
+    with pytest.raises(ProcessDied, match="was killed by SIGKILL"):
+        local.local("tests.launched:die", int(signal.SIGKILL), 2, restarts=2)
+    said = capfd.readouterr().err.splitlines()
+    assert [line.rpartition(": ")[2] for line in said] == [
+        f"starting again from the last checkpoint ({left} times left)" for left in (1, 0)
+    ]
+    for function, number in (("refuse", None), ("fail_in_torch", None), ("die", int(signal.SIGSEGV))):
+        with pytest.raises(GrappeError):
+            local.local(f"tests.launched:{function}", number, 2, restarts=2)
+        assert "starting again" not in capfd.readouterr().err
+    assert not list(temp.iterdir())
+
+
 def test_a_crash_outside_the_users_files_shows_where(tmp_path: Path) -> None:
     crash = "import os; os.kill(os.getpid(), 11)"
     with (tmp_path / "rank-0.log").open("w") as log:
@@ -194,6 +208,21 @@ def test_a_killed_process_ends_the_training(start: Start, tmp_path: Path) -> Non
     gone(command)
     # Other tests have some there for a moment.
     until(lambda: set(Path("/dev/shm").iterdir()) <= shared, "its shared memory is given back")
+
+
+def test_a_killed_process_starts_the_training_again_in_the_same_command(start: Start, tmp_path: Path) -> None:
+    words = ("epochs=3", "--run", "run", *PLAN, "--save-every", "2", "--restarts", "1")
+    command = start(GRAPPE, "train", SLOW, *words)
+    victim = pids_in_training(tmp_path / "run", 2)[1]
+    os.kill(victim, signal.SIGKILL)
+    code, _, err = command.end()
+    said = [line for line in err.splitlines() if line.startswith("grappe: ")]
+    assert code == 0 and len(said) == 1, err
+    assert said[0].startswith(f"grappe: process 1 of 2 on {HOST} was killed by SIGKILL")
+    run = Run(tmp_path / "run")
+    assert run.is_finished() and run.read_description()["restarts"] == 1
+    assert [record["step"] for record in run.records("step")] == list(range(1, 25))
+    gone(command)
 
 
 def test_ctrl_c_saves_and_the_run_goes_on(start: Start, tmp_path: Path) -> None:

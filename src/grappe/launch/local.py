@@ -40,7 +40,7 @@ from grappe.launch.terminal import complain
 from grappe.private_api import check_torch
 from grappe.private_api.multiprocessing import PATIENCE_SECONDS, forkserver_exit_code, forkserver_is_running
 from grappe.profiling import memory
-from grappe.words import format_bytes, host_name
+from grappe.words import first_line, format_bytes, host_name
 
 GRACE_SECONDS = 3.0
 PRELOADED = "GRAPPE_PRELOADED"
@@ -229,12 +229,14 @@ def local(
     *,
     saves: bool = False,
     from_training: bool = False,
+    restarts: int = 0,
     meanwhile: Callable[[], None] | None = None,
 ) -> Any:
     """Runs `function` in new processes of this machine (see Launch), and waits for them.
 
     Args:
         saves: whether a signal makes the function save and return (see StopSignal); else the processes are ended.
+        restarts: how often new processes run the function again after one was killed from outside.
         from_training: whether a process that was launched itself may start them.
         meanwhile: called when the processes have started, and then about once a second while they run.
 
@@ -246,19 +248,28 @@ def local(
         KeyboardInterrupt: after Ctrl-C; with `saves`, after the second one.
     """
     with SignalForwarding(saves=saves) as signals:
-        launch = Launch(function, argument, processes, signals, from_training=from_training)
-        try:
-            launch.start()
-            while not launch.over:
-                if meanwhile is None:
-                    launch.advance(wait(launch.handles, launch.patience))
-                else:
-                    meanwhile()
-                    advance([launch], 1.0)
-            return launch.result()
-        finally:
-            signals.over = True
-            launch.close()
+        while True:
+            launch = Launch(function, argument, processes, signals, from_training=from_training)
+            signals.over = False
+            try:
+                launch.start()
+                while not launch.over and not (restarts and launch.killed):
+                    if meanwhile is None:
+                        launch.advance(wait(launch.handles, launch.patience))
+                    else:
+                        meanwhile()
+                        advance([launch], 1.0)
+                return launch.result()
+            except errors.ProcessDied as error:
+                if not (restarts and launch.killed) or signals.received:
+                    raise
+                restarts -= 1
+                complain(
+                    f"grappe: {first_line(error)}: starting again from the last checkpoint ({restarts} times left)"
+                )
+            finally:
+                signals.over = True
+                launch.close()
 
 
 def _context(processes: int) -> BaseContext:

@@ -44,6 +44,7 @@ def start(
     *,
     run: Path | None = None,
     saves: bool = False,
+    restarts: int = 0,
     meanwhile: Callable[[], None] | None = None,
 ) -> Any:
     """Runs `function` as function(request, process, rendezvous_folder) on the plan's processes.
@@ -53,6 +54,7 @@ def start(
         request: pickled by value.
         run: a folder that all nodes see, for their rendezvous: the run's; None: the one that the launcher gives.
         saves: whether a signal makes the function save and return.
+        restarts: of local processes, after one was killed from outside.
         meanwhile: called about once a second while local processes run.
 
     Returns:
@@ -64,7 +66,7 @@ def start(
     process = rank_from_environment()
     if process is None:
         with mps.shared_gpus(plan, None):
-            return local.local(function, request, plan.processes, saves=saves, meanwhile=meanwhile)
+            return local.local(function, request, plan.processes, saves=saves, restarts=restarts, meanwhile=meanwhile)
     plan.check_fits(process.size)
     try:
         with mps.shared_gpus(plan, process):

@@ -39,6 +39,9 @@ class Options:
     """Save and stop before this time is over: seconds, 30m, 2h, 02:30:00. Default: Slurm's end time."""
     stall_limit: Duration | None = None
     """Abort when no step, evaluated batch or save ends in this time: seconds, 5m. Default: derived from the steps."""
+    restarts: int = 0
+    """Start again from the last checkpoint, in the same command, after a process was killed from outside: this number
+    of times. Default: never, as whoever killed it may mean it to end. A Slurm job does it by itself."""
     stop_on_failed_save: bool = False
     """Abort when a checkpoint cannot be written."""
     training_metrics: bool = False
@@ -78,6 +81,7 @@ class Options:
             "profile_after",
             "validation_batches",
         )
+        at_least(self, 0, "restarts")
         for tag in self.tag:
             check_label("--tag", tag)
         if len(self.note) > LONGEST_NOTE or not self.note.isprintable():

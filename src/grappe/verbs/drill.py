@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import io
 import json
 import os
 import random
@@ -54,7 +55,7 @@ class FaultInjector(Watcher):
     prompt = True
 
     def started(self, info: RunInfo) -> None:
-        last = info.world_size - 1
+        last, self.done = info.world_size - 1, info.start > 0  # where the command has started it again
         self._is_hurt = {"all": True, "first": info.rank == 0, "last": info.rank == last}[self.ranks]
         self._folder, self._rank = info.folder, info.rank
 
@@ -63,7 +64,7 @@ class FaultInjector(Watcher):
             return
         self.done = True
         if self._rank == 0:
-            write_record(self._folder / DISTURBED, {"step": record.step})
+            write_record(self._folder / DISTURBED, {"step": record.step, "time": time.time()})
         if not self._is_hurt or self.fault == "save":
             return
         if self.fault == "disk":
@@ -138,6 +139,8 @@ class Fault:
     """Function that damages the run's folder, once the training has paused."""
     plan: Plan | None = None
     """The plan under which to resume; None: the same."""
+    restarts: int = 0
+    """How often the training may start again by itself; 0: a second command resumes it."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -190,6 +193,8 @@ def all_faults(plan: Plan) -> list[Fault]:
     ]
     if many:
         cases.append(Fault(name="one process stopped", injector=FaultInjector("SIGSTOP", HURT_AT, "last")))
+        again = FaultInjector("SIGKILL", HURT_AT, "last")
+        cases.append(Fault(name="one killed, in the same command", injector=again, restarts=1))
     for name, change in (("killed, resumed with fewer processes", -1), ("killed, resumed with more processes", 1)):
         if (other := _resized(plan, change)) is not None:
             cases.append(Fault(name=name, injector=FaultInjector("SIGKILL", HURT_AT), plan=other))
@@ -227,7 +232,10 @@ def _finding(fault: Fault, request: Request, run: Path, reference: Path) -> Faul
         return FaultResult(fault=fault.name, recovered=False, weights="the fault had no effect")
     began = time.time()
     try:
-        _train(dataclasses.replace(request, plan=fault.plan or request.plan), run, (Stopwatch(),))
+        if fault.restarts:
+            began = json.loads(files.read_text(run / DISTURBED))["time"]
+        else:
+            _train(dataclasses.replace(request, plan=fault.plan or request.plan), run, (Stopwatch(),))
         resumed = json.loads(files.read_text(run / RESUMED))
     except (GrappeError, OSError) as error:
         return FaultResult(fault=fault.name, recovered=False, weights=first_line(error))
@@ -250,9 +258,11 @@ def _disturb(fault: Fault, request: Request, run: Path) -> int | None:
         fault.damage(run)
         return done
     assert fault.injector is not None
-    with contextlib.suppress(GrappeError):  # it is meant to fail
-        _train(request, run, (fault.injector,))
-    if Run(run).read_description().get("status") == "paused":
+    options = dataclasses.replace(OPTIONS, restarts=fault.restarts)
+    with contextlib.suppress(GrappeError), contextlib.redirect_stderr(io.StringIO()):  # it is meant to fail
+        _train(request, run, (fault.injector, *([Stopwatch()] if fault.restarts else ())), options)
+    description = Run(run).read_description()
+    if description.get("status") == "paused" and description["restarts"] == 0:
         return None
     return json.loads(files.read_text(run / DISTURBED))["step"]
 

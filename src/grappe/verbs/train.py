@@ -104,8 +104,16 @@ def run_training(request: Request, meanwhile: Callable[[], None] | None = None) 
             return Result(
                 run=finished.folder, status="finished before", step=finished.read_description().get("step", 0)
             )
+    if request.run is None and request.options.restarts:  # all starts are of one run
+        request = dataclasses.replace(request, run=new_folder(request.base, request.task.name))
     return start(
-        "grappe.training.worker:worker", request, request.plan, run=request.run, saves=True, meanwhile=meanwhile
+        "grappe.training.worker:worker",
+        request,
+        request.plan,
+        run=request.run,
+        saves=True,
+        restarts=request.options.restarts,
+        meanwhile=meanwhile,
     )
 
 
