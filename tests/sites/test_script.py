@@ -178,6 +178,37 @@ def test_what_is_killed_goes_back_three_times(tmp_path: Path, command: str, kill
         assert ("requeued" in done.stdout) is (number < kills)
 
 
+STAND_INS = """
+squeue() { case $* in *%N) echo "$left" ;; *) echo RUNNING ;; esac; }
+scontrol() { if [ "$1" = show ]; then echo "$3" | tr , '\\n'; else echo requeued; fi; }
+sleep() { :; }
+srun() { echo "$@"; [ ! -s "$words" ] || { cat "$words" >> "$log"; : > "$words"; return 137; }; }
+work() { step srun "${of_size[@]}" "$plan"; }
+size 3 3 three; size 2 2 two
+"""
+
+
+@pytest.mark.parametrize(
+    ("words", "left", "expected"),
+    [
+        ("n1: task 1: Killed", "n0,n1,n2,n3", ["n0,n1,n2 three", "n0,n2,n3 three"]),  # n1 is the spare now
+        ("Node failure on n1", "n0,n2", ["n0,n1,n2 three", "n0,n2 two"]),
+        ("Node failure on n1", "n0", ["n0,n1,n2 three"]),
+        ("n1: task 1: Exited with exit code 3", "n0,n1,n2,n3", ["n0,n1,n2 three", "n0,n1,n2 three"]),
+    ],
+)
+def test_a_step_that_lost_a_node_begins_again_on_those_that_are_left(
+    tmp_path: Path, words: str, left: str, expected: list[str]
+) -> None:
+    said = tmp_path / "said"
+    said.write_text(f"srun: error: {words}\n")
+    variables = {"SLURM_JOB_NODELIST": "n0,n1,n2,n3", "SLURM_NNODES": "4", "left": left, "words": str(said)}
+    done = job(tmp_path / "run", f"{STAND_INS}fit 1\nkeep_going\nfinish train 50", **variables)
+    started = [line.partition("--nodelist=")[2] for line in done.stdout.splitlines() if line.startswith("--nodes")]
+    assert started == expected, done.stdout + done.stderr
+    assert ("requeued" in done.stdout) is (left == "n0")
+
+
 @pytest.mark.parametrize("name", HOSTILE)
 def test_a_hostile_name_is_refused(name: str) -> None:
     with pytest.raises(UsageError, match="--name="):
@@ -207,7 +238,8 @@ def test_hostile_words_reach_the_program_as_they_are(word: str, tmp_path: Path) 
     made = narval(
         arguments=("train", word), task=(word,), folder=folder, data=word, job={"doctor": False, "env": "here"}
     )
-    probe = f'source() {{ :; }}; step() {{ printf \'%s\\0\' "$PWD" "$@"; }}; finish() {{ :; }}\n{render(made)}'
+    functions = "source() { :; }; keep_going() { work; }; finish() { :; }"
+    probe = f'{functions}; step() {{ printf \'%s\\0\' "$PWD" "$@"; }}\n{render(made)}'
     done = subprocess.run(["bash", "-c", probe], capture_output=True, text=True, check=True, cwd=tmp_path)
     place, *words = done.stdout.split("\0")[:-1]
     program = [made.python, "-m", "grappe"]

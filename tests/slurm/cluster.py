@@ -86,7 +86,7 @@ class Cluster:
                 self._accounting()
             self._daemon("slurmctld", "-D")
             for node in NODES:
-                self._daemon("slurmd", "-D", "-N", node)
+                self.start_node(node)
             self._wait(lambda: self._states() == ["idle"], "idle nodes")
         except BaseException:
             self.down()
@@ -111,6 +111,23 @@ class Cluster:
 
     def _states(self) -> list[str]:
         return self.run("sinfo", "-h", "-n", ",".join(NODES), "-p", "wide", "-o", "%T", check=False).split()
+
+    def start_node(self, node: str) -> None:
+        """Starts the node's daemon."""
+        self._daemon("slurmd", "-D", "-N", node)
+
+    def stop_node(self, node: str) -> None:
+        """Kills the node's daemon and all that runs there, as a node does that loses its power."""
+        victims = [int((self.folder / f"slurmd-{node}.pid").read_text())]
+        for pid in self.pids():
+            if f"SLURMD_NODENAME={node}\0" in Path(f"/proc/{pid}/environ").read_text(errors="replace"):
+                parent = int(
+                    Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1]
+                )  # slurmstepd, of a task
+                victims += [pid, parent] if "slurmstepd" in Path(f"/proc/{parent}/comm").read_text() else [pid]
+        for pid in victims:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
 
     def words(self) -> str:
         """The ends of the daemons' logs."""

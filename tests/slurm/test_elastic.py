@@ -77,16 +77,63 @@ def test_other_sizes_and_the_same_bits(wide: Cluster, tmp_path: Path) -> None:
     job = submitted(wide, tmp_path, "any", PLAN, "--nodes", "1-4")
     sizes = disturbed(wide, job, 4, seed=1)
     assert len(set(sizes)) > 1 and sizes[0] == 2, sizes
-    plain = ran(
-        GRAPPE, "train", SLOW, f"epochs={EPOCHS}", "pause=0", *WORDS, "--plan", PLAN, "--run", "plain", cwd=tmp_path
-    )
-    assert plain.returncode == 0, plain.stderr
-    bits, bits_undisturbed = (hashes(run, job.total) for run in (job.run, tmp_path / "plain"))
-    del bits["json"], bits_undisturbed["json"]  # which has the number of processes
-    assert bits == bits_undisturbed
+    same_bits(job)
     grappe("report", "any", cwd=tmp_path)
     page = (job.run / "report.html").read_text()
     assert "2 processes on 2 nodes, after " in page and '"hours in the queue":' in page
+
+
+def same_bits(job: Job) -> None:
+    """The run ended with the bits of one that nobody disturbed."""
+    words = (f"epochs={job.total // 8}", "pause=0", *WORDS, "--plan", PLAN, "--run", "plain")
+    plain = ran(GRAPPE, "train", SLOW, *words, cwd=job.folder)
+    assert plain.returncode == 0, plain.stderr
+    bits, bits_undisturbed = (hashes(run, job.total) for run in (job.run, job.folder / "plain"))
+    del bits["json"], bits_undisturbed["json"]  # which has the number of processes
+    assert bits == bits_undisturbed
+
+
+def begins_again(job: Job, number: int) -> None:
+    job.until(lambda: job.restarts() == number and job.pids(), f"start {number + 1} trains")
+
+
+def in_the_same_job(job: Job, *sizes: int) -> None:
+    """The run was started with these numbers of processes, and never went back into the queue."""
+    said, description = job.said(), Run(job.run).read_description()
+    assert "back into the queue" not in said, said
+    assert [size["processes"] for size in description["sizes"]] == [*sizes]
+    assert ["waited" in size for size in description["sizes"]] == [True, *[False] * (len(sizes) - 1)]
+    grappe("report", job.run.name, cwd=job.folder)
+    assert (job.run / "report.html").read_text().count(", in the same job") == len(sizes) - 1
+
+
+def test_a_kill_and_a_node_that_is_gone_do_not_end_the_job(wide: Cluster, tmp_path: Path) -> None:
+    in_service(wide, len(NODES))
+    job = submitted(wide, tmp_path, "left", PLAN, "--nodes", "1-4", epochs=8)
+    job.trains()
+    kill(job.pids()[-1], signal.SIGKILL)
+    begins_again(job, 1)
+    try:
+        wide.stop_node("n2")
+        job.ends()
+    finally:
+        wide.start_node("n2")
+    in_the_same_job(job, 4, 4, 2)
+    assert "noted against node n2, in " in job.said()
+    same_bits(job)
+
+
+def test_a_spare_takes_the_place_of_a_node_that_goes_down(wide: Cluster, tmp_path: Path) -> None:
+    in_service(wide, len(NODES))
+    job = submitted(wide, tmp_path, "spare", f"{PLAN},replicate=2", "--nodes", "2", "--spare", "1")
+    job.trains()
+    wide.run("scontrol", "update", "nodename=n1", "state=down", "reason=test")
+    job.ends()
+    in_the_same_job(job, 2, 2)
+    said = job.said()
+    assert "noted against node n1, in " in said and "going on at once in this job, which has n[0,2]; 0" in said
+    assert [size["idle_nodes"] for size in Run(job.run).read_description()["sizes"]] == [1, 0]
+    same_bits(job)
 
 
 @pytest.mark.soak

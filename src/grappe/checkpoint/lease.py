@@ -32,7 +32,7 @@ class Holder:
     job: str
     """The Slurm job that the process runs in; "" outside a job."""
     restart: int
-    """The number of times that Slurm has restarted the job."""
+    """The number of the job's start: of Slurm's restarts, or as the job's script counts them."""
     beat: float
     """Time of the last heartbeat, in seconds since 1970."""
 
@@ -124,14 +124,14 @@ def _myself() -> dict[str, Any]:
         "host": socket.gethostname(),
         "pid": os.getpid(),
         "job": os.environ.get("SLURM_JOB_ID", ""),
-        "restart": int(os.environ.get("SLURM_RESTART_COUNT", "0") or 0),
+        "restart": int(os.environ.get("GRAPPE_START") or os.environ.get("SLURM_RESTART_COUNT") or 0),
     }
 
 
 def _lives(holder: Holder) -> bool:
     me = _myself()
     if holder.job and holder.job == me["job"] and holder.restart < me["restart"]:
-        return False  # Slurm restarts a job only when its processes are gone
+        return False  # a job is started again only when its processes are gone
     if holder.host == me["host"]:
         try:
             os.kill(holder.pid, 0)

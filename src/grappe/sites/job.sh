@@ -3,6 +3,7 @@
 #   step COMMAND …           runs srun, passes Slurm's signals on to it, and is skipped after a step that failed
 #   on_each_node FUNCTION …  runs one of the functions below once on every node, as a step
 #   on_each_process OPTION … runs the script's function `process` once for each process, as a step
+#   keep_going               runs the script's function `work`, and again where a process was killed or a node went down
 #   finish COMMAND RESTARTS  ends the job with the exit code of its steps, or puts it back into the queue
 #
 # shellcheck shell=bash
@@ -89,12 +90,48 @@ step() {
     step=
 }
 
-# size NODES PROCESSES PLAN: of this start, unless a line before has taken more nodes; those above NODES idle.
+# size NODES PROCESSES PLAN: one that the job may have, the largest first.
 size() {
-    [ "${#of_size[@]}" = 0 ] && [ "$1" -le "$SLURM_NNODES" ] || return 0
-    of_size=("--nodes=$1" "--ntasks=$2" "--ntasks-per-node=$(($2 / $1))") plan=$3
-    export GRAPPE_IDLE_NODES=$((SLURM_NNODES - $1))
-    echo "$SLURM_NNODES nodes: $2 processes on $1, plan: ${plan:-one process}"
+    sizes+=("$1 $2 $3")
+}
+
+# fit IDLE: the largest size for the nodes that the job has, with IDLE of them idle, the worst.
+fit() {
+    local held_nodes line nodes processes
+    mapfile -t held_nodes < <(best_first)
+    if [ "${#sizes[@]}" = 0 ]; then
+        [ $((${#held_nodes[@]} - $1)) -ge "$SLURM_NNODES" ]
+        return
+    fi
+    for line in "${sizes[@]}"; do
+        read -r nodes processes plan <<< "$line"
+        [ "$nodes" -le $((${#held_nodes[@]} - $1)) ] || continue
+        of_size=("--nodes=$nodes" "--ntasks=$processes" "--ntasks-per-node=$((processes / nodes))")
+        of_size+=("--nodelist=$(printf "%s\n" "${held_nodes[@]:0:nodes}" | paste -sd ,)")
+        export GRAPPE_IDLE_NODES=$((${#held_nodes[@]} - nodes))
+        echo "${#held_nodes[@]} nodes: $processes processes on $nodes, plan: ${plan:-one process}"
+        return
+    done
+    return 1
+}
+
+# Without the queue, from the last checkpoint; three times in a job at most, with those that went through the queue.
+keep_going() {
+    local skipped=$code failed
+    work
+    while [ "$skipped" = 0 ] && lost; do
+        note_death
+        held=$(squeue -h -j "$SLURM_JOB_ID" -o %N)
+        failed=$(scontrol show hostnames "$held" | grep -cxF "$(failed_nodes | tr , "\n")")
+        [ "$(kills)" -lt 3 ] && fit "$failed" || return
+        note_kill
+        echo "going on at once in this job, which has $held; $failed of them failed twice"
+        GRAPPE_START=$((GRAPPE_START + 1)) code=0
+        unset GRAPPE_WAITED
+        export SLURM_OVERLAP=1 # a step that has lost a node may never end for Slurm, and hold the others
+        log_size=$(stat -c %s "$log" 2>/dev/null || echo 0)
+        work
+    done
 }
 
 on_each_node() {
@@ -116,7 +153,7 @@ on_each_process() {
 
 # note_node NODE EVIDENCE: against a node, once for each start of a job, beside all runs of the folder.
 note_node() {
-    local start=$SLURM_JOB_ID.${SLURM_RESTART_COUNT:-0}
+    local start=$SLURM_JOB_ID.$GRAPPE_START
     grep -qs "^[0-9]* $1 $start " "$failures" && return
     echo "$(date +%s) $1 $start ${run##*/}: $2" >> "$failures"
     echo "noted against node $1, in $failures: $2"
@@ -128,13 +165,43 @@ failed_nodes() {
         END { for (node in last) print last[node], node }' "$failures" | sort -rn | head -n 4 | cut -d " " -f 2 | paste -sd ,
 }
 
-# What srun said of the first process that died in this start, and where: "srun: error: n1: task 3: Killed".
+# The nodes that the job has: those with a note of this job come late, those that failed twice come last.
+best_first() {
+    local node failed
+    failed=,$(failed_nodes),
+    for node in $(scontrol show hostnames "$held"); do
+        case $failed in *,"$node",*) echo -n 9 ;; *) grep -cs " $node $SLURM_JOB_ID\." "$failures" | tr -d "\n" ;; esac
+        echo " $node"
+    done | sort -s -n -k 1,1 | cut -d " " -f 2
+}
+
+# What srun said of the first node or process that died in this start: "srun: error: n1: task 3: Killed".
+died() {
+    tail -c "+$((log_size + 1))" "$log" 2>/dev/null |
+        sed -nE 's/^srun: error: Node failure on ([A-Za-z0-9._-]+)$/\1 the node failed/p
+            s/^srun: error: ([A-Za-z0-9._-]+): tasks? [0-9,-]+: (Killed|Aborted|Bus error|Segmentation fault|Illegal instruction).*/\1 a process was ended: \2/p' |
+        sort -s -k 2,2r | head -n 1 # the node's failure before the end of its processes
+}
+
 note_death() {
-    local died
-    died=$(tail -c "+$((log_size + 1))" "$log" 2>/dev/null |
-        sed -nE 's/^srun: error: ([A-Za-z0-9._-]+): tasks? [0-9,-]+: (Killed|Aborted|Bus error|Segmentation fault|Illegal instruction).*/\1 \2/p' |
-        head -n 1)
-    [ -z "$died" ] || note_node "${died%% *}" "a process was ended: ${died#* }"
+    local first_death
+    first_death=$(died)
+    [ -z "$first_death" ] || note_node "${first_death%% *}" "${first_death#* }"
+}
+
+# Whether a process was killed or a node went down, and no process has failed by itself.
+lost() {
+    [ "$told" = 0 ] && [ "$code" != 0 ] && [ ! -e "$GRAPPE_FAILURE" ] || return
+    [[ $(died) != *" the node failed" ]] || code=137
+    [ "$code" -gt 128 ] && [ "$code" != 140 ] # USR2 before training began
+}
+
+kills() {
+    grep -cs "^job $SLURM_JOB_ID," "$run/logs/killed" || [ -e "$run/logs/killed" ] || echo 0
+}
+
+note_kill() {
+    echo "job $SLURM_JOB_ID, start $GRAPPE_START: exit code $code" >> "$run/logs/killed"
 }
 
 # The nodes of the start before, if Slurm itself has put the job back: one of them may have failed.
@@ -170,7 +237,8 @@ pass_on() {
 }
 
 begin() {
-    code=0 told=0 ended=0 of_size=() step=
+    code=0 told=0 ended=0 sizes=() of_size=() held=${SLURM_JOB_NODELIST:-} step=
+    export GRAPPE_START=$((10 * ${SLURM_RESTART_COUNT:-0})) # and one more for each start within this one
     job=${SLURM_ARRAY_JOB_ID:-$SLURM_JOB_ID}
     first=$run/logs/job-$job.first
     failures=${run%/*}/.failed-nodes log=$run/logs/job-$SLURM_JOB_ID.out nodes_file=$run/logs/job-$job.nodes
@@ -225,8 +293,8 @@ finish() {
     elif [ "$resumes" = yes ] && [ "$code" -gt 128 ]; then
         again=yes
         if [ "$code" != 140 ] && [ -z "${SLURM_ARRAY_JOB_ID:-}" ]; then # three times at most
-            echo "job $SLURM_JOB_ID, restart ${SLURM_RESTART_COUNT:-0}: exit code $code" >> "$run/logs/killed"
-            [ "$(grep -c "^job $SLURM_JOB_ID," "$run/logs/killed")" -le 3 ] || again=no
+            note_kill
+            [ "$(kills)" -le 3 ] || again=no
             note_death
         fi
     fi

@@ -30,12 +30,14 @@ class Layout:
     seconds: int
     queue: Queue | None
     sizes: Mapping[int, Plan] = dataclasses.field(default_factory=dict)
-    """The plan for each number of nodes, if the job takes as many as Slurm has."""
+    """The plan for each number of nodes, if the job takes as many as Slurm has, or has spares."""
+    spare: int = 0
+    """Nodes more than are used."""
 
     @property
     def most_nodes(self) -> int:
-        """Returns the number of nodes that the job takes at most."""
-        return max(self.sizes, default=self.nodes)
+        """Returns the number of nodes that the job takes at most, spares included."""
+        return max(self.sizes, default=self.nodes) + self.spare
 
     @property
     def gpu_hours(self) -> float:
@@ -128,7 +130,7 @@ def layout(plan: Plan, site: Site, job: JobOptions) -> Layout:
             )
     nodes = _nodes(plan, site, node, None if nodes_asked is None else nodes_asked.least, gpus)
     per_node = gpus // nodes
-    queue = None if job.own_queue else _queue(site, job.queue, nodes, per_node, seconds)
+    queue = None if job.own_queue else _queue(site, job.queue, nodes + job.spare, per_node, seconds)
     most, least = site.ask.max_hours, site.ask.min_minutes
     if most and seconds > most * 3600:
         raise UsageError(
@@ -137,7 +139,7 @@ def layout(plan: Plan, site: Site, job: JobOptions) -> Layout:
         )
     if least and seconds < least * 60:
         raise UsageError(f"--time: {site.name} requires at least {least} minutes")
-    _check_whole(site, node, queue, nodes, per_node)
+    _check_whole(site, node, queue, nodes + job.spare, per_node)
     processes = plan.processes // nodes
     cores = job.cores or _cores(plan, node, per_node, processes)
     if cores * processes > node.cores:
@@ -150,6 +152,8 @@ def layout(plan: Plan, site: Site, job: JobOptions) -> Layout:
         memory_gb=_memory(node, per_node, processes * cores),
         seconds=seconds,
         queue=queue,
+        sizes={nodes: plan} if job.spare else {},
+        spare=job.spare,
     )
 
 

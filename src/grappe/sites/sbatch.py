@@ -94,6 +94,8 @@ class JobOptions:
     nodes: Numbers | None = None
     """Number of nodes; 1-4: as many as Slurm has at each start; plan and --gpus are those of the fewest. Default:
     as few as the plan needs."""
+    spare: int = 0
+    """Number of nodes more than are used: they idle, and cost, until they take the place of one that fails."""
     gpus: GpuCounts = ()
     """Total number of GPUs; 1,2,4: a job for each number; 2-8: as many as are free; 0: CPUs only; auto: the fewest of a
     node whose memory is enough for the training. Default: as the plan needs."""
@@ -146,7 +148,7 @@ class JobOptions:
     """Folder of runs."""
 
     def __post_init__(self) -> None:
-        at_least(self, 0, "chain", "restarts")
+        at_least(self, 0, "chain", "restarts", "spare")
         at_least(self, 1, "processes", "cores")
         if self.time and self.time != AUTO:
             seconds(self.time, "--time")  # refused before the site is asked

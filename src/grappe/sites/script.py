@@ -20,7 +20,7 @@ from grappe.plan import Plan
 from grappe.sites import environment, sbatch
 from grappe.sites.environment import Packages
 from grappe.sites.layout import Layout
-from grappe.sites.sbatch import SCRIPT, TRAIN, TUNE, JobOptions, merged
+from grappe.sites.sbatch import LAUNCH, SCRIPT, TRAIN, TUNE, JobOptions, merged
 from grappe.sites.schema import GPUS, MODULE, Site
 
 NAME = re.compile(r"[\w.-]{1,64}", re.ASCII)
@@ -87,8 +87,8 @@ class Script:
 
     @property
     def resumes(self) -> bool:
-        """True if the command goes on where it was killed, as a training and a study do."""
-        return self.kind in (TRAIN, TUNE)
+        """True if the command goes on where it was killed."""
+        return self.kind in (TRAIN, TUNE, LAUNCH)
 
 
 def render(script: Script) -> str:
@@ -130,7 +130,8 @@ def resource_options(site: Site, layout: Layout, account: str | None) -> list[st
     per_node = (
         f"--mincpus={layout.processes * layout.cores}" if layout.sizes else f"--ntasks-per-node={layout.processes}"
     )
-    options += [f"--nodes={NumberRange(layout.nodes, layout.most_nodes)}", per_node, f"--cpus-per-task={layout.cores}"]
+    nodes = NumberRange(layout.nodes + layout.spare, layout.most_nodes)
+    options += [f"--nodes={nodes}", per_node, f"--cpus-per-task={layout.cores}"]
     if layout.gpus:
         options.append(site.ask.gpus.replace(GPUS, str(layout.gpus)))
     if layout.memory_gb:
@@ -180,9 +181,11 @@ def _check(script: Script) -> None:
 
 def _head(script: Script) -> str:
     site, layout = script.site, script.layout
-    processes, nodes = layout.most_nodes * layout.processes, layout.most_nodes
+    nodes = layout.most_nodes - layout.spare
+    processes = nodes * layout.processes
     counts = (NumberRange(layout.nodes * layout.processes, processes), NumberRange(layout.nodes, nodes))
     text = f"{counts[0]} process{'es' if processes > 1 else ''} on {counts[1]} node{'s' if nodes > 1 else ''}"
+    text += f", {layout.spare} spare" if layout.spare else ""
     notes = [f"Made by: {script.command}"] if script.command else []
     notes += [f"{site.title}. {text}, plan: {script.plan}" if str(script.plan) else f"{site.title}. {text}"]
     notes += [f"{cost(layout)}{f', {script.job.chain} times' if script.job.chain else ''}"]
@@ -194,6 +197,7 @@ def _head(script: Script) -> str:
         f"--output={script.run}/logs/job-%j.out",
         "--open-mode=append",
         f"--array=1-{script.job.chain}%1" if script.job.chain else "--requeue",
+        *(["--no-kill"] if layout.sizes else []),  # what is left of the nodes may be enough
     ]
     options = merged(with_mps(options, site, layout, script.plan), sbatch.options(script.job))
     comments = [f"# {printable(note, 10_000)}" for note in notes]
@@ -261,6 +265,7 @@ def _steps(script: Script) -> list[str]:
         lines.append("# The plan for each number of nodes: processes, plan. The batch is the same.")
         for number, sized in sorted(script.layout.sizes.items(), reverse=True):
             lines.append(f"size {number} {number * script.layout.processes} {literal(str(sized))}")
+        lines.append(f"fit {script.layout.spare}")
     if script.job.doctor:
         words = ["--script", literal(script.arguments[0])] if script.kind == SCRIPT else command_words(script.task)
         line = " ".join([f"step {srun} {python} -m grappe doctor", *words])
@@ -282,7 +287,8 @@ def _steps(script: Script) -> list[str]:
             staged = script.job.stage is not None
             data = f'"{script.site.job.local}/data"' if staged else next(command_words([script.data]))
             words += ['--run "$run"', "--data", data]
-        lines.append(" ".join([f"step {srun} --label{gpus} {python} -m grappe", *words]))
+        line = " ".join([f"step {srun} --label{gpus} {python} -m grappe", *words])
+        lines += ["work() {", f"    {line}", "}", "keep_going"] if script.resumes else [line]
     return [*lines, f"finish {script.kind} {script.job.restarts}"]
 
 

@@ -394,7 +394,7 @@ def start_facts(world: World) -> dict[str, Any]:
 
 def _size(world: World) -> dict[str, Any]:
     """Returns the size of this start: of a job, also the seconds that it waited, and nodes that idle."""
-    numbers = {name: os.environ.get(f"GRAPPE_{name.upper()}", "") for name in ("waited", "idle_nodes")}
+    numbers = {name: os.environ.get(f"GRAPPE_{name.upper()}", "") for name in ("waited", "idle_nodes", "start")}
     of_job = {name: int(text) for name, text in numbers.items() if text.isascii() and text.isdigit()}
     nodes = max(1, world.size // world.process.local_size)
     return {"at": round(time.time()), "step": 0, "processes": world.size, "nodes": nodes, **of_job}

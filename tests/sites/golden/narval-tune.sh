@@ -32,5 +32,8 @@ on_each_node make_environment "$env" virtualenv python --no-deps
 python=$env/bin/python
 
 step srun --kill-on-bad-exit=1 --wait=60 "$python" -m grappe doctor digits --job --plan replicate=4 --runs "$run"
-step srun --kill-on-bad-exit=1 --wait=60 --label --gpu-bind=none "$python" -m grappe tune digits lr=0.01..1:log --parallel 2 --study /scratch/me/runs/digits-1/study
+work() {
+    step srun --kill-on-bad-exit=1 --wait=60 --label --gpu-bind=none "$python" -m grappe tune digits lr=0.01..1:log --parallel 2 --study /scratch/me/runs/digits-1/study
+}
+keep_going
 finish tune 50

@@ -31,5 +31,8 @@ on_each_node make_environment "$env" virtualenv python --no-deps
 python=$env/bin/python
 
 step srun --kill-on-bad-exit=1 --wait=60 "$python" -m grappe doctor digits epochs=3 --job --plan '' --runs "$run"
-step srun --kill-on-bad-exit=1 --wait=60 --label --gpu-bind=none "$python" -m grappe train digits epochs=3 --run "$run" --data data
+work() {
+    step srun --kill-on-bad-exit=1 --wait=60 --label --gpu-bind=none "$python" -m grappe train digits epochs=3 --run "$run" --data data
+}
+keep_going
 finish train 50

@@ -213,7 +213,8 @@ def _sizes(sizes: Sequence[dict[str, Any]], usage: Sequence[dict[str, Any]]) -> 
         where = f"{number(size.get('processes')):g} processes on {number(size.get('nodes')):g} nodes"
         when = time.strftime("%Y-%m-%d %H:%M", time.localtime(begin))
         waited = f", after {number(size['waited']):g} s in the queue" if "waited" in size else ""
-        lines.append(f"{when}, step {number(size.get('step')):g}: {where}{waited}")
+        again = ", in the same job" if number(size.get("start")) % 10 else ""
+        lines.append(f"{when}, step {number(size.get('step')):g}: {where}{waited}{again}")
     waits = sum(number(size.get("waited")) for size in sizes) / 3600
     hours = {"hours in the queue": waits, "idle nodes, hours": idle}
     return {"sizes": lines, **{name: f"{value:.3g}" for name, value in hours.items() if value}}

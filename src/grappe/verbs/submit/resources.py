@@ -55,7 +55,7 @@ class Submission:
     job: JobOptions = dataclasses.field(default_factory=JobOptions)
 
 
-OF_SCRIPTS = ("env", "modules", "with_", "requirements", "wheels", "stage", "chain", "restarts", "doctor")
+OF_SCRIPTS = ("env", "modules", "with_", "requirements", "wheels", "stage", "chain", "restarts", "doctor", "spare")
 """Fields of JobOptions that say what a job's script does."""
 
 
@@ -73,6 +73,10 @@ def jobs_of(submission: Submission) -> Iterator[Submission]:
         raise UsageError(
             f"--gpus and --nodes take a range for trainings, whose plan can grow: give this "
             f"{submission.command} a number"
+        )
+    if job.spare and submission.command != TRAIN:
+        raise UsageError(
+            f"--spare is for trainings, which go on from a checkpoint: leave it out of {submission.command}"
         )
     sbatch.options(job)
     if not job.gpus:
