@@ -9,6 +9,7 @@ import argparse
 import dataclasses
 import json
 import os
+import pty
 import re
 import shlex
 import subprocess
@@ -154,6 +155,7 @@ def compare(script: Script, repository: Path, site: Path | None) -> Outcome:
     with tempfile.TemporaryDirectory(prefix="grappe-unedited-") as temporary:
         folder = Path(temporary)
         (folder / "sitecustomize.py").write_text(SITE)
+        _, terminal = pty.openpty()  # whose width some ask for
 
         def run(name: str, plan: str | None = None, **variables: str) -> subprocess.CompletedProcess[str]:
             launch = ["-m", "grappe", "launch", "--runs", str(folder / "runs"), "--plan", plan] if plan else []
@@ -164,8 +166,9 @@ def compare(script: Script, repository: Path, site: Path | None) -> Outcome:
             command, began = [sys.executable, "-u", *launch, file.name, *arguments], time.perf_counter()
             try:
                 return subprocess.run(
-                    command, cwd=file.parent, env=environment, text=True, capture_output=True, timeout=1200, check=False
-                )
+                    command, cwd=file.parent, env=environment, stdin=terminal, text=True, capture_output=True,
+                    timeout=1200, check=False,
+                )  # fmt: skip
             finally:
                 seconds.append(round(time.perf_counter() - began, 1))
 

@@ -37,7 +37,7 @@ PARTS = {
     "doctor": 60,
     "kernels": 120,
 }
-"""By name: seconds at most. The order is that of their value."""
+"""By name: seconds at most on a GPU. The order is that of their value."""
 LATE = "no time was left"
 ROOT = Path(__file__).parents[2]
 
@@ -55,7 +55,9 @@ def main() -> int:
     found = {}
     about = _described(options.device)
     for name in options.only or PARTS:
-        limit = min(PARTS[name], end - time.monotonic())
+        limit = end - time.monotonic()
+        if options.device != "cpu":  # a GPU's time is short, and a machine without one may be busy
+            limit = min(limit, PARTS[name])
         found[name] = _run(name, limit, options) if limit > 5 else [_left_out(name, LATE)]
         _write(options, about, found)
     if late := [name for name, rows in found.items() if any(row.text.startswith(LATE) for row in rows)]:
