@@ -49,6 +49,16 @@ FOLDERS = (
 """Whole trainings, each under many plans; a folder or a module."""
 ARTEFACTS = ("docs/test_site.py", "labs", "test_demo.py", "test_notebook.py", "test_wheel.py")
 """What is made of the sources: the site in a browser, the wheel, and the labs, notebooks and demo run from it."""
+LONG = (
+    "launch/test_orphan.py",
+    "tasks/test_error_corpus.py",
+    "test_benchmarks.py",
+    "test_gpu.py",
+    "training/test_limits.py",
+    "training/test_memory_choice.py",
+    "training/test_own_loop.py",
+)
+"""Modules that take minutes: begun early, since a module stays with one worker, for which the others would wait."""
 LAUNCHERS = {
     "benchmarks.cifar_script",
     "benchmarks.commands",
@@ -95,8 +105,8 @@ def may_have_artefacts(path: Path) -> bool:
 
 
 def arrange(items: list[pytest.Item]) -> None:
-    """Puts the clusters' tests first, as jobs wait for Slurm; then artefacts, which take minutes; then trainings."""
-    for places in (FOLDERS, ARTEFACTS, CLUSTER):
+    """Puts the clusters' tests first, as jobs wait for Slurm; artefacts, trainings, and others that take minutes."""
+    for places in (LONG, FOLDERS, ARTEFACTS, CLUSTER):
         items.sort(key=lambda item, places=places: not _is_in(item.path, places))
 
 
