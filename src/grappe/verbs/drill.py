@@ -140,7 +140,7 @@ class Fault:
     plan: Plan | None = None
     """The plan under which to resume; None: the same."""
     restarts: int = 0
-    """How often the training may start again by itself; 0: a second command resumes it."""
+    """Number of times that the training starts again by itself; 0: a second command resumes it."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
