@@ -158,6 +158,11 @@ class Plan:
         """Returns the number of data slices of each global batch."""
         return self.replicate * self.shard
 
+    @property
+    def checked(self) -> float:
+        """Returns what check= adds to a step's computing, by count: the share of the pieces computed a second time."""
+        return self.data_parallel / (self.check * self.exact) if self.check and self.data_parallel > 1 else 0.0
+
     @functools.cached_property
     def draws_whole_batches(self) -> bool:
         """Returns whether a model's random numbers are those that one process draws for the whole batch."""

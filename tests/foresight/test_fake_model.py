@@ -142,6 +142,12 @@ def test_what_is_not_known_is_refused(text: str, tmp_path: Path) -> None:
         memory_forecast(FakeModel(Small(), tmp_path), Plan.parse(text))
 
 
+def test_what_check_adds_is_foreseen_by_count(tmp_path: Path) -> None:
+    with pytest.raises(PlanError, match=r"check=100 adds: 0.50% of a step"):
+        memory_forecast(FakeModel(Small(), tmp_path), Plan.parse("exact=8,replicate=4,check=100"))
+    assert Plan.parse("exact=4,replicate=4,check=100").checked == 0.01 and Plan.parse("exact=4").checked == 0
+
+
 def test_rows_are_split_as_torch_chunks_them(tmp_path: Path) -> None:
     one = FakeModel(Small(), tmp_path).parameters[1]  # the frozen weight, of 3 rows
     assert one.shape == (3, 8)

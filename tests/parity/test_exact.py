@@ -80,6 +80,7 @@ TASKS = {
         ("sgd", "exact=8"),
         ("adamw", "exact=8"),
         ("adamw", "exact=8,precision=bf16"),
+        ("adamw", "exact=8,precision=fp64"),
         ("sgd", "exact=8,precision=bf16,channels_last"),
         ("adamw", "exact=8,recompute"),
         ("tokens", "exact=8"),

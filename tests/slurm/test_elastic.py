@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import math
+import os
 import random
 import signal
-from collections.abc import Iterator
+import time
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -44,20 +47,35 @@ def submitted(cluster: Cluster, folder: Path, name: str, plan: str, *options: st
     return job
 
 
-def disturbed(cluster: Cluster, job: Job, events: int, seed: int) -> list[int]:
+def disturbed(
+    cluster: Cluster,
+    job: Job,
+    events: int,
+    seed: int,
+    kinds: Sequence[str] = ("requeue", "notice"),
+    minutes: float = math.inf,
+) -> list[int]:
     """Kills, requeues and preempts the job at random, with other nodes in service each time; returns its sizes."""
     chance = random.Random(seed)
-    kills = 0
+    kills, deadline = 0, time.monotonic() + 60 * minutes
     for number in range(events):
+        if time.monotonic() > deadline:
+            break
         job.until(lambda: job.restarts() >= number, "it has begun again")
         job.until(lambda: job.steps() and job.pids(), "it trains")
         in_service(cluster, chance.randint(1, len(NODES)))
-        what = chance.choice(["kill", "requeue", "notice"] if kills < 3 else ["requeue", "notice"])
+        what = chance.choice(["kill", *kinds] if kills < 3 else kinds)
         kills += what == "kill"
         if what == "kill":
             kill(chance.choice(job.pids()), signal.SIGKILL)
         elif what == "requeue":
             cluster.run("scontrol", "requeue", job.job)
+        elif what == "node":
+            held = cluster.run("squeue", "-h", "-j", job.job, "-o", "%N").strip()
+            node = chance.choice(cluster.run("scontrol", "show", "hostnames", held).split())
+            cluster.run("scontrol", "update", f"nodename={node}", "state=down", "reason=test")
+            time.sleep(2)  # Slurm takes it out of the job
+            in_service(cluster, chance.randint(1, len(NODES)))
         else:
             cluster.run("scancel", "--signal=USR2", "--batch", job.job)
         job.until(lambda: job.restarts() > number or (job.run / "done").exists(), f"it begins again after {what}")
@@ -137,12 +155,27 @@ def test_a_spare_takes_the_place_of_a_node_that_goes_down(wide: Cluster, tmp_pat
 
 
 @pytest.mark.soak
-def test_many_sizes(wide: Cluster, tmp_path: Path) -> None:
-    for seed, plan in enumerate((PLAN, "device=cpu,threads=1,workers=0", "device=cpu,shard=2,threads=1,workers=0")):
-        nodes = "2-4" if "shard" in plan else "1-4"
-        job = submitted(wide, tmp_path, f"many-{seed}", plan, "--nodes", nodes, epochs=40)
-        sizes = disturbed(wide, job, 12, seed)
-        assert len(set(sizes)) > 1, sizes
+@pytest.mark.timeout(4 * 3600)
+@pytest.mark.parametrize(
+    "plan",
+    [
+        PLAN,
+        "device=cpu,threads=1,workers=0",
+        "device=cpu,shard=2,threads=1,workers=0",
+        "engine=lightning,device=cpu,threads=1,workers=0",
+        "engine=horovod,device=cpu,threads=1,workers=0",
+    ],
+)
+def test_many_sizes(wide: Cluster, tmp_path: Path, plan: str) -> None:
+    """GRAPPE_RESIZES events, or as many as GRAPPE_MINUTES allow; it says how many there were."""
+    events, minutes = int(os.environ.get("GRAPPE_RESIZES", "20")), float(os.environ.get("GRAPPE_MINUTES", "inf"))
+    in_service(wide, len(NODES))
+    job = submitted(wide, tmp_path, "many", plan, "--nodes", "2-4" if "shard" in plan else "1-4", epochs=3 * events)
+    sizes = disturbed(wide, job, events, 1, ("requeue", "notice", "node"), minutes)
+    print(f"{plan}: {len(sizes) - 1} restarts, of {sizes} processes")
+    assert len(set(sizes)) > 1, sizes
+    if "exact" in plan:
+        same_bits(job)
 
 
 FAULTY = """

@@ -11,6 +11,8 @@ from grappe.errors import PlanError
 from grappe.plan import Plan
 from grappe.step.cross_check import _digest, _third
 from tests.commands import GRAPPE, ran
+from tests.processes import Pool
+from tests.step.wrong_machine import EVERY, SOUND, drawn_faults, drawn_flips
 
 TASK = """
 import torch
@@ -106,3 +108,86 @@ def test_a_difference_is_settled_on_a_third_node() -> None:
     assert _third(1, 2, ["a", "a", "b", "b", "c", "c"]) == 4
     assert _third(1, 2, ["a"] * 4) == 0
     assert _third(0, 1, ["a", "b"]) is None
+
+
+def test_a_digest_changes_where_signs_change_together() -> None:
+    values = torch.tensor([1.0, -1.0, -1.0, 1.0])
+    assert _digest([values]) != _digest([-values]), "1 - 3 - 5 + 7 is 0: with factors in a row these sums are one"
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_a_copy_that_memory_alters_is_not_saved_and_its_process_is_named(pool: Pool, tmp_path: Path, size: int) -> None:
+    altered(pool, tmp_path, size, 6, seed=1)
+
+
+def altered(pool: Pool, folder: Path, size: int, count: int, seed: int) -> None:
+    flips = drawn_flips(count, size, seed)
+    seen = pool.run("tests.step.wrong_machine:copied", size, folder, flips)
+    for number, flip in enumerate(flips):
+        for said, saved in (of_process[number] for of_process in seen):
+            assert f"in the memory of process {flip.rank} (node " in said and said.count("(node ") == 1, (flip, said)
+            assert saved == ["step-000001"]
+
+
+STEPS = 32
+
+
+def found(pool: Pool, size: int, count: int, seed: int) -> int:
+    """Plants faults, of which each that alters a compared gradient must be found; returns how many alter one."""
+    faults, altering, said = drawn_faults(count, size, seed), 0, dict[str, int]()
+    everyone = pool.run("tests.step.wrong_machine:planted", size, faults, STEPS)
+    for number, fault in enumerate(faults):
+        seen = [of_process[number] for of_process in everyone]
+        altered, pieces = seen[fault.rank].altered, int(fault.plan.partition("exact=")[2].partition(",")[0]) // size
+        compared = [step for step, piece in altered if (step + 1) % EVERY == 0 and piece == step // EVERY % pieces]
+        assert len({each.found for each in seen}) == 1, fault
+        step = seen[0].found
+        if step is None:
+            assert not compared or seen[0].diverged, fault
+        else:
+            assert not compared or step == compared[0], fault
+            named = [rank for rank in range(size) if f"process {rank} (node " in seen[0].said]
+            assert named == ([fault.rank] if size > 2 else [0, 1]), (fault, seen[0].said)
+        first = altered[0][0] if altered else step
+        how = (
+            "no gradient" if first is None
+            else "not a number" if seen[0].diverged
+            else "not compared" if step is None
+            else "within" if step - first < EVERY * pieces
+            else "later"
+        )  # fmt: skip
+        said[how] = said.get(how, 0) + 1
+        altering += how in ("within", "later")
+    print(f"{size} processes, {count} faults: {said}")
+    return altering
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_planted_faults_of_many_forms_are_found(pool: Pool, size: int) -> None:
+    assert found(pool, size, 8, seed=1) >= 5
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("size", [2, 4])
+def test_two_hundred_planted_faults_are_found(pool: Pool, tmp_path: Path, size: int) -> None:
+    altering = sum(found(pool, size, 20, seed=100 + number) for number in range(6))
+    assert altering >= 100
+    altered(pool, tmp_path, size, 25, seed=2)
+
+
+def no_false_alarm(pool: Pool, name: str, size: int, steps: int) -> None:
+    plan = f"device=cpu,replicate={size},exact=4,check=2"
+    compared = pool.run("tests.step.wrong_machine:sound", size, SOUND[name], plan, steps)
+    assert compared == [steps // 2] * size
+
+
+@pytest.mark.parametrize("name", ["images", "attending", "shared"])
+def test_sound_processes_are_not_suspected(pool: Pool, name: str) -> None:
+    no_false_alarm(pool, name, 2, 20)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("name", SOUND)
+def test_a_thousand_sound_steps(pool: Pool, name: str) -> None:
+    no_false_alarm(pool, name, 2, 500)
+    no_false_alarm(pool, name, 4, 500)

@@ -23,13 +23,14 @@ from grappe.checkpoint import tensor_file
 from grappe.checkpoint.commit import Fingerprint, Origin, commit, read_json, strangers, write_json, write_new
 from grappe.checkpoint.format import STATE, Retention, step_folder
 from grappe.checkpoint.tensor_file import Piece
-from grappe.errors import RunError
+from grappe.errors import ComputedWrongly, RunError
 from grappe.launch import files
 from grappe.launch.files import IN_CHECKPOINT, IN_PART
 from grappe.launch.terminal import say
 from grappe.launch.world import World
 from grappe.private_api.torch import local_shape_and_offset
 from grappe.profiling import memory
+from grappe.words import host_name
 
 POLL_SECONDS = 0.01
 SAMPLES = "samples"  # of the values that are saved: how many samples were seen
@@ -43,12 +44,20 @@ class Saver:
         token: identifies this start of the run, so that files of an earlier, dead start are never used.
         may_commit: called before each commit; raises RunError when another process writes this run now.
         run: the run's id, which checkpoints carry.
+        bits: makes a number of a tensor's bits, by which copies are compared with what was copied; None: they are not.
     """
 
     def __init__(
-        self, folder: Path, world: World, token: str, keep: Retention, may_commit: Callable[[], None], run: str = ""
+        self,
+        folder: Path,
+        world: World,
+        token: str,
+        keep: Retention,
+        may_commit: Callable[[], None],
+        run: str = "",
+        bits: Callable[[Tensor], Tensor] | None = None,
     ) -> None:
-        self._folder, self._world, self._token, self._run = folder, world, token, run
+        self._folder, self._world, self._token, self._run, self._bits = folder, world, token, run, bits
         self._keep, self._may_commit = keep, may_commit
         self._snapshots = Snapshots()
         self._first: int | None = None
@@ -61,6 +70,8 @@ class Saver:
         """The thread that writes; None also where it could not be started."""
         self._beside: Path | None = None
         self._error: str | None = None
+        self._altered = ""
+        """This node's name if its memory altered a copy."""
         self._held: tuple[int, list[Piece], dict[str, Any]] | None = None
         """A copied state that is not being written."""
         self._abandoned = threading.Event()
@@ -84,7 +95,7 @@ class Saver:
             The error of the save before this one, on any process; None: that save is committed.
         """
         before = self.write_held()
-        uncopied, streamed, copied = list(pieces_to_write(tensors, own, self._world)), None, True
+        uncopied, streamed, copied = self._pieces(tensors, own), None, True
         temporary = self._prepare(step)
         pieces = uncopied
         if self._first is None:
@@ -113,9 +124,7 @@ class Saver:
             As `save`.
         """
         before = self.wait()
-        pieces, copied = self._snapshots.take(
-            pieces_to_write(tensors, own, self._world), self._world.process.local_size
-        )
+        pieces, copied = self._snapshots.take(self._pieces(tensors, own), self._world.process.local_size)
         if not all(self._world.gather(copied)):
             return self.save(step, tensors, own, values) or before
         self._held = (step, pieces, dict(values))
@@ -134,6 +143,10 @@ class Saver:
     def forget(self) -> None:
         """Drops what is held."""
         self._held = None
+
+    def _pieces(self, tensors: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> list[Piece]:
+        pieces, bits = pieces_to_write(tensors, own, self._world), self._bits
+        return [piece if bits is None else piece._replace(bits=int(bits(piece.data))) for piece in pieces]
 
     def _prepare(self, step: int) -> Path:
         self._written.clear()
@@ -164,12 +177,17 @@ class Saver:
         return True
 
     def wait(self) -> str | None:
-        """Waits for the running save, if there is one; returns that save's error, on any process."""
+        """Waits for the running save, if there is one; returns that save's error, on any process.
+
+        Raises:
+            ComputedWrongly: a process's memory altered its copy.
+        """
         if not self._saving:
             return None
         self._saving = False
         self._written.wait()
-        problems = [problem for problem in self._world.gather(self._error) if problem]
+        rows = self._world.gather((self._error, self._altered))
+        problems = [problem for problem, _ in rows if problem]
         if problems:
             self._abandoned.set()
         if self._thread is not None:
@@ -181,6 +199,10 @@ class Saver:
             # One that was slow may have written its part after another had failed and tidied up.
             with contextlib.suppress(OSError, RunError):
                 self._tidy(self._beside)
+        if nodes := {node: problem for problem, node in rows if problem and node}:
+            error = ComputedWrongly("; ".join(nodes.values()) + ". The checkpoint before it is whole")
+            error.nodes, error.proven = nodes, len(nodes) == 1
+            raise error
         return problem
 
     def _stream(
@@ -227,7 +249,7 @@ class Saver:
         try:
             yield
         except Exception as error:
-            kind = "" if isinstance(error, OSError | RunError) else f"{type(error).__name__}: "
+            kind = "" if isinstance(error, OSError | RunError | ComputedWrongly) else f"{type(error).__name__}: "
             self._error = f"step {step} could not be saved: {kind}{error}"
             with contextlib.suppress(OSError, RunError):
                 self._tidy(temporary)
@@ -246,6 +268,10 @@ class Saver:
         files.make_folder(temporary, IN_PART)  # no parents: a run that was removed must not come back in part
         name = f"rank-{self._world.rank}.safetensors"
         print_of = tensor_file.write(temporary / name, pieces, values)
+        for piece in pieces:  # afterwards: while it is written, a copy may change as well
+            if piece.bits is not None and self._bits is not None and int(self._bits(piece.data)) != piece.bits:
+                self._altered, process = host_name(), f"process {self._world.rank} (node {host_name()})"
+                raise ComputedWrongly(f"the copy of {piece.name} in the memory of {process} has other bits")
         write_json(temporary / f"{name}.done", print_of, IN_CHECKPOINT)
 
     def _commit(self, temporary: Path, step: int, values: dict[str, Any]) -> None:

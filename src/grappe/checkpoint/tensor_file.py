@@ -50,6 +50,8 @@ class Piece(NamedTuple):
     """The whole tensor's shape."""
     offset: tuple[int, ...]
     """The part's first index in the whole tensor, by dimension."""
+    bits: int | None = None
+    """A number made of all bits, which a copy of it has as well; None: copies are not compared."""
 
     @classmethod
     def complete(cls, name: str, tensor: Tensor) -> Piece:

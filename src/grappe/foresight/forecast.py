@@ -131,7 +131,8 @@ def refuse_unforeseen(plan: Plan) -> None:
         raise PlanError(f"engine={plan.engine}: only plans of engine=native are foreseen; grappe measure runs any plan")
     for key in UNFORESEEN:
         if key in plan.changed_keys():
-            raise PlanError(f"{key}: what it keeps in memory is not foreseen; grappe measure runs any plan")
+            more = f", only what check={plan.check} adds: {plan.checked:.2%} of a step" if plan.check else ""
+            raise PlanError(f"{key}: what it keeps in memory is not foreseen{more}; grappe measure runs any plan")
 
 
 def memory_forecast(

@@ -7,7 +7,7 @@ W processes, each with n parameters.
 
 from __future__ import annotations
 
-import os
+import functools
 import time
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -56,10 +56,11 @@ class CrossCheck:
         self._every, self._pieces, self._world, self._gradient, self._names = every, pieces, world, gradient, names
         self._piece: CheckedPiece | None = None
         self._checked = -1
-        self._comparisons, self._seconds = 0, 0.0
+        self._comparisons, self._seconds, self._began = 0, 0.0, 0.0
 
     def note(self, batch: Batch, index: int, gradients: Sequence[Tensor | None]) -> None:
         """Notes a piece whose gradients were just computed; they are read only in a step that is compared."""
+        self._began = self._began or time.perf_counter()
         if index == batch.step // self._every % self._pieces:
             digest = _digest(gradients) if self._due(batch.step) else None
             micro = batch.microbatches[index]
@@ -85,11 +86,13 @@ class CrossCheck:
             self._compare()
 
     def remarks(self) -> list[str]:
-        """Returns how often pieces were compared, and how long that took."""
+        """Returns how often pieces were compared, how long that took, and its share of the training's time."""
         if not self._comparisons:
             return []
         times = f"{self._comparisons:,} time{'s' if self._comparisons > 1 else ''}"
-        return [f"check: a piece was compared with another process's {times}, in {format_seconds(self._seconds)}"]
+        share = self._seconds / (time.perf_counter() - self._began)
+        took = f"{format_seconds(self._seconds)} ({share:.2%} of the time)"
+        return [f"check: a piece was compared with another process's {times}, in {took}"]
 
     def _due(self, step: int) -> bool:
         return (step + 1) % self._every == 0
@@ -100,7 +103,7 @@ class CrossCheck:
         own = piece.digest if piece.digest is not None else self._computed(piece.micro, world.data_rank)
         following, previous = (world.data_rank + 1) % world.data_size, (world.data_rank - 1) % world.data_size
         again = self._computed(self._exchanged(following, previous), previous)
-        rows = world.gather((own, again, os.environ.get("SLURMD_NODENAME") or host_name()))
+        rows = world.gather((own, again, host_name()))
         doubtful = [rank for rank in range(len(rows)) if rows[rank][0] != rows[(rank + 1) % len(rows)][1]]
         if doubtful:
             raise self._settled(doubtful, rows)
@@ -181,19 +184,26 @@ def _on_host(micro: Microbatch) -> bytes:
     return packed(tree_map(lambda leaf: leaf.detach().cpu().clone() if isinstance(leaf, Tensor) else leaf, micro))
 
 
-@torch.no_grad()
 def _digest(gradients: Sequence[Tensor | None]) -> list[int]:
-    """Sums each gradient's bits as integers, each with another odd factor, modulo 2^64: no single change keeps it."""
-    sums = [
-        torch.zeros((), dtype=torch.int64) if gradient is None else _sum_of_bits(gradient) for gradient in gradients
-    ]
+    sums = [torch.zeros((), dtype=torch.int64) if gradient is None else sum_of_bits(gradient) for gradient in gradients]
     return torch.stack([each.to(sums[-1].device) for each in sums]).tolist() if sums else []
 
 
-def _sum_of_bits(tensor: Tensor) -> Tensor:
+@torch.no_grad()
+def sum_of_bits(tensor: Tensor) -> Tensor:
+    """Sums a tensor's bits as integers, each with a factor of its own, modulo 2^64: a scalar on its device.
+
+    The factors are odd, so that no single change keeps the sum, and random: in a row, as 1, 3, 5, 7, they would keep it
+    where signs change alike at places of equal distance.
+    """
     total = torch.zeros((), dtype=torch.int64, device=tensor.device)
-    for number, part in enumerate(tensor.detach().contiguous().reshape(-1).split(PIECE)):
+    for part in tensor.detach().contiguous().reshape(-1).split(PIECE):
         bits = part.view(INTEGERS[part.element_size()]).long()
-        first = 2 * number * PIECE + 1
-        total += (bits * torch.arange(first, first + 2 * len(bits), 2, device=bits.device)).sum()
+        total = total * 0x9E3779B1 + (bits * _factors(bits.device)[: len(bits)]).sum()
     return total
+
+
+@functools.cache
+def _factors(device: torch.device) -> Tensor:
+    drawn = torch.randint(-(1 << 62), 1 << 62, (PIECE,), generator=torch.Generator().manual_seed(0))
+    return (drawn | 1).to(device)

@@ -107,7 +107,7 @@ class Statistics:
         self._begin()
         if self._modules and (calls := self._agreed_calls()):
             sizes = [2 * module.num_features for module in calls]
-            own = torch.zeros(self._pieces.pieces // self._pieces.slices, sum(sizes), device=self._world.device)
+            own = self._before[0].new_zeros(self._pieces.pieces // self._pieces.slices, sum(sizes))
             for index, row in self._rows.items():
                 own[index] = row
             rows = self._pieces.gathered(own, self._world.data_group)

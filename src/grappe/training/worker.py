@@ -34,6 +34,7 @@ from grappe.launch.world import World, join
 from grappe.plan import Plan
 from grappe.profiling.chronometer import Chronometer, waits_counted
 from grappe.profiling.memory import keep_freed_memory, resident
+from grappe.step.cross_check import sum_of_bits
 from grappe.step.noise_scale import NoiseScale
 from grappe.step.noise_scale import refuse as refuse_noise_scale
 from grappe.step.observers import Observers
@@ -197,6 +198,7 @@ def _trained(request: Request, process: ProcessRank, rendezvous_folder: Path) ->
                     Retention(last=options.keep),
                     started.check_lease,
                     run=info.description.get("id", ""),
+                    bits=sum_of_bits if plan.check else None,
                 ),
                 average=average,
                 carried=carried,

@@ -158,3 +158,9 @@ def test_energy_and_speed_may_disagree() -> None:
 
 def test_nothing_measured() -> None:
     assert said(Measurement(plan="", batch=1, processes=1, slices=1, failure="no")) == "nothing could be measured"
+
+
+def test_what_check_adds_is_said() -> None:
+    assert "check adds 0.50% of the computing, by count" in said(
+        point(*[COMPUTE] * 4, plan="exact=8,replicate=4,check=100")
+    )

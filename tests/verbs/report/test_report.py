@@ -94,6 +94,16 @@ def test_one_run(browser: chromium.Browser, run: Path) -> None:
     assert browser.evaluate(f"{row}.cells[1].textContent") == "1"
 
 
+def test_sizes_are_drawn_over_steps(browser: chromium.Browser, run: Path, tmp_path: Path) -> None:
+    starts = [{"at": 1.0, "step": 0, "processes": 2, "nodes": 2}, {"at": 2.0, "step": 3, "processes": 4, "nodes": 4}]
+    file = report([another(run, "resized", sizes=starts)], tmp_path / "resized.html")
+    shown(browser, file)
+    titles = browser.evaluate("[...document.querySelectorAll('figcaption')].map(one => one.firstChild.textContent)")
+    assert "processes" in titles
+    drawn = browser.evaluate("DATA.runs[0].sizes")
+    assert drawn[:3] == [[0, 2], [3, 2], [3, 4]] and drawn[3][1] == 4 and len(drawn) == 4
+
+
 def test_twenty_runs_and_their_differences(browser: chromium.Browser, run: Path, tmp_path: Path) -> None:
     runs = [another(run, f"copy-{number}", name="", plan=f"replicate={number + 1}") for number in range(20)]
     file = report(runs, tmp_path / "twenty.html")

@@ -57,6 +57,8 @@ def _advice(good: Sequence[Measurement]) -> Iterator[str]:
                 f"{title(point)}: {point.processes} processes with {point.threads} thread"
                 f"{'s' if point.threads > 1 else ''} each share {point.cores} cores: use at most {point.cores} in all"
             )
+        if share := Plan.parse(point.plan).checked:
+            yield f"{title(point)}: check adds {share:.2%} of the computing, by count"
     for point in asked:
         yield from _small_slices(point, good)
     for point in good:

@@ -123,6 +123,7 @@ function curves() {
   const sources = DATA.runs.flatMap((run) => Object.entries(run.description.drawn_until ?? {}).map(([step, counts]) => [run.label, step, Object.entries(counts).map(([name, count]) => `${name}: ${count}`).join("; ")]));
   if (sources.length) table(grid.parentNode, t("Samples drawn from each source, up to a step"), [t("run"), t("step"), t("samples")], sources);
   drawn(grid, t("throughput"), t("samples/s, of steps"), (run) => run.speed, { from0: true });
+  drawn(grid, t("processes"), t("of each start"), (run) => run.sizes, { from0: true });
 }
 
 function elapsed(run) {

@@ -197,6 +197,7 @@ def _run(run: Run, row: dict[str, Any]) -> dict[str, Any]:
         "validation": {name: thinned(curve) for name, curve in evaluations.items()},
         "axes": [(step, samples, float(f"{at:.6g}")) for step, samples, at in shown],
         "speed": _speed(axes),
+        "sizes": _over_steps(sizes, last) if len(sizes) > 1 else [],
         "usage": usage,
         "processes": description.get("costs", []),
         "used": description.get("used", {}),
@@ -218,6 +219,13 @@ def _sizes(sizes: Sequence[dict[str, Any]], usage: Sequence[dict[str, Any]]) -> 
     waits = sum(number(size.get("waited")) for size in sizes) / 3600
     hours = {"hours in the queue": waits, "idle nodes, hours": idle}
     return {"sizes": lines, **{name: f"{value:.3g}" for name, value in hours.items() if value}}
+
+
+def _over_steps(sizes: Sequence[dict[str, Any]], last: int) -> Points:
+    """Returns the processes of each start, from its first step to the next start's."""
+    begins = [int(number(size.get("step"))) for size in sizes]
+    spans = zip(sizes, begins, [*begins[1:], last], strict=True)
+    return [(step, number(size.get("processes"))) for size, begin, end in spans for step in (begin, max(begin, end))]
 
 
 def _speed(axes: Sequence[tuple[int, float, float]]) -> Points:
