@@ -116,7 +116,7 @@ OPERATORS = {
 
 @dataclasses.dataclass(frozen=True)
 class Fault:
-    """What one process computes wrongly, from the first step on that is not before `begins`."""
+    """Operator that one process computes wrongly, from the step `begins` on."""
 
     task: str
     plan: str
@@ -124,7 +124,7 @@ class Fault:
     form: str
     """One bit of one number; that number stuck at 0.5; a bit of every eighth; a matrix product's sums reversed."""
     place: float
-    """Which number, as a part of all; which bit, as a part of a number's."""
+    """The number, as a part of all; then the bit, as a part of a number's."""
     bit: float
     rank: int
     begins: int
@@ -204,7 +204,7 @@ def planted(process: ProcessRank, folder: Path, faults: list[Fault], steps: int)
 
 
 class Seen(NamedTuple):
-    """What a process saw of a fault."""
+    """Observations of a process under a fault."""
 
     altered: list[tuple[int, int]]
     """On the faulty process: the steps and pieces whose gradients it altered."""
@@ -265,7 +265,7 @@ class Flip(NamedTuple):
     tensor: float
     place: float
     bit: float
-    """Which tensor of the process's pieces, which number, which bit, as a part of all."""
+    """The tensor of the process's pieces, the number and the bit, each as a part of all."""
     hold: bool
     """Whether the copy is held before it is written."""
 
