@@ -146,4 +146,5 @@ def test_the_price_of_short_steps_on_cores_is_not_named(gpt: FakeModel, units: U
     chosen = next(choices(gpt, plan, BATCH, peak(gpt, plan) - 1))
     assert chosen.computing == "more computing (steps are too short to foresee how much)"
     assert dataclasses.replace(chosen, short=False, price=0.114).computing == "11% more computing"
+    assert dataclasses.replace(chosen, short=False, price=0.004).computing == "no more computing"
     assert dataclasses.replace(chosen, plan=Plan()).computing == "no more computing"

@@ -16,9 +16,10 @@ from grappe.errors import PlanError
 from grappe.launch.rank import ProcessRank
 from grappe.launch.world import World
 from grappe.plan import Plan
-from grappe.training.memory_choice import ChoiceRequest, memory_chosen, with_memory_chosen, worker
+from grappe.training.memory_choice import ChoiceRequest, _earlier, memory_chosen, with_memory_chosen, worker
 from grappe.training.options import Options
 from grappe.training.request import Request, data_folder
+from grappe.training.run import Run
 from grappe.training.task_reference import TaskReference
 
 FIELDS = {"width": 64, "depth": 2, "heads": 2, "batch_size": 8, "megabytes": 0.3}
@@ -37,6 +38,25 @@ def test_two_processes_have_one_choice_and_the_bits_of_none(tmp_path: Path) -> N
     assert weights.keys() == others.keys() and all(torch.equal(weights[name], others[name]) for name in weights)
 
 
+def test_a_run_that_goes_on_keeps_its_choice_where_it_fits(tmp_path: Path) -> None:
+    """As a job that went back into the queue: by the same command, where another choice would be made now."""
+    described, _ = trained(tmp_path / "run", "memory=12MB")
+    other = dataclasses.replace(Plan.parse(described["plan"]), recompute=True)
+    assert str(other) != described["plan"]
+    world = World(process=ProcessRank(), device=torch.device("cpu"))
+
+    def request(chosen_before: str, plan: Plan) -> Request:
+        Run(tmp_path / "run").describe(plan=str(plan), chosen=chosen_before)
+        return Request(task=TaskReference.of("pysource", FIELDS), plan=Plan(memory="12MB"), run=tmp_path / "run")
+
+    before = described["chosen"]
+    kept = with_memory_chosen(request(before, other), world)
+    assert kept.plan == other and kept.chosen == before
+    assert with_memory_chosen(request(before, Plan()), world).plan.recompute, "it does not fit"
+    assert _earlier(request("", other)) is None
+    assert _earlier(request(before, dataclasses.replace(other, replicate=2))) is None
+
+
 def test_on_a_gpu_some_memory_is_left_to_its_kernels() -> None:
     """The GPU is a name: nothing runs on it."""
     fields = {**FIELDS, "batch_size": 64}
@@ -44,9 +64,9 @@ def test_on_a_gpu_some_memory_is_left_to_its_kernels() -> None:
         task=TaskReference.of("pysource", fields), plan=Plan(memory="320MB"), data=data_folder(),
         gpu="NVIDIA H100 80GB HBM3", gpu_bytes=80 << 30, before=0,
     )  # fmt: skip
-    choice = worker(request, ProcessRank(), Path())
-    assert choice.plan.recompute and "of 52 MB that torch may allocate" in choice.chosen
-    assert not worker(dataclasses.replace(request, plan=Plan(memory="2GB")), ProcessRank(), Path()).plan.recompute
+    plan, sentence = worker(request, ProcessRank(), Path())
+    assert plan.recompute and "of 52 MB that torch may allocate" in sentence
+    assert not worker(dataclasses.replace(request, plan=Plan(memory="2GB")), ProcessRank(), Path())[0].recompute
 
 
 def test_a_gpu_too_small_for_the_states_has_them_on_the_host_if_there_is_room() -> None:
@@ -54,11 +74,9 @@ def test_a_gpu_too_small_for_the_states_has_them_on_the_host_if_there_is_room() 
         task=TaskReference.of("pysource", {**FIELDS, "width": 256}), plan=Plan(memory="288MB"), data=data_folder(),
         gpu="NVIDIA H100 80GB HBM3", gpu_bytes=80 << 30, host=1 << 30, before=0,
     )  # fmt: skip
-    choice = worker(request, ProcessRank(), Path())
-    assert choice.plan.offload == "cpu"
-    assert choice.chosen.endswith(
-        ", and parameters and optimizer state on the host, whose time on the bus is not foreseen"
-    )
+    plan, sentence = worker(request, ProcessRank(), Path())
+    assert plan.offload == "cpu"
+    assert sentence.endswith(", and parameters and optimizer state on the host, whose time on the bus is not foreseen")
     with pytest.raises(PlanError, match="memory=288MB: torch may allocate 20 MB"):
         worker(dataclasses.replace(request, host=0), ProcessRank(), Path())
 

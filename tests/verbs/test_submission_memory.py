@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
+import time
 from pathlib import Path
 
 import pytest
 
-from grappe.errors import UsageError
+from grappe.errors import TaskError, UsageError
 from grappe.fields import NumberRange
 from grappe.sites import find
 from grappe.sites.sbatch import FEWEST, JobOptions
 from grappe.verbs.automatic_time import foreseen_warnings, with_gpus, with_sizes
+from grappe.verbs.foresee.run_forecast import in_limited_process
 from grappe.verbs.submit.resources import Submission
 from grappe.verbs.submit.submit import JobScript, submit
 
@@ -148,9 +150,21 @@ def test_what_a_task_prints_is_no_part_of_a_script(tmp_path: Path, capfd: pytest
 
 def test_a_task_that_takes_for_ever_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "big.py").write_text(BIG)
-    monkeypatch.setattr("grappe.verbs.foresee.run_forecast.SECONDS", 3)
+    monkeypatch.setattr("grappe.verbs.foresee.run_forecast.WAITING_SECONDS", 3)
     (found,) = warnings(tmp_path, "narval", "replicate=4", ("width=8", "sleeps=600"))
     assert "take more than 3 s here" in found
+
+
+def test_time_of_computing_is_limited_and_not_time_that_others_compute(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("grappe.verbs.foresee.run_forecast.SECONDS", 1)
+    assert in_limited_process(lambda: time.sleep(2) or "waited, as beside others") == "waited, as beside others"
+
+    def computes() -> str:
+        while True:
+            pass
+
+    with pytest.raises(TaskError, match="take more than 1 s here"):
+        in_limited_process(computes)
 
 
 def test_the_plan_is_judged_without_advice_where_the_search_fails(

@@ -27,6 +27,7 @@ STATES = 4096
 so that what is chosen costs no more than the best choice for a room that is smaller by a STATES-th for each unit."""
 CALLER = 1.5  # times as long as in a loop of its own takes Python's part of an operator between others
 TRIES = 4  # of the choice, each corrected by the trace of the one before
+LEAST_PRICE = 0.005  # of a step, below which it is called none
 SHORTEST = 0.1  # seconds of a step on cores, below which Python's own time, which is not foreseen, spoils its price
 
 
@@ -46,13 +47,11 @@ class Recomputation:
     @property
     def computing(self) -> str:
         """Says what the recomputation costs."""
-        if not self.plan.recompute:
+        if not self.plan.recompute or (self.price < LEAST_PRICE and not self.short):
             return "no more computing"
-        return (
-            "more computing (steps are too short to foresee how much)"
-            if self.short
-            else (f"{self.price:.0%} more computing")
-        )
+        if self.short:
+            return "more computing (steps are too short to foresee how much)"
+        return f"{self.price:.0%} more computing"
 
 
 class Units:
@@ -231,6 +230,7 @@ def fitted(
     gpu: bool = False,
     fits: Callable[[MemoryForecast], bool | None] | None = None,
     host: int = 0,
+    earlier: Plan | None = None,
 ) -> Recomputation:
     """Chooses the recomputation of least time under which a step of `plan` fits; where none does, more microbatches.
 
@@ -241,6 +241,7 @@ def fitted(
         limit: the bytes that torch may allocate on the process's device.
         host: the bytes of the host's memory that the process may have.
         fits: what else decides whether a plan fits.
+        earlier: a plan that is taken, without a price, if it fits.
 
     Raises:
         PlanError: none fits, or the plan's memory is not foreseen; the message has the smallest change that would.
@@ -249,6 +250,9 @@ def fitted(
 
     def fit(choice: Recomputation) -> bool:
         return choice.peak <= limit and (fits is None or bool(fits(choice.needs)))
+
+    if earlier is not None and fit(kept := _foreseen(fake_model, earlier, samples, gpu=gpu)):
+        return kept
 
     def starts() -> Iterator[Plan]:
         yield base

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
+from typing import NamedTuple
 
 from grappe.errors import GrappeError, PlanError
 from grappe.launch.local import local
@@ -13,11 +14,22 @@ from grappe.plan import Plan
 from grappe.profiling.memory import data_limit, data_size, free
 from grappe.training.out_of_memory import MemoryReport, memory_budgets
 from grappe.training.request import Request
+from grappe.training.run import Run
 from grappe.training.task_reference import TaskReference
 from grappe.words import format_bytes, plan_name
 
 GPU_WORKSPACE_BYTES = 256 << 20
 """For cuBLAS's and attention's own memory, which is not foreseen: an H100 took 0.2 GB more than foreseen, in fp32."""
+CHOSEN_KEYS = ("memory", "recompute", "microbatches", "offload")
+"""Keys of a plan that the choice sets."""
+
+
+class ChosenPlan(NamedTuple):
+    """The plan that memory= stands for."""
+
+    plan: Plan
+    chosen: str
+    """A sentence on it."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -27,23 +39,16 @@ class ChoiceRequest:
     task: TaskReference
     plan: Plan
     data: Path
+    before: int = 0
+    """Bytes of a process before its model."""
     gpu: str = ""
     """The GPU that the plan trains on; "": none."""
     gpu_bytes: int = 0
     """Bytes of its memory."""
     host: int = 0
     """Bytes of the host's memory that a process may have for what its GPU has no room for."""
-    before: int | None = None
-    """Bytes of a process before its model; None: those of the process that chooses."""
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class ChosenPlan:
-    """The plan that memory= stands for."""
-
-    plan: Plan
-    chosen: str
-    """A sentence on it."""
+    earlier: ChosenPlan | None = None
+    """What the run that is resumed chose, which it keeps where that fits."""
 
 
 def with_memory_chosen(request: Request, world: World) -> Request:
@@ -54,13 +59,17 @@ def with_memory_chosen(request: Request, world: World) -> Request:
     """
     if request.plan.memory == "none":
         return request
-    answer: ChosenPlan | GrappeError = ChosenPlan(plan=request.plan, chosen="")
+    answer: ChosenPlan | GrappeError = ChosenPlan(request.plan, "")
     if world.rank == 0:
-        name, size = _gpu() if world.device.type == "cuda" else ("", 0)
-        asked = ChoiceRequest(task=request.task, plan=request.plan, data=request.data, gpu=name, gpu_bytes=size)
-        host = (free() or 0) // world.process.local_size
+        asked = ChoiceRequest(task=request.task, plan=request.plan, data=request.data, before=data_size())
+        if world.device.type == "cuda":
+            import torch
+
+            gpu = torch.cuda.get_device_properties(world.device)
+            host = (free() or 0) // world.process.local_size
+            asked = dataclasses.replace(asked, gpu=gpu.name, gpu_bytes=gpu.total_memory, host=host)
         try:
-            answer = chosen(dataclasses.replace(asked, host=host, before=data_size()))
+            answer = _chosen(dataclasses.replace(asked, earlier=_earlier(request)))
         except GrappeError as error:
             answer = error
     answer = world.share(answer)
@@ -69,7 +78,17 @@ def with_memory_chosen(request: Request, world: World) -> Request:
     return dataclasses.replace(request, plan=answer.plan, chosen=answer.chosen)
 
 
-def chosen(request: ChoiceRequest) -> ChosenPlan:
+def _earlier(request: Request) -> ChosenPlan | None:
+    """Returns what the run chose at its last start, for the same plan; None: nothing."""
+    if request.run is None or not Run.is_run(request.run):
+        return None
+    description, asked = Run(request.run).read_description(), request.plan
+    earlier, chosen = Plan.parse(str(description.get("plan", ""))), str(description.get("chosen", ""))
+    same = dataclasses.replace(asked, **{key: getattr(earlier, key) for key in CHOSEN_KEYS}) == earlier
+    return ChosenPlan(earlier, chosen) if same and chosen.startswith(f"memory={asked.memory}:") else None
+
+
+def _chosen(request: ChoiceRequest) -> ChosenPlan:
     """Chooses in a process of its own, whose memory goes back."""
     return local("grappe.training.memory_choice:worker", request, 1, from_training=True)
 
@@ -83,25 +102,24 @@ def worker(request: ChoiceRequest, process: ProcessRank, rendezvous_folder: Path
     from grappe.foresight.recomputation import fitted
     from grappe.foresight.search import MemoryBudget
 
-    plan, gpu, before = request.plan, bool(request.gpu), request.before or data_size()
-    task = request.task.resolve()
+    plan, gpu, task = request.plan, bool(request.gpu), request.task.resolve()
     base = dataclasses.replace(plan, memory="none")
     fake_model = FakeModel(task, request.data, foreach=gpu, kernels=None if gpu else Kernels(), records=True)
-    budget, reserve = None, ""
-    limit = plan.memory_limit
+    limit, budget, reserve = plan.memory_limit, None, ""
     if limit is None:
         if gpu:
             budget = MemoryBudget(whose="this GPU's memory", size=request.gpu_bytes // plan.per_device)
         else:
-            budget, _ = memory_budgets(MemoryReport(rank=0, held={}, other=0, before=before), base)
+            report = MemoryReport(rank=0, held={}, other=0, before=request.before)
+            budget, _ = memory_budgets(report, base)
             kept = None if data_limit() is None else library_memory(fake_model, base, task.batch_size)
             if kept is not None:
-                least = max(budget.libraries.evaluation, kept.evaluation)
-                budget = dataclasses.replace(
-                    budget, libraries=LibraryMemory(evaluation=least, step=max(kept.step, budget.libraries.step))
+                assumed = budget.libraries
+                libraries = LibraryMemory(
+                    evaluation=max(kept.evaluation, assumed.evaluation), step=max(kept.step, assumed.step)
                 )
-        limit = budget.room(plan.processes)
-        reserve = f" (of {format_bytes(budget.size)}, {budget.whose})"
+                budget = dataclasses.replace(budget, libraries=libraries)
+        limit, reserve = budget.room(plan.processes), f" (of {format_bytes(budget.size)}, {budget.whose})"
     limit -= GPU_WORKSPACE_BYTES if gpu else 0
     choice = fitted(
         fake_model,
@@ -112,7 +130,10 @@ def worker(request: ChoiceRequest, process: ProcessRank, rendezvous_folder: Path
         gpu=gpu,
         fits=None if budget is None else lambda needs: budget.fits(needs, plan.processes),
         host=request.host,
+        earlier=request.earlier and request.earlier.plan,
     )
+    if request.earlier is not None and choice.plan == request.earlier.plan:
+        return request.earlier
     moved = ""
     if choice.plan.offload != plan.offload:
         moved = ", and parameters and optimizer state on the host, whose time on the bus is not foreseen"
@@ -121,13 +142,6 @@ def worker(request: ChoiceRequest, process: ProcessRank, rendezvous_folder: Path
         chosen=f"memory={plan.memory}: chose {plan_name(choice.plan)}, foreseen to take {format_bytes(choice.peak)} of "
         f"{format_bytes(limit)} that torch may allocate{reserve}, with {choice.computing}{moved}",
     )
-
-
-def _gpu() -> tuple[str, int]:
-    import torch
-
-    properties = torch.cuda.get_device_properties(torch.cuda.current_device())
-    return properties.name, properties.total_memory
 
 
 def memory_chosen(task: TaskReference, plan: Plan, data: Path) -> tuple[Plan, str]:
@@ -140,5 +154,4 @@ def memory_chosen(task: TaskReference, plan: Plan, data: Path) -> tuple[Plan, st
         return plan, ""
     if plan.memory == "auto":
         raise PlanError("memory=auto is of a training's own device: write the bytes here, as in memory=14GB")
-    choice = chosen(ChoiceRequest(task=task, plan=plan, data=data))
-    return choice.plan, choice.chosen
+    return _chosen(ChoiceRequest(task=task, plan=plan, data=data))

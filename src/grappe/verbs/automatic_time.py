@@ -8,9 +8,9 @@ import json
 import math
 import os
 import shlex
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from grappe.errors import GrappeError, PlanError, TaskError, UsageError
 from grappe.errors.foreign_text import printable
@@ -58,15 +58,21 @@ def foreseen_warnings(submission: Submission, script: Script) -> list[str]:
     except (ImportError, TaskError):
         return []  # the job has packages that are not here
 
-    def traced() -> str:
+    def traced() -> list[str]:
         fake_model = fake_model_of(task, submission, gpu=True, records=True)
-        return json.dumps(warnings_of(fake_model, script.plan, budget, script.site))
+        return warnings_of(fake_model, script.plan, budget, script.site)
 
-    progress("tracing the model, to foresee the memory that the plan needs")
     try:
-        return json.loads(in_limited_process(traced))
+        return _shown("tracing the model, to foresee the memory that the plan needs", traced)
     except GrappeError as error:
         return [not_foreseen(error)]
+
+
+def _shown(text: str, work: Callable[[], Any]) -> Any:
+    """Calls `work` in a process under limits, and returns its result, of JSON's types; meanwhile shows the text."""
+    progress(text)
+    try:
+        return json.loads(in_limited_process(lambda: json.dumps(work())))
     finally:
         progress("")
 
@@ -94,7 +100,7 @@ def with_gpus(submission: Submission) -> tuple[Submission, str]:
     most, fabric = site.node.gpus, site_fabric(site)
     counts = sorted({1, *(2**power for power in range(1, most.bit_length()) if 2**power < most), most})
 
-    def traced() -> str:
+    def traced() -> tuple[int, str | None, str]:
         from grappe.foresight.search import in_words, on_each_number
 
         fake_model = fake_model_of(task, submission, gpu=True, records=True)
@@ -102,13 +108,9 @@ def with_gpus(submission: Submission) -> tuple[Submission, str]:
         choices = on_each_number(fake_model, plan, counts, task.batch_size, budget, device)
         plans = {count: str(choice.plan) for count, choice in choices.items() if not isinstance(choice, GrappeError)}
         count = min(plans, default=0)
-        return json.dumps([count, plans.get(count), in_words(choices) or f"fits on {count_of(count, 'GPU')} as it is"])
+        return count, plans.get(count), in_words(choices) or f"fits on {count_of(count, 'GPU')} as it is"
 
-    progress("tracing the model, to foresee on how many GPUs it fits")
-    try:
-        count, text, sentence = json.loads(in_limited_process(traced))
-    finally:
-        progress("")
+    count, text, sentence = _shown("tracing the model, to foresee on how many GPUs it fits", traced)
     if text is None:
         raise UsageError(f"--gpus auto: {submission.task} does not fit on a node of {site.name}: {sentence}")
     job = dataclasses.replace(job, gpus=(count,))
@@ -189,15 +191,11 @@ def _unfit(submission: Submission, site: Site, job: JobOptions, plans: Mapping[i
     if budget is None:
         return {}
 
-    def traced(budget: MemoryBudget = budget) -> str:
+    def traced(budget: MemoryBudget = budget) -> dict[int, str]:
         fake_model = fake_model_of(task, submission, gpu=True, records=True)
-        return json.dumps({count: _asked(fake_model, plan, budget) for count, plan in plans.items()})
+        return {count: _asked(fake_model, plan, budget) for count, plan in plans.items()}
 
-    progress("tracing the model, to foresee the memory that each size needs")
-    try:
-        reasons = json.loads(in_limited_process(traced))
-    finally:
-        progress("")
+    reasons = _shown("tracing the model, to foresee the memory that each size needs", traced)
     return {int(count): reason for count, reason in reasons.items() if reason}
 
 
@@ -432,20 +430,18 @@ def _foreseen(job: _Job) -> _Estimate:
     """
     fabric = _fabric(job)
     plan = dataclasses.replace(job.plan, threads=job.plan.threads or job.layout.cores)
-    progress("tracing the model, to foresee the time and the memory that the plan needs")
-    try:
-        trace = json.loads(in_limited_process(lambda: _traced(job, plan, fabric)))
-        if fabric is None:
-            progress("running a few steps, to measure the time that they take")
-            step = _measured(job, plan)
-            seconds, spread = step.total, step.spread
-        else:
-            seconds, spread = trace["seconds"], trace["spread"]
-    finally:
-        progress("")
+    text = "tracing the model, to foresee the time and the memory that the plan needs"
+    trace = _shown(text, lambda: _traced(job, plan, fabric))
     if fabric is not None:
+        seconds, spread = trace["seconds"], trace["spread"]
         origin = f"from the data sheet of {fabric.device.title}, not measured, at its slow end"
     else:
+        progress("running a few steps, to measure the time that they take")
+        try:
+            step = _measured(job, plan)
+        finally:
+            progress("")
+        seconds, spread = step.total, step.spread
         origin = "as measured on this machine, at the slow end, if the job's cores are as fast as these"
     return _Estimate(
         costs=TimeCosts(
@@ -494,8 +490,8 @@ def _measured(job: _Job, plan: Plan) -> StepTime:
     return measured_step(task, plan, data_folder(None if submission.data is None else Path(submission.data)))
 
 
-def _traced(job: _Job, plan: Plan, fabric: Fabric | None) -> str:
-    """Traces the model once; returns JSON: a GPU's step, the training's sizes, and the warnings."""
+def _traced(job: _Job, plan: Plan, fabric: Fabric | None) -> dict[str, Any]:
+    """Traces the model once; returns a GPU's step, the training's sizes, and the warnings."""
     from grappe.foresight.forecast import memory_forecast
     from grappe.foresight.gpu_time import gpu_time
     from grappe.verbs.foresee.measured_step import check_runs_here
@@ -516,16 +512,14 @@ def _traced(job: _Job, plan: Plan, fabric: Fabric | None) -> str:
             warnings = warnings_of(fake_model, job.plan, budget, job.site)
         except GrappeError as error:
             warnings = [not_foreseen(error)]
-    return json.dumps(
-        {
-            "seconds": seconds,
-            "spread": spread,
-            "saved": sum(sizes),
-            "evaluated": fake_model.validation_samples / batch,
-            "steps_per_epoch": math.ceil(fake_model.samples / job.task.batch_size),
-            "warnings": warnings,
-        }
-    )
+    return {
+        "seconds": seconds,
+        "spread": spread,
+        "saved": sum(sizes),
+        "evaluated": fake_model.validation_samples / batch,
+        "steps_per_epoch": math.ceil(fake_model.samples / job.task.batch_size),
+        "warnings": warnings,
+    }
 
 
 def _limit_in_words(

@@ -28,8 +28,8 @@ if TYPE_CHECKING:
     from grappe.foresight.gpu_time import Fabric
 
 
-SECONDS = 60  # for one call
-COMPUTING_SECONDS = 600  # of all threads
+SECONDS = 60  # of computing, for one call, which a machine that is busy does not use up
+WAITING_SECONDS = 600  # for one call, in which a task's code may wait for something
 MEMORY_BYTES = 4_000_000_000
 
 
@@ -42,18 +42,20 @@ def in_limited_process(work: Callable[[], str]) -> str:
     from grappe.foresight.search import too_slow
     from grappe.launch.fork import LimitReached, Limits, run_in_fork
 
-    def too_long(*_: object) -> None:
-        raise too_slow(SECONDS)
+    def too_long(kind: int, _: object) -> None:
+        raise too_slow(SECONDS if kind == signal.SIGPROF else WAITING_SECONDS)
 
     def limited() -> str:
         forget_forkserver()
         os.dup2(2, 1)  # what the task prints is no part of a script
         sys.stdout = sys.stderr
+        signal.signal(signal.SIGPROF, too_long)
         signal.signal(signal.SIGALRM, too_long)
-        signal.alarm(SECONDS)
+        signal.setitimer(signal.ITIMER_PROF, SECONDS)
+        signal.alarm(WAITING_SECONDS)
         return work()
 
-    limits = Limits(memory=MEMORY_BYTES, mapped=1 << 40, seconds=COMPUTING_SECONDS)
+    limits = Limits(memory=MEMORY_BYTES, mapped=1 << 40, seconds=10 * SECONDS)
     try:
         return run_in_fork(limited, limits)
     except LimitReached as error:
