@@ -130,7 +130,7 @@ def main() -> None:
     found = {} if "--again" in sys.argv or not FILE.exists() else json.loads(FILE.read_text())
     kept: dict[str, tuple[int, str]] = {}
     fake_models: dict[str, FakeModel] = {}
-    for part, text, name in itertools.product(PARTS, PLANS, TASKS):
+    for name, text, part in itertools.product(TASKS, PLANS, PARTS):
         key = f"{name} | {text} | {part}"
         if key in found:
             continue

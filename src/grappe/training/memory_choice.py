@@ -130,7 +130,7 @@ def worker(request: ChoiceRequest, process: ProcessRank, rendezvous_folder: Path
         gpu=gpu,
         fits=None if budget is None else lambda needs: budget.fits(needs, plan.processes),
         host=request.host,
-        earlier=request.earlier and request.earlier.plan,
+        earlier=None if request.earlier is None else request.earlier.plan,
     )
     if request.earlier is not None and choice.plan == request.earlier.plan:
         return request.earlier
