@@ -43,6 +43,9 @@ if "WEIGHTS" in os.environ and "resource_tracker" not in sys.orig_argv[-1]:
     import numpy, torch
     torch.manual_seed(0); random.seed(0); numpy.random.seed(0); secrets.randbits = lambda bits: 0
     counts, every, moved, reached = {}, {}, os.environ.get("MOVED"), 0
+    if "FP64" in os.environ:
+        torch.set_default_dtype(torch.float64)
+        torch.FloatTensor, torch.Tensor.float = torch.DoubleTensor, torch.Tensor.double
 
     def add(optimizer, *_):
         every.setdefault(id(optimizer), optimizer)
@@ -116,7 +119,7 @@ class Outcome:
     same_lines: int = 0
     by_rounding_lines: int = 0
     in_fp64: float | None = None
-    """The same as `apart` between one process and two with precision=fp64; None: not tried, or refused."""
+    """The same as `apart` where the script and torch compute in fp64; None: not tried, or not possible."""
     seconds: tuple[float, ...] = ()
     """Of one process, and of two."""
 
@@ -188,8 +191,8 @@ def compare(script: Script, repository: Path, site: Path | None) -> Outcome:
         word, by_rounding, least, in_fp64 = "same", 0.0, len(lines), None
         if apart > TOLERATED or alike < least:
             word = "different"
-            exact = [run(name, f"{keys},precision=fp64").stdout for name, keys in (("one64", alone), ("two64", plan))]
-            if (folder / "two64").exists():
+            exact = [run("one64", FP64="1").stdout, run("two64", plan, FP64="1").stdout]
+            if (folder / "one64").exists() and (folder / "two64").exists():
                 in_fp64 = distance(*(torch.load(folder / name) for name in ("one64", "two64")))
                 if in_fp64 <= TOLERATED and lines_alike(*(printed(each, script.timed) for each in exact)) == least:
                     word = "same in fp64"
