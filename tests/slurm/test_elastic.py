@@ -127,7 +127,7 @@ def in_the_same_job(job: Job, *sizes: int) -> None:
 
 def test_a_kill_and_a_node_that_is_gone_do_not_end_the_job(wide: Cluster, tmp_path: Path) -> None:
     in_service(wide, len(NODES))
-    job = submitted(wide, tmp_path, "left", PLAN, "--nodes", "1-4", epochs=8)
+    job = submitted(wide, tmp_path, "left", PLAN, "--nodes", "1-2", "--spare", "2", epochs=8)
     job.trains()
     kill(job.pids()[-1], signal.SIGKILL)
     begins_again(job, 1)
@@ -136,7 +136,7 @@ def test_a_kill_and_a_node_that_is_gone_do_not_end_the_job(wide: Cluster, tmp_pa
         job.ends()
     finally:
         wide.start_node("n2")
-    in_the_same_job(job, 4, 4, 2)
+    in_the_same_job(job, 2, 2, 2)
     assert "noted against node n2, in " in job.said()
     same_bits(job)
 

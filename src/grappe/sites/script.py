@@ -197,7 +197,8 @@ def _head(script: Script) -> str:
         f"--output={script.run}/logs/job-%j.out",
         "--open-mode=append",
         f"--array=1-{script.job.chain}%1" if script.job.chain else "--requeue",
-        *(["--no-kill"] if layout.sizes else []),  # what is left of the nodes may be enough
+        # Of such a job Slurm does not requeue what lost its first node, where the script runs: others do not risk it.
+        *(["--no-kill"] if layout.spare else []),
     ]
     options = merged(with_mps(options, site, layout, script.plan), sbatch.options(script.job))
     comments = [f"# {printable(note, 10_000)}" for note in notes]
