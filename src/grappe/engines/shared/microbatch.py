@@ -132,8 +132,10 @@ class MicrobatchRunner:
         """Runs a forward and backward of the first microbatch that changes only gradients."""
         micro = batch.microbatches[0]
         with buffers_restored(self._model), self.watch.undone():
-            with self._precision:  # no name for the output, which would be kept in backward as no step keeps it
-                loss = self.losses.dry_run(self.output(forward, micro), micro, batch)
+            output = self.output(forward, micro)
+            with self._precision:
+                loss = self.losses.dry_run(output, micro, batch)
+            del output  # no step keeps it in backward
             torch.autograd.backward((loss.values, *roots[0]), (loss.output_gradient, *roots[1]))
 
 
