@@ -48,7 +48,7 @@ class ChoiceRequest:
     host: int = 0
     """Bytes of the host's memory that a process may have for what its GPU has no room for."""
     earlier: ChosenPlan | None = None
-    """What the run that is resumed chose, which it keeps where that fits."""
+    """Choice of the run that is resumed, which it keeps where that fits."""
 
 
 def with_memory_chosen(request: Request, world: World) -> Request:
