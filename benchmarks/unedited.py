@@ -182,7 +182,8 @@ def compare(script: Script, repository: Path, site: Path | None) -> Outcome:
         taken = tuple(seconds)
         if two.returncode or not (folder / "two").exists():
             word = "refused" if "would not learn what one" in two.stderr else "ended"
-            why = "\n".join(two.stderr.splitlines()[-1 if word == "refused" else -3 :])
+            said = [line for line in two.stderr.splitlines() if not line.startswith("  |   ")]  # frames, with paths
+            why = "\n".join(said[-1 if word == "refused" else -3 :])
             return Outcome(word=word, why=why, seconds=taken)
         weights = [torch.load(folder / name) for name in ("one", "two")]
         apart = distance(*weights)
