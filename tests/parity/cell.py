@@ -9,14 +9,31 @@ import torch
 
 from grappe import engines
 from grappe.checkpoint.initial import built
-from grappe.data.loader import evaluation_loader, training_loader
-from grappe.engines.base import EngineSetup
+from grappe.data.loader import BatchLoader, evaluation_loader, training_loader
+from grappe.engines.base import Engine, EngineSetup
 from grappe.launch.rank import ProcessRank
-from grappe.launch.world import join
+from grappe.launch.world import World, join
 from grappe.plan import Plan
 from grappe.task import Task
 
 TOLERANCE = 1e-5  # contract 7: per tensor, in norm, after at most 10 steps in fp32
+
+
+def engine_of(
+    task: Task, plan: Plan, world: World, dataset: Any, total_steps: int | None = None
+) -> tuple[Engine, BatchLoader]:
+    """Makes the plan's engine, for `total_steps` or else the task's epochs, and the loader of its batches."""
+    loader = training_loader(task, dataset, plan, world)
+    setup = EngineSetup(
+        task=task,
+        plan=plan,
+        world=world,
+        weights=built(task),
+        total_steps=total_steps or task.epochs * loader.order.steps_per_epoch,
+        sample_inputs=loader.example(),
+        samples=len(dataset),
+    )
+    return engines.check(plan)(setup), loader
 
 
 def train(process: ProcessRank, rendezvous_folder: Path, task: Task, text: str, steps: int) -> dict[str, Any]:
@@ -24,17 +41,7 @@ def train(process: ProcessRank, rendezvous_folder: Path, task: Task, text: str, 
     plan = Plan.parse(text + (",threads=1" if text else "threads=1"))
     world = join(plan, process, rendezvous_folder)
     dataset = task.data("train", Path())
-    loader = training_loader(task, dataset, plan, world)
-    setup = EngineSetup(
-        task=task,
-        plan=plan,
-        world=world,
-        weights=built(task),
-        total_steps=task.epochs * loader.order.steps_per_epoch,
-        sample_inputs=loader.example(),
-        samples=len(dataset),
-    )
-    engine = engines.check(plan)(setup)
+    engine, loader = engine_of(task, plan, world, dataset)
     results = []
     engine.train(loader.batches(0, steps), lambda result: bool(results.append(result)))
     losses = [result.sums.read()[0] / float(result.batch.count) for result in results]

@@ -15,24 +15,21 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-from grappe import Arrays, Task, engines
+from grappe import Arrays, Task
 from grappe.checkpoint.format import Retention
-from grappe.checkpoint.initial import built
 from grappe.checkpoint.saver import Saver, Snapshots
 from grappe.checkpoint.tensor_file import Piece
 from grappe.data.batch import Batch
-from grappe.data.loader import BatchLoader, training_loader
-from grappe.engines.base import EngineSetup
+from grappe.data.loader import BatchLoader
 from grappe.errors import ComputedWrongly
 from grappe.launch.rank import ProcessRank
 from grappe.launch.world import join
 from grappe.plan import Plan
 from grappe.step import cross_check
 from grappe.tasks.digits import Digits
+from tests.parity.cell import engine_of
 from tests.parity.planted import With
 from tests.parity.tasks import Images, Tokens
-
-INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class Attending(Task):
@@ -170,7 +167,7 @@ class Faulty(TorchDispatchMode):
         if fault.form == "stuck":
             flat[at] = 0.5
             return
-        bits = flat.view(INTEGERS[flat.element_size()])
+        bits = flat.view(cross_check.INTEGERS[flat.element_size()])
         size = 8 * flat.element_size()
         bit = min(int(fault.bit * size), size - 1)
         flip = -(1 << bit) if bit == size - 1 else 1 << bit
@@ -181,18 +178,7 @@ def prepared(task: Task, text: str, process: ProcessRank, folder: Path) -> tuple
     """Makes an engine in a world of its own, and the loader of its batches."""
     plan = Plan.parse(f"{text},threads=1")
     world = join(plan, process, folder)
-    dataset = task.data("train", Path())
-    loader = training_loader(task, dataset, plan, world)
-    setup = EngineSetup(
-        task=task,
-        plan=plan,
-        world=world,
-        weights=built(task),
-        total_steps=1000,
-        sample_inputs=loader.example(),
-        samples=len(dataset),
-    )
-    return engines.check(plan)(setup), loader
+    return engine_of(task, plan, world, task.data("train", Path()), total_steps=1000)
 
 
 def planted(process: ProcessRank, folder: Path, faults: list[Fault], steps: int) -> list[Seen]:
