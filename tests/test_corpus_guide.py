@@ -1,4 +1,4 @@
-"""The guide on corpora: its commands write tokens, and its task trains on the mixture; so does the example."""
+"""The guide on corpora: its commands write tokens, and its task trains on the mixture."""
 
 from __future__ import annotations
 
@@ -33,10 +33,3 @@ def test_the_guides_commands_train_on_a_mixture(tmp_path):
         assert done.returncode == 0, done.stderr
     drawn = json.loads((tmp_path / "run/run.json").read_text())["drawn"]
     assert sum(drawn.values()) == 48 and drawn["web"] > drawn["books"] > 0
-
-
-def test_the_example_trains(tmp_path):
-    command = [GRAPPE, "train", str(ROOT / "examples/pretraining.py"), "--data", "data", "--run", "run", "--steps", "4"]
-    done = ran(*command, cwd=tmp_path, XDG_STATE_HOME=str(tmp_path / "state"))
-    assert done.returncode == 0, done.stderr
-    assert sum(json.loads((tmp_path / "run/run.json").read_text())["drawn"].values()) == 32

@@ -18,9 +18,11 @@ from tests.parity import cell
 from tests.processes import Pool
 
 
-def train(process: ProcessRank, rendezvous_folder: Path, file: str, plan: str, steps: int) -> dict[str, Any]:
+def train(
+    process: ProcessRank, rendezvous_folder: Path, file: str, plan: str, steps: int, folder: Path
+) -> dict[str, Any]:
     """As tests.parity.cell.train, of the task in `file`."""
-    return cell.train(process, rendezvous_folder, tasks.find(file)(), plan, steps)
+    return cell.train(process, rendezvous_folder, tasks.find(file)(), plan, steps, folder)
 
 
 def seen(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:

@@ -13,7 +13,7 @@ import torch
 from benchmarks.gallery_files import NAMES, ROOT, file, known, write
 
 import grappe
-from tests.gallery import shipped
+from tests.gallery import shipped, tasks
 from tests.gallery.cell import runner
 from tests.processes import Pool
 
@@ -45,7 +45,7 @@ def verified(pool: Pool, name: str, plans: Sequence[str] = PLANS) -> Iterator[tu
 def _findings(pool: Pool, name: str, plans: Sequence[str]) -> Iterator[Any]:
     asked = [f"{plan},threads=1,device=cpu" for plan in plans]
     if name in NAMES:
-        return grappe.verify(file(name), asked, run=runner(pool))
+        return grappe.verify(file(name), asked, data=tasks.folder(name), run=runner(pool))
     return grappe.verify(
         name,
         asked,

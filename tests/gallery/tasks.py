@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import atexit
+import functools
 import inspect
+import shutil
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -23,6 +27,15 @@ from grappe.step.fast_paths import seed_dropout
 def task(name: str) -> grappe.Task:
     """A task of the gallery with its defaults."""
     return tasks.find(file(name))()
+
+
+@functools.cache
+def folder(name: str) -> Path:
+    """A folder with what a task of the gallery prepares, if it does."""
+    place = Path(tempfile.mkdtemp(prefix=f"grappe-{name}-"))
+    atexit.register(shutil.rmtree, place, ignore_errors=True)
+    task(name).prepare(place)
+    return place
 
 
 class Batches:
@@ -47,18 +60,27 @@ class Batches:
         return grappe.draw(self._keys, numbers)
 
 
+def pieces(sample: tuple[dict[str, Tensor], Tensor]) -> list[list[int]]:
+    """Returns the pieces of documents of a packed sample, each with the token that its last one predicts."""
+    inputs, target = sample
+    parts = [inputs["documents"] == number for number in range(1, int(inputs["documents"].max()) + 1)]
+    return [[*inputs["input_ids"][part].tolist(), int(target[part][-1])] for part in parts]
+
+
 def train_plain(name: str, steps: int) -> tuple[list[float], nn.Module]:
     """The losses of a plain loop's first steps, on a task's batches, and what is evaluated then."""
     by_hand, one = plain(name), task(name)
     torch.manual_seed(one.seed)
     net = by_hand.network()
     average = None if one.ema is None else by_hand.copy.deepcopy(net)
-    batches = Batches(training_order(one, one.data("train", Path())))
+    dataset = one.data("train", folder(name))
+    batches = Batches(training_order(one, dataset))
     offered = {
         "rand": batches.rand,
         "randn_like": grappe.randn_like,
         "rand_like": lambda like: grappe.rand_like(like, salt=1),
         "average": average,
+        "packs": [pieces(dataset[place]) for place in range(len(dataset))] if hasattr(dataset, "sources") else None,
     }
     wanted = inspect.signature(by_hand.train).parameters
     further: dict[str, Any] = {key: value for key, value in offered.items() if key in wanted}

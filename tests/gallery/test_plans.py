@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from benchmarks import gallery_files
 
-from tests.gallery import shipped, table
+from tests.gallery import shipped, table, tasks
 from tests.gallery.cell import seen
 from tests.parity.cell import TOLERANCE, difference
 from tests.processes import Pool
@@ -37,7 +37,7 @@ CELLS = [(name, plan) for name in gallery_files.NAMES for plan in (*PLANS, *FURT
 
 @functools.cache
 def _plain(pool: Pool, name: str, plan: str) -> dict[str, Any]:
-    return pool.run("tests.gallery.cell:train", 1, gallery_files.file(name), plan, STEPS)[0]
+    return pool.run("tests.gallery.cell:train", 1, gallery_files.file(name), plan, STEPS, tasks.folder(name))[0]
 
 
 @pytest.mark.grid(each=2)
@@ -46,9 +46,8 @@ def test_every_plan_learns_the_same(pool: Pool, name: str, plan: str) -> None:
     exact = "exact" in plan  # pieces have dropout and statistics of their own
     alone = _plain(pool, name, "exact=2" if exact else "")
     asked = f"{plan},batchnorm=sync" if name in NORMALISED and not exact else plan
-    found = pool.run(
-        "tests.gallery.cell:train", 1 if plan == "recompute" else 2, gallery_files.file(name), asked, STEPS
-    )[0]
+    size, folder = 1 if plan == "recompute" else 2, tasks.folder(name)
+    found = pool.run("tests.gallery.cell:train", size, gallery_files.file(name), asked, STEPS, folder)[0]
     gap, worst = difference(seen(alone["weights"]), seen(found["weights"]))
     assert gap <= TOLERANCE, f"{worst} is {gap:.1e} away"
     assert found["scores"].loss == pytest.approx(alone["scores"].loss, rel=1e-5)

@@ -30,7 +30,7 @@ PLAN = "threads=1,device=cpu"
 def train(name: str, folder: Path, steps: int = STEPS) -> Path:
     """A run of a few steps."""
     options = grappe.Options(steps=steps, save_every=2, evaluate_every=STEPS)
-    grappe.train(gallery_files.file(name), PLAN, folder, options=options)
+    grappe.train(gallery_files.file(name), PLAN, folder, data=tasks.folder(name), options=options)
     return folder
 
 
@@ -59,8 +59,17 @@ def test_resumes_to_the_bit_and_predicts(name: str, trained: Callable[[str], Pat
     assert Run(resumed).latest().step == STEPS  # type: ignore[union-attr]
     both = [grappe.load(run, gallery_files.file(name)).state_dict() for run in (trained(name), tmp_path / "resumed")]
     assert all(torch.equal(one, both[1][key]) for key, one in both[0].items())
-    rows = list(grappe.predict(trained(name), "validation", task=gallery_files.file(name)))
-    assert len(rows) == len(tasks.task(name).data("validation", tmp_path))  # type: ignore[arg-type]
+    data = tasks.folder(name)
+    rows = list(grappe.predict(trained(name), "validation", task=gallery_files.file(name), data=data))
+    assert len(rows) == len(tasks.task(name).data("validation", data))  # type: ignore[arg-type]
+
+
+def test_the_plain_loop_of_a_mixture_cuts_and_packs_the_documents_as_its_task() -> None:
+    dataset = tasks.task("pretraining").data("train", tasks.folder("pretraining"))
+    ours = [tasks.pieces(dataset[place]) for place in range(len(dataset))]  # type: ignore[arg-type]
+    theirs = gallery_files.plain("pretraining").data("train")
+    assert len(ours) == len(theirs)
+    assert sorted(piece for pack in ours for piece in pack) == sorted(piece for pack in theirs for piece in pack)
 
 
 def test_a_teacher_comes_from_its_own_run_and_stays_as_it_is(tmp_path: Path) -> None:

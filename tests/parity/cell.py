@@ -36,11 +36,13 @@ def engine_of(
     return engines.check(plan)(setup), loader
 
 
-def train(process: ProcessRank, rendezvous_folder: Path, task: Task, text: str, steps: int) -> dict[str, Any]:
+def train(
+    process: ProcessRank, rendezvous_folder: Path, task: Task, text: str, steps: int, folder: Path = Path()
+) -> dict[str, Any]:
     """Losses, norms and, on process 0, the final weights; the evaluation's scores too."""
     plan = Plan.parse(text + (",threads=1" if text else "threads=1"))
     world = join(plan, process, rendezvous_folder)
-    dataset = task.data("train", Path())
+    dataset = task.data("train", folder)
     engine, loader = engine_of(task, plan, world, dataset)
     results = []
     engine.train(loader.batches(0, steps), lambda result: bool(results.append(result)))

@@ -5,10 +5,10 @@ from __future__ import annotations
 import gzip
 import json
 import pickle
-import sys
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import zstandard
 
@@ -18,7 +18,7 @@ from grappe.data.datasets import training_order
 from grappe.data.sampling import SampleOrder
 from grappe.errors import DataError, TaskError
 from grappe.task import Task
-from tests.commands import ran
+from tests.commands import GRAPPE, ran
 from tests.data.corpus import shards
 from tests.data.corpus.shards import ENDINGS, SEQUENTIAL, corpus_folder, expected, identity, options
 
@@ -94,7 +94,7 @@ def test_blank_lines_and_a_missing_last_feed(tmp_path):
     (tmp_path / "b.jsonl.gz").write_bytes(gzip.compress((tmp_path / "a.jsonl").read_bytes()))
     assert [each["id"] for each in map(Corpus(tmp_path / "b.jsonl.gz").__getitem__, range(3))] == [0, 1, 2]
     (tmp_path / "c.jsonl").write_bytes(b"")
-    with pytest.raises(DataError, match="have no rows"):
+    with pytest.raises(DataError, match="has no rows, in 1 file"):
         Corpus(tmp_path / "c.jsonl")
 
 
@@ -110,12 +110,25 @@ def _of_other_columns(file):
 
 
 def _unpacks_without_end(file):
-    if file.suffix == ".arrow":  # a mapped file cannot be compressed
-        table = pa.table({"id": range(9), "text": ["a"] * 9, "tokens": [[1]] * 9})
+    table = pa.table({"id": range(9), "text": ["0" * (1 << 13)] * 9, "tokens": [[1]] * 9})
+    if file.suffix == ".parquet":  # each text a number of a few bits
+        pq.write_table(table, file)
+    elif file.suffix == ".arrow":  # a mapped file cannot be compressed
         with pa.ipc.new_file(str(file), table.schema, options=pa.ipc.IpcWriteOptions(compression="zstd")) as writer:
             writer.write_table(table)
     else:
         shards.write(file, [{"id": 0, "text": "0" * (1 << 20), "tokens": [1]}])
+
+
+def _of_zeros(file):
+    content = bytearray(file.read_bytes())
+    middle = len(content) // 1024 * 512
+    content[middle : middle + 4096] = bytes(4096)
+    file.write_bytes(content)
+
+
+def _nested(file):
+    file.write_bytes(b"[" * 100_000 + b"]" * 100_000 + b"\n")
 
 
 def _cut(file):
@@ -125,6 +138,8 @@ def _cut(file):
 DAMAGE = {
     "cut": (_cut, dict.fromkeys(ENDINGS, "")),
     "flipped": (_flipped, dict.fromkeys((".parquet", ".jsonl", *SEQUENTIAL), "")),
+    "a hole": (_of_zeros, {".tar": "has something behind its end"}),
+    "nested": (_nested, {".jsonl": "recursion"}),
     "another file": (
         lambda file: file.write_bytes(b"\x93nothing of the kind" * 300),
         {ending: "" for ending in ENDINGS if ending != ".bin"},
@@ -136,7 +151,7 @@ DAMAGE = {
     "bomb": (
         _unpacks_without_end,
         {
-            ".parquet": "asks for 0.0 GB of memory",
+            ".parquet": "needs more than 0.0 GB of memory",
             ".arrow": "record batches are compressed",
             ".tar": "a member of 1,048,576 bytes, of at most 65,536",
         }
@@ -175,7 +190,7 @@ def test_shards_without_rows_and_files_that_change_are_told(tmp_path, ending):
     shards.write(folder / f"part-009{ending}", range(0))
     corpus = Corpus(folder, **options(ending))
     assert len(corpus) == 95
-    with pytest.raises(DataError, match="have no rows"):
+    with pytest.raises(DataError, match="has no rows, in 1 file"):
         Corpus(folder / f"part-009{ending}", **options(ending))
     assert corpus[0] is not None
     for change in (lambda file: file.write(b"more of it"), lambda file: file.truncate(0)):
@@ -246,25 +261,45 @@ def test_a_view_makes_samples(tmp_path):
 
 
 LOOP = """
+import json, os, signal
+from pathlib import Path
 import torch
 import grappe
 from grappe.data import Corpus, Stream
 
-corpus = Corpus("corpus", lambda row: (torch.tensor([float(row["id"])]), row["id"]))
-with grappe.Loop() as loop:
+of_row = lambda row: (torch.tensor([float(row["id"])]), row["id"])
+one, other = (Corpus(name, of_row, window=2) for name in ("zst", "parquet"))
+data = Corpus.mix({one: 1, other: {0: 0, 20: 1}}, samples=95) if "MIX" in os.environ else one
+with grappe.Loop(run="run", save_every=2) as loop:
     net = torch.nn.Linear(1, 1)
     net, optimizer = loop.parallelize(net, torch.optim.SGD(net.parameters(), lr=1e-6))
-    ids = []
-    for inputs, numbers in loop.batches(corpus, 8):
-        net(inputs).mean().backward()
+    for inputs, numbers in loop.batches(data, 8, epochs=2):
+        loop.mean(net(inputs).flatten()).backward()
         optimizer.step()
-        ids += numbers.tolist()
-    assert sorted(ids) == list(range(95)) and ids != sorted(ids)
+        rows = loop.world.gather(numbers.tolist())
+        if loop.world.rank == 0:
+            with Path("ledger").open("a") as ledger:
+                print(json.dumps([loop.step, sum(rows, [])]), file=ledger)
+            if str(loop.step) == os.environ.get("DIES"):
+                os.kill(os.getpid(), signal.SIGKILL)
     next(loop.batches(Stream([1, 2, 3]), 8))
 """
 
 
-def test_a_loop_of_ones_own_reads_a_corpus_and_refuses_a_stream(tmp_path):
-    corpus_folder(tmp_path / "corpus", ".jsonl.zst")
-    done = ran(sys.executable, "-c", LOOP, cwd=tmp_path, XDG_STATE_HOME=str(tmp_path / "state"))
-    assert "each process would read the whole stream" in done.stderr, done.stderr
+@pytest.mark.parametrize("mix", [{}, {"MIX": "1"}], ids=["corpus", "mixture"])
+def test_a_loop_of_ones_own_reads_a_corpus_on_any_processes_and_refuses_a_stream(tmp_path, mix):
+    ledgers = []
+    for lives in ([("1", {})], [("2", {"DIES": "5"}), ("1", {"DIES": "15"}), ("3", {})]):
+        folder = tmp_path / f"{len(lives)}"
+        corpus_folder(folder / "zst", ".jsonl.zst")
+        corpus_folder(folder / "parquet", ".parquet")
+        (folder / "loop.py").write_text(LOOP)
+        for processes, dies in lives:
+            command = [GRAPPE, "launch", "--plan", f"replicate={processes}", "loop.py"]
+            done = ran(*command, cwd=folder, XDG_STATE_HOME=str(tmp_path / "state"), **mix, **dies)
+            assert dies or "each process would read the whole stream" in done.stderr, done.stderr
+        ledgers.append(dict(map(json.loads, (folder / "ledger").read_text().splitlines())))
+    assert ledgers[0] == ledgers[1] and list(ledgers[0]) == list(range(24))
+    if not mix:
+        epochs = [[n for step in range(first, first + 12) for n in ledgers[0][step]] for first in (0, 12)]
+        assert epochs[0] != epochs[1] and all(sorted(ids) == list(range(95)) for ids in epochs)

@@ -9,7 +9,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import xxhash
@@ -18,14 +18,13 @@ from torch.utils.data import Dataset
 
 from grappe.data.corpus.formats import Format, RowBlock, RowOptions
 from grappe.data.corpus.index import CorpusIndex, Paths, find, open_index
+from grappe.data.corpus.mixture import Mixture
 from grappe.data.draw import mix, permute
 from grappe.errors import DataError, TaskError, reading
 from grappe.errors.foreign_text import printable
 from grappe.launch.rank import is_main_process
 from grappe.launch.terminal import complain
-
-if TYPE_CHECKING:
-    from grappe.data.corpus.mixture import Mixture
+from grappe.words import count_of
 
 _WINDOW = 0x636F  # a word of the key, so that it is no epoch's
 MOST_OPEN = 256
@@ -56,6 +55,8 @@ class Corpus(Dataset[Any]):
         DataError: no file is there, or one is damaged, or of another form than the first.
     """
 
+    mix = Mixture
+
     def __init__(
         self,
         paths: Paths,
@@ -84,7 +85,7 @@ class Corpus(Dataset[Any]):
         """Whether single rows are read, and not blocks."""
         self._row_ends = np.cumsum(self.index.blocks["rows"], dtype=np.int64).tolist()
         if not len(self):
-            raise DataError(f"{printable(self.shards.root)}: its {len(self.shards.names):,} files have no rows")
+            raise DataError(f"{printable(self.shards.root)} has no rows, in {count_of(len(self.shards.names), 'file')}")
         self._facts = self.shards.facts()
         self._process, self._lock = os.getpid(), threading.RLock()
         self._opened: OrderedDict[int, Format] = OrderedDict()
@@ -175,18 +176,8 @@ class Corpus(Dataset[Any]):
 
     def epoch_order(self) -> WindowedOrder | None:
         """Returns the order of an epoch's rows; None: any, as single rows are read."""
-        return (
-            None
-            if self.direct
-            else WindowedOrder(self.index.blocks, self.window, sequential=self.shards.form.sequential)
-        )
-
-    @staticmethod
-    def mix(weights: Mapping[Any, Any], *, samples: int | None = None, names: Sequence[str] | None = None) -> Mixture:
-        """Mixes datasets; see `grappe.data.Mixture`."""
-        from grappe.data.corpus.mixture import Mixture
-
-        return Mixture(weights, samples=samples, names=names)
+        blocks, sequential = self.index.blocks, self.shards.form.sequential
+        return None if self.direct else WindowedOrder(blocks, self.window, sequential=sequential)
 
     def __reduce__(self) -> tuple[object, ...]:
         # Neither open files nor a mapped index can travel to another process: it opens them again.

@@ -184,7 +184,8 @@ class Parquet(Format):
     """A Parquet file: a block is a row group."""
 
     def open(self) -> None:
-        self._opened = library("pyarrow.parquet", "Parquet").ParquetFile(self.file, memory_map=False)
+        parquet = library("pyarrow.parquet", "Parquet")
+        self._opened = parquet.ParquetFile(self.file, memory_map=False, page_checksum_verification=True)
 
     def columns(self) -> tuple[str, ...]:
         return _columns(self._opened.schema_arrow)
@@ -192,24 +193,32 @@ class Parquet(Format):
     def blocks(self) -> Iterator[RowBlock]:
         for number in range(self._opened.metadata.num_row_groups):
             group = self._opened.metadata.row_group(number)
-            if not 0 <= group.total_byte_size <= MOST_GROUP:
-                raise self.damaged(
-                    f"its row group {number} asks for {group.total_byte_size / 1e9:,.1f} GB of memory, of at most "
-                    f"{MOST_GROUP / 1e9:.1f}: write it with smaller ones (row_group_size=)"
-                )
+            self._check_size(number, group.total_byte_size)
             yield RowBlock(group.num_rows, number, group.total_byte_size)
+
+    def _check_size(self, number: int, size: int) -> None:
+        if not 0 <= size <= MOST_GROUP:
+            raise self.damaged(
+                f"row group {number} needs more than {MOST_GROUP / 1e9:.1f} GB of memory: write it with smaller ones "
+                "(row_group_size=)"
+            )
 
     def read(self, block: RowBlock) -> Callable[[int], Any]:
         self.check()
         columns = None if self.options.columns is None else list(self.options.columns)
+        batches, rows, size = list[Any](), 0, 0
         try:
-            table = self._opened.read_row_group(block.start, columns=columns, use_threads=False)
-            batches = table.combine_chunks().to_batches()
+            for batch in self._opened.iter_batches(1024, row_groups=[block.start], columns=columns, use_threads=False):
+                batches.append(batch)
+                rows, size = rows + batch.num_rows, size + batch.nbytes
+                self._check_size(block.start, size)  # equal values take no room in the file
+            if rows != block.rows:
+                raise self.damaged(f"row group {block.start} has {rows:,} rows of {block.rows:,}")
+            return _rows_of(library("pyarrow", "Parquet").concat_batches(batches), self)
+        except Damaged:
+            raise
         except Exception as error:
             raise self.damaged(f"row group {block.start}: {_sentence(error)}") from None
-        if len(batches) != 1 or batches[0].num_rows != block.rows:
-            raise self.damaged(f"row group {block.start} has {table.num_rows:,} rows of {block.rows:,}")
-        return _rows_of(batches[0], self)
 
 
 class Arrow(Format):
@@ -220,11 +229,10 @@ class Arrow(Format):
     def open(self) -> None:
         arrow = library("pyarrow", "Arrow")
         mapped, before = arrow.memory_map(str(self.file)), arrow.total_allocated_bytes()
-        try:
+        if os.pread(self.handle, 6, 0) == b"ARROW1":
             reader = arrow.ipc.open_file(mapped)
             batches = (reader.get_batch(number) for number in range(reader.num_record_batches))
-        except arrow.ArrowInvalid:
-            mapped.seek(0)
+        else:
             batches = reader = arrow.ipc.open_stream(mapped)
         self._schema, self._batches = reader.schema, list[Any]()
         for batch in batches:
@@ -299,7 +307,7 @@ class JsonLines(_Placed):
 def _decoded(opened: Format, line: bytes, where: str) -> Any:
     try:
         return msgspec.json.decode(line)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise opened.damaged(f"{where} is no JSON ({_sentence(error)})") from None
 
 

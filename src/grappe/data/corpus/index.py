@@ -19,6 +19,7 @@ from grappe.errors import DataError, TaskError, nearest, reading
 from grappe.errors.foreign_text import printable
 from grappe.launch.files import state_folder
 from grappe.launch.terminal import complain
+from grappe.words import count_of
 
 Paths = str | Path | Sequence[str | Path]
 
@@ -131,7 +132,7 @@ def open_index(
     """
 
     def make() -> index_file.Made:
-        complain(f"grappe: indexing {len(shards.names):,} files of {printable(shards.root)}, once")
+        complain(f"grappe: indexing {count_of(len(shards.names), 'file')} of {printable(shards.root)}, once")
         facts = shards.facts()
         made = scan(shards, skip_damaged=skip_damaged, report=report)
         if shards.facts() != facts:
@@ -167,7 +168,7 @@ def scan(shards: ShardFiles, *, skip_damaged: bool, report: Callable[[str], None
                 its = f"({', '.join(opened.columns())})"
                 raise opened.damaged(f"its columns are {its}, and those of {shards.names[0]} ({', '.join(columns)})")
             for block in opened.blocks():
-                readable, bad = _readable(reader, block) if skip_damaged else (block, [])
+                readable, bad = _readable(reader, block) if skip_damaged and block.rows else (block, [])
                 damaged += (f"{name}: {reason}" for reason in bad)
                 if readable.rows:
                     blocks.append((number, readable.rows, block.start, block.size))

@@ -105,6 +105,7 @@ def runs(archive: Extent) -> Iterator[MemberRun]:
         if len(header) < BLOCK:
             _cut(archive, count)
         if not any(header):
+            _check_rest(archive, position)
             return
         kind, size = header[156:157], _checked_size(header, archive, position)
         position += BLOCK
@@ -258,6 +259,19 @@ def _check_name(name: bytes, archive: Extent) -> None:
     if not name or name.startswith(b"/") or b"\0" in name or b"\n" in name or b".." in name.split(b"/"):
         shown = printable(name.decode(errors="replace"))
         _refuse(archive, f"the name '{shown}', which is not a path inside a folder")
+
+
+def _check_rest(archive: Extent, position: int) -> None:
+    """Checks that an archive has nothing but zeros behind its end; else a hole in it would be taken for the end."""
+    while position < archive.stop and (
+        rest := os.pread(archive.handle, min(_WINDOW, archive.stop - position), position)
+    ):
+        if rest.count(0) < len(rest):
+            _refuse(
+                archive,
+                f"something behind its end at byte {position - archive.start:,}, as two archives or a hole have",
+            )
+        position += len(rest)
 
 
 def _cut(archive: Extent, count: int | None) -> NoReturn:
