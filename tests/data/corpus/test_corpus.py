@@ -63,13 +63,14 @@ def test_rows_are_mixed_over_a_window_of_blocks_of_several_files(tmp_path):
 
 @pytest.mark.parametrize("ending", SEQUENTIAL)
 def test_compressed_files_are_read_in_their_order(tmp_path, ending, monkeypatch):
-    corpus = Corpus(corpus_folder(tmp_path / "corpus", ending, 400, 4), window=2)
+    corpus = Corpus(corpus_folder(tmp_path / "corpus", ending, 400, 8), window=2)
     begun = []
     begin = formats.Compressed._begin
     monkeypatch.setattr(formats.Compressed, "_begin", lambda self: (begun.append(self.file), begin(self)))
     ids = training_order(Task(batch_size=8), corpus).order(0, 0, 400)
     assert sorted(corpus[int(place)]["id"] for place in ids) == list(range(400))
-    assert len(begun) == 4  # each file is unpacked once an epoch
+    assert len(begun) == 8  # each file is unpacked once an epoch
+    assert len(corpus._opened) <= 4  # each with megabytes for unpacking
 
 
 def test_the_index_is_made_once_and_again_when_a_file_changes(tmp_path, capfd):
@@ -209,6 +210,15 @@ def test_columns_are_chosen(tmp_path):
     with pytest.raises(DataError, match=r"no column 'txt'.*text"):
         Corpus(folder / "part-000.parquet", columns=["txt"])
     assert set(Corpus(folder / "part-000.parquet", columns=["text"])[0]) == {"text"}
+
+
+def test_the_memory_of_blocks_is_that_of_their_rows(tmp_path):
+    table = pa.table({"text": ["many times the same words"] * 1000, "id": range(1000)})
+    pq.write_table(table, tmp_path / "rows.parquet", row_group_size=500)
+    assert table.nbytes <= Corpus(tmp_path / "rows.parquet").memory() < 1.1 * table.nbytes
+    assert Corpus(tmp_path / "rows.parquet", columns=["id"]).memory() in range(8000, 8400)
+    corpus = Corpus(corpus_folder(tmp_path / "lines", ".jsonl.zst"))
+    assert corpus.memory() > corpus.index.blocks["size"].sum()
 
 
 @pytest.mark.parametrize("ending", SEQUENTIAL)

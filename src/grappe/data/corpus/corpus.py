@@ -144,7 +144,8 @@ class Corpus(Dataset[Any]):
             with reading(path):
                 opened = self._opened.pop(file, None) or self.shards.form(path, self.shards.options, self._facts[file])
             self._opened[file], block = opened, RowBlock(rows, start, size, places)
-            if len(self._opened) > MOST_OPEN:
+            # one that is unpacked holds megabytes, and no more than a window of them is read at a time
+            if len(self._opened) > (2 * self.window if self.shards.form.sequential else MOST_OPEN):
                 self._opened.popitem(last=False)
                 if self.direct:  # they hold their files, many of them
                     self._blocks.clear()
@@ -168,11 +169,11 @@ class Corpus(Dataset[Any]):
         return opened, *flat
 
     def memory(self) -> int:
-        """Returns the bytes that a process takes at most for blocks; mapped and directly read rows take none."""
+        """Returns the bytes that a process takes at most for blocks, by the first one's; direct rows take none."""
         if self.direct:
             return 0
         largest = np.sort(self.index.blocks["size"])[-2 * self.window :]
-        return int(largest.sum())
+        return int(largest.sum() * self._block(0)[1].expansion)
 
     def epoch_order(self) -> WindowedOrder | None:
         """Returns the order of an epoch's rows; None: any, as single rows are read."""

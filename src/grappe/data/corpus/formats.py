@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import sys
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
@@ -46,7 +47,7 @@ class RowBlock(NamedTuple):
     start: int
     """The number of a row group or record batch, or the first byte in the (unpacked) file."""
     size: int
-    """Bytes in memory."""
+    """Bytes, without compression."""
     places: NDArray[np.uint64] | None = None
     """[rows + 1]: the byte (of a token file: the token) at which each row begins and the last one ends, where rows are
     found by it."""
@@ -85,6 +86,8 @@ class Format(ABC):
     """Whether single rows are read without their block."""
     sequential: ClassVar[bool] = False
     """Whether a file's blocks are quick to read in their order alone."""
+    expansion = 1.0
+    """Bytes in memory of the last block that was read, to its `size`."""
 
     def __init__(self, file: Path, options: RowOptions, facts: Facts | None = None) -> None:
         self.file, self.options = file, options
@@ -214,6 +217,7 @@ class Parquet(Format):
                 self._check_size(block.start, size)  # equal values take no room in the file
             if rows != block.rows:
                 raise self.damaged(f"row group {block.start} has {rows:,} rows of {block.rows:,}")
+            self.expansion = size / max(1, block.size)
             return _rows_of(library("pyarrow", "Parquet").concat_batches(batches), self)
         except Damaged:
             raise
@@ -347,6 +351,7 @@ class Compressed(Format):
         lines = _lines(self._unpacked(block.size))
         if len(lines) != block.rows:
             raise self.damaged(CHANGED)
+        self.expansion = sum(map(sys.getsizeof, lines)) / block.size
         where = f"of the block at unpacked byte {block.start:,}"
         return lambda place: _decoded(self, lines[place], f"line {place} {where}")
 
