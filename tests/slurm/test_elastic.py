@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import math
 import os
 import random
@@ -12,8 +13,9 @@ from pathlib import Path
 
 import pytest
 
+from grappe.checkpoint.format import list_checkpoints
 from grappe.training.run import Run
-from grappe.verbs.submit.jobs import nodes_to_leave_out
+from grappe.verbs.submit.jobs import FAILED_NODES, nodes_to_leave_out
 from tests.commands import GRAPPE, SLOW, ran
 from tests.faults.resume_cell import hashes
 from tests.slurm.cluster import Cluster
@@ -55,8 +57,11 @@ def disturbed(
     kinds: Sequence[str] = ("requeue", "notice"),
     minutes: float = math.inf,
 ) -> list[int]:
-    """Kills, requeues and preempts the job at random, with other nodes in service each time; returns its sizes."""
-    chance = random.Random(seed)
+    """Kills, requeues and preempts the job at random, with other nodes in service each time; returns its sizes.
+
+    With notice no step is lost; else at most those since the last save.
+    """
+    chance, since = random.Random(seed), list[tuple[str, int]]()
     kills, deadline = 0, time.monotonic() + 60 * minutes
     for number in range(events):
         if time.monotonic() > deadline:
@@ -64,8 +69,10 @@ def disturbed(
         job.until(lambda: job.restarts() >= number, "it has begun again")
         job.until(lambda: job.steps() and job.pids(), "it trains")
         in_service(cluster, chance.randint(1, len(NODES)))
+        (job.folder / FAILED_NODES).unlink(missing_ok=True)  # the test is no reason to leave nodes out
         what = chance.choice(["kill", *kinds] if kills < 3 else kinds)
         kills += what == "kill"
+        since.append((what, job.steps() if what == "notice" else list_checkpoints(Run(job.run).checkpoints)[0].step))
         if what == "kill":
             kill(chance.choice(job.pids()), signal.SIGKILL)
         elif what == "requeue":
@@ -82,7 +89,11 @@ def disturbed(
         if (job.run / "done").exists():
             break
     job.ends()
-    return [size["processes"] for size in Run(job.run).read_description()["sizes"]]
+    sizes = Run(job.run).read_description()["sizes"]
+    begins = [size["step"] for size in sizes[1:]]
+    assert all(begin >= step for begin, (_, step) in zip(begins, since, strict=False)), (begins, since)
+    print(f"{len(begins)} restarts after {collections.Counter(what for what, _ in since)}")
+    return [size["processes"] for size in sizes]
 
 
 def test_other_sizes_and_the_same_bits(wide: Cluster, tmp_path: Path) -> None:
