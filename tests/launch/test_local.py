@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import resource
 import signal
@@ -223,6 +224,14 @@ def test_a_killed_process_starts_the_training_again_in_the_same_command(start: S
     assert run.is_finished() and run.read_description()["restarts"] == 1
     assert [record["step"] for record in run.records("step")] == list(range(1, 25))
     gone(command)
+
+
+def test_in_a_job_a_kill_has_the_exit_code_that_the_script_goes_on_after(start: Start, tmp_path: Path) -> None:
+    command = start(GRAPPE, "train", SLOW, "--run", "run", GRAPPE_FAILURE=str(tmp_path / "job-5.failed"))
+    os.kill(pids_in_training(tmp_path / "run", 1)[0], signal.SIGKILL)
+    code, _, _ = command.end()
+    assert code == 137 and json.loads((tmp_path / "job-5.why").read_text())["killed"]
+    assert not (tmp_path / "job-5.failed").exists()
 
 
 def test_ctrl_c_saves_and_the_run_goes_on(start: Start, tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ from grappe import sites
 from grappe.errors import GrappeError, PlanError
 from grappe.fields import NumberRange
 from grappe.plan import Plan
+from grappe.sites import slurm
 from grappe.sites.layout import fit, layout, stretched
 from grappe.sites.sbatch import JobOptions
 
@@ -109,6 +110,18 @@ def test_what_a_site_forbids(site: str, plan: str, wish: dict, words: str) -> No
         made(site, plan, **wish)
     assert words in str(refusal.value)
     assert refusal.value.exit_code == 2
+
+
+def test_spare_nodes_count_among_those_that_a_site_has_and_a_queue_gives() -> None:
+    text = "gpu*|48|498000|gpu:4|7-00:00:00|12|1-4\nwide|48|498000|gpu:4|infinite|3|1-infinite"
+    for partition, words in (
+        ("gpu", "gpu: at most 4 nodes, this job asks for 5"),
+        ("wide", "--spare=3: 5 nodes with those that the plan needs, and a job on generic may have 3: use --spare 1"),
+    ):
+        site = slurm.probed(sites.find("generic"), text, partition, wants_gpus=True)
+        assert layout(Plan(replicate=8), site, JobOptions(spare=1)).most_nodes == 3
+        with pytest.raises(GrappeError, match=words):
+            layout(Plan(replicate=8), site, JobOptions(spare=3))
 
 
 def test_gpus_against_the_plan() -> None:

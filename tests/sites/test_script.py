@@ -144,13 +144,17 @@ def test_nodes_that_slurm_takes_out_and_processes_that_die_are_noted_once_for_ea
     (commands / "sinfo").write_text("#!/bin/sh\necho 'n0 idle none'\necho 'n1 down* Not responding'\n")
     (commands / "sinfo").chmod(0o755)
     variables = {"PATH": f"{commands}:{os.environ['PATH']}", "SLURM_JOB_NODELIST": "n[0-1]"}
-    assert job(run, "failed_nodes", **variables).stdout == ""
+    assert job(run, 'failed_nodes "$failures"', **variables).stdout == ""
     log = run / "logs" / "job-5.out"
     log.write_text("srun: error: n3: task 1: Killed\n")
     said = "srun: error: n1: task 0: Out Of Memory\nsrun: error: n1: task 1: Killed\nsrun: error: n2: task 2: Killed\n"
-    done = job(run, f"printf '{said}' >> {log}\nnote_death\nfailed_nodes", SLURM_RESTART_COUNT="2", **variables)
+    done = job(
+        run, f"printf '{said}' >> {log}\nnote_death\nfailed_nodes $failures", SLURM_RESTART_COUNT="2", **variables
+    )
     assert done.stdout.strip() == f"noted against node n1, in {tmp_path}/.failed-nodes: Slurm: down*, Not responding"
-    done = job(run, f"printf '{said}' >> {log}\nnote_death\nfailed_nodes", SLURM_RESTART_COUNT="3", **variables)
+    done = job(
+        run, f"printf '{said}' >> {log}\nnote_death\nfailed_nodes $failures", SLURM_RESTART_COUNT="3", **variables
+    )
     assert done.stdout.splitlines()[-1] == "n1"
     notes = (tmp_path / ".failed-nodes").read_text().splitlines()
     assert [note.split(" ", 2)[1] for note in notes] == ["n1", "n1"], "n3 died in an earlier start, n2 after n1"
@@ -178,6 +182,15 @@ def test_what_is_killed_goes_back_three_times(tmp_path: Path, command: str, kill
         assert ("requeued" in done.stdout) is (number < kills)
 
 
+def test_a_loss_that_was_no_number_on_one_node_is_noted_unless_the_same_was_seen_before(tmp_path: Path) -> None:
+    run, why = tmp_path / "run", "step 3, loss nan of samples 4, 5 alone"
+    for node, start in (("n1", "0"), ("n2", "1")):  # the same samples elsewhere: it is not the node
+        text = f"echo '{node} {why}' > $run/logs/job-5.wrong; echo 1 > $GRAPPE_FAILURE\nstep false\nfinish train 5"
+        assert job(run, text, SLURM_RESTART_COUNT=start).returncode == 1, "the job does not go on"
+    notes = (tmp_path / ".failed-nodes").read_text().splitlines()
+    assert [note.split(" ", 1)[1] for note in notes] == [f"n1 5.0 run: {why}"]
+
+
 STAND_INS = """
 squeue() { case $* in *%N) echo "$left" ;; *) echo RUNNING ;; esac; }
 scontrol() { if [ "$1" = show ]; then echo "$3" | tr , '\\n'; else echo requeued; fi; }
@@ -192,6 +205,7 @@ size 3 3 three; size 2 2 two
     ("words", "left", "expected"),
     [
         ("n1: task 1: Killed", "n0,n1,n2,n3", ["n0,n1,n2 three", "n0,n2,n3 three"]),  # n1 is the spare now
+        ("n1: task 1: Exited with exit code 137", "n0,n1,n2,n3", ["n0,n1,n2 three", "n0,n2,n3 three"]),  # its child was
         ("Node failure on n1", "n0,n2", ["n0,n1,n2 three", "n0,n2 two"]),
         ("Node failure on n1", "n0", ["n0,n1,n2 three"]),
         ("n1: task 1: Exited with exit code 3", "n0,n1,n2,n3", ["n0,n1,n2 three", "n0,n1,n2 three"]),

@@ -22,10 +22,10 @@ from grappe.sites.slurm import (
 )
 from grappe.verbs.doctor.checks import allocation, note
 
-TEXT = """cpu|64|257000+|(null)|1-00:00:00|100
-gpu*|48|498000|gpu:a100:4(S:0-1),tmp:1|7-00:00:00|12
-gpu*|32|187000|gpu:v100:2|7-00:00:00|2
-big|96|749000|gpu:8|infinite|1
+TEXT = """cpu|64|257000+|(null)|1-00:00:00|100|1-infinite
+gpu*|48|498000|gpu:a100:4(S:0-1),tmp:1|7-00:00:00|12|1-4
+gpu*|32|187000|gpu:v100:2|7-00:00:00|2|1-4
+big|96|749000|gpu:8|infinite|1|2
 a line of another form
 """
 
@@ -92,7 +92,7 @@ def test_a_controller_is_alive_if_one_of_them_is_or_nobody_can_ask(
 
 def answers(folder: Path, monkeypatch: pytest.MonkeyPatch, sbatch: str) -> None:
     """Puts stand-ins of Slurm's commands on the PATH."""
-    lines = {"sbatch": sbatch, "scontrol": "echo UP", "sinfo": "echo 'cpu*|64|257000|(null)|1-00:00:00|100'"}
+    lines = {"sbatch": sbatch, "scontrol": "echo UP", "sinfo": "echo 'cpu*|64|257000|(null)|1-00:00:00|100|1-infinite'"}
     for name, line in lines.items():
         (folder / name).write_text(f"#!/bin/sh\n{line}\n")
         (folder / name).chmod(0o755)

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+import grappe
 from grappe.checkpoint.format import list_checkpoints
 from grappe.errors import DivergedError, RunError, TaskError, UsageError
 from grappe.fields import count_or_part
@@ -218,6 +219,15 @@ def test_a_loss_that_is_no_number_stops_before_anything_is_saved_over(tmp_path) 
     assert run.read_status(run.read_description()).startswith("failed: the loss")
     assert [one.name for one in Run(tmp_path / "run").checkpoints.iterdir()] == ["step-000000"]
     assert Run(tmp_path / "run").latest() is not None
+
+
+@pytest.mark.parametrize("plan", ["replicate=2", "shard=2", "exact=2,replicate=2", "engine=lightning,replicate=2"])
+def test_a_loss_that_is_no_number_is_named_by_process(tmp_path: Path, plan: str) -> None:
+    with pytest.raises(
+        DivergedError, match=r"on process [01] of 2 alone \(node [^ ]+\) \(sample ids [\d, ]*11"
+    ) as error:
+        grappe.train(Poisoned(epochs=2, batch_size=10), f"{plan},device=cpu,threads=1", tmp_path / "run")
+    assert str(error.value).partition("sample ids ")[2].partition(")")[0].count(",") in (3, 5), "its own"
 
 
 def test_a_loss_that_averages_is_refused(tmp_path) -> None:

@@ -28,7 +28,7 @@ ACCOUNTS = {
     "narval": "def-me",
     "narval-cpu": "def-me",
 }
-SINFO = f"cpu*|{os.cpu_count()}|16000|(null)|2:00:00|2"
+SINFO = f"cpu*|{os.cpu_count()}|16000|(null)|2:00:00|2|1-infinite"
 
 
 @pytest.fixture(autouse=True)

@@ -200,9 +200,7 @@ class Saver:
             with contextlib.suppress(OSError, RunError):
                 self._tidy(self._beside)
         if nodes := {node: problem for problem, node in rows if problem and node}:
-            error = ComputedWrongly("; ".join(nodes.values()) + ". The checkpoint before it is whole")
-            error.nodes, error.proven = nodes, len(nodes) == 1
-            raise error
+            raise ComputedWrongly("; ".join(nodes.values()) + ". The checkpoint before it is whole", nodes)
         return problem
 
     def _stream(

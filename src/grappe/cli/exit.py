@@ -133,7 +133,7 @@ def _complain(error: GrappeError, debug: bool) -> int:
         complain(f"grappe: {error}")
         for folder, names in hiding(details, os.environ.get("PYTHONPATH", "")).items():
             complain(f"grappe: PYTHONPATH={folder} hides installed modules ({names}): unset PYTHONPATH if that is why")
-        leave_error(error)
+        return leave_error(error)
     return error.exit_code
 
 

@@ -302,6 +302,7 @@ class ExactGradients:
         """Leaves the global batch's gradient on each parameter; returns the step's sums. Collective."""
         exact, seed, runner, check = self._exact, self._seed, self._runner, self.check
         ahead = within(self._precision, exact.forward_ahead)
+        totals = []
         runner.first_pass(batch, lambda index, micro: ahead(index, batch.step, seed, entering(micro)))
         for index, micro in enumerate(batch.microbatches):
             runner.total = None
@@ -311,9 +312,12 @@ class ExactGradients:
             if check is not None:
                 check.note(batch, index, [parameter.grad for parameter in self._parameters] if micro.rows else [])
             exact.add(runner.total)
+            totals += [] if runner.total is None else [runner.total]
         if check is not None:
             check.after(batch.step)
-        return exact.reduce(self._stop.flag, batch.samples)
+        sums = exact.reduce(self._stop.flag, batch.samples)
+        sums.own = totals
+        return sums
 
     def norm(self) -> Tensor:
         """Computes the 2-norm of the whole gradient, exact to the bit. Collective if parameters are sharded."""

@@ -40,6 +40,8 @@ class GrappeError(Exception):
     """The process that raised the error, if a launcher started several."""
     details = ""
     """The traceback, if another process raised the error."""
+    nodes: Mapping[str, str] = {}
+    """The nodes that may have computed wrongly, with the evidence; "proven: ..." of the one that has."""
     _was_shown = False
 
     def _render_traceback_(self) -> list[str]:
@@ -84,10 +86,12 @@ class ComputedWrongly(GrappeError):
     """A process's gradients are not those of the same samples and weights on others; what was saved is intact."""
 
     exit_code = EXIT_INTERRUPTED
-    nodes: Mapping[str, str] = {}
-    """The nodes that may have computed wrongly, with the evidence."""
-    proven = False
-    """Whether it is the one node."""
+
+    def __init__(self, message: str, nodes: Mapping[str, str] | None = None) -> None:
+        super().__init__(message)
+        self.nodes = (
+            {node: "proven: " * (len(nodes) == 1) + evidence for node, evidence in nodes.items()} if nodes else {}
+        )
 
 
 class OutOfMemory(GrappeError):

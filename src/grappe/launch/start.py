@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import signal
 import sys
 import time
 import traceback
@@ -84,11 +85,11 @@ def reported_once(error: Exception, process: ProcessRank) -> BaseException:
     ours = isinstance(error, GrappeError)
     code = error.exit_code if ours else EXIT_FAILURE
     file = os.environ.get(FAILURE)  # for the batch script: srun reports only that the others were killed
-    if file and isinstance(error, ComputedWrongly):  # the job goes on without the nodes that the script then notes
-        lines = [f"{node} {'proven: ' * error.proven}{evidence}\n" for node, evidence in error.nodes.items()]
+    if file and isinstance(error, GrappeError) and error.nodes:  # which the script then notes
+        lines = [f"{node} {evidence}\n" for node, evidence in error.nodes.items()]
         with contextlib.suppress(OSError, RunError):
             files.replace(Path(file).with_suffix(WRONG), "".join(lines).encode(), files.IN_PART)
-    elif file and (ours or not local.lost_another(str(error))):
+    if file and not isinstance(error, ComputedWrongly) and (ours or not local.lost_another(str(error))):
         with contextlib.suppress(OSError, RunError):
             files.replace(Path(file), str(code).encode(), files.IN_PART)
     if not claims_error_report(process):
@@ -106,13 +107,17 @@ def reported_once(error: Exception, process: ProcessRank) -> BaseException:
     return reported
 
 
-def leave_error(error: GrappeError) -> None:
-    """Writes the error for the command that submitted this process's job."""
+def leave_error(error: GrappeError) -> int:
+    """Writes the error for the command that submitted this process's job; returns the exit code.
+
+    In a job it is a shell's where a process was killed, which the job's script goes on after.
+    """
+    killed = isinstance(error, ProcessDied) and error.killed
     if file := os.environ.get(FAILURE):
-        killed = isinstance(error, ProcessDied) and error.killed
         why = {"error": type(error).__name__, "message": str(error), "killed": killed}
         with contextlib.suppress(OSError, RunError):
             files.replace(Path(file).with_suffix(WHY), json.dumps(why).encode(), files.IN_PART)
+    return 128 + signal.SIGKILL if file and killed else error.exit_code
 
 
 def interrupted() -> int:

@@ -122,7 +122,8 @@ keep_going() {
     while [ "$skipped" = 0 ] && lost; do
         note_death
         held=$(squeue -h -j "$SLURM_JOB_ID" -o %N)
-        failed=$(scontrol show hostnames "$held" | grep -cxF "$(failed_nodes | tr , "\n")")
+        left_out=$(failed_nodes "$failures")
+        failed=$(scontrol show hostnames "$held" | grep -cxF "${left_out//,/$'\n'}")
         [ "$(kills)" -lt 3 ] && fit "$failed" || return
         note_kill
         echo "going on at once in this job, which has $held; $failed of them failed twice"
@@ -159,18 +160,18 @@ note_node() {
     echo "noted against node $1, in $failures: $2"
 }
 
-# The nodes with notes of two starts within a week, or one that is proven; the four noted last, joined by commas.
+# failed_nodes FILE: the nodes with notes of two starts within a week, or one that is proven; the four noted last, joined
+# by commas. grappe submit calls it, too.
 failed_nodes() {
-    [ ! -e "$failures" ] || awk -v now="$(date +%s)" '$1 > now - 604800 && !seen[$2 $3]++ { if (++notes[$2] > 1 || $5 == "proven:") last[$2] = $1 }
-        END { for (node in last) print last[node], node }' "$failures" | sort -rn | head -n 4 | cut -d " " -f 2 | paste -sd ,
+    [ ! -e "$1" ] || awk -v now="$(date +%s)" '$1 > now - 604800 && !seen[$2, $3]++ { if (++notes[$2] > 1 || $5 == "proven:") last[$2] = $1 }
+        END { for (node in last) print last[node], node }' "$1" | sort -rn | head -n 4 | cut -d " " -f 2 | paste -sd , -
 }
 
 # The nodes that the job has: those with a note of this job come late, those that failed twice come last.
 best_first() {
-    local node failed
-    failed=,$(failed_nodes),
+    local node
     for node in $(scontrol show hostnames "$held"); do
-        case $failed in *,"$node",*) echo -n 9 ;; *) grep -cs " $node $SLURM_JOB_ID\." "$failures" | tr -d "\n" ;; esac
+        case ,$left_out, in *,"$node",*) echo -n 9 ;; *) grep -cs " $node $SLURM_JOB_ID\." "$failures" | tr -d "\n" ;; esac
         echo " $node"
     done | sort -s -n -k 1,1 | cut -d " " -f 2
 }
@@ -179,7 +180,7 @@ best_first() {
 died() {
     tail -c "+$((log_size + 1))" "$log" 2>/dev/null |
         sed -nE 's/^srun: error: Node failure on ([A-Za-z0-9._-]+)$/\1 the node failed/p
-            s/^srun: error: ([A-Za-z0-9._-]+): tasks? [0-9,-]+: (Killed|Aborted|Bus error|Segmentation fault|Illegal instruction).*/\1 a process was ended: \2/p' |
+            s/^srun: error: ([A-Za-z0-9._-]+): tasks? [0-9,-]+: (Killed|Exited with exit code 137|Aborted|Bus error|Segmentation fault|Illegal instruction).*/\1 a process was ended: \2/p' |
         sort -s -k 2,2r | head -n 1 # the node's failure before the end of its processes
 }
 
@@ -268,6 +269,7 @@ begin() {
         export GRAPPE_WAITED=$((started - submitted)) # seconds in the queue
     fi
     note_lost_nodes
+    left_out=$(failed_nodes "$failures")
     echo "${SLURM_JOB_NODELIST:-}" > "$nodes_file"
     trap pass_on USR2
     trap 'ended=1; pass_on' TERM
@@ -276,8 +278,10 @@ begin() {
 finish() {
     local again=no resumes=no refused=0 node evidence
     if [ -e "$run/logs/job-$job.wrong" ]; then # a process computed wrongly: the run goes on, on other nodes
-        code=75
-        while read -r node evidence; do note_node "$node" "$evidence"; done < "$run/logs/job-$job.wrong"
+        [ -e "$GRAPPE_FAILURE" ] || code=75
+        while read -r node evidence; do # the same again is the samples' doing, not the node's
+            grep -qsF ": $evidence" "$failures" || note_node "$node" "$evidence"
+        done < "$run/logs/job-$job.wrong"
         rm -f "$run/logs/job-$job.wrong"
     fi
     case $1 in train | tune | launch) resumes=yes ;; esac # the others would begin again
@@ -307,16 +311,15 @@ finish() {
     if [ "$ended" = 0 ] && [ "${SLURM_RESTART_COUNT:-0}" -lt "$2" ] &&
         [ "$(squeue -h -j "$SLURM_JOB_ID" -o %T)" = RUNNING ]; then
         echo "back into the queue after restart ${SLURM_RESTART_COUNT:-0}, exit code $code"
-        local failed
-        failed=$(failed_nodes)
+        left_out=$(failed_nodes "$failures")
         rm -f "$nodes_file"
         trap - TERM
-        [ -z "$failed" ] || trap '' TERM # there are seconds left once it is in the queue
+        [ -z "$left_out" ] || trap '' TERM # there are seconds left once it is in the queue
         scontrol requeue "$SLURM_JOB_ID" || refused=$?
         # Slurm ends this script now, one process after the other: it leaves no exit code.
         # A code above 128: scontrol was ended first.
         if [ "$refused" = 0 ] || [ "$refused" -gt 128 ]; then
-            if [ -n "$failed" ]; then leave_out "$failed"; else sleep 60; fi
+            if [ -n "$left_out" ]; then leave_out "$left_out"; else sleep 60; fi
             exit "$code"
         fi
     fi

@@ -129,8 +129,14 @@ def layout(plan: Plan, site: Site, job: JobOptions) -> Layout:
                 f"per_device={plan.per_device} shares GPUs by NVIDIA's MPS, and {site.name} has AMD's: leave it out"
             )
     nodes = _nodes(plan, site, node, None if nodes_asked is None else nodes_asked.least, gpus)
-    per_node = gpus // nodes
-    queue = None if job.own_queue else _queue(site, job.queue, nodes + job.spare, per_node, seconds)
+    per_node, all_nodes = gpus // nodes, nodes + job.spare
+    limits = (node.count, per_node and site.ask.max_gpus and site.ask.max_gpus // per_node)
+    if job.spare and all_nodes > (most_nodes := min(filter(None, limits), default=all_nodes)):
+        raise UsageError(
+            f"--spare={job.spare}: {all_nodes} nodes with those that the plan needs, and a job on {site.name} may have "
+            f"{most_nodes}: use --spare {most_nodes - nodes}, or a smaller plan"
+        )
+    queue = None if job.own_queue else _queue(site, job.queue, all_nodes, per_node, seconds)
     most, least = site.ask.max_hours, site.ask.min_minutes
     if most and seconds > most * 3600:
         raise UsageError(
@@ -139,7 +145,7 @@ def layout(plan: Plan, site: Site, job: JobOptions) -> Layout:
         )
     if least and seconds < least * 60:
         raise UsageError(f"--time: {site.name} requires at least {least} minutes")
-    _check_whole(site, node, queue, nodes + job.spare, per_node)
+    _check_whole(site, node, queue, all_nodes, per_node)
     processes = plan.processes // nodes
     cores = job.cores or _cores(plan, node, per_node, processes)
     if cores * processes > node.cores:

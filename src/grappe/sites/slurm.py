@@ -245,7 +245,7 @@ def free_gpus(partition: str | None) -> int:
     )
 
 
-SINFO_FORMAT = "%P|%c|%m|%G|%l|%D"
+SINFO_FORMAT = "%P|%c|%m|%G|%l|%D|%s"
 MODEL = re.compile(r"[\w.-]*", re.ASCII)
 
 
@@ -261,6 +261,8 @@ class PartitionRow:
     model: str
     hours: float | None
     nodes: int
+    most_nodes: int | None
+    """Of a job."""
 
 
 def rows(text: str) -> list[PartitionRow]:
@@ -270,7 +272,7 @@ def rows(text: str) -> list[PartitionRow]:
         parts = line.strip().split("|")
         if len(parts) != len(SINFO_FORMAT.split("|")):
             continue
-        name, cores, megabytes, gres, limit, nodes = parts
+        name, cores, megabytes, gres, limit, nodes, job_size = parts
         numbers = [re.match(r"\d{1,9}", text, re.ASCII) for text in (cores, megabytes, nodes)]
         gpus, model = _gpus(gres)
         if not all(numbers) or not PARTITION.fullmatch(name.rstrip("*")) or not MODEL.fullmatch(model):
@@ -286,6 +288,7 @@ def rows(text: str) -> list[PartitionRow]:
                 model=model,
                 hours=_hours(limit),
                 nodes=values[2],
+                most_nodes=int(match[1]) if (match := re.search(r"(\d{1,9})$", job_size, re.ASCII)) else None,
             )
         )
     return partitions
@@ -317,10 +320,10 @@ def probed(site: Site, text: str, partition: str | None, *, wants_gpus: bool) ->
         memory_gb=max(1, row.megabytes // 1024) if row.megabytes > 1 else None,
         count=row.nodes,
     )
-    options = (f"--partition={row.partition}",)
+    queue = Queue(name=row.partition, options=(f"--partition={row.partition}",), max_nodes=row.most_nodes)
     gpus = f"--gres=gpu:{row.model}:{{gpus}}" if row.model else site.ask.gpus
     ask = dataclasses.replace(site.ask, gpus=gpus, max_hours=row.hours)
-    return dataclasses.replace(site, node=node, ask=ask, queue=(Queue(name=row.partition, options=options),))
+    return dataclasses.replace(site, node=node, ask=ask, queue=(queue,))
 
 
 def _gpus(gres: str) -> tuple[int, str]:

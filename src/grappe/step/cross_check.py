@@ -144,13 +144,12 @@ class CrossCheck:
                 named.setdefault(each, f"{where}, unlike {' and '.join(f'process {other}' for other in others)}")
         nodes = {rows[rank][2]: f"process {rank}, {text}" for rank, text in sorted(named.items())}
         lines = "; ".join(f"process {rank} (node {rows[rank][2]}), {text}" for rank, text in sorted(named.items()))
-        error = ComputedWrongly(
+        return ComputedWrongly(
             f"the same samples and weights gave other gradients: {lines}. "
             + ("" if sure else "Two cannot tell which of them is wrong; a third process could. ")
-            + f"Go on without {', '.join(nodes)}: the newest checkpoint was compared before it was saved"
+            + f"Go on without {', '.join(nodes)}: the newest checkpoint was compared before it was saved",
+            nodes,
         )
-        error.nodes, error.proven = nodes, len(nodes) == 1
-        return error
 
     def _exchanged(self, following: int, previous: int) -> Microbatch:
         """Sends this process's piece to the next process, and receives the one before's. Collective."""

@@ -409,14 +409,20 @@ def _of_part(loss: Loss) -> Loss:
 
 
 class Sums:
-    """The global sums of one step, still being computed; `read` waits for the sums."""
+    """The global sums of one step, still being computed; `read` waits for the sums.
 
-    def __init__(self, values: Tensor, work: dist.Work | None = None, flag: float | None = None) -> None:
+    Args:
+        own: sums of losses of this process's samples, where they are known.
+    """
+
+    def __init__(
+        self, values: Tensor, work: dist.Work | None = None, flag: float | None = None, own: Sequence[Tensor] = ()
+    ) -> None:
         if work is not None and values.is_cuda:
             work.wait()  # makes the stream wait, not the host
         self._values: Tensor | HostCopy = HostCopy(values) if values.is_cuda else values
         self._work = work
-        self._flag = flag
+        self._flag, self.own = flag, own
 
     def read(self) -> Sequence[float]:
         """Returns [the loss's sum over all processes, the sum of their flags]."""
@@ -466,13 +472,14 @@ class PiggybackReduction(LossReduction):
         self._processes = processes
 
     def start(self, loss: Tensor, flag: float) -> Roots:
+        self._loss = loss
         return self._as_root, (self.payload(loss, flag),)
 
     def sums(self) -> Sums:
         assert self._carried.grad is not None
         total = self._carried.grad * self._processes  # DDP has divided by them
         self._carried.grad = None
-        return Sums(total)
+        return Sums(total, own=(self._loss,))
 
 
 class AllReduceReduction(LossReduction):
@@ -485,12 +492,12 @@ class AllReduceReduction(LossReduction):
         self._work: dist.Work | None = None
 
     def start(self, loss: Tensor, flag: float) -> Roots:
-        self._payload = self.payload(loss / self._copies, flag)
+        self._loss, self._payload = loss, self.payload(loss / self._copies, flag)
         self._work = dist.all_reduce(self._payload, async_op=True)
         return NO_ROOTS
 
     def sums(self) -> Sums:
-        return Sums(self._payload, self._work)
+        return Sums(self._payload, self._work, own=(self._loss,))
 
 
 def loss_reduction(

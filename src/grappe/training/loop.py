@@ -53,7 +53,7 @@ from grappe.training.watchdog import Watchdog
 from grappe.training.watchers.base import Outcome, Record, RunInfo
 from grappe.training.watchers.curves import LoggedLoader
 from grappe.training.watchers.watcher_list import WatcherList
-from grappe.words import format_seconds
+from grappe.words import format_seconds, host_name
 
 DELIVERY_SECONDS = 0.1  # quick steps are passed to the watchers in groups: then a step pays for none of them
 SAVING = (1.0, 0.05)  # seconds, and the part of the time, that saving each epoch may take
@@ -321,20 +321,35 @@ class Training:
         rest = (seconds, size, result.skipped, flag, metrics, spent[phases.DATA], device)
         record = Record(step + 1, epoch, samples, loss, rate, *rest)
         if not (math.isfinite(loss) or record.skipped):
-            order = self.session.batches.order
-            ids = order.samples(order.ids(epoch, step % info.steps_per_epoch))
-            shown = ", ".join(str(index) for index in ids[:16]) + (", …" if len(ids) > 16 else "")
-            raise DivergedError(
-                f"the loss is {record.loss} in epoch {record.epoch + 1}, step {record.step} (sample ids {shown}). "
-                "No checkpoint was overwritten: the last one is from an earlier step. "
-                "Try a lower lr, clip=1, or look at those samples"
-            )
+            raise self._diverged(record, batch, result.sums.own)
         self._undelivered.append(record)
         self._undelivered_seconds += seconds
         if self._undelivered_seconds > self._delivery_seconds:
             self._notify_watchers()
         if flag > 0 and self._stop is None:
             self._stop = "interrupted"
+
+    def _diverged(self, record: Record, batch: Batch, own: Sequence[Tensor]) -> DivergedError:
+        """Returns the error of a loss that is no number: whose samples it was, if not everybody's. Collective."""
+        world, order = self.session.world, self.session.batches.order
+        ids = order.samples(order.ids(batch.epoch, batch.step % self.session.info.steps_per_epoch))
+        rows = world.gather((all(map(math.isfinite, map(float, own))), host_name(), order.samples(batch.ids)))
+        of_them = [rank for rank, row in enumerate(rows) if not row[0]]
+        alone = 0 < len(of_them) < world.size
+        nodes = sorted({rows[rank][1] for rank in of_them})
+        where = ""
+        if alone:
+            ids = [index for rank in of_them for index in rows[rank][2]]
+            where = f", on process {', '.join(map(str, of_them))} of {world.size} alone (node {', '.join(nodes)})"
+        shown = ", ".join(str(index) for index in ids[:16]) + (", …" if len(ids) > 16 else "")
+        error = DivergedError(
+            f"the loss is {record.loss} in epoch {record.epoch + 1}, step {record.step}{where} (sample ids {shown}). "
+            "No checkpoint was overwritten: the last one is from an earlier step. "
+            "Try a lower lr, clip=1, or look at those samples"
+        )
+        if alone and len(nodes) == 1 and len({row[1] for row in rows}) > 1:
+            error.nodes = {nodes[0]: f"step {record.step}, loss {record.loss} of samples {shown} alone"}
+        return error
 
     def _notify_watchers(self) -> None:
         """Passes to the watchers the steps that they have not seen."""

@@ -139,7 +139,7 @@ def test_nodes_that_failed_in_two_starts_within_a_week_are_left_out_the_last_fou
     ]
     (tmp_path / ".failed-nodes").write_text("\n".join(lines))
     found = jobs.nodes_to_leave_out(tmp_path)
-    assert list(found) == ["n1", "n2", "n3", "n4"]
+    assert list(found) == ["n4", "n3", "n2", "n1"]
     (tmp_path / ".failed-nodes").write_text("\n".join(lines[:6]))
     assert list(jobs.nodes_to_leave_out(tmp_path)) == ["wrong"]
     assert [(note.run, note.evidence) for note in found["n4"]] == [("b", "Slurm: down, n4")] * 2

@@ -15,17 +15,16 @@ from rich.table import Table
 
 from grappe.errors import EXIT_OK, ProcessDied, RunError
 from grappe.errors.foreign_text import printable
-from grappe.launch import files
+from grappe.launch import command, files
 from grappe.launch.files import IN_PART, IN_RUN
 from grappe.sites import slurm
+from grappe.sites.script import FUNCTIONS
 from grappe.training.run import DONE
 from grappe.words import plain_table
 
 JOBS = "jobs.jsonl"
 FAILED_NODES = ".failed-nodes"
-"""The file of notes against nodes, in a folder of runs. job.sh writes it, and applies the same rule at a requeue."""
-FORGOTTEN_SECONDS = 7 * 86400.0
-MOST_LEFT_OUT = 4
+"""The file of notes against nodes, in a folder of runs. job.sh writes it."""
 FILE_SECONDS = 1.0  # between reads of the run's folder
 NOTE = re.compile(r"(\d{9,12}) ([A-Za-z0-9._-]{1,64}) (\d+\.\d+) ([^ :]+): (.*)", re.ASCII)
 QUERY_SECONDS = 60.0  # between queries to Slurm, which sites ask to keep rare
@@ -74,11 +73,6 @@ class FailureNote(NamedTuple):
     """The run's name."""
     evidence: str
 
-    @property
-    def proven(self) -> bool:
-        """Returns whether one note is enough: the node computed other bits than two others."""
-        return self.evidence.startswith("proven: ")
-
 
 def failure_notes(base: Path) -> list[FailureNote]:
     """Reads the notes against nodes, next to the runs in `base`, oldest first; skips a damaged line."""
@@ -92,17 +86,10 @@ def failure_notes(base: Path) -> list[FailureNote]:
 
 def nodes_to_leave_out(base: Path) -> dict[str, list[FailureNote]]:
     """Returns the nodes that failed twice within a week, or computed wrongly, with their notes: the last four."""
-    now, notes = time.time(), dict[str, list[FailureNote]]()
-    for note in failure_notes(base):
-        of_node = notes.setdefault(note.node, [])
-        if note.at > now - FORGOTTEN_SECONDS and all(note.start != other.start for other in of_node):
-            of_node.append(note)
-    twice = sorted(
-        (of_node[-1].at, node)
-        for node, of_node in notes.items()
-        if len(of_node) > 1 or any(note.proven for note in of_node)
-    )
-    return {node: notes[node] for _, node in twice[-MOST_LEFT_OUT:]}
+    if not (notes := failure_notes(base)):
+        return {}
+    nodes = command.run("bash", str(FUNCTIONS), "failed_nodes", str(base / FAILED_NODES)).strip().split(",")
+    return {node: of_node for node in nodes if (of_node := [note for note in notes if note.node == node])}
 
 
 def newest_job(run: Path) -> str:
