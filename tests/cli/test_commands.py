@@ -81,7 +81,10 @@ def test_torchmetrics_is_imported_once_for_all_processes(task: str, monkeypatch:
 
 @pytest.mark.parametrize(
     ("reference", "found"),
-    [("digits", True), ("digits:Digits", True), ("some.module:Task", True), ("plain.py", False), ("own.py:A", True)],
+    [
+        *(("digits", True), ("digits:Digits", True), ("some.module:Task", True)),
+        *(("plain.py", False), ("own.py:A", True), ("derived.py", True)),
+    ],
 )
 def test_which_tasks_may_import_a_module(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reference: str, found: bool
@@ -89,4 +92,5 @@ def test_which_tasks_may_import_a_module(
     monkeypatch.chdir(tmp_path)
     Path("plain.py").write_text("import torch\n")
     Path("own.py").write_text("from torchmetrics.text import Perplexity\n")
+    Path("derived.py").write_text("from grappe.tasks.digits import Digits\n")
     assert tasks.mentions(reference, "torchmetrics") is found

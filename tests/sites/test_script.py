@@ -182,6 +182,13 @@ def test_what_is_killed_goes_back_three_times(tmp_path: Path, command: str, kill
         assert ("requeued" in done.stdout) is (number < kills)
 
 
+def test_what_slurm_ends_to_requeue_it_counts_as_no_kill(tmp_path: Path) -> None:
+    for ended in (1, 0):
+        done = job(tmp_path, f"step bash -c 'kill -9 $$'\nended={ended}\nfinish train 50", PATH=os.environ["PATH"])
+        assert done.returncode == 137
+        assert (tmp_path / "logs" / "killed").exists() is not bool(ended)
+
+
 def test_a_loss_that_was_no_number_on_one_node_is_noted_unless_the_same_was_seen_before(tmp_path: Path) -> None:
     run, why = tmp_path / "run", "step 3, loss nan of samples 4, 5 alone"
     for node, start in (("n1", "0"), ("n2", "1")):  # the same samples elsewhere: it is not the node

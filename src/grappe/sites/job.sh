@@ -296,7 +296,8 @@ finish() {
         again=yes
     elif [ "$resumes" = yes ] && [ "$code" -gt 128 ]; then
         again=yes
-        if [ "$code" != 140 ] && [ -z "${SLURM_ARRAY_JOB_ID:-}" ]; then # three times at most
+        # Three times at most; what Slurm ends itself, to requeue it, is no kill.
+        if [ "$code" != 140 ] && [ "$ended" = 0 ] && [ -z "${SLURM_ARRAY_JOB_ID:-}" ]; then
             note_kill
             [ "$(kills)" -le 3 ] || again=no
             note_death
