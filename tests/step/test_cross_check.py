@@ -70,6 +70,12 @@ def test_the_process_that_computes_wrongly_is_named(tmp_path: Path, fault: str, 
     assert code == 0, said
 
 
+def test_a_small_batch_has_pieces_without_rows_which_are_not_the_ones_compared(tmp_path: Path) -> None:
+    words = ("fault=stuck", "rank=1", "epochs=1", "batch_size=4")  # of 4 pieces 2 have rows
+    code, said = trained(tmp_path, "exact=4,replicate=2,check=10", *words)
+    assert code == 75 and "gave other gradients: process 0 (node" in said, said
+
+
 def test_of_two_processes_both_are_named(tmp_path: Path) -> None:
     code, said = trained(tmp_path, "exact=4,replicate=2,check=10", "fault=stuck", "rank=1", "epochs=4")
     assert code == 75

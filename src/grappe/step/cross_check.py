@@ -55,13 +55,16 @@ class CrossCheck:
     def __init__(self, every: int, pieces: int, world: World, gradient: Gradient, names: Sequence[str]) -> None:
         self._every, self._pieces, self._world, self._gradient, self._names = every, pieces, world, gradient, names
         self._piece: CheckedPiece | None = None
-        self._checked = -1
+        self._checked, self._turn = -1, 0
         self._comparisons, self._seconds, self._began = 0, 0.0, 0.0
 
     def note(self, batch: Batch, index: int, gradients: Sequence[Tensor | None]) -> None:
         """Notes a piece whose gradients were just computed; they are read only in a step that is compared."""
         self._began = self._began or time.perf_counter()
-        if index == batch.step // self._every % self._pieces:
+        if index == 0:  # small batches have pieces without rows
+            filled = [number for number, micro in enumerate(batch.microbatches) if micro.rows] or [0]
+            self._turn = filled[batch.step // self._every % len(filled)]
+        if index == self._turn:
             digest = _digest(gradients) if self._due(batch.step) else None
             micro = batch.microbatches[index]
             self._piece = CheckedPiece(batch._replace(microbatches=()), micro, index, digest)
@@ -100,7 +103,7 @@ class CrossCheck:
     def _compare(self) -> None:
         assert self._piece is not None, "a step has pieces"
         began, world, piece = time.perf_counter(), self._world, self._piece
-        own = piece.digest if piece.digest is not None else self._computed(piece.micro, world.data_rank)
+        own = piece.digest if piece.digest is not None else self._computed((piece.index, piece.micro), world.data_rank)
         following, previous = (world.data_rank + 1) % world.data_size, (world.data_rank - 1) % world.data_size
         again = self._computed(self._exchanged(following, previous), previous)
         rows = world.gather((own, again, host_name()))
@@ -111,11 +114,11 @@ class CrossCheck:
         self._comparisons += 1
         self._seconds += time.perf_counter() - began
 
-    def _computed(self, micro: Microbatch, rank: int) -> list[int]:
-        """Computes the digest of another process's piece, or of this one's."""
+    def _computed(self, piece: tuple[int, Microbatch], rank: int) -> list[int]:
+        """Computes the digest of another process's piece, or of this one's; a piece comes with its number."""
         assert self._piece is not None
-        batch, index = self._piece.batch, self._piece.index
-        return _digest(self._gradient(batch, micro, rank * self._pieces + index) if micro.rows else [])
+        index, micro = piece
+        return _digest(self._gradient(self._piece.batch, micro, rank * self._pieces + index) if micro.rows else [])
 
     def _settled(self, doubtful: Sequence[int], rows: Sequence[tuple[list[int], list[int], str]]) -> ComputedWrongly:
         """Has a third process compute each doubtful piece; returns the error. Collective."""
@@ -130,10 +133,10 @@ class CrossCheck:
                 (n for n, two in enumerate(zip(first_digest, second_digest, strict=False)) if two[0] != two[1]), 0
             )
             where = f"step {self._piece.batch.step + 1}, gradient of {self._names[place]}"
-            micro, answer = self._piece.micro, list[int]()
+            answer = list[int]()
             if third is not None:
                 if world.rank == rank:
-                    dist.send_object_list([_on_host(micro)], dst=third, group=world.control)
+                    dist.send_object_list([_on_host(self._piece)], dst=third, group=world.control)
                 elif world.rank == third:
                     answer = self._computed(self._received(rank), rank)
                 answer = world.gather(answer)[third]
@@ -151,17 +154,17 @@ class CrossCheck:
             nodes,
         )
 
-    def _exchanged(self, following: int, previous: int) -> Microbatch:
+    def _exchanged(self, following: int, previous: int) -> tuple[int, Microbatch]:
         """Sends this process's piece to the next process, and receives the one before's. Collective."""
         assert self._piece is not None
         if self._world.rank % 2:
             received = self._received(previous)
-            dist.send_object_list([_on_host(self._piece.micro)], dst=following, group=self._world.control)
+            dist.send_object_list([_on_host(self._piece)], dst=following, group=self._world.control)
             return received
-        dist.send_object_list([_on_host(self._piece.micro)], dst=following, group=self._world.control)
+        dist.send_object_list([_on_host(self._piece)], dst=following, group=self._world.control)
         return self._received(previous)
 
-    def _received(self, rank: int) -> Microbatch:
+    def _received(self, rank: int) -> tuple[int, Microbatch]:
         box: list[Any] = [None]
         dist.recv_object_list(box, src=rank, group=self._world.control)
         device = self._world.device
@@ -178,9 +181,10 @@ def _third(first: int, second: int, nodes: Sequence[str]) -> int | None:
     return next((rank for rank in free if len(involved) == 1 or nodes[rank] not in involved), None)
 
 
-def _on_host(micro: Microbatch) -> bytes:
-    """Copies a piece alone: a view of a batch would bring the whole batch along."""
-    return packed(tree_map(lambda leaf: leaf.detach().cpu().clone() if isinstance(leaf, Tensor) else leaf, micro))
+def _on_host(piece: CheckedPiece) -> bytes:
+    """Copies a piece alone, with its number: a view of a batch would bring the whole batch along."""
+    copied = tree_map(lambda leaf: leaf.detach().cpu().clone() if isinstance(leaf, Tensor) else leaf, piece.micro)
+    return packed((piece.index, copied))
 
 
 def _digest(gradients: Sequence[Tensor | None]) -> list[int]:

@@ -15,11 +15,11 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from grappe.checkpoint.format import list_checkpoints
 from grappe.checkpoint.weights import MODEL
-from grappe.errors import GrappeError, UsageError
+from grappe.errors import GrappeError, PlanError, UsageError
 from grappe.launch import files
 from grappe.launch.rank import rank_from_environment
 from grappe.plan import Plan
@@ -73,6 +73,8 @@ class FaultInjector(Watcher):
         elif self.fault == "SIGKILL":
             # Anywhere in the time after the step: each process at its own instant.
             threading.Timer(random.uniform(0, SPREAD * record.seconds), os.kill, (os.getpid(), signal.SIGKILL)).start()
+        elif self.fault == "wrong":
+            compute_wrongly()
         else:
             os.kill(os.getpid(), getattr(signal, self.fault))
 
@@ -102,6 +104,17 @@ class Stopwatch(Watcher):
         if self._is_main and not self.written:
             write_record(self._folder / RESUMED, {"from": self.begun, "time": time.time()})
             self.written = True
+
+
+def compute_wrongly() -> None:
+    """Alters the outputs of all modules of this process from now on, in training."""
+    import torch
+    from torch.nn.modules.module import register_module_forward_hook
+
+    def altered(module: Any, inputs: Any, output: Any) -> Any:
+        return output * 1.001 if isinstance(output, torch.Tensor) and output.requires_grad else None
+
+    register_module_forward_hook(altered)
 
 
 def write_record(file: Path, values: dict) -> None:
@@ -195,6 +208,8 @@ def all_faults(plan: Plan) -> list[Fault]:
         cases.append(Fault(name="one process stopped", injector=FaultInjector("SIGSTOP", HURT_AT, "last")))
         again = FaultInjector("SIGKILL", HURT_AT, "last")
         cases.append(Fault(name="one killed, in the same command", injector=again, restarts=1))
+    if plan.checked:
+        cases.append(Fault(name="one process computes wrongly", injector=FaultInjector("wrong", HURT_AT, "last")))
     for name, change in (("killed, resumed with fewer processes", -1), ("killed, resumed with more processes", 1)):
         if (other := _resized(plan, change)) is not None:
             cases.append(Fault(name=name, injector=FaultInjector("SIGKILL", HURT_AT), plan=other))
@@ -202,14 +217,19 @@ def all_faults(plan: Plan) -> list[Fault]:
 
 
 def _resized(plan: Plan, change: int) -> Plan | None:
-    if plan.shard > 1 and plan.replicate == 1:
-        zero = plan.zero if plan.shard + change > 1 else 3
-        return dataclasses.replace(plan, shard=plan.shard + change, zero=zero)
-    if plan.replicate == 1 and plan.pipeline > 1 and change < 0:
-        return dataclasses.replace(plan, pipeline=1, schedule=Plan.schedule, stages=Plan.stages)
-    if plan.replicate + change < 1:
+    key = "shard" if plan.shard > 1 and plan.replicate == 1 else "replicate"
+    degree = getattr(plan, key)
+    other = degree + change if not plan.exact else degree * 2 if change > 0 else degree // 2
+    changes: dict[str, Any] = {key: other}
+    if key == "shard":
+        changes["zero"] = plan.zero if other > 1 else 3
+    elif degree == 1 and plan.pipeline > 1 and change < 0:
+        changes = {"pipeline": 1, "schedule": Plan.schedule, "stages": Plan.stages}
+    elif other < 1:
         return None
-    return dataclasses.replace(plan, replicate=plan.replicate + change)
+    with contextlib.suppress(PlanError):  # exact= has pieces for so many processes only
+        return dataclasses.replace(plan, **changes)
+    return None
 
 
 OPTIONS = Options(
