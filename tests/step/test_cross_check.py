@@ -174,6 +174,7 @@ def test_planted_faults_of_many_forms_are_found(pool: Pool, size: int) -> None:
 
 
 @pytest.mark.soak
+@pytest.mark.timeout(4 * 3600)
 @pytest.mark.parametrize("size", [2, 4])
 def test_two_hundred_planted_faults_are_found(pool: Pool, tmp_path: Path, size: int) -> None:
     altering = sum(found(pool, size, 20, seed=100 + number) for number in range(6))
@@ -193,6 +194,7 @@ def test_sound_processes_are_not_suspected(pool: Pool, name: str) -> None:
 
 
 @pytest.mark.soak
+@pytest.mark.timeout(4 * 3600)
 @pytest.mark.parametrize("name", SOUND)
 def test_a_thousand_sound_steps(pool: Pool, name: str) -> None:
     no_false_alarm(pool, name, 2, 500)
