@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 from benchmarks import cifar_files, cifar_script, commands, compute_alone, exported, pages, structure
 from benchmarks.contenders.grappe import witness
+from benchmarks.edited import lines_changed
 from benchmarks.figures import spread, table
 from benchmarks.overhead import rows
 from benchmarks.pacer import Block, Pacer
@@ -212,3 +213,9 @@ def test_the_pages_data_parallel_script_is_replaced(tmp_path):
     theirs = pages.script(page, tmp_path, tmp_path / "data", 1280, commands.TORCHVISION)
     ours = pages.training(page, page.plans[0], tmp_path / "run", tmp_path / "data", 1280)
     assert theirs.rate > 0 and ours.rate > 0
+
+
+def test_lines_that_are_changed_added_or_removed_count_once():
+    assert lines_changed("a\nb\nc\nd\n", "a\nB\nc\nd\ne\n") == 2
+    assert lines_changed("a\nb\nc\n", "a\nc\n") == 1
+    assert lines_changed("a\nb\n", "a\nX\nY\nb\n") == 2

@@ -280,6 +280,9 @@ def drawn_otherwise(loop: grappe.Loop) -> tuple[list[list[float]], str]:
         for inputs, _ in loop.batches(DATA, 8):
             drawn.append([np.random.rand(), random.random()])
             torch.rand(len(inputs), generator=own)
+        for _ in loop.batches(DATA, 8):
+            torch.empty(5).cauchy_()
+            break
     return drawn, said.getvalue()
 
 

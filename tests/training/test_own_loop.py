@@ -246,6 +246,7 @@ def test_draws_that_are_not_for_rows_are_said(pool: Pool) -> None:
     assert len({first for first, _ in alone}) == 3
     assert alone == several, "NumPy's and Python's are the same everywhere"
     assert said.count("NumPy's or Python's generator") == 1
+    assert "cauchy_" in said, "a loop that is left by a break, too"
     assert "not those of one process: torch.Generator drew some" in said
     assert not nothing
 

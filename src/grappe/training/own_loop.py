@@ -309,16 +309,17 @@ class Loop:
             self._kept.refuse_others([pair.optimizer for pair in self._pairs], [pair.model for pair in self._pairs])
         self.chronometer.begin()
         taken = source.batches(first + self.step - begin, first + epochs * each)
-        while self.step < end:
-            self.chronometer.switch(DATA)
-            batch = next(taken)
-            with self._running.running(batch, self.step) as parts:
-                yield parts
-            self.step += 1
-            if self._end_step(batch, last=self.step == end):
-                self._close(None, interrupted=True)
-                raise SystemExit(EXIT_INTERRUPTED)
-        self._remark()
+        with contextlib.ExitStack() as left:
+            left.callback(self._remark)  # after a break, too
+            while self.step < end:
+                self.chronometer.switch(DATA)
+                batch = next(taken)
+                with self._running.running(batch, self.step) as parts:
+                    yield parts
+                self.step += 1
+                if self._end_step(batch, last=self.step == end):
+                    self._close(None, interrupted=True)
+                    raise SystemExit(EXIT_INTERRUPTED)
         if self._folder is not None:
             self._folder.wait()
 
