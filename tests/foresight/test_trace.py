@@ -5,7 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 from grappe.foresight.fake_model import FakeModel
+from grappe.foresight.forecast import memory_forecast
 from grappe.foresight.trace import Operator
+from grappe.plan import Plan
 from grappe.tasks.pysource import PySource
 from tests.foresight.test_fake_model import Small
 
@@ -37,7 +39,10 @@ def test_a_trace_without_records_keeps_none() -> None:
 
 def test_split_modules_send_messages(tmp_path: Path) -> None:
     task = PySource(width=32, depth=2, heads=2, batch_size=8, megabytes=0.3)
-    trace = FakeModel(task, tmp_path, records=True).trace(8, tensor=2)
+    fake_model = FakeModel(task, tmp_path, records=True)
+    trace = fake_model.trace(8, tensor=2)
     sent = [one for one in trace.operators if one.collective is not None]
     assert {one.collective for one in sent} == {"all_reduce"} and len(sent) >= 2 * 4  # two of a block each way
     assert all(one.message > 0 and not one.view for one in sent)
+    found = memory_forecast(fake_model, Plan.parse("tensor=2"))  # gloo's thread may be late with one
+    assert found.peak - found.least == trace.message == max(one.message for one in sent)

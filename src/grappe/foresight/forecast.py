@@ -299,7 +299,7 @@ class AlikeProcesses:
         memories = [self._memory(copies, is_first, is_last) for is_first, is_last in places]
         passes = [peaks(trace.marks[trace.ahead :], memory) for memory in memories]
         # The batch before is kept until its loss is read, one step late.
-        constant = self._kept + 2 * plan.microbatches * trace.batch
+        constant = self._kept + 2 * plan.microbatches * trace.batch + (trace.message if copies.lingers else 0)
         return [constant + max(each) for each in zip(*passes, strict=True)]
 
     def _step(self, copies: CommunicationBuffers) -> int:
@@ -318,6 +318,7 @@ class AlikeProcesses:
         most = peak(self._scored.marks * min(2, number), self._forward_memory(copies))
         # The step before has its batch until its loss is read.
         batches = self._plan.microbatches * self._trained.batch + self._scored.batch
+        most += self._scored.message if copies.lingers else 0
         return self._kept + most + batches + bytes_kept(number, self._scored.numbers)
 
     def _memory(self, copies: CommunicationBuffers, is_first: bool, is_last: bool) -> PlanMemory:

@@ -264,7 +264,7 @@ class CommunicationBuffers:
     """Whether it has a copy: of what it gathers, while it gathers it; of what it reduces, likewise."""
     lingers: bool = False
     """Whether the copy of what it reduced, and what it gathered, stay while one of its two threads is late: the other
-    runs the next call, with a copy of its own."""
+    runs the next call, with a copy of its own. Of split layers' messages too."""
 
 
 NCCL = CommunicationBuffers(takes=False)

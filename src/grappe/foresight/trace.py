@@ -88,7 +88,7 @@ class Ledger(TorchDispatchMode):
         self._storages: Any = WeakIdKeyDictionary(ref_type=weakref.ref)
         self._ends: dict[int, weakref.ref] = {}
         self._describe, self._records = describe, records
-        self.now = self._peak = 0
+        self.now = self._peak = self.message = 0
         self.marks: list[Mark] = []
         self.calls: list[tuple[int, int, Any]] = []
         """Of each described operator: the number of the next mark, the bytes in use, the description."""
@@ -111,6 +111,8 @@ class Ledger(TorchDispatchMode):
         made = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
         if self._records and func.namespace not in UNCOUNTED:
             self._record(func, args, keywords, output, made)
+        if func.namespace == "_c10d_functional" and str(func) in COLLECTIVES:
+            self.message = max(self.message, args[0].nbytes, *(tensor.nbytes for tensor in made))
         for tensor in made:
             self._follow(tensor)
         self._peak = max(self._peak, self.now)
@@ -197,6 +199,8 @@ class Trace:
     marks: tuple[Mark, ...]
     batch: int
     """Bytes of its inputs, targets and weights."""
+    message: int = 0
+    """Bytes of the largest message between the parts of split layers."""
     boundaries: tuple[int, ...] = ()
     """Of a pipeline: bytes that each of its stages hands to the next one."""
     calls: tuple[tuple[int, int, Call], ...] = ()
@@ -264,6 +268,7 @@ def traced(
         rows=micro.size,
         marks=ordered(ledger.marks),
         batch=sum(tensor.nbytes for tensor in tensors),
+        message=ledger.message,
         calls=tuple(ledger.calls),
         operators=tuple(ledger.operators),
         ahead=ahead,
