@@ -384,10 +384,12 @@ class _Pipeline:
         for kind, stage, _ in order_of(plan, place) if plan.recompute else ():
             waiting += len(self._cut[stage]) * (1 if kind == "forward" else -1)
             most_waiting = max(most_waiting, waiting)
+        # A stage's generators begin where the stage before it left them.
+        states_between = sum((stage > 0) + (stage < len(self._scored) - 1) for stage in self._stages[place])
         # The batch before is kept until its loss is read, one step late.
         batches = 2 * plan.microbatches * trace.batch
         most = max(most, after + max(summed, temporary))
-        return self._kept(place) + most + RANDOM_STATE * most_waiting + batches
+        return self._kept(place) + most + RANDOM_STATE * (most_waiting + states_between) + batches
 
     def _evaluation(self, place: int, copies: CommunicationBuffers) -> int:
         """Computes the most bytes of an evaluation on a process: its stages', and its sent tensors'."""
