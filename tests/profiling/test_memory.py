@@ -84,6 +84,23 @@ def test_what_a_batch_frees_is_there_for_the_next_one() -> None:
     assert given_back > 10_000
 
 
+HOLES = """
+import torch
+from grappe.profiling import memory
+memory.return_freed_memory()
+blocks = [torch.ones(25_000) for _ in range(400)]
+before = memory.data_size()
+del blocks[::2]
+print(before - memory.data_size())
+"""
+
+
+def test_freed_blocks_between_others_go_back() -> None:
+    """200 of 100 kB, each between two that stay."""
+    said = subprocess.check_output([sys.executable, "-c", HOLES], text=True)
+    assert int(said) > 150 * 100_000
+
+
 @pytest.mark.parametrize(("limit", "told"), [(resource.RLIM_INFINITY, 2), (1 << 40, 0)])
 def test_where_memory_is_limited_nothing_is_kept(monkeypatch: pytest.MonkeyPatch, limit: int, told: int) -> None:
     calls: list[dict[str, int]] = []
