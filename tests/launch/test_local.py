@@ -22,7 +22,7 @@ import torch
 from grappe.errors import DataError, GrappeError, ProcessDied
 from grappe.launch import local
 from grappe.launch.child import Report
-from grappe.launch.local import explanation, hint
+from grappe.launch.local import explanation, hint, lost_another
 from grappe.launch.signals import handled
 from grappe.profiling import memory
 from grappe.profiling.memory import ControlGroup
@@ -365,6 +365,7 @@ def test_one_that_lost_another_is_not_the_first() -> None:
     crashed = failed(0, kind="crashed", error="ZeroDivisionError", message="division by zero", when=2.0)
     assert str(explanation([lost, crashed])).startswith("process 0 of 2 failed with ZeroDivisionError")
     assert str(explanation([lost])).startswith("process 1 of 2 failed with RuntimeError")
+    assert lost_another("Horovod has been shut down. This was caused by an exception on one of the ranks")
 
 
 def test_one_that_was_killed_comes_before_all() -> None:

@@ -61,7 +61,7 @@ def disturbed(
 
     With notice no step is lost; else at most those since the last save.
     """
-    chance, since = random.Random(seed), list[tuple[str, int]]()
+    chance, since = random.Random(seed), list[tuple[int, str, int]]()
     kills, deadline = 0, time.monotonic() + 60 * minutes
     for number in range(events):
         if time.monotonic() > deadline:
@@ -72,7 +72,8 @@ def disturbed(
         (job.folder / FAILED_NODES).unlink(missing_ok=True)  # the test is no reason to leave nodes out
         what = chance.choice(["kill", *kinds] if kills < 3 else kinds)
         kills += what == "kill"
-        since.append((what, job.steps() if what == "notice" else list_checkpoints(Run(job.run).checkpoints)[0].step))
+        kept = job.steps() if what == "notice" else list_checkpoints(Run(job.run).checkpoints)[0].step
+        since.append((job.restarts(), what, kept))
         if what == "kill":
             kill(chance.choice(job.pids()), signal.SIGKILL)
         elif what == "requeue":
@@ -91,8 +92,8 @@ def disturbed(
     job.ends()
     sizes = Run(job.run).read_description()["sizes"]
     begins = [size["step"] for size in sizes[1:]]
-    assert all(begin >= step for begin, (_, step) in zip(begins, since, strict=False)), (begins, since)
-    print(f"{len(begins)} restarts after {collections.Counter(what for what, _ in since)}")
+    assert all(begins[number] >= step for number, _, step in since[: len(begins)]), (begins, since)
+    print(f"{len(begins)} restarts after {collections.Counter(what for _, what, _ in since)}")
     return [size["processes"] for size in sizes]
 
 

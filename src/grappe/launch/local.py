@@ -55,7 +55,7 @@ LAST_LINES = 12
 INNERMOST = 3  # calls that are shown of a crash outside the user's own files
 FRAME = re.compile(r'^  File "(.+)", line (\d+) in (.+)$')
 UNKNOWN = 255  # exit code
-LOST = ("closed by peer", "reset by peer", "Broken pipe")
+LOST = ("closed by peer", "reset by peer", "Broken pipe", "Horovod has been shut down")
 
 
 def _warn_of_torch() -> None:
