@@ -26,6 +26,7 @@ IMAGES: dict[str, Run] = {  # of [2, 4, 11, 6], whose height is cut, and a weigh
     "std": lambda x, w: x.std(3) + x.var(1).sum((0, 2)).mean(),
     "softmax": lambda x, w: x.softmax(2) * F.log_softmax(x, dim=2) + x.softmax(1),
     "norm": lambda x, w: x.norm(2, -1) + F.normalize(x, dim=2).sum(-1) + x.amax(1).sum(-1)[:, None],
+    "norm of nothing": lambda x, w: F.normalize(x * 0, dim=2).sum(-1) + x.norm(1, 2, keepdim=True)[..., 0],
     "sort": lambda x, w: x.sort(dim=-1)[0] + x.topk(3, 3).values.sum(-1, keepdim=True) + x.cumsum(1),
     "narrow": lambda x, w: x.narrow(2, 2, 7) * 2,
     "index": lambda x, w: x[:, 1, 2:9, None, ::2] + x[0, ..., 5, :][0, ::2] + x[:, :, -1].sum() + x[..., 1].mean(),

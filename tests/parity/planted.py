@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Literal
@@ -215,6 +216,19 @@ def halos_of_the_other_side() -> Any:
     return mock.patch.object(RowExchange, "bring", own_rows)
 
 
+def halos_without_gradient() -> Any:
+    """What comes back of neighbours' rows is lost."""
+    send = RowExchange._send
+
+    def lost(self: RowExchange, to: dict[int, torch.Tensor], arriving: dict[int, torch.Tensor]) -> None:
+        send(self, to, arriving)
+        if inspect.stack()[1].function == "give_back":
+            for rows in arriving.values():
+                rows.zero_()
+
+    return mock.patch.object(RowExchange, "_send", lost)
+
+
 def norms_of_parts() -> Any:
     """Each process normalises its own part by itself."""
 
@@ -253,7 +267,8 @@ FAULTS: dict[str, Planted] = {
         "no_synchronised_batchnorm", "alike_dropout", "still_dropout", "fresh_dropout", "means_of_means",
         "counts_of_slices", "silent_bf16", "larger_loss", "larger_gradient",
         "larger_gradient_of_the_whole_batch", "shuffled_targets",
-        "no_halos", "halos_of_the_other_side", "norms_of_parts", "gradient_times_the_degree", "mask_that_is_shifted",
+        "no_halos", "halos_of_the_other_side", "halos_without_gradient", "norms_of_parts",
+        "gradient_times_the_degree", "mask_that_is_shifted",
         "no_division_by_microbatches", "off_by_one", "doubled_sample", "dropped_last_batch",
     )
 }  # fmt: skip

@@ -529,6 +529,41 @@ CASES = (
         fix="write epochs: int = 1",
     ),
 )
+IN_PARTS = also("    def domain(self, inputs, targets):\n        return 1, None\n")
+PARTS = (
+    Case(
+        name="a function without a rule",
+        changes={FORWARD: f"        h = self.first(torch.fft.fft(x).real).tanh()  {HERE}\n", **IN_PARTS},
+        says="domain= has no rule for fft_fft",
+        fix="let it work along another dimension, or tell in the task's domain() to cut another dimension or none",
+    ),
+    Case(
+        name="values that are chosen by a mask",
+        changes={FORWARD: f"        h = self.first(x) * x[x > 0].mean()  {HERE}\n", **IN_PARTS},
+        says="domain= has no rule for an index that is a tensor or a list",
+        fix="choose by slices, by numbers, or multiply by a mask",
+    ),
+    Case(
+        name="a number that is read",
+        changes={FORWARD: f"        h = self.first(x) * x.max(dim=0)[0].tolist()[0]  {HERE}\n", **IN_PARTS},
+        says="domain= has no rule for reading a tensor's numbers",
+        fix="compute with tensors, or read what sum() and mean() give",
+    ),
+    Case(
+        name="no dimension that is plainly to be cut",
+        changes={},
+        says="domain= cuts the height of images [B, C, H, …] or the length of token ids [B, T], and the inputs are "
+        "torch.float32 [",
+        fix="tell in the task's domain(self, inputs, targets) which dimension is cut",
+    ),
+    Case(
+        name="dimensions of the inputs alone",
+        changes=also(f"    def domain(self, inputs, targets):  {HERE}\n        return 1\n"),
+        says="Mine.domain() gives 1",
+        fix="return (dimensions of the inputs, of the targets), nested as they are",
+    ),
+)
+"""Cases that are tried under domain=2 alone."""
 BOTH = (
     "a layer takes another number of features",
     "no return in loss()",

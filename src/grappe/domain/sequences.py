@@ -1,4 +1,4 @@
-"""Rules for sequences: embeddings, attention, and the losses of classes."""
+"""Rules for sequences: embeddings, linear layers, attention, and the losses of classes."""
 
 from __future__ import annotations
 
@@ -12,12 +12,26 @@ from torch import Tensor
 from grappe.domain.cut import DIFFERENT, Cut, along, intervals, like, name_of, refused, rule
 from grappe.domain.exchange import all_sum, gathered, realigned, reduced, refetching
 
+OF_WEIGHTS = "a table or a weight that is cut"
+
 
 @rule(F.embedding)
 def _embedded(input: Any, weight: Any, padding_idx: Any = None, *arguments: Any, **options: Any) -> Any:
     if isinstance(weight, Cut):
-        raise refused("a table or a weight that is cut")
+        raise refused(OF_WEIGHTS)
     return like(input, F.embedding(input.local, weight, padding_idx, *arguments, **options))
+
+
+@rule(F.linear)
+def _linear(inputs: Any, weight: Any, bias: Any = None) -> Any:
+    if isinstance(weight, Cut) or not isinstance(inputs, Cut):
+        raise refused(OF_WEIGHTS)
+    at = inputs.at
+    if at.dim < inputs.dim() - 1:
+        return like(inputs, F.linear(inputs.local, weight, bias))
+    # Each process has some of the features, as after Flatten: their products are summed, and nothing is gathered.
+    total = all_sum(F.linear(inputs.local, at.part_of(weight, 1)), at.domain)
+    return total if bias is None else total + bias
 
 
 @rule(F.one_hot)
@@ -49,9 +63,10 @@ def _attention(
         return like(query, F.scaled_dot_product_attention(q, k, v, mask, is_causal=is_causal, **extra))
     at, length, domain = query.at, key.shape[-2], query.at.domain
     want = [(0, min(b, length) if is_causal else length) for _, b in intervals(at.sizes)]
+    if isinstance(mask, Cut) and mask.at.dim == mask.dim() - 1:  # of keys
+        mask = gathered(mask, "masks")
     if isinstance(mask, Cut):
-        of_keys = mask.at.dim == mask.dim() - 1  # [B, 1, 1, T]
-        mask = gathered(mask, "masks") if of_keys else realigned(mask, at.sizes).local
+        mask = realigned(mask, at.sizes).local
     elif isinstance(mask, Tensor) and mask.dim() > 1 and mask.shape[-2] > 1:
         mask = at.part_of(mask, -2)
     kept = None

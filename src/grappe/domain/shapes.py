@@ -98,11 +98,6 @@ for _of, _functions in (
         rule(_function)(_of(_function))
 
 
-@rule(F.normalize)
-def _of_length_one(inputs: Cut, p: float = 2.0, dim: int = 1, eps: float = 1e-12, out: Any = None) -> Any:
-    return inputs / (inputs.abs() ** p).sum(dim, keepdim=True).pow(1 / p).clamp_min(eps)
-
-
 @rule(*named("item", "tolist", "numpy", "__bool__", "__float__", "__int__", "allclose", "equal"))
 def _read(*_: Any, **__: Any) -> Any:
     raise refused("reading a tensor's numbers", "compute with tensors, or read what sum() and mean() give")
@@ -232,6 +227,14 @@ def _mean(inputs: Cut, dims: list[int], keepdim: bool = False, *, dtype: Any = N
     return _sum(inputs, dims, keepdim, dtype=dtype) / math.prod(inputs.shape[each] for each in dims)
 
 
+def _norm(inputs: Cut, dims: list[int], p: Any = 2, keepdim: bool = False, **_: Any) -> Any:
+    power = 2 if p == "fro" else p
+    if power not in (1, 2):
+        raise along(f"norm with p={p}")
+    total = _sum(inputs.abs() ** power, dims, keepdim)
+    return (total.where(total > 0, 1.0) ** (1 / power)).where(total > 0, 0.0)  # its gradient at 0 is 0, as torch's
+
+
 def _softmax(logarithm: bool) -> Callable[..., Any]:
     def run(inputs: Cut, dims: list[int], *stack_level_and_type: Any, dtype: Any = None, **_: Any) -> Any:
         [dim], at = dims, inputs.at
@@ -291,7 +294,8 @@ for _names, _place, _default, _instead in (
     ("split", 2, 0, _split), ("chunk", 2, 0, _chunks), ("unbind", 1, 0, _unbound),
     ("cumsum cumprod argmax argmin max min amax amin aminmax logsumexp std var prod any all softmin median", 1, None,
      None),
-    ("sort argsort glu", 1, -1, None), ("topk", 2, -1, None), ("norm repeat_interleave", 2, None, None),
+    ("sort argsort glu", 1, -1, None), ("topk", 2, -1, None), ("norm", 2, None, _norm),
+    ("repeat_interleave", 2, None, None),
 ):  # fmt: skip
     for _function in named(*_names.split()):
         rule(_function)(_of_others(_function, _place, _default, _instead))
@@ -372,20 +376,6 @@ def _rolled(inputs: Any, shifts: Any, dims: Any = None) -> Any:
 
 
 # ---- Products ----------------------------------------------------------------------------------------------
-
-OF_WEIGHTS = "a table or a weight that is cut"
-
-
-@rule(F.linear)
-def _linear(inputs: Any, weight: Any, bias: Any = None) -> Any:
-    if isinstance(weight, Cut) or not isinstance(inputs, Cut):
-        raise refused(OF_WEIGHTS)
-    at = inputs.at
-    if at.dim < inputs.dim() - 1:
-        return like(inputs, F.linear(inputs.local, weight, bias))
-    # Each process has some of the features, as after Flatten: their products are summed, and nothing is gathered.
-    total = all_sum(F.linear(inputs.local, at.part_of(weight, 1)), at.domain)
-    return total if bias is None else total + bias
 
 
 @rule(*named("matmul", "bmm", "__matmul__"))

@@ -105,14 +105,20 @@ class TrialRunner:
         return compare(reference, steps, tolerance=self._closer[reference.folder], without=without)
 
     def trial(
-        self, plan: Plan, instrumentation: Instrumentation, reference: trained_by_hand.Reference
+        self,
+        plan: Plan,
+        instrumentation: Instrumentation,
+        reference: trained_by_hand.Reference,
+        *,
+        whole_too: bool = False,
     ) -> tuple[TrialStep, ...]:
-        """Runs the plan's steps and compares them with a reference's."""
+        """Runs the plan's steps and compares them with a reference's, and functions of parts with those of wholes."""
         request = TrialRequest(
             task=self.task, plan=plan, data=self.data, steps=self.steps, reference=reference.folder,
-            instrumentation=instrumentation, draws=bool(reference.draws),
+            instrumentation=instrumentation, draws=bool(reference.draws), whole_too=whole_too,
         )  # fmt: skip
-        self.note(f"{str(plan) or 'one process'}{_switched_off(instrumentation)}")
+        beside = ", each operator beside the whole's" if whole_too else ""
+        self.note(f"{str(plan) or 'one process'}{_switched_off(instrumentation)}{beside}")
         return self.run("grappe.verbs.verify.trained_by_plan:worker", request, plan)
 
     def samples(self, plan: Plan, instrumentation: Instrumentation) -> tuple[Any, ...]:

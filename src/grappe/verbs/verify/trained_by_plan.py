@@ -5,21 +5,29 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import hashlib
+import traceback
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from safetensors import safe_open
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
 from grappe import engines
 from grappe.checkpoint.initial import built
 from grappe.data.batch import Batch, rows_of_slices
 from grappe.data.loader import training_loader
+from grappe.domain.cut import RULES, Cut, Domain, local, name_of
+from grappe.domain.exchange import separated
 from grappe.engines.base import Engine, EngineSetup
+from grappe.errors.user_line import place_in
 from grappe.launch.rank import ProcessRank
 from grappe.launch.world import World, joined
 from grappe.plan import Plan
+from grappe.private_api.torch import tree_flatten, tree_leaves, tree_unflatten
 from grappe.step.loss import StepResult
 from grappe.verbs.verify.instrument import NOTHING, Instrumentation, SampleRecorder, instrumented
 from grappe.verbs.verify.random_ops import RandomOps
@@ -40,6 +48,8 @@ class TrialRequest:
     instrumentation: Instrumentation = NOTHING
     draws: bool = False
     """Whether the model draws random numbers, which are then recorded."""
+    whole_too: bool = False
+    """Whether each function of cut tensors, under domain=, is compared with the same of whole ones."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -61,6 +71,8 @@ class TrialStep:
     """Hash of the model's draws, by data slice; "" if there were few or none."""
     bits: str
     """A hash of all weights and buffers after the step, and of the loss."""
+    wrong_rule: str = ""
+    """The first function of cut tensors that gave other numbers than the whole's, with the user's line."""
 
 
 def worker(request: TrialRequest, process: ProcessRank, rendezvous_folder: Path) -> tuple[TrialStep, ...] | None:
@@ -76,6 +88,7 @@ def worker(request: TrialRequest, process: ProcessRank, rendezvous_folder: Path)
         )
         recording = off or (request.draws and not plan.compile)
         random_ops = RandomOps(off=off) if recording else None
+        beside = _BesideTheWhole() if request.whole_too else None
 
         def unrecorded() -> Iterator[Batch]:
             """Yields the batches, without recording the random numbers of loading and augmentation."""
@@ -109,11 +122,13 @@ def worker(request: TrialRequest, process: ProcessRank, rendezvous_folder: Path)
                     "gaps": gaps,
                     "bits": bits,
                     "draws": random_ops.take() if random_ops else "",
+                    "wrong_rule": beside.wrong if beside else "",
                 }
             )
             return False
 
-        with engines.running(setup) as engine, random_ops or contextlib.nullcontext():
+        no_mode = contextlib.nullcontext()
+        with engines.running(setup) as engine, random_ops or no_mode, beside or no_mode:
             engine.train(unrecorded(), after)
         slices = _by_slice(world, [(record.pop("ids"), record.pop("draws")) for record in records])
     if world.rank:
@@ -127,6 +142,94 @@ def worker(request: TrialRequest, process: ProcessRank, rendezvous_folder: Path)
         )
         for number, record in enumerate(records)
     )
+
+
+class _BesideTheWhole(TorchFunctionMode):
+    """Calls each function of cut tensors with the whole ones too, and compares results and gradients."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.wrong = ""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        cuts = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Cut)]
+        if cuts and not self.wrong and func in RULES and func is not torch.empty_like:
+            domain, drawn = cuts[0].at.domain, torch.get_rng_state()
+            outcomes = []
+            for in_parts in (True, False):
+                outcomes.append(_outcome(func, args, kwargs, domain, in_parts=in_parts))
+                torch.set_rng_state(drawn)
+            for what, parts, wholes in zip(("results", "gradients"), *outcomes, strict=True):
+                gap = _largest_gap(wholes, parts, domain)
+                if gap > OTHER and not self.wrong:
+                    where = place_in(traceback.extract_stack())
+                    self.wrong = f"{name_of(func)} of parts has other {what} than of the whole ({gap:.1g}): {where}"
+        return func(*args, **kwargs)
+
+
+OTHER = 1e-3
+"""Of the largest number: rounding makes a hundredth of it in fp32."""
+
+
+def _outcome(func: Any, args: Any, kwargs: Any, domain: Domain, *, in_parts: bool) -> tuple[list[Tensor], list[Tensor]]:
+    """Returns a function's results and gradients, of copies: of parts, or of whole tensors. Collective."""
+    leaves, nesting = tree_flatten((args, kwargs))
+    places = {place: leaf.at for place, leaf in enumerate(leaves) if in_parts and isinstance(leaf, Cut)}
+    copies, arguments = dict[int, Tensor](), [*leaves]
+    for place, leaf in enumerate(leaves):
+        if isinstance(leaf, Tensor):
+            tensor = _joined(leaf) if isinstance(leaf, Cut) and not in_parts else local(leaf)
+            copies[place] = tensor.detach().clone().requires_grad_(local(leaf).requires_grad)
+            argument = copies[place].clone()  # which may be changed in place
+            arguments[place] = Cut(argument, places[place]) if place in places else argument
+    args, kwargs = tree_unflatten(arguments, nesting)
+    results = [leaf for leaf in tree_leaves(func(*args, **kwargs)) if isinstance(leaf, Tensor)]
+    roots = [each for each in results if local(each).requires_grad]
+    leaves_with = {place: copy for place, copy in copies.items() if copy.requires_grad}
+    if not roots:
+        return results, []
+    seeds = []
+    for root in roots:
+        seed = torch.linspace(-1, 1, root.numel(), dtype=root.dtype, device=root.device).view(root.shape)
+        if in_parts:  # which are summed
+            seed = root.at.part_of(seed, root.at.dim) if isinstance(root, Cut) else seed / domain.size
+        seeds.append(seed)
+    arrived = torch.autograd.grad([local(root) for root in roots], [*leaves_with.values()], seeds, allow_unused=True)
+    gradients = []
+    for (place, copy), gradient in zip(leaves_with.items(), arrived, strict=True):
+        full = torch.zeros_like(copy) if gradient is None else gradient
+        if in_parts and place not in places:
+            dist.all_reduce(full, group=domain.group)
+        gradients.append(Cut(full, places[place]) if place in places else full)
+    return results, gradients
+
+
+def _joined(cut: Cut) -> Tensor:
+    """Returns the whole tensor by a way of its own: that of the rules may be at fault. Collective."""
+    at, apart = cut.at, separated(cut)
+    parts = list[Tensor]()
+    for rank, size in enumerate(at.sizes):
+        shape = [*apart.local.shape]
+        shape[apart.at.dim] = size
+        parts.append(apart.local.detach().contiguous() if rank == at.domain.rank else apart.local.new_empty(shape))
+        dist.broadcast(parts[-1], group=at.domain.group, group_src=rank)
+    return torch.cat(parts, apart.at.dim).view(cut.shape)
+
+
+@torch.no_grad()
+def _largest_gap(wholes: Sequence[Any], parts: Sequence[Any], domain: Domain) -> float:
+    """Returns the largest difference in any process, as a share of the largest number. Collective."""
+    gap, largest = torch.zeros(()), torch.zeros(())
+    for full, part in zip(wholes, parts, strict=True):
+        of_whole = part.at.part_of(full, part.at.dim) if isinstance(part, Cut) else full
+        a, b = of_whole.detach().float(), local(part).detach().float()
+        apart = (a - b).abs().where((a != b) & ~(a.isnan() & b.isnan()), 0)
+        gap = torch.maximum(gap, apart.nan_to_num(torch.inf).amax().cpu())
+        largest = torch.maximum(largest, full.detach().float().nan_to_num(0, 0, 0).abs().amax().cpu())
+    share = gap / largest.clamp(min=1e-30)
+    dist.all_reduce(share, op=dist.ReduceOp.MAX, group=domain.group)
+    return float(share)
 
 
 @torch.no_grad()
