@@ -15,9 +15,9 @@ import inspect
 import itertools
 import os
 import traceback
-import types
 from collections import Counter
 from collections.abc import Callable, Sequence
+from types import FunctionType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -138,7 +138,7 @@ class Cut(Tensor):
         return f"Cut({list(self.shape)}, dimension {self.at.dim} in parts of {list(self.at.sizes)})"
 
     @classmethod
-    def __torch_function__(cls, func: Any, kinds: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         rule = RULES.get(func)
         if rule is not None:
@@ -147,14 +147,14 @@ class Cut(Tensor):
                     _refuse_own_functions(argument)
             return rule(*args, **kwargs)
         if name_of(func) in METADATA:
-            return super().__torch_function__(func, kinds, args, kwargs)
+            return super().__torch_function__(func, types, args, kwargs)
         if inspect.isfunction(func) and func.__module__ == torch.nn.functional.__name__:
             return _written_out(func)(*args, **kwargs)
         raise refused(name_of(func))
 
     @classmethod
     def __torch_dispatch__(  # pyrefly: ignore
-        cls, func: Any, kinds: Any, args: Any = (), kwargs: Any = None
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         raise refused(str(func))
 
@@ -164,7 +164,7 @@ def _written_out(func: Any) -> Any:
     """Returns torch's own Python code of a function, whose calls have rules, or are refused."""
     asks = ("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic")
     names = {**func.__globals__, **dict.fromkeys(asks, lambda *_: False)}
-    written = types.FunctionType(func.__code__, names, func.__name__, func.__defaults__, func.__closure__)
+    written = FunctionType(func.__code__, names, func.__name__, func.__defaults__, func.__closure__)
     written.__kwdefaults__ = func.__kwdefaults__
     return written
 

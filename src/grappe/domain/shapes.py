@@ -231,7 +231,8 @@ def _norm(inputs: Cut, dims: list[int], p: Any = 2, keepdim: bool = False, **_: 
     power = 2 if p == "fro" else p
     if power not in (1, 2):
         raise along(f"norm with p={p}")
-    total = _sum(inputs.abs() ** power, dims, keepdim)
+    powers: Any = inputs.abs() ** power
+    total = _sum(powers, dims, keepdim)
     return (total.where(total > 0, 1.0) ** (1 / power)).where(total > 0, 0.0)  # its gradient at 0 is 0, as torch's
 
 

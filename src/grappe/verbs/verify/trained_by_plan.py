@@ -196,7 +196,7 @@ def _outcome(func: Any, args: Any, kwargs: Any, domain: Domain, *, in_parts: boo
             seed = root.at.part_of(seed, root.at.dim) if isinstance(root, Cut) else seed / domain.size
         seeds.append(seed)
     arrived = torch.autograd.grad([local(root) for root in roots], [*leaves_with.values()], seeds, allow_unused=True)
-    gradients = []
+    gradients = list[Tensor]()
     for (place, copy), gradient in zip(leaves_with.items(), arrived, strict=True):
         full = torch.zeros_like(copy) if gradient is None else gradient
         if in_parts and place not in places:
