@@ -180,6 +180,30 @@ def test_the_bound_is_learned_and_generous(tmp_path: Path) -> None:
     assert dog.bound() == 900
 
 
+def test_a_first_step_may_compile_though_other_work_came_before(tmp_path: Path) -> None:
+    phase, looks = FORWARD, 0
+
+    def look() -> int:
+        nonlocal looks
+        looks += 1
+        return phase
+
+    dog = watchdog(tmp_path, rank=0, size=1, phase=look)
+    dog._tick = 0.01
+    dog.start(0)
+    for following in (FORWARD, EVALUATION, FORWARD):
+        phase = following
+        until(lambda end=looks + 4: looks > end, "the watchdog has looked")
+    assert dog.bound() == 900
+
+    def steps() -> bool:
+        dog.marks += 1
+        return dog.bound() == 60
+
+    until(steps, "a step was seen")
+    dog.stop()
+
+
 def test_a_paused_terminal_holds_nobody_to_account(tmp_path: Path) -> None:
     """Process 0 writes to a terminal that was paused by Ctrl-S; once it answers no more, it is at fault."""
     ended: queue.Queue[str] = queue.Queue()

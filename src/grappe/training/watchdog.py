@@ -129,9 +129,11 @@ class Watchdog:
             silent += self._tick
             now = self._progress()
             if now != before:
-                _, work = before
-                self._longest = max(self._longest, silent) if work in self._seen else self._longest
-                self._seen.add(work)
+                (marks, work), (marks_now, work_now) = before, now
+                # Another kind of work alone may be the start's end, before any step.
+                if marks_now != marks and work_now == work:
+                    self._longest = max(self._longest, silent) if work in self._seen else self._longest
+                    self._seen.add(work)
                 before, silent = now, 0.0
             late = silent > self.bound()
             if (late or (silent > self._grace and self._others())) and self._stands_still(before, silent):
