@@ -72,6 +72,8 @@ def test_jobs_outlive_their_coordinator(cluster: Cluster, tmp_path: Path, slow: 
     [[killed], [warned]] = jobs_of(study)
     assert {killed, warned} == set(in_queue(cluster))
     twice = cluster.run("sbatch", "--parsable", str(study / "trial-0001" / "logs" / "submit-1.sh")).strip()
+    # Three kills are behind it, after which a job goes on no more.
+    (study / "trial-0000" / "logs" / "killed").write_text(f"job {killed}, start {killed}.0: exit code 137\n" * 3)
     os.kill(pid_of(study / "trial-0000"), signal.SIGKILL)
     until((study / "trial-0000" / "logs" / f"job-{killed}.end").exists, "the job of the killed one ends")
     cluster.run("scancel", "--batch", "--signal=USR2", warned)  # as Slurm does before the time limit
