@@ -217,7 +217,7 @@ def halos_of_the_other_side() -> Any:
 
 
 def halos_without_gradient() -> Any:
-    """What comes back of neighbours' rows is lost."""
+    """Loses the gradients of neighbours' rows."""
     send = RowExchange._send
 
     def lost(self: RowExchange, to: dict[int, torch.Tensor], arriving: dict[int, torch.Tensor]) -> None:
