@@ -1,4 +1,4 @@
-"""Edited copies of the public scripts, by Accelerate and by grappe.Loop: `python -m benchmarks.edited FOLDER EDITS`.
+"""Compares public scripts with copies for Accelerate and grappe.Loop: `python -m benchmarks.edited FOLDER EDITS`.
 
 FOLDER is that of `benchmarks.unedited`; EDITS/TOOL/OWNER+NAME+SCRIPT (each / a +) has the files that differ from the
 repository, TOOL is accelerate or loop. Two processes with torchrun's variables run 20 steps, in fp64 where they can.

@@ -309,8 +309,7 @@ class Loop:
             self._kept.refuse_others([pair.optimizer for pair in self._pairs], [pair.model for pair in self._pairs])
         self.chronometer.begin()
         taken = source.batches(first + self.step - begin, first + epochs * each)
-        with contextlib.ExitStack() as left:
-            left.callback(self._remark)  # after a break, too
+        try:
             while self.step < end:
                 self.chronometer.switch(DATA)
                 batch = next(taken)
@@ -320,6 +319,8 @@ class Loop:
                 if self._end_step(batch, last=self.step == end):
                     self._close(None, interrupted=True)
                     raise SystemExit(EXIT_INTERRUPTED)
+        finally:  # after a break, too
+            self._remark()
         if self._folder is not None:
             self._folder.wait()
 
