@@ -20,8 +20,9 @@ quick: .venv/test  ## run the quick tests: after each edit
 	@$(BIN)/python -m pytest -q -m "not slow and not soak" --numprocesses $(WORKERS) --no-loadscope-reorder
 
 MARKS ?= not soak and not artefact
-test: .venv/test  ## run the tests (WORKERS=1: one after the other)
-	@$(BIN)/python -m pytest -q -m "$(MARKS)" --durations 20 --numprocesses $(WORKERS) --no-loadscope-reorder
+DRAW ?= $(shell git rev-parse --short HEAD 2>/dev/null)
+test: .venv/test  ## run the tests, of slow ones a quarter drawn by the commit (DRAW=: all; WORKERS=1: one by one)
+	@GRAPPE_DRAW=$(DRAW) $(BIN)/python -m pytest -q -m "$(MARKS)" --durations 20 --numprocesses $(WORKERS) --no-loadscope-reorder
 
 artefacts: .venv/test  ## test the documentation site in a browser, the wheel, two labs, the notebook and the demo
 	@$(BIN)/python -m pytest -q -m "artefact and not soak" --durations 5 --numprocesses $(WORKERS) --no-loadscope-reorder

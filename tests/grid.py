@@ -1,11 +1,15 @@
-"""Thins grids of tests: `@pytest.mark.grid` keeps cells in which each two values meet; GRAPPE_GRID=all keeps all.
+"""Chooses which cells run: of grids those in which each two values meet, and of slow tests a quarter per commit.
 
-    python -m tests.grid [FILE …]    # lists the cells that `make test` leaves out, each with those that cover it
+    python -m tests.grid [FILE …]    # lists the cells that grids leave out, each with those that cover it
 
 A plan counts as its keys: `shard=2,zero=1` has the values `shard=2` and `zero=1`. In what is kept, every value of a
 parameter occurs, and every pair of values of two parameters that occurs in any cell: each task under each key's value.
 `@pytest.mark.grid(each=2)` asks for less: every value of a parameter in two cells. `make soak` runs all cells.
 `soaked` is for cells of no product: each is left out by hand, for another that covers it.
+
+GRAPPE_DRAW, which `make test` sets to the commit, draws: of each slow test with several cells a quarter runs, at least
+one cell, and of what is marked `costly` every fourth test, or every fourth module where the whole module is marked. So
+all cells run within some commits. `make test DRAW=` runs all of them; so does pytest, where the variable is not set.
 """
 
 from __future__ import annotations
@@ -15,6 +19,7 @@ import math
 import os
 import subprocess
 import sys
+import zlib
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping
 from typing import TypeVar
@@ -24,6 +29,8 @@ import pytest
 Cell = TypeVar("Cell")
 Pair = frozenset[tuple[str, str]]
 ALL = "all"
+SHARE = 4
+"""Of so many cells of a slow test one runs."""
 
 
 def soaked(covered: Mapping[Cell, object]) -> list[Cell]:
@@ -43,6 +50,27 @@ def thin(items: list[pytest.Item]) -> tuple[list[pytest.Item], dict[pytest.Item,
         assert marker
         left_out |= _covered(cells, marker.kwargs.get("each"))
     return [item for item in items if item not in left_out], left_out
+
+
+def draw(items: list[pytest.Item], seed: str) -> list[pytest.Item]:
+    """Returns the items that run for a seed: all quick tests, and a share of the slow tests' cells."""
+    cells: dict[str, list[pytest.Item]] = defaultdict(list)
+    resting: set[pytest.Item] = set()
+    for item in items:
+        costly = next(item.iter_markers_with_node("costly"), None)
+        if costly:
+            if _lot(costly[0].nodeid.partition("[")[0], seed) % SHARE:
+                resting.add(item)
+        elif item.get_closest_marker("slow") and hasattr(item, "callspec"):
+            cells[item.nodeid.partition("[")[0]].append(item)
+    for several in cells.values():
+        several.sort(key=lambda item: _lot(item.nodeid, seed))
+        resting.update(several[math.ceil(len(several) / SHARE) :])
+    return [item for item in items if item not in resting]
+
+
+def _lot(name: str, seed: str) -> int:
+    return zlib.crc32(f"{seed} {name}".encode())
 
 
 def _covered(cells: list[pytest.Function], each: int | None) -> dict[pytest.Item, list[pytest.Item]]:
@@ -104,6 +132,12 @@ def asks_for_all(config: pytest.Config) -> bool:
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "grid: cells of which `make test` runs those in which each two values meet")
+    config.addinivalue_line("markers", "costly: takes over four seconds of CPU: `make test` draws one of four")
+
+
+def pytest_report_header(config: pytest.Config) -> str | None:
+    seed = os.environ.get("GRAPPE_DRAW")
+    return f"a quarter of the slow tests' cells, drawn by DRAW={seed} (DRAW= runs all)" if seed else None
 
 
 @pytest.hookimpl(trylast=True)
@@ -111,8 +145,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if asks_for_all(config):
         return
     kept, left_out = thin(items)
-    if left_out:
-        config.hook.pytest_deselected(items=list(left_out))
+    if seed := os.environ.get("GRAPPE_DRAW"):
+        kept = draw(kept, seed)
+    if len(kept) < len(items):
+        config.hook.pytest_deselected(items=[item for item in items if item not in set(kept)])
         items[:] = kept
     if os.environ.get("GRAPPE_GRID") == "list":
         for item, covering in left_out.items():

@@ -24,6 +24,8 @@ from grappe.data.formats import cifar10_python
 from tests.grid import soaked
 from tests.patience import PATIENCE_SECONDS
 
+pytestmark = pytest.mark.costly
+
 MILLISECOND = 1e-3
 
 

@@ -15,6 +15,8 @@ from benchmarks.gpu.part import Aim, Part, read_rows
 
 from tests.commands import ran
 
+pytestmark = pytest.mark.costly
+
 ROOT = Path(__file__).parents[1]
 
 

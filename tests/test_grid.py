@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -29,6 +30,38 @@ def test_values(name, plan):
 def test_plain(plan):
     pass
 """
+DRAWN = """
+import pytest
+
+@pytest.mark.slow
+@pytest.mark.parametrize("cell", range(10))
+def test_slow(cell):
+    pass
+
+@pytest.mark.slow
+def test_single():
+    pass
+
+@pytest.mark.parametrize("cell", range(10))
+def test_quick(cell):
+    pass
+
+@pytest.mark.costly
+@pytest.mark.parametrize("cell", range(3))
+def test_costly(cell):
+    pass
+"""
+COSTLY = """
+import pytest
+
+pytestmark = pytest.mark.costly
+
+def test_first():
+    pass
+
+def test_second():
+    pass
+"""
 
 
 @pytest.fixture
@@ -38,12 +71,12 @@ def file(tmp_path: Path) -> Path:
     return path
 
 
-def collected(file: Path, *arguments: str, grid: str = "") -> list[str]:
+def collected(file: Path, *arguments: str, grid: str = "", draw: str = "") -> list[str]:
     command = [sys.executable, "-m", "pytest", "-q", "--collect-only", "-p", "tests.grid", "-p", "no:cacheprovider"]
     done = subprocess.run(
         [*command, "--rootdir", str(file.parent), *arguments],
         cwd=file.parent,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "GRAPPE_GRID": grid, "PYTEST_ADDOPTS": ""},
+        env={**os.environ, "PYTHONPATH": str(ROOT), "GRAPPE_GRID": grid, "GRAPPE_DRAW": draw, "PYTEST_ADDOPTS": ""},
         check=True,
         capture_output=True,
         text=True,
@@ -77,3 +110,42 @@ def test_a_test_that_is_asked_for_has_all_its_cells(file: Path, arguments: list[
 
 def test_all_cells_run_in_a_soak(file: Path) -> None:
     assert len(collected(file, file.name, grid="all")) == 18
+
+
+def test_each_draw_has_a_share_of_the_slow_cells_and_all_quick_ones(tmp_path: Path) -> None:
+    (tmp_path / "test_drawn.py").write_text(DRAWN)
+    (tmp_path / "test_module.py").write_text(COSTLY)
+    names = _kept(tmp_path, [f"commit {number}" for number in range(16)])
+    for drawn in names:
+        assert len([name for name in drawn if "slow" in name]) == 3
+        assert len([name for name in drawn if "quick" in name]) == 10
+        assert "test_single" in drawn
+        assert len([name for name in drawn if "costly" in name]) in {0, 3}
+        assert ("test_first" in drawn) == ("test_second" in drawn)
+    assert len(set().union(*names)) == 26  # within sixteen commits, each ran
+
+
+def _kept(folder: Path, seeds: list[str]) -> list[set[str]]:
+    """Returns the names that run for each seed."""
+    script = f"""
+import json, pytest
+from tests import grid
+
+class Plugin:
+    def pytest_collection_finish(self, session):
+        self.items = session.items
+
+plugin = Plugin()
+pytest.main(["-qq", "--collect-only", "-W", "ignore", "-p", "no:cacheprovider", "."], [plugin])
+print(json.dumps([[item.name for item in grid.draw(plugin.items, seed)] for seed in {seeds!r}]))
+"""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTEST_ADDOPTS": ""}
+    done = subprocess.run(
+        [sys.executable, "-c", script], cwd=folder, env=environment, check=True, capture_output=True, text=True
+    )
+    return [set(names) for names in json.loads(done.stdout.splitlines()[-1])]
+
+
+def test_a_named_test_is_not_drawn(file: Path) -> None:
+    file.write_text(DRAWN)
+    assert len(collected(file, "test_cells.py::test_costly", "-W", "ignore", draw="a commit")) == 3

@@ -19,6 +19,8 @@ from grappe import slurm
 from grappe.errors import UsageError
 from tests.patience import PATIENCE_SECONDS
 
+pytestmark = pytest.mark.costly
+
 ROOT = Path(__file__).parents[1]
 
 

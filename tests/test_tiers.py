@@ -87,6 +87,7 @@ def test_b(): test_a()
 """
 
 
+@pytest.mark.costly
 def test_a_module_stays_on_one_worker(tmp_path: Path) -> None:
     (tmp_path / "conftest.py").write_text("from tests.conftest import pytest_xdist_make_scheduler\n")
     for module in ("one", "two", "three"):

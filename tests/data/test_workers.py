@@ -8,6 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from grappe.data.loader import training_loader
 from grappe.launch.fork import run_in_fork
 from grappe.launch.rank import ProcessRank
@@ -75,6 +77,7 @@ for step, _ in enumerate(loop.batches(Pairs(), batch_size=32, epochs=10)):
 """
 
 
+@pytest.mark.costly
 def test_a_script_that_fails_ends_although_its_workers_ignore_signals() -> None:
     ended = subprocess.run(
         [sys.executable, "-c", SCRIPT], capture_output=True, text=True, timeout=PATIENCE_SECONDS, check=False

@@ -26,6 +26,8 @@ from tests.patience import PATIENCE_SECONDS
 from tests.processes import Pool
 from tests.training.test_training import train
 
+pytestmark = pytest.mark.costly
+
 STEPS = 4
 PLANS = (
     "replicate=2", "shard=2", "shard=2,zero=2", "pipeline=2,microbatches=2", "tensor=2", "exact=2,replicate=2",

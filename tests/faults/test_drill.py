@@ -31,6 +31,7 @@ class Dicey(Quick):
         return super().loss(output, target) * (1 + os.urandom(1)[0])
 
 
+@pytest.mark.costly
 def test_everything_that_a_drill_does_is_recovered_from(tmp_path: Path) -> None:
     command = Command(GRAPPE, "drill", f"{STUCK}:Quick", "--plan", PLAN, cwd=tmp_path)
     try:

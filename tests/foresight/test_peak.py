@@ -49,6 +49,7 @@ def test_an_evaluation_and_the_copy_for_a_checkpoint(plan: str) -> None:
     assert found.checkpoint == max(one["checkpoint"] for one in measured)
 
 
+@pytest.mark.costly
 def test_an_evaluation_of_a_sharded_transformer(gpt: FakeModel) -> None:
     words = " ".join(f"{name}={value}" for name, value in TINY_GPT.items())
     found = memory_forecast(gpt, Plan.parse("shard=2"))

@@ -53,6 +53,7 @@ def test_every_plan_learns_the_same(pool: Pool, name: str, plan: str) -> None:
     assert found["scores"].loss == pytest.approx(alone["scores"].loss, rel=1e-5)
 
 
+@pytest.mark.costly
 def test_verify_takes_outputs_that_are_padded_to_the_longest_of_a_batch(pool: Pool) -> None:
     [(_, found)] = table.verified(pool, "ctc", ("replicate=2",))
     assert found["verdict"] == "same"

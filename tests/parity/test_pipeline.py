@@ -122,6 +122,7 @@ def test_options_learn_the_same(pool: Pool, plan: str) -> None:
     check(pool, TASKS["adam"], plan, expected("adam"))
 
 
+@pytest.mark.costly
 def test_compiled_stages_learn_the_same(pool: Pool) -> None:
     """Batches of one shape: what has another is compiled again, as tests/parity/test_special.py does."""
     task = Images(rule="adam", clip=0.5, samples=24)

@@ -59,6 +59,7 @@ def test_local_and_global_statistics_are_not_the_same() -> None:
     assert difference(one, two)[0] > 100 * TOLERANCE
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("plan", ["compile,replicate=2", *soaked({"compile": "the same on two processes"})])
 def test_compiled_learns_the_same(pool: Pool, plan: str) -> None:
     task = Images(rule="adam", clip=0.5)

@@ -7,11 +7,15 @@ import re
 import time
 from pathlib import Path
 
+import pytest
+
 from grappe.training.run import Run
 from tests.commands import SLOW
 from tests.patience import PATIENCE_SECONDS
 from tests.slurm.cluster import Cluster
 from tests.slurm.jobs import grappe
+
+pytestmark = pytest.mark.costly
 
 
 def test_points_become_jobs_and_jobs_become_points(cluster: Cluster, tmp_path: Path) -> None:

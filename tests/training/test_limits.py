@@ -14,6 +14,8 @@ from grappe.training.run import Run
 from tests import needs
 from tests.commands import GRAPPE, Command
 
+pytestmark = pytest.mark.costly
+
 ROOT = Path(__file__).parents[2]
 TASK = str(ROOT / "tests" / "short_source.py")
 NARROW = str(ROOT / "tests" / "narrow.py")

@@ -95,6 +95,7 @@ def warnings(folder: Path, site: str, plan: str, fields: tuple[str, ...]) -> lis
     return found
 
 
+@pytest.mark.costly
 def test_gpus_auto_are_the_fewest_whose_memory_is_enough(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     Path("big.py").write_text(BIG)
@@ -115,6 +116,7 @@ def test_gpus_auto_are_the_fewest_whose_memory_is_enough(tmp_path: Path, monkeyp
         list(submit(dataclasses.replace(submission, command="evaluate"), show=True))
 
 
+@pytest.mark.costly
 def test_sizes_whose_memory_is_too_little_are_not_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     Path("big.py").write_text(BIG)

@@ -12,6 +12,8 @@ from grappe.errors import DataError, UsageError
 from grappe.verbs.data.bench import Row, advice, bench
 from tests.data.images.pictures import archive, files
 
+pytestmark = pytest.mark.costly
+
 
 @pytest.fixture(scope="module")
 def source(tmp_path_factory: pytest.TempPathFactory) -> Path:

@@ -17,6 +17,8 @@ from tests import needs
 from tests.training.test_training import train
 from tests.verbs.export.shipped import SHIPPED, exported
 
+pytestmark = pytest.mark.costly
+
 
 def test_a_transformer_is_exported_with_weights_in_int8(tmp_path: Path) -> None:
     needs.compiler()

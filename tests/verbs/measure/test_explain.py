@@ -14,6 +14,8 @@ from grappe.verbs.measure.points import MeasureOptions
 from grappe.verbs.measure.verdict import content
 from tests.sleeping import Sleeping
 
+pytestmark = pytest.mark.costly
+
 PLAN = "device=cpu,threads=1,workers=0"
 
 

@@ -200,6 +200,7 @@ def test_a_pipeline_differs_by_its_batch_normalisation_alone(pool: Pool) -> None
 VAE = str(Path(__file__).parents[3] / "examples/gallery/vae.py")
 
 
+@pytest.mark.costly
 def test_one_plans_failure_leaves_the_others_their_rows(capfd: pytest.CaptureFixture) -> None:
     found = list(verify(VAE, ["tensor=2", "threads=1"], steps=2, note=progress))
     assert [one.verdict for one in found] == ["failed", "same"]
