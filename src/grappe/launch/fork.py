@@ -164,6 +164,7 @@ def run_in_fork(work: Callable[[], str | None], limits: Limits | None = None) ->
     sys.stderr.flush()
     parent = os.getpid()
     with parents_garbage_spared():
+        begin = _own_memory(parent)  # garbage that the parent frees after the fork stays with the child
         pid = os.fork()
     if not pid:
         end_with_forking_parent(parent)
@@ -173,7 +174,7 @@ def run_in_fork(work: Callable[[], str | None], limits: Limits | None = None) ->
         os._exit(0 if message.startswith(DONE) else 1)
     os.close(writer)
     with os.fdopen(reader) as stream:
-        killed = limits is not None and limits.watch(pid, reader)
+        killed = limits is not None and limits.watch(pid, reader, begin)
         message = stream.read()
     exit_code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
     name, _, text = message.partition("\n")
@@ -277,12 +278,13 @@ class Limits:
             with contextlib.suppress(OSError, ValueError):  # not every system has every limit
                 resource.setrlimit(kind, (most, hard))
 
-    def watch(self, pid: int, pipe: int) -> bool:
+    def watch(self, pid: int, pipe: int, begin: int) -> bool:
         """Waits until the process says something on `pipe`; kills it, and returns True, where it takes too much.
+
+        A forked process begins with its parent's memory: `begin` bytes.
 
         The limit of the address space cannot tell mapped files from memory: so memory is looked at, too.
         """
-        begin = _own_memory(os.getpid())  # a forked process begins with its parent's
         while not select.select([pipe], [], [], POLL_SECONDS)[0]:
             if _own_memory(pid) - begin > self.memory:
                 os.kill(pid, signal.SIGKILL)
