@@ -62,19 +62,16 @@ def test_data_that_never_come_are_named_with_their_line(start: Start, tmp_path: 
 SILENT = """
 import queue, sys
 from pathlib import Path
-from grappe.profiling.phases import FORWARD
-from grappe.training.watchdog import IdleWatchdog
-ended = queue.Queue()
-watchdog = IdleWatchdog(
-    rank=0, size=int(sys.argv[1]), folder=Path.cwd(), token="now", limit=1.0,
-    end=ended.put, phase=lambda: FORWARD, writing=lambda: False,
-)
-watchdog.start(3)
+from grappe.training import watchdog
+said = queue.Queue()
+watchdog.complain = lambda text, _: said.put(text)
+idle = watchdog.IdleWatchdog(rank=0, size=int(sys.argv[1]), folder=Path.cwd(), limit=1.0)
+idle.start(3)
 try:
-    print(ended.get(timeout=float(sys.argv[2])))
+    print(said.get(timeout=float(sys.argv[2])))
 except queue.Empty:
     print("goes on")
-watchdog.stop()
+idle.stop()
 """
 
 

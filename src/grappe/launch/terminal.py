@@ -32,9 +32,10 @@ def write(text: object, stream: IO[str] | UserStream | None = None, *, end: str 
     stream.flush()
 
 
-def complain(text: object) -> None:
-    """Writes lines of text to the standard error, in the user's language."""
-    write(translated(text, sys.stderr), sys.stderr)
+def complain(text: object, stream: IO[str] | UserStream | None = None) -> None:
+    """Writes lines of text to the standard error, or another stream, in the user's language."""
+    stream = sys.stderr if stream is None else stream
+    write(translated(text, stream), stream)
 
 
 def progress(words: str) -> None:

@@ -29,7 +29,8 @@ import torch.distributed
 from grappe.errors import RunError, user_line
 from grappe.launch import files
 from grappe.launch.files import IN_PART
-from grappe.profiling.phases import BACKWARD, CHECKPOINT, COMMUNICATION, EVALUATION
+from grappe.launch.terminal import UserStream, complain
+from grappe.profiling.phases import BACKWARD, CHECKPOINT, COMMUNICATION, EVALUATION, FORWARD
 from grappe.words import host_name
 
 T = TypeVar("T")
@@ -37,6 +38,7 @@ T = TypeVar("T")
 FIRST_SECONDS = 900.0  # of a kind of work done for the first time: torch.compile may take minutes
 SAVING_SECONDS = 900.0  # a file system may be busy with others' files
 LEAST_SECONDS = 60.0
+IDLE_SECONDS = 300.0  # without any work of a script's processes
 TIMES_LONGEST = 20.0
 TICK_SECONDS = 1.0
 GRACE_SECONDS = 5.0
@@ -218,20 +220,32 @@ class Watchdog:
 
 
 class IdleWatchdog(Watchdog):
-    """Watchdog of a script, of whose progress nothing tells but its processes' work.
+    """Watchdog of a script, of whose progress nothing tells but its processes' work. It says what stands still.
 
     Args:
-        limit: seconds in which a process and those that it has started compute for less than a sixtieth.
+        limit: seconds in which a process and those that it has started compute for less than a sixtieth; 0: 300.
+        stream: where it says so; None: the standard error.
     """
 
     _asks_all = True
 
-    def _progress(self) -> tuple[int, str]:
-        return int(cpu_seconds() * 60 / self.bound()), "step"
+    def __init__(
+        self,
+        *,
+        rank: int,
+        size: int,
+        folder: Path,
+        phase: Callable[[], int] = lambda: FORWARD,
+        limit: float = 0.0,
+        stream: UserStream | None = None,
+    ) -> None:
+        super().__init__(
+            rank=rank, size=size, folder=folder, token="", limit=limit or IDLE_SECONDS, phase=phase,
+            writing=lambda: False, end=lambda why: complain(f"grappe: {why}", stream),
+        )  # fmt: skip
 
-    def bound(self) -> float:
-        """Returns the limit."""
-        return self._limit or FIRST_SECONDS
+    def _progress(self) -> tuple[int, str]:
+        return int(cpu_seconds() * 60 / (self._limit or 1.0)), "step"
 
 
 def cpu_seconds(process: str = "self") -> float:

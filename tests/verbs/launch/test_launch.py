@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -135,3 +137,44 @@ def test_a_scripts_pool_of_processes_ends(
     Path("pool.py").write_text(POOL)
     assert launch("pool.py", [], PLAN) == 0, "SIGTERM, which ends a pool's workers, is not blocked in a rehearsal"
     assert capfd.readouterr().out == "[1]\n[False]\n[False]\n", "nor handled there once the training handles it"
+
+
+REHEARSED = """
+from pathlib import Path
+from grappe.training import watchdog
+from grappe.launch.rank import ProcessRank
+from grappe.verbs.launch.launch import rehearse_script
+from grappe.verbs.launch.request import RehearsalRequest, ScriptRequest
+watchdog.IDLE_SECONDS = 1.0
+script = ScriptRequest(script=Path("waits.py"), arguments=(), plan="replicate=2,device=cpu", rendezvous={})
+rehearse_script(RehearsalRequest(script=script, structural=()), ProcessRank(), Path.cwd())
+"""
+WAITS = """
+import sys, threading
+said, write = threading.Event(), sys.stderr.write
+sys.stderr.write = lambda text: (said.set() if "stood still" in text else None, write(text))[1]
+print(said.wait(60))
+"""
+
+
+def test_a_rehearsal_that_does_nothing_is_named_and_goes_on(tmp_path: Path) -> None:
+    (tmp_path / "waits.py").write_text(WAITS)
+    # A process of its own: what others of this one's compute would count as work.
+    why = subprocess.run([sys.executable, "-c", REHEARSED], cwd=tmp_path, capture_output=True, text=True, check=True)
+    assert "process 0 of 1" in why.stderr and "makes no progress in step 1, at waits.py, line 5" in why.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "out", "err"),
+    [(["--help"], 0, "--rate", ""), (["--rat"], 2, "", "usage: train.py"), ([], 1, "looks for data", "no data here")],
+)
+def test_a_script_that_ends_before_it_trains_ends_as_on_one_process(
+    arguments: list[str], code: int, out: str, err: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "train.py").write_text(
+        "import argparse, sys\nparser = argparse.ArgumentParser()\nparser.add_argument('--rate')\nparser.parse_args()\n"
+        "print('looks for data')\nsys.exit('no data here')"
+    )
+    assert launch(tmp_path / "train.py", arguments, PLAN) == code
+    said = capfd.readouterr()
+    assert out in said.out and err in said.err and "grappe:" not in said.err

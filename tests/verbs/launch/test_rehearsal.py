@@ -84,6 +84,11 @@ def rehearse(
         ),
         pytest.param(f"{PLAIN}\ntorch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)", "mean", id="clipping"),
         pytest.param(
+            f"model[0].weight.register_hook(lambda gradient: gradient * (x[:8] > 0))\n{PLAIN}",
+            "mean",
+            id="a mask in a hook",
+        ),
+        pytest.param(
             "F.cross_entropy(model(inputs + torch.randn_like(inputs)), labels).backward()", "mean", id="noise"
         ),
         pytest.param(
@@ -152,6 +157,20 @@ print(output[:8].std().item())
             NET,
             "rows that meet in the model",
             id="statistics by hand",
+        ),
+        pytest.param(
+            "for each in model.parameters():\n"
+            f"    each.register_hook(lambda gradient: gradient.clamp(-20, 20))\n{PLAIN}",
+            NET,
+            "a hook that clips gradients",
+            id="gradients clipped in a hook, later than in the first batch",
+        ),
+        pytest.param(
+            "output = model(inputs)\noutput.register_hook(lambda gradient: gradient.clamp(-0.5, 0.5))\n"
+            "F.cross_entropy(output, labels).backward()",
+            NET,
+            "a hook that clips gradients",
+            id="rows' gradients clipped in a hook",
         ),
         pytest.param(
             "noise = torch.tensor([[random.random()] * 6 for _ in inputs])\n"

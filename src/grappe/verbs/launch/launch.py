@@ -18,6 +18,7 @@ import shlex
 import signal
 import socket
 import sys
+import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import CodeType, ModuleType
@@ -29,7 +30,7 @@ from grappe.launch.files import RUNS
 from grappe.launch.rank import ProcessRank, rank_from_environment
 from grappe.launch.signals import end_as_programs_do, handled
 from grappe.launch.start import start
-from grappe.launch.terminal import complain, progress, say
+from grappe.launch.terminal import UserStream, complain, progress, say, user_stream
 from grappe.plan import AnyPlan, Plan, as_plan
 from grappe.private_api.multiprocessing import start_as_python_does
 from grappe.training.run import Run, new_folder
@@ -134,7 +135,10 @@ def launch(
     if alone:
         _refuse_plan(chosen)
     if alone and request.rehearsed is None and (several or chosen.changed_keys() - PROCESS_KEYS):
-        request = dataclasses.replace(request, rehearsed=rehearsed_on_one_process(request, chosen))
+        rehearsed = rehearsed_on_one_process(request, chosen)
+        if rehearsed.ended is not None:
+            return rehearsed.ended
+        request = dataclasses.replace(request, rehearsed=rehearsed)
     sys.stdout.flush()
     code = start("grappe.verbs.launch.launch:run_script", request, chosen, run=run, saves=True)
     if alone and code == EXIT_INTERRUPTED and rank_from_environment() is None:
@@ -191,6 +195,8 @@ def rehearsed_on_one_process(request: ScriptRequest, plan: Plan) -> Rehearsed:
             )
         finally:
             progress("")
+        if rehearsed.ended is not None:
+            return rehearsed
         if not rehearsed.structural:
             break
         structural.append(rehearsed.structural)
@@ -241,8 +247,12 @@ def _imports(script: ast.Module) -> Iterator[str]:
 
 
 def rehearse_script(request: RehearsalRequest, process: ProcessRank, rendezvous_folder: Path) -> Rehearsed:
-    """Runs a script up to its first batch that trains, without its output; returns what was measured."""
+    """Runs a script up to its first batch that trains, without its output; returns what was measured.
+
+    The output is shown of a script that ends before, with --help or an error of its own.
+    """
     from grappe.launch.world import join
+    from grappe.training.watchdog import IdleWatchdog
     from grappe.verbs.launch.interception import intercepted
     from grappe.verbs.launch.plan_keys import PlanKeys
     from grappe.verbs.launch.rehearsal import Rehearsal, RehearsalOver
@@ -259,13 +269,30 @@ def rehearse_script(request: RehearsalRequest, process: ProcessRank, rendezvous_
         keys=keys,
         parts=plan.data_parallel,
     )
-    with intercepted(rehearsal), contextlib.redirect_stdout(io.StringIO()):
+    stream = user_stream(process)
+    assert stream is not None
+    errors = UserStream(os.fdopen(stream.errors, "w", closefd=False), stream.language)
+    IdleWatchdog(rank=0, size=1, folder=rendezvous_folder, stream=errors).start(0)
+    with (
+        intercepted(rehearsal),
+        contextlib.redirect_stdout(io.StringIO()) as output,
+        tempfile.TemporaryFile("w+") as complaints,
+        contextlib.redirect_stderr(complaints),
+    ):
         _seed(request.script.seed)
         end_as_programs_do([signal.SIGTERM])
         try:
             run_as_main(request.script.script, request.script.arguments, rehearsal.length, enumerate=rehearsal.counted)
-        except (RehearsalOver, SystemExit):
+        except RehearsalOver:
             pass
+        except SystemExit as end:
+            if not rehearsal.backwards:
+                code = _exit_code(end)
+                complaints.seek(0)
+                for text, to in ((output.getvalue(), stream), (complaints.read(), errors)):
+                    to.write(text)
+                    to.flush()
+                return Rehearsed(ended=code)
         except Exception as error:
             if not rehearsal.in_part:
                 raise
@@ -325,15 +352,20 @@ def run_script(request: ScriptRequest, process: ProcessRank, rendezvous_folder: 
                     run_recorded(request, process, rendezvous_folder)
                 code = EXIT_OK
         except SystemExit as end:
-            code = end.code if isinstance(end.code, int) else EXIT_OK if end.code is None else EXIT_FAILURE
-            if code == EXIT_FAILURE and isinstance(end.code, str):
-                say(end.code, sys.stderr)
+            code = _exit_code(end)
         except BaseException as error:
             sys.last_value = error  # as the interpreter does before its exit functions
             raise
     if process.rank and code not in (EXIT_OK, EXIT_INTERRUPTED, INTERRUPTED):
         raise SystemExit(code)
     return code
+
+
+def _exit_code(end: SystemExit) -> int:
+    """Returns the exit code of a script that has ended; writes its message, as Python does."""
+    if isinstance(end.code, str):
+        say(end.code, sys.stderr)
+    return end.code if isinstance(end.code, int) else EXIT_OK if end.code is None else EXIT_FAILURE
 
 
 def run_recorded(request: ScriptRequest, process: ProcessRank, rendezvous_folder: Path) -> None:

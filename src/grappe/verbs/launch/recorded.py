@@ -56,8 +56,6 @@ from grappe.verbs.launch.variables import Unchanged, Variables, variables_of
 T = TypeVar("T")
 SAVE_SECONDS = 60.0
 """What a killed script loses at most, where --save-every says nothing."""
-IDLE_SECONDS = 300.0
-"""Without any work of the script's processes, after which they say where they stand."""
 MOST_READ = 1 << 26  # bytes of what a script has read, which each checkpoint holds
 
 
@@ -150,9 +148,8 @@ class RecordedSteps(StepHandler):
         """Why there are no checkpoints."""
         self._said = self._closed = False
         self._watchdog = IdleWatchdog(
-            rank=world.rank, size=world.size, folder=reports, token="", limit=IDLE_SECONDS,
-            end=lambda why: complain(f"grappe: {why}"), phase=lambda: self.chronometer.phase, writing=lambda: False,
-        )  # fmt: skip
+            rank=world.rank, size=world.size, folder=reports, phase=lambda: self.chronometer.phase
+        )
         self._watchdog.start(0)
         if resumes:
             self._open()

@@ -56,6 +56,8 @@ TOLERATED = 1e-4
 MOST_BACKWARDS = 50  # of the script, until a batch is measured
 PLAIN = (bool, int, float, str)
 LEAST_ROWS = 3  # of a batch that can be cut in two uneven parts
+LOUDER = 2.0**10
+"""Factor of a part's loss, whose gradient is divided by it: what clips within backward shows before it clips."""
 
 
 class RehearsalOver(BaseException):
@@ -114,11 +116,14 @@ class Rehearsal(StepHandler):
         """The key under trial."""
         self._trials: list[PlanKeys] = []
         self._optimizers: list[Optimizer] = []
-        self._backwards = 0
+        self.backwards = 0
+        """Of the script, so far."""
         self._pass: _Pass | None = None
         self._whole: _Pass | None = None
         """The pass with all rows, whose gradients a script reads after each part's backward, as it will in a run."""
         self._lengths: set[str] = set()
+        self._factor = 1.0
+        """Of the running pass's losses."""
         self._again = False
         """Whether the running batch comes again, in part."""
         self._rows = (0, 0)
@@ -176,11 +181,11 @@ class Rehearsal(StepHandler):
             each.grad = None
         scaled = next((trial for trial in self._trials if trial.scale.is_dynamic), None)
         if scaled is None:
-            run(1.0)
+            run(self._factor)
         else:
             scaled.backward(self._optimizers, run, 1.0)
-        self._backwards += 1
-        if self._backwards > MOST_BACKWARDS:
+        self.backwards += 1
+        if self.backwards > MOST_BACKWARDS:
             self._refuse(
                 f"its first {MOST_BACKWARDS} backwards came from no loop over a torch.utils.data.DataLoader: write "
                 "`for batch in loader`"
@@ -189,7 +194,7 @@ class Rehearsal(StepHandler):
             added = self._pass.gradients[place]
             for number, each in enumerate(parameters):
                 if each.grad is not None:
-                    gradient = gathered(each.grad.detach())
+                    gradient = gathered(each.grad.detach()) / self._factor
                     for total in (added,) if self._pass.stepped else (added, self._pass.first):
                         add_gradient(total, number, gradient.to_dense() if gradient.is_sparse else gradient)
             if self._whole is not None:
@@ -275,7 +280,11 @@ class Rehearsal(StepHandler):
                 if cause or self._synchronised:
                     all_rows = yield from self._run(batch, state, 0, rows, rows)
                 self._whole = all_rows
+                # A GradScaler's factor is as large already, and fp16 could not hold both.
+                if not any(scaler.is_enabled() for scaler in alive(torch.amp.GradScaler)):
+                    self._factor = LOUDER
                 left = yield from self._run(batch, state, 0, first, rows)
+                self._factor = 1.0
                 right = yield from self._run(batch, state, first, rows, rows)
             shares = _shares(all_rows, left, first / rows)
             rules = {line: _loss_rule(line, all_rows, left, right, shares) for line in all_rows.gradients}
@@ -293,7 +302,7 @@ class Rehearsal(StepHandler):
                 self._refuse(
                     f"the gradient of the loss ({lines}) is not that of its rows together, {apart:.0e} apart: a "
                     "loss of the whole batch, an average over something else than rows (tokens, pixels that count), a "
-                    "state that goes from batch to batch, or rows that meet in the model"
+                    "state that goes from batch to batch, rows that meet in the model, or a hook that clips gradients"
                 )
         if cause == "random numbers":
             self._refuse(

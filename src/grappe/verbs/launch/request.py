@@ -19,6 +19,8 @@ class Rehearsed:
     """Result of a rehearsal, or the reason why the script cannot be spread."""
 
     refused: str = ""
+    ended: int | None = None
+    """The exit code of a script that ended before it trained, as with --help; None: it trains."""
     loader: str = ""
     """The lines that make and use the loader whose batches train."""
     losses: Mapping[str, Rule] = dataclasses.field(default_factory=dict)
