@@ -38,7 +38,7 @@ from grappe.errors import EXIT_FAILURE, EXIT_INTERRUPTED, EXIT_OK, UsageError
 from grappe.fields import typed_name
 from grappe.launch.files import RUNS
 from grappe.launch.rank import is_main_process, rank_from_environment
-from grappe.launch.terminal import progress, redirected, say, waiting, write
+from grappe.launch.terminal import complain, progress, redirected, say, waiting, write
 from grappe.plan import as_plan
 from grappe.training.options import Options
 from grappe.words import format_number
@@ -160,6 +160,8 @@ def launch(
     from grappe.verbs.launch.launch import launch as verb
 
     code = verb(script, arguments, plan, run=run, base=runs, save_every=save_every, check_every=check_every)
+    if code and "--plan" in arguments:
+        complain("grappe: --plan after the script was the script's own option: write grappe's before the script")
     return interrupted() if code == EXIT_INTERRUPTED else code
 
 

@@ -179,7 +179,7 @@ def _resumed(rest: Sequence[str], folder: str) -> str:
     """
     from grappe import tasks
     from grappe.training.run import Run
-    from grappe.training.task_reference import texts_of
+    from grappe.training.task_reference import SCRIPT, texts_of
 
     command, *typed = rest
     named = typed[:1] if typed and "=" not in typed[0] and not typed[0].startswith("-") else []
@@ -191,8 +191,11 @@ def _resumed(rest: Sequence[str], folder: str) -> str:
         return f"to resume a run, give its folder: {_line([command, *(named or ['TASK']), *typed], '--run', folder)}"
     plan = str(description.get("plan") or "")
     if "script" in description:
-        started = shlex.join(["grappe", "launch", *(["--plan", plan] if plan else [])])
-        return f"{folder} is a run of a grappe.Loop: start its script again: {started} {description['script']}"
+        started, script = ["launch", *(["--plan", plan] if plan else [])], str(description["script"])
+        if description.get("class") == SCRIPT:
+            line = f"{_line(started, '--run', folder)} {script}"
+            return f"to resume a run, give its folder: {line}"
+        return f"{folder} is a run of a grappe.Loop: start its script again: {_line(started)} {script}"
     task = str(description.get("task", "TASK"))
     usual = texts_of({"fields": tasks.defaults(tasks.find(task) if task in tasks.names() else Task)}) or {}
     names = {text.partition("=")[0] for text in typed}

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from grappe.cli.commands import app
 from grappe.cli.exit import script_apart
 from grappe.errors import EXIT_INTERRUPTED, ProcessDied, UsageError
 from grappe.training.run import Run
@@ -178,3 +179,11 @@ def test_a_script_that_ends_before_it_trains_ends_as_on_one_process(
     assert launch(tmp_path / "train.py", arguments, PLAN) == code
     said = capfd.readouterr()
     assert out in said.out and err in said.err and "grappe:" not in said.err
+
+
+def test_an_option_after_the_script_is_said_to_be_the_script_s(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "train.py").write_text("import argparse\nargparse.ArgumentParser().parse_args()")
+    assert app(script_apart(["launch", str(tmp_path / "train.py"), "--plan", "replicate=2"])) == 2
+    assert "--plan after the script was the script's own option" in capfd.readouterr().err

@@ -23,6 +23,7 @@ from grappe.verbs.launch.launch import launch
 from grappe.verbs.launch.variables import variables_of
 from grappe.verbs.report.report import report
 from grappe.verbs.runs import listing
+from tests.cli.test_corrections import answer_to
 
 ONE = "device=cpu,threads=1"
 TWO = "device=cpu,replicate=2,batchnorm=sync,threads=1"
@@ -173,6 +174,8 @@ def test_a_script_s_run_is_shown_as_others_are(
     page = report([folder])
     assert "train.py" in page.read_text()
     assert follow(folder, shown) == "finished"
+    told = answer_to(f"resume {folder}")
+    assert told.endswith(f"grappe launch --plan {description['plan']} --run {folder} train.py out.pt")
     with pytest.raises(TaskError, match=r"is the run of a script, whose model grappe cannot make: evaluate, predict"):
         reference_of(Run(folder))
     assert launch("train.py", ["out.pt"], ONE, run=folder) == 0
