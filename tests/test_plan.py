@@ -66,7 +66,6 @@ def test_a_plan_is_frozen() -> None:
         ("recompute=maybe", "recompute=selective, or units"),
         ("recompute=full:2+half", "recompute=selective, or units"),
         ("recompute=selective,compile", "with compile"),
-        ("recompute=full:1,pipeline=2", "use recompute or recompute=selective"),
         ("memory=much", "14GB or 900MB"),
         ("memory=2GB,recompute", "leave recompute=True out"),
         ("exact=6", "power of two"),

@@ -138,11 +138,6 @@ class Plan:
             )
         if self.compile and "selective" in str(self.recompute):
             raise PlanError(f"recompute={self.recompute} with compile is not supported: use recompute, without a value")
-        if self.pipeline > 1 and ":" in str(self.recompute):
-            raise PlanError(
-                f"recompute={self.recompute} with pipeline={self.pipeline}: units are numbered in a whole model only: "
-                "use recompute or recompute=selective"
-            )
         if self.memory not in ("none", "auto") and not MEMORY.fullmatch(self.memory):
             raise PlanError(f"memory={self.memory}: write a number of bytes, as in 14GB or 900MB, or auto")
         if self.memory != "none" and self.recompute:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from benchmarks.foresee import measured_cell
 
 import grappe
 from grappe.errors import PlanError
@@ -38,6 +39,18 @@ def test_two_processes_have_one_choice_and_the_bits_of_none(tmp_path: Path) -> N
     assert described["chosen"].startswith(f"memory=7MB: chose {described['plan']}, foreseen to take ")
     _, others = trained(tmp_path / "plain", "replicate=2")
     assert weights.keys() == others.keys() and all(torch.equal(weights[name], others[name]) for name in weights)
+
+
+@pytest.mark.parametrize("more", ["", ",shard=2", ",schedule=interleaved,stages=2"])
+def test_each_stage_of_a_pipeline_has_its_choice_and_the_bits_of_none(tmp_path: Path, more: str) -> None:
+    plan = f"pipeline=2,microbatches=2{more}"
+    limit = {"": 5.6, ",shard=2": 3.4}.get(more, 6.8)
+    described, weights = trained(tmp_path / "chosen", f"{plan},memory={limit}MB")
+    assert ":" in Plan.parse(described["plan"]).recompute, described["chosen"]
+    _, others = trained(tmp_path / "plain", plan)
+    assert weights.keys() == others.keys() and all(torch.equal(weights[name], others[name]) for name in weights)
+    task = " ".join(["pysource", *(f"{name}={value}" for name, value in FIELDS.items())])
+    assert max(process["peak"] for process in measured_cell(task, described["plan"])) <= limit * 1e6
 
 
 def test_a_run_that_goes_on_keeps_its_choice_where_it_fits(tmp_path: Path) -> None:
@@ -131,9 +144,10 @@ def test_a_command_without_a_training_needs_a_number() -> None:
         memory_chosen(TaskReference.of("pysource", FIELDS), Plan(memory="auto"), data_folder())
 
 
-def test_a_pipeline_and_other_engines_are_refused_by_name() -> None:
+def test_some_pipelines_and_other_engines_are_refused_by_name() -> None:
     for plan, words in (
-        ("pipeline=2,microbatches=2,memory=1GB", "pipeline"),
+        ("pipeline=2,microbatches=2,schedule=zero_bubble,memory=1GB", "schedule=1f1b or interleaved, or leave memory"),
+        ("pipeline=2,microbatches=2,tensor=2,memory=1GB", "not foreseen: leave memory= out, and write recompute"),
         ("engine=lightning,memory=1GB", "native"),
     ):
         with pytest.raises(PlanError, match=words):

@@ -75,8 +75,6 @@ class Native(Engine):
             return "batchnorm=sync with tensor parallelism is not supported: use batchnorm=local"
         if plan.domain > 1 and (why := domain_rules.unsupported_reason(plan)) is not None:
             return why
-        if plan.memory != "none" and plan.pipeline > 1:
-            return "memory with pipeline is not supported: units are chosen of a whole model; use recompute instead"
         rules = {"exact": exact_rules, "pipeline": pipeline_rules, "cuda_graphs": compile_rules}
         asked = [rule for key, rule in rules.items() if key in plan.changed_keys()]
         return next((why for rule in asked if (why := rule.unsupported_reason(plan))), None)

@@ -25,6 +25,7 @@ from grappe.engines.shared.state import ModelState, State, export, trained_param
 from grappe.errors import GrappeError, PlanError
 from grappe.errors.user_code import method_error
 from grappe.launch.fork import run_in_fork
+from grappe.parallel.activation_checkpointing import checkpoint_activations
 from grappe.parallel.batchnorm import buffers_agreed, buffers_restored
 from grappe.parallel.materialise import on_meta
 from grappe.parallel.parallelize import parallelize
@@ -176,7 +177,9 @@ class StagedModel:
         self.stages: list[Stage] = []
 
         def keep(model: nn.Module, _: list[nn.Module]) -> list[tuple[Stage, list[nn.Module]]]:
-            kept = _pruned(setup, model, pipeline_units(task, model), parts)
+            units = pipeline_units(task, model)
+            checkpoint_activations(units, plan)
+            kept = _pruned(setup, model, units, parts)
             self.stages += [stage for stage, _ in kept]
             return kept
 

@@ -156,9 +156,9 @@ def memory_forecast(
         all_states = [states(parts, fake_model.buffers) for parts in processes(fake_model, plan)]
         most = least = UNKNOWN
         if (bounded or not gpu or plan.offload == "none") and _has_known_peaks(fake_model, plan, samples):
-            composed = _composed(fake_model, plan, samples, gpu=gpu)
+            several = composed(fake_model, plan, samples, gpu=gpu)
             most, least = (
-                neediest(each.peaks(copies) for each in composed)
+                neediest(each.peaks(copies) for each in several)
                 for copies in ((NCCL, NCCL) if gpu else (GLOO_LATE, GLOO))
             )
         copies_known = not plan.changed_keys() & UNCOPIED and not fake_model.has_modes
@@ -175,12 +175,12 @@ def memory_forecast(
         )
 
 
-def _composed(
+def composed(
     fake_model: FakeModel, plan: Plan, samples: int, *, gpu: bool = False
-) -> list[AlikeProcesses | _Pipeline]:
+) -> list[AlikeProcesses | PipelinedProcesses]:
     """Returns the processes that differ: of a pipeline together, those of domain= each by itself."""
     if plan.pipeline > 1:
-        return [_Pipeline(fake_model, plan, samples)]
+        return [PipelinedProcesses(fake_model, plan, samples)]
     parts = (Part(number, plan.domain) for number in range(plan.domain))
     return [AlikeProcesses(fake_model, plan, samples, part, gpu=gpu) for part in parts]
 
@@ -292,15 +292,15 @@ class AlikeProcesses:
             evaluation=self._evaluation(copies) if self._scored.complete else None,
         )
 
-    def by_mark(self, copies: CommunicationBuffers) -> list[int]:
-        """Computes the most bytes up to each mark of a step's microbatches, without random states."""
+    def by_mark(self, copies: CommunicationBuffers) -> list[list[int]]:
+        """Computes, of each process that differs, the most bytes up to each mark of a step, without random states."""
         plan, trace, last = self._plan, self._trained, self._plan.microbatches - 1
         places = {(number == 0, number == last) for number in range(plan.microbatches)}
         memories = [self._memory(copies, is_first, is_last) for is_first, is_last in places]
         passes = [peaks(trace.marks[trace.ahead :], memory) for memory in memories]
         # The batch before is kept until its loss is read, one step late.
         constant = self._kept + 2 * plan.microbatches * trace.batch + (trace.message if copies.lingers else 0)
-        return [constant + max(each) for each in zip(*passes, strict=True)]
+        return [[constant + max(each) for each in zip(*passes, strict=True)]]
 
     def _step(self, copies: CommunicationBuffers) -> int:
         trace = self._trained
@@ -309,7 +309,7 @@ class AlikeProcesses:
         temporary = self._fake_model.together * max((part.temporary for part in self._parts), default=0)
         update = int(states(self._parts, 0).gradients + temporary)
         between = self._kept + 2 * self._plan.microbatches * trace.batch + max(first, update)
-        return max(*self.by_mark(copies), between) + random_states(self._fake_model, self._plan)
+        return max(*self.by_mark(copies)[0], between) + random_states(self._fake_model, self._plan)
 
     def _evaluation(self, copies: CommunicationBuffers) -> int:
         """Computes the most bytes in an evaluation between two steps."""
@@ -340,7 +340,7 @@ class AlikeProcesses:
         return DdpMemory([], there=False, buckets=gradients if plan.uses_ddp else 0)
 
 
-class _Pipeline:
+class PipelinedProcesses:
     """A pipeline's processes, by their place in it; of plans that do not split layers, without offload."""
 
     def __init__(self, fake_model: FakeModel, plan: Plan, samples: int) -> None:
@@ -370,26 +370,34 @@ class _Pipeline:
             evaluation=max(self._evaluation(place, copies) for place in places),
         )
 
+    def by_mark(self, copies: CommunicationBuffers) -> list[list[int]]:
+        """Computes, of each process, the most bytes up to each mark of a step, without random states."""
+        return [self._passes(place, copies)[0] for place in range(self._plan.pipeline)]
+
+    def _passes(self, place: int, copies: CommunicationBuffers) -> tuple[list[int], int]:
+        """Computes a process's bytes: the most up to each mark of its passes, and what is there after them."""
+        trace, memory = self._steps[place], self._memory(place, copies)
+        # The batch before is kept until its loss is read, one step late.
+        constant = self._kept(place) + 2 * self._plan.microbatches * trace.batch
+        by_mark = [constant + most for most in peaks(trace.marks, memory)]
+        return by_mark, constant + trace.marks[-1].level + memory.now
+
     def _step(self, place: int, copies: CommunicationBuffers) -> int:
         """Computes the most bytes of a process's passes, of the sum over replicas, and of the optimizer's step."""
-        plan, trace, parts = self._plan, self._steps[place], self._parts[place]
-        memory = self._memory(place, copies)
-        most = peak(trace.marks, memory)
-        after = trace.marks[-1].level + memory.now
-        summed = 0
+        plan, parts, summed = self._plan, self._parts[place], 0
+        by_mark, after = self._passes(place, copies)
         if plan.replicate > 1 and not plan.uses_fsdp:
             summed = states(parts, 0).gradients  # flat copies, all at once
         temporary = int(self._fake_model.together * max((part.temporary for part in parts), default=0))
         waiting = most_waiting = 0  # units whose forward will run again, each with a random state
+        levels = plan.recomputed(max(max(units) for units in self._cut) + 1)
         for kind, stage, _ in order_of(plan, place) if plan.recompute else ():
-            waiting += len(self._cut[stage]) * (1 if kind == "forward" else -1)
+            waiting += sum(bool(levels[unit]) for unit in self._cut[stage]) * (1 if kind == "forward" else -1)
             most_waiting = max(most_waiting, waiting)
         # A stage's generators begin where the stage before it left them.
         states_between = sum((stage > 0) + (stage < len(self._scored) - 1) for stage in self._stages[place])
-        # The batch before is kept until its loss is read, one step late.
-        batches = 2 * plan.microbatches * trace.batch
-        most = max(most, after + max(summed, temporary))
-        return self._kept(place) + most + RANDOM_STATE * (most_waiting + states_between) + batches
+        most = max(*by_mark, after + max(summed, temporary))
+        return most + RANDOM_STATE * (most_waiting + states_between)
 
     def _evaluation(self, place: int, copies: CommunicationBuffers) -> int:
         """Computes the most bytes of an evaluation on a process: its stages', and its sent tensors'."""
@@ -475,7 +483,7 @@ def library_memory(fake_model: FakeModel, plan: Plan, samples: int) -> LibraryMe
     """
     if not fake_model.runs_kernels:
         return None
-    traces = [each for composed in _composed(fake_model, plan, samples) for each in composed.traces]
+    traces = [each for processes in composed(fake_model, plan, samples) for each in processes.traces]
     calls = dict.fromkeys((_distinct_calls(evaluated), _distinct_calls([step])) for evaluated, step in traces)
     try:
         memories = _measured(tuple(calls), threads_of(plan))

@@ -224,12 +224,11 @@ class PipelinePasses:
         """Sums a value over the operators of each kind of pass of each stage; the mean over microbatches."""
         sums = defaultdict[tuple[Kind, int], list[float]](list)
         for order, trace in zip(self.orders, self._traces, strict=True):
-            assert len(trace.marks) == 2 * len(order) + 1
-            marked = defaultdict[int, float](float)
+            by_pass, numbers = [0.0] * len(order), trace.passes
             for operator in trace.operators:
-                marked[operator.mark] += value(operator)
-            for index, (kind, stage, _) in enumerate(order):
-                sums[kind, stage].append(marked[2 * index + 1])  # up to the mark after the pass
+                by_pass[numbers[operator.mark]] += value(operator)
+            for total, (kind, stage, _) in zip(by_pass, order, strict=True):
+                sums[kind, stage].append(total)
         return {key: sum(several) / len(several) for key, several in sums.items()}
 
 

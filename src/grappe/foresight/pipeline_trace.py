@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from grappe.data.batch import Batch, entering, stored_in
 from grappe.foresight import trace
-from grappe.foresight.kernels import describe
+from grappe.foresight.kernels import describe, describe_any
 from grappe.parallel.pipeline.cut import Cut
 from grappe.parallel.pipeline.rules import stages_each
 from grappe.parallel.pipeline.stage import Stage
@@ -269,16 +269,14 @@ def traced_step(
 ) -> trace.Trace:
     """Runs a step of the process at `place`, and follows the bytes in use; inside the mode of fake tensors.
 
-    Where the plan shards, units are marked; with zero=2 and 3 gradients are taken away as soon as they are there.
-    Else each pass has two marks, in their order: before it and after it.
+    With zero=2 and 3 gradients are taken away as soon as they are there.
     """
     own = {stage.number: stage for stage in stages if stage.number % plan.pipeline == place}
     parameters = [parameter for stage in own.values() for parameter in stage.parameters()]
     ledger = _ledger(own.values(), batch, describes, records)
-    if plan.uses_fsdp:
-        _mark_units(stages, own, ledger)
-        if plan.zero != 1:
-            trace.take_gradients(enumerate(parameters), ledger)
+    _mark_units(stages, own, ledger)
+    if plan.uses_fsdp and plan.zero != 1:
+        trace.take_gradients(enumerate(parameters), ledger)
     # 1F1B awaits each send before the next one, the others await all at the step's end.
     most = 1 if plan.schedule == "1f1b" else None
     sent: deque[Any] = deque(maxlen=most)  # gradients of inputs
@@ -336,7 +334,7 @@ def traced_evaluation(
 def _ledger(stages: Iterable[Stage], batch: Batch, describes: bool, records: bool = False) -> trace.Ledger:
     existing = [tensor for stage in stages for tensor in (*stage.parameters(), *stage.buffers())]
     existing += trace.tensors_of(batch.microbatches[0])
-    return trace.Ledger(existing, describe if describes else None, records=records)
+    return trace.Ledger(existing, (describe_any if records else describe) if describes else None, records=records)
 
 
 def _made(ledger: trace.Ledger, batch: Batch, handed: Iterable[Leaves]) -> trace.Trace:

@@ -5,27 +5,35 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+import operator
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import NamedTuple
 
 from grappe.errors import GrappeError, PlanError
 from grappe.foresight import partition
 from grappe.foresight.devices import REFERENCE, Device, device_named
-from grappe.foresight.fake_model import FakeModel, Part
-from grappe.foresight.forecast import AlikeProcesses, MemoryForecast, memory_forecast
+from grappe.foresight.fake_model import FakeModel
+from grappe.foresight.forecast import MemoryForecast, composed, memory_forecast
 from grappe.foresight.kernels import seconds
 from grappe.foresight.memory import GLOO_LATE, NCCL
-from grappe.foresight.trace import BACKWARD, FORWARD, LEFT, ROOT, Mark, Trace
+from grappe.foresight.pipeline_trace import Kind, Pass, orders_of, simulate
+from grappe.foresight.trace import BACKWARD, FORWARD, LEFT, ROOT, START, Mark, Trace
 from grappe.parallel.activation_checkpointing import seconds_in_mode
+from grappe.parallel.pipeline.cut import pipeline_units
 from grappe.plan import Plan, recompute_of
 from grappe.words import format_bytes, plan_name
 
 LEVELS = ("", "selective", "full")
+Waiting = tuple[int, ...]
+"""Of each of a process's stages: the microbatches whose backward is yet to come, besides the one that runs."""
 State = tuple[int, float, tuple[str, ...]]
 """A choice for the first units: the bytes that they keep, the seconds that they take, their levels."""
 STATES = 4096
 """Partial choices that are kept at most. Beyond, the bytes that units keep are rounded up to a STATES-th of the room,
 so that what is chosen costs no more than the best choice for a room that is smaller by a STATES-th for each unit."""
 CALLER = 1.5  # times as long as in a loop of its own takes Python's part of an operator between others
+PARTS = 64  # of what waiting microbatches keep
 TRIES = 4  # of the choice, each corrected by the trace of the one before
 LEAST_PRICE = 0.005  # of a step, below which it is called none
 SHORTEST = 0.1  # seconds of a step on cores, below which Python's own time, which is not foreseen, spoils its price
@@ -54,8 +62,45 @@ class Recomputation:
         return f"{self.price:.0%} more computing"
 
 
+@dataclasses.dataclass
+class _Stage:
+    """Units whose forwards follow each other in a process: all of a model, or those of a pipeline's stage."""
+
+    order: list[int]
+    """Their numbers."""
+    keeps: dict[str, list[int]] = dataclasses.field(default_factory=dict)
+    """By level, of each: bytes that stay from its forward to its backward."""
+    costs: dict[str, list[float]] = dataclasses.field(default_factory=dict)
+    """By level, of each: seconds of both."""
+    needs: dict[str, list[dict[Waiting, int]]] = dataclasses.field(default_factory=dict)
+    """By level, of each: the most bytes, without what earlier units and waiting microbatches keep."""
+
+    def cheapest(self, room: int, waiting: Sequence[float], most: float) -> tuple[float, tuple[str, ...]] | None:
+        """Chooses each unit's level so that no moment takes more than `room` bytes, at the least time; None: none fits.
+
+        Exact, for memory and time that add up over units: goes through the units in the order of their forwards, and
+        keeps each partial choice that no other one beats in both the bytes that its units keep and its time.
+
+        Args:
+            waiting: bytes that each waiting microbatch keeps, by the process's stages.
+            most: bytes that all units may keep.
+        """
+        states: list[State] = [(0, 0.0, ())]
+        for place in range(len(self.order)):
+            following = list[State]()
+            for level in LEVELS:
+                needs = self.needs[level][place].items()
+                free = room - max(need + sum(map(operator.mul, numbers, waiting)) for numbers, need in needs)
+                for kept, cost, levels in states:
+                    total = kept + self.keeps[level][place]
+                    if kept <= free and total <= most:
+                        following.append((total, cost + self.costs[level][place], (*levels, level)))
+            states = _undominated(following, room)
+        return min((state[1:] for state in states), default=None)
+
+
 class Units:
-    """The time that each unit of a model takes, and the bytes it keeps, by level of recomputation; of one microbatch.
+    """The time that each unit of a model takes, and the bytes it keeps, by level of recomputation.
 
     Args:
         fake_model: made with `records`.
@@ -63,47 +108,30 @@ class Units:
     """
 
     def __init__(self, fake_model: FakeModel, plan: Plan, samples: int, device: Device | None, *, gpu: bool) -> None:
-        self.number = len(fake_model.units(fake_model.plain))
-        self._plan = plan
+        self._plan, pipelined, model = plan, plan.pipeline > 1, fake_model.plain
         self._device = device or (None if fake_model.runs_kernels else device_named(REFERENCE))
-        # Of the processes of domain= the one that needs most without recomputation.
-        plain, several = self.plan_of([""]), [Part(number, plan.domain) for number in range(plan.domain)]
-        part = max(several, key=lambda each: max(AlikeProcesses(fake_model, plain, samples, each).by_mark(NCCL)))
-        composed = {
-            level: AlikeProcesses(fake_model, self.plan_of([level] * (self.number or 1)), samples, part, gpu=gpu)
-            for level in LEVELS
-        }
-        traces = {level: processes.traces[0][1] for level, processes in composed.items()}
-        times = {level: self._times(trace) for level, trace in traces.items()}
-        self.step = plan.microbatches * sum(times[""])
-        """Seconds of the microbatches of a step without recomputation."""
-        self.keeps: dict[str, list[int]] = {}
-        self.costs: dict[str, list[float]] = {}
-        self.needs: dict[str, list[int]] = {}
-        """Of each unit, in the order of their forwards: the most bytes, without what earlier units keep; with what runs
-        outside of the units, which depends on the first one and on the last one."""
-        order: list[int] = []
-        for level, processes in composed.items():
-            marks = traces[level].marks[traces[level].ahead :]
-            order, homes, kept = _walked(marks)
-            needs, spent = [0] * (len(kept) + 2), [0.0] * (len(kept) + 2)
-            for home, most in zip(homes, processes.by_mark(NCCL if gpu else GLOO_LATE), strict=True):
-                needs[home] = max(needs[home], most - sum(kept[: max(0, home)]))
-            for home, time in zip(homes, times[level][traces[level].ahead :], strict=True):
-                spent[home] += time
-            if level == "selective" and self._device is None:
-                left = next(place for place, mark in enumerate(marks) if mark.kind == LEFT and mark.which == ROOT)
-                for operator in traces[level].operators:
-                    if 0 <= operator.mark - traces[level].ahead <= left:
-                        spent[homes[operator.mark - traces[level].ahead]] += 2 * CALLER * seconds_in_mode()
-            kept = [size + bool(level) * partition.RANDOM_STATE for size in kept]
-            if kept:
-                needs[0] = max(needs[0], needs[-1])
-                needs[len(kept) - 1] = max(needs[len(kept) - 1], kept[-1] + needs[len(kept)])
-            self.keeps[level], self.needs[level] = kept, needs
-            self.costs[level] = [plan.microbatches * time for time in spent]
-        self.order = order if sorted(order) == list(range(self.number)) else []
-        """The units in the order of their forwards; empty: some are called several times, or not at all."""
+        self.number = len(pipeline_units(fake_model.task, model) if pipelined else fake_model.units(model)) or 1
+        """A model without units is one."""
+        self._orders: list[list[Pass]] = orders_of(plan) if pipelined else [[("forward", 0, 0)]]
+        # What is traced: all microbatches of a pipeline, else one of them.
+        self._scale = 1 / plan.microbatches if pipelined else plan.microbatches
+        self._stages: list[dict[int, _Stage]] = [{} for _ in self._orders]
+        """Of each process that differs."""
+        self._seconds = defaultdict[tuple[Kind, int], float](float)
+        """Of each pass of a stage without recomputation."""
+        part = None
+        for level in LEVELS:
+            several = composed(fake_model, self.plan_of([level] * self.number), samples, gpu=gpu)
+            if part is None:  # of domain=, the one that needs most without recomputation
+                part = max(range(len(several)), key=lambda number: max(map(max, several[number].by_mark(NCCL))))
+            by_mark = several[part].by_mark(NCCL if gpu else GLOO_LATE)
+            for place, ((_, trace), most) in enumerate(zip(several[part].traces, by_mark, strict=True)):
+                self._read(place, level, trace, most)
+        self.step = self._simulated({})
+        """Seconds of the passes of a step without recomputation."""
+        order = [unit for stages in self._stages for stage in stages.values() for unit in stage.order]
+        self.adds_up = sorted(order) == list(range(self.number))
+        """Whether each unit is called once."""
 
     def plan_of(self, levels: Sequence[str]) -> Plan:
         """Returns the plan with a level of recomputation for each unit."""
@@ -111,30 +139,76 @@ class Units:
 
     def price(self, levels: Sequence[str]) -> float:
         """Computes the extra time of a choice, as a part of a step's without any."""
-        if not self.order:  # of a model as a whole
-            return (sum(self.costs[levels[0]]) - sum(self.costs[""])) / self.step
-        extra = (self.costs[levels[unit]][n] - self.costs[""][n] for n, unit in enumerate(self.order))
-        return sum(extra) / self.step
+        extra = {
+            number: sum(stage.costs[levels[unit]][n] - stage.costs[""][n] for n, unit in enumerate(stage.order))
+            for stages in self._stages
+            for number, stage in stages.items()
+        }
+        return self._simulated(extra) / self.step - 1
 
     def cheapest(self, room: int) -> list[str] | None:
-        """Chooses each unit's level so that no moment takes more than `room` bytes, at the least time; None: none fits.
+        """Chooses each unit's level as `_Stage.cheapest` does, for each process of a pipeline; None: nothing fits.
 
-        Exact, for memory and time that add up over units: goes through the units in the order of their forwards, and
-        keeps each partial choice that no other one beats in both the bytes that its units keep and its time.
+        What a waiting microbatch keeps may be each part of what it keeps without recomputation in turn: of one stage
+        each PARTS-th, so that at most a PARTS-th of that is left unused for each; of several stages fewer parts.
         """
-        states: list[State] = [(0, 0.0, ())]
-        for place in range(len(self.order)):
-            following = list[State]()
-            for kept, cost, levels in states:
-                for level in LEVELS:
-                    if kept + self.needs[level][place] <= room:
-                        total = kept + self.keeps[level][place]
-                        following.append((total, cost + self.costs[level][place], (*levels, level)))
-            states = _undominated(following, room)
-        if not states:
-            return None
-        chosen = dict(zip(self.order, min(states, key=lambda state: state[1])[2], strict=True))
-        return [chosen[unit] for unit in range(self.number)]
+        chosen = [""] * self.number
+        for stages in map(dict.values, self._stages):
+            waits = any(any(waiting) for stage in stages for need in stage.needs[""] for waiting in need)
+            fitting = list[tuple[float, list[tuple[str, ...]]]]()
+            parts = round(PARTS ** (1 / len(stages))) if waits else 1
+            for shares in itertools.product(range(1, parts + 1), repeat=len(stages)):
+                kept = [sum(stage.keeps[""]) * share / parts for stage, share in zip(stages, shares, strict=True)]
+                paths = [stage.cheapest(room, kept, most) for stage, most in zip(stages, kept, strict=True)]
+                complete = [path for path in paths if path is not None]
+                if len(complete) == len(paths):
+                    fitting.append((sum(cost for cost, _ in complete), [levels for _, levels in complete]))
+            if not fitting:
+                return None
+            for stage, levels in zip(stages, min(fitting)[1], strict=True):
+                for unit, level in zip(stage.order, levels, strict=True):
+                    chosen[unit] = level
+        return chosen
+
+    def _simulated(self, extra: Mapping[int, float]) -> float:
+        """Computes the seconds of a step, of whose stages each microbatch takes so much longer."""
+        last = self._orders[0][-1][0]
+
+        def seconds(kind: Kind, stage: int) -> float:
+            return self._seconds[kind, stage] + (extra.get(stage, 0.0) if kind == last else 0.0)
+
+        return simulate(self._orders, seconds, lambda _: 0.0).seconds
+
+    def _read(self, place: int, level: str, trace: Trace, by_mark: Sequence[int]) -> None:
+        """Takes in a process's step with one level for all units, and the most bytes up to each of its marks."""
+        order, stages, ahead = self._orders[place], self._stages[place], trace.ahead
+        times = [self._scale * time for time in self._times(trace)[ahead:]]
+        homes, units, starts = _walked(trace.marks[ahead:], order)
+        for number in sorted(units):
+            stage = stages.setdefault(number, _Stage(units[number]))
+            stage.keeps[level] = [after - before for before, after in itertools.pairwise(starts[number])]
+            stage.costs[level] = [0.0] * len(stage.order)
+            stage.needs[level] = [defaultdict[Waiting, int](int) for _ in stage.order]
+        if level == "selective" and self._device is None:
+            for called in trace.operators:
+                if called.mark >= ahead and homes[called.mark - ahead].forward:
+                    times[called.mark - ahead] += 2 * CALLER * self._scale * seconds_in_mode()
+        kept = [sum(stage.keeps[level]) for stage in stages.values()]
+        waiting, now = list[Waiting](), Counter[int]()
+        for kind, number, _ in order:
+            now[number] -= kind != "forward"
+            waiting.append(tuple(now[each] for each in stages))
+            now[number] += kind == "forward"
+        for home, most, time in zip(homes, by_mark, times, strict=True):
+            kind, number, _ = order[home.index]
+            stage, waits = stages[number], waiting[home.index]
+            needs = stage.needs[level][home.place]
+            earlier = sum(stage.keeps[level][: home.place]) + sum(map(operator.mul, waits, kept))
+            needs[waits] = max(needs[waits], most - earlier)
+            stage.costs[level][home.place] += time
+            self._seconds[kind, number] += 0.0 if level else time
+        for stage in stages.values():
+            stage.keeps[level] = [size + bool(level) * partition.RANDOM_STATE for size in stage.keeps[level]]
 
     def _times(self, trace: Trace) -> list[float]:
         """Returns the seconds of the operators before each mark."""
@@ -143,33 +217,52 @@ class Units:
             for mark, _, call in trace.calls:
                 times[mark] += seconds(call, threads)
         else:
-            for operator in trace.operators:
-                times[operator.mark] += self._device.kernel(operator, self._plan.precision)
+            for called in trace.operators:
+                times[called.mark] += self._device.kernel(called, self._plan.precision)
         return times
 
 
-def _walked(marks: Sequence[Mark]) -> tuple[list[int], list[int], list[int]]:
-    """Follows a step through the units.
+class _Home(NamedTuple):
+    """Where a process is in its step."""
+
+    index: int
+    """Of the pass."""
+    place: int
+    """Of the unit in its stage; of the next or the last one, outside of units."""
+    forward: bool
+
+
+def _walked(
+    marks: Sequence[Mark], order: Sequence[Pass]
+) -> tuple[list[_Home], dict[int, list[int]], dict[int, list[int]]]:
+    """Follows a process's step through its units.
 
     Returns:
-        The units in the order of their forwards; for each mark, the place in that order of the unit that runs before
-        it, the number of units for what is between the last forward and the first backward, -1 for what is before and
-        after all of them; and the bytes that each unit keeps from its forward to the next unit's.
+        What runs before each mark; by stage, its units in the order of their forwards, and the bytes in use when each
+        one of them begins first and when the last one has ended.
     """
-    order = [mark.which for mark in marks if mark.kind == FORWARD]
-    place_of = {unit: place for place, unit in enumerate(order)}
-    homes, starts, home = [], [], -1
+    units, starts = defaultdict[int, list[int]](list), defaultdict[int, list[int]](list)
+    homes, home, begun = list[_Home](), _Home(-1, 0, True), 0
     for mark in marks:
-        homes.append(home)
+        homes.append(home._replace(index=max(0, home.index)))
+        if mark.kind == START:
+            kind, stage, _ = order[home.index + 1]
+            forward = kind == "forward"
+            home, begun = _Home(home.index + 1, 0 if forward else len(units[stage]) - 1, forward), 0
+        _, stage, micro = order[home.index]
+        ends = mark.kind == LEFT and mark.which == ROOT
+        if (mark.kind == FORWARD or ends) and micro == 0:
+            starts[stage].append(mark.level)
         if mark.kind == FORWARD:
-            home = len(starts)
-            starts.append(mark.level)
-        elif mark.kind == LEFT and mark.which == ROOT:
-            home = len(order)
-            starts.append(mark.level)
+            units[stage] += [mark.which] if micro == 0 else []
+            home, begun = home._replace(place=begun), begun + 1
+        elif ends:
+            home = home._replace(forward=False)
         elif mark.kind == BACKWARD:
-            home = place_of[mark.which]
-    return order, homes, [after - before for before, after in itertools.pairwise(starts)]
+            home = home._replace(place=units[stage].index(mark.which))
+    for stage in [stage for stage in units if not units[stage]]:  # of a model as a whole
+        units[stage], starts[stage] = [0], [marks[0].level, *starts[stage]]
+    return homes, units, starts
 
 
 def _undominated(states: list[State], room: int) -> list[State]:
@@ -188,7 +281,7 @@ def _undominated(states: list[State], room: int) -> list[State]:
 def _foreseen(fake_model: FakeModel, plan: Plan, samples: int, *, gpu: bool) -> Recomputation:
     needs = memory_forecast(fake_model, plan, batch=samples, gpu=gpu, bounded=True)
     if needs.most is None:
-        raise PlanError(f"the peak of {plan_name(plan)} is not foreseen")
+        raise PlanError(f"the peak of {plan_name(plan)} is not foreseen: leave memory= out, and write recompute")
     return Recomputation(plan=plan, needs=needs, peak=needs.most)
 
 
@@ -207,7 +300,7 @@ def choices(
         choice = _foreseen(fake_model, units.plan_of(levels), samples, gpu=gpu)
         return dataclasses.replace(choice, price=units.price(levels), short=not gpu and units.step < SHORTEST)
 
-    for _ in range(TRIES if units.order else 0):
+    for _ in range(TRIES if units.adds_up else 0):
         levels = units.cheapest(limit - offset)
         if levels is None or levels in tried:
             break
@@ -217,7 +310,7 @@ def choices(
         if chosen.peak <= limit:
             break
         offset += chosen.peak - limit
-    yield from (traced([level] * (units.number or 1)) for level in LEVELS)
+    yield from (traced([level] * units.number) for level in LEVELS)
 
 
 def fitted(
@@ -256,7 +349,8 @@ def fitted(
 
     def starts() -> Iterator[Plan]:
         yield base
-        if gpu and base.offload == "none" and base.replicate == 1 and nearest[0].needs.states.total <= host:
+        alone = base.offload == "none" and base.replicate * base.pipeline == 1
+        if gpu and alone and nearest[0].needs.states.total <= host:
             yield dataclasses.replace(base, offload="cpu")
 
     for start in starts():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import math
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -214,6 +215,12 @@ class Trace:
     """So many marks, the first ones, are of the pass ahead that a loss of the whole batch needs."""
     numbers: int = 0
     """Numbers that an evaluation keeps of each microbatch."""
+
+    @property
+    def passes(self) -> list[int]:
+        """Returns the number of a pipeline's pass that runs before each mark; -1: none yet."""
+        begun = itertools.accumulate((mark.kind == START for mark in self.marks), initial=0)
+        return [number - 1 for number, _ in zip(begun, self.marks, strict=False)]
 
 
 def traced(

@@ -69,7 +69,7 @@ def parallelize(
 
 def prepare_units(model: nn.Module, units: Sequence[nn.Module], plan: Plan, world: World) -> None:
     """Recomputes, compiles and shards each unit as the plan says; without units the model as a whole. Collective."""
-    if plan.recompute:
+    if plan.recompute and plan.pipeline == 1:  # a pipeline's units are numbered over all its stages
         checkpoint_activations(units or [model], plan)
     if plan.compile:
         compile_units(units or [model], plan)

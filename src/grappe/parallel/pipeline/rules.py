@@ -71,8 +71,8 @@ def unsupported_reason(plan: Plan) -> str | None:
     name = f"schedule={plan.schedule}"
     if plan.compile:
         return f"{name} splits each backward in two, which compile cannot do: use schedule=1f1b or interleaved"
-    if plan.recompute:
-        return f"{name} would recompute each unit twice: use schedule=1f1b or interleaved, or leave recompute out"
+    if (key := "recompute" if plan.recompute else "memory" if plan.memory != "none" else "") != "":
+        return f"{name} would recompute each unit twice: use schedule=1f1b or interleaved, or leave {key} out"
     if plan.shard > 1 and plan.zero != 1:
         return (
             f"{name} keeps a stage's parameters and gradients whole during a step: "
