@@ -56,10 +56,11 @@ def disturbed(
     seed: int,
     kinds: Sequence[str] = ("requeue", "notice"),
     minutes: float = math.inf,
+    fewest: int = 1,
 ) -> list[int]:
     """Kills, requeues and preempts the job at random, with other nodes in service each time; returns its sizes.
 
-    With notice no step is lost; else at most those since the last save.
+    With notice no step is lost; else at most those since the last save. `fewest` nodes stay in service.
     """
     chance, since = random.Random(seed), list[tuple[int, str, int]]()
     kills, deadline = 0, time.monotonic() + 60 * minutes
@@ -68,7 +69,7 @@ def disturbed(
             break
         job.until(lambda: job.restarts() >= number, "it has begun again")
         job.until(lambda: job.steps() and job.pids(), "it trains")
-        in_service(cluster, chance.randint(1, len(NODES)))
+        in_service(cluster, chance.randint(fewest, len(NODES)))
         (job.folder / FAILED_NODES).unlink(missing_ok=True)  # the test is no reason to leave nodes out
         what = chance.choice(["kill", *kinds] if kills < 3 else kinds)
         kills += what == "kill"
@@ -83,7 +84,7 @@ def disturbed(
             node = chance.choice(cluster.run("scontrol", "show", "hostnames", held).split())
             cluster.run("scontrol", "update", f"nodename={node}", "state=down", "reason=test")
             time.sleep(2)  # Slurm takes it out of the job
-            in_service(cluster, chance.randint(1, len(NODES)))
+            in_service(cluster, chance.randint(fewest, len(NODES)))
         else:
             cluster.run("scancel", "--signal=USR2", "--batch", job.job)
         job.until(lambda: job.restarts() > number or (job.run / "done").exists(), f"it begins again after {what}")
@@ -181,11 +182,12 @@ def test_a_spare_takes_the_place_of_a_node_that_goes_down(wide: Cluster, tmp_pat
     ],
 )
 def test_many_sizes(wide: Cluster, tmp_path: Path, plan: str) -> None:
-    """GRAPPE_RESIZES events, or as many as GRAPPE_MINUTES allow; it says how many there were."""
+    """GRAPPE_RESIZES events drawn by GRAPPE_SEED, or as many as GRAPPE_MINUTES allow; it says how many there were."""
     events, minutes = int(os.environ.get("GRAPPE_RESIZES", "20")), float(os.environ.get("GRAPPE_MINUTES", "inf"))
     in_service(wide, len(NODES))
-    job = submitted(wide, tmp_path, "many", plan, "--nodes", "2-4" if "shard" in plan else "1-4", epochs=3 * events)
-    sizes = disturbed(wide, job, events, 1, ("requeue", "notice", "node"), minutes)
+    fewest, seed = 2 if "shard" in plan else 1, int(os.environ.get("GRAPPE_SEED", "1"))
+    job = submitted(wide, tmp_path, "many", plan, "--nodes", f"{fewest}-4", epochs=3 * events)
+    sizes = disturbed(wide, job, events, seed, ("requeue", "notice", "node"), minutes, fewest)
     print(f"{plan}: {len(sizes) - 1} restarts, of {sizes} processes")
     assert len(set(sizes)) > 1, sizes
     if "exact" in plan:

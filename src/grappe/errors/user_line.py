@@ -14,6 +14,7 @@ from pathlib import Path
 
 PACKAGE = Path(__file__).parent.parent
 SHIPPED = PACKAGE / "tasks"  # written as a user would write them
+STANDARD_LIBRARY = tuple(sysconfig.get_path(name) for name in ("stdlib", "platstdlib"))  # a millisecond each
 TYPED = ("<stdin", "<console", "<ipython")
 WORKER = re.compile(r"^Caught \w+ in DataLoader worker process")
 FRAME = re.compile(r'^  File "(.+)", line (\d+), in (.+)$', re.MULTILINE)
@@ -89,7 +90,6 @@ def _is_library(file: str) -> bool:
     if "site-packages" in file or "dist-packages" in file:
         return True
     path = Path(os.path.abspath(file))  # noqa: PTH100 - links are left alone, as in the frame
-    paths = sysconfig.get_paths()
-    if any(path.is_relative_to(paths[name]) for name in ("stdlib", "platstdlib")):
+    if any(path.is_relative_to(folder) for folder in STANDARD_LIBRARY):
         return True
     return path.is_relative_to(PACKAGE) and (path.parent != SHIPPED or path.name == "__init__.py")
