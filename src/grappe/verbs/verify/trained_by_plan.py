@@ -122,7 +122,7 @@ def worker(request: TrialRequest, process: ProcessRank, rendezvous_folder: Path)
                     "gaps": gaps,
                     "bits": bits,
                     "draws": random_ops.take() if random_ops else "",
-                    "wrong_rule": beside.wrong if beside else "",
+                    "wrong_rule": beside.wrong_rule if beside else "",
                 }
             )
             return False
@@ -149,22 +149,23 @@ class _BesideTheWhole(TorchFunctionMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.wrong = ""
+        self.wrong_rule = ""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         cuts = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Cut)]
-        if cuts and not self.wrong and func in RULES and func is not torch.empty_like:
+        if cuts and not self.wrong_rule and func in RULES and func is not torch.empty_like:
             domain, drawn = cuts[0].at.domain, torch.get_rng_state()
             outcomes = []
             for in_parts in (True, False):
                 outcomes.append(_outcome(func, args, kwargs, domain, in_parts=in_parts))
                 torch.set_rng_state(drawn)
-            for what, parts, wholes in zip(("results", "gradients"), *outcomes, strict=True):
+            for of_results, parts, wholes in zip((True, False), *outcomes, strict=True):
                 gap = _largest_gap(wholes, parts, domain)
-                if gap > OTHER and not self.wrong:
+                if gap > OTHER and not self.wrong_rule:
+                    other = "other results" if of_results else "other gradients"
                     where = place_in(traceback.extract_stack())
-                    self.wrong = f"{name_of(func)} of parts has other {what} than of the whole ({gap:.1g}): {where}"
+                    self.wrong_rule = f"{name_of(func)} of parts has {other} than of the whole ({gap:.1g}): {where}"
         return func(*args, **kwargs)
 
 
