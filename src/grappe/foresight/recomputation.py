@@ -67,7 +67,7 @@ class _Stage:
     """Units whose forwards follow each other in a process: all of a model, or those of a pipeline's stage."""
 
     order: list[int]
-    """Their numbers."""
+    """Numbers of the units."""
     keeps: dict[str, list[int]] = dataclasses.field(default_factory=dict)
     """By level, of each: bytes that stay from its forward to its backward."""
     costs: dict[str, list[float]] = dataclasses.field(default_factory=dict)
@@ -223,7 +223,7 @@ class Units:
 
 
 class _Home(NamedTuple):
-    """Where a process is in its step."""
+    """Place of a process in its step."""
 
     index: int
     """Of the pass."""
