@@ -45,7 +45,9 @@ if "WEIGHTS" in os.environ and "resource_tracker" not in sys.orig_argv[-1]:
     counts, every, moved, reached = {}, {}, os.environ.get("MOVED"), 0
     if "FP64" in os.environ:
         torch.set_default_dtype(torch.float64)
-        torch.float, torch.FloatTensor, torch.Tensor.float = torch.double, torch.DoubleTensor, torch.Tensor.double
+        torch.FloatTensor, torch.Tensor.float = torch.DoubleTensor, torch.Tensor.double
+        made_of, wide = torch.tensor, {torch.float: torch.double}
+        torch.tensor = lambda *a, dtype=None, **options: made_of(*a, dtype=wide.get(dtype, dtype), **options)
 
     def add(optimizer, *_):
         every.setdefault(id(optimizer), optimizer)
