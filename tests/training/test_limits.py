@@ -22,8 +22,8 @@ NARROW = str(ROOT / "tests" / "narrow.py")
 LIMIT_MB = 980  # of RLIMIT_DATA; Python and torch have 350 to 390 of them, connections to other processes 80 to 140
 
 
-def train(folder: Path, plan: str) -> tuple[int, str, str]:
-    line = f'ulimit -d {LIMIT_MB * 1000}; exec "$0" train {TASK} --plan "device=cpu,threads=1{plan}" --run {folder}'
+def train(folder: Path, plan: str, task: str = TASK, limit_mb: int = LIMIT_MB) -> tuple[int, str, str]:
+    line = f'ulimit -d {limit_mb * 1000}; exec "$0" train {task} --plan "device=cpu,threads=1{plan}" --run {folder}'
     command = Command("bash", "-c", line, GRAPPE, cwd=folder.parent, OMP_NUM_THREADS="1")
     try:
         return command.end()
@@ -76,6 +76,16 @@ def test_two_processes_can(tmp_path: Path, plan: str) -> None:
     held = [one["held"] for one in run.read_description()["costs"]]
     assert 300e6 < sum(one["parameters"] for one in held) + sum(one["gradients"] for one in held) < 310e6
     assert all(one["optimizer"] == approx(2 * one["parameters"], rel=0.01) for one in held)
+
+
+@pytest.mark.soak
+def test_a_volume_that_one_process_cannot_hold_trains_in_two(tmp_path: Path) -> None:
+    volume = "volumes size=144 width=4 batch_size=1 volumes=1 epochs=1 --steps-only"
+    code, _, err = train(tmp_path / "alone", "", volume, 1150)
+    assert code == 2 and "out of memory in process 0, which may take 1.2 GB" in err, err
+    code, out, err = train(tmp_path / "two", ",domain=2", volume, 1150)
+    assert code == 0, err
+    assert "finished, 1 step" in out
 
 
 def test_checkpoints_copies_leave_a_step_its_memory(tmp_path: Path) -> None:

@@ -35,8 +35,9 @@ from torch.utils.data import Dataset
 from grappe.data import loader
 from grappe.data.arrays import in_memory, one_by_one
 from grappe.data.batch import Batch, entering, stored_in
+from grappe.data.corpus.mixture import drawn_from
 from grappe.data.datasets import check
-from grappe.data.sampling import Sampling
+from grappe.data.sampling import SampleOrder, Sampling
 from grappe.data.whole_batch_draws import whole_batch_draws
 from grappe.engines.native import Native
 from grappe.engines.shared.microbatch import remarks_on_draws
@@ -79,6 +80,8 @@ class _Position(NamedTuple):
     """Number of optimizer steps of the calls that have begun."""
     epochs: int = 0
     """Epochs of the calls, on which the order of the samples depends."""
+    drawn: dict[str, int] | None = None
+    """Samples of the calls that have ended, by the sources of a mixture."""
 
 
 class Loop:
@@ -127,6 +130,8 @@ class Loop:
         self._found = self._folder.checkpoint if self._folder is not None else None
         self._now, self._before = _Position(), _Position()
         """After the calls of `batches` so far; and before those of the running epoch."""
+        self._drawn: tuple[int, Callable[[int], Mapping[str, int]]] = 0, lambda step: {}
+        """The step at which the running call of `batches` began, and what counts the samples of a mixture's sources."""
         self._epoch = 0
         self._remarks = set[str]()
         if self._found is not None:
@@ -298,13 +303,16 @@ class Loop:
             )
         source = self._loader(loader.training_loader, dataset, batch_size, epochs, collate, sampling)
         each = source.order.steps_per_epoch
-        first, begin = self._now.epochs * each, self._now.step
+        before = self._now
+        first, begin = before.epochs * each, before.step
         end = begin + epochs * each
-        self._now = _Position(end, self._now.epochs + epochs)
+        self._now = _Position(end, before.epochs + epochs, before.drawn)
+        self._drawn = begin, functools.partial(_drawn, source.order, before)
         if self._found is not None and begin < self._found.step <= end:
             self._restore()
-        if self.step >= end:
-            return  # the loop stopped after these
+        if self.step >= end:  # the loop stopped after these
+            self._now = self._now._replace(drawn=self._drawn[1](end))
+            return
         if self._folder is not None and self.step == begin:
             self._kept.refuse_others([pair.optimizer for pair in self._pairs], [pair.model for pair in self._pairs])
         self.chronometer.begin()
@@ -321,6 +329,7 @@ class Loop:
                     raise SystemExit(EXIT_INTERRUPTED)
         finally:  # after a break, too
             self._remark()
+        self._now = self._now._replace(drawn=self._drawn[1](end))
         if self._folder is not None:
             self._folder.wait()
 
@@ -440,6 +449,7 @@ class Loop:
         groups = [[_settings(group) for group in pair.optimizer.param_groups] for pair in self._pairs]
         place = {"epoch": self._epoch, "before": list(self._before)}
         with self.chronometer.during(CHECKPOINT):
+            self._folder.drew(*self._drawn, self.step)
             self._folder.save(
                 self.step,
                 tensors,
@@ -593,6 +603,14 @@ def _plan_of(plan: AnyPlan | None) -> Plan:
     if reason is not None:
         raise PlanError(reason)
     return chosen
+
+
+def _drawn(order: SampleOrder, before: _Position, step: int) -> dict[str, int]:
+    """Counts the samples of a mixture's sources up to a step of a call of `batches` that began at `before`."""
+    first = before.epochs * order.steps_per_epoch
+    earlier, now = drawn_from(order, first), drawn_from(order, first + step - before.step)
+    so_far = before.drawn or {}
+    return so_far | {name: so_far.get(name, 0) + count - earlier[name] for name, count in now.items()}
 
 
 def _settings(group: Mapping[str, Any]) -> dict[str, Any]:

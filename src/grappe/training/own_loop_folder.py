@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shlex
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -138,6 +138,11 @@ class LoopFolder:
             metrics = {name: score for name, score in scores.items() if name != "loss"}
             loss = scores.get("loss", float("nan"))
             self._curves.evaluated(step, Scores(samples=samples, count=float(samples), loss=loss, metrics=metrics))
+
+    def drew(self, begin: int, counts: Callable[[int], Mapping[str, int]], step: int) -> None:
+        """Writes what the steps from `begin` to `step` were drawn from, if from a mixture."""
+        if self._run is not None:
+            self._run.describe_drawn(counts, begin, step)
 
     def save(self, step: int, tensors: dict[str, Tensor], own: dict[str, Tensor], values: dict[str, Any]) -> None:
         """Saves in the background, after the curves up to here. Collective."""

@@ -9,7 +9,7 @@ import os
 import re
 import secrets
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypedDict
 
@@ -36,6 +36,7 @@ CODE, LARGEST_CODE = "code.txt", 1 << 18
 HASH = "xxh3_128"  # of the other entries of run.json
 METRICS = "metrics.jsonl"
 USAGE = "usage.jsonl"
+DRAWN_PARTS = 8  # of a training, after which run.json says what was drawn from which source
 MOST_OF_REASON = 500  # characters, of why a start failed
 SCORES = "scores.json"
 """The scores that `grappe evaluate` computed last, by split."""
@@ -260,6 +261,22 @@ class Run(Tabular):
     def describe(self, **changes: Any) -> None:
         """Changes entries of run.json."""
         self.write_description({**self.read_description(), **changes})
+
+    def describe_drawn(self, counts: Callable[[int], Mapping[str, int]], begin: int, step: int) -> None:
+        """Writes to run.json what the steps up to `step` were drawn from, and up to some steps before it.
+
+        Args:
+            counts: of samples by source, up to a step from `begin` on; none where it is no mixture.
+        """
+        if not counts(step):
+            return
+        earlier = self.read_description().get("drawn_until", {})
+        until = {int(place): number for place, number in earlier.items() if int(place) <= begin}
+        places = (begin + (step - begin) * part // DRAWN_PARTS for part in range(1, DRAWN_PARTS + 1))
+        until |= {place: dict(counts(place)) for place in places if place > begin}
+        while len(until) > 2 * DRAWN_PARTS:  # of a loop whose calls are many
+            until = dict(list(until.items())[::-2][::-1])
+        self.describe(drawn=until[step], drawn_until={str(place): number for place, number in until.items()})
 
     def write_description(self, description: dict[str, Any]) -> None:
         """Replaces the content of run.json."""

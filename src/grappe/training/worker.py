@@ -16,7 +16,7 @@ from grappe.checkpoint.saver import Saver
 from grappe.checkpoint.weights import ModelWeights
 from grappe.data import loader
 from grappe.data.batch import inside
-from grappe.data.corpus.mixture import MixedOrder
+from grappe.data.corpus.mixture import drawn_from
 from grappe.data.datasets import dataset_of, prepare, refuse_differing_lengths
 from grappe.data.sampling import SampleOrder
 from grappe.data.source import explaining_ended_workers
@@ -42,7 +42,7 @@ from grappe.step.scores import TrainingScores
 from grappe.step.task_contract import metrics_of
 from grappe.task import Task, overrides
 from grappe.training.headspace import headspace
-from grappe.training.loop import Session, Training, WeightAverage, naming_overwritten, samples_seen
+from grappe.training.loop import Session, Training, WeightAverage, naming_overwritten
 from grappe.training.memory_choice import with_memory_chosen
 from grappe.training.options import Options
 from grappe.training.out_of_memory import LocalOutOfMemory, reporting_out_of_memory, with_plan_that_fits
@@ -55,8 +55,6 @@ from grappe.training.watchers.base import ClockWatcher, Outcome, RunInfo, Watche
 from grappe.training.watchers.curves import LoggedLoader, NoiseWatcher, SampleLog
 from grappe.training.watchers.meter import Meter, used
 from grappe.training.watchers.watcher_list import WatcherList, gradients_hooked
-
-DRAWN_PARTS = 8  # of a training, after which run.json says what was drawn from which source
 
 
 def worker(request: Request, process: ProcessRank, rendezvous_folder: Path) -> Result:
@@ -341,13 +339,7 @@ def _write_outcome(
     if world.rank == 0:
         costs = [dataclasses.asdict(usage) for usage in usages]
         metrics = {} if outcome.scores is None else metrics_of(task)
-        drawn = order.sampling
-        if isinstance(drawn, MixedOrder):
-            until = {
-                step: drawn.drawn(samples_seen(info, step), task.seed, task.batch_size)
-                for step in (outcome.step * part // DRAWN_PARTS for part in range(1, DRAWN_PARTS + 1))
-            }
-            run.describe(drawn=until[outcome.step], drawn_until={str(step): counts for step, counts in until.items()})
+        run.describe_drawn(functools.partial(drawn_from, order), 0, outcome.step)
         so_far = used(usages, run.read_description().get("used", {}))
         run.describe(
             step=outcome.step,

@@ -169,11 +169,17 @@ class Corpus(Dataset[Any]):
         return opened, *flat
 
     def memory(self) -> int:
-        """Returns the bytes that a process takes at most for blocks, by the first one's; direct rows take none."""
+        """Returns the bytes that a process takes at most for blocks, by the first one's; direct rows take none.
+
+        They are those of blocks that are kept, of the largest once more while it is made, and of open files.
+        """
         if self.direct:
             return 0
-        largest = np.sort(self.index.blocks["size"])[-2 * self.window :]
-        return int(largest.sum() * self._block(0)[1].expansion)
+        kept, opened = 2 * self.window, self._block(0)[1]
+        largest = np.sort(self.index.blocks["size"])[-kept:].astype(float)
+        files = min(len(self.shards.names), kept if self.shards.form.sequential else MOST_OPEN)
+        blocks = np.append(largest, largest[-1]) * opened.expansion + opened.slack
+        return int(blocks.sum()) + files * opened.held
 
     def epoch_order(self) -> WindowedOrder | None:
         """Returns the order of an epoch's rows; None: any, as single rows are read."""

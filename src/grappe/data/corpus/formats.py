@@ -29,6 +29,7 @@ MOST_RATIO = 5_000
 """Of a file's unpacked bytes to its own: real text has less than 30."""
 CHANGED = "it changed after it was indexed"
 _READ = 1 << 23
+_UNPACKING = 5 << 18  # bytes: Arrow unpacks 1 MiB at a time, of 64 KiB that it reads, and gzip keeps 0.2 MB
 
 Facts = tuple[int, int]
 """A file's size, and its modification time in nanoseconds."""
@@ -88,6 +89,10 @@ class Format(ABC):
     """Whether a file's blocks are quick to read in their order alone."""
     expansion = 1.0
     """Bytes in memory of the last block that was read, to its `size`."""
+    held = 0
+    """Bytes that the open file takes in memory, besides blocks."""
+    slack: ClassVar[int] = 0
+    """Bytes that each block takes besides its own, as measured: allocators leave holes."""
 
     def __init__(self, file: Path, options: RowOptions, facts: Facts | None = None) -> None:
         self.file, self.options = file, options
@@ -186,9 +191,13 @@ def flat_lists(column: Any) -> tuple[NDArray[Any], NDArray[np.int64]] | None:
 class Parquet(Format):
     """A Parquet file: a block is a row group."""
 
+    slack = 3 << 19
+
     def open(self) -> None:
         parquet = library("pyarrow.parquet", "Parquet")
-        self._opened = parquet.ParquetFile(self.file, memory_map=False, page_checksum_verification=True)
+        self._opened = parquet.ParquetFile(  # which would keep what it has buffered
+            self.file, memory_map=False, pre_buffer=False, page_checksum_verification=True
+        )
 
     def columns(self) -> tuple[str, ...]:
         return _columns(self._opened.schema_arrow)
@@ -319,6 +328,7 @@ class Compressed(Format):
     """JSON lines by gzip or zstd: a block is a megabyte of lines, and blocks are quick to read in order alone."""
 
     sequential = True
+    slack = 3 << 18
 
     def open(self) -> None:
         self._at = 0
@@ -359,6 +369,7 @@ class Compressed(Format):
         arrow = library("pyarrow", "compressed text")
         kind = "gzip" if self.file.name.endswith(".gz") else "zstd"  # of zstd, windows up to 128 MB, as `zstd -d` takes
         self._at, self._stream = 0, arrow.input_stream(str(self.file), compression=kind)
+        self.held = _UNPACKING + _zstd_window(os.pread(self.handle, 14, 0))
 
     def _unpacked(self, size: int) -> bytes:
         """Returns that many bytes, fewer at the end."""
@@ -368,6 +379,17 @@ class Compressed(Format):
             raise self.damaged(f"it is cut off or damaged: {_sentence(error)}") from None
         self._at += len(content)
         return content
+
+
+def _zstd_window(header: bytes) -> int:
+    """Returns the bytes of its output that a decompressor keeps, by a zstd frame's header (RFC 8878, 3.1.1); else 0."""
+    if not header.startswith(b"\x28\xb5\x2f\xfd") or len(header) < 14:
+        return 0
+    flags, window = header[4], header[5]
+    size = (8 + window % 8) << (7 + (window >> 3))
+    if flags & 32:  # the content is one piece
+        size = int.from_bytes(header[5 : 5 + (1 << (flags >> 6))], "little") + 256 * (flags >> 6 == 1)
+    return min(size, 1 << 27) + (1 << 18)  # more is refused; two blocks of 128 KiB are between
 
 
 def _lines(text: bytes) -> list[bytes]:

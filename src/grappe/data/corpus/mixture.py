@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from torch.utils.data import Dataset
 
 from grappe.data.draw import mix, permute
+from grappe.data.sampling import SampleOrder
 from grappe.errors import TaskError
 
 Weight = float | Mapping[int, float]
@@ -175,3 +176,11 @@ class MixedOrder:
             self._due -= counts
             self._drawn.append(self._drawn[-1] + counts)
         return self._drawn[period]
+
+
+def drawn_from(order: SampleOrder, step: int) -> dict[str, int]:
+    """Counts what the first steps of a training are drawn from, by the sources' names; none where it is no mixture."""
+    if not isinstance(order.sampling, MixedOrder):
+        return {}
+    epoch, within = divmod(step, order.steps_per_epoch)
+    return order.sampling.drawn(epoch * order.length + within * order.batch_size, order.seed, order.batch_size)
