@@ -21,7 +21,7 @@ quick: .venv/test  ## run the quick tests: after each edit
 
 MARKS ?= not soak and not artefact
 DRAW ?= $(shell git rev-parse --short HEAD 2>/dev/null)
-test: .venv/test  ## run the tests, of slow ones a quarter drawn by the commit (DRAW=: all; WORKERS=1: one by one)
+test: .venv/test  ## run the tests, of slow ones a sixth drawn by the commit (DRAW=: all; WORKERS=1: one by one)
 	@GRAPPE_DRAW=$(DRAW) $(BIN)/python -m pytest -q -m "$(MARKS)" --durations 20 --numprocesses $(WORKERS) --no-loadscope-reorder
 
 artefacts: .venv/test  ## test the documentation site in a browser, the wheel, two labs, the notebook and the demo
