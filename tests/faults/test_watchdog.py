@@ -21,7 +21,7 @@ from torch.distributed import distributed_c10d
 from grappe.errors import user_line
 from grappe.profiling.phases import BACKWARD, CHECKPOINT, COMMUNICATION, EVALUATION, FORWARD
 from grappe.training.run import Run
-from grappe.training.watchdog import Standstill, Watchdog, cpu_seconds, sentence, waits_in
+from grappe.training.watchdog import Standstill, Watchdog, against_nodes, cpu_seconds, sentence, waits_in
 from tests.commands import GRAPPE, Command, pids_in_training, until
 from tests.patience import PATIENCE_SECONDS
 
@@ -204,7 +204,7 @@ def test_a_first_step_may_compile_though_other_work_came_before(tmp_path: Path) 
 def test_a_paused_terminal_holds_nobody_to_account(tmp_path: Path) -> None:
     """Process 0 writes to a terminal that was paused by Ctrl-S; once it answers no more, it is at fault."""
     ended: queue.Queue[str] = queue.Queue()
-    dog = watchdog(tmp_path, rank=1, size=2, limit=0.2, end=ended.put)
+    dog = watchdog(tmp_path, rank=1, size=2, limit=0.2, end=lambda why, nodes: ended.put(why))
     report = tmp_path / "stall-rank-0.txt"
     paused = dataclasses.replace(told(0), excused=True)
     report.write_text(json.dumps({"token": "a", **dataclasses.asdict(paused)}) + "\n")
@@ -233,6 +233,16 @@ def told(rank: int, *, step: int = 7, waits: bool = True) -> Standstill:
 )
 def test_who_is_blamed(tmp_path: Path, found: list[Standstill], wanted: str) -> None:
     assert wanted in sentence({one.rank: one for one in found}, 2, tmp_path, 60.0)
+
+
+def test_its_node_is_noted_where_others_wait_on_other_nodes() -> None:
+    waiting, busy = told(0), told(1, waits=False)
+    assert against_nodes({0: waiting, 1: busy}, 2) == {}, "they are on one node"
+    elsewhere = dataclasses.replace(busy, host="n2")
+    assert against_nodes({0: waiting, 1: elsewhere}, 2) == {"n2": "process 1 stood still in step 8, at x.py, line 1"}
+    assert against_nodes({0: waiting, 1: dataclasses.replace(elsewhere, waits=True)}, 2) == {}, "a message was lost"
+    assert against_nodes({0: waiting, 1: dataclasses.replace(elsewhere, step=6)}, 3) == {}, "process 2 does not answer"
+    assert against_nodes({}, 2) == {}
 
 
 @pytest.mark.parametrize(

@@ -198,6 +198,12 @@ def test_a_loss_that_was_no_number_on_one_node_is_noted_unless_the_same_was_seen
     assert [note.split(" ", 1)[1] for note in notes] == [f"n1 5.0 run: {why}"]
 
 
+def test_a_node_on_which_a_process_stood_still_is_noted_and_the_job_ends(tmp_path: Path) -> None:
+    text = "echo 'n1 process 1 stood still' > $run/logs/job-5.wrong; echo 1 > $first\nstep false\nfinish train 5"
+    assert job(tmp_path / "run", text).returncode == 1
+    assert (tmp_path / ".failed-nodes").read_text().split(" ", 1)[1] == "n1 5.0 run: process 1 stood still\n"
+
+
 STAND_INS = """
 squeue() { case $* in *%N) echo "$left" ;; *) echo RUNNING ;; esac; }
 scontrol() { if [ "$1" = show ]; then echo "$3" | tr , '\\n'; else echo requeued; fi; }

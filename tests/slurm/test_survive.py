@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import signal
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from tests.slurm.cluster import Cluster
 from tests.slurm.jobs import PLAN, Job, grappe, kill
 
 LONG = ("--time", "10m")
+STUCK = Path(__file__).parents[1] / "faults" / "stuck.py"
 
 
 @pytest.mark.costly
@@ -49,6 +51,18 @@ def test_a_node_that_fails_twice_is_left_out(cluster: Cluster, tmp_path: Path) -
     said = grappe("submit", "--dry-run", *options, *words, "next", cwd=tmp_path)
     assert f"node {bad} is left out: it failed twice within a week or computed wrongly, last in fails" in said
     assert f"#SBATCH --exclude={bad}" in said
+
+
+def test_a_node_on_which_a_process_stands_still_is_noted(cluster: Cluster, tmp_path: Path) -> None:
+    """The others wait for it, until the watchdog ends the training."""
+    words = ("--", "train", f"{STUCK}:Sleepy", "--stall-limit", "3s", "--plan", PLAN, "--run", "stuck")
+    grappe("submit", "--site", "generic", "--nodes", "2", "--no-doctor", *LONG, *words, cwd=tmp_path)
+    job = Job.of(cluster, tmp_path, "stuck")
+    job.until(lambda: "JobState=FAILED" in job.state(), "it has ended")
+    (note,) = (tmp_path / ".failed-nodes").read_text().splitlines()
+    pattern = rf"\d+ (n[01]) {job.job}\.0 stuck: process [01] stood still in step \d+, at .*time.sleep\(3600\)"
+    assert (blamed := re.fullmatch(pattern, note)), note
+    assert f"on {blamed[1]} makes no progress in step" in job.said()
 
 
 SCRIPT = """

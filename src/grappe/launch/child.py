@@ -9,6 +9,7 @@ import os
 import sys
 import time
 import traceback
+from collections.abc import Mapping
 from multiprocessing import reduction
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -29,6 +30,8 @@ from grappe.words import host_name
 MOST_WORDS = 2000  # of an error's text: its first lines name the error
 STARTED = "--- started "  # opens each start's part of a log
 FATAL = "Fatal Python error: "  # opens the stacks of a process that a signal ended
+FAILURE = "GRAPPE_FAILURE"  # the variable that names the file for a failure's exit code, in a job
+WRONG = ".wrong"  # suffix of the file next to it, with what speaks against nodes
 CURRENT = "Current thread"  # opens the stack of the thread that the signal met
 
 
@@ -122,8 +125,22 @@ def early_log(rendezvous_folder: Path, process: ProcessRank) -> Path:
     return rendezvous_folder / f"rank-{process.rank}.log"
 
 
-def end_now(rendezvous_folder: Path, process: ProcessRank, message: str) -> None:
-    """Ends this process from any thread, with a message for the user: the main thread may be blocked for ever."""
+def accuse(nodes: Mapping[str, str]) -> None:
+    """Leaves what speaks against nodes to the job's script, which notes it; does nothing outside of a job."""
+    file = os.environ.get(FAILURE)
+    if file and nodes:
+        lines = [f"{node} {evidence}\n" for node, evidence in nodes.items()]
+        with contextlib.suppress(OSError, errors.RunError):
+            files.replace(Path(file).with_suffix(WRONG), "".join(lines).encode(), files.IN_PART)
+
+
+def end_now(rendezvous_folder: Path, process: ProcessRank, message: str, nodes: Mapping[str, str]) -> None:
+    """Ends this process from any thread, with a message for the user: the main thread may be blocked for ever.
+
+    Args:
+        nodes: what speaks against nodes.
+    """
+    accuse(nodes)
     if process.launcher == "grappe":
         files.replace(_last_words(early_log(rendezvous_folder, process)), message.encode(errors="replace"))
     else:

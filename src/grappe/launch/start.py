@@ -27,14 +27,13 @@ from grappe.errors import (
     of_file,
 )
 from grappe.launch import files, imports, local, mps
+from grappe.launch.child import FAILURE, accuse
 from grappe.launch.files import rendezvous_folder_of
 from grappe.launch.rank import ProcessRank, rank_from_environment
 from grappe.plan import Plan
 from grappe.words import host_name
 
 LEAVING_SECONDS = 2.0
-FAILURE = "GRAPPE_FAILURE"  # the variable that names the file for a failure's exit code
-WRONG = ".wrong"  # suffix of the file next to it, with the nodes that computed wrongly
 WHY = ".why"  # suffix of the file next to it, with the error
 
 
@@ -85,10 +84,8 @@ def reported_once(error: Exception, process: ProcessRank) -> BaseException:
     ours = isinstance(error, GrappeError)
     code = error.exit_code if ours else EXIT_FAILURE
     file = os.environ.get(FAILURE)  # for the batch script: srun reports only that the others were killed
-    if file and isinstance(error, GrappeError) and error.nodes:  # which the script then notes
-        lines = [f"{node} {evidence}\n" for node, evidence in error.nodes.items()]
-        with contextlib.suppress(OSError, RunError):
-            files.replace(Path(file).with_suffix(WRONG), "".join(lines).encode(), files.IN_PART)
+    if isinstance(error, GrappeError):
+        accuse(error.nodes)
     if file and not isinstance(error, ComputedWrongly) and (ours or not local.lost_another(str(error))):
         with contextlib.suppress(OSError, RunError):
             files.replace(Path(file), str(code).encode(), files.IN_PART)

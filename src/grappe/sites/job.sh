@@ -277,7 +277,7 @@ begin() {
 
 finish() {
     local again=no resumes=no refused=0 node evidence
-    if [ -e "$run/logs/job-$job.wrong" ]; then # a process computed wrongly: the run goes on, on other nodes
+    if [ -e "$run/logs/job-$job.wrong" ]; then # what speaks against nodes; after a wrong result the run goes on, on others
         [ -e "$GRAPPE_FAILURE" ] || code=75
         while read -r node evidence; do # the same again is the samples' doing, not the node's
             grep -qsF ": $evidence" "$failures" || note_node "$node" "$evidence"

@@ -18,7 +18,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TypeVar
 
@@ -75,7 +75,7 @@ class Watchdog:
         folder: the folder of reports, shared by all processes.
         token: identifies this start, so that older reports are ignored.
         limit: seconds without progress that are too long; None: derived from the longest so far.
-        end: callback that ends this process with a message for the user.
+        end: callback that ends this process with a message for the user, and what speaks against nodes.
         phase: returns the main thread's phase, one of profiling.phases.
         writing: returns whether the main thread is writing to the user's terminal now.
     """
@@ -91,7 +91,7 @@ class Watchdog:
         folder: Path,
         token: str,
         limit: float | None,
-        end: Callable[[str], None],
+        end: Callable[[str, Mapping[str, str]], None],
         phase: Callable[[], int],
         writing: Callable[[], bool],
     ) -> None:
@@ -167,7 +167,7 @@ class Watchdog:
             if self._asks_all and len(reports) < self._size:  # another one gets on
                 break
             if min(reports, default=self._rank) >= self._rank:
-                self._end(sentence(reports, self._size, self._folder, silent))
+                self._end(sentence(reports, self._size, self._folder, silent), against_nodes(reports, self._size))
                 return True
         with contextlib.suppress(OSError, RunError):
             files.remove(self._path(self._rank), IN_PART)
@@ -241,7 +241,7 @@ class IdleWatchdog(Watchdog):
     ) -> None:
         super().__init__(
             rank=rank, size=size, folder=folder, token="", limit=limit or IDLE_SECONDS, phase=phase,
-            writing=lambda: False, end=lambda why: complain(f"grappe: {why}", stream),
+            writing=lambda: False, end=lambda why, nodes: complain(f"grappe: {why}", stream),
         )  # fmt: skip
 
     def _progress(self) -> tuple[int, str]:
@@ -282,15 +282,30 @@ def sentence(reports: dict[int, Standstill], size: int, folder: Path, silent: fl
         return f"{begin}process {which} of {size} does not answer: it is stopped, dead or cut off; {waiting}{end}"
     if not reports:
         return f"{begin}no process could write why; what it was doing is unknown{end}"
-    busy = [report for report in reports.values() if not report.waits]
-    if not busy and len({report.step for report in reports.values()}) == 1:
+    report = _at_fault(reports)
+    if report is None:
         waiting = _waiting(next(iter(reports.values())))
         return f"{begin}all {size} processes wait for each other: a message was lost, {waiting}{end}"
-    report = min(busy or reports.values(), key=lambda report: (report.step, report.rank))
     who = f"process {report.rank} of {size} on {report.host}"
     others = "; the others wait for it" if size > 1 else ""
     lines = "".join(f"\n  | {line}" for line in report.stack)
     return f"{begin}{who} makes no progress in {_doing(report)}, at {report.where}{others}{lines}{end}"
+
+
+def against_nodes(reports: Mapping[int, Standstill], size: int) -> dict[str, str]:
+    """Names the node of the process that the others, on other nodes, wait for, with the evidence; else nothing."""
+    report = _at_fault(reports) if len(reports) == size else None
+    if report is None or len({each.host for each in reports.values()}) == 1:
+        return {}
+    return {report.host: f"process {report.rank} stood still in {_doing(report)}, at {report.where}"}
+
+
+def _at_fault(reports: Mapping[int, Standstill]) -> Standstill | None:
+    """Returns the report of the process that the others wait for; None where all wait for each other."""
+    busy = [report for report in reports.values() if not report.waits]
+    if not busy and len({report.step for report in reports.values()}) == 1:
+        return None
+    return min(busy or reports.values(), key=lambda report: (report.step, report.rank))
 
 
 def _waiting(report: Standstill) -> str:
