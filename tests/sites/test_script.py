@@ -204,6 +204,15 @@ def test_a_node_on_which_a_process_stood_still_is_noted_and_the_job_ends(tmp_pat
     assert (tmp_path / ".failed-nodes").read_text().split(" ", 1)[1] == "n1 5.0 run: process 1 stood still\n"
 
 
+def test_those_that_srun_ended_since_another_stood_still_are_not_noted(tmp_path: Path) -> None:
+    text = (
+        "mkdir -p $run/logs; echo 'srun: error: n1: task 1: Killed' >> $log; "
+        "echo 'n2 process 2 stood still' > $run/logs/job-5.wrong\nstep bash -c 'kill -9 $$'\nfinish train 50"
+    )
+    assert job(tmp_path / "run", text, PATH=os.environ["PATH"]).returncode == 137
+    assert (tmp_path / ".failed-nodes").read_text().split(" ", 1)[1] == "n2 5.0 run: process 2 stood still\n"
+
+
 STAND_INS = """
 squeue() { case $* in *%N) echo "$left" ;; *) echo RUNNING ;; esac; }
 scontrol() { if [ "$1" = show ]; then echo "$3" | tr , '\\n'; else echo requeued; fi; }

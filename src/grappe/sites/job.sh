@@ -184,10 +184,24 @@ died() {
         sort -s -k 2,2r | head -n 1 # the node's failure before the end of its processes
 }
 
+# Once for each start: a process that was ended since another one stood still speaks against no node.
 note_death() {
     local first_death
+    [ "$noted" != "$GRAPPE_START" ] || return 0
+    noted=$GRAPPE_START
+    ! note_accused || return 0
     first_death=$(died)
     [ -z "$first_death" ] || note_node "${first_death%% *}" "${first_death#* }"
+}
+
+# What a process has left against nodes.
+note_accused() {
+    local node evidence
+    [ -e "$run/logs/job-$job.wrong" ] || return
+    while read -r node evidence; do # the same again is the samples' doing, not the node's
+        grep -qsF ": $evidence" "$failures" || note_node "$node" "$evidence"
+    done < "$run/logs/job-$job.wrong"
+    rm -f "$run/logs/job-$job.wrong"
 }
 
 # Whether a process was killed or a node went down, and no process has failed by itself.
@@ -238,7 +252,7 @@ pass_on() {
 }
 
 begin() {
-    code=0 told=0 ended=0 sizes=() of_size=() held=${SLURM_JOB_NODELIST:-} step=
+    code=0 told=0 ended=0 noted="" sizes=() of_size=() held=${SLURM_JOB_NODELIST:-} step=
     export GRAPPE_START=$((10 * ${SLURM_RESTART_COUNT:-0})) # and one more for each start within this one
     job=${SLURM_ARRAY_JOB_ID:-$SLURM_JOB_ID}
     first=$run/logs/job-$job.first
@@ -276,13 +290,11 @@ begin() {
 }
 
 finish() {
-    local again=no resumes=no refused=0 node evidence
-    if [ -e "$run/logs/job-$job.wrong" ]; then # what speaks against nodes; after a wrong result the run goes on, on others
-        [ -e "$GRAPPE_FAILURE" ] || code=75
-        while read -r node evidence; do # the same again is the samples' doing, not the node's
-            grep -qsF ": $evidence" "$failures" || note_node "$node" "$evidence"
-        done < "$run/logs/job-$job.wrong"
-        rm -f "$run/logs/job-$job.wrong"
+    local again=no resumes=no refused=0
+    if [ -e "$GRAPPE_FAILURE" ]; then
+        note_accused
+    elif [ "$code" -le 128 ] && note_accused; then
+        code=75 # a process computed wrongly: the run goes on, on other nodes
     fi
     case $1 in train | tune | launch) resumes=yes ;; esac # the others would begin again
     # srun ends the others when one fails, and then says that they were killed: what failed first has left its code.
