@@ -61,7 +61,7 @@ def test_a_node_on_which_a_process_stands_still_is_noted(cluster: Cluster, tmp_p
     job.until(lambda: job.said().count("makes no progress") > 1, "it goes on, and stands still again")
     cluster.run("scancel", job.job)
     job.until(lambda: not cluster.run("squeue", "-h", "-j", job.job, check=False).strip(), "it has ended")
-    (note,) = (tmp_path / ".failed-nodes").read_text().splitlines()  # not that srun ended the others, nor the same again
+    (note,) = (tmp_path / ".failed-nodes").read_text().splitlines()  # of srun's kills none
     pattern = rf"\d+ (n[01]) {job.job}\.0 stuck: process [01] stood still in step \d+, at .*time.sleep\(3600\)"
     assert (blamed := re.fullmatch(pattern, note)), note
     assert f"on {blamed[1]} makes no progress in step" in job.said()
