@@ -217,6 +217,12 @@ def cut(size: int, parts: int, part: int) -> tuple[int, int]:
     return 2 * (pairs * part // parts), min(2 * (pairs * (part + 1) // parts), size)
 
 
+def samples_seen(step: int, length: int, batch_size: int) -> int:
+    """Returns the position in the data after `step`: samples seen over all epochs, of `length` samples each."""
+    epoch, within = divmod(step, -(-length // batch_size))
+    return epoch * length + within * batch_size
+
+
 @dataclass(frozen=True, kw_only=True)
 class SampleOrder:
     """Order in which every epoch sees each sample once, or as often as `sampling` says.

@@ -28,6 +28,7 @@ from grappe.checkpoint.saver import SAMPLES, Saver
 from grappe.checkpoint.weights import AVERAGE, Weights, read_into
 from grappe.data.batch import Batch
 from grappe.data.loader import BatchLoader
+from grappe.data.sampling import samples_seen
 from grappe.data.stream import POSITION, StreamBatches
 from grappe.engines.base import Engine, SavedState
 from grappe.engines.shared.carried import CarriedState
@@ -173,7 +174,7 @@ class Training:
         """
         session, info = self.session, self.session.info
         values = checkpoint.read_values()
-        here = samples_seen(info, checkpoint.step)
+        here = samples_seen(checkpoint.step, info.samples, info.batch_size)
         if values.get(SAMPLES, here) != here:
             raise RunError(
                 f"{checkpoint.folder} was saved after {values[SAMPLES]} samples, and step {checkpoint.step} of this "
@@ -439,7 +440,7 @@ class Training:
                 "engine_name": info.engine,
                 "engine": dict(state.values),
                 **self.progress.as_json(step),
-                SAMPLES: samples_seen(info, step),
+                SAMPLES: samples_seen(step, info.samples, info.batch_size),
                 **({} if session.stream is None else {POSITION: session.stream.position(step)}),
             }
             averages, stream = session.average.tensors(), state.stream
@@ -480,12 +481,6 @@ class Training:
         if self.session.options.stop_on_failed_save:
             raise RunError(f"{problem}. The checkpoint before it is whole")
         self.session.watchers.call("failed_to_save", problem)
-
-
-def samples_seen(info: RunInfo, step: int) -> int:
-    """Returns the position in the data after `step`: training samples seen, over all epochs."""
-    epoch, within = divmod(step, info.steps_per_epoch)
-    return epoch * info.samples + within * info.batch_size
 
 
 ANOMALY = re.compile("Traceback of forward call")

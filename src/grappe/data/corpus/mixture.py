@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from torch.utils.data import Dataset
 
 from grappe.data.draw import mix, permute
-from grappe.data.sampling import SampleOrder
+from grappe.data.sampling import SampleOrder, samples_seen
 from grappe.errors import TaskError
 
 Weight = float | Mapping[int, float]
@@ -182,5 +182,5 @@ def drawn_from(order: SampleOrder, step: int) -> dict[str, int]:
     """Counts what the first steps of a training are drawn from, by the sources' names; none where it is no mixture."""
     if not isinstance(order.sampling, MixedOrder):
         return {}
-    epoch, within = divmod(step, order.steps_per_epoch)
-    return order.sampling.drawn(epoch * order.length + within * order.batch_size, order.seed, order.batch_size)
+    seen = samples_seen(step, order.length, order.batch_size)
+    return order.sampling.drawn(seen, order.seed, order.batch_size)
