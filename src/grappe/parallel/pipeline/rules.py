@@ -71,7 +71,8 @@ def unsupported_reason(plan: Plan) -> str | None:
     name = f"schedule={plan.schedule}"
     if plan.compile:
         return f"{name} splits each backward in two, which compile cannot do: use schedule=1f1b or interleaved"
-    if (key := "recompute" if plan.recompute else "memory" if plan.memory != "none" else "") != "":
+    if plan.recompute or plan.memory != "none":
+        key = "recompute" if plan.recompute else "memory"
         return f"{name} would recompute each unit twice: use schedule=1f1b or interleaved, or leave {key} out"
     if plan.shard > 1 and plan.zero != 1:
         return (
