@@ -21,7 +21,7 @@ quick: .venv/test  ## run the quick tests: after each edit
 
 MARKS ?= not soak and not artefact
 DRAW ?= $(shell git rev-parse --short HEAD 2>/dev/null)
-test: .venv/test  ## run the tests, of slow ones a sixth drawn by the commit (DRAW=: all; WORKERS=1: one by one)
+test: .venv/test  ## run the tests, of slow ones an eighth drawn by the commit (DRAW=: all; WORKERS=1: one by one)
 	@GRAPPE_DRAW=$(DRAW) $(BIN)/python -m pytest -q -m "$(MARKS)" --durations 20 --numprocesses $(WORKERS) --no-loadscope-reorder
 
 artefacts: .venv/test  ## test the documentation site in a browser, the wheel, two labs, the notebook and the demo
@@ -95,8 +95,8 @@ TORCH_newest := >2.13,<2.16
 PARITY ?= tests/parity tests/checkpoint
 QUICK ?= tests
 define on_other_torch
-	@.venv-$@/bin/python -m pytest -q -m "not slow and not soak" $(QUICK) --numprocesses $(WORKERS) --no-loadscope-reorder
-	@.venv-$@/bin/python -m pytest -q -m "slow and not soak" $(PARITY) --numprocesses $(WORKERS) --no-loadscope-reorder
+	@GRAPPE_DRAW=$(DRAW) .venv-$@/bin/python -m pytest -q -m "not slow and not soak" $(QUICK) --numprocesses $(WORKERS) --no-loadscope-reorder
+	@GRAPPE_DRAW=$(DRAW) .venv-$@/bin/python -m pytest -q -m "slow and not soak" $(PARITY) --numprocesses $(WORKERS) --no-loadscope-reorder
 endef
 oldest: .venv-oldest/test  ## run the quick tests, parity and checkpoints on the oldest torch (7 GB, with its CUDA)
 	$(on_other_torch)

@@ -1,4 +1,4 @@
-"""Chooses which cells run: of grids those in which each two values meet, and of slow tests a sixth per commit.
+"""Chooses which cells run: of grids those in which each two values meet, and of slow tests an eighth per commit.
 
     python -m tests.grid [FILE …]    # lists the cells that grids leave out, each with those that cover it
 
@@ -7,8 +7,8 @@ parameter occurs, and every pair of values of two parameters that occurs in any 
 `@pytest.mark.grid(each=2)` asks for less: every value of a parameter in two cells. `make soak` runs all cells.
 `soaked` is for cells of no product: each is left out by hand, for another that covers it.
 
-GRAPPE_DRAW, which `make test` sets to the commit, draws: of each slow test with several cells a sixth runs, at least
-one cell, and of what is marked `costly` every sixth test, or every sixth module where the whole module is marked. So
+GRAPPE_DRAW, which `make test` sets to the commit, draws: of each slow test with several cells an eighth runs, at least
+one cell, and of what is marked `costly` every eighth test, or every eighth module where the whole module is marked. So
 all cells run within some commits. `make test DRAW=` runs all of them; so does pytest, where the variable is not set.
 """
 
@@ -29,7 +29,7 @@ import pytest
 Cell = TypeVar("Cell")
 Pair = frozenset[tuple[str, str]]
 ALL = "all"
-SHARE = 6
+SHARE = 8
 """Of so many cells of a slow test one runs."""
 
 
@@ -137,7 +137,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_report_header(config: pytest.Config) -> str | None:
     seed = os.environ.get("GRAPPE_DRAW")
-    return f"a sixth of the slow tests' cells, drawn by DRAW={seed} (DRAW= runs all)" if seed else None
+    return f"an eighth of the slow tests' cells, drawn by DRAW={seed} (DRAW= runs all)" if seed else None
 
 
 @pytest.hookimpl(trylast=True)
