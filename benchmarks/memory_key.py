@@ -58,10 +58,16 @@ TASKS = (
     "examples/gallery/unet.py batch_size=96",
 )
 PLANS = ("threads=1", "replicate=2,threads=1", "shard=2,threads=1")
+PIPELINES = tuple(
+    f"pipeline=2,microbatches=4,{more}threads=1"
+    for more in ("", "schedule=gpipe,", "schedule=interleaved,", "shard=2,", "replicate=2,")
+)
+PIPELINED = TASKS[:2]
+"""The other tasks' cells are of the plans without a pipeline."""
 PARTS = (0.5, 0.25)
 """Of what recomputing everything saves, what is left over."""
 STEPS = 2
-AMPLE = 700_000_000
+AMPLE = 1_200_000_000
 """Bytes above the peak, with which nothing is recomputed; what torch may allocate then says what else there is."""
 MARGIN = 1.03
 TIMES = 15
@@ -130,7 +136,8 @@ def main() -> None:
     found = {} if "--again" in sys.argv or not FILE.exists() else json.loads(FILE.read_text())
     kept: dict[str, tuple[int, str]] = {}
     fake_models: dict[str, FakeModel] = {}
-    for name, text, part in itertools.product(TASKS, PLANS, PARTS):
+    cells = [*itertools.product(TASKS, PLANS, PARTS), *itertools.product(PIPELINED, PIPELINES, PARTS)]
+    for name, text, part in cells:
         key = f"{name} | {text} | {part}"
         if key in found:
             continue

@@ -16,8 +16,8 @@ WHOLE_DRAWS = 4
 """Parts of a batch up to which dropout=auto has each part draw for all: a fifth to a half more time; 8 parts: twice."""
 ONE_PROCESS = "one"
 """What a plan without any key is called on the command line."""
-RECOMPUTED = re.compile(r"(full|selective)(?::(\d+)(?:-(\d+))?)?")
-"""A part of recompute: full, selective, or one of them for a unit or a range of units: selective:2-5."""
+RECOMPUTED = re.compile(r"(full|selective|host)(?::(\d+)(?:-(\d+))?)?")
+"""A part of recompute: full, selective or host, or one of them for a unit or a range of units: selective:2-5."""
 MEMORY = re.compile(r"(\d+(?:\.\d+)?)([MGT])B")
 UNITS = {"M": 10**6, "G": 10**9, "T": 10**12}
 
@@ -62,7 +62,7 @@ class Plan:
     channels_last: bool = False
     """Memory layout NHWC for images."""
     recompute: bool | str = False
-    """Activation checkpointing: run units again in backward; selective: not their matrix products; full:0-3+…: some."""
+    """Activation checkpointing: run units again in backward; selective: not matrix products; host: keep all there."""
     memory: str = "none"
     """Bytes that torch may allocate on a process's device, 14GB or auto: recomputes what costs least so as to fit."""
     compile: bool = False
@@ -133,11 +133,16 @@ class Plan:
     def _check_recompute(self) -> None:
         if isinstance(self.recompute, str) and not all(map(RECOMPUTED.fullmatch, self.recompute.split("+"))):
             raise PlanError(
-                f"recompute={self.recompute}: write recompute, recompute=selective, or units of each, numbered from 0: "
-                "recompute=full:0-3+selective:4-7"
+                f"recompute={self.recompute}: write recompute, recompute=selective or recompute=host, or units of "
+                "each, numbered from 0: recompute=full:0-3+selective:4-7"
             )
-        if self.compile and "selective" in str(self.recompute):
+        if self.compile and re.search("selective|host", str(self.recompute)):
             raise PlanError(f"recompute={self.recompute} with compile is not supported: use recompute, without a value")
+        if "host" in str(self.recompute) and (self.engine != "native" or self.tensor * self.domain > 1):
+            raise PlanError(
+                f"recompute={self.recompute} keeps activations on the host, of engine=native without tensor and "
+                "domain: leave those out, or use recompute=full"
+            )
         if self.memory not in ("none", "auto") and not MEMORY.fullmatch(self.memory):
             raise PlanError(f"memory={self.memory}: write a number of bytes, as in 14GB or 900MB, or auto")
         if self.memory != "none" and self.recompute:
@@ -184,7 +189,7 @@ class Plan:
         return None if size is None else int(float(size[1]) * UNITS[size[2]])
 
     def recomputed(self, units: int) -> list[str]:
-        """Returns what each of a model's units recomputes: "full", "selective", or "" for nothing.
+        """Returns what each of a model's units recomputes: "full", "selective", "host", or "" for nothing.
 
         Raises:
             PlanError: `recompute` names a unit that the model does not have.

@@ -13,7 +13,7 @@ from grappe.errors import PlanError
 from grappe.foresight.fake_model import FakeModel
 from grappe.foresight.forecast import memory_forecast
 from grappe.foresight.kernels import Kernels
-from grappe.foresight.recomputation import LEVELS, Units, choices, fitted
+from grappe.foresight.recomputation import Units, choices, fitted
 from grappe.plan import Plan
 from grappe.tasks.digits import Digits
 from grappe.tasks.pysource import PySource
@@ -89,7 +89,7 @@ def test_the_choice_is_the_best_of_all(request: pytest.FixtureRequest, of: str, 
     units = request.getfixturevalue(of)
     least, whole = (most(units, [level] * 4) for level in ("full", ""))
     limit = int(least + part * (whole - least))
-    every = [list(levels) for levels in itertools.product(LEVELS, repeat=4)]
+    every = [list(levels) for levels in itertools.product(units.levels, repeat=4)]
     chosen = units.cheapest(limit)
     assert chosen is not None and most(units, chosen) <= limit
     room = limit if of == "units" else limit - (whole - least) // 8
@@ -145,6 +145,30 @@ def deep() -> FakeModel:
     """Most of whose memory is parameters and their states, as a GPU has them."""
     task = PySource(width=64, depth=6, heads=2, batch_size=BATCH, megabytes=0.3)
     return FakeModel(task, Path("data"), foreach=True, records=True)
+
+
+@pytest.mark.parametrize("plan", ["", "shard=2", "pipeline=2,microbatches=4"])
+def test_activations_on_the_host_add_up_and_are_taken_where_copies_are_quick(plan: str) -> None:
+    asked, samples = Plan.parse(plan), 64
+    task = PySource(width=256, depth=2, heads=2, batch_size=samples, megabytes=0.3)
+    wide = FakeModel(task, Path("data"), foreach=True, records=True)
+    quick, slow = (Units(wide, asked, samples, None, gpu=True, rate=rate) for rate in (1e13, 1e7))
+    for levels in (["host"] * 4, ["", "host", "full", "host"], ["selective", "full", "host", ""]):
+        needs = memory_forecast(wide, quick.plan_of(levels), batch=samples, gpu=True)
+        assert most(quick, levels) == pytest.approx(needs.peak, rel=0.01) and needs.host > 0
+    least, every = (most(quick, [level] * 4) for level in ("full", ""))
+    chosen, other = (units.cheapest((least + every) // 2) for units in (quick, slow))
+    assert chosen is not None and "host" in chosen
+    assert other is not None and "host" not in other
+
+
+def test_activations_go_to_a_host_that_has_room_for_them(deep: FakeModel) -> None:
+    needs = memory_forecast(deep, Plan(recompute="host"), batch=BATCH, gpu=True)
+    assert needs.peak is not None
+    asked = Plan(memory="1MB")
+    chosen = fitted(deep, asked, BATCH, needs.peak, gpu=True, rate=1e9, host=needs.host)
+    assert "host" in str(chosen.plan.recompute) and chosen.computing.endswith(" of activations on the host")
+    assert fitted(deep, asked, BATCH, needs.peak, gpu=True, rate=1e9, host=needs.host - 1).plan.microbatches > 1
 
 
 def test_what_fits_in_no_other_way_has_its_states_on_the_host_of_a_gpu(deep: FakeModel) -> None:

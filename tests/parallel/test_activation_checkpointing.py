@@ -1,16 +1,24 @@
 """Activation checkpointing of units that write buffers or attributes in forward: the second forward writes nothing."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+from grappe.data.datasets import dataset_of
+from grappe.data.loader import training_loader
 from grappe.errors import PlanError, TaskError
-from grappe.parallel.activation_checkpointing import checkpoint_activations
+from grappe.foresight.fake_model import FakeModel
+from grappe.foresight.trace import CPU, Ledger, traced
+from grappe.launch.rank import ProcessRank
+from grappe.launch.world import World
+from grappe.parallel.activation_checkpointing import Host, checkpoint_activations
 from grappe.parallel.attributes import copied
 from grappe.plan import Plan
 from grappe.private_api.torch import TorchDispatchMode, fake_tensors
+from grappe.tasks.pysource import PySource
 
 
 class Remembers(nn.Module):
@@ -46,7 +54,7 @@ def _trained(*, recompute: bool | str, late: int = 0) -> tuple[Remembers, list[T
     return block, [parameter.grad for parameter in block.parameters()]
 
 
-@pytest.mark.parametrize("recompute", [True, "selective"])
+@pytest.mark.parametrize("recompute", [True, "selective", "host"])
 def test_a_second_forward_sees_the_state_that_the_first_saw_and_leaves_what_that_left(recompute: bool | str):
     plain, gradients = _trained(recompute=False)
     recomputed, others = _trained(recompute=recompute)
@@ -78,7 +86,7 @@ class Attends(nn.Module):
 @pytest.mark.parametrize("dropout", [0.0, 0.3])
 def test_a_selective_unit_draws_what_it_drew_and_multiplies_no_matrix_twice(dropout: float):
     results = {}
-    for recompute in (False, "selective", True):
+    for recompute in (False, "host", "selective", True):
         torch.manual_seed(0)
         unit = Attends(dropout)
         checkpoint_activations([unit], Plan(recompute=recompute))
@@ -86,7 +94,7 @@ def test_a_selective_unit_draws_what_it_drew_and_multiplies_no_matrix_twice(drop
         with calls:
             unit(torch.randn(3, 5, 8)).square().sum().backward()
         results[recompute] = ([parameter.grad for parameter in unit.parameters()], calls.products)
-    for recompute in ("selective", True):
+    for recompute in ("host", "selective", True):
         torch.testing.assert_close(results[recompute][0], results[False][0], rtol=0, atol=0)
     assert results["selective"][1] == results[False][1] < results[True][1]
 
@@ -106,7 +114,7 @@ def test_a_unit_that_is_not_there_is_named():
         checkpoint_activations([nn.Linear(2, 2), nn.Linear(2, 2)], Plan(recompute="selective:0+full:1-2"))
 
 
-@pytest.mark.parametrize("recompute", ["selective", True])
+@pytest.mark.parametrize("recompute", ["host", "selective", True])
 def test_what_a_unit_changes_in_place_is_computed_again(recompute: bool | str):
     gradients = []
     for level in (False, recompute):
@@ -124,3 +132,46 @@ def test_a_traced_tensor_is_copied_without_its_memory(offset: int):
         table = torch.zeros(20_000_000)[offset:]
         twin = copied({("", "table"): table})["", "table"]
     assert twin is not table and twin.shape == table.shape
+
+
+class OtherMemory(Host):
+    """Memory that torch does not allocate: to its allocator, what a host's is to a GPU's."""
+
+    def to_host(self, flat: Tensor) -> Any:
+        return flat.numpy().copy()
+
+    def to_device(self, copy: Any, device: torch.device) -> Tensor:
+        return torch.empty_like(torch.from_numpy(copy)).copy_(torch.from_numpy(copy))
+
+
+def test_views_share_a_copy_that_goes_to_the_host_and_comes_back_once():
+    moved, kept = {}, {}
+    for recompute in (False, "host"):
+        torch.manual_seed(0)
+        unit, x = Attends(0.0), torch.randn(3, 5, 8)
+        [host] = checkpoint_activations([unit], Plan(recompute=recompute), OtherMemory)
+        ledger = Ledger([*unit.parameters(), x])
+        with ledger:
+            loss = unit(x).square().sum()
+            kept[recompute] = ledger.now
+            loss.backward()
+        moved[recompute] = host.moved
+    packed = 4 * 3 * 5 * (8 + 24)  # the input; and queries, keys and values, which are views of one tensor
+    assert moved[False] == 0 and moved["host"] >= 2 * packed
+    assert moved["host"] == 2 * (kept[False] - kept["host"] + x.nbytes)
+
+
+def test_a_step_with_activations_on_the_host_has_the_peak_that_is_traced():
+    """What is traced for a GPU is what torch's allocator is asked for where the host's memory is not its own."""
+    task = PySource(width=64, depth=2, heads=2, batch_size=8, megabytes=0.3)
+    foreseen = FakeModel(task, Path("data"), foreach=True).trace(8, recompute="host")
+    fake = FakeModel(task, Path("data"))
+    torch.manual_seed(0)
+    model = task.model().train()
+    units = fake.units(model)
+    hosts = checkpoint_activations(units, Plan(recompute="host"), OtherMemory)
+    world = World(process=ProcessRank(), device=CPU)
+    batch = next(training_loader(task, dataset_of(task, "train", Path("data")), Plan(), world).rehearsed())
+    measured = traced(task, model, units, batch, "fp32", Plan(), world, describes=False)
+    assert tuple(host.moved for host in hosts) == foreseen.moved
+    assert max(mark.peak for mark in measured.marks) == max(mark.peak for mark in foreseen.marks)

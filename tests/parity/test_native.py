@@ -45,6 +45,7 @@ PLANS = [
     "replicate=2,recompute",
     "shard=2,recompute",
     "shard=2,recompute=selective",
+    "shard=2,recompute=host",
     "offload=cpu,shard=2",
     "offload=cpu",
     "engine=textbook",

@@ -45,6 +45,7 @@ PRODUCTS = [
 ]
 OPTIONS = [
     "pipeline=2,microbatches=2,recompute",
+    "pipeline=2,microbatches=2,recompute=host",
     "pipeline=2,microbatches=2,offload=cpu",
     "pipeline=2,microbatches=2,shard=2,recompute,offload=cpu",
     "pipeline=2,microbatches=2,channels_last",

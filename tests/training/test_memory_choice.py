@@ -14,9 +14,13 @@ from benchmarks.foresee import measured_cell
 
 import grappe
 from grappe.errors import PlanError
+from grappe.foresight.fake_model import FakeModel
+from grappe.foresight.forecast import memory_forecast
+from grappe.foresight.kernels import Kernels
 from grappe.launch.rank import ProcessRank
 from grappe.launch.world import World
 from grappe.plan import Plan
+from grappe.tasks.pysource import PySource
 from grappe.training.memory_choice import ChoiceRequest, _earlier, memory_chosen, with_memory_chosen, worker
 from grappe.training.options import Options
 from grappe.training.request import Request, data_folder
@@ -51,6 +55,32 @@ def test_each_stage_of_a_pipeline_has_its_choice_and_the_bits_of_none(tmp_path: 
     assert weights.keys() == others.keys() and all(torch.equal(weights[name], others[name]) for name in weights)
     task = " ".join(["pysource", *(f"{name}={value}" for name, value in FIELDS.items())])
     assert max(process["peak"] for process in measured_cell(task, described["plan"])) <= limit * 1e6
+
+
+@pytest.mark.parametrize(
+    "plan",
+    [
+        "replicate=2,recompute=host",
+        "shard=2,microbatches=2,recompute=host:1-2+full:3",
+        "shard=2,zero=1,microbatches=2,precision=bf16,recompute=host",
+        "exact=2,replicate=2,recompute=host",
+        "pipeline=2,microbatches=2,recompute=host",
+        "pipeline=2,microbatches=4,schedule=interleaved,shard=2,recompute=host",
+    ],
+)
+def test_activations_on_the_host_leave_the_bits_of_none(tmp_path: Path, plan: str) -> None:
+    _, weights = trained(tmp_path / "host", plan)
+    _, others = trained(tmp_path / "plain", ",".join(part for part in plan.split(",") if "recompute" not in part))
+    assert weights.keys() == others.keys() and all(torch.equal(weights[name], others[name]) for name in weights)
+
+
+def test_a_cpu_allocates_the_copies_too(tmp_path: Path) -> None:
+    task = PySource(**FIELDS)
+    needs = memory_forecast(FakeModel(task, data_folder(), kernels=Kernels(scratch=False)), Plan(recompute="host"))
+    assert needs.peak is not None and needs.host > 0
+    text = " ".join(["pysource", *(f"{name}={value}" for name, value in FIELDS.items())])
+    [measured] = measured_cell(text, "recompute=host")
+    assert measured["peak"] == pytest.approx(needs.most, rel=0.01)
 
 
 def test_a_run_that_goes_on_keeps_its_choice_where_it_fits(tmp_path: Path) -> None:
@@ -99,6 +129,9 @@ def test_a_gpu_too_small_for_the_states_has_them_on_the_host_if_there_is_room() 
 MOVED = """
 import dataclasses
 from pathlib import Path
+from grappe.foresight.fake_model import FakeModel
+from grappe.foresight.forecast import memory_forecast
+from grappe.foresight.kernels import Kernels
 from grappe.launch.rank import ProcessRank
 from grappe.plan import Plan
 from grappe.training import worker

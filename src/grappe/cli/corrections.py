@@ -163,7 +163,7 @@ def _is_value(name: str, word: str, exists: bool) -> bool:
     if word.startswith("-") or ("=" in word and not exists) or (key is not None and key.type == "bool"):
         return False
     if name == "recompute":
-        return word.startswith(("full", "selective"))
+        return word.startswith(("full", "selective", "host"))
     return name not in PLAN_WORDS or ("{}" in PLAN_WORDS[name] and word.isdigit())
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -28,11 +28,11 @@ from grappe.errors import GrappeError, PlanError, TaskError, user_code
 from grappe.foresight.kernels import Kernels
 from grappe.foresight.memory import sharded_with, stepped
 from grappe.foresight.pipeline_trace import Boundaries, stages_of, traced_evaluation, traced_step
-from grappe.foresight.trace import CPU, Trace, traced, with_kernels
+from grappe.foresight.trace import CPU, Trace, TracedHost, traced, with_kernels
 from grappe.launch.rank import ProcessRank
 from grappe.launch.world import AXES, World
 from grappe.optimizers.common import has_modes
-from grappe.parallel.activation_checkpointing import checkpoint_activations, switch_off_caches
+from grappe.parallel.activation_checkpointing import Host, checkpoint_activations, switch_off_caches
 from grappe.parallel.batchnorm import synchronise_batchnorm
 from grappe.parallel.materialise import give_memory, on_meta
 from grappe.parallel.pipeline.cut import Cut, check_without_values, pipeline_units
@@ -290,13 +290,11 @@ class FakeModel:
 
         def run(model: nn.Module, world: World) -> Trace:
             units = self.units(model)
-            if recompute:
-                switch_off_caches(model)
-                checkpoint_activations(units or [model], plan)
+            hosts = self._checkpointed(model, units or [model], plan)
             if slices.synchronised and world.data_group is not None:
                 synchronise_batchnorm(model, world.data_group)
             with self.mode:
-                return traced(
+                trace = traced(
                     self.task,
                     model,
                     units,
@@ -307,6 +305,7 @@ class FakeModel:
                     describes=self.runs_kernels,
                     records=self._records,
                 )
+            return dataclasses.replace(trace, moved=tuple(host.moved for host in hosts))
 
         return self._with_kernels(self._run(plan, "run", run, part.number), threads)
 
@@ -340,7 +339,7 @@ class FakeModel:
             slices: what a microbatch depends on besides itself.
         """
         batch = self.batches.of(rows)
-        stages = self._stages(plan, cut)
+        stages, hosts = self._stages(plan, cut)
         alone = contextlib.nullcontext(World(process=ProcessRank(), device=CPU))
         world_of = pretended(Plan(replicate=slices.ways)) if slices.ways > 1 else alone
         with explaining_trace_errors(self.task, "run"), world_of as world, self.mode:
@@ -354,13 +353,14 @@ class FakeModel:
                 )
                 for place in range(plan.pipeline)
             ]
-        return tuple(self._with_kernels(trace, threads) for trace in traces)
+        moved = tuple(host.moved for host in hosts)
+        return tuple(self._with_kernels(dataclasses.replace(trace, moved=moved), threads) for trace in traces)
 
     @functools.lru_cache(maxsize=16)  # noqa: B019 - as long as the fake model
     def evaluated_stages(self, plan: Plan, cut: Cut, rows: int, threads: int) -> tuple[Trace, ...]:
         """Traces an evaluation of `rows` validation samples in each stage of a pipeline."""
         batch = self._validation.of(rows)
-        stages = self._stages(plan, cut)
+        stages, _ = self._stages(plan, cut)
         with explaining_trace_errors(self.task, "be evaluated"), self.mode:
             for stage in stages:
                 stage.eval()
@@ -396,13 +396,17 @@ class FakeModel:
             return None
         return None
 
-    def _stages(self, plan: Plan, cut: Cut) -> list[Stage]:
+    def _stages(self, plan: Plan, cut: Cut) -> tuple[list[Stage], tuple[Host, ...]]:
         model = self._build_model()
         units = pipeline_units(self.task, model)
-        if plan.recompute:
-            switch_off_caches(model)
-            checkpoint_activations(units, plan)
-        return stages_of(self.task, units, cut, plan.precision)
+        hosts = self._checkpointed(model, units, plan)
+        return stages_of(self.task, units, cut, plan.precision), hosts
+
+    def _checkpointed(self, model: nn.Module, units: Sequence[nn.Module], plan: Plan) -> tuple[Host, ...]:
+        if not plan.recompute:
+            return ()
+        switch_off_caches(model)
+        return checkpoint_activations(units, plan, TracedHost if self._foreach else Host)
 
     def _cut(self, batches: Batches, rows: int, slices: Slices) -> Batch:
         """Makes a batch of one microbatch of `rows` samples, or of all of the first slice's."""

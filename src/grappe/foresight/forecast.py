@@ -37,6 +37,7 @@ from grappe.foresight.memory import (
 )
 from grappe.foresight.partition import (
     RANDOM_STATE,
+    REPEATED,
     cut_of,
     evaluated_rows,
     first_parameters,
@@ -110,6 +111,8 @@ class MemoryForecast:
     """Memory that libraries keep, on a CPU; None: not measured."""
     data: int = 0
     """Of blocks of a corpus, in the host memory of each process that loads samples."""
+    host: int = 0
+    """Of activations in the host memory of a process, at most; of a pipeline, of all its microbatches."""
 
     @property
     def most(self) -> int | None:
@@ -154,13 +157,14 @@ def memory_forecast(
     samples = batch or fake_model.task.batch_size
     with naming_user_line(fake_model.task):
         all_states = [states(parts, fake_model.buffers) for parts in processes(fake_model, plan)]
-        most = least = UNKNOWN
+        most, least, host = UNKNOWN, UNKNOWN, 0
         if (bounded or not gpu or plan.offload == "none") and _has_known_peaks(fake_model, plan, samples):
             several = composed(fake_model, plan, samples, gpu=gpu)
             most, least = (
                 neediest(each.peaks(copies) for each in several)
                 for copies in ((NCCL, NCCL) if gpu else (GLOO_LATE, GLOO))
             )
+            host = max(sum(step.moved) for each in several for _, step in each.traces) // 2
         copies_known = not plan.changed_keys() & UNCOPIED and not fake_model.has_modes
         return MemoryForecast(
             states=max(all_states, key=lambda states: states.total),
@@ -172,6 +176,7 @@ def memory_forecast(
             checkpoint=_checkpoint_copies(fake_model, plan) if copies_known else None,
             gpu=gpu,
             data=fake_model.batches.kept,
+            host=host,
         )
 
 
@@ -392,7 +397,7 @@ class PipelinedProcesses:
         waiting = most_waiting = 0  # units whose forward will run again, each with a random state
         levels = plan.recomputed(max(max(units) for units in self._cut) + 1)
         for kind, stage, _ in order_of(plan, place) if plan.recompute else ():
-            waiting += sum(bool(levels[unit]) for unit in self._cut[stage]) * (1 if kind == "forward" else -1)
+            waiting += sum(levels[unit] in REPEATED for unit in self._cut[stage]) * (1 if kind == "forward" else -1)
             most_waiting = max(most_waiting, waiting)
         # A stage's generators begin where the stage before it left them.
         states_between = sum((stage > 0) + (stage < len(self._scored) - 1) for stage in self._stages[place])

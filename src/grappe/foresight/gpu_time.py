@@ -162,6 +162,7 @@ def refuse_untimed(plan: Plan) -> None:
         "tensor with another axis": 1 < plan.tensor < plan.processes,
         "tensor with offload": plan.tensor > 1 and plan.offload != "none",
         "offload on a GPU": plan.offload != "none",
+        "activations on the host": "host" in str(plan.recompute),
     }
     keys = [key for key in UNTIMED if key in plan.changed_keys()]
     why = next(iter([*keys, *(name for name, applies in together.items() if applies)]), None)

@@ -25,6 +25,8 @@ SCALARS = 1024
 """Bytes of a step's sums, counts and flags."""
 RANDOM_STATE = 5056
 """Bytes of torch's random state on a CPU, which activation checkpointing keeps for each unit until it runs again."""
+REPEATED = ("selective", "full")
+"""Levels of recomputation under which a unit runs again."""
 
 
 def processes(fake_model: FakeModel, plan: Plan) -> Iterator[list[ParameterShard]]:
@@ -78,7 +80,8 @@ def kept(
 
 def random_states(fake_model: FakeModel, plan: Plan) -> int:
     """Computes the bytes of the random states that activation checkpointing keeps."""
-    return RANDOM_STATE * sum(map(bool, plan.recomputed(len(fake_model.units(fake_model.plain)) or 1)))
+    levels = plan.recomputed(len(fake_model.units(fake_model.plain)) or 1)
+    return RANDOM_STATE * sum(level in REPEATED for level in levels)
 
 
 def largest_rows(fake_model: FakeModel, plan: Plan, batch: int) -> int:

@@ -19,12 +19,12 @@ from grappe.foresight.kernels import seconds
 from grappe.foresight.memory import GLOO_LATE, NCCL
 from grappe.foresight.pipeline_trace import Kind, Pass, orders_of, simulate
 from grappe.foresight.trace import BACKWARD, FORWARD, LEFT, ROOT, START, Mark, Trace
-from grappe.parallel.activation_checkpointing import seconds_in_mode
+from grappe.parallel.activation_checkpointing import seconds_an_operator
 from grappe.parallel.pipeline.cut import pipeline_units
 from grappe.plan import Plan, recompute_of
 from grappe.words import format_bytes, plan_name
 
-LEVELS = ("", "selective", "full")
+LEVELS = ("", "selective", "full", "host")
 Waiting = tuple[int, ...]
 """Of each of a process's stages: the microbatches whose backward is yet to come, besides the one that runs."""
 State = tuple[int, float, tuple[str, ...]]
@@ -55,6 +55,8 @@ class Recomputation:
     @property
     def computing(self) -> str:
         """Says what the recomputation costs."""
+        if self.needs.host:
+            return f"{self.price:.0%} more time, and {format_bytes(self.needs.host)} of activations on the host"
         if not self.plan.recompute or (self.price < LEAST_PRICE and not self.short):
             return "no more computing"
         if self.short:
@@ -88,7 +90,7 @@ class _Stage:
         states: list[State] = [(0, 0.0, ())]
         for place in range(len(self.order)):
             following = list[State]()
-            for level in LEVELS:
+            for level in self.keeps:
                 needs = self.needs[level][place].items()
                 free = room - max(need + sum(map(operator.mul, numbers, waiting)) for numbers, need in needs)
                 for kept, cost, levels in states:
@@ -105,10 +107,14 @@ class Units:
     Args:
         fake_model: made with `records`.
         device: the GPU that the plan trains on; None: not known, or this machine's cores, which run each kernel.
+        rate: bytes a second of copies between the GPU and the host; 0: nothing goes there.
     """
 
-    def __init__(self, fake_model: FakeModel, plan: Plan, samples: int, device: Device | None, *, gpu: bool) -> None:
+    def __init__(
+        self, fake_model: FakeModel, plan: Plan, samples: int, device: Device | None, *, gpu: bool, rate: float = 0.0
+    ) -> None:
         self._plan, pipelined, model = plan, plan.pipeline > 1, fake_model.plain
+        self.levels, self._rate = LEVELS if rate else LEVELS[:-1], rate
         self._device = device or (None if fake_model.runs_kernels else device_named(REFERENCE))
         self.number = len(pipeline_units(fake_model.task, model) if pipelined else fake_model.units(model)) or 1
         """A model without units is one."""
@@ -120,7 +126,7 @@ class Units:
         self._seconds = defaultdict[tuple[Kind, int], float](float)
         """Of each pass of a stage without recomputation."""
         part = None
-        for level in LEVELS:
+        for level in self.levels:
             several = composed(fake_model, self.plan_of([level] * self.number), samples, gpu=gpu)
             if part is None:  # of domain=, the one that needs most without recomputation
                 part = max(range(len(several)), key=lambda number: max(map(max, several[number].by_mark(NCCL))))
@@ -187,12 +193,14 @@ class Units:
         for number in sorted(units):
             stage = stages.setdefault(number, _Stage(units[number]))
             stage.keeps[level] = [after - before for before, after in itertools.pairwise(starts[number])]
-            stage.costs[level] = [0.0] * len(stage.order)
+            # Copies wait for kernels, and kernels for copies.
+            moved = [trace.moved[unit] if level == "host" else 0 for unit in stage.order]
+            stage.costs[level] = [self._scale * size / self._rate if size else 0.0 for size in moved]
             stage.needs[level] = [defaultdict[Waiting, int](int) for _ in stage.order]
-        if level == "selective" and self._device is None:
+        if level in partition.REPEATED and self._device is None:
             for called in trace.operators:
                 if called.mark >= ahead and homes[called.mark - ahead].forward:
-                    times[called.mark - ahead] += 2 * CALLER * self._scale * seconds_in_mode()
+                    times[called.mark - ahead] += CALLER * self._scale * seconds_an_operator(level)
         kept = [sum(stage.keeps[level]) for stage in stages.values()]
         waiting, now = list[Waiting](), Counter[int]()
         for kind, number, _ in order:
@@ -207,8 +215,9 @@ class Units:
             needs[waits] = max(needs[waits], most - earlier)
             stage.costs[level][home.place] += time
             self._seconds[kind, number] += 0.0 if level else time
+        states = partition.RANDOM_STATE * (level in partition.REPEATED)
         for stage in stages.values():
-            stage.keeps[level] = [size + bool(level) * partition.RANDOM_STATE for size in stage.keeps[level]]
+            stage.keeps[level] = [size + states for size in stage.keeps[level]]
 
     def _times(self, trace: Trace) -> list[float]:
         """Returns the seconds of the operators before each mark."""
@@ -286,15 +295,22 @@ def _foreseen(fake_model: FakeModel, plan: Plan, samples: int, *, gpu: bool) -> 
 
 
 def choices(
-    fake_model: FakeModel, plan: Plan, samples: int, limit: int, device: Device | None = None, *, gpu: bool = False
+    fake_model: FakeModel,
+    plan: Plan,
+    samples: int,
+    limit: int,
+    device: Device | None = None,
+    *,
+    gpu: bool = False,
+    rate: float = 0.0,
 ) -> Iterator[Recomputation]:
     """Yields choices for `plan` whose peaks come ever closer to `limit` bytes, the first ones by their own trace.
 
     Args:
         fake_model: made with `records`.
-        device: as of `Units`.
+        device: as of `Units`, as is rate.
     """
-    units, offset, tried = Units(fake_model, plan, samples, device, gpu=gpu), 0, list[list[str]]()
+    units, offset, tried = Units(fake_model, plan, samples, device, gpu=gpu, rate=rate), 0, list[list[str]]()
 
     def traced(levels: Sequence[str]) -> Recomputation:
         choice = _foreseen(fake_model, units.plan_of(levels), samples, gpu=gpu)
@@ -310,7 +326,7 @@ def choices(
         if chosen.peak <= limit:
             break
         offset += chosen.peak - limit
-    yield from (traced([level] * units.number) for level in LEVELS)
+    yield from (traced([level] * units.number) for level in units.levels)
 
 
 def fitted(
@@ -323,6 +339,7 @@ def fitted(
     gpu: bool = False,
     fits: Callable[[MemoryForecast], bool | None] | None = None,
     host: int = 0,
+    rate: float = 0.0,
     earlier: Plan | None = None,
 ) -> Recomputation:
     """Chooses the recomputation of least time under which a step of `plan` fits; where none does, more microbatches.
@@ -333,6 +350,7 @@ def fitted(
     Args:
         limit: the bytes that torch may allocate on the process's device.
         host: the bytes of the host's memory that the process may have.
+        rate: as of `Units`.
         fits: what else decides whether a plan fits.
         earlier: a plan that is taken, without a price, if it fits.
 
@@ -342,7 +360,7 @@ def fitted(
     base, nearest = dataclasses.replace(plan, memory="none"), list[Recomputation]()
 
     def fit(choice: Recomputation) -> bool:
-        return choice.peak <= limit and (fits is None or bool(fits(choice.needs)))
+        return choice.peak <= limit and choice.needs.host <= host and (fits is None or bool(fits(choice.needs)))
 
     if earlier is not None and fit(kept := _foreseen(fake_model, earlier, samples, gpu=gpu)):
         return kept
@@ -362,9 +380,11 @@ def fitted(
                 least = dataclasses.replace([*_more_microbatches(fake_model, more, samples)][-1], recompute=True)
                 nearest.append(_foreseen(fake_model, least, samples, gpu=gpu))
                 break
-            nearest.append(_foreseen(fake_model, dataclasses.replace(more, recompute=True), samples, gpu=gpu))
-            if fit(nearest[-1]):
-                good = filter(fit, choices(fake_model, more, samples, limit, device, gpu=gpu))
+            for level in (True, "host") if rate else (True,):
+                nearest.append(_foreseen(fake_model, dataclasses.replace(more, recompute=level), samples, gpu=gpu))
+            away = rate if nearest[-1].needs.host <= host else 0.0
+            if any(map(fit, nearest[-2 if rate else -1 :])):
+                good = filter(fit, choices(fake_model, more, samples, limit, device, gpu=gpu, rate=away))
                 return min(good, key=lambda choice: choice.price)
     closest = min(nearest, key=lambda choice: choice.peak)
     change = ""

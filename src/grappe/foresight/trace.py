@@ -19,6 +19,7 @@ from grappe.data.batch import Batch, Microbatch, entering
 from grappe.domain.cut import local
 from grappe.foresight.kernels import Call, Kernels, describe, describe_any
 from grappe.launch.world import World
+from grappe.parallel.activation_checkpointing import Host
 from grappe.parallel.batchnorm import buffers_kept
 from grappe.plan import Plan
 from grappe.private_api.torch import TorchDispatchMode, operator_mutates, tree_leaves
@@ -215,12 +216,24 @@ class Trace:
     """So many marks, the first ones, are of the pass ahead that a loss of the whole batch needs."""
     numbers: int = 0
     """Numbers that an evaluation keeps of each microbatch."""
+    moved: tuple[int, ...] = ()
+    """Of each unit: bytes of activations that go to the host's memory, and that come back."""
 
     @property
     def passes(self) -> list[int]:
         """Returns the number of a pipeline's pass that runs before each mark; -1: none yet."""
         begun = itertools.accumulate((mark.kind == START for mark in self.marks), initial=0)
         return [number - 1 for number, _ in zip(begun, self.marks, strict=False)]
+
+
+class TracedHost(Host):
+    """The host's memory of a GPU's model: what goes there takes none of what is traced, and comes back as new."""
+
+    def to_host(self, flat: Tensor) -> Any:
+        return functools.partial(torch.empty, flat.shape, dtype=flat.dtype)
+
+    def to_device(self, copy: Any, device: torch.device) -> Tensor:
+        return copy(device=device)
 
 
 def traced(

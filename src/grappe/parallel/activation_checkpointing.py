@@ -1,4 +1,4 @@
-"""Activation checkpointing: keeps a unit's inputs, and runs its forward again in backward, or its cheap operators."""
+"""Activation checkpointing: runs a unit's forward again in backward, or keeps its activations in the host's memory."""
 
 from __future__ import annotations
 
@@ -6,18 +6,21 @@ import contextlib
 import functools
 import time
 import timeit
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
+from torch.utils.weak import WeakIdKeyDictionary
 
 from grappe.data.batch import InModel, inside
 from grappe.data.whole_batch_draws import whole_batch_draws
 from grappe.errors import TaskError
 from grappe.parallel.attributes import Attributes, Place, attributes, copied, is_state, put_attributes
-from grappe.plan import Plan
+from grappe.plan import Plan, recompute_of
 from grappe.private_api.torch import (
     TorchDispatchMode,
     alias,
@@ -28,22 +31,104 @@ from grappe.private_api.torch import (
     tree_unflatten,
 )
 
+CHAIN = 100  # operators by which the time of each is measured
 ATTENTION = "_scaled_dot_product"
 SAVED = ("mm", "addmm", "bmm", "baddbmm", "convolution")
 """Operators of aten whose outputs a selective unit keeps, with those of attention: they take most of its time."""
 
 
-def checkpoint_activations(units: Sequence[nn.Module], plan: Plan) -> None:
-    """Wraps the forward of each unit that recomputes; names and hooks stay the same.
+class Host:
+    """The host's memory, in which a unit's activations wait for their backward.
+
+    Copies are page-locked, and are made on the stream that computes: in the order of its kernels, without a wait of the
+    host. On a CPU they take what they free.
+    """
+
+    moved = 0
+    """Bytes of all copies, there and back."""
+
+    def to_host(self, flat: Tensor) -> Any:
+        """Copies a tensor of one dimension; returns what `to_device` makes it of."""
+        copy = torch.empty(flat.shape, dtype=flat.dtype, pin_memory=flat.is_cuda)
+        return copy.copy_(flat, non_blocking=True)
+
+    def to_device(self, copy: Any, device: torch.device) -> Tensor:
+        """Returns the tensor, on its device."""
+        return copy.to(device, non_blocking=True)
+
+
+class _Copy:
+    """A storage's copy in the host's memory. It is on the device again from its first use in backward to its last."""
+
+    def __init__(self, host: Host, flat: Tensor) -> None:
+        self._host, self._device, self._size, self._copy = host, flat.device, flat.nbytes, host.to_host(flat)
+        self._back: Tensor | None = None
+        self.users = 0
+        """Saved tensors that are views of it, and were not used yet."""
+        host.moved += self._size
+
+    def __call__(self) -> Tensor:
+        back = self._back
+        if back is None:
+            back = self._host.to_device(self._copy, self._device)
+            self._host.moved += self._size
+        self.users -= 1
+        self._back = back if self.users > 0 else None
+        return back
+
+
+def _with_activations_in(
+    host: Host, unit: nn.Module, forward: Callable[..., Any], *arguments: Any, **options: Any
+) -> Any:
+    """Runs a unit's forward; what it saves for backward goes to the host, besides parameters and buffers."""
+    own = {id(tensor.untyped_storage()) for tensor in (*unit.parameters(), *unit.buffers())}
+    copies: Any = WeakIdKeyDictionary(ref_type=weakref.ref)
+
+    def pack(tensor: Tensor) -> Any:
+        if tensor.layout != torch.strided or tensor.is_conj() or tensor.is_neg():
+            return tensor
+        storage = tensor.untyped_storage()
+        if id(storage) in own:
+            return tensor
+        several = copies.setdefault(storage, {})
+        key = tensor.dtype, tensor_version(tensor)  # what is changed in place is another copy
+        if key not in several:
+            several[key] = _Copy(host, tensor.as_strided((storage.nbytes() // tensor.itemsize,), (1,), 0))
+        several[key].users += 1
+        return several[key], tensor.size(), tensor.stride(), tensor.storage_offset()
+
+    def unpack(packed: Any) -> Tensor:
+        if isinstance(packed, Tensor):
+            return packed
+        copy, *form = packed
+        return copy().as_strided(*form)
+
+    with saved_tensors_hooks(pack, unpack):
+        return forward(*arguments, **options)
+
+
+def checkpoint_activations(units: Sequence[nn.Module], plan: Plan, host: Callable[[], Host] = Host) -> tuple[Host, ...]:
+    """Wraps the forward of each unit that recomputes, or keeps its activations in the host's memory.
+
+    Names and hooks stay the same.
+
+    Args:
+        host: makes each unit's.
+
+    Returns:
+        Each unit's.
 
     Raises:
         PlanError: `recompute` names a unit that there is not.
     """
-    for unit, level in zip(units, plan.recomputed(len(units)), strict=True):
-        if not level:
-            continue
-        contexts = _State(unit, selective=level == "selective").contexts
-        unit.forward = functools.partial(checkpoint, unit.forward, use_reentrant=False, context_fn=contexts)
+    hosts = tuple(host() for _ in units)
+    for unit, level, memory in zip(units, plan.recomputed(len(units)), hosts, strict=True):
+        if level == "host":
+            unit.forward = functools.partial(_with_activations_in, memory, unit, unit.forward)
+        elif level:
+            contexts = _State(unit, selective=level == "selective").contexts
+            unit.forward = functools.partial(checkpoint, unit.forward, use_reentrant=False, context_fn=contexts)
+    return hosts
 
 
 class SelectiveMode(TorchDispatchMode):
@@ -98,12 +183,22 @@ def _version(leaf: Any) -> int:
 
 
 @functools.cache
-def seconds_in_mode() -> float:
-    """Measures how much longer an operator takes in a forward of a selective unit, on this machine."""
-    timed = functools.partial(timeit.repeat, torch.ones(()).neg, timer=time.process_time, number=300, repeat=5)
-    without = min(timed())
-    with SelectiveMode():
-        return max(0.0, min(timed()) - without) / 300
+def seconds_an_operator(level: str) -> float:
+    """Measures how much longer a step takes for each operator of a unit that recomputes, its kernel apart.
+
+    Python repeats it, and hooks keep what it saves.
+    """
+    seconds = []
+    for each in ("", level):
+        unit, leaf = nn.Sequential(*(nn.Tanh() for _ in range(CHAIN))), torch.ones((), requires_grad=True)
+        checkpoint_activations([unit], Plan(recompute=recompute_of([each])))
+        step = functools.partial(_step, unit, leaf)
+        seconds.append(min(timeit.repeat(step, timer=time.process_time, number=1, repeat=20)))
+    return max(0.0, seconds[1] - seconds[0]) / CHAIN
+
+
+def _step(unit: nn.Module, leaf: Tensor) -> None:
+    unit(leaf).backward()
 
 
 def switch_off_caches(model: nn.Module) -> None:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import timeit
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from grappe.errors import GrappeError, PlanError
 from grappe.launch.local import local
@@ -18,6 +19,11 @@ from grappe.training.run import Run
 from grappe.training.task_reference import TaskReference
 from grappe.words import format_bytes, plan_name
 
+if TYPE_CHECKING:
+    import torch
+
+COPIED = 64 << 20
+"""Bytes by which the rate of copies is measured."""
 GPU_WORKSPACE_BYTES = 256 << 20
 """For cuBLAS's and attention's own memory, which is not foreseen: an H100 took 0.2 GB more than foreseen, in fp32."""
 CHOSEN_KEYS = ("memory", "recompute", "microbatches", "offload")
@@ -47,6 +53,8 @@ class ChoiceRequest:
     """Bytes of its memory."""
     host: int = 0
     """Bytes of the host's memory that a process may have for what its GPU has no room for."""
+    rate: float = 0.0
+    """Bytes a second of copies between the two."""
     earlier: ChosenPlan | None = None
     """Choice of the run that is resumed, which it keeps where that fits."""
 
@@ -67,7 +75,9 @@ def with_memory_chosen(request: Request, world: World) -> Request:
 
             gpu = torch.cuda.get_device_properties(world.device)
             host = (free() or 0) // world.process.local_size
-            asked = dataclasses.replace(asked, gpu=gpu.name, gpu_bytes=gpu.total_memory, host=host)
+            asked = dataclasses.replace(
+                asked, gpu=gpu.name, gpu_bytes=gpu.total_memory, host=host, rate=rate_of_copies(world.device)
+            )
         try:
             answer = _chosen(dataclasses.replace(asked, earlier=_earlier(request)))
         except GrappeError as error:
@@ -130,6 +140,7 @@ def worker(request: ChoiceRequest, process: ProcessRank, rendezvous_folder: Path
         gpu=gpu,
         fits=None if budget is None else lambda needs: budget.fits(needs, plan.processes),
         host=request.host,
+        rate=request.rate,
         earlier=None if request.earlier is None else request.earlier.plan,
     )
     if request.earlier is not None and choice.plan == request.earlier.plan:
@@ -142,6 +153,21 @@ def worker(request: ChoiceRequest, process: ProcessRank, rendezvous_folder: Path
         chosen=f"memory={plan.memory}: chose {plan_name(choice.plan)}, foreseen to take {format_bytes(choice.peak)} of "
         f"{format_bytes(limit)} that torch may allocate{reserve}, with {choice.computing}{moved}",
     )
+
+
+def rate_of_copies(device: torch.device) -> float:
+    """Measures the bytes a second of copies between page-locked memory and a GPU, to the host and back in turn."""
+    import torch
+
+    away = torch.empty(COPIED, dtype=torch.uint8, pin_memory=True)
+    there = torch.empty(COPIED, dtype=torch.uint8, device=device)
+
+    def copy() -> None:
+        away.copy_(there, non_blocking=True)
+        there.copy_(away, non_blocking=True)
+        torch.cuda.synchronize(device)
+
+    return 2 * COPIED / min(timeit.repeat(copy, number=1, repeat=5))
 
 
 def memory_chosen(task: TaskReference, plan: Plan, data: Path) -> tuple[Plan, str]:

@@ -125,6 +125,7 @@ def unit_facts(engine: type[Engine], setup: EngineSetup) -> dict[str, Any]:
         "units": list(setup.blocks.names),
         "gathered": setup.blocks.ungrouped if shards and setup.plan.zero == 3 else 0,
         "recomputed_at_once": setup.plan.recompute is True and setup.blocks.ungrouped > 0,
+        "kept_where_they_were": "host" in str(setup.plan.recompute) and setup.world.device.type == "cpu",
     }
 
 
@@ -170,6 +171,9 @@ def lines(facts: Mapping[str, Any]) -> Iterator[str]:
             "no units: recompute runs the model again as a whole, which saves no memory: give the task units(model), "
             "its blocks in order"
         )
+
+    if facts.get("kept_where_they_were"):
+        yield "recompute=host: on a CPU the host's memory is the device's, so that it saves none"
 
 
 def device_name(device: torch.device) -> str:
