@@ -249,8 +249,16 @@ def thawed(loop: grappe.Loop) -> list[Tensor]:
 
 def refused(loop: grappe.Loop, case: str) -> str:
     """Returns the message with which a body is refused that would not learn what it learns on one process."""
-    net, optimizer = loop.parallelize(net := model(), torch.optim.SGD(net.parameters(), lr=0.1))
+    net = model()
+    first, hooks = next(net.parameters()), {"clamp": lambda gradient: gradient.clamp(-0.1, 0.1), "mask": torch.triu}
     try:
+        if case in hooks:
+            first.register_hook(hooks[case])
+        if case == "after":
+            first.register_post_accumulate_grad_hook(lambda each: each.grad.clamp_(-0.1, 0.1))
+        net, optimizer = loop.parallelize(net, torch.optim.SGD(net.parameters(), lr=0.1))
+        if case == "late":
+            next(net.parameters()).register_hook(hooks["clamp"])
         for batch in loop.batches(DATA, 8):
             if case == "zip":
                 next(loop.batches(DATA, 8))
@@ -268,6 +276,8 @@ def refused(loop: grappe.Loop, case: str) -> str:
                     optimizer.step()
                 if case == "left":
                     break
+            if case in (*hooks, "after", "late"):
+                optimizer.step()
     except grappe.GrappeError as error:
         return str(error)
     return ""

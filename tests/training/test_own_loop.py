@@ -225,6 +225,10 @@ def test_a_closure_is_refused_where_processes_have_parts_of_its_loss(pool: Pool)
         ("left", "microbatches=2", "left before its end"),
         ("zip", "", "StackDataset"),
         ("plain backward", "precision=fp16", r"write loop.backward\(loss\)"),
+        *((case, "replicate=2", "a hook of the gradient of 0.weight") for case in ("clamp", "after", "late")),
+        ("clamp", "microbatches=2", "a hook of the gradient of 0.weight"),
+        ("mask", "shard=2", "a hook of the gradient of 0.weight"),
+        ("mask", "replicate=2", "^$"),
     ],
 )
 def test_a_body_that_would_learn_something_else_is_refused(pool: Pool, case: str, plan: str, words: str) -> None:

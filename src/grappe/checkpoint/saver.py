@@ -26,7 +26,7 @@ from grappe.checkpoint.tensor_file import Piece
 from grappe.errors import ComputedWrongly, RunError
 from grappe.launch import files
 from grappe.launch.files import IN_CHECKPOINT, IN_PART
-from grappe.launch.terminal import say
+from grappe.launch.terminal import complain
 from grappe.launch.world import World
 from grappe.private_api.torch import local_shape_and_offset
 from grappe.profiling import memory
@@ -111,7 +111,9 @@ class Saver:
         if not copied:  # no memory for copies: the training must not go on before the tensors are written
             self._written.wait()
             if not self._said and self._world.rank == 0:
-                say("a checkpoint is written without a copy in memory, which has no room: the training waits for it")
+                complain(
+                    "a checkpoint is written without a copy in memory, which has no room: the training waits for it"
+                )
                 self._said = True
         return before
 

@@ -51,7 +51,7 @@ USED = private_names(
         ),
         "torch._ops": "_HIGHER_ORDER_OP_DEFAULT_FALLTHROUGH_DISPATCH_KEYS _higher_order_ops",
         "torch._ops.OpOverload": "_schema",
-        "torch.Tensor": "_make_wrapper_subclass _version",
+        "torch.Tensor": "_backward_hooks _make_wrapper_subclass _post_accumulate_grad_hooks _version",
         "torch.autograd.Variable": "_execution_engine",
         "torch.autograd": "_profiler_enabled",
         "torch.distributed": "_functional_collectives",
@@ -96,6 +96,12 @@ torch.autograd.backward takes 35 microseconds to check its arguments.
 def wrapper_of(kind: type[Any], shape: Sequence[int], inside: Tensor) -> Any:
     """Makes a tensor of the subclass `kind` without memory of its own, of the type and device of `inside`."""
     return Tensor._make_wrapper_subclass(kind, shape, dtype=inside.dtype, device=inside.device)
+
+
+def gradient_hooks(parameter: Tensor) -> tuple[list[Callable[[Tensor], Any]], list[Callable[[Tensor], Any]]]:
+    """Returns a parameter's hooks: those of what a backward adds to its gradient, and those after it was added."""
+    added, after = parameter._backward_hooks, parameter._post_accumulate_grad_hooks  # pyrefly: ignore
+    return list((added or {}).values()), list((after or {}).values())
 
 
 def after_backward(function: Callable[[], None]) -> None:

@@ -62,7 +62,7 @@ from grappe.step.precision import set_gpu_arithmetic
 from grappe.task import Task
 from grappe.training.own_loop_folder import LoopFolder
 from grappe.training.own_loop_objects import KeptObjects
-from grappe.training.own_loop_step import LoopBatches, LoopStep, Pair, as_given
+from grappe.training.own_loop_step import LoopBatches, LoopStep, Pair, as_given, refuse_hooks
 from grappe.training.own_loop_world import PLAN, Joined, join_world
 
 SUPPORTED_KEYS = frozenset({
@@ -178,7 +178,7 @@ class Loop:
 
         Raises:
             UsageError: the optimizer has taken a step already, has parameters that are not the model's, or calls a
-                closure and there are several processes, microbatches or fp16.
+                closure and there are several processes, microbatches or fp16; a parameter's hook clips its gradient.
         """
         plan, world, step = self.plan, self.world, self._running
         if optimizer.state:
@@ -193,6 +193,8 @@ class Loop:
             )
         again = id(model) in self._names  # with a further optimizer
         before = self._names.setdefault(id(model), {each: name for name, each in model.named_parameters()})
+        if parts:
+            refuse_hooks(model, plan)
         if not again:
             if any(each in names for names in self._names.values() if names is not before for each in before):
                 raise UsageError("parallelize(): a part of this model is spread already: give the same whole model")

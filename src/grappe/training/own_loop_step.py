@@ -29,6 +29,7 @@ from grappe.launch.world import World
 from grappe.parallel.batchnorm import ignoring_padding
 from grappe.parallel.gradient_average import GradientAverage
 from grappe.plan import Plan
+from grappe.private_api.torch import gradient_hooks
 from grappe.profiling.phases import BACKWARD, FORWARD, UPDATE
 from grappe.step.clip import backward_scaled, gradient_norm
 from grappe.step.exact import Exact
@@ -61,6 +62,33 @@ class Pair(NamedTuple):
     def parameters(self) -> list[nn.Parameter]:
         """Lists the parameters that have a gradient."""
         return [each for group in self.optimizer.param_groups for each in group["params"] if each.grad is not None]
+
+
+def refuse_hooks(model: nn.Module, plan: Plan) -> None:
+    """Refuses hooks of gradients that are not the same for the parts of a batch's gradient as for their sum.
+
+    A hook that multiplies (by a mask, a factor) is; it is called with three gradients of made-up numbers.
+
+    Raises:
+        UsageError: a hook clips or draws, or changes the parameter after a backward, or FSDP2 would not call it.
+    """
+    for name, parameter in model.named_parameters():
+        added, after = (
+            [hook for hook in hooks if not getattr(getattr(hook, "func", hook), "__module__", "").startswith("grappe.")]
+            for hooks in gradient_hooks(parameter)
+        )
+        if after or (added and plan.uses_fsdp) or not all(_adds_up(hook, parameter.detach()) for hook in added):
+            raise UsageError(
+                f"a hook of the gradient of {name} would have a part of the batch's, or none: do what it does after "
+                "backward(), with parameter.grad, or use one process without microbatches"
+            )
+
+
+def _adds_up(hook: Callable[[Tensor], Any], parameter: Tensor) -> bool:
+    rising = torch.linspace(0.5, 1.5, parameter.numel(), device=parameter.device).view_as(parameter).to(parameter)
+    asked = [rising * by for by in (0.0, 1.0, -1e4)]
+    nothing, usual, large = (each if (other := hook(each)) is None else other for each in asked)
+    return torch.allclose(large - nothing, -1e4 * (usual - nothing), rtol=1e-2, atol=float(nothing.abs().max()))
 
 
 class LoopBatches(Task):
@@ -111,7 +139,7 @@ class LoopStep:
         """For each call of `mean`: microbatches, sums of their losses' widths and of these squared."""
         self._batch: Batch | None = None
         self._micro: Microbatch | None = None
-        self._step = self._call = self._loops = 0
+        self._step = self._call = self._loops = self._unhooked = 0
         self._count: Tensor | None = None
         self._updated = self._scaled = self._unfinished = self._said = False
 
@@ -328,6 +356,10 @@ class LoopStep:
         self._phase(UPDATE)
         if self._batch is None:
             return
+        if self._unhooked < len(self.pairs) and (self._world.data_size > 1 or self._cuts):
+            for pair in self.pairs[self._unhooked :]:  # hooks that were registered after parallelize()
+                refuse_hooks(pair.model, self._plan)
+            self._unhooked = len(self.pairs)
         if self._cuts and self._micro is not None:
             raise UsageError("optimizer.step() comes after the loop over microbatches(), once a batch")
         if not self.parts and (self._world.data_size > 1 or self._cuts):

@@ -187,3 +187,7 @@ def test_an_option_after_the_script_is_said_to_be_the_script_s(
     (tmp_path / "train.py").write_text("import argparse\nargparse.ArgumentParser().parse_args()")
     assert app(script_apart(["launch", str(tmp_path / "train.py"), "--plan", "replicate=2"])) == 2
     assert "--plan after the script was the script's own option" in capfd.readouterr().err
+    for own in ("add_argument('--plan'); parser.parse_args(); parser.error('no')", "parse_known_args(); exit(1)"):
+        (tmp_path / "train.py").write_text(f"import argparse\nparser = argparse.ArgumentParser()\nparser.{own}")
+        assert app(script_apart(["launch", str(tmp_path / "train.py"), "--plan", "replicate=2"]))
+        assert "grappe:" not in capfd.readouterr().err
