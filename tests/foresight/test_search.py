@@ -13,8 +13,9 @@ from grappe.foresight import search
 from grappe.foresight.fake_model import FakeModel
 from grappe.foresight.forecast import MemoryForecast
 from grappe.foresight.memory import States
-from grappe.foresight.search import MemoryBudget, candidates, fitting
+from grappe.foresight.search import MemoryBudget, candidates, fitting, foreseen
 from grappe.plan import Plan
+from grappe.tasks.volumes import Volumes
 from tests.foresight.unusual import Rows
 from tests.short_source import Short as Source
 
@@ -74,6 +75,15 @@ def test_the_first_that_fits_is_found_on_more_processes_where_none_of_as_many_do
 ) -> None:
     other = fitting(fake_model, Plan.parse(plan), MemoryBudget(whose="", size=limit * MB, besides=0, gpu=False))
     assert (other and other.plan) == found
+
+
+def test_parts_of_samples_are_named_where_a_sample_alone_does_not_fit() -> None:
+    alone = FakeModel(Volumes(size=16, width=4, batch_size=1, volumes=1), Path("data"))
+    least = [foreseen(alone, Plan.parse(plan), 1, None).needs for plan in ("shard=4,recompute", "domain=4")]
+    shards, parts = (each.peak for each in least if each is not None)
+    budget = MemoryBudget(whose="", size=(shards + parts) / 2, besides=0, gpu=False)
+    named = fitting(alone, Plan(), budget)
+    assert named is not None and named.plan == "domain=4"
 
 
 def test_memory_that_processes_share_is_divided_and_copies_count(fake_model: FakeModel) -> None:

@@ -230,14 +230,9 @@ def _refuse_own_functions(cut: Cut) -> None:
 # ---- Between whole and cut ----------------------------------------------------------------------------------
 
 
-def bounds(sizes: Sequence[int]) -> list[int]:
-    """Returns the places between parts: [0, …, total]."""
-    return [0, *itertools.accumulate(sizes)]
-
-
 def intervals(sizes: Sequence[int]) -> list[tuple[int, int]]:
     """Returns the places of each part: the first one, and the one after the last."""
-    return list(itertools.pairwise(bounds(sizes)))
+    return list(itertools.pairwise([0, *itertools.accumulate(sizes)]))
 
 
 def cut(full: Tensor, dim: int, domain: Domain) -> Cut:
@@ -271,14 +266,11 @@ def opened(tree: Any) -> Any:
 
 def closed(tree: Any) -> Any:
     """Returns what `opened` was given, with the tensors that are there now."""
-    if isinstance(tree, Opened):
-        return Cut(tree.local, tree.at.at)
-    if isinstance(tree, dict):
-        values = {key: closed(value) for key, value in tree.items()}
-        return values if type(tree) is dict else type(tree)(**values)  # outputs of transformers
-    if isinstance(tree, tuple) and hasattr(tree, "_fields"):
-        return type(tree)(*map(closed, tree))
-    return type(tree)(map(closed, tree)) if isinstance(tree, list | tuple) else tree
+
+    def is_opened(leaf: Any) -> bool:
+        return isinstance(leaf, Opened)
+
+    return tree_map(lambda leaf: Cut(leaf.local, leaf.at.at) if is_opened(leaf) else leaf, tree, is_leaf=is_opened)
 
 
 class _Hidden:

@@ -15,14 +15,14 @@ from torch import Tensor
 from grappe.domain.cut import Cut, along, intervals, like, named, refused, rule
 from grappe.domain.exchange import Convolving, convolved, fetch, normalised, reduced
 
-Several = int | Sequence[int]
+Several = float | Sequence[float]
 CHANNELS = "channels that are cut, or samples without a batch"
 POOLING = "pooling with indices, with a last window that is not whole, or with padding that does not count"
 
 
-def _each(value: Several, number: int) -> list[int]:
+def _each(value: Several, number: int) -> list[Any]:
     """Returns a value for each of `number` dimensions."""
-    values = [value] if isinstance(value, int) else list(value)
+    values = [value] if isinstance(value, int | float) else list(value)
     return values * number if len(values) == 1 else values
 
 
@@ -179,7 +179,7 @@ def _interpolated(
     linear = mode in ("linear", "bilinear", "trilinear")
     if (not linear and mode not in ("nearest", "nearest-exact")) or antialias or axis < 0 or at.outer > 1:
         raise refused(f"F.interpolate with mode={mode}", "use bilinear or nearest, without antialias")
-    scales = [None] * dims if scale_factor is None else _floats(scale_factor, dims)
+    scales = [None] * dims if scale_factor is None else _each(scale_factor, dims)
     lengths = _each(size, dims) if size is not None else []
     if not lengths:
         lengths = [math.floor(n * float(scale or 1)) for n, scale in zip(input.shape[2:], scales, strict=True)]
@@ -198,36 +198,26 @@ def _interpolated(
         return (rows + np.float32(0.5 * (mode != "nearest"))) * ratio
 
     reach = [sources(a, b) for a, b in places]
-    want = [
-        (min(int(each[0]), total - 1), min(int(each[-1]) + 1 + linear, total)) for each in reach
-    ]  # fmt: skip
+    want = [(min(int(each[0]), total - 1), min(int(each[-1]) + 1 + linear, total)) for each in reach]
     rows = fetch(input, want, "halos")
     lengths[axis] = rows.shape[at.dim]
     if lengths != [*rows.shape[2:]]:
-        corners = {"align_corners": align_corners} if linear else {}
-        others = None if size is not None or recompute_scale_factor else [s or 1.0 for s in scales]
-        if others is not None:
-            others[axis] = 1.0
-            rows = F.interpolate(rows, scale_factor=others, mode=mode, **corners)
+        how: dict[str, Any] = {"align_corners": align_corners} if linear else {}
+        if size is not None or recompute_scale_factor:
+            how["size"] = lengths
         else:
-            rows = F.interpolate(rows, size=lengths, mode=mode, **corners)
+            how["scale_factor"] = [1.0 if dim == axis else each or 1.0 for dim, each in enumerate(scales)]
+        rows = F.interpolate(rows, mode=mode, **how)
     shown = np.minimum(reach[at.domain.rank], np.float32(total - 1))
     low = shown.astype(np.int64)
     index = torch.from_numpy(low - want[at.domain.rank][0]).to(rows.device)
     chosen = rows.index_select(at.dim, index)
     if linear:
-        share = (
-            torch.from_numpy(shown - low.astype(np.float32))
-            .to(rows.device, rows.dtype)
-            .view([-1] + [1] * (rows.dim() - 1 - at.dim))
-        )
+        share = torch.from_numpy(shown - low.astype(np.float32)).to(rows.device, rows.dtype)
+        share = share.view([-1] + [1] * (rows.dim() - 1 - at.dim))
         above = rows.index_select(at.dim, (index + 1).clamp_(max=rows.shape[at.dim] - 1))
         chosen = chosen + (above - chosen) * share
     return like(input, chosen, sizes=sizes)
-
-
-def _floats(value: Any, number: int) -> list[float]:
-    return [value] * number if isinstance(value, int | float) else list(value)
 
 
 @rule(*named("pad"))

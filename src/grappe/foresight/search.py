@@ -115,7 +115,7 @@ def foreseen(fake_model: FakeModel, plan: Plan, batch: int, budget: MemoryBudget
                 forecast = with_libraries(forecast, fake_model, plan, batch=batch)
     except GrappeError as error:
         if isinstance(error, TaskError):
-            if plan.pipeline == plan.tensor == 1:
+            if plan.pipeline == plan.tensor == plan.domain == 1:
                 raise  # every plan has it
             memory_forecast(fake_model, Plan(), batch=batch)  # raises it where it is not of stages or parts
         return Foreseen(plan=str(plan), processes=plan.processes, batch=batch, needs=None, why=str(error))
@@ -143,9 +143,12 @@ def fitting(
     """
     begun = time.process_time()
     for times, memory in ((1, budget), *((times, more or budget) for times in MORE)):
-        for ways in candidates([plan.replicate * plan.shard * times]):
+        several = times > 1 and plan.processes == 1 and plan.engine == "native"
+        parts = [as_plan(f"domain={times}{more}") for more in ("", ",recompute") if several]
+        for ways in (*candidates([plan.replicate * plan.shard * times]), *parts):
             other = dataclasses.replace(
                 plan,
+                domain=plan.domain * ways.domain,
                 replicate=ways.replicate,
                 shard=ways.shard,
                 zero=ways.zero,
