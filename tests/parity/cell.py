@@ -53,6 +53,7 @@ def train(
     weights = {name: tensor.clone() for name, tensor in engine.export()}
     ids = [result.batch.ids.tolist() for result in results]
     told = {"skipped": [result.skipped for result in results], "lr": [result.lr for result in results]}
+    told["remarks"] = list(engine.remarks())
     engine.close()
     world.leave()
     told["sent"] = {} if world.domain is None else dict(world.domain.of_step)

@@ -203,18 +203,7 @@ def _residual(*head: nn.Module) -> nn.Module:
     return nn.Sequential(stem, nn.MaxPool2d(3, 1, 1), Residual(), nn.Dropout(0.2), *head)
 
 
-class Stack(ResNet):
-    """Two convolutions, whose halos are counted."""
-
-
 MODELS = {
-    "Stack": lambda: nn.Sequential(
-        nn.Conv2d(3, 4, 3, padding=1),
-        nn.Conv2d(4, 5, 5, padding=2),
-        nn.AdaptiveAvgPool2d(1),
-        nn.Flatten(),
-        nn.Linear(5, 3),
-    ),
     "UNet2D": lambda: Twice(2),
     "UNet3D": lambda: Twice(3),
     "ResNet": lambda: _residual(nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(6, 3)),
@@ -224,7 +213,6 @@ MODELS = {
     "Encoder": lambda: Words(False),
 }
 SHAPES = {
-    "Stack": (3, 11, 12),
     "UNet2D": (1, 12, 8), "UNet3D": (1, 8, 4, 6), "ResNet": (3, 11, 12), "Flat": (3, 11, 12), "ViT": (3, 12, 12),
 }  # fmt: skip
 TASKS = [UNet2D(), UNet3D(), ResNet(), Flat(), ViT(), GPT(), Encoder()]
@@ -311,29 +299,6 @@ def test_a_run_is_evaluated_and_predicted_in_parts_or_whole(tmp_path: Path, capf
     together = torch.stack(list(grappe.predict(run, images, "domain=2,threads=1", task=UNet2D)))
     assert (alone - together).abs().max() < 1e-5
     assert "domain= sends in a step, from process 0: halos" in capfd.readouterr().out
-
-
-FLOAT, ROWS = 4, 6  # bytes of a number, samples of a step
-
-
-@pytest.mark.parametrize("parts", [2, 3])
-def test_messages_and_bytes_of_a_step_are_those_of_the_formulas(pool: Pool, parts: int) -> None:
-    """Counted in a training, against formulas of shapes alone.
-
-    A convolution with kernel k sends k // 2 rows to each neighbour, and in backward as many of its input's gradient.
-    Attention sends its keys and values to all others, again in backward, and to each the gradient of that one's.
-    """
-    plan = f"domain={parts}"
-    for rank, one in enumerate(pool.run("tests.parity.cell:train", parts, Stack(), plan, 2)):
-        neighbours = (rank > 0) + (rank < parts - 1)
-        each = [ROWS * channels * (kernel // 2) * 12 * FLOAT for channels, kernel in ((3, 3), (4, 5), (4, 5))]
-        assert one["sent"]["halos", "messages"] == 3 * neighbours  # the images need no gradient
-        assert one["sent"]["halos", "bytes"] == sum(each) * neighbours
-    positions = [17 // parts + (rank < 17 % parts) for rank in range(parts)]
-    for rank, one in enumerate(pool.run("tests.parity.cell:train", parts, ViT(), plan, 2)):
-        own, of_others = positions[rank], 17 - positions[rank]
-        assert one["sent"]["attention", "messages"] == 6 * (parts - 1)
-        assert one["sent"]["attention", "bytes"] == 2 * ROWS * 8 * FLOAT * (2 * own * (parts - 1) + of_others)
 
 
 def nothing_opened() -> contextlib.AbstractContextManager:

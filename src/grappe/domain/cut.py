@@ -46,7 +46,7 @@ class Domain:
     sent: Counter[tuple[str, str]] = dataclasses.field(default_factory=Counter)
     """Messages and bytes that this process has sent to others, by what for; forward and backward."""
     of_step: Counter[tuple[str, str]] = dataclasses.field(default_factory=Counter)
-    """Messages and bytes of the second training step."""
+    """Messages and bytes of the second training step; of the gradients, which DDP or FSDP2 sums, bytes alone."""
 
     def note(self, purpose: str, sizes: Sequence[int]) -> None:
         """Counts messages of so many bytes each."""
@@ -56,7 +56,8 @@ class Domain:
     def remarks(self) -> list[str]:
         """Returns what a training step sends, for the run's summary."""
         sizes = ", ".join(
-            f"{purpose} {format_bytes(size)} ({count_of(self.of_step[purpose, 'messages'], 'message')})"
+            f"{purpose} {format_bytes(size)}"
+            + (f" ({count_of(self.of_step[purpose, 'messages'], 'message')})" if purpose != "gradients" else "")
             for (purpose, what), size in self.of_step.most_common()
             if what == "bytes"
         )

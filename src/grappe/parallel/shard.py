@@ -191,6 +191,8 @@ class SummedGradients(SameParameters):
         assert domain is not None
         if self._step == 2:
             domain.of_step.update(domain.sent - self._sent)
+            gradients = (local_part(each.grad).nbytes for _, each in self._named if each.grad is not None)
+            domain.of_step["gradients", "bytes"] = sum(gradients)
         if self._step > 1:
             return
         self._sent = Counter(domain.sent)
