@@ -90,7 +90,7 @@ def test_messages_and_bytes_of_a_step_are_those_of_the_formulas(pool: Pool, task
 
 
 def test_under_shards_a_slice_sends_its_own_and_gradients_are_summed_in_parts(pool: Pool) -> None:
-    """Data slices are cut at even rows, 2 and 4 of the 6; FSDP2 gives the second one the smaller half of a parameter's rows."""
+    """Slices have 2 and 4 of the 6 samples; the second shard has the smaller half of a parameter's rows."""
     shapes = [each.shape for each in MODELS["GPT"]().parameters()]
     for rank, trained in enumerate(pool.run("tests.parity.cell:train", 4, GPT(), "domain=2,shard=2", 2)):
         alone, shard = of_gpt(rank % 2, 2), rank // 2
