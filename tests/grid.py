@@ -126,13 +126,12 @@ def _pairs(cell: pytest.Function) -> set[Pair]:
 
 def asks_for_all(config: pytest.Config) -> bool:
     """Whether no cell is to be left out: by the variable, or because tests are named."""
-    named = config.option.keyword or any("::" in argument for argument in config.args)
-    return bool(named) or os.environ.get("GRAPPE_GRID") == ALL
+    return os.environ.get("GRAPPE_GRID") == ALL or any("::" in argument for argument in config.args)
 
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "grid: cells of which `make test` runs those in which each two values meet")
-    config.addinivalue_line("markers", "costly: takes over four seconds of CPU: `make test` draws one of six")
+    config.addinivalue_line("markers", "costly: takes over four seconds of CPU: `make test` draws one of eight")
 
 
 def pytest_report_header(config: pytest.Config) -> str | None:
@@ -144,7 +143,8 @@ def pytest_report_header(config: pytest.Config) -> str | None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if asks_for_all(config):
         return
-    kept, left_out = thin(items)
+    # What -k chooses is drawn from whole grids: without a draw, all that it names runs.
+    kept, left_out = (items, {}) if config.option.keyword else thin(items)
     if seed := os.environ.get("GRAPPE_DRAW"):
         kept = draw(kept, seed)
     if len(kept) < len(items):

@@ -149,3 +149,10 @@ print(json.dumps([[item.name for item in grid.draw(plugin.items, seed)] for seed
 def test_a_named_test_is_not_drawn(file: Path) -> None:
     file.write_text(DRAWN)
     assert len(collected(file, "test_cells.py::test_costly", "-W", "ignore", draw="a commit")) == 3
+
+
+def test_of_what_an_expression_chooses_an_eighth_is_drawn(file: Path) -> None:
+    file.write_text(DRAWN)
+    chosen = collected(file, "test_cells.py", "-k", "test_slow", "-W", "ignore", draw="a commit")
+    assert len(chosen) == 2
+    assert len(collected(file, "test_cells.py", "-k", "test_slow", "-W", "ignore")) == 10
