@@ -148,7 +148,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if seed := os.environ.get("GRAPPE_DRAW"):
         kept = draw(kept, seed)
     if len(kept) < len(items):
-        config.hook.pytest_deselected(items=[item for item in items if item not in set(kept)])
+        kept_ones = set(kept)
+        config.hook.pytest_deselected(items=[item for item in items if item not in kept_ones])
         items[:] = kept
     if os.environ.get("GRAPPE_GRID") == "list":
         for item, covering in left_out.items():

@@ -30,6 +30,13 @@ def need(plan: str) -> None:
         pytest.skip("DeepSpeed's disk needs libaio and a C++ compiler: apt-get install libaio-dev g++")
 
 
+def library(*names: str) -> None:
+    """Skips the module unless libraries are installed, and imports none: each worker collects every module."""
+    for name in names:
+        if importlib.util.find_spec(name) is None:
+            pytest.skip(f"there is no {name}: pip install {name}", allow_module_level=True)
+
+
 def program(name: str) -> None:
     """Skips the test unless this machine has a program, which Debian's package of that name brings."""
     if shutil.which(name) is None:

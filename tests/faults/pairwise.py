@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 
 Cell = dict[str, str]
@@ -26,7 +27,7 @@ def pairwise(cells: list[Cell]) -> list[Cell]:
     each = [(cell, pairs(cell)) for cell in cells]
     missing = set().union(*(found for _, found in each))
     # A pair that few cells have must be met first: its cell is then free to bring others along.
-    seldom = {pair: sum(pair in found for _, found in each) for pair in missing}
+    seldom = Counter(pair for _, found in each for pair in found)
     chosen = []
     while missing:
         # fsum: the same for every order of a set, so that all test processes choose the same cells.

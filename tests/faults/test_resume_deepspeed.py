@@ -13,13 +13,14 @@ from grappe.plan import Plan
 from grappe.task import Task
 from grappe.training.options import Options
 from grappe.training.run import Run
+from tests import needs
 from tests.faults.resume_cell import curves, hashes, samples
 from tests.parity.cell import TOLERANCE, difference
 from tests.parity.tasks import Images
 from tests.parity.wide import Wide
 from tests.processes import Pool
 
-pytest.importorskip("deepspeed")
+needs.library("deepspeed")
 pytestmark = pytest.mark.usefixtures("operators")
 
 PART = "tests.faults.resume_cell:part"

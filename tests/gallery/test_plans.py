@@ -8,14 +8,13 @@ from typing import Any
 import pytest
 from benchmarks import gallery_files
 
+from tests import needs
 from tests.gallery import shipped, table, tasks
 from tests.gallery.cell import seen
 from tests.parity.cell import TOLERANCE, difference
 from tests.processes import Pool
 
-pytest.importorskip("transformers")
-pytest.importorskip("peft")
-pytest.importorskip("torch_geometric")
+needs.library("transformers", "peft", "torch_geometric")
 
 STEPS = 3
 PLANS = ("replicate=2", "shard=2", "replicate=2,microbatches=2", "exact=2,replicate=2",

@@ -14,14 +14,13 @@ from benchmarks import gallery_files
 
 import grappe
 from grappe.training.run import Run
+from tests import needs
 from tests.gallery import tasks
 from tests.gallery.cell import seen
 from tests.parity.cell import TOLERANCE, difference
 from tests.patience import PATIENCE_SECONDS
 
-pytest.importorskip("transformers")
-pytest.importorskip("peft")
-pytest.importorskip("torch_geometric")
+needs.library("transformers", "peft", "torch_geometric")
 
 STEPS = 4
 PLAN = "threads=1,device=cpu"

@@ -162,7 +162,7 @@ def test_views_share_a_copy_that_goes_to_the_host_and_comes_back_once():
 
 
 def test_a_step_with_activations_on_the_host_has_the_peak_that_is_traced():
-    """What is traced for a GPU is what torch's allocator is asked for where the host's memory is not its own."""
+    """Compares what is traced for a GPU with what torch's allocator is asked for, the host's memory apart."""
     task = PySource(width=64, depth=2, heads=2, batch_size=8, megabytes=0.3)
     foreseen = FakeModel(task, Path("data"), foreach=True).trace(8, recompute="host")
     fake = FakeModel(task, Path("data"))

@@ -10,6 +10,7 @@ import torch
 
 from grappe.launch.rank import ProcessRank
 from grappe.plan import Plan
+from tests import needs
 from tests.parity import reference
 from tests.parity.cell import TOLERANCE, difference, train
 from tests.parity.fp16 import LOUD_STEP, Loud
@@ -20,7 +21,7 @@ from tests.parity.ways import Forked
 from tests.parity.wide import Wide
 from tests.processes import Pool
 
-pytest.importorskip("deepspeed")
+needs.library("deepspeed")
 pytestmark = pytest.mark.usefixtures("operators")
 
 TOGETHER = Tokens(batch_size=9)

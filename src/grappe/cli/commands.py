@@ -36,7 +36,8 @@ from grappe.cli.application import (
 from grappe.cli.exit import show, show_answer, show_facts, show_json
 from grappe.errors import EXIT_FAILURE, EXIT_INTERRUPTED, EXIT_OK, EXIT_USAGE, UsageError
 from grappe.fields import typed_name
-from grappe.launch.files import RUNS, read_text
+from grappe.launch import files
+from grappe.launch.files import RUNS
 from grappe.launch.rank import is_main_process, rank_from_environment
 from grappe.launch.terminal import complain, progress, redirected, say, waiting, write
 from grappe.plan import as_plan
@@ -160,7 +161,7 @@ def launch(
     from grappe.verbs.launch.launch import launch as verb
 
     code = verb(script, arguments, plan, run=run, base=runs, save_every=save_every, check_every=check_every)
-    if code == EXIT_USAGE and "--plan" in arguments and "--plan" not in read_text(script):  # as argparse ends
+    if code == EXIT_USAGE and "--plan" in arguments and "--plan" not in files.read_text(script):  # as argparse ends
         complain("grappe: --plan after the script was the script's own option: write grappe's before the script")
     return interrupted() if code == EXIT_INTERRUPTED else code
 

@@ -380,7 +380,7 @@ def test_a_loop_notes_what_is_drawn_over_its_calls_and_starts(tmp_path):
     for stops in (range(0), range(7, 30, 9)):
         run = tmp_path / f"{len(stops)}"
         for stop in (*stops, 30):
-            with grappe.Loop(run=run, save_every=2) as loop:
+            with grappe.Loop("threads=1", run, save_every=2) as loop:  # the plan of all loops in the tests' process
                 for epoch in loop.epochs(30):
                     batches = loop.batches(data, 4)
                     for number, _ in enumerate(batches):

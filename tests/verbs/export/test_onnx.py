@@ -19,11 +19,11 @@ from grappe.verbs.export.export import export
 from grappe.verbs.export.program import trace
 from grappe.verbs.export.proof import PredictionMismatch
 from grappe.verbs.export.rounding import Rounding
+from tests import needs
 from tests.training.test_training import train
 from tests.verbs.export import tasks
 
-pytest.importorskip("onnx")
-pytest.importorskip("onnxscript")
+needs.library("onnx", "onnxscript")
 onnxruntime = pytest.importorskip("onnxruntime")
 
 

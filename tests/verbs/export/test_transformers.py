@@ -13,15 +13,16 @@ import grappe
 from grappe.cli.commands import app
 from grappe.errors import TaskError
 from grappe.verbs.export.export import export
+from tests import needs
 from tests.verbs.export.tasks import Plain
 
 pytest.importorskip("transformers")
-pytest.importorskip("peft")
 
-import peft
 import transformers
 
 from tests.parallel.families import Llama, Words
+
+needs.library("peft")
 
 PLAN = "threads=1,device=cpu"
 OPTIONS = grappe.Options(steps=2)
@@ -37,6 +38,8 @@ class FineTuned(Words):
         one = transformers.LlamaForCausalLM(transformers.LlamaConfig.from_pretrained(self.place))
         grappe.pretrained(one, self.place)
         if self.adapters:
+            import peft
+
             return peft.get_peft_model(one, peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"]))
         return one
 
