@@ -141,9 +141,10 @@ def fitting(
     Raises:
         TaskError: the task cannot be traced, or not in SECONDS.
     """
-    begun = time.process_time()
+    begun, states = time.process_time(), 0
     for times, memory in ((1, budget), *((times, more or budget) for times in MORE)):
-        several = times > 1 and plan.processes == 1 and plan.engine == "native"
+        # A part of the samples comes with the whole model's states.
+        several = times > 1 and plan.processes == 1 and plan.engine == "native" and states <= memory.room(times)
         parts = [as_plan(f"domain={times}{more}") for more in ("", ",recompute") if several]
         for ways in (*candidates([plan.replicate * plan.shard * times]), *parts):
             other = dataclasses.replace(
@@ -160,6 +161,8 @@ def fitting(
             if time.process_time() - begun > SECONDS:
                 raise too_slow(SECONDS)
             candidate = foreseen(fake_model, other, fake_model.task.batch_size, memory)
+            if candidate.needs is not None:
+                states = max(states, candidate.needs.states.total)
             if candidate.fits and other.recompute is True:  # all of it, where a part may be enough
                 part = dataclasses.replace(other, recompute=False, memory="auto")
                 least = foreseen(fake_model, part, fake_model.task.batch_size, memory)
