@@ -36,6 +36,7 @@ import os, sys
 import torch.distributed as dist
 
 dist.init_process_group("gloo")
+dist.barrier()  # gloo may still connect the others here, and fails where one of them has left already
 print(dist.get_rank(), os.environ["LOCAL_RANK"], dist.get_world_size(), __name__, flush=True)
 sys.exit(3 if dist.get_rank() else 0) if "fail" in sys.argv else dist.destroy_process_group()
 """
