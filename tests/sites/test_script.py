@@ -199,7 +199,7 @@ def test_a_loss_that_was_no_number_on_one_node_is_noted_unless_the_same_was_seen
 
 
 def test_a_node_on_which_a_process_stood_still_is_noted_and_the_job_ends(tmp_path: Path) -> None:
-    text = "echo 'n1 process 1 stood still' > $run/logs/job-5.wrong; echo 1 > $first\nstep false\nfinish train 5"
+    text = "echo 'n1 process 1 stood still' > $run/logs/job-5.wrong\nstep false\nfinish train 5"
     assert job(tmp_path / "run", text).returncode == 1
     assert (tmp_path / ".failed-nodes").read_text().split(" ", 1)[1] == "n1 5.0 run: process 1 stood still\n"
 
@@ -211,6 +211,20 @@ def test_those_that_srun_ended_since_another_stood_still_are_not_noted(tmp_path:
     )
     assert job(tmp_path / "run", text, PATH=os.environ["PATH"]).returncode == 137
     assert (tmp_path / ".failed-nodes").read_text().split(" ", 1)[1] == "n2 5.0 run: process 2 stood still\n"
+
+
+@pytest.mark.parametrize("code", [0, 1, 75, 137])
+def test_what_is_only_in_doubt_is_noted_at_each_start_and_decides_nothing(tmp_path: Path, code: int) -> None:
+    run, slurm = tmp_path / "run", "squeue() { echo RUNNING; }; sleep() { :; }; scontrol() { echo $1; }\n"
+    for start in ("0", "1"):
+        text = f"{slurm}echo 'n1 GPU 0 had 3 errors' > $run/logs/job-5.doubt-n1\n"
+        text += f"step sh -c '[ {code} = 137 ] && kill -9 $$; exit {code}'\n"
+        done = job(run, f"{text}finish train 50", SLURM_RESTART_COUNT=start)
+        assert done.returncode == code
+        assert ("requeue" in done.stdout) is (code in (75, 137))
+        assert ("leaves out n1" in done.stdout) is (start == "1" and code in (75, 137))
+    notes = (tmp_path / ".failed-nodes").read_text().splitlines()
+    assert [note.split(" ", 1)[1] for note in notes] == [f"n1 5.{10 * n} run: GPU 0 had 3 errors" for n in (0, 1)]
 
 
 STAND_INS = """

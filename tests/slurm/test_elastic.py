@@ -232,5 +232,5 @@ def test_a_node_that_computes_wrongly_is_left_out(wide: Cluster, tmp_path: Path)
     job.until((job.run / "done").exists, "it is finished")
     (notes,) = nodes_to_leave_out(tmp_path).values()
     assert [note.node for note in notes] == ["n1"] and notes[0].evidence.startswith("proven: process 1, step ")
-    assert job.restarts() == 1 and "the next start leaves out n1, which failed twice" in job.said()
+    assert job.restarts() == 1 and "the next start leaves out n1, which was noted twice" in job.said()
     assert (job.run / "logs" / f"job-{job.job}.nodes").read_text().strip() == "n[0,2-3]"

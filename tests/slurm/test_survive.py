@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import signal
 from pathlib import Path
@@ -43,13 +44,13 @@ def test_a_node_that_fails_twice_is_left_out(cluster: Cluster, tmp_path: Path) -
             lambda: f"noted against node {nodes[-1]}" in job.said() and job.restarts() > before, "it begins again"
         )
     bad = next(node for node in nodes if nodes.count(node) == 2)
-    assert f"the next start leaves out {bad}, which failed twice within a week or computed wrongly" in job.said()
+    assert f"the next start leaves out {bad}, which was noted twice within a week or computed wrongly" in job.said()
     job.until((run / "done").exists, "it is finished")
     assert (run / "logs" / f"job-{job.job}.nodes").read_text().strip() == {"n0": "n1", "n1": "n0"}[bad]
     notes = nodes_to_leave_out(tmp_path)[bad]
     assert {(note.run, note.evidence) for note in notes} == {("fails", "a process was ended: Killed")}
     said = grappe("submit", "--dry-run", *options, *words, "next", cwd=tmp_path)
-    assert f"node {bad} is left out: it failed twice within a week or computed wrongly, last in fails" in said
+    assert f"node {bad} is left out: it was noted twice within a week or computed wrongly, last in fails" in said
     assert f"#SBATCH --exclude={bad}" in said
 
 
@@ -65,6 +66,40 @@ def test_a_node_on_which_a_process_stands_still_is_noted(cluster: Cluster, tmp_p
     pattern = rf"\d+ (n[01]) {job.job}\.0 stuck: process [01] stood still in step \d+, at .*time.sleep\(3600\)"
     assert (blamed := re.fullmatch(pattern, note)), note
     assert f"on {blamed[1]} makes no progress in step" in job.said()
+
+
+SLOW_NODE = """
+import os
+import sys
+sys.path.insert(0, {folder!r})
+from stuck import Quick
+
+
+class Slow(Quick):
+    pause: float = 0.06 if os.environ.get("SLURMD_NODENAME") == "n0" else 0.01
+"""
+
+
+def test_slow_processes_and_faults_of_a_gpu_are_noted_and_the_job_finishes(cluster: Cluster, tmp_path: Path) -> None:
+    """nvidia-smi is a stand-in, and says it of one node."""
+    (tmp_path / "slow.py").write_text(SLOW_NODE.format(folder=str(STUCK.parent)))
+    (tmp_path / "nvidia-smi").write_text("#!/bin/sh\n[ \"$SLURMD_NODENAME\" != n1 ] || echo '2, 3'\n")
+    (tmp_path / "nvidia-smi").chmod(0o755)
+    options = ("--site", "generic", "--nodes", "2", *LONG)
+    words = ("--", "train", "slow.py:Slow", "epochs=15", "--plan", "replicate=2,threads=1,workers=0", "--run")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+        for name in ("first", "second"):
+            grappe("submit", *options, *words, name, cwd=tmp_path)
+            job = Job.of(cluster, tmp_path, name)
+            job.until((job.run / "done").exists, "it is finished")
+            job.until(lambda: not cluster.run("squeue", "-h", "-j", job.job, check=False).strip(), "it has ended")
+            assert job.restarts() == 0
+    left_out = nodes_to_leave_out(tmp_path)
+    assert set(left_out) == {"n0", "n1"}
+    assert all({note.run for note in notes} == {"first", "second"} for notes in left_out.values())
+    assert all(re.match(r"process [01] was slow: \d+ ms of work a step", note.evidence) for note in left_out["n0"])
+    assert {note.evidence for note in left_out["n1"]} == {"GPU 2 had 3 errors in its memory that ECC could not correct"}
 
 
 SCRIPT = """

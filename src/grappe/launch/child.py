@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import faulthandler
 import os
+import signal
 import sys
 import time
 import traceback
@@ -32,6 +33,7 @@ STARTED = "--- started "  # opens each start's part of a log
 FATAL = "Fatal Python error: "  # opens the stacks of a process that a signal ended
 FAILURE = "GRAPPE_FAILURE"  # the variable that names the file for a failure's exit code, in a job
 WRONG = ".wrong"  # suffix of the file next to it, with what speaks against nodes
+DOUBT = ".doubt-"  # the same, before a node's name
 CURRENT = "Current thread"  # opens the stack of the thread that the signal met
 
 
@@ -125,13 +127,18 @@ def early_log(rendezvous_folder: Path, process: ProcessRank) -> Path:
     return rendezvous_folder / f"rank-{process.rank}.log"
 
 
-def accuse(nodes: Mapping[str, str]) -> None:
+def doubt(node: str, evidence: str) -> None:
+    """Leaves what speaks against a node, on which a training may well finish, to the job's script."""
+    accuse({node: evidence}, f"{DOUBT}{node}")
+
+
+def accuse(nodes: Mapping[str, str], suffix: str = WRONG) -> None:
     """Leaves what speaks against nodes to the job's script, which notes it; does nothing outside of a job."""
     file = os.environ.get(FAILURE)
     if file and nodes:
         lines = [f"{node} {evidence}\n" for node, evidence in nodes.items()]
         with contextlib.suppress(OSError, errors.RunError):
-            files.replace(Path(file).with_suffix(WRONG), "".join(lines).encode(), files.IN_PART)
+            files.replace(Path(file).with_suffix(suffix), "".join(lines).encode(), files.IN_PART)
 
 
 def end_now(rendezvous_folder: Path, process: ProcessRank, message: str, nodes: Mapping[str, str]) -> None:
@@ -145,7 +152,8 @@ def end_now(rendezvous_folder: Path, process: ProcessRank, message: str, nodes: 
         files.replace(_last_words(early_log(rendezvous_folder, process)), message.encode(errors="replace"))
     else:
         complain(f"grappe: {message}")
-    os._exit(errors.EXIT_FAILURE)
+    # Of a job, whose script goes on after a kill: srun's own kill of the process that stands still may come later.
+    os._exit(128 + signal.SIGKILL if nodes and FAILURE in os.environ else errors.EXIT_FAILURE)
 
 
 def last_words(log: Path) -> Report | None:

@@ -126,7 +126,7 @@ keep_going() {
         failed=$(scontrol show hostnames "$held" | grep -cxF "${left_out//,/$'\n'}")
         [ "$(kills)" -lt 3 ] && fit "$failed" || return
         note_kill
-        echo "going on at once in this job, which has $held; $failed of them failed twice"
+        echo "going on at once in this job, which has $held; $failed of them were noted twice"
         GRAPPE_START=$((GRAPPE_START + 1)) code=0
         unset GRAPPE_WAITED
         export SLURM_OVERLAP=1 # a step that has lost a node may never end for Slurm, and hold the others
@@ -167,7 +167,7 @@ failed_nodes() {
         END { for (node in last) print last[node], node }' "$1" | sort -rn | head -n 4 | cut -d " " -f 2 | paste -sd , -
 }
 
-# The nodes that the job has: those with a note of this job come late, those that failed twice come last.
+# The nodes that the job has: those with a note of this job come late, those left out come last.
 best_first() {
     local node
     for node in $(scontrol show hostnames "$held"); do
@@ -194,7 +194,7 @@ note_death() {
     [ -z "$first_death" ] || note_node "${first_death%% *}" "${first_death#* }"
 }
 
-# What a process has left against nodes.
+# What a process that ended has left against nodes.
 note_accused() {
     local node evidence
     [ -e "$run/logs/job-$job.wrong" ] || return
@@ -202,6 +202,15 @@ note_accused() {
         grep -qsF ": $evidence" "$failures" || note_node "$node" "$evidence"
     done < "$run/logs/job-$job.wrong"
     rm -f "$run/logs/job-$job.wrong"
+}
+
+# What the doctor and the training's end have left: faults of a GPU, slow processes, with which a job may well finish.
+note_doubts() {
+    local node evidence
+    while read -r node evidence; do
+        note_node "$node" "$evidence"
+    done < <(cat "$run/logs/job-$job".doubt-* 2>/dev/null)
+    rm -f "$run/logs/job-$job".doubt-*
 }
 
 # Whether a process was killed or a node went down, and no process has failed by itself.
@@ -234,7 +243,7 @@ leave_out() {
     own=$(scontrol show job "$SLURM_JOB_ID" | sed -nE 's/.*ExcNodeList=([^ ]+).*/\1/p' | head -n 1)
     [ "$own" != "(null)" ] || own=
     if scontrol update "JobId=$SLURM_JOB_ID" "ExcNodeList=${own:+$own,}$1"; then
-        echo "the next start leaves out $1, which failed twice within a week or computed wrongly ($failures)"
+        echo "the next start leaves out $1, which was noted twice within a week or computed wrongly ($failures)"
     fi
 }
 
@@ -291,11 +300,9 @@ begin() {
 
 finish() {
     local again=no resumes=no refused=0
-    if [ -e "$GRAPPE_FAILURE" ]; then
-        note_accused
-    elif [ "$code" -le 128 ] && note_accused; then
-        code=75 # a process computed wrongly: the run goes on, on other nodes
-    fi
+    # Notes decide nothing here: what computed wrongly ends with 75 by itself.
+    if [ -e "$GRAPPE_FAILURE" ] || [ "$code" -le 128 ]; then note_accused; fi
+    note_doubts
     case $1 in train | tune | launch) resumes=yes ;; esac # the others would begin again
     # srun ends the others when one fails, and then says that they were killed: what failed first has left its code.
     [ ! -e "$first" ] || code=$(cat "$first")

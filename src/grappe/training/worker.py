@@ -25,7 +25,7 @@ from grappe.engines.base import EngineSetup
 from grappe.engines.shared.carried import CarriedState
 from grappe.errors import OutOfMemory
 from grappe.errors.user_code import naming_user_line
-from grappe.launch.child import early_log, end_now, redirect
+from grappe.launch.child import doubt, early_log, end_now, redirect
 from grappe.launch.imports import import_quietly
 from grappe.launch.rank import ProcessRank
 from grappe.launch.signals import StopSignal
@@ -53,7 +53,7 @@ from grappe.training.start_run import Data, StartedRun, start_run
 from grappe.training.watchdog import Watchdog
 from grappe.training.watchers.base import ClockWatcher, Outcome, RunInfo, Watcher
 from grappe.training.watchers.curves import LoggedLoader, NoiseWatcher, SampleLog
-from grappe.training.watchers.meter import Meter, used
+from grappe.training.watchers.meter import Meter, slow_node, used
 from grappe.training.watchers.watcher_list import WatcherList, gradients_hooked
 
 
@@ -337,6 +337,9 @@ def _write_outcome(
     """Writes the training's outcome and its use of resources to run.json. Collective."""
     usages = world.gather(meter.usage())
     if world.rank == 0:
+        if world.data_size == world.size:  # of equal work alone
+            for node, evidence in slow_node(usages).items():
+                doubt(node, evidence)
         costs = [dataclasses.asdict(usage) for usage in usages]
         metrics = {} if outcome.scores is None else metrics_of(task)
         run.describe_drawn(functools.partial(drawn_from, order), 0, outcome.step)

@@ -6,10 +6,13 @@ import dataclasses
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 
+from grappe.profiling.chronometer import timing
+from grappe.profiling.phases import BACKWARD, COMMUNICATION, FORWARD, IN_A_STEP, PHASES
 from grappe.training.run import Run
-from grappe.training.watchers.meter import Usage, used
+from grappe.training.watchers.meter import Usage, slow_node, used
 from tests.training.test_training import train
 
 ONE = Usage(
@@ -46,6 +49,29 @@ def test_hours_are_those_of_all_that_was_lent() -> None:
     assert again["core_hours"] == pytest.approx(16)
     assert again["joules"] == {"processors": 200.0, "gpu": 170.0}
     assert again["samples"] == 100
+
+
+def worked(rank: int, host: str, forward: float, steps: int = 200) -> Usage:
+    rows = np.zeros((steps, len(IN_A_STEP)))
+    rows[:, FORWARD], rows[:, BACKWARD], rows[:, COMMUNICATION] = forward, 0.01, 0.02 - forward
+    return dataclasses.replace(ONE, rank=rank, host=host, timing=timing("host", rows, [0.0] * len(PHASES)))
+
+
+@pytest.mark.parametrize(
+    ("seconds", "slow"),
+    [
+        ((0.005, 0.005, 0.013, 0.015), True),
+        ((0.005, 0.005, 0.005, 0.015), False),  # one process of a node: the node is not slow
+        ((0.005, 0.005, 0.011, 0.012), False),  # by a fifth of the step
+    ],
+)
+def test_a_node_is_slow_whose_processes_all_have_more_to_do(seconds: tuple[float, ...], slow: bool) -> None:
+    usages = [worked(rank, f"n{rank // 2}", each) for rank, each in enumerate(seconds)]
+    evidence = "process 2 was slow: 23 ms of work a step, those of other nodes 15 ms; most of it in forward"
+    assert slow_node(usages) == ({"n1": evidence} if slow else {})
+    assert not slow_node([dataclasses.replace(usage, host="n0") for usage in usages])
+    assert not slow_node([*usages, worked(4, "n2", 0.005, steps=99)])
+    assert not slow_node([*usages, dataclasses.replace(ONE, rank=4, host="n2")])
 
 
 def test_a_start_that_could_not_be_measured_leaves_no_sum() -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
 import torch
@@ -32,6 +34,7 @@ from grappe.verbs.doctor.checks import (
     torch_build,
     wheelhouse,
 )
+from tests.gpu_stand_in import gpu_stand_in
 
 
 def machine(plan: str = "device=cpu", *, process: ProcessRank | None = None, **changes) -> Machine:
@@ -97,6 +100,52 @@ def test_gpus() -> None:
     assert "error: 4 processes on this node need 4 GPUs, 2 are visible" in words(gpus.of_gpus(2, 4, 1, "grappe"))
     assert not list(gpus.of_gpus(1, 8, 8, "srun"))
     assert "note: 4 GPUs are visible, the plan uses 1" in words(gpus.of_gpus(4, 1, 1, "grappe"))
+
+
+@pytest.mark.parametrize(
+    ("script", "expected"),
+    [
+        ("echo '0, 0'; echo '1, [N/A]'", ""),
+        ("echo '0, 0'; echo '1, 3'", "warning: GPU 1 had 3 errors in its memory that ECC could not correct"),
+        ("echo 'GPU is lost.' >&2; exit 15", "warning: a GPU of this node is lost"),
+        ("echo 'no driver' >&2; exit 9", ""),
+    ],
+)
+def test_what_the_driver_says_of_a_gpu(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str, expected: str
+) -> None:
+    """nvidia-smi is a stand-in, with the exit codes of its manual."""
+    (tmp_path / "nvidia-smi").write_text(f"#!/bin/sh\n{script}\n")
+    (tmp_path / "nvidia-smi").chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    found = list(gpus.of_driver())
+    assert words(found) == expected
+    assert all(one.of_node for one in found)
+
+
+def test_a_gpu_that_does_not_compute(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the stand-in for GPUs, whose every number is 1; then one that fails, or whose memory is taken."""
+    with gpu_stand_in(monkeypatch) as gpu:
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+        assert not list(gpus.check(machine("replicate=2")))
+        assert len(gpu.waits) == 2, "each GPU is tried"
+        second = ProcessRank(rank=1, size=2, local_rank=1, local_size=2, launcher="srun", job="7-0-0")
+        for mistake, expected in (
+            (RuntimeError("CUDA error: uncorrectable ECC error encountered"), "error: GPU 1 does not compute"),
+            (torch.OutOfMemoryError("CUDA out of memory"), ""),
+        ):
+            with monkeypatch.context() as patch:
+                patch.setattr(torch, "ones", raises(mistake))
+                found = list(gpus.check(machine("replicate=2", process=second)))
+            assert words(found) == expected
+            assert [one.why for one in found if one.of_node] == [str(mistake)] * bool(expected)
+
+
+def raises(mistake: Exception) -> Callable[..., NoReturn]:
+    def function(*_: object, **__: object) -> NoReturn:
+        raise mistake
+
+    return function
 
 
 def test_a_folder(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.metadata
 from pathlib import Path
 
@@ -11,6 +12,7 @@ from grappe.launch.rank import ProcessRank
 from grappe.plan import Plan
 from grappe.verbs.doctor import doctor
 from grappe.verbs.doctor.checks import error, note, warning
+from grappe.words import host_name
 from tests.processes import Pool
 
 PLAN = "replicate=2,threads=1,workers=0,device=cpu"
@@ -33,6 +35,17 @@ def test_a_process_that_never_comes(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     request = doctor.DoctorRequest(plan=Plan.parse(PLAN), folder=tmp_path, job=True)
     with pytest.raises(doctor.Unfit, match="the 2 processes did not all meet in 1 s"):
         doctor.worker(request, alone, tmp_path)
+
+
+def test_a_fault_of_a_node_is_left_to_the_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fault = dataclasses.replace(warning("GPU 1 had 3 errors"), of_node=True)
+    monkeypatch.setattr(doctor, "examine", lambda machine: [fault, warning("slow")])
+    monkeypatch.setenv("GRAPPE_FAILURE", str(tmp_path / "job-5.failed"))
+    request = doctor.DoctorRequest(plan=Plan(), folder=tmp_path, job=True)
+    assert len(doctor.worker(request, ProcessRank(), tmp_path)) == 2
+    (left,) = tmp_path.iterdir()
+    assert left.name == f"job-5.doubt-{host_name()}"
+    assert left.read_text() == f"{host_name()} GPU 1 had 3 errors\n"
 
 
 def test_the_same_of_several_nodes_is_said_once() -> None:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import dataclasses
 import json
 import resource
+import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, BinaryIO
 
 from grappe.data.loading import Loading
@@ -21,6 +22,8 @@ from grappe.training.watchers.base import Outcome, Record, RunInfo, Watcher
 from grappe.words import host_name
 
 EVERY_SECONDS = 1.0
+SLOW = 0.25  # of a step, from which on a process that has more to do than others speaks against its node
+SLOW_STEPS = 100  # which a median needs to say so
 LEAST_SECONDS = 0.1  # over less time, a counter that moves a few times a second says nothing about power
 
 
@@ -62,6 +65,12 @@ class Usage:
     step: int
     samples: int
     """Number of samples of this start, over the whole world."""
+
+    @property
+    def busy(self) -> Mapping[str, float]:
+        """Returns this process's own work in the median step by phase, in seconds: without waits and watchers."""
+        phases = self.timing.phases if self.timing else {}
+        return {name: phase.median for name, phase in phases.items() if name not in ("communication", "watching")}
 
 
 class Meter(Watcher):
@@ -203,6 +212,25 @@ class Meter(Watcher):
 def _cpu_seconds() -> float:
     own, ended = (resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
     return own.ru_utime + own.ru_stime + ended.ru_utime + ended.ru_stime
+
+
+def slow_node(usages: Sequence[Usage]) -> dict[str, str]:
+    """Names the node whose processes all take much longer for equal work than those of other nodes, with figures."""
+    work = {usage.rank: sum(usage.busy.values()) for usage in usages}
+    slow = max(usages, key=lambda usage: work[usage.rank])
+    others = [usage for usage in usages if usage.host != slow.host]
+    if not others or min(usage.timing.steps if usage.timing else 0 for usage in usages) < SLOW_STEPS:
+        return {}
+    quick = min((usage for usage in usages if usage.host == slow.host), key=lambda usage: work[usage.rank])
+    usual = statistics.median(work[usage.rank] for usage in others)
+    assert quick.timing is not None, "it has steps"
+    if work[quick.rank] - usual < SLOW * quick.timing.step.median:
+        return {}
+    more = {name: value - statistics.median(each.busy[name] for each in others) for name, value in quick.busy.items()}
+    return {
+        slow.host: f"process {quick.rank} was slow: {work[quick.rank] * 1e3:.3g} ms of work a step, those of other "
+        f"nodes {usual * 1e3:.3g} ms; most of it in {max(more, key=lambda name: more[name])}"
+    }
 
 
 def used(usages: list[Usage], before: Mapping[str, Any]) -> dict[str, Any]:

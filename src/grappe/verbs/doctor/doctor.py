@@ -14,6 +14,7 @@ from typing import Any
 
 import grappe
 from grappe.errors import EXIT_FAILURE, GrappeError
+from grappe.launch.child import doubt
 from grappe.launch.rank import ProcessRank
 from grappe.launch.start import start
 from grappe.verbs.doctor.checks import DoctorRequest, Finding, Machine, error, examine, warning
@@ -49,6 +50,8 @@ def worker(request: DoctorRequest, process: ProcessRank, rendezvous_folder: Path
     machine = Machine(process=process, environment=dict(os.environ), **vars(request))
     findings = list(examine(machine))
     host = host_name()
+    if faults := [finding.what for finding in findings if finding.of_node]:
+        doubt(host, "; ".join(faults))
     if process.size == 1:
         return _ordered([findings], [host])
     if failed(findings):  # the others might wait for a process that cannot come

@@ -85,7 +85,7 @@ def failure_notes(base: Path) -> list[FailureNote]:
 
 
 def nodes_to_leave_out(base: Path) -> dict[str, list[FailureNote]]:
-    """Returns the nodes that failed twice within a week, or computed wrongly, with their notes: the last four."""
+    """Returns the nodes that were noted twice within a week, or computed wrongly, with their notes: the last four."""
     if not (notes := failure_notes(base)):
         return {}
     nodes = command.run("bash", str(FUNCTIONS), "failed_nodes", str(base / FAILED_NODES)).strip().split(",")

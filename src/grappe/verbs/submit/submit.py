@@ -234,7 +234,7 @@ def job_script(submission: Submission, *, show: bool = False) -> JobScript:
     )
     script = dataclasses.replace(script, torch=torch_of(script))
     left_out = [
-        f"node {node} is left out: it failed twice within a week or computed wrongly, last in {notes[-1].run}: "
+        f"node {node} is left out: it was noted twice within a week or computed wrongly, last in {notes[-1].run}: "
         f"{notes[-1].evidence} ({run.parent / FAILED_NODES})"
         for node, notes in failed.items()
     ]

@@ -24,6 +24,8 @@ class Finding:
     do: str = ""
     host: str = ""
     """The node's name, if several were examined."""
+    of_node: bool = False
+    """Whether it is a fault of the node's, which a job notes against it."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
