@@ -197,7 +197,7 @@ class Units:
             moved = [trace.moved[unit] if level == "host" else 0 for unit in stage.order]
             stage.costs[level] = [self._scale * size / self._rate if size else 0.0 for size in moved]
             stage.needs[level] = [defaultdict[Waiting, int](int) for _ in stage.order]
-        if level in partition.REPEATED and self._device is None:
+        if self._device is None:
             for called in trace.operators:
                 if called.mark >= ahead and homes[called.mark - ahead].forward:
                     times[called.mark - ahead] += CALLER * self._scale * seconds_an_operator(level)
