@@ -124,6 +124,16 @@ def test_spare_nodes_count_among_those_that_a_site_has_and_a_queue_gives() -> No
             layout(Plan(replicate=8), site, JobOptions(spare=3))
 
 
+def test_a_range_ends_at_the_nodes_that_a_site_has() -> None:
+    text = "wide|48|498000|gpu:4|infinite|3|1-infinite"
+    site = slurm.probed(sites.find("generic"), text, "wide", wants_gpus=True)
+    assert layout(Plan(replicate=4), site, JobOptions(nodes=NumberRange(1, 3))).most_nodes == 3
+    with pytest.raises(
+        GrappeError, match="takes 4 nodes, spare ones included, and generic has 3: use a range that ends at 2"
+    ):
+        layout(Plan(replicate=4), site, JobOptions(nodes=NumberRange(1, 3), spare=1))
+
+
 def test_gpus_against_the_plan() -> None:
     with pytest.raises(GrappeError, match="use --gpus 4"):
         fit(Plan.parse("shard=4"), 2)

@@ -110,6 +110,14 @@ def layout(plan: Plan, site: Site, job: JobOptions) -> Layout:
     """
     nodes_asked = job.node_range
     if nodes_asked is not None and nodes_asked.most > nodes_asked.least:
+        largest_nodes = nodes_asked.most + job.spare
+        count = (site.node.count if site.node else None) or largest_nodes
+        last = count - job.spare
+        if nodes_asked.least <= last < nodes_asked.most:
+            raise UsageError(
+                f"the largest size takes {largest_nodes} nodes, spare ones included, and {site.name} has {count}: use "
+                f"a range that ends at {last} nodes, or another --partition"
+            )
         fewest = layout(plan, site, dataclasses.replace(job, nodes=nodes_asked.least))
         plans = sizes(plan, nodes_asked)
         largest = layout(plans[max(plans)], site, dataclasses.replace(job, nodes=max(plans)))
