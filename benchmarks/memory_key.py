@@ -12,8 +12,10 @@ import dataclasses
 import hashlib
 import itertools
 import json
+import operator
 import re
 import resource
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -93,7 +95,7 @@ def trained(task: str, plan: str, limit: int) -> tuple[str, str, str]:
 
 
 def measured_prices(fake_model: FakeModel, units: Units, choices: Sequence[Sequence[str]]) -> list[float]:
-    """Returns the extra time of each choice over none, in turns, as this process's own seconds."""
+    """Returns the extra time of each choice over none: the median of pairs in turns, of this process's own seconds."""
     torch.set_num_threads(1)
     task = fake_model.task
     world = World(process=ProcessRank(), device=torch.device("cpu"))
@@ -107,7 +109,7 @@ def measured_prices(fake_model: FakeModel, units: Units, choices: Sequence[Seque
         checkpoint_activations(fake_model.units(model) or [model], units.plan_of(levels))
         models.append(model)
     seconds: list[list[float]] = [[] for _ in models]
-    # As in a training without a limit, and the least of its times, since other programs share this machine.
+    # As in a training without a limit.
     with keep_freed_memory():
         for number, model in itertools.islice(itertools.cycle(enumerate(models)), TIMES * len(models)):
             begun = time.process_time()
@@ -116,7 +118,7 @@ def measured_prices(fake_model: FakeModel, units: Units, choices: Sequence[Seque
             backward((result.values,), (result.output_gradient,))
             del result
             seconds[number].append(time.process_time() - begun)
-    return [min(each) / min(seconds[0]) - 1 for each in seconds[1:]]
+    return [statistics.median(map(operator.truediv, each, seconds[0])) - 1 for each in seconds[1:]]
 
 
 def bytes_of_samples(task: Task) -> int:

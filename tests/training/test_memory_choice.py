@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -18,6 +19,7 @@ from grappe.foresight.fake_model import FakeModel
 from grappe.foresight.forecast import memory_forecast
 from grappe.foresight.kernels import Kernels
 from grappe.launch.rank import ProcessRank
+from grappe.launch.signals import StopSignal
 from grappe.launch.world import World
 from grappe.plan import Plan
 from grappe.tasks.pysource import PySource
@@ -102,6 +104,27 @@ def test_a_run_that_goes_on_keeps_its_choice_where_it_fits(tmp_path: Path) -> No
     assert _earlier(request(before, dataclasses.replace(other, replicate=2))) is None
 
 
+def test_a_signal_while_it_chooses_ends_a_training_before_its_first_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a job that is preempted; the same command chooses again."""
+
+    def stopped(request: ChoiceRequest) -> None:
+        signal.raise_signal(signal.SIGTERM)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("grappe.training.memory_choice._chosen", stopped)
+    stop = StopSignal()
+    before = signal.getsignal(signal.SIGTERM)
+    stop.install([signal.SIGTERM])
+    try:
+        asked = Request(task=TaskReference.of("pysource", FIELDS), plan=Plan(memory="12MB"), run=tmp_path / "run")
+        chosen = with_memory_chosen(asked, World(process=ProcessRank(), device=torch.device("cpu")))
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert stop.flag and chosen.plan == Plan() and not chosen.chosen
+
+
 def test_on_a_gpu_some_memory_is_left_to_its_kernels() -> None:
     """The GPU is a name: nothing runs on it."""
     fields = {**FIELDS, "batch_size": 64}
@@ -133,6 +156,7 @@ from grappe.foresight.fake_model import FakeModel
 from grappe.foresight.forecast import memory_forecast
 from grappe.foresight.kernels import Kernels
 from grappe.launch.rank import ProcessRank
+from grappe.launch.signals import StopSignal
 from grappe.plan import Plan
 from grappe.training import worker
 from grappe.training.options import Options

@@ -71,14 +71,9 @@ class Call(NamedTuple):
         return functools.partial(function, *arguments, **{key: _real(value) for key, value in self.keywords})
 
 
-def describe(operator: Any, arguments: Any, keywords: Any, output: Any) -> Call | None:
-    """Describes an operator whose kernel is in a library; None: its kernel is torch's own."""
-    return describe_any(operator, arguments, keywords, output) if str(operator).startswith(OF_LIBRARIES) else None
-
-
-def describe_any(operator: Any, arguments: Any, keywords: Any, output: Any) -> Call | None:
-    """Describes an operator that computes; None: its output is a view, or it is not one of aten."""
-    if operator.namespace != "aten" or operator.is_view:
+def describe(operator: Any, arguments: Any, keywords: Any, output: Any, *, every: bool) -> Call | None:
+    """Describes an operator of aten whose kernel is in a library, or every one that computes; None: another one."""
+    if operator.namespace != "aten" or operator.is_view or not (every or str(operator).startswith(OF_LIBRARIES)):
         return None
     return Call(
         str(operator).removeprefix("aten."),

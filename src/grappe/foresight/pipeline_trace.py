@@ -12,7 +12,6 @@ from torch import Tensor, nn
 
 from grappe.data.batch import Batch, entering, stored_in
 from grappe.foresight import trace
-from grappe.foresight.kernels import describe, describe_any
 from grappe.parallel.pipeline.cut import Cut
 from grappe.parallel.pipeline.rules import stages_each
 from grappe.parallel.pipeline.stage import Stage
@@ -334,7 +333,7 @@ def traced_evaluation(
 def _ledger(stages: Iterable[Stage], batch: Batch, describes: bool, records: bool = False) -> trace.Ledger:
     existing = [tensor for stage in stages for tensor in (*stage.parameters(), *stage.buffers())]
     existing += trace.tensors_of(batch.microbatches[0])
-    return trace.Ledger(existing, (describe_any if records else describe) if describes else None, records=records)
+    return trace.Ledger(existing, describes=describes, records=records)
 
 
 def _made(ledger: trace.Ledger, batch: Batch, handed: Iterable[Leaves]) -> trace.Trace:

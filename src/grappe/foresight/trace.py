@@ -17,7 +17,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from grappe.data.batch import Batch, Microbatch, entering
 from grappe.domain.cut import local
-from grappe.foresight.kernels import Call, Kernels, describe, describe_any
+from grappe.foresight.kernels import Call, Kernels, describe
 from grappe.launch.world import World
 from grappe.parallel.activation_checkpointing import Host
 from grappe.parallel.batchnorm import buffers_kept
@@ -39,8 +39,6 @@ COLLECTIVES = {
     "_c10d_functional.reduce_scatter_tensor.default": "reduce_scatter",
 }
 """Operators of split modules that send messages, by name, and the names of their collectives."""
-Describe = Callable[[Any, Any, Any, Any], Any]
-"""Turns an operator, its arguments, its keywords and its output into a description, if its kernel is of a library."""
 
 
 class Mark(NamedTuple):
@@ -81,15 +79,15 @@ class Ledger(TorchDispatchMode):
 
     Args:
         existing: tensors whose bytes do not count.
-        describe: describes the operators whose kernels are of libraries.
-        records: whether to keep every operator in `operators`.
+        describes: whether to keep the calls of operators whose kernels are of libraries in `calls`.
+        records: whether to keep every operator in `operators`, and its call.
     """
 
-    def __init__(self, existing: Iterable[Tensor], describe: Describe | None = None, *, records: bool = False) -> None:
+    def __init__(self, existing: Iterable[Tensor], *, describes: bool = False, records: bool = False) -> None:
         super().__init__()
         self._storages: Any = WeakIdKeyDictionary(ref_type=weakref.ref)
         self._ends: dict[int, weakref.ref] = {}
-        self._describe, self._records = describe, records
+        self._describes, self._records = describes, records
         self.now = self._peak = self.message = 0
         self.marks: list[Mark] = []
         self.calls: list[tuple[int, int, Any]] = []
@@ -118,7 +116,7 @@ class Ledger(TorchDispatchMode):
         for tensor in made:
             self._follow(tensor)
         self._peak = max(self._peak, self.now)
-        call = None if self._describe is None else self._describe(func, args, keywords, output)
+        call = describe(func, args, keywords, output, every=self._records) if self._describes else None
         if call is not None:
             self.calls.append((len(self.marks), self.now, call))
         return output
@@ -261,7 +259,7 @@ def traced(
     micro = batch.microbatches[0]
     tensors = tensors_of(micro)
     existing = [*model.parameters(), *model.buffers(), *tensors_of(batch.microbatches)]
-    ledger = Ledger(existing, (describe_any if records else describe) if describes else None, records=records)
+    ledger = Ledger(existing, describes=describes, records=records)
     for number, unit in enumerate(units):
         watch(unit, number, ledger)
     take_gradients(enumerate(model.parameters()), ledger)

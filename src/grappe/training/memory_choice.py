@@ -82,6 +82,8 @@ def with_memory_chosen(request: Request, world: World) -> Request:
             answer = _chosen(dataclasses.replace(asked, earlier=_earlier(request)))
         except GrappeError as error:
             answer = error
+        except KeyboardInterrupt:  # a signal, which is noted: the training ends before its first step
+            answer = ChosenPlan(dataclasses.replace(request.plan, memory="none"), "")
     answer = world.share(answer)
     if isinstance(answer, GrappeError):
         raise answer
