@@ -161,8 +161,10 @@ def launch(
     from grappe.verbs.launch.launch import launch as verb
 
     code = verb(script, arguments, plan, run=run, base=runs, save_every=save_every, check_every=check_every)
-    if code == EXIT_USAGE and "--plan" in arguments and "--plan" not in files.read_text(script):  # as argparse ends
-        complain("grappe: --plan after the script was the script's own option: write grappe's before the script")
+    typed = {text.partition("=")[0] for text in arguments}
+    for option in ("--plan", "--run", "--runs", "--save-every", "--check-every"):
+        if code == EXIT_USAGE and option in typed and option not in files.read_text(script):  # as argparse ends
+            complain(f"grappe: {option} after the script was the script's own option: write grappe's before the script")
     return interrupted() if code == EXIT_INTERRUPTED else code
 
 

@@ -410,6 +410,8 @@ def _verify_against(
 def _verify_script(script: Sequence[str], plan: str, *, steps: int, out: Path | None, json: bool) -> int:
     if not script:
         raise UsageError("grappe verify needs a task, or a script for one process alone: --script train.py")
+    if not plan and "--plan" in script:
+        raise UsageError("--plan after --script was the script's own option: write --plan replicate=2 before --script")
     output.check(out, ".json")
     from grappe.verbs.verify import script as verb
 

@@ -13,6 +13,7 @@ from grappe.cli.exit import script_apart
 from grappe.errors import EXIT_INTERRUPTED, ProcessDied, UsageError
 from grappe.training.run import Run
 from grappe.verbs.launch.launch import launch
+from tests.commands import Command
 
 PLAN = "replicate=2,device=cpu,threads=1"
 LOOP = """
@@ -78,7 +79,7 @@ def test_lightnings_requeue_is_off(
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("import torch", "no step takes its batch from a torch.utils.data.DataLoader: load the data with it"),
+        ("import torch", "no loop over a torch.utils.data.DataLoader takes a step: write `for batch in loader` around"),
         ("from", "is not a Python script"),
         (None, "No such file or directory: give a Python script"),
     ],
@@ -182,12 +183,55 @@ def test_a_script_that_ends_before_it_trains_ends_as_on_one_process(
     assert out in said.out and err in said.err and "grappe:" not in said.err
 
 
+SPREAD = """
+import torch
+from net import Net
+from torch.utils.data import DataLoader, TensorDataset
+
+torch.manual_seed(0)
+loader = DataLoader(TensorDataset(torch.randn(12, 4), torch.randn(12, 2)), 6)
+model = Net()
+optimizer = torch.optim.SGD(model.parameters(), 0.1)
+for inputs, targets in loader:
+    optimizer.zero_grad()
+    torch.nn.functional.mse_loss(model(inputs), targets).backward()
+    optimizer.step()
+"""
+NET = """
+import torch
+
+class Net(torch.nn.Linear):
+    def __init__(self):
+        super().__init__(4, 2)
+
+    def forward(self, inputs):
+        print(f"{len(inputs)} rows")
+        return super().forward(inputs)
+"""
+
+
+def test_the_command_in_a_folder_of_its_own_spreads_a_script_too(tmp_path: Path) -> None:
+    """It was of no library, and a line of its file, in the stack of a rehearsal alone, made it another loader's."""
+    (tmp_path / "grappe").write_text("import sys\nfrom grappe.cli.commands import main\nsys.exit(main())\n")
+    (tmp_path / "train.py").write_text(SPREAD)
+    (tmp_path / "net.py").write_text(NET)
+    command = Command(sys.executable, "grappe", "launch", "--plan", PLAN, "train.py", cwd=tmp_path)
+    try:
+        code, out, err = command.end()
+    finally:
+        command.close()
+    assert code == 0, err
+    assert out == "2 rows\n" * 2, "process 0's of six, in each of two batches"
+
+
 def test_an_option_after_the_script_is_said_to_be_the_script_s(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "train.py").write_text("import argparse\nargparse.ArgumentParser().parse_args()")
     assert app(script_apart(["launch", str(tmp_path / "train.py"), "--plan", "replicate=2"])) == 2
     assert "--plan after the script was the script's own option" in capfd.readouterr().err
+    assert app(script_apart(["launch", str(tmp_path / "train.py"), "--run=a"])) == 2
+    assert "--run after the script was the script's own option" in capfd.readouterr().err
     for own in ("add_argument('--plan'); parser.parse_args(); parser.error('no')", "parse_known_args(); exit(1)"):
         (tmp_path / "train.py").write_text(f"import argparse\nparser = argparse.ArgumentParser()\nparser.{own}")
         assert app(script_apart(["launch", str(tmp_path / "train.py"), "--plan", "replicate=2"]))

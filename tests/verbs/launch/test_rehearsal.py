@@ -223,7 +223,7 @@ print(output[:8].std().item())
             "import torch\nweight = torch.zeros(3, requires_grad=True)\noptimizer = torch.optim.SGD([weight], 0.1)\n"
             "weight.sum().backward()\noptimizer.step()\n",
             NET,
-            "no step takes its batch from a torch.utils.data.DataLoader",
+            "no loop over a torch.utils.data.DataLoader takes a step",
             id="no loader",
         ),
     ],

@@ -241,9 +241,12 @@ def beyond_torchs_own(frame: FrameType | None) -> FrameType | None:
 
 
 def _lines(frame: FrameType | None) -> str:
-    """Returns the nearest lines of the stack that are no library's: they tell two uses of a loader apart."""
+    """Returns the nearest lines of the stack that are no library's: they tell two uses of a loader apart.
+
+    Not those before the script: a rehearsal is forked from the command, whose file in bin/ is in no library.
+    """
     lines: list[str] = []
-    while frame is not None and len(lines) < DEPTH:
+    while frame is not None and len(lines) < DEPTH and frame.f_code.co_name != "run_as_main":
         file = frame.f_code.co_filename
         if is_own_file(file):
             lines.append(f"{file}:{frame.f_lineno}")

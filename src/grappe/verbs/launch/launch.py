@@ -405,8 +405,13 @@ def run_recorded(request: ScriptRequest, process: ProcessRank, rendezvous_folder
     ):
         try:
             run_as_main(request.script, request.arguments, None if sliced is None else sliced.length)
-            if sliced is not None:
+            if sliced is not None and rehearsed is not None:
                 sliced.check_weights()
+                if world.size > 1 and not sliced.steps and not world.rank:
+                    complain(
+                        f"grappe: no batch came from the rehearsed loader ({line_of(rehearsed.loader)}): each process "
+                        "computed whole batches, as one process does"
+                    )
             steps.close(None)
         except BaseException as error:
             steps.close(error)
