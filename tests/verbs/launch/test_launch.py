@@ -79,7 +79,10 @@ def test_lightnings_requeue_is_off(
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("import torch", "no loop over a torch.utils.data.DataLoader takes a step: write `for batch in loader` around"),
+        (
+            "import torch",
+            "no loop over a torch.utils.data.DataLoader takes a step: write `for batch in loader` around it",
+        ),
         ("from", "is not a Python script"),
         (None, "No such file or directory: give a Python script"),
     ],

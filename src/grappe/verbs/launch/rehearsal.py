@@ -129,7 +129,7 @@ class Rehearsal(StepHandler):
         self._rows = (0, 0)
         """Of the running pass, and of the whole batch."""
         self.found = Rehearsed(
-            refused="no loop over a torch.utils.data.DataLoader takes a step: write `for batch in loader` around the step"
+            refused="no loop over a torch.utils.data.DataLoader takes a step: write `for batch in loader` around it"
         )
 
     @property
