@@ -78,7 +78,7 @@ def test_each_command_is_in_a_group_and_each_rare_option_exists() -> None:
 @pytest.mark.parametrize("words", [(), *commands(app)], ids=" ".join)
 def test_nothing_of_the_parser_is_left_in_the_help(words: tuple[str, ...], english: None) -> None:
     text = shown(words)
-    assert not re.search(r"--empty-|\[default: \(\)\]|Parameters|ARGS", text)
+    assert not re.search(r"--empty-|--[a-z-]+\.[a-z]+ |\[default: \(\)\]|Parameters|ARGS", text)
 
 
 def test_rare_options_are_in_a_second_box(english: None) -> None:

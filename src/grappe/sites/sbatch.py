@@ -91,7 +91,7 @@ class JobOptions:
     """Account to be billed."""
     time: str | None = None
     """Time limit: 90m, 3h, 1-00:00:00; auto: of a training, as measured or foreseen, with a margin. Default: 1 h."""
-    nodes: Numbers | None = None
+    nodes: Annotated[Numbers | None, TextForm(number_or_range), Parameter(accepts_keys=False)] = None
     """Number of nodes; 1-4: as many as Slurm has at each start; plan and --gpus are those of the fewest. Default:
     as few as the plan needs."""
     spare: int = 0

@@ -218,7 +218,7 @@ def _sizes(sizes: Sequence[dict[str, Any]], usage: Sequence[dict[str, Any]]) -> 
         lines.append(f"{when}, step {number(size.get('step')):g}: {where}{waited}{again}")
     waits = sum(number(size.get("waited")) for size in sizes) / 3600
     hours = {"hours in the queue": waits, "idle nodes, hours": idle}
-    return {"sizes": lines, **{name: f"{value:.3g}" for name, value in hours.items() if value}}
+    return {"sizes": lines, **{name: f"{value:.2f}" for name, value in hours.items() if value}}
 
 
 def _over_steps(sizes: Sequence[dict[str, Any]], last: int) -> Points:
