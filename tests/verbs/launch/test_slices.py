@@ -264,5 +264,5 @@ def test_a_plan_that_a_script_cannot_have_is_refused_before_it_starts(tmp_path: 
     (tmp_path / "train.py").write_text("import torch\nprint('started')")
     with pytest.raises(PlanError, match=r"an unedited script can have .*, and no tensor"):
         launch(tmp_path / "train.py", [], "tensor=2,device=cpu")
-    with pytest.raises(UsageError, match="2 processes would not learn what one process learns: no step takes"):
+    with pytest.raises(UsageError, match="2 processes would not learn what one process learns: no loop over"):
         launch(tmp_path / "train.py", [], PLAN)
