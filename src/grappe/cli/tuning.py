@@ -17,12 +17,11 @@ from grappe.cli.exit import show, show_answer, show_json
 from grappe.errors import EXIT_FAILURE, EXIT_OK, RunError, UsageError
 from grappe.fields import (  # noqa: F401 (cyclopts looks the inherited fields' types up here)
     Names,
-    Numbers,
     split,
 )
 from grappe.launch.terminal import complain, say, waiting
 from grappe.plan import as_plan
-from grappe.sites.sbatch import GpuCounts, JobOptions  # noqa: F401 (likewise)
+from grappe.sites.sbatch import GpuCounts, JobOptions, NodeCount  # noqa: F401 (likewise)
 from grappe.training.options import Options
 from grappe.verbs.tune.study import SearchOptions, Study, Trial, best_of, open_study
 from grappe.words import filled_table, format_number, plan_name

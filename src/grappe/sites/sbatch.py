@@ -76,6 +76,7 @@ def gpu_counts(text: str, name: str) -> tuple[int, ...]:
 
 
 GpuCounts = Annotated[tuple[int, ...], TextForm(gpu_counts)]
+NodeCount = Annotated[Numbers, Parameter(accepts_keys=False)]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -91,7 +92,7 @@ class JobOptions:
     """Account to be billed."""
     time: str | None = None
     """Time limit: 90m, 3h, 1-00:00:00; auto: of a training, as measured or foreseen, with a margin. Default: 1 h."""
-    nodes: Annotated[Numbers | None, TextForm(number_or_range), Parameter(accepts_keys=False)] = None
+    nodes: NodeCount | None = None
     """Number of nodes; 1-4: as many as Slurm has at each start; plan and --gpus are those of the fewest. Default:
     as few as the plan needs."""
     spare: int = 0
