@@ -63,6 +63,21 @@ class Recomputation:
             return "more computing (steps are too short to foresee how much)"
         return f"{self.price:.0%} more computing"
 
+    def in_words(self, asked: Plan, limit: int, reserve: str = "") -> str:
+        """Says what was chosen for a plan with memory=, and at what cost.
+
+        Args:
+            limit: the bytes that torch may allocate.
+            reserve: of which memory they are the rest; "": the plan has them.
+        """
+        moved = ""
+        if self.plan.offload != asked.offload:
+            moved = ", and parameters and optimizer state on the host, whose time on the bus is not foreseen"
+        return (
+            f"memory={asked.memory}: chose {plan_name(self.plan)}, foreseen to take {format_bytes(self.peak)} of "
+            f"{format_bytes(limit)} that torch may allocate{reserve}, with {self.computing}{moved}"
+        )
+
 
 @dataclasses.dataclass
 class _Stage:

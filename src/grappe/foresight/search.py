@@ -13,7 +13,7 @@ from grappe.foresight.fake_model import FakeModel
 from grappe.foresight.forecast import NOTHING_KEPT, LibraryMemory, MemoryForecast, memory_forecast, with_libraries
 from grappe.foresight.recomputation import Recomputation, fitted
 from grappe.plan import Plan, as_plan
-from grappe.words import count_of, plan_name
+from grappe.words import count_of, format_bytes, plan_name
 
 CONTEXT_BYTES = 1_500_000_000  # of a GPU: CUDA's context and libraries, and NCCL's buffers
 MARGIN = 1.1  # of a peak: what an allocator cannot use between blocks, and kernels' workspace
@@ -84,6 +84,8 @@ class Foreseen:
     """The reason why there are no needs."""
     fits: bool | None = None
     """Whether there is room for it; None: unknown, or no room was given."""
+    chosen: str = ""
+    """A sentence on the choice of memory=, which made the plan."""
 
 
 def candidates(counts: Sequence[int]) -> Iterator[Plan]:
@@ -95,19 +97,29 @@ def candidates(counts: Sequence[int]) -> Iterator[Plan]:
                 yield as_plan(",".join(filter(None, (text, measure))))
 
 
-def foreseen(fake_model: FakeModel, plan: Plan, batch: int, budget: MemoryBudget | None) -> Foreseen:
-    """Foresees one plan at a batch size of `batch` samples; with `room`, whether there is room for it.
+def foreseen(
+    fake_model: FakeModel, plan: Plan, batch: int, budget: MemoryBudget | None, device: Device | None = None
+) -> Foreseen:
+    """Foresees one plan at a batch size of `batch` samples; with `budget`, whether there is room for it.
+
+    Args:
+        device: the GPU that it trains on; None: not known.
 
     Raises:
         TaskError: the task cannot be traced.
     """
+    chosen = ""
     try:
         engines.check(plan)
         if plan.memory != "none":
             limit = plan.memory_limit if budget is None else plan.memory_limit or budget.room(plan.processes)
             if limit is None:
                 raise PlanError("memory=auto: the device's memory is not known here: write it, as in memory=14GB")
-            plan = fitted(fake_model, plan, batch, limit, gpu=budget is not None and budget.gpu).plan
+            choice = fitted(fake_model, plan, batch, limit, device, gpu=budget is not None and budget.gpu)
+            of_budget = (
+                "" if budget is None or plan.memory_limit else f" (of {format_bytes(budget.size)}, {budget.whose})"
+            )
+            plan, chosen = choice.plan, choice.in_words(plan, limit, of_budget)
         forecast = memory_forecast(fake_model, plan, batch=batch, gpu=budget is not None and budget.gpu)
         if budget is not None and not budget.gpu:
             without = dataclasses.replace(budget, libraries=NOTHING_KEPT)
@@ -125,6 +137,7 @@ def foreseen(fake_model: FakeModel, plan: Plan, batch: int, budget: MemoryBudget
         batch=batch,
         needs=forecast,
         fits=None if budget is None else budget.fits(forecast, plan.processes),
+        chosen=chosen,
     )
 
 

@@ -17,7 +17,7 @@ from grappe.training.out_of_memory import MemoryReport, memory_budgets
 from grappe.training.request import Request
 from grappe.training.run import Run
 from grappe.training.task_reference import TaskReference
-from grappe.words import format_bytes, plan_name
+from grappe.words import format_bytes
 
 if TYPE_CHECKING:
     import torch
@@ -147,14 +147,7 @@ def worker(request: ChoiceRequest, process: ProcessRank, rendezvous_folder: Path
     )
     if request.earlier is not None and choice.plan == request.earlier.plan:
         return request.earlier
-    moved = ""
-    if choice.plan.offload != plan.offload:
-        moved = ", and parameters and optimizer state on the host, whose time on the bus is not foreseen"
-    return ChosenPlan(
-        plan=choice.plan,
-        chosen=f"memory={plan.memory}: chose {plan_name(choice.plan)}, foreseen to take {format_bytes(choice.peak)} of "
-        f"{format_bytes(limit)} that torch may allocate{reserve}, with {choice.computing}{moved}",
-    )
+    return ChosenPlan(plan=choice.plan, chosen=choice.in_words(plan, limit, reserve))
 
 
 def rate_of_copies(device: torch.device) -> float:

@@ -595,7 +595,7 @@ def _plan_of(plan: AnyPlan | None) -> Plan:
     if beyond or chosen.engine != "native":
         raise PlanError(
             f"a custom loop supports {', '.join(sorted(SUPPORTED_KEYS - {'engine'}))}, not "
-            f"{', '.join(beyond) or 'another engine'}, which needs an engine: write a grappe.Task"
+            f"{', '.join(beyond) or 'another engine'}, which needs an engine: write a grappe.Task{by_hand(chosen)}"
         )
     reason = Native.unsupported_reason(chosen)
     if chosen.exact and chosen.shard > 1:
@@ -605,6 +605,11 @@ def _plan_of(plan: AnyPlan | None) -> Plan:
     if reason is not None:
         raise PlanError(reason)
     return chosen
+
+
+def by_hand(plan: Plan) -> str:
+    """Says which keys of a script's plan do what memory= would choose for a task."""
+    return "" if plan.memory == "none" else "; less memory by hand: recompute, or microbatches=4"
 
 
 def _drawn(order: SampleOrder, before: _Position, step: int) -> dict[str, int]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ from grappe.verbs.foresee.foresee import (
     gpu_or_not,
     site_fabric,
 )
+from grappe.words import plan_name
 from tests.foresight import test_fake_model, unusual
 from tests.foresight.test_search import needing
 from tests.verbs.foresee.test_tables import PLANS, plan
@@ -46,6 +48,18 @@ def test_a_plan_that_is_not_foreseen_says_why_and_the_others_are_foreseen() -> N
     assert found[1].needs is not None and found[1].needs.peak is None
     times = foresee(f"{unusual.__file__}:Unchained", ["", "tensor=2"])
     assert "tensor_plan" in times.plans[1].foreseen.why
+
+
+def test_a_choice_of_memory_is_said_with_its_price_in_the_words_of_a_training() -> None:
+    small = {"width": 64, "depth": 2, "heads": 2, "batch_size": 4, "megabytes": 0.3}
+    times = foresee("pysource", ["memory=7MB", ""], fields=small, times=False)
+    chosen = plan_name(times.plans[0].foreseen.plan)
+    assert "recompute" in chosen
+    assert len(times.notes) == 1
+    assert re.fullmatch(
+        rf"memory=7MB: chose {re.escape(chosen)}, foreseen to take \d MB of 7 MB that torch may allocate, with .*more "
+        r"computing.*", times.notes[0],
+    )  # fmt: skip
 
 
 def test_units_that_are_not_the_model_refuse_a_pipeline_alone() -> None:

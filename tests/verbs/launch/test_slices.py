@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
+import grappe
 from grappe.errors import DivergedError, PlanError, TaskError, UsageError
 from grappe.verbs.launch.launch import launch
 
@@ -264,5 +265,11 @@ def test_a_plan_that_a_script_cannot_have_is_refused_before_it_starts(tmp_path: 
     (tmp_path / "train.py").write_text("import torch\nprint('started')")
     with pytest.raises(PlanError, match=r"an unedited script can have .*, and no tensor"):
         launch(tmp_path / "train.py", [], "tensor=2,device=cpu")
+    with pytest.raises(PlanError, match=r"no offload: write it around grappe.Loop"):
+        launch(tmp_path / "train.py", [], "offload=cpu,device=cpu")
+    with pytest.raises(PlanError, match=r"no memory: describe it as a task .*; less memory by hand: recompute, or"):
+        launch(tmp_path / "train.py", [], "exact=8,memory=90MB,device=cpu")
+    with pytest.raises(PlanError, match=r"not memory, which needs an engine: .*; less memory by hand: recompute, or"):
+        grappe.Loop(plan="memory=90MB")
     with pytest.raises(UsageError, match="2 processes would not learn what one process learns: no loop over"):
         launch(tmp_path / "train.py", [], PLAN)

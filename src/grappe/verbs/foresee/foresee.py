@@ -157,6 +157,7 @@ def foresee(
         UsageError: no plan can be foreseen, or the site is not known.
     """
     from grappe.data.datasets import prepare
+    from grappe.foresight.devices import device_reported
     from grappe.foresight.fake_model import FakeModel
     from grappe.foresight.kernels import Kernels
     from grappe.foresight.search import candidates, foreseen, in_words, on_each_number
@@ -173,9 +174,7 @@ def foresee(
         return (place is not None or gpus_here is not None) and plan.device != "cpu"
 
     kinds = {on_gpu(plan) for plan in requested}
-    budget = None
-    if True in kinds:
-        budget = budget_of(site) if site is not None else budget_here(gpus_here)
+    budget = None if True not in kinds else budget_of(site) if site is not None else budget_here(gpus_here)
     reference = TaskReference.of(task, fields)
     resolved = reference.resolve()
     folder = data_folder(data)
@@ -186,17 +185,22 @@ def foresee(
         gpu: FakeModel(resolved, folder, foreach=gpu, kernels=None if gpu else Kernels(), records=records)
         for gpu in kinds
     }
+    fabric = None if place is None else site_fabric(place)
+    device = device_reported("" if gpus_here is None else gpus_here.name) if fabric is None else fabric.device
     forecasts = [
-        foreseen(models[on_gpu(plan)], plan, batch, budget if on_gpu(plan) else None)
+        foreseen(models[True], plan, batch, budget, device)
+        if on_gpu(plan)
+        else foreseen(models[False], plan, batch, None)
         for batch in batch_size or (resolved.batch_size,)
         for plan in requested
     ]
     if all(forecast.needs is None for forecast in forecasts):
         raise UsageError("; ".join(dict.fromkeys(forecast.why for forecast in forecasts)))
+    notes = list(dict.fromkeys(forecast.chosen for forecast in forecasts if forecast.chosen))
     if not times:
         untimed = tuple(TimedPlan(foreseen=forecast) for forecast in forecasts)
-        return PlanTimes(plans=untimed, budget=budget)
-    parts, fabric = [], None if place is None else site_fabric(place)
+        return PlanTimes(plans=untimed, notes=tuple(notes), budget=budget)
+    parts = []
     on_gpus = [forecast for forecast in forecasts if on_gpu(Plan.parse(forecast.plan))]
     if place is not None and on_gpus:
         parts.append(_on_gpus(models[True], on_gpus, place, fabric))
@@ -206,9 +210,8 @@ def foresee(
         parts.append(_here(models[False], on_cores, reference, folder, site=place))
     timed = {id(plan.foreseen): plan for part in parts for plan in part.plans}
     plans_timed = tuple(timed[id(forecast)] for forecast in forecasts)
-    notes = [note for part in parts for note in part.notes]
+    notes += [note for part in parts for note in part.notes]
     if budget is not None and not plans:
-        device = None if fabric is None else fabric.device
         for batch in batch_size or (resolved.batch_size,):
             choices = in_words(on_each_number(models[True], Plan(), gpus or (1, 2, 4, 8), batch, budget, device))
             notes += [f"batch_size={batch} {choices}" if len(batch_size) > 1 else choices] if choices else []

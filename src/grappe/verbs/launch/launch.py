@@ -159,10 +159,14 @@ def _refuse_plan(plan: Plan) -> None:
     """Raises PlanError for a key that an unedited script cannot have, UsageError for processes that others start."""
     beyond = sorted(plan.changed_keys() - UNEDITED_KEYS) or ["dropout=local"] * (plan.dropout == "local")
     if beyond:
-        raise PlanError(
-            f"an unedited script can have {', '.join(sorted(UNEDITED_KEYS))} in its plan, and no {beyond[0]}: write it "
-            "around grappe.Loop (docs/own-loop.md), or describe it as a task"
-        )
+        from grappe.training.own_loop import SUPPORTED_KEYS, by_hand
+
+        of_tasks = [key for key in beyond if key.partition("=")[0] not in SUPPORTED_KEYS]
+        key = (of_tasks or beyond)[0]
+        start = f"an unedited script can have {', '.join(sorted(UNEDITED_KEYS))} in its plan, and no {key}"
+        if of_tasks:
+            raise PlanError(f"{start}: describe it as a task (docs/from-a-script.md){by_hand(plan)}")
+        raise PlanError(f"{start}: write it around grappe.Loop (docs/own-loop.md), or describe it as a task")
     if plan.processes > 1 and rank_from_environment() is not None:
         raise UsageError(
             "a script for one process is spread by grappe launch alone, on one machine: under torchrun or srun, write "
