@@ -214,7 +214,7 @@ class Net(torch.nn.Linear):
 
 
 def test_the_command_in_a_folder_of_its_own_spreads_a_script_too(tmp_path: Path) -> None:
-    """It was of no library, and a line of its file, in the stack of a rehearsal alone, made it another loader's."""
+    """The command was of no library: a line of its file, in a rehearsal's stack alone, made it another loader's."""
     (tmp_path / "grappe").write_text("import sys\nfrom grappe.cli.commands import main\nsys.exit(main())\n")
     (tmp_path / "train.py").write_text(SPREAD)
     (tmp_path / "net.py").write_text(NET)
