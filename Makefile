@@ -40,7 +40,7 @@ lint: .venv/dev  ## style, names, import directions, README's generated parts
 types: .venv/dev  ## check types
 	@$(BIN)/pyrefly check
 
-horovod: .venv/train  ## build Horovod's last release for engine=horovod (four minutes, a C++ compiler)
+horovod: .venv/train  ## build Horovod's last release for engine=horovod (two minutes, a C++ compiler)
 	@scripts/build_horovod.sh
 
 operators: .venv/test  ## compile DeepSpeed's operators for engine=deepspeed (three minutes, a C++ compiler)

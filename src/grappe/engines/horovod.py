@@ -40,7 +40,7 @@ from grappe.task import overrides
 LOOPBACK = "127.0.0.1"
 MISSING = (
     "engine=horovod needs Horovod, whose last release is of 2023 and has to be built: `make horovod` does that "
-    "(four minutes, a C++ compiler). It is not maintained and has open CVEs: for private networks only"
+    "(two minutes, a C++ compiler). It is not maintained and has open CVEs: for private networks only"
 )
 
 
