@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -49,7 +51,8 @@ def test_a_part_shows_the_whole_shape() -> None:
     ("run", "said"),
     [
         (lambda x: x.cumsum(2), "cumsum along the dimension"),
-        (torch.fft.fft, "fft"),
+        (torch.fft.fft, r"torch\.fft\.fft "),
+        (torch.linalg.norm, r"torch\.linalg\.norm "),
         (lambda x: x.numpy(), "reading a tensor's numbers"),
         (lambda x: x[x > 0], "an index that is a tensor"),
         (lambda x: x.unfold(2, 3, 1), "unfold"),
@@ -65,6 +68,19 @@ def test_a_part_shows_the_whole_shape() -> None:
 def test_a_function_without_a_rule_is_refused_with_its_name_and_the_line(run: Any, said: str) -> None:
     with pytest.raises(PlanError, match=rf"domain= has no rule for .*{said}.*test_cut\.py, line \d+"):
         run(images())
+
+
+def test_a_function_that_never_has_a_rule_is_not_told_to_work_along_another_dimension() -> None:
+    with pytest.raises(PlanError, match=r"einsum .*: write it with functions that have one, such as matmul"):
+        torch.einsum("bchw,cd->bdhw", images(), torch.ones(3, 2))
+
+
+def test_without_a_line_of_the_users_a_refusal_has_the_librarys(tmp_path: Path) -> None:
+    library = tmp_path / "site-packages" / "library.py"
+    names: dict[str, Any] = {"torch": torch}
+    exec(compile("def forward(x):\n    return torch.erfinv(x)\n", library, "exec"), names)
+    with ThreadPoolExecutor(1) as alone, pytest.raises(PlanError, match=r"erfinv \(.*library\.py, line 2, in forward"):
+        alone.submit(names["forward"], images()).result()
 
 
 def test_a_process_without_a_part_is_refused() -> None:

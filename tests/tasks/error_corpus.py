@@ -534,8 +534,8 @@ PARTS = (
     Case(
         name="a function without a rule",
         changes={FORWARD: f"        h = self.first(torch.fft.fft(x).real).tanh()  {HERE}\n", **IN_PARTS},
-        says="domain= has no rule for fft_fft",
-        fix="let it work along another dimension, or tell in the task's domain() to cut another dimension or none",
+        says="domain= has no rule for torch.fft.fft",
+        fix="write it with functions that have one, such as matmul, or tell in the task's domain() to leave this input",
     ),
     Case(
         name="values that are chosen by a mask",

@@ -32,6 +32,9 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 ROUND = "let it work along another dimension, or tell in the task's domain() to cut another dimension or none"
+OTHERS = (
+    "write it with functions that have one, such as matmul, or tell in the task's domain() to leave this input whole"
+)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -151,7 +154,7 @@ class Cut(Tensor):
             return super().__torch_function__(func, types, args, kwargs)
         if inspect.isfunction(func) and func.__module__ == torch.nn.functional.__name__:
             return _written_out(func)(*args, **kwargs)
-        raise refused(name_of(func))
+        raise refused(name_of(func), OTHERS)
 
     @classmethod
     def __torch_dispatch__(  # pyrefly: ignore
@@ -200,6 +203,9 @@ def named(*names: str) -> list[Any]:
 def name_of(func: Any) -> str:
     """Returns a function's name as a user writes it, or that of an attribute."""
     name = getattr(func, "__name__", str(func))
+    module, _, short = name.partition("_")
+    if short and getattr(getattr(torch, module, None), short, None) is func:  # torch.fft.fft calls itself fft_fft
+        return f"torch.{module}.{short}"
     return getattr(func.__self__, "__name__", name) if name in ("__get__", "__set__") else name
 
 
@@ -208,8 +214,10 @@ MERGED = "dimensions that are merged with the one that is cut"
 
 
 def refused(what: str, instead: str = ROUND) -> PlanError:
-    """Returns the error for what cannot be done with a cut tensor, with the user's line."""
-    return PlanError(f"domain= has no rule for {what} ({place_in(traceback.extract_stack())}): {instead}")
+    """Returns the error for what cannot be done with a cut tensor, with the user's line, or that of a library."""
+    folder = os.path.dirname(__file__)  # noqa: PTH120 - of the rules, which are the innermost frames
+    stack = [frame for frame in traceback.extract_stack() if not frame.filename.startswith(folder)]
+    return PlanError(f"domain= has no rule for {what} ({place_in(stack)}): {instead}")
 
 
 def along(function: str) -> PlanError:
