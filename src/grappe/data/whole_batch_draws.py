@@ -72,6 +72,8 @@ class MeanDraws:
     """Tells whether a mode below replaces each draw by its mean, as verify does: dropout then keeps every value."""
 
     on = False
+    probing = False
+    """Whether what is drawn only measures the generator, once a process: modes leave that alone."""
 
 
 class _Now:
@@ -228,12 +230,16 @@ def _words_each(operator: Any, dtype: torch.dtype, arguments: tuple[Any, ...]) -
     """Returns how many words of the CPU's generator each number takes, if they are drawn one by one; otherwise 0."""
     generators = [torch.Generator().manual_seed(1) for _ in range(4)]
     at_once, first, then = (torch.empty(size, dtype=dtype) for size in (40, 17, 23))
-    for tensor, generator in zip((at_once, first, then), (generators[0], *generators[1:2] * 2), strict=True):
-        operator(tensor, *arguments, generator=generator)
-    for words, generator in ((1, generators[2]), (2, generators[3])):
-        torch.empty(words * 40, dtype=torch.int32).random_(generator=generator)
-        if torch.equal(generator.get_state(), generators[0].get_state()):
-            return words if torch.equal(at_once, torch.cat([first, then])) else 0
+    MeanDraws.probing = True
+    try:
+        for tensor, generator in zip((at_once, first, then), (generators[0], *generators[1:2] * 2), strict=True):
+            operator(tensor, *arguments, generator=generator)
+        for words, generator in ((1, generators[2]), (2, generators[3])):
+            torch.empty(words * 40, dtype=torch.int32).random_(generator=generator)
+            if torch.equal(generator.get_state(), generators[0].get_state()):
+                return words if torch.equal(at_once, torch.cat([first, then])) else 0
+    finally:
+        MeanDraws.probing = False
     return 0
 
 
