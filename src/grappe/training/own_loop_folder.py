@@ -79,7 +79,7 @@ class LoopFolder:
             step = None if newest is None else newest.step
             if not new:
                 files.remove(folder / DONE)
-                now = restarted(before, now)
+                now = restarted(before, now, step or 0)
                 run.write_description(now)
                 run.cut_back(step or 0)
                 self._samples = run.last_record("step").get("samples", 0)

@@ -235,7 +235,6 @@ class Run(Tabular):
         description, last = self.read_description(), self.last_record("evaluation")
         scores = {name: last[name] for name in last if name not in ("kind", "step", "count")}
         facts = {name: description.get(name) for name in ("task", "started")}
-        reached = last.get("step") or self.last_record("step").get("step", 0)
         return Table(
             [
                 {
@@ -243,11 +242,22 @@ class Run(Tabular):
                     "plan": plan_name(description.get("plan")),
                     **facts,
                     "status": self.read_status(description),
-                    "step": reached,
+                    "step": self.step_reached(description),
                     **scores,
                 }
             ]
         )
+
+    def step_reached(self, description: Mapping[str, Any]) -> int:
+        """Reads the step at which the last start ended; of one that runs or was killed, the last that it has written.
+
+        Args:
+            description: the content of run.json.
+        """
+        if description.get("status") != "running" and "step" in description:
+            return int(description["step"])
+        saved = [checkpoint.step for checkpoint in checkpoint_format.list_checkpoints(self.checkpoints)]
+        return max([0, *saved, *(int(number(record.get("step"))) for record in self.records())])
 
     def cut_back(self, step: int) -> None:
         """Drops the records of the curves after `step`, at which the training resumes."""

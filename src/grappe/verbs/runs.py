@@ -41,8 +41,7 @@ def listing(base: Path, tag: str | None = None) -> Table | str:
         if tag is not None and tag not in tags:
             continue
         evaluation = run.last_record("evaluation")
-        saved = max((checkpoint.step for checkpoint in list_checkpoints(run.checkpoints)), default=0)
-        step = str(saved or evaluation.get("step") or run.last_record("step").get("step", ""))
+        step = str(run.step_reached(description) or "")
         plan = plan_name(description.get("plan"))
         status, name = run.read_status(description), description.get("name", "")
         scores = shown_scores(evaluation)

@@ -152,6 +152,7 @@ def test_a_script_that_was_ended_in_an_epoch_goes_on_to_the_same_weights_and_lin
         42 * epoch + n for epoch in range(3) for n in (10, 20, 30, 40, 42)
     ]
     assert {record["lr"] for record in steps[:5]} == {0.05}
+    assert [size["step"] for size in Run(run).read_description()["sizes"]] == [0, reached.step]
 
 
 def test_a_script_s_run_is_shown_as_others_are(
@@ -159,7 +160,7 @@ def test_a_script_s_run_is_shown_as_others_are(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     Path("train.py").write_text(SCRIPT + "\nprint('to the error stream', file=sys.stderr)")
-    assert launch("train.py", ["out.pt"], ONE) == 0
+    assert launch("train.py", ["out.pt"], ONE, save_every=4) == 0
     said = capfd.readouterr()
     assert "to the error stream" not in said.out and "to the error stream" in said.err
     [folder] = Path("runs").iterdir()
@@ -170,7 +171,8 @@ def test_a_script_s_run_is_shown_as_others_are(
     assert description["costs"][0]["peak"]["host"] > 1e7
     shown = io.StringIO()
     Console(file=shown, width=200).print(listing(Path("runs")))
-    assert re.search(r"train-\S+ +finished +15 ", shown.getvalue())
+    assert re.search(r"train-\S+ +finished +15 ", shown.getvalue()), "the step at which it ended, not the last saved"
+    assert Run(folder).table()["step"] == [15]
     page = report([folder])
     assert "train.py" in page.read_text()
     assert follow(folder, shown) == "finished"
