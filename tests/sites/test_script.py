@@ -6,6 +6,7 @@ import dataclasses
 import os
 import shutil
 import subprocess
+import time
 from pathlib import Path
 from typing import Any
 
@@ -98,6 +99,10 @@ def test_lightnings_requeue_is_off_in_a_script_that_imports_it_and_the_doctor_re
     assert "--script" not in render(narval())
 
 
+def now() -> int:
+    return int(time.time())
+
+
 def job(run: Path, text: str, **variables: str) -> subprocess.CompletedProcess[str]:
     """Runs a script of the functions that a job's script sources, with the variables of job 5."""
     (run / "logs").mkdir(parents=True, exist_ok=True)
@@ -137,7 +142,7 @@ def test_a_job_that_goes_back_into_the_queue_leaves_no_exit_code(tmp_path: Path,
     assert (run / "logs" / "job-5.end").exists() is left
 
 
-def test_nodes_that_slurm_takes_out_and_processes_that_die_are_noted_once_for_each_start(tmp_path: Path) -> None:
+def test_nodes_that_slurm_takes_out_and_where_processes_die_count_once_for_each_start(tmp_path: Path) -> None:
     """sinfo is a stand-in; the rule is that of submit (tests/verbs/submit/test_jobs.py)."""
     run, commands = tmp_path / "run", tmp_path / "bin"
     commands.mkdir()
@@ -151,13 +156,15 @@ def test_nodes_that_slurm_takes_out_and_processes_that_die_are_noted_once_for_ea
     done = job(
         run, f"printf '{said}' >> {log}\nnote_death\nfailed_nodes $failures", SLURM_RESTART_COUNT="2", **variables
     )
-    assert done.stdout.strip() == f"noted against node n1, in {tmp_path}/.failed-nodes: Slurm: down*, Not responding"
+    evidence, noted = ["Slurm: down*, Not responding", "a process was ended: Killed"], f"in {tmp_path}/.failed-nodes"
+    assert done.stdout.strip().splitlines() == [f"noted against node n1, {noted}: {text}" for text in evidence]
     done = job(
         run, f"printf '{said}' >> {log}\nnote_death\nfailed_nodes $failures", SLURM_RESTART_COUNT="3", **variables
     )
     assert done.stdout.splitlines()[-1] == "n1"
     notes = (tmp_path / ".failed-nodes").read_text().splitlines()
-    assert [note.split(" ", 2)[1] for note in notes] == ["n1", "n1"], "n3 died in an earlier start, n2 after n1"
+    noted = [f"n1 5.{start} run: {text}" for start in (20, 30) for text in evidence]
+    assert [note.split(" ", 1)[1] for note in notes] == noted, "n3 died in an earlier start, n2 after n1"
 
 
 @pytest.mark.parametrize("command", ["train", "evaluate"])
@@ -192,14 +199,15 @@ def test_what_slurm_ends_to_requeue_it_counts_as_no_kill(tmp_path: Path) -> None
 def test_a_loss_that_was_no_number_on_one_node_is_noted_unless_the_same_was_seen_before(tmp_path: Path) -> None:
     run, why = tmp_path / "run", "step 3, loss nan of samples 4, 5 alone"
     for node, start in (("n1", "0"), ("n2", "1")):  # the same samples elsewhere: it is not the node
-        text = f"echo '{node} {why}' > $run/logs/job-5.wrong; echo 1 > $GRAPPE_FAILURE\nstep false\nfinish train 5"
+        text = f"echo '{now()} {node} {why}' > $run/logs/job-5.wrong-{node}; echo 1 > $GRAPPE_FAILURE\n"
+        text += "step false\nfinish train 5"
         assert job(run, text, SLURM_RESTART_COUNT=start).returncode == 1, "the job does not go on"
     notes = (tmp_path / ".failed-nodes").read_text().splitlines()
     assert [note.split(" ", 1)[1] for note in notes] == [f"n1 5.0 run: {why}"]
 
 
 def test_a_node_on_which_a_process_stood_still_is_noted_and_the_job_ends(tmp_path: Path) -> None:
-    text = "echo 'n1 process 1 stood still' > $run/logs/job-5.wrong\nstep false\nfinish train 5"
+    text = f"echo '{now()} n1 process 1 stood still' > $run/logs/job-5.wrong-n0\nstep false\nfinish train 5"
     assert job(tmp_path / "run", text).returncode == 1
     assert (tmp_path / ".failed-nodes").read_text().split(" ", 1)[1] == "n1 5.0 run: process 1 stood still\n"
 
@@ -207,7 +215,8 @@ def test_a_node_on_which_a_process_stood_still_is_noted_and_the_job_ends(tmp_pat
 def test_those_that_srun_ended_since_another_stood_still_are_not_noted(tmp_path: Path) -> None:
     text = (
         "mkdir -p $run/logs; echo 'srun: error: n1: task 1: Killed' >> $log; "
-        "echo 'n2 process 2 stood still' > $run/logs/job-5.wrong\nstep bash -c 'kill -9 $$'\nfinish train 50"
+        f"echo '{now()} n2 process 2 stood still' > $run/logs/job-5.wrong-n0\n"
+        "step bash -c 'kill -9 $$'\nfinish train 50"
     )
     assert job(tmp_path / "run", text, PATH=os.environ["PATH"]).returncode == 137
     assert (tmp_path / ".failed-nodes").read_text().split(" ", 1)[1] == "n2 5.0 run: process 2 stood still\n"
@@ -217,7 +226,7 @@ def test_those_that_srun_ended_since_another_stood_still_are_not_noted(tmp_path:
 def test_what_is_only_in_doubt_is_noted_at_each_start_and_decides_nothing(tmp_path: Path, code: int) -> None:
     run, slurm = tmp_path / "run", "squeue() { echo RUNNING; }; sleep() { :; }; scontrol() { echo $1; }\n"
     for start in ("0", "1"):
-        text = f"{slurm}echo 'n1 GPU 0 had 3 errors' > $run/logs/job-5.doubt-n1\n"
+        text = f"{slurm}echo '{now()} n1 GPU 0 had 3 errors' > $run/logs/job-5.doubt-n1\n"
         text += f"step sh -c '[ {code} = 137 ] && kill -9 $$; exit {code}'\n"
         done = job(run, f"{text}finish train 50", SLURM_RESTART_COUNT=start)
         assert done.returncode == code
@@ -225,6 +234,25 @@ def test_what_is_only_in_doubt_is_noted_at_each_start_and_decides_nothing(tmp_pa
         assert ("leaves out n1" in done.stdout) is (start == "1" and code in (75, 137))
     notes = (tmp_path / ".failed-nodes").read_text().splitlines()
     assert [note.split(" ", 1)[1] for note in notes] == [f"n1 5.{10 * n} run: GPU 0 had 3 errors" for n in (0, 1)]
+
+
+def test_all_that_was_left_against_a_node_is_noted_once_with_its_time_and_counts_as_one_start(tmp_path: Path) -> None:
+    at, logs = now(), tmp_path / "run" / "logs"
+    logs.mkdir(parents=True)
+    (logs / "job-5.doubt-n1").write_text(f"{at - 9} n1 broken (doctor)\n" * 2 + f"{at - 2} n2 slow (training)\n")
+    (logs / "job-5.doubt-n2").write_text(f"{at - 3} n1 slow (training)\n{at - 1} n1 not broken (doctor)\n")
+    done = job(tmp_path / "run", "step true\nfinish train 5; failed_nodes $failures")
+    assert "n1\n" not in done.stdout, "notes of one start are no two"
+    notes = (tmp_path / ".failed-nodes").read_text().splitlines()
+    assert notes == [
+        f"{at - 9} n1 5.0 run: broken (doctor)",
+        f"{at - 3} n1 5.0 run: slow (training)",
+        f"{at - 2} n2 5.0 run: slow (training)",
+        f"{at - 1} n1 5.0 run: not broken (doctor)",
+    ]
+    assert not list(logs.glob("job-5.doubt*"))
+    (logs / "job-5.wrong-n1").write_text(f"{at} n1 proven: process 1, step 3\n")
+    assert job(tmp_path / "run", "note_left wrong\nfailed_nodes $failures").stdout.endswith("\nn1\n")
 
 
 STAND_INS = """

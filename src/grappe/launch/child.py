@@ -32,8 +32,7 @@ MOST_WORDS = 2000  # of an error's text: its first lines name the error
 STARTED = "--- started "  # opens each start's part of a log
 FATAL = "Fatal Python error: "  # opens the stacks of a process that a signal ended
 FAILURE = "GRAPPE_FAILURE"  # the variable that names the file for a failure's exit code, in a job
-WRONG = ".wrong"  # suffix of the file next to it, with what speaks against nodes
-DOUBT = ".doubt-"  # the same, before a node's name
+WRONG, DOUBT = "wrong", "doubt"  # suffixes of the files next to it, with what speaks against nodes
 CURRENT = "Current thread"  # opens the stack of the thread that the signal met
 
 
@@ -127,18 +126,22 @@ def early_log(rendezvous_folder: Path, process: ProcessRank) -> Path:
     return rendezvous_folder / f"rank-{process.rank}.log"
 
 
-def doubt(node: str, evidence: str) -> None:
+def doubt(node: str, evidence: str, source: str) -> None:
     """Leaves what speaks against a node, on which a training may well finish, to the job's script."""
-    accuse({node: evidence}, f"{DOUBT}{node}")
+    accuse({node: f"{evidence} ({source})"}, DOUBT)
 
 
 def accuse(nodes: Mapping[str, str], suffix: str = WRONG) -> None:
-    """Leaves what speaks against nodes to the job's script, which notes it; does nothing outside of a job."""
+    """Leaves what speaks against nodes to the job's script, which notes it; does nothing outside of a job.
+
+    What other processes have left stays. The file is this node's own: lines that two nodes append may be lost.
+    """
     file = os.environ.get(FAILURE)
     if file and nodes:
-        lines = [f"{node} {evidence}\n" for node, evidence in nodes.items()]
-        with contextlib.suppress(OSError, errors.RunError):
-            files.replace(Path(file).with_suffix(suffix), "".join(lines).encode(), files.IN_PART)
+        lines = [f"{time.time():.0f} {node} {' '.join(evidence.split())}\n" for node, evidence in nodes.items()]
+        file_of_node = Path(file).with_suffix(f".{suffix}-{host_name()}")
+        with contextlib.suppress(OSError, errors.RunError), files.appender(file_of_node, files.IN_PART) as stream:
+            stream.write("".join(lines).encode())
 
 
 def end_now(rendezvous_folder: Path, process: ProcessRank, message: str, nodes: Mapping[str, str]) -> None:

@@ -152,18 +152,18 @@ on_each_process() {
 
 # ---- nodes that fail ----
 
-# note_node NODE EVIDENCE: against a node, once for each start of a job, beside all runs of the folder.
+# note_node NODE EVIDENCE [TIME]: against a node, the same once for each start of a job, beside all runs of the folder.
 note_node() {
     local start=$SLURM_JOB_ID.$GRAPPE_START
-    grep -qs "^[0-9]* $1 $start " "$failures" && return
-    echo "$(date +%s) $1 $start ${run##*/}: $2" >> "$failures"
+    grep -s "^[0-9]* $1 $start " "$failures" | cut -d " " -f 5- | grep -qxFe "$2" && return
+    echo "${3:-$(date +%s)} $1 $start ${run##*/}: $2" >> "$failures"
     echo "noted against node $1, in $failures: $2"
 }
 
 # failed_nodes FILE: the nodes with notes of two starts within a week, or one that is proven; the four noted last, joined
 # by commas. grappe submit calls it, too.
 failed_nodes() {
-    [ ! -e "$1" ] || awk -v now="$(date +%s)" '$1 > now - 604800 && !seen[$2, $3]++ { if (++notes[$2] > 1 || $5 == "proven:") last[$2] = $1 }
+    [ ! -e "$1" ] || awk -v now="$(date +%s)" '$1 > now - 604800 { starts[$2] += !seen[$2, $3]++; if (starts[$2] > 1 || $5 == "proven:") last[$2] = $1 }
         END { for (node in last) print last[node], node }' "$1" | sort -rn | head -n 4 | cut -d " " -f 2 | paste -sd , -
 }
 
@@ -171,7 +171,7 @@ failed_nodes() {
 best_first() {
     local node
     for node in $(scontrol show hostnames "$held"); do
-        case ,$left_out, in *,"$node",*) echo -n 9 ;; *) grep -cs " $node $SLURM_JOB_ID\." "$failures" | tr -d "\n" ;; esac
+        case ,$left_out, in *,"$node",*) echo -n 999 ;; *) grep -cs " $node $SLURM_JOB_ID\." "$failures" | tr -d "\n" ;; esac
         echo " $node"
     done | sort -s -n -k 1,1 | cut -d " " -f 2
 }
@@ -189,28 +189,20 @@ note_death() {
     local first_death
     [ "$noted" != "$GRAPPE_START" ] || return 0
     noted=$GRAPPE_START
-    ! note_accused || return 0
+    ! note_left wrong || return 0
     first_death=$(died)
     [ -z "$first_death" ] || note_node "${first_death%% *}" "${first_death#* }"
 }
 
-# What a process that ended has left against nodes.
-note_accused() {
-    local node evidence
-    [ -e "$run/logs/job-$job.wrong" ] || return
-    while read -r node evidence; do # the same again is the samples' doing, not the node's
-        grep -qsF ": $evidence" "$failures" || note_node "$node" "$evidence"
-    done < "$run/logs/job-$job.wrong"
-    rm -f "$run/logs/job-$job.wrong"
-}
-
-# What the doctor and the training's end have left: faults of a GPU, slow processes, with which a job may well finish.
-note_doubts() {
-    local node evidence
-    while read -r node evidence; do
-        note_node "$node" "$evidence"
-    done < <(cat "$run/logs/job-$job".doubt-* 2>/dev/null)
-    rm -f "$run/logs/job-$job".doubt-*
+# note_left KIND: what processes have left against nodes. wrong: a process that ended; doubt: the doctor and a training's
+# end, faults of a GPU and slow processes, with which a job may well finish.
+note_left() {
+    local at node evidence left=("$run/logs/job-$job.$1"-*)
+    [ -e "${left[0]}" ] || return
+    while read -r at node evidence; do # of a wrong loss, the same again is the samples' doing, not the node's
+        if [ "$1" = doubt ] || ! grep -qsF ": $evidence" "$failures"; then note_node "$node" "$evidence" "$at"; fi
+    done < <(sort -s -n "${left[@]}")
+    rm -f "${left[@]}"
 }
 
 # Whether a process was killed or a node went down, and no process has failed by itself.
@@ -301,8 +293,8 @@ begin() {
 finish() {
     local again=no resumes=no refused=0
     # Notes decide nothing here: what computed wrongly ends with 75 by itself.
-    if [ -e "$GRAPPE_FAILURE" ] || [ "$code" -le 128 ]; then note_accused; fi
-    note_doubts
+    if [ -e "$GRAPPE_FAILURE" ] || [ "$code" -le 128 ]; then note_left wrong; fi
+    note_left doubt
     case $1 in train | tune | launch) resumes=yes ;; esac # the others would begin again
     # srun ends the others when one fails, and then says that they were killed: what failed first has left its code.
     [ ! -e "$first" ] || code=$(cat "$first")

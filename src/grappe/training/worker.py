@@ -339,7 +339,7 @@ def _write_outcome(
     if world.rank == 0:
         if world.data_size == world.size:  # of equal work alone
             for node, evidence in slow_node(usages).items():
-                doubt(node, evidence)
+                doubt(node, evidence, "training")
         costs = [dataclasses.asdict(usage) for usage in usages]
         metrics = {} if outcome.scores is None else metrics_of(task)
         run.describe_drawn(functools.partial(drawn_from, order), 0, outcome.step)

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.metadata
+import time
 from pathlib import Path
 
 import pytest
 
+from grappe.launch.child import doubt
 from grappe.launch.rank import ProcessRank
 from grappe.plan import Plan
 from grappe.verbs.doctor import doctor
@@ -37,15 +39,24 @@ def test_a_process_that_never_comes(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         doctor.worker(request, alone, tmp_path)
 
 
-def test_a_fault_of_a_node_is_left_to_the_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    fault = dataclasses.replace(warning("GPU 1 had 3 errors"), of_node=True)
-    monkeypatch.setattr(doctor, "examine", lambda machine: [fault, warning("slow")])
+def test_faults_of_a_node_are_left_to_the_job_beside_what_was_left_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    faults = [dataclasses.replace(warning(text), of_node=True) for text in ("GPU 1 had 3 errors", "GPU 2 is gone")]
+    monkeypatch.setattr(doctor, "examine", lambda machine: [*faults, warning("slow")])
     monkeypatch.setenv("GRAPPE_FAILURE", str(tmp_path / "job-5.failed"))
     request = doctor.DoctorRequest(plan=Plan(), folder=tmp_path, job=True)
-    assert len(doctor.worker(request, ProcessRank(), tmp_path)) == 2
+    assert len(doctor.worker(request, ProcessRank(), tmp_path)) == 3
+    doubt("n7", "process 3 was slow:\n9 ms", "training")
     (left,) = tmp_path.iterdir()
-    assert left.name == f"job-5.doubt-{host_name()}"
-    assert left.read_text() == f"{host_name()} GPU 1 had 3 errors\n"
+    assert left.name == f"job-5.doubt-{host_name()}", "by one node alone: others may append at the same time"
+    lines = [line.split(" ", 2) for line in left.read_text().splitlines()]
+    assert all(time.time() - 60 < int(at) <= time.time() for at, _, _ in lines)
+    assert [line[1:] for line in lines] == [
+        [host_name(), "GPU 1 had 3 errors (doctor)"],
+        [host_name(), "GPU 2 is gone (doctor)"],
+        ["n7", "process 3 was slow: 9 ms (training)"],
+    ]
 
 
 def test_the_same_of_several_nodes_is_said_once() -> None:

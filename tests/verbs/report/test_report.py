@@ -481,3 +481,13 @@ def test_numbers_that_json_has_not(run: Path) -> None:
     gathered = gather([run])
     gathered["runs"][0]["used"]["seconds"] = float("inf")
     assert "Infinity" not in html(gathered, "x").partition("<script")[2].partition("</script>")[0]
+
+
+def test_all_evidence_against_a_runs_nodes_is_shown_with_its_time(run: Path, tmp_path: Path) -> None:
+    noted = another(run, "noted")
+    evidence = (("noted", "a " * 200), ("images", "no"), ("noted", "b"))
+    lines = [f"1764354300 n1 5.0 {name}: {text}" for name, text in evidence]
+    (run.parent / ".failed-nodes").write_text("\n".join(lines))
+    notes = gather([noted])["runs"][0]["description"]["notes on nodes"]
+    at = time.strftime("%Y-%m-%d %H:%M", time.localtime(1764354300))
+    assert [note.strip() for note in notes] == [f"{at} n1, job 5.0: {text}" for text in (("a " * 200).strip(), "b")]

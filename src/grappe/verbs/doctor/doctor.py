@@ -50,8 +50,9 @@ def worker(request: DoctorRequest, process: ProcessRank, rendezvous_folder: Path
     machine = Machine(process=process, environment=dict(os.environ), **vars(request))
     findings = list(examine(machine))
     host = host_name()
-    if faults := [finding.what for finding in findings if finding.of_node]:
-        doubt(host, "; ".join(faults))
+    for finding in findings:
+        if finding.of_node:
+            doubt(host, finding.what, "doctor")
     if process.size == 1:
         return _ordered([findings], [host])
     if failed(findings):  # the others might wait for a process that cannot come

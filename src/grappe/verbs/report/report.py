@@ -180,7 +180,10 @@ def _run(run: Run, row: dict[str, Any]) -> dict[str, Any]:
                 curves.setdefault(name, []).append((step, rounded))
     failures = [note for note in failure_notes(run.folder.parent) if note.run == run.folder.name]
     if failures:
-        description["notes on nodes"] = [f"{note.node}, job {note.start}: {note.evidence}" for note in failures]
+        description["notes on nodes"] = [
+            f"{time.strftime('%Y-%m-%d %H:%M', time.localtime(note.at))} {note.node}, job {note.start}: {note.evidence}"
+            for note in failures
+        ]
     usage = _usage(run)
     sizes = description.pop("sizes", [])
     if len(sizes) > 1 or "waited" in next(iter(sizes), {}):

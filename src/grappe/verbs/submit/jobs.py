@@ -62,7 +62,7 @@ def submitted(run: Path) -> list[dict[str, Any]]:
 
 
 class FailureNote(NamedTuple):
-    """A note against a node, of one start of a job."""
+    """A note against a node: one piece of evidence, of one start of a job."""
 
     at: float
     """Seconds since 1970."""
@@ -81,7 +81,7 @@ def failure_notes(base: Path) -> list[FailureNote]:
     except (OSError, RunError):
         return []
     notes = (NOTE.fullmatch(line) for line in lines)
-    return [FailureNote(float(note[1]), note[2], note[3], note[4], printable(note[5], 200)) for note in notes if note]
+    return [FailureNote(float(note[1]), note[2], note[3], note[4], printable(note[5], 500)) for note in notes if note]
 
 
 def nodes_to_leave_out(base: Path) -> dict[str, list[FailureNote]]:
