@@ -15,9 +15,11 @@ from benchmarks.foresee import measured_cell
 
 import grappe
 from grappe.errors import PlanError
+from grappe.foresight.devices import device_reported
 from grappe.foresight.fake_model import FakeModel
 from grappe.foresight.forecast import memory_forecast
 from grappe.foresight.kernels import Kernels
+from grappe.foresight.search import MemoryBudget, foreseen
 from grappe.launch.rank import ProcessRank
 from grappe.launch.signals import StopSignal
 from grappe.launch.world import World
@@ -42,7 +44,7 @@ def trained(folder: Path, plan: str) -> tuple[dict, dict[str, torch.Tensor]]:
 def test_two_processes_have_one_choice_and_the_bits_of_none(tmp_path: Path) -> None:
     described, weights = trained(tmp_path / "chosen", "replicate=2,memory=7MB")
     assert described["plan"].startswith("replicate=2,recompute=") and "memory" not in described["plan"]
-    assert described["chosen"].startswith(f"memory=7MB: chose {described['plan']}, foreseen to take ")
+    assert described["chosen"].startswith(f"memory=7MB: the plan is {described['plan']}, foreseen to take ")
     _, others = trained(tmp_path / "plain", "replicate=2")
     assert weights.keys() == others.keys() and all(torch.equal(weights[name], others[name]) for name in weights)
 
@@ -134,6 +136,10 @@ def test_on_a_gpu_some_memory_is_left_to_its_kernels() -> None:
     )  # fmt: skip
     plan, sentence = worker(request, ProcessRank(), Path())
     assert plan.recompute and "of 52 MB that torch may allocate" in sentence
+    device, budget = device_reported(request.gpu), MemoryBudget(whose="this GPU's memory", size=request.gpu_bytes)
+    fake_model = FakeModel(request.task.resolve(), request.data, foreach=True, records=True)
+    foreseen_plan = foreseen(fake_model, request.plan, 64, budget, device)
+    assert (foreseen_plan.plan, foreseen_plan.chosen) == (str(plan), sentence), "grappe foresee chooses otherwise"
     assert not worker(dataclasses.replace(request, plan=Plan(memory="2GB")), ProcessRank(), Path())[0].recompute
 
 
@@ -152,9 +158,11 @@ def test_a_gpu_too_small_for_the_states_has_them_on_the_host_if_there_is_room() 
 MOVED = """
 import dataclasses
 from pathlib import Path
+from grappe.foresight.devices import device_reported
 from grappe.foresight.fake_model import FakeModel
 from grappe.foresight.forecast import memory_forecast
 from grappe.foresight.kernels import Kernels
+from grappe.foresight.search import MemoryBudget, foreseen
 from grappe.launch.rank import ProcessRank
 from grappe.launch.signals import StopSignal
 from grappe.plan import Plan

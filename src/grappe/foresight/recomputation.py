@@ -74,7 +74,7 @@ class Recomputation:
         if self.plan.offload != asked.offload:
             moved = ", and parameters and optimizer state on the host, whose time on the bus is not foreseen"
         return (
-            f"memory={asked.memory}: chose {plan_name(self.plan)}, foreseen to take {format_bytes(self.peak)} of "
+            f"memory={asked.memory}: the plan is {plan_name(self.plan)}, foreseen to take {format_bytes(self.peak)} of "
             f"{format_bytes(limit)} that torch may allocate{reserve}, with {self.computing}{moved}"
         )
 

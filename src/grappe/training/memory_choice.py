@@ -24,8 +24,6 @@ if TYPE_CHECKING:
 
 COPIED = 64 << 20
 """Bytes by which the rate of copies is measured."""
-GPU_WORKSPACE_BYTES = 256 << 20
-"""For cuBLAS's and attention's own memory, which is not foreseen: an H100 took 0.2 GB more than foreseen, in fp32."""
 CHOSEN_KEYS = ("memory", "recompute", "microbatches", "offload")
 """Keys of a plan that the choice sets."""
 
@@ -112,7 +110,7 @@ def worker(request: ChoiceRequest, process: ProcessRank, rendezvous_folder: Path
     from grappe.foresight.forecast import LibraryMemory, library_memory
     from grappe.foresight.kernels import Kernels
     from grappe.foresight.recomputation import fitted
-    from grappe.foresight.search import MemoryBudget
+    from grappe.foresight.search import GPU_WORKSPACE_BYTES, MemoryBudget
 
     plan, gpu, task = request.plan, bool(request.gpu), request.task.resolve()
     base = dataclasses.replace(plan, memory="none")

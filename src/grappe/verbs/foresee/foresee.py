@@ -174,7 +174,9 @@ def foresee(
         return (place is not None or gpus_here is not None) and plan.device != "cpu"
 
     kinds = {on_gpu(plan) for plan in requested}
-    budget = None if True not in kinds else budget_of(site) if site is not None else budget_here(gpus_here)
+    budget = None
+    if True in kinds:
+        budget = budget_here(gpus_here) if site is None else budget_of(site)
     reference = TaskReference.of(task, fields)
     resolved = reference.resolve()
     folder = data_folder(data)
