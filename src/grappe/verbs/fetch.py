@@ -170,13 +170,19 @@ def fetch(
         )
     for download in cls.downloads:
         _check(download, schemes)
-    if dry_run:
-        return [
-            Fetched(name=_name(download), size=download.size, was_there=_is_there(download, folder))
-            for download in cls.downloads
-        ]
-    folder.mkdir(parents=True, exist_ok=True)
-    return [_fetch_file(download, folder, show, schemes) for download in cls.downloads]
+    are_there = [_is_there(download, folder) for download in cls.downloads]
+    if not dry_run:
+        folder.mkdir(parents=True, exist_ok=True)
+        absent = [download for download, is_there in zip(cls.downloads, are_there, strict=True) if not is_there]
+        for download in absent:  # before the first one comes: a Corpus of the folder then knows what it lacks
+            _partial(download, folder).parent.mkdir(parents=True, exist_ok=True)
+            files.appender(_partial(download, folder)).close()
+        for download in absent:
+            _fetch_file(download, folder, show, schemes)
+    return [
+        Fetched(name=_name(download), size=download.size, was_there=is_there)
+        for download, is_there in zip(cls.downloads, are_there, strict=True)
+    ]
 
 
 def _check(download: Download, schemes: tuple[str, ...]) -> None:
@@ -197,22 +203,21 @@ def _check(download: Download, schemes: tuple[str, ...]) -> None:
         raise UsageError(f"{download.url}: its sha256 must have 64 hexadecimal digits, in small letters")
 
 
-def _fetch_file(download: Download, folder: Path, show: Callable[[str], None], schemes: tuple[str, ...]) -> Fetched:
-    name, place = _name(download), folder / download.folder
-    if _is_there(download, folder):
-        return Fetched(name=name, size=download.size, was_there=True)
-    place.mkdir(parents=True, exist_ok=True)
-    partial = place / f".{name}.part"
+def _partial(download: Download, folder: Path) -> Path:
+    return folder / download.folder / f".{_name(download)}.part"
+
+
+def _fetch_file(download: Download, folder: Path, show: Callable[[str], None], schemes: tuple[str, ...]) -> None:
+    name, partial = _name(download), _partial(download, folder)
     meter = ProgressMeter(f"fetching {name}", max(1, download.size // _MEGABYTE), show, unit="MB")
     with received(download, partial, lambda done: meter.at(done // _MEGABYTE), schemes) as archive:
         meter.end()
         _check_sum(download, partial)
         if download.members:
-            take_out(archive, download, place)
+            take_out(archive, download, partial.parent)
             files.remove(partial)
         else:
-            files.rename(partial, place / name)
-    return Fetched(name=name, size=download.size, was_there=False)
+            files.rename(partial, partial.with_name(name))
 
 
 def _is_there(download: Download, folder: Path) -> bool:

@@ -21,10 +21,13 @@ import pytest
 
 from grappe import tasks
 from grappe.cli.commands import app
+from grappe.data import Corpus
 from grappe.errors import DataError, GrappeError, UsageError
 from grappe.tasks.cifar10 import Cifar10
 from grappe.tasks.mnist import Mnist
+from grappe.training.run import Run
 from grappe.verbs.fetch import fetch
+from tests.data.corpus.shards import corpus_folder
 
 CONTENT = os.urandom(700_000)
 
@@ -135,6 +138,62 @@ def test_an_interrupted_download_goes_on(server: Server, tmp_path: Path) -> None
     fetch(mine, data)
     assert (data / "some.bin").read_bytes() == CONTENT
     assert server.requests[-1] == ("/data/some.bin", "bytes=300000-")
+
+
+SHARDED = """
+import torch
+import grappe
+from grappe.data import Corpus
+
+class Rows(grappe.Task):
+    epochs: int = 1
+    batch_size: int = 8
+    downloads = (DOWNLOADS)
+
+    def data(self, split, folder):
+        return Corpus(folder / "rows", lambda row: (torch.tensor([row["id"] / 100.0]), row["id"] % 3))
+
+    def model(self):
+        return torch.nn.Linear(1, 3)
+
+    def loss(self, output, target):
+        return torch.nn.functional.cross_entropy(output, target, reduction="none")
+
+    def optimizer(self, named_parameters):
+        return torch.optim.SGD(named_parameters, lr=0.1)
+"""
+
+
+@pytest.mark.parametrize("ending", [".parquet", ".jsonl.zst"])
+def test_the_shards_of_a_corpus_are_all_there_before_it_is_read(
+    server: Server, tmp_path: Path, capfd, ending: str
+) -> None:
+    """A fetch that ended early left some of them: a training on these alone would be another one, in silence."""
+    shards = {file.name: file.read_bytes() for file in sorted(corpus_folder(tmp_path / "made", ending).iterdir())}
+    server.files = {f"/{name}": content for name, content in shards.items()}
+    downloads = [
+        f"grappe.Download(url={address(server, f'/{name}')!r}, size={len(content)}, "
+        f"sha256={hashlib.sha256(content).hexdigest()!r}, folder='rows'),"
+        for name, content in shards.items()
+    ]
+    mine, data = tmp_path / "rows.py", tmp_path / "data"
+    mine.write_text(SHARDED.replace("DOWNLOADS", " ".join(downloads)))
+    *_, last = shards
+    content = server.files.pop(f"/{last}")
+    with pytest.raises(DataError, match=f"{last} cannot be downloaded: the server answered 404"):
+        fetch(str(mine), data)
+    for paths in (data / "rows", data / "rows" / f"*{ending}", [data / "rows" / name for name in shards]):
+        with pytest.raises(DataError, match="grappe fetch has not finished this file"):
+            Corpus(paths)
+    assert len(Corpus([data / "rows" / name for name in shards if name != last])) < 95, "these were asked for by name"
+    server.files[f"/{last}"] = content
+    words = [str(mine), "--data", str(data)]
+    assert app(["fetch", *words], exit_on_error=False, print_error=False) == 0
+    assert capfd.readouterr().out.count("was there") == 2
+    assert app(["data", "check", str(data / "rows")], exit_on_error=False, print_error=False) in (0, None)
+    assert "95" in capfd.readouterr().out
+    app(["train", *words, "--run", str(tmp_path / "run"), "--plan", "replicate=2"], exit_on_error=False)
+    assert Run(tmp_path / "run").latest().step == 12, "steps of 8 of 95 rows"
 
 
 def test_a_server_without_ranges_begins_again(server: Server, tmp_path: Path) -> None:

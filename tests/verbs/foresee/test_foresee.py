@@ -57,8 +57,8 @@ def test_a_choice_of_memory_is_said_with_its_price_in_the_words_of_a_training() 
     assert "recompute" in chosen
     assert len(times.notes) == 1
     assert re.fullmatch(
-        rf"memory=7MB: the plan is {re.escape(chosen)}, foreseen to take \d MB of 7 MB that torch may allocate, with .*more "
-        r"computing.*", times.notes[0],
+        rf"memory=7MB: the plan is {re.escape(chosen)}, foreseen to take \d MB of 7 MB that torch may allocate, with "
+        r".*more computing.*", times.notes[0],
     )  # fmt: skip
 
 

@@ -80,7 +80,7 @@ def find(paths: Paths, options: RowOptions) -> ShardFiles:
     """Lists the files of folders, globs and names.
 
     Raises:
-        DataError: there is none, or they are of several formats.
+        DataError: there is none, they are of several formats, or `grappe fetch` has not finished one.
         TaskError: tokens without their type.
     """
     asked = [paths] if isinstance(paths, str | Path) else list(paths)
@@ -89,6 +89,13 @@ def find(paths: Paths, options: RowOptions) -> ShardFiles:
     for path in (str(Path(each).expanduser().absolute()) for each in asked):
         is_pattern = glob.has_magic(path) and not Path(path).exists()
         matches = sorted(glob.glob(path, recursive=True)) if is_pattern else [path]  # noqa: PTH207, absolute patterns
+        beside = str(Path(path).with_name(f".{Path(path).name}"))
+        for pattern in (beside, *(f"{glob.escape(match)}/**/.*" for match in matches)):
+            for unfinished in glob.glob(f"{pattern}.part", recursive=True):  # noqa: PTH207, absolute patterns
+                raise DataError(
+                    f"{printable(unfinished)}: grappe fetch has not finished this file, and the corpus would lack its "
+                    "rows: give the same command again, or remove what it left"
+                )
         if not matches:
             raise DataError(f"{printable(path)}: no file has such a name")
         for match in map(Path, matches):

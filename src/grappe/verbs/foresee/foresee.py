@@ -165,9 +165,7 @@ def foresee(
 
     place = None if site is None else find(site)
     requested = [as_plan(plan) for plan in plans] or list(candidates(gpus or (1, 2, 4, 8)))
-    if place is not None:
-        requested = [on_site(plan, place) for plan in requested]
-
+    requested = [plan if place is None else on_site(plan, place) for plan in requested]
     gpus_here = LocalGpus.find() if place is None else None
 
     def on_gpu(plan: Plan) -> bool:
@@ -222,8 +220,13 @@ def foresee(
     else:
         verdict = gpu_or_not(models[max(kinds)], plans_timed, fabric) if records else None
     notes += [verdict] if verdict else []
-    reasons = tuple(reason for part in parts for reason in part.reasons)
-    return PlanTimes(plans=plans_timed, gpu=parts[0].gpu, notes=tuple(notes), reasons=reasons, budget=budget)
+    return PlanTimes(
+        plans=plans_timed,
+        gpu=parts[0].gpu,
+        notes=tuple(notes),
+        reasons=tuple(reason for part in parts for reason in part.reasons),
+        budget=budget,
+    )
 
 
 def is_one_process(plan: Plan) -> bool:
