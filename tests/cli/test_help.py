@@ -81,6 +81,10 @@ def test_nothing_of_the_parser_is_left_in_the_help(words: tuple[str, ...], engli
     assert not re.search(r"--empty-|--[a-z-]+\.[a-z]+ |\[default: \(\)\]|Parameters|ARGS", text)
 
 
+def test_a_range_is_shown_as_it_is_typed(english: None) -> None:
+    assert all(f"--{name} N or N-M " in shown(("submit",)) for name in ("nodes", "gpus"))
+
+
 def test_rare_options_are_in_a_second_box(english: None) -> None:
     usual, rare = shown(("train",)).split("Advanced options")
     assert "--evaluate-every" in usual and "--stall-limit" not in usual

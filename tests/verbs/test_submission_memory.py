@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 import time
 from pathlib import Path
 
@@ -10,8 +11,10 @@ import pytest
 
 from grappe.errors import TaskError, UsageError
 from grappe.fields import NumberRange
-from grappe.sites import find
+from grappe.plan import Plan
+from grappe.sites import find, slurm
 from grappe.sites.sbatch import FEWEST, JobOptions
+from grappe.verbs import automatic_time
 from grappe.verbs.automatic_time import foreseen_warnings, with_gpus, with_sizes
 from grappe.verbs.foresee.run_forecast import in_limited_process
 from grappe.verbs.submit.resources import Submission
@@ -140,6 +143,28 @@ def test_sizes_whose_memory_is_too_little_are_not_asked_for(tmp_path: Path, monk
     assert "--nodes=1-3" in made.text and "size 3 12 shard=12\n" in made.text and '--plan "$plan"' in made.text
     with pytest.raises(UsageError, match="a node of narval has 4 GPUs: begin with a multiple of it"):
         with_sizes(dataclasses.replace(submission, job=dataclasses.replace(job, gpus=NumberRange(6, 8))))
+
+
+@pytest.mark.parametrize(
+    ("gpus", "plan", "spare", "words"),
+    [
+        ((2, 16), "", 0, "8 nodes with 2 GPUs each, and generic has 3: use a range that ends at 6,"),
+        ((4, 12), "", 1, "4 nodes with 4 GPUs each, 1 of them spare, and generic has 3: use a range that ends at 8,"),
+        ((16, 20), "", 0, "at least 4 nodes with 4 GPUs each, and generic has 3: use at most 12 GPUs,"),
+        ((12, 20), "", 1, "at least 4 nodes with 4 GPUs each, 1 of them spare, and generic has 3: use at most 8 GPUs,"),
+        ((2, 4), "tensor=8", 0, "4 processes: only replicate of the plan tensor=8 changes"),
+        ((8, 12), "tensor=3", 0, "8 processes: only replicate of the plan tensor=3 changes"),
+    ],
+)  # fmt: skip
+def test_a_range_of_gpus_is_refused_in_gpus(
+    monkeypatch: pytest.MonkeyPatch, gpus: tuple[int, int], plan: str, spare: int, words: str
+) -> None:
+    text = "wide|48|498000|gpu:4|infinite|3|1-infinite"
+    site = slurm.probed(find("generic"), text, "wide", wants_gpus=True)
+    monkeypatch.setattr(automatic_time, "placed", lambda submission: (site, Plan.parse(plan)))
+    job = JobOptions(gpus=NumberRange(*gpus), spare=spare)
+    with pytest.raises(UsageError, match=re.escape(f"--gpus {gpus[0]}-{gpus[1]}: {words}")):
+        with_sizes(Submission(task="digits", arguments=("digits",), job=job))
 
 
 def test_what_a_task_prints_is_no_part_of_a_script(tmp_path: Path, capfd: pytest.CaptureFixture) -> None:

@@ -75,8 +75,8 @@ def gpu_counts(text: str, name: str) -> tuple[int, ...]:
     return (counts,) if isinstance(counts, int) else counts
 
 
-GpuCounts = Annotated[tuple[int, ...], TextForm(gpu_counts)]
-NodeCount = Annotated[Numbers, Parameter(accepts_keys=False)]
+GpuCounts = Annotated[tuple[int, ...], TextForm(gpu_counts), Parameter(metavar="N or N-M")]
+NodeCount = Annotated[Numbers, Parameter(accepts_keys=False, metavar="N or N-M")]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -141,13 +141,8 @@ def with_sizes(submission: Submission) -> tuple[Submission, str]:
     assert site.node is not None
     if gpus is None or gpus.most > site.node.gpus:
         if gpus is not None:  # of several nodes, each with as many as the fewest have
-            each = max(1, min(gpus.least, site.node.gpus))
-            nodes = NumberRange(-(-gpus.least // each), gpus.most // each)
-            if gpus.least % each:
-                raise UsageError(
-                    f"{text}: a node of {site.name} has {site.node.gpus} GPUs: begin with a multiple of it"
-                )
-            plan = stretched(plan, gpus.least * plan.per_device)
+            nodes = _nodes_for(gpus, site, job.spare, text)
+            plan = _stretched(plan, gpus.least, text)
         assert nodes is not None
         text, what, plans = text or f"--nodes {nodes}", "node", sizes(plan, nodes)
     else:
@@ -156,7 +151,7 @@ def with_sizes(submission: Submission) -> tuple[Submission, str]:
             with contextlib.suppress(PlanError):
                 plans[count] = stretched(plan, count * plan.per_device)
         if not plans:
-            stretched(plan, gpus.most * plan.per_device)  # its error
+            _stretched(plan, gpus.most, text)  # its error
     unfit = _unfit(submission, site, dataclasses.replace(job, nodes=nodes and nodes.least), plans)
     fits = [count for count in plans if count not in unfit]
     if not fits:
@@ -177,6 +172,36 @@ def with_sizes(submission: Submission) -> tuple[Submission, str]:
     why += "".join(f"; not {count_of(count, what)}: {reason}" for count, reason in unfit.items())
     counts = f"{NumberRange(least, most)} {what}{'s' if most > 1 else ''}"
     return with_plan(submission, str(plans[least]), job), f"{text}: {counts}: {why}"
+
+
+def _nodes_for(gpus: NumberRange, site: Site, spare: int, text: str) -> NumberRange:
+    """Returns the numbers of nodes for a range of GPUs; refuses it in GPUs, as it was typed in `text`."""
+    assert site.node is not None
+    each = max(1, min(gpus.least, site.node.gpus))
+    if gpus.least % each:
+        raise UsageError(f"{text}: a node of {site.name} has {site.node.gpus} GPUs: begin with a multiple of it")
+    nodes = NumberRange(gpus.least // each, gpus.most // each)
+    last = (site.node.count or nodes.most + spare) - spare
+    spares = f", {spare} of them spare" if spare else ""
+    if 0 < last < nodes.least:
+        raise UsageError(
+            f"{text}: at least {nodes.least + spare} nodes with {each} GPUs each{spares}, and {site.name} has "
+            f"{site.node.count}: use at most {last * each} GPUs, or another --partition"
+        )
+    if 0 < last < nodes.most:
+        raise UsageError(
+            f"{text}: {nodes.most + spare} nodes with {each} GPUs each{spares}, and {site.name} has "
+            f"{site.node.count}: use a range that ends at {last * each}, or another --partition"
+        )
+    return nodes
+
+
+def _stretched(plan: Plan, gpus: int, text: str) -> Plan:
+    """Returns the plan on a number of GPUs; an error begins with `text`, what the user has typed."""
+    try:
+        return stretched(plan, gpus * plan.per_device)
+    except PlanError as error:
+        raise PlanError(f"{text}: {error}") from error
 
 
 def _unfit(submission: Submission, site: Site, job: JobOptions, plans: Mapping[int, Plan]) -> dict[int, str]:

@@ -69,11 +69,12 @@ def jobs_of(submission: Submission) -> Iterator[Submission]:
         )
     if submission.command == TRAIN and submission.run is not None and len(job.gpus) > 1:
         raise UsageError("--run is one run's folder, and several numbers of GPUs are several runs: leave it out")
-    if NumberRange in (type(job.gpus), type(job.nodes)) and submission.command != TRAIN:
-        raise UsageError(
-            f"--gpus and --nodes take a range for trainings, whose plan can grow: give this "
-            f"{submission.command} a number"
-        )
+    for name, value in (("gpus", job.gpus), ("nodes", job.nodes)):
+        if isinstance(value, NumberRange) and submission.command != TRAIN:
+            raise UsageError(
+                f"--{name} {value}: a range is for trainings, whose plan can grow: give this {submission.command} "
+                "a number"
+            )
     if job.spare and submission.command != TRAIN:
         raise UsageError(
             f"--spare is for trainings, which go on from a checkpoint: leave it out of {submission.command}"
