@@ -9,11 +9,12 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from grappe import Task, engines
 from grappe.domain.batches import cut_batch, dimensions
 from grappe.domain.cut import Cut, Domain, cut
+from grappe.engines.shared.watched_forward import AssignedData
 from grappe.errors import PlanError, TaskError
 from grappe.plan import Plan
 
@@ -63,6 +64,7 @@ def test_a_part_shows_the_whole_shape() -> None:
         (Doubled.apply, "autograd.Function"),
         (torch.ops.aten.relu.default, "relu"),
         (lambda x: x.view(21, -1), "the view of"),
+        (lambda x: x @ torch.ones(5), "a product with a vector"),
     ],
 )
 def test_a_function_without_a_rule_is_refused_with_its_name_and_the_line(run: Any, said: str) -> None:
@@ -77,9 +79,11 @@ def test_a_function_that_never_has_a_rule_is_not_told_to_work_along_another_dime
 
 def test_without_a_line_of_the_users_a_refusal_has_the_librarys(tmp_path: Path) -> None:
     library = tmp_path / "site-packages" / "library.py"
-    names: dict[str, Any] = {"torch": torch}
-    exec(compile("def forward(x):\n    return torch.erfinv(x)\n", library, "exec"), names)
-    with ThreadPoolExecutor(1) as alone, pytest.raises(PlanError, match=r"erfinv \(.*library\.py, line 2, in forward"):
+    watching = AssignedData(nn.Module(), lambda *_: None)  # as in the engines: its frame is further in
+    names: dict[str, Any] = {"torch": torch, "watching": watching}
+    source = "def forward(x):\n    with watching:\n        return torch.erfinv(x)\n"
+    exec(compile(source, library, "exec"), names)
+    with ThreadPoolExecutor(1) as alone, pytest.raises(PlanError, match=r"erfinv \(.*library\.py, line 3, in forward"):
         alone.submit(names["forward"], images()).result()
 
 

@@ -11,8 +11,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from grappe import Arrays, Task
+from grappe.verbs.verify.verify import verify
+from tests import needs
 from tests.parity import reference
+from tests.parity.planted import runner
 from tests.processes import Pool
+
+needs.library("transformers")
 
 STEPS = 2
 
@@ -75,7 +80,41 @@ class Video(Others):
         return F.cross_entropy(output.logits, target, reduction="none")
 
 
-class Text(Others):
+class Tokens(Others):
+    """Texts of 47 tokens, an odd number, whose next ones are asked for."""
+
+    def loss(self, output: Any, target: Tensor) -> Tensor:
+        return F.cross_entropy(output.logits.transpose(1, 2), target, reduction="none").mean(1)
+
+    def data(self, split: str, folder: Path) -> Arrays:
+        ids = torch.randint(1, 50, (4, 47), generator=torch.Generator().manual_seed(5))
+        return Arrays(ids, ids.roll(-1, 1))
+
+
+class GPT2(Tokens):
+    """transformers' GPT-2, whose linear layers are addmm of merged samples and positions, with its dropout."""
+
+    def model(self) -> nn.Module:
+        from transformers import GPT2Config, GPT2LMHeadModel
+
+        names = {"bos_token_id": 0, "eos_token_id": 0}
+        return GPT2LMHeadModel(GPT2Config(vocab_size=50, n_positions=64, n_embd=32, n_layer=2, n_head=2, **names))
+
+
+class BERT(Tokens):
+    """transformers' BERT, with its dropout."""
+
+    def model(self) -> nn.Module:
+        from transformers import BertConfig, BertForMaskedLM
+
+        config = BertConfig(
+            vocab_size=50, hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=64,
+            max_position_embeddings=64,
+        )  # fmt: skip
+        return BertForMaskedLM(config)
+
+
+class Text(Tokens):
     """transformers' RoFormer, an encoder with rotated positions."""
 
     padded: int | None = None
@@ -90,14 +129,6 @@ class Text(Others):
         )  # fmt: skip
         return RoFormerForMaskedLM(config)
 
-    def loss(self, output: Any, target: Tensor) -> Tensor:
-        return F.cross_entropy(output.logits.transpose(1, 2), target, reduction="none").mean(1)
-
-    def data(self, split: str, folder: Path) -> Arrays:
-        generator = torch.Generator().manual_seed(5)
-        ids = torch.randint(0, 50, (4, 48), generator=generator)
-        return Arrays(ids, ids.roll(-1, 1))
-
 
 @pytest.mark.parametrize("task", [Segmenter(), Video(), Text()], ids=lambda task: type(task).__name__)
 def test_models_of_others_learn_what_one_process_learns(pool: Pool, task: Task) -> None:
@@ -108,6 +139,14 @@ def test_models_of_others_learn_what_one_process_learns(pool: Pool, task: Task) 
     for name, tensor in found["weights"].items():
         expected = plain["weights"][name]
         assert (tensor - expected).abs().max() <= 1e-7 * expected.abs().max() + 1e-12, name
+
+
+@pytest.mark.parametrize("parts", [2, 3])
+@pytest.mark.parametrize("task", [GPT2(), BERT()], ids=lambda task: type(task).__name__)
+def test_verify_finds_transformers_models_the_same(pool: Pool, task: Task, parts: int) -> None:
+    """GPT-2 and BERT in fp32, with dropout of attention, embeddings and outputs as one process draws it."""
+    [found] = verify(task, [f"domain={parts},threads=1"], run=runner(pool), steps=3)
+    assert found.verdict == "same", found
 
 
 def test_what_has_no_rule_is_refused_with_the_operator(pool: Pool) -> None:

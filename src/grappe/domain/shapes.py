@@ -339,6 +339,7 @@ def _indexed(inputs: Any, index: Any) -> Any:
 
 @rule(*named("cat", "concat", "concatenate"))
 def _concatenated(tensors: Sequence[Any], dim: int = 0) -> Cut:
+    tensors = [each for each in tensors if each.shape != (0,)]  # torch ignores those, whatever the others' shape
     leader = next(each for each in tensors if isinstance(each, Cut))
     at, dim = leader.at, dim % leader.dim()
     if dim != at.dim:
@@ -381,9 +382,11 @@ def _rolled(inputs: Any, shifts: Any, dims: Any = None) -> Any:
 
 @rule(*named("matmul", "bmm", "__matmul__"))
 def _product(a: Any, b: Any) -> Any:
-    for each in (a, b):
-        if each.dim() < 2 or (isinstance(each, Cut) and each.at.outer > 1 and each.at.dim >= each.dim() - 2):
-            raise refused(MERGED)
+    cuts = [each for each in (a, b) if isinstance(each, Cut)]
+    if min(a.dim(), b.dim()) < 2:
+        raise refused("a product with a vector", "give the vector a second dimension by unsqueeze")
+    if len(cuts) == 2 and any(each.at.outer > 1 and each.at.dim >= each.dim() - 2 for each in cuts):
+        raise refused(MERGED)
     rows, columns = (each.at.dim - each.dim() if isinstance(each, Cut) else None for each in (a, b))
     last = max(a.dim(), b.dim()) - 1
     if rows is None and columns == -1:
@@ -403,3 +406,9 @@ def _product(a: Any, b: Any) -> Any:
     parts, leader, from_end = _parts([a, b])  # in a dimension of the batch
     output = torch.matmul(*parts)
     return Cut(output, leader.at._replace(dim=output.dim() + from_end))
+
+
+@rule(*named("addmm", "baddbmm"))
+def _added_product(input: Any, a: Any, b: Any, *, beta: Any = 1, alpha: Any = 1) -> Any:
+    product = a @ b if alpha == 1 else (a @ b) * alpha
+    return product + (input if beta == 1 else input * beta) if beta else product

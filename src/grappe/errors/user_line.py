@@ -72,10 +72,11 @@ def at(owner: object, name: str) -> str:
 
 
 def place_in(stack: Sequence[traceback.FrameSummary]) -> str:
-    """Finds the innermost line of the user's own code in a stack; without one, the innermost line."""
+    """Finds the innermost line of the user's own code in a stack; without one, of a library other than grappe."""
     lines = [Line(frame.filename, frame.lineno or 0, frame.name) for frame in stack]
     own = [line for line in lines if not _is_library(line.file)]
-    return str((own or lines)[-1]) if lines else "nowhere"
+    others = [line for line in lines if not Path(line.file).is_relative_to(PACKAGE)]
+    return str((own or others or lines)[-1]) if lines else "nowhere"
 
 
 def is_users_file(file: str) -> bool:
