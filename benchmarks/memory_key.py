@@ -73,7 +73,7 @@ AMPLE = 1_200_000_000
 """Bytes above the peak, with which nothing is recomputed; what torch may allocate then says what else there is."""
 MARGIN = 1.03
 TIMES = 15
-CHOSEN = re.compile(r"chose (\S+), foreseen to take ([0-9.]+) ([kMG])B of ([0-9.]+) ([kMG])B")
+CHOSEN = re.compile(r"the plan is (\S+), foreseen to take ([0-9.]+) ([kMG])B of ([0-9.]+) ([kMG])B")
 
 
 def trained(task: str, plan: str, limit: int) -> tuple[str, str, str]:
