@@ -13,7 +13,7 @@ from grappe.cli.exit import script_apart
 from grappe.errors import EXIT_INTERRUPTED, ProcessDied, UsageError
 from grappe.training.run import Run
 from grappe.verbs.launch.launch import launch
-from tests.commands import Command
+from tests.commands import GRAPPE, Command
 
 PLAN = "replicate=2,device=cpu,threads=1"
 LOOP = """
@@ -239,3 +239,57 @@ def test_an_option_after_the_script_is_said_to_be_the_script_s(
         (tmp_path / "train.py").write_text(f"import argparse\nparser = argparse.ArgumentParser()\nparser.{own}")
         assert app(script_apart(["launch", str(tmp_path / "train.py"), "--plan", "replicate=2"]))
         assert "grappe:" not in capfd.readouterr().err
+
+
+OWN_ERROR = """
+import sys
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+
+
+def load(path):
+    return open(path)
+
+
+print("looks for data")
+if "file" in sys.argv:
+    load("nowhere.csv")
+model = torch.nn.Linear(4 if "shape" in sys.argv else 3, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for number, (x,) in enumerate(DataLoader(TensorDataset(torch.ones(40, 3)), 4)):
+    optimizer.zero_grad()
+    loss = model(x).square()
+    try:
+        (loss if "loss" in sys.argv else loss.mean()).backward()
+    except RuntimeError as error:
+        raise KeyError("no gradient") from error
+    optimizer.step()
+    if number == 2 and "late" in sys.argv:
+        raise ValueError("the disk is full")
+"""
+
+
+ALONE = "device=cpu,threads=1"
+
+
+@pytest.mark.parametrize(
+    ("how", "plan"), [("file", PLAN), ("shape", PLAN), ("loss", PLAN), ("late", PLAN), ("loss", ALONE), ("late", ALONE)]
+)
+def test_a_script_s_own_error_is_shown_as_python_shows_it(how: str, plan: str, tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(OWN_ERROR)
+    plain = subprocess.run([sys.executable, "train.py", how], cwd=tmp_path, capture_output=True, text=True, check=False)
+    command = Command(GRAPPE, "launch", "--plan", plan, "train.py", how, cwd=tmp_path)
+    try:
+        code, out, err = command.end()
+    finally:
+        command.close()
+    assert (code, out) == (plain.returncode, plain.stdout) == (1, "looks for data\n"), err
+    shown = err.replace('File "train.py"', f'File "{tmp_path / "train.py"}"')
+    if how != "shape":  # there the rehearsal's hooks take another way through torch's module.py
+        assert plain.stderr in shown
+    lines = [
+        line for line in plain.stderr.splitlines() if "train.py" in line or "Traceback" in line or "Error:" in line
+    ]
+    assert [line for line in shown.splitlines() if line in lines] == lines, "once"
+    assert "src/grappe" not in err and "<frozen" not in err
+    assert err.splitlines()[-1].startswith("grappe: train.py fail")

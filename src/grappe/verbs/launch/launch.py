@@ -19,12 +19,24 @@ import signal
 import socket
 import sys
 import tempfile
+import time
+import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import CodeType, ModuleType
 from typing import Any
 
-from grappe.errors import EXIT_FAILURE, EXIT_INTERRUPTED, EXIT_OK, PlanError, UsageError
+from grappe.errors import (
+    EXIT_FAILURE,
+    EXIT_INTERRUPTED,
+    EXIT_OK,
+    GrappeError,
+    PlanError,
+    ProcessDied,
+    UsageError,
+)
+from grappe.errors.causes import broken_package, refused_process
+from grappe.errors.user_line import PACKAGE, is_users_file
 from grappe.launch import files, local
 from grappe.launch.files import RUNS
 from grappe.launch.rank import ProcessRank, rank_from_environment
@@ -55,6 +67,8 @@ UNEDITED_KEYS = PROCESS_KEYS | {
     "precision", "recompute", "compile", "channels_last", "microbatches", "shard", "zero",
 }  # fmt: skip
 """Keys of a plan that a script for one process can have."""
+LATER_SECONDS = 0.5
+"""After which another process than the first reports the script's error: where all fail alike, process 0 shows it."""
 WORDS = {
     "mean": "a mean over rows",
     "counted": "a mean over what counts (tokens, classes by weight)",
@@ -298,10 +312,42 @@ def rehearse_script(request: RehearsalRequest, process: ProcessRank, rendezvous_
                     to.flush()
                 return Rehearsed(ended=code)
         except Exception as error:
-            if not rehearsal.in_part:
+            if rehearsal.in_part:
+                return rehearsal.failed(error)
+            if not (shown := script_traceback(error)):
                 raise
-            return rehearsal.failed(error)
+            complaints.seek(0)
+            for text, to in ((output.getvalue(), stream), (complaints.read() + shown, errors)):
+                to.write(text)
+                to.flush()
+            raise ProcessDied(
+                f"{request.script.script} fails by itself, on one process and before its first batch has trained"
+            ) from error
     return rehearsal.found
+
+
+def script_traceback(error: Exception) -> str:
+    """Formats a script's own error as Python does; "" where it is none, or another message says more.
+
+    The frames that run the script, and grappe's between its own and torch's, are left out; not where one of them raised
+    the error.
+    """
+    if isinstance(error, GrappeError) or refused_process(error) or broken_package(error):
+        return ""
+    shown = traceback.TracebackException.from_exception(error)
+    if not any(is_users_file(frame.filename) for frame in shown.stack):
+        return ""
+    chain: list[traceback.TracebackException | None] = [shown]
+    while chain:
+        if (part := chain.pop()) is None:
+            continue
+        first = next((number for number, frame in enumerate(part.stack) if is_users_file(frame.filename)), 0)
+        frames = part.stack[first:]
+        if frames and not frames[-1].filename.startswith(str(PACKAGE)):
+            frames = [frame for frame in frames if not frame.filename.startswith(str(PACKAGE))]
+        part.stack = traceback.StackSummary.from_list(frames)
+        chain += [part.__cause__, part.__context__]
+    return "".join(shown.format())
 
 
 def _seed(seed: int) -> None:
@@ -357,9 +403,18 @@ def run_script(request: ScriptRequest, process: ProcessRank, rendezvous_folder: 
                 code = EXIT_OK
         except SystemExit as end:
             code = _exit_code(end)
-        except BaseException as error:
+        except Exception as error:
             sys.last_value = error  # as the interpreter does before its exit functions
-            raise
+            shown = script_traceback(error)
+            if not shown or local.lost_another(str(error)):
+                raise
+            sys.stderr.write(shown)  # the user's terminal on process 0, a log on the others
+            who = f" in process {process.rank} of {process.size}" if process.size > 1 else ""
+            message = f"{request.script} failed{who} with {type(error).__name__}"
+            if process.rank:
+                time.sleep(LATER_SECONDS)
+                message = f"{message}\n{shown}"
+            raise ProcessDied(message) from error
     if process.rank and code not in (EXIT_OK, EXIT_INTERRUPTED, INTERRUPTED):
         raise SystemExit(code)
     return code
