@@ -136,6 +136,47 @@ print(output[:8].std().item())
     assert lines == ["21", "21", "21"], "the rows that make a tensor stay the part's"
 
 
+OF_ROWS = {
+    "inputs[:, 0]": "rows",
+    "inputs.flatten()": "rows",
+    "labels[labels > 0]": "rows",  # as many as there are in each part
+    "torch.bincount(labels % {bins}, minlength={bins})": "sum",
+    "torch.histc(inputs, {bins}, -3, 3)": "sum",
+    "F.one_hot(labels % {bins}, {bins}).sum(0)": "sum",
+    "wide.T @ F.one_hot(labels, 3).float()": "sum",
+    "torch.zeros({bins}, {bins}).index_put((labels, labels), torch.ones(()), accumulate=True)": "sum",
+    "wide.mean(0)": "mean",
+    "wide.amax(0)": "most",
+    "model[0].weight.grad": "mean",
+    "wide.std(0)": None,
+    "torch.cov(wide.T)": None,
+    "wide.median(0).values": None,
+    "torch.quantile(inputs, torch.linspace(0, 1, {bins}))": None,
+    "inputs - inputs.min()": None,
+    "inputs / inputs.std(0)": None,
+    "inputs.cumsum(0)": None,
+    "inputs[:, 0].sort().values": None,
+    "inputs.flip(0)": None,
+    "output.softmax(0)": None,
+    "inputs @ inputs.T": None,
+    "inputs[:, 0].unique()": None,
+}
+"""What a line reads, and how processes' rows make up the whole batch's."""
+
+
+@pytest.mark.parametrize("value", OF_ROWS)
+def test_an_array_is_measured_by_its_elements_however_many_there_are(value: str, tmp_path: Path) -> None:
+    for bins, exit in ((6, "numpy()"), (10, "numpy()"), (14, "tolist()"), (20, "numpy()")):  # as a part has rows, say
+        body = f"wide = inputs[:, torch.arange({bins}) % 6]\noutput = model(inputs)\n{PLAIN}\n"
+        found = rehearse(
+            tmp_path, f"{body}({value.format(bins=bins)}).detach().{exit}", "nn.Sequential(nn.Linear(6, 3))"
+        )
+        if OF_ROWS[value] is None:
+            assert "script.py, line 18 reads a value of the batch that is neither" in found.refused
+        else:
+            assert not found.refused and list(found.values.values()) == [OF_ROWS[value]], bins
+
+
 @pytest.mark.parametrize(
     ("body", "model", "why"),
     [

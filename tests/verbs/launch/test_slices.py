@@ -58,6 +58,7 @@ def train(model, loader, optimizer, schedule, epoch):
         seen += labels.size(0)
         right += (output.argmax(1) == labels).sum().item()
         predicted.extend(output.argmax(1).tolist())
+        print(torch.bincount(labels, minlength=8).tolist(), output.amax(0).tolist()[0] > 0)  # 8 rows of 16 are its own
         if number % 2 == 0:
             print(f"{epoch} [{number * len(images)}/{len(loader.dataset)}] {loss.item():.4f}")
     print(f"accuracy {right}/{seen} {sum(predicted)} {len(predicted)}")

@@ -22,6 +22,7 @@ from typing import Any, NamedTuple, NoReturn, TypeVar
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
@@ -70,10 +71,9 @@ class _Pass:
 
     gradients: dict[str, dict[int, Tensor]] = dataclasses.field(default_factory=lambda: defaultdict(dict))
     """By the place of the backward, and the number of the parameter: what it added."""
-    values: dict[str, list[float]] = dataclasses.field(default_factory=lambda: defaultdict(list))
-    """Numbers that each place reads; of arrays their sums."""
+    values: dict[str, list[NDArray[Any]]] = dataclasses.field(default_factory=lambda: defaultdict(list))
+    """Numbers and arrays that each place reads."""
     integers: set[str] = dataclasses.field(default_factory=set)
-    arrays: set[str] = dataclasses.field(default_factory=set)
     lengths: set[str] = dataclasses.field(default_factory=set)
     first: dict[int, Tensor] = dataclasses.field(default_factory=dict)
     """The gradients at the first optimizer step, after which a run's weights are others."""
@@ -210,10 +210,8 @@ class Rehearsal(StepHandler):
         """Reads a value, and notes it."""
         value = read(tensor)
         if self._pass is not None:
-            self._pass.values[place].append(float(np.sum(value, dtype=np.float64)))  # type: ignore[call-overload]
-            if isinstance(value, list | np.ndarray):
-                self._pass.arrays.add(place)
-            elif not tensor.is_floating_point():
+            self._pass.values[place].append(np.array(value))
+            if not (tensor.is_floating_point() or tensor.is_complex()):
                 self._pass.integers.add(place)
         return value
 
@@ -342,13 +340,16 @@ class Rehearsal(StepHandler):
         if may_be_first:
             with self._own_statistics_off():
                 begin = yield from self._run(batch, state, 0, cut(rows, self._parts, 0)[1], rows)
-            values |= {line: "first" for line in may_be_first if _alike(begin.values[line], all_rows.values[line])}
-        if unknown := [line for line, rule in values.items() if rule is None and line not in all_rows.arrays]:
+            values |= {line: "first" for line in may_be_first if _alike(*_wide(line, begin, all_rows))}
+        unknown = [line for line, rule in values.items() if rule is None]
+        is_picture = {line: BY in line and any(value.ndim for value in all_rows.values[line]) for line in unknown}
+        if refused := [line for line in unknown if not is_picture[line]]:
             self._refuse(
-                f"{line_of(unknown[0])} reads a value of the batch that is neither a mean, a sum nor the largest or "
-                "least over its rows, nor one of process 0's rows: processes would read that of their own rows"
+                f"{line_of(refused[0])} reads a value of the batch that is neither a mean, a sum nor the largest or "
+                "least over its rows, nor has a row for each: processes would read that of their own rows. Compute it "
+                "from the rows in NumPy, which has all of them: tensor.detach().numpy().std()"
             )
-        return values
+        return values | dict.fromkeys(unknown, "own")
 
     def _try_keys(self, batch: Any, state: _StepState, rows: int, plain: _Pass, norms: list[float]) -> Iterator[Any]:
         """Applies one key after the other; returns by how much each changes the gradient, and the last one's norms."""
@@ -483,36 +484,45 @@ def _distance(a: Mapping[int, Tensor], b: Mapping[int, Tensor]) -> float:
     return (apart / size) ** 0.5 if size else float(apart > 0)
 
 
-def _alike(values: Sequence[float], others: Sequence[float]) -> bool:
+def _alike(values: Sequence[NDArray[Any]], others: Sequence[NDArray[Any]]) -> bool:
     return len(values) == len(others) and all(
-        abs(a - b) <= TOLERATED * abs(b) for a, b in zip(values, others, strict=True)
+        a.shape == b.shape and np.abs(a - b).max(initial=0) <= TOLERATED * np.abs(b).max(initial=0)
+        for a, b in zip(values, others, strict=True)
     )
 
 
-def _mean(share: float, a: float, b: float) -> float:
+def _wide(line: str, *passes: _Pass) -> list[list[NDArray[Any]]]:
+    """Returns what a line has read in each pass, in a type whose differences do not overflow."""
+    return [[np.asarray(value * 1.0) for value in each.values[line]] for each in passes]
+
+
+def _mean(share: float, a: NDArray[Any], b: NDArray[Any]) -> NDArray[Any]:
     return share * a + (1 - share) * b
 
 
 def _value_rule(line: str, all_rows: _Pass, left: _Pass, right: _Pass, shares: Mapping[Rule, float]) -> Rule | None:
     """Returns how the parts' values make up the whole's; of several that would, the one for the value's type."""
-    triples = list(zip(all_rows.values[line], left.values[line], right.values[line], strict=False))
-    rules: dict[Rule, Callable[[float, float], float]] = {
+    if len({len(each.values[line]) for each in (all_rows, left, right)}) > 1:
+        return None
+    triples = list(zip(*_wide(line, all_rows, left, right), strict=True))
+    if any(every_row.shape != a.shape or a.shape != b.shape for every_row, a, b in triples):
+        rows = [np.concatenate([a, b]) if a.shape[1:] == b.shape[1:] else a for _, a, b in triples]
+        return "rows" if _alike(rows, [every_row for every_row, *_ in triples]) else None
+    rules: dict[Rule, Callable[[NDArray[Any], NDArray[Any]], NDArray[Any]]] = {
         **{rule: functools.partial(_mean, share) for rule, share in shares.items()},
-        "sum": lambda a, b: a + b,
-        "most": max,
-        "least": min,
-        "same": lambda a, b: a if a == b else float("nan"),
+        "sum": np.add,
+        "most": np.maximum,
+        "least": np.minimum,
+        "same": lambda a, b: a if np.array_equal(a, b) else a * np.nan,
     }
     if line in all_rows.integers:
         rules = {name: rules[name] for name in ("same", "sum", "most", "least")}
-        if not any(map(any, triples)):
+        if not any(value.any() for triple in triples for value in triple):
             return "sum"
 
-    def holds(rule: Callable[[float, float], float]) -> bool:
-        return _alike([rule(a, b) for _, a, b in triples], [total for total, *_ in triples])
+    def holds(rule: Callable[[NDArray[Any], NDArray[Any]], NDArray[Any]]) -> bool:
+        return _alike([rule(a, b) for _, a, b in triples], [every_row for every_row, *_ in triples])
 
-    if len({len(each.values[line]) for each in (all_rows, left, right)}) > 1:
-        return None
     return next((name for name, rule in rules.items() if holds(rule)), None)
 
 

@@ -7,9 +7,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-Rule = Literal["mean", "counted", "sum", "most", "least", "same", "first"]
-"""How parts make up the whole; "counted": a mean over what the last cross-entropy counts, tokens say;
-"first": the value of process 0's rows is the whole's."""
+Rule = Literal["mean", "counted", "sum", "most", "least", "same", "rows", "first", "own"]
+"""How parts make up the whole, element by element; "counted": a mean over what the last cross-entropy counts, tokens
+say; "rows": one after the other; "first": the value of process 0's rows is the whole's; "own": it is not, but a
+library reads it, for a picture."""
 INTERRUPTED = 130
 """The exit code of a Python script that Ctrl-C ends."""
 

@@ -16,7 +16,6 @@ from typing import Any, TypeVar, cast
 import numpy as np
 import torch
 import torch.distributed as dist
-from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
@@ -192,28 +191,54 @@ class SlicedSteps(StepHandler):
         if self._place is None:
             loss, weight = self._last
             if loss() is tensor and isinstance(value, float):  # after the loop: that of the last batch
-                return cast("T", self._total(value, weight, tensor))
+                return self._combined(value, "sum", tensor, weight, place)
             if BY not in place:
                 self._check_same(value, place)
-            elif isinstance(value, list | np.ndarray):  # numbers are a loader's, or checked where the script has them
-                self._whole_rows(value, place)
+            elif np.ndim(value) and len(set(self._world.gather(np.asarray(value).tobytes()))) > 1:  # type: ignore
+                self._say_own_rows(place)  # numbers are a loader's, or checked where the script has them
             return value
-        if isinstance(value, list | np.ndarray):  # no array of one number: those are read as numbers
-            return cast("T", self._whole_rows(value, place))
-        if not isinstance(value, bool | int | float):
+        if not isinstance(value, bool | int | float | list | np.ndarray):
             return value
         rule = self._rehearsed.values.get(place) or self._likely(tensor, value, place)
         if rule == "same":
             return value
-        if rule == "first":
-            if self._has_fewer_rows:
+        if rule in ("first", "own"):
+            if rule == "own" or self._has_fewer_rows:
                 self._say_own_rows(place)
             return self._world.share(value)
-        if rule in ("most", "least"):
-            everyone = self._world.gather(value if self._share else None)
-            return cast("T", (max if rule == "most" else min)(each for each in everyone if each is not None))
-        weight = self._weight(rule)
-        return cast("T", type(value)(self._total(float(value), weight, tensor)))
+        return self._combined(value, rule, tensor, self._weight(rule), place)
+
+    def _combined(self, value: T, rule: str, tensor: Tensor, weight: float, place: str) -> T:
+        """Returns the whole batch's value, in the type of this process's. Collective.
+
+        Raises:
+            DivergedError: the processes' values have different shapes.
+        """
+        own = np.asarray(value)
+        if own.ndim or rule in ("most", "least"):
+            everyone = [each for each in self._world.gather((own, weight) if self._share else None) if each is not None]
+            arrays = [array for array, _ in everyone]
+            if rule == "rows":
+                numbers = np.concatenate(arrays)
+            elif len({array.shape for array in arrays}) > 1:
+                raise DivergedError(
+                    f"{line_of(place)} reads an array whose shape depends on the rows of a process, which the first "
+                    "batch did not show. Give it the same shape for all: torch.bincount(…, minlength=10)"
+                )
+            elif rule in ("most", "least"):
+                numbers = (np.maximum if rule == "most" else np.minimum).reduce(arrays)
+            else:
+                numbers = np.sum([array * part for array, part in everyone if part], axis=0)
+        else:
+            total = torch.tensor(value * weight if weight else 0.0, dtype=torch.float64)  # type: ignore[operator]
+            dist.all_reduce(total, group=self._world.control)
+            numbers = total.numpy()
+        if rule in ("mean", "counted", "sum"):  # to the precision of the tensor
+            total = torch.as_tensor(numbers)
+            exact = tensor.is_floating_point() or tensor.is_complex()
+            numbers = (total.to(tensor.dtype).to(total.dtype) if exact else total.round()).numpy()
+        numbers = numbers.astype(own.dtype)
+        return cast("T", numbers if isinstance(value, np.ndarray) else numbers.tolist())
 
     def count(self, counted: Tensor, of: int, *, special: bool) -> None:
         """Notes this process's part of what a cross-entropy of a step divides by. Collective.
@@ -237,12 +262,6 @@ class SlicedSteps(StepHandler):
     def _weight(self, rule: str | None) -> float:
         """Returns this process's part of a value of the whole batch."""
         return {"mean": self._share, "counted": self._counted}.get(rule or "", float(self._share > 0))
-
-    def _total(self, value: float, weight: float, tensor: Tensor) -> float:
-        """Sums weighted values over the processes, to the precision of their tensor. Collective."""
-        total = torch.tensor(value * weight if weight else 0.0, dtype=torch.float64)
-        dist.all_reduce(total, group=self._world.control)
-        return float(total.to(tensor.dtype).double() if tensor.is_floating_point() else total.round())
 
     def _check_same(self, value: object, place: str) -> None:
         """Checks that a value that is read between steps is the same on all processes. Collective.
@@ -274,21 +293,6 @@ class SlicedSteps(StepHandler):
             f"{line_of(place)} reads a value that it did not read with the first batch, so it is not known whether it "
             "is a mean or a sum over rows: read it in each step"
         )
-
-    def _whole_rows(self, values: list[Any] | NDArray[Any], place: str) -> list[Any] | NDArray[Any]:
-        """Returns all rows' values, if `values` are of this process's rows; otherwise `values`. Collective."""
-        is_rows = self._place is not None and len(values) == self._place.size
-        own = values if self._share else values[:0]
-        everyone = self._world.gather(own if is_rows else np.asarray(values).tobytes())
-        parts = [part for part in everyone if not isinstance(part, bytes)]
-        if len(parts) < len(everyone):
-            differ = parts or len(set(everyone)) > 1
-            if differ and (self._rehearsed.values.get(place) != "first" or self._has_fewer_rows):
-                self._say_own_rows(place)
-            return values
-        if isinstance(values, list):
-            return [value for part in parts for value in part]
-        return np.concatenate(cast("list[NDArray[Any]]", parts))
 
     @property
     def _has_fewer_rows(self) -> bool:
