@@ -196,6 +196,19 @@ def test_ctrl_c_ends_processes_that_have_nothing_to_save(temp: Path) -> None:
     assert not list(temp.iterdir())
 
 
+class SignalWhenCollected:
+    def __del__(self) -> None:
+        signal.raise_signal(signal.SIGINT)
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_ctrl_c_ends_them_where_python_drops_the_exception(temp: Path) -> None:
+    """As it does in a finalizer or a weak reference's callback, of which a training's start has many."""
+    with pytest.raises(KeyboardInterrupt):
+        local.local("tests.launched:refuse", None, 1, meanwhile=SignalWhenCollected)
+    assert not list(temp.iterdir())
+
+
 def test_a_killed_process_ends_the_training(start: Start, tmp_path: Path) -> None:
     shared = set(Path("/dev/shm").iterdir())
     command = start(GRAPPE, "train", SLOW, "--run", "run", *PLAN)

@@ -126,7 +126,7 @@ class SignalForwarding:
         self._saves = saves
         self._received: list[int] = []
         self._before: dict[int, Any] = {}
-        self.over = False
+        self.over = self._ends = False
 
     def __enter__(self) -> SignalForwarding:
         # Only the main thread may handle signals in Python (not a notebook's worker thread).
@@ -140,7 +140,10 @@ class SignalForwarding:
         if self.over:
             return
         if not self._saves or self._received.count(signal.SIGINT) > 1:
-            self.over = True
+            self.over = self._ends = True
+            # Python drops what is raised in a finalizer or a weak reference's callback: whoever waits for the
+            # processes wakes by their end then.
+            self.send(signal.SIGKILL)
             raise _EndAtOnce
         if number == signal.SIGINT and sys.stderr.isatty():
             with contextlib.suppress(OSError, RuntimeError):  # the signal may have come within a write
@@ -165,6 +168,6 @@ class SignalForwarding:
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         for number, handler in self._before.items():
             signal.signal(number, handler)
-        if isinstance(error, _EndAtOnce):
+        if self._ends:
             signal.raise_signal(self._received[-1])
             raise KeyboardInterrupt from None
