@@ -9,7 +9,8 @@ import torch
 
 from grappe.errors import PlanError
 from grappe.plan import Plan
-from grappe.step.cross_check import _digest, _third
+from grappe.step.clip import PIECE
+from grappe.step.cross_check import _digest, _third, sum_of_bits
 from tests.commands import GRAPPE, ran
 from tests.processes import Pool
 from tests.step.wrong_machine import EVERY, SOUND, drawn_faults, drawn_flips
@@ -102,6 +103,27 @@ def test_a_digest_changes_with_each_bit() -> None:
         assert _digest([values, None]) != before
         values.view(torch.int32)[place] ^= 1 << bit if bit < 31 else -(2**31)
     assert _digest([values, None]) == before
+
+
+@pytest.mark.parametrize("kind", [torch.float32, torch.float64, torch.bfloat16, torch.uint8, torch.complex128])
+def test_a_digest_is_that_of_the_bits_wherever_they_lie(kind: torch.dtype) -> None:
+    for size in (1, 3, 8, 8 * PIECE // kind.itemsize, 70_001):
+        values = (torch.randn(size + 1) * 9).to(kind)
+        assert _digest([values[1:], None, values[1:5]]) == _digest([values[1:].clone(), None, values[1:5].clone()])
+        square = values[:-1].expand(2, size).contiguous().t()
+        assert sum_of_bits(square) == sum_of_bits(square.contiguous())
+
+
+def test_each_small_gradient_has_a_digest_of_its_own() -> None:
+    gradients: list[torch.Tensor | None] = [torch.randn(size) for size in (5, 70_000, 30_000, 1, 40_000, 9)]
+    gradients[3:3] = [None, torch.randn(0), torch.randn(7).double(), torch.randn(3, 2).bfloat16()]
+    before = _digest(gradients)
+    assert len(before) == len(gradients) and before[3] == before[4] == 0
+    for number, gradient in enumerate(gradients):
+        if gradient is not None and gradient.numel():
+            changed = [*gradients[:number], gradient + 1, *gradients[number + 1 :]]
+            assert [old == new for old, new in zip(before, _digest(changed), strict=True)].index(False) == number
+            assert sum(old != new for old, new in zip(before, _digest(changed), strict=True)) == 1
 
 
 def test_plans_that_it_does_not_fit() -> None:

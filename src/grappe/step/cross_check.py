@@ -8,12 +8,14 @@ W processes, each with n parameters.
 from __future__ import annotations
 
 import functools
+import itertools
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor
 
 from grappe.data.batch import Batch, Microbatch
@@ -105,10 +107,16 @@ class CrossCheck:
         began, world, piece = time.perf_counter(), self._world, self._piece
         own = piece.digest if piece.digest is not None else self._computed((piece.index, piece.micro), world.data_rank)
         following, previous = (world.data_rank + 1) % world.data_size, (world.data_rank - 1) % world.data_size
-        again = self._computed(self._exchanged(following, previous), previous)
-        rows = world.gather((own, again, host_name()))
-        doubtful = [rank for rank in range(len(rows)) if rows[rank][0] != rows[(rank + 1) % len(rows)][1]]
-        if doubtful:
+        sent = self._send(own, following)
+        received, digest = self._received(previous)
+        again = self._computed(received, previous)
+        differs = torch.tensor(digest != again)
+        dist.all_reduce(differs, dist.ReduceOp.MAX, group=world.control)
+        for message in sent:
+            message.wait()
+        if differs:
+            rows = world.gather((own, again, host_name()))
+            doubtful = [rank for rank in range(len(rows)) if rows[rank][0] != rows[(rank + 1) % len(rows)][1]]
             raise self._settled(doubtful, rows)
         self._checked = piece.batch.step
         self._comparisons += 1
@@ -136,9 +144,10 @@ class CrossCheck:
             answer = list[int]()
             if third is not None:
                 if world.rank == rank:
-                    dist.send_object_list([_on_host(self._piece)], dst=third, group=world.control)
+                    for message in self._send(first_digest, third):
+                        message.wait()
                 elif world.rank == third:
-                    answer = self._computed(self._received(rank), rank)
+                    answer = self._computed(self._received(rank)[0], rank)
                 answer = world.gather(answer)[third]
             wrong = {second} if answer == first_digest else {rank} if answer == second_digest else {rank, second}
             sure &= len(wrong) == 1
@@ -154,21 +163,26 @@ class CrossCheck:
             nodes,
         )
 
-    def _exchanged(self, following: int, previous: int) -> tuple[int, Microbatch]:
-        """Sends this process's piece to the next process, and receives the one before's. Collective."""
+    def _send(self, digest: Sequence[int], rank: int) -> list[dist.Work]:
+        """Begins to send this process's piece, and the digest of its gradients, to another process."""
         assert self._piece is not None
-        if self._world.rank % 2:
-            received = self._received(previous)
-            dist.send_object_list([_on_host(self._piece)], dst=following, group=self._world.control)
-            return received
-        dist.send_object_list([_on_host(self._piece)], dst=following, group=self._world.control)
-        return self._received(previous)
+        # A copy of the piece alone: a view of a batch would bring the whole batch along.
+        copied = tree_map(
+            lambda leaf: leaf.to("cpu", copy=True) if isinstance(leaf, Tensor) else leaf, self._piece.micro
+        )
+        content = torch.frombuffer(bytearray(packed((self._piece.index, copied, digest))), dtype=torch.uint8)
+        sent = [dist.isend(part, rank, group=self._world.control) for part in (torch.tensor([len(content)]), content)]
+        return [message for message in sent if message is not None]
 
-    def _received(self, rank: int) -> tuple[int, Microbatch]:
-        box: list[Any] = [None]
-        dist.recv_object_list(box, src=rank, group=self._world.control)
+    def _received(self, rank: int) -> tuple[tuple[int, Microbatch], list[int]]:
+        """Receives another process's piece with its number, and the digest of its gradients."""
+        size = torch.zeros(1, dtype=torch.int64)
+        dist.recv(size, rank, group=self._world.control)
+        content = torch.empty(int(size), dtype=torch.uint8)
+        dist.recv(content, rank, group=self._world.control)
+        index, micro, digest = unpacked(content.numpy().tobytes())
         device = self._world.device
-        return tree_map(lambda leaf: leaf.to(device) if isinstance(leaf, Tensor) else leaf, unpacked(box[0]))
+        return (index, tree_map(lambda leaf: leaf.to(device) if isinstance(leaf, Tensor) else leaf, micro)), digest
 
 
 def _third(first: int, second: int, nodes: Sequence[str]) -> int | None:
@@ -181,27 +195,53 @@ def _third(first: int, second: int, nodes: Sequence[str]) -> int | None:
     return next((rank for rank in free if len(involved) == 1 or nodes[rank] not in involved), None)
 
 
-def _on_host(piece: CheckedPiece) -> bytes:
-    """Copies a piece alone, with its number: a view of a batch would bring the whole batch along."""
-    copied = tree_map(lambda leaf: leaf.detach().cpu().clone() if isinstance(leaf, Tensor) else leaf, piece.micro)
-    return packed((piece.index, copied))
-
-
+@torch.no_grad()
 def _digest(gradients: Sequence[Tensor | None]) -> list[int]:
-    sums = [torch.zeros((), dtype=torch.int64) if gradient is None else sum_of_bits(gradient) for gradient in gradients]
-    return torch.stack([each.to(sums[-1].device) for each in sums]).tolist() if sums else []
+    """Sums each gradient's bits, small ones of one type in one go, as each operator has its price; None has 0."""
+    runs, filling = list[list[int]](), dict[tuple[torch.dtype, torch.device], tuple[list[int], int]]()
+    for number, gradient in enumerate(gradients):
+        size = 0 if gradient is None else gradient.numel()
+        if gradient is None or not size:
+            continue
+        kind = gradient.dtype, gradient.device
+        run, length = filling.get(kind, ([], PIECE))
+        if length + size > PIECE:
+            run, length = [], 0
+            runs.append(run)
+        run.append(number)
+        if size <= PIECE // 2 and gradient.element_size() in INTEGERS:
+            filling[kind] = run, length + size
+    digest = [0] * len(gradients)
+    if runs:
+        sums = [_sums_of_bits([gradient for n in run if (gradient := gradients[n]) is not None]) for run in runs]
+        values = torch.cat([each.to(sums[0].device) for each in sums]).tolist()
+        for number, value in zip(itertools.chain.from_iterable(runs), values, strict=True):
+            digest[number] = value
+    return digest
+
+
+def _sums_of_bits(tensors: Sequence[Tensor]) -> Tensor:
+    """Sums the bits of each of some tensors of one type, n: by differences of running sums, as 2^64 is no limit."""
+    if len(tensors) == 1:
+        return sum_of_bits(tensors[0]).reshape(1)
+    bits = torch.cat([tensor.detach().reshape(-1).view(INTEGERS[tensor.element_size()]) for tensor in tensors]).long()
+    ends = torch.tensor([tensor.numel() for tensor in tensors]).cumsum(0) - 1
+    running = (bits * _factors(bits.device)[: len(bits)]).cumsum(0)[ends.to(bits.device)]
+    return running.diff(prepend=running.new_zeros(1))
 
 
 @torch.no_grad()
 def sum_of_bits(tensor: Tensor) -> Tensor:
-    """Sums a tensor's bits as integers, each with a factor of its own, modulo 2^64: a scalar on its device.
+    """Sums a tensor's bits as integers of 8 bytes, each with a factor of its own, modulo 2^64: a scalar on its device.
 
     The factors are odd, so that no single change keeps the sum, and random: in a row, as 1, 3, 5, 7, they would keep it
     where signs change alike at places of equal distance.
     """
+    content = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+    if len(content) % 8 or content.storage_offset() % 8:
+        content = F.pad(content.clone(), (0, -len(content) % 8))  # a copy begins at a multiple of 8
     total = torch.zeros((), dtype=torch.int64, device=tensor.device)
-    for part in tensor.detach().contiguous().reshape(-1).split(PIECE):
-        bits = part.view(INTEGERS[part.element_size()]).long()
+    for bits in content.view(torch.int64).split(PIECE):
         total = total * 0x9E3779B1 + (bits * _factors(bits.device)[: len(bits)]).sum()
     return total
 
