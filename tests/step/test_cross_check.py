@@ -10,7 +10,7 @@ import torch
 from grappe.errors import PlanError
 from grappe.plan import Plan
 from grappe.step.clip import PIECE
-from grappe.step.cross_check import _digest, _third, sum_of_bits
+from grappe.step.cross_check import _copied, _digest, _third, sum_of_bits
 from tests.commands import GRAPPE, ran
 from tests.processes import Pool
 from tests.step.wrong_machine import EVERY, SOUND, drawn_faults, drawn_flips
@@ -124,6 +124,16 @@ def test_each_small_gradient_has_a_digest_of_its_own() -> None:
             changed = [*gradients[:number], gradient + 1, *gradients[number + 1 :]]
             assert [old == new for old, new in zip(before, _digest(changed), strict=True)].index(False) == number
             assert sum(old != new for old, new in zip(before, _digest(changed), strict=True)) == 1
+
+
+@pytest.mark.parametrize("kind", [torch.float32, torch.bfloat16, torch.uint8, torch.bool, torch.complex64])
+def test_a_piece_arrives_as_it_was_sent(kind: torch.dtype) -> None:
+    values = (torch.randn(6, 4, 3) * 9).to(kind)
+    for sent in (values[2:4], values.transpose(0, 2), values[0, 0, 0], values[:0]):
+        received = _copied(sent).to(torch.device("cpu"))
+        assert (received.dtype, received.shape) == (sent.dtype, sent.shape) and torch.equal(received, sent)
+    sparse = torch.eye(3).to_sparse()
+    assert torch.equal(_copied(sparse).to_dense(), torch.eye(3)) and _copied("text") == "text"
 
 
 def test_plans_that_it_does_not_fit() -> None:
