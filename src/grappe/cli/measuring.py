@@ -39,7 +39,9 @@ from grappe.words import count_of, filled_table, plain_table
 
 if TYPE_CHECKING:
     from grappe.verbs.lr_find import LearningRates
+    from grappe.verbs.measure.explain import Explanation
     from grappe.verbs.measure.measure import JobRequest
+    from grappe.verbs.measure.points import Measurement
     from grappe.verbs.verify.against import Agreement
     from grappe.verbs.verify.verify import PlanVerdict
 
@@ -124,7 +126,7 @@ def foresee(
 
 
 def measure(
-    task: TaskName,
+    task: TaskName | None = None,
     /,
     *fields: FieldText,
     plan: Annotated[
@@ -150,6 +152,15 @@ def measure(
     largest_batch: Annotated[
         bool, SWITCH, Parameter(help="Find the largest batch that fits, too, under each plan.")
     ] = False,
+    script: Annotated[
+        list[str] | None,
+        Parameter(
+            help="A training script for one process and its arguments, in place of a task; the last option. The plans "
+            "are those of grappe launch.",
+            consume_multiple=True,
+            allow_leading_hyphen=True,
+        ),
+    ] = None,
     out: Annotated[OutFile, Parameter(help="Write the figures to this JSON file, for grappe report.")] = None,
     data: DataFolder = None,
     json: Json = False,
@@ -157,6 +168,34 @@ def measure(
     """Measure plans and how they scale: speed, memory, energy, and where efficiency is lost."""
     output.check(out, ".json")
     texts, sizes = _batch_sizes(fields)
+    if script or (task is None and (not gather or site is not None or largest_batch or options.why)):
+        of_tasks = (
+            task,
+            fields,
+            site,
+            account,
+            job_time,
+            dry_run,
+            gather,
+            largest_batch,
+            data,
+            options.why,
+            options.weak,
+        )
+        if not script or any(of_tasks):
+            raise UsageError(
+                "grappe measure needs a task; or a script for one process, with --plan, --steps, --repeats, --out and "
+                "--json alone: --script train.py"
+            )
+        if plan is None and "--plan" in script:
+            raise UsageError(
+                "--plan after --script was the script's own option: write --plan replicate=2 before --script"
+            )
+        from grappe.verbs.measure import measure as verb
+
+        points = verb.measure_script(script[0], script[1:], plan or [""], options=options, note=complain)
+        return _show_points(points, script[0], out=out, json=json)
+    name = task or str((gather or [""])[0])
     options = dataclasses.replace(options, batch_size=sizes)
     plans = plan or [""]
     if dry_run and site is None:
@@ -172,7 +211,7 @@ def measure(
             raise UsageError("--largest-batch measures on this machine: leave it out with --site")
         _send(
             JobRequest(
-                task=task,
+                task=name,
                 fields=fields,
                 plans=tuple(plans),
                 options=options,
@@ -184,24 +223,39 @@ def measure(
         )
         return EXIT_OK
     if not gather:
-        preflight(plans, task)
+        preflight(plans, name)
     from grappe.verbs.measure import measure as verb
-    from grappe.verbs.measure import verdict
     from grappe.verbs.measure.explain import explain
     from grappe.verbs.measure.measure import largest_batches as verb_largest
 
     points = (
         verb.gather(gather)
         if gather
-        else verb.measure(task, plans, options=options, advise=not no_advice, data=data, fields=texts, note=complain)
+        else verb.measure(name, plans, options=options, advise=not no_advice, data=data, fields=texts, note=complain)
     )
-    explanations = explain(task, points, options=options, data=data, fields=texts, note=complain) if options.why else []
+    explanations = explain(name, points, options=options, data=data, fields=texts, note=complain) if options.why else []
+    largest = [str(batch) for batch in verb_largest(name, plans, data, texts)] if largest_batch else []
+    return _show_points(points, name, weak=options.weak, explanations=explanations, largest=largest, out=out, json=json)
+
+
+def _show_points(
+    points: Sequence[Measurement],
+    task: str,
+    *,
+    weak: bool = False,
+    explanations: Sequence[Explanation] = (),
+    largest: Sequence[str] = (),
+    out: Path | None,
+    json: bool,
+) -> int:
+    """Shows measured points; returns the exit code."""
+    from grappe.verbs.measure import verdict
+
     code = EXIT_FAILURE if any(point.failure for point in points) else EXIT_OK
-    largest = [str(batch) for batch in verb_largest(task, plans, data, texts)] if largest_batch else []
-    content = verdict.content(points, task, weak=options.weak, explanations=explanations)
+    content = verdict.content(points, task, weak=weak, explanations=explanations)
     output.write_json(out, **content)
     if json:
-        show_json(**content, largest_batch=largest)
+        show_json(**content, largest_batch=list(largest))
         return code
     losses = verdict.losses(points)
     figures = ["", verdict.table(points), *([] if losses is None else ["", losses]), "", *verdict.notes(points)]

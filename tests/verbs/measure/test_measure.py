@@ -9,9 +9,11 @@ from pathlib import Path
 
 import pytest
 
+from grappe.cli.commands import app
 from grappe.errors import PlanError, RunError, UsageError
 from grappe.sites.sbatch import JobOptions
 from grappe.training.run import Run
+from grappe.verbs.launch.launch import launch
 from grappe.verbs.measure import measure as verb
 from grappe.verbs.measure import verdict
 from grappe.verbs.measure.points import MeasureOptions
@@ -151,3 +153,73 @@ def test_nothing_is_sent_when_one_of_them_is_wrong(monkeypatch: pytest.MonkeyPat
     with pytest.raises(UsageError, match="--steps=0"):
         MeasureOptions(steps=0)
     assert not sent
+
+
+SCRIPT = """
+import sys
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+torch.manual_seed(0)
+print("its own line")
+data = TensorDataset(torch.randn(200, 16), torch.randint(0, 3, (200,)))
+norm = nn.BatchNorm1d(32) if "norm" in sys.argv else nn.Identity()
+model = nn.Sequential(nn.Linear(16, 32), norm, nn.ReLU(), nn.Linear(32, 3))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for epoch in range(int(sys.argv[1])):
+    for x, y in DataLoader(data, 20, shuffle=True):
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(model(x), y).backward()
+        optimizer.step()
+    torch.save(model.state_dict(), "trained.pt")
+"""
+
+
+def test_a_script_is_measured_under_each_plan(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("train.py").write_text(SCRIPT)
+    plans = [PLAN, f"{PLAN},replicate=2"]
+    typed = ["measure", "--steps", "8", "--repeats", "2", *(f"--plan={plan}" for plan in plans)]
+    assert app([*typed, "--json", "--script", "train.py", "40"]) == 0
+    said = capfd.readouterr()
+    assert "its own line" not in said.out
+    content = json.loads(said.out)
+    alone, pair = content["points"]
+    assert (content["task"], alone["plan"], pair["plan"]) == ("train.py", PLAN, "device=cpu,replicate=2,threads=1")
+    assert [len(point["trials"]) for point in (alone, pair)] == [2, 2]
+    assert (alone["batch"], pair["batch"], pair["processes"], alone["speed_up"]) == (20, 20, 2, 1.0)
+    assert alone["samples_per_second"] > 100 and alone["memory"] > 1e7
+    assert pair["shares"]["communication"] > 0
+    assert not Path("runs").exists() and not Path("trained.pt").exists(), "which the script saves after ten steps"
+
+
+def test_what_a_script_cannot_have_measured_is_a_row_or_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("train.py").write_text(SCRIPT)
+    options = MeasureOptions(steps=5, repeats=1)
+    alone, pair = verb.measure_script("train.py", ["2", "norm"], [PLAN, f"{PLAN},replicate=2"], options=options)
+    assert not alone.failure and "batchnorm=sync" in pair.failure
+    with pytest.raises(UsageError, match="takes 0 steps of an optimizer, of which the first 5 warm up"):
+        verb.measure_script("train.py", ["0"], [PLAN], options=options)
+    with pytest.raises(PlanError, match="an unedited script can have"):
+        verb.measure_script("train.py", ["2"], [PLAN, f"{PLAN},tensor=2"], options=options)
+    Path("own.py").write_text("import grappe")
+    with pytest.raises(UsageError, match=r"own.py uses grappe: give a script for one process"):
+        verb.measure_script("own.py", [], [PLAN])
+    for words in ("", "digits --script train.py", "--site narval --script train.py", "--script train.py --plan a"):
+        with pytest.raises(UsageError, match=r"grappe measure needs a task; or a script|--plan after --script"):
+            app(["measure", *words.split()])
+
+
+def test_a_launched_run_is_gathered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("train.py").write_text(SCRIPT)
+    assert launch("train.py", ["2"], PLAN, run=Path("run")) == 0
+    (point,) = verb.gather([Path("run")])
+    assert (point.plan, point.batch, point.trials[0].steps) == (PLAN, 20, 15)
+    assert Run("run").read_description()["costs"][0]["samples"] == 400

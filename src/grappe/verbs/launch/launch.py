@@ -105,13 +105,8 @@ def launch(
         ProcessDied: a process failed.
     """
     chosen, script = as_plan(plan), Path(script)
-    try:
-        tree = ast.parse(files.read_text(script))
-        imported = set(_imports(tree))
-    except OSError as error:
-        raise UsageError(f"{script}: {error.strerror}: give a Python script") from error
-    except (SyntaxError, ValueError) as error:
-        raise UsageError(f"{script} is not a Python script: {error}") from error
+    tree = parsed(script)
+    imported = set(imports_of(tree))
     its_own = next((name for name in ITS_OWN if name in imported), None)
     alone = LOOP not in imported and its_own is None
     several = LOOP not in imported and chosen.processes > 1
@@ -147,7 +142,7 @@ def launch(
                 request, seed=before.get("seed", 0), rehearsed=rehearsed_before(before, str(chosen))
             )
     if alone:
-        _refuse_plan(chosen)
+        refuse_plan(chosen)
     if alone and request.rehearsed is None and (several or chosen.changed_keys() - PROCESS_KEYS):
         rehearsed = rehearsed_on_one_process(request, chosen)
         if rehearsed.ended is not None:
@@ -163,13 +158,45 @@ def launch(
     return code
 
 
+def parsed(script: Path) -> ast.Module:
+    """Parses a script.
+
+    Raises:
+        UsageError: there is no such script.
+    """
+    try:
+        return ast.parse(files.read_text(script))
+    except OSError as error:
+        raise UsageError(f"{script}: {error.strerror}: give a Python script") from error
+    except (SyntaxError, ValueError) as error:
+        raise UsageError(f"{script} is not a Python script: {error}") from error
+
+
+def request_for_one(script: Path, arguments: Sequence[str], plan: Plan, seed: int) -> ScriptRequest:
+    """Makes the request of a script for one process; rehearses it, where the plan takes more than the process alone.
+
+    Raises:
+        UsageError: the script is none for one process, or the plan's processes would not learn what one learns.
+    """
+    imported = set(imports_of(parsed(script)))
+    if own := next((name for name in (LOOP, *ITS_OWN) if name in imported), None):
+        raise UsageError(f"{script} uses {own}: give a script for one process, as it is")
+    request = ScriptRequest(script=script, arguments=tuple(arguments), plan=str(plan), rendezvous={}, seed=seed)
+    if plan.processes == 1 and not plan.changed_keys() - PROCESS_KEYS:
+        return request
+    rehearsed = rehearsed_on_one_process(request, plan)
+    if rehearsed.ended is not None:
+        raise UsageError(f"{script} ends before it trains, with exit code {rehearsed.ended}: did it need arguments?")
+    return dataclasses.replace(request, rehearsed=rehearsed)
+
+
 def _catches_interrupt(tree: ast.Module) -> bool:
     """Returns whether a script does something of its own on Ctrl-C."""
     caught = (node.type for node in ast.walk(tree) if isinstance(node, ast.ExceptHandler) and node.type is not None)
     return any("KeyboardInterrupt" in ast.dump(each) for each in caught)
 
 
-def _refuse_plan(plan: Plan) -> None:
+def refuse_plan(plan: Plan) -> None:
     """Raises PlanError for a key that an unedited script cannot have, UsageError for processes that others start."""
     beyond = sorted(plan.changed_keys() - UNEDITED_KEYS) or ["dropout=local"] * (plan.dropout == "local")
     if beyond:
@@ -239,7 +266,7 @@ def rehearsed_on_one_process(request: ScriptRequest, plan: Plan) -> Rehearsed:
 
 def _slow_imports(script: Path) -> list[str]:
     """Lists the libraries of SLOW_IMPORTS that a script imports, and that are no file of its own."""
-    imported = set(_imports(ast.parse(files.read_text(script))))
+    imported = set(imports_of(ast.parse(files.read_text(script))))
 
     def is_own(name: str) -> bool:
         place = script.parent / name.partition(".")[0]
@@ -248,7 +275,7 @@ def _slow_imports(script: Path) -> list[str]:
     return [name for name in SLOW_IMPORTS if name in imported and not is_own(name)]
 
 
-def _imports(script: ast.Module) -> Iterator[str]:
+def imports_of(script: ast.Module) -> Iterator[str]:
     """Yields what a script imports, packages and modules: `torch` and `torch.distributed`."""
     for node in ast.walk(script):
         names = []
@@ -429,6 +456,7 @@ def _exit_code(end: SystemExit) -> int:
 
 def run_recorded(request: ScriptRequest, process: ProcessRank, rendezvous_folder: Path) -> None:
     """Runs a script for one process, of whose batches this process takes its rows, and makes it a run."""
+    from grappe.profiling.chronometer import waits_counted
     from grappe.training.own_loop_world import join_world
     from grappe.verbs.launch.interception import intercepted, writing_nothing
     from grappe.verbs.launch.plan_keys import PlanKeys, files_shared
@@ -452,6 +480,7 @@ def run_recorded(request: ScriptRequest, process: ProcessRank, rendezvous_folder
         sliced,
         resumes=folder is not None and Run.is_run(folder),
         save_every=request.save_every,
+        last=request.steps,
         signals=[number for number in handled() if number != signal.SIGINT or not request.catches],
         reports=rendezvous_folder,
     )
@@ -459,6 +488,7 @@ def run_recorded(request: ScriptRequest, process: ProcessRank, rendezvous_folder
     with (
         intercepted(steps),
         clocks_noted(steps.clock),
+        waits_counted(steps.chronometer),
         writing_nothing() if process.rank else contextlib.nullcontext(),
         files_shared(world) if world.size > 1 else contextlib.nullcontext(),
     ):

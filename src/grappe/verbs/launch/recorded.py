@@ -6,6 +6,7 @@ the first optimizer steps. Every process runs the same script, so all agree on t
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import hashlib
 import shlex
@@ -22,7 +23,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
-from grappe.errors import EXIT_INTERRUPTED, RunError, TaskError, UsageError
+from grappe.errors import EXIT_INTERRUPTED, EXIT_OK, RunError, TaskError, UsageError
 from grappe.launch import files
 from grappe.launch.signals import StopSignal
 from grappe.launch.terminal import complain
@@ -47,6 +48,7 @@ from grappe.verbs.launch.interception import (
     modules_alive,
     parameters_of,
     rows_of,
+    writing_nothing,
 )
 from grappe.verbs.launch.replay import Iteration, Replay, repeats
 from grappe.verbs.launch.request import INTERRUPTED, ScriptRequest
@@ -98,6 +100,8 @@ class RecordedSteps(StepHandler):
         folder: of the run, made at the first step; if there is a run, the script comes back to its checkpoint first.
         steps: spread the script over several processes; None: there is one.
         save_every: steps between checkpoints; None: a minute.
+        last: the step after which the script ends, without a checkpoint, or a file that it writes itself from its first
+            step on; None: it ends by itself.
         signals: on which it saves and ends.
         reports: a folder of all processes, in which they say where they stand still.
     """
@@ -111,6 +115,7 @@ class RecordedSteps(StepHandler):
         *,
         resumes: bool,
         save_every: int | None,
+        last: int | None,
         signals: Sequence[int],
         reports: Path,
     ) -> None:
@@ -124,7 +129,8 @@ class RecordedSteps(StepHandler):
         )  # fmt: skip
         self.step = 0
         self._folder: ScriptFolder | None = None
-        self._stop, self._signals = StopSignal(), signals
+        self._stop, self._signals, self._last = StopSignal(), signals, last
+        self._unwritten = contextlib.ExitStack()
         self._optimizers: list[Optimizer] = []
         self._losses: dict[str, Tensor] = {}
         """This process's part of each backward's loss, by its place."""
@@ -137,6 +143,8 @@ class RecordedSteps(StepHandler):
         self._trains: int | None = None
         """Number of the iteration whose batches train now."""
         self._first = self._epochs = self._iterations = self._samples = 0
+        self._all_samples = 0
+        """Of this start's steps."""
         self._live: dict[int, Iteration] = {}
         self._reduction: tuple[Tensor, Sequence[dist.Work]] | None = None
         self._saved_at = time.monotonic()
@@ -159,6 +167,8 @@ class RecordedSteps(StepHandler):
         self._folder = self._begin_run()
         self._meter.started(self._folder.info)
         self._stop.install(self._signals)
+        if self._last is not None:
+            self._unwritten.enter_context(writing_nothing())
         if self._folder.checkpoint is not None:
             self._replay = Replay(self._folder.checkpoint, self._world.rank)
             self._first = self._replay.first
@@ -302,6 +312,11 @@ class RecordedSteps(StepHandler):
             self._open()
         self._stop.check_time()
         stop, due = self._agreed(seconds, samples)
+        if self._last is not None:
+            if self.step < self._last:
+                return
+            self.close(None)
+            raise SystemExit(EXIT_OK)
         if self._save_every is not None:
             due = self.step % self._save_every == 0
         if stop or due:
@@ -320,7 +335,10 @@ class RecordedSteps(StepHandler):
         self._losses.clear()
         assert self._folder is not None
         self._folder.stepped(self.step, max(self._epochs - 1, 0), samples, self._lr, seconds, skipped=False)
-        self._meter.stepped(Record(self.step, 0, 0, 0.0, self._lr, seconds, norm=None, skipped=False, flag=0.0))
+        self._all_samples += samples
+        self._meter.stepped(
+            Record(self.step, 0, self._all_samples, 0.0, self._lr, seconds, norm=None, skipped=False, flag=0.0)
+        )
         if self._world.control is None:
             self._reduction = (sums, ())
             return bool(self._stop.flag), due
@@ -505,6 +523,7 @@ class RecordedSteps(StepHandler):
         if error is None and self._stepped and not interrupted:
             self._end_step(None)
         self._closed = True
+        self._unwritten.close()
         self._watchdog.stop()
         self._leave_replay()
         self.chronometer.finish()

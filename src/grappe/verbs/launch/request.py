@@ -60,6 +60,8 @@ class ScriptRequest:
     """Measurements of an unedited script's rehearsal."""
     run: Path | None = None
     """Folder of the run of a script for one process; None: it becomes none."""
+    steps: int | None = None
+    """Steps after which it ends, as a measurement does, which leaves no file; None: it ends by itself."""
     save_every: int | None = None
     check_every: int | None = None
     catches: bool = False

@@ -6,8 +6,14 @@ by doubling until memory is exhausted, then by bisection.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import functools
+import io
+import itertools
 import re
+import secrets
+import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -17,6 +23,7 @@ from grappe import tasks
 from grappe.data.datasets import dataset_of, prepare
 from grappe.data.stream import head
 from grappe.errors import GrappeError, RunError, UsageError
+from grappe.errors.foreign_text import number
 from grappe.fields import split
 from grappe.launch.files import scratch
 from grappe.launch.rank import ProcessRank
@@ -30,8 +37,10 @@ from grappe.task import Task
 from grappe.training.options import Options
 from grappe.training.request import Request, data_folder
 from grappe.training.run import Run
-from grappe.training.task_reference import TaskReference
+from grappe.training.task_reference import SCRIPT, TaskReference
 from grappe.training.worker import worker as train_worker
+from grappe.verbs.launch.launch import refuse_plan, request_for_one
+from grappe.verbs.launch.request import ScriptRequest
 from grappe.verbs.measure import verdict
 from grappe.verbs.measure.points import Measurement, Measurements, MeasureOptions, ProcessTimes, TimedRun
 from grappe.verbs.submit.jobs import newest_job, submitted
@@ -78,27 +87,77 @@ def measure(
         data=data_folder(data),
         options=Options(steps=options.steps + WARMUP, steps_only=True),
     )
+
+    def train(plan: Plan, batch: int, turn: int, run: Path, *, weak: bool = False) -> Measurement:
+        task = request.task.with_batch(batch, plan.data_parallel if weak else 1)
+        training = dataclasses.replace(request, task=task, plan=plan, run=run, base=run.parent, quiet=True)
+        measured = MeasureRequest(training=training, count=turn == 0)
+        return start("grappe.verbs.measure.measure:worker", measured, plan, run=run)
+
     with scratch("measure") as folder:
-        points = _measured(request, folder, grid, options.repeats, note, weak=options.weak)
+        points = _measured(functools.partial(train, weak=options.weak), folder, grid, options.repeats, note)
         if advise:
             advice = verdict.next_points(points)
-            points += _measured(request, folder, advice, options.repeats, note, origin="advice")
+            points += _measured(train, folder, advice, options.repeats, note, origin="advice")
+    return _some(points)
+
+
+def measure_script(
+    script: Path | str,
+    arguments: Sequence[str] = (),
+    plans: Sequence[AnyPlan] = ("",),
+    *,
+    options: MeasureOptions | None = None,
+    note: Callable[[str], None] = lambda line: None,
+) -> Measurements:
+    """Launches a script for one process under each plan for some steps, as `measure` trains a task.
+
+    Args:
+        arguments: the script's own.
+        options: of which scripts have steps and repeats.
+        note: callback, called with a line about each launch.
+
+    Raises:
+        UsageError: the script is none for one process.
+        GrappeError: no plan could be measured.
+    """
+    options = options or MeasureOptions()
+    for plan in plans:
+        refuse_plan(as_plan(plan))
+    requests: dict[Plan, ScriptRequest] = {}
+    seed = secrets.randbits(31)
+
+    def train(plan: Plan, _: int, __: int, run: Path) -> Measurement:
+        if plan not in requests:
+            requests[plan] = request_for_one(Path(script), arguments, plan, seed)
+        request = dataclasses.replace(requests[plan], run=run, steps=options.steps + WARMUP)
+        return start("grappe.verbs.measure.measure:script_worker", request, plan, run=run)
+
+    with scratch("measure") as folder:
+        return _some(_measured(train, folder, [(as_plan(plan), 0) for plan in plans], options.repeats, note))
+
+
+def _some(points: list[Measurement]) -> Measurements:
     if all(point.failure for point in points):
         raise UsageError(f"nothing could be measured: {points[0].failure}")
     return Measurements(points)
 
 
 def _measured(
-    request: Request,
+    train: Callable[[Plan, int, int, Path], Measurement],
     folder: Path,
     grid: Sequence[tuple[Plan, int]],
     repeats: int,
     note: Callable[[str], None],
     *,
-    origin: str = "asked",
-    weak: bool = False,
+    origin: str = "",
 ) -> list[Measurement]:
-    """Measures a point for each entry of `grid`, by turns; batch 0 is the task's own batch size."""
+    """Measures a point for each entry of `grid`, by turns; batch 0 is the task's own batch size, or the script's.
+
+    Args:
+        train: trains once: train(plan, batch, turn, run).
+        origin: of the points, where it is another than that of their trainings.
+    """
     runs: list[list[Measurement]] = [[] for _ in grid]
     failures = [""] * len(grid)
     for turn in range(repeats):
@@ -108,18 +167,8 @@ def _measured(
             if failures[index]:
                 continue
             title = f"{turn + 1} of {repeats}: {plan_name(plan)}" + (f", batch {batch}" if batch else "")
-            training = dataclasses.replace(
-                request,
-                task=request.task.with_batch(batch, plan.data_parallel if weak else 1),
-                plan=plan,
-                run=folder / f"{origin}-{index}-{turn}",
-                base=folder,
-                quiet=True,
-            )
-            measured = MeasureRequest(training=training, count=turn == 0)
-            function = "grappe.verbs.measure.measure:worker"
             try:
-                run: Measurement = start(function, measured, plan, run=training.run)
+                run = train(plan, batch, turn, folder / f"{origin}-{index}-{turn}")
             except GrappeError as error:
                 failures[index] = str(error)
                 note(f"{title}: {first_line(failures[index])}")
@@ -127,8 +176,9 @@ def _measured(
                 runs[index].append(run)
                 note(f"{title}: {run.rate:,.0f} samples/s")
     return [
-        dataclasses.replace(_point(plan, batch, trials, failure), origin=origin)
+        dataclasses.replace(point, origin=origin or point.origin)
         for (plan, batch), trials, failure in zip(grid, runs, failures, strict=True)
+        for point in [_point(plan, batch, trials, failure)]
     ]
 
 
@@ -161,6 +211,40 @@ def worker(request: MeasureRequest, process: ProcessRank, rendezvous_folder: Pat
     except Exception as error:  # a task may do what cannot be counted; it was measured all the same
         reason = first_line(f"{type(error).__name__}: {error}")
         return dataclasses.replace(point, unmeasured={**point.unmeasured, "flops": reason})
+
+
+def script_worker(request: ScriptRequest, process: ProcessRank, rendezvous_folder: Path) -> Measurement | None:
+    """Runs one process of a launched script for some steps; process 0 returns a point of one trial. Collective."""
+    from grappe.verbs.launch.launch import run_recorded
+
+    with contextlib.redirect_stdout(io.StringIO()), contextlib.suppress(SystemExit):
+        run_recorded(request, process, rendezvous_folder)
+    if process.rank:
+        return None
+    assert request.run is not None
+    description = Run(request.run).read_description() if Run.is_run(request.run) else {}
+    steps = description.get("step", 0)
+    if steps <= WARMUP:
+        raise UsageError(
+            f"{request.script} takes {steps} steps of an optimizer, of which the first {WARMUP} warm up "
+            "and are not counted: give it more, by its own arguments"
+        )
+    return script_point(Run(request.run), description)
+
+
+def script_point(run: Run, description: Mapping[str, Any]) -> Measurement:
+    """Makes a point of one trial from the ended run of a launched script."""
+    rows, reasons = rows_of_a_step(run), {"flops": "a script's are not counted"}
+    if not rows:
+        reasons["samples"] = "no DataLoader gives the batches: a step counts as one sample"
+    point = point_of_run(Plan.parse(description["plan"]), rows or 1, description["costs"])
+    return dataclasses.replace(point, origin="script", unmeasured={**point.unmeasured, **reasons})
+
+
+def rows_of_a_step(run: Run) -> int:
+    """Returns the median number of samples of a launched script's steps, from its curves; 0: they are not known."""
+    samples = [int(number(record.get("samples"))) for record in run.records("step")]
+    return statistics.median_high([after - before for before, after in itertools.pairwise([0, *samples])] or [0])
 
 
 def point_of_run(plan: Plan, batch: int, usages: Sequence[Mapping[str, Any]]) -> Measurement:
@@ -223,7 +307,7 @@ def send(request: JobRequest, *, show: bool = False) -> Iterator[Submitted]:
         for text in request.plans
     ]
     submissions = []
-    for number, (text, batch) in enumerate(points, 1):
+    for place, (text, batch) in enumerate(points, 1):
         fields = request.fields
         if batch or request.options.weak:
             total = batch or tasks.make(tasks.find(request.task), split(fields)).batch_size
@@ -237,7 +321,7 @@ def send(request: JobRequest, *, show: bool = False) -> Iterator[Submitted]:
                 arguments=(request.task, *fields, "--steps-only", "--steps", str(options.steps)),
                 plans=(text,),
                 fields=fields,
-                run=request.job.runs / f"measure-{stamp}-{number}",
+                run=request.job.runs / f"measure-{stamp}-{place}",
                 data=request.data,
                 options=options,
                 job=dataclasses.replace(request.job, restarts=0),
@@ -266,7 +350,8 @@ def gather(places: Sequence[Path]) -> list[Measurement]:
             continue
         run = Run(place)
         description = run.read_description()
-        batch = description.get("fields", {}).get("batch_size")
+        is_script = description.get("class") == SCRIPT
+        batch = rows_of_a_step(run) if is_script else description.get("fields", {}).get("batch_size")
         if not isinstance(batch, int):
             raise RunError(f"{run.folder}: its run.json has no batch_size")
         key = (description.get("plan", ""), batch)
@@ -276,6 +361,8 @@ def gather(places: Sequence[Path]) -> list[Measurement]:
             failures[key] = f"{run.folder} has not ended ({description.get('status')})"
         elif not all(usage.get("timing") for usage in usages):
             failures[key] = f"{run.folder} was too short: the first {WARMUP} steps warm up, and are not counted"
+        elif is_script:
+            trials.append(script_point(run, description))
         else:
             point = point_of_run(Plan.parse(key[0]), batch, usages)
             reasons = {**point.unmeasured, "flops": "jobs do not count them"}

@@ -97,7 +97,7 @@ class Measurement:
     workers: int | None = None
     """Data workers of each process; None: the samples are in memory."""
     origin: str = "asked"
-    """"asked", or "advice": measured because another point suggested it."""
+    """"asked"; "script": of a launched script; or "advice": measured because another point suggested it."""
     flops: float | None = None
     """FLOPs of a sample's forward and backward."""
     reachable: float | None = None

@@ -40,7 +40,7 @@ def title(point: Measurement) -> str:
 
 
 def _advice(good: Sequence[Measurement]) -> Iterator[str]:
-    asked = [point for point in good if point.origin == "asked"]
+    asked = [point for point in good if point.origin != "advice"]
     yield from _fastest(good)
     for point in asked:
         yield from _data(point)
@@ -113,7 +113,9 @@ def _data(point: Measurement) -> Iterator[str]:
     who = "the GPU waits" if point.device != "cpu" else "it waits"
     wait = f"{title(point)}: {who} for data {waits:.0%} of the time"
     needed = advised_workers(point)
-    if point.workers is None:
+    if point.origin == "script":
+        yield f"{wait}: give its DataLoader workers (num_workers=), or more of them"
+    elif point.workers is None:
         yield f"{wait}: the samples are in memory, so make `transform` and `augment` cheaper, or the batch larger"
     elif needed is None or needed > MOST_WORKERS:
         yield f"{wait}: {needed or 'more'} workers would be needed, so store the samples decoded and smaller first"
@@ -151,7 +153,7 @@ def _one_more_process(good: Sequence[Measurement]) -> Iterator[str]:
         for point in sorted(good, key=lambda point: point.rate)
         if point.batch == first.batch
         and point.device == first.device
-        and point.origin == "asked"
+        and point.origin != "advice"
         and _alike(point) == _alike(first)
     }
     if len(family) < 2:
