@@ -164,7 +164,8 @@ def test_a_spare_takes_the_place_of_a_node_that_goes_down(wide: Cluster, tmp_pat
     job.ends()
     in_the_same_job(job, 2, 2)
     said = job.said()
-    assert "noted against node n1, in " in said and "going on at once in this job, which has n[0,2]; 0" in said
+    assert "noted against node n1, in " in said and "this job goes on at once, without the queue, on n[0,2]\n" in said
+    assert "nodes: 3, 1 idle; processes: 2; plan: " in said
     assert [size["idle_nodes"] for size in Run(job.run).read_description()["sizes"]] == [1, 0]
     same_bits(job)
 

@@ -109,7 +109,7 @@ fit() {
         of_size=("--nodes=$nodes" "--ntasks=$processes" "--ntasks-per-node=$((processes / nodes))")
         of_size+=("--nodelist=$(printf "%s\n" "${held_nodes[@]:0:nodes}" | paste -sd ,)")
         export GRAPPE_IDLE_NODES=$((${#held_nodes[@]} - nodes))
-        echo "${#held_nodes[@]} nodes: $processes processes on $nodes, plan: ${plan:-one process}"
+        echo "nodes: ${#held_nodes[@]}, $GRAPPE_IDLE_NODES idle; processes: $processes; plan: ${plan:-one process}"
         return
     done
     return 1
@@ -126,7 +126,8 @@ keep_going() {
         failed=$(scontrol show hostnames "$held" | grep -cxF "${left_out//,/$'\n'}")
         [ "$(kills)" -lt 3 ] && fit "$failed" || return
         note_kill
-        echo "going on at once in this job, which has $held; $failed of them were noted twice"
+        echo "this job goes on at once, without the queue, on $held"
+        [ "$failed" = 0 ] || echo "used last, or not at all: $left_out (noted in two starts, or computed wrongly)"
         GRAPPE_START=$((GRAPPE_START + 1)) code=0
         unset GRAPPE_WAITED
         export SLURM_OVERLAP=1 # a step that has lost a node may never end for Slurm, and hold the others

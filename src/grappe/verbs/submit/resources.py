@@ -72,8 +72,8 @@ def jobs_of(submission: Submission) -> Iterator[Submission]:
     for name, value in (("gpus", job.gpus), ("nodes", job.nodes)):
         if isinstance(value, NumberRange) and submission.command != TRAIN:
             raise UsageError(
-                f"--{name} {value}: a range is for trainings, whose plan can grow: give this {submission.command} "
-                "a number"
+                f"--{name} {value}: a range is for trainings, whose plan can grow: give a number to "
+                f"{submission.command}"
             )
     if job.spare and submission.command != TRAIN:
         raise UsageError(
