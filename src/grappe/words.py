@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -46,6 +46,15 @@ def count_of(number: int, noun: str) -> str:
     """Formats a count with its noun: 1 step, 1,200 steps, 2 processes."""
     ending = "es" if noun.endswith("s") else "s"
     return f"{number:,} {noun}{'' if number == 1 else ending}"
+
+
+def sent_in_step(sent: Mapping[str, Mapping[str, int]]) -> str:
+    """Writes what a process sends in a step: by purpose its "bytes" and, where they were counted, its "messages"."""
+    return ", ".join(
+        f"{purpose} {format_bytes(each['bytes'])}"
+        + (f" ({count_of(each['messages'], 'message')})" if "messages" in each else "")
+        for purpose, each in sorted(sent.items(), key=lambda item: -item[1]["bytes"])
+    )
 
 
 def and_more(items: Sequence[object], shown: int) -> str:

@@ -193,7 +193,9 @@ def measure(
             )
         from grappe.verbs.measure import measure as verb
 
-        points = verb.measure_script(script[0], script[1:], plan or [""], options=options, note=complain)
+        points = verb.measure_script(
+            script[0], script[1:], plan or [""], options=options, note=complain, begun=progress
+        )
         return _show_points(points, script[0], out=out, json=json)
     name = task or str((gather or [""])[0])
     options = dataclasses.replace(options, batch_size=sizes)
@@ -231,7 +233,9 @@ def measure(
     points = (
         verb.gather(gather)
         if gather
-        else verb.measure(name, plans, options=options, advise=not no_advice, data=data, fields=texts, note=complain)
+        else verb.measure(
+            name, plans, options=options, advise=not no_advice, data=data, fields=texts, note=complain, begun=progress
+        )
     )
     explanations = explain(name, points, options=options, data=data, fields=texts, note=complain) if options.why else []
     largest = [str(batch) for batch in verb_largest(name, plans, data, texts)] if largest_batch else []

@@ -26,7 +26,7 @@ from torch import Tensor
 from grappe.errors import PlanError
 from grappe.errors.user_line import place_in
 from grappe.private_api.torch import tree_map, wrapper_of
-from grappe.words import count_of, format_bytes
+from grappe.words import sent_in_step
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -58,13 +58,15 @@ class Domain:
 
     def remarks(self) -> list[str]:
         """Returns what a training step sends, for the run's summary."""
-        sizes = ", ".join(
-            f"{purpose} {format_bytes(size)}"
-            + (f" ({count_of(self.of_step[purpose, 'messages'], 'message')})" if purpose != "gradients" else "")
-            for (purpose, what), size in self.of_step.most_common()
-            if what == "bytes"
-        )
+        sizes = sent_in_step(self.by_purpose())
         return [f"domain= sends in a step, from process 0: {sizes}"] if sizes else []
+
+    def by_purpose(self) -> dict[str, dict[str, int]]:
+        """Returns the messages and bytes of a training step; none before the second."""
+        purposes: dict[str, dict[str, int]] = {}
+        for (purpose, what), number in self.of_step.items():
+            purposes.setdefault(purpose, {})[what] = number
+        return purposes
 
     def even(self, length: int) -> tuple[int, ...]:
         """Returns the sizes of the parts of a dimension; the first ones are one larger where it does not divide.

@@ -32,6 +32,7 @@ ONE = Usage(
     joules={"processors": 100.0, "gpu": 50.0},
     watts={"gpu": 300.0},
     why={},
+    sent={},
     timing=None,
     step=5,
     samples=50,

@@ -19,6 +19,9 @@ from grappe.verbs.measure import verdict
 from grappe.verbs.measure.points import MeasureOptions
 from grappe.verbs.measure.verdict import content, table
 from grappe.verbs.submit.jobs import record_job
+from grappe.words import format_bytes
+from tests.domain.test_exchange import FLOAT, of_gpt
+from tests.parity.test_domain import GPT
 from tests.sleeping import Sleeping
 from tests.training.test_training import train
 
@@ -62,6 +65,29 @@ def test_a_small_batch_is_named_and_a_plan_that_fails_is_a_row() -> None:
     assert known["points"][2]["speed_up"] > 4
     assert "batchnorm=sync" in known["points"][1]["failure"]
     assert table(points).row_count == 4
+
+
+def test_what_parts_send_in_a_step_is_counted_and_a_training_is_announced() -> None:
+    """The formula is of shapes alone: see tests/domain/test_exchange.py."""
+    begun: list[str] = []
+    task = GPT()
+    points = measured(task, "device=cpu,threads=1,domain=2", advise=False, begun=begun.append)
+    formula = of_gpt(0, 2)
+    parameters = sum(each.numel() for each in task.model().parameters())
+    sent = {
+        "attention": {what: formula["attention", what] for what in ("messages", "bytes")},
+        "gradients": {"bytes": FLOAT * parameters},
+    }
+    assert content(points, "gpt")["points"][0]["sent"] == sent
+    sizes = ", ".join(
+        f"{purpose} {format_bytes(sent[purpose]['bytes'])}{count}"
+        for purpose, count in sorted(
+            {"attention": f" ({formula['attention', 'messages']} messages)", "gradients": ""}.items(),
+            key=lambda item: -sent[item[0]]["bytes"],
+        )
+    )
+    assert f"in a step, process 0 sends {sizes}" in "\n".join(verdict.sentences(points))
+    assert begun == ["training 1 of 1: device=cpu,domain=2,threads=1 …"]
 
 
 @pytest.mark.parametrize("options", [{"steps": 0}, {"repeats": 0}, {"batch_size": (4, 0)}])

@@ -60,6 +60,8 @@ class Usage:
     """Peak power by consumer, the mean over about a second; without those that are not measurable here."""
     why: Mapping[str, str]
     """Reasons why values could not be measured."""
+    sent: Mapping[str, Mapping[str, int]]
+    """Under domain=, the "messages" and "bytes" that this process sends to others in a step, by purpose."""
     timing: StepTimes | None
     """Summary of this process's time."""
     step: int
@@ -197,6 +199,7 @@ class Meter(Watcher):
                 for name, counters in (("processors", self._processors), ("gpu", self._gpu))
                 if counters.missing
             },
+            sent={} if self._world.domain is None else self._world.domain.by_purpose(),
             timing=self._timing,
             step=self._step,
             samples=self._samples - self._first_sample,

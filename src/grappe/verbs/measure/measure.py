@@ -67,13 +67,15 @@ def measure(
     data: Path | str | None = None,
     fields: Mapping[str, object] | None = None,
     note: Callable[[str], None] = lambda line: None,
+    begun: Callable[[str], None] = lambda line: None,
 ) -> Measurements:
     """Measures each plan at each batch size; the first point is the baseline of the comparison.
 
     Args:
         options: the extent of each measurement; the points take turns, so that a busy moment affects all equally.
         advise: whether to measure the plans that the first verdict suggests, too.
-        note: callback, called with a line about each training.
+        note: callback, called with a line about each training that has ended.
+        begun: callback, called with a line about each training that begins.
 
     Raises:
         UsageError: there is nothing to measure.
@@ -95,10 +97,10 @@ def measure(
         return start("grappe.verbs.measure.measure:worker", measured, plan, run=run)
 
     with scratch("measure") as folder:
-        points = _measured(functools.partial(train, weak=options.weak), folder, grid, options.repeats, note)
+        points = _measured(functools.partial(train, weak=options.weak), folder, grid, options.repeats, note, begun)
         if advise:
             advice = verdict.next_points(points)
-            points += _measured(train, folder, advice, options.repeats, note, origin="advice")
+            points += _measured(train, folder, advice, options.repeats, note, begun, origin="advice")
     return _some(points)
 
 
@@ -109,13 +111,14 @@ def measure_script(
     *,
     options: MeasureOptions | None = None,
     note: Callable[[str], None] = lambda line: None,
+    begun: Callable[[str], None] = lambda line: None,
 ) -> Measurements:
     """Launches a script for one process under each plan for some steps, as `measure` trains a task.
 
     Args:
         arguments: the script's own.
         options: of which scripts have steps and repeats.
-        note: callback, called with a line about each launch.
+        note, begun: as of `measure`.
 
     Raises:
         UsageError: the script is none for one process.
@@ -134,7 +137,7 @@ def measure_script(
         return start("grappe.verbs.measure.measure:script_worker", request, plan, run=run)
 
     with scratch("measure") as folder:
-        return _some(_measured(train, folder, [(as_plan(plan), 0) for plan in plans], options.repeats, note))
+        return _some(_measured(train, folder, [(as_plan(plan), 0) for plan in plans], options.repeats, note, begun))
 
 
 def _some(points: list[Measurement]) -> Measurements:
@@ -149,6 +152,7 @@ def _measured(
     grid: Sequence[tuple[Plan, int]],
     repeats: int,
     note: Callable[[str], None],
+    begun: Callable[[str], None],
     *,
     origin: str = "",
 ) -> list[Measurement]:
@@ -167,6 +171,7 @@ def _measured(
             if failures[index]:
                 continue
             title = f"{turn + 1} of {repeats}: {plan_name(plan)}" + (f", batch {batch}" if batch else "")
+            begun(f"training {turn * len(grid) + step + 1} of {repeats * len(grid)}: {plan_name(plan)} …")
             try:
                 run = train(plan, batch, turn, folder / f"{origin}-{index}-{turn}")
             except GrappeError as error:
@@ -276,6 +281,7 @@ def point_of_run(plan: Plan, batch: int, usages: Sequence[Mapping[str, Any]]) ->
         cores=sum(usage["cores"] for usage in usages),
         threads=head["threads"],
         workers=head["workers"],
+        sent=head.get("sent", {}),
         trials=[trial],
         unmeasured={name: reason for usage in usages for name, reason in usage["why"].items()},
     )

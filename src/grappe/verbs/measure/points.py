@@ -102,6 +102,8 @@ class Measurement:
     """FLOPs of a sample's forward and backward."""
     reachable: float | None = None
     """Measured FLOP/s of a large matrix product on one process's device."""
+    sent: Mapping[str, Mapping[str, int]] = dataclasses.field(default_factory=dict)
+    """Under domain=, the "messages" and "bytes" that process 0 sends in a step, by purpose."""
     trials: Sequence[TimedRun] = ()
     failure: str = ""
     """The reason why the point could not be measured."""
@@ -272,6 +274,7 @@ def as_json(point: Measurement, points: Sequence[Measurement]) -> dict[str, Any]
         "lost": None if base is None else dataclasses.asdict(efficiency_loss(point, base)),
         "shares": {name: point.share(name) for name in phases},
         "memory": point.memory,
+        "sent": {purpose: dict(each) for purpose, each in point.sent.items()},
         "held": dict(point.trials[0].processes[0].held),
         "joules_per_sample": point.joules,
         "flops_per_sample": point.flops,

@@ -12,7 +12,7 @@ from grappe.language import translated_line
 from grappe.plan import Plan
 from grappe.verbs.measure.breakdown import MOST_WORKERS, SMALL_BATCH, USEFUL, Remedy, TimeBreakdown
 from grappe.verbs.measure.points import COMPUTING, Measurement, as_json, baseline, efficiency, efficiency_loss
-from grappe.words import filled_table, first_line, plain_table, plan_name
+from grappe.words import filled_table, first_line, plain_table, plan_name, sent_in_step
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -57,6 +57,8 @@ def _advice(good: Sequence[Measurement]) -> Iterator[str]:
                 f"{title(point)}: {point.processes} processes with {point.threads} thread"
                 f"{'s' if point.threads > 1 else ''} each share {point.cores} cores: use at most {point.cores} in all"
             )
+        if point.sent:
+            yield f"{title(point)}: in a step, process 0 sends {sent_in_step(point.sent)}"
         if share := Plan.parse(point.plan).checked:
             yield f"{title(point)}: check adds {share:.2%} of the computing, by count"
     for point in asked:
