@@ -483,6 +483,16 @@ def test_numbers_that_json_has_not(run: Path) -> None:
     assert "Infinity" not in html(gathered, "x").partition("<script")[2].partition("</script>")[0]
 
 
+def test_a_node_idles_until_its_job_begins_again_or_ends(run: Path) -> None:
+    size = {"step": 0, "processes": 2, "nodes": 2, "idle_nodes": 1}
+    starts = [{**size, "at": 1000.0, "start": 0, "waited": 1}, {**size, "at": 8200.0, "start": 1, "idle_nodes": 2}]
+    again = {**size, "at": 50_000.0, "start": 10, "waited": 3}
+    idled = another(run, "idled", sizes=[*starts, again])
+    (idled / "usage.jsonl").write_text("".join(f'{{"time": {at}, "phases": {{}}}}\n' for at in (1100, 11_800, 53_600)))
+    described = gather([idled])["runs"][0]["description"]
+    assert described["idle nodes, hours"] == "5.00", "2 h until the next start of the job, 2 x 1 h, 1 h"
+
+
 def test_all_evidence_against_a_runs_nodes_is_shown_with_its_time(run: Path, tmp_path: Path) -> None:
     noted = another(run, "noted")
     evidence = (("noted", "a " * 200), ("images", "no"), ("noted", "b"))

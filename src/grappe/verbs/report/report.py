@@ -210,18 +210,24 @@ def _run(run: Run, row: dict[str, Any]) -> dict[str, Any]:
 def _sizes(sizes: Sequence[dict[str, Any]], usage: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """Describes the sizes of a run's starts: a line for each, hours in the queue, and hours of nodes that idled."""
     lines, idle = [], 0.0
-    begins = [number(size.get("at")) for size in sizes]
-    for size, begin, end in zip(sizes, begins, [*begins[1:], math.inf], strict=True):
+    for size, following in zip(sizes, [*sizes[1:], {}], strict=True):
+        begin, end = number(size.get("at")), number(following.get("at")) if following else math.inf
         trained = [number(record.get("time")) for record in usage if begin <= number(record.get("time")) < end]
-        idle += number(size.get("idle_nodes")) * (max(trained, default=begin) - begin) / 3600
+        last = end if _in_the_same_job(following) else max(trained, default=begin)
+        idle += number(size.get("idle_nodes")) * (last - begin) / 3600
         where = f"{number(size.get('processes')):g} processes on {number(size.get('nodes')):g} nodes"
         when = time.strftime("%Y-%m-%d %H:%M", time.localtime(begin))
         waited = f", after {number(size['waited']):g} s in the queue" if "waited" in size else ""
-        again = ", in the same job" if number(size.get("start")) % 10 else ""
+        again = ", in the same job" if _in_the_same_job(size) else ""
         lines.append(f"{when}, step {number(size.get('step')):g}: {where}{waited}{again}")
     waits = sum(number(size.get("waited")) for size in sizes) / 3600
     hours = {"hours in the queue": waits, "idle nodes, hours": idle}
     return {"sizes": lines, **{name: f"{value:.2f}" for name, value in hours.items() if value}}
+
+
+def _in_the_same_job(size: dict[str, Any]) -> bool:
+    """Returns whether a start went on in the job of the one before, whose nodes it kept."""
+    return number(size.get("start")) % 10 > 0
 
 
 def _over_steps(sizes: Sequence[dict[str, Any]], last: int) -> Points:
