@@ -182,6 +182,10 @@ class Replay:
         self._until.close()
 
 
+LOADING = Replay.batches.__code__
+"""Loads a batch of a dataset without torch's loader, under which nothing is read again."""
+
+
 def _shape(value: Any) -> Any:
     if isinstance(value, Tensor):
         return value.shape, value.dtype
@@ -212,6 +216,8 @@ def repeats(frame: types.FrameType | None) -> bool:
     if frame is None or not is_own_file(frame.f_code.co_filename):
         return False
     while frame is not None:
+        if frame.f_code is LOADING:
+            return False
         if frame.f_code.co_filename.startswith(TORCH) and any(part in frame.f_code.co_filename for part in INSIDE):
             return False
         frame = frame.f_back

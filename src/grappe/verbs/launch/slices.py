@@ -94,7 +94,9 @@ class SlicedSteps(StepHandler):
         """Parameters whose gradients are averaged, by id."""
         self._place: BatchRows | None = None
         """Of the running step's rows in its batch; None: everything is whole."""
-        self._share = self._counted = 0.0
+        self._share = 0.0
+        self._counted = 1 / world.data_size
+        """This process's part of what the last cross-entropy counts; before the first, of a value that all share."""
         self._after = contextlib.ExitStack()
         """Draws after the loop of training, which are for the last batch."""
         self._buffers: list[Tensor] = []
