@@ -131,7 +131,7 @@ print(output[:8].std().item())
     by_line: dict[int, list[str]] = {}
     for place, rule in found.values.items():
         by_line.setdefault(int(place.split(":")[1]), []).append(rule)
-    assert by_line == {19: ["sum"], 20: ["mean", "mean", "most", "least"], 21: ["mean"], 24: ["first"]}
+    assert by_line == {19: ["sum"], 20: ["mean", "mean", "most", "least"], 21: ["same"], 24: ["first"]}
     lines = sorted(place.rpartition(":")[0].rpartition(":")[2] for place in found.lengths)
     assert lines == ["21", "21", "21"], "the rows that make a tensor stay the part's"
 
@@ -147,7 +147,7 @@ OF_ROWS = {
     "torch.zeros({bins}, {bins}).index_put((labels, labels), torch.ones(()), accumulate=True)": "sum",
     "wide.mean(0)": "mean",
     "wide.amax(0)": "most",
-    "model[0].weight.grad": "mean",
+    "model[0].weight.grad": "same",
     "wide.std(0)": None,
     "torch.cov(wide.T)": None,
     "wide.median(0).values": None,
@@ -175,6 +175,25 @@ def test_an_array_is_measured_by_its_elements_however_many_there_are(value: str,
             assert "script.py, line 18 reads a value of the batch that is neither" in found.refused
         else:
             assert not found.refused and list(found.values.values()) == [OF_ROWS[value]], bins
+
+
+@pytest.mark.parametrize(
+    ("read", "rule"),
+    [
+        ("(labels > 5).sum().item()", "sum"),
+        ("(labels > 5).float().sum().detach().item()", "sum"),
+        ("(labels > 5).float().mean().item()", "mean"),
+        ("inputs.clamp(0, 0.01).max().item()", "most"),
+        ("labels.min().item()", "least"),
+        ("(labels > 5).any().item()", "most"),
+        ("bool((labels > 5).all())", "least"),
+        ("bool(F.cross_entropy(model(inputs), labels) < 9)", "same"),
+    ],
+)
+def test_numbers_that_do_not_show_their_rule_have_that_of_the_function_that_made_them(
+    read: str, rule: str, tmp_path: Path
+) -> None:
+    assert list(rehearse(tmp_path, f"{PLAIN}\n{read}").values.values()) == [rule]
 
 
 @pytest.mark.parametrize(

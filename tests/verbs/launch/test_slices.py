@@ -53,6 +53,8 @@ def train(model, loader, optimizer, schedule, epoch):
             optimizer.step()
             optimizer.zero_grad()
             schedule.step()
+        if number == 4:
+            print(f"{loss.item():.4f} {(loss / 2 + loss).item():.4f}")
         if number < 4:
             print(f"{output[:6].std().item():.4f} {output[:6].T.reshape(-1).detach().numpy().shape}")
         seen += labels.size(0)
@@ -62,6 +64,7 @@ def train(model, loader, optimizer, schedule, epoch):
         if number % 2 == 0:
             print(f"{epoch} [{number * len(images)}/{len(loader.dataset)}] {loss.item():.4f}")
     print(f"accuracy {right}/{seen} {sum(predicted)} {len(predicted)}")
+    return loss
 
 
 def test(model, loader):
@@ -76,9 +79,10 @@ optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
 loader = DataLoader(TensorDataset(x, y), 16, shuffle=True)
 schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.2, total_steps=2 * len(loader))
 for epoch in range(2):
-    train(model, loader, optimizer, schedule, epoch)
+    last = train(model, loader, optimizer, schedule, epoch)
     test(model, DataLoader(TensorDataset(x[:20], y[:20]), 7))
 torch.save(model.state_dict(), options.save)
+torch.save({"epoch": epoch, "loss": last}, options.save + ".loss")
 open(options.save + ".log", "a").write("saved\\n")
 """
 GENERATOR = """
@@ -162,6 +166,7 @@ def test_an_unedited_script_learns_and_prints_on_two_processes_what_it_does_on_o
     assert ("reads process 0's rows" in said.err) == (body is GENERATOR)
     if body is IMAGES:
         assert Path("two.pt.log").read_text() == "saved\n", "process 0 alone writes"
+        torch.testing.assert_close(torch.load("one.pt.loss")["loss"], torch.load("two.pt.loss")["loss"])
 
 
 @pytest.mark.parametrize(
@@ -187,6 +192,24 @@ def test_an_unedited_script_learns_and_prints_on_two_processes_what_it_does_on_o
             id="its own rows after the loop",
         ),
         pytest.param(
+            "late = lambda: output.max().item()", TaskError, r"line \d+ reads a value that it did not read", id="late"
+        ),
+        pytest.param(
+            "late = lambda: images.numpy()", TaskError, r"line \d+ reads a value that it did not read", id="late rows"
+        ),
+        pytest.param(
+            "late = lambda: bool(loss < torch.linspace(0.8, 1.2, 5)[number])",
+            DivergedError,
+            r"train.py, line \d+ reads a value that is not the same on all processes \(0 to 1\)",
+            id="a comparison of its own loss",
+        ),
+        pytest.param(
+            "late = lambda: torch.save({'epoch': 1, 'rows': output}, 'rows.pt')",
+            DivergedError,
+            r"train.py, line \d+ reads a value that is not the same on all processes",
+            id="a file of its own rows",
+        ),
+        pytest.param(
             "statistics = True",
             DivergedError,
             "the processes' weights or buffers differ after 1 steps",
@@ -208,7 +231,7 @@ def test_what_the_rehearsal_does_not_show_ends_the_run(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     Path("train.py").write_text(f"""{HEAD}
-every, statistics, summed, pictures, drawn, total = 0, False, False, False, 0, torch.zeros(())
+every, statistics, summed, pictures, drawn, total, late = 0, False, False, False, 0, torch.zeros(()), list
 {body}
 model = nn.Sequential(nn.Flatten(), nn.Linear(36, 3))
 model.register_buffer("mean", torch.zeros(()))
@@ -223,6 +246,8 @@ for number, (images, labels) in enumerate(DataLoader(TensorDataset(x, y), 16)):
     if every and number == every:
         print((output.argmax(1) == labels).sum().item())
     torch.rand(drawn)
+    if number:
+        late()
     if statistics:
         model.mean += images.mean()
 if summed:

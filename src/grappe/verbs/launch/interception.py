@@ -32,7 +32,7 @@ TORCH, GRAPPE = f"{Path(torch.__file__).parent}/", f"{Path(__file__).parents[2]}
 COMPILERS = (f"{TORCH}_inductor", f"{TORCH}_dynamo", f"{Path(TORCH).parent}/triton")
 BY = " by "
 """Stands in a place between the line of the script and that of the library that it calls."""
-THROUGH = ("_tensor.py", "_tensor_str.py", "lr_scheduler.py")
+THROUGH = ("_tensor.py", "_tensor_str.py", "lr_scheduler.py", "torch/overrides.py", "launch/rehearsal.py")
 """torch's own files through which a script reads a tensor: print(f"{loss:.4f}"), plateau.step(loss)."""
 DEPTH = 3  # frames that tell two uses of a loader apart
 Begin = Callable[[], Iterator[Any]]

@@ -369,7 +369,14 @@ def script_traceback(error: Exception) -> str:
         if (part := chain.pop()) is None:
             continue
         first = next((number for number, frame in enumerate(part.stack) if is_users_file(frame.filename)), 0)
-        frames = part.stack[first:]
+        # A rehearsal has a mode of torch's functions, which calls a function within itself.
+        of_modes, called = {"__torch_function__", "handle_torch_function"}, part.stack[first:]
+        inner = [*(frame.name for frame in called[1:]), ""]
+        frames = [
+            frame
+            for frame, name in zip(called, inner, strict=True)
+            if frame.name not in of_modes and name != "handle_torch_function"
+        ]
         if frames and not frames[-1].filename.startswith(str(PACKAGE)):
             frames = [frame for frame in frames if not frame.filename.startswith(str(PACKAGE))]
         part.stack = traceback.StackSummary.from_list(frames)
@@ -490,7 +497,7 @@ def run_recorded(request: ScriptRequest, process: ProcessRank, rendezvous_folder
         clocks_noted(steps.clock),
         waits_counted(steps.chronometer),
         writing_nothing() if process.rank else contextlib.nullcontext(),
-        files_shared(world) if world.size > 1 else contextlib.nullcontext(),
+        files_shared(world, sliced.check_saved) if sliced and world.size > 1 else contextlib.nullcontext(),
     ):
         try:
             run_as_main(request.script, request.arguments, None if sliced is None else sliced.length)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import gc
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -28,7 +29,7 @@ from grappe.launch.world import World
 from grappe.plan import Plan
 from grappe.private_api.torch import BatchNormBase, tree_flatten, tree_map, tree_unflatten
 from grappe.step.precision import LossScale, set_gpu_arithmetic
-from grappe.verbs.launch.interception import PLANS_FORWARD, alive, modules_alive, parameters_of
+from grappe.verbs.launch.interception import PLANS_FORWARD, alive, modules_alive, parameters_of, place_of
 
 TRIED = {
     "channels_last": 1e-3,
@@ -264,10 +265,13 @@ class _Pieces:
 
 
 @contextlib.contextmanager
-def files_shared(world: World) -> Iterator[None]:
+def files_shared(world: World, check: Callable[[Any, str], Any]) -> Iterator[None]:
     """Context in which process 0's files are all processes': sharded tensors are whole in them, and cut when loaded.
 
     A load waits for the saves before it. Collective, as the whole script is.
+
+    Args:
+        check: returns what shall be saved at a place of the script, for what the script saves there.
     """
     from torch.distributed.tensor import DTensor, distribute_tensor
 
@@ -276,7 +280,7 @@ def files_shared(world: World) -> Iterator[None]:
 
     def saved(value: Any, *arguments: Any, **options: Any) -> None:
         nonlocal is_saved
-        save(tree_map(gathered, value), *arguments, **options)
+        save(check(tree_map(gathered, value), place_of(sys._getframe(1))), *arguments, **options)
         is_saved = True
 
     def loaded(*arguments: Any, **options: Any) -> Any:

@@ -25,7 +25,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.overrides import TorchFunctionMode
 from torch.utils.data import DataLoader
+from torch.utils.weak import WeakIdKeyDictionary
 
 from grappe.data.batch import BatchRows
 from grappe.data.sampling import cut
@@ -57,6 +59,12 @@ TOLERATED = 1e-4
 MOST_BACKWARDS = 50  # of the script, until a batch is measured
 PLAIN = (bool, int, float, str)
 LEAST_ROWS = 3  # of a batch that can be cut in two uneven parts
+REDUCTIONS: dict[str, Rule] = {
+    "sum": "sum", "count_nonzero": "sum", "mean": "mean", "max": "most", "amax": "most", "any": "most",
+    "min": "least", "amin": "least", "all": "least",
+}  # fmt: skip
+UNCHANGED = ("detach", "cpu", "to", "float", "double", "long", "int", "__get__")
+"""torch's functions that return the same numbers; the last is `tensor.data`."""
 LOUDER = 2.0**10
 """Factor of a part's loss, whose gradient is divided by it: what clips within backward shows before it clips."""
 
@@ -74,6 +82,8 @@ class _Pass:
     values: dict[str, list[NDArray[Any]]] = dataclasses.field(default_factory=lambda: defaultdict(list))
     """Numbers and arrays that each place reads."""
     integers: set[str] = dataclasses.field(default_factory=set)
+    reductions: dict[str, Rule] = dataclasses.field(default_factory=dict)
+    """By the place: how what it reads was made, where it is torch's own sum, mean, maximum or minimum."""
     lengths: set[str] = dataclasses.field(default_factory=set)
     first: dict[int, Tensor] = dataclasses.field(default_factory=dict)
     """The gradients at the first optimizer step, after which a run's weights are others."""
@@ -122,6 +132,7 @@ class Rehearsal(StepHandler):
         self._whole: _Pass | None = None
         """The pass with all rows, whose gradients a script reads after each part's backward, as it will in a run."""
         self._lengths: set[str] = set()
+        self._reductions = _Reductions()
         self._factor = 1.0
         """Of the running pass's losses."""
         self._again = False
@@ -211,8 +222,10 @@ class Rehearsal(StepHandler):
         value = read(tensor)
         if self._pass is not None:
             self._pass.values[place].append(np.array(value))
-            if not (tensor.is_floating_point() or tensor.is_complex()):
+            if isinstance(value, bool) or not (tensor.is_floating_point() or tensor.is_complex()):
                 self._pass.integers.add(place)
+            if tensor in self._reductions.rules:
+                self._pass.reductions[place] = self._reductions.rules[tensor]
         return value
 
     def length(self, value: int, tensor: object, place: str) -> int:
@@ -401,7 +414,7 @@ class Rehearsal(StepHandler):
         part = last - first < rows
         place = BatchRows(first, last - first, rows) if part or self._key else None
         self._again = True
-        with whole_batch_draws(place, others_alike=True):
+        with whole_batch_draws(place, others_alike=True), self._reductions:
             yield cut_rows(batch, first, last) if part else batch
         self._pass = None
         record.drawn = random_digest()
@@ -517,13 +530,36 @@ def _value_rule(line: str, all_rows: _Pass, left: _Pass, right: _Pass, shares: M
     }
     if line in all_rows.integers:
         rules = {name: rules[name] for name in ("same", "sum", "most", "least")}
-        if not any(value.any() for triple in triples for value in triple):
-            return "sum"
+    if line in all_rows.reductions:
+        rules = {name: rules[name] for name in (all_rows.reductions[line], *rules)}
+    elif all(np.array_equal(every_row, a) and np.array_equal(a, b) for every_row, a, b in triples):
+        return "same"  # it may be any rule: a run ends where processes differ
 
     def holds(rule: Callable[[NDArray[Any], NDArray[Any]], NDArray[Any]]) -> bool:
         return _alike([rule(a, b) for _, a, b in triples], [every_row for every_row, *_ in triples])
 
     return next((name for name, rule in rules.items() if holds(rule)), None)
+
+
+class _Reductions(TorchFunctionMode):
+    """Notes which tensors are torch's own reductions: a count of 0, or a maximum of 1.0, does not show its rule."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rules = WeakIdKeyDictionary()
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        value = func(*args, **(kwargs or {}))
+        if isinstance(value, Tensor):
+            name = getattr(func, "__name__", "")
+            rule = REDUCTIONS.get(name)
+            if name in UNCHANGED and args and isinstance(args[0], Tensor):
+                rule = self.rules.get(args[0])
+            if rule is not None:
+                self.rules[value] = rule
+        return value
 
 
 @contextlib.contextmanager

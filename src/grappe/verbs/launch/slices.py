@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar, cast
 
@@ -31,7 +30,7 @@ from grappe.launch.terminal import complain
 from grappe.launch.world import World
 from grappe.parallel.batchnorm import ignoring_padding, synchronise_batchnorm
 from grappe.parallel.gradient_average import GradientAverage
-from grappe.private_api.torch import BatchNormBase
+from grappe.private_api.torch import BatchNormBase, tree_leaves, tree_map
 from grappe.training.random_state import random_digest
 from grappe.verbs.launch.interception import (
     BY,
@@ -50,6 +49,10 @@ from grappe.verbs.launch.request import Rehearsed, line_of
 
 T = TypeVar("T")
 CHECK_EVERY = 100  # steps, after which the processes compare their weights; at first after 1, 2, 4, …
+LINEAR = {"AddBackward0": 2, "SubBackward0": 2, "MulBackward0": 1, "DivBackward0": 1, "NegBackward0": 1}
+"""Nodes of the graph of a loss that add up terms, or multiply one with a number; and the number of their inputs."""
+SAME = 1e-5
+"""Of a value that all processes compute, in parts of it: what rounding on a GPU explains."""
 TOLERATED = 1e-3
 """Of the first gradient's norms, in parts of the largest: what the rehearsal does not show is larger."""
 
@@ -104,8 +107,10 @@ class SlicedSteps(StepHandler):
         """Batch normalisations over all processes."""
         self._noted: dict[int, Tensor] = {}
         """What the step's backwards have added, until an optimizer steps, by the number of the parameter."""
-        self._last: tuple[Callable[[], Tensor | None], float] = (lambda: None, 0.0)
-        """The last backward's loss, and this process's part of it."""
+        self._losses: list[tuple[Tensor, float]] = []
+        """Losses of the last batch's backwards, and this process's part of each."""
+        self._loads = False
+        """Whether a loader loads a batch: what is read there is no batch's."""
         self._said: set[str] = set()
         """Places that read a process's own rows."""
         self._most_rows = 0
@@ -117,7 +122,7 @@ class SlicedSteps(StepHandler):
         """Yields this process's rows of each batch that trains, and other batches whole."""
         outer = self._place, self._share
         trains = place == self._rehearsed.loader and outer[0] is None
-        taken, plain = None, begin()
+        taken, plain = None, self._loaded(begin())
         if trains:
             self._after.close()
         try:
@@ -145,6 +150,7 @@ class SlicedSteps(StepHandler):
                 padding = first == last  # fewer rows than processes: the first one, which counts nothing
                 if padding:
                     first, last = 0, 1
+                self._losses.clear()
                 self._place = taken = BatchRows(first, last - first, rows)
                 self._most_rows = max(self._most_rows, last - first)
                 with (
@@ -161,6 +167,17 @@ class SlicedSteps(StepHandler):
             if taken is not None:  # the script still has its rows of the last batch
                 self._after.enter_context(whole_batch_draws(taken, others_alike=True))
 
+    def _loaded(self, batches: Iterator[Any]) -> Iterator[Any]:
+        while True:
+            before, self._loads = self._loads, True
+            try:
+                batch = next(batches)
+            except StopIteration:
+                return
+            finally:
+                self._loads = before
+            yield batch
+
     def backward(self, place: str, loss: Tensor, run: Callable[[float], None]) -> float:
         """Runs a backward, which averages the gradients over the processes; returns this process's part of the loss."""
         size = self._world.data_size
@@ -172,7 +189,7 @@ class SlicedSteps(StepHandler):
         if rule is None and size > 1:
             raise TaskError(f"the backward in {line_of(place)} did not run with the first batch: its loss is not known")
         weight = 1 / size if self._alone or size == 1 else self._weight(rule)
-        self._last = weakref.ref(loss), weight
+        self._losses.append((loss, weight))
         if not self._measures or self.replaying:
             self._keys.backward(self._optimizers, run, weight * size)
             return weight
@@ -188,27 +205,60 @@ class SlicedSteps(StepHandler):
     def read(self, tensor: Tensor, place: str, read: Callable[[Tensor], T]) -> T:
         """Returns the whole batch's value of what a line reads. Collective in a step."""
         value = read(gathered(tensor))
-        if self._alone or self._world.data_size == 1:
-            return value
-        if self._place is None:
-            loss, weight = self._last
-            if loss() is tensor and isinstance(value, float):  # after the loop: that of the last batch
-                return self._combined(value, "sum", tensor, weight, place)
-            if BY not in place:
-                self._check_same(value, place)
-            elif np.ndim(value) and len(set(self._world.gather(np.asarray(value).tobytes()))) > 1:  # type: ignore
-                self._say_own_rows(place)  # numbers are a loader's, or checked where the script has them
+        if self._alone or self._world.data_size == 1 or self._loads:
             return value
         if not isinstance(value, bool | int | float | list | np.ndarray):
             return value
-        rule = self._rehearsed.values.get(place) or self._likely(tensor, value, place)
+        rule = None if self._place is None else self._rehearsed.values.get(place)
+        if rule is None and (weight := self._weight_of_loss(tensor)) is not None:
+            return self._combined(value, "sum", tensor, weight, place)
+        if self._place is None:
+            if BY not in place or not np.ndim(value):  # type: ignore[arg-type]
+                self._check_same(value, place)
+            elif len(set(self._world.gather(np.asarray(value).tobytes()))) > 1:
+                self._say_own_rows(place)
+            return value
+        if rule is None:
+            rule = self._likely(value, place)
         if rule == "same":
+            self._check_same(value, place)
             return value
         if rule in ("first", "own"):
             if rule == "own" or self._has_fewer_rows:
                 self._say_own_rows(place)
             return self._world.share(value)
         return self._combined(value, rule, tensor, self._weight(rule), place)
+
+    def check_saved(self, saved: T, place: str) -> T:
+        """Returns what the script saves, with the whole batch's loss for a loss. Collective.
+
+        Raises:
+            DivergedError: a tensor comes from each process's own rows.
+        """
+        if self._alone or self._world.data_size == 1 or self.replaying:
+            return saved
+        states = [state for optimizer in self._optimizers for state in optimizer.state.values()]
+        alike = {id(each) for each in (*parameters_of(self._optimizers), *self._buffers, *tree_leaves(states))}
+        alike |= {each.data_ptr() for each in (*parameters_of(self._optimizers), *self._buffers)}
+
+        def check(leaf: Any) -> Any:
+            if not isinstance(leaf, Tensor) or id(leaf) in alike or leaf.data_ptr() in alike:
+                return leaf
+            weight = self._weight_of_loss(leaf)
+            if weight is not None:
+                return torch.full_like(leaf, self._combined(float(leaf), "sum", leaf, weight, place))
+            self._check_same(leaf.detach().to("cpu", torch.float64).numpy(), place)
+            return leaf
+
+        return cast("T", tree_map(check, saved))
+
+    def _weight_of_loss(self, tensor: Tensor) -> float | None:
+        """Returns this process's part of a loss of the last batch, or of terms of it; None: the tensor is neither."""
+        for loss, weight in self._losses:
+            if loss.numel() == tensor.numel() == 1 and loss.data_ptr() == tensor.data_ptr():
+                return weight
+        weights = {weight for _, weight in self._losses}
+        return weights.pop() if len(weights) == 1 and _is_linear(tensor, [loss for loss, _ in self._losses]) else None
 
     def _combined(self, value: T, rule: str, tensor: Tensor, weight: float, place: str) -> T:
         """Returns the whole batch's value, in the type of this process's. Collective.
@@ -272,25 +322,29 @@ class SlicedSteps(StepHandler):
             DivergedError: it comes from each process's own rows.
         """
         numbers = np.asarray(value)
-        if not self.steps or numbers.dtype.kind not in "biuf":
+        if (not self.steps and self._place is None) or numbers.dtype.kind not in "biuf":
             return
-        total, size = float(numbers.sum(dtype=np.float64)), float(np.abs(numbers).sum(dtype=np.float64))
+        exact, numbers = numbers.dtype.kind != "f", numbers.ravel().astype(np.float64)
+        places = 1 + np.modf(np.arange(numbers.size) * 0.618)[0]  # so that another order has another sum
+        total, size = float(numbers @ places), float(np.abs(numbers) @ places)
+        if not np.isfinite(size):
+            total, size = -1.0, 0.0
         both = torch.tensor([total, -total, size], dtype=torch.float64)
         dist.all_reduce(both, dist.ReduceOp.MAX, group=self._world.control)
         most, least, size = both.tolist()
-        if most + least > TOLERATED * size:
+        if most + least > (0 if exact else SAME) * size:
             raise DivergedError(
                 f"{line_of(place)} reads a value that is not the same on all processes ({-least:g} to {most:g}): it "
-                "adds up, or is, what each has of its own rows. Read it in each step: total += loss.item()"
+                "adds up, compares or is what each has of its own rows. Read a number in each step, and add or compare "
+                "that: total += loss.item()"
             )
 
-    def _likely(self, tensor: Tensor, value: object, place: str) -> str:
-        """Returns the rule for a line that the first batch did not reach: the loss's for a loss."""
-        rules = set(self._rehearsed.losses.values())
-        if tensor.grad_fn is not None and len(rules) == 1:
-            return rules.pop()
-        if isinstance(value, bool) and len(set(self._world.gather(value))) == 1:
+    def _likely(self, value: object, place: str) -> str:
+        """Returns the rule for a line that the first batch did not reach."""
+        if isinstance(value, bool):
             return "same"
+        if BY in place and np.ndim(value):  # type: ignore[arg-type]
+            return "own"
         raise TaskError(
             f"{line_of(place)} reads a value that it did not read with the first batch, so it is not known whether it "
             "is a mean or a sum over rows: read it in each step"
@@ -424,3 +478,28 @@ class SlicedSteps(StepHandler):
                 else f"the processes' weights or buffers differ after {self.steps} steps: the script changes them by "
                 "something that depends on a process's own rows"
             )
+
+
+def _is_linear(tensor: Tensor, losses: Sequence[Tensor]) -> bool:
+    """Returns whether a tensor is made of the terms of losses by sums and by products with numbers."""
+    terms: set[Any] = set()
+    waiting = [loss.grad_fn for loss in losses]
+    while waiting:
+        node = waiting.pop()
+        terms.add(node)
+        waiting += _terms(node)
+    waiting = [tensor.grad_fn]
+    while waiting:
+        node = waiting.pop()
+        if node not in terms:
+            if not _terms(node):
+                return False
+            waiting += _terms(node)
+    return True
+
+
+def _terms(node: Any) -> list[Any]:
+    """Returns what a node of the graph adds up, or multiplies with a number; []: it does something else."""
+    parts = [part for part, _ in node.next_functions if part is not None] if node is not None else []
+    name = type(node).__name__
+    return parts if LINEAR.get(name) == len(parts) else []
