@@ -149,7 +149,7 @@ class _Judgement:
     def __init__(self, runner: TrialRunner, plan: Plan, base: Reference, start: Instrumentation) -> None:
         self._runner, self._plan, self._base, self._start = runner, plan, base, start
         self._steps = runner.trial(plan, start, base)
-        self._difference = runner.compare(base, self._steps)
+        self._difference = runner.compare(base, self._steps, plan)
 
     def finding(self) -> PlanVerdict:
         """Returns the verdict, and its evidence."""
@@ -286,7 +286,7 @@ class _Judgement:
     def _agrees(self, off: Sequence[str]) -> bool:
         plan, instrumentation = self._without(off)
         base = self._runner.reference(plan, instrumentation)
-        return self._runner.compare(base, self._runner.trial(plan, instrumentation, base)).agrees
+        return self._runner.compare(base, self._runner.trial(plan, instrumentation, base), plan).agrees
 
     def _faults(self, explained: Sequence[str]) -> list[str]:
         """Names faults of the features that explain a difference; empty if each works as the plan says."""
@@ -316,7 +316,7 @@ class _Judgement:
         elif self._base.whole_batch:  # its pieces have no losses of their own
             slices = pieces = 1
         base = self._runner.reference(self._plan, instrumentation, slices=slices, pieces=pieces, precision=precision)
-        return self._runner.compare(base, self._runner.trial(plan, instrumentation, base))
+        return self._runner.compare(base, self._runner.trial(plan, instrumentation, base), plan)
 
     def _name(self, feature: str) -> str:
         if feature == PRECISION:
@@ -422,7 +422,7 @@ def ablations(runner: TrialRunner, plan: Plan, instrumentation: Instrumentation,
         less = dataclasses.replace(instrumentation, **off)
         base = runner.reference(other, less)
         steps = runner.trial(other, less, base)
-        if runner.compare(base, steps, without=() if buffers else base.buffers).agrees:
+        if runner.compare(base, steps, other, without=() if buffers else base.buffers).agrees:
             causes.append(f"{word} the difference disappears")
 
     fewer = dataclasses.replace(plan, microbatches=1)
