@@ -99,7 +99,8 @@ class Volumes(Task):
         return F.cross_entropy(output, target, weights, reduction="none")
 
     def optimizer(self, named_parameters):  # noqa: ANN001, ANN201
-        return torch.optim.Adam(named_parameters, lr=self.lr)
+        # An eps of 1e-8 would scale gradients up that are nothing but rounding.
+        return torch.optim.Adam(named_parameters, lr=self.lr, eps=1e-4)
 
     def metrics(self) -> dict[str, torchmetrics.Metric]:
         from torchmetrics.classification import MulticlassJaccardIndex  # takes seconds, in evaluations alone
