@@ -28,7 +28,10 @@ from benchmarks.figures import machine, table
 STEPS, TOLERATED = 20, 1e-5
 LIST = Path(__file__).with_suffix(".toml")
 NUMBER = re.compile(r"[-+]?\d+\.?\d*(?:[eE][-+]?\d+)?")
+GRAPPE = str(Path(sys.executable).with_name("grappe"))
+"""The command as it is installed: `python -m grappe` finds modules in another order."""
 SETTINGS = {
+    "PYTHONUNBUFFERED": "1",
     "STEPS": str(STEPS),
     "MPLBACKEND": "Agg",
     "WANDB_MODE": "offline",
@@ -163,12 +166,12 @@ def compare(script: Script, repository: Path, site: Path | None) -> Outcome:
         _, terminal = pty.openpty()  # whose width some ask for
 
         def run(name: str, plan: str | None = None, **variables: str) -> subprocess.CompletedProcess[str]:
-            launch = ["-m", "grappe", "launch", "--runs", str(folder / "runs"), "--plan", plan] if plan else []
+            launch = [GRAPPE, "launch", "--runs", str(folder / "runs"), "--plan", plan] if plan else [sys.executable]
             paths = (folder, site, script.path and file.parent / script.path, os.environ.get("PYTHONPATH"))
             environment = os.environ | SETTINGS | {"LAST": str(script.last), "WEIGHTS": str(folder / name)} | variables
             environment |= {"PYTHONPATH": ":".join(str(path) for path in paths if path)}
             environment["PATH"] = f"{site}/bin:{environment['PATH']}"
-            command, began = [sys.executable, "-u", *launch, file.name, *arguments], time.perf_counter()
+            command, began = [*launch, file.name, *arguments], time.perf_counter()
             try:
                 return subprocess.run(
                     command, cwd=file.parent, env=environment, stdin=terminal, text=True, capture_output=True,
