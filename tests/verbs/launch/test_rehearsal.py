@@ -266,6 +266,12 @@ def test_numbers_that_do_not_show_their_rule_have_that_of_the_function_that_made
             id="a deviation that is read",
         ),
         pytest.param(
+            f"{PLAIN}\nprint(inputs.mean())",
+            NET,
+            "script.py, line 16 reads a value of the batch that is neither a mean",
+            id="several values and yes or no by a printed tensor",
+        ),
+        pytest.param(
             "def closure():\n    loss = F.cross_entropy(model(inputs), labels)\n    loss.backward()\n    return loss\n"
             "optimizer.step(closure)",
             NET,

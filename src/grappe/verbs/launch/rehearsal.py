@@ -531,7 +531,7 @@ def _value_rule(line: str, all_rows: _Pass, left: _Pass, right: _Pass, shares: M
     if line in all_rows.integers:
         rules = {name: rules[name] for name in ("same", "sum", "most", "least")}
     if line in all_rows.reductions:
-        rules = {name: rules[name] for name in (all_rows.reductions[line], *rules)}
+        rules = {name: rules[name] for name in (all_rows.reductions[line], *rules) if name in rules}
     elif all(np.array_equal(every_row, a) and np.array_equal(a, b) for every_row, a, b in triples):
         return "same"  # it may be any rule: a run ends where processes differ
 
