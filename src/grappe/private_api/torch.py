@@ -45,7 +45,7 @@ USED = private_names(
     {
         "torch": "_C _foreach_add_ _foreach_copy_ _foreach_mul_ _foreach_norm _ops _subclasses",
         "torch._C": (
-            "_SetExcludeDispatchKeyGuard _dispatch_key_parse _dispatch_tls_is_dispatch_key_excluded "
+            "_distributed_c10d _SetExcludeDispatchKeyGuard _dispatch_key_parse _dispatch_tls_is_dispatch_key_excluded "
             "_dispatch_tls_is_dispatch_key_included _dispatch_tls_set_dispatch_key_excluded "
             "_dispatch_tls_set_dispatch_key_included"
         ),
@@ -83,6 +83,9 @@ foreach_add_ = torch._foreach_add_
 foreach_copy_ = torch._foreach_copy_
 foreach_mul_ = torch._foreach_mul_
 foreach_norm = torch._foreach_norm
+
+MESSAGES = torch.library.Library("c10d", "IMPL")
+"""Kernels that are added to torch's messages, as long as this lives."""
 
 run_backward: Callable[..., Any] | None = getattr(
     getattr(torch.autograd.Variable, "_execution_engine", None), "run_backward", None
@@ -208,9 +211,17 @@ def forget_meshes() -> None:
 
 
 def fake_store() -> dist.Store:
-    """Returns the store of a process group of backend "fake", which this makes known: it sends nothing."""
+    """Returns the store of a process group of backend "fake", which this makes known: it sends nothing.
+
+    Fake tensors can be sent, too: torch has known that since a version between 2.8 and 2.13.
+    """
+    from torch._C._distributed_c10d import FakeWork
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
+    if not torch.ops.c10d.send.default.has_kernel_for_dispatch_key("Meta"):
+        for name in ("send", "recv_"):
+            MESSAGES.impl(name, lambda *_: FakeWork().boxed(), "Meta")
+        MESSAGES.impl("allreduce_", lambda tensors, *_: (tensors, FakeWork().boxed()), "Meta")
     return FakeStore()
 
 

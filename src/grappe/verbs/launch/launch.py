@@ -42,7 +42,7 @@ from grappe.launch.files import RUNS
 from grappe.launch.rank import ProcessRank, rank_from_environment
 from grappe.launch.signals import end_as_programs_do, handled
 from grappe.launch.start import start
-from grappe.launch.terminal import UserStream, complain, progress, say, user_stream
+from grappe.launch.terminal import UserStream, complain, progress, say, user_stream, write
 from grappe.plan import AnyPlan, Plan, as_plan
 from grappe.private_api.multiprocessing import start_as_python_does
 from grappe.training.run import Run, new_folder
@@ -344,9 +344,10 @@ def rehearse_script(request: RehearsalRequest, process: ProcessRank, rendezvous_
             if not (shown := script_traceback(error)):
                 raise
             complaints.seek(0)
-            for text, to in ((output.getvalue(), stream), (complaints.read() + shown, errors)):
+            for text, to in ((output.getvalue(), stream), (complaints.read(), errors)):
                 to.write(text)
                 to.flush()
+            write(shown, errors, end="")
             raise ProcessDied(
                 f"{request.script.script} fails by itself, on one process and before its first batch has trained"
             ) from error
@@ -442,7 +443,7 @@ def run_script(request: ScriptRequest, process: ProcessRank, rendezvous_folder: 
             shown = script_traceback(error)
             if not shown or local.lost_another(str(error)):
                 raise
-            sys.stderr.write(shown)  # the user's terminal on process 0, a log on the others
+            write(shown, sys.stderr, end="")  # the user's terminal on process 0, a log on the others
             who = f" in process {process.rank} of {process.size}" if process.size > 1 else ""
             message = f"{request.script} failed{who} with {type(error).__name__}"
             if process.rank:
