@@ -218,7 +218,7 @@ def fake_store() -> dist.Store:
     from torch._C._distributed_c10d import FakeWork
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    if not torch.ops.c10d.send.default.has_kernel_for_dispatch_key("Meta"):
+    if not torch.ops.c10d.send.default.has_kernel_for_dispatch_key(torch._C.DispatchKey.Meta):
         for name in ("send", "recv_"):
             MESSAGES.impl(name, lambda *_: FakeWork().boxed(), "Meta")
         MESSAGES.impl("allreduce_", lambda tensors, *_: (tensors, FakeWork().boxed()), "Meta")
