@@ -67,6 +67,14 @@ def test_the_first_step_and_tensor_that_differ_are_named(tmp_path: Path, monkeyp
         verify_script("train.py", [], "device=cpu")
 
 
+def test_a_script_that_saves_at_a_compared_step_is_compared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    saves = '    loss.backward()\n    torch.save(head.state_dict(), "head.pt")\n'
+    Path("train.py").write_text(SCRIPT.replace("    loss.backward()\n", saves))
+    found = verify_script("train.py", [], PLAN, steps=3)
+    assert (found.step, found.tensors, found.difference) == (3, 8, "")
+
+
 def test_lines_are_compared_and_what_rounding_moves_is_not_judged() -> None:
     one = ScriptTrial(steps=2, apart={}, lines=["loss 0.5", "10:31", "8 rows"])
     moved = ScriptTrial(steps=2, apart={(1, "a"): 0.01, (1, "b"): 1e-6}, lines=["loss 0.5", "10:32", "8 rows"])

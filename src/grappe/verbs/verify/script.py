@@ -209,14 +209,14 @@ class _StepRecorder:
             if self._request.first:
                 SAVE(own, file)
             else:
-                for name, each in torch.load(file, weights_only=True).items():
+                for name, each in LOAD(file, weights_only=True).items():
                     self.apart[self.step, name] = _distance(each, own.get(name))
         if self.step == self._request.steps:
             raise SystemExit
 
 
-SAVE = torch.save
-"""As it is before a script runs whose files are written once."""
+SAVE, LOAD = torch.save, torch.load
+"""As they are before a script runs whose files are shared: its load waits for others, and process 0 reads alone."""
 
 
 def _distance(own: Tensor, other: Tensor | None) -> float:
