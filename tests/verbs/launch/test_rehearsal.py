@@ -197,6 +197,29 @@ def test_numbers_that_do_not_show_their_rule_have_that_of_the_function_that_made
 
 
 @pytest.mark.parametrize(
+    ("read", "rule"),
+    [
+        ("inputs[0].tolist()", "first"),
+        ("inputs[0, 0].item()", "first"),
+        ("inputs[:8].tolist()", "first"),
+        ("(inputs * (inputs == x[3]).any())[:5].tolist()", None),
+        ("(inputs[:, 0] == x[3, 0]).nonzero().sum().item()", None),
+        ("inputs[:, 0].argsort()[0].item()", None),
+        ("(inputs[:, :1] == x[[7, 12, 16], 0]).unique().tolist()", "same"),  # by chance in each half, and checked
+        ("((inputs == x[3]).sum() / ((inputs == x[3]) | (inputs == x[5])).sum().clamp(min=1)).item()", None),
+        ("((inputs == x[3]).sum() / 1).item()", "same"),  # or a sum: a run ends where it is not
+        ("inputs[:, 1].sort().values[-1].item()", "most"),
+    ],
+)
+def test_a_rule_that_fits_the_first_rows_by_chance_is_none(read: str, rule: str | None, tmp_path: Path) -> None:
+    found = rehearse(tmp_path, f"{PLAIN}\n{read}")
+    if rule is None:
+        assert "script.py, line 16 reads a value of the batch that is neither" in found.refused
+    else:
+        assert list(found.values.values()) == [rule], found.refused
+
+
+@pytest.mark.parametrize(
     ("body", "model", "why"),
     [
         pytest.param(PLAIN, NORMALISED, "batchnorm=sync in the plan", id="batch normalisation"),

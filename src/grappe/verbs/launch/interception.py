@@ -280,15 +280,25 @@ def _lengths(batch: Any) -> Iterator[int | None]:
 
 def cut_rows(batch: Any, first: int, last: int) -> Any:
     """Returns rows `first` to `last` - 1 of a batch of which `rows_of` knows the number."""
+    return _each_tensor(batch, lambda rows: rows[first:last])
+
+
+def turned_rows(batch: Any, by: int) -> Any:
+    """Returns a batch whose first `by` rows are its last ones."""
+    return _each_tensor(batch, lambda rows: rows.roll(-by, 0) if isinstance(rows, Tensor) else [*rows[by:], *rows[:by]])
+
+
+def _each_tensor(batch: Any, made: Callable[[Any], Any]) -> Any:
+    """Returns a batch with what is `made` of each of its tensors and lists of samples."""
     if isinstance(batch, Tensor):
-        return batch[first:last]
+        return made(batch)
     if isinstance(batch, Mapping):
-        parts = {name: cut_rows(value, first, last) for name, value in batch.items()}
+        parts = {name: _each_tensor(value, made) for name, value in batch.items()}
         return parts if type(batch) is dict else type(batch)(parts)  # type: ignore[call-arg]
     if any(isinstance(each, Tensor | Mapping | list | tuple) for each in batch):
-        several = [cut_rows(value, first, last) for value in batch]
+        several = [_each_tensor(value, made) for value in batch]
         return type(batch)(*several) if hasattr(batch, "_fields") else type(batch)(several)
-    return batch[first:last]
+    return made(batch)
 
 
 def copied(value: Any) -> Any:

@@ -46,6 +46,7 @@ from grappe.verbs.launch.interception import (
     norms_of,
     parameters_of,
     rows_of,
+    turned_rows,
 )
 from grappe.verbs.launch.plan_keys import ROUNDING, TRIED, PlanKeys, gathered, names_called
 from grappe.verbs.launch.request import Rehearsed, Rule, line_of
@@ -127,7 +128,7 @@ class Rehearsal(StepHandler):
         self._trials: list[PlanKeys] = []
         self._optimizers: list[Optimizer] = []
         self.backwards = 0
-        """Of the script, so far."""
+        """Of the script, so far, with whole batches."""
         self._pass: _Pass | None = None
         self._whole: _Pass | None = None
         """The pass with all rows, whose gradients a script reads after each part's backward, as it will in a run."""
@@ -195,7 +196,7 @@ class Rehearsal(StepHandler):
             run(self._factor)
         else:
             scaled.backward(self._optimizers, run, 1.0)
-        self.backwards += 1
+        self.backwards += self._whole is None
         if self.backwards > MOST_BACKWARDS:
             self._refuse(
                 f"its first {MOST_BACKWARDS} backwards came from no loop over a torch.utils.data.DataLoader: write "
@@ -343,17 +344,28 @@ class Rehearsal(StepHandler):
     def _value_rules(
         self, batch: Any, state: _StepState, passes: tuple[_Pass, _Pass, _Pass], shares: Mapping[Rule, float]
     ) -> Iterator[Any]:
-        """Returns how the parts make up what each line reads, with a further pass where it may be process 0's rows."""
-        (all_rows, left, right), rows = passes, self._rows[1]
-        reached = [line for line in all_rows.values if line in left.values and line in right.values]
-        values = {line: _value_rule(line, *passes, shares) for line in reached}
-        may_be_first = [
-            line for line, rule in values.items() if rule is None or (BY in line and rule in ("most", "least"))
-        ]
-        if may_be_first:
+        """Returns how the parts make up what each line reads; further cuts of turned rows where it may be chance."""
+        all_rows, rows = passes[0], self._rows[1]
+        reached = [line for line in all_rows.values if all(line in each.values for each in passes)]
+        fitting = {line: _fitting(line, *passes, shares) for line in reached}
+        unclear = [line for line in reached if _may_be_chance(line, fitting[line], *passes)]
+        for line in unclear:
+            fitting[line].extend(("first", "same"))  # the latter of a run's parts, which it checks
+        first = cut(rows, self._parts, 0)[1]
+        for turn in (0, rows // 2, rows // 4) if unclear else ():
+            turned = turned_rows(batch, turn)
             with self._own_statistics_off():
-                begin = yield from self._run(batch, state, 0, cut(rows, self._parts, 0)[1], rows)
-            values |= {line: "first" for line in may_be_first if _alike(*_wide(line, begin, all_rows))}
+                every_row = (yield from self._run(turned, state, 0, rows, rows)) if turn else all_rows
+                begin = yield from self._run(turned, state, 0, first, rows)
+                rest = yield from self._run(turned, state, first, rows, rows)
+            shares = _shares(every_row, begin, first / rows)
+            for line in unclear:
+                if any(len(each.values[line]) != len(all_rows.values[line]) for each in (every_row, begin, rest)):
+                    continue  # a line that not all rows reach
+                fit = _fitting(line, every_row, begin, rest, shares)
+                fit += ["first"] if _alike(*_wide(line, begin, every_row)) else []
+                fitting[line] = [rule for rule in fitting[line] if rule in fit]
+        values = {line: _clearest(fit, all_rows.reductions.get(line)) for line, fit in fitting.items()}
         unknown = [line for line, rule in values.items() if rule is None]
         is_picture = {line: BY in line and any(value.ndim for value in all_rows.values[line]) for line in unknown}
         if refused := [line for line in unknown if not is_picture[line]]:
@@ -513,14 +525,14 @@ def _mean(share: float, a: NDArray[Any], b: NDArray[Any]) -> NDArray[Any]:
     return share * a + (1 - share) * b
 
 
-def _value_rule(line: str, all_rows: _Pass, left: _Pass, right: _Pass, shares: Mapping[Rule, float]) -> Rule | None:
-    """Returns how the parts' values make up the whole's; of several that would, the one for the value's type."""
+def _fitting(line: str, all_rows: _Pass, left: _Pass, right: _Pass, shares: Mapping[Rule, float]) -> list[Rule]:
+    """Returns by which rules the parts' values make up the whole's, the likeliest for the value's type first."""
     if len({len(each.values[line]) for each in (all_rows, left, right)}) > 1:
-        return None
+        return []
     triples = list(zip(*_wide(line, all_rows, left, right), strict=True))
     if any(every_row.shape != a.shape or a.shape != b.shape for every_row, a, b in triples):
         rows = [np.concatenate([a, b]) if a.shape[1:] == b.shape[1:] else a for _, a, b in triples]
-        return "rows" if _alike(rows, [every_row for every_row, *_ in triples]) else None
+        return ["rows"] if _alike(rows, [every_row for every_row, *_ in triples]) else []
     rules: dict[Rule, Callable[[NDArray[Any], NDArray[Any]], NDArray[Any]]] = {
         **{rule: functools.partial(_mean, share) for rule, share in shares.items()},
         "sum": np.add,
@@ -530,15 +542,27 @@ def _value_rule(line: str, all_rows: _Pass, left: _Pass, right: _Pass, shares: M
     }
     if line in all_rows.integers:
         rules = {name: rules[name] for name in ("same", "sum", "most", "least")}
-    if line in all_rows.reductions:
-        rules = {name: rules[name] for name in (all_rows.reductions[line], *rules) if name in rules}
-    elif all(np.array_equal(every_row, a) and np.array_equal(a, b) for every_row, a, b in triples):
-        return "same"  # it may be any rule: a run ends where processes differ
 
     def holds(rule: Callable[[NDArray[Any], NDArray[Any]], NDArray[Any]]) -> bool:
         return _alike([rule(a, b) for _, a, b in triples], [every_row for every_row, *_ in triples])
 
-    return next((name for name, rule in rules.items() if holds(rule)), None)
+    return [name for name, rule in rules.items() if holds(rule)]
+
+
+def _may_be_chance(line: str, fitting: Sequence[Rule], all_rows: _Pass, left: _Pass, right: _Pass) -> bool:
+    """Returns whether other rows may show another rule: the part with the minimum gives that of all, for instance."""
+    if "same" in fitting or ((made_by := all_rows.reductions.get(line)) in ("most", "least") and made_by in fitting):
+        return False  # where it is "same", a run ends where processes differ
+    every_row, *parts = _wide(line, all_rows, left, right)
+    return not fitting or not {"most", "least"}.isdisjoint(fitting) or any(_alike(part, every_row) for part in parts)
+
+
+def _clearest(fitting: Sequence[Rule], made_by: Rule | None) -> Rule | None:
+    """Returns the rule that fitted each cut; "same", which a run checks, where there are several."""
+    if made_by in fitting:
+        return made_by
+    clear = [rule for rule in fitting if rule != "mean" or "counted" not in fitting]
+    return "same" if len(clear) > 1 else next(iter(clear), None)
 
 
 class _Reductions(TorchFunctionMode):
