@@ -34,6 +34,10 @@ BY = " by "
 """Stands in a place between the line of the script and that of the library that it calls."""
 THROUGH = ("_tensor.py", "_tensor_str.py", "lr_scheduler.py", "torch/overrides.py", "launch/rehearsal.py")
 """torch's own files through which a script reads a tensor: print(f"{loss:.4f}"), plateau.step(loss)."""
+SAVED = " saved "
+"""Stands in a place between the line of a torch.save and the number of the tensor in what it saves."""
+PICTURES = "torchvision/utils.py:"
+"""A library's file whose numbers are the range of a picture: they are in no line of the script."""
 DEPTH = 3  # frames that tell two uses of a loader apart
 Begin = Callable[[], Iterator[Any]]
 """Begins an iteration of a loader, which draws random numbers."""
@@ -42,6 +46,7 @@ NUMPY_DRAWS = {
     "randint": 2, "binomial": 2, "choice": 1, "exponential": 1, "poisson": 1,
 }  # fmt: skip
 """Functions of np.random that draw for rows, and which of their arguments is the size; None: all together."""
+PLAIN_ITEM = Tensor.item
 READS = ("item", "__float__", "__int__", "__bool__", "tolist", "numpy")
 
 
@@ -91,6 +96,7 @@ def intercepted(handler: StepHandler) -> Iterator[None]:
         replace(torch.autograd, "backward", lambda plain: _backward(plain, handler))
         for name in READS:
             replace(Tensor, name, lambda plain: _reading(plain, handler))
+        replace(Tensor, "__format__", lambda plain: _formatting(plain, handler))
         replace(Optimizer, "__init__", lambda plain: _adding(plain, handler))
         for name in ("cross_entropy", "nll_loss"):
             replace(F, name, lambda plain: _counting(plain, handler))
@@ -141,9 +147,8 @@ def _backward(plain: Callable[..., None], handler: StepHandler) -> Callable[...,
 
 def _reading(plain: Callable[..., Any], handler: StepHandler) -> Callable[..., Any]:
     def read(self: Tensor, *arguments: Any, **options: Any) -> Any:
-        frame = beyond_torchs_own(sys._getframe(1))
-        own = frame is not None and not frame.f_code.co_filename.startswith((TORCH, GRAPPE))
-        if not own or get_worker_info() is not None:  # a dataset's, in a process that loads
+        frame = _reader(sys._getframe(1))
+        if frame is None:
             return plain(self, *arguments, **options)
         if plain.__name__ == "numpy" and not self.dim():  # a number, as by item()
             array = plain(self, *arguments, **options)
@@ -151,6 +156,24 @@ def _reading(plain: Callable[..., Any], handler: StepHandler) -> Callable[..., A
         return handler.read(self, place_of(frame), lambda tensor: plain(tensor, *arguments, **options))
 
     return read
+
+
+def _formatting(plain: Callable[..., str], handler: StepHandler) -> Callable[..., str]:
+    def formatted(self: Tensor, form: str) -> str:
+        frame = _reader(sys._getframe(1))
+        if frame is None or self.dim() or type(self) is not Tensor:
+            return plain(self, form)
+        # torch formats `self.detach()`, which no longer shows of which loss it is a term.
+        return format(handler.read(self, place_of(frame), PLAIN_ITEM), form)
+
+    return formatted
+
+
+def _reader(frame: FrameType | None) -> FrameType | None:
+    """Returns the frame that reads a tensor; None: it is torch's or grappe's, or a dataset's where a process loads."""
+    frame = beyond_torchs_own(frame)
+    is_own = frame is not None and not frame.f_code.co_filename.startswith((TORCH, GRAPPE))
+    return frame if is_own and get_worker_info() is None else None
 
 
 def _adding(plain: Callable[..., None], handler: StepHandler) -> Callable[..., None]:
@@ -224,6 +247,16 @@ def place_of(frame: FrameType | None) -> str:
             break
         frame = frame.f_back
     return BY.join(places)
+
+
+def is_picture(value: object, place: str) -> bool:
+    """Returns whether a library reads an array, or the range of one, to draw it."""
+    return BY in place and (np.ndim(value) > 0 or PICTURES in place)  # type: ignore[arg-type]
+
+
+def saved_part(place: str, number: int) -> str:
+    """Returns the place of one of the tensors that a line saves."""
+    return "".join((place, SAVED, str(number)))
 
 
 @functools.cache
@@ -347,6 +380,29 @@ def _compiles(frame: FrameType | None) -> bool:
     return frame is not None
 
 
+class _Nowhere(io.FileIO):
+    """The null device with the places and the length of a file."""
+
+    _at = _length = 0
+
+    def write(self, written: Any) -> int:
+        count = super().write(written)
+        self._at += count
+        self._length = max(self._length, self._at)
+        return count
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        self._at = offset + {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self._length}[whence]
+        return self._at
+
+    def tell(self) -> int:
+        return self._at
+
+    def truncate(self, size: int | None = None) -> int:
+        self._length = self._at if size is None else size
+        return self._length
+
+
 @contextlib.contextmanager
 def writing_nothing(*, until_left: bool = False) -> Iterator[None]:
     """Context of a process that leaves files to another: what it opens for writing goes nowhere.
@@ -361,7 +417,11 @@ def writing_nothing(*, until_left: bool = False) -> Iterator[None]:
         written = not isinstance(file, int) and set(mode) & set("wax+") and os.fspath(file) != os.devnull
         if not written or _compiles(sys._getframe(1)):
             return plain(file, mode, *arguments, **options)
-        stream = plain(os.devnull, mode.replace("x", "w"), *arguments, **options)
+        if "b" in mode:  # it may be an archive's, which asks where it is
+            nowhere = _Nowhere(os.devnull, "r+")
+            stream: Any = io.BufferedRandom(nowhere) if "+" in mode else io.BufferedWriter(nowhere)
+        else:
+            stream = plain(os.devnull, mode.replace("x", "w"), *arguments, **options)
         left.append((stream, os.path.abspath(os.fspath(file))))  # noqa: PTH100 - of any kind
         return stream
 

@@ -15,7 +15,9 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
@@ -220,6 +222,12 @@ def gathered(tensor: Tensor) -> Tensor:
     from grappe.checkpoint import weights  # imports torch.distributed.tensor, a third of a rehearsal's imports
 
     return weights.gathered(tensor)
+
+
+def wide(tensor: Tensor) -> NDArray[Any]:
+    """Returns a tensor that is saved as an array, which has no bfloat16: no line of the script reads it."""
+    tensor = tensor.detach().cpu()
+    return np.asarray((tensor.double() if tensor.is_floating_point() else tensor).numpy())
 
 
 class _Pieces:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import sys
 import traceback
 import types
 from collections import defaultdict
@@ -33,22 +34,26 @@ from grappe.data.batch import BatchRows
 from grappe.data.sampling import cut
 from grappe.data.whole_batch_draws import whole_batch_draws
 from grappe.errors import TaskError
-from grappe.private_api.torch import BatchNormBase
+from grappe.private_api.torch import BatchNormBase, tree_leaves
 from grappe.training.random_state import random_digest, random_state, set_random_state
 from grappe.verbs.launch.interception import (
-    BY,
+    SAVED,
     Begin,
     StepHandler,
     add_gradient,
     alive,
     buffers_alive,
     cut_rows,
+    is_picture,
+    modules_alive,
     norms_of,
     parameters_of,
+    place_of,
     rows_of,
+    saved_part,
     turned_rows,
 )
-from grappe.verbs.launch.plan_keys import ROUNDING, TRIED, PlanKeys, gathered, names_called
+from grappe.verbs.launch.plan_keys import ROUNDING, TRIED, PlanKeys, gathered, names_called, wide
 from grappe.verbs.launch.request import Rehearsed, Rule, line_of
 from grappe.verbs.launch.variables import is_own_file, own_modules
 from grappe.verbs.verify.random_ops import RandomOps
@@ -367,8 +372,8 @@ class Rehearsal(StepHandler):
                 fitting[line] = [rule for rule in fitting[line] if rule in fit]
         values = {line: _clearest(fit, all_rows.reductions.get(line)) for line, fit in fitting.items()}
         unknown = [line for line, rule in values.items() if rule is None]
-        is_picture = {line: BY in line and any(value.ndim for value in all_rows.values[line]) for line in unknown}
-        if refused := [line for line in unknown if not is_picture[line]]:
+        unknown = [line for line in unknown if SAVED not in line]  # a run ends where processes differ
+        if refused := [line for line in unknown if not any(is_picture(each, line) for each in all_rows.values[line])]:
             self._refuse(
                 f"{line_of(refused[0])} reads a value of the batch that is neither a mean, a sum nor the largest or "
                 "least over its rows, nor has a row for each: processes would read that of their own rows. Compute it "
@@ -426,12 +431,31 @@ class Rehearsal(StepHandler):
         part = last - first < rows
         place = BatchRows(first, last - first, rows) if part or self._key else None
         self._again = True
-        with whole_batch_draws(place, others_alike=True), self._reductions:
+        with whole_batch_draws(place, others_alike=True), self._reductions, self._saves_noted():
             yield cut_rows(batch, first, last) if part else batch
         self._pass = None
         record.drawn = random_digest()
         record.draws_beside_torch = not torch.equal(random_state()["others"], state.random["others"])
         return record
+
+    @contextlib.contextmanager
+    def _saves_noted(self) -> Iterator[None]:
+        """Context in which the tensors that the script saves are read, but for weights, which are all processes'."""
+        plain = torch.save
+
+        def save(saved: Any, *arguments: Any, **options: Any) -> None:
+            weights = (each for module in modules_alive() for each in (*module.parameters(), *module.buffers()))
+            weights_at, place = {each.data_ptr() for each in weights}, place_of(sys._getframe(1))
+            for number, leaf in enumerate(tree_leaves(saved)):
+                if isinstance(leaf, Tensor) and leaf.data_ptr() not in weights_at:
+                    self.read(leaf, saved_part(place, number), wide)
+            plain(saved, *arguments, **options)
+
+        torch.save = save
+        try:
+            yield
+        finally:
+            torch.save = plain
 
     def _state(self) -> _StepState:
         return _StepState(
