@@ -429,14 +429,21 @@ def writing_nothing(*, until_left: bool = False) -> Iterator[None]:
         with contextlib.suppress(FileExistsError):
             make(*arguments, **options)
 
+    save, is_left = torch.save, False  # which opens files in C++
+
+    def saved(*arguments: Any, **options: Any) -> None:
+        if is_left:  # by way of what has been put around this one meanwhile
+            save(*arguments, **options)
+
     builtins.open = io.open = opened  # type: ignore[assignment]
-    os.mkdir = made
-    save, torch.save = torch.save, lambda *_, **__: None  # which opens files in C++
+    os.mkdir, torch.save = made, saved
     try:
         yield
     finally:
         builtins.open = io.open = plain
-        os.mkdir, torch.save = make, save
+        os.mkdir, is_left = make, True
+        if torch.save is saved:
+            torch.save = save
         for stream, file in left if until_left else ():
             if not stream.closed:
                 stream.flush()

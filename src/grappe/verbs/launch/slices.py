@@ -496,6 +496,8 @@ class SlicedSteps(StepHandler):
 
 def _is_linear(tensor: Tensor, losses: Sequence[Tensor]) -> bool:
     """Returns whether a tensor is made of the terms of losses by sums and by products with numbers."""
+    if tensor.grad_fn is None:  # nor have losses one on the way back to a checkpoint
+        return False
     terms: set[Any] = set()
     waiting = [loss.grad_fn for loss in losses]
     while waiting:
