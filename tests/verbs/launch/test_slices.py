@@ -150,9 +150,6 @@ FILES = """
 from pathlib import Path
 
 draw = Path(options.save).parent / "site-packages" / "torchvision" / "utils.py"
-draw.parent.mkdir(parents=True, exist_ok=True)
-colours = "(rows.clamp(float(rows.min()), float(rows.max())) * 60).byte().numpy()"
-draw.write_text("def draw(rows):\\n    rows = rows.detach()\\n    return " + colours)
 pictures = {"__name__": "utils"}
 exec(compile(draw.read_text(), str(draw), "exec"), pictures)
 model = nn.Sequential(nn.Flatten(), nn.Linear(36, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 3))
@@ -174,6 +171,14 @@ torch.save(model[1].state_dict(), options.save)
 """
 
 
+DRAW = """
+def draw(rows):
+    rows = rows.detach()
+    return (rows.clamp(float(rows.min()), float(rows.max())) * 60).byte().numpy()
+"""
+"""As torchvision draws pictures."""
+
+
 @pytest.mark.parametrize(
     ("body", "plan"),
     [(IMAGES, f"{PLAN},batchnorm=sync"), (GENERATOR, PLAN), (TOKENS, PLAN), (FILES, f"{PLAN},batchnorm=sync")],
@@ -183,6 +188,8 @@ def test_an_unedited_script_learns_and_prints_on_two_processes_what_it_does_on_o
 ) -> None:
     monkeypatch.chdir(tmp_path)
     Path("train.py").write_text(HEAD + body)
+    Path("site-packages/torchvision").mkdir(parents=True)
+    Path("site-packages/torchvision/utils.py").write_text(DRAW)
     with monkeypatch.context() as patched:
         patched.setattr(sys, "argv", ["train.py", "--save", "one.pt"])
         runpy.run_path("train.py", run_name="__main__")
