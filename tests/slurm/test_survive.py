@@ -99,7 +99,9 @@ def test_slow_processes_and_faults_of_a_gpu_are_noted_and_the_job_finishes(clust
     assert set(left_out) == {"n0", "n1"}
     assert all({note.run for note in notes} == {"first", "second"} for notes in left_out.values())
     assert all(re.match(r"process [01] was slow: [\d.]+ ms of work a step", note.evidence) for note in left_out["n0"])
-    assert {note.evidence for note in left_out["n1"]} == {"GPU 2 had 3 errors in its memory that ECC could not correct"}
+    assert {note.evidence for note in left_out["n1"]} == {
+        "GPU 2 had 3 errors in its memory that ECC could not correct (doctor)"
+    }
 
 
 SCRIPT = """
