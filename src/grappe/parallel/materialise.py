@@ -83,7 +83,10 @@ def give_memory(model: nn.Module, device: torch.device, *, offloaded: bool = Fal
             for name, tensor in home.items():
                 if tensor is not None:
                     sites.setdefault(id(tensor), []).append((module, name))
-    model.to_empty(device="cpu" if offloaded else device)
+    # A module that stands in two places once: torch cannot replace a fake tensor that something refers to meanwhile.
+    # Those within come first, as FSDP2 looks at a module's tensors when it is its turn.
+    for module in reversed(list(model.modules())):
+        module.to_empty(device="cpu" if offloaded else device, recurse=False)
     if offloaded and device.type != "cpu":
         _put_whole_tensors(model, device)
     for first, *others in sites.values():
