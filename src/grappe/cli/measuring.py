@@ -54,6 +54,15 @@ class _Options(MeasureOptions):
 
 
 DEFAULTS = _Options()
+ScriptWords = Annotated[
+    list[str],
+    Parameter(
+        help="A training script for one process and its arguments, in place of a task; the last option. The plans are "
+        "those of grappe launch.",
+        consume_multiple=True,
+        allow_leading_hyphen=True,
+    ),
+]
 
 
 def register(app: App) -> None:
@@ -152,15 +161,7 @@ def measure(
     largest_batch: Annotated[
         bool, SWITCH, Parameter(help="Find the largest batch that fits, too, under each plan.")
     ] = False,
-    script: Annotated[
-        list[str] | None,
-        Parameter(
-            help="A training script for one process and its arguments, in place of a task; the last option. The plans "
-            "are those of grappe launch.",
-            consume_multiple=True,
-            allow_leading_hyphen=True,
-        ),
-    ] = None,
+    script: ScriptWords | None = None,
     out: Annotated[OutFile, Parameter(help="Write the figures to this JSON file, for grappe report.")] = None,
     data: DataFolder = None,
     json: Json = False,
@@ -389,15 +390,7 @@ def verify(
         ),
     ] = None,
     steps: Annotated[int | None, Parameter(help="Optimizer steps of each trial. Default: 8; of a record 4.")] = None,
-    script: Annotated[
-        list[str] | None,
-        Parameter(
-            help="A training script for one process and its arguments, in place of a task; the last option. The plans "
-            "are those of grappe launch.",
-            consume_multiple=True,
-            allow_leading_hyphen=True,
-        ),
-    ] = None,
+    script: ScriptWords | None = None,
     out: Annotated[OutFile, Parameter(help="Write the findings to this file, .json or .html.")] = None,
     data: DataFolder = None,
     json: Json = False,
