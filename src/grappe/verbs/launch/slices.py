@@ -238,9 +238,8 @@ class SlicedSteps(StepHandler):
         if self._alone or self._world.data_size == 1 or self.replaying:
             return saved
         states = [state for optimizer in self._optimizers for state in optimizer.state.values()]
-        alike = {id(each) for each in (*parameters_of(self._optimizers), *self._buffers, *tree_leaves(states))}
-        alike |= {each.data_ptr() for each in (*parameters_of(self._optimizers), *self._buffers)}
-
+        weights = [*parameters_of(self._optimizers), *self._buffers]
+        alike = {id(each) for each in (*weights, *tree_leaves(states))} | {each.data_ptr() for each in weights}
         numbers = itertools.count()
 
         def check(leaf: Any) -> Any:
