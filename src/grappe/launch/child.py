@@ -138,7 +138,7 @@ def accuse(nodes: Mapping[str, str], suffix: str = WRONG) -> None:
     """
     file = os.environ.get(FAILURE)
     if file and nodes:
-        lines = [f"{time.time():.0f} {node} {' '.join(evidence.split())}\n" for node, evidence in nodes.items()]
+        lines = [f"{int(time.time())} {node} {' '.join(evidence.split())}\n" for node, evidence in nodes.items()]
         file_of_node = Path(file).with_suffix(f".{suffix}-{host_name()}")
         with contextlib.suppress(OSError, errors.RunError), files.appender(file_of_node, files.IN_PART) as stream:
             stream.write("".join(lines).encode())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import inspect
 from collections.abc import Sequence
 from typing import Any
 
@@ -86,7 +87,7 @@ def give_memory(model: nn.Module, device: torch.device, *, offloaded: bool = Fal
     # A module that stands in two places once: torch cannot replace a fake tensor that something refers to meanwhile.
     # Those within come first, as FSDP2 looks at a module's tensors when it is its turn.
     for module in reversed(list(model.modules())):
-        module.to_empty(device="cpu" if offloaded else device, recurse=False)
+        _give_own_memory(module, torch.device("cpu") if offloaded else device)
     if offloaded and device.type != "cpu":
         _put_whole_tensors(model, device)
     for first, *others in sites.values():
@@ -97,6 +98,19 @@ def give_memory(model: nn.Module, device: torch.device, *, offloaded: bool = Fal
             parameters = module_parameters(module)
             home: dict[str, Any] = parameters if name in parameters else module_buffers(module)
             home[name] = tensor
+
+
+def _give_own_memory(module: nn.Module, device: torch.device) -> None:
+    """As `to_empty(recurse=False)`, also for a module whose own `_apply` knows no `recurse` (a metric of Lightning)."""
+
+    def empty(tensor: torch.Tensor) -> torch.Tensor:
+        return torch.empty_like(tensor, device=device)
+
+    parameters = inspect.signature(module._apply).parameters  # noqa: SLF001
+    if "recurse" in parameters or any(each.kind is each.VAR_KEYWORD for each in parameters.values()):
+        module.to_empty(device=device, recurse=False)
+    else:
+        module._apply(empty)  # noqa: SLF001
 
 
 def _put_whole_tensors(model: nn.Module, device: torch.device) -> None:
