@@ -106,11 +106,11 @@ def _give_own_memory(module: nn.Module, device: torch.device) -> None:
     def empty(tensor: torch.Tensor) -> torch.Tensor:
         return torch.empty_like(tensor, device=device)
 
-    parameters = inspect.signature(module._apply).parameters  # noqa: SLF001
+    parameters = inspect.signature(module._apply).parameters
     if "recurse" in parameters or any(each.kind is each.VAR_KEYWORD for each in parameters.values()):
         module.to_empty(device=device, recurse=False)
     else:
-        module._apply(empty)  # noqa: SLF001
+        module._apply(empty)
 
 
 def _put_whole_tensors(model: nn.Module, device: torch.device) -> None:

@@ -146,6 +146,46 @@ torch.save(model.state_dict(), options.save)
 """
 
 
+COUNTS = """
+class Named(torch.utils.data.Dataset):
+    def __len__(self):
+        return len(x)
+
+    def __getitem__(self, number):
+        return x[number], y[number], str(number)
+
+
+def summed(loss, rows):
+    return loss * rows
+
+
+model = nn.Sequential(nn.Flatten(), nn.Linear(36, 3))
+nn.init.zeros_(model[1].weight), nn.init.zeros_(model[1].bias)  # the first batch's losses are alike
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+seen = right = total = weighted = several = 0
+for images, labels, names in DataLoader(Named(), 9):
+    rows = images.size(0)
+    noise = torch.randn(rows, 1, 6, 6)  # rows make a tensor, and are counted
+    output = model(images + 0.1 * noise)
+    loss = F.cross_entropy(output, labels)
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+    hits = labels[output.argmax(1) == labels]
+    seen += rows
+    total += loss.item() * rows
+    weighted += summed(loss.item(), len(labels))
+    right += len(hits)
+    several += images.numel() + len(names)
+    batch, classes = output.shape
+    print(f"{rows} {len((output[:, 0] > output[:, 1]).nonzero())} {labels[labels > 0].shape[0]} {batch} {loss:.4f}")
+    print(images.shape, tuple(output.size()), output.shape[1], hits.nelement(), len(labels[labels >= 0]))
+    print(len(labels.unique()) // 9)
+print(seen, right, several, f"{total:.4f} {weighted:.4f}")
+torch.save(model.state_dict(), options.save)
+"""
+
+
 FILES = """
 from pathlib import Path
 
@@ -181,7 +221,13 @@ def draw(rows):
 
 @pytest.mark.parametrize(
     ("body", "plan"),
-    [(IMAGES, f"{PLAN},batchnorm=sync"), (GENERATOR, PLAN), (TOKENS, PLAN), (FILES, f"{PLAN},batchnorm=sync")],
+    [
+        (IMAGES, f"{PLAN},batchnorm=sync"),
+        (GENERATOR, PLAN),
+        (TOKENS, PLAN),
+        (COUNTS, PLAN),
+        (FILES, f"{PLAN},batchnorm=sync"),
+    ],
 )
 def test_an_unedited_script_learns_and_prints_on_two_processes_what_it_does_on_one(
     body: str, plan: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
@@ -201,7 +247,7 @@ def test_an_unedited_script_learns_and_prints_on_two_processes_what_it_does_on_o
     one, two = torch.load("one.pt"), torch.load("two.pt")
     for name, tensor in one.items():
         assert (tensor.double() - two[name]).norm() <= 1e-5 * tensor.double().norm(), name
-    assert said.err.count("reads process 0's rows") == (body in (GENERATOR, FILES))
+    assert said.err.count("reads process 0's rows") == (body in (GENERATOR, COUNTS, FILES))
     if body is FILES:
         for number in range(4):
             torch.testing.assert_close(torch.load(f"one.pt.{number}"), torch.load(f"two.pt.{number}"))

@@ -6,6 +6,7 @@ A grappe.Loop in it gets the plan. A script for one process is rehearsed first; 
 from __future__ import annotations
 
 import ast
+import collections
 import contextlib
 import dataclasses
 import functools
@@ -48,6 +49,7 @@ from grappe.private_api.multiprocessing import start_as_python_does
 from grappe.training.run import Run, new_folder
 from grappe.verbs.launch.request import (
     INTERRUPTED,
+    USED,
     RehearsalRequest,
     Rehearsed,
     ScriptRequest,
@@ -527,14 +529,26 @@ def _as_torchrun(process: ProcessRank) -> dict[str, str]:
 
 # ---- The number of rows that a script is told ----
 # `len(data)`, `data.size(0)` and `data.shape[0]` of a part of a batch are the part's: "[640/60000]" and an accuracy
-# would be wrong on several processes. Where the number makes a tensor (`torch.zeros(x.size(0))`), it stays the part's.
+# would be wrong on several processes. Where the number makes a tensor (`rows = x.size(0); torch.zeros(rows)`), it stays
+# the part's, and each number that is computed with `rows` is asked for by itself.
 
 FUNCTION = "__grappe_length__"
 COUNTING = frozenset({
     "print", "format", "str", "int", "float", "round", "min", "max", "sum", "write", "info", "debug", "warning",
-    "append", "update", "add_scalar", "set_postfix", "set_description", "log", "join",
+    "append", "update", "add_scalar", "set_postfix", "set_description", "log", "join", "tuple", "list",
 })  # fmt: skip
-"""Functions that make no tensor from a number."""
+"""Functions that make no tensor from a number. Those of the script are tried."""
+MEASURES: dict[str, Callable[[Any], Any]] = {
+    "len": len,
+    "size(0)": lambda tensor: tensor.size(0),
+    "shape[0]": lambda tensor: tensor.shape[0],
+    "numel": lambda tensor: tensor.numel(),
+    "nelement": lambda tensor: tensor.nelement(),
+    "shape": lambda tensor: tensor.shape,
+    "size": lambda tensor: tensor.size(),
+    "": lambda number: number,
+}
+"""Expressions that count a tensor's rows or numbers; "": a name for such a count."""
 
 Length = Callable[[int, object, str], int]
 
@@ -543,13 +557,13 @@ class ScriptLoader(importlib.machinery.SourceFileLoader):
     """Runs a script as the main program, with functions of its own.
 
     Args:
-        length: asked length(value, tensor, place) for the rows of a tensor.
+        length: asked length(value, tensor, place) for the rows of a tensor; of a name for them, `tensor` is None.
         names: in place of Python's own functions.
     """
 
     def __init__(self, file: str, length: Length, names: Mapping[str, Any]) -> None:
         super().__init__("__main__", file)
-        self._names = {FUNCTION: length, "__file__": file, **names}
+        self._names = {FUNCTION: functools.partial(_told, length), "__file__": file, **names}
 
     def get_code(self, fullname: str) -> CodeType:
         """Compiles the script, and keeps nothing of it on the disk."""
@@ -562,11 +576,32 @@ class ScriptLoader(importlib.machinery.SourceFileLoader):
         super().exec_module(module)
 
 
+def _told(length: Length, counted: Any, measure: str, place: str) -> Any:
+    """Returns the number that an expression counts, or the shape of a tensor, as the script is told it."""
+    value = MEASURES[measure](counted)
+    tensor = counted if measure else None
+    if isinstance(value, tuple):
+        return type(value)((length(value[0], tensor, place), *value[1:])) if value else value  # type: ignore[arg-type]
+    return length(value, tensor, place)
+
+
 class _Lengths(ast.NodeTransformer):
     """Replaces lengths outside of classes: in a model or a dataset they are those of its own tensors."""
 
     def __init__(self, file: str) -> None:
-        self._file = file
+        self._file, self._counting = file, set(COUNTING)
+        self._named: dict[str, str] = {}
+        """Places that count what a name stands for, within a function."""
+
+    def visit_Module(self, node: ast.Module) -> ast.AST:
+        of_models = [each for each in ast.walk(node) if isinstance(each, ast.ClassDef) and "Module" in ast.dump(each)]
+        methods = {id(method) for each in of_models for method in each.body}
+        functions = (each for each in ast.walk(node) if isinstance(each, ast.FunctionDef) and id(each) not in methods)
+        self._counting |= {each.name for each in functions}
+        return self._scope(node)
+
+    def visit_FunctionDef(self, node: ast.FunctionDef) -> ast.AST:
+        return self._scope(node)
 
     def visit_ClassDef(self, node: ast.ClassDef) -> ast.AST:
         return node
@@ -574,29 +609,89 @@ class _Lengths(ast.NodeTransformer):
     def visit_Call(self, node: ast.Call) -> ast.AST:
         asked = _asked(node)
         if asked is not None:
-            return self._replaced(node, asked)
+            return self._replaced(node, *asked)
         name = node.func.id if isinstance(node.func, ast.Name) else getattr(node.func, "attr", "")
-        return self.generic_visit(node) if name in COUNTING else node
+        if name not in self._counting:
+            return node
+        node.args = [self._shown(each) for each in node.args]
+        return self.generic_visit(node)
+
+    def visit_FormattedValue(self, node: ast.FormattedValue) -> ast.AST:
+        node.value = self._shown(node.value)
+        return self.generic_visit(node)
 
     def visit_Subscript(self, node: ast.Subscript) -> ast.AST:
         asked = _asked(node)
-        return self.generic_visit(node) if asked is None else self._replaced(node, asked)
+        return self.generic_visit(node) if asked is None else self._replaced(node, *asked)
 
-    def _replaced(self, node: ast.expr, asked: ast.expr) -> ast.AST:
-        place = ast.Constant(f"{self._file}:{node.lineno}:{node.col_offset}")
-        called = ast.Call(ast.Name(FUNCTION, ast.Load()), [node, asked, place], [])
+    def visit_Assign(self, node: ast.Assign) -> ast.AST:
+        if isinstance(node.targets[0], ast.Tuple):  # rows, columns = data.shape
+            node.value = self._shown(node.value)
+        return self.generic_visit(node)
+
+    def visit_Name(self, node: ast.Name) -> ast.AST:
+        made_at = self._named.get(node.id) if isinstance(node.ctx, ast.Load) else None
+        return node if made_at is None else self._replaced(node, node, "", f"{made_at}{USED}")
+
+    def _scope(self, node: ast.Module | ast.FunctionDef) -> ast.AST:
+        """Visits a function with the names that stand for lengths in it, and for nothing else."""
+        outer, self._named = self._named, {}
+        stored = collections.Counter[str]()
+        for each in _of_scope(node):
+            if isinstance(each, ast.Name) and not isinstance(each.ctx, ast.Load):
+                stored[each.id] += 1
+            if isinstance(each, ast.Assign):
+                target = each.targets[0]
+                asked = _asked(each.value) if isinstance(target, ast.Name) else _shape(each.value)
+                first = target.elts[0] if isinstance(target, ast.Tuple) else target
+                if asked is not None and isinstance(first, ast.Name):
+                    self._named[first.id] = self._place(each.value)
+        self._named = {name: place for name, place in self._named.items() if stored[name] == 1}
+        visited = self.generic_visit(node)
+        self._named = outer
+        return visited
+
+    def _shown(self, node: ast.expr) -> ast.expr:
+        """Returns an expression, in which a whole shape is replaced."""
+        asked = _shape(node)
+        return node if asked is None else self._replaced(node, *asked)
+
+    def _replaced(self, node: ast.expr, asked: ast.expr, measure: str, made_at: str = "") -> ast.expr:
+        place = ast.Constant(f"{made_at}{self._place(node)}")
+        called = ast.Call(ast.Name(FUNCTION, ast.Load()), [asked, ast.Constant(measure), place], [])
         return ast.copy_location(called, node)
 
+    def _place(self, node: ast.expr) -> str:
+        return f"{self._file}:{node.lineno}:{node.col_offset}"
 
-def _asked(node: ast.expr) -> ast.expr | None:
-    """Returns the tensor whose rows an expression asks for; None: it is another expression."""
+
+def _of_scope(node: ast.AST) -> Iterator[ast.AST]:
+    """Yields what a function holds, without the functions and classes in it."""
+    for each in ast.iter_child_nodes(node):
+        if not isinstance(each, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | ast.Lambda):
+            yield each
+            yield from _of_scope(each)
+
+
+def _asked(node: ast.expr) -> tuple[ast.expr, str] | None:
+    """Returns what an expression counts, and how; None: it is another expression."""
     match node:
         case ast.Call(func=ast.Name(id="len"), args=[tensor], keywords=[]):
-            pass
+            return tensor, "len"
         case ast.Call(func=ast.Attribute(value=tensor, attr="size"), args=[ast.Constant(value=0)], keywords=[]):
-            pass
+            return tensor, "size(0)"
         case ast.Subscript(value=ast.Attribute(value=tensor, attr="shape"), slice=ast.Constant(value=0)):
-            pass
-        case _:
-            return None
-    return None if any(isinstance(each, ast.Call) for each in ast.walk(tensor)) else tensor
+            return tensor, "shape[0]"
+        case ast.Call(func=ast.Attribute(value=tensor, attr="numel" | "nelement" as name), args=[], keywords=[]):
+            return tensor, name
+    return None
+
+
+def _shape(node: ast.expr) -> tuple[ast.expr, str] | None:
+    """Returns the tensor whose whole shape an expression asks for; None: it is another expression."""
+    match node:
+        case ast.Attribute(value=tensor, attr="shape"):
+            return tensor, "shape"
+        case ast.Call(func=ast.Attribute(value=tensor, attr="size"), args=[], keywords=[]):
+            return tensor, "size"
+    return None

@@ -54,7 +54,7 @@ from grappe.verbs.launch.interception import (
     turned_rows,
 )
 from grappe.verbs.launch.plan_keys import ROUNDING, TRIED, PlanKeys, gathered, names_called, wide
-from grappe.verbs.launch.request import Rehearsed, Rule, line_of
+from grappe.verbs.launch.request import USED, Rehearsed, Rule, line_of
 from grappe.verbs.launch.variables import is_own_file, own_modules
 from grappe.verbs.verify.random_ops import RandomOps
 from grappe.words import first_line
@@ -69,6 +69,8 @@ REDUCTIONS: dict[str, Rule] = {
     "sum": "sum", "count_nonzero": "sum", "mean": "mean", "max": "most", "amax": "most", "any": "most",
     "min": "least", "amin": "least", "all": "least",
 }  # fmt: skip
+CHOOSING = ("nonzero", "argwhere", "masked_select", "unique", "unique_consecutive")
+"""torch's functions whose result has as many rows as the numbers say."""
 UNCHANGED = ("detach", "cpu", "to", "float", "double", "long", "int", "__get__")
 """torch's functions that return the same numbers; the last is `tensor.data`."""
 LOUDER = 2.0**10
@@ -90,7 +92,8 @@ class _Pass:
     integers: set[str] = dataclasses.field(default_factory=set)
     reductions: dict[str, Rule] = dataclasses.field(default_factory=dict)
     """By the place: how what it reads was made, where it is torch's own sum, mean, maximum or minimum."""
-    lengths: set[str] = dataclasses.field(default_factory=set)
+    lengths: dict[str, list[int]] = dataclasses.field(default_factory=lambda: defaultdict(list))
+    """Numbers of rows, or of numbers that fit a mask, that each place counts."""
     first: dict[int, Tensor] = dataclasses.field(default_factory=dict)
     """The gradients at the first optimizer step, after which a run's weights are others."""
     counts: list[float] = dataclasses.field(default_factory=list)
@@ -137,7 +140,12 @@ class Rehearsal(StepHandler):
         self._pass: _Pass | None = None
         self._whole: _Pass | None = None
         """The pass with all rows, whose gradients a script reads after each part's backward, as it will in a run."""
-        self._lengths: set[str] = set()
+        self._lengths: dict[str, list[int]] = {}
+        """Of places under trial: what each of their readings is told."""
+        self._chosen: set[str] = set()
+        """Places that count rows which numbers choose: by a mask, say."""
+        self._lists: set[str] = set()
+        """Places that count lists."""
         self._reductions = _Reductions()
         self._factor = 1.0
         """Of the running pass's losses."""
@@ -235,12 +243,17 @@ class Rehearsal(StepHandler):
         return value
 
     def length(self, value: int, tensor: object, place: str) -> int:
-        """Returns a batch's rows; the whole batch's at the places under trial."""
-        own, all_rows = self._rows
-        if self._pass is None or value != own or not isinstance(tensor, Tensor):
+        """Returns what a place counts; at the places under trial what it counts of the whole batch."""
+        if self._pass is None or not (tensor is None or isinstance(tensor, Tensor | list | tuple)):
             return value
-        self._pass.lengths.add(place)
-        return all_rows if place in self._lengths else value
+        counted = self._pass.lengths[place]
+        counted.append(value)
+        if isinstance(tensor, list | tuple):
+            self._lists.add(place)
+        elif tensor is not None and tensor in self._reductions.chosen:
+            self._chosen.add(place)
+        told = self._lengths.get(place, ())
+        return told[len(counted) - 1] if len(counted) <= len(told) else value
 
     def counted(self, several: Iterable[T], start: int = 0) -> Iterator[tuple[int, T]]:
         """Counts as `enumerate` does, and a batch that comes again once."""
@@ -332,13 +345,15 @@ class Rehearsal(StepHandler):
                 "they are the whole batch's"
             )
         values = yield from self._value_rules(batch, state, (all_rows, left, right), shares)
-        lengths = yield from self._lengths_of_the_whole(batch, state, first, rows, right)
+        lengths = yield from self._lengths_of_the_whole(batch, state, first, (all_rows, left, right))
         keys, norms = yield from self._try_keys(batch, state, rows, all_rows, norms)
         self.found = Rehearsed(
             loader=place,
             losses=_without_none(losses),
             values=_without_none(values),
-            lengths=lengths,
+            lengths=[at for at, rule in lengths.items() if rule == "rows"],
+            counts=[at for at, rule in lengths.items() if rule == "sum"],
+            own_counts=[at for at, rule in lengths.items() if rule == "own"],
             norms=norms,
             drawn="" if keys else drawn,
             models=self._models,
@@ -410,18 +425,33 @@ class Rehearsal(StepHandler):
         return distances, norms
 
     def _lengths_of_the_whole(
-        self, batch: Any, state: _StepState, first: int, rows: int, right: _Pass
+        self, batch: Any, state: _StepState, first: int, passes: tuple[_Pass, _Pass, _Pass]
     ) -> Iterator[Any]:
-        """Finds the places that may be told the whole batch's rows: gradients stay as they were."""
-        free = []
-        for place in sorted(right.lengths - self._structural):
-            self._lengths = {place}
+        """Returns how parts' counts make up the whole's, at each place that may be told it: gradients stay the same.
+
+        "rows": it counts the batch's rows, "sum": others that add up, "own": others that do not.
+        """
+        rules: dict[str, Rule] = {}
+        rows, right = self._rows[1], passes[2]
+        for place, told in sorted(passes[0].lengths.items()):
+            made_at = place.rpartition(USED)[0]
+            if place in self._structural or rules.get(made_at) in ("rows", "sum"):
+                continue
+            parts = [each.lengths[place] for each in passes[1:]]
+            chosen = not self._chosen.isdisjoint((place, made_at))
+            adds_up = len(told) == len(parts[0]) == len(parts[1]) and [*map(sum, zip(*parts, strict=True))] == told
+            is_rows = adds_up and not chosen and {*told} == {rows} and {*parts[0]} == {first}
+            if not is_rows and (not adds_up or place in self._lists):
+                if chosen:
+                    rules[place] = "own"
+                continue
+            self._lengths = {place: told}
             with self._own_statistics_off():
                 tried = yield from self._run(batch, state, first, rows, rows)
-            same = all(_distance(right.gradients[line], tried.gradients[line]) < TOLERATED for line in right.gradients)
-            free += [place] if same else []
-            self._lengths = set()
-        return free
+            self._lengths = {}
+            if all(_distance(right.gradients[line], tried.gradients[line]) < TOLERATED for line in right.gradients):
+                rules[place] = "rows" if is_rows else "sum"
+        return rules
 
     def _run(self, batch: Any, state: _StepState, first: int, last: int, rows: int) -> Iterator[Any]:
         """Runs the body of the loop with rows `first` to `last` - 1; returns what it did."""
@@ -590,18 +620,26 @@ def _clearest(fitting: Sequence[Rule], made_by: Rule | None) -> Rule | None:
 
 
 class _Reductions(TorchFunctionMode):
-    """Notes which tensors are torch's own reductions: a count of 0, or a maximum of 1.0, does not show its rule."""
+    """Notes which tensors are torch's own reductions: a count of 0, or a maximum of 1.0, does not show its rule.
+
+    And which have rows that numbers choose: where a mask takes each row, their count does not show it.
+    """
 
     def __init__(self) -> None:
         super().__init__()
-        self.rules = WeakIdKeyDictionary()
+        self.rules, self.chosen = WeakIdKeyDictionary(), WeakIdKeyDictionary()
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         value = func(*args, **(kwargs or {}))
+        name = getattr(func, "__name__", "")
+        if isinstance(value, Tensor | list | tuple):
+            given = [each for each in tree_leaves(args) if isinstance(each, Tensor)]
+            masked = name == "__getitem__" and any(each.dtype is torch.bool for each in given[1:])
+            if masked or name in CHOOSING or any(each in self.chosen for each in given):
+                self.chosen.update((each, True) for each in tree_leaves(value) if isinstance(each, Tensor))
         if isinstance(value, Tensor):
-            name = getattr(func, "__name__", "")
             rule = REDUCTIONS.get(name)
             if name in UNCHANGED and args and isinstance(args[0], Tensor):
                 rule = self.rules.get(args[0])

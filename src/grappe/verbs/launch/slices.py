@@ -81,6 +81,8 @@ class SlicedSteps(StepHandler):
     ) -> None:
         self._world, self._rehearsed, self._keys = world, rehearsed, keys
         self._group, self._synchronised = world.data_group, synchronised
+        self.counts = rehearsed.counts
+        """Places whose counts depend on numbers."""
         self._tolerated = max(TOLERATED, ROUNDING[keys.plan.precision])
         self.unsaved = ""
         """Why the script's state cannot be saved."""
@@ -213,7 +215,8 @@ class SlicedSteps(StepHandler):
         if not isinstance(value, bool | int | float | list | np.ndarray):
             return value
         rule = None if self._place is None else self._rehearsed.values.get(place)
-        if rule is None and (weight := self._weight_of_loss(tensor)) is not None:
+        # "same": the first batch's losses may be alike whatever its rows are, by a head of zeros, say.
+        if rule in (None, "same") and (weight := self._weight_of_loss(tensor)) is not None:
             return self._combined(value, "sum", tensor, weight, place)
         if rule is None and self._place is not None:
             rule = self._likely(value, place)
@@ -376,10 +379,15 @@ class SlicedSteps(StepHandler):
         self._said.add(line)
 
     def length(self, value: int, tensor: object, place: str) -> int:
-        """Returns the whole batch's rows where the gradient does not depend on it."""
-        if self._place is None or value != self._place.size or not isinstance(tensor, Tensor):
+        """Returns what is counted of the whole batch, where the gradient does not depend on it. Collective."""
+        rows = self._place
+        if rows is None or self._alone or self._world.data_size == 1:
             return value
-        return self._place.of if place in self._rehearsed.lengths else value
+        if place in self.counts:
+            return self._combined(value, "sum", torch.tensor(value), self._weight("sum"), place)
+        if place in self._rehearsed.own_counts:
+            self._say_own_rows(place)
+        return rows.of if value == rows.size and place in self._rehearsed.lengths else value
 
     def add_optimizer(self, optimizer: Optimizer) -> None:
         """Notes an optimizer, whose parameters' gradients are to be averaged."""
