@@ -631,7 +631,7 @@ class _Lengths(ast.NodeTransformer):
 
     def visit_Name(self, node: ast.Name) -> ast.AST:
         made_at = self._named.get(node.id) if isinstance(node.ctx, ast.Load) else None
-        return node if made_at is None else self._replaced(node, node, "", f"{made_at}{USED}")
+        return node if made_at is None else self._replaced(node, node, "", made_at + USED)
 
     def _scope(self, node: ast.Module | ast.FunctionDef) -> ast.AST:
         """Visits a function with the names that stand for lengths in it, and for nothing else."""
@@ -657,7 +657,7 @@ class _Lengths(ast.NodeTransformer):
         return node if asked is None else self._replaced(node, *asked)
 
     def _replaced(self, node: ast.expr, asked: ast.expr, measure: str, made_at: str = "") -> ast.expr:
-        place = ast.Constant(f"{made_at}{self._place(node)}")
+        place = ast.Constant(made_at + self._place(node))
         called = ast.Call(ast.Name(FUNCTION, ast.Load()), [asked, ast.Constant(measure), place], [])
         return ast.copy_location(called, node)
 
