@@ -11,7 +11,7 @@ Rule = Literal["mean", "counted", "sum", "most", "least", "same", "rows", "first
 """How parts make up the whole, element by element; "counted": a mean over what the last cross-entropy counts, tokens
 say; "rows": one after the other; "first": the value of process 0's rows is the whole's; "own": it is not, but a
 library reads it, for a picture."""
-USED = " used "
+USED = " -> "
 """Stands in a place between where a name was given a length and where the name is used."""
 INTERRUPTED = 130
 """The exit code of a Python script that Ctrl-C ends."""
