@@ -563,7 +563,7 @@ class ScriptLoader(importlib.machinery.SourceFileLoader):
 
     def __init__(self, file: str, length: Length, names: Mapping[str, Any]) -> None:
         super().__init__("__main__", file)
-        self._names = {FUNCTION: functools.partial(_told, length), "__file__": file, **names}
+        self._names = {FUNCTION: functools.partial(_counted_for_script, length), "__file__": file, **names}
 
     def get_code(self, fullname: str) -> CodeType:
         """Compiles the script, and keeps nothing of it on the disk."""
@@ -576,7 +576,7 @@ class ScriptLoader(importlib.machinery.SourceFileLoader):
         super().exec_module(module)
 
 
-def _told(length: Length, counted: Any, measure: str, place: str) -> Any:
+def _counted_for_script(length: Length, counted: Any, measure: str, place: str) -> Any:
     """Returns the number that an expression counts, or the shape of a tensor, as the script is told it."""
     value = MEASURES[measure](counted)
     tensor = counted if measure else None

@@ -252,8 +252,8 @@ class Rehearsal(StepHandler):
             self._lists.add(place)
         elif tensor is not None and tensor in self._reductions.chosen:
             self._chosen.add(place)
-        told = self._lengths.get(place, ())
-        return told[len(counted) - 1] if len(counted) <= len(told) else value
+        of_whole = self._lengths.get(place, ())
+        return of_whole[len(counted) - 1] if len(counted) <= len(of_whole) else value
 
     def counted(self, several: Iterable[T], start: int = 0) -> Iterator[tuple[int, T]]:
         """Counts as `enumerate` does, and a batch that comes again once."""
@@ -433,19 +433,21 @@ class Rehearsal(StepHandler):
         """
         rules: dict[str, Rule] = {}
         rows, right = self._rows[1], passes[2]
-        for place, told in sorted(passes[0].lengths.items()):
+        for place, of_whole in sorted(passes[0].lengths.items()):
             made_at = place.rpartition(USED)[0]
             if place in self._structural or rules.get(made_at) in ("rows", "sum"):
                 continue
             parts = [each.lengths[place] for each in passes[1:]]
             chosen = not self._chosen.isdisjoint((place, made_at))
-            adds_up = len(told) == len(parts[0]) == len(parts[1]) and [*map(sum, zip(*parts, strict=True))] == told
-            is_rows = adds_up and not chosen and {*told} == {rows} and {*parts[0]} == {first}
+            adds_up = (
+                len(of_whole) == len(parts[0]) == len(parts[1]) and [*map(sum, zip(*parts, strict=True))] == of_whole
+            )
+            is_rows = adds_up and not chosen and {*of_whole} == {rows} and {*parts[0]} == {first}
             if not is_rows and (not adds_up or place in self._lists):
                 if chosen:
                     rules[place] = "own"
                 continue
-            self._lengths = {place: told}
+            self._lengths = {place: of_whole}
             with self._own_statistics_off():
                 tried = yield from self._run(batch, state, first, rows, rows)
             self._lengths = {}
@@ -635,9 +637,9 @@ class _Reductions(TorchFunctionMode):
         value = func(*args, **(kwargs or {}))
         name = getattr(func, "__name__", "")
         if isinstance(value, Tensor | list | tuple):
-            given = [each for each in tree_leaves(args) if isinstance(each, Tensor)]
-            masked = name == "__getitem__" and any(each.dtype is torch.bool for each in given[1:])
-            if masked or name in CHOOSING or any(each in self.chosen for each in given):
+            tensors = [each for each in tree_leaves(args) if isinstance(each, Tensor)]
+            masked = name == "__getitem__" and any(each.dtype is torch.bool for each in tensors[1:])
+            if masked or name in CHOOSING or any(each in self.chosen for each in tensors):
                 self.chosen.update((each, True) for each in tree_leaves(value) if isinstance(each, Tensor))
         if isinstance(value, Tensor):
             rule = REDUCTIONS.get(name)
