@@ -101,7 +101,7 @@ def give_memory(model: nn.Module, device: torch.device, *, offloaded: bool = Fal
 
 
 def _give_own_memory(module: nn.Module, device: torch.device) -> None:
-    """As `to_empty(recurse=False)`, also for a module whose own `_apply` knows no `recurse` (a metric of Lightning)."""
+    """Gives a module its own memory, also if its `_apply` has no `recurse=` (a metric of Lightning): see `to_empty`."""
 
     def empty(tensor: torch.Tensor) -> torch.Tensor:
         return torch.empty_like(tensor, device=device)
