@@ -250,8 +250,8 @@ def rehearsed_on_one_process(request: ScriptRequest, plan: Plan) -> Rehearsed:
     if rehearsed.refused:
         who = f"{plan.processes} processes" if plan.processes > 1 else f"plan {plan}"
         raise UsageError(
-            f"{request.script}: {who} would not learn what one process learns: {rehearsed.refused}. Or spread it with "
-            "six lines of grappe.Loop (docs/own-loop.md)"
+            f"{request.script}: {who} would not learn what one process learns: {rehearsed.refused}. Or write it around "
+            "grappe.Loop (docs/own-loop.md)"
         )
     lines = {rule: [line_of(at) for at, own in rehearsed.losses.items() if own == rule] for rule in WORDS}
     rules = " and ".join(f"{WORDS[rule]} ({', '.join(places)})" for rule, places in lines.items() if places)

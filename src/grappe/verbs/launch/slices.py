@@ -255,7 +255,11 @@ class SlicedSteps(StepHandler):
             part = saved_part(place, number)
             if self._place is not None and part in self._rehearsed.values:
                 return torch.as_tensor(self.read(leaf, part, wide)).to(leaf)
-            self._check_same(wide(leaf), place)
+            if self._spread(wide(leaf)):
+                raise DivergedError(
+                    f"{line_of(place)} saves a tensor that is not the same on all processes: it is made of each one's "
+                    "own rows. Save what is read of it in each step: loss.item(), output.tolist()"
+                )
             return leaf
 
         return cast("T", tree_map(check, saved))
@@ -324,14 +328,20 @@ class SlicedSteps(StepHandler):
         return {"mean": self._share, "counted": self._counted}.get(rule or "", float(self._share > 0))
 
     def _check_same(self, value: object, place: str) -> None:
-        """Checks that a value that is read between steps is the same on all processes. Collective.
+        """Raises DivergedError if a value comes from each process's own rows. Collective."""
+        if apart := self._spread(value):
+            least, most = apart
+            raise DivergedError(
+                f"{line_of(place)} reads a value that is not the same on all processes ({least:g} to {most:g}): it "
+                "adds up, compares or is what each has of its own rows. Read a number in each step, and add or compare "
+                "that: total += loss.item()"
+            )
 
-        Raises:
-            DivergedError: it comes from each process's own rows.
-        """
+    def _spread(self, value: object) -> tuple[float, float] | None:
+        """Returns the least and most of a value, if it is not the same on all processes and a step runs. Collective."""
         numbers = np.asarray(value)
         if (not self.steps and self._place is None) or numbers.dtype.kind not in "biuf":
-            return
+            return None
         exact, numbers = numbers.dtype.kind != "f", numbers.ravel().astype(np.float64)
         places = 1 + np.modf(np.arange(numbers.size) * 0.618)[0]  # so that another order has another sum
         total, size = float(numbers @ places), float(np.abs(numbers) @ places)
@@ -340,12 +350,7 @@ class SlicedSteps(StepHandler):
         both = torch.tensor([total, -total, size], dtype=torch.float64)
         dist.all_reduce(both, dist.ReduceOp.MAX, group=self._world.control)
         most, least, size = both.tolist()
-        if most + least > (0 if exact else SAME) * size:
-            raise DivergedError(
-                f"{line_of(place)} reads a value that is not the same on all processes ({-least:g} to {most:g}): it "
-                "adds up, compares or is what each has of its own rows. Read a number in each step, and add or compare "
-                "that: total += loss.item()"
-            )
+        return (-least, most) if most + least > (0 if exact else SAME) * size else None
 
     def _is_apart(self, picture: NDArray[Any]) -> bool:
         """Returns whether a process's picture is not process 0's, of whose colours rounding moves a few by 1."""
