@@ -591,7 +591,7 @@ class _Lengths(ast.NodeTransformer):
     def __init__(self, file: str) -> None:
         self._file, self._counting = file, set(COUNTING)
         self._named: dict[str, str] = {}
-        """Places that count what a name stands for, within a function."""
+        """By a name that stands for a length, within a function: where it is counted."""
 
     def visit_Module(self, node: ast.Module) -> ast.AST:
         of_models = [each for each in ast.walk(node) if isinstance(each, ast.ClassDef) and "Module" in ast.dump(each)]
@@ -631,7 +631,7 @@ class _Lengths(ast.NodeTransformer):
 
     def visit_Name(self, node: ast.Name) -> ast.AST:
         made_at = self._named.get(node.id) if isinstance(node.ctx, ast.Load) else None
-        return node if made_at is None else self._replaced(node, node, "", made_at + USED)
+        return node if made_at is None else self._replaced(node, node, "", made_at)
 
     def _scope(self, node: ast.Module | ast.FunctionDef) -> ast.AST:
         """Visits a function with the names that stand for lengths in it, and for nothing else."""
@@ -645,7 +645,7 @@ class _Lengths(ast.NodeTransformer):
                 asked = _asked(each.value) if isinstance(target, ast.Name) else _shape(each.value)
                 first = target.elts[0] if isinstance(target, ast.Tuple) else target
                 if asked is not None and isinstance(first, ast.Name):
-                    self._named[first.id] = self._place(each.value)
+                    self._named[first.id] = self._place(each.value) + USED
         self._named = {name: place for name, place in self._named.items() if stored[name] == 1}
         visited = self.generic_visit(node)
         self._named = outer
@@ -657,8 +657,11 @@ class _Lengths(ast.NodeTransformer):
         return node if asked is None else self._replaced(node, *asked)
 
     def _replaced(self, node: ast.expr, asked: ast.expr, measure: str, made_at: str = "") -> ast.expr:
-        place = ast.Constant(made_at + self._place(node))
-        called = ast.Call(ast.Name(FUNCTION, ast.Load()), [asked, ast.Constant(measure), place], [])
+        place = self._place(node)
+        if place + USED in self._named.values():
+            made_at, place = place + USED, ""
+        counted = [asked, ast.Constant(measure), ast.Constant(made_at + place)]
+        called = ast.Call(ast.Name(FUNCTION, ast.Load()), counted, [])
         return ast.copy_location(called, node)
 
     def _place(self, node: ast.expr) -> str:

@@ -354,6 +354,7 @@ class Rehearsal(StepHandler):
             lengths=[at for at, rule in lengths.items() if rule == "rows"],
             counts=[at for at, rule in lengths.items() if rule == "sum"],
             own_counts=[at for at, rule in lengths.items() if rule == "own"],
+            parts_counts=[at for at in all_rows.lengths if at not in lengths],
             norms=norms,
             drawn="" if keys else drawn,
             models=self._models,
@@ -434,7 +435,7 @@ class Rehearsal(StepHandler):
         rules: dict[str, Rule] = {}
         rows, right = self._rows[1], passes[2]
         for place, of_whole in sorted(passes[0].lengths.items()):
-            made_at = place.rpartition(USED)[0]
+            made_at = "".join(place.partition(USED)[:2])
             if place in self._structural or rules.get(made_at) in ("rows", "sum"):
                 continue
             parts = [each.lengths[place] for each in passes[1:]]

@@ -12,7 +12,7 @@ Rule = Literal["mean", "counted", "sum", "most", "least", "same", "rows", "first
 say; "rows": one after the other; "first": the value of process 0's rows is the whole's; "own": it is not, but a
 library reads it, for a picture."""
 USED = " -> "
-"""Stands in a place between where a name was given a length and where the name is used."""
+"""Stands in a place between where a name gets a length and where the name is used, or after the former."""
 INTERRUPTED = 130
 """The exit code of a Python script that Ctrl-C ends."""
 
@@ -36,6 +36,8 @@ class Rehearsed:
     """Places that are told the sum of what the processes count there: rows that a mask chooses, say."""
     own_counts: Sequence[str] = ()
     """Places that count what adds up to no count of the whole batch: different classes, say."""
+    parts_counts: Sequence[str] = ()
+    """Places that are told what they count of the part: it makes a tensor, or the gradient depends on it."""
     norms: Sequence[float] = ()
     """|gradient| of each parameter by the first batch's backwards before an optimizer steps."""
     drawn: str = ""
@@ -93,5 +95,5 @@ def rehearsed_before(description: Mapping[str, Any], plan: str) -> Rehearsed | N
 
 def line_of(place: str) -> str:
     """Returns "train.py, line 41" of a place, of the last where it names several."""
-    file, _, rest = place.rpartition(">")[2].rpartition("< ")[2].rpartition(USED)[2].partition(":")
+    file, _, rest = place.rpartition(">")[2].rpartition("< ")[2].removesuffix(USED).rpartition(USED)[2].partition(":")
     return f"{Path(file).name}, line {rest.partition(':')[0]}"

@@ -48,7 +48,7 @@ from grappe.verbs.launch.interception import (
     saved_part,
 )
 from grappe.verbs.launch.plan_keys import ROUNDING, PlanKeys, wide
-from grappe.verbs.launch.request import Rehearsed, line_of
+from grappe.verbs.launch.request import USED, Rehearsed, line_of
 
 T = TypeVar("T")
 CHECK_EVERY = 100  # steps, after which the processes compare their weights; at first after 1, 2, 4, …
@@ -385,14 +385,20 @@ class SlicedSteps(StepHandler):
 
     def length(self, value: int, tensor: object, place: str) -> int:
         """Returns what is counted of the whole batch, where the gradient does not depend on it. Collective."""
-        rows = self._place
-        if rows is None or self._alone or self._world.data_size == 1:
+        rows, rehearsed = self._place, self._rehearsed
+        if rows is None or self._alone or self._world.data_size == 1 or place in rehearsed.parts_counts:
             return value
         if place in self.counts:
             return self._combined(value, "sum", torch.tensor(value), self._weight("sum"), place)
-        if place in self._rehearsed.own_counts:
+        if place in rehearsed.own_counts:
             self._say_own_rows(place)
-        return rows.of if value == rows.size and place in self._rehearsed.lengths else value
+            return value
+        if place not in rehearsed.lengths:  # the first batch did not reach it
+            if place.endswith(USED) or not (tensor is None or isinstance(tensor, Tensor)):
+                return value
+            if value != rows.size and self._spread(value):
+                self._say_own_rows(place)
+        return rows.of if value == rows.size else value
 
     def add_optimizer(self, optimizer: Optimizer) -> None:
         """Notes an optimizer, whose parameters' gradients are to be averaged."""
