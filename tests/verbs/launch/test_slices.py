@@ -185,6 +185,7 @@ for number, (images, labels, names) in enumerate(DataLoader(Named(), 9)):
         late = labels.shape[0]
         torch.zeros(late) + labels
         print(f"[{number * len(images)}] {rows / late} {late} {model[1].bias.numel()}")
+        print(f"{model[1].weight.norm().item():.4f}")
 print(seen, right, several, f"{total:.4f} {weighted:.4f}")
 torch.save(model.state_dict(), options.save)
 """
@@ -252,6 +253,7 @@ def test_an_unedited_script_learns_and_prints_on_two_processes_what_it_does_on_o
     for name, tensor in one.items():
         assert (tensor.double() - two[name]).norm() <= 1e-5 * tensor.double().norm(), name
     assert said.err.count("reads process 0's rows") == (body in (GENERATOR, COUNTS, FILES))
+    assert ("is the same on all processes, and taken as it is" in said.err) == (body is COUNTS)
     if body is FILES:
         for number in range(4):
             torch.testing.assert_close(torch.load(f"one.pt.{number}"), torch.load(f"two.pt.{number}"))

@@ -360,11 +360,18 @@ class SlicedSteps(StepHandler):
         return not all(self._world.gather(bool(alike)))
 
     def _likely(self, value: object, place: str) -> str:
-        """Returns the rule for a line that the first batch did not reach."""
+        """Returns the rule for a line that the first batch did not reach. Collective."""
         if isinstance(value, bool):
             return "same"
         if is_picture(value, place):
             return "own"
+        if not self._spread(value):
+            self._note(
+                place,
+                f"grappe: {line_of(place)} reads a value that it did not read with the first batch: it is the same on "
+                "all processes, and taken as it is",
+            )
+            return "same"
         raise TaskError(
             f"{line_of(place)} reads a value that it did not read with the first batch, so it is not known whether it "
             "is a mean or a sum over rows: read it in each step"
@@ -375,12 +382,17 @@ class SlicedSteps(StepHandler):
         return self._place is not None and self._place.size < self._most_rows
 
     def _say_own_rows(self, place: str) -> None:
+        self._note(
+            place,
+            f"grappe: {line_of(place)} reads process 0's rows, not the whole batch's: what it prints or writes may "
+            "differ from that of one process",
+        )
+
+    def _note(self, place: str, text: str) -> None:
+        """Tells the user of a line, once."""
         line = line_of(place)
         if line not in self._said and not self._world.rank:
-            complain(
-                f"grappe: {line} reads process 0's rows, not the whole batch's: what it prints or writes may "
-                "differ from that of one process"
-            )
+            complain(text)
         self._said.add(line)
 
     def length(self, value: int, tensor: object, place: str) -> int:
