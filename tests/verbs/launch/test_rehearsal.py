@@ -338,6 +338,25 @@ def test_what_a_script_does_with_its_first_batch_alone_is_measured_in_each_pass(
     assert list(found.values.values()) == ["mean"]
 
 
+@pytest.mark.parametrize(
+    ("body", "own"),
+    [
+        ("for row in inputs:\n    state[0] += 1", ["`state`"]),
+        ("state.extend(inputs)", ["`state`"]),
+        ("print('rows', inputs.size()[0])", ["script.py, line 16"]),
+        ("shape = inputs.shape\nprint(shape)", ["script.py, line 17"]),
+        ("print(*[str(int(label > 5)) for label in labels.numpy()])", []),
+        ("for number, _ in enumerate(model):\n    state[0] += number\nprint(number, state, inputs.shape)", []),
+        ("state[0] += len(labels)\nrows = len(inputs)\ntorch.rand(rows)\nprint('%d' % len(inputs), rows)", []),
+        ("state[0] = 0.9 * state[0] + F.cross_entropy(model(inputs), labels).item()\nprint(state)", []),
+    ],
+)
+def test_a_count_of_rows_that_a_run_would_not_know_is_named(body: str, own: list[str], tmp_path: Path) -> None:
+    script = SCRIPT.format(model=NET, body=indent(f"{PLAIN}\n{body}", "    "))
+    found = rehearse(tmp_path, script.replace("state = torch.zeros(20, 3)", "state = [0]"))
+    assert not found.refused and found.own_rows == own
+
+
 def test_a_place_is_the_same_however_often_it_is_reached() -> None:
     places = set()
 

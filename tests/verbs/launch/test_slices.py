@@ -191,6 +191,59 @@ torch.save(model.state_dict(), options.save)
 """
 
 
+METERS = """
+class Meter:
+    def __init__(self):
+        self.sum = self.count = 0
+
+    def add(self, images, value):
+        self.sum, self.count = self.sum + value * images.size(0), self.count + len(images)
+
+
+def accuracy(output, labels):
+    batch_size = labels.size(0)
+    return (output.argmax(1) == labels).float().sum(0, keepdim=True).mul_(100.0 / batch_size)
+"""
+"""A module of the script's own."""
+OBJECTS = """
+from meters import Meter, accuracy
+
+
+class Trainer:
+    def __init__(self):
+        self.seen, self.meter, self.net = 0, Meter(), nn.Linear(36, 3)
+
+    def fit(self, loader, optimizer):
+        for images, labels in loader:
+            output = self.net(images.flatten(1))
+            loss = F.cross_entropy(output, labels)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            self.seen += labels.size(0)
+            self.meter.add(images, loss.item())
+            print(f"{accuracy(output, labels).item():.3f} {((output.argmax(1) == 7).sum() / len(labels)).item():.3f}")
+        print(self.seen, self.meter.count, f"{self.meter.sum / self.seen:.4f}")
+
+
+trainer = Trainer()
+optimizer = torch.optim.SGD(trainer.net.parameters(), lr=0.1)
+loader = DataLoader(TensorDataset(x, y), 9)
+trainer.fit(loader, optimizer)
+seen = 0
+for images, labels in loader:
+    rows = images.size(0)
+    F.cross_entropy(trainer.net(images.flatten(1) + torch.randn(rows, 36)), labels).backward()
+    optimizer.step()
+    seen += rows
+for images, labels in DataLoader(TensorDataset(x, y), 7):
+    rows = images.size(0)
+    seen += rows
+print(seen)
+torch.save(trainer.net.state_dict(), options.save)
+"""
+
+
 FILES = """
 from pathlib import Path
 
@@ -231,6 +284,7 @@ def draw(rows):
         (GENERATOR, PLAN),
         (TOKENS, PLAN),
         (COUNTS, PLAN),
+        (OBJECTS, PLAN),
         (FILES, f"{PLAN},batchnorm=sync"),
     ],
 )
@@ -239,11 +293,14 @@ def test_an_unedited_script_learns_and_prints_on_two_processes_what_it_does_on_o
 ) -> None:
     monkeypatch.chdir(tmp_path)
     Path("train.py").write_text(HEAD + body)
+    Path("meters.py").write_text(METERS)
     Path("site-packages/torchvision").mkdir(parents=True)
     Path("site-packages/torchvision/utils.py").write_text(DRAW)
     with monkeypatch.context() as patched:
         patched.setattr(sys, "argv", ["train.py", "--save", "one.pt"])
+        patched.setattr(sys, "path", [str(tmp_path), *sys.path])
         runpy.run_path("train.py", run_name="__main__")
+        patched.delitem(sys.modules, "meters", raising=False)
     lines = capfd.readouterr().out
     assert launch("train.py", ["--save", "two.pt"], plan) == 0
     said = capfd.readouterr()

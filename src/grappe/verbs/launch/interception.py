@@ -47,7 +47,7 @@ NUMPY_DRAWS = {
 }  # fmt: skip
 """Functions of np.random that draw for rows, and which of their arguments is the size; None: all together."""
 PLAIN_ITEM = Tensor.item
-READS = ("item", "__float__", "__int__", "__bool__", "tolist", "numpy")
+READS = ("item", "__float__", "__int__", "__index__", "__bool__", "tolist", "numpy")
 
 
 PLANS_FORWARD = weakref.WeakSet[nn.Module]()

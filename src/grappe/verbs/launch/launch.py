@@ -49,6 +49,7 @@ from grappe.private_api.multiprocessing import start_as_python_does
 from grappe.training.run import Run, new_folder
 from grappe.verbs.launch.request import (
     INTERRUPTED,
+    OR,
     USED,
     RehearsalRequest,
     Rehearsed,
@@ -259,6 +260,11 @@ def rehearsed_on_one_process(request: ScriptRequest, plan: Plan) -> Rehearsed:
         complain(
             f"grappe: rehearsed on one process: the loss is {rules}; each of {plan.processes} processes takes its rows "
             f"of every batch of the loader ({line_of(rehearsed.loader)})"
+        )
+    for place in rehearsed.own_rows:
+        complain(
+            f"grappe: {place} has process 0's rows, not the whole batch's: what is printed or written of it may "
+            "differ from that of one process"
         )
     if rehearsed.keys:
         apart = ", ".join(f"{key} {distance:.0e}" for key, distance in rehearsed.keys.items())
@@ -533,11 +539,12 @@ def _as_torchrun(process: ProcessRank) -> dict[str, str]:
 # the part's, and each number that is computed with `rows` is asked for by itself.
 
 FUNCTION = "__grappe_length__"
-COUNTING = frozenset({
-    "print", "format", "str", "int", "float", "round", "min", "max", "sum", "write", "info", "debug", "warning",
-    "append", "update", "add_scalar", "set_postfix", "set_description", "log", "join", "tuple", "list",
+MAKING = frozenset({
+    "zeros", "ones", "full", "empty", "eye", "rand", "randn", "randint", "randperm", "normal", "uniform", "choice",
+    "permutation", "arange", "range", "linspace", "new_zeros", "new_ones", "new_full", "new_empty", "view", "reshape",
+    "expand", "repeat", "tile", "split", "chunk", "narrow", "unflatten", "multinomial",
 })  # fmt: skip
-"""Functions that make no tensor from a number. Those of the script are tried."""
+"""Functions that make a tensor of so many rows, as a model's methods may. Others are tried."""
 MEASURES: dict[str, Callable[[Any], Any]] = {
     "len": len,
     "size(0)": lambda tensor: tensor.size(0),
@@ -550,6 +557,8 @@ MEASURES: dict[str, Callable[[Any], Any]] = {
 }
 """Expressions that count a tensor's rows or numbers; "": a name for such a count."""
 
+OF_TENSORS = ("nn", "Module", "Dataset", "IterableDataset", "Function", "Sampler")
+"""Names in the bases of classes whose lengths are those of their own tensors."""
 Length = Callable[[int, object, str], int]
 
 
@@ -571,9 +580,22 @@ class ScriptLoader(importlib.machinery.SourceFileLoader):
         return compile(ast.fix_missing_locations(tree), self.path, "exec")
 
     def exec_module(self, module: ModuleType) -> None:
-        """Runs the script in `module`."""
-        module.__dict__.update(self._names)
-        super().exec_module(module)
+        """Runs the script in `module`, and so each module of its own that it imports."""
+        plain, names = importlib.machinery.SourceFileLoader.exec_module, self._names
+
+        def exec_imported(loader: importlib.machinery.SourceFileLoader, imported: ModuleType) -> None:
+            if type(loader) is importlib.machinery.SourceFileLoader and is_users_file(loader.path):
+                imported.__dict__.update({**names, "__file__": loader.path})
+                exec(ScriptLoader.get_code(loader, imported.__name__), imported.__dict__)  # type: ignore[arg-type]
+            else:
+                plain(loader, imported)
+
+        module.__dict__.update(names)
+        importlib.machinery.SourceFileLoader.exec_module = exec_imported  # type: ignore[method-assign]
+        try:
+            plain(self, module)
+        finally:
+            importlib.machinery.SourceFileLoader.exec_module = plain  # type: ignore[method-assign]
 
 
 def _counted_for_script(length: Length, counted: Any, measure: str, place: str) -> Any:
@@ -586,32 +608,39 @@ def _counted_for_script(length: Length, counted: Any, measure: str, place: str) 
 
 
 class _Lengths(ast.NodeTransformer):
-    """Replaces lengths outside of classes: in a model or a dataset they are those of its own tensors."""
+    """Replaces lengths outside of models and datasets, where they are those of their own tensors."""
 
     def __init__(self, file: str) -> None:
-        self._file, self._counting = file, set(COUNTING)
+        self._file, self._making = file, set(MAKING)
         self._named: dict[str, str] = {}
         """By a name that stands for a length, within a function: where it is counted."""
+        self._counted = set[str]()
+        """All these places."""
+        self._left = set(OF_TENSORS)
+        """Names of classes whose own lengths stay as they are."""
 
     def visit_Module(self, node: ast.Module) -> ast.AST:
-        of_models = [each for each in ast.walk(node) if isinstance(each, ast.ClassDef) and "Module" in ast.dump(each)]
-        methods = {id(method) for each in of_models for method in each.body}
-        functions = (each for each in ast.walk(node) if isinstance(each, ast.FunctionDef) and id(each) not in methods)
-        self._counting |= {each.name for each in functions}
+        for each in ast.walk(node):
+            if isinstance(each, ast.ClassDef) and self._is_left(each):
+                self._left.add(each.name)
+                self._making |= {method.name for method in each.body if isinstance(method, ast.FunctionDef)}
         return self._scope(node)
 
     def visit_FunctionDef(self, node: ast.FunctionDef) -> ast.AST:
         return self._scope(node)
 
     def visit_ClassDef(self, node: ast.ClassDef) -> ast.AST:
-        return node
+        return node if self._is_left(node) else self.generic_visit(node)
+
+    def _is_left(self, node: ast.ClassDef) -> bool:
+        return any(not self._left.isdisjoint(ast.unparse(base).split(".")) for base in node.bases)
 
     def visit_Call(self, node: ast.Call) -> ast.AST:
         asked = _asked(node)
         if asked is not None:
             return self._replaced(node, *asked)
         name = node.func.id if isinstance(node.func, ast.Name) else getattr(node.func, "attr", "")
-        if name not in self._counting:
+        if name in self._making:
             return node
         node.args = [self._shown(each) for each in node.args]
         return self.generic_visit(node)
@@ -635,7 +664,7 @@ class _Lengths(ast.NodeTransformer):
 
     def _scope(self, node: ast.Module | ast.FunctionDef) -> ast.AST:
         """Visits a function with the names that stand for lengths in it, and for nothing else."""
-        outer, self._named = self._named, {}
+        outer, named = self._named, collections.defaultdict[str, list[str]](list)
         stored = collections.Counter[str]()
         for each in _of_scope(node):
             if isinstance(each, ast.Name) and not isinstance(each.ctx, ast.Load):
@@ -645,8 +674,9 @@ class _Lengths(ast.NodeTransformer):
                 asked = _asked(each.value) if isinstance(target, ast.Name) else _shape(each.value)
                 first = target.elts[0] if isinstance(target, ast.Tuple) else target
                 if asked is not None and isinstance(first, ast.Name):
-                    self._named[first.id] = self._place(each.value) + USED
-        self._named = {name: place for name, place in self._named.items() if stored[name] == 1}
+                    named[first.id].append(self._place(each.value))
+        self._named = {name: OR.join(places) + USED for name, places in named.items() if stored[name] == len(places)}
+        self._counted.update(*(named[name] for name in self._named))
         visited = self.generic_visit(node)
         self._named = outer
         return visited
@@ -658,9 +688,8 @@ class _Lengths(ast.NodeTransformer):
 
     def _replaced(self, node: ast.expr, asked: ast.expr, measure: str, made_at: str = "") -> ast.expr:
         place = self._place(node)
-        if place + USED in self._named.values():
-            made_at, place = place + USED, ""
-        counted = [asked, ast.Constant(measure), ast.Constant(made_at + place)]
+        place = f"{place}{USED}" if place in self._counted else made_at + place
+        counted = [asked, ast.Constant(measure), ast.Constant(place)]
         called = ast.Call(ast.Name(FUNCTION, ast.Load()), counted, [])
         return ast.copy_location(called, node)
 

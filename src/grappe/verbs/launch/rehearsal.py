@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import re
 import sys
 import traceback
 import types
@@ -19,7 +20,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn, TypeVar
+from typing import Any, NamedTuple, NoReturn, TypeVar, cast
 
 import numpy as np
 import torch
@@ -54,8 +55,8 @@ from grappe.verbs.launch.interception import (
     turned_rows,
 )
 from grappe.verbs.launch.plan_keys import ROUNDING, TRIED, PlanKeys, gathered, names_called, wide
-from grappe.verbs.launch.request import USED, Rehearsed, Rule, line_of
-from grappe.verbs.launch.variables import is_own_file, own_modules
+from grappe.verbs.launch.request import OR, USED, Rehearsed, Rule, line_of
+from grappe.verbs.launch.variables import CONTAINERS, is_own_file, own_modules
 from grappe.verbs.verify.random_ops import RandomOps
 from grappe.words import first_line
 
@@ -71,6 +72,7 @@ REDUCTIONS: dict[str, Rule] = {
 }  # fmt: skip
 CHOOSING = ("nonzero", "argwhere", "masked_select", "unique", "unique_consecutive")
 """torch's functions whose result has as many rows as the numbers say."""
+NUMBER, INTEGER = re.compile(r"[-+]?\d[\d.]*(e[-+]?\d+)?"), re.compile(r"(?<![\d.])\d+(?![\d.])")
 UNCHANGED = ("detach", "cpu", "to", "float", "double", "long", "int", "__get__")
 """torch's functions that return the same numbers; the last is `tensor.data`."""
 LOUDER = 2.0**10
@@ -98,6 +100,14 @@ class _Pass:
     """The gradients at the first optimizer step, after which a run's weights are others."""
     counts: list[float] = dataclasses.field(default_factory=list)
     """Numbers that the cross-entropies divide by."""
+    numbers: list[list[float]] = dataclasses.field(default_factory=list)
+    """Those that each of torch's functions is given."""
+    reads_told: bool = False
+    """Whether a value that is read is computed with what a place under trial is told: `right.sum() / len(labels)`."""
+    printed: dict[str, str] = dataclasses.field(default_factory=lambda: defaultdict(str))
+    """By the place that prints."""
+    grown: dict[tuple[int, str], NDArray[Any]] = dataclasses.field(default_factory=dict)
+    """By the script's variable: by how much the sum of its numbers has grown, and the number of its values."""
     drawn: str = ""
     stepped: bool = False
     draws_beside_torch: bool = False
@@ -142,6 +152,8 @@ class Rehearsal(StepHandler):
         """The pass with all rows, whose gradients a script reads after each part's backward, as it will in a run."""
         self._lengths: dict[str, list[int]] = {}
         """Of places under trial: what each of their readings is told."""
+        self._answers: dict[str, list[NDArray[Any]]] | None = None
+        """Of the pass that shows what a run's process keeps: what each place reads of the whole batch."""
         self._chosen: set[str] = set()
         """Places that count rows which numbers choose: by a mask, say."""
         self._lists: set[str] = set()
@@ -149,8 +161,9 @@ class Rehearsal(StepHandler):
         self._reductions = _Reductions()
         self._factor = 1.0
         """Of the running pass's losses."""
+        self._batch: Any = None
         self._again = False
-        """Whether the running batch comes again, in part."""
+        """Whether the running batch has come before, in part or as a whole."""
         self._rows = (0, 0)
         """Of the running pass, and of the whole batch."""
         self.found = Rehearsed(
@@ -164,7 +177,7 @@ class Rehearsal(StepHandler):
 
     def failed(self, error: Exception) -> Rehearsed:
         """Returns what an error of the script with a part of a batch means."""
-        if self._lengths:  # the number of rows makes a tensor there
+        if self._lengths and self._answers is None:  # the number of rows makes a tensor there
             return Rehearsed(structural=next(iter(self._lengths)))
         frames = traceback.extract_tb(error.__traceback__)
         own = [frame for frame in frames if is_own_file(frame.filename)] or list(frames)
@@ -238,8 +251,13 @@ class Rehearsal(StepHandler):
             self._pass.values[place].append(np.array(value))
             if isinstance(value, bool) or not (tensor.is_floating_point() or tensor.is_complex()):
                 self._pass.integers.add(place)
+            self._pass.reads_told |= tensor in self._reductions.told
             if tensor in self._reductions.rules:
                 self._pass.reductions[place] = self._reductions.rules[tensor]
+            answers = (self._answers or {}).get(place, ())
+            if (number := len(self._pass.values[place])) <= len(answers):
+                answer = answers[number - 1]
+                return cast("T", answer if isinstance(value, np.ndarray) else answer.tolist())
         return value
 
     def length(self, value: int, tensor: object, place: str) -> int:
@@ -257,10 +275,11 @@ class Rehearsal(StepHandler):
 
     def counted(self, several: Iterable[T], start: int = 0) -> Iterator[tuple[int, T]]:
         """Counts as `enumerate` does, and a batch that comes again once."""
-        number = start
+        number = start - 1
         for each in several:
+            parts = each if type(each) is tuple else ()
+            number += not (self._again and any(part is self._batch for part in (each, *parts)))
             yield number, each
-            number += not self._again
 
     def count(self, counted: Tensor, of: int, *, special: bool) -> None:
         """Notes what a cross-entropy divides by, if it is not the number of its targets."""
@@ -287,6 +306,7 @@ class Rehearsal(StepHandler):
         state, self._models = self._state(), []
         with names_called(self._optimizers, self._models):
             all_rows = yield from self._run(batch, state, 0, rows or 0, rows or 0)
+        self._again = True
         if not all_rows.gradients:
             return False
         norms, drawn = self._norms(all_rows), all_rows.drawn
@@ -346,6 +366,8 @@ class Rehearsal(StepHandler):
             )
         values = yield from self._value_rules(batch, state, (all_rows, left, right), shares)
         lengths = yield from self._lengths_of_the_whole(batch, state, first, (all_rows, left, right))
+        told = {at: all_rows.lengths[at] for at, rule in lengths.items() if rule in ("rows", "sum")}
+        own_rows = yield from self._rows_kept(batch, state, first, all_rows, told)
         keys, norms = yield from self._try_keys(batch, state, rows, all_rows, norms)
         self.found = Rehearsed(
             loader=place,
@@ -355,6 +377,7 @@ class Rehearsal(StepHandler):
             counts=[at for at, rule in lengths.items() if rule == "sum"],
             own_counts=[at for at, rule in lengths.items() if rule == "own"],
             parts_counts=[at for at in all_rows.lengths if at not in lengths],
+            own_rows=own_rows,
             norms=norms,
             drawn="" if keys else drawn,
             models=self._models,
@@ -428,45 +451,76 @@ class Rehearsal(StepHandler):
     def _lengths_of_the_whole(
         self, batch: Any, state: _StepState, first: int, passes: tuple[_Pass, _Pass, _Pass]
     ) -> Iterator[Any]:
-        """Returns how parts' counts make up the whole's, at each place that may be told it: gradients stay the same.
+        """Returns how parts' counts make up the whole's, where neither gradients nor values depend on being told it.
 
         "rows": it counts the batch's rows, "sum": others that add up, "own": others that do not.
         """
         rules: dict[str, Rule] = {}
         rows, right = self._rows[1], passes[2]
-        for place, of_whole in sorted(passes[0].lengths.items()):
-            made_at = "".join(place.partition(USED)[:2])
-            if place in self._structural or rules.get(made_at) in ("rows", "sum"):
+        for place in sorted(passes[0].lengths, key=lambda each: not each.endswith(USED)):  # names' uses last
+            of_whole = passes[0].lengths[place]
+            made_at = [at + USED for at in place.partition(USED)[0].split(OR)] if USED in place else []
+            told = [rules.get(at) in ("rows", "sum") for at in made_at if at in passes[0].lengths]
+            if place in self._structural or (told and all(told)):
                 continue
             parts = [each.lengths[place] for each in passes[1:]]
-            chosen = not self._chosen.isdisjoint((place, made_at))
+            chosen = not self._chosen.isdisjoint((place, *made_at))
             adds_up = (
                 len(of_whole) == len(parts[0]) == len(parts[1]) and [*map(sum, zip(*parts, strict=True))] == of_whole
             )
             is_rows = adds_up and not chosen and {*of_whole} == {rows} and {*parts[0]} == {first}
-            if not is_rows and (not adds_up or place in self._lists):
+            if not is_rows and (any(told) or not adds_up or place in self._lists):
                 if chosen:
                     rules[place] = "own"
                 continue
-            self._lengths = {place: of_whole}
+            self._lengths, self._reductions.before = {place: of_whole}, right.numbers
             with self._own_statistics_off():
                 tried = yield from self._run(batch, state, first, rows, rows)
-            self._lengths = {}
-            if all(_distance(right.gradients[line], tried.gradients[line]) < TOLERATED for line in right.gradients):
+            self._lengths, self._reductions.before = {}, []
+            apart = (_distance(right.gradients[line], tried.gradients[line]) for line in right.gradients)
+            if not tried.reads_told and all(distance < TOLERATED for distance in apart):
                 rules[place] = "rows" if is_rows else "sum"
         return rules
+
+    def _rows_kept(
+        self, batch: Any, state: _StepState, first: int, all_rows: _Pass, told: dict[str, list[int]]
+    ) -> Iterator[Any]:
+        """Returns the lines and variables that differ, as the rows do, when a part reads and is told the whole's."""
+        rows = self._rows[1]
+        self._lengths, self._answers = told, all_rows.values
+        with self._own_statistics_off():
+            part = yield from self._run(batch, state, first, rows, rows)
+        self._lengths, self._answers = {}, None
+        names = [
+            f"`{name}`"
+            for (owner, name), whole in all_rows.grown.items()
+            if _as_rows_do(whole, part.grown.get((owner, name), whole), rows - first, rows)
+        ]
+        texts = [(place, text, part.printed.get(place, text)) for place, text in all_rows.printed.items()]
+        lines = [
+            line_of(place)
+            for place, *both in texts
+            if len({NUMBER.sub("", text) for text in both}) > 1
+            or _as_rows_do(*(np.array([*map(float, INTEGER.findall(text))]) for text in both), rows - first, rows)
+        ]
+        return [*dict.fromkeys([*lines, *names])]
 
     def _run(self, batch: Any, state: _StepState, first: int, last: int, rows: int) -> Iterator[Any]:
         """Runs the body of the loop with rows `first` to `last` - 1; returns what it did."""
         self._restore(state)
         record = self._pass = _Pass()
+        self._reductions.numbers = record.numbers
         self._rows = (last - first, rows)
         part = last - first < rows
         place = BatchRows(first, last - first, rows) if part or self._key else None
-        self._again = True
-        with whole_batch_draws(place, others_alike=True), self._reductions, self._saves_noted():
-            yield cut_rows(batch, first, last) if part else batch
+        is_noted = self._whole is None or self._answers is not None
+        before = _sizes() if is_noted else {}
+        with whole_batch_draws(place, others_alike=True), self._reductions, self._saves_noted(), self._prints_noted():
+            self._batch = cut_rows(batch, first, last) if part else batch
+            yield self._batch
         self._pass = None
+        after = _sizes() if is_noted else {}
+        record.grown = {name: after[name] - size for name, size in before.items() if name in after}
         record.drawn = random_digest()
         record.draws_beside_torch = not torch.equal(random_state()["others"], state.random["others"])
         return record
@@ -489,6 +543,22 @@ class Rehearsal(StepHandler):
             yield
         finally:
             torch.save = plain
+
+    @contextlib.contextmanager
+    def _prints_noted(self) -> Iterator[None]:
+        """Context in which what the script prints is noted too."""
+        stream, plain = sys.stdout, sys.stdout.write
+
+        def write(text: str) -> int:
+            if self._pass is not None:
+                self._pass.printed[place_of(sys._getframe(1))] += text
+            return plain(text)
+
+        stream.write = write  # type: ignore[method-assign]
+        try:
+            yield
+        finally:
+            stream.write = plain  # type: ignore[method-assign]
 
     def _state(self) -> _StepState:
         return _StepState(
@@ -527,6 +597,34 @@ def _namespaces() -> list[dict[str, Any]]:
     modules = own_modules()
     objects = [each for each in alive(object) if type(each).__module__ in modules and hasattr(each, "__dict__")]
     return [vars(each) for each in (*modules.values(), *objects) if isinstance(vars(each), dict)]
+
+
+def _sizes() -> dict[tuple[int, str], NDArray[Any]]:
+    """Returns of each variable of the script, its functions' too, the sum of its numbers and the number of its values.
+
+    By where the variable is, and its name.
+    """
+    spaces, frame = _namespaces(), sys._getframe(1)
+    while frame is not None:
+        if is_own_file(frame.f_code.co_filename) and frame.f_code.co_name != "<module>":
+            spaces.append(frame.f_locals)
+        frame = frame.f_back  # type: ignore[assignment]
+    sizes: dict[tuple[int, str], NDArray[Any]] = {}
+    for names in spaces:
+        for name, value in list(names.items()):
+            if not name.startswith("__") and isinstance(value, (bool, int, float, *CONTAINERS, set)):
+                flat = value if isinstance(value, list | tuple) else [*getattr(value, "values", lambda: [value])()]
+                leaves = tree_leaves([*value] if isinstance(value, set) else flat)
+                numbers = [each for each in leaves if isinstance(each, bool | int | float | np.number)]
+                sizes[id(names), name] = np.array([sum(map(float, numbers)), len(leaves)])
+    return sizes
+
+
+def _as_rows_do(whole: NDArray[Any], part: NDArray[Any], rows: int, of: int) -> bool:
+    """Returns whether any number of the whole's is to the part's what the rows are."""
+    if whole.shape != part.shape:
+        return False
+    return bool(np.any((whole != 0) & (np.abs(part * of - whole * rows) <= 1e-9 * np.abs(whole * of))))
 
 
 def _without_none(rules: Mapping[str, Rule | None]) -> dict[str, Rule]:
@@ -625,12 +723,15 @@ def _clearest(fitting: Sequence[Rule], made_by: Rule | None) -> Rule | None:
 class _Reductions(TorchFunctionMode):
     """Notes which tensors are torch's own reductions: a count of 0, or a maximum of 1.0, does not show its rule.
 
-    And which have rows that numbers choose: where a mask takes each row, their count does not show it.
+    And which have rows that numbers choose: where a mask takes each row, their count does not show it. And which are
+    computed from other numbers than in an earlier pass: 0 / rows does not show it.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self.rules, self.chosen = WeakIdKeyDictionary(), WeakIdKeyDictionary()
+        self.rules, self.chosen, self.told = WeakIdKeyDictionary(), WeakIdKeyDictionary(), WeakIdKeyDictionary()
+        self.numbers, self.before = list[list[float]](), list[list[float]]()
+        """Of the functions of this pass, and of the one to compare with; []: none."""
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -638,7 +739,12 @@ class _Reductions(TorchFunctionMode):
         value = func(*args, **(kwargs or {}))
         name = getattr(func, "__name__", "")
         if isinstance(value, Tensor | list | tuple):
-            tensors = [each for each in tree_leaves(args) if isinstance(each, Tensor)]
+            leaves = tree_leaves((args, kwargs or {}))
+            tensors = [each for each in leaves if isinstance(each, Tensor)]
+            self.numbers.append([each for each in leaves if isinstance(each, int | float)])
+            others = self.before[len(self.numbers) - 1 : len(self.numbers)]
+            if (others and others != self.numbers[-1:]) or any(each in self.told for each in tensors):
+                self.told.update((each, True) for each in tree_leaves(value) if isinstance(each, Tensor))
             masked = name == "__getitem__" and any(each.dtype is torch.bool for each in tensors[1:])
             if masked or name in CHOOSING or any(each in self.chosen for each in tensors):
                 self.chosen.update((each, True) for each in tree_leaves(value) if isinstance(each, Tensor))

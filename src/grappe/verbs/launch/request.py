@@ -13,6 +13,8 @@ say; "rows": one after the other; "first": the value of process 0's rows is the 
 library reads it, for a picture."""
 USED = " -> "
 """Stands in a place between where a name gets a length and where the name is used, or after the former."""
+OR = " | "
+"""Stands between several places where a name gets a length."""
 INTERRUPTED = 130
 """The exit code of a Python script that Ctrl-C ends."""
 
@@ -38,6 +40,8 @@ class Rehearsed:
     """Places that count what adds up to no count of the whole batch: different classes, say."""
     parts_counts: Sequence[str] = ()
     """Places that are told what they count of the part: it makes a tensor, or the gradient depends on it."""
+    own_rows: Sequence[str] = ()
+    """Lines that print, and variables that count, the rows of a process, where one process has the whole batch's."""
     norms: Sequence[float] = ()
     """|gradient| of each parameter by the first batch's backwards before an optimizer steps."""
     drawn: str = ""
