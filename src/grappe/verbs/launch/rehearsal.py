@@ -613,8 +613,8 @@ def _sizes() -> dict[tuple[int, str], NDArray[Any]]:
     for names in spaces:
         for name, value in list(names.items()):
             if not name.startswith("__") and isinstance(value, (bool, int, float, *CONTAINERS, set)):
-                flat = value if isinstance(value, list | tuple) else [*getattr(value, "values", lambda: [value])()]
-                leaves = tree_leaves([*value] if isinstance(value, set) else flat)
+                values = value.values() if isinstance(value, dict) else value
+                leaves = tree_leaves([*values] if isinstance(values, Iterable) else [values])
                 numbers = [each for each in leaves if isinstance(each, bool | int | float | np.number)]
                 sizes[id(names), name] = np.array([sum(map(float, numbers)), len(leaves)])
     return sizes
