@@ -366,8 +366,8 @@ class Rehearsal(StepHandler):
             )
         values = yield from self._value_rules(batch, state, (all_rows, left, right), shares)
         lengths = yield from self._lengths_of_the_whole(batch, state, first, (all_rows, left, right))
-        told = {at: all_rows.lengths[at] for at, rule in lengths.items() if rule in ("rows", "sum")}
-        own_rows = yield from self._rows_kept(batch, state, first, all_rows, told)
+        of_whole = {at: all_rows.lengths[at] for at, rule in lengths.items() if rule in ("rows", "sum")}
+        own_rows = yield from self._rows_kept(batch, state, first, all_rows, of_whole)
         keys, norms = yield from self._try_keys(batch, state, rows, all_rows, norms)
         self.found = Rehearsed(
             loader=place,
@@ -460,8 +460,8 @@ class Rehearsal(StepHandler):
         for place in sorted(passes[0].lengths, key=lambda each: not each.endswith(USED)):  # names' uses last
             of_whole = passes[0].lengths[place]
             made_at = [at + USED for at in place.partition(USED)[0].split(OR)] if USED in place else []
-            told = [rules.get(at) in ("rows", "sum") for at in made_at if at in passes[0].lengths]
-            if place in self._structural or (told and all(told)):
+            makers = [rules.get(at) in ("rows", "sum") for at in made_at if at in passes[0].lengths]
+            if place in self._structural or (makers and all(makers)):
                 continue
             parts = [each.lengths[place] for each in passes[1:]]
             chosen = not self._chosen.isdisjoint((place, *made_at))
@@ -469,7 +469,7 @@ class Rehearsal(StepHandler):
                 len(of_whole) == len(parts[0]) == len(parts[1]) and [*map(sum, zip(*parts, strict=True))] == of_whole
             )
             is_rows = adds_up and not chosen and {*of_whole} == {rows} and {*parts[0]} == {first}
-            if not is_rows and (any(told) or not adds_up or place in self._lists):
+            if not is_rows and (any(makers) or not adds_up or place in self._lists):
                 if chosen:
                     rules[place] = "own"
                 continue
@@ -483,18 +483,18 @@ class Rehearsal(StepHandler):
         return rules
 
     def _rows_kept(
-        self, batch: Any, state: _StepState, first: int, all_rows: _Pass, told: dict[str, list[int]]
+        self, batch: Any, state: _StepState, first: int, all_rows: _Pass, of_whole: dict[str, list[int]]
     ) -> Iterator[Any]:
         """Returns the lines and variables that differ, as the rows do, when a part reads and is told the whole's."""
         rows = self._rows[1]
-        self._lengths, self._answers = told, all_rows.values
+        self._lengths, self._answers = of_whole, all_rows.values
         with self._own_statistics_off():
             part = yield from self._run(batch, state, first, rows, rows)
         self._lengths, self._answers = {}, None
         names = [
             f"`{name}`"
-            for (owner, name), whole in all_rows.grown.items()
-            if _as_rows_do(whole, part.grown.get((owner, name), whole), rows - first, rows)
+            for (owner, name), growth in all_rows.grown.items()
+            if _as_rows_do(growth, part.grown.get((owner, name), growth), rows - first, rows)
         ]
         texts = [(place, text, part.printed.get(place, text)) for place, text in all_rows.printed.items()]
         lines = [
@@ -620,11 +620,11 @@ def _sizes() -> dict[tuple[int, str], NDArray[Any]]:
     return sizes
 
 
-def _as_rows_do(whole: NDArray[Any], part: NDArray[Any], rows: int, of: int) -> bool:
-    """Returns whether any number of the whole's is to the part's what the rows are."""
-    if whole.shape != part.shape:
+def _as_rows_do(every_row: NDArray[Any], part: NDArray[Any], rows: int, of: int) -> bool:
+    """Returns whether any number of every row's is to the part's what the rows are."""
+    if every_row.shape != part.shape:
         return False
-    return bool(np.any((whole != 0) & (np.abs(part * of - whole * rows) <= 1e-9 * np.abs(whole * of))))
+    return bool(np.any((every_row != 0) & (np.abs(part * of - every_row * rows) <= 1e-9 * np.abs(every_row * of))))
 
 
 def _without_none(rules: Mapping[str, Rule | None]) -> dict[str, Rule]:
