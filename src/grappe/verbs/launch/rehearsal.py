@@ -496,12 +496,12 @@ class Rehearsal(StepHandler):
             for (owner, name), growth in all_rows.grown.items()
             if _as_rows_do(growth, part.grown.get((owner, name), growth), rows - first, rows)
         ]
-        texts = [(place, text, part.printed.get(place, text)) for place, text in all_rows.printed.items()]
+        printed = [(place, text, part.printed.get(place, text)) for place, text in all_rows.printed.items()]
         lines = [
             line_of(place)
-            for place, *both in texts
-            if len({NUMBER.sub("", text) for text in both}) > 1
-            or _as_rows_do(*(np.array([*map(float, INTEGER.findall(text))]) for text in both), rows - first, rows)
+            for place, text, of_part in printed
+            if NUMBER.sub("", text) != NUMBER.sub("", of_part)
+            or _as_rows_do(_integers(text), _integers(of_part), rows - first, rows)
         ]
         return [*dict.fromkeys([*lines, *names])]
 
@@ -618,6 +618,10 @@ def _sizes() -> dict[tuple[int, str], NDArray[Any]]:
                 numbers = [each for each in leaves if isinstance(each, bool | int | float | np.number)]
                 sizes[id(names), name] = np.array([sum(map(float, numbers)), len(leaves)])
     return sizes
+
+
+def _integers(text: str) -> NDArray[Any]:
+    return np.array([float(number) for number in INTEGER.findall(text)])
 
 
 def _as_rows_do(every_row: NDArray[Any], part: NDArray[Any], rows: int, of: int) -> bool:
