@@ -71,7 +71,7 @@ if "WEIGHTS" in os.environ and "resource_tracker" not in sys.orig_argv[-1]:
         global reached
         counts[id(optimizer)] = count = counts.get(id(optimizer), 0) + 1
         file = os.environ["WEIGHTS"]
-        if reached < count <= int(os.environ["STEPS"]) and count in (1, 5, 10, 15, 20):
+        if reached < count <= int(os.environ["STEPS"]) and count in (1, 2, 5, 10, 15, 20):
             reached = count
             SAVE(parameters(), f"{file}.{os.getpid()}")
             os.rename(f"{file}.{os.getpid()}", file)
@@ -119,7 +119,8 @@ class Outcome:
     apart: float = 0.0
     """The most of |a - b| / |a| over the weight tensors."""
     by_rounding: float = 0.0
-    """The same between one process and one whose weights were moved by 1e-7 (fp64: 1e-15) before the first step."""
+    """The same between one process and one whose weights were moved before the first step: as far as one and two
+    processes are apart after two steps, at least by 1e-7 (fp64: 1e-15)."""
     lines: int = 0
     same_lines: int = 0
     by_rounding_lines: int = 0
@@ -198,15 +199,18 @@ def compare(script: Script, repository: Path, site: Path | None) -> Outcome:
         if apart > TOLERATED or alike < least:
             word = "different"
             exact = [run("one64", FP64="1"), run("two64", plan, FP64="1")]
-            pair, by, setting = (apart, alike), "1e-7", {}
+            pair, least_by, setting = (apart, alike), 1e-7, dict[str, str]()
             if (folder / "one64").exists() and (folder / "two64").exists():
                 weights = [torch.load(folder / name) for name in ("one64", "two64")]
                 in_fp64 = distance(*weights)
                 lines64, others64 = (printed(each.stdout, script.timed) for each in exact)
-                pair, by, setting = (in_fp64, lines_alike(lines64, others64)), "1e-15", {"FP64": "1"}
+                pair, least_by, setting = (in_fp64, lines_alike(lines64, others64)), 1e-15, {"FP64": "1"}
                 word = "same in fp64" if in_fp64 <= TOLERATED and pair[1] == least else word
             if word == "different":
-                moved = run("moved", MOVED=by, **setting)
+                run("early", **setting | {"LAST": "2"})
+                run("early2", plan, **setting | {"LAST": "2"})
+                by = distance(*(torch.load(folder / name) for name in ("early", "early2")))
+                moved = run("moved", MOVED=str(max(by, least_by)), **setting)
                 by_rounding = distance(weights[0], torch.load(folder / "moved"))
                 least = lines_alike(lines64 if setting else lines, printed(moved.stdout, script.timed))
                 if pair[0] <= max(TOLERATED, 3 * by_rounding) and pair[1] >= least:
