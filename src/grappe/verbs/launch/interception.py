@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import builtins
 import contextlib
+import dis
 import functools
 import gc
 import io
@@ -261,9 +262,13 @@ def saved_part(place: str, number: int) -> str:
 
 @functools.cache
 def _columns(code: CodeType, instruction: int) -> str:
-    """Returns the columns of an expression. Python 3.11 makes a call by another instruction once it has run often."""
+    """Returns the columns of an expression. Python 3.11 makes a call by another instruction once it has run often.
+
+    Nor has it columns for each part of an f-string: there the instruction tells them apart.
+    """
     _, _, first, last = next(itertools.islice(code.co_positions(), instruction // 2, None))
-    return f"{first}.{last}"
+    part = f"+{instruction}" if dis.opname[code.co_code[instruction]].startswith("FORMAT_") else ""
+    return f"{first}.{last}{part}"
 
 
 def beyond_torchs_own(frame: FrameType | None) -> FrameType | None:

@@ -158,6 +158,8 @@ class Rehearsal(StepHandler):
         """Places that count rows which numbers choose: by a mask, say."""
         self._lists: set[str] = set()
         """Places that count lists."""
+        self._of_rows: set[str] = set()
+        """Places that read what is computed from the batch."""
         self._reductions = _Reductions()
         self._factor = 1.0
         """Of the running pass's losses."""
@@ -252,6 +254,8 @@ class Rehearsal(StepHandler):
             if isinstance(value, bool) or not (tensor.is_floating_point() or tensor.is_complex()):
                 self._pass.integers.add(place)
             self._pass.reads_told |= tensor in self._reductions.told
+            if tensor in self._reductions.of_rows:
+                self._of_rows.add(place)
             if tensor in self._reductions.rules:
                 self._pass.reductions[place] = self._reductions.rules[tensor]
             answers = (self._answers or {}).get(place, ())
@@ -410,6 +414,8 @@ class Rehearsal(StepHandler):
                 fit += ["first"] if _alike(*_wide(line, begin, every_row)) else []
                 fitting[line] = [rule for rule in fitting[line] if rule in fit]
         values = {line: _clearest(fit, all_rows.reductions.get(line)) for line, fit in fitting.items()}
+        if all(isinstance(leaf, Tensor | str) for leaf in tree_leaves(batch)):  # others are in no torch function
+            values |= {line: "same" for line, fit in fitting.items() if "same" in fit and line not in self._of_rows}
         unknown = [line for line, rule in values.items() if rule is None]
         unknown = [line for line in unknown if SAVED not in line]  # a run ends where processes differ
         if refused := [line for line in unknown if not any(is_picture(each, line) for each in all_rows.values[line])]:
@@ -517,6 +523,9 @@ class Rehearsal(StepHandler):
         before = _sizes() if is_noted else {}
         with whole_batch_draws(place, others_alike=True), self._reductions, self._saves_noted(), self._prints_noted():
             self._batch = cut_rows(batch, first, last) if part else batch
+            self._reductions.of_rows.update(
+                (leaf, True) for leaf in tree_leaves(self._batch) if isinstance(leaf, Tensor)
+            )
             yield self._batch
         self._pass = None
         after = _sizes() if is_noted else {}
@@ -728,12 +737,14 @@ class _Reductions(TorchFunctionMode):
     """Notes which tensors are torch's own reductions: a count of 0, or a maximum of 1.0, does not show its rule.
 
     And which have rows that numbers choose: where a mask takes each row, their count does not show it. And which are
-    computed from other numbers than in an earlier pass: 0 / rows does not show it.
+    computed from a batch: of an evaluation's counts, 0 at first, each process has them all. And which are computed from
+    other numbers than in an earlier pass: 0 / rows does not show it.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.rules, self.chosen, self.told = WeakIdKeyDictionary(), WeakIdKeyDictionary(), WeakIdKeyDictionary()
+        self.of_rows = WeakIdKeyDictionary()
         self.numbers, self.before = list[list[float]](), list[list[float]]()
         """Of the functions of this pass, and of the one to compare with; []: none."""
 
@@ -742,9 +753,12 @@ class _Reductions(TorchFunctionMode):
     ) -> Any:
         value = func(*args, **(kwargs or {}))
         name = getattr(func, "__name__", "")
+        leaves = tree_leaves((args, kwargs))
+        tensors = [each for each in leaves if isinstance(each, Tensor)]
+        if any(each in self.of_rows for each in tensors):
+            changed = args[0] if name == "__setitem__" else value
+            self.of_rows.update((each, True) for each in tree_leaves(changed) if isinstance(each, Tensor))
         if isinstance(value, Tensor | list | tuple):
-            leaves = tree_leaves((args, kwargs or {}))
-            tensors = [each for each in leaves if isinstance(each, Tensor)]
             self.numbers.append([each for each in leaves if isinstance(each, int | float)])
             others = self.before[len(self.numbers) - 1 : len(self.numbers)]
             if (others and others != self.numbers[-1:]) or any(each in self.told for each in tensors):
