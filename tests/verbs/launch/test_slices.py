@@ -184,7 +184,7 @@ for number, (images, labels, names) in enumerate(DataLoader(Named(), 9)):
     print(len(labels.unique()) // 9)
     with torch.no_grad():  # an evaluation, of which each process has all
         found = torch.tensor([float(number) for _ in DataLoader(x[:20], 10)])
-        print(f"{found.sum():.0f} {found.mean():.1f} {found.max().item()}")
+        print(f"{found.sum():.0f} {found.mean():.1f} {found.max().item()} {torch.tensor([loss.item()] * 2).sum():.3f}")
     if number % 3 == 2:  # the first batch does not reach it
         late = labels.shape[0]
         torch.zeros(late) + labels

@@ -371,12 +371,12 @@ class Rehearsal(StepHandler):
         values = yield from self._value_rules(batch, state, (all_rows, left, right), shares)
         lengths = yield from self._lengths_of_the_whole(batch, state, first, (all_rows, left, right))
         of_whole = {at: all_rows.lengths[at] for at, rule in lengths.items() if rule in ("rows", "sum")}
-        own_rows = yield from self._rows_kept(batch, state, first, all_rows, of_whole)
+        own_rows, alike = yield from self._rows_kept(batch, state, first, all_rows, of_whole)
         keys, norms = yield from self._try_keys(batch, state, rows, all_rows, norms)
         self.found = Rehearsed(
             loader=place,
             losses=_without_none(losses),
-            values=_without_none(values),
+            values=_without_none(values | dict.fromkeys(alike & values.keys(), "same")),
             lengths=[at for at, rule in lengths.items() if rule == "rows"],
             counts=[at for at, rule in lengths.items() if rule == "sum"],
             own_counts=[at for at, rule in lengths.items() if rule == "own"],
@@ -414,8 +414,6 @@ class Rehearsal(StepHandler):
                 fit += ["first"] if _alike(*_wide(line, begin, every_row)) else []
                 fitting[line] = [rule for rule in fitting[line] if rule in fit]
         values = {line: _clearest(fit, all_rows.reductions.get(line)) for line, fit in fitting.items()}
-        if all(isinstance(leaf, Tensor | str) for leaf in tree_leaves(batch)):  # others are in no torch function
-            values |= {line: "same" for line, fit in fitting.items() if "same" in fit and line not in self._of_rows}
         unknown = [line for line, rule in values.items() if rule is None]
         unknown = [line for line in unknown if SAVED not in line]  # a run ends where processes differ
         if refused := [line for line in unknown if not any(is_picture(each, line) for each in all_rows.values[line])]:
@@ -491,7 +489,11 @@ class Rehearsal(StepHandler):
     def _rows_kept(
         self, batch: Any, state: _StepState, first: int, all_rows: _Pass, of_whole: dict[str, list[int]]
     ) -> Iterator[Any]:
-        """Returns the lines and variables that differ, as the rows do, when a part reads and is told the whole's."""
+        """Runs a part that reads and is told the whole's: returns what differs, as the rows do, and what is alike.
+
+        Returns:
+            Lines that print and variables; places that read what is made of no row, but of numbers read before, say.
+        """
         rows = self._rows[1]
         self._lengths, self._answers = of_whole, all_rows.values
         with self._own_statistics_off():
@@ -509,7 +511,12 @@ class Rehearsal(StepHandler):
             if NUMBER.sub("", text) != NUMBER.sub("", of_part)
             or _as_rows_do(_integers(text), _integers(of_part), rows - first, rows)
         ]
-        return [*dict.fromkeys([*lines, *names])]
+        alike = {
+            line
+            for line, values in all_rows.values.items()
+            if line not in self._of_rows and all(map(np.array_equal, values, part.values[line]))
+        }
+        return [*dict.fromkeys([*lines, *names])], alike
 
     def _run(self, batch: Any, state: _StepState, first: int, last: int, rows: int) -> Iterator[Any]:
         """Runs the body of the loop with rows `first` to `last` - 1; returns what it did."""
