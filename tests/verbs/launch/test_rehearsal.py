@@ -10,7 +10,7 @@ from types import ModuleType
 import pytest
 
 from grappe.verbs.launch.interception import intercepted, place_of
-from grappe.verbs.launch.launch import ScriptLoader
+from grappe.verbs.launch.lengths import ScriptLoader
 from grappe.verbs.launch.plan_keys import PlanKeys
 from grappe.verbs.launch.rehearsal import Rehearsal, RehearsalOver
 from grappe.verbs.launch.request import Rehearsed
