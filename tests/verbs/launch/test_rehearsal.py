@@ -343,6 +343,9 @@ def test_what_a_script_does_with_its_first_batch_alone_is_measured_in_each_pass(
     [
         ("for row in inputs:\n    state[0] += 1", ["`state`"]),
         ("state.extend(inputs)", ["`state`"]),
+        ("state[0] = state[0] + (labels > 0).sum()", ["`state`"]),
+        ("weight = weight + (labels > 0).sum()", ["`weight`"]),
+        ("weight += labels.size(0)\ninputs = inputs + 1", []),
         ("print('rows', inputs.size()[0])", ["script.py, line 16"]),
         ("shape = inputs.shape\nprint(shape)", ["script.py, line 17"]),
         ("print(*[str(int(label > 5)) for label in labels.numpy()])", []),
@@ -353,7 +356,7 @@ def test_what_a_script_does_with_its_first_batch_alone_is_measured_in_each_pass(
 )
 def test_a_count_of_rows_that_a_run_would_not_know_is_named(body: str, own: list[str], tmp_path: Path) -> None:
     script = SCRIPT.format(model=NET, body=indent(f"{PLAIN}\n{body}", "    "))
-    found = rehearse(tmp_path, script.replace("state = torch.zeros(20, 3)", "state = [0]"))
+    found = rehearse(tmp_path, script.replace("state = torch.zeros(20, 3)", "state, weight = [0], torch.tensor(0)"))
     assert not found.refused and found.own_rows == own
 
 

@@ -226,11 +226,15 @@ class Trainer:
             optimizer.step()
             self.seen += labels.size(0)
             self.meter.add(images, loss.item())
+            log.write(f"{self.seen}\\n")  # and not closed
+            with open(f"{options.save}.lines", "a") as lines:
+                lines.write(f"{len(images)}\\n")
             print(f"{accuracy(output, labels).item():.3f} {((output.argmax(1) == 7).sum() / len(labels)).item():.3f}")
+        print(len(images) > 0)  # a process's own rows
         print(self.seen, self.meter.count, f"{self.meter.sum / self.seen:.4f}")
 
 
-trainer = Trainer()
+trainer, log = Trainer(), open(f"{options.save}.log", "w")
 optimizer = torch.optim.SGD(trainer.net.parameters(), lr=0.1)
 loader = DataLoader(TensorDataset(x, y), 9)
 trainer.fit(loader, optimizer)
@@ -313,11 +317,14 @@ def test_an_unedited_script_learns_and_prints_on_two_processes_what_it_does_on_o
     one, two = torch.load("one.pt"), torch.load("two.pt")
     for name, tensor in one.items():
         assert (tensor.double() - two[name]).norm() <= 1e-5 * tensor.double().norm(), name
-    assert said.err.count("reads process 0's rows") == (body in (GENERATOR, COUNTS, FILES))
+    assert said.err.count("reads process 0's rows") == (body in (GENERATOR, COUNTS, OBJECTS, FILES))
     assert ("is the same on all processes, and taken as it is" in said.err) == (body is COUNTS)
     if body is FILES:
         for number in range(4):
             torch.testing.assert_close(torch.load(f"one.pt.{number}"), torch.load(f"two.pt.{number}"))
+    if body is OBJECTS:
+        for end in ("log", "lines"):
+            assert Path(f"one.pt.{end}").read_text() == Path(f"two.pt.{end}").read_text(), end
     if body is IMAGES:
         assert Path("two.pt.log").read_text() == "saved\n", "process 0 alone writes"
         torch.testing.assert_close(torch.load("one.pt.loss")["loss"], torch.load("two.pt.loss")["loss"])

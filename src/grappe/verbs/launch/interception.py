@@ -455,3 +455,27 @@ def writing_nothing(*, until_left: bool = False) -> Iterator[None]:
                 handle = os.open(file, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
                 os.dup2(handle, stream.fileno())
                 os.close(handle)
+
+
+@contextlib.contextmanager
+def appending_undone() -> Iterator[dict[str, int | None]]:
+    """Context of a process whose script will run again in another: what it appends to files is taken away.
+
+    Yields:
+        What is undone: the lengths that files had, by path; None: there was none.
+    """
+    lengths: dict[str, int | None] = {}
+
+    def note(event: str, arguments: tuple[Any, ...]) -> None:
+        if event == "open" and not isinstance(arguments[0], int) and arguments[2] & os.O_APPEND:
+            file = Path(os.fsdecode(arguments[0])).absolute()
+            lengths.setdefault(str(file), file.stat().st_size if file.exists() else None)
+
+    sys.addaudithook(note)  # for ever: a function in place of `open` would be in the script's tracebacks
+    yield lengths
+    for file, length in lengths.items():
+        with contextlib.suppress(OSError):
+            if length is None:
+                Path(file).unlink()
+            else:
+                os.truncate(file, length)

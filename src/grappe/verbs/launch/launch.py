@@ -303,7 +303,7 @@ def rehearse_script(request: RehearsalRequest, process: ProcessRank, rendezvous_
     """
     from grappe.launch.world import join
     from grappe.training.watchdog import IdleWatchdog
-    from grappe.verbs.launch.interception import intercepted
+    from grappe.verbs.launch.interception import appending_undone, intercepted
     from grappe.verbs.launch.plan_keys import PlanKeys
     from grappe.verbs.launch.rehearsal import Rehearsal, RehearsalOver
 
@@ -325,6 +325,7 @@ def rehearse_script(request: RehearsalRequest, process: ProcessRank, rendezvous_
     IdleWatchdog(rank=0, size=1, folder=rendezvous_folder, stream=errors).start(0)
     with (
         intercepted(rehearsal),
+        appending_undone() as appended,
         contextlib.redirect_stdout(io.StringIO()) as output,
         tempfile.TemporaryFile("w+") as complaints,
         contextlib.redirect_stderr(complaints),
@@ -337,6 +338,7 @@ def rehearse_script(request: RehearsalRequest, process: ProcessRank, rendezvous_
             pass
         except SystemExit as end:
             if not rehearsal.backwards:
+                appended.clear()  # it does not run again
                 code = _exit_code(end)
                 complaints.seek(0)
                 for text, to in ((output.getvalue(), stream), (complaints.read(), errors)):
@@ -346,6 +348,7 @@ def rehearse_script(request: RehearsalRequest, process: ProcessRank, rendezvous_
         except Exception as error:
             if rehearsal.in_part:
                 return rehearsal.failed(error)
+            appended.clear()
             if not (shown := script_traceback(error)):
                 raise
             complaints.seek(0)
@@ -471,7 +474,7 @@ def run_recorded(request: ScriptRequest, process: ProcessRank, rendezvous_folder
     """Runs a script for one process, of whose batches this process takes its rows, and makes it a run."""
     from grappe.profiling.chronometer import waits_counted
     from grappe.training.own_loop_world import join_world
-    from grappe.verbs.launch.interception import intercepted, writing_nothing
+    from grappe.verbs.launch.interception import alive, intercepted, writing_nothing
     from grappe.verbs.launch.plan_keys import PlanKeys, files_shared
     from grappe.verbs.launch.recorded import RecordedSteps, ScriptFolder
     from grappe.verbs.launch.replay import clocks_noted
@@ -518,6 +521,10 @@ def run_recorded(request: ScriptRequest, process: ProcessRank, rendezvous_folder
         except BaseException as error:
             steps.close(error)
             raise
+        finally:
+            for stream in alive(io.IOBase):  # the process ends without Python's own end
+                with contextlib.suppress(Exception):
+                    stream.flush()
 
 
 def _as_torchrun(process: ProcessRank) -> dict[str, str]:

@@ -17,7 +17,7 @@ import sys
 import traceback
 import types
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, ValuesView
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn, TypeVar, cast
@@ -38,6 +38,7 @@ from grappe.errors import TaskError
 from grappe.private_api.torch import BatchNormBase, tree_leaves
 from grappe.training.random_state import random_digest, random_state, set_random_state
 from grappe.verbs.launch.interception import (
+    PLAIN_ITEM,
     SAVED,
     Begin,
     StepHandler,
@@ -75,6 +76,9 @@ CHOOSING = ("nonzero", "argwhere", "masked_select", "unique", "unique_consecutiv
 NUMBER, INTEGER = re.compile(r"[-+]?\d[\d.]*(e[-+]?\d+)?"), re.compile(r"(?<![\d.])\d+(?![\d.])")
 UNCHANGED = ("detach", "cpu", "to", "float", "double", "long", "int", "__get__")
 """torch's functions that return the same numbers; the last is `tensor.data`."""
+SMALL, MOST_SUMMED = 1e-6, 100_000  # a difference of sums of tensors, and the elements of each
+OF_MODULES = ("__", "_parameters", "_buffers", "_modules")
+"""Variables of any module, of Python or of torch."""
 LOUDER = 2.0**10
 """Factor of a part's loss, whose gradient is divided by it: what clips within backward shows before it clips."""
 
@@ -106,8 +110,8 @@ class _Pass:
     """Whether a value that is read is computed with what a place under trial is told: `right.sum() / len(labels)`."""
     printed: dict[str, str] = dataclasses.field(default_factory=lambda: defaultdict(str))
     """By the place that prints."""
-    grown: dict[tuple[int, str], NDArray[Any]] = dataclasses.field(default_factory=dict)
-    """By the script's variable: by how much the sum of its numbers has grown, and the number of its values."""
+    grown: dict[tuple[Any, ...], NDArray[Any]] = dataclasses.field(default_factory=dict)
+    """By the script's variable: by how much its `_sizes` have grown."""
     drawn: str = ""
     stepped: bool = False
     draws_beside_torch: bool = False
@@ -499,10 +503,12 @@ class Rehearsal(StepHandler):
         with self._own_statistics_off():
             part = yield from self._run(batch, state, first, rows, rows)
         self._lengths, self._answers = {}, None
+        grown = [(key, growth, part.grown[key]) for key, growth in all_rows.grown.items() if key in part.grown]
         names = [
             f"`{name}`"
-            for (owner, name), growth in all_rows.grown.items()
-            if _as_rows_do(growth, part.grown.get((owner, name), growth), rows - first, rows)
+            for (_, name, _), growth, of_part in grown
+            if _as_rows_do(growth[:2], of_part[:2], rows - first, rows)
+            or not np.isclose(growth[2], of_part[2], TOLERATED, SMALL, equal_nan=True)
         ]
         printed = [(place, text, part.printed.get(place, text)) for place, text in all_rows.printed.items()]
         lines = [
@@ -615,24 +621,27 @@ def _namespaces() -> list[dict[str, Any]]:
     return [vars(each) for each in (*modules.values(), *objects) if isinstance(vars(each), dict)]
 
 
-def _sizes() -> dict[tuple[int, str], NDArray[Any]]:
-    """Returns of each variable of the script, its functions' too, the sum of its numbers and the number of its values.
+def _sizes() -> dict[tuple[Any, ...], NDArray[Any]]:
+    """Returns of each variable of the script the sum of its numbers, the number of its values and its tensors' sum.
 
-    By where the variable is, and its name.
+    By where the variable is, its name, and its shape.
     """
     spaces, frame = _namespaces(), sys._getframe(1)
     while frame is not None:
         if is_own_file(frame.f_code.co_filename) and frame.f_code.co_name != "<module>":
             spaces.append(frame.f_locals)
         frame = frame.f_back  # type: ignore[assignment]
-    sizes: dict[tuple[int, str], NDArray[Any]] = {}
+    sizes: dict[tuple[Any, ...], NDArray[Any]] = {}
     for names in spaces:
         for name, value in list(names.items()):
-            if not name.startswith("__") and isinstance(value, (bool, int, float, *CONTAINERS, set)):
-                values = value.values() if isinstance(value, dict) else value
-                leaves = tree_leaves([*values] if isinstance(values, Iterable) else [values])
-                numbers = [each for each in leaves if isinstance(each, bool | int | float | np.number)]
-                sizes[id(names), name] = np.array([sum(map(float, numbers)), len(leaves)])
+            if not isinstance(value, (bool, int, float, Tensor, *CONTAINERS, set)) or name.startswith(OF_MODULES):
+                continue
+            values = value.values() if isinstance(value, dict) else value
+            leaves = tree_leaves([*values] if isinstance(values, (*CONTAINERS, set, ValuesView)) else [values])
+            numbers = [float(each) for each in leaves if isinstance(each, bool | int | float | np.number)]
+            tensors = [each.detach() for each in leaves if isinstance(each, Tensor) and each.numel() <= MOST_SUMMED]
+            total = sum(PLAIN_ITEM(each.double().sum()) for each in tensors if each.layout is torch.strided)
+            sizes[id(names), name, getattr(value, "shape", ())] = np.array([sum(numbers), len(leaves), total])
     return sizes
 
 

@@ -105,6 +105,8 @@ class SlicedSteps(StepHandler):
         self._share = 0.0
         self._counted = 1 / world.data_size
         """This process's part of what the last cross-entropy counts; before the first, of a value that all share."""
+        self._last: BatchRows | None = None
+        """The rows of the last batch that trained, until a loader's next one: the script still has them."""
         self._after = contextlib.ExitStack()
         """Draws after the loop of training, which are for the last batch."""
         self._buffers: list[Tensor] = []
@@ -131,6 +133,7 @@ class SlicedSteps(StepHandler):
         if trains:
             self._after.close()
         try:
+            self._last = None
             if not trains:
                 self._place = None
                 with whole_batch_draws(None):  # the loading too, which reads and draws for whole batches
@@ -169,6 +172,7 @@ class SlicedSteps(StepHandler):
                 self._end_step()
         finally:
             self._place, self._share = outer
+            self._last = taken
             if taken is not None:  # the script still has its rows of the last batch
                 self._after.enter_context(whole_batch_draws(taken, others_alike=True))
 
@@ -397,7 +401,9 @@ class SlicedSteps(StepHandler):
 
     def length(self, value: int, tensor: object, place: str) -> int:
         """Returns what is counted of the whole batch, where the gradient does not depend on it. Collective."""
-        rows, rehearsed = self._place, self._rehearsed
+        rows, rehearsed, last = self._place, self._rehearsed, self._last
+        if rows is None and last is not None and isinstance(tensor, Tensor) and value == last.size < last.of:
+            self._say_own_rows(place)
         if rows is None or self._alone or self._world.data_size == 1 or place in rehearsed.parts_counts:
             return value
         if place in self.counts:
