@@ -181,7 +181,7 @@ for number, (images, labels, names) in enumerate(DataLoader(Named(), 9)):
     print(f"{loss:.4f} {labels.sum()} {labels.max()} {output.detach().abs().mean():.3f}")
     print(f"{rows} {len((output[:, 0] > output[:, 1]).nonzero())} {labels[labels > 0].shape[0]} {batch} {loss:.4f}")
     print(images.shape, tuple(output.size()), output.shape[1], hits.nelement(), len(labels[labels >= 0]))
-    print(len(labels.unique()) // 9)
+    print(len(labels.unique()) // 9, f"{torch.sigmoid(model(noise)).mean().item():.3f}")  # 0.5 at first
     with torch.no_grad():  # an evaluation, of which each process has all
         found = torch.tensor([float(number) for _ in DataLoader(x[:20], 10)])
         print(f"{found.sum():.0f} {found.mean():.1f} {found.max().item()} {torch.tensor([loss.item()] * 2).sum():.3f}")

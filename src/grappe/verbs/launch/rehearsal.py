@@ -98,6 +98,8 @@ class _Pass:
     integers: set[str] = dataclasses.field(default_factory=set)
     reductions: dict[str, Rule] = dataclasses.field(default_factory=dict)
     """By the place: how what it reads was made, where it is torch's own sum, mean, maximum or minimum."""
+    of_rows: set[str] = dataclasses.field(default_factory=set)
+    """Places that read what is computed from the batch's rows, or from as many others."""
     lengths: dict[str, list[int]] = dataclasses.field(default_factory=lambda: defaultdict(list))
     """Numbers of rows, or of numbers that fit a mask, that each place counts."""
     first: dict[int, Tensor] = dataclasses.field(default_factory=dict)
@@ -162,8 +164,6 @@ class Rehearsal(StepHandler):
         """Places that count rows which numbers choose: by a mask, say."""
         self._lists: set[str] = set()
         """Places that count lists."""
-        self._of_rows: set[str] = set()
-        """Places that read what is computed from the batch."""
         self._reductions = _Reductions()
         self._factor = 1.0
         """Of the running pass's losses."""
@@ -259,7 +259,7 @@ class Rehearsal(StepHandler):
                 self._pass.integers.add(place)
             self._pass.reads_told |= tensor in self._reductions.told
             if tensor in self._reductions.of_rows:
-                self._of_rows.add(place)
+                self._pass.of_rows.add(place)
             if tensor in self._reductions.rules:
                 self._pass.reductions[place] = self._reductions.rules[tensor]
             answers = (self._answers or {}).get(place, ())
@@ -520,7 +520,7 @@ class Rehearsal(StepHandler):
         alike = {
             line
             for line, values in all_rows.values.items()
-            if line not in self._of_rows and all(map(np.array_equal, values, part.values[line]))
+            if line not in all_rows.of_rows & part.of_rows and all(map(np.array_equal, values, part.values[line]))
         }
         return [*dict.fromkeys([*lines, *names])], alike
 
@@ -536,9 +536,7 @@ class Rehearsal(StepHandler):
         before = _sizes() if is_noted else {}
         with whole_batch_draws(place, others_alike=True), self._reductions, self._saves_noted(), self._prints_noted():
             self._batch = cut_rows(batch, first, last) if part else batch
-            self._reductions.of_rows.update(
-                (leaf, True) for leaf in tree_leaves(self._batch) if isinstance(leaf, Tensor)
-            )
+            self._reductions.begin(tree_leaves(self._batch), last - first)
             yield self._batch
         self._pass = None
         after = _sizes() if is_noted else {}
@@ -760,9 +758,15 @@ class _Reductions(TorchFunctionMode):
     def __init__(self) -> None:
         super().__init__()
         self.rules, self.chosen, self.told = WeakIdKeyDictionary(), WeakIdKeyDictionary(), WeakIdKeyDictionary()
-        self.of_rows = WeakIdKeyDictionary()
+        self.of_rows, self.rows = WeakIdKeyDictionary(), 0
         self.numbers, self.before = list[list[float]](), list[list[float]]()
         """Of the functions of this pass, and of the one to compare with; []: none."""
+
+    def begin(self, batch: Iterable[object], rows: int) -> None:
+        """Begins a pass with the tensors of a batch."""
+        self.of_rows.clear()
+        self.of_rows.update((each, True) for each in batch if isinstance(each, Tensor))
+        self.rows = rows
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -771,17 +775,18 @@ class _Reductions(TorchFunctionMode):
         name = getattr(func, "__name__", "")
         leaves = tree_leaves((args, kwargs))
         tensors = [each for each in leaves if isinstance(each, Tensor)]
-        if any(each in self.of_rows for each in tensors):
-            changed = args[0] if name == "__setitem__" else value
-            self.of_rows.update((each, True) for each in tree_leaves(changed) if isinstance(each, Tensor))
+        changed = args[0] if name == "__setitem__" else value
+        made = dict.fromkeys((each for each in tree_leaves(changed) if isinstance(each, Tensor)), True)
+        if any(each in self.of_rows for each in tensors) or any(each.shape[:1] == (self.rows,) for each in made):
+            self.of_rows.update(made)
         if isinstance(value, Tensor | list | tuple):
             self.numbers.append([each for each in leaves if isinstance(each, int | float)])
             others = self.before[len(self.numbers) - 1 : len(self.numbers)]
             if (others and others != self.numbers[-1:]) or any(each in self.told for each in tensors):
-                self.told.update((each, True) for each in tree_leaves(value) if isinstance(each, Tensor))
+                self.told.update(made)
             masked = name == "__getitem__" and any(each.dtype is torch.bool for each in tensors[1:])
             if masked or name in CHOOSING or any(each in self.chosen for each in tensors):
-                self.chosen.update((each, True) for each in tree_leaves(value) if isinstance(each, Tensor))
+                self.chosen.update(made)
         if isinstance(value, Tensor):
             rule = REDUCTIONS.get(name)
             if name in UNCHANGED and args and isinstance(args[0], Tensor):
