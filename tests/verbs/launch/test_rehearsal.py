@@ -346,8 +346,11 @@ def test_what_a_script_does_with_its_first_batch_alone_is_measured_in_each_pass(
         ("state[0] = state[0] + (labels > 0).sum()", ["`state`"]),
         ("weight = weight + (labels > 0).sum()", ["`weight`"]),
         ("weight += labels.size(0)\ninputs = inputs + 1", []),
-        ("print('rows', inputs.size()[0])", ["script.py, line 16"]),
-        ("shape = inputs.shape\nprint(shape)", ["script.py, line 17"]),
+        ("table[number] = inputs.size()[0]", ["`table`"]),
+        ("for each in labels:\n    table[each] += 1", ["`table`"]),
+        ("table[labels[0]] += 1\nfor row, by in zip(inputs.clone(), labels):\n    row[by:] = 0", []),
+        ("print('rows', inputs.size()[0])", ["script.py, line 18"]),
+        ("shape = inputs.shape\nprint(shape)", ["script.py, line 19"]),
         ("print(*[str(int(label > 5)) for label in labels.numpy()])", []),
         ("for number, _ in enumerate(model):\n    state[0] += number\nprint(number, state, inputs.shape)", []),
         ("state[0] += len(labels)\nrows = len(inputs)\ntorch.rand(rows)\nprint('%d' % len(inputs), rows)", []),
@@ -356,7 +359,13 @@ def test_what_a_script_does_with_its_first_batch_alone_is_measured_in_each_pass(
 )
 def test_a_count_of_rows_that_a_run_would_not_know_is_named(body: str, own: list[str], tmp_path: Path) -> None:
     script = SCRIPT.format(model=NET, body=indent(f"{PLAIN}\n{body}", "    "))
-    found = rehearse(tmp_path, script.replace("state = torch.zeros(20, 3)", "state, weight = [0], torch.tensor(0)"))
+    found = rehearse(
+        tmp_path,
+        script.replace(
+            "state = torch.zeros(20, 3)",
+            "state, weight, table = [0], torch.tensor(0), np.zeros(3)\nkept = iter(DataLoader(x, 20))\nnext(kept)",
+        ),
+    )
     assert not found.refused and found.own_rows == own
 
 

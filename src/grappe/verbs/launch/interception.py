@@ -37,6 +37,8 @@ THROUGH = ("_tensor.py", "_tensor_str.py", "lr_scheduler.py", "torch/overrides.p
 """torch's own files through which a script reads a tensor: print(f"{loss:.4f}"), plateau.step(loss)."""
 SAVED = " saved "
 """Stands in a place between the line of a torch.save and the number of the tensor in what it saves."""
+INDEX = " index"
+"""Ends the place of a number by which something is indexed, as a process may do with each of its rows."""
 PICTURES = "torchvision/utils.py:"
 """A library's file whose numbers are the range of a picture: they are in no line of the script."""
 DEPTH = 3  # frames that tell two uses of a loader apart
@@ -151,6 +153,8 @@ def _reading(plain: Callable[..., Any], handler: StepHandler) -> Callable[..., A
         frame = _reader(sys._getframe(1))
         if frame is None:
             return plain(self, *arguments, **options)
+        if plain.__name__ == "__index__":
+            return handler.read(self, place_of(frame) + INDEX, lambda _: plain(self))
         if plain.__name__ == "numpy" and not self.dim():  # a number, as by item()
             array = plain(self, *arguments, **options)
             return np.asarray(handler.read(self, place_of(frame), lambda _: array.item()), array.dtype)

@@ -11,13 +11,14 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import dis
 import functools
 import re
 import sys
 import traceback
 import types
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, ValuesView
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence, ValuesView
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn, TypeVar, cast
@@ -38,6 +39,7 @@ from grappe.errors import TaskError
 from grappe.private_api.torch import BatchNormBase, tree_leaves
 from grappe.training.random_state import random_digest, random_state, set_random_state
 from grappe.verbs.launch.interception import (
+    INDEX,
     PLAIN_ITEM,
     SAVED,
     Begin,
@@ -87,6 +89,10 @@ class RehearsalOver(BaseException):
     """Ends the script, through whatever it catches of its own errors."""
 
 
+class _Abandoned(Exception):
+    """Ends the pass of a batch that the script has only looked at."""
+
+
 @dataclasses.dataclass(kw_only=True)
 class _Pass:
     """Record of one run of the loop's body."""
@@ -113,7 +119,7 @@ class _Pass:
     printed: dict[str, str] = dataclasses.field(default_factory=lambda: defaultdict(str))
     """By the place that prints."""
     grown: dict[tuple[Any, ...], NDArray[Any]] = dataclasses.field(default_factory=dict)
-    """By the script's variable: by how much its `_sizes` have grown."""
+    """By the script's variable: by how much its `_sizes` have grown, and the sum of its numbers afterwards."""
     drawn: str = ""
     stepped: bool = False
     draws_beside_torch: bool = False
@@ -168,6 +174,8 @@ class Rehearsal(StepHandler):
         self._factor = 1.0
         """Of the running pass's losses."""
         self._batch: Any = None
+        self._taken: list[Generator[Any, None, None]] = []
+        """The iteration whose running batch the script has taken by `next`."""
         self._again = False
         """Whether the running batch has come before, in part or as a whole."""
         self._rows = (0, 0)
@@ -200,22 +208,38 @@ class Rehearsal(StepHandler):
 
     def batches(self, loader: DataLoader[Any], place: str, begin: Begin) -> Iterator[Any]:
         """Returns a loader's first batch several times, the others as they are where it trains nothing."""
-        return self._batches(place, begin())
+        made: list[Generator[Any, None, None]] = []
+        made.append(self._batches(place, begin(), made))
+        return made[0]
 
-    def _batches(self, place: str, plain: Iterator[Any]) -> Iterator[Any]:
+    def _batches(self, place: str, plain: Iterator[Any], made: list[Generator[Any, None, None]]) -> Any:
+        is_for_loop = _is_for_loop(sys._getframe(1))
+        if self._pass is not None and self._taken and is_for_loop and not self._pass.gradients:
+            # `images, labels = next(data)` has looked at a batch, before the loop that trains.
+            self._taken[0].throw(_Abandoned)
         outer, self._pass = self._pass, None
+        is_within = outer is not None
+        if not is_within:
+            self._taken = [] if is_for_loop else made
         try:
             for batch in plain:
-                if outer is not None:  # within a training step: an evaluation
+                if is_within:  # a training step: an evaluation
                     yield batch
                     continue
-                trained = yield from self._measured(batch, place)
+                try:
+                    trained = yield from self._measured(batch, place)
+                except _Abandoned:
+                    self._pass = None
+                    yield
+                    yield from plain
+                    return
                 if trained:
                     raise RehearsalOver
                 self._again, self._rows = False, (0, 0)
                 yield from plain
         finally:
-            self._pass = outer
+            if is_within or self._taken is made or is_for_loop:
+                self._pass = outer
 
     def backward(self, place: str, loss: Tensor, run: Callable[[float], None]) -> float:
         """Runs a backward, and keeps apart what it adds."""
@@ -419,7 +443,7 @@ class Rehearsal(StepHandler):
                 fitting[line] = [rule for rule in fitting[line] if rule in fit]
         values = {line: _clearest(fit, all_rows.reductions.get(line)) for line, fit in fitting.items()}
         unknown = [line for line, rule in values.items() if rule is None]
-        unknown = [line for line in unknown if SAVED not in line]  # a run ends where processes differ
+        unknown = [line for line in unknown if SAVED not in line and not line.endswith(INDEX)]  # a run decides
         if refused := [line for line in unknown if not any(is_picture(each, line) for each in all_rows.values[line])]:
             self._refuse(
                 f"{line_of(refused[0])} reads a value of the batch that is neither a mean, a sum nor the largest or "
@@ -499,7 +523,8 @@ class Rehearsal(StepHandler):
             Lines that print and variables; places that read what is made of no row, but of numbers read before, say.
         """
         rows = self._rows[1]
-        self._lengths, self._answers = of_whole, all_rows.values
+        self._lengths = of_whole
+        self._answers = {at: values for at, values in all_rows.values.items() if not at.endswith(INDEX)}
         with self._own_statistics_off():
             part = yield from self._run(batch, state, first, rows, rows)
         self._lengths, self._answers = {}, None
@@ -507,7 +532,7 @@ class Rehearsal(StepHandler):
         names = [
             f"`{name}`"
             for (_, name, _), growth, of_part in grown
-            if _as_rows_do(growth[:2], of_part[:2], rows - first, rows)
+            if _as_rows_do(growth[[0, 1, 3]], of_part[[0, 1, 3]], rows - first, rows)
             or not np.isclose(growth[2], of_part[2], TOLERATED, SMALL, equal_nan=True)
         ]
         printed = [(place, text, part.printed.get(place, text)) for place, text in all_rows.printed.items()]
@@ -540,7 +565,9 @@ class Rehearsal(StepHandler):
             yield self._batch
         self._pass = None
         after = _sizes() if is_noted else {}
-        record.grown = {name: after[name] - size for name, size in before.items() if name in after}
+        record.grown = {
+            name: np.append(after[name] - size, after[name][0]) for name, size in before.items() if name in after
+        }
         record.drawn = random_digest()
         record.draws_beside_torch = not torch.equal(random_state()["others"], state.random["others"])
         return record
@@ -612,6 +639,13 @@ class Rehearsal(StepHandler):
         raise RehearsalOver
 
 
+def _is_for_loop(frame: types.FrameType | None) -> bool:
+    """Returns whether it is a loop of the script that asks for a batch."""
+    while frame is not None and not is_own_file(frame.f_code.co_filename):
+        frame = frame.f_back
+    return frame is not None and dis.opname[frame.f_code.co_code[frame.f_lasti]] == "FOR_ITER"
+
+
 def _namespaces() -> list[dict[str, Any]]:
     """Returns the variables of the script's modules, and the attributes of its classes' objects."""
     modules = own_modules()
@@ -632,14 +666,20 @@ def _sizes() -> dict[tuple[Any, ...], NDArray[Any]]:
     sizes: dict[tuple[Any, ...], NDArray[Any]] = {}
     for names in spaces:
         for name, value in list(names.items()):
-            if not isinstance(value, (bool, int, float, Tensor, *CONTAINERS, set)) or name.startswith(OF_MODULES):
+            if not isinstance(value, (*PLAIN, Tensor, np.ndarray, *CONTAINERS, set)) or name.startswith(OF_MODULES):
                 continue
             values = value.values() if isinstance(value, dict) else value
             leaves = tree_leaves([*values] if isinstance(values, (*CONTAINERS, set, ValuesView)) else [values])
+            arrays = [each for each in leaves if isinstance(each, np.ndarray) and each.dtype.kind in "biuf"]
             numbers = [float(each) for each in leaves if isinstance(each, bool | int | float | np.number)]
+            numbers += [float(each.sum()) for each in arrays] + [
+                float(len(each)) for each in leaves if type(each) is str
+            ]
             tensors = [each.detach() for each in leaves if isinstance(each, Tensor) and each.numel() <= MOST_SUMMED]
             total = sum(PLAIN_ITEM(each.double().sum()) for each in tensors if each.layout is torch.strided)
-            sizes[id(names), name, getattr(value, "shape", ())] = np.array([sum(numbers), len(leaves), total])
+            count = len(leaves) + sum(each.size for each in arrays)
+            shape = value.shape if isinstance(value, Tensor) else ()
+            sizes[id(names), name, shape] = np.array([sum(numbers), count, total])
     return sizes
 
 

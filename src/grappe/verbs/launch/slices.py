@@ -35,6 +35,7 @@ from grappe.parallel.gradient_average import GradientAverage
 from grappe.private_api.torch import BatchNormBase, tree_leaves, tree_map
 from grappe.training.random_state import random_digest
 from grappe.verbs.launch.interception import (
+    INDEX,
     PLANS_FORWARD,
     Begin,
     StepHandler,
@@ -219,6 +220,8 @@ class SlicedSteps(StepHandler):
         if not isinstance(value, bool | int | float | list | np.ndarray):
             return value
         rule = None if self._place is None else self._rehearsed.values.get(place)
+        if place.endswith(INDEX) and rule not in ("sum", "most", "least"):
+            return value
         # "same": the first batch's losses may be alike whatever its rows are, by a head of zeros, say.
         if rule in (None, "same") and (weight := self._weight_of_loss(tensor)) is not None:
             return self._combined(value, "sum", tensor, weight, place)
