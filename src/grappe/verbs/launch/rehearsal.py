@@ -17,6 +17,7 @@ import re
 import sys
 import traceback
 import types
+import weakref
 from collections import defaultdict
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence, ValuesView
 from contextlib import AbstractContextManager
@@ -174,7 +175,7 @@ class Rehearsal(StepHandler):
         self._factor = 1.0
         """Of the running pass's losses."""
         self._batch: Any = None
-        self._taken: list[Generator[Any, None, None]] = []
+        self._taken: list[weakref.ref[Generator[Any, None, None]]] = []
         """The iteration whose running batch the script has taken by `next`."""
         self._again = False
         """Whether the running batch has come before, in part or as a whole."""
@@ -208,15 +209,17 @@ class Rehearsal(StepHandler):
 
     def batches(self, loader: DataLoader[Any], place: str, begin: Begin) -> Iterator[Any]:
         """Returns a loader's first batch several times, the others as they are where it trains nothing."""
-        made: list[Generator[Any, None, None]] = []
-        made.append(self._batches(place, begin(), made))
-        return made[0]
+        made: list[weakref.ref[Generator[Any, None, None]]] = []
+        iteration = self._batches(place, begin(), made)
+        made.append(weakref.ref(iteration))  # `next(iter(loader))` ends its iteration at once
+        return cast("Iterator[Any]", iteration)
 
-    def _batches(self, place: str, plain: Iterator[Any], made: list[Generator[Any, None, None]]) -> Any:
+    def _batches(self, place: str, plain: Iterator[Any], made: list[weakref.ref[Generator[Any, None, None]]]) -> Any:
         is_for_loop = _is_for_loop(sys._getframe(1))
-        if self._pass is not None and self._taken and is_for_loop and not self._pass.gradients:
+        taken = self._taken[0]() if self._taken else None
+        if self._pass is not None and taken is not None and is_for_loop and not self._pass.gradients:
             # `images, labels = next(data)` has looked at a batch, before the loop that trains.
-            self._taken[0].throw(_Abandoned)
+            taken.throw(_Abandoned)
         outer, self._pass = self._pass, None
         is_within = outer is not None
         if not is_within:
