@@ -33,7 +33,7 @@ TORCH, GRAPPE = f"{Path(torch.__file__).parent}/", f"{Path(__file__).parents[2]}
 COMPILERS = (f"{TORCH}_inductor", f"{TORCH}_dynamo", f"{Path(TORCH).parent}/triton")
 BY = " by "
 """Stands in a place between the line of the script and that of the library that it calls."""
-THROUGH = ("_tensor.py", "_tensor_str.py", "lr_scheduler.py", "torch/overrides.py", "launch/rehearsal.py")
+THROUGH = ("_tensor.py", "_tensor_str.py", "lr_scheduler.py", "torch/overrides.py", "launch/passes.py")
 """torch's own files through which a script reads a tensor: print(f"{loss:.4f}"), plateau.step(loss)."""
 SAVED = " saved "
 """Stands in a place between the line of a torch.save and the number of the tensor in what it saves."""

@@ -10,15 +10,11 @@ Shapes: a batch of N rows; parts of k and N - k rows.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import dis
-import functools
-import re
 import sys
 import traceback
 import types
 import weakref
-from collections import defaultdict
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence, ValuesView
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -29,9 +25,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.overrides import TorchFunctionMode
 from torch.utils.data import DataLoader
-from torch.utils.weak import WeakIdKeyDictionary
 
 from grappe.data.batch import BatchRows
 from grappe.data.sampling import cut
@@ -58,6 +52,22 @@ from grappe.verbs.launch.interception import (
     saved_part,
     turned_rows,
 )
+from grappe.verbs.launch.passes import (
+    NUMBER,
+    TOLERATED,
+    Pass,
+    Reductions,
+    _alike,
+    _wide,
+    as_rows_do,
+    clearest,
+    distance_of,
+    fitting_rules,
+    integers_of,
+    loss_rule,
+    may_be_chance,
+    shares_of,
+)
 from grappe.verbs.launch.plan_keys import ROUNDING, TRIED, PlanKeys, gathered, names_called, wide
 from grappe.verbs.launch.request import OR, USED, Rehearsed, Rule, line_of
 from grappe.verbs.launch.variables import CONTAINERS, is_own_file, own_modules
@@ -65,20 +75,9 @@ from grappe.verbs.verify.random_ops import RandomOps
 from grappe.words import first_line
 
 T = TypeVar("T")
-TOLERATED = 1e-4
-"""|whole - parts| / |whole| that rounding explains; a fault of one row among 64 is a hundred times as large."""
 MOST_BACKWARDS = 50  # of the script, until a batch is measured
 PLAIN = (bool, int, float, str)
 LEAST_ROWS = 3  # of a batch that can be cut in two uneven parts
-REDUCTIONS: dict[str, Rule] = {
-    "sum": "sum", "count_nonzero": "sum", "mean": "mean", "max": "most", "amax": "most", "any": "most",
-    "min": "least", "amin": "least", "all": "least",
-}  # fmt: skip
-CHOOSING = ("nonzero", "argwhere", "masked_select", "unique", "unique_consecutive")
-"""torch's functions whose result has as many rows as the numbers say."""
-NUMBER, INTEGER = re.compile(r"[-+]?\d[\d.]*(e[-+]?\d+)?"), re.compile(r"(?<![\d.])\d+(?![\d.])")
-UNCHANGED = ("detach", "cpu", "to", "float", "double", "long", "int", "__get__")
-"""torch's functions that return the same numbers; the last is `tensor.data`."""
 SMALL, MOST_SUMMED = 1e-6, 100_000  # a difference of sums of tensors, and the elements of each
 OF_MODULES = ("__", "_parameters", "_buffers", "_modules")
 """Variables of any module, of Python or of torch."""
@@ -92,39 +91,6 @@ class RehearsalOver(BaseException):
 
 class _Abandoned(Exception):
     """Ends the pass of a batch that the script has only looked at."""
-
-
-@dataclasses.dataclass(kw_only=True)
-class _Pass:
-    """Record of one run of the loop's body."""
-
-    gradients: dict[str, dict[int, Tensor]] = dataclasses.field(default_factory=lambda: defaultdict(dict))
-    """By the place of the backward, and the number of the parameter: what it added."""
-    values: dict[str, list[NDArray[Any]]] = dataclasses.field(default_factory=lambda: defaultdict(list))
-    """Numbers and arrays that each place reads."""
-    integers: set[str] = dataclasses.field(default_factory=set)
-    reductions: dict[str, Rule] = dataclasses.field(default_factory=dict)
-    """By the place: how what it reads was made, where it is torch's own sum, mean, maximum or minimum."""
-    of_rows: set[str] = dataclasses.field(default_factory=set)
-    """Places that read what is computed from the batch's rows, or from as many others."""
-    lengths: dict[str, list[int]] = dataclasses.field(default_factory=lambda: defaultdict(list))
-    """Numbers of rows, or of numbers that fit a mask, that each place counts."""
-    first: dict[int, Tensor] = dataclasses.field(default_factory=dict)
-    """The gradients at the first optimizer step, after which a run's weights are others."""
-    counts: list[float] = dataclasses.field(default_factory=list)
-    """Numbers that the cross-entropies divide by."""
-    numbers: list[list[float]] = dataclasses.field(default_factory=list)
-    """Those that each of torch's functions is given."""
-    reads_told: bool = False
-    """Whether a value that is read is computed with what a place under trial is told: `right.sum() / len(labels)`."""
-    printed: dict[str, str] = dataclasses.field(default_factory=lambda: defaultdict(str))
-    """By the place that prints."""
-    grown: dict[tuple[Any, ...], NDArray[Any]] = dataclasses.field(default_factory=dict)
-    """By the script's variable: by how much its `_sizes` have grown, and the sum of its numbers afterwards."""
-    drawn: str = ""
-    stepped: bool = False
-    draws_beside_torch: bool = False
-    """Whether NumPy's or Python's generator has drawn."""
 
 
 class _StepState(NamedTuple):
@@ -160,8 +126,8 @@ class Rehearsal(StepHandler):
         self._optimizers: list[Optimizer] = []
         self.backwards = 0
         """Of the script, so far, with whole batches."""
-        self._pass: _Pass | None = None
-        self._whole: _Pass | None = None
+        self._pass: Pass | None = None
+        self._whole: Pass | None = None
         """The pass with all rows, whose gradients a script reads after each part's backward, as it will in a run."""
         self._lengths: dict[str, list[int]] = {}
         """Of places under trial: what each of their readings is told."""
@@ -171,7 +137,7 @@ class Rehearsal(StepHandler):
         """Places that count rows which numbers choose: by a mask, say."""
         self._lists: set[str] = set()
         """Places that count lists."""
-        self._reductions = _Reductions()
+        self._reductions = Reductions()
         self._factor = 1.0
         """Of the running pass's losses."""
         self._batch: Any = None
@@ -371,8 +337,8 @@ class Rehearsal(StepHandler):
                 left = yield from self._run(batch, state, 0, first, rows)
                 self._factor = 1.0
                 right = yield from self._run(batch, state, first, rows, rows)
-            shares = _shares(all_rows, left, first / rows)
-            rules = {line: _loss_rule(line, all_rows, left, right, shares) for line in all_rows.gradients}
+            shares = shares_of(all_rows, left, first / rows)
+            rules = {line: loss_rule(line, all_rows, left, right, shares) for line in all_rows.gradients}
             losses = {line: rule for line, (rule, _) in rules.items()}
             apart = max(apart, *(distance for _, distance in rules.values()))
             if None not in losses.values():
@@ -421,13 +387,13 @@ class Rehearsal(StepHandler):
         return True
 
     def _value_rules(
-        self, batch: Any, state: _StepState, passes: tuple[_Pass, _Pass, _Pass], shares: Mapping[Rule, float]
+        self, batch: Any, state: _StepState, passes: tuple[Pass, Pass, Pass], shares: Mapping[Rule, float]
     ) -> Iterator[Any]:
         """Returns how the parts make up what each line reads; further cuts of turned rows where it may be chance."""
         all_rows, rows = passes[0], self._rows[1]
         reached = [line for line in all_rows.values if all(line in each.values for each in passes)]
-        fitting = {line: _fitting(line, *passes, shares) for line in reached}
-        unclear = [line for line in reached if _may_be_chance(line, fitting[line], *passes)]
+        fitting = {line: fitting_rules(line, *passes, shares) for line in reached}
+        unclear = [line for line in reached if may_be_chance(line, fitting[line], *passes)]
         for line in unclear:
             fitting[line].extend(("first", "same"))  # the latter of a run's parts, which it checks
         first = cut(rows, self._parts, 0)[1]
@@ -437,14 +403,14 @@ class Rehearsal(StepHandler):
                 every_row = (yield from self._run(turned, state, 0, rows, rows)) if turn else all_rows
                 begin = yield from self._run(turned, state, 0, first, rows)
                 rest = yield from self._run(turned, state, first, rows, rows)
-            shares = _shares(every_row, begin, first / rows)
+            shares = shares_of(every_row, begin, first / rows)
             for line in unclear:
                 if any(len(each.values[line]) != len(all_rows.values[line]) for each in (every_row, begin, rest)):
                     continue  # a line that not all rows reach
-                fit = _fitting(line, every_row, begin, rest, shares)
+                fit = fitting_rules(line, every_row, begin, rest, shares)
                 fit += ["first"] if _alike(*_wide(line, begin, every_row)) else []
                 fitting[line] = [rule for rule in fitting[line] if rule in fit]
-        values = {line: _clearest(fit, all_rows.reductions.get(line)) for line, fit in fitting.items()}
+        values = {line: clearest(fit, all_rows.reductions.get(line)) for line, fit in fitting.items()}
         unknown = [line for line, rule in values.items() if rule is None]
         unknown = [line for line in unknown if SAVED not in line and not line.endswith(INDEX)]  # a run decides
         if refused := [line for line in unknown if not any(is_picture(each, line) for each in all_rows.values[line])]:
@@ -455,7 +421,7 @@ class Rehearsal(StepHandler):
             )
         return values | dict.fromkeys(unknown, "own")
 
-    def _try_keys(self, batch: Any, state: _StepState, rows: int, plain: _Pass, norms: list[float]) -> Iterator[Any]:
+    def _try_keys(self, batch: Any, state: _StepState, rows: int, plain: Pass, norms: list[float]) -> Iterator[Any]:
         """Applies one key after the other; returns by how much each changes the gradient, and the last one's norms."""
         self._whole, distances, tolerated = None, dict[str, float](), 0.0
         keys = self._keys
@@ -471,7 +437,7 @@ class Rehearsal(StepHandler):
             batch, state = self._trials[-1].batch(batch), self._state()
             with self._own_statistics_off():
                 tried = yield from self._run(batch, state, 0, rows, rows)
-            apart = max(_distance(gradient, tried.gradients[line]) for line, gradient in plain.gradients.items())
+            apart = max(distance_of(gradient, tried.gradients[line]) for line, gradient in plain.gradients.items())
             if key == "precision":
                 tolerated = ROUNDING[keys.plan.precision]
             if not apart <= max(tolerated, TRIED[key]):
@@ -484,7 +450,7 @@ class Rehearsal(StepHandler):
         return distances, norms
 
     def _lengths_of_the_whole(
-        self, batch: Any, state: _StepState, first: int, passes: tuple[_Pass, _Pass, _Pass]
+        self, batch: Any, state: _StepState, first: int, passes: tuple[Pass, Pass, Pass]
     ) -> Iterator[Any]:
         """Returns how parts' counts make up the whole's, where neither gradients nor values depend on being told it.
 
@@ -512,13 +478,13 @@ class Rehearsal(StepHandler):
             with self._own_statistics_off():
                 tried = yield from self._run(batch, state, first, rows, rows)
             self._lengths, self._reductions.before = {}, []
-            apart = (_distance(right.gradients[line], tried.gradients[line]) for line in right.gradients)
+            apart = (distance_of(right.gradients[line], tried.gradients[line]) for line in right.gradients)
             if not tried.reads_told and all(distance < TOLERATED for distance in apart):
                 rules[place] = "rows" if is_rows else "sum"
         return rules
 
     def _rows_kept(
-        self, batch: Any, state: _StepState, first: int, all_rows: _Pass, of_whole: dict[str, list[int]]
+        self, batch: Any, state: _StepState, first: int, all_rows: Pass, of_whole: dict[str, list[int]]
     ) -> Iterator[Any]:
         """Runs a part that reads and is told the whole's: returns what differs, as the rows do, and what is alike.
 
@@ -535,7 +501,7 @@ class Rehearsal(StepHandler):
         names = [
             f"`{name}`"
             for (_, name, _), growth, of_part in grown
-            if _as_rows_do(growth[[0, 1, 3]], of_part[[0, 1, 3]], rows - first, rows)
+            if as_rows_do(growth[[0, 1, 3]], of_part[[0, 1, 3]], rows - first, rows)
             or not np.isclose(growth[2], of_part[2], TOLERATED, SMALL, equal_nan=True)
         ]
         printed = [(place, text, part.printed.get(place, text)) for place, text in all_rows.printed.items()]
@@ -543,7 +509,7 @@ class Rehearsal(StepHandler):
             line_of(place)
             for place, text, of_part in printed
             if NUMBER.sub("", text) != NUMBER.sub("", of_part)
-            or _as_rows_do(_integers(text), _integers(of_part), rows - first, rows)
+            or as_rows_do(integers_of(text), integers_of(of_part), rows - first, rows)
         ]
         alike = {
             line
@@ -555,7 +521,7 @@ class Rehearsal(StepHandler):
     def _run(self, batch: Any, state: _StepState, first: int, last: int, rows: int) -> Iterator[Any]:
         """Runs the body of the loop with rows `first` to `last` - 1; returns what it did."""
         self._restore(state)
-        record = self._pass = _Pass()
+        record = self._pass = Pass()
         self._reductions.numbers = record.numbers
         self._rows = (last - first, rows)
         part = last - first < rows
@@ -631,7 +597,7 @@ class Rehearsal(StepHandler):
         for each, gradient in zip(parameters_of(self._optimizers), state.gradients, strict=False):
             each.grad = None if gradient is None else gradient.to(each.dtype, copy=True)
 
-    def _norms(self, all_rows: _Pass) -> list[float]:
+    def _norms(self, all_rows: Pass) -> list[float]:
         return norms_of(all_rows.first, len(parameters_of(self._optimizers)))
 
     def _own_statistics_off(self) -> AbstractContextManager[None]:
@@ -686,157 +652,8 @@ def _sizes() -> dict[tuple[Any, ...], NDArray[Any]]:
     return sizes
 
 
-def _integers(text: str) -> NDArray[Any]:
-    return np.array([float(number) for number in INTEGER.findall(text)])
-
-
-def _as_rows_do(every_row: NDArray[Any], part: NDArray[Any], rows: int, of: int) -> bool:
-    """Returns whether any number of every row's is to the part's what the rows are."""
-    if every_row.shape != part.shape:
-        return False
-    return bool(np.any((every_row != 0) & (np.abs(part * of - every_row * rows) <= 1e-9 * np.abs(every_row * of))))
-
-
 def _without_none(rules: Mapping[str, Rule | None]) -> dict[str, Rule]:
     return {line: rule for line, rule in rules.items() if rule is not None}
-
-
-def _shares(all_rows: _Pass, left: _Pass, of_rows: float) -> dict[Rule, float]:
-    """Returns the left part's share of each kind of mean: first of what a cross-entropy counts, where it is known."""
-    counted = {own / of for own, of in zip(left.counts, all_rows.counts, strict=False) if of}
-    return {"counted": counted.pop(), "mean": of_rows} if len(counted) == 1 else {"mean": of_rows}
-
-
-def _loss_rule(
-    line: str, all_rows: _Pass, left: _Pass, right: _Pass, shares: Mapping[Rule, float]
-) -> tuple[Rule | None, float]:
-    """Returns how the parts' gradients make up the whole's; None: not at all, and how far they are from it."""
-    distances: dict[Rule, float] = {}
-    weights: dict[Rule, tuple[float, float]] = {rule: (share, 1 - share) for rule, share in shares.items()}
-    weights["sum"] = 1.0, 1.0
-    for rule, (first, second) in weights.items():
-        together = {
-            number: left.gradients[line].get(number, torch.zeros(())) * first
-            + right.gradients[line].get(number, torch.zeros(())) * second
-            for number in all_rows.gradients[line]
-        }
-        distances[rule] = _distance(all_rows.gradients[line], together)
-    fitting = [rule for rule, distance in distances.items() if distance < TOLERATED]
-    return (fitting[0] if fitting else None), min(distances.values())
-
-
-def _distance(a: Mapping[int, Tensor], b: Mapping[int, Tensor]) -> float:
-    """Computes |a - b| / |a| over all tensors together."""
-    apart = sum(
-        float((tensor - b.get(number, torch.zeros(()))).double().square().sum()) for number, tensor in a.items()
-    )
-    size = sum(float(tensor.double().square().sum()) for tensor in a.values())
-    return (apart / size) ** 0.5 if size else float(apart > 0)
-
-
-def _alike(values: Sequence[NDArray[Any]], others: Sequence[NDArray[Any]]) -> bool:
-    return len(values) == len(others) and all(
-        a.shape == b.shape and np.abs(a - b).max(initial=0) <= TOLERATED * np.abs(b).max(initial=0)
-        for a, b in zip(values, others, strict=True)
-    )
-
-
-def _wide(line: str, *passes: _Pass) -> list[list[NDArray[Any]]]:
-    """Returns what a line has read in each pass, in a type whose differences do not overflow."""
-    return [[np.asarray(value * 1.0) for value in each.values[line]] for each in passes]
-
-
-def _mean(share: float, a: NDArray[Any], b: NDArray[Any]) -> NDArray[Any]:
-    return share * a + (1 - share) * b
-
-
-def _fitting(line: str, all_rows: _Pass, left: _Pass, right: _Pass, shares: Mapping[Rule, float]) -> list[Rule]:
-    """Returns by which rules the parts' values make up the whole's, the likeliest for the value's type first."""
-    if len({len(each.values[line]) for each in (all_rows, left, right)}) > 1:
-        return []
-    triples = list(zip(*_wide(line, all_rows, left, right), strict=True))
-    if any(every_row.shape != a.shape or a.shape != b.shape for every_row, a, b in triples):
-        rows = [np.concatenate([a, b]) if a.shape[1:] == b.shape[1:] else a for _, a, b in triples]
-        return ["rows"] if _alike(rows, [every_row for every_row, *_ in triples]) else []
-    rules: dict[Rule, Callable[[NDArray[Any], NDArray[Any]], NDArray[Any]]] = {
-        **{rule: functools.partial(_mean, share) for rule, share in shares.items()},
-        "sum": np.add,
-        "most": np.maximum,
-        "least": np.minimum,
-        "same": lambda a, b: a if np.array_equal(a, b) else a * np.nan,
-    }
-    if line in all_rows.integers:
-        rules = {name: rules[name] for name in ("same", "sum", "most", "least")}
-
-    def holds(rule: Callable[[NDArray[Any], NDArray[Any]], NDArray[Any]]) -> bool:
-        return _alike([rule(a, b) for _, a, b in triples], [every_row for every_row, *_ in triples])
-
-    return [name for name, rule in rules.items() if holds(rule)]
-
-
-def _may_be_chance(line: str, fitting: Sequence[Rule], all_rows: _Pass, left: _Pass, right: _Pass) -> bool:
-    """Returns whether other rows may show another rule: the part with the minimum gives that of all, for instance."""
-    if "same" in fitting or ((made_by := all_rows.reductions.get(line)) in ("most", "least") and made_by in fitting):
-        return False  # where it is "same", a run ends where processes differ
-    every_row, *parts = _wide(line, all_rows, left, right)
-    return not fitting or not {"most", "least"}.isdisjoint(fitting) or any(_alike(part, every_row) for part in parts)
-
-
-def _clearest(fitting: Sequence[Rule], made_by: Rule | None) -> Rule | None:
-    """Returns the rule that fitted each cut; "same", which a run checks, where there are several."""
-    if made_by in fitting:
-        return made_by
-    clear = [rule for rule in fitting if rule != "mean" or "counted" not in fitting]
-    return "same" if len(clear) > 1 else next(iter(clear), None)
-
-
-class _Reductions(TorchFunctionMode):
-    """Notes which tensors are torch's own reductions: a count of 0, or a maximum of 1.0, does not show its rule.
-
-    And which have rows that numbers choose: where a mask takes each row, their count does not show it. And which are
-    computed from a batch: of an evaluation's counts, 0 at first, each process has them all. And which are computed from
-    other numbers than in an earlier pass: 0 / rows does not show it.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.rules, self.chosen, self.told = WeakIdKeyDictionary(), WeakIdKeyDictionary(), WeakIdKeyDictionary()
-        self.of_rows, self.rows = WeakIdKeyDictionary(), 0
-        self.numbers, self.before = list[list[float]](), list[list[float]]()
-        """Of the functions of this pass, and of the one to compare with; []: none."""
-
-    def begin(self, batch: Iterable[object], rows: int) -> None:
-        """Begins a pass with the tensors of a batch."""
-        self.of_rows.clear()
-        self.of_rows.update((each, True) for each in batch if isinstance(each, Tensor))
-        self.rows = rows
-
-    def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        value = func(*args, **(kwargs or {}))
-        name = getattr(func, "__name__", "")
-        leaves = tree_leaves((args, kwargs))
-        tensors = [each for each in leaves if isinstance(each, Tensor)]
-        changed = args[0] if name == "__setitem__" else value
-        made = dict.fromkeys((each for each in tree_leaves(changed) if isinstance(each, Tensor)), True)
-        if any(each in self.of_rows for each in tensors) or any(each.shape[:1] == (self.rows,) for each in made):
-            self.of_rows.update(made)
-        if isinstance(value, Tensor | list | tuple):
-            self.numbers.append([each for each in leaves if isinstance(each, int | float)])
-            others = self.before[len(self.numbers) - 1 : len(self.numbers)]
-            if (others and others != self.numbers[-1:]) or any(each in self.told for each in tensors):
-                self.told.update(made)
-            masked = name == "__getitem__" and any(each.dtype is torch.bool for each in tensors[1:])
-            if masked or name in CHOOSING or any(each in self.chosen for each in tensors):
-                self.chosen.update(made)
-        if isinstance(value, Tensor):
-            rule = REDUCTIONS.get(name)
-            if name in UNCHANGED and args and isinstance(args[0], Tensor):
-                rule = self.rules.get(args[0])
-            if rule is not None:
-                self.rules[value] = rule
-        return value
 
 
 @contextlib.contextmanager
