@@ -319,6 +319,7 @@ def test_an_unedited_script_learns_and_prints_on_two_processes_what_it_does_on_o
         assert (tensor.double() - two[name]).norm() <= 1e-5 * tensor.double().norm(), name
     assert said.err.count("reads process 0's rows") == (body in (GENERATOR, COUNTS, OBJECTS, FILES))
     assert ("is the same on all processes, and taken as it is" in said.err) == (body is COUNTS)
+    assert "has process 0's rows" not in said.err, "a step's own variables are not named"
     if body is FILES:
         for number in range(4):
             torch.testing.assert_close(torch.load(f"one.pt.{number}"), torch.load(f"two.pt.{number}"))

@@ -140,6 +140,8 @@ class Rehearsal(StepHandler):
         self._reductions = Reductions()
         self._factor = 1.0
         """Of the running pass's losses."""
+        self._before: set[tuple[int, str]] = set()
+        """Variables that the script had before the batch: others are the step's own, such as its loss."""
         self._batch: Any = None
         self._taken: list[weakref.ref[Generator[Any, None, None]]] = []
         """The iteration whose running batch the script has taken by `next`."""
@@ -304,7 +306,7 @@ class Rehearsal(StepHandler):
     def _measured(self, batch: Any, place: str) -> Iterator[Any]:
         """Runs the body for a batch and its parts; returns whether it trains."""
         rows = rows_of(batch)
-        state, self._models = self._state(), []
+        state, self._models, self._before = self._state(), [], {key[:2] for key in _sizes()}
         with names_called(self._optimizers, self._models):
             all_rows = yield from self._run(batch, state, 0, rows or 0, rows or 0)
         self._again = True
@@ -497,7 +499,11 @@ class Rehearsal(StepHandler):
         with self._own_statistics_off():
             part = yield from self._run(batch, state, first, rows, rows)
         self._lengths, self._answers = {}, None
-        grown = [(key, growth, part.grown[key]) for key, growth in all_rows.grown.items() if key in part.grown]
+        grown = [
+            (key, growth, part.grown[key])
+            for key, growth in all_rows.grown.items()
+            if key in part.grown and key[:2] in self._before
+        ]
         names = [
             f"`{name}`"
             for (_, name, _), growth, of_part in grown
@@ -625,7 +631,7 @@ def _namespaces() -> list[dict[str, Any]]:
 def _sizes() -> dict[tuple[Any, ...], NDArray[Any]]:
     """Returns of each variable of the script the sum of its numbers, the number of its values and its tensors' sum.
 
-    By where the variable is, its name, and its shape.
+    By where the variable is, its name, and its shape or type.
     """
     spaces, frame = _namespaces(), sys._getframe(1)
     while frame is not None:
@@ -647,8 +653,8 @@ def _sizes() -> dict[tuple[Any, ...], NDArray[Any]]:
             tensors = [each.detach() for each in leaves if isinstance(each, Tensor) and each.numel() <= MOST_SUMMED]
             total = sum(PLAIN_ITEM(each.double().sum()) for each in tensors if each.layout is torch.strided)
             count = len(leaves) + sum(each.size for each in arrays)
-            shape = value.shape if isinstance(value, Tensor) else ()
-            sizes[id(names), name, shape] = np.array([sum(numbers), count, total])
+            kind = value.shape if isinstance(value, Tensor) else type(value)
+            sizes[id(names), name, kind] = np.array([sum(numbers), count, total])
     return sizes
 
 
