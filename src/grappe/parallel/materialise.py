@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import collections
-import inspect
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,7 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from grappe.checkpoint.weights import Weights, named_tensors, read_into
 from grappe.errors import TaskError
-from grappe.private_api.torch import module_buffers, module_parameters
+from grappe.private_api.torch import give_own_memory, module_buffers, module_parameters
 from grappe.step.task_contract import model_of
 from grappe.task import Task
 
@@ -87,7 +86,7 @@ def give_memory(model: nn.Module, device: torch.device, *, offloaded: bool = Fal
     # A module that stands in two places once: torch cannot replace a fake tensor that something refers to meanwhile.
     # Those within come first, as FSDP2 looks at a module's tensors when it is its turn.
     for module in reversed(list(model.modules())):
-        _give_own_memory(module, torch.device("cpu") if offloaded else device)
+        give_own_memory(module, torch.device("cpu") if offloaded else device)
     if offloaded and device.type != "cpu":
         _put_whole_tensors(model, device)
     for first, *others in sites.values():
@@ -98,19 +97,6 @@ def give_memory(model: nn.Module, device: torch.device, *, offloaded: bool = Fal
             parameters = module_parameters(module)
             home: dict[str, Any] = parameters if name in parameters else module_buffers(module)
             home[name] = tensor
-
-
-def _give_own_memory(module: nn.Module, device: torch.device) -> None:
-    """Gives a module its own memory, also if its `_apply` has no `recurse=` (a metric of Lightning): see `to_empty`."""
-
-    def empty(tensor: torch.Tensor) -> torch.Tensor:
-        return torch.empty_like(tensor, device=device)
-
-    parameters = inspect.signature(module._apply).parameters
-    if "recurse" in parameters or any(each.kind is each.VAR_KEYWORD for each in parameters.values()):
-        module.to_empty(device=device, recurse=False)
-    else:
-        module._apply(empty)
 
 
 def _put_whole_tensors(model: nn.Module, device: torch.device) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from types import ModuleType, SimpleNamespace
@@ -63,7 +64,7 @@ USED = private_names(
         "torch.utils.data.dataloader._MultiProcessingDataLoaderIter": "_shutdown_workers",
         "torch.utils.data.dataloader._SingleProcessDataLoaderIter": "_next_index",
         "torch.distributed.tensor.DTensor": "_local_tensor",
-        "torch.nn.Module": "_buffers _modules _parameters",
+        "torch.nn.Module": "_apply _buffers _modules _parameters",
         "torch.nn.modules.batchnorm": "_BatchNorm",
         "torch.nn.modules.rnn": "_VF",
         "torch.optim.Optimizer": "_optimizer_step_post_hooks _optimizer_step_pre_hooks",
@@ -179,6 +180,15 @@ def tensor_version(tensor: Tensor) -> int:
 def module_children(module: nn.Module) -> dict[str, nn.Module | None]:
     """Returns the dictionary of the module's own children; named_children() omits a child's second name."""
     return module._modules
+
+
+def give_own_memory(module: nn.Module, device: torch.device) -> None:
+    """Gives a module's own tensors memory, also if its `_apply` has no `recurse=` (a metric of Lightning)."""
+    parameters = inspect.signature(module._apply).parameters
+    if "recurse" in parameters or any(each.kind is each.VAR_KEYWORD for each in parameters.values()):
+        module.to_empty(device=device, recurse=False)
+    else:
+        module._apply(lambda tensor: torch.empty_like(tensor, device=device))
 
 
 def local_tensor(tensor: DTensor) -> Tensor:

@@ -342,6 +342,7 @@ def test_what_a_script_does_with_its_first_batch_alone_is_measured_in_each_pass(
     ("body", "own"),
     [
         ("for row in inputs:\n    state[0] += 1", ["`state`"]),
+        ("state.append(10**400)", []),
         ("state.extend(inputs)", ["`state`"]),
         ("state[0] = state[0] + (labels > 0).sum()", ["`state`"]),
         ("weight = weight + (labels > 0).sum()", ["`weight`"]),

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ast
 import collections
+import copy
 import functools
 import importlib.machinery
 from collections.abc import Callable, Iterator, Mapping
@@ -66,7 +67,9 @@ class ScriptLoader(importlib.machinery.SourceFileLoader):
         def exec_imported(loader: importlib.machinery.SourceFileLoader, imported: ModuleType) -> None:
             if type(loader) is importlib.machinery.SourceFileLoader and is_users_file(loader.path):
                 imported.__dict__.update({**names, "__file__": loader.path})
-                exec(ScriptLoader.get_code(loader, imported.__name__), imported.__dict__)  # type: ignore[arg-type]
+                of_script = copy.copy(self)
+                of_script.path = loader.path
+                plain(of_script, imported)
             else:
                 plain(loader, imported)
 

@@ -79,6 +79,7 @@ MOST_BACKWARDS = 50  # of the script, until a batch is measured
 PLAIN = (bool, int, float, str)
 LEAST_ROWS = 3  # of a batch that can be cut in two uneven parts
 SMALL, MOST_SUMMED = 1e-6, 100_000  # a difference of sums of tensors, and the elements of each
+LARGE = 2.0**1000  # Python's integers have no bound, and a float has one
 OF_MODULES = ("__", "_parameters", "_buffers", "_modules")
 """Variables of any module, of Python or of torch."""
 LOUDER = 2.0**10
@@ -569,7 +570,8 @@ class Rehearsal(StepHandler):
     @contextlib.contextmanager
     def _prints_noted(self) -> Iterator[None]:
         """Context in which what the script prints is noted too."""
-        stream, plain = sys.stdout, sys.stdout.write
+        stream = sys.stdout
+        plain = stream.write
 
         def write(text: str) -> int:
             if self._pass is not None:
@@ -646,7 +648,9 @@ def _sizes() -> dict[tuple[Any, ...], NDArray[Any]]:
             values = value.values() if isinstance(value, dict) else value
             leaves = tree_leaves([*values] if isinstance(values, (*CONTAINERS, set, ValuesView)) else [values])
             arrays = [each for each in leaves if isinstance(each, np.ndarray) and each.dtype.kind in "biuf"]
-            numbers = [float(each) for each in leaves if isinstance(each, bool | int | float | np.number)]
+            numbers = [
+                float(each) for each in leaves if isinstance(each, bool | int | float | np.number) and abs(each) < LARGE
+            ]
             numbers += [float(each.sum()) for each in arrays] + [
                 float(len(each)) for each in leaves if type(each) is str
             ]
