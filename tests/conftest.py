@@ -24,7 +24,7 @@ from tests import operators as compiled
 from tests import tiers
 from tests.processes import Pool
 
-pytest_plugins = ["tests.grid", "tests.skips", "tests.small_disk"]
+pytest_plugins = ["tests.skips", "tests.small_disk"]
 # Compiled once: else each worker rewrites all asserts again, and each process that a test starts compiles grappe.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
@@ -39,6 +39,10 @@ atexit.register(shutil.rmtree, os.environ["XDG_STATE_HOME"], ignore_errors=True)
 torch.set_num_threads(1)  # the same bits and no fights for two cores
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--part", help=f"a part of the night: {', '.join((*tiers.PARTS, tiers.SOAK))}")
+
+
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
     asked = config.option.markexpr
     ignored = "not slow" in asked and tiers.has_slow_tests_only(collection_path)
@@ -48,7 +52,9 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 @pytest.hookimpl(tryfirst=True)  # before `-m` chooses
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    config.stash[tiers.COLLECTED] = [item.nodeid for item in items]
     tiers.mark(items)
+    tiers.choose(config, items)
     if config.pluginmanager.hasplugin("xdist"):
         tiers.arrange(items)
 

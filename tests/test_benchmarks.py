@@ -21,10 +21,9 @@ from benchmarks.rotation import Pace, installed, rotate
 from benchmarks.sections import Sections
 
 from grappe.data.formats import cifar10_python
-from tests.grid import soaked
 from tests.patience import PATIENCE_SECONDS
 
-pytestmark = pytest.mark.costly
+pytestmark = pytest.mark.slow
 
 MILLISECOND = 1e-3
 
@@ -112,7 +111,7 @@ def test_a_pacer_times_its_block_and_nothing_else(monkeypatch):
     assert [index for index, stop in enumerate(stops) if stop] == [0, 13, 26]
 
 
-@pytest.mark.parametrize("size", [2, *soaked({1: "two processes run the same contenders"})])
+@pytest.mark.parametrize("size", [2, 1])
 def test_contenders_take_turns(size, tmp_path):
     pace = Pace(rounds=2, warmup=5, block=2000 // size)  # tenths of a second: a bar is drawn in each
     modules = ["handwritten", "grappe"]
@@ -127,7 +126,7 @@ def test_a_contender_that_fails_is_shown_with_its_last_lines(tmp_path):
         rotate(["nothing_like_it"], 1, Pace(rounds=1, warmup=1, block=1), tmp_path)
 
 
-@pytest.mark.parametrize("rivals", ["accelerate", *soaked({"fabric,trainer": "the same turns"})])
+@pytest.mark.parametrize("rivals", ["accelerate", "fabric,trainer"])
 def test_rivals_take_turns(rivals, tmp_path):
     modules = rivals.split(",")
     if not all(map(installed, modules)):

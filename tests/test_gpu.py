@@ -15,7 +15,7 @@ from benchmarks.gpu.part import Aim, Part, read_rows
 
 from tests.commands import ran
 
-pytestmark = pytest.mark.costly
+pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parents[1]
 

@@ -19,7 +19,7 @@ from grappe import slurm
 from grappe.errors import UsageError
 from tests.patience import PATIENCE_SECONDS
 
-pytestmark = pytest.mark.costly
+pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parents[1]
 

@@ -109,7 +109,7 @@ def test_the_wheel_is_what_runs(grappe: Path, tmp_path: Path) -> None:
     assert Path(said.strip()).is_relative_to(grappe.parent)
 
 
-@pytest.mark.costly
+@pytest.mark.slow
 def test_a_shipped_task_trains_and_is_reported(user, tmp_path: Path) -> None:
     assert "digits" in user("tasks")
     plan = ("--plan", "replicate=2,device=cpu,threads=1")
@@ -126,7 +126,7 @@ def test_a_task_of_ones_own_trains(user, tmp_path: Path) -> None:
     assert "finished" in user("runs", "run")
 
 
-@pytest.mark.costly
+@pytest.mark.slow
 def test_a_job_is_shown(user, tmp_path: Path) -> None:
     words = ("--site", "narval", "--account", "def-someone", "--time", "1h", "--dry-run")
     said = user("submit", *words, "--", "train", "digits")

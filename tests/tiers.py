@@ -1,11 +1,18 @@
-"""Sorts the tests by what each of them uses, none by hand: which `make quick` leaves out, which run side by side."""
+"""Sorts the tests into three tiers: `make quick`, `make test` and `make nightly`; nothing is drawn.
+
+A test is slow if it starts programs, trains as a whole, or needs another library's engine: found by what it uses. `make
+quick` runs the others. Slow tests run in `make test` if `commit.txt` names them (a file, a test, or one of its cells), else
+at night, in the part that PARTS gives their folder.
+
+    pytest --collect-only -q -m nightly    # what runs at night only
+"""
 
 from __future__ import annotations
 
 import functools
 import re
 import types
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import pytest
@@ -81,16 +88,45 @@ ENGINES = re.compile("deepspeed|horovod|lightning")
 """Engines whose libraries take seconds to import, or are compiled."""
 CLUSTER = ("slurm",)
 ROOT = Path(__file__).parent
+COMMIT = frozenset(line for line in (ROOT / "commit.txt").read_text().splitlines() if line and line[0] != "#")
+PARTS = {
+    "artefacts": ARTEFACTS,
+    "parity": ("parity", "gallery", "parallel"),
+    "faults": ("faults",),
+    "slurm": ("slurm", "sites", "verbs/submit", "verbs/tune"),
+    "verbs": ("verbs", "foresight", "optimizers"),
+    "rest": ("",),
+}
+"""Folders of each part of the night: a test belongs to the first part that has its folder."""
+COLLECTED = pytest.StashKey[list[str]]()
+"""Ids of all tests that were collected, before any is left out."""
+SOAK = "soak"
+"""The part of what takes minutes by itself, wherever it stands."""
 
 
 def mark(items: list[pytest.Item]) -> None:
-    """Marks tests that start programs, use another library's engine, train as a whole, or look at artefacts."""
+    """Marks slow tests, artefacts, and what runs at night only."""
     for item in items:
         if _is_in(item.path, ARTEFACTS):
             item.add_marker(pytest.mark.artefact)
             item.add_marker(pytest.mark.slow)
         elif isinstance(item, pytest.Function) and _is_slow(item):
             item.add_marker(pytest.mark.slow)
+        if item.get_closest_marker("slow") and not COMMIT.intersection(names(item.nodeid)):
+            item.add_marker(pytest.mark.nightly)
+
+
+def names(nodeid: str) -> tuple[str, str, str]:
+    """The file, the test and the cell of a node's id, as lines of `commit.txt`."""
+    inside = nodeid.removeprefix("tests/")
+    return inside.partition("::")[0], inside.partition("[")[0], inside
+
+
+def part_of(item: pytest.Item) -> str:
+    """The part of the night to which a test belongs."""
+    if item.get_closest_marker("soak"):
+        return SOAK
+    return next(name for name, places in PARTS.items() if _is_in(item.path, places))
 
 
 def has_slow_tests_only(path: Path) -> bool:
@@ -108,6 +144,28 @@ def arrange(items: list[pytest.Item]) -> None:
     """Puts the clusters' tests first, as jobs wait for Slurm; artefacts, trainings, and others that take minutes."""
     for places in (LONG, FOLDERS, ARTEFACTS, CLUSTER):
         items.sort(key=lambda item, places=places: not _is_in(item.path, places))
+
+
+def choose(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Keeps what runs at night in the part that `--part` names; all without it."""
+    part = config.getoption("--part")
+    if part is None:
+        return
+    if part not in (*PARTS, SOAK):
+        raise pytest.UsageError(f"--part: {part} is not one of {', '.join((*PARTS, SOAK))}")
+    others = [item for item in items if not _is_nightly(item) or part_of(item) != part]
+    config.hook.pytest_deselected(items=others)
+    items[:] = [item for item in items if item not in set(others)]
+
+
+def _is_nightly(item: pytest.Item) -> bool:
+    return any(item.get_closest_marker(name) for name in ("nightly", "artefact", SOAK))
+
+
+def stale(nodeids: Iterable[str]) -> set[str]:
+    """Lines of `commit.txt` that name nothing in the files that were collected."""
+    collected = {name for nodeid in nodeids for name in names(nodeid)}
+    return {line for line in COMMIT if line.partition("::")[0] in collected and line not in collected}
 
 
 @functools.cache  # a file has up to a hundred tests

@@ -72,7 +72,7 @@ def test_one_line_of_its_kind(
         assert sorted(folder.rglob("*")) == before
 
 
-@pytest.mark.costly
+@pytest.mark.slow
 def test_a_trainings_line_stands_alone_and_its_curves_are_records(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -26,7 +26,7 @@ from tests.patience import PATIENCE_SECONDS
 from tests.processes import Pool
 from tests.training.test_training import train
 
-pytestmark = pytest.mark.costly
+pytestmark = pytest.mark.slow
 
 STEPS = 4
 PLANS = (

@@ -13,7 +13,7 @@ import pytest
 from grappe.training.run import Run
 from tests.commands import GRAPPE, Command
 
-pytestmark = pytest.mark.costly
+pytestmark = pytest.mark.slow
 
 TASK = str(Path(__file__).parents[2] / "benchmarks" / "mlp_task.py")
 ROOTS = (Path("/sys/fs/cgroup/memory"), Path("/sys/fs/cgroup"))  # version 1, version 2

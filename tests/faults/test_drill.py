@@ -31,7 +31,7 @@ class Dicey(Quick):
         return super().loss(output, target) * (1 + int.from_bytes(os.urandom(4), "big") / 2**32)
 
 
-@pytest.mark.costly
+@pytest.mark.slow
 def test_everything_that_a_drill_does_is_recovered_from(tmp_path: Path) -> None:
     command = Command(GRAPPE, "drill", f"{STUCK}:Quick", "--plan", PLAN, cwd=tmp_path)
     try:

@@ -18,7 +18,7 @@ NUMBERS = (0, 5, 8, 13, 17, 202)
 """One of each kind at least; 202 once led the attack itself through a link."""
 
 
-@pytest.mark.costly
+@pytest.mark.slow
 def test_some_of_the_files_end_as_they_should(capsys) -> None:
     assert [hostile.main(1, number) for number in NUMBERS] == [0] * len(NUMBERS), capsys.readouterr().out
 

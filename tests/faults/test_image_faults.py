@@ -87,7 +87,7 @@ def words(plan: str, *more: str) -> tuple[str, ...]:
     return (*start, "--plan", f"threads=1,device=cpu,{plan}", *more)
 
 
-@pytest.mark.costly
+@pytest.mark.slow
 def test_little_shared_memory_for_images(place: Path, commands: list[Command]) -> None:
     """64 MB, as in a container: worker processes say what to do, threads need none."""
     commands.append(Command(*OWN, SMALL, cwd=place))

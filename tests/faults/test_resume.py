@@ -126,7 +126,6 @@ def model(folder: Path) -> dict:
     return {name: tensors.read(name) for name in tensors if name.startswith(MODEL)}
 
 
-@pytest.mark.grid(each=2)
 @pytest.mark.parametrize(("before", "after"), [*itertools.permutations(WORLDS, 2), (WORLDS[1], WORLDS[1])])
 def test_another_world_goes_on_with_the_same_samples(
     pool: Pool, tmp_path: Path, killed, undisturbed: Path, before: str, after: str

@@ -50,7 +50,6 @@ def weights(folder: Path, prefix: str = "model.", ending: str = "") -> dict[str,
     return {name.removeprefix(prefix).removesuffix(ending): tensors.read(name) for name in names}
 
 
-@pytest.mark.grid(each=1)
 @pytest.mark.parametrize("rule", ["lamb", "muon", "schedule-free"])
 @pytest.mark.parametrize(
     ("before", "after"), [("shard=3", "pipeline=2,microbatches=4"), ("pipeline=2,microbatches=4", "shard=2")]

@@ -20,7 +20,7 @@ def test_killed_at_some_instant_it_ends_as_one_that_is_not() -> None:
     assert findings == []
 
 
-@pytest.mark.costly
+@pytest.mark.slow
 def test_what_is_lost_is_found(tmp_path: Path) -> None:
     whole = whole_life.whole("", tmp_path / "whole")
     life = Life("", whole, tmp_path / "life", random.Random(0))

@@ -15,7 +15,7 @@ from grappe.launch import openmp
 from grappe.launch.openmp import CHOICES, POLICY, is_busy, let_threads_sleep, sleeping_threads
 from tests.commands import GRAPPE, Command
 
-pytestmark = pytest.mark.costly
+pytestmark = pytest.mark.slow
 
 CORES = os.cpu_count() or 1
 TRAIN = ("train", "digits", "batch_size=256", "--steps-only", "--steps", "1", "--run", "run", "--plan", "device=cpu")

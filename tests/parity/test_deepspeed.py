@@ -61,7 +61,6 @@ def test_everything_at_once(pool: Pool, disk: Path, plan: str) -> None:
     assert not list(disk.iterdir()), "something was left on the disk"
 
 
-@pytest.mark.grid
 @pytest.mark.parametrize(("plan", "name"), CELLS)
 def test_learns_the_same(pool: Pool, plan: str, name: str) -> None:
     check(pool, TASKS[name], f"engine=deepspeed,{plan}" if plan else "engine=deepspeed", expected(name))

@@ -249,7 +249,6 @@ def test_fp16_scales_the_loss_of_parts(pool: Pool, task: Task) -> None:
     assert_rounded_alike(pool, task, Plan.parse("domain=2,precision=fp16"), found[0])
 
 
-@pytest.mark.grid
 @pytest.mark.parametrize("plan", PLANS)
 @pytest.mark.parametrize("task", TASKS, ids=lambda task: type(task).__name__)
 def test_parts_of_samples_learn_what_whole_ones_do(pool: Pool, task: Task, plan: str) -> None:

@@ -14,14 +14,13 @@ from grappe.errors import PlanError
 from grappe.plan import Plan
 from grappe.training.options import Options
 from tests.faults.resume_cell import Loaded, curves, hashes
-from tests.grid import soaked
 from tests.parity import reference
 from tests.parity.cell import TOLERANCE, difference
 from tests.parity.planted import Centred, With
 from tests.parity.tasks import Images, Tokens
 from tests.processes import Pool
 
-SIZES = (1, 2, 8, *soaked({4: "2 and 8; shard=4 and the resumed runs below have four processes"}))
+SIZES = (1, 2, 4, 8)
 STEPS = 6
 
 
@@ -73,7 +72,6 @@ TASKS = {
 }
 
 
-@pytest.mark.grid
 @pytest.mark.parametrize(
     ("name", "plan"),
     [
@@ -149,7 +147,6 @@ def test_batch_normalisation_is_that_of_the_pieces_one_after_the_other(pool: Poo
     assert gap <= TOLERANCE, worst
 
 
-@pytest.mark.grid(each=2)
 @pytest.mark.parametrize(("first", "second"), list(itertools.permutations((1, 2, 4, 8), 2)))
 def test_killed_under_one_number_of_processes_and_resumed_under_another(
     pool: Pool, tmp_path_factory, first: int, second: int

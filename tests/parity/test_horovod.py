@@ -18,7 +18,6 @@ from tests.processes import Pool
 PLANS = ["engine=horovod", "engine=horovod,replicate=2", "engine=horovod,replicate=3,microbatches=2"]
 
 
-@pytest.mark.grid
 @pytest.mark.parametrize("plan", PLANS)
 @pytest.mark.parametrize("name", TASKS)
 def test_learns_the_same(pool: Pool, name: str, plan: str) -> None:

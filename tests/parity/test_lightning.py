@@ -30,7 +30,6 @@ PLANS = [
 ]
 
 
-@pytest.mark.grid(each=1)
 @pytest.mark.parametrize("plan", PLANS)
 @pytest.mark.parametrize("name", TASKS)
 def test_learns_the_same(pool: Pool, name: str, plan: str) -> None:
@@ -122,7 +121,6 @@ def test_the_native_engine_takes_its_weights_over(pool: Pool, tmp_path: Path) ->
     assert list(samples(tmp_path / "run")) == [1, 2, 3, 4, 5]
 
 
-@pytest.mark.grid
 @pytest.mark.parametrize("plan", [f"{L},shard=2,offload=cpu", f"{L},shard=2,offload=cpu,microbatches=2"])
 @pytest.mark.parametrize("name", ["sgd", "tokens", "tiny"])
 def test_offloaded_by_deepspeeds_stage_3_learns_the_same(pool: Pool, name: str, plan: str) -> None:

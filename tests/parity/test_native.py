@@ -89,21 +89,18 @@ def has_local_statistics(task: Task, plan: str) -> bool:
     return getattr(task, "batchnorm", False) and "sync" not in plan
 
 
-@pytest.mark.grid
 @pytest.mark.parametrize("plan", PLANS)
 @pytest.mark.parametrize("name", TASKS)
 def test_learns_the_same(pool: Pool, name: str, plan: str) -> None:
     check(pool, TASKS[name], plan, expected(name))
 
 
-@pytest.mark.grid
 @pytest.mark.parametrize("plan", SPLIT)
 @pytest.mark.parametrize("name", ["tokens", "tokens-sgd"])
 def test_tensor_parallel_learns_the_same(pool: Pool, name: str, plan: str) -> None:
     check(pool, TASKS[name], plan, expected(name))
 
 
-@pytest.mark.grid
 @pytest.mark.parametrize("plan", ["channels_last", "channels_last,replicate=2", "channels_last,shard=2"])
 @pytest.mark.parametrize("name", ["sgd", "adam"])
 def test_channels_last_learns_the_same(pool: Pool, name: str, plan: str) -> None:

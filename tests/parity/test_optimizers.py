@@ -53,14 +53,12 @@ def closed(rule: str) -> dict:
     return reference.train(CLOSED[rule], 3)
 
 
-@pytest.mark.grid
 @pytest.mark.parametrize("plan", PLANS)
 @pytest.mark.parametrize("rule", ["lars", "lamb", "muon"])
 def test_learns_the_same(pool: Pool, rule: str, plan: str) -> None:
     check(pool, TunedTokens(by=rule), plan, expected(rule))
 
 
-@pytest.mark.grid
 @pytest.mark.parametrize("plan", KINDS)
 @pytest.mark.parametrize("rule", ["larc", "schedule-free"])
 def test_its_kin_learns_the_same(pool: Pool, rule: str, plan: str) -> None:
@@ -72,7 +70,6 @@ def test_an_optimizer_that_calls_a_closure_learns_the_same(pool: Pool, rule: str
     check(pool, CLOSED[rule], plan, closed(rule), 3)
 
 
-@pytest.mark.grid
 @pytest.mark.parametrize("plan", ["shard=2", "shard=3", "replicate=2"])
 @pytest.mark.parametrize("rule", ["larc", "muon"])
 def test_convolutions_and_small_batches_learn_the_same(pool: Pool, rule: str, plan: str) -> None:

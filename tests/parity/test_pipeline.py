@@ -59,14 +59,12 @@ SPLIT = [
 ]
 
 
-@pytest.mark.grid
 @pytest.mark.parametrize("plan", SCHEDULES + PRODUCTS)
 @pytest.mark.parametrize("name", ["adam", "tokens"])
 def test_learns_the_same(pool: Pool, name: str, plan: str) -> None:
     check(pool, TASKS[name], plan, expected(name))
 
 
-@pytest.mark.grid
 @pytest.mark.parametrize("plan", SPLIT)
 @pytest.mark.parametrize("name", ["tokens", "tokens-sgd"])
 def test_beside_tensor_parallelism_learns_the_same(pool: Pool, name: str, plan: str) -> None:
@@ -123,14 +121,13 @@ def test_options_learn_the_same(pool: Pool, plan: str) -> None:
     check(pool, TASKS["adam"], plan, expected("adam"))
 
 
-@pytest.mark.costly
+@pytest.mark.slow
 def test_compiled_stages_learn_the_same(pool: Pool) -> None:
     """Batches of one shape: what has another is compiled again, as tests/parity/test_special.py does."""
     task = Images(rule="adam", clip=0.5, samples=24)
     check(pool, task, "pipeline=2,microbatches=2,compile", reference.train(task, STEPS))
 
 
-@pytest.mark.grid
 @pytest.mark.parametrize("plan", ["pipeline=2,microbatches=2", "pipeline=3,microbatches=3"])
 @pytest.mark.parametrize("name", ["tiny", "frozen"])
 def test_hard_ones_learn_the_same(pool: Pool, name: str, plan: str) -> None:

@@ -62,7 +62,6 @@ def expected(name: str) -> dict:
     return contrastive.plain(TASKS[name], STEPS)
 
 
-@pytest.mark.grid
 @pytest.mark.parametrize("name", ["sgd", "weighted", "few"])
 @pytest.mark.parametrize("plan", PLANS)
 def test_the_loss_is_the_global_batchs(pool: Pool, plan: str, name: str) -> None:

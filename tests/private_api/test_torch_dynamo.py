@@ -67,7 +67,7 @@ def test_torch_disables_a_compiler_as_known(name: str) -> None:
     assert hasattr(getattr(torch.optim.Optimizer, name), "__wrapped__")
 
 
-@pytest.mark.costly
+@pytest.mark.slow
 def test_the_same_bits_without_it_and_torchs_own_once_it_is_loaded() -> None:
     done = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, check=False)
     assert done.stdout == "the same\n", done.stderr

@@ -34,7 +34,7 @@ def submit(folder: Path, *options: str, pause: float = 0.2) -> None:
     )
 
 
-@pytest.mark.costly
+@pytest.mark.slow
 def test_from_the_queue_to_the_end_by_cancelling(cluster: Cluster, tmp_path: Path) -> None:
     run = tmp_path / "runs" / "mine"
     submit(tmp_path)

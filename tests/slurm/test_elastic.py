@@ -98,7 +98,7 @@ def disturbed(
     return [size["processes"] for size in sizes]
 
 
-@pytest.mark.costly
+@pytest.mark.slow
 def test_other_sizes_and_the_same_bits(wide: Cluster, tmp_path: Path) -> None:
     in_service(wide, 2)
     said = grappe(
@@ -139,7 +139,7 @@ def in_the_same_job(job: Job, *sizes: int) -> None:
     assert (job.run / "report.html").read_text().count(", in the same job") == len(sizes) - 1
 
 
-@pytest.mark.costly
+@pytest.mark.slow
 def test_a_kill_and_a_node_that_is_gone_do_not_end_the_job(wide: Cluster, tmp_path: Path) -> None:
     in_service(wide, len(NODES))
     job = submitted(wide, tmp_path, "left", PLAN, "--nodes", "1-2", "--spare", "2", epochs=8)
@@ -220,7 +220,7 @@ class Faulty(Digits):
 """
 
 
-@pytest.mark.costly
+@pytest.mark.slow
 def test_a_node_that_computes_wrongly_is_left_out(wide: Cluster, tmp_path: Path) -> None:
     in_service(wide, len(NODES))
     (tmp_path / "faulty.py").write_text(FAULTY)

@@ -102,7 +102,7 @@ def fresh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-@pytest.mark.costly
+@pytest.mark.slow
 def test_the_pages_scripts(cluster: Cluster, fresh: Path) -> None:
     """The second job takes the environment that the first has made; the third needs another."""
     for page, environments in zip(PAGES, (1, 1, 2), strict=True):

@@ -136,7 +136,7 @@ variables = { MY_NAME = "it's $HOME" }
 """
 
 
-@pytest.mark.costly
+@pytest.mark.slow
 def test_an_environment_and_data_on_the_node(cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A fresh account: an empty HOME, no network, wheels without grappe, and a task that imports one more package.
 

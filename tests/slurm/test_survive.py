@@ -19,7 +19,7 @@ LONG = ("--time", "10m")
 STUCK = Path(__file__).parents[1] / "faults" / "stuck.py"
 
 
-@pytest.mark.costly
+@pytest.mark.slow
 def test_preempted_by_a_higher_partition(cluster: Cluster, tmp_path: Path) -> None:
     job = Job(cluster, tmp_path, "preempted", *LONG, "--queue", "low", pause=0.15)  # srun may take seconds to ask
     job.trains()
@@ -29,7 +29,7 @@ def test_preempted_by_a_higher_partition(cluster: Cluster, tmp_path: Path) -> No
     assert "exit code 75" in job.said()
 
 
-@pytest.mark.costly
+@pytest.mark.slow
 def test_a_node_that_fails_twice_is_left_out(cluster: Cluster, tmp_path: Path) -> None:
     options = ("--site", "generic", "--nodes", "1", "--no-doctor", *LONG)
     words = ("--", "train", SLOW, "epochs=8", "pause=0.05", "--save-every", "4", "--plan", PLAN, "--run")
@@ -138,7 +138,7 @@ def test_a_script_that_is_preempted(cluster: Cluster, tmp_path: Path) -> None:
     assert lines == [f"{epoch} {number}" for epoch in range(3) for number in range(10)]
 
 
-@pytest.mark.costly
+@pytest.mark.slow
 def test_a_process_that_is_killed(cluster: Cluster, tmp_path: Path) -> None:
     job = Job(cluster, tmp_path, "killed", *LONG)
     job.trains()

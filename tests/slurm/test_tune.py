@@ -62,7 +62,7 @@ def compared(found: Path, expected: Study) -> None:
         assert outcome(found)[name] == value, name
 
 
-@pytest.mark.costly
+@pytest.mark.slow
 def test_jobs_outlive_their_coordinator(cluster: Cluster, tmp_path: Path, slow: Path, undisturbed: Study) -> None:
     """One is killed, and one warned of its end, while no coordinator lives; one has been submitted twice."""
     study = tmp_path / "s"
@@ -107,7 +107,7 @@ def test_a_job_that_pends_for_ever(cluster: Cluster, tmp_path: Path, slow: Path)
     assert trial.reason == f"its job {job} was cancelled before it began"
 
 
-@pytest.mark.costly
+@pytest.mark.slow
 def test_a_study_in_one_job_is_requeued(cluster: Cluster, tmp_path: Path, slow: Path, undisturbed: Study) -> None:
     """Warns the job of its end, then kills its coordinator."""
     study = tmp_path / "s"

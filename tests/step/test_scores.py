@@ -50,7 +50,7 @@ def test_no_number_is_an_empty_list() -> None:
     assert DeviceNumbers(torch.device("cpu")).tolist() == []
 
 
-@pytest.mark.costly
+@pytest.mark.slow
 def test_numbers_that_are_kept_leave_the_heap_of_an_evaluation_as_it_was() -> None:
     done = subprocess.run([sys.executable, "-c", HEAP], capture_output=True, text=True, check=True)
     assert int(done.stdout) < 16 << 20  # one microbatch's

@@ -42,7 +42,7 @@ def test_the_needle_is_in_the_first_half_and_asked_for_in_the_second() -> None:
     assert torch.equal(model(text)[:, :20], model(changed)[:, :20])
 
 
-@pytest.mark.costly
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("task", "plans"),
     [

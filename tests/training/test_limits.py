@@ -14,7 +14,7 @@ from grappe.training.run import Run
 from tests import needs
 from tests.commands import GRAPPE, Command
 
-pytestmark = pytest.mark.costly
+pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parents[2]
 TASK = str(ROOT / "tests" / "short_source.py")

@@ -31,7 +31,7 @@ from grappe.training.request import Request, data_folder
 from grappe.training.run import Run
 from grappe.training.task_reference import TaskReference
 
-pytestmark = pytest.mark.costly
+pytestmark = pytest.mark.slow
 
 FIELDS = {"width": 64, "depth": 2, "heads": 2, "batch_size": 8, "megabytes": 0.3}
 

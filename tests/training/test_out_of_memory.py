@@ -36,7 +36,7 @@ def limited(monkeypatch: pytest.MonkeyPatch, megabytes: int) -> None:
     monkeypatch.setattr(out_of_memory, "_limit", lambda: (megabytes * MB, "a limit", False))
 
 
-@pytest.mark.costly
+@pytest.mark.slow
 def test_the_message_has_what_is_missing_and_a_plan(monkeypatch: pytest.MonkeyPatch) -> None:
     limited(monkeypatch, 1300)
     told = str(with_plan_that_fits(LocalOutOfMemory(SHORTAGE), Source(), Plan(), Path("data")))

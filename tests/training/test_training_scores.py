@@ -104,7 +104,6 @@ OTHER_ENGINES = ["engine=lightning,replicate=2", "engine=deepspeed,shard=2", "en
 FEW = ["microbatches=3", "replicate=3,microbatches=2", "pipeline=2,microbatches=2"]
 
 
-@pytest.mark.grid(each=1)
 @pytest.mark.parametrize(
     ("kind", "plan"),
     [(Several, plan) for plan in PLANS] + [(kind, plan) for kind in (Weighted, Whole, Counted) for plan in FEW],
@@ -138,7 +137,6 @@ def test_they_are_the_same_under_every_plan(pool: Pool, tmp_path: Path) -> None:
                 assert one[name] == pytest.approx(value, rel=1e-5), name
 
 
-@pytest.mark.grid(each=1)
 @pytest.mark.parametrize(
     ("kind", "plan"),
     [(Counted, plan) for plan in PLANS] + [(Chosen, plan) for plan in ("", *PLANS) if "pipeline" not in plan],

@@ -89,7 +89,7 @@ def test_the_limit_is_of_the_queue_that_is_named(folder: Path) -> None:
         assert f"#SBATCH --time={limit}" in found.text
 
 
-@pytest.mark.costly
+@pytest.mark.slow
 def test_a_data_sheet_and_the_memory_from_one_trace(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -98,7 +98,7 @@ def warnings(folder: Path, site: str, plan: str, fields: tuple[str, ...]) -> lis
     return found
 
 
-@pytest.mark.costly
+@pytest.mark.slow
 def test_gpus_auto_are_the_fewest_whose_memory_is_enough(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     Path("big.py").write_text(BIG)
@@ -119,7 +119,7 @@ def test_gpus_auto_are_the_fewest_whose_memory_is_enough(tmp_path: Path, monkeyp
         list(submit(dataclasses.replace(submission, command="evaluate"), show=True))
 
 
-@pytest.mark.costly
+@pytest.mark.slow
 def test_sizes_whose_memory_is_too_little_are_not_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     Path("big.py").write_text(BIG)

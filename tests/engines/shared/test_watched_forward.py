@@ -52,7 +52,6 @@ def plain(pool: Pool, way: str) -> Any:
     return train(pool, Distilled(way=way) if way == "nothing" else Written(way=way), "")
 
 
-@pytest.mark.grid(each=1)
 @pytest.mark.parametrize("way", ["forward", "forward_data"])
 @pytest.mark.parametrize(
     "plan", ["replicate=2", "compile", "engine=textbook,replicate=2", "engine=lightning,replicate=2"]

@@ -66,7 +66,7 @@ def test_what_a_restart_takes_again_is_told_once(tmp_path: Path) -> None:
     ]
 
 
-@pytest.mark.costly
+@pytest.mark.slow
 def test_wandb_offline_has_one_id_over_restarts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("wandb")
     import wandb

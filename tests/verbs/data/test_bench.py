@@ -12,7 +12,7 @@ from grappe.errors import DataError, UsageError
 from grappe.verbs.data.bench import Row, advice, bench
 from tests.data.images.pictures import archive, files
 
-pytestmark = pytest.mark.costly
+pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")

@@ -79,7 +79,7 @@ def test_the_same_bytes_each_time(source: Path, packed: Path, tmp_path: Path) ->
     assert tree(again.folder) == tree(packed)
 
 
-@pytest.mark.costly
+@pytest.mark.slow
 def test_killed_at_any_moment_it_goes_on(source: Path, packed: Path, tmp_path: Path) -> None:
     """With a real kill, from before the first shard is there to behind the last."""
     code = (

@@ -34,7 +34,7 @@ def ended(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
     return int(end.value.code)
 
 
-@pytest.mark.costly
+@pytest.mark.slow
 def test_draws_and_the_exact_pair_have_the_same_bits() -> None:
     trials = [*on_device.draws(CPU), on_device.exact_pair("cpu")]
     assert [one.verdict for one in trials] == ["passed"] * len(trials)

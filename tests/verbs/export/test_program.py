@@ -25,7 +25,7 @@ from tests.patience import PATIENCE_SECONDS
 from tests.training.test_training import train
 from tests.verbs.export.tasks import Tied
 
-pytestmark = pytest.mark.costly
+pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")

@@ -17,7 +17,7 @@ from tests import needs
 from tests.training.test_training import train
 from tests.verbs.export.shipped import SHIPPED, exported
 
-pytestmark = pytest.mark.costly
+pytestmark = pytest.mark.slow
 
 
 def test_a_transformer_is_exported_with_weights_in_int8(tmp_path: Path) -> None:

@@ -137,7 +137,7 @@ def test_the_numbers_of_gpus_that_a_batch_fits_on_are_named(monkeypatch: pytest.
     assert says in found.notes
 
 
-@pytest.mark.costly
+@pytest.mark.slow
 def test_a_plan_for_cpus_has_no_gpus_figures(monkeypatch: pytest.MonkeyPatch) -> None:
     """Runs its steps here; a site of CPU nodes supplies device=cpu."""
     step = StepTime(compute=1.0, spread=0.1, measured=True)
@@ -223,7 +223,7 @@ def test_plain_plans_are_tried_first_and_each_number_of_processes_in_turn() -> N
     assert names.index("microbatches=4") > names.index("shard=4")
 
 
-@pytest.mark.costly
+@pytest.mark.slow
 def test_steps_of_at_most_five_plans_that_fit_this_machine_are_run(monkeypatch: pytest.MonkeyPatch) -> None:
     """Plans of another batch size run at theirs."""
     ran: list[tuple[str, Any]] = []

@@ -14,7 +14,7 @@ from grappe.verbs.measure.points import MeasureOptions
 from grappe.verbs.measure.verdict import content
 from tests.sleeping import Sleeping
 
-pytestmark = pytest.mark.costly
+pytestmark = pytest.mark.slow
 
 PLAN = "device=cpu,threads=1,workers=0"
 

@@ -18,7 +18,7 @@ from grappe.training.request import Request
 from grappe.training.task_reference import TaskReference
 from grappe.verbs.measure import measure
 
-pytestmark = pytest.mark.costly
+pytestmark = pytest.mark.slow
 
 PLAN = Plan(device="cpu", threads=1)
 WIDTH = 1 << 18  # a megabyte a sample

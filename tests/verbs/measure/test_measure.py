@@ -111,7 +111,7 @@ REQUEST = verb.JobRequest(
 )
 
 
-@pytest.mark.costly
+@pytest.mark.slow
 def test_a_job_for_each_plan_and_repetition(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     found = list(verb.send(REQUEST, show=True))
@@ -125,7 +125,7 @@ def test_a_job_for_each_plan_and_repetition(tmp_path: Path, monkeypatch: pytest.
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.costly
+@pytest.mark.slow
 def test_weak_scaling_gives_each_process_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.chdir(tmp_path)

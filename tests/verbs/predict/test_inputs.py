@@ -230,7 +230,7 @@ def test_a_line_without_end(monkeypatch: pytest.MonkeyPatch) -> None:
         list(verb_inputs.line_batches(Trickle(b"[" * 200, 50), "-", torch.zeros(1, 2)))
 
 
-@pytest.mark.costly
+@pytest.mark.slow
 def test_a_line_is_answered_before_the_next_is_written(runs, folder: Path) -> None:
     words = [GRAPPE, "predict", str(runs("plain").folder), "-", "--task", f"{__file__}:Plain", "--data", str(folder)]
     paths = [str(Path(__file__).parents[3]), *filter(None, [os.environ.get("PYTHONPATH")])]  # of this file's imports

@@ -66,7 +66,7 @@ def test_equal_packages_are_one_environment() -> None:
     assert [name for name in one.files if name.endswith(".whl")]
 
 
-@pytest.mark.costly
+@pytest.mark.slow
 def test_deepspeed_has_its_package_and_cudas_module_on_gpus_alone() -> None:
     site = sites.find("narval")
     for text, package, modules in (

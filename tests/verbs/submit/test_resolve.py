@@ -38,7 +38,7 @@ def test_everything_is_there(tmp_path: Path) -> None:
     assert not any(one.startswith("grappe") for one in found.requirements)
 
 
-@pytest.mark.costly
+@pytest.mark.slow
 def test_all_that_is_missing_is_named_with_what_it_needs_in_turn(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -25,7 +25,7 @@ def losses(study: Study, number: int) -> list[tuple]:
     return [(one["step"], one["loss"], one["lr"]) for one in Run(study.run_folder(number)).records("step")]
 
 
-@pytest.mark.costly
+@pytest.mark.slow
 def test_what_goes_on_is_what_a_whole_training_is(tmp_path: Path) -> None:
     whole, halved = searched(tmp_path / "whole"), searched(tmp_path / "halved", halving=2)
     assert [one.fields for one in halved.trials] == [one.fields for one in whole.trials]

@@ -52,7 +52,7 @@ def test_a_study_goes_on_with_more_trials_and_less_at_a_time(whole: Study, tmp_p
     assert rows(searched(tmp_path / "s", trials=5, parallel=1)) == rows(whole)
 
 
-@pytest.mark.costly
+@pytest.mark.slow
 def test_failures_are_rows_with_their_reason(tmp_path: Path) -> None:
     space = {"how": ["well", "nan", "memory", "broken", "killed"], "width": [1, 13]}
     study = grappe.tune(Line(epochs=1), space, parallel=2, sampler="grid", study=tmp_path / "s")

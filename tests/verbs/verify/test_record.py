@@ -177,7 +177,7 @@ def test_the_same_machine_computes_the_same_bits(there: record.Recorded) -> None
     assert verdict.calls > 60 and verdict.results == len(there.results) > 100
 
 
-@pytest.mark.costly
+@pytest.mark.slow
 @pytest.mark.parametrize("every", [6, pytest.param(1, marks=pytest.mark.soak)])
 def test_planted_faults_are_named_with_their_operators(there: record.Recorded, every: int) -> None:
     wrong = []
@@ -191,7 +191,7 @@ def test_planted_faults_are_named_with_their_operators(there: record.Recorded, e
     assert not wrong, "\n".join(wrong)
 
 
-@pytest.mark.costly
+@pytest.mark.slow
 def test_the_program_shows_the_difference_of_the_smallest_call(there: record.Recorded, tmp_path: Path) -> None:
     operator, change = FAULTS["gelu: approximated"]
     with Fault(operator, change):
