@@ -1,6 +1,6 @@
 """Makes the pairwise cover: cells of plan x engine x task x precision in which each two values that can meet do.
 
-    python -m tests.parity.cover   # repairs cover.txt: keeps what is still possible, drops what is spare, adds what lacks
+    python -m tests.parity.cover   # repairs cover.txt: drops what is impossible or spare, adds what lacks
 
 A line of `cover.txt` is a cell: a plan, a kind of task, an optimizer, and whether gradients are clipped. What can meet
 is asked of grappe (`engines.check`), and of `fits`, which knows the tasks.
@@ -18,6 +18,7 @@ from typing import Any
 from unittest import mock
 
 import numpy as np
+import pytest
 
 from grappe import engines
 from grappe.errors import PlanError
@@ -33,8 +34,11 @@ PROCESSES = 4
 KEYS = (
     ("", "replicate=2", "replicate=3", "replicate=4"),
     ("", "shard=2", "shard=2,zero=1", "shard=2,zero=2", "shard=3"),
-    ("", "tensor=2", "domain=2", "exact=4", "pipeline=2", "pipeline=3,schedule=gpipe")
-    + ("pipeline=2,schedule=interleaved", "pipeline=2,schedule=zero_bubble"),
+    (
+        *("", "tensor=2", "domain=2", "exact=4"),
+        *("pipeline=2", "pipeline=3,schedule=gpipe", "pipeline=2,schedule=interleaved"),
+        "pipeline=2,schedule=zero_bubble",
+    ),
     ("", "microbatches=2", "microbatches=3", "microbatches=4"),
     ("", "recompute", "recompute=selective", "recompute=host"),
     ("", "offload=cpu"),
@@ -47,6 +51,45 @@ KINDS = ("images", "tokens", "tiny", "frozen", "unused", "dropout", "normed", "p
 RULES = ("sgd", "adam", "lars", "lamb", "muon")
 CLIPS = ("free", "clipped")
 FACTORS = (*KEYS, KINDS, RULES, CLIPS)
+PRODUCTS = (
+    "one", "replicate=2", "replicate=3", "replicate=4", "shard=2", "shard=2,zero=1", "shard=2,zero=2", "shard=3",
+    "shard=4,zero=2", "replicate=2,shard=2", "replicate=2,shard=2,zero=1,microbatches=2", "microbatches=4",
+    "replicate=2,microbatches=3", "shard=2,zero=1,microbatches=2", "shard=2,zero=2,microbatches=2",
+    "shard=2,microbatches=3", "recompute", "replicate=2,recompute", "shard=2,recompute", "shard=2,recompute=selective",
+    "shard=2,recompute=host", "offload=cpu,shard=2", "offload=cpu", "channels_last", "channels_last,replicate=2",
+    "channels_last,shard=2", "tensor=2", "tensor=2,replicate=2", "tensor=2,shard=2", "tensor=2,microbatches=2",
+    "tensor=2,recompute", "exact=4", "exact=4,replicate=2", "exact=4,shard=2", "shard=2,precision=fp64",
+    "pipeline=2,schedule=gpipe,microbatches=3", "pipeline=2,microbatches=2", "pipeline=2,microbatches=4",
+    "pipeline=2,schedule=interleaved,microbatches=4", "pipeline=2,schedule=zero_bubble,microbatches=4",
+    "pipeline=3,schedule=gpipe,microbatches=4", "pipeline=3,microbatches=3",
+    "pipeline=3,schedule=zero_bubble,microbatches=3", "pipeline=4,schedule=gpipe,microbatches=2",
+    "pipeline=4,microbatches=5", "pipeline=4,schedule=zero_bubble,microbatches=4",
+    "pipeline=2,microbatches=3,replicate=2", "pipeline=2,schedule=interleaved,microbatches=2,replicate=2",
+    "pipeline=2,schedule=zero_bubble,microbatches=2,replicate=2", "pipeline=2,schedule=gpipe,microbatches=3,shard=2",
+    "pipeline=2,microbatches=3,shard=2", "pipeline=2,microbatches=3,shard=2,zero=2",
+    "pipeline=2,microbatches=2,shard=2,zero=1", "pipeline=2,schedule=interleaved,microbatches=4,shard=2",
+    "pipeline=2,schedule=zero_bubble,microbatches=2,shard=2,zero=1", "pipeline=2,microbatches=2,tensor=2",
+    "pipeline=2,schedule=gpipe,microbatches=3,tensor=2", "pipeline=2,schedule=interleaved,microbatches=2,tensor=2",
+    "pipeline=2,schedule=zero_bubble,microbatches=2,tensor=2", "pipeline=2,microbatches=2,recompute=host",
+    "pipeline=2,microbatches=2,shard=2,recompute,offload=cpu", "pipeline=2,microbatches=2,channels_last",
+    "pipeline=2,schedule=interleaved,microbatches=4,recompute", "engine=textbook", "engine=textbook,replicate=2",
+    "engine=textbook,replicate=3", "engine=textbook,replicate=4,microbatches=2", "engine=textbook,exact=4,replicate=2",
+    "engine=lightning", "engine=lightning,replicate=2", "engine=lightning,replicate=3", "engine=lightning,shard=2",
+    "engine=lightning,shard=2,zero=1,microbatches=2", "engine=lightning,replicate=2,shard=2,zero=2,microbatches=2",
+    "engine=lightning,microbatches=4", "engine=lightning,replicate=2,microbatches=3", "engine=lightning,tensor=2",
+    "engine=lightning,tensor=2,shard=2", "engine=lightning,replicate=2,recompute", "engine=horovod",
+    "engine=horovod,replicate=2", "engine=horovod,replicate=3,microbatches=2", "engine=deepspeed",
+    "engine=deepspeed,offload=cpu", "engine=deepspeed,replicate=2", "engine=deepspeed,shard=2,zero=1",
+    "engine=deepspeed,shard=2,zero=2", "engine=deepspeed,shard=2", "engine=deepspeed,shard=2,recompute",
+    "engine=deepspeed,shard=2,zero=2,offload=cpu,microbatches=2", "engine=deepspeed,shard=2,zero=1,microbatches=2",
+)  # fmt: skip
+"""The plans of the night, each with all of `TASKS` that fit it."""
+TASKS = (
+    ("images", "sgd", "free"), ("images", "adam", "clipped"), ("tokens", "adam", "clipped"), ("tokens", "sgd", "free"),
+    ("tiny", "sgd", "clipped"), ("frozen", "adam", "free"), ("unused", "sgd", "free"), ("dropout", "adam", "clipped"),
+    ("normed", "adam", "clipped"), ("pairs", "sgd", "free"), ("tokens", "lars", "clipped"),
+    ("tokens", "lamb", "clipped"), ("tokens", "muon", "clipped"),
+)  # fmt: skip
 IMAGES = {
     "images": {},
     "tiny": {"batch_size": 3, "samples": 7, "epochs": 4},
@@ -74,10 +117,11 @@ def fits(plan: Plan, kind: str, rule: str, clip: str) -> bool:
     """Whether a task can be trained under a plan, and the plain loop is what it is compared with."""
     return all((
         kind == "tokens" or plan.tensor == 1,
-        kind != "tokens" or not plan.channels_last,
-        kind != "pairs" or (rule in RULES[:2] and clip == "free" and plan.precision == "fp32" and not plan.channels_last),
+        kind not in ("tokens", "pairs") or not plan.channels_last,
+        kind != "pairs" or (rule in RULES[:2] and clip == "free" and plan.precision == "fp32"),
         kind not in ("pairs", "normed") or plan.domain == 1,
         kind != "dropout" or not plan.exact,  # its pieces have draws of their own
+        kind != "dropout" or not plan.channels_last,  # torch draws in the order of memory
         # Synchronised over processes, not over microbatches, pieces or stages.
         kind != "normed" or (plan.microbatches == plan.pipeline == 1 and not plan.exact),
         kind != "normed" or plan.engine not in ("textbook", "horovod"),
@@ -100,7 +144,9 @@ def values_of(line: str) -> Cell:
     """Reads a cell from its line."""
     text, *rest = line.split()
     present = set(text.split(","))
-    parts = [max((value for value in values if set(filter(None, value.split(","))) <= present), key=len) for values in KEYS]
+    parts = [
+        max((value for value in values if set(filter(None, value.split(","))) <= present), key=len) for values in KEYS
+    ]
     return (*parts, *rest)
 
 
@@ -108,6 +154,19 @@ def line_of(cell: Cell) -> str:
     """Writes a cell as a line."""
     *parts, kind, rule, clip = cell
     return f"{text_of(parts, kind) or 'one'} {kind} {rule} {clip}"
+
+
+def products() -> list[str]:
+    """Returns the lines of the night's cells."""
+    cells = [(Plan.parse(text), task) for text in PRODUCTS for task in TASKS]
+    return [line_of((str(plan), *task)) for plan, task in cells if fits(plan, *task)]
+
+
+def in_turn(first: Sequence[Any], second: Sequence[Any]) -> list[Any]:
+    """Returns the product of two lists, all but one cell for each of the longer list's values marked for the night."""
+    places = itertools.product(range(len(first)), range(len(second)))
+    by_day = {(number % len(first), number % len(second)) for number in range(max(len(first), len(second)))}
+    return [pytest.param(first[i], second[j], marks=() if (i, j) in by_day else pytest.mark.nightly) for i, j in places]
 
 
 def plans() -> Iterator[tuple[Cell, Plan]]:
@@ -148,7 +207,9 @@ def possible() -> np.ndarray:
 def pairs_of(cells: np.ndarray) -> set[tuple[int, int, int, int]]:
     """Returns the pairs that stand in cells: two factors, and the numbers of their values."""
     two = itertools.combinations(range(len(FACTORS)), 2)
-    return {(i, j, *divmod(int(n), 100)) for i, j in two for n in np.unique(cells[:, i].astype(int) * 100 + cells[:, j])}
+    return {
+        (i, j, *divmod(int(n), 100)) for i, j in two for n in np.unique(cells[:, i].astype(int) * 100 + cells[:, j])
+    }
 
 
 def stored() -> list[str]:
