@@ -85,10 +85,9 @@ PRODUCTS = (
 )  # fmt: skip
 """The plans of the night, each with all of `TASKS` that fit it."""
 TASKS = (
-    ("images", "sgd", "free"), ("images", "adam", "clipped"), ("tokens", "adam", "clipped"), ("tokens", "sgd", "free"),
-    ("tiny", "sgd", "clipped"), ("frozen", "adam", "free"), ("unused", "sgd", "free"), ("dropout", "adam", "clipped"),
-    ("normed", "adam", "clipped"), ("pairs", "sgd", "free"), ("tokens", "lars", "clipped"),
-    ("tokens", "lamb", "clipped"), ("tokens", "muon", "clipped"),
+    ("images", "adam", "clipped"), ("tokens", "sgd", "free"), ("tiny", "sgd", "clipped"), ("frozen", "adam", "free"),
+    ("unused", "sgd", "free"), ("dropout", "adam", "clipped"), ("normed", "adam", "clipped"), ("pairs", "sgd", "free"),
+    ("tokens", "lars", "clipped"), ("tokens", "muon", "free"),
 )  # fmt: skip
 IMAGES = {
     "images": {},

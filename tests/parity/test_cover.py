@@ -26,7 +26,7 @@ def expected(kind: str, rule: str, clip: str, double: bool) -> dict[str, Any]:
     return contrastive.plain(task, STEPS) if kind == "pairs" else reference.train(task, STEPS, double=double)
 
 
-@pytest.mark.parametrize("cell", [*CELLS, *(pytest.param(cell, marks=pytest.mark.nightly) for cell in NIGHT)])
+@pytest.mark.parametrize("cell", [*CELLS, *(pytest.param(cell, marks=pytest.mark.nightly) for cell in NIGHT)], ids=str)
 def test_learns_the_same(pool: Pool, cell: str) -> None:
     """Compares weights, losses, norms and scores with the plain loop's; of bf16 the first two, with one process's."""
     text, *names = cell.split()

@@ -70,6 +70,11 @@ def test_microbatches_of_two_new_shapes_in_a_round_are_evaluated(pool: Pool) -> 
     check(pool, task, plan, reference.train(task, STEPS))
 
 
+def test_gradients_are_clipped_where_a_stage_has_none(pool: Pool) -> None:
+    task = Images(frozen=True, clip=0.5)
+    check(pool, task, "pipeline=3,schedule=gpipe,microbatches=2", reference.train(task, STEPS))
+
+
 @pytest.mark.costly
 def test_compiled_stages_learn_the_same(pool: Pool) -> None:
     """Batches of one shape: what has another is compiled again, as tests/parity/test_special.py does."""
