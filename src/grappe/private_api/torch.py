@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import ModuleType, SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm as BatchNormBase
+from torch.nn.modules.loss import _Loss as LossBase
 from torch.optim import Optimizer
 from torch.optim import optimizer as optimizer_module
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -34,8 +36,8 @@ if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
 __all__ = [
-    "BatchNormBase", "TorchDispatchMode", "TreeSpec", "tree_flatten", "tree_leaves", "tree_map", "tree_unflatten",
-    "treespec_dumps", "treespec_loads",
+    "BatchNormBase", "LossBase", "TorchDispatchMode", "TreeSpec", "tree_flatten", "tree_leaves", "tree_map",
+    "tree_unflatten", "treespec_dumps", "treespec_loads",
 ]  # fmt: skip
 """Of what is imported here, for other modules."""
 
@@ -59,6 +61,8 @@ USED = private_names(
         "torch.distributed.device_mesh": "_mesh_resources",
         "torch.distributed.device_mesh.DeviceMesh": "_flatten",
         "torch.distributed.distributed_c10d": "_get_default_store",
+        "torch.distributed.fsdp": "_fully_shard",
+        "torch.distributed.fsdp._fully_shard": "_fsdp_param",
         "torch.distributed.pipelining": "_backward",
         "torch.distributed.tensor": "_utils",
         "torch.utils.data.dataloader._MultiProcessingDataLoaderIter": "_shutdown_workers",
@@ -66,6 +70,7 @@ USED = private_names(
         "torch.distributed.tensor.DTensor": "_local_tensor",
         "torch.nn.Module": "_apply _buffers _modules _parameters",
         "torch.nn.modules.batchnorm": "_BatchNorm",
+        "torch.nn.modules.loss": "_Loss",
         "torch.nn.modules.rnn": "_VF",
         "torch.optim.Optimizer": "_optimizer_step_post_hooks _optimizer_step_pre_hooks",
         "torch.optim.lr_scheduler": "_schedulers _wrapped_by_lr_sched",
@@ -218,6 +223,21 @@ def forget_meshes() -> None:
 
     for name in ("child_to_root_mapping", "root_to_flatten_mapping", "flatten_name_to_root_dims"):
         getattr(device_mesh._mesh_resources, name, {}).clear()
+
+
+@contextlib.contextmanager
+def gradients_handed_over(term: Callable[[Tensor], Tensor]) -> Iterator[None]:
+    """Context in which FSDP2 sums over processes what `term` makes of each unsharded gradient."""
+    from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
+
+    before = {name: vars(FSDPParam)[name] for name in ("unsharded_grad_data", "unsharded_accumulated_grad_data")}
+    for name, plain in before.items():
+        setattr(FSDPParam, name, property(lambda self, plain=plain: term(plain.fget(self))))
+    try:
+        yield
+    finally:
+        for name, plain in before.items():
+            setattr(FSDPParam, name, plain)
 
 
 def fake_store() -> dist.Store:
