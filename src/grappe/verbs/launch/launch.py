@@ -9,8 +9,8 @@ import ast
 import contextlib
 import dataclasses
 import io
+import itertools
 import os
-import runpy
 import secrets
 import shlex
 import signal
@@ -20,6 +20,7 @@ import time
 import traceback
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from types import ModuleType
 
 from grappe.errors import (
     EXIT_FAILURE,
@@ -231,8 +232,10 @@ def script_traceback(error: Exception) -> str:
         if (part := chain.pop()) is None:
             continue
         first = next((number for number, frame in enumerate(part.stack) if is_users_file(frame.filename)), 0)
-        frames = part.stack[first:]
-        if frames and not frames[-1].filename.startswith(str(PACKAGE)):
+        # An operator that meets rows calls torch again, for a process's own: torch's error is that of the first call.
+        frames = list(itertools.takewhile(lambda frame: "torch_dispatch" not in frame.name, part.stack[first:]))
+        # A function of Python's that is replaced has no frame of its own: the call of the plain one is the last.
+        if frames and (not frames[-1].filename.startswith(str(PACKAGE)) or "plain(" in (frames[-1].line or "")):
             frames = [frame for frame in frames if not frame.filename.startswith(str(PACKAGE))]
         part.stack = traceback.StackSummary.from_list(frames)
         chain += [part.__cause__, part.__context__]
@@ -255,8 +258,11 @@ def run_as_main(script: Path, arguments: Sequence[str]) -> None:
     """Runs a script as `python SCRIPT ARGUMENTS` does, in this process."""
     start_as_python_does()
     sys.argv = [str(script), *arguments]
+    file = str(script.absolute())  # as Python has it in tracebacks
     sys.path.insert(0, str(script.absolute().parent))
-    runpy.run_path(str(script.absolute()), run_name="__main__")
+    sys.modules["__main__"] = module = ModuleType("__main__")
+    module.__file__ = file
+    exec(compile(files.read_text(script), file, "exec", dont_inherit=True), vars(module))
 
 
 def run_script(request: ScriptRequest, process: ProcessRank, rendezvous_folder: Path) -> int:

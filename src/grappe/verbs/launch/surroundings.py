@@ -21,7 +21,7 @@ import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -32,6 +32,7 @@ from grappe.launch.world import World
 from grappe.verbs.launch.interception import replaced
 from grappe.verbs.launch.variables import is_own_file
 
+T = TypeVar("T")
 TORCH = f"{Path(torch.__file__).parent}/"
 COMPILERS = (f"{TORCH}_inductor", f"{TORCH}_dynamo", f"{Path(TORCH).parent}/triton")
 CLOCKS = (
@@ -105,14 +106,28 @@ class _Order:
                 self._world.barrier()
             self._has_read, self._has_written = True, False
 
-    def write(self, frame: FrameType) -> bool:
-        """Waits until all processes have read what the script has before this; returns whether this one writes."""
+    def write(self, frame: FrameType, change: Callable[[], T], instead: Callable[[], T]) -> T:
+        """Runs a change on process 0, once all have read what the script has before this. Collective.
+
+        Args:
+            instead: run on the other processes, unless the change raised an error, which all then raise.
+        """
         if not (by_script(frame) and self._main):
-            return True
+            return change()
         if self._has_read:
             self._world.barrier()
         self._has_read, self._has_written = False, True
-        return not self._world.rank
+        if self._world.rank:
+            if (error := self._world.share(None)) is not None:
+                raise error
+            return instead()
+        try:
+            value = change()
+        except OSError as error:
+            self._world.share(error)
+            raise
+        self._world.share(None)
+        return value
 
 
 @contextlib.contextmanager
@@ -130,24 +145,29 @@ def _files_ordered(world: World) -> Iterator[None]:
     def changing(plain: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(plain)
         def change(*arguments: Any, **options: Any) -> Any:
-            if order.write(sys._getframe(1)):
-                return plain(*arguments, **options)
-            return arguments[1] if len(arguments) > 1 else None  # as shutil.copy
+            copied = arguments[1] if len(arguments) > 1 else None  # as shutil.copy
+            return order.write(sys._getframe(1), lambda: plain(*arguments, **options), lambda: copied)
 
         return change
 
     def opening(plain: Callable[..., Any]) -> Callable[..., Any]:
         def opened(file: Any, mode: str = "r", *arguments: Any, **options: Any) -> Any:
-            if not isinstance(file, int):
-                (order.write if set(mode) & set("wax+") else order.read)(sys._getframe(1))
+            def run() -> Any:
+                return plain(file, mode, *arguments, **options)
+
+            if isinstance(file, int):
+                return run()
+            if set(mode) & set("wax+"):
+                return order.write(sys._getframe(1), run, run)
+            order.read(sys._getframe(1))
             return plain(file, mode, *arguments, **options)
 
         return opened
 
     def saving(plain: Callable[..., None]) -> Callable[..., None]:
         def saved(*arguments: Any, **options: Any) -> None:
-            order.write(sys._getframe(1))
-            plain(*arguments, **options)
+            order.write(sys._getframe(1), lambda: None, lambda: None)
+            plain(*arguments, **options)  # rows in it are gathered: each process takes part
 
         return saved
 
@@ -220,7 +240,7 @@ def writing_nothing(*, until_left: bool = False) -> Iterator[None]:
         if is_left:  # by way of what has been put around this one meanwhile
             save(value, file, *arguments, **options)
             return
-        with _Nowhere(os.devnull, "r+") as nowhere:  # rows in the value are gathered: each process takes part
+        with _Nowhere(os.devnull, "r+") as nowhere:
             save(value, file if hasattr(file, "write") else nowhere, *arguments, **options)
 
     builtins.open = io.open = opened  # type: ignore[assignment]
