@@ -67,24 +67,28 @@ def _native_dropout(operator: Any, arguments: Any, options: Any) -> Any:
 
 def _fill_own(operator: Any, local: Tensor, layout: Layout, rest: tuple[Any, ...], options: Any) -> bool:
     """Draws own rows alone where the generator of a CPU can pass over the others'; returns whether it could."""
-    placement = layout.placement
-    if options.get("generator") is not None or layout.device.type != "cpu" or placement.outer != 1:
+    words = None if options.get("generator") is not None else _words_around(operator, layout, rest)
+    if words is None:
         return False
-    stride = layout.stride
-    if not is_dense(layout) or any(
-        each > stride[placement.dim] and size > 1 for each, size in zip(stride, layout.shape, strict=True)
-    ):
-        return False
+    _pass_over(words[0])
+    if local.numel():
+        operator(local, *rest)
+    _pass_over(words[1])
+    return True
+
+
+@functools.lru_cache(maxsize=4096)
+def _words_around(operator: Any, layout: Layout, rest: tuple[Any, ...]) -> tuple[int, int] | None:
+    """Returns the words of the generator before and after those of own rows; None if it cannot be told."""
+    (dim, sizes, outer), stride = layout.placement, layout.stride
+    first = all(each <= stride[dim] or size == 1 for each, size in zip(stride, layout.shape, strict=True))
+    if layout.device.type != "cpu" or outer != 1 or not first or not is_dense(layout) or not sum(sizes):
+        return None
     words = _words_each(operator, layout.dtype, rest)
     if not words:
-        return False
-    each = words * (layout.shape.numel() // max(1, placement.total))
-    before = sum(layout.placement.sizes[: NOW.context.rank])
-    _pass_over(each * before)
-    if placement.rows:
-        operator(local, *rest)
-    _pass_over(each * (placement.total - before - placement.rows))
-    return True
+        return None
+    each, before = words * (layout.shape.numel() // sum(sizes)), sum(sizes[: NOW.context.rank])
+    return each * before, each * (sum(sizes) - before - layout.placement.rows)
 
 
 @functools.lru_cache(maxsize=256)
