@@ -93,15 +93,19 @@ def _words_around(operator: Any, layout: Layout, rest: tuple[Any, ...]) -> tuple
 
 @functools.lru_cache(maxsize=256)
 def _words_each(operator: Any, dtype: torch.dtype, arguments: tuple[Any, ...]) -> int:
-    """Returns how many words of the CPU's generator each number takes, if they are drawn one by one; otherwise 0."""
-    generators = [torch.Generator().manual_seed(1) for _ in range(4)]
-    at_once, first, then = (torch.empty(size, dtype=dtype) for size in (40, 17, 23))
-    for tensor, generator in zip((at_once, first, then), (generators[0], *generators[1:2] * 2), strict=True):
-        operator(tensor, *arguments, generator=generator)
-    for words, generator in ((1, generators[2]), (2, generators[3])):
-        torch.empty(words * 40, dtype=torch.int32).random_(generator=generator)
-        if torch.equal(generator.get_state(), generators[0].get_state()):
-            return words if torch.equal(at_once, torch.cat([first, then])) else 0
+    """Returns how many words of the CPU's generator each number takes, if they are drawn one by one; otherwise 0.
+
+    Numbers that are drawn in pairs, of which the second waits in the generator, are not passed over by words.
+    """
+    at_once, after = torch.empty(40, dtype=dtype), torch.empty(23, dtype=dtype)
+    plain = torch.Generator().manual_seed(1)
+    operator(at_once, *arguments, generator=plain)
+    for words in (1, 2):
+        passed = torch.Generator().manual_seed(1)
+        torch.empty(words * 17, dtype=torch.int32).random_(generator=passed)
+        operator(after, *arguments, generator=passed)
+        if torch.equal(at_once[17:], after) and torch.equal(plain.get_state(), passed.get_state()):
+            return words
     return 0
 
 

@@ -247,7 +247,7 @@ def _plan(call: Call, way: Way, arguments: Any, options: Any) -> Callable[..., A
     many = isinstance(metas, (list, tuple))
     places = way.results if type(way.results) in (list, tuple) else None
     layouts: list[Any] = []
-    device = options.get("device") or (call.lead or call.first).device
+    device = options.get("device") or (call.lead or call.layouts[0]).device
     shared = way.view and call.first.shared
     for at, meta in enumerate(metas if many else [metas]):
         placement = places[at] if places is not None else way.results
