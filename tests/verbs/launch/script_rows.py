@@ -62,7 +62,8 @@ for images, _ in loader:
     mean, variance = encoder(images).chunk(2, 1)
     code = mean + torch.randn_like(mean) * (variance / 2).exp()
     again = torch.sigmoid(decoder(code))
-    loss = F.binary_cross_entropy(again, images, reduction="sum") - 0.5 * (1 + variance - mean**2 - variance.exp()).sum()
+    distance = -0.5 * (1 + variance - mean**2 - variance.exp()).sum()
+    loss = F.binary_cross_entropy(again, images, reduction="sum") + distance
     optimizer.zero_grad()
     loss.backward()
     optimizer.step()

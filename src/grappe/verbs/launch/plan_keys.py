@@ -181,7 +181,7 @@ def shards_whole(world: World) -> Iterator[None]:
         return filled
 
     def term(gradient: Tensor) -> Tensor:
-        if type(gradient) is Rows and gradient._cell.place is PARTIAL:
+        if type(gradient) is Rows and gradient._cell.layout.placement is PARTIAL:
             return local_rows(gradient)
         return full(gradient) / world.data_size  # each process has the whole, and FSDP2 sums them
 

@@ -38,8 +38,6 @@ from grappe.rows.tensor import PARTIAL, Placement, Rows, full, local_rows, split
 from grappe.verbs.launch.interception import Begin, StepHandler, parameters_of, replaced
 from grappe.verbs.launch.plan_keys import PlanKeys
 
-FEWEST = 2
-"""Rows of each process, at least: with one row the order of dimensions in memory cannot be told from its strides."""
 CHECK_EVERY = 100  # steps, after which the processes compare their weights; at first after 1, 2, 4, …
 REPORTED = 20  # steps, after which it is said what was gathered
 SHARE = 0.03  # of the time: gathering below it is not worth a line
@@ -103,7 +101,7 @@ class SpreadSteps(StepHandler):
     def _split(self, batch: Any, shared: bool) -> Any:
         counts = Counter(len(each) for each in tree_leaves(batch) if isinstance(each, Tensor) and each.dim())
         rows = counts.most_common(1)[0][0] if counts else 0
-        if rows < FEWEST * self._world.data_size:
+        if rows < self._world.data_size:
             return batch
         self._rows = rows
         return tree_map(lambda each: split(each, shared=shared) if _has_rows(each, 0, rows) else each, batch)
@@ -138,7 +136,7 @@ class SpreadSteps(StepHandler):
             )
         dim = int(self._time_major[module] and leaves[0].dim() > 1)
         rows = leaves[0].shape[dim] if leaves[0].dim() > dim else 0
-        if rows < FEWEST * self._world.data_size or (leaves[0].dim() == 1 and rows != self._rows):
+        if rows < self._world.data_size or (leaves[0].dim() == 1 and rows != self._rows):
             return arguments, options
 
         def taken(each: Any) -> Any:
@@ -163,7 +161,7 @@ class SpreadSteps(StepHandler):
         """Has batch normalisation take a process's own rows, as batchnorm=local asks."""
 
         def forward(module: Any, value: Tensor) -> Tensor:
-            place = value._cell.place if type(value) is Rows else None
+            place = value._cell.layout.placement if type(value) is Rows else None
             if not module.training or type(place) is not Placement or place.dim or place.outer != 1:
                 return plain(module, value)
             self._norms[module] = None
@@ -183,7 +181,7 @@ class SpreadSteps(StepHandler):
 
     def own_term(self, loss: Tensor) -> Tensor:
         """Returns this process's term of a loss."""
-        if type(loss) is Rows and loss._cell.place is PARTIAL:
+        if type(loss) is Rows and loss._cell.layout.placement is PARTIAL:
             return local_rows(loss).detach()
         return full(loss).detach() / self._world.data_size
 
@@ -216,7 +214,7 @@ class SpreadSteps(StepHandler):
             return  # of a backward with create_graph: they are part of a graph
         terms = defaultdict[tuple[torch.dtype, torch.device], list[Tensor]](list)
         for each in rows:
-            if each.grad._cell.place is PARTIAL:  # type: ignore[union-attr]
+            if each.grad._cell.layout.placement is PARTIAL:  # type: ignore[union-attr]
                 terms[each.grad.dtype, each.grad.device].append(each)  # type: ignore[union-attr]
             else:
                 each.grad = full(each.grad)
@@ -269,7 +267,8 @@ class SpreadSteps(StepHandler):
         Raises:
             DivergedError: they differ.
         """
-        buffers = [each for module in self._modules for each in module.buffers()]
+        modules = {inner: None for module in self._modules for inner in module.modules() if inner not in self._norms}
+        buffers = [each for module in modules for each in module.buffers(recurse=False)]
         plain = [each for each in (*self._trained(), *buffers) if type(each) in (Tensor, nn.Parameter)]
         sums = [float(each.detach().double().sum()) for each in plain]
         if len({repr(each) for each in self._world.gather(sums)}) > 1:
