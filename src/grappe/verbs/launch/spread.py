@@ -148,11 +148,13 @@ class SpreadSteps(StepHandler):
 
     def _uncompiled(self, _: Callable[..., Any]) -> Callable[..., Any]:
         """Stands for torch.compile, which would trace the local part of an operator's rule."""
-        said = []
+        is_first = not self._world.rank
 
         def compiled(model: Any = None, **options: Any) -> Any:
-            if not said and not self._world.rank:
-                said.append(complain("grappe: torch.compile is left out: several processes run uncompiled"))
+            nonlocal is_first
+            if is_first:
+                complain("grappe: torch.compile is left out: several processes run uncompiled")
+            is_first = False
             return (lambda function: function) if model is None else model
 
         return compiled
@@ -314,7 +316,7 @@ class _Split(torch.autograd.Function):
         return split(plain.detach(), dim, shared=True)
 
     @staticmethod
-    def backward(ctx: Any, grad: Any) -> Any:
+    def backward(ctx: Any, grad: Any) -> Any:  # type: ignore[override]
         return grad, None
 
 
