@@ -7,6 +7,7 @@ call is gathered. Shapes and strides of results are those that torch computes fo
 from __future__ import annotations
 
 import contextlib
+import weakref
 import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -457,9 +458,7 @@ def _view_of(before: Cell, local: Tensor, layout: Layout) -> Rows:
     cell = Cell(local, layout)
     cell.family, cell.seen = family, family.version
     if layout.placement is PARTIAL:
-        import weakref
-
-        family.terms += [weakref.ref(before), weakref.ref(cell)]
+        family.terms.append(weakref.ref(cell))
     return rows_of(cell)
 
 
