@@ -63,7 +63,7 @@ def _on_all_rows(operator: Any, arguments: Any, options: Any) -> Any:
 
 def _is_view(schema: Any) -> bool:
     # Torch tells autograd that these are none; their results share memory all the same.
-    return "unsafe_" in schema.name or any(
+    return schema.name.startswith("aten::unsafe_") or any(
         each.alias_info is not None and not each.alias_info.is_write for each in schema.returns
     )
 

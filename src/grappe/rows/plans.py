@@ -193,10 +193,14 @@ def _signature(values: Any, by_type: bool) -> tuple[Any, ...]:
         elif kind is list or kind is tuple:
             key.append(_signature(each, by_type))
         elif isinstance(each, Tensor):
-            key.append((each.shape, each.stride(), each.dtype, each.device))
+            raise _OtherKind
         else:
             key.append(each)
     return tuple(key)
+
+
+class _OtherKind(RuntimeError):
+    """A user's subclass of Tensor, which makes its results of the same class: of plain tensors it can."""
 
 
 class _Planned:
@@ -209,7 +213,7 @@ class _Planned:
     def __call__(self, operator: Any, arguments: Any, options: Any) -> Any:
         try:
             key = _signature(arguments, self.by_type)
-        except RuntimeError:  # a plain tensor without strides: sparse, nested
+        except RuntimeError:  # or a plain tensor without strides: sparse
             return gathered(operator, arguments, options)
         if options:
             key = (key, tuple(options), _signature(options.values(), self.by_type))
