@@ -68,6 +68,8 @@ class SpreadSteps(StepHandler):
         self._norms = weakref.WeakKeyDictionary[nn.Module, None]()
         """Batch normalisations of own rows, whose running statistics are averaged after each step."""
         self._time_major = weakref.WeakKeyDictionary[nn.Module, bool]()
+        self._parameters: list[Tensor] = []
+        self._sizes: tuple[int, ...] = ()
         self._depth = self._rows = 0
         self._is_compared = False
         self._began = time.perf_counter()
@@ -205,9 +207,15 @@ class SpreadSteps(StepHandler):
 
     def _trained(self) -> list[Tensor]:
         """Returns the parameters whose gradients go in one message; another one's is summed where it is read."""
-        of_modules = (each for module in list(self._modules) for each in module.parameters())
-        every = {id(each): each for each in (*parameters_of(self._optimizers), *of_modules)}
-        return [each for each in every.values() if type(each) is not Rows]
+        groups = [group["params"] for optimizer in self._optimizers for group in optimizer.param_groups]
+        sizes = (len(self._modules), *map(len, groups))  # of what the list below, which takes long, was made of
+        if sizes != self._sizes:
+            of_modules = (each for module in list(self._modules) for each in module.parameters())
+            of_groups = (each for group in groups for each in group)
+            every = {id(each): each for each in (*of_groups, *of_modules)}
+            self._parameters = [each for each in every.values() if type(each) is not Rows]
+            self._sizes = () if self._keys.plan.shard > 1 else sizes
+        return self._parameters
 
     def _settle(self, parameters: Sequence[Tensor]) -> None:
         """Sums the terms of gradients, in a message for each dtype."""

@@ -98,10 +98,12 @@ class _Order:
     def __init__(self, world: World) -> None:
         self._world, self._main = world, _Main()
         self._has_read = self._has_written = False
+        self._changes = False
+        """Whether a change runs, whose own reads and writes are process 0's alone."""
 
     def read(self, frame: FrameType) -> None:
         """Waits until process 0 has written all that the script has before this. Collective after a write."""
-        if by_script(frame) and self._main:
+        if not self._changes and by_script(frame) and self._main:
             if self._has_written:
                 self._world.barrier()
             self._has_read, self._has_written = True, False
@@ -112,7 +114,7 @@ class _Order:
         Args:
             instead: run on the other processes, unless the change raised an error, which all then raise.
         """
-        if not (by_script(frame) and self._main):
+        if self._changes or not (by_script(frame) and self._main):
             return change()
         if self._has_read:
             self._world.barrier()
@@ -121,11 +123,14 @@ class _Order:
             if (error := self._world.share(None)) is not None:
                 raise error
             return instead()
+        self._changes = True
         try:
             value = change()
         except OSError as error:
             self._world.share(error)
             raise
+        finally:
+            self._changes = False
         self._world.share(None)
         return value
 
