@@ -135,7 +135,7 @@ def summed(local: Tensor, operation: str = "sum") -> Tensor:
     elif total.numel() and NOW.context.size > 1:
         total = total.clone() if total.data_ptr() == local.data_ptr() else total
         of = torch.view_as_real(total) if total.is_complex() else total
-        _send(lambda: dist.all_reduce(of, group=NOW.context.group), total.nbytes, "reduce", "backward")
+        _send(lambda: dist.all_reduce(of, group=NOW.context.group), total.nbytes, "reduce", NOW.context.line())
     return total.to(dtype)
 
 
