@@ -11,8 +11,9 @@ from torch import Tensor
 from grappe.errors import GrappeError
 from grappe.private_api.torch import operator_schema, tree_leaves, tree_map, without_torch_dispatch
 from grappe.rows.context import NOW, GatheredAt
-from grappe.rows.layout import GHOST, Placement, layout_of
-from grappe.rows.tensor import Cell, Rows, full, rows_of, write
+from grappe.rows.layout import GHOST, Placement, layout_of, overlaps
+from grappe.rows.messages import own_part
+from grappe.rows.tensor import Cell, Rows, full, own_memory, rows_of, written
 
 
 def gathered(operator: Any, arguments: Any, options: Any) -> Any:
@@ -44,7 +45,7 @@ def _on_all_rows(operator: Any, arguments: Any, options: Any) -> Any:
         for each in schema.arguments:
             if each.alias_info is not None and each.alias_info.is_write and each.name in named:
                 targets += [leaf for leaf in tree_leaves(named[each.name]) if type(leaf) is Rows]
-    copies = {id(each): full(each).clone() for each in targets}
+    copies = {id(each): _copied(each) for each in targets}
     plain = tree_map(
         lambda each: copies.get(id(each), full(each)) if type(each) is Rows else each, (arguments, options)
     )
@@ -59,6 +60,13 @@ def _on_all_rows(operator: Any, arguments: Any, options: Any) -> Any:
         return result
     back = {id(copies[id(each)]): each for each in targets}
     return tree_map(lambda each: back.get(id(each), each) if isinstance(each, Tensor) else each, result)
+
+
+def _copied(value: Rows) -> Tensor:
+    """Returns all rows in new memory with the same strides, gaps too: torch draws into it in another way without."""
+    if overlaps(value._cell.layout):
+        return full(value).clone()
+    return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device).copy_(full(value))
 
 
 def _is_view(schema: Any) -> bool:
@@ -108,3 +116,28 @@ def _view_in_place(operator: Any, arguments: Any, options: Any) -> Any:
         operator(value, *arguments[1:], **options)
     value._cell = made._cell
     return value
+
+
+def write(value: Rows, new: Tensor) -> None:
+    """Writes the numbers of all rows into a value, wherever its memory is."""
+    cell = value._cell
+    if cell.ghost is not None:
+        root, chain = cell.ghost
+        if overlaps(cell.layout):
+            raise GrappeError(f"a write to a view whose places overlap ({NOW.context.line()}): write to a clone of it")
+        base = full(root).clone()
+        made = base
+        for function in chain:
+            made = function(made)
+        made.copy_(new)
+        write(root, base)
+        cell.local, cell.seen = made, cell.family.version  # type: ignore[union-attr]
+        return
+    placement = cell.layout.placement
+    if type(placement) is Placement:
+        own_memory(cell)
+        cell.local.copy_(own_part(new, placement))
+    else:
+        cell.local.copy_(new)
+        cell.layout = cell.layout.placed(None)
+    written(value)

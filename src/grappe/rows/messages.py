@@ -28,6 +28,8 @@ class ProcessAstray(GrappeError):
 def gather(local: Tensor, placement: Placement) -> Tensor:
     """Returns all rows from each process's own, contiguous and equal on all processes."""
     dim, (sizes, outer) = placement.dim, placement[1:]
+    if local.is_meta:  # torch asks so for the shape of a sum with a zero that has no memory
+        return local.new_empty((*local.shape[:dim], outer * placement.total, *local.shape[dim + 1 :]))
     rows = local.unflatten(dim, (outer, placement.rows)).movedim(dim + 1, 0)
     shape = rows.shape[1:]
     width = shape.numel() * rows.element_size()
@@ -87,7 +89,7 @@ def _send(message: Any, size: int, purpose: str, line: str) -> None:
     """Runs a message; one that fails, as processes wait for different ones, names their lines."""
     now = NOW.context
     thread = threading.current_thread()
-    if thread is not now.thread and not isinstance(thread, threading._DummyThread):  # torch's own, of backward
+    if thread is not now.thread and not thread.name.startswith("Dummy"):  # as torch's own, of backward, are named
         raise GrappeError(f"{line}: a thread of the script reads rows of the batch: read them in the main thread")
     now.sent[purpose] += size * (now.size - 1)
     now.messages += 1
@@ -126,6 +128,8 @@ def summed(local: Tensor, operation: str = "sum") -> Tensor:
             torch.uint8 if dtype is torch.bool and operation != "sum" else torch.int64 if dtype is torch.bool else dtype
         )
     total = local.to(wide).resolve_conj().resolve_neg().contiguous()
+    if local.is_meta:
+        return local
     if total.numel() and (operation != "sum" or total.nbytes <= _SMALL):  # other libraries' max may lose a NaN
         parts = _exchange(_bytes(total), [total.nbytes] * NOW.context.size, "reduce")
         every = torch.stack([part.view(wide).view(total.shape) for part in parts])
@@ -135,7 +139,7 @@ def summed(local: Tensor, operation: str = "sum") -> Tensor:
     elif total.numel() and NOW.context.size > 1:
         total = total.clone() if total.data_ptr() == local.data_ptr() else total
         of = torch.view_as_real(total) if total.is_complex() else total
-        _send(lambda: dist.all_reduce(of, group=NOW.context.group), total.nbytes, "reduce", "backward")
+        _send(lambda: dist.all_reduce(of, group=NOW.context.group), total.nbytes, "reduce", NOW.context.line())
     return total.to(dtype)
 
 

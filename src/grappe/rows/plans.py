@@ -1,7 +1,7 @@
 """Plans: how an operator is computed from own parts, decided once for the layouts of its arguments.
 
-A rule looks at a `Call` and returns a `Way`: where each tensor is taken, and where the results are. Without a way the
-call is gathered. Shapes and strides of results are those that torch computes for all rows, on meta tensors.
+A rule looks at a `RuleCall` and returns a `Way`: where each tensor is taken, and where the results are. Without a way
+the call is gathered. Shapes and strides of results are those that torch computes for all rows, on meta tensors.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from grappe.private_api.torch import fake_tensors, operator_schema
+from grappe.private_api.torch import COMPOSITE, fake_tensors, operator_schema
 from grappe.rows.context import NOW
 from grappe.rows.gathered import gathered
-from grappe.rows.layout import GHOST, PARTIAL, Layout, Placement, layout_of
+from grappe.rows.layout import PARTIAL, Placement, TensorLayout, layout_of
 from grappe.rows.messages import own_part
-from grappe.rows.tensor import RULES, Cell, Rows, full, own_local, rows_of, settle, wrapped, written
+from grappe.rows.tensor import Cell, Rows, full, own_local, own_memory, rows_of, wrapped, written
 
 AS_IS = "as is"
 """Where a tensor is taken of which only shape and type matter."""
@@ -53,7 +53,7 @@ class Way:
     """Whether the result of the first argument's rows, if this process has all of them, needs no message."""
 
 
-class Call:
+class RuleCall:
     """An operator's call as rules see it: by argument's name, a layout in place of each tensor."""
 
     def __init__(self, operator: Any, arguments: Any, options: Any) -> None:
@@ -64,7 +64,7 @@ class Call:
         given_names = dict(zip(self.names, arguments, strict=False)) | dict(options)
         self.values: dict[str, Any] = {name: _as_layout(value) for name, value in (defaults | given_names).items()}
         self.layouts = [leaf for value in self.values.values() for leaf in (value if type(value) is list else [value])]
-        self.layouts = [each for each in self.layouts if type(each) is Layout]
+        self.layouts = [each for each in self.layouts if type(each) is TensorLayout]
         led = [each for each in self.layouts if type(each.placement) is Placement]
         self.lead: Any = max(led, key=lambda each: len(each.shape), default=None)
         """The rows of most dimensions; None: no argument has rows."""
@@ -74,7 +74,7 @@ class Call:
 
     @property
     def first(self) -> Any:
-        """Layout of the first argument."""
+        """TensorLayout of the first argument."""
         return self.values[self.names[0]]
 
     @property
@@ -82,7 +82,7 @@ class Call:
         """Placement of the leading rows."""
         return self.lead.placement
 
-    def aligned(self, layout: Layout, lead: Any = None) -> Any:
+    def aligned(self, layout: TensorLayout, lead: Any = None) -> Any:
         """Returns where a tensor is taken that is broadcast with the leading rows; None: it has no such dimension."""
         lead = self.lead if lead is None else lead
         dim = lead.placement.dim - len(lead.shape) + len(layout.shape)
@@ -97,7 +97,7 @@ class Unalike(Exception):
     """A dimension has other sizes than that of the leading rows: the call is gathered."""
 
 
-Rule = Callable[[Call], Any]
+Rule = Callable[[RuleCall], Any]
 """Returns a Way, a procedure of (operator, arguments, options), or None to gather."""
 TABLE: dict[str, Rule] = {}
 """Rules by an operator's name, or by its name and overload."""
@@ -146,13 +146,10 @@ def rule_of(operator: Any) -> Callable[..., Any]:
 
 
 def _decomposed(operator: Any) -> Callable[..., Any]:
-    """Takes apart what torch takes apart itself outside of inference_mode; gathers anything else."""
-
-    def run(operator: Any, arguments: Any, options: Any) -> Any:
-        result = operator.decompose(*arguments, **options) if torch.is_inference_mode_enabled() else NotImplemented
-        return gathered(operator, arguments, options) if result is NotImplemented else result
-
-    return run
+    """Takes apart what torch takes apart itself where tensors are not made in inference_mode; gathers anything else."""
+    if not operator.has_kernel_for_dispatch_key(COMPOSITE):
+        return gathered
+    return lambda operator, arguments, options: operator.decompose(*arguments, **options)
 
 
 def _fallible(function: Any) -> Callable[..., Any]:
@@ -226,7 +223,7 @@ class _Planned:
 
     def plan(self, arguments: Any, options: Any) -> Callable[..., Any]:
         """Decides for a signature."""
-        call = Call(self.operator, arguments, options)
+        call = RuleCall(self.operator, arguments, options)
         try:
             way = self.decide(call)
             if isinstance(way, Way):
@@ -239,16 +236,16 @@ class _Planned:
 # ---- From a way to a plan ----------------------------------------------------------------------------------
 
 
-def _plan(call: Call, way: Way, arguments: Any, options: Any) -> Callable[..., Any] | None:
+def _plan(call: RuleCall, way: Way, arguments: Any, options: Any) -> Callable[..., Any] | None:
     """Returns what runs a way; None if torch cannot tell the results' shapes, or they are not what the rule says."""
     takes, named, empty = _takes(call, way, arguments, options)
-    operator = way.operator
     code = zlib.crc32(f"{call.operator} {call.layouts}".encode())
+    operator, prepared = way.operator, _prepared(takes, named, code)
     metas = results_on_meta(call.operator, arguments, options)
     if metas is None:
         return None
     if way.results == FIRST:
-        return _in_place(way, takes, named, empty, code)
+        return _in_place(operator, prepared, empty)
     many = isinstance(metas, (list, tuple))
     places = way.results if type(way.results) in (list, tuple) else None
     layouts: list[Any] = []
@@ -263,23 +260,17 @@ def _plan(call: Call, way: Way, arguments: Any, options: Any) -> Callable[..., A
             return None
         layouts.append(layout_of(meta.shape, meta.stride(), meta.dtype, torch.device(device), placement, shared))
     if way.view:
-        return _view(way, takes, named, layouts, many, code)
+        return _view(operator, prepared, layouts, many)
     single = None if many else layouts[0]
     after, kind = way.after, type(metas)
 
     def run(function: Any, arguments: Any, options: Any) -> Any:
-        now = NOW.context
-        now.trace = hash((now.trace, code))
-        local = [*arguments]
-        for index, take in takes:
-            local[index] = take(local[index])
-        if named:
-            options = {**options, **{name: take(options.get(name)) for name, take in named}}
+        local, own_options = prepared(arguments, options)
         if empty:
             made = [blank(each, way.identity) for each in layouts]
             made = made if many else made[0]
         else:
-            made = (operator or function)(*local, **options)
+            made = (operator or function)(*local, **own_options)
         if after is not None:
             made = after(made)
         if single is not None:
@@ -288,7 +279,7 @@ def _plan(call: Call, way: Way, arguments: Any, options: Any) -> Callable[..., A
                 _keep(result, before, lambda every: function(every, *arguments[1:], **options))
             return result
         return kind(
-            wrapped(each, layout) if type(layout) is Layout and each is not None else each
+            wrapped(each, layout) if type(layout) is TensorLayout and each is not None else each
             for each, layout in zip(made, layouts, strict=True)
         )
 
@@ -301,7 +292,7 @@ def _fits(placement: Placement, shape: Any) -> bool:
 
 def blank(layout: Any, identity: float = 0) -> Any:
     """Returns the part of a process without rows: nothing, or the numbers that change no sum."""
-    if type(layout) is not Layout:
+    if type(layout) is not TensorLayout:
         return layout
     if identity in (float("inf"), -float("inf")) and not layout.dtype.is_floating_point:
         limits = (False, True) if layout.dtype is torch.bool else None
@@ -344,7 +335,7 @@ _BY_DEVICE = {torch.ops.aten.convolution.default, torch.ops.aten.convolution_bac
 """Operators whose results lie in memory as the device's library likes."""
 
 
-def _takes(call: Call, way: Way, arguments: Any, options: Any) -> tuple[list[Any], list[Any], bool]:
+def _takes(call: RuleCall, way: Way, arguments: Any, options: Any) -> tuple[list[Any], list[Any], bool]:
     """Returns what takes an argument's own part, where that is another than the argument.
 
     By position, and by name; and whether this process's part has no rows.
@@ -358,21 +349,22 @@ def _takes(call: Call, way: Way, arguments: Any, options: Any) -> tuple[list[Any
         take = None
         if name in way.constants:
             take = _constant(way.constants[name])
-        elif type(value) is Layout or (type(value) is list and any(type(each) is Layout for each in value)):
+        elif type(value) is TensorLayout or (type(value) is list and any(type(each) is TensorLayout for each in value)):
             tensors = options[name] if is_named else arguments[index]
             at = way.at.get(name, ...)
-            if type(value) is Layout:
+            if type(value) is TensorLayout:
                 at = (None if call.lead is None else call.aligned(value)) if at is ... else at
                 take = _take(value, at, type(tensors) is Rows)
                 places = [at]
             else:
                 every = [
-                    None if call.lead is None or type(each) is not Layout else call.aligned(each) for each in value
+                    None if call.lead is None or type(each) is not TensorLayout else call.aligned(each)
+                    for each in value
                 ]
                 places = every if at is ... else at
                 take = _of_list(
                     [
-                        _take(layout, place, type(each) is Rows) if type(layout) is Layout else None
+                        _take(layout, place, type(each) is Rows) if type(layout) is TensorLayout else None
                         for layout, place, each in zip(value, places, tensors, strict=True)
                     ]
                 )
@@ -394,7 +386,7 @@ def _local(value: Any) -> Any:
     return value._cell.local
 
 
-def _take(layout: Layout, at: Any, is_rows: bool) -> Callable[[Any], Any] | None:
+def _take(layout: TensorLayout, at: Any, is_rows: bool) -> Callable[[Any], Any] | None:
     """Returns what takes a tensor of this layout at a placement; None: it is taken as it is."""
     if at == AS_IS:
         return _local if is_rows else None
@@ -415,29 +407,23 @@ def _first_only(value: Any) -> Any:
     return every if NOW.context.rank == 0 else torch.zeros_like(every)
 
 
-def _in_place(way: Way, takes: Any, named: Any, empty: bool, code: int) -> Callable[..., Any]:
-    operator = way.operator
-
+def _in_place(operator: Any, prepared: Any, empty: bool) -> Callable[..., Any]:
     def run(function: Any, arguments: Any, options: Any) -> Any:
-        now = NOW.context
-        now.trace = hash((now.trace, code))
-        local = [*arguments]
-        for index, take in takes:
-            local[index] = take(local[index])
-        if named:
-            options = {**options, **{name: take(options.get(name)) for name, take in named}}
-        if not empty:
-            (operator or function)(*local, **options)
+        local, own_options = prepared(arguments, options)
         first = arguments[0]
+        if type(first) is Rows:
+            own_memory(first._cell)
+        if not empty:
+            (operator or function)(*local, **own_options)
         return written(first) if type(first) is Rows else first
 
     return run
 
 
-def _view(way: Way, takes: Any, named: Any, layouts: list[Any], many: bool, code: int) -> Callable[..., Any]:
-    operator = way.operator
+def _prepared(takes: Any, named: Any, code: int) -> Callable[..., Any]:
+    """Returns what makes the arguments for an own part."""
 
-    def run(function: Any, arguments: Any, options: Any) -> Any:
+    def run(arguments: Any, options: Any) -> tuple[list[Any], Any]:
         now = NOW.context
         now.trace = hash((now.trace, code))
         local = [*arguments]
@@ -445,7 +431,15 @@ def _view(way: Way, takes: Any, named: Any, layouts: list[Any], many: bool, code
             local[index] = take(local[index])
         if named:
             options = {**options, **{name: take(options.get(name)) for name, take in named}}
-        made = (operator or function)(*local, **options)
+        return local, options
+
+    return run
+
+
+def _view(operator: Any, prepared: Any, layouts: list[Any], many: bool) -> Callable[..., Any]:
+    def run(function: Any, arguments: Any, options: Any) -> Any:
+        local, own_options = prepared(arguments, options)
+        made = (operator or function)(*local, **own_options)
         before = arguments[0]._cell
         if many:
             return [_view_of(before, each, layout) for each, layout in zip(made, layouts, strict=True)]
@@ -457,7 +451,7 @@ def _view(way: Way, takes: Any, named: Any, layouts: list[Any], many: bool, code
     return run
 
 
-def _view_of(before: Cell, local: Tensor, layout: Layout) -> Rows:
+def _view_of(before: Cell, local: Tensor, layout: TensorLayout) -> Rows:
     family = before.shares()
     cell = Cell(local, layout)
     cell.family, cell.seen = family, family.version

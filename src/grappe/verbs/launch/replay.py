@@ -129,7 +129,9 @@ class Replay:
         nn.Module.__call__ = called  # type: ignore[method-assign]
         self._until.callback(setattr, nn.Module, "__call__", plain)
         gradient = torch.autograd.grad
-        torch.autograd.grad = lambda _, inputs, *__, **___: tree_map(torch.zeros_like, inputs)  # type: ignore
+        torch.autograd.grad = lambda _, inputs, *__, **___: tuple(  # type: ignore[assignment]
+            map(torch.zeros_like, [inputs] if isinstance(inputs, Tensor) else inputs)
+        )
         self._until.callback(setattr, torch.autograd, "grad", gradient)
 
     def batches(self, iteration: Iteration) -> Iterator[Any]:

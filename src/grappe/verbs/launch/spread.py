@@ -85,6 +85,7 @@ class SpreadSteps(StepHandler):
             replace_recurrent(lambda layers: recurrent(layers, layers.__name__))
             functions += [
                 (torch, "compile", self._uncompiled),
+                (nn.DataParallel, "forward", _undivided),
                 *((kind, "forward", self._normalising) for kind in _norm_kinds() if self._is_local),
             ]
         with activate(self._context), replaced(*functions):
@@ -331,6 +332,20 @@ class _Split(torch.autograd.Function):
 def _has_rows(each: Any, dim: int, rows: int) -> bool:
     is_plain = type(each) is Tensor and each.layout is torch.strided
     return is_plain and each.dim() > dim and each.shape[dim] == rows
+
+
+def _undivided(_: Callable[..., Any]) -> Callable[..., Any]:
+    """Stands for DataParallel's forward, which would take the other processes' GPUs."""
+
+    def forward(parallel: nn.DataParallel[nn.Module], *arguments: Any, **options: Any) -> Any:
+        if parallel.device_ids:
+            device = torch.device("cuda", torch.cuda.current_device())
+            arguments, options = tree_map(
+                lambda each: each.to(device) if isinstance(each, Tensor) else each, (arguments, options)
+            )
+        return parallel.module(*arguments, **options)
+
+    return forward
 
 
 def _norm_kinds() -> list[type[nn.Module]]:

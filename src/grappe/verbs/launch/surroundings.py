@@ -41,7 +41,8 @@ CLOCKS = (
     (timeit, "default_timer"),
 )  # fmt: skip
 THROUGH = frozenset({
-    "genericpath", "glob", "grappe.verbs.launch.replay", "grappe.verbs.launch.surroundings", "json", "numpy", "os",
+    "genericpath", "glob", "grappe.verbs.launch.plan_keys", "grappe.verbs.launch.replay",
+    "grappe.verbs.launch.surroundings", "json", "numpy", "os",
     "pandas", "pathlib", "PIL", "posixpath", "shutil", "torch.serialization", "uuid",
 })  # fmt: skip
 """Packages and modules through which a script reads and writes files. Others are left out: what a library keeps in a
