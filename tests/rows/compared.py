@@ -1,0 +1,349 @@
+"""Runs a call of torch's databases on rows, placed by a seeded draw, and says how it differs from plain tensors."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from grappe.errors import GrappeError
+from grappe.rows.tensor import PARTIAL, Placement, Rows, from_local, full, split
+from tests.rows.lockstep import Lockstep
+from tests.rows.samples import Call, Outcome, copy, noise
+
+RELATIVE, ABSOLUTE = 1e-9, 1e-11
+"""Of fp64; sums of parts round otherwise than a sum of all."""
+NO_ROWS = 0.15
+"""Chance that a process has no rows, where each could have some."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class State:
+    """How a tensor is placed: `kind` names a function of `PLACED`."""
+
+    kind: str
+    placement: Placement | None = None
+    terms: int = 0
+    """Seed of a sum's terms."""
+
+    def __str__(self) -> str:
+        return self.kind if self.placement is None else f"{self.kind} {tuple(self.placement)}"
+
+
+@dataclass(kw_only=True)
+class Verdict:
+    """What became of a call on rows."""
+
+    call: str
+    operator: str
+    size: int
+    states: str
+    kind: str
+    """"split", "gathered", "refused" or "wrong"."""
+    why: str = ""
+    gathered: list[str] = field(default_factory=list)
+
+
+# ---- Placing -----------------------------------------------------------------------------------------------
+def _own(tensor: Tensor, placement: Placement, rank: int) -> Tensor:
+    """This process's rows, found by index: not by the code that is tested."""
+    first, total = sum(placement.sizes[:rank]), sum(placement.sizes)
+    rows = [o * total + first + i for o in range(placement.outer) for i in range(placement.sizes[rank])]
+    return tensor.index_select(placement.dim, torch.tensor(rows, dtype=torch.int64))
+
+
+def _term(tensor: Tensor, rank: int, size: int, terms: int) -> Tensor:
+    """A process's term of a sum whose total is exact: each number is 2 - 1, 0.5 + 0.5 or 1 times the value."""
+    floating = tensor.dtype.is_floating_point or tensor.dtype.is_complex
+    generator = torch.Generator().manual_seed(terms)
+    way = torch.randint(0, 3 if floating else 2, tensor.shape, generator=generator)
+    pair = torch.stack([torch.randperm(size, generator=generator)[:2] for _ in range(max(1, tensor.numel()))])
+    first, second = (pair[: tensor.numel(), i].view(tensor.shape) for i in (0, 1))
+    exact = tensor.isfinite() & (tensor.abs() < 1e100) if floating else torch.ones_like(tensor, dtype=torch.bool)
+    way = torch.where(exact, way, torch.ones_like(way))
+    zero = torch.zeros_like(tensor)
+    of_first = torch.where(way == 0, tensor + tensor, tensor if not floating else torch.where(way == 2, tensor / 2, tensor))
+    of_second = torch.where(way == 0, -tensor if tensor.dtype is not torch.uint8 else -tensor, zero)
+    if floating:
+        of_second = torch.where(way == 2, tensor / 2, of_second)
+    return torch.where(first == rank, of_first, torch.where(second == rank, of_second, zero))
+
+
+def _split(tensor: Tensor, state: State, rank: int, size: int) -> Tensor:
+    """Known whole on every process, as a loader's batch is."""
+    return split(tensor, state.placement.dim, sizes=state.placement.sizes)
+
+
+def _shared(tensor: Tensor, state: State, rank: int, size: int) -> Tensor:
+    return split(tensor, state.placement.dim, sizes=state.placement.sizes, shared=True)
+
+
+def _computed(tensor: Tensor, state: State, rank: int, size: int) -> Tensor:
+    """Rows of which no process knows the others'."""
+    return split(tensor, state.placement.dim, sizes=state.placement.sizes).clone()
+
+
+def _loaded(tensor: Tensor, state: State, rank: int, size: int) -> Tensor:
+    """Rows that this process alone has loaded."""
+    return from_local(_own(tensor, state.placement, rank), state.placement)
+
+
+def _partial(tensor: Tensor, state: State, rank: int, size: int) -> Tensor:
+    return from_local(_term(tensor, rank, size, state.terms), PARTIAL)
+
+
+def _settled(tensor: Tensor, state: State, rank: int, size: int) -> Tensor:
+    """A sum that was read."""
+    made = _partial(tensor, state, rank, size)
+    full(made)
+    return made
+
+
+def _ghost(tensor: Tensor, state: State, rank: int, size: int) -> Tensor:
+    """A row of a larger tensor: a view that no process's memory shows."""
+    base = torch.stack([torch.zeros_like(tensor), tensor, torch.ones_like(tensor)])
+    sizes = (2, 1) if size == 2 else (1, 0, 2)
+    return split(base, 0, sizes=sizes).clone()[1]
+
+
+def _plain(tensor: Tensor, state: State, rank: int, size: int) -> Tensor:
+    return tensor
+
+
+PLACED: dict[str, Callable[[Tensor, State, int, int], Tensor]] = {
+    "plain": _plain,
+    "split": _split,
+    "shared": _shared,
+    "computed": _computed,
+    "loaded": _loaded,
+    "partial": _partial,
+    "settled": _settled,
+    "ghost": _ghost,
+}
+ALWAYS = State(kind="plain")
+
+
+# ---- Drawing -----------------------------------------------------------------------------------------------
+def _sizes(rows: int, size: int, chance: random.Random) -> tuple[int, ...]:
+    """Uneven rows of each process; at times a process has none."""
+    least = 0 if rows < size or chance.random() < NO_ROWS else 1
+    cuts = sorted(chance.randint(0, rows - least * size) for _ in range(size - 1))
+    return tuple(b - a + least for a, b in zip([0, *cuts], [*cuts, rows - least * size], strict=True))
+
+
+def _of_rows(tensor: Tensor, dim: int, size: int, chance: random.Random, sizes: tuple[int, ...] | None = None) -> State:
+    rows = tensor.shape[dim]
+    kind = chance.choice(("split", "computed", "computed", "loaded", "shared"))
+    outers = [outer for outer in (2, 3) if rows >= 2 * outer and rows % outer == 0]
+    if sizes is not None:
+        return State(kind=kind, placement=Placement(dim, sizes))
+    if outers and chance.random() < 0.15:
+        outer = chance.choice(outers)
+        return State(kind="loaded", placement=Placement(dim, _sizes(rows // outer, size, chance), outer))
+    return State(kind=kind, placement=Placement(dim, _sizes(rows, size, chance)))
+
+
+def _any(tensor: Tensor, size: int, chance: random.Random) -> State:
+    dims = [dim for dim, rows in enumerate(tensor.shape) if rows]
+    kinds = ["plain", "ghost"] + ["partial", "settled"] * (tensor.dtype is not torch.bool) + ["rows"] * 4 * bool(dims)
+    kind = chance.choice(kinds)
+    if kind == "rows":
+        return _of_rows(tensor, chance.choice(dims), size, chance)
+    return State(kind=kind, terms=chance.randint(0, 10**6))
+
+
+def drawn(leaves: tuple[Tensor, ...], size: int, chance: random.Random) -> list[State]:
+    """A placement of each tensor: mostly rows of one dimension that fit, at times any; at least one is not plain."""
+    states = [ALWAYS] * len(leaves)
+    way = chance.random()
+    if way < 0.7:  # the rows of a batch: one tensor leads, those that have as many rows follow or are plain
+        leads = [index for index, each in enumerate(leaves) if any(each.shape)]
+        if leads:
+            lead = leads[0] if chance.random() < 0.6 else chance.choice(leads)
+            tensor = leaves[lead]
+            dims = [dim for dim, rows in enumerate(tensor.shape) if rows]
+            dim = dims[0] if chance.random() < 0.5 else chance.choice(dims)
+            states[lead] = _of_rows(tensor, dim, size, chance)
+            placement = states[lead].placement
+            follow = chance.random() < 0.7
+            for index, each in enumerate(leaves):
+                from_end = dim - tensor.dim() + each.dim()
+                fits = [d for d in (dim, from_end) if 0 <= d < each.dim() and each.shape[d] == tensor.shape[dim]]
+                if index != lead and fits and follow and placement.outer == 1:
+                    states[index] = _of_rows(each, chance.choice(fits), size, chance, placement.sizes)
+            return states
+    if way < 0.8:  # one alone
+        index = chance.randrange(len(leaves))
+        states[index] = _any(leaves[index], size, chance)
+    else:
+        states = [_any(each, size, chance) for each in leaves]
+    if all(each.kind == "plain" for each in states):
+        states[0] = State(kind="partial" if leaves[0].dtype is not torch.bool else "ghost", terms=1)
+    return states
+
+
+# ---- Running and comparing ---------------------------------------------------------------------------------
+def judge(call: Call, world: Lockstep, draw: int, undefined: bool = False) -> Verdict:
+    """Runs a call on rows and compares each process's outcome with the reference."""
+    chance = random.Random(f"{call.name} {draw}")
+    states = drawn(call.leaves, world.size, chance)
+    ways = [chance.random() for _ in range(8)]
+    made = chance.randint(0, 10**6)
+    verdict = Verdict(
+        call=call.name, operator=call.operator, size=world.size, states=", ".join(map(str, states)), kind="split"
+    )
+
+    def process(rank: int) -> Outcome:
+        leaves = []
+        for tensor, state in zip(call.leaves, states, strict=True):
+            placed = PLACED[state.kind](copy(tensor).detach(), state, rank, world.size)
+            leaves.append(placed.requires_grad_() if tensor.requires_grad else placed)
+
+        def cotangent(index: int, output: Tensor) -> Tensor:
+            value = noise(output, f"{call.name}/{index}")
+            way = ways[index % 8]
+            if way < 0.5 and type(output) is Rows and type(output._cell.place) is Placement:
+                return _loaded(value, State(kind="loaded", placement=output._cell.place), rank, world.size)
+            if way < 0.75:
+                return value
+            state = _any(value, world.size, random.Random(f"{made} {index}"))
+            return PLACED[state.kind](value, state, rank, world.size)
+
+        outcome = call.run(leaves, cotangent, _read)
+        if call.form in ("call", "module"):
+            for index, (each, before) in enumerate(zip(leaves, call.leaves, strict=True)):
+                outcome.values.append((f"argument {index} after", (_read(each), before)))
+        return outcome
+
+    torch.manual_seed(_seed_of(call))
+    results = world.run(process)
+    states_after = world.random_states()
+    verdict.gathered = sorted({at.operator for _, _, context in results for at in context.gathered})
+    errors = [error for _, error, _ in results]
+    if any(errors):
+        named = all(isinstance(error, GrappeError) for error in errors)
+        verdict.kind = "refused" if named else "wrong"
+        verdict.why = " | ".join(f"{type(error).__name__}: {error}"[:300] for error in errors)
+        return verdict
+    verdict.kind = "gathered" if verdict.gathered else "split"
+    for rank, (outcome, _, _) in enumerate(results):
+        outcome.values.append(("random state", states_after[rank]))
+        why = difference(call.reference, outcome, undefined)
+        if why:
+            verdict.kind, verdict.why = "wrong", f"process {rank}: {why}"
+            return verdict
+        if not undefined and rank and (why := _other_bits(results[0][0], outcome)):
+            verdict.kind, verdict.why = "wrong", f"processes 0 and {rank} have other bits: {why}"
+            return verdict
+    return verdict
+
+
+def _seed_of(call: Call) -> int:
+    from tests.rows.samples import seed
+
+    return seed(call.name)
+
+
+class Read:
+    """A value that was read: its numbers, also as its parts have them, and what a script sees of it."""
+
+    def __init__(self, value: Tensor) -> None:
+        self.shape, self.stride, self.dtype = tuple(value.shape), value.stride(), value.dtype
+        self.requires_grad = value.requires_grad
+        detached = value.detach()
+        self.again = full(detached.clone()).clone() if type(value) is Rows else None
+        self.plain = full(detached).clone() if value.layout is torch.strided else value
+
+
+def _read(value: Any) -> Any:
+    return Read(value) if isinstance(value, Tensor) else value
+
+
+def difference(reference: Outcome, outcome: Outcome, undefined: bool) -> str:
+    """The first difference; empty if there is none."""
+    if reference.shape != outcome.shape:
+        return f"outputs {outcome.shape} instead of {reference.shape}"
+    after = [(name, pair) for name, pair in outcome.values if name.startswith("argument ") and name.endswith(" after")]
+    values = [pair for pair in outcome.values if pair not in after]
+    if [name for name, _ in values] != [name for name, _ in reference.values]:
+        return f"{[name for name, _ in values]} instead of {[name for name, _ in reference.values]}"
+    for (name, want), (_, got) in zip(reference.values, values, strict=True):
+        why = _differs(want, got, undefined)
+        if why:
+            return f"{name}: {why}"
+    for name, (got, want) in after:
+        why = _differs(want.detach(), got, undefined, strides=False)
+        if why:
+            return f"{name}: {why}"
+    return ""
+
+
+def _differs(want: Any, got: Any, undefined: bool, *, strides: bool = True) -> str:
+    if not isinstance(want, Tensor):
+        if isinstance(got, Read) or type(got) is not type(want):
+            return f"{_text(got)} instead of {want!r}"
+        if isinstance(want, (float, complex)):
+            return "" if want == got or want != want or abs(want - got) <= 1e-9 * abs(want) else f"{got} instead of {want}"
+        if isinstance(want, (int, str, bool, type(None), torch.dtype, torch.Size)):
+            return "" if want == got else f"{got} instead of {want}"
+        return ""
+    if isinstance(got, Tensor):
+        return "" if torch.equal(want, got) else "another state"
+    if not isinstance(got, Read):
+        return f"{got!r} instead of a tensor"
+    if got.shape != tuple(want.shape) or got.dtype != want.dtype:
+        return f"{got.shape} {got.dtype} instead of {tuple(want.shape)} {want.dtype}"
+    if want.layout is not torch.strided:
+        want, plain = want.to_dense(), got.plain.to_dense()
+        return _numbers(want, plain)
+    if strides and want.numel() and any(
+        a != b for a, b, size in zip(got.stride, want.stride(), want.shape, strict=True) if size > 1
+    ):
+        return f"strides {got.stride} instead of {want.stride()} of {got.shape}"
+    if undefined:
+        return ""
+    why = _numbers(want, got.plain)
+    if not why and got.again is not None:
+        why = _numbers(want, got.again)
+        why = f"its parts: {why}" if why else ""
+    return why
+
+
+def _numbers(want: Tensor, got: Tensor) -> str:
+    if want.shape != got.shape or want.dtype != got.dtype:
+        return f"plain {tuple(got.shape)} {got.dtype} instead of {tuple(want.shape)} {want.dtype}"
+    if want.is_conj() or want.is_neg():
+        want = want.resolve_conj().resolve_neg()
+    if torch.equal(want, got):
+        return ""
+    if not (want.dtype.is_floating_point or want.dtype.is_complex):
+        return f"{_text(got)} instead of {_text(want)}"
+    precise = want.dtype in (torch.float64, torch.complex128)
+    finite = want[want.isfinite()].abs()
+    absolute = (ABSOLUTE if precise else 1e-5) * max(1.0, float(finite.max()) if finite.numel() else 0.0)
+    if torch.allclose(got, want, RELATIVE if precise else 1e-4, absolute, equal_nan=True):
+        return ""
+    return f"{_text(got)} instead of {_text(want)}"
+
+
+def _other_bits(first: Outcome, other: Outcome) -> str:
+    for (name, a), (_, b) in zip(first.values, other.values, strict=True):
+        if isinstance(a, Read) and isinstance(b, Read) and a.plain.layout is torch.strided:
+            if not torch.equal(a.plain.nan_to_num(), b.plain.nan_to_num()):
+                return name
+        elif isinstance(a, float) and a != b and not (math.isnan(a) and math.isnan(b)):
+            return name
+    return ""
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, Read):
+        value = value.plain
+    if isinstance(value, Tensor):
+        return f"{[float(f'{each:.4g}') if isinstance(each, float) else each for each in value.reshape(-1)[:6].tolist()]}"
+    return repr(value)[:80]
