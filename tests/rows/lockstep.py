@@ -18,6 +18,10 @@ from torch import Tensor
 from grappe.rows.context import RowsContext, activate
 
 
+_thread = threading.local()
+"""Its `process` is the one whose thread it is."""
+
+
 class OutOfStep(Exception):
     """Processes are in different collectives, or one has ended while another waits for it."""
 
@@ -25,8 +29,8 @@ class OutOfStep(Exception):
 class _Process:
     """A thread that runs what it is handed, one at a time, and pauses at each collective."""
 
-    def __init__(self, world: Lockstep, rank: int) -> None:
-        self.world, self.rank = world, rank
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
         self._go, self._paused = threading.Semaphore(0), threading.Semaphore(0)
         self.function: Callable[[], Any] | None = None
         self.context: RowsContext | None = None
@@ -38,6 +42,7 @@ class _Process:
         threading.Thread(target=self._serve, daemon=True).start()
 
     def _serve(self) -> None:
+        _thread.process = self
         while True:
             self._go.acquire()
             if self.function is None:
@@ -53,7 +58,6 @@ class _Process:
     def step(self) -> None:
         """Lets it run to its next collective or its end, with its own context and state of random numbers."""
         torch.set_rng_state(self.random_state)
-        self.world.turn = self
         with activate(self.context):
             self._go.release()
             self._paused.acquire()
@@ -79,8 +83,7 @@ class Lockstep:
 
     def __init__(self, size: int) -> None:
         self.size = size
-        self.turn: _Process | None = None
-        self._processes = [_Process(self, rank) for rank in range(size)]
+        self._processes = [_Process(rank) for rank in range(size)]
         self._stack = contextlib.ExitStack()
 
     def run(self, function: Callable[[int], Any], *, script_folder: str = "") -> list[tuple[Any, Any, RowsContext]]:
@@ -143,22 +146,22 @@ class Lockstep:
 
         def all_reduce(tensor: Tensor, op: Any = dist.ReduceOp.SUM, group: Any = None, async_op: bool = False) -> Any:
             name = next(name for name in REDUCE if op == getattr(dist.ReduceOp, name))
-            tensor.copy_(self.turn.meet(("reduce", name, *signature(tensor), tensor)))
+            tensor.copy_(_thread.process.meet(("reduce", name, *signature(tensor), tensor)))
             return _Done() if async_op else None
 
         def all_gather(parts: Any, tensor: Tensor, group: Any = None, async_op: bool = False) -> Any:
-            for part, got in zip(parts, self.turn.meet(("gather", "", *signature(tensor), tensor)), strict=True):
+            for part, got in zip(parts, _thread.process.meet(("gather", "", *signature(tensor), tensor)), strict=True):
                 part.copy_(got)
             return _Done() if async_op else None
 
         def all_gather_into_tensor(out: Tensor, tensor: Tensor, group: Any = None, async_op: bool = False) -> Any:
-            got = torch.stack(self.turn.meet(("gather", "", *signature(tensor), tensor)))
+            got = torch.stack(_thread.process.meet(("gather", "", *signature(tensor), tensor)))
             assert out.is_contiguous()
             out.view(-1).copy_(got.view(-1))
             return _Done() if async_op else None
 
         def broadcast(tensor: Tensor, src: int = 0, group: Any = None, async_op: bool = False) -> Any:
-            tensor.copy_(self.turn.meet(("gather", f"from {src}", *signature(tensor), tensor))[src])
+            tensor.copy_(_thread.process.meet(("gather", f"from {src}", *signature(tensor), tensor))[src])
             return _Done() if async_op else None
 
         with mock.patch.multiple(

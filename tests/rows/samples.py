@@ -335,9 +335,10 @@ def _of_module(sample: Any, info: Any, name: str, training: bool) -> Callable[..
     return function
 
 
-def calls(most: int, *, part: int = 0, parts: int = 1) -> Iterator[Call]:
+def calls(most: int, *, part: int = 0, parts: int = 1, only: str = "") -> Iterator[Call]:
     """All calls of torch's databases, or the operators of one part of `parts`."""
     warnings.simplefilter("ignore")
     for index, info in enumerate([*op_db, *module_db]):
-        if index % parts == part:
+        name = info.full_name if hasattr(info, "full_name") else info.name
+        if index % parts == part and only in name:
             yield from of_operator(info, most) if hasattr(info, "full_name") else of_module(info, most)
