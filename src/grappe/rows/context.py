@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -36,6 +36,10 @@ class RowsContext:
     """Bytes that this process sent, by purpose."""
     dispatched: int = 0
     """Operators that met rows."""
+    trace: int = 0
+    """A hash of the operators that met rows so far, with their shapes: the same on all processes."""
+    messages: int = 0
+    """Messages of rows and terms so far."""
 
     def line(self) -> str:
         """Names the innermost line of the script that runs now; "backward" if none does."""
@@ -48,19 +52,35 @@ class RowsContext:
         return "backward"
 
 
-_active = [RowsContext()]
+class _Now:
+    """Not per thread: backward runs in threads of its own on a GPU."""
+
+    context = RowsContext()
+    changed: list[Callable[[], None]] = []
+    """What forgets values that hold for one rank."""
+
+
+NOW = _Now()
+"""Holds the active context; read in each operator, where a call of `current` would be felt."""
 
 
 def current() -> RowsContext:
-    """Returns the context that was activated last; without any, that of a process alone."""
-    return _active[-1]
+    """Returns the active context; without any, that of a process alone."""
+    return NOW.context
 
 
 @contextlib.contextmanager
 def activate(context: RowsContext) -> Iterator[RowsContext]:
     """Context in which rows are shared between the processes of `context`."""
-    _active.append(context)
+    before = NOW.context
+    _set(context)
     try:
         yield context
     finally:
-        _active.remove(context)
+        _set(before)
+
+
+def _set(context: RowsContext) -> None:
+    for forget in NOW.changed:
+        forget()
+    NOW.context = context

@@ -1,136 +1,151 @@
-"""Rules of normalisations and losses."""
+"""Rules of normalisations and losses: statistics and counts of all rows."""
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from grappe.rows.rules import aten, leader, part, rule
-from grappe.rows.tensor import PARTIAL, Placement, Rows, full, summed, wrap
+from grappe.rows.layout import PARTIAL, Layout, Placement, layout_of
+from grappe.rows.messages import own_part, summed
+from grappe.rows.plans import Call, Way, results_on_meta, rule
+from grappe.rows.rules import all_of, aten, everywhere, own_of
+from grappe.rows.tensor import Rows, full, own_local, wrapped
+
+# ---- Of a sample each --------------------------------------------------------------------------------------
 
 
-# ---- Normalisations ----------------------------------------------------------------------------------------
-@rule("native_layer_norm")
-def _layer_norm(function: Any, arguments: Any, options: Any) -> Any:
-    value, shape = arguments[:2]
-    place = value._cell.place if type(value) is Rows else None
-    if type(place) is not Placement or place.dim >= value.dim() - len(shape):
-        return NotImplemented
-    return tuple(wrap(each, place) for each in function(value._cell.local, shape, *map(full, arguments[2:])))
+@rule("native_layer_norm native_layer_norm_backward _fused_rms_norm _fused_rms_norm_backward")
+def _of_last_dimensions(call: Call) -> Way | None:
+    if call.lead is None:
+        return all_of(call)
+    placement = call.placement
+    if len(call.lead.shape) != len(call["input"].shape):
+        return None
+    if placement.dim >= len(call["input"].shape) - len(call["normalized_shape"]):
+        return None
+    at = everywhere(call, placement) | {name: None for name in ("weight", "bias") if name in call.values}
+    if call.name.endswith("_backward"):
+        return Way(at=at, results=(placement, PARTIAL, PARTIAL)[: 2 + ("layer" in call.name)])
+    return Way(at=at, results=(placement,) * (3 if "layer" in call.name else 2))
 
 
-@rule("native_layer_norm_backward")
-def _layer_norm_backward(function: Any, arguments: Any, options: Any) -> Any:
-    grad, value, shape, mean, rstd, weight, bias, mask = arguments
-    lead = leader((value, grad))
-    if lead is None or lead._cell.place.dim >= value.dim() - len(shape):
-        return NotImplemented
-    place = lead._cell.place
-    from_end = place.dim - lead.dim()
-    parts = [part(each, place, from_end) for each in (grad, value)]
-    made = function(
-        *parts, shape, part(mean, place, from_end), part(rstd, place, from_end), full(weight), full(bias), mask
-    )
-    return tuple(
-        None if each is None else wrap(each, to) for each, to in zip(made, (place, PARTIAL, PARTIAL), strict=True)
-    )
+@rule("native_group_norm native_group_norm_backward")
+def _group_norm(call: Call) -> Way | None:
+    if call.lead is None:
+        return all_of(call)
+    placement = call.placement
+    if placement.dim:
+        return None
+    at = everywhere(call, placement) | {"weight": None, **({"bias": None} if "bias" in call.values else {})}
+    results = (placement, PARTIAL, PARTIAL) if call.name.endswith("_backward") else (placement,) * 3
+    return Way(at=at, constants={"N": placement.outer * placement.rows}, results=results)
 
 
-@rule("native_group_norm")
-def _group_norm(function: Any, arguments: Any, options: Any) -> Any:
-    value, weight, bias, n, *rest = arguments
-    place = value._cell.place if type(value) is Rows else None
-    if type(place) is not Placement or place.dim:
-        return NotImplemented
-    local = value._cell.local
-    return tuple(
-        wrap(each, place) for each in function(local.contiguous(), full(weight), full(bias), len(local), *rest)
-    )
+# ---- Batch normalisation, with the statistics of all rows --------------------------------------------------
 
 
-@rule("native_group_norm_backward")
-def _group_norm_backward(function: Any, arguments: Any, options: Any) -> Any:
-    grad, value, mean, rstd, weight, n, *rest = arguments
-    lead = leader((value, grad))
-    if lead is None or lead._cell.place.dim:
-        return NotImplemented
-    place = lead._cell.place
-    parts = [part(each, place, -each.dim()).contiguous() for each in (grad, value, mean, rstd)]
-    made = function(*parts, full(weight), len(parts[0]), *rest)
-    return tuple(
-        None if each is None else wrap(each, to) for each, to in zip(made, (place, PARTIAL, PARTIAL), strict=True)
-    )
+@rule("native_batch_norm cudnn_batch_norm native_batch_norm_backward cudnn_batch_norm_backward")
+def _batch_norm(call: Call) -> Any:
+    backward = call.name.endswith("_backward")
+    if call.lead is None:
+        return all_of(call)
+    placement = call.placement
+    if len(call.lead.shape) != len(call["input"].shape):
+        return None
+    training = call.values.get("training", call.values.get("train", True))
+    if placement.dim == 1:  # instance normalisation: channels of all samples
+        if not backward and training and type(call["running_mean"]) is Layout:
+            return None
+        channels = placement._replace(dim=0)
+        at = {name: placement if len(call[name].shape) > 1 else channels for name in everywhere(call, None)}
+        return Way(at=at, results=(placement, channels, channels)) if call.name.startswith("native") else None
+    if backward:
+        return _backward if training else Way(at=_samples_at(call, placement), results=(placement, PARTIAL, PARTIAL))
+    return _forward if training else Way(at=_samples_at(call, placement), results=(placement, *[None] * 3))
+
+
+def _samples_at(call: Call, placement: Placement) -> dict[str, Any]:
+    return {
+        name: placement if name in ("input", "grad_out", "grad_output") else None for name in everywhere(call, None)
+    }
 
 
 def _channels(value: Tensor) -> list[int]:
-    return [d for d in range(value.dim()) if d != 1]
+    return [dim for dim in range(value.dim()) if dim != 1]
 
 
-@rule(
-    "native_batch_norm _native_batch_norm_legit _batch_norm_with_update _native_batch_norm_legit.no_stats cudnn_batch_norm"
-)
-def _batch_norm(function: Any, arguments: Any, options: Any) -> Any:
-    """Statistics of all rows, from each process's count, mean and squares around it."""
-    name = function._schema.name.removeprefix("aten::")
+def _forward(operator: Any, arguments: Any, options: Any) -> Any:
+    """Statistics from each process's count, mean and squares around it."""
     value = arguments[0]
-    place = value._cell.place if type(value) is Rows else None
-    if name not in ("native_batch_norm",) or type(place) is not Placement or place.dim:
-        return NotImplemented
-    weight, bias, mean, var, training, momentum, eps = map(full, arguments[1:])
-    local = value._cell.local
-    if not training:
-        made = aten.native_batch_norm(local, weight, bias, mean, var, False, momentum, eps)
-        return wrap(made[0], place), made[1], made[2]
-    own_var, own_mean = torch.var_mean(local, _channels(local), correction=0)
-    there, n = local.numel() // local.shape[1], value.numel() // value.shape[1]
-    parts = (
-        summed(torch.stack([own_mean * (there / n), (own_var + own_mean * own_mean) * (there / n)]).double())
-        if local.dtype is torch.float32
-        else None
-    )
-    if parts is not None:  # in double precision, squares less the mean's lose nothing of fp32
-        of_all = parts[0].to(own_mean.dtype)
-        spread = (parts[1] - parts[0] * parts[0]).clamp_min_(0).to(own_mean.dtype)
+    weight, bias, mean, var, _, momentum, eps = map(full, arguments[1:])
+    layout, local = value._cell.layout, own_local(value)
+    n, there = value.numel() // value.shape[1], local.numel() // local.shape[1]
+    wide = local.float() if local.dtype in (torch.float16, torch.bfloat16) else local
+    if there:
+        own_var, own_mean = torch.var_mean(wide, _channels(wide), correction=0)
     else:
-        of_all = summed(own_mean * (there / n))
-        spread = summed((own_var + (own_mean - of_all).square()) * (there / n))
+        own_var, own_mean = wide.new_zeros((2, local.shape[1]))
+    share = there / n
+    if wide.dtype is torch.float32:  # in double precision, squares less the mean's lose nothing of fp32
+        own_mean, own_var = own_mean.double(), own_var.double()
+        of_all, squares = summed(torch.stack([own_mean, own_var + own_mean * own_mean]) * share)
+        of_all, spread = of_all.float(), (squares - of_all * of_all).clamp_min_(0).float()
+    else:
+        of_all = summed(own_mean * share)
+        spread = summed((own_var + (own_mean - of_all).square()) * share)
     if mean is not None:
         mean.mul_(1 - momentum).add_(of_all.to(mean.dtype), alpha=momentum)
         var.mul_(1 - momentum).add_((spread * (n / max(1, n - 1))).to(var.dtype), alpha=momentum)
-    made = aten.native_batch_norm(local, weight, bias, of_all, spread, False, 0.0, eps)[0]
-    return wrap(made, place), of_all, (spread + eps).rsqrt()
+    made = aten.native_batch_norm(local, weight, bias, of_all, spread, False, 0.0, eps)[0] if there else local.clone()
+    rest = (wide.new_empty(0, dtype=torch.uint8),) if "cudnn" in operator.name() else ()
+    return wrapped(made, _like(layout, operator, arguments, options)), of_all, (spread + eps).rsqrt(), *rest
 
 
-@rule("native_batch_norm_backward")
-def _batch_norm_backward(function: Any, arguments: Any, options: Any) -> Any:
-    grad, value, weight, mean, var, saved, scale, training, eps, mask = arguments
-    lead = leader((value, grad))
-    if lead is None or lead._cell.place.dim:
-        return NotImplemented
-    place = lead._cell.place
-    grad, x = part(grad, place, -grad.dim()), part(value, place, -value.dim())
-    weight, saved, scale = full(weight), full(saved), full(scale)
-    if not training:
-        made = function(grad, x, weight, full(mean), full(var), saved, scale, False, eps, mask)
-        return tuple(None if e is None else wrap(e, to) for e, to in zip(made, (place, PARTIAL, PARTIAL), strict=True))
-    spread = scale.square().reciprocal() - eps
-    by_eval, of_weight, of_bias = function(grad, x, weight, saved, spread, None, None, False, eps, [True, True, True])
-    of_weight = (
-        of_weight if of_weight is not None else ((x - _along(saved, x)) * _along(scale, x) * grad).sum(_channels(x))
+def _like(layout: Layout, operator: Any, arguments: Any, options: Any) -> Layout:
+    """Returns the layout of a first result with the rows of `layout`."""
+    metas = results_on_meta(operator, arguments, options)
+    stride = layout.stride if metas is None else metas[0].stride()
+    return layout_of(layout.shape, stride, layout.dtype, layout.device, layout.placement)
+
+
+def _backward(operator: Any, arguments: Any, options: Any) -> Any:
+    if "cudnn" in operator.name():
+        value, grad, weight, _, _, saved, scale, eps, _ = arguments
+        mask = [True, weight is not None, weight is not None]
+    else:
+        grad, value, weight, _, _, saved, scale, _, eps, mask = arguments
+    layout = next(
+        each._cell.layout
+        for each in (value, grad)
+        if type(each) is Rows and type(each._cell.layout.placement) is Placement
     )
-    of_bias = of_bias if of_bias is not None else grad.sum(_channels(x))
+    placement = layout.placement
+    grad, x = own_of(grad, placement), own_of(value, placement)
+    weight, saved, scale = full(weight), full(saved), full(scale)
+    channels = saved.numel()
+    if x.numel():
+        spread = scale.square().reciprocal() - eps
+        own, of_weight, of_bias = aten.native_batch_norm_backward(
+            grad, x, weight, saved, spread, None, None, False, eps, [True, True, True]
+        )
+        if of_weight is None:
+            of_weight = ((x - _along(saved, x)) * _along(scale, x) * grad).sum(_channels(x))
+        of_bias = grad.sum(_channels(x)) if of_bias is None else of_bias
+    else:
+        own, (of_weight, of_bias) = torch.empty_like(x), scale.new_zeros((2, channels))
     sums = summed(torch.stack([of_bias, of_weight])) / (value.numel() // value.shape[1])
     gain = scale if weight is None else scale * weight
     slope = gain * sums[1] * scale
-    by_eval -= _along(gain * sums[0] - slope * saved, x)
-    by_eval.addcmul_(x, _along(slope, x), value=-1)
-    return (
-        wrap(by_eval, place) if mask[0] else None,
-        wrap(of_weight, PARTIAL) if mask[1] else None,
-        wrap(of_bias, PARTIAL) if mask[2] else None,
+    own = own - _along(gain * sums[0] - slope * saved, x) - x * _along(slope, x)
+    terms = (layout_of(each.shape, each.stride(), each.dtype, each.device, PARTIAL) for each in (of_weight, of_bias))
+    results = (
+        (own.to(x.dtype), layout_of(layout.shape, layout.stride, layout.dtype, layout.device, placement)),
+        *zip((of_weight, of_bias), terms, strict=True),
     )
+    return tuple(wrapped(*each) if needed else None for each, needed in zip(results, mask, strict=True))
 
 
 def _along(channels: Tensor, value: Tensor) -> Tensor:
@@ -142,74 +157,65 @@ def _along(channels: Tensor, value: Tensor) -> Tensor:
 NONE, MEAN, SUM = range(3)
 
 
-@rule("nll_loss_forward nll_loss2d_forward")
-def _nll(function: Any, arguments: Any, options: Any) -> Any:
+@rule("nll_loss_forward nll_loss2d_forward nll_loss_backward nll_loss2d_backward")
+def _nll(call: Call) -> Any:
+    if call.lead is None:
+        return all_of(call)
+    if call.placement.dim or len(call["self"].shape) < 2:
+        return None
+    return _nll_backward if call.name.endswith("_backward") else _nll_forward
+
+
+def _placement_of(*values: Any) -> Placement:
+    places = [each._cell.layout.placement for each in values if type(each) is Rows]
+    return next(each for each in places if type(each) is Placement)
+
+
+def _nll_forward(operator: Any, arguments: Any, options: Any) -> Any:
     value, target, weight, reduction, ignore = arguments
-    lead = leader((value, target))
-    if lead is None or lead._cell.place.dim or value.dim() < 2:
-        return NotImplemented
-    place = lead._cell.place
-    parts = part(value, place, -value.dim()), part(target, place, -target.dim())
+    placement, weight = _placement_of(value, target), full(weight)
+    own = own_of(value, placement), own_of(target, placement)
     if reduction == NONE:
-        made = function(*parts, full(weight), NONE, ignore)
-        return wrap(made[0], place), made[1]
-    out, count = function(*parts, full(weight), SUM, ignore)
-    without_messages = weight is None and (ignore < 0 or ignore >= value.shape[1]) and place.outer == 1
-    if without_messages and (type(target) is not Rows or target._cell.whole is not None):
-        total = full(count.new_tensor(float((full(target) != ignore).sum())))  # without a word to the others
+        made = operator(*own, weight, NONE, ignore)
+        return wrapped(made[0], _rows_like(made[0], target.shape, placement)), made[1]
+    if placement.rows:
+        total, count = operator(*own, weight, SUM, ignore)
     else:
-        total = summed(count)
-    return wrap(out / total if reduction == MEAN else out, PARTIAL), total
+        total, count = own[0].new_zeros(()), own[0].new_zeros(())
+    count = summed(count)
+    total = total / count if reduction == MEAN else total
+    return wrapped(total, layout_of(total.shape, (), total.dtype, total.device, PARTIAL)), count
 
 
-@rule("nll_loss_backward nll_loss2d_backward")
-def _nll_backward(function: Any, arguments: Any, options: Any) -> Any:
+def _rows_like(local: Tensor, shape: Any, placement: Placement) -> Layout:
+    stride = tuple(math.prod(shape[at + 1 :]) for at in range(len(shape)))
+    return layout_of(torch.Size(shape), stride, local.dtype, local.device, placement)
+
+
+def _nll_backward(operator: Any, arguments: Any, options: Any) -> Any:
     grad, value, target, weight, reduction, ignore, total = arguments
-    lead = leader((value, target, grad))
-    if lead is None or lead._cell.place.dim or value.dim() < 2:
-        return NotImplemented
-    place = lead._cell.place
-    grad = part(grad, place, -grad.dim()) if reduction == NONE else full(grad)
-    made = function(
-        grad,
-        part(value, place, -value.dim()),
-        part(target, place, -target.dim()),
-        full(weight),
-        reduction,
-        ignore,
-        full(total),
-    )
-    return wrap(made, place)
+    placement = _placement_of(value, target, grad)
+    grad = own_of(grad, placement) if reduction == NONE else full(grad)
+    own = own_of(value, placement)
+    made = operator(grad, own, own_of(target, placement), full(weight), reduction, ignore, full(total))
+    return wrapped(made, _rows_like(made, value.shape, placement))
 
 
-@rule("mse_loss binary_cross_entropy smooth_l1_loss huber_loss binary_cross_entropy_with_logits soft_margin_loss")
-def _loss(function: Any, arguments: Any, options: Any) -> Any:
-    return _elementwise_loss(function, arguments, 0)
+_ELEMENTWISE = "mse_loss binary_cross_entropy smooth_l1_loss huber_loss soft_margin_loss"
 
 
 @rule(
-    "mse_loss_backward binary_cross_entropy_backward smooth_l1_loss_backward huber_loss_backward soft_margin_loss_backward"
+    f"{_ELEMENTWISE} binary_cross_entropy_with_logits {' '.join(f'{name}_backward' for name in _ELEMENTWISE.split())}"
 )
-def _loss_backward(function: Any, arguments: Any, options: Any) -> Any:
-    return _elementwise_loss(function, arguments, 1)
-
-
-def _elementwise_loss(function: Any, arguments: Any, first: int) -> Any:
-    schema = [each.name for each in function._schema.arguments]
-    at = schema.index("reduction")
-    arguments = [*arguments] + [each.default_value for each in function._schema.arguments[len(arguments) :]]
-    reduction = arguments[at]
-    value = arguments[first]
-    lead = leader(arguments)
-    if lead is None or any(isinstance(e, Tensor) and e.shape != value.shape for e in arguments[first : first + 2]):
-        return NotImplemented
-    place = lead._cell.place
-    parts = [part(e, place, place.dim - lead.dim()) if isinstance(e, Tensor) else e for e in arguments]
-    if reduction != NONE:
-        parts[at] = SUM
-    made = function(*parts)
-    if first:  # backward
-        return wrap(made / value.numel() if reduction == MEAN else made, place)
-    return (
-        wrap(made, place) if reduction == NONE else wrap(made / value.numel() if reduction == MEAN else made, PARTIAL)
-    )
+def _elementwise_loss(call: Call) -> Way | None:
+    """Losses of each number: of own rows, weighted by their share."""
+    if call.lead is None:
+        return all_of(call)
+    value, target, placement = call["self"], call["target"], call.placement
+    if value.shape != target.shape or len(call.lead.shape) != len(value.shape) or not value.shape.numel():
+        return None
+    local = placement.rows * placement.outer / max(1, placement.total * placement.outer)
+    after = (lambda made: made * local) if call["reduction"] == MEAN else None
+    if call.name.endswith("_backward") or call["reduction"] == NONE:
+        return Way(results=placement, after=after)
+    return Way(results=PARTIAL, after=after)
