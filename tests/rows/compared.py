@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
-import math
 import random
-from collections.abc import Callable
+import traceback
+import zlib
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from grappe.errors import GrappeError
-from grappe.rows.tensor import PARTIAL, Placement, Rows, from_local, full, split
-from tests.rows.lockstep import Lockstep
-from tests.rows.samples import Call, Outcome, copy, noise
+from grappe.rows.context import RowsContext
+from grappe.rows.tensor import Placement, Rows, from_local, full, split
+from tests.rows.samples import Call, Outcome, copy, noise, seed
+from tests.rows.world import OutOfStep
 
 RELATIVE, ABSOLUTE = 1e-9, 1e-11
 """Of fp64; sums of parts round otherwise than a sum of all."""
@@ -94,7 +97,9 @@ def _loaded(tensor: Tensor, state: State, rank: int, size: int) -> Tensor:
 
 
 def _partial(tensor: Tensor, state: State, rank: int, size: int) -> Tensor:
-    return from_local(_term(tensor, rank, size, state.terms), PARTIAL)
+    """The sum of a row of each process."""
+    terms = torch.stack([_term(tensor, each, size, state.terms) for each in range(size)])
+    return split(terms, 0, sizes=(1,) * size).clone().sum(0, dtype=tensor.dtype)
 
 
 def _settled(tensor: Tensor, state: State, rank: int, size: int) -> Tensor:
@@ -128,6 +133,12 @@ PLACED: dict[str, Callable[[Tensor, State, int, int], Tensor]] = {
 ALWAYS = State(kind="plain")
 
 
+def placement_of(value: Tensor) -> Placement | None:
+    """Where a result's rows are; None if it has no rows."""
+    placement = value._cell.layout.placement if type(value) is Rows else None
+    return placement if type(placement) is Placement else None
+
+
 # ---- Drawing -----------------------------------------------------------------------------------------------
 def _sizes(rows: int, size: int, chance: random.Random) -> tuple[int, ...]:
     """Uneven rows of each process; at times a process has none."""
@@ -139,10 +150,12 @@ def _sizes(rows: int, size: int, chance: random.Random) -> tuple[int, ...]:
 def _of_rows(tensor: Tensor, dim: int, size: int, chance: random.Random, sizes: tuple[int, ...] | None = None) -> State:
     rows = tensor.shape[dim]
     kind = chance.choice(("split", "computed", "computed", "loaded", "shared"))
+    if kind == "loaded" and not tensor.is_contiguous():
+        kind = "computed"
     outers = [outer for outer in (2, 3) if rows >= 2 * outer and rows % outer == 0]
     if sizes is not None:
         return State(kind=kind, placement=Placement(dim, sizes))
-    if outers and chance.random() < 0.15:
+    if outers and chance.random() < 0.15 and tensor.is_contiguous():
         outer = chance.choice(outers)
         return State(kind="loaded", placement=Placement(dim, _sizes(rows // outer, size, chance), outer))
     return State(kind=kind, placement=Placement(dim, _sizes(rows, size, chance)))
@@ -150,7 +163,9 @@ def _of_rows(tensor: Tensor, dim: int, size: int, chance: random.Random, sizes: 
 
 def _any(tensor: Tensor, size: int, chance: random.Random) -> State:
     dims = [dim for dim, rows in enumerate(tensor.shape) if rows]
-    kinds = ["plain", "ghost"] + ["partial", "settled"] * (tensor.dtype is not torch.bool) + ["rows"] * 4 * bool(dims)
+    kinds = ["plain"] + ["rows"] * 4 * bool(dims)
+    if tensor.is_contiguous():
+        kinds += ["ghost"] + ["partial", "settled"] * (tensor.dtype is not torch.bool)
     kind = chance.choice(kinds)
     if kind == "rows":
         return _of_rows(tensor, chance.choice(dims), size, chance)
@@ -183,77 +198,105 @@ def drawn(leaves: tuple[Tensor, ...], size: int, chance: random.Random) -> list[
     else:
         states = [_any(each, size, chance) for each in leaves]
     if all(each.kind == "plain" for each in states):
-        states[0] = State(kind="partial" if leaves[0].dtype is not torch.bool else "ghost", terms=1)
+        if any(leaves[0].shape) and leaves[0].dim():
+            states[0] = _of_rows(leaves[0], 0, size, chance)
+        else:
+            states[0] = State(kind="partial" if leaves[0].dtype is not torch.bool else "ghost", terms=1)
     return states
 
 
 # ---- Running and comparing ---------------------------------------------------------------------------------
-def judge(call: Call, world: Lockstep, draw: int, undefined: bool = False) -> Verdict:
-    """Runs a call on rows and compares each process's outcome with the reference."""
-    chance = random.Random(f"{call.name} {draw}")
-    states = drawn(call.leaves, world.size, chance)
+@dataclass(frozen=True, kw_only=True)
+class Answer:
+    """One process's part of a verdict."""
+
+    error: str = ""
+    refused: bool = False
+    """Whether the error is one that grappe raises on purpose."""
+    difference: str = ""
+    bits: tuple[tuple[str, int], ...] = ()
+    """A hash of each value's numbers, which are the same on all processes."""
+    gathered: tuple[str, ...] = ()
+
+
+def answer(call: Call, draw: int, context: RowsContext, *, undefined: bool = False) -> Answer:
+    """Runs a call on rows in this process, and compares it with the reference."""
+    rank, size = context.rank, context.size
+    states, chance = placements(call, draw, size)
     ways = [chance.random() for _ in range(8)]
     made = chance.randint(0, 10**6)
-    verdict = Verdict(
-        call=call.name, operator=call.operator, size=world.size, states=", ".join(map(str, states)), kind="split"
-    )
+    context.gathered.clear()
+    leaves = []
 
-    def process(rank: int) -> Outcome:
-        leaves = []
+    def cotangent(index: int, output: Tensor) -> Tensor:
+        value = noise(output, f"{call.name}/{index}")
+        way = ways[index % 8]
+        if way < 0.5 and (placement := placement_of(output)) is not None:
+            return _loaded(value, State(kind="loaded", placement=placement), rank, size)
+        if way < 0.75:
+            return value
+        state = _any(value, size, random.Random(f"{made} {index}"))
+        return PLACED[state.kind](value, state, rank, size)
+
+    torch.manual_seed(seed(call.name))
+    try:
         for tensor, state in zip(call.leaves, states, strict=True):
-            placed = PLACED[state.kind](copy(tensor).detach(), state, rank, world.size)
+            placed = PLACED[state.kind](copy(tensor).detach(), state, rank, size)
             leaves.append(placed.requires_grad_() if tensor.requires_grad else placed)
-
-        def cotangent(index: int, output: Tensor) -> Tensor:
-            value = noise(output, f"{call.name}/{index}")
-            way = ways[index % 8]
-            if way < 0.5 and type(output) is Rows and type(output._cell.place) is Placement:
-                return _loaded(value, State(kind="loaded", placement=output._cell.place), rank, world.size)
-            if way < 0.75:
-                return value
-            state = _any(value, world.size, random.Random(f"{made} {index}"))
-            return PLACED[state.kind](value, state, rank, world.size)
-
         outcome = call.run(leaves, cotangent, _read)
+        outcome.values.append(("random state", torch.get_rng_state()))
         if call.form in ("call", "module"):
             for index, (each, before) in enumerate(zip(leaves, call.leaves, strict=True)):
                 outcome.values.append((f"argument {index} after", (_read(each), before)))
-        return outcome
-
-    torch.manual_seed(_seed_of(call))
-    results = world.run(process)
-    states_after = world.random_states()
-    verdict.gathered = sorted({at.operator for _, _, context in results for at in context.gathered})
-    errors = [error for _, error, _ in results]
-    if any(errors):
-        named = all(isinstance(error, GrappeError) for error in errors)
-        verdict.kind = "refused" if named else "wrong"
-        verdict.why = " | ".join(f"{type(error).__name__}: {error}"[:300] for error in errors)
-        return verdict
-    verdict.kind = "gathered" if verdict.gathered else "split"
-    for rank, (outcome, _, _) in enumerate(results):
-        outcome.values.append(("random state", states_after[rank]))
-        why = difference(call.reference, outcome, undefined)
-        if why:
-            verdict.kind, verdict.why = "wrong", f"process {rank}: {why}"
-            return verdict
-        if not undefined and rank and (why := _other_bits(results[0][0], outcome)):
-            verdict.kind, verdict.why = "wrong", f"processes 0 and {rank} have other bits: {why}"
-            return verdict
-    return verdict
+    except GrappeError as error:
+        return Answer(error=f"{type(error).__name__}: {error}"[:300], refused=True)
+    except OutOfStep as error:
+        return Answer(error=f"out of step: {error}"[:300])
+    except Exception as error:
+        at = traceback.extract_tb(error.__traceback__)[-1]
+        return Answer(error=f"{type(error).__name__}: {error}"[:300] + f" ({Path(at.filename).name}:{at.lineno})")
+    return Answer(
+        difference=difference(call.reference, outcome, undefined),
+        bits=() if undefined else tuple(_bits(outcome)),
+        gathered=tuple(sorted({at.operator for at in context.gathered})),
+    )
 
 
-def _seed_of(call: Call) -> int:
-    from tests.rows.samples import seed
+def placements(call: Call, draw: int, size: int) -> tuple[list[State], random.Random]:
+    """The drawn placement of each argument, and the chance for what is drawn later."""
+    chance = random.Random(f"{call.name} {draw} {size}")
+    return drawn(call.leaves, size, chance), chance
 
-    return seed(call.name)
+
+def judge(call: Call, draw: int, answers: list[Answer]) -> Verdict:
+    """What became of a call, by what its processes answer."""
+    states, _ = placements(call, draw, len(answers))
+    kind, why = "split", ""
+    if any(each.error for each in answers):
+        kind = "refused" if all(each.refused for each in answers) else "wrong"
+        why = " | ".join(each.error for each in answers)
+        if len({each.error for each in answers}) == 1:
+            why = answers[0].error
+    elif any(each.difference for each in answers):
+        rank = next(rank for rank, each in enumerate(answers) if each.difference)
+        kind, why = "wrong", f"process {rank}: {answers[rank].difference}"
+    elif len({each.bits for each in answers}) > 1:
+        names = [a[0] for each in answers for a, b in zip(answers[0].bits, each.bits, strict=True) if a != b]
+        kind, why = "wrong", f"processes have other bits: {names[:1]}"
+    elif any(each.gathered for each in answers):
+        kind = "gathered"
+    return Verdict(
+        call=f"{call.name} draw {draw}", operator=call.operator, size=len(answers), kind=kind, why=why,
+        states=", ".join(map(str, states)), gathered=sorted({at for each in answers for at in each.gathered}),
+    )  # fmt: skip
 
 
 class Read:
     """A value that was read: its numbers, also as its parts have them, and what a script sees of it."""
 
     def __init__(self, value: Tensor) -> None:
-        self.shape, self.stride, self.dtype = tuple(value.shape), value.stride(), value.dtype
+        self.shape, self.dtype = tuple(value.shape), value.dtype
+        self.stride = value.stride() if value.layout is torch.strided else ()
         self.requires_grad = value.requires_grad
         detached = value.detach()
         self.again = full(detached.clone()).clone() if type(value) is Rows else None
@@ -333,14 +376,13 @@ def _numbers(want: Tensor, got: Tensor) -> str:
     return f"{_text(got)} instead of {_text(want)}"
 
 
-def _other_bits(first: Outcome, other: Outcome) -> str:
-    for (name, a), (_, b) in zip(first.values, other.values, strict=True):
-        if isinstance(a, Read) and isinstance(b, Read) and a.plain.layout is torch.strided:
-            if a.plain.dtype is not torch.complex32 and not torch.equal(a.plain.nan_to_num(), b.plain.nan_to_num()):
-                return name
-        elif isinstance(a, float) and a != b and not (math.isnan(a) and math.isnan(b)):
-            return name
-    return ""
+def _bits(outcome: Outcome) -> Iterator[tuple[str, int]]:
+    for name, value in outcome.values:
+        if isinstance(value, Read) and value.plain.layout is torch.strided:
+            numbers = value.plain.contiguous()
+            yield name, zlib.crc32(numbers.view(-1).view(torch.uint8).numpy().tobytes()) if numbers.numel() else 0
+        elif isinstance(value, float):
+            yield name, hash(str(value))
 
 
 def _text(value: Any) -> str:

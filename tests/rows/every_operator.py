@@ -6,9 +6,9 @@
 from __future__ import annotations
 
 import argparse
+import gc
 import os
 import pickle
-import signal
 import sys
 import time
 import warnings
@@ -21,9 +21,7 @@ import torch
 
 from tests.rows import samples
 from tests.rows.samples import Call
-
-SECONDS = 60
-"""Of one call on rows; one that takes longer hangs, and ends its process."""
+from tests.rows.world import Died, World
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,70 +42,61 @@ def turns(calls: list[Call], draws: int) -> list[Turn]:
     ]
 
 
-def judged(todo: list[Turn], undefined: frozenset[str] = frozenset(), *, stop: bool = False) -> Iterator[Any]:
-    """Yields the verdict of each turn, from forked processes. `stop`: at the first that is wrong."""
-    at = 0
-    while at < len(todo):
-        reading, writing = os.pipe()
-        child = os.fork()
-        if not child:
-            os.close(reading)
-            _serve(todo[at:], writing, undefined)
-        os.close(writing)
-        with os.fdopen(reading, "rb") as answers:
-            while True:
-                try:
-                    verdict = pickle.load(answers)
-                except (EOFError, pickle.UnpicklingError):
-                    break
-                at += 1
-                yield verdict
-                if stop and verdict.kind == "wrong":
-                    os.kill(child, signal.SIGKILL)
-                    os.waitpid(child, 0)
-                    return
-        _, status = os.waitpid(child, 0)
-        if at < len(todo):
-            yield _died(todo[at], status)
-            if stop:
-                return
-            at += 1
+def judged(todo: list[Turn], undefined: frozenset[str] = frozenset(), *, prepare: Any = None) -> Iterator[Any]:
+    """Yields the verdict of each turn. `prepare` runs in each process before it imports grappe's rows."""
+    gc.collect()
+    gc.freeze()  # what the processes share with this one stays shared
+
+    def make(size: int) -> Any:
+        return lambda rank: _working(todo, size, rank, undefined, prepare)
+
+    worlds = {size: World(size, make(size)) for size in (2, 3)}
+    try:
+        for index, turn in enumerate(todo):
+            try:
+                answers = worlds[turn.size].run(index)
+            except Died as how:
+                yield _died(turn, str(how))
+                continue
+            yield _verdict(turn, answers)
+    finally:
+        for world in worlds.values():
+            world.close()
 
 
-def _died(turn: Turn, status: int) -> Any:
+def _working(todo: list[Turn], size: int, rank: int, undefined: frozenset[str], prepare: Any) -> Any:
+    """What a process does with the number of a turn."""
+    warnings.simplefilter("ignore")
+    if prepare is not None:
+        prepare()
+    from grappe.rows.context import RowsContext, activate
+    from tests.rows.compared import answer
+
+    context = RowsContext(rank=rank, size=size)
+    active = activate(context)
+    active.__enter__()
+
+    def work(index: int) -> Any:
+        call = todo[index].call
+        assert active
+        return vars(answer(call, todo[index].draw, context, undefined=call.operator in undefined))
+
+    return work
+
+
+def _verdict(turn: Turn, answers: list[dict[str, Any]]) -> Any:
+    from tests.rows.compared import Answer, judge
+
+    return judge(turn.call, turn.draw, [Answer(**each) for each in answers])
+
+
+def _died(turn: Turn, how: str) -> Any:
     from tests.rows.compared import Verdict
 
-    how = f"by {signal.Signals(os.WTERMSIG(status)).name}" if os.WIFSIGNALED(status) else f"with {status}"
     return Verdict(
         call=f"{turn.call.name} draw {turn.draw}", operator=turn.call.operator, size=turn.size, states="?",
-        kind="wrong", why=f"the process ended {how}",
+        kind="wrong", why=f"a process died: {how}",
     )  # fmt: skip
-
-
-def _serve(todo: list[Turn], writing: int, undefined: frozenset[str]) -> None:
-    """Judges in a process of its own, which ends without anything that its parent left to do."""
-    try:
-        from tests.rows.compared import judge
-        from tests.rows.lockstep import Lockstep
-
-        warnings.simplefilter("ignore")
-        signal.signal(signal.SIGALRM, signal.SIG_DFL)
-        with os.fdopen(writing, "wb") as answers, Lockstep(2) as two, Lockstep(3) as three:
-            for turn in todo:
-                signal.alarm(SECONDS)
-                verdict = judge(
-                    turn.call, {2: two, 3: three}[turn.size], turn.draw, turn.call.operator in undefined
-                )
-                pickle.dump(verdict, answers)
-                answers.flush()
-        os._exit(0)
-    except BrokenPipeError:
-        os._exit(1)
-    except BaseException:
-        import traceback
-
-        traceback.print_exc()
-        os._exit(2)
 
 
 def main() -> None:

@@ -215,7 +215,7 @@ def plain(value: Any) -> Any:
 def _made(operator: str, name: str, form: str, function: Any, arguments: Any, options: Any) -> Call | None:
     """A call with its reference, or None where torch itself does not do it, or no argument can be rows."""
     flat, spec = tree_flatten((tuple(arguments), dict(options)))
-    leaves = tuple(each for each in flat if _placeable(each))
+    leaves = tuple(copy(each) for each in flat if _placeable(each))
     if not leaves:
         return None
     others = tuple(TENSOR if _placeable(each) else each for each in flat)
