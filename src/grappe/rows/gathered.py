@@ -17,6 +17,8 @@ from grappe.rows.tensor import Cell, Rows, full, rows_of, write
 
 def gathered(operator: Any, arguments: Any, options: Any) -> Any:
     """Runs an operator on all rows. Right for every operator: what it writes goes back to where it was."""
+    if torch.Tag.inplace_view in operator.tags:
+        return _view_in_place(operator, arguments, options)
     leaves = [each for each in tree_leaves((arguments, options)) if type(each) is Rows]
     now = NOW.context
     code = sum(each._cell.layout.code for each in leaves)
@@ -34,8 +36,6 @@ def gathered(operator: Any, arguments: Any, options: Any) -> Any:
 
 def _on_all_rows(operator: Any, arguments: Any, options: Any) -> Any:
     schema = operator_schema(operator)
-    if torch.Tag.inplace_view in operator.tags:
-        return _view_in_place(operator, arguments, options)
     if not schema.is_mutable and _is_view(schema):
         return _ghosts(operator, arguments, options)
     targets: list[Rows] = []

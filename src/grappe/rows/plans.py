@@ -6,6 +6,7 @@ call is gathered. Shapes and strides of results are those that torch computes fo
 
 from __future__ import annotations
 
+import contextlib
 import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -15,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from grappe.private_api.torch import operator_schema
+from grappe.private_api.torch import fake_tensors, operator_schema
 from grappe.rows.context import NOW
 from grappe.rows.gathered import gathered
 from grappe.rows.layout import GHOST, PARTIAL, Layout, Placement, fitted, forget_layouts, layout_of
@@ -314,18 +315,31 @@ def results_on_meta(operator: Any, arguments: Any, options: Any) -> Any:
     The error comes again when the call is gathered, with the text that torch has for plain tensors.
     """
 
+    fake = operator in _BY_DEVICE and any(isinstance(e, Tensor) and not e.is_contiguous() for e in arguments)
+    mode = fake_tensors() if fake else contextlib.nullcontext()
+
     def meta(value: Any) -> Any:
         if isinstance(value, Tensor):
-            return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
+            device = value.device if fake else "meta"
+            return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=device)
         return [meta(each) for each in value] if isinstance(value, (list, tuple)) else value
 
     try:
-        named = {
-            name: torch.device("meta") if name == "device" and value else meta(value) for name, value in options.items()
-        }
-        return operator(*[meta(each) for each in arguments], **{k: v for k, v in named.items() if k != "pin_memory"})
+        with mode:
+            return _on_meta(operator, arguments, options, meta)
     except (RuntimeError, NotImplementedError, IndexError, ValueError, TypeError):
         return None
+
+
+def _on_meta(operator: Any, arguments: Any, options: Any, meta: Any) -> Any:
+    named = {name: meta(value) for name, value in options.items() if name != "pin_memory"}
+    if named.get("device") is not None:
+        named["device"] = torch.device("meta")
+    return operator(*[meta(each) for each in arguments], **named)
+
+
+_BY_DEVICE = {torch.ops.aten.convolution.default, torch.ops.aten.convolution_backward.default}
+"""Operators whose results lie in memory as the device's library likes."""
 
 
 def _takes(call: Call, way: Way, arguments: Any, options: Any) -> tuple[list[Any], list[Any], bool]:

@@ -92,7 +92,7 @@ def in_place(call: Call) -> Way | None:
     return Way(at=others, results=FIRST)
 
 
-@rule("_to_copy clone contiguous")
+@rule("_to_copy clone")
 def _copied(call: Call) -> Way:
     placement = call.first.placement
     if placement is PARTIAL and call.name == "_to_copy" and call["dtype"] not in (None, call.first.dtype):

@@ -188,8 +188,12 @@ def refuse_kinds(operator: Any, types: Any) -> None:
 
 
 def rows_of(cell: Cell) -> Rows:
-    """Makes a tensor of a cell."""
-    made = _make(Rows, *cell.layout.make)
+    """Makes a tensor of a cell, which may be a view."""
+    if torch.is_inference_mode_enabled():  # where a view of a tensor from outside is none of inference_mode
+        with torch.inference_mode(False):
+            made = _make(Rows, *cell.layout.make)
+    else:
+        made = _make(Rows, *cell.layout.make)
     throw_on_pointer(made)
     made._cell = cell
     return made

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from grappe.rows.layout import GHOST, PARTIAL, Placement
@@ -126,17 +127,17 @@ def _selected(call: Call, placement: Placement) -> Any:
 
 
 def _parted(call: Call, placement: Placement) -> Any:
-    if call["dim"] % len(call.first.shape) != placement.dim:
+    dim, total, rows = call["dim"] % len(call.first.shape), placement.total, placement.rows
+    if dim != placement.dim:
         return placement, {}
-    total = placement.total
-    name = "split_size" if "split_size" in call.values else "split_sizes"
-    size = call[name]
-    if isinstance(size, int) and total and size and not size % total and not placement.outer * total % size:
-        return placement._replace(outer=size // total), {name: size // total * placement.rows}
-    if isinstance(size, list) and total and not any(each % total for each in size):
-        results = [placement._replace(outer=each // total) for each in size]
-        return results, {name: [each // total * placement.rows for each in size]}
-    return None
+    size = call.values.get("split_size", call.values.get("split_sizes"))
+    count = call.first.shape[dim]
+    if isinstance(size, int):
+        size = [min(size, count - at) for at in range(0, count, max(1, size))]
+    if not total or any(each % total for each in size):
+        return None
+    results, own = [placement._replace(outer=each // total) for each in size], [each // total * rows for each in size]
+    return results, {}, lambda local, *_: torch.split_with_sizes(local, own, dim)
 
 
 def _off_diagonal(call: Call, placement: Placement) -> Any:
@@ -157,7 +158,7 @@ def _kept(call: Call, placement: Placement) -> Any:
 
 
 for _names, _decide in {
-    "view _unsafe_view reshape _reshape_alias": _viewed,
+    "view _unsafe_view _reshape_alias": _viewed,
     "transpose t": _swapped,
     "permute": _permuted,
     "unsqueeze": _unsqueezed,
