@@ -21,6 +21,7 @@ from tests.rows.world import OutOfStep
 
 RELATIVE, ABSOLUTE = 1e-9, 1e-11
 """Of fp64; sums of parts round otherwise than a sum of all."""
+NEVER_SUMS = (torch.bool, torch.uint16, torch.uint32, torch.uint64)
 NO_ROWS = 0.15
 """Chance that a process has no rows, where each could have some."""
 
@@ -165,7 +166,7 @@ def _any(tensor: Tensor, size: int, chance: random.Random) -> State:
     dims = [dim for dim, rows in enumerate(tensor.shape) if rows]
     kinds = ["plain"] + ["rows"] * 4 * bool(dims)
     if tensor.is_contiguous():
-        kinds += ["ghost"] + ["partial", "settled"] * (tensor.dtype is not torch.bool)
+        kinds += ["ghost"] + ["partial", "settled"] * (tensor.dtype not in NEVER_SUMS)
     kind = chance.choice(kinds)
     if kind == "rows":
         return _of_rows(tensor, chance.choice(dims), size, chance)
@@ -201,7 +202,7 @@ def drawn(leaves: tuple[Tensor, ...], size: int, chance: random.Random) -> list[
         if any(leaves[0].shape) and leaves[0].dim():
             states[0] = _of_rows(leaves[0], 0, size, chance)
         else:
-            states[0] = State(kind="partial" if leaves[0].dtype is not torch.bool else "ghost", terms=1)
+            states[0] = State(kind="partial" if leaves[0].dtype not in NEVER_SUMS else "ghost", terms=1)
     return states
 
 
@@ -345,9 +346,9 @@ def _differs(want: Any, got: Any, undefined: bool, *, strides: bool = True) -> s
         want, plain = want.to_dense(), got.plain.to_dense()
         return _numbers(want, plain)
     if strides and want.numel() and any(
-        a != b for a, b, size in zip(got.stride, want.stride(), want.shape, strict=True) if size > 1
+        a != b for a, b, size in zip(got.stride, want.strides, want.shape, strict=True) if size > 1
     ):
-        return f"strides {got.stride} instead of {want.stride()} of {got.shape}"
+        return f"strides {got.stride} instead of {want.strides} of {got.shape}"
     if undefined:
         return ""
     why = _numbers(want, got.plain)
@@ -379,8 +380,10 @@ def _numbers(want: Tensor, got: Tensor) -> str:
 def _bits(outcome: Outcome) -> Iterator[tuple[str, int]]:
     for name, value in outcome.values:
         if isinstance(value, Read) and value.plain.layout is torch.strided:
-            numbers = value.plain.contiguous()
-            yield name, zlib.crc32(numbers.view(-1).view(torch.uint8).numpy().tobytes()) if numbers.numel() else 0
+            numbers = value.plain.resolve_conj().resolve_neg()
+            if numbers.dtype in (torch.bfloat16, torch.complex32):
+                numbers = numbers.to(torch.complex64)
+            yield name, zlib.crc32(numbers.numpy().tobytes())
         elif isinstance(value, float):
             yield name, hash(str(value))
 

@@ -114,8 +114,8 @@ def main() -> None:
     verdicts = []
     for verdict in judged(turns(calls, asked.draws)):
         verdicts.append(verdict)
-        if verdict.kind == "wrong":
-            print(f"{verdict.call} x{verdict.size} | {verdict.states} | {verdict.why}"[:700], flush=True)
+        if verdict.kind == "wrong" and asked.only:
+            print(f"{verdict.call} on {verdict.size} | {verdict.states} | {verdict.why}"[:700], flush=True)
     print(Counter(each.kind for each in verdicts), f"{sum(os.times()[:4]) - made:.1f} s of CPU")
     if asked.out:
         with open(asked.out, "wb") as file:  # noqa: PTH123

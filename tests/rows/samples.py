@@ -208,8 +208,12 @@ def copy(tensor: Tensor) -> Tensor:
 
 
 def plain(value: Any) -> Any:
-    """What a call gives, kept while the call goes on to write."""
-    return value.detach().clone() if isinstance(value, Tensor) and value.layout is torch.strided else value
+    """What a call gives, kept while the call goes on to write; `strides` are those that it had."""
+    if not isinstance(value, Tensor) or value.layout is not torch.strided:
+        return value
+    kept = value.detach().clone()
+    kept.strides = value.stride()
+    return kept
 
 
 def _made(operator: str, name: str, form: str, function: Any, arguments: Any, options: Any) -> Call | None:
