@@ -51,6 +51,7 @@ class Verdict:
     """"split", "gathered", "refused" or "wrong"."""
     why: str = ""
     gathered: list[str] = field(default_factory=list)
+    seen: frozenset[tuple[str, int]] = frozenset()
 
 
 # ---- Placing -----------------------------------------------------------------------------------------------
@@ -218,6 +219,8 @@ class Answer:
     bits: tuple[tuple[str, int], ...] = ()
     """A hash of each value's numbers, which are the same on all processes."""
     gathered: tuple[str, ...] = ()
+    seen: frozenset[tuple[str, int]] = frozenset()
+    """Files and lines that it ran, where they are recorded."""
 
 
 def answer(call: Call, draw: int, context: RowsContext, *, undefined: bool = False) -> Answer:
@@ -239,7 +242,7 @@ def answer(call: Call, draw: int, context: RowsContext, *, undefined: bool = Fal
         state = _any(value, size, random.Random(f"{made} {index}"))
         return PLACED[state.kind](value, state, rank, size)
 
-    torch.manual_seed(seed(call.name))
+    torch.default_generator.manual_seed(seed(call.name))
     try:
         for tensor, state in zip(call.leaves, states, strict=True):
             placed = PLACED[state.kind](copy(tensor).detach(), state, rank, size)
@@ -289,6 +292,7 @@ def judge(call: Call, draw: int, answers: list[Answer]) -> Verdict:
     return Verdict(
         call=f"{call.name} draw {draw}", operator=call.operator, size=len(answers), kind=kind, why=why,
         states=", ".join(map(str, states)), gathered=sorted({at for each in answers for at in each.gathered}),
+        seen=frozenset().union(*(each.seen for each in answers)),
     )  # fmt: skip
 
 

@@ -42,13 +42,13 @@ def turns(calls: list[Call], draws: int) -> list[Turn]:
     ]
 
 
-def judged(todo: list[Turn], undefined: frozenset[str] = frozenset(), *, prepare: Any = None) -> Iterator[Any]:
-    """Yields the verdict of each turn. `prepare` runs in each process before it imports grappe's rows."""
+def judged(todo: list[Turn], undefined: frozenset[str] = frozenset(), *, watch: Any = None) -> Iterator[Any]:
+    """Yields the verdict of each turn. `watch` makes what records the lines that a process runs for it."""
     gc.collect()
     gc.freeze()  # what the processes share with this one stays shared
 
     def make(size: int) -> Any:
-        return lambda rank: _working(todo, size, rank, undefined, prepare)
+        return lambda rank: _working(todo, size, rank, undefined, watch)
 
     worlds = {size: World(size, make(size)) for size in (2, 3)}
     try:
@@ -64,22 +64,25 @@ def judged(todo: list[Turn], undefined: frozenset[str] = frozenset(), *, prepare
             world.close()
 
 
-def _working(todo: list[Turn], size: int, rank: int, undefined: frozenset[str], prepare: Any) -> Any:
+def _working(todo: list[Turn], size: int, rank: int, undefined: frozenset[str], watch: Any) -> Any:
     """What a process does with the number of a turn."""
     warnings.simplefilter("ignore")
-    if prepare is not None:
-        prepare()
     from grappe.rows.context import RowsContext, activate
     from tests.rows.compared import answer
 
     context = RowsContext(rank=rank, size=size)
     active = activate(context)
     active.__enter__()
+    lines = watch() if watch is not None else None
 
     def work(index: int) -> Any:
-        call = todo[index].call
-        assert active
-        return vars(answer(call, todo[index].draw, context, undefined=call.operator in undefined))
+        turn = todo[index]
+        again = activate(context) if lines is not None else active  # which forgets what was decided for other calls
+        if lines is not None:
+            lines.seen.clear()
+            again.__enter__()
+        made = vars(answer(turn.call, turn.draw, context, undefined=turn.call.operator in undefined))
+        return made if lines is None else {**made, "seen": frozenset(lines.seen)}
 
     return work
 

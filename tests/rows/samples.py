@@ -227,7 +227,7 @@ def _made(operator: str, name: str, form: str, function: Any, arguments: Any, op
         operator=operator, name=name, form=form, function=function, leaves=leaves, spec=spec, others=others,
         reference=Outcome(),
     )  # fmt: skip
-    torch.manual_seed(seed(name))
+    torch.default_generator.manual_seed(seed(name))
     try:
         got = call.run([copy(each) for each in leaves], lambda i, out: noise(out, f"{name}/{i}"), plain)
     except (RuntimeError, NotImplementedError, TypeError, ValueError, IndexError, AssertionError):
@@ -257,10 +257,10 @@ def of_operator(info: Any, most: int) -> Iterator[Call]:
     if seconds:
         kinds.append((chance.choice(seconds), max(1, most // 4)))
     for dtype, count in kinds:
-        torch.manual_seed(seed(info.full_name))
+        torch.default_generator.manual_seed(seed(info.full_name))
         grad = info.supports_autograd and dtype not in NEVER_FLOATING
         try:
-            made = list(itertools.islice(info.sample_inputs("cpu", dtype, requires_grad=grad), MOST_MADE))
+            made = list(itertools.islice(info.sample_inputs("cpu", dtype, requires_grad=grad, set_seed=False), MOST_MADE))
         except (RuntimeError, NotImplementedError, TypeError, ValueError):
             continue
         for index, sample in _drawn(made, count, chance):
@@ -311,7 +311,7 @@ def of_module(info: Any, most: int) -> Iterator[Call]:
     """Calls of a module, in training and in evaluation: its parameters and buffers are arguments that stay plain."""
     chance = random.Random(info.name)
     for training in (True, False):
-        torch.manual_seed(seed(info.name))
+        torch.default_generator.manual_seed(seed(info.name))
         with contextlib.suppress(RuntimeError, NotImplementedError, TypeError, ValueError):
             made = info.module_inputs_func(
                 info, device="cpu", dtype=torch.float64, requires_grad=True, training=training
@@ -329,7 +329,7 @@ def _of_module(sample: Any, info: Any, name: str, training: bool) -> Callable[..
 
     def function(*arguments: Any, **options: Any) -> Any:
         state = torch.get_rng_state()
-        torch.manual_seed(seed(name))
+        torch.default_generator.manual_seed(seed(name))
         construct = sample.constructor_input
         of_construction, by_name = tree_map(_detached, (construct.args, construct.kwargs))
         module = info.module_cls(*of_construction, **by_name).to(torch.float64).train(training)
