@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import sys
+import threading
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -34,6 +35,8 @@ class RowsContext:
     """Wall time of those calls."""
     sent: Counter[str] = field(default_factory=Counter)
     """Bytes that this process sent, by purpose."""
+    thread: threading.Thread = field(default_factory=threading.current_thread)
+    """The thread that may send messages, with those of torch's backward."""
     dispatched: int = 0
     """Operators that met rows."""
     trace: int = 0
@@ -56,8 +59,6 @@ class _Now:
     """Not per thread: backward runs in threads of its own on a GPU."""
 
     context = RowsContext()
-    changed: list[Callable[[], None]] = []
-    """What forgets values that hold for one rank."""
 
 
 NOW = _Now()
@@ -72,15 +73,8 @@ def current() -> RowsContext:
 @contextlib.contextmanager
 def activate(context: RowsContext) -> Iterator[RowsContext]:
     """Context in which rows are shared between the processes of `context`."""
-    before = NOW.context
-    _set(context)
+    before, NOW.context = NOW.context, context
     try:
         yield context
     finally:
-        _set(before)
-
-
-def _set(context: RowsContext) -> None:
-    for forget in NOW.changed:
-        forget()
-    NOW.context = context
+        NOW.context = before

@@ -67,37 +67,45 @@ def _native_dropout(operator: Any, arguments: Any, options: Any) -> Any:
 
 def _fill_own(operator: Any, local: Tensor, layout: Layout, rest: tuple[Any, ...], options: Any) -> bool:
     """Draws own rows alone where the generator of a CPU can pass over the others'; returns whether it could."""
-    placement = layout.placement
-    if options.get("generator") is not None or layout.device.type != "cpu" or placement.outer != 1:
+    words = None if options.get("generator") is not None else _words_around(operator, layout, rest)
+    if words is None:
         return False
-    stride = layout.stride
-    if not is_dense(layout) or any(
-        each > stride[placement.dim] and size > 1 for each, size in zip(stride, layout.shape, strict=True)
-    ):
-        return False
+    _pass_over(words[0])
+    if local.numel():
+        operator(local, *rest)
+    _pass_over(words[1])
+    return True
+
+
+@functools.lru_cache(maxsize=4096)
+def _words_around(operator: Any, layout: Layout, rest: tuple[Any, ...]) -> tuple[int, int] | None:
+    """Returns the words of the generator before and after those of own rows; None if it cannot be told."""
+    (dim, sizes, outer), stride = layout.placement, layout.stride
+    first = all(each <= stride[dim] or size == 1 for each, size in zip(stride, layout.shape, strict=True))
+    if layout.device.type != "cpu" or outer != 1 or not first or not is_dense(layout) or not sum(sizes):
+        return None
     words = _words_each(operator, layout.dtype, rest)
     if not words:
-        return False
-    each = words * (layout.shape.numel() // max(1, placement.total))
-    before = sum(layout.placement.sizes[: NOW.context.rank])
-    _pass_over(each * before)
-    if placement.rows:
-        operator(local, *rest)
-    _pass_over(each * (placement.total - before - placement.rows))
-    return True
+        return None
+    each, before = words * (layout.shape.numel() // sum(sizes)), sum(sizes[: NOW.context.rank])
+    return each * before, each * (sum(sizes) - before - layout.placement.rows)
 
 
 @functools.lru_cache(maxsize=256)
 def _words_each(operator: Any, dtype: torch.dtype, arguments: tuple[Any, ...]) -> int:
-    """Returns how many words of the CPU's generator each number takes, if they are drawn one by one; otherwise 0."""
-    generators = [torch.Generator().manual_seed(1) for _ in range(4)]
-    at_once, first, then = (torch.empty(size, dtype=dtype) for size in (40, 17, 23))
-    for tensor, generator in zip((at_once, first, then), (generators[0], *generators[1:2] * 2), strict=True):
-        operator(tensor, *arguments, generator=generator)
-    for words, generator in ((1, generators[2]), (2, generators[3])):
-        torch.empty(words * 40, dtype=torch.int32).random_(generator=generator)
-        if torch.equal(generator.get_state(), generators[0].get_state()):
-            return words if torch.equal(at_once, torch.cat([first, then])) else 0
+    """Returns how many words of the CPU's generator each number takes, if they are drawn one by one; otherwise 0.
+
+    Numbers that are drawn in pairs, of which the second waits in the generator, are not passed over by words.
+    """
+    at_once, after = torch.empty(40, dtype=dtype), torch.empty(23, dtype=dtype)
+    plain = torch.Generator().manual_seed(1)
+    operator(at_once, *arguments, generator=plain)
+    for words in (1, 2):
+        passed = torch.Generator().manual_seed(1)
+        torch.empty(words * 17, dtype=torch.int32).random_(generator=passed)
+        operator(after, *arguments, generator=passed)
+        if torch.equal(at_once[17:], after) and torch.equal(plain.get_state(), passed.get_state()):
+            return words
     return 0
 
 

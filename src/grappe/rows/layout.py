@@ -88,18 +88,14 @@ def layout_of(
         shape: of all rows, as `strides` are.
         shared: whether a plain tensor of the script shares the numbers, so that a write to either is seen by both.
     """
-    key = (shape, stride, dtype, device, placement, shared)
+    # By rank, as the own part is: tests have several in one process.
+    key = (shape, stride, dtype, device, placement, shared, NOW.context.rank)
     layout = _layouts.get(key)
     if layout is None:
         if len(_layouts) >= _MOST_LAYOUTS:
             _layouts.clear()
-        layout = _layouts[key] = Layout(*key)
+        layout = _layouts[key] = Layout(*key[:-1])
     return layout
-
-
-def forget_layouts() -> None:
-    """Forgets layouts, whose local shapes are those of one rank."""
-    _layouts.clear()
 
 
 def dense_stride(shape: Any, stride: Any) -> tuple[int, ...]:

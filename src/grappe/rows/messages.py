@@ -29,12 +29,19 @@ def gather(local: Tensor, placement: Placement) -> Tensor:
     """Returns all rows from each process's own, contiguous and equal on all processes."""
     dim, (sizes, outer) = placement.dim, placement[1:]
     rows = local.unflatten(dim, (outer, placement.rows)).movedim(dim + 1, 0)
-    shape, rows = rows.shape[1:], rows.resolve_conj().resolve_neg().contiguous()
+    shape = rows.shape[1:]
     width = shape.numel() * rows.element_size()
-    parts = _exchange(rows.view(-1).view(torch.uint8), [size * width for size in sizes], "gather")
+    parts = _exchange(_bytes(rows), [size * width for size in sizes], "gather")
     flat = torch.cat(parts) if len(parts) > 1 else parts[0]
     every = flat.view(local.dtype).view(placement.total, *shape).movedim(0, dim + 1)
     return every.flatten(dim, dim + 1).contiguous()
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    flat = tensor.reshape(-1)
+    # A single number is contiguous with any stride, which a view of bytes is not.
+    flat = flat.as_strided((1,), (1,)) if flat.numel() == 1 else flat.contiguous()
+    return flat.view(torch.uint8)
 
 
 def _exchange(own: Tensor, sizes: list[int], purpose: str) -> list[Tensor]:
@@ -80,7 +87,7 @@ def _send(message: Any, size: int, purpose: str, line: str) -> None:
     """Runs a message; one that fails, as processes wait for different ones, names their lines."""
     now = NOW.context
     thread = threading.current_thread()
-    if thread is not threading.main_thread() and not thread.name.startswith("Dummy"):
+    if thread is not now.thread and not isinstance(thread, threading._DummyThread):  # torch's own, of backward
         raise GrappeError(f"{line}: a thread of the script reads rows of the batch: read them in the main thread")
     now.sent[purpose] += size * (now.size - 1)
     now.messages += 1
@@ -120,7 +127,7 @@ def summed(local: Tensor, operation: str = "sum") -> Tensor:
         )
     total = local.to(wide).contiguous()
     if total.numel() and (operation != "sum" or total.nbytes <= _SMALL):  # other libraries' max may lose a NaN
-        parts = _exchange(total.view(-1).view(torch.uint8), [total.nbytes] * NOW.context.size, "reduce")
+        parts = _exchange(_bytes(total), [total.nbytes] * NOW.context.size, "reduce")
         every = torch.stack([part.view(wide).view(total.shape) for part in parts])
         total = (
             every.sum(0, dtype=wide) if operation == "sum" else every.amin(0) if operation == "min" else every.amax(0)

@@ -12,7 +12,7 @@ from grappe.rows.layout import PARTIAL, Layout, Placement, layout_of
 from grappe.rows.messages import own_part, summed
 from grappe.rows.plans import Call, Way, results_on_meta, rule
 from grappe.rows.rules import all_of, aten, everywhere, own_of
-from grappe.rows.tensor import Rows, full, own_local, wrapped
+from grappe.rows.tensor import Rows, full, own_local, wrapped, write
 
 # ---- Of a sample each --------------------------------------------------------------------------------------
 
@@ -50,15 +50,13 @@ def _group_norm(call: Call) -> Way | None:
 @rule("native_batch_norm cudnn_batch_norm native_batch_norm_backward cudnn_batch_norm_backward")
 def _batch_norm(call: Call) -> Any:
     backward = call.name.endswith("_backward")
-    if call.lead is None:
-        return all_of(call)
+    if call.lead is None or len(call.lead.shape) != len(call["input"].shape):
+        return all_of(call) if backward else _of_all_rows
     placement = call.placement
-    if len(call.lead.shape) != len(call["input"].shape):
-        return None
     training = call.values.get("training", call.values.get("train", True))
     if placement.dim == 1:  # instance normalisation: channels of all samples
         if not backward and training and type(call["running_mean"]) is Layout:
-            return None
+            return _of_all_rows
         channels = placement._replace(dim=0)
         at = {name: placement if len(call[name].shape) > 1 else channels for name in everywhere(call, None)}
         return Way(at=at, results=(placement, channels, channels)) if call.name.startswith("native") else None
@@ -68,6 +66,18 @@ def _batch_norm(call: Call) -> Any:
     if backward:
         return _backward if training else Way(at=_samples_at(call, placement), results=(placement, PARTIAL, PARTIAL))
     return _forward
+
+
+def _of_all_rows(operator: Any, arguments: Any, options: Any) -> Any:
+    """Running statistics are written, which the operator does not declare."""
+    plain = [
+        full(each).clone() if type(each) is Rows and at in (3, 4) else full(each) for at, each in enumerate(arguments)
+    ]
+    made = operator(*plain, **options)
+    for statistics, after in zip(arguments[3:5], plain[3:5], strict=True):
+        if type(statistics) is Rows and arguments[5]:
+            write(statistics, after)
+    return made
 
 
 def _samples_at(call: Call, placement: Placement) -> dict[str, Any]:
@@ -83,6 +93,8 @@ def _channels(value: Tensor) -> list[int]:
 def _forward(operator: Any, arguments: Any, options: Any) -> Any:
     """Statistics from each process's count, mean and squares around it."""
     value = arguments[0]
+    if any(type(each) is Rows for each in arguments[3:5]):
+        return _of_all_rows(operator, arguments, options)
     weight, bias, mean, var, _, momentum, eps = map(full, arguments[1:])
     layout, local = value._cell.layout, own_local(value)
     n, there = value.numel() // value.shape[1], local.numel() // local.shape[1]
@@ -164,7 +176,9 @@ NONE, MEAN, SUM = range(3)
 def _nll(call: Call) -> Any:
     if call.lead is None:
         return all_of(call)
-    if call.placement.dim or len(call["self"].shape) < 2:
+    led = [each for each in (call["self"], call["target"], call.values.get("grad_output")) if type(each) is Layout]
+    led = [each.placement for each in led if type(each.placement) is Placement]
+    if not led or any(each.dim for each in led) or len(call["self"].shape) < 2:
         return None
     return _nll_backward if call.name.endswith("_backward") else _nll_forward
 

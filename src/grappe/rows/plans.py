@@ -19,7 +19,7 @@ from torch.nn import Parameter
 from grappe.private_api.torch import fake_tensors, operator_schema
 from grappe.rows.context import NOW
 from grappe.rows.gathered import gathered
-from grappe.rows.layout import GHOST, PARTIAL, Layout, Placement, fitted, forget_layouts, layout_of
+from grappe.rows.layout import GHOST, PARTIAL, Layout, Placement, layout_of
 from grappe.rows.messages import own_part
 from grappe.rows.tensor import RULES, Cell, Rows, full, own_local, rows_of, settle, wrapped, written
 
@@ -204,7 +204,6 @@ class _Planned:
     def __init__(self, operator: Any, decide: Rule, *, by_type: bool = False) -> None:
         self.operator, self.decide, self.by_type = operator, decide, by_type
         self.plans: dict[Any, Any] = {}
-        NOW.changed.append(self.plans.clear)
 
     def __call__(self, operator: Any, arguments: Any, options: Any) -> Any:
         try:
@@ -232,8 +231,6 @@ class _Planned:
         return gathered if way is None else _fallible(way)
 
 
-NOW.changed.append(forget_layouts)
-
 # ---- From a way to a plan ----------------------------------------------------------------------------------
 
 
@@ -250,7 +247,7 @@ def _plan(call: Call, way: Way, arguments: Any, options: Any) -> Callable[..., A
     many = isinstance(metas, (list, tuple))
     places = way.results if type(way.results) in (list, tuple) else None
     layouts: list[Any] = []
-    device = options.get("device") or (call.lead or call.first).device
+    device = options.get("device") or (call.lead or call.layouts[0]).device
     shared = way.view and call.first.shared
     for at, meta in enumerate(metas if many else [metas]):
         placement = places[at] if places is not None else way.results

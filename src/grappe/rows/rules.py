@@ -8,7 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from grappe.rows.layout import GHOST, PARTIAL, Layout, Placement, layout_of
+from grappe.errors import GrappeError
+from grappe.rows.context import NOW
+from grappe.rows.layout import GHOST, PARTIAL, Layout, Placement, is_dense, layout_of
 from grappe.rows.messages import own_part, summed
 from grappe.rows.plans import AS_IS, FIRST, Call, Unalike, Way, procedure, rule
 from grappe.rows.tensor import Rows, full, own_local, rows_of, wrapped, written
@@ -105,6 +107,26 @@ def _copied(call: Call) -> Way:
 @procedure("detach alias lift_fresh")
 def _same(operator: Any, arguments: Any, options: Any) -> Any:
     return rows_of(arguments[0]._cell)
+
+
+@procedure("_conj _neg_view")
+def _conjugated(operator: Any, arguments: Any, options: Any) -> Any:
+    """A copy, as torch resolves no conjugate bits where it dispatches to rows; a write to it is refused."""
+    value = arguments[0]
+    made = (aten.conj_physical if operator is aten._conj.default else aten.neg).default(value)
+    if type(made) is Rows:
+        made._cell.shares().refused = "to a view of conjugate numbers"
+    return made
+
+
+@procedure("as_strided")
+def _as_strided(operator: Any, arguments: Any, options: Any) -> Any:
+    """By places in memory: those of all rows, where the tensor has all of its memory."""
+    cell = arguments[0]._cell
+    family, layout = cell.family, cell.layout
+    if not is_dense(layout) or (family is not None and family.numbers != layout.shape.numel()):
+        raise GrappeError(f"as_strided of a view of rows ({NOW.context.line()}): take a clone of it first")
+    return NotImplemented
 
 
 @rule("zeros_like ones_like full_like empty_like")
@@ -454,6 +476,8 @@ def _added_product(call: Call) -> Any:
 
 def _apart(operator: Any, arguments: Any, options: Any) -> Any:
     """A product, and then a sum."""
+    if len(arguments) != 3:
+        return NotImplemented
     bias, a, b = arguments
     plain = {"addmm": aten.mm, "baddbmm": aten.bmm, "addmv": aten.mv}[operator.overloadpacket.__name__].default
     made = plain(a, b)

@@ -37,8 +37,8 @@ class Family:
     origin_version = 0
     base: Any = None
     """The cell that was split from `origin`."""
-    apart = False
-    """Whether one view of terms was summed: a write to it would not reach the others."""
+    refused = ""
+    """Why a write is refused: others, that would see it in one process, would not."""
 
     def __init__(self) -> None:
         self.terms: list[weakref.ref[Cell]] = []
@@ -217,6 +217,7 @@ def split(plain: Tensor, dim: int = 0, *, shared: bool = False, sizes: tuple[int
         shared: whether the script may hold `plain` too, so that writes to either are seen in both.
         sizes: rows of each process; None: as equal as possible.
     """
+    plain = plain.resolve_conj().resolve_neg()
     placement = Placement(dim % plain.dim(), even(plain.shape[dim]) if sizes is None else tuple(sizes))
     shape, stride = plain.shape, plain.stride()
     stride = stride if is_dense(plain) else dense_stride(shape, stride)
@@ -292,7 +293,8 @@ def _add_up(cell: Cell) -> None:
     cell.local, cell.layout = summed(cell.local), cell.layout.placed(None)
     if (before := cell.family) is not None:
         cell.family = Family()
-        before.apart = cell.family.apart = any(each() not in (None, cell) for each in before.terms)
+        if any(each() not in (None, cell) for each in before.terms):
+            before.refused = cell.family.refused = "to a sum over the batch of which a view was read before"
 
 
 def settle(family: Any) -> None:
@@ -328,10 +330,8 @@ def written(value: Rows) -> Rows:
         cell.every = None
         return value
     family.version += 1
-    if family.apart:
-        raise GrappeError(
-            f"a write to a sum over the batch of which a view was read before ({NOW.context.line()}): write to a clone of it"
-        )
+    if family.refused:
+        raise GrappeError(f"a write {family.refused} ({NOW.context.line()}): write to a clone of it")
     if family.origin is not None:
         base = family.base
         family.origin.copy_(gather(base.local, base.layout.placement))

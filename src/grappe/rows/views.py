@@ -12,7 +12,7 @@ from grappe.rows.layout import GHOST, PARTIAL, Placement
 from grappe.rows.plans import TABLE, Call, Way
 
 
-def _viewing(name: str, decide: Any, *, view: bool = True) -> None:
+def _viewing(name: str, decide: Any) -> None:
     """Registers a view, by what makes (placement, constants) of a call and its rows' placement; None gathers."""
 
     def run(call: Call) -> Way | None:
@@ -21,13 +21,13 @@ def _viewing(name: str, decide: Any, *, view: bool = True) -> None:
         if placement is GHOST:
             return None
         if type(placement) is not Placement:
-            return Way(at={first: placement}, results=placement, view=view)
+            return Way(at={first: placement}, results=placement, view=True)
         decided = decide(call, placement)
         if decided is None:
             return None
         results, constants, *operator = decided
         return Way(
-            at={first: placement}, constants=constants, results=results, view=view, operator=next(iter(operator), None)
+            at={first: placement}, constants=constants, results=results, view=True, operator=next(iter(operator), None)
         )
 
     TABLE[name] = run
@@ -166,13 +166,11 @@ for _names, _decide in {
     "squeeze": _squeezed,
     "slice": _sliced,
     "select": _selected,
-    "split split_with_sizes": _parted,
+    "split split_with_sizes unsafe_split unsafe_split_with_sizes": _parted,
     "unbind": _selected,
     "diagonal": _off_diagonal,
     "unfold": _other_dimension,
-    "_conj _neg_view view_as_real view_as_complex real imag": _kept,
+    "view_as_real view_as_complex real imag": _kept,
 }.items():
     for _name in _names.split():
         _viewing(_name, _decide)
-for _name in ("unsafe_split", "unsafe_split_with_sizes"):
-    _viewing(_name, _parted, view=False)
