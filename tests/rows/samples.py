@@ -24,6 +24,8 @@ FIRST = (torch.float64, torch.float32, torch.int64, torch.bool, torch.complex128
 SECOND = (torch.int64, torch.bool, torch.complex128)
 MOST_MADE = 10_000
 """Samples of an operator that are made at most."""
+MOST_NUMBERS = 20_000
+"""In the tensors of a sample: larger ones test the same code in a hundred times the time."""
 NEVER_FLOATING = (torch.int64, torch.bool)
 
 
@@ -229,11 +231,14 @@ def _made(operator: str, name: str, form: str, function: Any, arguments: Any, op
     )  # fmt: skip
     torch.default_generator.manual_seed(seed(name))
     try:
-        got = call.run([copy(each) for each in leaves], lambda i, out: noise(out, f"{name}/{i}"), plain)
+        copies = [copy(each) for each in leaves]
+        got = call.run(copies, lambda i, out: noise(out, f"{name}/{i}"), plain)
     except (RuntimeError, NotImplementedError, TypeError, ValueError, IndexError, AssertionError):
         return None
     call.reference.values, call.reference.shape = got.values, got.shape
     call.reference.values.append(("random state", torch.get_rng_state()))
+    if form in ("call", "module"):
+        call.reference.values += [(f"argument {index} after", plain(each)) for index, each in enumerate(copies)]
     return call
 
 
@@ -242,8 +247,12 @@ def _placeable(value: Any) -> bool:
 
 
 def _drawn(samples: list[Any], most: int, chance: random.Random) -> list[tuple[int, Any]]:
-    numbered = list(enumerate(samples))
+    numbered = [(index, each) for index, each in enumerate(samples) if _numbers(each) <= MOST_NUMBERS]
     return numbered if len(numbered) <= most else sorted(chance.sample(numbered, most), key=lambda pair: pair[0])
+
+
+def _numbers(sample: Any) -> int:
+    return sum(each.numel() for each in tree_leaves(vars(sample)) if isinstance(each, Tensor))
 
 
 def of_operator(info: Any, most: int) -> Iterator[Call]:
