@@ -11,10 +11,12 @@ import os
 import pickle
 import sys
 import time
+import tomllib
 import warnings
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -102,6 +104,11 @@ def _died(turn: Turn, how: str) -> Any:
     )  # fmt: skip
 
 
+def undefined() -> frozenset[str]:
+    """Operators whose numbers torch does not define."""
+    return frozenset(tomllib.loads((Path(__file__).parent / "exceptions.toml").read_text())["undefined"])
+
+
 def main() -> None:
     """Prints each wrong turn, and the counts."""
     parser = argparse.ArgumentParser()
@@ -115,7 +122,7 @@ def main() -> None:
     made = time.process_time()
     print(f"{len({each.operator for each in calls})} operators and modules, {len(calls)} calls, made in {made:.1f} s")
     verdicts = []
-    for verdict in judged(turns(calls, asked.draws)):
+    for verdict in judged(turns(calls, asked.draws), undefined()):
         verdicts.append(verdict)
         if verdict.kind == "wrong" and asked.only:
             print(f"{verdict.call} on {verdict.size} | {verdict.states} | {verdict.why}"[:700], flush=True)

@@ -353,5 +353,5 @@ def calls(most: int, *, part: int = 0, parts: int = 1, only: str = "") -> Iterat
     warnings.simplefilter("ignore")
     for index, info in enumerate([*op_db, *module_db]):
         name = info.full_name if hasattr(info, "full_name") else info.name
-        if index % parts == part and only in name:
+        if index % parts == part and any(each in name for each in only.split(",")):
             yield from of_operator(info, most) if hasattr(info, "full_name") else of_module(info, most)
