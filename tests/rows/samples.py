@@ -252,7 +252,8 @@ def _drawn(samples: list[Any], most: int, chance: random.Random) -> list[tuple[i
 
 
 def _numbers(sample: Any) -> int:
-    return sum(each.numel() for each in tree_leaves(vars(sample)) if isinstance(each, Tensor))
+    leaves = tree_leaves((sample.input, sample.args, sample.kwargs)) if hasattr(sample, "input") else ()
+    return sum(each.numel() for each in leaves if isinstance(each, Tensor))
 
 
 def of_operator(info: Any, most: int) -> Iterator[Call]:
