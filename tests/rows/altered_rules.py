@@ -259,7 +259,7 @@ def caught(alteration: Alteration, todo: list[Turn], kinds: list[str], undefined
         import tests.rows.compared  # noqa: F401
     except Exception as error:
         return f"cannot be imported: {type(error).__name__}"
-    order = {"split": 0, "gathered": 1, "refused": 2, "wrong": 3}
+    order = {"no rows": 0, "split": 0, "gathered": 1, "refused": 2, "wrong": 3}
     for verdict, kind in zip(judged(todo, undefined), kinds, strict=True):
         if order[verdict.kind] > order[kind]:
             return f"{verdict.call}: {kind} is {verdict.kind}: {verdict.why[:100]}"

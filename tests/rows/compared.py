@@ -16,7 +16,7 @@ from torch import Tensor
 from grappe.errors import GrappeError
 from grappe.rows.context import RowsContext
 from grappe.rows.messages import ProcessAstray
-from grappe.rows.tensor import Placement, Rows, from_local, full, split
+from grappe.rows.tensor import RULES, Placement, Rows, from_local, full, split
 from tests.rows.samples import Call, Outcome, copy, noise, seed
 from tests.rows.world import OutOfStep
 
@@ -49,9 +49,11 @@ class Verdict:
     size: int
     states: str
     kind: str
-    """"split", "gathered", "refused" or "wrong"."""
+    """"split", "gathered", "refused" or "wrong"; "no rows" where only sums and views of them were placed."""
     why: str = ""
     gathered: list[str] = field(default_factory=list)
+    rules: list[str] = field(default_factory=list)
+    """Operators whose rules were asked for the first time."""
     seen: frozenset[tuple[str, int]] = frozenset()
 
 
@@ -220,6 +222,8 @@ class Answer:
     bits: tuple[tuple[str, int], ...] = ()
     """A hash of each value's numbers, which are the same on all processes."""
     gathered: tuple[str, ...] = ()
+    rules: tuple[str, ...] = ()
+    """Operators that met rows here for the first time in this process, for which a rule was found."""
     seen: frozenset[tuple[str, int]] = frozenset()
     """Files and lines that it ran, where they are recorded."""
 
@@ -230,7 +234,6 @@ def answer(call: Call, draw: int, context: RowsContext, *, undefined: bool = Fal
     states, chance = placements(call, draw, size)
     ways = [chance.random() for _ in range(8)]
     made = chance.randint(0, 10**6)
-    context.gathered.clear()
     context.trace = context.messages = 0  # a call before may have ended in an error on one process
     leaves = []
 
@@ -246,13 +249,16 @@ def answer(call: Call, draw: int, context: RowsContext, *, undefined: bool = Fal
 
     torch.default_generator.manual_seed(seed(call.name))
     try:
-        for tensor, state in zip(call.leaves, states, strict=True):
-            placed = PLACED[state.kind](copy(tensor).detach(), state, rank, size)
+        origins = [copy(each).detach() for each in call.leaves]
+        for tensor, origin, state in zip(call.leaves, origins, states, strict=True):
+            placed = PLACED[state.kind](origin, state, rank, size)
             leaves.append(placed.requires_grad_() if tensor.requires_grad else placed)
+        context.gathered.clear()
         outcome = call.run(leaves, cotangent, _read)
         outcome.values.append(("random state", torch.get_rng_state()))
         if call.form in ("call", "module"):
             outcome.values += [(f"argument {index} after", _read(each)) for index, each in enumerate(leaves)]
+        apart = _apart(leaves, origins, states)
     except GrappeError as error:
         return Answer(error=f"{type(error).__name__}: {error}"[:300], refused=not isinstance(error, ProcessAstray))
     except OutOfStep as error:
@@ -261,10 +267,32 @@ def answer(call: Call, draw: int, context: RowsContext, *, undefined: bool = Fal
         at = traceback.extract_tb(error.__traceback__)[-1]
         return Answer(error=f"{type(error).__name__}: {error}"[:300] + f" ({Path(at.filename).name}:{at.lineno})")
     return Answer(
-        difference=difference(call.reference, outcome, undefined),
+        difference=difference(call.reference, outcome, undefined) or apart,
         bits=() if undefined else tuple(_bits(outcome)),
         gathered=tuple(sorted({at.operator for at in context.gathered})),
+        rules=_new_rules(),
     )
+
+
+def _apart(leaves: list[Tensor], origins: list[Tensor], states: list[State]) -> str:
+    """Whether rows and the plain tensor that shares their numbers have other numbers after a write to either."""
+    for index, (leaf, origin, state) in enumerate(zip(leaves, origins, states, strict=True)):
+        if state.kind == "shared" and not leaf.requires_grad:
+            if not torch.equal(full(leaf).nan_to_num(), origin.nan_to_num()):
+                return f"argument {index} and the plain tensor that shares it: {_text(leaf)} and {_text(origin)}"
+            origin.zero_()
+            if full(leaf).any() or full(leaf.clone()).any():
+                return f"argument {index} after a write to the plain tensor that shares it: {_text(leaf)}"
+    return ""
+
+
+_asked: set[Any] = set()
+
+
+def _new_rules() -> tuple[str, ...]:
+    new = [operator for operator in RULES if operator not in _asked]
+    _asked.update(new)
+    return tuple(str(operator).removeprefix("aten.") for operator in new)
 
 
 def placements(call: Call, draw: int, size: int) -> tuple[list[State], random.Random]:
@@ -276,7 +304,7 @@ def placements(call: Call, draw: int, size: int) -> tuple[list[State], random.Ra
 def judge(call: Call, draw: int, answers: list[Answer]) -> Verdict:
     """What became of a call, by what its processes answer."""
     states, _ = placements(call, draw, len(answers))
-    kind, why = "split", ""
+    kind, why = "split" if any(each.placement for each in states) else "no rows", ""
     if any(each.error for each in answers):
         kind = "refused" if all(each.refused for each in answers) else "wrong"
         why = " | ".join(each.error for each in answers)
@@ -293,6 +321,7 @@ def judge(call: Call, draw: int, answers: list[Answer]) -> Verdict:
     return Verdict(
         call=f"{call.name} draw {draw}", operator=call.operator, size=len(answers), kind=kind, why=why,
         states=", ".join(map(str, states)), gathered=sorted({at for each in answers for at in each.gathered}),
+        rules=sorted({name for each in answers for name in each.rules}),
         seen=frozenset().union(*(each.seen for each in answers)),
     )  # fmt: skip
 
@@ -389,8 +418,7 @@ def _bits(outcome: Outcome) -> Iterator[tuple[str, int]]:
 
 
 def _text(value: Any) -> str:
-    if isinstance(value, Read):
-        value = value.plain
+    value = full(value.plain if isinstance(value, Read) else value)
     if isinstance(value, Tensor):
         return f"{[float(f'{each:.4g}') if isinstance(each, float) else each for each in value.reshape(-1)[:6].tolist()]}"
     return repr(value)[:80]

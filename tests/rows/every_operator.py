@@ -116,6 +116,7 @@ def main() -> None:
     parser.add_argument("--draws", type=int, default=1)
     parser.add_argument("--only", default="")
     parser.add_argument("--out", help="file for the verdicts, pickled")
+    parser.add_argument("--record", action="store_true", help="writes split.toml")
     asked = parser.parse_args()
     torch.set_num_threads(1)
     calls = list(samples.calls(asked.samples, only=asked.only))
@@ -128,8 +129,19 @@ def main() -> None:
             print(f"{verdict.call} on {verdict.size} | {verdict.states} | {verdict.why}"[:700], flush=True)
     print(Counter(each.kind for each in verdicts), f"{sum(os.times()[:4]) - made:.1f} s of CPU")
     if asked.out:
-        with open(asked.out, "wb") as file:  # noqa: PTH123
-            pickle.dump([vars(each) for each in verdicts], file)
+        Path(asked.out).write_bytes(pickle.dumps([vars(each) for each in verdicts]))
+    if asked.record:
+        _record(Counter(each.operator for each in verdicts if each.kind == "split"))
+
+
+def _record(split: Counter[str]) -> None:
+    lines = [f'"{name}" = {count}' for name, count in sorted(split.items())]
+    text = "\n".join([
+        "# Calls of each operator that are computed from own rows alone, in the test of every operator.",
+        "# Written by `python -m tests.rows.every_operator --record`.",
+        f'torch = "{".".join(torch.__version__.split(".")[:2])}."', "", "[calls]", *lines, "",
+    ])  # fmt: skip
+    (Path(__file__).parent / "split.toml").write_text(text)
 
 
 if __name__ == "__main__":
