@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import argparse
 import ast
-import copy
 import gc
+import itertools
 import json
 import os
 import random
@@ -35,7 +35,6 @@ SOURCE = HERE.parent.parent / "src" / "grappe" / "rows"
 FILES = ("rules", "norms", "draws", "views", "plans", "tensor", "gathered", "messages", "layout")
 MOST_TURNS = 400
 """Tried for an alteration, of those that run its line."""
-EQUAL = {"results": ("PARTIAL", "None"), "placement": ("PARTIAL",)}
 SWAPPED_NAMES = {"PARTIAL": "None", "amin": "amax", "amax": "amin", "AS_IS": "None", "first": "last", "rank": "size"}
 SWAPPED = {
     ast.Add: ast.Sub, ast.Sub: ast.Add, ast.Mult: ast.Add, ast.Div: ast.Mult, ast.FloorDiv: ast.Mult, ast.Mod: ast.Add,
@@ -48,26 +47,39 @@ NEVER = ("gathered[", "sent[", "seconds", "trace", "dispatched", "messages +=", 
 
 @dataclass(frozen=True, kw_only=True)
 class Alteration:
-    """One change of one file; `source` is the file's text with it."""
+    """One change of one node of a file's syntax tree, which is the `number`-th that can be changed."""
 
     file: str
+    number: int
     line: int
     what: str
-    source: str
+    before: str
 
     def __str__(self) -> str:
-        return f"{self.file}.py:{self.line}: {self.what}"
+        return f"{self.file}.py:{self.line}: {self.before!r} {self.what}"
+
+    def source(self) -> str:
+        """The file's text with the change."""
+        tree = ast.parse((SOURCE / f"{self.file}.py").read_text())
+        next(itertools.islice(_nodes(tree), self.number, None)).marked = True
+        return ast.unparse(ast.fix_missing_locations(_Change(self.what).visit(tree)))
 
 
 # ---- Alterations -------------------------------------------------------------------------------------------
 def alterations(file: str) -> Iterator[Alteration]:
-    """All alterations of a file, in the order of its lines."""
+    """All alterations of a file."""
     tree = ast.parse((SOURCE / f"{file}.py").read_text())
+    for number, node in enumerate(_nodes(tree)):
+        for what in _changes(node):
+            line = getattr(node, "lineno", 0) or node.value.lineno
+            before = ast.unparse(node).split("\n")[0][:70]
+            yield Alteration(file=file, number=number, line=line, what=what, before=before)
+
+
+def _nodes(tree: ast.Module) -> Iterator[ast.AST]:
     for function in ast.walk(tree):
         if isinstance(function, ast.FunctionDef):
-            for node in _own_nodes(function):
-                for what in _changes(node):
-                    yield from _altered(file, tree, node, what)
+            yield from _own_nodes(function)
 
 
 def _own_nodes(function: ast.FunctionDef) -> Iterator[ast.AST]:
@@ -116,33 +128,17 @@ def _changes(node: ast.AST) -> list[str]:
     return []
 
 
-def _altered(file: str, tree: ast.Module, node: ast.AST, what: str) -> Iterator[Alteration]:
-    """The file with one node changed."""
-    before = ast.unparse(node).split("\n")[0]
-    node.marked = True
-    changed = copy.deepcopy(tree)
-    del node.marked
-    after = _Change(what)
-    changed = after.visit(changed)
-    ast.fix_missing_locations(changed)
-    line = getattr(node, "lineno", 0) or node.value.lineno
-    text = f"{before[:60]!r} {what}" + (f": {after.now[:60]!r}" if after.now else "")
-    yield Alteration(file=file, line=line, what=text, source=ast.unparse(changed))
-
-
 class _Change(ast.NodeTransformer):
     """Changes the node that is marked."""
 
     def __init__(self, what: str) -> None:
-        self.what, self.now = what, ""
+        self.what = what
 
     def visit(self, node: ast.AST) -> Any:
         if not getattr(node, "marked", False):
             return self.generic_visit(node)
         del node.marked
-        new = self._new(node)
-        self.now = ast.unparse(new).split("\n")[0] if isinstance(new, ast.AST) else ""
-        return new
+        return self._new(node)
 
     def _new(self, node: Any) -> Any:
         match self.what:
@@ -210,7 +206,7 @@ class Altered:
     """Finds the altered file instead of the one in the source."""
 
     def __init__(self, alteration: Alteration) -> None:
-        self.name, self.source = f"grappe.rows.{alteration.file}", alteration.source
+        self.name, self.source = f"grappe.rows.{alteration.file}", alteration.source()
 
     def find_spec(self, name: str, path: Any, target: Any = None) -> Any:
         from importlib.machinery import ModuleSpec
