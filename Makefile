@@ -64,7 +64,7 @@ soak: .venv/test  ## thousands of kills, all cells of the grids of plans (hours;
 		tests/faults/test_resume.py --durations 5
 	@GRAPPE_GRID=all $(BIN)/python -m pytest -q -m "not soak" tests/parity tests/gallery tests/verbs/verify \
 		tests/faults/test_resume_optimizers.py tests/test_benchmarks.py tests/training/test_training_scores.py
-	@$(BIN)/python -m pytest -v -s -m soak tests/slurm tests/verbs/export tests/labs tests/step
+	@$(BIN)/python -m pytest -v -s -m soak tests/rows tests/slurm tests/verbs/export tests/labs tests/step
 	@GRAPPE_FUZZ=$(FUZZ) $(BIN)/python -m pytest -v tests/faults/test_fuzz.py
 	@$(BIN)/python -W ignore -m tests.faults.hostile 2000
 	@$(BIN)/python -W ignore -m tests.faults.whole_life 500

@@ -243,9 +243,7 @@ def in_a_fork(function: Any) -> Any:
 
 def baseline(todo: list[Turn], undefined: frozenset[str]) -> list[tuple[str, list[Any]]]:
     """The kind of each turn's verdict, and the lines that it ran."""
-    return [
-        (verdict.kind, sorted(verdict.seen)) for verdict in judged(todo, undefined, watch=_traced)
-    ]
+    return [(verdict.kind, sorted(verdict.seen)) for verdict in judged(todo, undefined, watch=_traced)]
 
 
 def caught(alteration: Alteration, todo: list[Turn], kinds: list[str], undefined: frozenset[str]) -> str:
@@ -304,7 +302,8 @@ def main() -> None:
         if not why:
             survived.append(alteration)
         print(
-            f"{number:3} {alteration} | {len(indices)} calls, {time.time() - began:.0f} s | {why or 'SURVIVED'}", flush=True
+            f"{number:3} {alteration} | {len(indices)} calls, {time.time() - began:.0f} s | {why or 'SURVIVED'}",
+            flush=True,
         )
     print(f"{len(chosen) - len(survived)} of {len(chosen)} caught")
 

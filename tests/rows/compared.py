@@ -66,20 +66,21 @@ def _own(tensor: Tensor, placement: Placement, rank: int) -> Tensor:
 
 
 def _term(tensor: Tensor, rank: int, size: int, terms: int) -> Tensor:
-    """A process's term of a sum whose total is exact: each number is 2 - 1, 0.5 + 0.5 or 1 times the value."""
+    """A process's term of a sum that is exact: of each number two processes have 2 - 1, 0.5 + 0.5 or 1 + 0 times it."""
     floating = tensor.dtype.is_floating_point or tensor.dtype.is_complex
     generator = torch.Generator().manual_seed(terms)
     way = torch.randint(0, 3 if floating else 2, tensor.shape, generator=generator)
-    pair = torch.stack([torch.randperm(size, generator=generator)[:2] for _ in range(max(1, tensor.numel()))])
-    first, second = (pair[: tensor.numel(), i].view(tensor.shape) for i in (0, 1))
-    exact = tensor.isfinite() & (tensor.abs() < 1e100) if floating else torch.ones_like(tensor, dtype=torch.bool)
-    way = torch.where(exact, way, torch.ones_like(way))
-    zero = torch.zeros_like(tensor)
-    of_first = torch.where(way == 0, tensor + tensor, tensor if not floating else torch.where(way == 2, tensor / 2, tensor))
-    of_second = torch.where(way == 0, -tensor if tensor.dtype is not torch.uint8 else -tensor, zero)
+    if floating:  # infinities, NaN, and what twice is infinite
+        way = torch.where(tensor.isfinite() & (tensor.abs() < 1e100), way, 1)
+    shares = [(tensor + tensor, -tensor), (tensor, torch.zeros_like(tensor))]
     if floating:
-        of_second = torch.where(way == 2, tensor / 2, of_second)
-    return torch.where(first == rank, of_first, torch.where(second == rank, of_second, zero))
+        shares.append((tensor / 2, tensor / 2))
+    order = torch.rand((size, *tensor.shape), generator=generator).argsort(0)  # which two, by number
+    made = torch.zeros_like(tensor)
+    for number, share in enumerate(shares):
+        for place in (0, 1):
+            made = torch.where((way == number) & (order[place] == rank), share[place], made)
+    return made
 
 
 def _split(tensor: Tensor, state: State, rank: int, size: int) -> Tensor:
@@ -361,7 +362,9 @@ def _differs(want: Any, got: Any, undefined: bool, *, strides: bool = True) -> s
         if isinstance(got, Read) or type(got) is not type(want):
             return f"{_text(got)} instead of {want!r}"
         if isinstance(want, (float, complex)):
-            return "" if want == got or want != want or abs(want - got) <= 1e-9 * abs(want) else f"{got} instead of {want}"
+            return (
+                "" if want == got or want != want or abs(want - got) <= 1e-9 * abs(want) else f"{got} instead of {want}"
+            )
         if isinstance(want, (int, str, bool, type(None), torch.dtype, torch.Size)):
             return "" if want == got else f"{got} instead of {want}"
         return ""
@@ -374,8 +377,10 @@ def _differs(want: Any, got: Any, undefined: bool, *, strides: bool = True) -> s
     if want.layout is not torch.strided:
         want, plain = want.to_dense(), got.plain.to_dense()
         return _numbers(want, plain)
-    if strides and want.numel() and any(
-        a != b for a, b, size in zip(got.stride, want.strides, want.shape, strict=True) if size > 1
+    if (
+        strides
+        and want.numel()
+        and any(a != b for a, b, size in zip(got.stride, want.strides, want.shape, strict=True) if size > 1)
     ):
         return f"strides {got.stride} instead of {want.strides} of {got.shape}"
     if undefined:
@@ -420,5 +425,7 @@ def _bits(outcome: Outcome) -> Iterator[tuple[str, int]]:
 def _text(value: Any) -> str:
     value = full(value.plain if isinstance(value, Read) else value)
     if isinstance(value, Tensor):
-        return f"{[float(f'{each:.4g}') if isinstance(each, float) else each for each in value.reshape(-1)[:6].tolist()]}"
+        return (
+            f"{[float(f'{each:.4g}') if isinstance(each, float) else each for each in value.reshape(-1)[:6].tolist()]}"
+        )
     return repr(value)[:80]

@@ -45,7 +45,9 @@ class Call:
     """All leaves of the arguments, with None for tensors."""
     reference: Outcome
 
-    def run(self, leaves: list[Tensor], cotangent: Callable[[int, Tensor], Tensor], read: Callable[[Any], Any]) -> Outcome:
+    def run(
+        self, leaves: list[Tensor], cotangent: Callable[[int, Tensor], Tensor], read: Callable[[Any], Any]
+    ) -> Outcome:
         """Calls it with these tensors. `cotangent` makes an output's gradient, `read` a plain tensor."""
         return FORMS[self.form](self, leaves, cotangent, read)
 
@@ -81,9 +83,7 @@ def seed(text: str) -> int:
 def noise(like: Tensor, name: str) -> Tensor:
     """A gradient of the shape of `like`, the same for each process."""
     generator = torch.Generator().manual_seed(seed(name))
-    dtype = like.dtype
-    made = torch.randn(like.shape, dtype=dtype, generator=generator)
-    return made
+    return torch.randn(like.shape, dtype=like.dtype, generator=generator)
 
 
 # ---- Forms of a call ---------------------------------------------------------------------------------------
@@ -247,7 +247,12 @@ def _made(operator: str, name: str, form: str, function: Any, arguments: Any, op
 
 
 def _placeable(value: Any) -> bool:
-    return type(value) is Tensor and value.layout is torch.strided and not value.is_quantized and value.device.type == "cpu"
+    return (
+        type(value) is Tensor
+        and value.layout is torch.strided
+        and not value.is_quantized
+        and value.device.type == "cpu"
+    )
 
 
 def _drawn(samples: list[Any], most: int, chance: random.Random) -> list[tuple[int, Any]]:
@@ -274,7 +279,9 @@ def of_operator(info: Any, most: int) -> Iterator[Call]:
         torch.default_generator.manual_seed(seed(info.full_name))
         grad = info.supports_autograd and dtype not in NEVER_FLOATING
         try:
-            made = list(itertools.islice(info.sample_inputs("cpu", dtype, requires_grad=grad, set_seed=False), MOST_MADE))
+            made = list(
+                itertools.islice(info.sample_inputs("cpu", dtype, requires_grad=grad, set_seed=False), MOST_MADE)
+            )
         except (RuntimeError, NotImplementedError, TypeError, ValueError):
             continue
         for index, sample in _drawn(made, count, chance):

@@ -25,16 +25,18 @@ ALL = 100_000
 EXCEPTIONS: dict[str, dict[str, str]] = tomllib.loads((HERE / "exceptions.toml").read_text())
 SPLIT: dict[str, Any] = tomllib.loads((HERE / "split.toml").read_text())
 CORE = (
-    "relu", "add", "mul", "sub", "div", "exp", "log", "sigmoid", "tanh", "where", "clamp", "pow", "sqrt", "mean", "sum", "amax",
-    "softmax", "log_softmax", "cat", "stack", "reshape", "view", "transpose", "permute", "unsqueeze", "flatten", "expand",
-    "mm", "matmul", "bmm", "addmm", "nn.functional.linear", "nn.functional.conv1d", "nn.functional.conv2d", "nn.functional.conv3d",
-    "nn.functional.gelu", "nn.functional.silu", "nn.functional.embedding", "nn.functional.cross_entropy",
-    "nn.functional.nll_loss", "nn.functional.mse_loss", "nn.functional.batch_norm", "nn.functional.layer_norm",
-    "nn.functional.group_norm", "nn.functional.dropout", "nn.functional.max_pool2d", "nn.functional.avg_pool2d",
-    "nn.functional.adaptive_avg_pool2d", "nn.functional.scaled_dot_product_attention", "nn.functional.interpolate",
-    "nn.functional.binary_cross_entropy_with_logits", "nn.functional.pad", "gather", "argmax", "topk", "eq", "lt", "ne",
-    "nn.Linear", "nn.Conv2d", "nn.BatchNorm2d", "nn.LayerNorm", "nn.GroupNorm", "nn.ReLU", "nn.GELU", "nn.Embedding",
-    "nn.CrossEntropyLoss", "nn.MSELoss", "nn.MaxPool2d", "nn.MultiheadAttention", "nn.TransformerEncoderLayer",
+    "relu", "add", "mul", "sub", "div", "exp", "log", "sigmoid", "tanh", "where", "clamp", "pow", "sqrt", "mean",
+    "sum", "amax", "softmax", "log_softmax", "cat", "stack", "reshape", "view", "transpose", "permute", "unsqueeze",
+    "flatten", "expand", "mm", "matmul", "bmm", "addmm", "nn.functional.linear", "nn.functional.conv1d",
+    "nn.functional.conv2d", "nn.functional.conv3d", "nn.functional.gelu", "nn.functional.silu",
+    "nn.functional.embedding", "nn.functional.cross_entropy", "nn.functional.nll_loss", "nn.functional.mse_loss",
+    "nn.functional.batch_norm", "nn.functional.layer_norm", "nn.functional.group_norm", "nn.functional.dropout",
+    "nn.functional.max_pool2d", "nn.functional.avg_pool2d", "nn.functional.adaptive_avg_pool2d",
+    "nn.functional.scaled_dot_product_attention", "nn.functional.interpolate",
+    "nn.functional.binary_cross_entropy_with_logits", "nn.functional.pad", "gather", "argmax", "topk", "eq", "lt",
+    "ne", "nn.Linear", "nn.Conv2d", "nn.BatchNorm2d", "nn.LayerNorm", "nn.GroupNorm", "nn.ReLU", "nn.GELU",
+    "nn.Embedding", "nn.CrossEntropyLoss", "nn.MSELoss", "nn.MaxPool2d", "nn.MultiheadAttention",
+    "nn.TransformerEncoderLayer",
 )  # fmt: skip
 """Operators and modules of nearly every training: some call of each must not be gathered, with any torch."""
 
