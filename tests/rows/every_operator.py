@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from tests.rows import samples
+from tests.rows import samples, script_calls
 from tests.rows.samples import Call
 from tests.rows.world import Died, World
 
@@ -40,7 +40,7 @@ def turns(calls: list[Call], draws: int) -> list[Turn]:
     return [
         Turn(call=call, draw=draw, size=2 + (samples.seed(call.name) + draw) % 2)
         for call in calls
-        for draw in range(draws)
+        for draw in range(script_calls.DRAWS if call.operator.startswith("script: ") else draws)
     ]
 
 

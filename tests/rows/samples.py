@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from torch.testing._internal.common_methods_invocations import op_db
 from torch.testing._internal.common_modules import module_db
+from tests.rows import script_calls
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 FIRST = (torch.float64, torch.float32, torch.int64, torch.bool, torch.complex128)
@@ -324,8 +325,17 @@ def _views(function: Any, arguments: Any, options: Any) -> bool:
     with contextlib.suppress(Exception), torch.no_grad():
         outputs = [each for each in tree_leaves(function(*arguments, **options)) if _placeable(each)]
         storage = arguments[0].untyped_storage().data_ptr()
-        return bool(outputs) and storage != 0 and all(each.untyped_storage().data_ptr() == storage for each in outputs)
+        same = bool(outputs) and storage and all(each.untyped_storage().data_ptr() == storage for each in outputs)
+        return bool(same) and not any(map(_overlaps, outputs))
     return False
+
+
+def _overlaps(tensor: Tensor) -> bool:
+    """Whether two numbers of a tensor are one place in memory, where a write has no defined result."""
+    places = torch.zeros((), dtype=torch.int64)
+    for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
+        places = places.unsqueeze(-1) + torch.arange(size) * stride
+    return len(places.unique()) < tensor.numel()
 
 
 def of_module(info: Any, most: int) -> Iterator[Call]:
@@ -360,6 +370,16 @@ def _of_module(sample: Any, info: Any, name: str, training: bool) -> Callable[..
     return function
 
 
+def of_scripts(only: str) -> Iterator[Call]:
+    """Calls as scripts write them; an operator's name is the case's."""
+    for name, function, tensors in script_calls.cases():
+        if any(each in f"script: {name}" for each in only.split(",")):
+            made = _made("script: " + name.partition(" (")[0], f"script: {name}", "call", function, tensors, {})
+            if made is None:
+                raise AssertionError(f"torch itself does not do {name!r}")
+            yield made
+
+
 def calls(most: int, *, part: int = 0, parts: int = 1, only: str = "") -> Iterator[Call]:
     """All calls of torch's databases, or the operators of one part of `parts`."""
     warnings.simplefilter("ignore")
@@ -367,3 +387,5 @@ def calls(most: int, *, part: int = 0, parts: int = 1, only: str = "") -> Iterat
         name = info.full_name if hasattr(info, "full_name") else info.name
         if index % parts == part and any(each in name for each in only.split(",")):
             yield from of_operator(info, most) if hasattr(info, "full_name") else of_module(info, most)
+    if not part:
+        yield from of_scripts(only)
