@@ -97,16 +97,23 @@ def _words_each(operator: Any, dtype: torch.dtype, arguments: tuple[Any, ...]) -
 
     Numbers that are drawn in pairs, of which the second waits in the generator, are not passed over by words.
     """
-    at_once, after = torch.empty(40, dtype=dtype), torch.empty(23, dtype=dtype)
-    plain = torch.Generator().manual_seed(1)
-    operator(at_once, *arguments, generator=plain)
     for words in (1, 2):
-        passed = torch.Generator().manual_seed(1)
-        torch.empty(words * 17, dtype=torch.int32).random_(generator=passed)
-        operator(after, *arguments, generator=passed)
-        if torch.equal(at_once[17:], after) and torch.equal(plain.get_state(), passed.get_state()):
+        if all(_is_drawn_singly(operator, dtype, arguments, words, total, first) for total, first in _PROBES):
             return words
     return 0
+
+
+_PROBES = ((40, 17), (40, 3), (40, 30), (9, 4))
+"""Numbers drawn at once, and those of them that are passed over: normal_ takes 16 at once where there are as many."""
+
+
+def _is_drawn_singly(operator: Any, dtype: Any, arguments: Any, words: int, total: int, first: int) -> bool:
+    every, after = torch.empty(total, dtype=dtype), torch.empty(total - first, dtype=dtype)
+    plain, passed = (torch.Generator().manual_seed(1) for _ in range(2))
+    operator(every, *arguments, generator=plain)
+    torch.empty(words * first, dtype=torch.int32).random_(generator=passed)
+    operator(after, *arguments, generator=passed)
+    return torch.equal(every[first:], after) and torch.equal(plain.get_state(), passed.get_state())
 
 
 def _pass_over(words: int) -> None:

@@ -62,7 +62,10 @@ def _on_all_rows(operator: Any, arguments: Any, options: Any) -> Any:
 
 
 def _is_view(schema: Any) -> bool:
-    return any(each.alias_info is not None and not each.alias_info.is_write for each in schema.returns)
+    # Torch tells autograd that these are none; their results share memory all the same.
+    return schema.name.startswith("aten::unsafe_") or any(
+        each.alias_info is not None and not each.alias_info.is_write for each in schema.returns
+    )
 
 
 def _ghosts(operator: Any, arguments: Any, options: Any) -> Any:
@@ -90,10 +93,16 @@ def _ghosts(operator: Any, arguments: Any, options: Any) -> Any:
 def _view_in_place(operator: Any, arguments: Any, options: Any) -> Any:
     """Runs unsqueeze_, t_ and their like: the tensor becomes a view of what it was."""
     value = arguments[0]
-    overload = operator_schema(operator).overload_name or "default"
-    view = getattr(torch.ops.aten, operator_schema(operator).name.removeprefix("aten::").removesuffix("_"), None)
-    if view is None or overload not in view.overloads():
-        raise GrappeError(f"{operator} on rows of a batch ({NOW.context.line()}): take a copy first")
+    if type(value) is not Rows:
+        return operator(*map(full, arguments), **options)
+    schema = operator_schema(operator)
+    view: Any = getattr(torch.ops.aten, schema.name.removeprefix("aten::").removesuffix("_"), None)
+    overloads = [] if view is None else view.overloads()
+    overload = next((each for each in (schema.overload_name or "default", "int") if each in overloads), None)
+    family = value._cell.family
+    shared = family is not None and family.origin is not None
+    if overload is None or shared or not _is_view(operator_schema(getattr(view, overload))):
+        raise GrappeError(f"{operator} on rows of a batch ({NOW.context.line()}): take a clone of the tensor first")
     made = getattr(view, overload)(rows_of(value._cell), *arguments[1:], **options)
     with without_torch_dispatch():
         operator(value, *arguments[1:], **options)

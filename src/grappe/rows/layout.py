@@ -119,6 +119,16 @@ def is_dense(tensor: Any) -> bool:
     return True
 
 
+def overlaps(layout: Layout) -> bool:
+    """Returns whether two numbers may have the same place in memory."""
+    reach = 0
+    for step, size in sorted((step, size) for step, size in zip(layout.stride, layout.shape, strict=True) if size > 1):
+        if step <= reach:
+            return True
+        reach += step * (size - 1)
+    return False
+
+
 def fitted(local: Tensor, layout: Layout) -> Tensor:
     """Returns a new own part as it shall lie in memory; copied if a kernel laid it out otherwise."""
     stride, shape = local.stride(), local.shape

@@ -38,7 +38,7 @@ def gather(local: Tensor, placement: Placement) -> Tensor:
 
 
 def _bytes(tensor: Tensor) -> Tensor:
-    flat = tensor.reshape(-1)
+    flat = tensor.resolve_conj().resolve_neg().reshape(-1)
     # A single number is contiguous with any stride, which a view of bytes is not.
     flat = flat.as_strided((1,), (1,)) if flat.numel() == 1 else flat.contiguous()
     return flat.view(torch.uint8)
@@ -125,7 +125,7 @@ def summed(local: Tensor, operation: str = "sum") -> Tensor:
         wide = (
             torch.uint8 if dtype is torch.bool and operation != "sum" else torch.int64 if dtype is torch.bool else dtype
         )
-    total = local.to(wide).contiguous()
+    total = local.to(wide).resolve_conj().resolve_neg().contiguous()
     if total.numel() and (operation != "sum" or total.nbytes <= _SMALL):  # other libraries' max may lose a NaN
         parts = _exchange(_bytes(total), [total.nbytes] * NOW.context.size, "reduce")
         every = torch.stack([part.view(wide).view(total.shape) for part in parts])

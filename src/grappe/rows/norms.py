@@ -54,14 +54,22 @@ def _batch_norm(call: Call) -> Any:
         return all_of(call) if backward else _of_all_rows
     placement = call.placement
     training = call.values.get("training", call.values.get("train", True))
+    unread = lambda made: (made[0], *(each[:0] for each in made[1:]))  # kernels disagree on the shape of evaluation's
     if placement.dim == 1:  # instance normalisation: channels of all samples
         if not backward and training and type(call["running_mean"]) is Layout:
             return _of_all_rows
         channels = placement._replace(dim=0)
-        at = {name: placement if len(call[name].shape) > 1 else channels for name in everywhere(call, None)}
-        return Way(at=at, results=(placement, channels, channels)) if call.name.startswith("native") else None
-    if not (backward or training):  # kernels disagree on the shape of statistics that nobody reads
-        unread = lambda made: (made[0], *(each[:0] for each in made[1:]))
+        every = placement.outer * placement.total
+        at = {
+            name: placement if len(call[name].shape) > 1 else channels if call[name].shape[0] == every else None
+            for name in everywhere(call, None)
+        }
+        if not call.name.startswith("native"):
+            return None
+        if backward or training:
+            return Way(at=at, results=(placement, channels, channels))
+        return Way(at=at, results=(placement, None, None), after=unread)
+    if not (backward or training):
         return Way(at=_samples_at(call, placement), results=(placement, *[None] * 3), after=unread)
     if backward:
         return _backward if training else Way(at=_samples_at(call, placement), results=(placement, PARTIAL, PARTIAL))

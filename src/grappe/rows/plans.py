@@ -7,6 +7,7 @@ call is gathered. Shapes and strides of results are those that torch computes fo
 from __future__ import annotations
 
 import contextlib
+import weakref
 import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -192,10 +193,14 @@ def _signature(values: Any, by_type: bool) -> tuple[Any, ...]:
         elif kind is list or kind is tuple:
             key.append(_signature(each, by_type))
         elif isinstance(each, Tensor):
-            key.append((each.shape, each.stride(), each.dtype, each.device))
+            raise _OtherKind
         else:
             key.append(each)
     return tuple(key)
+
+
+class _OtherKind(RuntimeError):
+    """A user's subclass of Tensor, which makes its results of the same class: of plain tensors it can."""
 
 
 class _Planned:
@@ -208,7 +213,7 @@ class _Planned:
     def __call__(self, operator: Any, arguments: Any, options: Any) -> Any:
         try:
             key = _signature(arguments, self.by_type)
-        except RuntimeError:  # a plain tensor without strides: sparse, nested
+        except RuntimeError:  # or a plain tensor without strides: sparse
             return gathered(operator, arguments, options)
         if options:
             key = (key, tuple(options), _signature(options.values(), self.by_type))
@@ -457,9 +462,7 @@ def _view_of(before: Cell, local: Tensor, layout: Layout) -> Rows:
     cell = Cell(local, layout)
     cell.family, cell.seen = family, family.version
     if layout.placement is PARTIAL:
-        import weakref
-
-        family.terms += [weakref.ref(before), weakref.ref(cell)]
+        family.terms.append(weakref.ref(cell))
     return rows_of(cell)
 
 

@@ -109,16 +109,6 @@ def _same(operator: Any, arguments: Any, options: Any) -> Any:
     return rows_of(arguments[0]._cell)
 
 
-@procedure("_conj _neg_view")
-def _conjugated(operator: Any, arguments: Any, options: Any) -> Any:
-    """A copy, as torch resolves no conjugate bits where it dispatches to rows; a write to it is refused."""
-    value = arguments[0]
-    made = (aten.conj_physical if operator is aten._conj.default else aten.neg).default(value)
-    if type(made) is Rows:
-        made._cell.shares().refused = "to a view of conjugate numbers"
-    return made
-
-
 @procedure("as_strided")
 def _as_strided(operator: Any, arguments: Any, options: Any) -> Any:
     """By places in memory: those of all rows, where the tensor has all of its memory."""

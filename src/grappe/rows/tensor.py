@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from grappe.errors import GrappeError
-from grappe.private_api.torch import no_torch_function, tensor_version, throw_on_pointer, wrapper_maker
+from grappe.private_api.torch import no_torch_function, resolve_bits, tensor_version, throw_on_pointer, wrapper_maker
 from grappe.rows.context import NOW
-from grappe.rows.layout import GHOST, PARTIAL, Layout, Placement, dense_stride, fitted, is_dense, layout_of
+from grappe.rows.layout import GHOST, PARTIAL, Layout, Placement, dense_stride, fitted, is_dense, layout_of, overlaps
 from grappe.rows.messages import even, gather, own_part, summed
 
 __all__ = ["GHOST", "PARTIAL", "Placement", "Rows", "from_local", "full", "local_rows", "split"]
@@ -37,11 +37,12 @@ class Family:
     origin_version = 0
     base: Any = None
     """The cell that was split from `origin`."""
-    refused = ""
-    """Why a write is refused: others, that would see it in one process, would not."""
+    root: Tensor | None = None
+    """All of a process's memory, if it is terms of a sum."""
 
     def __init__(self) -> None:
         self.terms: list[weakref.ref[Cell]] = []
+        """The tensors of these terms."""
 
 
 class Cell:
@@ -65,6 +66,9 @@ class Cell:
         if family is None:
             family = self.family = Family()
             family.numbers = self.layout.shape.numel()
+            if self.layout.placement is PARTIAL:
+                family.root = self.local
+                family.terms.append(weakref.ref(self))
         family.cells += 1
         return family
 
@@ -98,6 +102,7 @@ class Rows(Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, operator: Any, types: Any, arguments: Any = (), options: Any = None) -> Any:
+        resolve_bits()
         NOW.context.dispatched += 1
         if len(types) > 1 and any(kind is not Rows for kind in types):
             refuse_kinds(operator, types)
@@ -112,11 +117,11 @@ class Rows(Tensor):
         cell = self._cell
         shared = cell.family is not None and cell.family.cells > 1
         if not shared and cell.layout.placement != GHOST:
-            plain = full(self)
+            plain = full(self).resolve_conj().resolve_neg()
             cell.local = plain if cell.layout.placement is None else plain.clone()
             cell.layout, cell.every = cell.layout.placed(None), None
             return cell.local.numpy(force=force)
-        array = full(self).numpy(force=force)
+        array = full(self).resolve_conj().resolve_neg().numpy(force=force)
         array = array.view()
         array.flags.writeable = False
         return array
@@ -290,11 +295,24 @@ def _as_laid(every: Tensor, layout: Layout) -> Tensor:
 
 
 def _add_up(cell: Cell) -> None:
-    cell.local, cell.layout = summed(cell.local), cell.layout.placed(None)
-    if (before := cell.family) is not None:
-        cell.family = Family()
-        if any(each() not in (None, cell) for each in before.terms):
-            before.refused = cell.family.refused = "to a sum over the batch of which a view was read before"
+    """Adds up the terms of a sum, with those of its views: their memory stays shared."""
+    family = cell.family
+    if family is None or family.root is None:
+        cell.local, cell.layout = summed(cell.local), cell.layout.placed(None)
+        return
+    root, total = family.root, summed(family.root)
+    total = torch.empty_strided(root.shape, root.stride(), dtype=root.dtype, device=root.device).copy_(total)
+    for each in filter(None, (reference() for reference in family.terms)):
+        local = each.local
+        memory = torch.view_as_real(total) if root.is_complex() and not local.is_complex() else total
+        made = memory.as_strided(local.shape, local.stride(), local.storage_offset() - _offset(root, local))
+        each.local = made.conj() if local.is_conj() else made
+        each.layout = each.layout.placed(None)
+    family.root, family.terms = None, []
+
+
+def _offset(root: Tensor, like: Tensor) -> int:
+    return root.storage_offset() * (root.element_size() // like.element_size())
 
 
 def settle(family: Any) -> None:
@@ -330,8 +348,6 @@ def written(value: Rows) -> Rows:
         cell.every = None
         return value
     family.version += 1
-    if family.refused:
-        raise GrappeError(f"a write {family.refused} ({NOW.context.line()}): write to a clone of it")
     if family.origin is not None:
         base = family.base
         family.origin.copy_(gather(base.local, base.layout.placement))
@@ -345,6 +361,8 @@ def write(value: Rows, new: Tensor) -> None:
     cell = value._cell
     if cell.ghost is not None:
         root, chain = cell.ghost
+        if overlaps(cell.layout):
+            raise GrappeError(f"a write to a view whose places overlap ({NOW.context.line()}): write to a clone of it")
         base = full(root).clone()
         made = base
         for function in chain:

@@ -157,6 +157,10 @@ def _kept(call: Call, placement: Placement) -> Any:
     return placement, {}
 
 
+def _as_real(call: Call, placement: Placement) -> Any:
+    return placement, {}, lambda local: torch.view_as_real(local.resolve_conj())
+
+
 for _names, _decide in {
     "view _unsafe_view _reshape_alias": _viewed,
     "transpose t": _swapped,
@@ -170,7 +174,8 @@ for _names, _decide in {
     "unbind": _selected,
     "diagonal": _off_diagonal,
     "unfold": _other_dimension,
-    "view_as_real view_as_complex real imag": _kept,
+    "_conj _neg_view view_as_complex": _kept,
+    "view_as_real": _as_real,
 }.items():
     for _name in _names.split():
         _viewing(_name, _decide)
