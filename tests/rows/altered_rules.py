@@ -33,8 +33,8 @@ from tests.rows.every_operator import Turn, judged, turns
 HERE = Path(__file__).parent
 SOURCE = HERE.parent.parent / "src" / "grappe" / "rows"
 FILES = ("rules", "norms", "draws", "views", "plans", "tensor", "gathered", "messages", "layout")
-MOST_TURNS = 400
-"""Tried for an alteration, of those that run its line."""
+NO_RULES = ("_check", "_raise_astray", "_send", "_lines_of_all", "_refused", "refuse_kinds", "even", "_words_around")
+"""Functions whose change gives no wrong number: they name errors, or decide where rows are."""
 SWAPPED_NAMES = {"PARTIAL": "None", "amin": "amax", "amax": "amin", "AS_IS": "None", "first": "last", "rank": "size"}
 SWAPPED = {
     ast.Add: ast.Sub, ast.Sub: ast.Add, ast.Mult: ast.Add, ast.Div: ast.Mult, ast.FloorDiv: ast.Mult, ast.Mod: ast.Add,
@@ -78,7 +78,7 @@ def alterations(file: str) -> Iterator[Alteration]:
 
 def _nodes(tree: ast.Module) -> Iterator[ast.AST]:
     for function in ast.walk(tree):
-        if isinstance(function, ast.FunctionDef):
+        if isinstance(function, ast.FunctionDef) and function.name not in NO_RULES:
             yield from _own_nodes(function)
 
 
@@ -93,6 +93,8 @@ def _own_nodes(function: ast.FunctionDef) -> Iterator[ast.AST]:
             continue
         text = ast.unparse(node)
         if isinstance(node, ast.stmt) and not hasattr(node, "body") and any(each in text for each in NEVER):
+            continue
+        if isinstance(node, ast.If) and any(each in ast.unparse(node.test) for each in NEVER):
             continue
         yield node
         if isinstance(node, ast.AnnAssign):
@@ -290,7 +292,7 @@ def main() -> None:
     survived = []
     for number, alteration in enumerate(chosen):
         indices = [i for i in of_line[alteration.file, alteration.line] if first[i][0] != "wrong"]
-        indices = random.Random(1).sample(indices, min(len(indices), MOST_TURNS))
+        random.Random(1).shuffle(indices)
         began = time.time()
         why = in_a_fork(
             lambda a=alteration, tried=indices: caught(

@@ -93,7 +93,11 @@ def _writes() -> Iterator[Case]:
     yield put("copy_ to a row", lambda x, v: x[2].copy_(v), _numbers(4))
     yield put("clamp_ and more", lambda x: x.clamp_(-0.5, 0.5).mul_(2).sub_(1).div_(3))
     yield "index_put", lambda x, y, v: torch.index_put(x, (torch.arange(6), y), v), (_numbers(6, 4), y, _numbers(6))
-    yield "index_put of a mask", lambda x, m: torch.index_put(x, (m,), torch.tensor(2.0).double()), (_numbers(6, 4), mask)
+    yield (
+        "index_put of a mask",
+        lambda x, m: torch.index_put(x, (m,), torch.tensor(2.0).double()),
+        (_numbers(6, 4), mask),
+    )
     yield (
         "index_put more",
         lambda x, y, v: torch.index_put(x, (torch.arange(6), y), v, accumulate=True),
@@ -126,9 +130,16 @@ def _chains() -> Iterator[Case]:
     yield chain("contrastive", lambda x: F.cross_entropy(x @ x.t() / 0.5, torch.arange(6)), x)
     yield chain("distances", lambda x: torch.cdist(x, x).topk(2, largest=False).values, x)
     yield chain("distances to centers", lambda x, c: torch.cdist(x, c).argmin(1), x, _numbers(3, 4))
-    yield chain("losses", lambda x, y: (F.cross_entropy(x, y), F.cross_entropy(x, y, reduction="none").mean()), _numbers(6, 3), y)
+    yield chain(
+        "losses",
+        lambda x, y: (F.cross_entropy(x, y), F.cross_entropy(x, y, reduction="none").mean()),
+        _numbers(6, 3),
+        y,
+    )
     yield chain("ignored labels", lambda x, y: F.cross_entropy(x, y, ignore_index=1), _numbers(6, 3), y)
-    yield chain("weighted", lambda x, y, w: F.cross_entropy(x, y, w, label_smoothing=0.1), _numbers(6, 3), y, b.abs())
+    yield chain(
+        "weighted", lambda x, y, w: F.cross_entropy(x, y, w, label_smoothing=0.1), _numbers(6, 3), y, b.detach().abs()
+    )
     yield chain("accuracy", lambda x, y: (x.argmax(1) == y).float().mean().item(), _numbers(6, 3), y)
     yield chain("accuracy, sum", lambda x, y: (x.argmax(1) == y).sum().item() / len(y), _numbers(6, 3), y)
     yield chain("concatenated", lambda x: torch.cat([x, 2 * x]).chunk(2)[1] + torch.cat([x, x])[:6], x)
@@ -137,32 +148,77 @@ def _chains() -> Iterator[Case]:
     yield chain("stacked views", lambda x: torch.stack([x, x + 1]).flatten(0, 1).view(2, 6, 4)[1], x)
     yield chain("stacked last", lambda x: torch.stack([x, x + 1], -1).reshape(6, 8), x)
     yield chain("flattened", lambda x: F.relu(x.flatten(1)).view(6, -1), _numbers(6, 2, 3))
-    yield chain("merged rows", lambda x: F.softmax(x.reshape(-1, 5), -1).view(6, 3, 5).transpose(0, 1), _numbers(6, 3, 5))
+    yield chain(
+        "merged rows", lambda x: F.softmax(x.reshape(-1, 5), -1).view(6, 3, 5).transpose(0, 1), _numbers(6, 3, 5)
+    )
     yield chain("merged time and rows", lambda x: x.transpose(0, 1).reshape(-1, 5).sum(1).view(3, 6), _numbers(6, 3, 5))
-    yield chain("types", lambda x: (x.float().double().mean(), x.half().sum(), x.to(torch.bfloat16).mean(), x > 0, (x > 0).sum()), x)
+    yield chain(
+        "types",
+        lambda x: (x.float().double().mean(), x.half().sum(), x.to(torch.bfloat16).mean(), x > 0, (x > 0).sum()),
+        x,
+    )
     yield chain("bits", lambda x: x.view(torch.int64).view(torch.float64) * 2, x.detach())
     yield chain("expanded", lambda x: x.mean(0, keepdim=True).expand_as(x).contiguous() + x[:, :1].expand(-1, 4), x)
     yield chain("repeated", lambda x: (x.repeat(2, 3), x.repeat_interleave(2, 0), x.tile(2)), x)
     yield chain("weights of rows", lambda x: torch.where(x > 0, x, torch.zeros_like(x)) * torch.ones_like(x[:, :1]), x)
-    yield chain("like", lambda x: (x.new_zeros(6, 2) + 1, x.new_full((3,), 2.0), torch.full_like(x, 3), x.new_ones(x.shape)), x)
+    yield chain(
+        "like", lambda x: (x.new_zeros(6, 2) + 1, x.new_full((3,), 2.0), torch.full_like(x, 3), x.new_ones(x.shape)), x
+    )
     yield chain("means of classes", lambda x, y: torch.zeros(3, 4, dtype=x.dtype).index_add(0, y, x), x, y)
-    yield chain("scatter of a sum", lambda x, y: torch.zeros(6, 3, dtype=x.dtype).scatter(1, y.view(-1, 1), 1.0) * x[:, :3], x, y)
+    yield chain(
+        "scatter of a sum",
+        lambda x, y: torch.zeros(6, 3, dtype=x.dtype).scatter(1, y.view(-1, 1), 1.0) * x[:, :3],
+        x,
+        y,
+    )
     yield chain("embedding", lambda w, i: F.embedding(i, w).mean(1), _numbers(7, 3), torch.randint(0, 7, (6, 4)))
-    yield chain("embedding of no rows", lambda w, i, x: F.embedding(i, w) * x, _numbers(7, 3), torch.randint(0, 7, (2,)), _numbers(6, 2, 3))
-    yield chain("convolution", lambda x, w, b: F.max_pool2d(F.relu(F.conv2d(x, w, b, padding=1)), 2), _numbers(5, 2, 4, 4), _numbers(3, 2, 3, 3), b)
+    yield chain(
+        "embedding of no rows",
+        lambda w, i, x: F.embedding(i, w) * x,
+        _numbers(7, 3),
+        torch.randint(0, 7, (2,)),
+        _numbers(6, 2, 3),
+    )
+    yield chain(
+        "convolution",
+        lambda x, w, b: F.max_pool2d(F.relu(F.conv2d(x, w, b, padding=1)), 2),
+        _numbers(5, 2, 4, 4),
+        _numbers(3, 2, 3, 3),
+        b,
+    )
     yield chain("checkpoint", lambda x, w: checkpoint(lambda a: (a @ w).tanh(), x, use_reentrant=False), x, w)
     yield chain("inference", lambda x, w: _inference(lambda: (F.relu(x @ w) + 1).softmax(1).sum(0)), x, w)
     yield chain("padded", lambda x: F.pad(x, (1, 2)) + F.pad(x, (0, 0, 1, 1), value=2.0)[1:-1].sum(), x)
-    yield chain("renormalized", lambda x: (x.norm(), x.norm(dim=1), torch.linalg.vector_norm(x, 3), x.renorm(2, 0, 1.0)), x)
-    yield chain("extremes", lambda x: (x.max(), x.min(), x.max(0).values, x.max(1).indices, x.argmax(), x.amin(0), x.aminmax()), x)
+    yield chain(
+        "renormalized", lambda x: (x.norm(), x.norm(dim=1), torch.linalg.vector_norm(x, 3), x.renorm(2, 0, 1.0)), x
+    )
+    yield chain(
+        "extremes",
+        lambda x: (x.max(), x.min(), x.max(0).values, x.max(1).indices, x.argmax(), x.amin(0), x.aminmax()),
+        x,
+    )
     yield chain("all", lambda x: ((x > -9).all(), (x > 2).any(), (x > 0).all(1), torch.isfinite(x).all().item()), x)
-    yield chain("in order", lambda x: (x.sort(0).values, x.sort(1).indices, x.cumsum(0), x.cumsum(1), x.flip(0), x.roll(1, 0), x.median()), x)
+    yield chain(
+        "in order",
+        lambda x: (x.sort(0).values, x.sort(1).indices, x.cumsum(0), x.cumsum(1), x.flip(0), x.roll(1, 0), x.median()),
+        x,
+    )
     yield chain("counts", lambda y: (torch.bincount(y, minlength=3), y.unique(), (y == 1).nonzero()), y)
     for name in ("mean", "sum"):
-        yield chain(f"bce {name}", lambda x, n=name: F.binary_cross_entropy_with_logits(x, (x.detach() > 0).double(), reduction=n), x)
-        yield chain(f"kl {name}", lambda x, n=name: F.kl_div(F.log_softmax(x, 1), F.softmax(-x.detach(), 1), reduction=n), x)
+        yield chain(
+            f"bce {name}",
+            lambda x, n=name: F.binary_cross_entropy_with_logits(x, (x.detach() > 0).double(), reduction=n),
+            x,
+        )
+        yield chain(
+            f"kl {name}", lambda x, n=name: F.kl_div(F.log_softmax(x, 1), F.softmax(-x.detach(), 1), reduction=n), x
+        )
     yield chain("vae", lambda m, v: -0.5 * torch.sum(1 + v - m.pow(2) - v.exp()), x, _numbers(6, 4))
-    yield chain("dice", lambda x: 1 - (2 * (x.sigmoid() * (x > 0)).sum((1, 2)) + 1) / (x.sigmoid().sum((1, 2)) + 1), _numbers(6, 3, 4))
+    yield chain(
+        "dice",
+        lambda x: 1 - (2 * (x.sigmoid() * (x > 0)).sum((1, 2)) + 1) / (x.sigmoid().sum((1, 2)) + 1),
+        _numbers(6, 3, 4),
+    )
 
 
 def _inference(function: Callable[[], Any]) -> Any:
@@ -175,7 +231,11 @@ def _layers() -> Iterator[Case]:
     for dtype in (torch.float64, torch.float32):
         name = str(dtype).removeprefix("torch.")
         images, w = _numbers(6, 3, 4, 4, dtype=dtype), _numbers(3, dtype=dtype)
-        yield f"batch_norm {name}", lambda x, w, b: F.batch_norm(x, None, None, w, b, True), (images, w, _numbers(3, dtype=dtype))
+        yield (
+            f"batch_norm {name}",
+            lambda x, w, b: F.batch_norm(x, None, None, w, b, True),
+            (images, w, _numbers(3, dtype=dtype)),
+        )
         yield (
             f"batch_norm statistics {name}",
             lambda x, m, v: (F.batch_norm(x, m, v, training=True, momentum=0.3), m, v),
@@ -186,14 +246,26 @@ def _layers() -> Iterator[Case]:
             lambda x: F.batch_norm(F.batch_norm(x, None, None, None, None, True).relu(), None, None, None, None, True),
             (_numbers(6, 3, dtype=dtype),),
         )
-        yield f"layer_norm {name}", lambda x, w: F.layer_norm(x, (4,), w), (_numbers(6, 3, 4, dtype=dtype), _numbers(4, dtype=dtype))
+        yield (
+            f"layer_norm {name}",
+            lambda x, w: F.layer_norm(x, (4,), w),
+            (_numbers(6, 3, 4, dtype=dtype), _numbers(4, dtype=dtype)),
+        )
         yield f"group_norm {name}", lambda x, w: F.group_norm(x, 3, w), (images, w)
     q, k, v = (_numbers(4, 2, 5, 8) for _ in range(3))
     attention = F.scaled_dot_product_attention
     yield "attention", lambda q, k, v: attention(q, k, v, is_causal=True), (q, k, v)
     yield "attention, mask", lambda q, k, v, m: attention(q, k, v, attn_mask=m), (q, k, v, torch.rand(5, 5) > 0.2)
-    yield "attention, masks of rows", lambda q, k, v, m: attention(q, k, v, attn_mask=m), (q, k, v, torch.rand(4, 1, 5, 5) > 0.2)
-    yield "attention, bias", lambda q, k, v, m: attention(q, k, v, attn_mask=m), (q, k, v, _numbers(4, 2, 5, 5, grad=False))
+    yield (
+        "attention, masks of rows",
+        lambda q, k, v, m: attention(q, k, v, attn_mask=m),
+        (q, k, v, torch.rand(4, 1, 5, 5) > 0.2),
+    )
+    yield (
+        "attention, bias",
+        lambda q, k, v, m: attention(q, k, v, attn_mask=m),
+        (q, k, v, _numbers(4, 2, 5, 5, grad=False)),
+    )
     yield "attention, dropout", lambda q, k, v: attention(q, k, v, dropout_p=0.5), (q, k, v)
     lstm = _made(lambda: nn.LSTM(3, 4, 2, dropout=0.3, batch_first=True))
     yield "LSTM", lambda x: lstm()(x), (_numbers(6, 5, 3),)
