@@ -55,13 +55,13 @@ class RowsContext:
         return "backward"
 
 
-class _Now:
+class _Active:
     """Not per thread: backward runs in threads of its own on a GPU."""
 
     context = RowsContext()
 
 
-NOW = _Now()
+NOW = _Active()
 """Holds the active context; read in each operator, where a call of `current` would be felt."""
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from grappe.rows.context import NOW
-from grappe.rows.layout import Layout, Placement, is_dense, layout_of
+from grappe.rows.layout import Placement, TensorLayout, is_dense, layout_of
 from grappe.rows.messages import own_part
 from grappe.rows.plans import procedure
 from grappe.rows.tensor import Rows, wrapped, written
@@ -29,7 +29,7 @@ def _filled(operator: Any, arguments: Any, options: Any) -> Any:
     return written(value)
 
 
-def _all_rows(operator: Any, layout: Layout, rest: Any, options: Any) -> Tensor:
+def _all_rows(operator: Any, layout: TensorLayout, rest: Any, options: Any) -> Tensor:
     drawn = torch.empty_strided(layout.shape, layout.stride, dtype=layout.dtype, device=layout.device)
     made = operator(drawn, *rest, **options)
     return made if isinstance(made, Tensor) else drawn
@@ -65,7 +65,7 @@ def _native_dropout(operator: Any, arguments: Any, options: Any) -> Any:
 # ---- Passing over other rows' numbers ----------------------------------------------------------------------
 
 
-def _fill_own(operator: Any, local: Tensor, layout: Layout, rest: tuple[Any, ...], options: Any) -> bool:
+def _fill_own(operator: Any, local: Tensor, layout: TensorLayout, rest: tuple[Any, ...], options: Any) -> bool:
     """Draws own rows alone where the generator of a CPU can pass over the others'; returns whether it could."""
     words = None if options.get("generator") is not None else _words_around(operator, layout, rest)
     if words is None:
@@ -78,7 +78,7 @@ def _fill_own(operator: Any, local: Tensor, layout: Layout, rest: tuple[Any, ...
 
 
 @functools.lru_cache(maxsize=4096)
-def _words_around(operator: Any, layout: Layout, rest: tuple[Any, ...]) -> tuple[int, int] | None:
+def _words_around(operator: Any, layout: TensorLayout, rest: tuple[Any, ...]) -> tuple[int, int] | None:
     """Returns the words of the generator before and after those of own rows; None if it cannot be told."""
     (dim, sizes, outer), stride = layout.placement, layout.stride
     first = all(each <= stride[dim] or size == 1 for each, size in zip(stride, layout.shape, strict=True))

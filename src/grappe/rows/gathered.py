@@ -11,8 +11,9 @@ from torch import Tensor
 from grappe.errors import GrappeError
 from grappe.private_api.torch import operator_schema, tree_leaves, tree_map, without_torch_dispatch
 from grappe.rows.context import NOW, GatheredAt
-from grappe.rows.layout import GHOST, Placement, layout_of
-from grappe.rows.tensor import Cell, Rows, full, rows_of, write
+from grappe.rows.layout import GHOST, Placement, layout_of, overlaps
+from grappe.rows.messages import own_part
+from grappe.rows.tensor import Cell, Rows, full, rows_of, written
 
 
 def gathered(operator: Any, arguments: Any, options: Any) -> Any:
@@ -108,3 +109,27 @@ def _view_in_place(operator: Any, arguments: Any, options: Any) -> Any:
         operator(value, *arguments[1:], **options)
     value._cell = made._cell
     return value
+
+
+def write(value: Rows, new: Tensor) -> None:
+    """Writes the numbers of all rows into a value, wherever its memory is."""
+    cell = value._cell
+    if cell.ghost is not None:
+        root, chain = cell.ghost
+        if overlaps(cell.layout):
+            raise GrappeError(f"a write to a view whose places overlap ({NOW.context.line()}): write to a clone of it")
+        base = full(root).clone()
+        made = base
+        for function in chain:
+            made = function(made)
+        made.copy_(new)
+        write(root, base)
+        cell.local, cell.seen = made, cell.family.version  # type: ignore[union-attr]
+        return
+    placement = cell.layout.placement
+    if type(placement) is Placement:
+        cell.local.copy_(own_part(new, placement))
+    else:
+        cell.local.copy_(new)
+        cell.layout = cell.layout.placed(None)
+    written(value)

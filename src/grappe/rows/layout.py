@@ -36,10 +36,10 @@ GHOST = "ghost"
 """The placement of a view that no process's own memory can show: it is read from, and written through, its base."""
 
 _MOST_LAYOUTS = 20_000  # of scripts whose shapes never repeat
-_layouts: dict[Any, Layout] = {}
+_layouts: dict[Any, TensorLayout] = {}
 
 
-class Layout:
+class TensorLayout:
     """What is known of a tensor without its numbers. Equal layouts are one object, so that it is a key as it is.
 
     An own part lies in memory as the tensor of all rows would: dimensions in the same order, without their rows.
@@ -72,16 +72,16 @@ class Layout:
         self.code = zlib.crc32(f"{tuple(shape)} {dtype} {placement}".encode())
 
     def __repr__(self) -> str:
-        return f"Layout({tuple(self.shape)}, {self.dtype}, {self.placement})"
+        return f"TensorLayout({tuple(self.shape)}, {self.dtype}, {self.placement})"
 
-    def placed(self, placement: Any) -> Layout:
+    def placed(self, placement: Any) -> TensorLayout:
         """Returns the layout with another placement."""
         return layout_of(self.shape, self.stride, self.dtype, self.device, placement)
 
 
 def layout_of(
     shape: Any, stride: Any, dtype: torch.dtype, device: torch.device, placement: Any = None, shared: bool = False
-) -> Layout:
+) -> TensorLayout:
     """Returns the layout object of these properties.
 
     Args:
@@ -94,7 +94,7 @@ def layout_of(
     if layout is None:
         if len(_layouts) >= _MOST_LAYOUTS:
             _layouts.clear()
-        layout = _layouts[key] = Layout(*key[:-1])
+        layout = _layouts[key] = TensorLayout(*key[:-1])
     return layout
 
 
@@ -119,7 +119,7 @@ def is_dense(tensor: Any) -> bool:
     return True
 
 
-def overlaps(layout: Layout) -> bool:
+def overlaps(layout: TensorLayout) -> bool:
     """Returns whether two numbers may have the same place in memory."""
     reach = 0
     for step, size in sorted((step, size) for step, size in zip(layout.stride, layout.shape, strict=True) if size > 1):
@@ -129,7 +129,7 @@ def overlaps(layout: Layout) -> bool:
     return False
 
 
-def fitted(local: Tensor, layout: Layout) -> Tensor:
+def fitted(local: Tensor, layout: TensorLayout) -> Tensor:
     """Returns a new own part as it shall lie in memory; copied if a kernel laid it out otherwise."""
     stride, shape = local.stride(), local.shape
     if stride == layout.local_stride and shape == layout.local_shape:

@@ -87,7 +87,7 @@ def _send(message: Any, size: int, purpose: str, line: str) -> None:
     """Runs a message; one that fails, as processes wait for different ones, names their lines."""
     now = NOW.context
     thread = threading.current_thread()
-    if thread is not now.thread and not isinstance(thread, threading._DummyThread):  # torch's own, of backward
+    if thread is not now.thread and not thread.name.startswith("Dummy"):  # as torch's own, of backward, are named
         raise GrappeError(f"{line}: a thread of the script reads rows of the batch: read them in the main thread")
     now.sent[purpose] += size * (now.size - 1)
     now.messages += 1
@@ -135,7 +135,7 @@ def summed(local: Tensor, operation: str = "sum") -> Tensor:
     elif total.numel() and NOW.context.size > 1:
         total = total.clone() if total.data_ptr() == local.data_ptr() else total
         of = torch.view_as_real(total) if total.is_complex() else total
-        _send(lambda: dist.all_reduce(of, group=NOW.context.group), total.nbytes, "reduce", "backward")
+        _send(lambda: dist.all_reduce(of, group=NOW.context.group), total.nbytes, "reduce", NOW.context.line())
     return total.to(dtype)
 
 

@@ -2,23 +2,25 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from grappe.rows.layout import PARTIAL, Layout, Placement, layout_of
-from grappe.rows.messages import own_part, summed
-from grappe.rows.plans import Call, Way, results_on_meta, rule
+from grappe.rows.gathered import write
+from grappe.rows.layout import PARTIAL, Placement, TensorLayout, layout_of
+from grappe.rows.messages import summed
+from grappe.rows.plans import RuleCall, Way, results_on_meta, rule
 from grappe.rows.rules import all_of, aten, everywhere, own_of
-from grappe.rows.tensor import Rows, full, own_local, wrapped, write
+from grappe.rows.tensor import Rows, full, own_local, wrapped
 
 # ---- Of a sample each --------------------------------------------------------------------------------------
 
 
 @rule("native_layer_norm native_layer_norm_backward _fused_rms_norm _fused_rms_norm_backward")
-def _of_last_dimensions(call: Call) -> Way | None:
+def _of_last_dimensions(call: RuleCall) -> Way | None:
     if call.lead is None:
         return all_of(call)
     placement = call.placement
@@ -33,7 +35,7 @@ def _of_last_dimensions(call: Call) -> Way | None:
 
 
 @rule("native_group_norm native_group_norm_backward")
-def _group_norm(call: Call) -> Way | None:
+def _group_norm(call: RuleCall) -> Way | None:
     if call.lead is None:
         return all_of(call)
     placement = call.placement
@@ -48,15 +50,14 @@ def _group_norm(call: Call) -> Way | None:
 
 
 @rule("native_batch_norm cudnn_batch_norm native_batch_norm_backward cudnn_batch_norm_backward")
-def _batch_norm(call: Call) -> Any:
+def _batch_norm(call: RuleCall) -> Any:
     backward = call.name.endswith("_backward")
     if call.lead is None or len(call.lead.shape) != len(call["input"].shape):
         return all_of(call) if backward else _of_all_rows
     placement = call.placement
     training = call.values.get("training", call.values.get("train", True))
-    unread = lambda made: (made[0], *(each[:0] for each in made[1:]))  # kernels disagree on the shape of evaluation's
     if placement.dim == 1:  # instance normalisation: channels of all samples
-        if not backward and training and type(call["running_mean"]) is Layout:
+        if not backward and training and type(call["running_mean"]) is TensorLayout:
             return _of_all_rows
         channels = placement._replace(dim=0)
         every = placement.outer * placement.total
@@ -68,12 +69,21 @@ def _batch_norm(call: Call) -> Any:
             return None
         if backward or training:
             return Way(at=at, results=(placement, channels, channels))
-        return Way(at=at, results=(placement, None, None), after=unread)
+        return Way(at=at, results=(placement, None, None), after=_unread)
     if not (backward or training):
-        return Way(at=_samples_at(call, placement), results=(placement, *[None] * 3), after=unread)
-    if backward:
-        return _backward if training else Way(at=_samples_at(call, placement), results=(placement, PARTIAL, PARTIAL))
-    return _forward
+        return Way(at=_samples_at(call, placement), results=(placement, *[None] * 3), after=_unread)
+    value = call["input"] if type(call["input"].placement) is Placement else call.lead
+    meta = torch.empty_strided(value.shape, value.stride, dtype=value.dtype, device="meta")
+    stride = results_on_meta(aten.native_batch_norm.default, (meta, *[None] * 4, True, 0.0, 1.0), {})[0].stride()
+    result = layout_of(value.shape, stride, value.dtype, value.device, placement)
+    if backward and not training:
+        return Way(at=_samples_at(call, placement), results=(placement, PARTIAL, PARTIAL))
+    return functools.partial(_backward if backward else _forward, result)
+
+
+def _unread(made: Any) -> Any:
+    """Statistics of evaluation, whose shapes differ between kernels, and which nobody reads."""
+    return made[0], *(each[:0] for each in made[1:])
 
 
 def _of_all_rows(operator: Any, arguments: Any, options: Any) -> Any:
@@ -88,7 +98,7 @@ def _of_all_rows(operator: Any, arguments: Any, options: Any) -> Any:
     return made
 
 
-def _samples_at(call: Call, placement: Placement) -> dict[str, Any]:
+def _samples_at(call: RuleCall, placement: Placement) -> dict[str, Any]:
     return {
         name: placement if name in ("input", "grad_out", "grad_output") else None for name in everywhere(call, None)
     }
@@ -98,13 +108,13 @@ def _channels(value: Tensor) -> list[int]:
     return [dim for dim in range(value.dim()) if dim != 1]
 
 
-def _forward(operator: Any, arguments: Any, options: Any) -> Any:
+def _forward(result: TensorLayout, operator: Any, arguments: Any, options: Any) -> Any:
     """Statistics from each process's count, mean and squares around it."""
     value = arguments[0]
     if any(type(each) is Rows for each in arguments[3:5]):
         return _of_all_rows(operator, arguments, options)
     weight, bias, mean, var, _, momentum, eps = map(full, arguments[1:])
-    layout, local = value._cell.layout, own_local(value)
+    local = own_local(value)
     n, there = value.numel() // value.shape[1], local.numel() // local.shape[1]
     wide = local.float() if local.dtype in (torch.float16, torch.bfloat16) else local
     if there:
@@ -124,28 +134,16 @@ def _forward(operator: Any, arguments: Any, options: Any) -> Any:
         var.mul_(1 - momentum).add_((spread * (n / max(1, n - 1))).to(var.dtype), alpha=momentum)
     made = aten.native_batch_norm(local, weight, bias, of_all, spread, False, 0.0, eps)[0] if there else local.clone()
     rest = (wide.new_empty(0, dtype=torch.uint8),) if "cudnn" in operator.name() else ()
-    return wrapped(made, _like(layout, operator, arguments, options)), of_all, (spread + eps).rsqrt(), *rest
+    return wrapped(made, result), of_all, (spread + eps).rsqrt(), *rest
 
 
-def _like(layout: Layout, operator: Any, arguments: Any, options: Any) -> Layout:
-    """Returns the layout of a first result with the rows of `layout`."""
-    metas = results_on_meta(operator, arguments, options)
-    stride = layout.stride if metas is None else metas[0].stride()
-    return layout_of(layout.shape, stride, layout.dtype, layout.device, layout.placement)
-
-
-def _backward(operator: Any, arguments: Any, options: Any) -> Any:
+def _backward(result: TensorLayout, operator: Any, arguments: Any, options: Any) -> Any:
     if "cudnn" in operator.name():
         value, grad, weight, _, _, saved, scale, eps, _ = arguments
         mask = [True, weight is not None, weight is not None]
     else:
         grad, value, weight, _, _, saved, scale, _, eps, mask = arguments
-    layout = next(
-        each._cell.layout
-        for each in (value, grad)
-        if type(each) is Rows and type(each._cell.layout.placement) is Placement
-    )
-    placement = layout.placement
+    placement = result.placement
     grad, x = own_of(grad, placement), own_of(value, placement)
     weight, saved, scale = full(weight), full(saved), full(scale)
     channels = saved.numel()
@@ -165,7 +163,7 @@ def _backward(operator: Any, arguments: Any, options: Any) -> Any:
     own = own - _along(gain * sums[0] - slope * saved, x) - x * _along(slope, x)
     terms = (layout_of(each.shape, each.stride(), each.dtype, each.device, PARTIAL) for each in (of_weight, of_bias))
     results = (
-        (own.to(x.dtype), layout_of(layout.shape, layout.stride, layout.dtype, layout.device, placement)),
+        (own.to(x.dtype), result),
         *zip((of_weight, of_bias), terms, strict=True),
     )
     return tuple(wrapped(*each) if needed else None for each, needed in zip(results, mask, strict=True))
@@ -181,10 +179,12 @@ NONE, MEAN, SUM = range(3)
 
 
 @rule("nll_loss_forward nll_loss2d_forward nll_loss_backward nll_loss2d_backward")
-def _nll(call: Call) -> Any:
+def _nll(call: RuleCall) -> Any:
     if call.lead is None:
         return all_of(call)
-    led = [each for each in (call["self"], call["target"], call.values.get("grad_output")) if type(each) is Layout]
+    led = [
+        each for each in (call["self"], call["target"], call.values.get("grad_output")) if type(each) is TensorLayout
+    ]
     led = [each.placement for each in led if type(each.placement) is Placement]
     if not led or any(each.dim for each in led) or len(call["self"].shape) < 2:
         return None
@@ -212,7 +212,7 @@ def _nll_forward(operator: Any, arguments: Any, options: Any) -> Any:
     return wrapped(total, layout_of(total.shape, (), total.dtype, total.device, PARTIAL)), count
 
 
-def _rows_like(local: Tensor, shape: Any, placement: Placement) -> Layout:
+def _rows_like(local: Tensor, shape: Any, placement: Placement) -> TensorLayout:
     stride = tuple(math.prod(shape[at + 1 :]) for at in range(len(shape)))
     return layout_of(torch.Size(shape), stride, local.dtype, local.device, placement)
 
@@ -232,7 +232,7 @@ _ELEMENTWISE = "mse_loss binary_cross_entropy smooth_l1_loss huber_loss soft_mar
 @rule(
     f"{_ELEMENTWISE} binary_cross_entropy_with_logits {' '.join(f'{name}_backward' for name in _ELEMENTWISE.split())}"
 )
-def _elementwise_loss(call: Call) -> Way | None:
+def _elementwise_loss(call: RuleCall) -> Way | None:
     """Losses of each number: of own rows, weighted by their share."""
     if call.lead is None:
         return all_of(call)

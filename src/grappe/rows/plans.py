@@ -1,7 +1,7 @@
 """Plans: how an operator is computed from own parts, decided once for the layouts of its arguments.
 
-A rule looks at a `Call` and returns a `Way`: where each tensor is taken, and where the results are. Without a way the
-call is gathered. Shapes and strides of results are those that torch computes for all rows, on meta tensors.
+A rule looks at a `RuleCall` and returns a `Way`: where each tensor is taken, and where the results are. Without a way
+the call is gathered. Shapes and strides of results are those that torch computes for all rows, on meta tensors.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from torch.nn import Parameter
 from grappe.private_api.torch import fake_tensors, operator_schema
 from grappe.rows.context import NOW
 from grappe.rows.gathered import gathered
-from grappe.rows.layout import GHOST, PARTIAL, Layout, Placement, layout_of
+from grappe.rows.layout import PARTIAL, Placement, TensorLayout, layout_of
 from grappe.rows.messages import own_part
-from grappe.rows.tensor import RULES, Cell, Rows, full, own_local, rows_of, settle, wrapped, written
+from grappe.rows.tensor import Cell, Rows, full, own_local, rows_of, wrapped, written
 
 AS_IS = "as is"
 """Where a tensor is taken of which only shape and type matter."""
@@ -53,7 +53,7 @@ class Way:
     """Whether the result of the first argument's rows, if this process has all of them, needs no message."""
 
 
-class Call:
+class RuleCall:
     """An operator's call as rules see it: by argument's name, a layout in place of each tensor."""
 
     def __init__(self, operator: Any, arguments: Any, options: Any) -> None:
@@ -64,7 +64,7 @@ class Call:
         given_names = dict(zip(self.names, arguments, strict=False)) | dict(options)
         self.values: dict[str, Any] = {name: _as_layout(value) for name, value in (defaults | given_names).items()}
         self.layouts = [leaf for value in self.values.values() for leaf in (value if type(value) is list else [value])]
-        self.layouts = [each for each in self.layouts if type(each) is Layout]
+        self.layouts = [each for each in self.layouts if type(each) is TensorLayout]
         led = [each for each in self.layouts if type(each.placement) is Placement]
         self.lead: Any = max(led, key=lambda each: len(each.shape), default=None)
         """The rows of most dimensions; None: no argument has rows."""
@@ -74,7 +74,7 @@ class Call:
 
     @property
     def first(self) -> Any:
-        """Layout of the first argument."""
+        """TensorLayout of the first argument."""
         return self.values[self.names[0]]
 
     @property
@@ -82,7 +82,7 @@ class Call:
         """Placement of the leading rows."""
         return self.lead.placement
 
-    def aligned(self, layout: Layout, lead: Any = None) -> Any:
+    def aligned(self, layout: TensorLayout, lead: Any = None) -> Any:
         """Returns where a tensor is taken that is broadcast with the leading rows; None: it has no such dimension."""
         lead = self.lead if lead is None else lead
         dim = lead.placement.dim - len(lead.shape) + len(layout.shape)
@@ -97,7 +97,7 @@ class Unalike(Exception):
     """A dimension has other sizes than that of the leading rows: the call is gathered."""
 
 
-Rule = Callable[[Call], Any]
+Rule = Callable[[RuleCall], Any]
 """Returns a Way, a procedure of (operator, arguments, options), or None to gather."""
 TABLE: dict[str, Rule] = {}
 """Rules by an operator's name, or by its name and overload."""
@@ -226,7 +226,7 @@ class _Planned:
 
     def plan(self, arguments: Any, options: Any) -> Callable[..., Any]:
         """Decides for a signature."""
-        call = Call(self.operator, arguments, options)
+        call = RuleCall(self.operator, arguments, options)
         try:
             way = self.decide(call)
             if isinstance(way, Way):
@@ -239,7 +239,7 @@ class _Planned:
 # ---- From a way to a plan ----------------------------------------------------------------------------------
 
 
-def _plan(call: Call, way: Way, arguments: Any, options: Any) -> Callable[..., Any] | None:
+def _plan(call: RuleCall, way: Way, arguments: Any, options: Any) -> Callable[..., Any] | None:
     """Returns what runs a way; None if torch cannot tell the results' shapes, or they are not what the rule says."""
     takes, named, empty = _takes(call, way, arguments, options)
     operator = way.operator
@@ -288,7 +288,7 @@ def _plan(call: Call, way: Way, arguments: Any, options: Any) -> Callable[..., A
                 _keep(result, before, lambda every: function(every, *arguments[1:], **options))
             return result
         return kind(
-            wrapped(each, layout) if type(layout) is Layout and each is not None else each
+            wrapped(each, layout) if type(layout) is TensorLayout and each is not None else each
             for each, layout in zip(made, layouts, strict=True)
         )
 
@@ -301,7 +301,7 @@ def _fits(placement: Placement, shape: Any) -> bool:
 
 def blank(layout: Any, identity: float = 0) -> Any:
     """Returns the part of a process without rows: nothing, or the numbers that change no sum."""
-    if type(layout) is not Layout:
+    if type(layout) is not TensorLayout:
         return layout
     if identity in (float("inf"), -float("inf")) and not layout.dtype.is_floating_point:
         limits = (False, True) if layout.dtype is torch.bool else None
@@ -344,7 +344,7 @@ _BY_DEVICE = {torch.ops.aten.convolution.default, torch.ops.aten.convolution_bac
 """Operators whose results lie in memory as the device's library likes."""
 
 
-def _takes(call: Call, way: Way, arguments: Any, options: Any) -> tuple[list[Any], list[Any], bool]:
+def _takes(call: RuleCall, way: Way, arguments: Any, options: Any) -> tuple[list[Any], list[Any], bool]:
     """Returns what takes an argument's own part, where that is another than the argument.
 
     By position, and by name; and whether this process's part has no rows.
@@ -358,21 +358,22 @@ def _takes(call: Call, way: Way, arguments: Any, options: Any) -> tuple[list[Any
         take = None
         if name in way.constants:
             take = _constant(way.constants[name])
-        elif type(value) is Layout or (type(value) is list and any(type(each) is Layout for each in value)):
+        elif type(value) is TensorLayout or (type(value) is list and any(type(each) is TensorLayout for each in value)):
             tensors = options[name] if is_named else arguments[index]
             at = way.at.get(name, ...)
-            if type(value) is Layout:
+            if type(value) is TensorLayout:
                 at = (None if call.lead is None else call.aligned(value)) if at is ... else at
                 take = _take(value, at, type(tensors) is Rows)
                 places = [at]
             else:
                 every = [
-                    None if call.lead is None or type(each) is not Layout else call.aligned(each) for each in value
+                    None if call.lead is None or type(each) is not TensorLayout else call.aligned(each)
+                    for each in value
                 ]
                 places = every if at is ... else at
                 take = _of_list(
                     [
-                        _take(layout, place, type(each) is Rows) if type(layout) is Layout else None
+                        _take(layout, place, type(each) is Rows) if type(layout) is TensorLayout else None
                         for layout, place, each in zip(value, places, tensors, strict=True)
                     ]
                 )
@@ -394,7 +395,7 @@ def _local(value: Any) -> Any:
     return value._cell.local
 
 
-def _take(layout: Layout, at: Any, is_rows: bool) -> Callable[[Any], Any] | None:
+def _take(layout: TensorLayout, at: Any, is_rows: bool) -> Callable[[Any], Any] | None:
     """Returns what takes a tensor of this layout at a placement; None: it is taken as it is."""
     if at == AS_IS:
         return _local if is_rows else None
@@ -457,7 +458,7 @@ def _view(way: Way, takes: Any, named: Any, layouts: list[Any], many: bool, code
     return run
 
 
-def _view_of(before: Cell, local: Tensor, layout: Layout) -> Rows:
+def _view_of(before: Cell, local: Tensor, layout: TensorLayout) -> Rows:
     family = before.shares()
     cell = Cell(local, layout)
     cell.family, cell.seen = family, family.version

@@ -9,10 +9,11 @@ import torch
 from torch import Tensor
 
 from grappe.errors import GrappeError
+from grappe.private_api.torch import operator_schema
 from grappe.rows.context import NOW
-from grappe.rows.layout import GHOST, PARTIAL, Layout, Placement, is_dense, layout_of
+from grappe.rows.layout import GHOST, PARTIAL, Placement, TensorLayout, is_dense, layout_of
 from grappe.rows.messages import own_part, summed
-from grappe.rows.plans import AS_IS, FIRST, Call, Unalike, Way, procedure, rule
+from grappe.rows.plans import AS_IS, FIRST, RuleCall, Unalike, Way, procedure, rule
 from grappe.rows.tensor import Rows, full, own_local, rows_of, wrapped, written
 
 aten = torch.ops.aten
@@ -26,7 +27,7 @@ INFINITY = float("inf")
     "hardsigmoid_backward mish_backward softshrink_backward hardshrink_backward _prelu_kernel _prelu_kernel_backward "
     "gelu_backward silu_backward threshold_backward sigmoid_backward tanh_backward logit_backward"
 )
-def pointwise(call: Call) -> Way | None:
+def pointwise(call: RuleCall) -> Way | None:
     """Each number from the numbers at its place."""
     if call.lead is None:
         terms = _linear(call)
@@ -38,9 +39,9 @@ def pointwise(call: Call) -> Way | None:
     return Way(results=placement._replace(dim=placement.dim - len(call.lead.shape) + most))
 
 
-def all_of(call: Call) -> Way:
+def all_of(call: RuleCall) -> Way:
     """Every process computes from all rows, or from sums."""
-    return Way(at={name: None for name, value in call.values.items() if type(value) is Layout})
+    return Way(at={name: None for name, value in call.values.items() if type(value) is TensorLayout})
 
 
 _LINEAR = {
@@ -49,12 +50,12 @@ _LINEAR = {
 }  # fmt: skip
 
 
-def _linear(call: Call) -> dict[str, Any] | None:
+def _linear(call: RuleCall) -> dict[str, Any] | None:
     """Returns where terms of a sum are taken by a function that is linear in them; None if it is not."""
     if f"{call.name}.{call.overload}" not in _LINEAR:
         return None
     values = [call.values[name] for name in call.names[:2]]
-    terms = [type(each) is Layout and each.placement is PARTIAL for each in values]
+    terms = [type(each) is TensorLayout and each.placement is PARTIAL for each in values]
     if not any(terms):
         return None
     kind = call.name.removesuffix("_")
@@ -70,16 +71,16 @@ def _linear(call: Call) -> dict[str, Any] | None:
         return {name: PARTIAL if is_term else None for name, is_term in zip(call.names, terms, strict=False)}
     if call.name.endswith("_") and not terms[0]:
         return None
-    if not all(type(each) is Layout for each in values):  # a number would be added by every process
+    if not all(type(each) is TensorLayout for each in values):  # a number would be added by every process
         return None
     return dict.fromkeys(call.names[:2], PARTIAL)
 
 
 @rule("fill_ zero_ masked_fill_ copy_")
-def in_place(call: Call) -> Way | None:
+def in_place(call: RuleCall) -> Way | None:
     """Rows are written from rows; what every process has, from all rows."""
     target, name = call.first, call.names[0]
-    others = {key: None for key, value in call.values.items() if type(value) is Layout}
+    others = {key: None for key, value in call.values.items() if type(value) is TensorLayout}
     placement = target.placement
     if placement is GHOST or any(type(each) is list for each in call.values.values()):
         return None
@@ -95,7 +96,7 @@ def in_place(call: Call) -> Way | None:
 
 
 @rule("_to_copy clone")
-def _copied(call: Call) -> Way:
+def _copied(call: RuleCall) -> Way:
     placement = call.first.placement
     if placement is PARTIAL and call.name == "_to_copy" and call["dtype"] not in (None, call.first.dtype):
         placement = None  # rounded as the sum is, and not each term
@@ -120,13 +121,13 @@ def _as_strided(operator: Any, arguments: Any, options: Any) -> Any:
 
 
 @rule("zeros_like ones_like full_like empty_like")
-def _like(call: Call) -> Way:
+def _like(call: RuleCall) -> Way:
     placement = call.first.placement
     return Way(at={call.names[0]: AS_IS}, results=placement if type(placement) is Placement else None)
 
 
 @rule("new_zeros new_ones new_empty new_full new_empty_strided")
-def _new(call: Call) -> Way:
+def _new(call: RuleCall) -> Way:
     """New tensors of as many rows are rows, too."""
     first, size = call.first, call["size"]
     placement = first.placement
@@ -139,7 +140,7 @@ def _new(call: Call) -> Way:
     stride = (
         call["stride"] if call.name == "new_empty_strided" else [math.prod(size[at + 1 :]) for at in range(len(size))]
     )
-    layout = Layout(torch.Size(size), tuple(stride), first.dtype, first.device, placement, False)
+    layout = TensorLayout(torch.Size(size), tuple(stride), first.dtype, first.device, placement, False)
     constants = {"size": [*layout.local_shape]}
     if call.name == "new_empty_strided":
         constants["stride"] = [*layout.local_stride]
@@ -169,7 +170,7 @@ _ALONG = (
 )
 
 
-def _dims(call: Call, layout: Layout) -> list[int]:
+def _dims(call: RuleCall, layout: TensorLayout) -> list[int]:
     count = len(layout.shape)
     key = next((key for key in ("dim", "dims") if key in call.values), None)
     dims = None if key is None else call.values[key]
@@ -179,7 +180,7 @@ def _dims(call: Call, layout: Layout) -> list[int]:
 
 
 @rule(f"{_REDUCES} {_ALONG}")
-def _along(call: Call) -> Way | None:
+def _along(call: RuleCall) -> Way | None:
     """Functions along dimensions: on own rows where these are others; sums of own rows are terms of a sum."""
     value, placement = call.first, None if call.lead is None else call.placement
     if placement is None:
@@ -188,10 +189,8 @@ def _along(call: Call) -> Way | None:
         return all_of(call)
     if call.name in ("max", "min") and call.overload == "other":
         return pointwise(call)
-    if call.name in ("tril", "triu"):
-        dims = [len(value.shape) - 2, len(value.shape) - 1]
-    else:
-        dims = _dims(call, call.lead)
+    last = [len(value.shape) - 2, len(value.shape) - 1]
+    dims = last if call.name in ("tril", "triu") else _dims(call, call.lead)
     # Smaller ones of scatter and gather leave rows out.
     if any(
         len(each.shape) != len(call.lead.shape) or each.shape[placement.dim] != call.lead.shape[placement.dim]
@@ -205,9 +204,9 @@ def _along(call: Call) -> Way | None:
     return Way(results=placement._replace(dim=placement.dim - fewer))
 
 
-def _reduced(call: Call, dims: list[int]) -> Any:
+def _reduced(call: RuleCall, dims: list[int]) -> Any:
     """Own rows are reduced, and then the processes' results."""
-    value, name, placement = call.first, call.name, call.placement
+    value, name = call.first, call.name
     there = math.prod(value.local_shape[dim] for dim in dims)
     total = math.prod(value.shape[dim] for dim in dims)
     if not total or len(call.layouts) != 1:
@@ -232,7 +231,7 @@ def _reduced(call: Call, dims: list[int]) -> Any:
 
 
 @rule("index_select")
-def _index_select(call: Call) -> Any:
+def _index_select(call: RuleCall) -> Any:
     value, index = call["self"], call["index"]
     placement = value.placement
     if type(index.placement) is Placement and value.placement is None and value.shape:
@@ -256,17 +255,17 @@ def _taken(operator: Any, arguments: Any, options: Any) -> Any:
     return wrapped(made, _contiguous(layout.shape, layout, placement))
 
 
-def _contiguous(shape: Any, like: Layout, placement: Any) -> Layout:
+def _contiguous(shape: Any, like: TensorLayout, placement: Any) -> TensorLayout:
     stride = tuple(math.prod(shape[at + 1 :]) for at in range(len(shape)))
     return layout_of(torch.Size(shape), stride, like.dtype, like.device, placement)
 
 
 @rule("index")
-def _index(call: Call) -> Any:
+def _index(call: RuleCall) -> Any:
     """By indices of other dimensions than the rows', by a new order of rows, or at one place in each row."""
     value, indices = call["self"], call["indices"]
     placement = value.placement
-    at = [dim for dim, each in enumerate(indices) if type(each) is Layout]
+    at = [dim for dim, each in enumerate(indices) if type(each) is TensorLayout]
     if not at or any(indices[dim].dtype in (torch.bool, torch.uint8) for dim in at):
         return None
     wide, together = max(len(indices[dim].shape) for dim in at), at == list(range(at[0], at[-1] + 1))
@@ -310,6 +309,7 @@ def _own_indices(placement: Placement, indices: Any) -> Any:
 
 
 def own_of(value: Any, placement: Placement) -> Any:
+    """Returns this process's part of a tensor, wherever its rows are."""
     if type(value) is Rows and value._cell.layout.placement == placement:
         return own_local(value)
     return own_part(full(value), placement)
@@ -352,13 +352,13 @@ def _index_put(operator: Any, arguments: Any, options: Any) -> Any:
         return NotImplemented
     local = own_local(value)
     made = operator(local, own, values, *rest, **options)
-    if operator in (aten.index_put.default, aten._unsafe_index_put.default):
+    if not operator_schema(operator).is_mutable:
         return wrapped(made, cell.layout.placed(placement))  # type: ignore[union-attr]
     return written(value)
 
 
 @rule("select_backward slice_backward")
-def _view_backward(call: Call) -> Way | None:
+def _view_backward(call: RuleCall) -> Way | None:
     """Gradients of views: zeros, and the gradient in its place."""
     grad, sizes = call["grad_output"], call["input_sizes"]
     placement = grad.placement
@@ -378,7 +378,7 @@ def _view_backward(call: Call) -> Way | None:
 
 
 @rule("cat")
-def _cat(call: Call) -> Way | None:
+def _cat(call: RuleCall) -> Way | None:
     layouts = call["tensors"]
     if call.lead is None:
         return Way(at={"tensors": [None] * len(layouts)})
@@ -400,7 +400,7 @@ def _cat(call: Call) -> Way | None:
 
 
 @rule("stack")
-def _stack(call: Call) -> Way | None:
+def _stack(call: RuleCall) -> Way | None:
     layouts = call["tensors"]
     if call.lead is None:
         return Way(at={"tensors": [None] * len(layouts)})
@@ -412,7 +412,7 @@ def _stack(call: Call) -> Way | None:
 
 
 @rule("repeat")
-def _repeat(call: Call) -> Way | None:
+def _repeat(call: RuleCall) -> Way | None:
     value, repeats = call["self"], call["repeats"]
     placement = value.placement
     if type(placement) is not Placement:
@@ -425,7 +425,7 @@ def _repeat(call: Call) -> Way | None:
 
 
 @rule("mm bmm mv dot vdot")
-def _product(call: Call) -> Way | None:
+def _product(call: RuleCall) -> Way | None:
     """a [.., m, k] x b [.., k, n]."""
     names = call.names[:2]
     a, b = (call[name] for name in names)
@@ -452,7 +452,7 @@ def _product(call: Call) -> Way | None:
 
 
 @rule("addmm baddbmm addmv")
-def _added_product(call: Call) -> Any:
+def _added_product(call: RuleCall) -> Any:
     bias, a, b = (call[name] for name in call.names[:3])
     at = a.placement
     if call.name == "addmm" and type(at) is Placement and at.dim == 0 and b.placement is None:
@@ -479,7 +479,7 @@ def _apart(operator: Any, arguments: Any, options: Any) -> Any:
 
 
 @rule("_cdist_forward _cdist_backward")
-def _cdist(call: Call) -> Way | None:
+def _cdist(call: RuleCall) -> Way | None:
     """Distances of x1's rows to all of x2, or of batches of both; a gradient is that of x1."""
     x1, x2 = call["x1"], call["x2"]
     placement = call.placement if call.lead is not None else None
@@ -489,7 +489,7 @@ def _cdist(call: Call) -> Way | None:
         each is not x2 and len(each.shape) != len(x1.shape) for each in call.layouts
     ):
         return None
-    tensors = [name for name, value in call.values.items() if type(value) is Layout]
+    tensors = [name for name, value in call.values.items() if type(value) is TensorLayout]
     if placement.dim < len(x1.shape) - 2:
         if any(call[name].shape[placement.dim] != x1.shape[placement.dim] for name in tensors):
             return None
@@ -504,7 +504,7 @@ def _cdist(call: Call) -> Way | None:
 
 
 @rule("convolution")
-def _convolution(call: Call) -> Way | None:
+def _convolution(call: RuleCall) -> Way | None:
     placement = call["input"].placement
     if type(placement) is not Placement or placement.dim:
         return None if call.lead is not None else all_of(call)
@@ -512,7 +512,7 @@ def _convolution(call: Call) -> Way | None:
 
 
 @rule("convolution_backward")
-def _convolution_backward(call: Call) -> Way | None:
+def _convolution_backward(call: RuleCall) -> Way | None:
     if call.lead is None:
         return all_of(call)
     placement = call.placement
@@ -523,24 +523,30 @@ def _convolution_backward(call: Call) -> Way | None:
 
 
 _LEADING = {
-    1: "max_pool1d_with_indices reflection_pad1d reflection_pad1d_backward replication_pad1d replication_pad1d_backward "
-    "upsample_nearest1d upsample_linear1d _upsample_nearest_exact1d avg_pool1d adaptive_avg_pool1d",
-    2: "max_pool2d_with_indices max_pool2d_with_indices_backward avg_pool2d avg_pool2d_backward _adaptive_avg_pool2d "
-    "_adaptive_avg_pool2d_backward adaptive_max_pool2d adaptive_max_pool2d_backward upsample_nearest2d "
-    "_upsample_nearest_exact2d upsample_bilinear2d upsample_bicubic2d _upsample_bilinear2d_aa _upsample_bicubic2d_aa "
-    "reflection_pad2d reflection_pad2d_backward replication_pad2d replication_pad2d_backward "
-    "linalg_inv_ex linalg_cholesky_ex _linalg_det _linalg_slogdet _linalg_eigh _linalg_svd linalg_qr linalg_lu_factor_ex "
-    "_linalg_solve_ex linalg_solve_triangular triangular_solve cholesky_solve linalg_matrix_exp",
-    3: "max_pool3d_with_indices max_pool3d_with_indices_backward avg_pool3d avg_pool3d_backward _adaptive_avg_pool3d "
-    "_adaptive_avg_pool3d_backward upsample_nearest3d _upsample_nearest_exact3d upsample_trilinear3d reflection_pad3d "
-    "replication_pad3d adaptive_max_pool3d pixel_shuffle pixel_unshuffle channel_shuffle",
+    1: """
+        reflection_pad1d reflection_pad1d_backward replication_pad1d replication_pad1d_backward upsample_nearest1d
+        upsample_linear1d _upsample_nearest_exact1d avg_pool1d adaptive_avg_pool1d
+    """,
+    2: """
+        max_pool2d_with_indices max_pool2d_with_indices_backward avg_pool2d avg_pool2d_backward _adaptive_avg_pool2d
+        _adaptive_avg_pool2d_backward adaptive_max_pool2d adaptive_max_pool2d_backward upsample_nearest2d
+        _upsample_nearest_exact2d upsample_bilinear2d upsample_bicubic2d _upsample_bilinear2d_aa
+        _upsample_bicubic2d_aa reflection_pad2d reflection_pad2d_backward replication_pad2d replication_pad2d_backward
+        linalg_inv_ex linalg_cholesky_ex _linalg_det _linalg_slogdet _linalg_eigh _linalg_svd linalg_qr
+        linalg_lu_factor_ex _linalg_solve_ex linalg_solve_triangular triangular_solve cholesky_solve linalg_matrix_exp
+    """,
+    3: """
+        max_pool3d_with_indices max_pool3d_with_indices_backward avg_pool3d avg_pool3d_backward _adaptive_avg_pool3d
+        _adaptive_avg_pool3d_backward upsample_nearest3d _upsample_nearest_exact3d upsample_trilinear3d
+        reflection_pad3d replication_pad3d adaptive_max_pool3d pixel_shuffle pixel_unshuffle channel_shuffle
+    """,
 }
 """Operators on the last 1, 2 or 3 dimensions of each tensor, alike for all others."""
 _LEADING_BY_NAME = {name: count for count, names in _LEADING.items() for name in names.split()}
 
 
 @rule(" ".join(_LEADING.values()))
-def _leading(call: Call) -> Way | None:
+def _leading(call: RuleCall) -> Way | None:
     """Operators on last dimensions: rows are in one of the others."""
     if call.lead is None:
         return all_of(call)
@@ -553,7 +559,7 @@ def _leading(call: Call) -> Way | None:
 
 
 @rule("im2col col2im grid_sampler_2d grid_sampler_3d grid_sampler_2d_backward grid_sampler_3d_backward")
-def _samples(call: Call) -> Way | None:
+def _samples(call: RuleCall) -> Way | None:
     """Operators on a batch of samples in the first dimension."""
     if call.lead is None:
         return all_of(call)
@@ -564,12 +570,13 @@ def _samples(call: Call) -> Way | None:
     return Way(at=everywhere(call, call.placement), results=results)
 
 
-def everywhere(call: Call, placement: Any) -> dict[str, Any]:
-    return {name: placement for name, value in call.values.items() if type(value) is Layout}
+def everywhere(call: RuleCall, placement: Any) -> dict[str, Any]:
+    """Returns one placement for all tensors of a call, by argument."""
+    return {name: placement for name, value in call.values.items() if type(value) is TensorLayout}
 
 
 @rule("constant_pad_nd")
-def _padded(call: Call) -> Way | None:
+def _padded(call: RuleCall) -> Way | None:
     value = call.first
     if type(value.placement) is not Placement:
         return all_of(call)
@@ -577,11 +584,13 @@ def _padded(call: Call) -> Way | None:
 
 
 @rule(
-    "upsample_nearest1d_backward upsample_linear1d_backward upsample_nearest2d_backward upsample_bilinear2d_backward "
-    "upsample_bicubic2d_backward upsample_nearest3d_backward upsample_trilinear3d_backward _upsample_nearest_exact1d_backward "
-    "_upsample_nearest_exact2d_backward _upsample_nearest_exact3d_backward"
+    """
+    upsample_nearest1d_backward upsample_linear1d_backward upsample_nearest2d_backward upsample_bilinear2d_backward
+    upsample_bicubic2d_backward upsample_nearest3d_backward upsample_trilinear3d_backward
+    _upsample_nearest_exact1d_backward _upsample_nearest_exact2d_backward _upsample_nearest_exact3d_backward
+    """
 )
-def _upsample_backward(call: Call) -> Way | None:
+def _upsample_backward(call: RuleCall) -> Way | None:
     grad = call.first
     if type(grad.placement) is not Placement:
         return all_of(call)
@@ -594,7 +603,7 @@ def _upsample_backward(call: Call) -> Way | None:
     "_scaled_dot_product_flash_attention_for_cpu _scaled_dot_product_flash_attention "
     "_scaled_dot_product_efficient_attention _scaled_dot_product_cudnn_attention"
 )
-def _attention(call: Call) -> Way | None:
+def _attention(call: RuleCall) -> Way | None:
     """Attention of samples in the first dimension; with dropout, which the kernel draws, it is gathered."""
     if call.lead is None:
         return all_of(call)
@@ -603,7 +612,7 @@ def _attention(call: Call) -> Way | None:
     placement, bias = call.placement, call.values.get("attn_mask", call.values.get("attn_bias"))
     at = dict.fromkeys(("query", "key", "value"), placement)
     for name in ("attn_mask", "attn_bias"):
-        if type(bias) is Layout and name in call.values:
+        if type(bias) is TensorLayout and name in call.values:
             at[name] = (
                 placement if len(bias.shape) == 4 and bias.shape[0] == placement.total * placement.outer else None
             )
@@ -613,14 +622,14 @@ def _attention(call: Call) -> Way | None:
 
 
 @rule("_scaled_dot_product_flash_attention_for_cpu_backward")
-def _attention_backward(call: Call) -> Way | None:
+def _attention_backward(call: RuleCall) -> Way | None:
     if call.lead is None:
         return all_of(call)
     if call.placement.dim or call["dropout_p"]:
         return None
     placement, bias = call.placement, call["attn_mask"]
     at = everywhere(call, placement)
-    if type(bias) is Layout and (len(bias.shape) != 4 or bias.shape[0] != placement.total * placement.outer):
+    if type(bias) is TensorLayout and (len(bias.shape) != 4 or bias.shape[0] != placement.total * placement.outer):
         if len(bias.shape) == 4 and bias.shape[0] != 1:
             return None
         at["attn_mask"] = None
@@ -642,7 +651,7 @@ def _sdp_choice(operator: Any, arguments: Any, options: Any) -> Any:
 
 
 @rule("embedding")
-def _embedding(call: Call) -> Way | None:
+def _embedding(call: RuleCall) -> Way | None:
     placement = call["indices"].placement
     if type(call["weight"].placement) is Placement:
         return None
@@ -651,7 +660,7 @@ def _embedding(call: Call) -> Way | None:
 
 
 @rule("embedding_dense_backward")
-def _embedding_backward(call: Call) -> Way | None:
+def _embedding_backward(call: RuleCall) -> Way | None:
     if call.lead is None:
         if call["grad_output"].placement is PARTIAL:
             return Way(at={"grad_output": PARTIAL, "indices": None}, results=PARTIAL)
@@ -664,7 +673,7 @@ def _embedding_backward(call: Call) -> Way | None:
 
 
 @rule("_thnn_fused_lstm_cell _thnn_fused_gru_cell")
-def _cell_of_gpu(call: Call) -> Way | None:
+def _cell_of_gpu(call: RuleCall) -> Way | None:
     """A step of a recurrent layer on a GPU."""
     if call.lead is None:
         return all_of(call)
@@ -674,7 +683,7 @@ def _cell_of_gpu(call: Call) -> Way | None:
         at={
             name: call.placement if len(each.shape) > 1 else None
             for name, each in call.values.items()
-            if type(each) is Layout
+            if type(each) is TensorLayout
         },
         results=call.placement,
     )

@@ -1,8 +1,8 @@
 """Rows: a tensor of all rows of a batch, of which each process holds its own, or a term of a sum over processes.
 
-Shape, strides and numbers are those of all rows, wherever the parts are. It lies below autograd: derivatives are torch's
-own formulas, whose operators come here again. What every process has is a plain tensor, so that parameters, optimizers
-and Python run as ever.
+Shape, strides and numbers are those of all rows, wherever the parts are. It lies below autograd: derivatives are
+torch's own formulas, whose operators come here again. What every process has is a plain tensor, so that parameters,
+optimizers and Python run as ever.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import Tensor
 from grappe.errors import GrappeError
 from grappe.private_api.torch import no_torch_function, resolve_bits, tensor_version, throw_on_pointer, wrapper_maker
 from grappe.rows.context import NOW
-from grappe.rows.layout import GHOST, PARTIAL, Layout, Placement, dense_stride, fitted, is_dense, layout_of, overlaps
+from grappe.rows.layout import GHOST, PARTIAL, Placement, TensorLayout, dense_stride, fitted, is_dense, layout_of
 from grappe.rows.messages import even, gather, own_part, summed
 
 __all__ = ["GHOST", "PARTIAL", "Placement", "Rows", "from_local", "full", "local_rows", "split"]
@@ -57,7 +57,7 @@ class Cell:
     ghost: tuple[Rows, tuple[Callable[[Tensor], Tensor], ...]] | None = None
     """The tensor of which this is a view, and the functions that make the view."""
 
-    def __init__(self, local: Tensor, layout: Layout) -> None:
+    def __init__(self, local: Tensor, layout: TensorLayout) -> None:
         self.local, self.layout = local, layout
 
     def shares(self) -> Family:
@@ -204,7 +204,7 @@ def rows_of(cell: Cell) -> Rows:
     return made
 
 
-def wrapped(local: Tensor, layout: Layout) -> Any:
+def wrapped(local: Tensor, layout: TensorLayout) -> Any:
     """Returns a new result: plain if every process has it."""
     if layout.placement is None:
         return local
@@ -286,7 +286,7 @@ def full(value: Any) -> Any:
     return cell.every
 
 
-def _as_laid(every: Tensor, layout: Layout) -> Tensor:
+def _as_laid(every: Tensor, layout: TensorLayout) -> Tensor:
     """Returns gathered rows in the order of memory that the tensor has."""
     if every.stride() == layout.stride or not every.numel() or 0 in layout.stride:
         return every
@@ -354,27 +354,3 @@ def written(value: Rows) -> Rows:
         family.origin_version = tensor_version(family.origin)
         base.every, base.seen = family.origin, family.version
     return value
-
-
-def write(value: Rows, new: Tensor) -> None:
-    """Writes the numbers of all rows into a value, wherever its memory is."""
-    cell = value._cell
-    if cell.ghost is not None:
-        root, chain = cell.ghost
-        if overlaps(cell.layout):
-            raise GrappeError(f"a write to a view whose places overlap ({NOW.context.line()}): write to a clone of it")
-        base = full(root).clone()
-        made = base
-        for function in chain:
-            made = function(made)
-        made.copy_(new)
-        write(root, base)
-        cell.local, cell.seen = made, cell.family.version  # type: ignore[union-attr]
-        return
-    placement = cell.layout.placement
-    if type(placement) is Placement:
-        cell.local.copy_(own_part(new, placement))
-    else:
-        cell.local.copy_(new)
-        cell.layout = cell.layout.placed(None)
-    written(value)

@@ -8,14 +8,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from grappe.rows.layout import GHOST, PARTIAL, Placement
-from grappe.rows.plans import TABLE, Call, Way
+from grappe.rows.layout import GHOST, Placement
+from grappe.rows.plans import TABLE, RuleCall, Way
 
 
 def _viewing(name: str, decide: Any) -> None:
     """Registers a view, by what makes (placement, constants) of a call and its rows' placement; None gathers."""
 
-    def run(call: Call) -> Way | None:
+    def run(call: RuleCall) -> Way | None:
         first = call.names[0]
         placement = call.first.placement
         if placement is GHOST:
@@ -33,7 +33,7 @@ def _viewing(name: str, decide: Any) -> None:
     TABLE[name] = run
 
 
-def _viewed(call: Call, placement: Placement) -> Any:
+def _viewed(call: RuleCall, placement: Placement) -> Any:
     """Finds the dimension of a new shape that has the rows: `before` x total x `after` numbers, in place and shape."""
     if "dtype" in call.values:
         return (placement, {}) if placement.dim < len(call.first.shape) - 1 else None
@@ -66,7 +66,7 @@ def _by_size(local: Tensor, size: Any, *_: Any) -> Tensor:
     return local.view(size)
 
 
-def _swapped(call: Call, placement: Placement) -> Any:
+def _swapped(call: RuleCall, placement: Placement) -> Any:
     count = len(call.first.shape)
     a, b = (call["dim0"], call["dim1"]) if "dim0" in call.values else (0, 1)
     if count < 2:
@@ -75,17 +75,17 @@ def _swapped(call: Call, placement: Placement) -> Any:
     return placement._replace(dim={a: b, b: a}.get(placement.dim, placement.dim)), {}
 
 
-def _permuted(call: Call, placement: Placement) -> Any:
+def _permuted(call: RuleCall, placement: Placement) -> Any:
     count = len(call.first.shape)
     return placement._replace(dim=[dim % count for dim in call["dims"]].index(placement.dim)), {}
 
 
-def _unsqueezed(call: Call, placement: Placement) -> Any:
+def _unsqueezed(call: RuleCall, placement: Placement) -> Any:
     dim = call["dim"] % (len(call.first.shape) + 1)
     return placement._replace(dim=placement.dim + (dim <= placement.dim)), {}
 
 
-def _expanded(call: Call, placement: Placement) -> Any:
+def _expanded(call: RuleCall, placement: Placement) -> Any:
     value, size = call.first, list(call["size"])
     dim = placement.dim + len(size) - len(value.shape)
     if size[dim] not in (-1, value.shape[placement.dim]):
@@ -94,7 +94,7 @@ def _expanded(call: Call, placement: Placement) -> Any:
     return placement._replace(dim=dim), {"size": size}
 
 
-def _squeezed(call: Call, placement: Placement) -> Any:
+def _squeezed(call: RuleCall, placement: Placement) -> Any:
     value = call.first
     dims = call.values.get("dim")
     dims = range(len(value.shape)) if dims is None else dims if isinstance(dims, list) else [dims]
@@ -106,7 +106,7 @@ def _squeezed(call: Call, placement: Placement) -> Any:
     return left, {}, lambda local, *_: local.squeeze(tuple(gone))
 
 
-def _sliced(call: Call, placement: Placement) -> Any:
+def _sliced(call: RuleCall, placement: Placement) -> Any:
     value = call.first
     if call["dim"] % len(value.shape) != placement.dim:
         return placement, {}
@@ -121,12 +121,12 @@ def _sliced(call: Call, placement: Placement) -> Any:
     return placement._replace(outer=(end - start) // total), constants
 
 
-def _selected(call: Call, placement: Placement) -> Any:
+def _selected(call: RuleCall, placement: Placement) -> Any:
     dim = call["dim"] % len(call.first.shape)
     return None if dim == placement.dim else (placement._replace(dim=placement.dim - (dim < placement.dim)), {})
 
 
-def _parted(call: Call, placement: Placement) -> Any:
+def _parted(call: RuleCall, placement: Placement) -> Any:
     dim, total, rows = call["dim"] % len(call.first.shape), placement.total, placement.rows
     if dim != placement.dim:
         return placement, {}
@@ -140,7 +140,7 @@ def _parted(call: Call, placement: Placement) -> Any:
     return results, {}, lambda local, *_: torch.split_with_sizes(local, own, dim)
 
 
-def _off_diagonal(call: Call, placement: Placement) -> Any:
+def _off_diagonal(call: RuleCall, placement: Placement) -> Any:
     """Diagonals of other dimensions than the rows'."""
     count = len(call.first.shape)
     dims = [call["dim1"] % count, call["dim2"] % count]
@@ -149,15 +149,15 @@ def _off_diagonal(call: Call, placement: Placement) -> Any:
     return placement._replace(dim=placement.dim - sum(dim < placement.dim for dim in dims)), {}
 
 
-def _other_dimension(call: Call, placement: Placement) -> Any:
+def _other_dimension(call: RuleCall, placement: Placement) -> Any:
     return None if call["dimension"] % len(call.first.shape) == placement.dim else (placement, {})
 
 
-def _kept(call: Call, placement: Placement) -> Any:
+def _kept(call: RuleCall, placement: Placement) -> Any:
     return placement, {}
 
 
-def _as_real(call: Call, placement: Placement) -> Any:
+def _as_real(call: RuleCall, placement: Placement) -> Any:
     return placement, {}, lambda local: torch.view_as_real(local.resolve_conj())
 
 
