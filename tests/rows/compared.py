@@ -89,7 +89,11 @@ def _split(tensor: Tensor, state: State, rank: int, size: int) -> Tensor:
 
 
 def _shared(tensor: Tensor, state: State, rank: int, size: int) -> Tensor:
-    return split(tensor, state.placement.dim, sizes=state.placement.sizes, shared=True)
+    """The script has the plain tensor too, and writes to it."""
+    numbers = tensor.clone()
+    made = split(tensor.zero_(), state.placement.dim, sizes=state.placement.sizes, shared=True)
+    tensor.copy_(numbers)
+    return made
 
 
 def _computed(tensor: Tensor, state: State, rank: int, size: int) -> Tensor:

@@ -18,8 +18,9 @@ import torch
 from torch import Tensor
 from torch.testing._internal.common_methods_invocations import op_db
 from torch.testing._internal.common_modules import module_db
-from tests.rows import script_calls
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
+
+from tests.rows import script_calls
 
 FIRST = (torch.float64, torch.float32, torch.int64, torch.bool, torch.complex128)
 SECOND = (torch.int64, torch.bool, torch.complex128)

@@ -1,4 +1,4 @@
-"""Calls as scripts write them that torch's databases lack: chains, indices, writes to parts, draws, what leaves torch."""
+"""Calls as scripts write them that torch's databases lack: chains, indices, writes to parts, draws, copies."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def _writes() -> Iterator[Case]:
     yield put("masked more", lambda x, y: more(x, y > 1, 1.5), y)
     yield put("label", lambda x, y: label(x, y, 1.0), y)
     yield put("label from rows", label, y, _numbers(6))
-    yield put("label from a number", lambda x, y, v: label(x, y, v), y, _numbers(1))
+    yield put("label from a number", label, y, _numbers(1))
     yield put("masked_fill_", lambda x, m: x.masked_fill_(m, -1.0), mask)
     yield put("through a view", lambda x: x.view(-1)[5:9].mul_(3))
     yield put("through a transposed view", lambda x: x.t()[1].add_(3))
@@ -267,19 +267,51 @@ def _layers() -> Iterator[Case]:
         (q, k, v, _numbers(4, 2, 5, 5, grad=False)),
     )
     yield "attention, dropout", lambda q, k, v: attention(q, k, v, dropout_p=0.5), (q, k, v)
-    lstm = _made(lambda: nn.LSTM(3, 4, 2, dropout=0.3, batch_first=True))
-    yield "LSTM", lambda x: lstm()(x), (_numbers(6, 5, 3),)
-    gru = _made(lambda: nn.GRU(3, 4, bidirectional=True))
-    yield "GRU", lambda x, h: gru()(x, h), (_numbers(5, 6, 3), _numbers(2, 6, 4))
-    layer = _made(lambda: nn.TransformerEncoderLayer(8, 2, 16, batch_first=True))
-    yield "transformer", lambda x: layer()(x), (_numbers(4, 5, 8),)
+    yield "LSTM", _made(lambda: nn.LSTM(3, 4, 2, dropout=0.3, batch_first=True)), (_numbers(6, 5, 3),)
+    yield "GRU", _made(lambda: nn.GRU(3, 4, bidirectional=True)), (_numbers(5, 6, 3), _numbers(2, 6, 4))
+    yield "transformer", _made(lambda: nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)), (_numbers(4, 5, 8),)
 
 
-def _made(make: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
-    def function() -> nn.Module:
-        with torch.random.fork_rng(devices=[]):
-            torch.default_generator.manual_seed(1)
-            return make().double()
+def _sizes() -> Iterator[Case]:
+    """Images made larger and smaller, whose gradients are operators of their own."""
+    for mode, shape in (
+        ("nearest", (6, 2, 4)), ("nearest", (6, 2, 4, 4)), ("nearest", (4, 2, 3, 3, 3)), ("nearest-exact", (6, 2, 4)),
+        ("nearest-exact", (6, 2, 4, 4)), ("nearest-exact", (4, 2, 3, 3, 3)), ("linear", (6, 2, 4)),
+        ("bilinear", (6, 2, 4, 4)), ("bicubic", (6, 2, 4, 4)), ("trilinear", (4, 2, 3, 3, 3)), ("area", (6, 2, 4, 4)),
+    ):  # fmt: skip
+        yield (
+            f"interpolate {mode} {len(shape)}",
+            lambda x, m=mode: F.interpolate(x, scale_factor=2, mode=m),
+            (_numbers(*shape),),
+        )
+    for mode in ("bilinear", "bicubic"):
+        yield (
+            f"interpolate {mode} smoothly",
+            lambda x, m=mode: F.interpolate(x, (3, 3), mode=m, antialias=True),
+            (_numbers(6, 2, 4, 4),),
+        )
+    yield "fold", lambda x: F.fold(F.unfold(x, 2), (4, 4), 2), (_numbers(6, 2, 4, 4),)
+    pools = (F.avg_pool1d, F.max_pool1d, F.lp_pool1d)
+    for pool in pools:
+        yield pool.__name__, lambda x, p=pool: p(x, 2) if p is not F.lp_pool1d else p(x, 2, 2), (_numbers(6, 2, 8),)
+    yield "adaptive pools", lambda x: (F.adaptive_avg_pool1d(x, 3), F.adaptive_max_pool1d(x, 3)), (_numbers(6, 2, 8),)
+    yield (
+        "unsafe_split_with_sizes",
+        lambda x: torch.unsafe_split_with_sizes(torch.cat([x, x]), [6, 6])[1] * 2,
+        (_numbers(6, 2),),
+    )
+    yield "same size", lambda x: (torch.is_same_size(x, x + 1), x.is_pinned()), (_numbers(6, 2, grad=False),)
+
+
+def _made(make: Callable[[], nn.Module]) -> Callable[..., Any]:
+    """A call of a module that is made anew, with the same parameters."""
+
+    def function(*tensors: Tensor) -> Any:
+        state = torch.get_rng_state()
+        torch.default_generator.manual_seed(1)
+        module = make().double()
+        torch.set_rng_state(state)
+        return module(*tensors)
 
     return function
 
@@ -343,7 +375,7 @@ def _leaving() -> Iterator[Case]:
     yield "of Python", lambda x, y: (max(y.tolist()), [int(each) for each in y], 3 in y, len(x), x.shape), (x, y)
     yield "pickled", pickled, (x,)
     yield "saved", saved, (x,)
-    yield "deepcopied", lambda x: copy.deepcopy(x), (x,)
+    yield "deepcopied", copy.deepcopy, (x,)
     yield "equal", lambda x: (torch.equal(x, x + 0), torch.equal(x, x + 1), torch.allclose(x, x)), (x,)
 
 
@@ -357,5 +389,5 @@ def _by_numpy(x: Tensor) -> Tensor:
 def cases() -> Iterator[Case]:
     """Yields names, functions and their tensors, the same each time."""
     torch.default_generator.manual_seed(0)
-    for each in (_indices, _writes, _chains, _layers, _draws, _leaving):
+    for each in (_indices, _writes, _chains, _layers, _sizes, _draws, _leaving):
         yield from each()
