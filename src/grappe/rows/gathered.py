@@ -45,7 +45,7 @@ def _on_all_rows(operator: Any, arguments: Any, options: Any) -> Any:
         for each in schema.arguments:
             if each.alias_info is not None and each.alias_info.is_write and each.name in named:
                 targets += [leaf for leaf in tree_leaves(named[each.name]) if type(leaf) is Rows]
-    copies = {id(each): full(each).clone() for each in targets}
+    copies = {id(each): _copied(each) for each in targets}
     plain = tree_map(
         lambda each: copies.get(id(each), full(each)) if type(each) is Rows else each, (arguments, options)
     )
@@ -60,6 +60,13 @@ def _on_all_rows(operator: Any, arguments: Any, options: Any) -> Any:
         return result
     back = {id(copies[id(each)]): each for each in targets}
     return tree_map(lambda each: back.get(id(each), each) if isinstance(each, Tensor) else each, result)
+
+
+def _copied(value: Rows) -> Tensor:
+    """Returns all rows in new memory with the same strides, gaps too: torch draws into it in another way without."""
+    if overlaps(value._cell.layout):
+        return full(value).clone()
+    return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device).copy_(full(value))
 
 
 def _is_view(schema: Any) -> bool:

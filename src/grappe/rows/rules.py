@@ -191,6 +191,12 @@ def _along(call: RuleCall) -> Way | None:
         return pointwise(call)
     last = [len(value.shape) - 2, len(value.shape) - 1]
     dims = last if call.name in ("tril", "triu") else _dims(call, call.lead)
+    if call.name == "gather" and placement.dim in dims and value.placement in (None, PARTIAL):  # rows of a table
+        return Way(at={"self": None, "index": placement}, results=placement)
+    if call.name == "scatter_add" and placement.dim in dims and value.placement in (None, PARTIAL):
+        rows = [call[name].shape[placement.dim] for name in ("index", "src")]
+        if rows[0] == rows[1]:
+            return Way(at={"self": PARTIAL, "index": placement, "src": placement}, results=PARTIAL)
     # Smaller ones of scatter and gather leave rows out.
     if any(
         len(each.shape) != len(call.lead.shape) or each.shape[placement.dim] != call.lead.shape[placement.dim]
@@ -220,6 +226,8 @@ def _reduced(call: RuleCall, dims: list[int]) -> Any:
         return Way(
             after=lambda made: summed(made, "min" if least else "max"), identity=INFINITY if least else -INFINITY
         )
+    if name in ("var", "std", "var_mean", "std_mean") and not value.dtype.is_complex:
+        return _spread(call, dims, there, total)
     if name == "linalg_vector_norm" and call["ord"] == 2 and call["dtype"] is None and not value.dtype.is_complex:
 
         def norm(made: Tensor) -> Tensor:
@@ -228,6 +236,43 @@ def _reduced(call: RuleCall, dims: list[int]) -> Any:
 
         return Way(after=norm)
     return None
+
+
+def _spread(call: RuleCall, dims: list[int], there: int, total: int) -> Way:
+    """Variances, from each process's count, mean and squares around it."""
+    correction, keepdim = call.values.get("correction"), call.values.get("keepdim", False)
+    correction = (call.values.get("unbiased", True) if correction is None else correction) * 1
+
+    def own(local: Tensor, *_: Any, **__: Any) -> Any:
+        return torch.var_mean(local, dims, correction=0, keepdim=keepdim)
+
+    def of_all(made: Any) -> Any:
+        own_var, own_mean = made if isinstance(made, tuple) else (made, made)  # a process without rows has zeros
+        mean = summed(own_mean * (there / total))
+        spread = summed((own_var + (own_mean - mean).square()) * (there / total)) * total
+        spread /= max(0, total - correction)
+        spread = spread.sqrt() if call.name.startswith("std") else spread
+        return (spread, mean) if call.name.endswith("_mean") else spread
+
+    return Way(results=(None, None) if call.name.endswith("_mean") else None, operator=own, after=of_all)
+
+
+@rule("index_add")
+def _index_add(call: RuleCall) -> Way | None:
+    """Rows that are added into a table are terms of it; or each row has its own table."""
+    table, index, source = call["self"], call["index"], call["source"]
+    placement, dim = source.placement, call["dim"] % max(1, len(table.shape))
+    if call.lead is None:
+        return all_of(call)
+    if type(index.placement) is Placement and type(placement) is not Placement and source.shape:
+        placement = index.placement._replace(dim=dim)
+    if type(placement) is not Placement or len(index.shape) != 1 or len(source.shape) != len(table.shape):
+        return None
+    if placement.dim != dim and source.shape[placement.dim] == table.shape[placement.dim]:
+        return Way(at={"self": placement, "index": None, "source": placement}, results=placement)
+    if placement.dim != dim or type(table.placement) is Placement or table.placement is GHOST:
+        return None
+    return Way(at={"self": PARTIAL, "index": placement._replace(dim=0), "source": placement}, results=PARTIAL)
 
 
 @rule("index_select")
@@ -332,9 +377,10 @@ def _index_put(operator: Any, arguments: Any, options: Any) -> Any:
     value, indices, new, *rest = arguments
     cell = value._cell if type(value) is Rows else None
     placement = None if cell is None else cell.layout.placement
-    if type(placement) is not Placement:
-        return NotImplemented
     at = [dim for dim, each in enumerate(indices) if each is not None]
+    if type(placement) is not Placement:
+        adds = bool(rest and rest[0]) and not operator_schema(operator).is_mutable and placement is not GHOST
+        return _added_by_index(operator, value, indices, at, new) if adds else NotImplemented
     if at == [0] and indices[0].dtype is torch.bool and new.numel() == 1 and placement.dim < indices[0].dim():
         own = [own_of(indices[0], placement)]
         values = full(new)
@@ -355,6 +401,21 @@ def _index_put(operator: Any, arguments: Any, options: Any) -> Any:
     if not operator_schema(operator).is_mutable:
         return wrapped(made, cell.layout.placed(placement))  # type: ignore[union-attr]
     return written(value)
+
+
+def _added_by_index(operator: Any, table: Any, indices: Any, at: list[int], new: Any) -> Any:
+    """Rows that are added into a table are terms of it."""
+    first = indices[at[0]]
+    placement = first._cell.layout.placement if type(first) is Rows else None
+    shape = (*table.shape[: at[0]], *first.shape, *table.shape[at[-1] + 1 :])
+    alike = all(indices[dim].shape == first.shape and indices[dim].dtype is torch.int64 for dim in at)
+    if type(placement) is not Placement or not alike or at[-1] - at[0] >= len(at) or new.shape != shape:
+        return NotImplemented
+    own = [None if each is None else own_of(each, placement) for each in indices]
+    values = own_of(new, placement._replace(dim=placement.dim + at[0]))
+    every = full(table)
+    made = operator(every if NOW.context.rank == 0 else torch.zeros_like(every), own, values, True)
+    return wrapped(made, layout_of(made.shape, made.stride(), made.dtype, made.device, PARTIAL))
 
 
 @rule("select_backward slice_backward")
@@ -494,7 +555,13 @@ def _cdist(call: RuleCall) -> Way | None:
         if any(call[name].shape[placement.dim] != x1.shape[placement.dim] for name in tensors):
             return None
         return Way(at=dict.fromkeys(tensors, placement), results=placement)
-    of_rows = x1.placement if type(x1.placement) is Placement else call.values.get("grad", x2).placement
+    grad = call.values.get("grad", x2)
+    if grad is not x2 and type(grad.placement) is Placement and grad.placement.dim == len(x1.shape) - 1:
+        if x1.placement is not None:
+            return None
+        at = {"x1": None, "x2": grad.placement._replace(dim=len(x1.shape) - 2)}
+        return Way(at=at | {name: grad.placement for name in tensors if name not in at}, results=PARTIAL)
+    of_rows = x1.placement if type(x1.placement) is Placement else grad.placement
     if type(of_rows) is not Placement or of_rows.dim != len(x1.shape) - 2:
         return None
     return Way(at={name: None if name == "x2" else of_rows for name in tensors}, results=of_rows)

@@ -115,7 +115,7 @@ class Rows(Tensor):
         if (self.requires_grad or self.device.type != "cpu") and not force:
             return torch.empty(0, device=self.device, requires_grad=self.requires_grad).numpy()  # torch's own error
         cell = self._cell
-        shared = cell.family is not None and cell.family.cells > 1
+        shared = cell.family is not None and (cell.family.cells > 1 or cell.family.origin is not None)
         if not shared and cell.layout.placement != GHOST:
             plain = full(self).resolve_conj().resolve_neg()
             cell.local = plain if cell.layout.placement is None else plain.clone()
