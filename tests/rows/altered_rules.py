@@ -32,7 +32,7 @@ from tests.rows.every_operator import Turn, judged, turns
 
 HERE = Path(__file__).parent
 SOURCE = HERE.parent.parent / "src" / "grappe" / "rows"
-FILES = ("rules", "norms", "draws", "views", "plans", "tensor", "gathered", "messages", "layout")
+FILES = ("rules", "norms", "draws", "views", "plans", "tensor", "gathered", "messages", "layout", "regions")
 NO_RULES = ("_check", "_raise_astray", "_send", "_lines_of_all", "_refused", "refuse_kinds", "even", "_words_around")
 """Functions whose change gives no wrong number: they name errors, or decide where rows are."""
 SWAPPED_NAMES = {"PARTIAL": "None", "amin": "amax", "amax": "amin", "AS_IS": "None", "first": "last", "rank": "size"}

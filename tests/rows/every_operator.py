@@ -40,7 +40,7 @@ def turns(calls: list[Call], draws: int) -> list[Turn]:
     return [
         Turn(call=call, draw=draw, size=2 + (samples.seed(call.name) + draw) % 2)
         for call in calls
-        for draw in range(script_calls.DRAWS if call.operator.startswith("script: ") else draws)
+        for draw in range(script_calls.placements(call.operator) if call.operator.startswith("script: ") else draws)
     ]
 
 
@@ -70,8 +70,11 @@ def _working(todo: list[Turn], size: int, rank: int, undefined: frozenset[str], 
     """What a process does with the number of a turn."""
     warnings.simplefilter("ignore")
     from grappe.rows.context import RowsContext, activate
+    from grappe.rows.regions import recurrent
     from tests.rows.compared import answer
 
+    for kind in ("lstm", "gru", "rnn_tanh", "rnn_relu"):  # as a script is launched
+        setattr(torch._VF, kind, recurrent(getattr(torch._C._VariableFunctions, kind), kind))
     context = RowsContext(rank=rank, size=size)
     active = activate(context)
     active.__enter__()
