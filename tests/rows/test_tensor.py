@@ -18,7 +18,6 @@ from torch import Tensor, nn
 
 from grappe.errors import GrappeError
 from grappe.launch.rank import ProcessRank
-from grappe.rows import report
 from grappe.rows.context import RowsContext, activate
 from grappe.rows.messages import ProcessAstray
 from grappe.rows.tensor import Placement, Rows, from_local, full, local_rows, split
@@ -185,6 +184,13 @@ def memory(process: ProcessRank, folder: Path) -> None:
             with pytest.raises(ValueError, match="read-only"):
                 each.numpy()[0] = 1
 
+        rows = split(plain.clone())
+        before, half = rows.clone(), rows.to(torch.float32)
+        rows.view(-1).mul_(2)
+        rows[0] = 1
+        assert torch.equal(full(before), plain)
+        assert torch.equal(full(half), plain.float())
+
         origin = plain.clone()
         rows = split(origin, shared=True)
         doubled_view = rows.view(-1, 2)
@@ -259,7 +265,11 @@ def straying(process: ProcessRank, folder: Path) -> list[str]:
         context.trace = 0
         for _ in range(2):
             rows.flip(0)
-        return [str(strayed.value), str(errors[0]), *report.lines(context)]
+        return [
+            str(strayed.value),
+            str(errors[0]),
+            *(f"{at.line}, {at.operator}: {count}" for at, count in context.gathered.items()),
+        ]
 
 
 def test_a_process_that_strays_and_a_thread_are_named(pool: Pool) -> None:

@@ -116,6 +116,8 @@ without_torch_dispatch: Callable[[], Any] = torch._C._DisableTorchDispatch
 """Makes a context in which operators change a wrapper's own shape and strides."""
 
 
+COMPOSITE = torch._C.DispatchKey.CompositeImplicitAutograd
+"""The key of operators that are made of others, whose derivatives they have."""
 _set_excluded = torch._C._dispatch_tls_set_dispatch_key_excluded
 _CONJUGATE, _NEGATIVE = torch._C.DispatchKey.Conjugate, torch._C.DispatchKey.Negative
 

@@ -12,7 +12,7 @@ from grappe.rows.context import NOW
 from grappe.rows.layout import Placement, TensorLayout, is_dense, layout_of
 from grappe.rows.messages import own_part
 from grappe.rows.plans import procedure
-from grappe.rows.tensor import Rows, wrapped, written
+from grappe.rows.tensor import Rows, own_memory, wrapped, written
 
 _SCRATCH = 1 << 13  # 64 kB: more would be asked of the system at each draw
 
@@ -24,6 +24,7 @@ def _filled(operator: Any, arguments: Any, options: Any) -> Any:
     layout = cell.layout if cell is not None else None
     if layout is None or type(layout.placement) is not Placement or any(isinstance(each, Tensor) for each in rest):
         return NotImplemented
+    own_memory(cell)  # type: ignore[arg-type]
     if not _fill_own(operator, cell.local, layout, tuple(rest), options):  # type: ignore[union-attr]
         cell.local.copy_(own_part(_all_rows(operator, layout, rest, options), layout.placement))  # type: ignore[union-attr]
     return written(value)

@@ -13,7 +13,7 @@ from grappe.private_api.torch import operator_schema, tree_leaves, tree_map, wit
 from grappe.rows.context import NOW, GatheredAt
 from grappe.rows.layout import GHOST, Placement, layout_of, overlaps
 from grappe.rows.messages import own_part
-from grappe.rows.tensor import Cell, Rows, full, rows_of, written
+from grappe.rows.tensor import Cell, Rows, full, own_memory, rows_of, written
 
 
 def gathered(operator: Any, arguments: Any, options: Any) -> Any:
@@ -135,6 +135,7 @@ def write(value: Rows, new: Tensor) -> None:
         return
     placement = cell.layout.placement
     if type(placement) is Placement:
+        own_memory(cell)
         cell.local.copy_(own_part(new, placement))
     else:
         cell.local.copy_(new)

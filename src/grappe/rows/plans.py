@@ -17,12 +17,12 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from grappe.private_api.torch import fake_tensors, operator_schema
+from grappe.private_api.torch import COMPOSITE, fake_tensors, operator_schema
 from grappe.rows.context import NOW
 from grappe.rows.gathered import gathered
 from grappe.rows.layout import PARTIAL, Placement, TensorLayout, layout_of
 from grappe.rows.messages import own_part
-from grappe.rows.tensor import Cell, Rows, full, own_local, rows_of, wrapped, written
+from grappe.rows.tensor import Cell, Rows, full, own_local, own_memory, rows_of, wrapped, written
 
 AS_IS = "as is"
 """Where a tensor is taken of which only shape and type matter."""
@@ -146,13 +146,10 @@ def rule_of(operator: Any) -> Callable[..., Any]:
 
 
 def _decomposed(operator: Any) -> Callable[..., Any]:
-    """Takes apart what torch takes apart itself outside of inference_mode; gathers anything else."""
-
-    def run(operator: Any, arguments: Any, options: Any) -> Any:
-        result = operator.decompose(*arguments, **options) if torch.is_inference_mode_enabled() else NotImplemented
-        return gathered(operator, arguments, options) if result is NotImplemented else result
-
-    return run
+    """Takes apart what torch takes apart itself where tensors are not made in inference_mode; gathers anything else."""
+    if not operator.has_kernel_for_dispatch_key(COMPOSITE):
+        return gathered
+    return lambda operator, arguments, options: operator.decompose(*arguments, **options)
 
 
 def _fallible(function: Any) -> Callable[..., Any]:
@@ -242,13 +239,13 @@ class _Planned:
 def _plan(call: RuleCall, way: Way, arguments: Any, options: Any) -> Callable[..., Any] | None:
     """Returns what runs a way; None if torch cannot tell the results' shapes, or they are not what the rule says."""
     takes, named, empty = _takes(call, way, arguments, options)
-    operator = way.operator
     code = zlib.crc32(f"{call.operator} {call.layouts}".encode())
+    operator, prepared = way.operator, _prepared(takes, named, code)
     metas = results_on_meta(call.operator, arguments, options)
     if metas is None:
         return None
     if way.results == FIRST:
-        return _in_place(way, takes, named, empty, code)
+        return _in_place(operator, prepared, empty)
     many = isinstance(metas, (list, tuple))
     places = way.results if type(way.results) in (list, tuple) else None
     layouts: list[Any] = []
@@ -263,23 +260,17 @@ def _plan(call: RuleCall, way: Way, arguments: Any, options: Any) -> Callable[..
             return None
         layouts.append(layout_of(meta.shape, meta.stride(), meta.dtype, torch.device(device), placement, shared))
     if way.view:
-        return _view(way, takes, named, layouts, many, code)
+        return _view(operator, prepared, layouts, many)
     single = None if many else layouts[0]
     after, kind = way.after, type(metas)
 
     def run(function: Any, arguments: Any, options: Any) -> Any:
-        now = NOW.context
-        now.trace = hash((now.trace, code))
-        local = [*arguments]
-        for index, take in takes:
-            local[index] = take(local[index])
-        if named:
-            options = {**options, **{name: take(options.get(name)) for name, take in named}}
+        local, own_options = prepared(arguments, options)
         if empty:
             made = [blank(each, way.identity) for each in layouts]
             made = made if many else made[0]
         else:
-            made = (operator or function)(*local, **options)
+            made = (operator or function)(*local, **own_options)
         if after is not None:
             made = after(made)
         if single is not None:
@@ -416,29 +407,23 @@ def _first_only(value: Any) -> Any:
     return every if NOW.context.rank == 0 else torch.zeros_like(every)
 
 
-def _in_place(way: Way, takes: Any, named: Any, empty: bool, code: int) -> Callable[..., Any]:
-    operator = way.operator
-
+def _in_place(operator: Any, prepared: Any, empty: bool) -> Callable[..., Any]:
     def run(function: Any, arguments: Any, options: Any) -> Any:
-        now = NOW.context
-        now.trace = hash((now.trace, code))
-        local = [*arguments]
-        for index, take in takes:
-            local[index] = take(local[index])
-        if named:
-            options = {**options, **{name: take(options.get(name)) for name, take in named}}
-        if not empty:
-            (operator or function)(*local, **options)
+        local, own_options = prepared(arguments, options)
         first = arguments[0]
+        if type(first) is Rows:
+            own_memory(first._cell)
+        if not empty:
+            (operator or function)(*local, **own_options)
         return written(first) if type(first) is Rows else first
 
     return run
 
 
-def _view(way: Way, takes: Any, named: Any, layouts: list[Any], many: bool, code: int) -> Callable[..., Any]:
-    operator = way.operator
+def _prepared(takes: Any, named: Any, code: int) -> Callable[..., Any]:
+    """Returns what makes the arguments for an own part."""
 
-    def run(function: Any, arguments: Any, options: Any) -> Any:
+    def run(arguments: Any, options: Any) -> tuple[list[Any], Any]:
         now = NOW.context
         now.trace = hash((now.trace, code))
         local = [*arguments]
@@ -446,7 +431,15 @@ def _view(way: Way, takes: Any, named: Any, layouts: list[Any], many: bool, code
             local[index] = take(local[index])
         if named:
             options = {**options, **{name: take(options.get(name)) for name, take in named}}
-        made = (operator or function)(*local, **options)
+        return local, options
+
+    return run
+
+
+def _view(operator: Any, prepared: Any, layouts: list[Any], many: bool) -> Callable[..., Any]:
+    def run(function: Any, arguments: Any, options: Any) -> Any:
+        local, own_options = prepared(arguments, options)
+        made = (operator or function)(*local, **own_options)
         before = arguments[0]._cell
         if many:
             return [_view_of(before, each, layout) for each, layout in zip(made, layouts, strict=True)]

@@ -14,7 +14,7 @@ from grappe.rows.context import NOW
 from grappe.rows.layout import GHOST, PARTIAL, Placement, TensorLayout, is_dense, layout_of
 from grappe.rows.messages import own_part, summed
 from grappe.rows.plans import AS_IS, FIRST, RuleCall, Unalike, Way, procedure, rule
-from grappe.rows.tensor import Rows, full, own_local, rows_of, wrapped, written
+from grappe.rows.tensor import Rows, full, own_local, own_memory, rows_of, wrapped, written
 
 aten = torch.ops.aten
 INFINITY = float("inf")
@@ -396,6 +396,7 @@ def _index_put(operator: Any, arguments: Any, options: Any) -> Any:
         values = own_of(new, placement._replace(dim=0)) if is_row_each else full(new)
     else:
         return NotImplemented
+    own_memory(cell)  # type: ignore[arg-type]
     local = own_local(value)
     made = operator(local, own, values, *rest, **options)
     if not operator_schema(operator).is_mutable:

@@ -37,6 +37,8 @@ class Family:
     origin_version = 0
     base: Any = None
     """The cell that was split from `origin`."""
+    borrowed: Tensor | None = None
+    """All rows, in whose memory the own part lies, if nobody else has them."""
     root: Tensor | None = None
     """All of a process's memory, if it is terms of a sum."""
 
@@ -230,10 +232,12 @@ def split(plain: Tensor, dim: int = 0, *, shared: bool = False, sizes: tuple[int
     local = fitted(own_part(plain.detach(), placement), layout)
     cell = Cell(local, layout)
     cell.every = plain
-    if shared:
-        family = cell.family = Family()
+    family = cell.family = Family()
+    family.numbers = plain.numel()
+    if not shared:
+        family.borrowed = plain
+    else:
         family.origin, family.origin_version, family.base = plain, tensor_version(plain), cell
-        family.numbers = plain.numel()
     return rows_of(cell)
 
 
@@ -338,6 +342,14 @@ def replayed(ghost: Any) -> Tensor:
 
 
 # ---- Writing to them ---------------------------------------------------------------------------------------
+
+
+def own_memory(cell: Cell) -> None:
+    """Has a write to an own part leave the rows of all, from which results may be computed later, as they were."""
+    family = cell.family
+    if family is not None and family.borrowed is not None:
+        family.borrowed.data = family.borrowed.data.clone()
+        family.borrowed = None
 
 
 def written(value: Rows) -> Rows:
