@@ -96,6 +96,8 @@ def _own_nodes(function: ast.FunctionDef) -> Iterator[ast.AST]:
             continue
         if isinstance(node, ast.If) and any(each in ast.unparse(node.test) for each in NEVER):
             continue
+        if isinstance(node, ast.keyword) and node.arg == "strict":
+            continue
         yield node
         if isinstance(node, ast.AnnAssign):
             waiting += [node.value] if node.value is not None else []
@@ -243,22 +245,26 @@ def in_a_fork(function: Any) -> Any:
     return json.loads(text) if text else None
 
 
-def baseline(todo: list[Turn], undefined: frozenset[str]) -> list[tuple[str, list[Any]]]:
-    """The kind of each turn's verdict, and the lines that it ran."""
-    return [(verdict.kind, sorted(verdict.seen)) for verdict in judged(todo, undefined, watch=_traced)]
+def baseline(todo: list[Turn], undefined: frozenset[str]) -> list[tuple[str, list[Any], list[str]]]:
+    """The kind of each turn's verdict, the lines that it ran, and what it gathered."""
+    return [
+        (verdict.kind, sorted(verdict.seen), verdict.gathered) for verdict in judged(todo, undefined, watch=_traced)
+    ]
 
 
-def caught(alteration: Alteration, todo: list[Turn], kinds: list[str], undefined: frozenset[str]) -> str:
-    """The first turn whose verdict is another; empty if none is."""
+def caught(alteration: Alteration, todo: list[Turn], before: list[Any], undefined: frozenset[str]) -> str:
+    """The first turn that is worse, or that gathers more than all turns of its operator did; empty if none is."""
     sys.meta_path.insert(0, Altered(alteration))  # type: ignore[arg-type]
     try:
         import tests.rows.compared  # noqa: F401
     except Exception as error:
         return f"cannot be imported: {type(error).__name__}"
     order = {"no rows": 0, "split": 0, "gathered": 1, "refused": 2, "wrong": 3}
-    for verdict, kind in zip(judged(todo, undefined), kinds, strict=True):
+    for verdict, (kind, gathered) in zip(judged(todo, undefined), before, strict=True):
         if order[verdict.kind] > order[kind]:
             return f"{verdict.call}: {kind} is {verdict.kind}: {verdict.why[:100]}"
+        if not set(verdict.gathered) <= gathered:
+            return f"{verdict.call}: gathers {set(verdict.gathered) - gathered}"
     return ""
 
 
@@ -272,8 +278,6 @@ def main() -> None:
     asked = parser.parse_args()
     torch.set_num_threads(1)
     undefined = frozenset(tomllib.loads((HERE / "exceptions.toml").read_text())["undefined"])
-    every = [each for file in FILES for each in alterations(file)]
-    chosen = random.Random(asked.seed).sample(every, min(asked.count, len(every)))
     todo = turns(list(samples.calls(4)), asked.draws)
     gc.collect()
     gc.freeze()
@@ -285,10 +289,15 @@ def main() -> None:
         kept.write_text(json.dumps(first))
     assert len(first) == len(todo), "other calls than those whose lines are kept"
     of_line: dict[tuple[str, int], list[int]] = defaultdict(list)
-    for index, (_, lines) in enumerate(first):
+    gathers: dict[str, set[str]] = defaultdict(set)
+    for index, (_, lines, gathered) in enumerate(first):
+        gathers[todo[index].call.operator].update(gathered)
         for file, line in lines:
             of_line[file, line].append(index)
-    print(f"{len(every)} alterations, {len(chosen)} chosen; {len(todo)} calls")
+    every = [each for file in FILES for each in alterations(file)]
+    run = [each for each in every if of_line[each.file, each.line]]
+    chosen = random.Random(asked.seed).sample(run, min(asked.count, len(run)))
+    print(f"{len(every)} alterations, {len(run)} of them in lines that calls run, {len(chosen)} chosen; {len(todo)} calls")
     survived = []
     for number, alteration in enumerate(chosen):
         indices = [i for i in of_line[alteration.file, alteration.line] if first[i][0] != "wrong"]
@@ -296,7 +305,7 @@ def main() -> None:
         began = time.time()
         why = in_a_fork(
             lambda a=alteration, tried=indices: caught(
-                a, [todo[i] for i in tried], [first[i][0] for i in tried], undefined
+                a, [todo[i] for i in tried], [(first[i][0], gathers[todo[i].call.operator]) for i in tried], undefined
             )
         )
         if why is None:

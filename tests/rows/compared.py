@@ -182,17 +182,24 @@ def _any(tensor: Tensor, size: int, chance: random.Random) -> State:
     return State(kind=kind, terms=chance.randint(0, 10**6))
 
 
-def drawn(leaves: tuple[Tensor, ...], size: int, chance: random.Random) -> list[State]:
-    """A placement of each tensor: mostly rows of one dimension that fit, at times any; at least one is not plain."""
+def drawn(leaves: tuple[Tensor, ...], size: int, chance: random.Random, draw: int = 0) -> list[State]:
+    """A placement of each tensor: mostly rows of one dimension that fit, at times any; at least one is not plain.
+
+    Odd draws go through the dimensions of all tensors in turn.
+    """
     states = [ALWAYS] * len(leaves)
     way = chance.random()
-    if way < 0.7:  # the rows of a batch: one tensor leads, those that have as many rows follow or are plain
+    every = [(index, dim) for index, each in enumerate(leaves) for dim, rows in enumerate(each.shape) if rows]
+    if way < 0.7 or (draw % 2 and every):  # the rows of a batch: one tensor leads, those that have as many rows follow or are plain
         leads = [index for index, each in enumerate(leaves) if any(each.shape)]
         if leads:
             lead = leads[0] if chance.random() < 0.6 else chance.choice(leads)
             tensor = leaves[lead]
             dims = [dim for dim, rows in enumerate(tensor.shape) if rows]
             dim = dims[0] if chance.random() < 0.5 else chance.choice(dims)
+            if draw % 2:
+                lead, dim = every[draw // 2 % len(every)]
+                tensor = leaves[lead]
             states[lead] = _of_rows(tensor, dim, size, chance)
             placement = states[lead].placement
             follow = chance.random() < 0.7
@@ -303,7 +310,7 @@ def _new_rules() -> tuple[str, ...]:
 def placements(call: Call, draw: int, size: int) -> tuple[list[State], random.Random]:
     """The drawn placement of each argument, and the chance for what is drawn later."""
     chance = random.Random(f"{call.name} {draw} {size}")
-    return drawn(call.leaves, size, chance), chance
+    return drawn(call.leaves, size, chance, draw), chance
 
 
 def judge(call: Call, draw: int, answers: list[Answer]) -> Verdict:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import gc
+import json
 import os
 import pickle
 import sys
@@ -134,15 +135,20 @@ def main() -> None:
     if asked.out:
         Path(asked.out).write_bytes(pickle.dumps([vars(each) for each in verdicts]))
     if asked.record:
-        _record(Counter(each.operator for each in verdicts if each.kind == "split"))
+        _record(verdicts)
 
 
-def _record(split: Counter[str]) -> None:
-    lines = [f'"{name}" = {count}' for name, count in sorted(split.items())]
+def _record(verdicts: list[Any]) -> None:
+    split = Counter(each.operator for each in verdicts if each.kind == "split")
+    gathered: dict[str, set[str]] = {}
+    for each in verdicts:
+        gathered.setdefault(each.operator, set()).update(each.gathered)
     text = "\n".join([
-        "# Calls of each operator that are computed from own rows alone, in the test of every operator.",
-        "# Written by `python -m tests.rows.every_operator --record`.",
-        f'torch = "{".".join(torch.__version__.split(".")[:2])}."', "", "[calls]", *lines, "",
+        "# The test of every operator: how many calls of each operator are computed from own rows alone, and the",
+        "# operators of torch that its calls gather. Written by `python -m tests.rows.every_operator --record`.",
+        f'torch = "{".".join(torch.__version__.split(".")[:2])}."',
+        "", "[calls]", *(f'"{name}" = {count}' for name, count in sorted(split.items())),
+        "", "[gathered]", *(f'"{name}" = {json.dumps(sorted(names))}' for name, names in sorted(gathered.items()) if names), "",
     ])  # fmt: skip
     (Path(__file__).parent / "split.toml").write_text(text)
 

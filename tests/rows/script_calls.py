@@ -101,6 +101,17 @@ def _writes() -> Iterator[Case]:
         lambda x, m: torch.index_put(x, (m,), torch.tensor(2.0).double()),
         (_numbers(6, 4), mask),
     )
+    aten, each = torch.ops.aten, torch.arange(6)
+    yield (
+        "index_put, unsafe",
+        lambda x, y, v: aten._unsafe_index_put(x, (each, y), v),
+        (_numbers(6, 4, grad=False), y, _numbers(6, grad=False)),
+    )
+    yield (
+        "index_put, inner",
+        lambda x, y, v: aten._index_put_impl_(x + 1, (each, y), v),
+        (_numbers(6, 4, grad=False), y, _numbers(6, grad=False)),
+    )
     yield (
         "index_put more",
         lambda x, y, v: torch.index_put(x, (torch.arange(6), y), v, accumulate=True),
@@ -191,6 +202,16 @@ def _chains() -> Iterator[Case]:
     )
     yield chain("checkpoint", lambda x, w: checkpoint(lambda a: (a @ w).tanh(), x, use_reentrant=False), x, w)
     yield chain("inference", lambda x, w: _inference(lambda: (F.relu(x @ w) + 1).softmax(1).sum(0)), x, w)
+    yield chain(
+        "inference, pools",
+        lambda x: _inference(lambda: (F.adaptive_avg_pool1d(x, 2), F.avg_pool1d(x, 2), x.argsort())),
+        _numbers(6, 2, 4),
+    )
+    yield chain(
+        "imaginary",
+        lambda x: (x.conj().imag + 1, x.conj().real, (x * x.conj()).abs()),
+        _numbers(6, 2, dtype=torch.complex128),
+    )
     yield chain("padded", lambda x: F.pad(x, (1, 2)) + F.pad(x, (0, 0, 1, 1), value=2.0)[1:-1].sum(), x)
     yield chain(
         "renormalized", lambda x: (x.norm(), x.norm(dim=1), torch.linalg.vector_norm(x, 3), x.renorm(2, 0, 1.0)), x
