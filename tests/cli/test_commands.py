@@ -1,4 +1,4 @@
-"""The commands that only tell, and the help of all of them."""
+"""The commands that only tell, the help of all of them, and what nobody foresaw."""
 
 from __future__ import annotations
 
@@ -7,11 +7,14 @@ import sys
 from pathlib import Path
 
 import pytest
+from cyclopts import App
 
 from grappe import tasks
 from grappe.cli import application, commands
+from grappe.cli import exit as end
 from grappe.launch import local
 from tests.commands import SLOW
+from tests.typed import ended
 
 
 @pytest.fixture
@@ -21,11 +24,9 @@ def output(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captu
     monkeypatch.setenv("COLUMNS", "80")
 
     def run(*arguments: str) -> str:
-        monkeypatch.setattr("sys.argv", ["grappe", *arguments])
-        with pytest.raises(SystemExit) as end:
-            commands.main()
+        assert ended(*arguments) == 0
         told = capsys.readouterr()
-        assert (end.value.code, told.err) == (0, "")
+        assert told.err == ""
         return told.out
 
     return run
@@ -95,3 +96,18 @@ def test_which_tasks_may_import_a_module(
     Path("own.py").write_text("from torchmetrics.text import Perplexity\n")
     Path("derived.py").write_text("from grappe.tasks.digits import Digits\n")
     assert tasks.mentions(reference, "torchmetrics") is found
+
+
+def test_what_nobody_foresaw_is_called_a_bug(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
+    """The words that all attacks and fuzzers search for."""
+    app = App()
+
+    @app.default
+    def fails() -> None:
+        raise ZeroDivisionError("unforeseen")
+
+    monkeypatch.setattr("sys.argv", ["grappe"])
+    with pytest.raises(SystemExit) as ended:
+        end.run(app)
+    assert ended.value.code == 1
+    assert f"ZeroDivisionError: unforeseen ({end.BUG}" in capsys.readouterr().err

@@ -14,31 +14,9 @@ import pytest
 
 from tests.commands import GRAPPE, ran
 from tests.patience import PATIENCE_SECONDS
+from tests.tasks.error_corpus import CASES
 
 ENGLISH = re.compile(r"\b(?:the|there|give|use|is|with|must|has|leave|needs)\b")
-WRONG = """
-import torch
-from torch import nn
-from grappe import Arrays, Task
-
-
-class Wrong(Task):
-    \"\"\"A layer that does not fit.\"\"\"
-
-    epochs: int = 1
-
-    def model(self):
-        return nn.Linear(3, 2)
-
-    def data(self, split, folder):
-        return Arrays(torch.zeros(32, 4), torch.arange(32) % 2)
-
-    def loss(self, output, target):
-        return nn.functional.cross_entropy(output, target, reduction="none")
-
-    def optimizer(self, named_parameters):
-        return torch.optim.SGD(named_parameters, lr=0.1)
-"""
 
 
 def grappe(*words: str, cwd: Path, **variables: str) -> subprocess.CompletedProcess[bytes]:
@@ -106,20 +84,8 @@ def test_the_environment_says_which_language(variables: dict[str, str], said: st
 
 
 def test_an_unknown_language_is_said_once(tmp_path: Path) -> None:
-    first, second = (
-        ran(
-            GRAPPE,
-            "tasks",
-            cwd=tmp_path,
-            GRAPPE_LANG="de",
-            RANK=rank,
-            WORLD_SIZE="2",
-            LOCAL_RANK=rank,
-            MASTER_ADDR="localhost",
-            MASTER_PORT="1",
-        )
-        for rank in "01"
-    )
+    world = {"GRAPPE_LANG": "de", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}
+    first, second = (ran(GRAPPE, "tasks", cwd=tmp_path, RANK=rank, LOCAL_RANK=rank, **world) for rank in "01")
     assert "GRAPPE_LANG=de" in first.stderr
     assert second.stderr == ""
 
@@ -156,12 +122,12 @@ def test_help_is_in_french_on_any_terminal(tmp_path: Path) -> None:
 
 def test_a_log_has_one_language(tmp_path: Path) -> None:
     """Only what the user is told changes: the remedy is French on the terminal, and the log is as it always was."""
-    (tmp_path / "wrong.py").write_text(WRONG)
+    (tmp_path / "wrong.py").write_text(CASES[0].text)
     words = ("train", "wrong.py", "--plan", "device=cpu", "--run", "run")
     done = ran(GRAPPE, *words, cwd=tmp_path, GRAPPE_LANG="fr")
     said = done.stderr
     assert done.returncode == 2
-    assert "Les entrées ont 4 caractéristiques et la couche en prend 3 : nn.Linear(4, 2)" in said
+    assert "Les entrées ont 3 caractéristiques et la couche en prend 5 : nn.Linear(3, 4)" in said
     for log in tmp_path.rglob("*.log"):
         assert "grappe :" not in log.read_text()
 

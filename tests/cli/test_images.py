@@ -6,13 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from grappe.cli.commands import app
 from grappe.errors import DataError, UsageError
 from tests.data.images.pictures import archive, files, folder, jpeg, part, tar
-
-
-def run(*words: str) -> int:
-    return app(list(words), exit_on_error=False, print_error=False)
+from tests.typed import grappe as run
 
 
 def test_the_commands_in_the_order_of_the_guide(tmp_path: Path, capsys, monkeypatch) -> None:

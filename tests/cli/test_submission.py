@@ -47,25 +47,29 @@ def test_scripts(python: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert (found.command, found.script, found.arguments) == (SCRIPT, Path("mine.py"), ("mine.py", "--lr", "0.1", "-x"))
 
 
-def test_what_a_script_reads_is_not_ours(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(UsageError, match="python is followed by a script"):
-        read_submission(["python", "-c", "x"], JOB, app)
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        ("python -c x", "python is followed by a script"),
+        ("--show train digits", "grappe submit --dry-run -- train digits"),
+        ("tune --study mine --dry-run", "needs no job"),
+        ("fetch mnist", "login node"),
+    ],
+)
+def test_what_is_no_job_is_refused(words: str, told: str) -> None:
+    with pytest.raises(UsageError, match=told):
+        read_submission(words.split(), JOB, app)
 
 
 def test_short_options_and_the_folder_of_runs() -> None:
     found = read_submission(["train", "digits", "-p", "shard=2", "--runs", "mine"], JOB, app)
     assert (found.plans, found.job.runs, found.arguments[1]) == (("shard=2",), Path("mine"), "--plan")
-    with pytest.raises(UsageError, match="grappe submit --dry-run -- train digits"):
-        read_submission(["--show", "train", "digits"], JOB, app)
 
 
 def test_a_search_names_its_task() -> None:
     words = ["tune", "digits", "lr=0.1..1", "--parallel", "3", "--study", "mine", "--plan", "shard=2"]
     found = read_submission(words, JOB, app)
     assert (found.task, found.parallel, found.study, found.plans) == ("digits", 3, Path("mine"), ("shard=2",))
-    with pytest.raises(UsageError, match="needs no job"):
-        read_submission(["tune", "--study", "mine", "--dry-run"], JOB, app)
 
 
 @pytest.mark.parametrize(
@@ -96,25 +100,20 @@ def test_interactive_allocations(
 
 
 @pytest.mark.parametrize(
-    ("site", "words", "expected"),
+    ("words", "expected"),
     [
+        ("--gpus 2 -- train digits", "srun --cpus-per-task=12 --gpu-bind=none grappe train digits --plan replicate=2"),
         (
-            "narval",
-            "--gpus 2 -- train digits",
-            "srun --cpus-per-task=12 --gpu-bind=none grappe train digits --plan replicate=2",
-        ),
-        (
-            "narval",
             "--gpus 1 -- grappe train digits --plan shard=1",
             "srun --cpus-per-task=12 --gpu-bind=none grappe train digits --plan shard=1",
         ),
-        ("narval", "-- measure digits --plan replicate=2", "grappe measure digits --plan replicate=2"),
+        ("-- measure digits --plan replicate=2", "grappe measure digits --plan replicate=2"),
     ],
 )
-def test_the_line_to_start_in_an_allocation(site: str, words: str, expected: str) -> None:
+def test_the_line_to_start_in_an_allocation(words: str, expected: str) -> None:
     options, _, command = words.partition("-- ")
     gpus = tuple(int(word) for word in options.split()[1:])
-    submission = read_submission(command.split(), JobOptions(site=site, account="def-me", gpus=gpus), app)
+    submission = read_submission(command.split(), JobOptions(site="narval", account="def-me", gpus=gpus), app)
     assert " ".join(line_in_allocation(submission)) == expected
 
 
@@ -148,11 +147,6 @@ def test_a_site_of_cpu_nodes_supplies_the_device(command: str, capsys: pytest.Ca
     assert app(["submit", *job, *command.split()]) == 0
     text = capsys.readouterr().out
     assert "plan: device=cpu" in text and "--plan device=cpu" in text.replace("'", "") and "gpu:" not in text
-
-
-def test_downloads_are_for_the_login_node() -> None:
-    with pytest.raises(UsageError, match="login node"):
-        read_submission(["fetch", "mnist"], JobOptions(), app)
 
 
 @pytest.mark.parametrize(

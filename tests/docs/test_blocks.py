@@ -53,14 +53,11 @@ NOT_RUN = {
     ("too-big.md", "def domain(self"): "a part of a task; tests/parity/test_domain.py cuts another dimension",
     ("own-loop.md", "import grappe"): "a part of examples/gan.py; tests/training/test_own_loop.py trains such a loop",
     ("own-loop.md", "grappe launch --plan"): "a script of the reader's; tests/verbs/test_launch.py launches such a one",
-    (
-        "slurm.md",
-        "import grappe.slurm",
-    ): "needs a cluster; tests/docs/test_pieces.py holds its calls to their signatures",
+    ("slurm.md", "import grappe.slurm"): "needs a cluster; tests/docs/test_pieces.py holds its calls to signatures",
     (
         "task.md",
         "def model(self):\n    student = network()",
-    ): "a part of a task; tests/engines/shared/test_after_step.py trains such a teacher",
+    ): "a part; tests/engines/shared/test_after_step.py trains it",
     ("lightning.md", "#SBATCH --nodes=2"): "a job script of the reader's",
     ("data.md", "srun --ntasks-per-node=1"): "a line of a job script of the reader's",
     ("export.md", "module load"): "needs a cluster's modules; tests/verbs/export runs the cmake lines",

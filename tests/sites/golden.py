@@ -9,7 +9,7 @@ from typing import Any
 from grappe import sites
 from grappe.plan import Plan
 from grappe.sites.environment import MADE_ON_NODES, Packages
-from grappe.sites.layout import Layout, layout
+from grappe.sites.layout import layout
 from grappe.sites.sbatch import SCRIPT, TUNE, JobOptions
 from grappe.sites.schema import Site
 from grappe.sites.script import Script, render
@@ -99,11 +99,6 @@ def golden() -> dict[str, Script]:
     for name in MORE:
         made |= {f"{name}-{end}.sh": one for end, one in others(sites.find(name)).items()}
     return made
-
-
-def layout_of(site: Site, size: str) -> Layout:
-    """Returns the resources that a script requests."""
-    return script(site, size).layout
 
 
 def main() -> None:

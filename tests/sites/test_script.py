@@ -21,6 +21,7 @@ from grappe.sites.script import FUNCTIONS, Script, check_name, clock, command_wo
 from tests import needs
 from tests.patience import PATIENCE_SECONDS
 from tests.sites.golden import FOLDER, golden, script, with_job
+from tests.typed import stand_in
 
 HOSTILE = ["$(touch hacked)", "`touch hacked`", "a; touch hacked", "a\ntouch hacked", "a' b", 'a" b', "a b", "", "é"]
 
@@ -41,12 +42,8 @@ def test_no_golden_file_is_left_over() -> None:
 
 def test_shellcheck_finds_nothing() -> None:
     needs.program("shellcheck")
-    done = subprocess.run(
-        ["shellcheck", "--exclude=SC1090,SC1091", FUNCTIONS, *sorted(FOLDER.iterdir())],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    command = ["shellcheck", "--exclude=SC1090,SC1091", FUNCTIONS, *sorted(FOLDER.iterdir())]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout
 
 
@@ -133,10 +130,7 @@ def test_the_exit_code_is_not_written_through_a_link(tmp_path: Path, text: str, 
 def test_a_job_that_goes_back_into_the_queue_leaves_no_exit_code(tmp_path: Path, scontrol: int, left: bool) -> None:
     """Slurm's commands are stand-ins: Slurm ends scontrol or sleep before bash, or refuses."""
     run, commands = tmp_path / "run", tmp_path / "bin"
-    commands.mkdir()
-    for name, body in {"squeue": "echo RUNNING", "scontrol": f"exit {scontrol}", "sleep": "exit 143"}.items():
-        (commands / name).write_text(f"#!/bin/sh\n{body}\n")
-        (commands / name).chmod(0o755)
+    stand_in(commands, squeue="echo RUNNING", scontrol=f"exit {scontrol}", sleep="exit 143")
     path = f"{commands}:{os.environ['PATH']}"
     assert job(run, "step bash -c 'exit 75'\nstep touch no\nfinish train 3", PATH=path).returncode == 75
     assert (run / "logs" / "job-5.end").exists() is left
@@ -145,22 +139,17 @@ def test_a_job_that_goes_back_into_the_queue_leaves_no_exit_code(tmp_path: Path,
 def test_nodes_that_slurm_takes_out_and_where_processes_die_count_once_for_each_start(tmp_path: Path) -> None:
     """sinfo is a stand-in; the rule is that of submit (tests/verbs/submit/test_jobs.py)."""
     run, commands = tmp_path / "run", tmp_path / "bin"
-    commands.mkdir()
-    (commands / "sinfo").write_text("#!/bin/sh\necho 'n0 idle none'\necho 'n1 down* Not responding'\n")
-    (commands / "sinfo").chmod(0o755)
+    stand_in(commands, sinfo="echo 'n0 idle none'; echo 'n1 down* Not responding'")
     variables = {"PATH": f"{commands}:{os.environ['PATH']}", "SLURM_JOB_NODELIST": "n[0-1]"}
     assert job(run, 'failed_nodes "$failures"', **variables).stdout == ""
     log = run / "logs" / "job-5.out"
     log.write_text("srun: error: n3: task 1: Killed\n")
     said = "srun: error: n1: task 0: Out Of Memory\nsrun: error: n1: task 1: Killed\nsrun: error: n2: task 2: Killed\n"
-    done = job(
-        run, f"printf '{said}' >> {log}\nnote_death\nfailed_nodes $failures", SLURM_RESTART_COUNT="2", **variables
-    )
+    twice = f"printf '{said}' >> {log}\nnote_death\nfailed_nodes $failures"
+    done = job(run, twice, SLURM_RESTART_COUNT="2", **variables)
     evidence, noted = ["Slurm: down*, Not responding", "a process was ended: Killed"], f"in {tmp_path}/.failed-nodes"
     assert done.stdout.strip().splitlines() == [f"noted against node n1, {noted}: {text}" for text in evidence]
-    done = job(
-        run, f"printf '{said}' >> {log}\nnote_death\nfailed_nodes $failures", SLURM_RESTART_COUNT="3", **variables
-    )
+    done = job(run, twice, SLURM_RESTART_COUNT="3", **variables)
     assert done.stdout.splitlines()[-1] == "n1"
     notes = (tmp_path / ".failed-nodes").read_text().splitlines()
     noted = [f"n1 5.{start} run: {text}" for start in (20, 30) for text in evidence]
@@ -287,25 +276,17 @@ def test_a_step_that_lost_a_node_begins_again_on_those_that_are_left(
     assert ("requeued" in done.stdout) is (left == "n0")
 
 
-@pytest.mark.parametrize("name", HOSTILE)
-def test_a_hostile_name_is_refused(name: str) -> None:
+@pytest.mark.parametrize("text", HOSTILE)
+def test_a_hostile_name_account_or_folder_is_refused(text: str) -> None:
     with pytest.raises(UsageError, match="--name="):
-        check_name(name)
-    if name:  # without one the run's is the job's
-        with pytest.raises(UsageError, match="--name="):
-            render(narval(job={"name": name}))
-
-
-@pytest.mark.parametrize("account", HOSTILE)
-def test_a_hostile_account_is_refused(account: str) -> None:
+        check_name(text)
     with pytest.raises(UsageError, match="--account="):
-        render(narval(job={"account": account}))
-
-
-@pytest.mark.parametrize("name", [one for one in HOSTILE if one])
-def test_a_hostile_folder_is_refused(name: str) -> None:
-    with pytest.raises(UsageError, match="--run"):
-        render(narval(run=Path("/scratch") / name))
+        render(narval(job={"account": text}))
+    if text:  # without a name the run's is the job's
+        with pytest.raises(UsageError, match="--name="):
+            render(narval(job={"name": text}))
+        with pytest.raises(UsageError, match="--run"):
+            render(narval(run=Path("/scratch") / text))
 
 
 @pytest.mark.parametrize("word", [one for one in HOSTILE if "\n" not in one])
@@ -357,11 +338,8 @@ def test_times() -> None:
 
 @pytest.mark.parametrize("word", [one for one in HOSTILE if "\n" not in one])
 def test_hostile_words_reach_a_script_as_they_are(word: str, tmp_path: Path) -> None:
-    made = narval(
-        arguments=("mine.py", word, "$HERE"), kind=SCRIPT, torchrun=True,
-        job={"doctor": False, "env": "conda:one"},
-    )  # fmt: skip
-    text = render(made)
+    job_options = {"doctor": False, "env": "conda:one"}
+    text = render(narval(arguments=("mine.py", word, "$HERE"), kind=SCRIPT, torchrun=True, job=job_options))
     process = text[text.index("process() {") : text.index("}\n", text.index("    program ")) + 2]
     slurm = dict.fromkeys(("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", "SLURM_NTASKS_PER_NODE"), "1")
     done = job(tmp_path / "run", f"python=(printf '%s\\0')\n{process}process", HERE="a b", SLURM_NODEID="0", **slurm)

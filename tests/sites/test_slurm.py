@@ -21,6 +21,7 @@ from grappe.sites.slurm import (
     run,
 )
 from grappe.verbs.doctor.checks import allocation, note
+from tests.typed import stand_in
 
 TEXT = """cpu|64|257000+|(null)|1-00:00:00|100|1-infinite
 gpu*|48|498000|gpu:a100:4(S:0-1),tmp:1|7-00:00:00|12|1-4
@@ -72,30 +73,24 @@ def test_a_controller_is_alive_if_one_of_them_is_or_nobody_can_ask(
     commands = {"squeue": "echo '7|mine|RUNNING|None|N/A|1:00|1'", "sbatch": "true"}
     if backup is not None:
         commands["scontrol"] = f"echo 'Slurmctld(primary) at a is DOWN'; echo 'Slurmctld(backup) at b is {backup}'"
-    for name, line in commands.items():
-        (tmp_path / name).write_text(f"#!/bin/sh\n{line}\n")
-        (tmp_path / name).chmod(0o755)
+    stand_in(tmp_path, **commands)
     monkeypatch.setenv("PATH", str(tmp_path))
     if backup == "DOWN":
         assert queue_now() is None
         with pytest.raises(ControllerDown, match=r"gives no answer \(Slurmctld\(primary\) at a is DOWN\)"):
             queue()
-        (tmp_path / "scontrol").write_text("#!/bin/sh\n")
-        with pytest.raises(ControllerDown, match="scontrol printed nothing"):
-            queue()
-        (tmp_path / "scontrol").write_text("#!/bin/sh\nexit 3\n")
-        with pytest.raises(ControllerDown, match=r"\(scontrol: exit code 3\)"):
-            queue()
+        for lines, words in (("", "scontrol printed nothing"), ("exit 3", r"\(scontrol: exit code 3\)")):
+            stand_in(tmp_path, scontrol=lines)
+            with pytest.raises(ControllerDown, match=words):
+                queue()
     else:
         assert [entry.job for entry in queue()] == ["7"]
 
 
 def answers(folder: Path, monkeypatch: pytest.MonkeyPatch, sbatch: str) -> None:
     """Puts stand-ins of Slurm's commands on the PATH."""
-    lines = {"sbatch": sbatch, "scontrol": "echo UP", "sinfo": "echo 'cpu*|64|257000|(null)|1-00:00:00|100|1-infinite'"}
-    for name, line in lines.items():
-        (folder / name).write_text(f"#!/bin/sh\n{line}\n")
-        (folder / name).chmod(0o755)
+    sinfo = "echo 'cpu*|64|257000|(null)|1-00:00:00|100|1-infinite'"
+    stand_in(folder, sbatch=sbatch, scontrol="echo UP", sinfo=sinfo)
     monkeypatch.setenv("PATH", f"{folder}:/usr/bin:/bin")
 
 
@@ -111,7 +106,6 @@ def test_a_run_whose_job_may_be_in_the_queue_keeps_its_folder(tmp_path: Path, mo
 
 def test_a_refused_submission_takes_back_what_it_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Another command may write into the run's folder meanwhile."""
-    (tmp_path / "bin").mkdir()
     other = tmp_path / "runs/run/mine"
     monkeypatch.chdir(tmp_path)
     for meanwhile, left in (("true", []), (f"touch {other}", ["bin", "runs", "runs/run", "runs/run/mine"])):
@@ -124,11 +118,8 @@ def test_a_refused_submission_takes_back_what_it_made(tmp_path: Path, monkeypatc
 
 def test_a_machine_of_no_cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Slurm's programs are installed, and no cluster is configured: a stand-in says what they then do."""
-    program = tmp_path / "scontrol"
-    program.write_text("#!/bin/sh\necho 'scontrol: fatal: Could not establish a configuration source' >&2\nexit 1\n")
-    program.chmod(0o755)
-    (tmp_path / "sbatch").symlink_to(program)
-    (tmp_path / "sinfo").symlink_to(program)
+    no_cluster = "echo 'scontrol: fatal: Could not establish a configuration source' >&2; exit 1"
+    stand_in(tmp_path, **dict.fromkeys(("scontrol", "sbatch", "sinfo"), no_cluster))
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
     for ask in (check_controller, lambda: run("sinfo")):
         with pytest.raises(UsageError, match=r"^no Slurm here: no Slurm controller is reachable .* --site NAME"):

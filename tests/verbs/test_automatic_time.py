@@ -21,13 +21,8 @@ from tests.verbs.foresee.test_training_time import cost, made, with_evaluations
 from tests.verbs.test_submission_memory import BIG
 
 ACCOUNTS = {
-    "fir": "def-me",
-    None: None,
-    "perlmutter": "m1_g",
-    "leonardo": "me",
-    "narval": "def-me",
-    "narval-cpu": "def-me",
-}
+    **dict.fromkeys(("fir", "narval", "narval-cpu"), "def-me"), "perlmutter": "m1_g", "leonardo": "me", None: None,
+}  # fmt: skip
 SINFO = f"cpu*|{os.cpu_count()}|16000|(null)|2:00:00|2|1-infinite"
 
 

@@ -12,15 +12,12 @@ from grappe.launch.rank import ProcessRank
 from grappe.plan import Plan
 from grappe.verbs.doctor.checks import Finding, Machine, kept_record
 from grappe.verbs.verify import record
-from tests.commands import GRAPPE, Command
+from tests.commands import GRAPPE, ran
 
 
 def grappe(folder: Path, *words: str) -> tuple[int, str, str]:
-    command = Command(GRAPPE, *words, cwd=folder, XDG_STATE_HOME=str(folder))
-    try:
-        return command.end()
-    finally:
-        command.close()
+    done = ran(GRAPPE, *words, cwd=folder, XDG_STATE_HOME=str(folder))
+    return done.returncode, done.stdout, done.stderr
 
 
 def found(**changes: object) -> list[Finding]:

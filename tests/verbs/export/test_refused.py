@@ -51,6 +51,10 @@ def test_the_batch_is_any(tmp_path: Path) -> None:
     module, images = found.module(), torch.zeros(1, 3, 8, 8, dtype=torch.uint8)
     assert [one.shape for one in module(images)] == [(1,), (1, 5), (1,)]
     assert not images.any()  # the transform works in place, on a copy
+    samples = samples_of(tasks.Tied(), "validation", tmp_path)
+    assert input_names(samples) == ("inputs",)
+    program = program_of(tasks.Tied(), tasks.Tied().model(), samples)
+    assert output_names(program, samples.example()) == ("class", "chances", "sure")
 
 
 class Scalar(tasks.Plain):
@@ -86,14 +90,6 @@ def test_predictions_are_tensors_with_a_row_for_each_sample(task: tasks.Plain, t
     samples = samples_of(task, "validation", tmp_path)
     with pytest.raises(TaskError, match=told):
         output_names(program_of(task, task.model(), samples), samples.example())
-
-
-def test_inputs_and_outputs_have_names(tmp_path: Path) -> None:
-    task = tasks.Tied()
-    samples = samples_of(task, "validation", tmp_path)
-    assert input_names(samples) == ("inputs",)
-    program = program_of(task, task.model(), samples)
-    assert output_names(program, samples.example()) == ("class", "chances", "sure")
 
 
 @pytest.fixture(scope="module")

@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import gzip
 import hashlib
 import http.server
 import io
 import os
 import re
 import ssl
-import struct
 import subprocess
 import tarfile
 import threading
 from collections.abc import Iterator
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from grappe import tasks
@@ -27,6 +24,7 @@ from grappe.tasks.cifar10 import Cifar10
 from grappe.tasks.mnist import Mnist
 from grappe.training.run import Run
 from grappe.verbs.fetch import fetch
+from tests import idx_files
 from tests.data.corpus.shards import corpus_folder
 
 CONTENT = os.urandom(700_000)
@@ -354,10 +352,6 @@ def test_downloads_lie_where_their_tasks_look(tmp_path: Path) -> None:
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_bytes(bytes(3073 * 10))
     assert len(Cifar10().data("train", tmp_path)) == 45
-    for one in Mnist.downloads:
-        content = np.zeros((12, 28, 28) if "images" in one.url else 12, np.uint8)
-        header = bytes([0, 0, 8, content.ndim]) + struct.pack(f">{content.ndim}I", *content.shape)
-        file = tmp_path / one.folder / one.url.rpartition("/")[2]
-        file.parent.mkdir(exist_ok=True)
-        file.write_bytes(gzip.compress(header + content.tobytes()))
+    idx_files.write(tmp_path / Mnist.downloads[0].folder, 12, 12)
+    assert all((tmp_path / one.folder / one.url.rpartition("/")[2]).is_file() for one in Mnist.downloads)
     assert len(Mnist().data("train", tmp_path)) == 11

@@ -56,10 +56,10 @@ def test_a_choice_of_memory_is_said_with_its_price_in_the_words_of_a_training() 
     chosen = plan_name(times.plans[0].foreseen.plan)
     assert "recompute" in chosen
     assert len(times.notes) == 1
-    assert re.fullmatch(
+    note = (
         rf"memory=7MB: the plan is {re.escape(chosen)}, foreseen to take \d MB of 7 MB that torch may allocate, with "
-        r".*more computing.*", times.notes[0],
-    )  # fmt: skip
+    )
+    assert re.fullmatch(note + ".*more computing.*", times.notes[0])
 
 
 def test_units_that_are_not_the_model_refuse_a_pipeline_alone() -> None:
@@ -209,10 +209,8 @@ def test_without_a_site_a_machines_own_gpus_are_foreseen(monkeypatch: pytest.Mon
     assert shared.cost is not None and shared.cost.unit_hours == one.cost.unit_hours
     assert cores.cost is not None and not cores.cost.on_gpus
     assert one.foreseen.fits and times.budget is not None and "this machine's NVIDIA H200" in times.budget.whose
-    assert (
-        "this model keeps NVIDIA H200 SXM, 141 GB" in times.notes[-1]
-        and "by its data sheet, of steps of 10.0 ms" in (times.notes[-1])
-    )
+    said = times.notes[-1]
+    assert "this model keeps NVIDIA H200 SXM, 141 GB" in said and "by its data sheet, of steps of 10.0 ms" in said
 
 
 def test_plain_plans_are_tried_first_and_each_number_of_processes_in_turn() -> None:

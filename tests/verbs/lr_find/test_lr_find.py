@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from pathlib import Path
 
 import numpy as np
@@ -129,17 +130,12 @@ def test_it_goes_from_the_lowest_to_the_highest() -> None:
         ({"highest": float("inf")}, "--highest=inf"),
         ({"highest": float("nan")}, "--highest=nan"),
         ({"lowest": 1.0, "highest": 0.1}, "--lowest=1.0 is not below --highest=0.1"),
+        ({"lowest": 1e6}, "give both --lowest and --highest"),
     ],
 )
 def test_what_is_no_ramp_is_refused(options: dict, told: str) -> None:
-    with pytest.raises(UsageError) as refused:
-        Ramp(**options)
-    assert told in str(refused.value)
-
-
-def test_a_lowest_above_the_default_highest_is_refused() -> None:
-    with pytest.raises(UsageError, match="give both --lowest and --highest"):
-        Ramp(lowest=1e6).ends(0.1)
+    with pytest.raises(UsageError, match=re.escape(told)):
+        Ramp(**options).ends(0.1)
 
 
 def test_groups_keep_their_proportion_and_the_task_all_else() -> None:

@@ -8,9 +8,7 @@ from collections.abc import Mapping
 import pytest
 
 from grappe.errors import UsageError
-from grappe.plan import Plan
 from grappe.profiling.operators import LineCost, OperatorTotals
-from grappe.profiling.phases import IN_A_STEP
 from grappe.verbs.measure.breakdown import (
     PARTS,
     SMALL_BATCH,
@@ -23,27 +21,14 @@ from grappe.verbs.measure.breakdown import (
     remedies,
 )
 from grappe.verbs.measure.explain import Explanation
-from grappe.verbs.measure.points import Measurement, MeasureOptions, ProcessTimes, TimedRun
+from grappe.verbs.measure.points import Measurement, MeasureOptions
 from grappe.verbs.measure.verdict import breakdown_table, explained
+from tests.verbs.measure.test_verdict import point
 
-NONE = dict.fromkeys(IN_A_STEP, 0.0)
 STEP = {"forward": 0.040, "backward": 0.060}
 EVERY = Intervals(evaluation=1000, save=1000)
 RATES = {"fp32": 1e12, "bf16": 1e12}
 LINE = "/home/me/my_task.py:41"
-FIELDS = {"batch": 64, "cores": 8, "workers": 0}
-
-
-def point(*each: Mapping[str, float], plan: str = "", **fields) -> Measurement:
-    """A point whose processes spend `each` seconds on the phases of a step."""
-    processes = [
-        ProcessTimes(rank=rank, host="a", step=sum(one.values()), phases={**NONE, **one}, memory=1, held={})
-        for rank, one in enumerate(each)
-    ]
-    trial = TimedRun(processes=processes, steps=5, joules=None, cores_used=1.0)
-    degree = Plan.parse(plan)
-    known = {**FIELDS, "processes": degree.processes, "slices": degree.data_parallel, **fields}
-    return Measurement(plan=plan, trials=[trial], **known)
 
 
 def traces(processes: int = 1, *, seen: Mapping[str, object] | None = None, **fields) -> RunTrace:
@@ -53,18 +38,8 @@ def traces(processes: int = 1, *, seen: Mapping[str, object] | None = None, **fi
         "casts": 0.0, "elementwise": 0.0, "host": 0.002, "reads": 0.0, "messages": 0.0, "launches": 0.0,
         "host_lines": (), "read_lines": (), "copy_lines": (), **fields,
     }  # fmt: skip
-    one = ProcessTrace(
-        operators=OperatorTotals(**known),
-        **{
-            "computing": 0.0,
-            "evaluation": 0.0,
-            "checkpoint": 0.0,
-            "gradients": 100,
-            "largest": ("w", 10),
-            "steps_per_epoch": 50,
-            **(seen or {}),
-        },
-    )
+    further = {"computing": 0.0, "evaluation": 0.0, "checkpoint": 0.0, "gradients": 100, "largest": ("w", 10)}
+    one = ProcessTrace(operators=OperatorTotals(**known), **{**further, "steps_per_epoch": 50, **(seen or {})})
     return RunTrace(processes=(one,) * processes, reachable=RATES)
 
 
@@ -95,13 +70,8 @@ def test_a_slow_loader() -> None:
 
 
 def test_thousands_of_tiny_operators() -> None:
-    slow = traces(
-        matrix=0.01,
-        flops=0.01e12,
-        operators=4000.0,
-        host=0.2,
-        host_lines=(LineCost(line="", calls=50, seconds=0.06), *cost(calls=3900)),
-    )
+    lines = (LineCost(line="", calls=50, seconds=0.06), *cost(calls=3900))
+    slow = traces(matrix=0.01, flops=0.01e12, operators=4000.0, host=0.2, host_lines=lines)
     part, share, word = first(point(STEP), slow)
     assert (part, share) == ("host between kernels", pytest.approx(0.9))
     assert word == "4,000 operators a step, 3,900 of them at my_task.py:41: fewer, larger ones, or compile"

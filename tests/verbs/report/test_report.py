@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import shutil
 import threading
@@ -25,10 +26,11 @@ from grappe.verbs.report.report import gather, html, live, report, thinned
 from grappe.verbs.report.results import compared
 from grappe.verbs.tune.schedule import importance
 from grappe.verbs.tune.space import of_texts
-from grappe.verbs.tune.study import SearchDefinition, Trial, make_study
+from grappe.verbs.tune.study import Trial, make_study
 from tests import chromium
 from tests.parity.tasks import Images
 from tests.training.test_training import train
+from tests.verbs.tune.test_study import SEARCH
 
 ROWS = "document.querySelectorAll('#results tr')"
 HOSTILE = "</script><script>console.error('run')</script><img src=x onerror=console.error(1)>@@CODE@@"
@@ -299,10 +301,8 @@ def test_a_search_for_a_learning_rate(browser: chromium.Browser, tmp_path: Path)
 
 def test_a_study(browser: chromium.Browser, tmp_path: Path) -> None:
     space = {"lr": "0.001..1.0:log", "width": "1..64", "rule": "adam|<b>sgd</b>"}
-    search = SearchDefinition(
-        task="digits", fields={}, fixed_fields={}, space=space, plan="", metric="accuracy", maximize=True,
-        sampler="random", seed=0, parallel=2, threads=1, halving=2, rungs=2,
-    )  # fmt: skip
+    definition = {"task": "digits", "space": space, "metric": "accuracy", "maximize": True, "halving": 2, "rungs": 2}
+    search = dataclasses.replace(SEARCH, **definition)
     study = make_study(tmp_path / "study", search)
     study.write(Trial(number=0, fields={"lr": "0.1", "width": "9", "rule": "adam"}))
     nothing_yet = report([tmp_path / "study"])
@@ -363,30 +363,17 @@ def test_a_run_still_going_and_one_that_crashed(browser: chromium.Browser, run: 
 def test_a_measurement(browser: chromium.Browser, run: Path, tmp_path: Path) -> None:
     shares = {"forward": 0.5, "backward": 0.3, "communication": 0.2}
     point = {
-        "plan": "",
-        "batch": 64,
-        "processes": 1,
-        "slices": 1,
-        "origin": "asked",
-        "samples_per_second": 100.0,
-        "speed_up": 1.0,
-        "efficiency": 1.0,
-        "shares": shares,
-        "memory": 10**8,
-        "joules_per_sample": 0.5,
+        "plan": "", "batch": 64, "processes": 1, "slices": 1, "origin": "asked", "samples_per_second": 100.0,
+        "speed_up": 1.0, "efficiency": 1.0, "shares": shares, "memory": 10**8, "joules_per_sample": 0.5,
         "lost": {"data": -0.1, "communication": 0.3},
-    }
+    }  # fmt: skip
     points = [point, {**point, "plan": "replicate=2", "processes": 2, "slices": 2, "samples_per_second": 150.0}]
     points.append({"plan": "device=cuda", "batch": 64, "processes": 1, "origin": "asked", "failure": HOSTILE})
     measured = tmp_path / "measured.json"
     part = {"part": "waiting for data", "word": HOSTILE, "saves": 0.6, "gain": 1.5, "at_most": False}
-    why = {
-        "plan": "",
-        "batch": 64,
-        "seconds": 0.1,
-        "parts": {"waiting for data": 0.6, "not explained": 0.1, "useful compute": 0.3},
-        "remedies": [part, {**part, "part": "small batch", "saves": 0.0}],
-    }
+    parts = {"waiting for data": 0.6, "not explained": 0.1, "useful compute": 0.3}
+    remedies = [part, {**part, "part": "small batch", "saves": 0.0}]
+    why = {"plan": "", "batch": 64, "seconds": 0.1, "parts": parts, "remedies": remedies}
     told = {"kind": "measurement", "task": HOSTILE, "points": points, "verdict": [HOSTILE], "weak": False}
     told["why"] = [why, {"plan": "shard=2", "batch": 64, "failure": HOSTILE}]
     measured.write_text(json.dumps(told))

@@ -53,10 +53,7 @@ def test_equal_packages_are_one_environment() -> None:
     one, why = job_packages(submitted("digits"), site, Plan(engine="lightning"), show=True)
     same, _ = job_packages(submitted("digits"), site, Plan(engine="lightning"), show=True)
     other, _ = job_packages(submitted("digits", ("wandb",)), site, Plan(), show=True)
-    assert one is not None
-    assert same is not None
-    assert other is not None
-    assert why
+    assert one and same and other and why
     assert not one.locked
     assert one.key == same.key != other.key
     text = one.files["requirements.txt"].decode()

@@ -15,6 +15,7 @@ from grappe.errors import UsageError
 from grappe.sites.environment import Packages, own_wheel
 from grappe.verbs.submit.packages import Unresolvable, Wheelhouse, resolve, torch_of
 from tests.sites.golden import script, with_job
+from tests.typed import stand_in
 from tests.wheelhouse import wheel, wheelhouse
 
 
@@ -97,10 +98,7 @@ def test_the_torch_of_a_job_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert named("virtualenv", "numpy==2\ntorch==2.9.1+x\n") == "torch 2.9.1+x, from wheels"
     monkeypatch.setenv("BASH_FUNC_module%%", "() { :; }")
     listing = "name version python arch\n---- --- ---\ntorch 2.9.1 cp311 x\ntorch 2.10.0 cp311 x\ntorchvision 9 cp311 x"
-    (tmp_path / "avail_wheels").write_text(f"#!/bin/sh\necho '{listing}'\n")
-    (tmp_path / "avail_wheels").chmod(0o755)
-    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    stand_in(tmp_path, monkeypatch, avail_wheels=f"echo '{listing}'")
     assert named("virtualenv", locked=False) == "torch 2.10.0, if the newest that avail_wheels lists fits"
-    (tmp_path / "python").write_text(f'#!/bin/sh\nexec {sys.executable} "$@"\n')
-    (tmp_path / "python").chmod(0o755)
+    stand_in(tmp_path, python=f'exec {sys.executable} "$@"')
     assert named("module", "numpy==2\n") == f"torch {own}, of the modules"
