@@ -25,9 +25,8 @@ from grappe.plan import STRATEGIES, Plan, as_plan, recompute_of
     threads=st.none() | st.integers(1, 128),
 )
 def test_a_plan_survives_its_text(replicate, shard, zero, precision, flags, threads) -> None:
-    plan = Plan(
-        replicate=replicate, shard=shard, zero=zero, precision=precision, threads=threads, **dict.fromkeys(flags, True)
-    )
+    degrees = {"replicate": replicate, "shard": shard, "zero": zero}
+    plan = Plan(**degrees, precision=precision, threads=threads, **dict.fromkeys(flags, True))
     assert Plan.parse(str(plan)) == plan
     assert plan.processes == replicate * shard
 
@@ -81,11 +80,7 @@ def test_a_wrong_plan_says_what_would_be_right(text: str, words: str) -> None:
 @pytest.mark.parametrize(
     ("text", "processes", "words"),
     [
-        (
-            "shard=4,pipeline=2",
-            6,
-            r"needs 8 processes \(pipeline=2 x shard=4\), this job has 6: use shard=3, or ask for 8",
-        ),
+        ("shard=4,pipeline=2", 6, r"8 processes \(pipeline=2 x shard=4\), this job has 6: use shard=3, or ask for 8"),
         ("replicate=2", 1, "ask for 2"),
         ("", 4, "one process.*use replicate=4"),
     ],

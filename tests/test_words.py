@@ -8,14 +8,9 @@ from grappe import words
 
 
 def test_sizes_are_for_people() -> None:
-    assert [words.format_bytes(number) for number in (0, 287_016, 999_499, 101.4e6, 999.4e6, 1.26e9)] == [
-        "0 MB",
-        "287 kB",
-        "999 kB",
-        "101 MB",
-        "999 MB",
-        "1.3 GB",
-    ]
+    numbers = (0, 287_016, 999_499, 101.4e6, 999.4e6, 1.26e9)
+    sizes = ["0 MB", "287 kB", "999 kB", "101 MB", "999 MB", "1.3 GB"]
+    assert [words.format_bytes(number) for number in numbers] == sizes
     assert words.format_bytes(36) == "0 MB"
 
 

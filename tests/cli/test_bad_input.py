@@ -143,9 +143,7 @@ def test_a_pickle_is_never_run(complain: Complain, tmp_path: Path) -> None:
     assert not (tmp_path / "trapped").exists()
 
 
-def test_a_plan_that_does_not_fit_torchruns_world(
-    complain: Complain, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_a_plan_that_does_not_fit_torchruns_world(complain: Complain, monkeypatch: pytest.MonkeyPatch, capfd) -> None:
     variables = {"RANK": "0", "WORLD_SIZE": "6", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
     for name, value in variables.items():
         monkeypatch.setenv(name, value)

@@ -88,9 +88,7 @@ def test_torchmetrics_is_imported_once_for_all_processes(task: str, monkeypatch:
         *(("plain.py", False), ("own.py:A", True), ("derived.py", True)),
     ],
 )
-def test_which_tasks_may_import_a_module(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reference: str, found: bool
-) -> None:
+def test_which_tasks_may_import_a_module(tmp_path: Path, monkeypatch, reference: str, found: bool) -> None:
     monkeypatch.chdir(tmp_path)
     Path("plain.py").write_text("import torch\n")
     Path("own.py").write_text("from torchmetrics.text import Perplexity\n")

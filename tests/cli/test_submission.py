@@ -84,9 +84,7 @@ def test_a_search_names_its_task() -> None:
         (["--gpus", "1,2"], None),
     ],
 )
-def test_interactive_allocations(
-    words: list[str], expected: str | None, capsys: pytest.CaptureFixture[str], monkeypatch
-) -> None:
+def test_interactive_allocations(words: list[str], expected: str | None, capsys, monkeypatch) -> None:
     monkeypatch.setattr("os.execvp", lambda *given: pytest.fail(f"{given} is no --dry-run"))
     line = ["submit", "--interactive", "--dry-run", "--site", "narval", "--account", "def-me", "--time", "1h", *words]
     if expected is None:
@@ -129,7 +127,6 @@ def test_a_search_needs_its_samplers_package(sampler: tuple[str, ...], wanted: b
     submission = read_submission(words, JobOptions(site="narval", account="def-me"), app)
     site = sites.find("narval")
     packages, _ = job_packages(submission, site, Plan(), show=True)
-    assert packages is not None
     assert any(b"optuna" in one for one in packages.files.values()) == wanted
 
 

@@ -36,7 +36,7 @@ PAGES = [*GUIDES, *sorted(translations.FRENCH.glob("*.md"))]
 RUN_ELSEWHERE = {
     "README.md": "tests/test_readme.py",
     "augmentation.md": "tests/test_imagenet_guide.py",
-    "corpus.md": "tests/test_corpus_guide.py",
+    "corpus.md": "tests/test_data_guide.py",
     "data.md": "tests/test_data_guide.py",
     "data-formats.md": "tests/test_data_formats.py",
     "from-a-script.md": "tests/docs/test_from_a_script.py",

@@ -147,9 +147,7 @@ def test_messages_are_french_but_for_names_and_others_words(english: str, french
 
 
 @pytest.mark.parametrize("content", [None, b"", b"no catalogue", b"\xde\x12\x04\x95\x00\x00", "cut off"])
-def test_a_file_that_is_not_whole_gives_english(
-    content: bytes | str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_file_that_is_not_whole_gives_english(content: bytes | str | None, tmp_path: Path, monkeypatch) -> None:
     whole = COMPILED.read_bytes()
     monkeypatch.setattr("grappe.language.catalogue.__file__", str(tmp_path / "catalogue.py"))
     if content is not None:

@@ -31,7 +31,6 @@ SIZES = ("1-gpu", "1-node", "2-nodes")
 
 def gpus(site: Site, size: str) -> int:
     """Returns the GPUs of a size on a site (processes on CPU nodes); without single GPUs, of the smallest job."""
-    assert site.node is not None
     whole = site.node.gpus or site.node.cores
     least = whole if site.ask.whole_nodes and 1 not in site.ask.part_nodes else 1
     return {"1-gpu": least, "1-node": whole, "2-nodes": 2 * whole}[size]

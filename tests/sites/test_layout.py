@@ -73,7 +73,6 @@ def test_the_first_queue_that_admits_a_job_is_taken() -> None:
     queues = [made("jean-zay-v100", "", time=f"{hours}h").queue for hours in (1, 20, 21, 100)]
     assert [one.name for one in queues if one] == ["qos_gpu-t3", "qos_gpu-t3", "qos_gpu-t4", "qos_gpu-t4"]
     named = made("jean-zay-v100", "", queue="qos_gpu-dev").queue
-    assert named is not None
     assert named.options == ("--qos=qos_gpu-dev",)
 
 

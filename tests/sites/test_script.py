@@ -158,9 +158,7 @@ def test_nodes_that_slurm_takes_out_and_where_processes_die_count_once_for_each_
 
 @pytest.mark.parametrize("command", ["train", "evaluate"])
 @pytest.mark.parametrize(("code", "place", "goes_on"), [(75, 1, True), (137, 1, None), (1, 1, False), (75, 2, False)])
-def test_the_next_job_of_a_chain_goes_on(
-    tmp_path: Path, command: str, code: int, place: int, goes_on: bool | None
-) -> None:
+def test_the_next_job_of_a_chain_goes_on(tmp_path, command: str, code: int, place: int, goes_on: bool | None) -> None:
     """After a save, and after a kill of what resumes; not after the last."""
     array = {"SLURM_ARRAY_JOB_ID": "5", "SLURM_ARRAY_TASK_ID": str(place), "SLURM_ARRAY_TASK_MAX": "2"}
     assert job(tmp_path, f"step bash -c 'exit {code}'\nfinish {command} 0", **array).returncode == code

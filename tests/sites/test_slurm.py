@@ -43,7 +43,6 @@ def test_rows() -> None:
 
 def test_the_default_partition_with_the_most_gpus() -> None:
     site = probed(sites.find("generic"), TEXT, None, wants_gpus=True)
-    assert site.node is not None
     assert (site.node.gpus, site.node.cores, site.node.memory_gb, site.node.count) == (4, 48, 486, 12)
     assert site.ask.gpus == "--gres=gpu:a100:{gpus}"
     assert site.queue[0].options == ("--partition=gpu",)
@@ -66,9 +65,7 @@ def test_what_is_not_there() -> None:
 
 
 @pytest.mark.parametrize("backup", ["UP", "DOWN", None])
-def test_a_controller_is_alive_if_one_of_them_is_or_nobody_can_ask(
-    backup: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_controller_is_alive_if_one_of_them_is_or_nobody_can_ask(backup: str | None, tmp_path, monkeypatch) -> None:
     """Slurm's commands are stand-ins; some containers have no scontrol."""
     commands = {"squeue": "echo '7|mine|RUNNING|None|N/A|1:00|1'", "sbatch": "true"}
     if backup is not None:

@@ -59,9 +59,7 @@ def refused(*words: str) -> str:
         (("--site", "narval", *HERE, "--modules", "$(x)", *TRAIN), "not the name of a module"),
     ],
 )
-def test_wrong_submissions(
-    words: tuple[str, ...], said: str, cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_wrong_submissions(words: tuple[str, ...], said: str, cluster: Cluster, tmp_path: Path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
     assert said in refused(*words)
     assert not list(tmp_path.iterdir())

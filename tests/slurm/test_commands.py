@@ -52,9 +52,7 @@ def test_a_time_limit_from_an_earlier_job(cluster: Cluster, tmp_path: Path) -> N
     assert Run(tmp_path / "runs" / "all").is_finished()
 
 
-def test_a_notebook_sweeps_over_numbers_of_gpus(
-    cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_notebook_sweeps_over_numbers_of_gpus(cluster: Cluster, tmp_path: Path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
     command = f"{SLOW} epochs=1 pause=0 --plan threads=1,workers=0"
     jobs = notebook.submit(command, [1, 2], site="generic", time="5m", doctor=False)
@@ -67,9 +65,7 @@ def test_a_notebook_sweeps_over_numbers_of_gpus(
     assert notebook.logs(f"job-{jobs[1].job}.") == [jobs[1].run / "logs" / f"job-{jobs[1].job}.out"]
 
 
-def test_a_finished_run_is_not_submitted_again(
-    cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_finished_run_is_not_submitted_again(cluster: Cluster, tmp_path: Path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "done").touch()

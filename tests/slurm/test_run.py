@@ -88,9 +88,7 @@ def test_a_shell_with_an_older_jobs_variables(tmp_path: Path) -> None:
     assert "slow on 1 process (cpu" in done.stdout
 
 
-def test_the_doctor_ends_a_sick_job_in_its_first_step(
-    cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_doctor_ends_a_sick_job_in_its_first_step(cluster: Cluster, tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "nosuch0")
     grappe(
         "submit", "--site", "generic", "--nodes", "2", "--time", "10m",

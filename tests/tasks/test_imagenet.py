@@ -102,10 +102,8 @@ def test_every_kind_of_source(tmp_path: Path):
 
 @pytest.mark.parametrize(
     "fields",
-    [
-        {"warmup": 1.5}, {"smoothing": -0.1}, {"erasing": 2.0}, {"mixup": -1.0}, {"jitter": -1.0}, {"classes": 1},
-    ],
-)  # fmt: skip
+    [{"warmup": 1.5}, {"smoothing": -0.1}, {"erasing": 2.0}, {"mixup": -1.0}, {"jitter": -1.0}, {"classes": 1}],
+)
 def test_fields_out_of_range_are_named(fields):
     with pytest.raises(TaskError, match=next(iter(fields))):
         ImageNet(**fields)

@@ -85,9 +85,7 @@ def test_the_limit_is_of_the_queue_that_is_named(folder: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_data_sheet_and_the_memory_from_one_trace(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_data_sheet_and_the_memory_from_one_trace(folder: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
     (folder / "big.py").write_text(BIG)
     monkeypatch.setattr(automatic_time, "foreseen_warnings", lambda *_: pytest.fail("it was traced twice"))
     job = JobOptions(site="narval", account="def-me", time="auto")

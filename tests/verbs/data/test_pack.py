@@ -67,7 +67,6 @@ def test_a_shard_is_a_plain_tar_of_webdatasets_form(packed: Path) -> None:
         ]  # fmt: skip
         assert {(member.uid, member.mtime, member.uname) for member in members} == {(0, 0, "")}
         content = one.extractfile(members[2])
-        assert content is not None
         assert content.read() == b"1"
 
 

@@ -111,9 +111,7 @@ def test_gpus() -> None:
         ("echo 'no driver' >&2; exit 9", ""),
     ],
 )
-def test_what_the_driver_says_of_a_gpu(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str, expected: str
-) -> None:
+def test_what_the_driver_says_of_a_gpu(tmp_path: Path, monkeypatch, script: str, expected: str) -> None:
     """nvidia-smi is a stand-in, with the exit codes of its manual."""
     stand_in(tmp_path, monkeypatch, **{"nvidia-smi": script})
     found = list(gpus.of_driver())
@@ -258,9 +256,7 @@ def test_packages_of_other_pythons(tmp_path: Path) -> None:
     assert words(python_paths.of_conda({}, "/home/me/env")) == ""
 
 
-def test_a_script_is_not_stopped_by_a_package_that_it_does_not_import(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_script_is_not_stopped_by_a_package_that_it_does_not_import(tmp_path: Path, monkeypatch) -> None:
     script = tmp_path / "mine.py"
     (tmp_path / "near.py").write_text("import torchvision.models\n")
     monkeypatch.setattr(packages.importlib, "import_module", lambda name: 1 / 0)

@@ -6,7 +6,6 @@ import shlex
 from pathlib import Path
 
 import msgspec
-import pytest
 
 from grappe.launch.rank import ProcessRank
 from grappe.plan import Plan
@@ -25,9 +24,7 @@ def found(**changes: object) -> list[Finding]:
     return list(kept_record.check(Machine(plan=Plan.parse("device=cpu"), **known)))
 
 
-def test_a_change_since_the_record_is_named_with_a_command_that_compares(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_change_since_the_record_is_named_with_a_command_that_compares(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
     assert not found(), "nobody has recorded"
     code, out, err = grappe(tmp_path, "doctor", "digits", "batch_size=16", "--record", "--plan", "device=cpu")

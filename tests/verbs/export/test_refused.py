@@ -263,7 +263,6 @@ def test_which_statistics_of_batch_normalisation_were_exported_is_said(tmp_path:
     words = ["export", str(tmp_path / "run"), "--out", str(out), "--format", "safetensors", "--task", task]
     app(words, exit_on_error=False, print_error=False)
     checkpoint = Run(tmp_path / "run").latest()
-    assert checkpoint is not None
     tensors = checkpoint.read_tensors()
     own = [tensors.read(f"local.{number}.1.1.running_mean") for number in (0, 1)]
     assert not torch.equal(*own)

@@ -163,9 +163,7 @@ class Rows(grappe.Task):
 
 
 @pytest.mark.parametrize("ending", [".parquet", ".jsonl.zst"])
-def test_the_shards_of_a_corpus_are_all_there_before_it_is_read(
-    server: Server, tmp_path: Path, capfd, ending: str
-) -> None:
+def test_the_shards_of_a_corpus_are_all_there_before_it_is_read(server: Server, tmp_path, capfd, ending: str) -> None:
     """A fetch that ended early left some of them: a training on these alone would be another one, in silence."""
     shards = {file.name: file.read_bytes() for file in sorted(corpus_folder(tmp_path / "made", ending).iterdir())}
     server.files = {f"/{name}": content for name, content in shards.items()}

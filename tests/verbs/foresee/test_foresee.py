@@ -85,9 +85,7 @@ def test_a_task_that_reads_values_is_said_once() -> None:
 
 
 @pytest.mark.parametrize(("fits", "code"), [((False, None), 0), ((False, False), 1), ((True, False), 0)])
-def test_the_exit_code_is_1_only_if_none_fits_for_sure(
-    fits: tuple[bool | None, ...], code: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_exit_code_is_1_only_if_none_fits_for_sure(fits: tuple[bool | None, ...], code: int, monkeypatch) -> None:
     found = [Foreseen(plan="", processes=1, batch=8, needs=needing(10**9), fits=one) for one in fits]
     times = PlanTimes(plans=tuple(TimedPlan(foreseen=one) for one in found))
     monkeypatch.setattr("grappe.verbs.foresee.foresee.foresee", lambda *_, **__: times)
@@ -171,16 +169,13 @@ def test_over_nodes_whose_network_is_not_known_there_is_no_time() -> None:
         (0.01, 0.01, 0.005, "try both"),
     ],
 )
-def test_the_verdict_on_a_gpu(
-    here: float, gpu: float, busy: float, verdict: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_verdict_on_a_gpu(here: float, gpu: float, busy: float, verdict: str, monkeypatch) -> None:
     step = StepTime(compute=gpu, spread=0.5, busy=busy)
     monkeypatch.setattr(gpu_time, "gpu_time", lambda *_, **__: step)
     measured = plan("device=cpu", here, 1, 1)
     assert measured.time is not None
     measured = dataclasses.replace(measured, time=dataclasses.replace(measured.time, measured=True))
     found = gpu_or_not(None, [plan("replicate=2", 0.5, 2, 1), measured])  # type: ignore[arg-type]
-    assert found is not None
     for count in range(1, 257):
         found = found.replace(f"the {count} cores here", "the cores")
     assert verdict in found.replace("the one core here", "the cores") and "not measured" in found

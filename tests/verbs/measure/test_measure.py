@@ -195,9 +195,7 @@ for epoch in range(int(sys.argv[1])):
 """
 
 
-def test_a_script_is_measured_under_each_plan(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_a_script_is_measured_under_each_plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd) -> None:
     monkeypatch.chdir(tmp_path)
     Path("train.py").write_text(SCRIPT)
     plans = [PLAN, f"{PLAN},replicate=2"]
@@ -215,9 +213,7 @@ def test_a_script_is_measured_under_each_plan(
     assert not Path("runs").exists() and not Path("trained.pt").exists(), "which the script saves after ten steps"
 
 
-def test_what_a_script_cannot_have_measured_is_a_row_or_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_a_script_cannot_have_measured_is_a_row_or_refused(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
     Path("train.py").write_text(SCRIPT)
     options = MeasureOptions(steps=5, repeats=1)

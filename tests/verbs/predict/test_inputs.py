@@ -193,9 +193,7 @@ def test_what_lines_cannot_give(monkeypatch: pytest.MonkeyPatch) -> None:
         verb_inputs.open_lines(Path("-"))
 
 
-def test_validation_data_that_cannot_be_read_name_the_line(
-    given, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_validation_data_that_cannot_be_read_name_the_line(given, tmp_path: Path, monkeypatch) -> None:
     lines = write(tmp_path / "a.jsonl", [[1, 2, 3, 4]])
     given("plain", lines)
     monkeypatch.setattr(Plain, "data", lambda *_: Broken(range(29)))
@@ -268,9 +266,7 @@ def test_pictures_are_what_the_tasks_arrays_hold(given, tmp_path: Path) -> None:
     assert len(given("digits", tmp_path / "0.png")) == 1
 
 
-def test_a_splits_name_is_never_a_folder(
-    given, runs, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_splits_name_is_never_a_folder(given, runs, folder: Path, tmp_path: Path, monkeypatch) -> None:
     wanted = given("digits", "validation")
     (tmp_path / "validation").mkdir()
     monkeypatch.chdir(tmp_path)

@@ -120,9 +120,7 @@ def test_twenty_runs_and_their_differences(browser: chromium.Browser, run: Path,
     assert differs == ["folder", "plan"]
 
 
-def test_seeds_have_a_mean_and_the_table_is_sorted_by_a_click(
-    browser: chromium.Browser, run: Path, tmp_path: Path
-) -> None:
+def test_seeds_have_a_mean_and_the_table_is_sorted_by_a_click(browser, run: Path, tmp_path: Path) -> None:
     fields = Run(run).read_description()["fields"]
     runs = [
         another(run, f"seed-{rate}-{seed}", name="", fields={**fields, "lr": rate, "seed": seed})
@@ -276,9 +274,7 @@ def test_a_report_is_kept_current_until_its_runs_end(browser: chromium.Browser, 
         writer.join()
 
 
-def test_a_report_in_french(
-    browser: chromium.Browser, run: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_a_report_in_french(browser: chromium.Browser, run: Path, monkeypatch, tmp_path: Path) -> None:
     monkeypatch.setenv("GRAPPE_LANG", "fr")
     shown(browser, report([run], tmp_path / "fr.html"))
     assert browser.evaluate("document.documentElement.lang") == "fr"

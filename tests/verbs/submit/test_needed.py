@@ -74,7 +74,6 @@ def test_deepspeed_has_its_package_and_cudas_module_on_gpus_alone() -> None:
     ):
         plan = Plan.parse(text)
         content, _ = job_packages(submitted("digits"), site, plan, show=True)
-        assert content is not None
         assert ("deepspeed" in content.files["requirements.txt"].decode()) is package
         assert modules_of(site, (), plan) == modules
         assert modules_of(site, ("mine",), plan) == ("mine",)

@@ -40,9 +40,7 @@ def test_everything_is_there(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_all_that_is_missing_is_named_with_what_it_needs_in_turn(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_all_that_is_missing_is_named_with_what_it_needs_in_turn(tmp_path: Path, capsys) -> None:
     wheelhouse(tmp_path, lacks=("cyclopts", "docstring-parser"))
     wheel(tmp_path, "extra", "1.0")
     with pytest.raises(UsageError) as refusal:
