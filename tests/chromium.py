@@ -1,7 +1,5 @@
 """Headless Chromium, driven over its own debugging pipe (the Chrome DevTools Protocol), for tests of HTML files."""
 
-from __future__ import annotations
-
 import base64
 import itertools
 import json

@@ -1,7 +1,5 @@
 """Writes images and labels in the form of MNIST's and Fashion-MNIST's official files."""
 
-from __future__ import annotations
-
 import gzip
 import struct
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The benchmarks' parts run, and their figures are what they say they are."""
 
-from __future__ import annotations
-
 import ast
 import multiprocessing
 import pickle

@@ -1,7 +1,5 @@
 """The guides on large data and on corpora: their tasks learn, and their commands run in their order."""
 
-from __future__ import annotations
-
 import json
 import re
 import shlex

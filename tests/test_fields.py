@@ -1,7 +1,5 @@
 """Text as people write it: durations, numbers with commas; and the docstrings of fields."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import pytest

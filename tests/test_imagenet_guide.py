@@ -1,7 +1,5 @@
 """The guides on ImageNet and on augmentation: their commands and their task run, and learn."""
 
-from __future__ import annotations
-
 import json
 import re
 import shlex

@@ -1,7 +1,5 @@
 """A notebook, in a real kernel: a training's curves in the cell, short errors; the course's calls, one for one."""
 
-from __future__ import annotations
-
 import dataclasses
 import os
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """benchmarks/results/parity.json: every engine is in it, nothing in it is beyond the tolerance, and it still holds."""
 
-from __future__ import annotations
-
 import pytest
 
 from grappe import engines

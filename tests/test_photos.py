@@ -1,7 +1,5 @@
 """The small set of photos: the same files each time, of real photographs, in class folders."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """A plan's text, its checks, and its arithmetic."""
 
-from __future__ import annotations
-
 import dataclasses
 import re
 

@@ -1,7 +1,5 @@
 """Tests of the README and the guides: the task and the watcher run, commands exist, links have targets."""
 
-from __future__ import annotations
-
 import json
 import re
 import subprocess

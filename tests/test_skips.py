@@ -1,7 +1,5 @@
 """A skip counts as a failure where all tests must run, unless the list names it with a reason."""
 
-from __future__ import annotations
-
 import tomllib
 
 import pytest

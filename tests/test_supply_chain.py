@@ -1,7 +1,5 @@
 """The supply chain: a bill of materials, requirements with hashes, and no file that is unpickled."""
 
-from __future__ import annotations
-
 import ast
 import base64
 import hashlib

@@ -1,7 +1,5 @@
 """Tests of tasks: definitions that work, and definitions that are refused."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import pytest

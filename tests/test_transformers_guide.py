@@ -1,7 +1,5 @@
 """The guide for users of Trainer: its task trains, and the options and keys of its table exist."""
 
-from __future__ import annotations
-
 import dataclasses
 import re
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Installed as users do: a wheel in an environment of its own, away from the checkout, started by its command."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess

@@ -1,7 +1,5 @@
 """Tests of the words that all rooms share."""
 
-from __future__ import annotations
-
 import pytest
 
 from grappe import words

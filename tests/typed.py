@@ -1,7 +1,5 @@
 """Types commands of grappe in this process, which takes no time to start, and stands in for other programs."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 from typing import Any

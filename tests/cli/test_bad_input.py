@@ -3,8 +3,6 @@
 Wrong tasks are in tests/tasks/error_corpus.py.
 """
 
-from __future__ import annotations
-
 import os
 import pickle
 import re

@@ -1,7 +1,5 @@
 """The commands that only tell, the help of all of them, and what nobody foresaw."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

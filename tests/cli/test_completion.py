@@ -1,7 +1,5 @@
 """A real bash completes what is typed after grappe."""
 
-from __future__ import annotations
-
 import os
 import pty
 import re

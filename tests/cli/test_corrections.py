@@ -1,7 +1,5 @@
 """Unknown commands, options and arguments are answered with what to type instead."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

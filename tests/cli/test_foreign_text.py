@@ -1,7 +1,5 @@
 """Names and values from a run that somebody sent: whatever a command prints of them, no terminal obeys."""
 
-from __future__ import annotations
-
 import csv
 import io
 import json

@@ -1,7 +1,5 @@
 """The command in French: real commands, their errors, and what stays in English."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """Help and the parser's messages in French."""
 
-from __future__ import annotations
-
 import io
 import re
 

@@ -1,7 +1,5 @@
 """grappe data on the command line: what it prints, its exit codes, and one message for what is wrong."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

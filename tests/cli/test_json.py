@@ -1,7 +1,5 @@
 """--json: one line with the three keys of its form, and nothing else on the standard output."""
 
-from __future__ import annotations
-
 import json
 import re
 import subprocess

@@ -1,7 +1,5 @@
 """On a narrow terminal a table is shown as several, each with the whole first column; no column is lost."""
 
-from __future__ import annotations
-
 import io
 import json
 from collections.abc import Callable

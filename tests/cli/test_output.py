@@ -1,7 +1,5 @@
 """What commands print and write: the file of --out is refused if it cannot be written, and is written whole."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import os

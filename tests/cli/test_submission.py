@@ -1,7 +1,5 @@
 """Commands after `grappe submit … --`: any command of grappe, or a script, read by the commands' own definitions."""
 
-from __future__ import annotations
-
 import dataclasses
 import shlex
 from pathlib import Path

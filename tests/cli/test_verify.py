@@ -1,7 +1,5 @@
 """grappe verify as a user runs it: exit codes, the JSON and the HTML that it leaves."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Wrong use of commands that try something out: refused with what to do, before anything is trained or written."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

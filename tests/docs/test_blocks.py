@@ -3,8 +3,6 @@
 Commands are parsed, not run: most of them train for minutes, and the tests of their verbs run them on less.
 """
 
-from __future__ import annotations
-
 import re
 import shlex
 from pathlib import Path

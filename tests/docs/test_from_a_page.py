@@ -1,7 +1,5 @@
 """The tables of docs/from-a-page.md: every command that stands in a cell "here" is run, or at least parsed."""
 
-from __future__ import annotations
-
 import dataclasses
 import importlib.util
 import re

@@ -1,7 +1,5 @@
 """The catalogue of French messages: what is extracted from the sources, and how mistakes in it are found."""
 
-from __future__ import annotations
-
 import textwrap
 from pathlib import Path
 

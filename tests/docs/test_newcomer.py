@@ -3,8 +3,6 @@
 There is no GPU here: four processes on the CPU stand in for four GPUs. Slurm is the real one of tests/slurm.
 """
 
-from __future__ import annotations
-
 import json
 import shlex
 import sys

@@ -1,7 +1,5 @@
 """Labs as pages: their outputs, solutions folded; stored outputs name no folder of the machine."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """The documentation site, built strictly, and walked by a browser from its folder: links, console, network, width."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import re

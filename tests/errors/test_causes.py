@@ -1,7 +1,5 @@
 """A process or thread that the system does not start is told from other errors."""
 
-from __future__ import annotations
-
 import errno
 import importlib.metadata
 import os

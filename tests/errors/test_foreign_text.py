@@ -1,7 +1,5 @@
 """Foreign text is shown and never obeyed: by a terminal, a spreadsheet, a page."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

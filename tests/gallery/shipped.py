@@ -1,7 +1,5 @@
 """The shipped tasks at the size of a test: their fields, and small stand-ins for the data that they read."""
 
-from __future__ import annotations
-
 import atexit
 import functools
 import shutil

@@ -3,8 +3,6 @@
 python -m tests.gallery.table [TASK …] [--missing]    # two minutes a task on two cores; --missing: what has none
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Iterator, Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """The labs, executed by a kernel in an environment that has grappe's wheel and no checkout: `make soak` runs all."""
 
-from __future__ import annotations
-
 import ast
 import inspect
 import json

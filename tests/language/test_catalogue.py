@@ -1,7 +1,5 @@
 """Translations of messages."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys
@@ -89,7 +87,10 @@ def test_results_are_french(english: str, french: str) -> None:
         ("step 3: no such run", "step 3: no such run"),
         ("step 3 has no log", "step 3 n'a pas de journal"),
         ("grappe: step 3: the file is empty", "grappe : step 3 : le fichier est vide"),
-        ("--from step 3: there is no such run", "--from step 3 : il n'y a pas de telle exécution"),
+        (
+            "--from step 3: there is no such run or file",
+            "--from step 3 : il n'y a pas de telle exécution, ni de tel fichier",
+        ),
         ("digits: lr=step 3 is not a number", "digits : lr=step 3 n'est pas un nombre"),
         ("the first step's/the home folder has no line", "the first step's/the home folder n'a pas de ligne"),
         ("process 1 waits in step 3, at my.py, line 3", "le processus 1 attend dans le pas 3, à my.py, ligne 3"),

@@ -1,7 +1,5 @@
 """The language that is chosen."""
 
-from __future__ import annotations
-
 import pytest
 
 from grappe.language import LOCALE, VARIABLE, chosen_language, unknown_language

@@ -1,7 +1,5 @@
 """The scripts that every site's golden files hold; `python -m tests.sites.golden` writes them anew."""
 
-from __future__ import annotations
-
 import dataclasses
 from pathlib import Path
 from typing import Any

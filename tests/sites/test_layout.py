@@ -1,7 +1,5 @@
 """A plan on a site's nodes: what it asks for, and one message with the fix where it cannot be."""
 
-from __future__ import annotations
-
 import pytest
 
 from grappe import sites

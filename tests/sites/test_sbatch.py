@@ -1,7 +1,5 @@
 """Options of sbatch: in their forms, none that grappe sets by itself, merged with ours; nothing reaches a shell."""
 
-from __future__ import annotations
-
 import pytest
 
 from grappe.errors import UsageError

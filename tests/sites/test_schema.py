@@ -1,7 +1,5 @@
 """A site's TOML: every shipped one holds, a user's own wins, and a mistake gets one message that names the key."""
 
-from __future__ import annotations
-
 import dataclasses
 import io
 import os

@@ -1,7 +1,5 @@
 """The batch script is a pure function: held to golden files, to shellcheck, and to hostile names and paths."""
 
-from __future__ import annotations
-
 import dataclasses
 import os
 import shutil

@@ -1,7 +1,5 @@
 """The generic site: what sinfo says of real clusters' partitions."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

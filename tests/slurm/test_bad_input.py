@@ -1,7 +1,5 @@
 """Wrong submissions: one message each, with the fix, before anything waits in a queue."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

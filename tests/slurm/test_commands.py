@@ -1,7 +1,5 @@
 """queue, logs, wait, cancel, and the same from a notebook: on real jobs."""
 
-from __future__ import annotations
-
 import time
 from pathlib import Path
 

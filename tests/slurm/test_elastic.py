@@ -1,7 +1,5 @@
 """A job that takes as many nodes as Slurm has: other sizes, the same samples, and under exact the same bits."""
 
-from __future__ import annotations
-
 import collections
 import math
 import os

@@ -1,7 +1,5 @@
 """Every site's scripts before a real sbatch: right ones are accepted, too many GPUs, hours or cores are refused."""
 
-from __future__ import annotations
-
 import subprocess
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The Alliance's own scripts (CPU, DDP, Lightning) from a fresh account, one after the other; commands; allocations."""
 
-from __future__ import annotations
-
 import os
 import pty
 import shutil

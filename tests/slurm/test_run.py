@@ -1,7 +1,5 @@
 """Trainings on two nodes of a real Slurm: the right rank on the right node, and the numbers of a local run."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

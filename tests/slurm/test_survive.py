@@ -1,7 +1,5 @@
 """Whatever Slurm does to a job, the run ends finished, with the samples and the curves of one that nobody disturbed."""
 
-from __future__ import annotations
-
 import os
 import re
 import signal

@@ -1,7 +1,5 @@
 """Studies on a real Slurm: trials as jobs that outlive their coordinator; and a study in one job, which is requeued."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

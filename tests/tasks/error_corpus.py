@@ -1,7 +1,5 @@
 """The error corpus: ways in which a task is wrong, each a change of one that works, and what is said of it."""
 
-from __future__ import annotations
-
 import dataclasses
 
 HERE = "  # here"

@@ -1,7 +1,5 @@
 """Tests grappe train on wrong tasks: one message each, which names the user's line and says what to do; exit code 2."""
 
-from __future__ import annotations
-
 import multiprocessing
 import re
 import sys

@@ -1,7 +1,5 @@
 """All hooks of Lightning: each is carried, or refused by its name; five modules in the wild run."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import lightning

@@ -1,7 +1,5 @@
 """The ResNet on photographs: its network, recipe, sources of data and what it refuses."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

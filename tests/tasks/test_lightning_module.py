@@ -1,7 +1,5 @@
 """grappe.from_lightning: learns what Lightning's own Trainer learns, under any plan; names what it refuses."""
 
-from __future__ import annotations
-
 import functools
 import re
 import warnings

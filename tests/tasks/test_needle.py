@@ -1,7 +1,5 @@
 """Long texts under domain=: what one process learns, the bytes that causal attention sends, --smoke."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """The shipped tasks: official files in, right splits and shapes out, and a step that learns."""
 
-from __future__ import annotations
-
 import importlib.util
 import math
 import pickle

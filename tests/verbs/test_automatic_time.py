@@ -1,7 +1,5 @@
 """--time auto: the limit of a job from an earlier run, a data sheet or a few steps; or one message on what to do."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

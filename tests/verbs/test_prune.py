@@ -1,7 +1,5 @@
 """grappe prune, and what grappe runs says of a run that was started again."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """A race: runs by what they took to reach a score, in proportion between two evaluations."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Before the queue: a peak that does not fit a site's GPUs, with a plan that fits; and a GPU that would mostly wait."""
 
-from __future__ import annotations
-
 import dataclasses
 import re
 import time

@@ -1,7 +1,5 @@
 """grappe data bench: a row for each place, nothing left behind, and advice that follows from the rates."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

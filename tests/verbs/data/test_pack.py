@@ -1,7 +1,5 @@
 """Packed shards: the same samples in the same order, the same bytes each time, whole after any kill."""
 
-from __future__ import annotations
-
 import hashlib
 import io
 import itertools

@@ -1,7 +1,5 @@
 """Each of the doctor's checks, with what it must find and what it must leave alone."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import NoReturn

@@ -1,7 +1,5 @@
 """The doctor's checks of compilers and extensions, with real compilers and libraries that the test builds."""
 
-from __future__ import annotations
-
 import subprocess
 import sysconfig
 from pathlib import Path

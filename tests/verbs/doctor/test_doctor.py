@@ -1,7 +1,5 @@
 """grappe doctor as its processes run it: what it says of several nodes, and of one that never comes."""
 
-from __future__ import annotations
-
 import dataclasses
 import importlib.metadata
 import time

@@ -1,7 +1,5 @@
 """grappe doctor --record: nothing is said of the same machine; a change is named, with a command that compares."""
 
-from __future__ import annotations
-
 import shlex
 from pathlib import Path
 

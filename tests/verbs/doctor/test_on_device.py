@@ -1,7 +1,5 @@
 """Tests of `grappe doctor --gpu`, on the CPU, and of its line where there is no GPU."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """Shipped tasks, trained a step and exported: `python -m tests.verbs.export.shipped` prints benchmarks.md's table."""
 
-from __future__ import annotations
-
 import argparse
 import dataclasses
 import json

@@ -1,7 +1,5 @@
 """Small tasks that exports are tested with: each has something that a wrong export would get wrong."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import ClassVar
 

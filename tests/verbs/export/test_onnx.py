@@ -1,7 +1,5 @@
 """ONNX: what it predicts is proven, and what it cannot express is refused."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

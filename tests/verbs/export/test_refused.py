@@ -1,7 +1,5 @@
 """Refused exports: the user's line is named where there is one, and nothing is left at the target."""
 
-from __future__ import annotations
-
 import hashlib
 from pathlib import Path
 

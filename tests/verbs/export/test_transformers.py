@@ -1,7 +1,5 @@
 """A folder of transformers in, a run, and a folder of transformers out, which gives the run's predictions."""
 
-from __future__ import annotations
-
 import hashlib
 from pathlib import Path
 from typing import Any

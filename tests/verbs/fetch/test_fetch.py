@@ -1,7 +1,5 @@
 """grappe fetch against a server on the loopback, with a certificate of its own: whole, cut, resumed, wrong."""
 
-from __future__ import annotations
-
 import hashlib
 import http.server
 import io

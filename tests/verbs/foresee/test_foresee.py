@@ -1,7 +1,5 @@
 """Foreseen plans: memory and time of each, which is best under an aim, and whether a GPU is worth while."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import re

@@ -1,7 +1,5 @@
 """Memory and steps foreseen of real runs, beside what they measured: traced once, and no code of a run is run."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Tables, sentences and the file of grappe foresee."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import pytest

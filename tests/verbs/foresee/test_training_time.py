@@ -1,7 +1,5 @@
 """An earlier run is taken for a training's time if it took the same steps, on such a device; the newest such run."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 from pathlib import Path

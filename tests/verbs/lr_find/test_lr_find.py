@@ -1,7 +1,5 @@
 """The same curves under any plan; and nothing is left behind, nor anything of a run touched."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import re

@@ -1,7 +1,5 @@
 """The time breakdown and its remedies, on recorded times: ten slownesses, each named first, and sums of 100 %."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Mapping
 

@@ -1,7 +1,5 @@
 """grappe measure in real processes: a slow loader, a slow process and a small batch, each planted, each named."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import shutil

@@ -1,7 +1,5 @@
 """Tests of the verdict in words, on synthetic figures."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Mapping
 

@@ -1,7 +1,5 @@
 """grappe predict takes JSON lines and pictures to the same predictions as arrays, and names what it cannot take."""
 
-from __future__ import annotations
-
 import io
 import json
 import os

@@ -1,7 +1,5 @@
 """The report in a real browser: every plot drawn, nothing asked of anybody, no complaint, whatever the runs' state."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import json

@@ -1,7 +1,5 @@
 """A run's jobs and logs, from what lies in its folder alone."""
 
-from __future__ import annotations
-
 import time
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Packages that a job needs: the engine's and the loggers' packages, the task's imports, and the user's requests."""
 
-from __future__ import annotations
-
 import tomllib
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Packages resolved by a real pip against a folder of wheels: all that it lacks is named, with the fix."""
 
-from __future__ import annotations
-
 import dataclasses
 import importlib.metadata
 import os

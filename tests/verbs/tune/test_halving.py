@@ -1,7 +1,5 @@
 """Successive halving: stopped at a checkpoint, resumed from it, and no step is made twice."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Tests that which trial is trained how far depends on results alone: not on the order in which they come."""
 
-from __future__ import annotations
-
 import dataclasses
 import random
 import sys

@@ -1,7 +1,5 @@
 """Trials as Slurm jobs: found by name, at most so many, and how each end is taken, on a mock of Slurm."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Ranges and values, read_space from text; what is wrong is refused, naming the field."""
 
-from __future__ import annotations
-
 import pytest
 
 from grappe.errors import UsageError

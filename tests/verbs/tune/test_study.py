@@ -1,7 +1,5 @@
 """A study's folder: what is damaged is drawn again, what is another search is refused."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 from pathlib import Path

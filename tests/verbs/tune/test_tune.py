@@ -1,7 +1,5 @@
 """Studies from Python: trials are ordinary runs, failures are rows, and a study goes on from what is on disk."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

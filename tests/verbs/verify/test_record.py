@@ -1,7 +1,5 @@
 """A record of a plain process says the same of the same machine, and names the step, unit and operator that differ."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from collections.abc import Callable
