@@ -51,11 +51,8 @@ def test_what_grappe_sets_is_refused(text: str, said: str) -> None:
     assert said in str(refusal.value)
 
 
-def test_other_resources_may_be_asked_for() -> None:
+def test_other_resources_may_be_asked_for_and_memory_in_one_way() -> None:
     assert options(JobOptions(sbatch=("--gres=tmp:100", "--exclusive"))) == ("--gres=tmp:100", "--exclusive")
-
-
-def test_one_way_to_say_memory() -> None:
     with pytest.raises(UsageError, match="give one of them"):
         options(JobOptions(mem="1G", mem_per_cpu="1G"))
 

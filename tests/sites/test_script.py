@@ -191,20 +191,21 @@ def test_a_loss_that_was_no_number_on_one_node_is_noted_unless_the_same_was_seen
     assert [note.split(" ", 1)[1] for note in notes] == [f"n1 5.0 run: {why}"]
 
 
-def test_a_node_on_which_a_process_stood_still_is_noted_and_the_job_ends(tmp_path: Path) -> None:
-    text = f"echo '{now()} n1 process 1 stood still' > $run/logs/job-5.wrong-n0\nstep false\nfinish train 5"
-    assert job(tmp_path / "run", text).returncode == 1
-    assert (tmp_path / ".failed-nodes").read_text().split(" ", 1)[1] == "n1 5.0 run: process 1 stood still\n"
-
-
-def test_those_that_srun_ended_since_another_stood_still_are_not_noted(tmp_path: Path) -> None:
-    text = (
-        "mkdir -p $run/logs; echo 'srun: error: n1: task 1: Killed' >> $log; "
-        f"echo '{now()} n2 process 2 stood still' > $run/logs/job-5.wrong-n0\n"
-        "step bash -c 'kill -9 $$'\nfinish train 50"
-    )
-    assert job(tmp_path / "run", text, PATH=os.environ["PATH"]).returncode == 137
-    assert (tmp_path / ".failed-nodes").read_text().split(" ", 1)[1] == "n2 5.0 run: process 2 stood still\n"
+@pytest.mark.parametrize(
+    ("note", "before", "step", "code"),
+    [
+        ("n1 process 1 stood still", "", "false", 1),
+        # Those that srun ends since another stood still are not noted.
+        ("n2 process 2 stood still", "echo 'srun: error: n1: task 1: Killed' >> $log; ", "bash -c 'kill -9 $$'", 137),
+    ],
+)
+def test_a_node_on_which_a_process_stood_still_is_noted_and_the_job_ends(
+    tmp_path: Path, note: str, before: str, step: str, code: int
+) -> None:
+    text = f"mkdir -p $run/logs; {before}echo '{now()} {note}' > $run/logs/job-5.wrong-n0\nstep {step}\nfinish train 50"
+    assert job(tmp_path / "run", text).returncode == code
+    node, _, evidence = note.partition(" ")
+    assert (tmp_path / ".failed-nodes").read_text().split(" ", 1)[1] == f"{node} 5.0 run: {evidence}\n"
 
 
 @pytest.mark.parametrize("code", [0, 1, 75, 137])
@@ -366,16 +367,12 @@ def bash(word: str, folder: Path, **variables: str) -> subprocess.CompletedProce
         ("$1", "$1"),
         ('a" b', 'a" b'),
         ("", ""),
+        ("$CODE", "$(touch hacked)"),
     ],
 )
 def test_variables_only(word: str, expected: str, tmp_path: Path) -> None:
-    done = bash(word, tmp_path, HOST="n 0")
+    done = bash(word, tmp_path, HOST="n 0", CODE="$(touch hacked)")
     assert (done.stdout, done.returncode) == (expected, 0), done.stderr
-    assert not list(tmp_path.iterdir())
-
-
-def test_what_a_variable_holds_is_no_code(tmp_path: Path) -> None:
-    assert bash("$HOST", tmp_path, HOST="$(touch hacked)").stdout == "$(touch hacked)"
     assert not list(tmp_path.iterdir())
 
 

@@ -39,17 +39,13 @@ def test_rows() -> None:
     ]
 
 
-def test_the_default_partition_with_the_most_gpus() -> None:
+def test_the_default_partition_with_the_most_gpus_or_a_named_one() -> None:
     site = probed(sites.find("generic"), TEXT, None, wants_gpus=True)
     assert (site.node.gpus, site.node.cores, site.node.memory_gb, site.node.count) == (4, 48, 486, 12)
     assert site.ask.gpus == "--gres=gpu:a100:{gpus}"
     assert site.queue[0].options == ("--partition=gpu",)
-
-
-def test_a_named_partition() -> None:
-    site = probed(sites.find("generic"), TEXT, "big", wants_gpus=True)
-    assert site.ask.gpus == "--gres=gpu:{gpus}"
-    assert site.ask.max_hours is None
+    named = probed(sites.find("generic"), TEXT, "big", wants_gpus=True)
+    assert (named.ask.gpus, named.ask.max_hours) == ("--gres=gpu:{gpus}", None)
 
 
 def test_what_is_not_there() -> None:

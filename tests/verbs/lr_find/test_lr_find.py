@@ -107,16 +107,13 @@ def test_the_plot_fits_a_terminal_and_the_file_is_json(alone: tuple) -> None:
     assert list(plot(shown((LossCurve(seed=0, lr=(), loss=(), diverged=True),), RAMP))) == []
 
 
-def test_a_learning_rate_has_no_exponent_where_it_is_readable() -> None:
-    assert [plain(rate) for rate in (1e-4, 0.0932, 100.0, 1e-7)] == ["0.0001", "0.093", "100", "1e-07"]
-
-
-def test_it_goes_from_the_lowest_to_the_highest() -> None:
+def test_rates_go_from_the_lowest_to_the_highest_and_have_no_exponent_where_they_are_readable() -> None:
     steep = Ramp(lowest=0.01, highest=1.0, steps=21)
     assert [steep.at(step, 0.1) for step in (0, 10, 20, 99)] == pytest.approx([0.01, 0.1, 1.0, 1.0])
     even = Ramp(kind="linear", lowest=1.0, highest=3.0, steps=21)
     assert [even.at(step, 0.1) for step in (0, 10, 20)] == pytest.approx([1.0, 2.0, 3.0])
     assert Ramp().ends(0.1) == pytest.approx((1e-4, 100.0))
+    assert [plain(rate) for rate in (1e-4, 0.0932, 100.0, 1e-7)] == ["0.0001", "0.093", "100", "1e-07"]
 
 
 @pytest.mark.parametrize(
@@ -150,12 +147,9 @@ def test_groups_keep_their_proportion_and_the_task_all_else() -> None:
         schedule.step()
     assert rates[0] == pytest.approx([0.02, 0.1])
     assert rates[-1] == pytest.approx([2.0, 10.0])
-
-
-def test_a_learning_rate_of_zero_is_named() -> None:
-    optimizer = torch.optim.SGD([nn.Parameter(torch.ones(2))], lr=0.0)
+    still = torch.optim.SGD([nn.Parameter(torch.ones(2))], lr=0.0)
     with pytest.raises(TaskError, match="lr=0"):
-        ramped(Images(), Ramp()).schedule(optimizer, 20)
+        other.schedule(still, 20)
 
 
 STEPS = 120
@@ -180,9 +174,11 @@ def test_the_band_is_where_the_loss_falls_fastest_and_where_it_turns() -> None:
     assert not found.band.reaches_the_end
 
 
-def test_smoothing_does_not_shift() -> None:
+def test_smoothing_does_not_shift_and_the_noise_is_the_smoothed_curves() -> None:
     step = np.where(np.arange(STEPS) < 60, 2.0, 1.0)
     assert int(np.argmin(np.gradient(smoothed(step, STEPS)))) in (59, 60)
+    values = np.random.default_rng(0).normal(0, 0.1, 1000)
+    assert noise(values, 1000) == pytest.approx(float(smoothed(values, 1000).std()), rel=0.5)
 
 
 def test_a_ramp_that_ends_before_the_loss_rises_is_told() -> None:
@@ -215,11 +211,6 @@ def test_seeds_that_disagree_give_no_suggestion() -> None:
     found = advise([curve(0), curve(1, falls_at=3e-4, rises_at=0.01)], STEPS)
     assert found.band is None
     assert "the seeds disagree" in found.reason
-
-
-def test_the_noise_is_the_smoothed_curves() -> None:
-    values = np.random.default_rng(0).normal(0, 0.1, 1000)
-    assert noise(values, 1000) == pytest.approx(float(smoothed(values, 1000).std()), rel=0.5)
 
 
 def test_it_stops_at_what_is_not_finite_or_far_above_the_best() -> None:

@@ -14,7 +14,6 @@ from grappe.verbs.measure.breakdown import (
     Intervals,
     ProcessTrace,
     RunTrace,
-    TimeBreakdown,
     break_down,
     remedies,
 )
@@ -60,6 +59,7 @@ def test_nothing_is_lost_and_the_rest_is_useful() -> None:
     assert breakdown.seconds == pytest.approx(0.1)
     assert breakdown.share(USEFUL) == pytest.approx(0.97)
     assert breakdown.share("host between kernels") == pytest.approx(0.02)
+    assert USEFUL not in [one.part for one in remedies(breakdown, point(STEP), [])]
 
 
 def test_a_slow_loader() -> None:
@@ -80,6 +80,13 @@ def test_values_that_are_read() -> None:
     part, share, word = first(point(STEP), slow)
     assert (part, share) == ("values read by the host", pytest.approx(0.72))
     assert word.startswith("my_task.py:41 reads values (.item(), float(), .tolist()) 512 times a step")
+
+
+def test_a_layout_that_is_copied_each_step() -> None:
+    slow = traces(matrix=0.03, flops=0.03e12, copies=0.068, copy_lines=cost())
+    part, share, word = first(point(STEP), slow)
+    assert (part, share) == ("copies of layouts", pytest.approx(0.68))
+    assert word == "a layout is copied each step at my_task.py:41: make it once, in data()"
 
 
 def test_a_slow_process() -> None:
@@ -117,13 +124,6 @@ def test_on_a_gpu_the_rates_of_its_generation_count() -> None:
     assert first(point(STEP), found) == ("precision not used", pytest.approx(0.45), "precision=bf16")
     volta = dataclasses.replace(found, reachable={"fp32": 1e12, "fp16": 5e12, "bf16": 0.5e12})
     assert first(point(STEP, plan="precision=bf16"), volta)[2] == "precision=fp16"
-
-
-def test_a_layout_that_is_copied_each_step() -> None:
-    slow = traces(matrix=0.03, flops=0.03e12, copies=0.068, copy_lines=cost())
-    part, share, word = first(point(STEP), slow)
-    assert (part, share) == ("copies of layouts", pytest.approx(0.68))
-    assert word == "a layout is copied each step at my_task.py:41: make it once, in data()"
 
 
 def test_unbalanced_stages_and_a_bubble() -> None:
@@ -181,19 +181,13 @@ def test_of_compiled_units_only_operators_are_divided() -> None:
     assert "--profile" in next(each.word for each in remedies(breakdown, one, [one]))
 
 
-def test_an_evaluation_that_takes_little_is_left_alone() -> None:
-    every = Intervals(evaluation=24, save=1000)
-    breakdown = break_down(point(STEP), traces(seen={"evaluation": 0.13}), every)
-    assert breakdown.share("evaluation") > 0.05
-    assert "evaluation" not in [one.part for one in remedies(breakdown, point(STEP), [])]
-
-
-def test_evaluations_that_are_too_frequent() -> None:
+def test_evaluations_are_named_only_if_they_are_too_frequent() -> None:
     every = Intervals(evaluation=5, save=1000)
     part, share, word = first(point(STEP), traces(seen={"evaluation": 0.5}), every=every)
     assert (part, share, word) == ("evaluation", pytest.approx(0.5), "--evaluate-every 100")
-    rare = break_down(point(STEP), traces(seen={"evaluation": 0.5}), EVERY)
-    assert "evaluation" not in [one.part for one in remedies(rare, point(STEP), [])]
+    for seconds, each in ((0.13, Intervals(evaluation=24, save=1000)), (0.5, EVERY)):
+        breakdown = break_down(point(STEP), traces(seen={"evaluation": seconds}), each)
+        assert "evaluation" not in [one.part for one in remedies(breakdown, point(STEP), [])]
 
 
 def test_what_the_trace_did_not_see_is_not_explained() -> None:
@@ -203,13 +197,10 @@ def test_what_the_trace_did_not_see_is_not_explained() -> None:
     assert break_down(point(STEP), none, EVERY).share("not explained") == 1
 
 
-def test_kernels_that_were_slower_under_the_trace_are_scaled() -> None:
+def test_kernels_that_were_slower_under_the_trace_are_scaled_and_a_process_at_another_pace_divides_alike() -> None:
     breakdown = break_down(point(STEP), traces(matrix=0.15, elementwise=0.05, flops=0.06e12), EVERY)
     assert breakdown.share("memory-bound operators") == pytest.approx(0.25)
     assert breakdown.share(USEFUL) + breakdown.share("small matrices") == pytest.approx(0.75)
-
-
-def test_a_process_at_another_pace_divides_in_the_same_way() -> None:
     slow = traces(seen={"computing": 0.2}, matrix=0.196, flops=0.05e12, host=0.004)
     breakdown = break_down(point(STEP), slow, EVERY)
     assert breakdown.share("not explained") == pytest.approx(0)
@@ -236,8 +227,3 @@ def test_table_and_json() -> None:
 def test_every_is_at_least_one(name: str) -> None:
     with pytest.raises(UsageError, match="at least 1"):
         MeasureOptions(**{name: 0})
-
-
-def test_a_part_that_is_useful_has_no_remedy() -> None:
-    breakdown: TimeBreakdown = break_down(point(STEP), traces(), EVERY)
-    assert USEFUL not in [one.part for one in remedies(breakdown, point(STEP), [])]
