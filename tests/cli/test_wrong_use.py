@@ -19,8 +19,6 @@ from tests.typed import refused
         ("measure digits batch_size=64,many", "batch_size=64,many: give whole numbers from 1"),
         ("measure digits --plan replicate=two", "replicate=two"),
         ("report nowhere", "nowhere is not a run"),
-        ("report", "nothing to report"),
-        ("follow nowhere", "nowhere is not a run"),
         ("curves nowhere", "nowhere is not a run"),
         ("curves", "no run given"),
         ("train digits --log visdom", "there is mlflow, tensorboard, trackio, wandb"),

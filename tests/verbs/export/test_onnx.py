@@ -77,14 +77,6 @@ def test_rounded_weights_are_a_programs(run: Run, tmp_path: Path) -> None:
         export(run, tmp_path / "out", task=tasks.Tied, format="safetensors", weights="int8")
 
 
-def test_what_looks_at_values_is_refused(tmp_path: Path) -> None:
-    task = tasks.LooksAtValues()
-    run = Run(train(tmp_path / "run", task, steps=1).run)
-    with pytest.raises(TaskError, match="looks at values in its forward"):
-        export(run, tmp_path / "out", task=tasks.LooksAtValues, data=tmp_path, format="onnx")
-    assert not (tmp_path / "out").exists()
-
-
 def differs(folder: Path, task: tasks.Plain) -> str:
     run = Run(train(folder / "run", task, steps=1).run)
     with pytest.raises(PredictionMismatch) as bad:

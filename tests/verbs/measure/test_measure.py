@@ -84,12 +84,6 @@ def test_what_parts_send_in_a_step_is_counted_and_a_training_is_announced() -> N
     assert begun == ["training 1 of 1: device=cpu,domain=2,threads=1 …"]
 
 
-@pytest.mark.parametrize("options", [{"steps": 0}, {"repeats": 0}, {"batch_size": (4, 0)}])
-def test_nothing_to_measure_is_refused(options) -> None:
-    with pytest.raises(UsageError, match="at least 1"):
-        verb.measure(Sleeping(), (PLAN,), options=MeasureOptions(**options))
-
-
 def test_when_every_plan_fails_the_reason_is_told() -> None:
     with pytest.raises(UsageError, match=r"nothing could be measured: .*batchnorm=sync"):
         measured(Sleeping(), "device=cpu,tensor=2,batchnorm=sync")

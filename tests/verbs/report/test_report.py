@@ -428,21 +428,18 @@ def test_light_dark_and_paper(browser: chromium.Browser, run: Path) -> None:
     assert browser.evaluate("document.documentElement.scrollWidth") <= 380
 
 
-def test_no_such_run(tmp_path: Path) -> None:
+def test_what_cannot_be_reported_is_refused(run: Path, tmp_path: Path) -> None:
     with pytest.raises(RunError, match="is not a run"):
         report([tmp_path / "none"])
     with pytest.raises(UsageError, match="nothing to report"):
         report([])
+    with pytest.raises(UsageError, match="cannot be written"):
+        report([run], tmp_path / "none" / "report.html")
     other = tmp_path / "other.json"
     for text in ("{", "[]", '{"kind": "measurement"}'):
         other.write_text(text)
         with pytest.raises(RunError, match=r"cannot be read|is not a measurement"):
             gather([other])
-
-
-def test_a_report_that_cannot_be_written(run: Path, tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="cannot be written"):
-        report([run], tmp_path / "none" / "report.html")
 
 
 def test_a_long_curve_keeps_its_peaks_and_gaps() -> None:
