@@ -17,9 +17,8 @@ def grappe(*words: str) -> Any:
 
 def ended(*words: str) -> int:
     """Returns the exit code of a command that ends as from a shell, with its message on standard error."""
-    with pytest.MonkeyPatch.context() as patch, pytest.raises(SystemExit) as end:
-        patch.setattr("sys.argv", ["grappe", *words])
-        commands.main()
+    with pytest.raises(SystemExit) as end:
+        commands.main(words)
     return int(end.value.code or 0)
 
 

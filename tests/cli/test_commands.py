@@ -94,7 +94,7 @@ def test_which_tasks_may_import_a_module(tmp_path: Path, monkeypatch, reference:
     assert tasks.mentions(reference, "torchmetrics") is found
 
 
-def test_what_nobody_foresaw_is_called_a_bug(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
+def test_what_nobody_foresaw_is_called_a_bug(capsys: pytest.CaptureFixture) -> None:
     """The words that all attacks and fuzzers search for."""
     app = App()
 
@@ -102,8 +102,7 @@ def test_what_nobody_foresaw_is_called_a_bug(monkeypatch: pytest.MonkeyPatch, ca
     def fails() -> None:
         raise ZeroDivisionError("unforeseen")
 
-    monkeypatch.setattr("sys.argv", ["grappe"])
     with pytest.raises(SystemExit) as ended:
-        end.run(app)
+        end.run(app, [])
     assert ended.value.code == 1
     assert f"ZeroDivisionError: unforeseen ({end.BUG}" in capsys.readouterr().err

@@ -182,11 +182,9 @@ def test_installed_packages_are_looked_at(package: Path, tmp_path: Path) -> None
     assert not examine(extensions.check, job=True)
 
 
-def test_what_there_is_no_time_for_is_said(package: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(extensions, "ALL_SECONDS", -1.0)
-    assert words(extensions.of_files([package, package], (), APT)).startswith(
-        f"note: {package} and 1 more is not looked at"
-    )
+def test_what_there_is_no_time_for_is_said(package: Path) -> None:
+    said = words(extensions.of_files([package, package], (), APT, seconds=-1.0))
+    assert said.startswith(f"note: {package} and 1 more is not looked at")
 
 
 def test_an_ldd_that_runs_files_is_not_asked(package: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -24,6 +24,7 @@ from grappe.training.run import Run
 from grappe.verbs.fetch import fetch
 from tests import idx_files
 from tests.data.corpus.shards import corpus_folder
+from tests.tasks.error_corpus import TASK
 
 CONTENT = os.urandom(700_000)
 
@@ -136,28 +137,8 @@ def test_an_interrupted_download_goes_on(server: Server, tmp_path: Path) -> None
     assert server.requests[-1] == ("/data/some.bin", "bytes=300000-")
 
 
-SHARDED = """
-import torch
-import grappe
-from grappe.data import Corpus
-
-class Rows(grappe.Task):
-    epochs: int = 1
-    batch_size: int = 8
-    downloads = (DOWNLOADS)
-
-    def data(self, split, folder):
-        return Corpus(folder / "rows", lambda row: (torch.tensor([row["id"] / 100.0]), row["id"] % 3))
-
-    def model(self):
-        return torch.nn.Linear(1, 3)
-
-    def loss(self, output, target):
-        return torch.nn.functional.cross_entropy(output, target, reduction="none")
-
-    def optimizer(self, named_parameters):
-        return torch.optim.SGD(named_parameters, lr=0.1)
-"""
+ROWS = "grappe.data.Corpus(folder / 'rows', lambda row: (torch.full((3,), row['id'] / 100.0), row['id'] % 2))"
+SHARDED = TASK.replace("Points(split)", ROWS).replace("    batch_size", "    downloads = (DOWNLOADS)\n    batch_size")
 
 
 @pytest.mark.parametrize("ending", [".parquet", ".jsonl.zst"])
