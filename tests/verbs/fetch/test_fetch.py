@@ -115,6 +115,12 @@ def task(place: Path, url: str, content: bytes = CONTENT, more: str = "") -> str
     return str(file)
 
 
+@pytest.fixture
+def data(tmp_path: Path) -> Path:
+    (tmp_path / "data").mkdir()
+    return tmp_path / "data"
+
+
 def test_a_file_is_downloaded_once(server: Server, tmp_path: Path, capsys) -> None:
     words = ["fetch", task(tmp_path, address(server), more="folder='set'"), "--data", str(tmp_path / "data")]
     assert app(words, exit_on_error=False, print_error=False) == 0
@@ -126,9 +132,10 @@ def test_a_file_is_downloaded_once(server: Server, tmp_path: Path, capsys) -> No
     assert [one.name for one in (tmp_path / "data" / "set").iterdir()] == ["some.bin"]
 
 
-def test_an_interrupted_download_goes_on(server: Server, tmp_path: Path) -> None:
+@pytest.mark.parametrize("no_ranges", [False, True])
+def test_an_interrupted_download_goes_on_or_begins_again(server: Server, tmp_path: Path, no_ranges: bool) -> None:
     mine, data = task(tmp_path, address(server)), tmp_path / "data"
-    server.cut_at = 300_000
+    server.cut_at, server.no_ranges = 300_000, no_ranges
     with pytest.raises(DataError, match=r"300,000 of 700,000 bytes are there: the same command continues"):
         fetch(mine, data)
     server.cut_at = None
@@ -171,16 +178,6 @@ def test_the_shards_of_a_corpus_are_all_there_before_it_is_read(server: Server, 
     assert Run(tmp_path / "run").latest().step == 12, "steps of 8 of 95 rows"
 
 
-def test_a_server_without_ranges_begins_again(server: Server, tmp_path: Path) -> None:
-    mine, data = task(tmp_path, address(server)), tmp_path / "data"
-    server.cut_at, server.no_ranges = 300_000, True
-    with pytest.raises(DataError, match="the same command continues"):
-        fetch(mine, data)
-    server.cut_at = None
-    fetch(mine, data)
-    assert (data / "some.bin").read_bytes() == CONTENT
-
-
 def test_another_file_is_refused_and_removed(server: Server, tmp_path: Path) -> None:
     data = tmp_path / "data"
     mine = task(tmp_path, address(server), CONTENT[:-1] + bytes([CONTENT[-1] ^ 1]))
@@ -193,9 +190,8 @@ def test_another_file_is_refused_and_removed(server: Server, tmp_path: Path) -> 
         fetch(task(tmp_path, address(server), CONTENT + b"more"), data)
 
 
-def test_damage_in_what_came_before_is_noticed(server: Server, tmp_path: Path) -> None:
-    mine, data = task(tmp_path, address(server)), tmp_path / "data"
-    data.mkdir()
+def test_damage_in_what_came_before_is_noticed(server: Server, tmp_path: Path, data: Path) -> None:
+    mine = task(tmp_path, address(server))
     (data / ".some.bin.part").write_bytes(b"x" * 1000)
     with pytest.raises(DataError, match="Try once more"):
         fetch(mine, data)
@@ -203,29 +199,23 @@ def test_damage_in_what_came_before_is_noticed(server: Server, tmp_path: Path) -
     assert (data / "some.bin").read_bytes() == CONTENT
 
 
-def test_what_is_there_already_is_left_alone(server: Server, tmp_path: Path) -> None:
-    data = tmp_path / "data"
-    data.mkdir()
+def test_what_is_there_already_is_left_alone(server: Server, tmp_path: Path, data: Path) -> None:
     (data / "some.bin").write_bytes(b"mine")
     with pytest.raises(DataError, match="move it away"):
         fetch(task(tmp_path, address(server)), data)
     assert (data / "some.bin").read_bytes() == b"mine" and server.requests == []
 
 
-def test_two_at_once(server: Server, tmp_path: Path) -> None:
+def test_two_at_once(server: Server, tmp_path: Path, data: Path) -> None:
     import fcntl
 
-    data = tmp_path / "data"
-    data.mkdir()
     with (data / ".some.bin.part").open("ab") as other:
         fcntl.flock(other, fcntl.LOCK_EX)
         with pytest.raises(DataError, match="another grappe fetch is downloading it"):
             fetch(task(tmp_path, address(server)), data)
 
 
-def test_a_link_in_the_partial_files_place_is_not_followed(server: Server, tmp_path: Path) -> None:
-    data = tmp_path / "data"
-    data.mkdir()
+def test_a_link_in_the_partial_files_place_is_not_followed(server: Server, tmp_path: Path, data: Path) -> None:
     (data / ".some.bin.part").symlink_to(tmp_path / "other")
     with pytest.raises(GrappeError, match="is a link"):
         fetch(task(tmp_path, address(server)), data)
