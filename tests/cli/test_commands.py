@@ -54,11 +54,6 @@ def test_help_fits_80_columns(output, command: str) -> None:
     assert max(map(len, lines)) <= 80
 
 
-def test_nothing_of_the_introduction_is_wrapped(output) -> None:
-    lines = output("--help").splitlines()
-    assert application.HELP.strip() in "\n".join(line.rstrip() for line in lines)
-
-
 @pytest.mark.slow
 def test_a_command_that_trains_does_without_torch(tmp_path: Path) -> None:
     """The processes load torch; loading it twice at the same time would halve a busy machine's start."""

@@ -1,4 +1,4 @@
-"""What commands print and write: the file of --out is refused if it cannot be written, and is written whole."""
+"""Outputs of commands: the file of --out is refused if it cannot be written, and is written whole."""
 
 import dataclasses
 import json

@@ -6,16 +6,6 @@ from grappe.errors import UsageError
 from grappe.sites.sbatch import JobOptions, merged, options
 
 
-def test_options_as_sbatch_reads_them() -> None:
-    given = JobOptions(
-        mem="32G", dependency="afterok:12:13,afterany:4", mail_user="me@x.org", sbatch=("--exclude=n[1-3]",)
-    )
-    assert options(given) == (
-        "--mem=32G", "--dependency=afterok:12:13,afterany:4", "--mail-user=me@x.org",
-        "--mail-type=END,FAIL,REQUEUE", "--exclude=n[1-3]",
-    )  # fmt: skip
-
-
 @pytest.mark.parametrize("value", ["", "a b", "a\nb", "$(x)", "`x`", "a;b", "'a'", "é", "a#b", "--x"])
 @pytest.mark.parametrize("name", ["mem", "mem_per_cpu", "qos", "partition", "reservation", "dependency", "mail_user"])
 def test_hostile_values_are_refused(name: str, value: str) -> None:

@@ -19,16 +19,6 @@ a line of another form
 """
 
 
-def test_rows() -> None:
-    found = slurm.rows(TEXT)
-    assert [(row.partition, row.gpus, row.model, row.hours) for row in found] == [
-        ("cpu", 0, "", 24.0),
-        ("gpu", 4, "a100", 168.0),
-        ("gpu", 2, "v100", 168.0),
-        ("big", 8, "", None),
-    ]
-
-
 def test_the_default_partition_with_the_most_gpus_or_a_named_one() -> None:
     site = slurm.probed(sites.find("generic"), TEXT, None, wants_gpus=True)
     assert (site.node.gpus, site.node.cores, site.node.memory_gb, site.node.count) == (4, 48, 486, 12)

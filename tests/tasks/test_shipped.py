@@ -138,13 +138,6 @@ def test_cifar10_with_the_optimizer_of_the_pages_scripts():
         tasks.make(Cifar10, {"optimiser": "adam"})
 
 
-def test_missing_files_are_named(tmp_path):
-    with pytest.raises(DataError, match=r"train-images-idx3-ubyte, train-labels-idx1-ubyte.*zalandoresearch"):
-        FashionMnist().data("train", tmp_path)
-    with pytest.raises(DataError, match=r"data_batch_1, .*data_batch_5.*cs.toronto.edu/~kriz/cifar.html"):
-        Cifar10().data("train", tmp_path)
-
-
 # CIFAR-10
 
 

@@ -49,13 +49,6 @@ def test_an_earlier_runs_steps(folder: Path) -> None:
     assert found.time_note in found.text and found.cost.startswith("1 GPU for at most 01:15:00")
 
 
-def test_a_run_that_goes_on_has_less_left(folder: Path) -> None:
-    run = made(folder / "runs", "mine")
-    step_folder(run.checkpoints, 90).mkdir(parents=True)
-    assert ": 2,510 steps of 12.0 ms" in shown("train digits epochs=52 --run runs/mine").time_note
-    assert ": 60 steps of 12.0 ms" in shown("train digits --run runs/mine --steps 150").time_note
-
-
 def test_a_training_behind_the_epochs_of_its_initial_weights_has_less_left(folder: Path) -> None:
     made(folder / "runs")
     begun = shown("train digits epochs=52 --from old.pt --epochs-done 2").time_note

@@ -60,8 +60,9 @@ def test_a_run_that_has_ended_otherwise(run: Run, status: str) -> None:
     assert verb.follow(run.folder, io.StringIO()) == status
 
 
-def test_a_run_that_fell_silent_is_left(run: Run) -> None:
-    assert "may have ended unexpectedly" in verb.follow(run.folder, io.StringIO(), silent=-1.0)
+def test_a_run_that_fell_silent_is_left(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(verb, "SILENT_SECONDS", -1.0)
+    assert "may have ended unexpectedly" in verb.follow(run.folder, io.StringIO())
 
 
 def test_the_view_on_a_terminal(run: Run) -> None:

@@ -195,9 +195,3 @@ def test_the_plan_is_judged_without_advice_where_the_search_fails(tmp_path: Path
     monkeypatch.setattr("grappe.verbs.automatic_time._another", lambda *_: 1 / 0)
     (found,) = warnings(tmp_path, "narval", "replicate=4", ())
     assert "it will run out of memory (foreseen" in found
-
-
-def test_a_site_without_gpus_is_not_examined() -> None:
-    from grappe.verbs.foresee.foresee import budget_in
-
-    assert budget_in(find("narval-cpu")) is None

@@ -147,10 +147,8 @@ def scores(record: dict[str, Any]) -> str:
     return f"step {record.get('step')}  {shown_scores(record)}"
 
 
-def follow(
-    place: Path | str, stream: IO[str], *, sleep: Callable[[float], None] = time.sleep, silent: float = SILENT_SECONDS
-) -> str:
-    """Shows a run until it ends, or writes nothing for `silent` seconds; returns the run's status at that time.
+def follow(place: Path | str, stream: IO[str], *, sleep: Callable[[float], None] = time.sleep) -> str:
+    """Shows a run until it ends, or writes nothing for two minutes; returns the run's status at that time.
 
     Raises:
         RunError: there is no such run, or its run.json is damaged.
@@ -165,8 +163,8 @@ def follow(
             status, over = view.status(), ""
             if status.startswith(ENDED):
                 over = status
-            elif time.monotonic() - view.last_change > silent:
-                over = f"{status or 'unknown'}, silent for {silent:.0f} s: it may have ended unexpectedly"
+            elif time.monotonic() - view.last_change > SILENT_SECONDS:
+                over = f"{status or 'unknown'}, silent for {SILENT_SECONDS:.0f} s: it may have ended unexpectedly"
             evaluations = view.update()
             if live is not None:
                 live.update(view.table(), refresh=True)

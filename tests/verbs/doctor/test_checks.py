@@ -216,11 +216,7 @@ def test_this_machine_can_train() -> None:
     ("precision", "device", "level", "words"),
     [
         ("bf16", devices.VisibleGpu("V100", 32, (7, 0)), "warning", "precision=bf16 on V100"),
-        ("tf32", devices.VisibleGpu("P100", 16, (6, 0)), "warning", "precision=tf32 on P100"),
-        ("fp16", devices.VisibleGpu("P100", 16, (6, 0)), "warning", "precision=fp16 on P100"),
         ("fp16", devices.VisibleGpu("V100", 32, (7, 0)), "note", "0: V100, 32 GB, compute capability 7.0"),
-        ("bf16", devices.VisibleGpu("A100", 40, (8, 0)), "note", "0: A100"),
-        ("fp32", devices.VisibleGpu("P100", 16, (6, 0)), "note", "0: P100"),
     ],
 )
 def test_devices_and_their_generation(precision: str, device: devices.VisibleGpu, level: str, words: str) -> None:

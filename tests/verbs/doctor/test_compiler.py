@@ -23,12 +23,6 @@ def examine(check, plan: str = "", **changes) -> list[Finding]:
     return list(check(Machine(process=ProcessRank(), plan=Plan.parse(plan), **known)))
 
 
-def test_this_machines_compiler_fits() -> None:
-    """Leaves out nvcc, which may be of another CUDA than torch."""
-    needs.compiler()
-    assert not [found for found in examine(compiler.check) if not found.what.startswith("nvcc")]
-
-
 def test_no_compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     assert words(examine(compiler.check)).startswith("note: there is no C++ compiler on the PATH")
@@ -193,8 +187,3 @@ def test_an_ldd_that_runs_files_is_not_asked(package: Path, monkeypatch: pytest.
     monkeypatch.setattr("platform.libc_ver", lambda: ("glibc", "2.17"))
     monkeypatch.setattr(extensions, "answer", lambda *_: pytest.fail("it was asked"))
     assert "are not looked at" in words(examine(extensions.check))
-
-
-def test_a_task_without_a_file_has_no_libraries_beside_it() -> None:
-    assert not list(extensions.of_task("digits"))
-    assert not list(extensions.of_task(None))

@@ -104,10 +104,6 @@ def test_the_smallest_is_named_with_its_memory_and_without_times() -> None:
     assert "step" not in [column.header for column in tables.table(bare, bare.plans).columns]
 
 
-def test_the_json_has_the_total_of_each_plan() -> None:
-    assert [one["time"] and one["time"]["total"] for one in tables.as_json(PLANS)["plans"][:2]] == [1.0, 0.6]
-
-
 def test_the_plans_are_a_data_frame() -> None:
     pytest.importorskip("pandas")
     table = PLANS.to_pandas()

@@ -10,7 +10,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from grappe import sites
-from grappe.checkpoint.format import step_folder
 from grappe.plan import Plan
 from grappe.sites.layout import layout
 from grappe.sites.sbatch import JobOptions
@@ -149,17 +148,6 @@ def test_cpus_are_of_the_site_or_of_this_machine_and_have_as_many_threads(
         record_job(run.folder, "123", site, "")
     asked = dataclasses.replace(query("narval-cpu", "device=cpu,threads=4"), here=here)
     assert (training_time.earlier_run(asked, tmp_path, None, Options()) is not None) == found
-
-
-def test_steps_done_are_those_of_the_newest_checkpoint(tmp_path: Path) -> None:
-    assert training_time.steps_done(None) == training_time.steps_done(tmp_path / "none") == 0
-    run = made(tmp_path)
-    assert training_time.steps_done(run.folder) == 0
-    for step in (20, 60):
-        folder = step_folder(run.checkpoints, step)
-        folder.mkdir(parents=True)
-        (folder / "manifest.json").write_text("{}")
-    assert training_time.steps_done(run.folder) == 60
 
 
 COSTS = training_time.TimeCosts(step=0.5, evaluation=10.0, save=2.0, start=30.0)
