@@ -14,7 +14,7 @@ from grappe.plan import Plan
 from grappe.sites.sbatch import SCRIPT, JobOptions
 from grappe.sites.script import Script, render
 from grappe.verbs.submit.packages import job_packages
-from grappe.verbs.submit.resources import allocation, jobs_of, laid_out, line_in_allocation
+from grappe.verbs.submit.resources import jobs_of, laid_out, line_in_allocation
 from grappe.verbs.submit.submit import job_script
 
 JOB = JobOptions()
@@ -111,12 +111,6 @@ def test_the_line_to_start_in_an_allocation(words: str, expected: str) -> None:
     gpus = tuple(int(word) for word in options.split()[1:])
     submission = read_submission(command.split(), JobOptions(site="narval", account="def-me", gpus=gpus), app)
     assert " ".join(line_in_allocation(submission)) == expected
-
-
-def test_an_allocation_of_shared_gpus_has_mps() -> None:
-    words = ["train", "digits", "--plan", "replicate=2,per_device=2"]
-    line = allocation(read_submission(words, JobOptions(site="jean-zay-v100", account="abc@v100"), app))
-    assert "--exclusive" in line and any("mps" in one for one in line)
 
 
 @pytest.mark.parametrize(("sampler", "wanted"), [((), True), (("--sampler", "grid"), False)])
