@@ -157,22 +157,16 @@ def test_compute_alone_gives_a_rate(processes):
     assert compute_alone.images_per_second(processes, 1, 64, 2, True) > 0
 
 
-def test_images_per_second_are_read_from_the_end_of_an_output():
-    assert cifar_script._rate("warning\nimages/s 4308.5\n") == 4308.5
-
-
 def test_a_command_that_fails_says_what_it_said(tmp_path):
+    assert cifar_script._rate("warning\nimages/s 4308.5\n") == 4308.5
     assert commands.output([sys.executable, "-c", "print(1)"], tmp_path) == "1\n"
     with pytest.raises(RuntimeError, match=r"(?s)ended with 3:.*why"):
         commands.output([sys.executable, "-c", "print('why'); raise SystemExit(3)"], tmp_path)
 
 
-def test_processes_together_have_environments_of_their_own(tmp_path):
+def test_processes_together_have_environments_of_their_own_and_one_that_fails_ends_the_others(tmp_path):
     command = [sys.executable, "-c", "import os; print(os.environ['WHO'])"]
     assert commands.together(command, tmp_path, [{"WHO": "a"}, {"WHO": "b"}]) == ["a\n", "b\n"]
-
-
-def test_one_that_fails_ends_the_others(tmp_path):
     code = "import os, time; time.sleep(600) if os.environ['WHO'] == 'a' else exit('gone')"
     with pytest.raises(RuntimeError, match=r"(?s)ended with 1:.*gone"):
         commands.together([sys.executable, "-c", code], tmp_path, [{"WHO": "a"}, {"WHO": "b"}])

@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 
 from grappe import engines
 from grappe.errors import PlanError
-from grappe.fields import docs
 from grappe.plan import STRATEGIES, Plan, as_plan, recompute_of
 
 
@@ -34,10 +33,6 @@ def test_only_what_differs_is_written() -> None:
     assert str(Plan(replicate=2, precision="bf16")) == "replicate=2,precision=bf16"
     assert str(Plan.parse("compile, replicate=1")) == "compile"
     assert Plan.parse("workers=auto").workers is None
-
-
-def test_each_key_says_what_it_is() -> None:
-    assert list(docs(Plan)) == [field.name for field in dataclasses.fields(Plan)]
 
 
 def test_a_plan_is_frozen() -> None:

@@ -160,6 +160,7 @@ def test_the_band_is_where_the_loss_falls_fastest_and_where_it_turns() -> None:
     assert 0.08 < found.band.largest_stable < 0.5
     assert found.band.steepest < found.band.suggested < found.band.largest_stable
     assert not found.band.reaches_the_end
+    assert verb.advise([curve(rises_at=1e3)], STEPS).band.reaches_the_end
 
 
 def test_smoothing_does_not_shift_and_the_noise_is_the_smoothed_curves() -> None:
@@ -167,11 +168,6 @@ def test_smoothing_does_not_shift_and_the_noise_is_the_smoothed_curves() -> None
     assert int(np.argmin(np.gradient(verb.smoothed(step, STEPS)))) in (59, 60)
     values = np.random.default_rng(0).normal(0, 0.1, 1000)
     assert verb.noise(values, 1000) == pytest.approx(float(verb.smoothed(values, 1000).std()), rel=0.5)
-
-
-def test_a_ramp_that_ends_before_the_loss_rises_is_told() -> None:
-    found = verb.advise([curve(rises_at=1e3)], STEPS)
-    assert found.band.reaches_the_end
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -182,10 +178,13 @@ def test_noise_alone_gives_no_suggestion(seed: int) -> None:
     assert "--highest" in found.reason
 
 
-def test_what_only_rises_gives_no_suggestion() -> None:
+def test_what_only_rises_or_differs_between_seeds_gives_no_suggestion() -> None:
     found = verb.advise([curve(falls_at=1e9)], STEPS)
     assert "before it diverged" in found.reason
     assert "--lowest" in found.reason
+    found = verb.advise([curve(0), curve(1, falls_at=3e-4, rises_at=0.01)], STEPS)
+    assert found.band is None
+    assert "the seeds disagree" in found.reason
 
 
 def test_what_diverges_at_once_gives_no_suggestion() -> None:
@@ -193,12 +192,6 @@ def test_what_diverges_at_once_gives_no_suggestion() -> None:
     assert isinstance(found, str)
     assert "it diverged within 2 steps, from lr=1 on: give a smaller --lowest" in found
     assert "within 0 steps" in str(verb.band_of(verb.LossCurve(seed=0, lr=(), loss=(), diverged=True), STEPS))
-
-
-def test_seeds_that_disagree_give_no_suggestion() -> None:
-    found = verb.advise([curve(0), curve(1, falls_at=3e-4, rises_at=0.01)], STEPS)
-    assert found.band is None
-    assert "the seeds disagree" in found.reason
 
 
 def test_it_stops_at_what_is_not_finite_or_far_above_the_best() -> None:

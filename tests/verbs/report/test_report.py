@@ -62,6 +62,25 @@ def another(run: Path, folder: str, /, **changes: object) -> Path:
     return made
 
 
+def texts(browser: chromium.Browser, selector: str) -> list[str]:
+    return browser.evaluate(f"[...document.querySelectorAll('{selector}')].map(one => one.textContent)")
+
+
+def captions(browser: chromium.Browser) -> list[str]:
+    return browser.evaluate("[...document.querySelectorAll('figcaption')].map(one => one.firstChild.textContent)")
+
+
+def choose(browser: chromium.Browser, element: str, value: str) -> None:
+    browser.evaluate(f"chosen = {element}, chosen.value = '{value}', chosen.dispatchEvent(new Event('change'))")
+
+
+def read(browser: chromium.Browser, key: str, at: int = 0) -> str:
+    """What a plot says of its point, as a key chooses it."""
+    browser.evaluate(f"document.querySelectorAll('figure svg')[{at}].focus()")
+    browser.press(key)
+    return browser.evaluate(f"document.querySelectorAll('figure output')[{at}].textContent")
+
+
 def shown(browser: chromium.Browser, file: Path) -> int:
     """Opens a report and checks what must hold of every one; how many plots it has."""
     browser.open(file)
@@ -81,7 +100,7 @@ def test_one_run(browser: chromium.Browser, run: Path) -> None:
     file = report([run])
     assert file == run / "report.html"
     assert shown(browser, file) >= 9
-    titles = browser.evaluate("[...document.querySelectorAll('figcaption')].map(one => one.firstChild.textContent)")
+    titles = captions(browser)
     for title in ("training loss", "validation loss", "learning rate", "gradient norm", "throughput"):
         assert title in titles
     assert "where a step's time goes" in titles
@@ -98,8 +117,7 @@ def test_sizes_are_drawn_over_steps(browser: chromium.Browser, run: Path, tmp_pa
     starts = [{"at": 1.0, "step": 0, "processes": 2, "nodes": 2}, {"at": 2.0, "step": 3, "processes": 4, "nodes": 4}]
     file = report([another(run, "resized", sizes=starts)], tmp_path / "resized.html")
     shown(browser, file)
-    titles = browser.evaluate("[...document.querySelectorAll('figcaption')].map(one => one.firstChild.textContent)")
-    assert "processes" in titles
+    assert "processes" in captions(browser)
     drawn = browser.evaluate("DATA.runs[0].sizes")
     assert drawn[:3] == [[0, 2], [3, 2], [3, 4]] and drawn[3][1] == 4 and len(drawn) == 4
 
@@ -114,8 +132,7 @@ def test_twenty_runs_and_their_differences(browser: chromium.Browser, run: Path,
     assert browser.evaluate(curves) == 20
     browser.evaluate("document.querySelector('#legend input').click()")
     assert browser.evaluate(curves) == 19
-    differs = browser.evaluate("[...document.querySelectorAll('tr.differs')].map(one => one.cells[0].textContent)")
-    assert differs == ["folder", "plan"]
+    assert texts(browser, "tr.differs > :first-child") == ["folder", "plan"]
 
 
 def test_seeds_have_a_mean_and_the_table_is_sorted_by_a_click(browser, run: Path, tmp_path: Path) -> None:
@@ -137,9 +154,8 @@ def test_seeds_have_a_mean_and_the_table_is_sorted_by_a_click(browser, run: Path
     assert group["deviation"]["best"] == pytest.approx(2**0.5)
     shown(browser, report(runs, tmp_path / "seeds.html"))
     first = f"[...{ROWS}].slice(1).map(row => row.cells[0].textContent)"
-    assert browser.evaluate(first) == [
-        "mean ± standard deviation of 2 seeds", "seed-0.5-0", "seed-0.5-1", "seed-0.2-0",
-    ]  # fmt: skip
+    seeds = ["seed-0.5-0", "seed-0.5-1", "seed-0.2-0"]
+    assert browser.evaluate(first) == ["mean ± standard deviation of 2 seeds", *seeds]
     browser.evaluate("document.querySelector('th[data-key=lr] button').click()")
     assert browser.evaluate(first)[0] == "seed-0.2-0"
     assert browser.evaluate("document.querySelector('th[data-key=lr]').getAttribute('aria-sort')") == "ascending"
@@ -147,39 +163,25 @@ def test_seeds_have_a_mean_and_the_table_is_sorted_by_a_click(browser, run: Path
     assert browser.evaluate(first)[-1] == "seed-0.2-0"
     mean = browser.evaluate(f"[...{ROWS}][1].textContent")
     assert "2.000 ± 1.4" in mean
-    plot = "document.querySelector('figure')"  # the comparison of lr with the best score
-    browser.evaluate(f"{plot}.querySelector('svg').focus()")
-    browser.press("End")
-    assert browser.evaluate(f"{plot}.querySelector('output').textContent") == (
-        "lr 0.5: lr=0.5, seed=0 1, lr=0.5, seed=1 3"
-    )
-    choose = f"chosen = {plot}.querySelectorAll('select')[1], chosen.value = 'test', 0"
-    browser.evaluate(f"{choose}; chosen.dispatchEvent(new Event('change'))")
-    browser.evaluate(f"{plot}.querySelector('svg').focus()")
-    browser.press("End")
-    assert browser.evaluate(f"{plot}.querySelector('output').textContent") == "test rmse 8: lr=0.2, seed=0 7"
+    assert read(browser, "End") == "lr 0.5: lr=0.5, seed=0 1, lr=0.5, seed=1 3"
+    choose(browser, "document.querySelectorAll('figure select')[1]", "test")
+    assert read(browser, "End") == "test rmse 8: lr=0.2, seed=0 7"
 
 
 def test_the_x_axis_is_chosen_for_all_plots_and_zoomed(browser: chromium.Browser, run: Path) -> None:
     shown(browser, report([run]))
     labels = "[...document.querySelectorAll('svg')].map(one => one.getAttribute('aria-label'))"
     at = browser.evaluate(labels).index("training loss: 1 curves; arrow keys read them")
-    texts = f"[...document.querySelectorAll('svg')[{at}].querySelectorAll('text')].map(one => one.textContent)"
-    choose = "axis = document.getElementById('across'), axis.value = '{}', axis.dispatchEvent(new Event('change'))"
+    last_text = f"[...document.querySelectorAll('svg')[{at}].querySelectorAll('text')].at(-1).textContent"
     for axis, name in (("step", "step"), ("epoch", "epoch"), ("samples", "samples"), ("time", "time of steps (s)")):
-        browser.evaluate(choose.format(axis))
-        assert browser.evaluate(texts)[-1] == name
-        browser.evaluate(f"document.querySelectorAll('svg')[{at}].focus()")
-        browser.press("End")
-        read = browser.evaluate(f"document.querySelectorAll('output')[{at}].textContent")
-        last = {"step": "9", "epoch": "3", "samples": "87"}.get(axis)
-        assert last is None or read.startswith(f"{name} {last}: small images ")
-    browser.evaluate(choose.format("step"))
+        choose(browser, "document.getElementById('across')", axis)
+        assert browser.evaluate(last_text) == name
+        last = {"step": "9", "epoch": "3", "samples": "87"}.get(axis, "")
+        assert read(browser, "End", at).startswith(f"{name} {last}: small images " if last else "")
+    choose(browser, "document.getElementById('across')", "step")
     browser.evaluate("zoomTo([4, 6]), 0")
     browser.press("Home")
-    browser.evaluate(f"document.querySelectorAll('svg')[{at}].focus()")
-    browser.press("Home")
-    assert browser.evaluate(f"document.querySelectorAll('output')[{at}].textContent").startswith("step 4: ")
+    assert read(browser, "Home", at).startswith("step 4: ")
 
 
 def test_a_plot_is_saved_as_a_file(browser: chromium.Browser, run: Path) -> None:
@@ -250,7 +252,7 @@ def test_a_report_is_kept_current_until_its_runs_end(browser: chromium.Browser, 
     writer = threading.Thread(target=live, args=([going], file), kwargs={"every": 1.0})
     writer.start()
 
-    def read(expression: str, wanted: object) -> None:
+    def wait_for(expression: str, wanted: object) -> None:
         value = None
         while value != wanted:
             with contextlib.suppress(AssertionError):  # while the page loads
@@ -262,10 +264,10 @@ def test_a_report_is_kept_current_until_its_runs_end(browser: chromium.Browser, 
         with contextlib.suppress(AssertionError):
             browser.open(file)
         summary = "document.getElementById('summary').textContent"
-        read(summary, "running, step 9")
-        read("document.getElementById('across').value = 'epoch'", "epoch")
+        wait_for(summary, "running, step 9")
+        wait_for("document.getElementById('across').value = 'epoch'", "epoch")
         Run(going).finish()
-        read(f"[{summary}, DATA.reloads]", ["finished, step 9", 0])
+        wait_for(f"[{summary}, DATA.reloads]", ["finished, step 9", 0])
         assert browser.evaluate("document.getElementById('across').value") == "epoch"
     finally:
         lease.release()
@@ -316,9 +318,7 @@ def test_a_study(browser: chromium.Browser, tmp_path: Path) -> None:
     assert browser.evaluate(dots) == 19, "the trials that have a score"
     across = "[...document.querySelectorAll('figure')[1].querySelectorAll('text')].at(-1).textContent"
     assert browser.evaluate(across) == "log10 of lr"
-    assert browser.evaluate("[...document.querySelectorAll('figure select option')].map(one => one.textContent)") == [
-        "accuracy", "lr", "width", "accuracy", "lr", "width",
-    ], "rule is no number"  # fmt: skip
+    assert texts(browser, "figure select option") == ["accuracy", "lr", "width"] * 2, "rule is no number"
     text = browser.evaluate("document.body.innerText")
     assert "digits: 15 complete, 4 paused, 1 failed, 1 open. Best: trial 9, accuracy 1." in text
     paths = "[...document.querySelectorAll('figure')][0].querySelectorAll('path').length"
@@ -391,13 +391,8 @@ def test_keys_reach_and_read_every_plot(browser: chromium.Browser, run: Path) ->
     plots = browser.evaluate("[...document.querySelectorAll('svg')].map(one => one.getAttribute('aria-label'))")
     assert set(plots) <= seen
     assert {"theme", "smoothing", "logarithmic"} <= seen
-    browser.evaluate("document.querySelector('svg').focus()")
-    read = "document.querySelector('output').textContent"
-    browser.press("End")
-    last = browser.evaluate(read)
-    assert last.startswith("step 9: ")
-    browser.press("ArrowLeft")
-    assert browser.evaluate(read).startswith("step 6: ")
+    assert read(browser, "End").startswith("step 9: ")
+    assert read(browser, "ArrowLeft").startswith("step 6: ")
     browser.evaluate("document.getElementById('logarithmic').focus()")
     browser.press(" ")
     assert browser.evaluate("document.getElementById('logarithmic').checked")
@@ -416,8 +411,7 @@ def test_light_dark_and_paper(browser: chromium.Browser, run: Path) -> None:
     light = browser.evaluate(back)
     browser.prefer("dark")
     assert browser.evaluate(back) != light
-    browser.evaluate("chosen = document.getElementById('theme'), chosen.value = 'light', 0")
-    browser.evaluate("chosen.dispatchEvent(new Event('change'))")
+    choose(browser, "document.getElementById('theme')", "light")
     assert browser.evaluate(back) == light
     browser.prefer("dark", "print")
     assert browser.evaluate(back) == light
