@@ -138,6 +138,10 @@ def test_units_that_are_the_model_pass(task: Images) -> None:
     check_units(task, RANDOM_IMAGES)
 
 
+def test_units_in_float64_pass() -> None:
+    check_units(Images(), RANDOM_IMAGES.double(), torch.float64)
+
+
 def test_tokens_pass() -> None:
     check_units(Tokens(), torch.randint(0, 11, (2, 9)))
 
