@@ -2,8 +2,6 @@
 
 # ruff: noqa: E402  # garbage is collected again once all tests are: imports alone make a million objects that stay
 
-from __future__ import annotations
-
 import atexit
 import gc
 import os

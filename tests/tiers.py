@@ -7,8 +7,6 @@ cells), else at night, in the part that PARTS gives their folder.
     pytest --collect-only -q -m nightly    # what runs at night only
 """
 
-from __future__ import annotations
-
 import functools
 import re
 import types
