@@ -206,9 +206,7 @@ def test_hostile_weights_are_refused_soon(tmp_path, case: str) -> None:
 
 
 @pytest.mark.parametrize("new", [False, True])
-def test_memory_is_refused_where_it_is_not_the_files_either(
-    tmp_path, new: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_memory_is_refused_where_it_is_not_the_files_either(tmp_path, new, monkeypatch):
     """In a large file the limit of the address space is large, too: what is really taken is looked at."""
     load = torch.load
 

@@ -60,7 +60,6 @@ def started(folder: Path, given: Path | None = None, task: Task | None = None) -
     """The weights of a new run's step 0."""
     build(task or Small(), folder / "checkpoints", None if given is None else Begin(source=given))
     checkpoint = latest(folder / "checkpoints")
-    assert checkpoint is not None
     assert (checkpoint.step, checkpoint.read_values()) == (0, {"step": 0})
     model = checkpoint.read_model()
     return {name: model.read(name) for name in model}

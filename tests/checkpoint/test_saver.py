@@ -56,7 +56,6 @@ def test_a_save_is_committed_and_holds_what_was_given(tmp_path) -> None:
     assert to.wait() is None  # nothing to wait for
     assert names(tmp_path) == ["step-000005"]
     newest = latest(tmp_path)
-    assert newest is not None
     assert newest.read_values() == {"step": 5, "engine": {"x": 1.5}}
     assert torch.equal(newest.read_tensors().read("model.w"), weights)
     assert torch.equal(newest.read_tensors().read("local.0.n"), count)
@@ -90,7 +89,6 @@ def test_a_failed_save_is_told_by_the_next_and_the_run_goes_on(tmp_path) -> None
     (tmp_path / ".step-000002.token").write_text("in the way")
     assert save(to, 2) is None
     problem = save(to, 3)
-    assert problem is not None
     assert problem.startswith("step 2 could not be saved: ")
     assert "File exists" in problem
     assert to.wait() is None
@@ -199,7 +197,6 @@ def test_one_that_fails_abandons_the_save_on_both(pool, tmp_path, failing: int) 
     assert "rank-" in told[0][1]
     assert names(tmp_path) == ["step-000001", "step-000003"]
     third = latest(tmp_path)
-    assert third is not None
     assert [int(third.read_tensors().read(f"local.{rank}.n")) for rank in (0, 1)] == [3, 3]
 
 
@@ -219,7 +216,6 @@ def test_what_is_streamed_is_committed_without_ever_being_there_together(tmp_pat
     assert to.save(7, shapes, {"local.0.n": torch.tensor(3)}, {"x": 1}, stream) is None
     assert to.wait() is None
     newest = latest(tmp_path)
-    assert newest is not None
     assert newest.read_values() == {"step": 7, "x": 1}
     for step in range(8):
         assert newest.read_tensors().read(f"model.{step}").eq(step).all()
@@ -260,7 +256,6 @@ def test_one_that_cannot_write_its_part_goes_on_gathering_for_the_other(pool, tm
     assert "step 2 could not be saved" in told[0][1]
     assert names(tmp_path) == ["step-000001", "step-000003"]
     third = latest(tmp_path)
-    assert third is not None
     assert all(third.read_tensors().read(f"model.{index}").eq(2).all() for index in range(5))
 
 

@@ -118,9 +118,7 @@ def test_samples_on_the_gpu_and_expanded_ones_make_a_batch(gpu: GpuStandIn) -> N
     assert gpu.waits == []
 
 
-def test_arrays_that_stay_on_the_host_are_copied_beside_the_steps(
-    gpu: GpuStandIn, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_arrays_that_stay_on_the_host_are_copied_beside_the_steps(gpu, monkeypatch):
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device=None: (100, 100))
     arrays = Arrays(
         np.zeros((50, 3, 2, 2), np.uint8), {"class": np.zeros(50)}, transform=normalise((0.0,) * 3, (1.0,) * 3)

@@ -129,9 +129,7 @@ def test_an_epoch_sees_each_sample_once(seed: int, length: int, batch_size: int,
     microbatches=st.integers(1, 5),
     shuffle=st.booleans(),
 )
-def test_the_slices_of_a_step_are_that_step(
-    length: int, batch_size: int, parts: int, microbatches: int, shuffle: bool
-) -> None:
+def test_the_slices_of_a_step_are_that_step(length, batch_size, parts, microbatches, shuffle):
     alone = SampleOrder(seed=3, length=length, batch_size=batch_size, shuffle=shuffle)
     each = [SampleOrder(seed=3, length=length, batch_size=batch_size, shuffle=shuffle) for _ in range(parts)]
     for step in range(alone.steps_per_epoch):
@@ -165,9 +163,7 @@ def test_slices_cover_in_order_and_are_even(size: int, parts: int) -> None:
     start=st.integers(0, 99),
     count=st.integers(1, 99),
 )
-def test_blocks_have_the_ids_of_their_steps(
-    length: int, batch_size: int, shuffle: bool, start: int, count: int
-) -> None:
+def test_blocks_have_the_ids_of_their_steps(length, batch_size, shuffle, start, count):
     order = SampleOrder(seed=9, length=length, batch_size=batch_size, shuffle=shuffle)
     steps = [divmod(step, order.steps_per_epoch) for step in range(start, start + count)]
     with mock.patch.multiple(module, **TINY_BLOCKS):

@@ -22,11 +22,9 @@ def test_the_slices_pieces_are_the_batch(plan: str) -> None:
 
 def test_sharded_pieces_that_are_reduced_together_are_neighbours() -> None:
     pieces = ExactPieces.of(Plan.parse("exact=8,shard=2"))
-    assert pieces is not None
     assert [list(pieces.places(rank)) for rank in range(2)] == [[0, 2, 4, 6], [1, 3, 5, 7]]
 
 
 def test_one_process_has_all_pieces_in_order() -> None:
     pieces = ExactPieces.of(Plan.parse("exact=4"))
-    assert pieces is not None
     assert pieces.gathered(torch.arange(4), None).tolist() == [0, 1, 2, 3]

@@ -73,9 +73,7 @@ def test_each_sample_comes_as_often_as_its_weight_says(made: tuple[Sampling, int
 
 @few
 @given(made=samplings(), batch_size=st.integers(1, 30), parts=st.integers(1, 6), data=st.data())
-def test_any_world_and_any_position_have_the_same_order(
-    made: tuple[Sampling, int], batch_size: int, parts: int, data: st.DataObject
-) -> None:
+def test_any_world_and_any_position_have_the_same_order(made, batch_size, parts, data):
     sampling, length = made
     whole = [order_of(sampling, length, batch_size).order(epoch, 0, sampling.samples or length) for epoch in (0, 1)]
     order = order_of(sampling, length, batch_size)

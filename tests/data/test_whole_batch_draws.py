@@ -124,9 +124,7 @@ HEADS: dict[str, Draw] = {
 @pytest.mark.parametrize("processes", [2, 4])
 @pytest.mark.parametrize("rows", [(0, ROWS), (4, 10)])
 @pytest.mark.parametrize("name", HEADS)
-def test_columns_between_split_layers_have_the_whole_layers_numbers(
-    name: str, rows: tuple[int, int], processes: int
-) -> None:
+def test_columns_between_split_layers_have_the_whole_layers_numbers(name, rows, processes):
     """A process's columns are those of one process, and the next draw, where all columns are there again, is too."""
     x = torch.randn(ROWS, 5, 8, generator=torch.Generator().manual_seed(0))
     torch.manual_seed(3)
@@ -280,9 +278,7 @@ def test_fused_attention_of_a_mock_gpu_draws_its_own_and_leaves_the_generator_as
     ],
     ids=["lstm", "projected", "gru", "rnn"],
 )
-def test_recurrent_layers_one_by_one_have_torchs_numbers(
-    layer: nn.RNNBase, packed: bool, batch_first: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_recurrent_layers_one_by_one_have_torchs_numbers(layer, packed, batch_first, monkeypatch):
     """On a GPU cuDNN's dropout has a state of its own; here each layer by itself is compared with torch's on a CPU."""
     rows = torch.randn(4, 3, 5)
     inputs = pack_padded_sequence(rows, torch.tensor([4, 3, 1] if not batch_first else [3, 3, 2, 1]), batch_first)

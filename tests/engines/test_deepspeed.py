@@ -79,9 +79,7 @@ def test_a_full_disk_is_refused_before_anything_is_written(tmp_path: Path, monke
     assert not list(tmp_path.iterdir())
 
 
-def test_what_a_killed_training_left_on_the_disk_goes_with_the_next(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_a_killed_training_left_on_the_disk_goes_with_the_next(tmp_path, monkeypatch):
     from grappe.launch.rank import ProcessRank
     from grappe.launch.world import World
 

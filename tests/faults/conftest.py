@@ -14,7 +14,6 @@ from grappe.training.options import Options
 from tests.faults.resume_cell import hashes
 from tests.faults.trace import Recorder, merged
 from tests.parity.tasks import Images
-from tests.processes import Pool
 
 TASK = Images(rule="adam", dropout=0.3, clip=0.5, epochs=3)
 END = 9
@@ -37,9 +36,7 @@ class Recorded:
 
 
 @pytest.fixture(scope="session")
-def recorded(
-    pool: Pool, tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
-) -> Callable[[str], Recorded]:
+def recorded(pool, tmp_path_factory, request):
     """Of a plan."""
 
     @functools.cache

@@ -142,7 +142,6 @@ def _as_if_started() -> Iterator[None]:
 def hashes(run: Path, step: int) -> dict[str, str]:
     """By name: the hash of each tensor of a checkpoint (dtype, shape and bits), and its JSON."""
     checkpoint = Run(run).latest()
-    assert checkpoint is not None
     assert checkpoint.step == step
     return hashes_of(checkpoint)
 

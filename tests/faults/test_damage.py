@@ -121,7 +121,6 @@ def test_no_bit_of_a_manifest_can_flip_unseen(run) -> None:
         text[position // 8] ^= 1 << position % 8
         manifest.write_bytes(text)
         newest = run.latest()
-        assert newest is not None
         assert newest.step == 3 or alike(content(newest), whole)
     manifest.write_bytes(good)
 
@@ -156,7 +155,6 @@ def test_damage_to_the_description_is_said_or_harmless(run) -> None:
         except RunError as error:
             assert "run.json cannot be read" in str(error) or "run.json is damaged" in str(error)
         newest = run.latest()
-        assert newest is not None
         assert newest.step == 6
     file.write_bytes(good)
     assert run.read_description() == whole

@@ -91,7 +91,6 @@ def test_it_stops_when_that_was_asked(disk) -> None:
         train(disk / "run", TASK, stop_on_failed_save=True)
     (disk / "ballast").unlink()
     newest = Run(disk / "run").latest()
-    assert newest is not None
     assert newest.step == 3
     at()
     assert train(disk / "run", TASK).status == "finished"
@@ -112,7 +111,6 @@ def test_a_disk_that_becomes_read_only(disk, capsys) -> None:
         train(disk / "run", TASK)
     assert "step 6 could not be saved: [Errno 30]" in capsys.readouterr().out.replace("\n", " ")
     newest = Run(disk / "run").latest()
-    assert newest is not None
     assert newest.step == 3
     subprocess.run(["umount", "--lazy", str(disk)], check=True)
     (disk / "run/lease.json").unlink()  # it could not be given back, and its process, which is this one, lives
@@ -226,11 +224,9 @@ def limited(folder: Path) -> str | None:
 
 def test_a_quota(tmp_path) -> None:
     told = limited(tmp_path)
-    assert told is not None
     assert told.startswith("[None, 'step 2 could not be saved: [Errno 27] File too large")
     assert told.endswith(", None]")
     assert [one.step for one in list_checkpoints(tmp_path)] == [3, 1]
     newest = latest(tmp_path)
-    assert newest is not None
     assert newest.step == 3
     assert leftovers(tmp_path) == []

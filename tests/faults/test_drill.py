@@ -50,9 +50,7 @@ def test_everything_that_a_drill_does_is_recovered_from(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_what_is_not_recovered_is_said(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture
-) -> None:
+def test_what_is_not_recovered_is_said(tmp_path, monkeypatch, capfd):
     killed = next(one for one in drill.all_faults(Plan()) if one.name == "all processes killed")
     monkeypatch.setattr(drill, "all_faults", lambda plan: [killed])
     code = commands.app(["drill", f"{__file__}:Dicey", "--plan", "threads=1,workers=0,device=cpu"])
@@ -62,9 +60,7 @@ def test_what_is_not_recovered_is_said(
     assert last.rstrip().endswith("away")
 
 
-def test_a_process_that_computes_wrongly_is_found_and_nothing_of_it_is_kept(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture
-) -> None:
+def test_a_process_that_computes_wrongly_is_found_and_nothing_of_it_is_kept(tmp_path, monkeypatch, capfd):
     plan = f"exact=4,check=100,{PLAN}"
     wrong = next(one for one in drill.all_faults(Plan.parse(plan)) if one.name == "one process computes wrongly")
     monkeypatch.setattr(drill, "all_faults", lambda plan: [wrong])
@@ -114,9 +110,7 @@ def saved(run: Path, tensors: dict[str, torch.Tensor]) -> Path:
     return run
 
 
-def test_each_file_is_opened_once_however_many_tensors_it_holds(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_each_file_is_opened_once_however_many_tensors_it_holds(tmp_path, monkeypatch):
     tensors = {f"model.{index}": torch.full((3,), float(index)) for index in range(8)}
     a, b = (saved(tmp_path / name, tensors) for name in "ab")
     opened = []

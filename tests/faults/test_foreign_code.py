@@ -89,9 +89,7 @@ def foreign(sent: Path, place: Path) -> Path:
         "",
     ],
 )
-def test_no_code_runs_because_a_run_names_it(
-    foreign: Path, place: Path, name: str, where: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_code_runs_because_a_run_names_it(foreign, place, name, where, monkeypatch):
     monkeypatch.chdir({"work": place, "runs": place / "runs", "run": foreign}[where])
     named(foreign, name.replace("RUN", str(foreign)))
     for verb in (
@@ -129,9 +127,7 @@ def test_a_foreign_run_is_read_with_the_users_own_task(foreign: Path, place: Pat
 
 
 @pytest.mark.parametrize("name", ["mine.py", "package.mine:Mine", "mine:Mine"])
-def test_a_run_that_was_trained_here_is_read_from_anywhere(
-    place: Path, name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_that_was_trained_here_is_read_from_anywhere(place, name, monkeypatch):
     (place / "package").mkdir()
     for file in ("mine.py", "package/mine.py"):
         (place / file).write_text(TASK)
@@ -182,9 +178,7 @@ def test_records_are_the_users_alone(place: Path) -> None:
 
 
 @pytest.mark.parametrize("home", ["a file", "none"])
-def test_a_training_needs_no_home(
-    place: Path, home: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture
-) -> None:
+def test_a_training_needs_no_home(place, home, monkeypatch, capfd):
     monkeypatch.delenv("XDG_STATE_HOME")
     if home == "none":
         monkeypatch.setattr(Path, "home", lambda: (_ for _ in ()).throw(RuntimeError("no home")))

@@ -189,7 +189,6 @@ def seal(checkpoint: Path) -> None:
 
 def newest(folder: Path) -> Path:
     found = Run(folder).latest()
-    assert found is not None
     return found.folder
 
 

@@ -33,7 +33,6 @@ def test_a_time_limit_saves_exits_75_and_the_run_goes_on(tmp_path: Path) -> None
     assert stopped, out
     step = int(stopped[1])
     latest = Run(tmp_path / "run").latest()
-    assert latest is not None
     assert latest.step == step > 0
     resume = out.splitlines()[-1].split()
     assert resume[:3] == ["resume:", "grappe", "train"] and "--run" in resume

@@ -67,9 +67,7 @@ def killed(pool: Pool, tmp_path_factory: pytest.TempPathFactory):
 
 
 @pytest.mark.parametrize(("before", "after"), MOVES)
-def test_another_plan_goes_on_with_the_same_samples(
-    pool: Pool, tmp_path: Path, killed, before: str, after: str
-) -> None:
+def test_another_plan_goes_on_with_the_same_samples(pool, tmp_path, killed, before, after):
     """With Adam, whose state moves along: from 10 steps on a state that was lost would be seen."""
     folder = tmp_path / "run"
     shutil.copytree(killed(before), folder)

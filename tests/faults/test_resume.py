@@ -120,16 +120,13 @@ def undisturbed(pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def model(folder: Path) -> dict:
     checkpoint = Run(folder).latest()
-    assert checkpoint is not None
     assert checkpoint.step == BEYOND
     tensors = checkpoint.read_tensors()
     return {name: tensors.read(name) for name in tensors if name.startswith(MODEL)}
 
 
 @pytest.mark.parametrize(("before", "after"), [*itertools.permutations(WORLDS, 2), (WORLDS[1], WORLDS[1])])
-def test_another_world_goes_on_with_the_same_samples(
-    pool: Pool, tmp_path: Path, killed, undisturbed: Path, before: str, after: str
-) -> None:
+def test_another_world_goes_on_with_the_same_samples(pool, tmp_path, killed, undisturbed, before, after):
     folder = tmp_path / "run"
     shutil.copytree(killed(before), folder)
     told = run(pool, WANDERER, after, folder, save_every=2)
@@ -161,7 +158,6 @@ def test_another_engine_takes_the_weights_over_and_says_so(pool: Pool, tmp_path:
     told = run(pool, task, f"engine={after}", tmp_path / "run", steps=5, save_every=1)
     assert f"from engine {before} to {after}: only the weights are restored" in told
     fresh = Run(tmp_path / "run").latest()
-    assert fresh is not None
     tensors = fresh.read_tensors()
     counted = {
         float(tensors.read(name)) for name in tensors if name.startswith("optimizer.") and name.endswith(".step")

@@ -44,7 +44,6 @@ def test_the_same_plan_goes_on_to_the_same_bits(pool: Pool, tmp_path: Path, rule
 
 def weights(folder: Path, prefix: str = "model.", ending: str = "") -> dict[str, torch.Tensor]:
     found = Run(folder).latest()
-    assert found is not None
     tensors = found.read_tensors()
     names = [name for name in tensors if name.startswith(prefix) and name.endswith(ending)]
     return {name.removeprefix(prefix).removesuffix(ending): tensors.read(name) for name in names}
@@ -54,9 +53,7 @@ def weights(folder: Path, prefix: str = "model.", ending: str = "") -> dict[str,
 @pytest.mark.parametrize(
     ("before", "after"), [("shard=3", "pipeline=2,microbatches=4"), ("pipeline=2,microbatches=4", "shard=2")]
 )
-def test_another_world_goes_on_with_the_same_weights(
-    pool: Pool, tmp_path: Path, rule: str, before: str, after: str
-) -> None:
+def test_another_world_goes_on_with_the_same_weights(pool, tmp_path, rule, before, after):
     task = TunedTokens(by=rule)
     check_another_world(pool, tmp_path, task, before, after)
 

@@ -76,9 +76,7 @@ idle.stop()
 
 
 @pytest.mark.parametrize("others", [False, True])
-def test_a_script_that_does_nothing_is_named_and_goes_on_unless_another_process_works(
-    others: bool, tmp_path: Path
-) -> None:
+def test_a_script_that_does_nothing_is_named_and_goes_on_unless_another_process_works(others, tmp_path):
     script = tmp_path / "silent.py"
     script.write_text(SILENT)
     # A process of its own: what the test Slurm's daemons compute counts as work of the process that runs the tests.
@@ -146,7 +144,6 @@ def test_a_signal_to_one_stage_stops_all_at_the_same_step(start: Start, tmp_path
     code, _, err = command.end()
     assert (code, err) == (75, ""), err
     newest = Run(tmp_path / "run").latest()
-    assert newest is not None
     assert newest.step == max(line["step"] for line in Run(tmp_path / "run").records("step"))
 
 

@@ -99,7 +99,6 @@ def end_of(folder: Path) -> dict[str, object]:
     """Reads what a training leaves: its newest checkpoint's hashes, curves, samples, and the names in its folder."""
     run = folder / "run"
     newest = latest(run / "checkpoints")
-    assert newest is not None
     found: dict[str, object] = {"step": newest.step, **hashes_of(newest)}
     # The lease of a process that is dead holds nobody back: one killed behind the mark of the end leaves it.
     found["files"] = sorted(one.name for one in run.iterdir() if one.name != "lease.json")

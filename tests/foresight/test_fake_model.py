@@ -128,9 +128,7 @@ def test_a_model_of_transformers_is_split_as_in_a_training(plan: str, tmp_path: 
     assert whole / 2 <= found < whole * 0.75
 
 
-def test_a_kernel_that_is_too_large_to_be_tried_leaves_the_peak_unknown(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_kernel_that_is_too_large_to_be_tried_leaves_the_peak_unknown(tmp_path, monkeypatch):
     monkeypatch.setattr(kernels, "LARGEST", 100)
     fake_model = FakeModel(Normal(), tmp_path, kernels=kernels.Kernels())
     assert memory_forecast(fake_model, Plan()).peak is None

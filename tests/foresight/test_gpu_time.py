@@ -23,7 +23,6 @@ from grappe.tasks.pysource import PySource
 from tests.foresight.test_fake_model import Small
 
 A100 = device_named("A100, 40 GB")
-assert A100 is not None
 LINK = A100.link_gb * 1e9 * OF_BANDWIDTH
 NETWORK = 100e9 / 8 * OF_NETWORK
 NARVAL = Fabric(device=A100, node=4, network_gbit=100)

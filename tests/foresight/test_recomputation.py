@@ -141,9 +141,7 @@ def test_a_choice_fits_under_plans_of_several_processes(gpt: FakeModel, plan: st
     assert 0.85 * limit < chosen.peak <= limit and 0 < chosen.price < 0.3
 
 
-def test_python_is_in_the_time_of_the_step_that_a_price_is_a_part_of(
-    gpt: FakeModel, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_python_is_in_the_time_of_the_step_that_a_price_is_a_part_of(gpt, monkeypatch):
     monkeypatch.setattr("grappe.foresight.recomputation.seconds_an_operator", lambda level: 1.0)
     # In the thousands without the step's own. Up to 0.07 on torch 2.8, whose checkpoints detach twice as often.
     assert Units(gpt, Plan(), BATCH, None, gpu=False).price(["full"] * 4) < 0.1

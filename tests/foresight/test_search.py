@@ -70,9 +70,7 @@ def test_plans_that_are_tried_train_the_same_and_begin_with_the_plainest() -> No
         ("", 60, None),
     ],
 )
-def test_the_first_that_fits_is_found_on_more_processes_where_none_of_as_many_does(
-    fake_model: FakeModel, plan: str, limit: int, found: str | None
-) -> None:
+def test_the_first_that_fits_is_found_on_more_processes_where_none_of_as_many_does(fake_model, plan, limit, found):
     other = fitting(fake_model, Plan.parse(plan), MemoryBudget(whose="", size=limit * MB, besides=0, gpu=False))
     assert (other and other.plan) == found
 

@@ -226,9 +226,7 @@ def test_paths_may_be_relative_and_short(run: Path, monkeypatch: pytest.MonkeyPa
     assert files.names(Path(), 2) == ["log"]
 
 
-def test_a_lock_is_one_process_s_and_a_disk_without_locks_refuses_nobody(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_lock_is_one_process_s_and_a_disk_without_locks_refuses_nobody(tmp_path, monkeypatch):
     with (tmp_path / "lock").open("w") as one, (tmp_path / "lock").open("w") as other:
         assert files.take_lock(one)
         assert not files.take_lock(other)

@@ -116,9 +116,7 @@ def test_what_it_cannot_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
         pass
 
 
-def test_without_a_folder_of_ones_own_it_is_refused(
-    record: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_a_folder_of_ones_own_it_is_refused(record, tmp_path, monkeypatch):
     (tmp_path / "grappe").mkdir(mode=0o777)
     (tmp_path / "grappe").chmod(0o777)
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))

@@ -150,9 +150,7 @@ def test_only_process_0_has_one(monkeypatch) -> None:
     os.close(reader)
 
 
-def test_a_start_and_its_stop_are_shown_at_once_on_a_terminal_alone(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_start_and_its_stop_are_shown_at_once_on_a_terminal_alone(monkeypatch, capsys):
     starting(2)
     assert capsys.readouterr() == ("", ""), "a log has no such line"
     terminal, ours = pty.openpty()

@@ -49,7 +49,6 @@ def test_a_step_of_srun_whatever_its_job_is_called() -> None:
 
 def test_a_requeued_job_is_another_start() -> None:
     again = rank_from_environment({**STEP, "SLURM_RESTART_COUNT": "2"})
-    assert again is not None
     assert again.job == "12-5-2"
 
 
@@ -59,7 +58,6 @@ def test_a_requeued_job_is_another_start() -> None:
 )
 def test_tasks_of_a_node(text: str, node: str, tasks: int) -> None:
     process = rank_from_environment({**STEP, "SLURM_STEP_TASKS_PER_NODE": text, "SLURM_NODEID": node})
-    assert process is not None
     assert process.local_size == tasks
 
 
@@ -81,7 +79,6 @@ def test_not_one_of_a_launchers_processes(environment: dict[str, str]) -> None:
 
 def test_torchrun_inside_a_slurm_job_wins() -> None:
     process = rank_from_environment({**STEP, **TORCHRUN})
-    assert process is not None
     assert process.launcher == "torchrun"
 
 

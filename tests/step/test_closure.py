@@ -90,7 +90,6 @@ def gradients(process: ProcessRank, rendezvous_folder: Path) -> list[list[float]
     unsplit = nn.Parameter(torch.zeros(1))
     unsplit.grad = torch.tensor([1.0 + process.rank * 1e-6])  # as sums on a GPU can be
     copies = copies_of([("split", split), ("unsplit", unsplit)], world)
-    assert copies is not None
     copies.read_gradients()
     dist.destroy_process_group()
     return [copy.grad.tolist() for _, copy in copies.named if copy.grad is not None]

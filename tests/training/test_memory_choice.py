@@ -106,9 +106,7 @@ def test_a_run_that_goes_on_keeps_its_choice_where_it_fits(tmp_path: Path) -> No
     assert _earlier(request(before, dataclasses.replace(other, replicate=2))) is None
 
 
-def test_a_signal_while_it_chooses_ends_a_training_before_its_first_step(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_signal_while_it_chooses_ends_a_training_before_its_first_step(tmp_path, monkeypatch):
     """As a job that is preempted; the same command chooses again."""
 
     def stopped(request: ChoiceRequest) -> None:

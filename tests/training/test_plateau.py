@@ -58,9 +58,7 @@ def rates(folder: Path) -> list[float]:
         ("engine=textbook,replicate=2", "accuracy"),
     ],
 )
-def test_evaluations_step_it_and_a_resumed_run_has_the_same_rates(
-    pool: Pool, tmp_path: Path, plan: str, score: str
-) -> None:
+def test_evaluations_step_it_and_a_resumed_run_has_the_same_rates(pool, tmp_path, plan, score):
     task = Watched(monitor=score, mode="max" if score == "accuracy" else "min")
     options: dict[str, Any] = {"evaluate_every": 1, "save_every": 2}
     run(pool, task, plan, tmp_path / "whole", **options)

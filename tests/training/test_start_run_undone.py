@@ -133,7 +133,6 @@ def test_a_users_own_files_among_the_checkpoints_stay(tmp_path: Path) -> None:
     train(run, Images(epochs=3), steps=6, save_every=1, keep=1)  # that step again
     assert [one.read_text() for one in checkpoints.glob("*step-000006*/thesis.txt")] == ["mine"]
     latest = Run(run).latest()
-    assert latest is not None
     assert latest.step == 6
 
 

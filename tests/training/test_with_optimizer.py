@@ -133,7 +133,6 @@ def moments(run: Run) -> dict[str, torch.Tensor]:
 
 def _read(run: Run, prefix: str) -> dict[str, torch.Tensor]:
     checkpoint = run.latest()
-    assert checkpoint is not None
     assert checkpoint.step == EPOCHS * STEPS
     tensors = checkpoint.read_tensors()
     return {name: tensors.read(name) for name in tensors if name.startswith(prefix)}

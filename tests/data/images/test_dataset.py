@@ -291,9 +291,7 @@ def validation() -> list[tuple[str, bytes]]:
         ),
     ],
 )
-def test_the_validation_archive_takes_its_labels_from_a_file(
-    tmp_path: Path, lines: list, numbering: list | None
-) -> None:
+def test_the_validation_archive_takes_its_labels_from_a_file(tmp_path, lines, numbering):
     (tmp_path / "val.tar").write_bytes(tar(reversed(validation())))
     (tmp_path / "labels.txt").write_text("\n".join(lines))
     more = {}

@@ -69,9 +69,7 @@ def test_the_largest_microbatch_is_that_of_any_slice() -> None:
         ("pipeline=2,microbatches=2", 64, 65, 1),
     ],
 )
-def test_batch_normalisation_takes_no_rows_that_are_filled_in(
-    plan: str, batch: int, samples: int, refused: int | None
-) -> None:
+def test_batch_normalisation_takes_no_rows_that_are_filled_in(plan, batch, samples, refused):
     if refused is None:
         check_even(Plan.parse(plan), batch, samples)
         return

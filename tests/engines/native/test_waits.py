@@ -195,9 +195,7 @@ def test_a_step_waits_for_nothing(gpu: GpuStandIn, task: Task, text: str) -> Non
     assert gpu.event_waits == numbers * STEPS
 
 
-def test_samples_that_do_not_fit_the_gpu_are_copied_without_waiting(
-    gpu: GpuStandIn, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_samples_that_do_not_fit_the_gpu_are_copied_without_waiting(gpu, monkeypatch):
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device=None: (1000, 1000))
     assert waits(gpu, Images(), "") == []
     assert "copy to the GPU on side" in gpu.calls

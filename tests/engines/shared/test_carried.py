@@ -59,9 +59,7 @@ def test_they_resume_to_the_bit_in_mid_epoch(pool: Pool, tmp_path: Path, way: An
 
 
 @pytest.mark.parametrize(("first", "second"), [("replicate=2", ""), ("", "replicate=2")])
-def test_rows_are_cut_again_for_another_number_of_processes(
-    pool: Pool, tmp_path: Path, first: str, second: str
-) -> None:
+def test_rows_are_cut_again_for_another_number_of_processes(pool, tmp_path, first, second):
     part(pool, Stream(), "", tmp_path / "whole", STEPS)
     part(pool, Stream(), first, tmp_path / "run", 2)
     part(pool, Stream(), second, tmp_path / "run", STEPS)

@@ -78,9 +78,7 @@ def test_a_write_is_kept_once_a_step(pool: Pool, way: str, plan: str) -> None:
         ("engine=deepspeed,shard=2", "under shard=2"),
     ],
 )
-def test_a_write_that_would_be_lost_is_refused_with_the_name_and_the_line(
-    pool: Pool, way: str, plan: str, words: str
-) -> None:
+def test_a_write_that_would_be_lost_is_refused_with_the_name_and_the_line(pool, way, plan, words):
     said = train(pool, Written(way=way), plan)
     line = r"teachers.py, line \d+, in forward\(\): target"
     pattern = rf"the parameter 'teacher.0.weight' is written in forward \(.*{line}.*{words}.*after_step"

@@ -70,9 +70,7 @@ def train(folder: Path, watcher: Watcher, task: Images | None = None, **options:
 
 @pytest.mark.parametrize("kind", [Calls, Prompt])
 @pytest.mark.parametrize("seconds", [0.0, 1e9])
-def test_every_step_comes_in_order_and_before_what_follows_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: type[Calls], seconds: float
-) -> None:
+def test_every_step_comes_in_order_and_before_what_follows_it(tmp_path, monkeypatch, kind, seconds):
     monkeypatch.setattr(loop, "DELIVERY_SECONDS", seconds)
     calls = kind()
     train(tmp_path / "run", calls, evaluate_every=2, save_every=4, steps=5)
@@ -85,9 +83,7 @@ def test_every_step_comes_in_order_and_before_what_follows_it(
     ]  # fmt: skip
 
 
-def test_after_an_error_watchers_have_seen_every_step_before_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_after_an_error_watchers_have_seen_every_step_before_it(tmp_path, monkeypatch):
     monkeypatch.setattr(loop, "DELIVERY_SECONDS", 1e9)
     calls = Calls()
     with pytest.raises(DivergedError) as error:
