@@ -1,7 +1,5 @@
 """A folder is committed whole, or it is not there."""
 
-from __future__ import annotations
-
 import json
 import shutil
 

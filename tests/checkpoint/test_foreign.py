@@ -1,7 +1,5 @@
 """Weights from files that grappe did not write: read, never run."""
 
-from __future__ import annotations
-
 import json
 import pickle
 import time

@@ -1,7 +1,5 @@
 """The choice of a checkpoint, and what is said of those that are not taken."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

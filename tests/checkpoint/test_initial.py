@@ -1,7 +1,5 @@
 """Starting is resuming from step 0: a builder makes the weights in a process of its own."""
 
-from __future__ import annotations
-
 import os
 import signal
 import sys

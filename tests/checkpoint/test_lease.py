@@ -1,7 +1,5 @@
 """One writer a run, judged by another node from the file alone."""
 
-from __future__ import annotations
-
 import json
 import multiprocessing
 import os

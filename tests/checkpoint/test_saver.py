@@ -1,7 +1,5 @@
 """Saving in the background: what is copied when, what is reported, what is left."""
 
-from __future__ import annotations
-
 import shutil
 import threading
 import weakref

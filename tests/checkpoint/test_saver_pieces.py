@@ -1,7 +1,5 @@
 """Tests of the pieces that each process writes: over real meshes, all pieces together are every tensor once."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Copies to a GPU beside the kernels of the step before: the order of the calls, on tests.gpu_stand_in."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -32,7 +30,7 @@ class Graph:
     def __init__(self, nodes: Tensor) -> None:
         self.nodes = nodes
 
-    def to(self, device: torch.device, *, non_blocking: bool) -> Graph:
+    def to(self, device: torch.device, *, non_blocking: bool):
         return Graph(self.nodes.to(device, non_blocking=non_blocking))
 
 

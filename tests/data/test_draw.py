@@ -1,7 +1,5 @@
 """Draws: each sample's own, however the batch was divided."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

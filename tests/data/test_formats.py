@@ -1,7 +1,5 @@
 """Official files, honest and hostile: what is read is right, what is wrong is said, and nothing is run."""
 
-from __future__ import annotations
-
 import gzip
 import os
 import pickle

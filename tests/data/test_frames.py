@@ -1,7 +1,5 @@
 """Data as people have it: pandas frames and series, float64, memory-mapped files."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

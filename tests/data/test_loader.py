@@ -1,7 +1,5 @@
 """The processes' batches together are exactly the one-process batches: contracts 3 and 4."""
 
-from __future__ import annotations
-
 import random
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Ways to load: no way changes a sample, workers outlive an evaluation, and the quickest way is found and kept."""
 
-from __future__ import annotations
-
 import itertools
 import os
 import signal

@@ -1,7 +1,5 @@
 """Memory-mapped files: batches are read from the disk as they are asked for, without a copy of the file."""
 
-from __future__ import annotations
-
 import warnings
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """SampleOrder: every epoch each sample once, and any division of a step is that step."""
 
-from __future__ import annotations
-
 import itertools
 import subprocess
 import sys
@@ -35,12 +33,6 @@ def deviations(observed: np.ndarray, expected: float) -> float:
 def permutations(length: int, count: int) -> np.ndarray:
     """One permutation for each of `count` keys: (count, length)."""
     return np.stack([permute(np.arange(length), key=key, length=length) for key in range(count)])
-
-
-@untimed
-@given(key=SEEDS, length=st.integers(1, 3000))
-def test_every_sample_has_one_position(key: int, length: int) -> None:
-    assert sorted(permute(np.arange(length), key=key, length=length)) == list(range(length))
 
 
 def test_every_small_length_is_permuted() -> None:
@@ -119,29 +111,6 @@ def test_an_epoch_sees_each_sample_once(seed: int, length: int, batch_size: int,
         assert np.array_equal(seen, order.order(epoch, 0, length))
         if not shuffle:
             assert np.array_equal(seen, np.arange(length))
-
-
-@untimed
-@given(
-    length=st.integers(1, 600),
-    batch_size=st.integers(1, 40),
-    parts=st.integers(1, 9),
-    microbatches=st.integers(1, 5),
-    shuffle=st.booleans(),
-)
-def test_the_slices_of_a_step_are_that_step(length, batch_size, parts, microbatches, shuffle):
-    alone = SampleOrder(seed=3, length=length, batch_size=batch_size, shuffle=shuffle)
-    each = [SampleOrder(seed=3, length=length, batch_size=batch_size, shuffle=shuffle) for _ in range(parts)]
-    for step in range(alone.steps_per_epoch):
-        whole, pieces = alone.ids(1, step), []
-        for part, order in enumerate(each):
-            ids = order.ids(1, step)
-            start, stop = cut(len(ids), parts, part)
-            for microbatch in range(microbatches):
-                low, high = cut(stop - start, microbatches, microbatch)
-                assert low == high or (start + low) % 2 == 0
-                pieces.append(ids[start + low : start + high])
-        assert np.array_equal(np.concatenate(pieces), whole)
 
 
 @untimed

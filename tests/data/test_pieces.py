@@ -1,7 +1,5 @@
 """The pieces of an exact plan: every slice's together are the global batch, in whatever order they are gathered."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

@@ -1,7 +1,5 @@
 """Sampling: weighted, balanced and bucketed orders are functions of seed, epoch and step, the same on any world."""
 
-from __future__ import annotations
-
 from collections import Counter
 from pathlib import Path
 

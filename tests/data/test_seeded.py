@@ -1,7 +1,5 @@
 """SeededDataset datasets: a sample's own draws follow it to whatever process and worker loads it."""
 
-from __future__ import annotations
-
 import random
 from typing import Any
 
@@ -179,7 +177,3 @@ def test_ids_may_come_from_numpy(alone: list[torch.Tensor]) -> None:
     kind, sample = SeededDataset(Asked(), seed=5)[1, np.int64(7)]
     assert kind is int  # what a file name or a JSON key is made from
     assert torch.equal(sample, alone[7])
-
-
-def test_it_is_as_long_as_the_dataset() -> None:
-    assert len(SeededDataset(Drawing(), seed=5)) == LENGTH

@@ -1,7 +1,5 @@
 """Splitting by shares: parts that do not overlap, the same in every process, and of arrays without a copy."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

@@ -1,7 +1,5 @@
 """Staging: one copy a node, whole or absent, at the cost of one, and with its index."""
 
-from __future__ import annotations
-
 import errno
 import os
 import signal

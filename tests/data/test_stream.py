@@ -1,7 +1,5 @@
 """Streams without a training: how their place is found again, and what is refused or called not repeatable."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import random

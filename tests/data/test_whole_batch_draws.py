@@ -1,7 +1,6 @@
 """Draws for a microbatch's rows are those of one process that draws for the whole batch."""
 
-from __future__ import annotations
-
+import contextlib
 import functools
 import weakref
 from collections.abc import Callable
@@ -68,28 +67,20 @@ DRAWS: dict[str, Draw] = {
 }
 
 
+@pytest.mark.parametrize("watched", [False, True])
 @pytest.mark.parametrize("name", DRAWS)
-def test_rows_have_the_whole_batchs_numbers_and_the_generator_goes_as_far(name: str) -> None:
+def test_rows_have_the_whole_batchs_numbers_and_the_generator_goes_as_far(name: str, watched: bool) -> None:
+    """Also in a dispatch mode, which watches the first forward of a training, and each of verify's."""
     x = torch.randn(ROWS, 5, 8, generator=torch.Generator().manual_seed(0))
     torch.manual_seed(3)
     wanted, after = DRAWS[name](x), torch.get_rng_state()
     for first, last in CUTS:
         torch.manual_seed(3)
-        with whole_batch_draws(BatchRows(first, last - first, ROWS)):
+        watch = RandomOps(off=False) if watched else contextlib.nullcontext()
+        with whole_batch_draws(BatchRows(first, last - first, ROWS)), watch:
             found = DRAWS[name](x[first:last])
         torch.testing.assert_close(found, wanted[first:last])
-        assert torch.equal(after, torch.get_rng_state())
-
-
-@pytest.mark.parametrize("name", DRAWS)
-def test_the_same_in_a_dispatch_mode(name: str) -> None:
-    """The first forward of a training is watched by one, and so is each of verify's."""
-    x = torch.randn(ROWS, 5, 8, generator=torch.Generator().manual_seed(0))
-    torch.manual_seed(3)
-    wanted = DRAWS[name](x)
-    torch.manual_seed(3)
-    with whole_batch_draws(BatchRows(4, 6, ROWS)), RandomOps(off=False):
-        torch.testing.assert_close(DRAWS[name](x[4:10]), wanted[4:10])
+        assert watched or torch.equal(after, torch.get_rng_state())
 
 
 def test_rows_of_padding_and_gradients() -> None:

@@ -1,7 +1,5 @@
 """Tests of the plans and settings that the DeepSpeed engine refuses or passes on."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

@@ -1,7 +1,5 @@
 """The Lightning engine's own parts: that its Trainer runs the loop, where it stands, and what it leaves alone."""
 
-from __future__ import annotations
-
 import os
 import signal
 from pathlib import Path

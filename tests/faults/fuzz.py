@@ -1,7 +1,5 @@
 """Input of the fuzzer: words, JSON, and runs that are damaged as an accident or an attacker would."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

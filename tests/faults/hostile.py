@@ -8,8 +8,6 @@ more than 5 seconds, memory of more than twice the model's (beside what librarie
 is new or changed. A finding is printed at once, and the next file is tried; the exit code is then 1.
 """
 
-from __future__ import annotations
-
 import collections
 import dataclasses
 import io

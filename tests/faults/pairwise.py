@@ -1,7 +1,5 @@
 """A selection of a grid's cells in which every two values of different axes meet, wherever they may."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections import Counter

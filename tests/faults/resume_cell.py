@@ -1,7 +1,5 @@
 """Trainings that are given up in the middle, and go on: what each process of a pool does, with all the real parts."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import hashlib

@@ -10,8 +10,6 @@ best trial and each step of each trial's curves are compared. Trials that are jo
 those of a study without Slurm.
 """
 
-from __future__ import annotations
-
 import argparse
 import dataclasses
 import json

@@ -1,7 +1,5 @@
 """A control group with little memory, as a Slurm job has it: a step keeps its room beside checkpoints' copies."""
 
-from __future__ import annotations
-
 import re
 import time
 import uuid

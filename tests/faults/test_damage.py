@@ -1,7 +1,5 @@
 """Bit flips, truncations and swapped files: each is detected and the checkpoint before is used, or is harmless."""
 
-from __future__ import annotations
-
 import random
 import shutil
 from collections.abc import Iterator

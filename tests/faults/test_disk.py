@@ -1,7 +1,5 @@
 """A disk that is full, may not be written, or is gone: the run says so, keeps the old, goes on or stops as asked."""
 
-from __future__ import annotations
-
 import functools
 import os
 import re

@@ -1,7 +1,5 @@
 """grappe drill on tasks that recover, and on one that cannot."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """A run from somebody else runs no code, whatever task it names; a run that was trained here keeps its task."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

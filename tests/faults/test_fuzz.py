@@ -1,8 +1,6 @@
 """The fuzzer: whatever is on the command line, in a run, in a task's outputs, in a site or a plan, grappe says one
 message of its own or goes on; nothing runs, nothing outside is touched. GRAPPE_FUZZ=1000 tries many more."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import functools

@@ -1,7 +1,5 @@
 """Hostile files in a run that somebody sent: no code runs, nothing outside is touched, one clear error."""
 
-from __future__ import annotations
-
 import json
 import os
 import pickle

@@ -1,7 +1,5 @@
 """A few of the hostile files that `make soak` tries by the thousand, and how the attack itself tells what it finds."""
 
-from __future__ import annotations
-
 import time
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Faults while images are loaded: one message each, nothing lost, no hang."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import signal

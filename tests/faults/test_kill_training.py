@@ -1,7 +1,5 @@
 """SIGKILL of whole trainings at random instants, as often as it takes: the end is the same to the bit."""
 
-from __future__ import annotations
-
 import os
 import random
 import signal

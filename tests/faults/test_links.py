@@ -1,7 +1,5 @@
 """Links planted in a run: each verb refuses with the link's name, or replaces the link; nothing outside changes."""
 
-from __future__ import annotations
-
 import os
 import shutil
 from collections.abc import Iterator

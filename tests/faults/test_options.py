@@ -1,7 +1,5 @@
 """grappe train's options about keeping and stopping, as typed."""
 
-from __future__ import annotations
-
 import os
 import re
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Scarce or odd resources: a training ends well, or with one message, and nothing that was saved is lost."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import sys

@@ -1,7 +1,5 @@
 """Tests that a checkpoint of two processes is one model for every reader: --from under any plan, load, evaluate."""
 
-from __future__ import annotations
-
 import shutil
 
 import pytest

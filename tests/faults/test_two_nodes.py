@@ -3,8 +3,6 @@
 The other node is this machine with a host name and process ids of its own (namespaces of UTS and PID).
 """
 
-from __future__ import annotations
-
 import json
 import signal
 import time

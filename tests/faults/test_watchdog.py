@@ -1,7 +1,5 @@
 """A training that stands still is ended with a word on why; one that is slow is left alone."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import os

@@ -1,7 +1,5 @@
 """A few kills at random instants of the whole life of a training; `make soak` makes 500, under every engine."""
 
-from __future__ import annotations
-
 import random
 import shutil
 from pathlib import Path

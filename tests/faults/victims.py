@@ -1,7 +1,5 @@
 """The living processes of a command by what they are."""
 
-from __future__ import annotations
-
 import collections
 from pathlib import Path
 

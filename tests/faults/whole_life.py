@@ -8,8 +8,6 @@ uniform over that time, is started again by the same command, killed again perha
 is compared to the bit, what was said is searched for mistakes of grappe's own, and what lives on is counted.
 """
 
-from __future__ import annotations
-
 import collections
 import dataclasses
 import itertools

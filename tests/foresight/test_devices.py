@@ -1,7 +1,5 @@
 """Data sheets of GPUs are read, and sites' GPUs have one."""
 
-from __future__ import annotations
-
 import pytest
 
 from grappe import sites

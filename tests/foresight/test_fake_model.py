@@ -1,7 +1,5 @@
 """A trace has the bytes that the allocator counts, and leaves nothing behind."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Memory that libraries keep of a plan's kernels is measured: as much as a training's own process keeps."""
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 import resource

@@ -1,7 +1,5 @@
 """Steps on GPUs: operators by roofline, messages by the slowest link, pipelines pass by pass."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections import defaultdict
 from pathlib import Path

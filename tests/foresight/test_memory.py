@@ -1,7 +1,5 @@
 """Sharding: what fully_shard keeps at each mark, counted by hand for two units of one matrix each."""
 
-from __future__ import annotations
-
 import pytest
 
 from grappe.foresight.memory import GLOO, GLOO_LATE, NCCL, CommunicationBuffers, FsdpMemory, Parameter

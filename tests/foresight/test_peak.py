@@ -1,7 +1,5 @@
 """Predicted bytes are those of real runs: states to the byte, the peak of torch's allocator closely."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

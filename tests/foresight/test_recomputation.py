@@ -1,7 +1,5 @@
 """Recomputation is chosen at the least time that fits: against all subsets of units, and by its own trace."""
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 from collections.abc import Sequence

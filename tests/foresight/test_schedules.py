@@ -1,7 +1,5 @@
 """Schedules have torch's own order, the idle times that their papers give, and those of real pipelines."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from hypothesis import given

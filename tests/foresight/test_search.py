@@ -1,7 +1,5 @@
 """Plans that learn the same are tried in the order of what they cost, and the first that has room is found."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

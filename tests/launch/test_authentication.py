@@ -1,7 +1,5 @@
 """Processes of one start know each other; a stranger who is connected in the place of one is found out."""
 
-from __future__ import annotations
-
 import dataclasses
 from pathlib import Path
 from unittest import mock

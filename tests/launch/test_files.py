@@ -1,7 +1,5 @@
 """Files below a run are opened without following links; every other file that the source opens has its reason here."""
 
-from __future__ import annotations
-
 import ast
 import errno
 import os

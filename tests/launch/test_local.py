@@ -1,7 +1,5 @@
 """Processes on this machine: started, watched, interrupted, killed; nothing of them may remain."""
 
-from __future__ import annotations
-
 import json
 import os
 import resource

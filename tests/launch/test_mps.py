@@ -1,7 +1,5 @@
 """MPS with a stand-in for its program: the exact commands and environment, and nothing left behind."""
 
-from __future__ import annotations
-
 import json
 import os
 from pathlib import Path

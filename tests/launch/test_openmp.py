@@ -1,7 +1,5 @@
 """On a busy machine OpenMP's threads sleep while they wait, unless the user has chosen."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Processes end with what started them, stopped or busy as they may be; a kill while they start is told as others."""
 
-from __future__ import annotations
-
 import os
 import signal
 import socket

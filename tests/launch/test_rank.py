@@ -1,7 +1,5 @@
 """Processes that torchrun and srun start: one voice, the right exit codes, no address fixed in advance."""
 
-from __future__ import annotations
-
 import os
 import signal
 import sys

@@ -1,7 +1,5 @@
 """All that is written to the user goes through launch/terminal.py and launch/safe_console.py; no other file may."""
 
-from __future__ import annotations
-
 import ast
 import io
 import os

@@ -1,7 +1,5 @@
 """Tests of a process's rank in a launcher's variables, and of a plan's requirements."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """LARS, LARC and LAMB against published implementations."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

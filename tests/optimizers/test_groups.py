@@ -1,7 +1,5 @@
 """Parameter groups by name."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn

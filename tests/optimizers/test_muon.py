@@ -1,7 +1,5 @@
 """Muon against torch's, and what its iteration does to singular values."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from packaging.version import Version

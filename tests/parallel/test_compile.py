@@ -1,7 +1,5 @@
 """Tests of compilation with CUDA graphs. No GPU is here: torch's compiler and its mark of a step are stand-ins."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Gradients are averaged in each backward: large ones where they are, small ones in buckets, of any branch."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

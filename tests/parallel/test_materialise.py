@@ -3,8 +3,6 @@
 The meta device stands in for the GPU, as this machine has none: no value is computed there.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Scalar parameters under shard stay whole, and learn what they learn on one process."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

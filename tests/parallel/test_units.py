@@ -1,7 +1,5 @@
 """Blocks that are found where a task gives no units: which they are, what cannot be one, and that no number changes."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

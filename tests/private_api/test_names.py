@@ -1,7 +1,5 @@
 """Each private name that grappe uses is there in the library that is installed."""
 
-from __future__ import annotations
-
 import ast
 import importlib
 import importlib.util

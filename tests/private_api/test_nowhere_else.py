@@ -1,7 +1,5 @@
 """Private names of other packages stand in grappe/private_api alone."""
 
-from __future__ import annotations
-
 import ast
 from pathlib import Path
 

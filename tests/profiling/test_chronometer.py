@@ -1,7 +1,5 @@
 """The chronometer: a task whose phases sleep known times, under every engine, alone and among several processes."""
 
-from __future__ import annotations
-
 import dataclasses
 import os
 import sys
@@ -309,7 +307,7 @@ class Event:
     def query(self) -> bool:
         return True
 
-    def elapsed_time(self, end: Event) -> float:
+    def elapsed_time(self, end) -> float:
         return end.at - self.at
 
 

@@ -1,7 +1,5 @@
 """Limits: control groups as Linux writes them, of version 1 and 2, RLIMIT_DATA, and the machine."""
 
-from __future__ import annotations
-
 import resource
 import subprocess
 import sys

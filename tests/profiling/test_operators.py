@@ -1,7 +1,5 @@
 """The trace of operators: what kind each is, which of the user's lines called it, and what its kernels took."""
 
-from __future__ import annotations
-
 import types
 
 import pytest

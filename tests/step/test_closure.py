@@ -1,7 +1,5 @@
 """Tests of which optimizers get a closure, and of the plans that refuse one."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

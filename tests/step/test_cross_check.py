@@ -1,7 +1,5 @@
 """check=: planted faults of one process are found within the stated steps, and the right process is named."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """The noise scale of a model whose gradients' mean and variance are known; and what it says, or refuses."""
 
-from __future__ import annotations
-
 import json
 import math
 from pathlib import Path

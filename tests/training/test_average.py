@@ -1,7 +1,5 @@
 """Moving averages of weights under every kind of plan: saved, resumed, evaluated and loaded."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Headspace: what a run says that loading has cost, of planted waits."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import pytest

@@ -1,7 +1,5 @@
 """With each process's memory limited, plans that share a model train what one process cannot; it says so itself."""
 
-from __future__ import annotations
-
 import os
 import re
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A training under memory= has one plan on all its processes, which its run keeps, and learns the same to the bit."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import signal

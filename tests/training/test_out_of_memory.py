@@ -1,7 +1,5 @@
 """Tests of the parts of an out-of-memory message: what was held, and the plans that are foreseen to fit."""
 
-from __future__ import annotations
-
 import dataclasses
 import re
 import resource

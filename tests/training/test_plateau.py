@@ -1,7 +1,5 @@
 """ReduceLROnPlateau: fed with the score of each evaluation, alike on every process, and again when a run resumes."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

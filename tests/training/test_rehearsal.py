@@ -1,7 +1,5 @@
 """One batch of evaluation is tried before the first step: what only evaluation raises is known then."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

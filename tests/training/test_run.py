@@ -1,7 +1,5 @@
 """A run's folder: the status of starts that live, that were killed, that have just begun; its curves and costs."""
 
-from __future__ import annotations
-
 import math
 import multiprocessing
 import os

@@ -1,7 +1,5 @@
 """Resuming: each process reads every tensor of a checkpoint once, and no more of it than its part."""
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from collections.abc import Sequence

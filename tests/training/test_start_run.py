@@ -1,7 +1,5 @@
 """Tests of the messages on exactness when a run is resumed."""
 
-from __future__ import annotations
-
 from grappe.training.start_run import other_bits
 
 BEFORE = {

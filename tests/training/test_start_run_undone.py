@@ -1,7 +1,5 @@
 """A start that is refused takes back what it made, and nothing else."""
 
-from __future__ import annotations
-
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path

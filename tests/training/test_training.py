@@ -1,7 +1,5 @@
 """A training from start to end in one process: what it writes, when it evaluates, saves and stops, how it goes on."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Several losses by name, and metrics over the training batches: each sample once, under every kind of plan."""
 
-from __future__ import annotations
-
 import functools
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """--with-optimizer: goes on from another script's file, to the same weights as the training that was not moved."""
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 from typing import Any

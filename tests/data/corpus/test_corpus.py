@@ -1,7 +1,5 @@
 """Tests that a corpus reads each row of every format once an epoch, in an order of the seed and the files alone."""
 
-from __future__ import annotations
-
 import gzip
 import json
 import pickle

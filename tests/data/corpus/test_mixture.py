@@ -1,7 +1,5 @@
 """Tests that a mixture draws from its sources as its weights say, each source in an order of its own."""
 
-from __future__ import annotations
-
 from collections import Counter
 
 import numpy as np

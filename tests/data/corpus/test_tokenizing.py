@@ -1,7 +1,5 @@
 """Tests that tokens are written once, by one process or several, and that a killed writing goes on."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

@@ -1,7 +1,5 @@
 """Tests of windows and packed documents: every token is predicted once, and a packed document's loss is its own."""
 
-from __future__ import annotations
-
 import functools
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Headers are walked as Python's tarfile reads them; what is no plain archive gets one message."""
 
-from __future__ import annotations
-
 import io
 import os
 import random

@@ -1,7 +1,5 @@
 """Microbatches of one shape: rows that are filled in count nothing, and are refused where they would count."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

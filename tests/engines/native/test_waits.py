@@ -1,7 +1,5 @@
 """The native engine's steps make the host wait for no GPU: on tests.gpu_stand_in, since this machine has none."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Iterator, Mapping
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A recurrent model whose hidden state goes from batch to batch; it may count, and draw from its own generator."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any, Literal
 

@@ -1,7 +1,5 @@
 """Tasks with a teacher that follows its student: in after_step, in forward, and in ways that are refused."""
 
-from __future__ import annotations
-
 import copy
 from pathlib import Path
 from typing import Any, Literal

@@ -1,7 +1,5 @@
 """after_step does the same under every plan and engine, resumes to the bit, and is refused where it cannot."""
 
-from __future__ import annotations
-
 import functools
 import re
 from pathlib import Path

@@ -1,7 +1,5 @@
 """State in a model's attributes: the same under every plan, exact on resume, apart from evaluation, or refused."""
 
-from __future__ import annotations
-
 import gc
 import re
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Parameters that forward writes: kept as one process keeps them, or refused in the first step with the user's line."""
 
-from __future__ import annotations
-
 import functools
 import json
 import re

@@ -1,7 +1,5 @@
 """Tests of the cuts between stages, and of refused cuts."""
 
-from __future__ import annotations
-
 import itertools
 import random
 

@@ -1,7 +1,5 @@
 """Tests of the delivery of steps to watchers: all steps, in order, in groups unless a watcher needs each."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """A user's own watchers, from Python and by name: what they are called with, and what mistakes say."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The profile: its summary of made-up events, and a real one of a few steps."""
 
-from __future__ import annotations
-
 import gzip
 import json
 from pathlib import Path
