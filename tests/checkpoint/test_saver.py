@@ -325,5 +325,5 @@ def test_a_failure_is_noted_before_anybody_is_told_that_the_part_is_written(tmp_
     to._written = Written()
     save(to, 1)
     told = to.wait()
-    assert told is not None and "No such file" in told
+    assert "No such file" in told
     assert noted == [told]

@@ -35,7 +35,6 @@ def states(world: World) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tenso
         for way, axes, placements in ways(world, len(shape)):
             name = f"{way}.{index}"
             whole[name] = torch.arange(float(torch.Size(shape).numel())).view(shape) + index
-            assert world.mesh is not None
             spread[name] = distribute_tensor(whole[name], world.mesh[axes], placements)
     return whole, spread
 

@@ -11,7 +11,6 @@ from grappe.plan import Plan
 @pytest.mark.parametrize("plan", ["exact=8", "exact=8,replicate=2", "exact=8,shard=4", "exact=8,replicate=8"])
 def test_the_slices_pieces_are_the_batch(plan: str) -> None:
     pieces = ExactPieces.of(Plan.parse(plan))
-    assert pieces is not None
     everyone = np.arange(21)
     cut = [pieces.cut(everyone, rank) for rank in range(pieces.slices)]
     gathered = [piece.tolist() for mine in cut for piece in mine]

@@ -28,7 +28,9 @@ def run(pool: Pool, task: Task, plan: str, folder: Path, dies_at: int | None = N
     return pool.run(function, size, task, plan, folder, request, dies_at)[0]
 
 
-def check_same_bits(pool: Pool, task: Task, plan: str, base: Path, kill: tuple[int, int, int] = (2, 5, 4)) -> set[str]:
+def check_same_bits(
+    pool: Pool, task: Task, plan: str, base: Path, kill: tuple[int, int, int] = (2, 5, 4), **options: Any
+) -> set[str]:
     """Checks that a training that dies and goes on ends as one that does not; the names of what is saved.
 
     Args:
@@ -36,10 +38,11 @@ def check_same_bits(pool: Pool, task: Task, plan: str, base: Path, kill: tuple[i
     """
     every, dies_at, newest = kill
     whole, parts = base / "whole", base / "parts"
-    run(pool, task, plan, whole, save_every=every)
-    run(pool, task, plan, parts, dies_at, save_every=every)
+    options["save_every"] = every
+    run(pool, task, plan, whole, **options)
+    run(pool, task, plan, parts, dies_at, **options)
     hashes(parts, newest)
-    assert f"resuming from step {newest}" in run(pool, task, plan, parts, save_every=every)
+    assert f"resuming from step {newest}" in run(pool, task, plan, parts, **options)
     saved = hashes(whole, STEPS)
     assert {name.partition(".")[0] for name in saved} >= {"json", "model", "optimizer"}
     assert hashes(parts, STEPS) == saved

@@ -83,7 +83,6 @@ def test_damage_to_a_checkpoint(run, was) -> None:
             one.write_bytes(text)
     assert passed_over > DAMAGES / 3
     newest = run.latest()
-    assert newest is not None
     assert alike(content(newest), whole[6])
 
 
@@ -152,7 +151,6 @@ def test_damage_to_the_description_is_said_or_harmless(run) -> None:
             assert {name: run.read_description().get(name) for name in whole} == whole  # a flip in the key of the hash
         except RunError as error:
             assert "run.json cannot be read" in str(error) or "run.json is damaged" in str(error)
-        newest = run.latest()
-        assert newest.step == 6
+        assert run.latest().step == 6
     file.write_bytes(good)
     assert run.read_description() == whole

@@ -88,8 +88,7 @@ def test_it_stops_when_that_was_asked(disk) -> None:
     with pytest.raises(RunError, match=r"step 6 could not be saved: .*No space.*checkpoint before it is whole"):
         train(disk / "run", TASK, stop_on_failed_save=True)
     (disk / "ballast").unlink()
-    newest = Run(disk / "run").latest()
-    assert newest.step == 3
+    assert Run(disk / "run").latest().step == 3
     at()
     assert train(disk / "run", TASK).status == "finished"
 
@@ -108,8 +107,7 @@ def test_a_disk_that_becomes_read_only(disk, capsys) -> None:
     with pytest.raises(RunError, match=r"step 9 could not be saved: \[Errno 30\] Read-only"):
         train(disk / "run", TASK)
     assert "step 6 could not be saved: [Errno 30]" in capsys.readouterr().out.replace("\n", " ")
-    newest = Run(disk / "run").latest()
-    assert newest.step == 3
+    assert Run(disk / "run").latest().step == 3
     subprocess.run(["umount", "--lazy", str(disk)], check=True)
     (disk / "run/lease.json").unlink()  # it could not be given back, and its process, which is this one, lives
     at()

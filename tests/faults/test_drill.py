@@ -14,9 +14,8 @@ from grappe.cli import commands
 from grappe.plan import Plan
 from grappe.training.run import Run
 from grappe.verbs import drill
-from tests.commands import GRAPPE, Command
+from tests.commands import GRAPPE
 from tests.faults.stuck import Quick
-from tests.patience import PATIENCE_SECONDS
 
 STUCK = str(Path(__file__).with_name("stuck.py"))
 PLAN = "replicate=2,threads=1,workers=0,device=cpu"
@@ -30,12 +29,8 @@ class Dicey(Quick):
 
 
 @pytest.mark.slow
-def test_everything_that_a_drill_does_is_recovered_from(tmp_path: Path) -> None:
-    command = Command(GRAPPE, "drill", f"{STUCK}:Quick", "--plan", PLAN, cwd=tmp_path)
-    try:
-        out, err = command.process.communicate(timeout=PATIENCE_SECONDS)
-    finally:
-        command.close()
+def test_everything_that_a_drill_does_is_recovered_from(start, tmp_path: Path) -> None:
+    code, out, err = start(GRAPPE, "drill", f"{STUCK}:Quick", "--plan", PLAN).end()
     rows = [line.split("  ") for line in out.splitlines()[1:]]
     table = {row[0]: [cell.strip() for cell in row[1:] if cell.strip()] for row in rows if row[0]}
     assert list(table) == [fault.name for fault in drill.all_faults(Plan.parse(PLAN))], err
@@ -44,7 +39,7 @@ def test_everything_that_a_drill_does_is_recovered_from(tmp_path: Path) -> None:
         assert 0 <= int(lost) <= 2 * drill.SAVE_EVERY, name
         assert float(seconds) > 0, name
         assert weights == "the same bits" or ("processes" in name and weights.startswith("within 1e-05")), name
-    assert (command.process.returncode, err) == (0, "")
+    assert (code, err) == (0, "")
     assert list(tmp_path.iterdir()) == []
 
 

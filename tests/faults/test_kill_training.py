@@ -72,7 +72,6 @@ def test_a_training_that_is_killed_ends_as_one_that_is_not(tmp_path: Path, plan:
     killed, struck = train(tmp_path / "killed", kills, steps, plan, generator)
     assert struck > 0
     one, other = Run(quiet).latest(), Run(killed).latest()
-    assert one is not None and other is not None
     assert one.step == other.step == steps
     ours, theirs = one.read_tensors(), other.read_tensors()
     assert set(ours) == set(theirs)

@@ -1,10 +1,9 @@
 """Scarce or odd resources: a training ends well, or with one message, and nothing that was saved is lost."""
 
 import os
-import shutil
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -22,20 +21,17 @@ Ended = tuple[int, str, str]
 
 
 @pytest.fixture
-def run(tmp_path: Path) -> Iterator[Callable[..., Ended]]:
+def run(start: Callable[..., Command]) -> Callable[..., Ended]:
     """Runs a program to its end in an empty folder; exit code, output, errors. Nothing is left of it."""
-    commands = []
 
-    def start(*words: str, **variables: str) -> Ended:
-        commands.append(Command(*words, cwd=tmp_path, **variables))
-        ended = commands[-1].end()
-        until(lambda: not commands[-1].members(), "all of its processes have ended")
-        assert commands[-1].left() == []
-        return ended
+    def ended(*words: str, **variables: str) -> Ended:
+        command = start(*words, **variables)
+        result = command.end()
+        until(lambda: not command.members(), "all of its processes have ended")
+        assert command.left() == []
+        return result
 
-    yield start
-    for one in commands:
-        one.close()
+    return ended
 
 
 def is_whole(folder: Path) -> bool:
@@ -179,19 +175,13 @@ def test_a_clock_that_was_set(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, h
     assert list((tmp_path / "run").iterdir()) == []
 
 
-def test_a_folder_that_is_removed_during_a_training(tmp_path: Path) -> None:
-    command = Command(sys.executable, "-m", "grappe", "train", SLOW, "epochs=1000", "--save-every", "2",
-                      "--run", "run", *ONE, cwd=tmp_path)  # fmt: skip
-    try:
-        pids_in_training(tmp_path / "run", 1)
-        (tmp_path / "run").rename(tmp_path / "moved")
-        code, _, err = command.end()
-        assert code == 2, err
-        assert "The run's folder run is gone or was moved" in err
-        assert err.count("grappe: ") == 1
-        newest = Run(tmp_path / "moved").latest()
-        assert newest is not None
-        (tmp_path / "moved").rename(tmp_path / "run")
-    finally:
-        command.close()
-    shutil.rmtree(tmp_path / "run")
+def test_a_folder_that_is_removed_during_a_training(start: Callable[..., Command], tmp_path: Path) -> None:
+    words = (SLOW, "epochs=1000", "--save-every", "2", "--run", "run", *ONE)
+    command = start(sys.executable, "-m", "grappe", "train", *words)
+    pids_in_training(tmp_path / "run", 1)
+    (tmp_path / "run").rename(tmp_path / "moved")
+    code, _, err = command.end()
+    assert code == 2, err
+    assert "The run's folder run is gone or was moved" in err
+    assert err.count("grappe: ") == 1
+    assert Run(tmp_path / "moved").latest() is not None

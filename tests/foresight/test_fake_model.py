@@ -69,7 +69,7 @@ def test_a_tied_parameter_counts_once_and_a_frozen_one_has_no_gradient(tmp_path:
     assert found.states.parameters == 4 * (64 + 24 + 3)
     assert found.states.gradients == 4 * 64
     assert found.states.optimizer == 2 * 4 * 64 + 4  # and the count of its steps
-    assert found.peak is not None and found.peak > found.states.total
+    assert found.peak > found.states.total
 
 
 def test_a_trace_marks_each_gradient_once_and_ends_empty(tmp_path: Path) -> None:

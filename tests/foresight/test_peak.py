@@ -30,7 +30,6 @@ def gpt() -> FakeModel:
 def test_the_peak_of_a_convolutional_network(plan: str) -> None:
     found = memory_forecast(FakeModel(Digits(), Path("data"), kernels=Kernels()), Plan.parse(plan))
     measured = max(one["peak"] for one in measured_cell("digits", plan))
-    assert found.peak is not None
     assert found.peak * (1 - EXACT) <= measured <= found.peak * (1 + EXACT)
 
 
@@ -41,7 +40,6 @@ def test_an_evaluation_and_the_copy_for_a_checkpoint(plan: str) -> None:
     found = memory_forecast(FakeModel(task, Path("data"), kernels=Kernels()), Plan.parse(plan))
     measured = measured_cell("digits batch_size=32", plan, between=True)
     most = max(one["evaluation"] for one in measured)
-    assert found.evaluation is not None
     assert found.evaluation * (1 - EXACT) <= most <= found.evaluation * (1 + EXACT)
     assert found.checkpoint == max(one["checkpoint"] for one in measured)
 
@@ -52,7 +50,6 @@ def test_an_evaluation_of_a_sharded_transformer(gpt: FakeModel) -> None:
     found = memory_forecast(gpt, Plan.parse("shard=2"))
     measured = measured_cell(f"pysource {words}", "shard=2", between=True)
     most = max(one["evaluation"] for one in measured)
-    assert found.evaluation_least is not None and found.evaluation is not None
     assert found.evaluation_least * (1 - EXACT) <= most <= found.evaluation * (1 + EXACT)
     assert found.checkpoint == pytest.approx(max(one["checkpoint"] for one in measured), rel=EXACT)
 
@@ -79,7 +76,6 @@ def test_a_transformer_has_states_to_the_byte_and_a_peak_in_the_range(plan: str,
     states = {name: getattr(found.states, name) for name in ("parameters", "gradients", "optimizer")}
     assert states in held and sum(states.values()) == max(sum(one.values()) for one in held)
     most = max(one["peak"] for one in measured)
-    assert found.least is not None and found.peak is not None
     assert found.least * (1 - EXACT) <= most <= found.peak
 
 
@@ -107,7 +103,6 @@ def test_the_peak_of_parts_of_volumes(plan: str) -> None:
     task = Volumes(size=16, batch_size=4, volumes=8)
     found = memory_forecast(FakeModel(task, Path("data"), kernels=Kernels()), Plan.parse(plan))
     most = max(one["peak"] for one in measured_cell("volumes size=16 batch_size=4 volumes=8", plan))
-    assert found.least is not None and found.peak is not None
     assert found.least * (1 - CLOSE) <= most <= found.peak * (1 + CLOSE)
 
 
@@ -147,5 +142,4 @@ def test_a_pipeline_keeps_no_buffers_of_batches_of_another_length(monkeypatch: p
 def check(found: MemoryForecast, task: type, plan: str) -> None:
     measured = measured_cell(f"{TASKS}:{task.__name__}", plan)
     most = max(one["peak"] for one in measured)
-    assert found.least is not None and found.peak is not None
     assert found.least * (1 - CLOSE) <= most <= found.peak * (1 + CLOSE)

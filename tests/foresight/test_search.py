@@ -79,7 +79,7 @@ def test_parts_of_samples_are_named_where_a_sample_alone_does_not_fit() -> None:
     shards, parts = (each.peak for each in least if each is not None)
     budget = MemoryBudget(whose="", size=(shards + parts) / 2, besides=0, gpu=False)
     named = fitting(alone, Plan(), budget)
-    assert named is not None and named.plan == "domain=4"
+    assert named.plan == "domain=4"
 
 
 def test_memory_that_processes_share_is_divided_and_copies_count(fake_model: FakeModel) -> None:

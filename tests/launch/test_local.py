@@ -9,7 +9,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -31,20 +31,6 @@ from tests.commands import GRAPPE, SLOW, Command, pids_in_training, until
 PLAN = ("--plan", "replicate=2,threads=1,device=cpu,workers=1")
 HOST = host_name()
 Start = Callable[..., Command]
-
-
-@pytest.fixture
-def start(tmp_path: Path) -> Iterator[Start]:
-    """Starts commands in an empty folder, and ends what is left of them."""
-    started: list[Command] = []
-
-    def begin(*arguments: str, **options: str) -> Command:
-        started.append(Command(*arguments, cwd=tmp_path, **options))
-        return started[-1]
-
-    yield begin
-    for one in started:
-        one.close()
 
 
 @pytest.fixture

@@ -4,7 +4,7 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -95,16 +95,12 @@ def test_the_environment_is_left_as_it_was(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 @pytest.fixture
-def spins(tmp_path: Path):
+def spins(start: Callable[..., Command], tmp_path: Path):
     """Reads the spin count of a waiting thread in each of a command's processes that load OpenMP."""
 
     def of(*words: str, **variables: str) -> list[int]:
         folder = Path(tempfile.mkdtemp(dir=tmp_path))
-        command = Command(*words, cwd=folder, OMP_DISPLAY_ENV="verbose", cold=True, **variables)
-        try:
-            code, _, err = command.end()
-        finally:
-            command.close()
+        code, _, err = start(*words, cwd=folder, OMP_DISPLAY_ENV="verbose", cold=True, **variables).end()
         assert code == 0, err
         # A single process loads torch itself, when its output goes to the run's log.
         said = err + "".join(log.read_text() for log in folder.glob("run/logs/*.log"))

@@ -82,7 +82,6 @@ def test_the_noise_scale_has_no_place_for_several_gradients() -> None:
 def gradients(process: ProcessRank, rendezvous_folder: Path) -> list[list[float]]:
     """Whole copies' gradients under tensor=2, where each process has computed another one for what is not split."""
     world = join(Plan.parse("tensor=2,threads=1,device=cpu"), process, rendezvous_folder)
-    assert world.mesh is not None
     split = nn.Parameter(distribute_tensor(torch.zeros(2), world.mesh["tensor"], [Shard(0)]))
     split.grad = distribute_tensor(torch.tensor([3.0, 4.0]), world.mesh["tensor"], [Shard(0)])
     unsplit = nn.Parameter(torch.zeros(1))

@@ -8,22 +8,18 @@ import torch
 from torch import nn
 
 from grappe.errors import DivergedError
-from grappe.launch.rank import ProcessRank
-from grappe.plan import Plan
 from grappe.profiling.chronometer import Chronometer
 from grappe.step.closure import step_with_closure
 from grappe.training import loop
 from grappe.training.options import Options
-from grappe.training.request import Request
 from grappe.training.run import Run
-from grappe.training.task_reference import TaskReference
 from grappe.training.watchers.base import Outcome, Record, RunInfo, Watcher
 from grappe.training.watchers.curves import Curves
 from grappe.training.watchers.watcher_list import WatcherList, gradients_hooked
 from grappe.training.worker import worker
 from tests.parity.optimizers import SAM
 from tests.parity.tasks import Images
-from tests.training.test_training import Poisoned
+from tests.training.test_training import HERE, Poisoned, request_of
 from tests.training.watchers.made_up import record, run_info
 
 
@@ -52,18 +48,8 @@ class Prompt(Calls):
 
 
 def train(folder: Path, watcher: Watcher, task: Images | None = None, **options: int) -> None:
-    request = Request(
-        task=TaskReference.of(task or Images(epochs=2)),
-        plan=Plan.parse("threads=1"),
-        run=folder,
-        base=folder.parent,
-        data=folder,
-        weights=None,
-        options=Options(**options),
-        quiet=True,
-        per_process_watchers=(watcher,),
-    )
-    worker(request, ProcessRank(launcher="test"), folder.parent)
+    fields = {"data": folder, "options": Options(**options), "quiet": True, "per_process_watchers": (watcher,)}
+    worker(request_of(folder, task or Images(epochs=2), **fields), HERE, folder.parent)
 
 
 @pytest.mark.parametrize("kind", [Calls, Prompt])

@@ -9,7 +9,7 @@ import grappe
 from grappe.errors import TaskError, UsageError
 from grappe.training.request import checked_watchers, find_watcher, make_watchers
 from grappe.training.run import Run
-from tests.commands import GRAPPE, Command
+from tests.commands import GRAPPE
 from tests.parity.tasks import Images
 from tests.training.watchers.of_a_user import Diary, Gradients
 
@@ -49,13 +49,11 @@ def test_gradients_are_of_the_step_that_uses_them(tmp_path: Path, engine: str) -
     assert norms[1] == pytest.approx(norms[0], rel=1e-5)
 
 
-def test_watch_on_the_command_line(tmp_path: Path) -> None:
+def test_watch_on_the_command_line(start, tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(FILE.read_text())
     plan = ("--plan", f"replicate=2,{HERE}", "--run", "run")
     watch = ("--callback", "mine.py:Diary", "--callback", "mine:Gradients")
-    command = Command(GRAPPE, "train", "digits", "epochs=1", *plan, "--steps", "2", *watch, cwd=tmp_path)
-    code, _, err = command.end()
-    command.close()
+    code, _, err = start(GRAPPE, "train", "digits", "epochs=1", *plan, "--steps", "2", *watch).end()
     assert (code, err) == (0, ""), err
     assert [line[0] for line in diary(tmp_path / "run")] == [
         "started", "stepped", "stepped", "evaluated", "saving", "ended",

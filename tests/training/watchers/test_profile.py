@@ -7,14 +7,11 @@ from pathlib import Path
 import pytest
 
 from grappe.errors import UsageError
-from grappe.plan import Plan
 from grappe.training.options import Options
-from grappe.training.request import Request
-from grappe.training.task_reference import TaskReference
 from grappe.training.watchers.profile import Event, summary, union
 from grappe.verbs.train import run_training
 from tests.parity.tasks import Images
-from tests.training.test_training import train
+from tests.training.test_training import request_of, train
 
 
 def test_spans_of_time() -> None:
@@ -69,14 +66,6 @@ def test_too_few_steps_are_said(tmp_path: Path, capsys: pytest.CaptureFixture) -
 
 
 def test_a_process_that_is_not_there(tmp_path: Path) -> None:
-    request = Request(
-        task=TaskReference.of(Images()),
-        plan=Plan(),
-        run=None,
-        base=tmp_path,
-        data=tmp_path,
-        weights=None,
-        options=Options(profile=(1,)),
-    )
+    request = request_of(tmp_path / "run", Images(), "", run=None, options=Options(profile=(1,)))
     with pytest.raises(UsageError, match="--profile=1: there are process 0 to 0"):
         run_training(request)
