@@ -18,6 +18,7 @@ from grappe.checkpoint.initial import build, built
 from grappe.errors import OutOfMemory, RunError, TaskError, UsageError
 
 MADE_BY: list[int] = []
+LINE = r" \(.*test_initial.py, line \d+, in model\(\): raise"
 WHATEVER = Literal["well", "raise", "kill", "leave", "exit", "nothing", "need", "sparse"]
 
 
@@ -82,10 +83,7 @@ def test_the_model_is_made_in_a_child(tmp_path) -> None:
 @pytest.mark.parametrize(
     ("goes", "words"),
     [
-        (
-            "raise",
-            r"Small.model\(\) failed: ValueError: width 3 is odd \(.*test_initial.py, line \d+, in model\(\): raise",
-        ),
+        ("raise", r"Small.model\(\) failed: ValueError: width 3 is odd" + LINE),
         ("kill", r"was killed, or ended itself: is the model larger than this machine's memory\?"),
         ("leave", r"was killed, or ended itself"),
         ("exit", r"Small.model\(\) failed: SystemExit: no more"),
@@ -113,9 +111,8 @@ def test_from_a_run(tmp_path) -> None:
 @pytest.mark.parametrize("kind", ["safetensors", "lightning", "state dict", "wrapped", "page"])
 def test_from_a_file(tmp_path, kind: str) -> None:
     given = state_of(8)
-    file = tmp_path / {"safetensors": "a.safetensors", "lightning": "a.ckpt", "page": "checkpoint_path"}.get(
-        kind, "a.pt"
-    )
+    names = {"safetensors": "a.safetensors", "lightning": "a.ckpt", "page": "checkpoint_path"}
+    file = tmp_path / names.get(kind, "a.pt")
     if kind == "safetensors":
         safetensors.torch.save_file(given, file)
     elif kind == "lightning":

@@ -82,12 +82,8 @@ def test_what_cannot_be_recorded_is_copied_where_it_is_used(gpu: GpuStandIn) -> 
     """Tests what else would be overwritten by a later copy, while kernels read it."""
     nodes = torch.ones(4).pin_memory()
     (graph, target) = copies_to(GPU)((Graph(nodes), torch.ones(4)))
-    assert gpu.calls == [
-        "copy to the GPU on side",
-        "computing waits for side",
-        "copy to the GPU on computing",
-        "recorded on computing",
-    ]
+    there = ["copy to the GPU on side", "computing waits for side"]
+    assert gpu.calls == [*there, "copy to the GPU on computing", "recorded on computing"]
     assert graph.nodes.device == target.device == GPU
 
 
@@ -118,9 +114,8 @@ def test_samples_on_the_gpu_and_expanded_ones_make_a_batch(gpu: GpuStandIn) -> N
 
 def test_arrays_that_stay_on_the_host_are_copied_beside_the_steps(gpu, monkeypatch):
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device=None: (100, 100))
-    arrays = Arrays(
-        np.zeros((50, 3, 2, 2), np.uint8), {"class": np.zeros(50)}, transform=normalise((0.0,) * 3, (1.0,) * 3)
-    )
+    pixels, transform = np.zeros((50, 3, 2, 2), np.uint8), normalise((0.0,) * 3, (1.0,) * 3)
+    arrays = Arrays(pixels, {"class": np.zeros(50)}, transform=transform)
     arrays.to_device(GPU)
     constants = ["copy to the GPU on computing"] * 2
     for first in (constants, []):  # the mean and the deviation are sent once

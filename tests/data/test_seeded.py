@@ -136,19 +136,10 @@ class DrawingList(list[int]):
 
 
 ROWS = torch.arange(6).view(3, 2)
+LISTS = [[5, 6, 7], (5, 6, 7), Subset([0, 5, 6, 7], [1, 2, 3]), RepeatedDataset([5, 6, 7])]
 
 
-@pytest.mark.parametrize(
-    "dataset",
-    [
-        [5, 6, 7],
-        (5, 6, 7),
-        TensorDataset(ROWS),
-        one_by_one(TensorDataset(ROWS, ROWS)),
-        Subset([0, 5, 6, 7], [1, 2, 3]),
-        RepeatedDataset([5, 6, 7]),
-    ],
-)
+@pytest.mark.parametrize("dataset", [*LISTS, TensorDataset(ROWS), one_by_one(TensorDataset(ROWS, ROWS))])
 def test_what_cannot_draw_is_not_seeded(monkeypatch: pytest.MonkeyPatch, dataset: Any) -> None:
     def refuse(key: int) -> None:
         raise AssertionError("seeded")

@@ -91,16 +91,9 @@ def test_the_plan_chooses_lightnings_strategy(pool: Pool, plan: str, size: int, 
         assert found == (kind, size, 1, size)
 
 
-SLURM = {  # srun on two nodes with four processes each, as IDRIS's page has it, seen from the second node's third
-    "SLURM_JOB_ID": "7",
-    "SLURM_STEP_ID": "0",
-    "SLURM_PROCID": "6",
-    "SLURM_STEP_NUM_TASKS": "8",
-    "SLURM_LOCALID": "2",
-    "SLURM_NODEID": "1",
-    "SLURM_STEP_TASKS_PER_NODE": "4(x2)",
-    "SLURM_NNODES": "2",
-}
+# srun on two nodes with four processes each, as IDRIS's page has it, seen from the second node's third
+SLURM = {"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "8", "SLURM_NNODES": "2"}
+SLURM |= {"SLURM_PROCID": "6", "SLURM_LOCALID": "2", "SLURM_NODEID": "1", "SLURM_STEP_TASKS_PER_NODE": "4(x2)"}
 
 
 def test_under_slurm_it_stands_where_srun_put_it() -> None:

@@ -67,26 +67,15 @@ def foreign(sent: Path, place: Path) -> Path:
     return run
 
 
+NAMED = """
+runs.digits-2026.payload:Evil digits-2026.payload:Evil payload:Evil payload.py payload.py:Evil sub.payload:Evil
+RUN/payload.py RUN/../payload.py grappe.tasks.digits.payload:Evil grappe.tasks.digits:os.system
+grappe.tasks:importlib os:system __main__:Evil
+"""
+
+
 @pytest.mark.parametrize("where", ["work", "runs", "run"])
-@pytest.mark.parametrize(
-    "name",
-    [
-        "runs.digits-2026.payload:Evil",
-        "digits-2026.payload:Evil",
-        "payload:Evil",
-        "payload.py",
-        "payload.py:Evil",
-        "sub.payload:Evil",
-        "RUN/payload.py",
-        "RUN/../payload.py",
-        "grappe.tasks.digits.payload:Evil",
-        "grappe.tasks.digits:os.system",
-        "grappe.tasks:importlib",
-        "os:system",
-        "__main__:Evil",
-        "",
-    ],
-)
+@pytest.mark.parametrize("name", [*NAMED.split(), ""])
 def test_no_code_runs_because_a_run_names_it(foreign, place, name, where, monkeypatch):
     monkeypatch.chdir({"work": place, "runs": place / "runs", "run": foreign}[where])
     named(foreign, name.replace("RUN", str(foreign)))
@@ -195,13 +184,8 @@ def test_a_training_needs_no_home(place, home, monkeypatch, capfd):
 
 def test_a_working_folder_lends_no_modules_to_the_command(foreign: Path, place: Path) -> None:
     (foreign / "cyclopts.py").write_text("from pathlib import Path\nPath('ran').touch()\n")
-    done = subprocess.run(
-        [sys.executable, "-m", "grappe", "runs", "."],
-        cwd=foreign,
-        env={**os.environ, "PYTHONPATH": str(Path(grappe.__file__).parents[1])},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    words = [sys.executable, "-m", "grappe", "runs", "."]
+    environment = {**os.environ, "PYTHONPATH": str(Path(grappe.__file__).parents[1])}
+    done = subprocess.run(words, cwd=foreign, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert not list(place.rglob("ran"))

@@ -37,12 +37,6 @@ def test_a_time_limit_saves_exits_75_and_the_run_goes_on(train, tmp_path: Path) 
     assert [one["step"] for one in Run(tmp_path / "run").records("step")] == list(range(1, step + 4))
 
 
-def test_only_so_many_checkpoints_are_kept(train, tmp_path: Path) -> None:
-    code, _, err = train("--steps", "6", "--save-every", "1", "--evaluate-every", "6", "--keep", "2")
-    assert code == 0, err
-    assert sorted(one.name for one in (tmp_path / "run/checkpoints").iterdir()) == ["step-000005", "step-000006"]
-
-
 def test_options_reach_the_training(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     requests: list[verb.Request] = []
 

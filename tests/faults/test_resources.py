@@ -45,13 +45,17 @@ def test_few_open_files(run, tmp_path: Path) -> None:
     assert is_whole(tmp_path / "run")
 
 
-def test_little_shared_memory(run, tmp_path: Path) -> None:
-    """As in a container, where /dev/shm is small: here 64 kB."""
-    mounted = "mount -t tmpfs -o size=64k tmpfs /dev/shm"
+def in_small_shared_memory(run: Callable[..., Ended], size: str, *words: str) -> Ended:
+    """Runs a program where /dev/shm is small, as in a container."""
+    mounted = f"mount -t tmpfs -o size={size} tmpfs /dev/shm"
     own = ("unshare", "--mount", "--map-root-user", "bash", "-c")
     if run(*own, mounted)[0]:
         pytest.skip("no mounts of one's own")
-    code, _, err = run(*own, mounted + ' && exec "$@"', "bash", *TRAIN, "--run", "run", *TWO)
+    return run(*own, mounted + ' && exec "$@"', "bash", *words)
+
+
+def test_little_shared_memory(run, tmp_path: Path) -> None:
+    code, _, err = in_small_shared_memory(run, "64k", *TRAIN, "--run", "run", *TWO)
     assert code == 0, err
     assert is_whole(tmp_path / "run")
 
@@ -83,13 +87,9 @@ class Loaded(Digits):
 @pytest.mark.parametrize("size", ["8k", "64k"])  # no room for a semaphore; no room for a batch
 def test_no_shared_memory_for_data_workers(run, tmp_path: Path, size: str) -> None:
     (tmp_path / "loaded.py").write_text(WORKERS)
-    mounted = f"mount -t tmpfs -o size={size} tmpfs /dev/shm"
-    own = ("unshare", "--mount", "--map-root-user", "bash", "-c")
-    if run(*own, mounted)[0]:
-        pytest.skip("no mounts of one's own")
     train = (sys.executable, "-m", "grappe", "train", "loaded.py", "--steps", "2", "--run", "run")
     plan = ("--plan", "threads=1,device=cpu,workers=1")
-    code, _, err = run(*own, mounted + ' && exec "$@"', "bash", *train, *plan)
+    code, _, err = in_small_shared_memory(run, size, *train, *plan)
     assert code == 2, err
     assert "/dev/shm is full" in err and "workers=0" in err
     assert "Traceback" not in err and BUG not in err

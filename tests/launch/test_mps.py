@@ -73,9 +73,8 @@ def test_ended_when_training_fails(record: Path) -> None:
 
 
 def test_the_first_process_of_a_node_starts_it_for_the_others(record: Path) -> None:
-    places = [
-        ProcessRank(rank=rank, size=2, local_rank=rank, local_size=2, launcher="srun", job="7-0-0") for rank in range(2)
-    ]
+    step = {"size": 2, "local_size": 2, "launcher": "srun", "job": "7-0-0"}
+    places = [ProcessRank(rank=rank, local_rank=rank, **step) for rank in range(2)]
     first, second = {**os.environ}, {**os.environ}
     with mps.shared_gpus(SHARED, places[0], first), mps.shared_gpus(SHARED, places[1], second):
         assert first["CUDA_MPS_PIPE_DIRECTORY"] == second["CUDA_MPS_PIPE_DIRECTORY"]

@@ -95,23 +95,23 @@ def test_nothing_is_written_past_it() -> None:
     assert not found, "say it with launch/terminal.py:\n" + "\n".join(found)
 
 
-@pytest.mark.parametrize(
-    "source",
-    [
-        "print(name)",
-        "sys.stdout.write(name)",
-        "sys.stderr.buffer.write(name)",
-        "from rich.console import Console",
-        "from rich import print",
-        "import rich",
-        "Live(table)",
-        "TextColumn('{task.description}')",
-        "os.write(2, name)",
-        "traceback.print_exc()",
-        "import html",
-        "import csv\ncsv.writer(f)",
-    ],
-)
+PAST_IT = r"""
+print(name)
+sys.stdout.write(name)
+sys.stderr.buffer.write(name)
+from rich.console import Console
+from rich import print
+import rich
+Live(table)
+TextColumn('{task.description}')
+os.write(2, name)
+traceback.print_exc()
+import html
+import csv; csv.writer(f)
+"""
+
+
+@pytest.mark.parametrize("source", PAST_IT.strip().splitlines())
 def test_what_goes_past_it_is_found(source: str) -> None:
     assert bypasses("a.py", source)
 

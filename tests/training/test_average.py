@@ -8,8 +8,8 @@ import torch
 from grappe import Task, load
 from grappe.checkpoint.format import list_checkpoints
 from grappe.errors import TaskError
-from grappe.training.options import Options
 from grappe.training.run import Run
+from tests.faults import resuming
 from tests.faults.resume_cell import hashes
 from tests.parity.structured import StagedTexts
 from tests.processes import Pool
@@ -33,9 +33,7 @@ PLANS = [
 def train(pool: Pool, task: Task, plan: str, run: Path, steps: int) -> None:
     if "lightning" in plan:
         pytest.importorskip("lightning")
-    size = 2 if "=2" in plan.replace("microbatches=2", "") else 1
-    options = Options(steps=steps, save_every=1, keep=9)
-    pool.run("tests.faults.resume_cell:part", size, task, plan, run, options, None)
+    resuming.run(pool, task, plan, run, steps=steps, save_every=1)
 
 
 @pytest.mark.parametrize("plan", PLANS)

@@ -38,9 +38,7 @@ def limited(monkeypatch: pytest.MonkeyPatch, megabytes: int) -> None:
 def test_the_message_has_what_is_missing_and_a_plan(monkeypatch: pytest.MonkeyPatch) -> None:
     limited(monkeypatch, 1300)
     told = str(with_plan_that_fits(LocalOutOfMemory(SHORTAGE), Source(), Plan(), Path("data")))
-    assert told.startswith(
-        "out of memory in process 1, which may take 1.3 GB (a limit). It held 152 MB of parameters, "
-    )
+    assert told.startswith("out of memory in process 1, which may take 1.3 GB (a limit). It held 152 MB of parameters")
     assert "0 MB of optimizer state (of 305 MB)" in told
     assert re.search(r"Foreseen to fit: microbatches=4 \([0-9.]+ GB a process\)", told)
 
@@ -48,9 +46,8 @@ def test_the_message_has_what_is_missing_and_a_plan(monkeypatch: pytest.MonkeyPa
 def test_what_is_held_and_all_of_it_have_one_unit(monkeypatch: pytest.MonkeyPatch) -> None:
     limited(monkeypatch, 1300)
     shortage = dataclasses.replace(SHORTAGE, held={"parameters": 302 * MB, "gradients": 0, "optimizer": 36})
-    told = out_of_memory._shortage_message(
-        shortage, {"parameters": 302 * MB, "gradients": 321_000, "optimizer": 302 * MB}
-    )
+    needed = {"parameters": 302 * MB, "gradients": 321_000, "optimizer": 302 * MB}
+    told = out_of_memory._shortage_message(shortage, needed)
     assert "302 MB of parameters, 0 kB of gradients (of 321 kB), 0 MB of optimizer state (of 302 MB)" in told
 
 

@@ -2,13 +2,8 @@
 
 from grappe.training.start_run import other_bits
 
-BEFORE = {
-    "plan": "replicate=2,exact=8",
-    "threads": 1,
-    "device": "cpu",
-    "processor": "A, AVX512",
-    "versions": {"torch": "2.13.0"},
-}
+BEFORE = {"plan": "replicate=2,exact=8", "threads": 1, "device": "cpu", "processor": "A, AVX512"}
+BEFORE |= {"versions": {"torch": "2.13.0"}}
 
 
 def test_another_number_of_processes_keeps_the_bits() -> None:

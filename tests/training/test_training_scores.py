@@ -13,10 +13,9 @@ from torchmetrics.classification import MulticlassAccuracy
 
 from grappe.data.draw import mix, permute
 from grappe.errors import TaskError
-from grappe.plan import Plan
 from grappe.step.loss import values_of
-from grappe.training.options import Options
 from grappe.training.run import Run
+from tests.faults.resuming import run
 from tests.parity.counted import Chosen, Counted, Several
 from tests.parity.tasks import Images, Seen
 from tests.processes import Pool
@@ -52,8 +51,7 @@ PLANS = [
 
 
 def trained(pool: Pool, task: Images, plan: str, folder: Path, **options: int) -> list[dict]:
-    made = Options(**options)
-    pool.run("tests.faults.resume_cell:part", Plan.parse(plan).processes, task, plan, folder, made, None)
+    run(pool, task, plan, folder, **options)
     return list(Run(folder).records())
 
 

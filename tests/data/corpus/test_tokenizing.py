@@ -15,11 +15,6 @@ from grappe.launch import files
 from tests.data.corpus.shards import corpus_folder, row
 
 
-@pytest.fixture(autouse=True)
-def own_state(monkeypatch, tmp_path):
-    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
-
-
 def words(texts):
     return [[len(word) for word in text.split()] for text in texts]
 

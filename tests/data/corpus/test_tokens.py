@@ -17,11 +17,6 @@ from grappe.task import Task
 from tests.data.corpus.shards import corpus_folder
 
 
-@pytest.fixture(autouse=True)
-def own_state(monkeypatch, tmp_path):
-    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
-
-
 def documents_of(folder, seed=0, count=60, longest=90, vocabulary=48):
     """Writes documents as an Arrow file in batches and as a token file; returns them."""
     draws = np.random.default_rng(seed)

@@ -1,6 +1,5 @@
 """The native engine's steps make the host wait for no GPU: on tests.gpu_stand_in, since this machine has none."""
 
-import dataclasses
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -144,19 +143,11 @@ def waits(gpu: GpuStandIn, task: Task, text: str, noise: NoiseScale | None = Non
     world = World(process=ProcessRank(), device=GPU)
     loader = training_loader(task, task.data("train", Path()), plan, world)
     average, scores = WeightAverage(0.9), TrainingScores(task, world, metrics=False)
-    setup = EngineSetup(
-        task=task,
-        plan=plan,
-        world=world,
-        weights=built(task),
-        total_steps=100,
-        samples=64,
-        observers=Observers(optimizer=[average.watch], output=[scores.add]),
-    )
+    observers = Observers(optimizer=[average.watch], output=[scores.add])
     if noise is not None:
         observers = Observers(phase=[noise.on_phase], optimizer=[noise.on_optimizer], output=[noise.on_output])
-        setup = dataclasses.replace(setup, observers=observers)
-    engine = Native(setup)
+    of_task = {"task": task, "plan": plan, "weights": built(task), "total_steps": 100, "samples": 64}
+    engine = Native(EngineSetup(world=world, observers=observers, **of_task))
     before: list[Any] = []
     for number, batch in enumerate(loader.batches(0, WARM + STEPS)):
         result = engine.step(batch)

@@ -14,8 +14,8 @@ from grappe.checkpoint.format import list_checkpoints
 from grappe.engines.shared.carried import CarriedState, attributes_kept
 from grappe.parallel.attributes import copied_attributes
 from grappe.plan import Plan
-from grappe.training.options import Options
 from tests.engines.shared.streams import CHUNKS, Stream
+from tests.faults import resuming
 from tests.faults.resume_cell import hashes, hashes_of
 from tests.gallery.cell import runner
 from tests.parity.cell import TOLERANCE, difference
@@ -29,8 +29,7 @@ def train(pool: Pool, plan: str) -> Any:
 
 
 def part(pool: Pool, task: Stream, plan: str, run: Path, steps: int, **options: Any) -> str:
-    asked = Options(steps=steps, save_every=1, keep=9, **{"evaluate_every": 1, **options})
-    return pool.run("tests.faults.resume_cell:part", Plan.parse(plan).processes, task, plan, run, asked, None)[0]
+    return resuming.run(pool, task, plan, run, steps=steps, save_every=1, **{"evaluate_every": 1, **options})
 
 
 @pytest.mark.parametrize(
@@ -50,9 +49,8 @@ def test_they_resume_to_the_bit_in_mid_epoch(pool: Pool, tmp_path: Path, way: An
     for steps in (2, STEPS):
         part(pool, Stream(way=way), plan, tmp_path / "run", steps)
     assert hashes(tmp_path / "run", STEPS) == hashes(tmp_path / "whole", STEPS)
-    assert any(
-        name.startswith("carried.1." if way == "rare" else "carried.0.") for name in hashes(tmp_path / "run", STEPS)
-    )
+    prefix = "carried.1." if way == "rare" else "carried.0."
+    assert any(name.startswith(prefix) for name in hashes(tmp_path / "run", STEPS))
     assert ("attribute 'strange' changes, and is not saved (object)" in said) == (way == "numbers")
 
 
@@ -73,11 +71,8 @@ def test_evaluation_changes_nothing_and_no_activation_is_saved(pool: Pool, tmp_p
     for pair in zip(*kept, strict=True):
         seldom, often = ({**hashes_of(one), "json": ""} for one in pair)
         assert seldom == often
-    assert [name for name in hashes_of(kept[0][0]) if name.startswith("carried.0.")] == [
-        "carried.0.0",
-        "carried.0.1",
-        "carried.0.2",
-    ]
+    carried = [name for name in hashes_of(kept[0][0]) if name.startswith("carried.0.")]
+    assert carried == [f"carried.0.{number}" for number in range(3)]
 
 
 def test_verify_judges_it_and_names_it(pool: Pool) -> None:
@@ -112,9 +107,8 @@ def test_what_does_not_change_is_in_memory_once() -> None:
     carried.keep_first(before)
     assert carried.changed().keys() == {("", "state")}
     del before
-    alive = [
-        each for each in gc.get_objects() if type(each) is Tensor and not each.is_nested and each.shape == (7, 11, 13)
-    ]
+    tensors = [each for each in gc.get_objects() if type(each) is Tensor and not each.is_nested]
+    alive = [each for each in tensors if each.shape == (7, 11, 13)]
     assert [each is model.features for each in alive] == [True]
     model.features.data[6, 10, 12] = 2  # without a sign of it on the tensor
     model.edges = model.edges * 2
