@@ -26,7 +26,7 @@ from tests import tiers
 from tests.commands import Command
 from tests.processes import Pool
 
-pytest_plugins = ["tests.skips", "tests.small_disk"]
+pytest_plugins = ["tests.skips", "tests.small_disk", "tests.gpu_stand_in"]
 # Compiled once: else each worker rewrites all asserts again, and each process that a test starts compiles grappe.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False

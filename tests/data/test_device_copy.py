@@ -1,11 +1,9 @@
 """Copies to a GPU beside the kernels of the step before: the order of the calls, on tests.gpu_stand_in."""
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset
@@ -18,7 +16,7 @@ from grappe.launch.world import World
 from grappe.plan import Plan
 from grappe.private_api.torch import fake_tensors
 from grappe.profiling.phases import DATA, TRANSFER
-from tests.gpu_stand_in import CPU, GPU, GpuStandIn, gpu_stand_in
+from tests.gpu_stand_in import CPU, GPU, GpuStandIn
 
 BESIDE = ["copy to the GPU on side"] * 2
 HANDED_OVER = ["computing waits for side", *["recorded on computing"] * 2]
@@ -61,12 +59,6 @@ class Classes(Task):
 
     def data(self, split: str, folder: Path) -> Any:
         return Rows()
-
-
-@pytest.fixture
-def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[GpuStandIn]:
-    with gpu_stand_in(monkeypatch) as gpu:
-        yield gpu
 
 
 def test_a_batch_is_copied_on_a_stream_of_its_own_which_the_computing_one_waits_for(gpu: GpuStandIn) -> None:

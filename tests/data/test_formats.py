@@ -284,11 +284,8 @@ def test_hostile_or_broken_pickles_are_refused_quickly(tmp_path, content):
 
 
 def test_a_pickle_of_something_else_is_refused(tmp_path, pixels):
-    keys, array, labels = (
-        "expected a dictionary with data and labels",
-        "uint8 array [N, 3072]",
-        "list of 7 whole numbers",
-    )
+    keys, array = "expected a dictionary with data and labels", "uint8 array [N, 3072]"
+    labels = "list of 7 whole numbers"
     for content, words in (
         ([pixels, LABELS], keys),
         ({"data": pixels, "fine_labels": LABELS}, keys),

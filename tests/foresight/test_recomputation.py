@@ -23,12 +23,8 @@ BATCH = 8
 @pytest.fixture(scope="module")
 def gpt() -> FakeModel:
     """Two blocks between the embeddings and the head: four units."""
-    return FakeModel(
-        PySource(width=64, depth=2, heads=2, batch_size=BATCH, megabytes=0.3),
-        Path("data"),
-        kernels=Kernels(scratch=False),
-        records=True,
-    )
+    task = PySource(width=64, depth=2, heads=2, batch_size=BATCH, megabytes=0.3)
+    return FakeModel(task, Path("data"), kernels=Kernels(scratch=False), records=True)
 
 
 @pytest.fixture(scope="module")
@@ -70,12 +66,7 @@ def most(units: Units, levels: Sequence[str]) -> int:
 def test_peaks_add_up_over_units(gpt: FakeModel, request: pytest.FixtureRequest, of: str) -> None:
     units = request.getfixturevalue(of)
     assert units.number == 4
-    for levels in (
-        ["full"] * 4,
-        ["selective"] * 4,
-        ["", "full", "selective", ""],
-        ["full", "", "full", ""],
-    ):
+    for levels in (["full"] * 4, ["selective"] * 4, ["", "full", "selective", ""], ["full", "", "full", ""]):
         assert most(units, levels) == pytest.approx(peak(gpt, units.plan_of(levels)), rel=0.01)
 
 

@@ -95,18 +95,10 @@ def test_what_an_evaluation_keeps_is_a_copy() -> None:
     assert compilation.replaying(lambda _: memory, keeps=False)(None) is memory
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        "microbatches=2",
-        "recompute",
-        "shard=2",
-        "tensor=2",
-        "pipeline=2,microbatches=2",
-        "offload=cpu",
-        "batchnorm=sync",
-    ],
-)
+MOVES = "microbatches=2 recompute shard=2 tensor=2 pipeline=2,microbatches=2 offload=cpu batchnorm=sync"
+
+
+@pytest.mark.parametrize("text", MOVES.split())
 def test_what_moves_memory_or_sends_in_a_unit_is_refused(text: str) -> None:
     reason = Native.unsupported_reason(Plan.parse(f"compile,cuda_graphs,{text}"))
     assert "leave cuda_graphs out" in reason

@@ -18,16 +18,10 @@ END, DECAY = 4, 0.8
 TASK = StagedTexts(ema=DECAY, samples=30, epochs=2)
 
 
-PLANS = [
-    "",
-    "replicate=2",
-    "shard=2",
-    "shard=2,zero=1,microbatches=2",
-    "exact=2,replicate=2",
-    "pipeline=2,microbatches=2",
-    "engine=textbook,replicate=2",
-    "engine=lightning",
-]
+SPREAD = """
+replicate=2 shard=2 shard=2,zero=1,microbatches=2 exact=2,replicate=2 pipeline=2,microbatches=2
+engine=textbook,replicate=2 engine=lightning
+"""
 
 
 def train(pool: Pool, task: Task, plan: str, run: Path, steps: int) -> None:
@@ -36,7 +30,7 @@ def train(pool: Pool, task: Task, plan: str, run: Path, steps: int) -> None:
     resuming.run(pool, task, plan, run, steps=steps, save_every=1)
 
 
-@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize("plan", ["", *SPREAD.split()])
 def test_the_average_is_that_of_the_saved_weights_and_resumes_to_the_bit(pool: Pool, tmp_path: Path, plan: str) -> None:
     train(pool, TASK, plan, tmp_path / "whole", END)
     checkpoints = sorted(list_checkpoints(tmp_path / "whole" / "checkpoints"), key=lambda one: one.step)

@@ -34,20 +34,12 @@ class Whole(Several):
     whole_batch_loss = True
 
 
-PLANS = [
-    "",
-    "microbatches=3",
-    "replicate=3,microbatches=2",
-    "shard=2,recompute",
-    "exact=4,replicate=2",
-    "pipeline=2,microbatches=2",
-    "pipeline=2,microbatches=2,replicate=2",
-    "engine=textbook,replicate=2",
-    "engine=lightning,replicate=2",
-    "engine=lightning,microbatches=2",
-    "engine=deepspeed,shard=2,microbatches=2",
-    "engine=horovod,replicate=2",
-]
+SPREAD = """
+microbatches=3 replicate=3,microbatches=2 shard=2,recompute exact=4,replicate=2 pipeline=2,microbatches=2
+pipeline=2,microbatches=2,replicate=2 engine=textbook,replicate=2 engine=lightning,replicate=2
+engine=lightning,microbatches=2 engine=deepspeed,shard=2,microbatches=2 engine=horovod,replicate=2
+"""
+PLANS = ["", *SPREAD.split()]
 
 
 def trained(pool: Pool, task: Images, plan: str, folder: Path, **options: int) -> list[dict]:
@@ -96,7 +88,6 @@ def evaluated(records: list[dict]) -> dict:
     return [one for one in records if one["kind"] == "evaluation"][-1]
 
 
-OTHER_ENGINES = ["engine=lightning,replicate=2", "engine=deepspeed,shard=2", "engine=horovod,replicate=2"]
 FEW = ["microbatches=3", "replicate=3,microbatches=2", "pipeline=2,microbatches=2"]
 
 

@@ -153,10 +153,7 @@ DAMAGE = {
     "a hole": (_of_zeros, {".tar": "has something behind its end"}),
     "nested": (_nested, {".jsonl": "recursion"}),
     "another file": (_of_other_bytes, dict.fromkeys([one for one in ENDINGS if one != ".bin"], "")),
-    "other columns": (
-        _of_other_columns,
-        dict.fromkeys((".parquet", ".arrow"), r"columns are \(id string, words string\)"),
-    ),
+    "other columns": (_of_other_columns, dict.fromkeys((".parquet", ".arrow"), COLUMNS)),
     "bomb": (_unpacks_without_end, BOMBS),
 }
 """How a shard is damaged, and the words of each format that can tell; any bytes are tokens, and contents of columns
@@ -245,10 +242,8 @@ def test_a_process_grows_by_what_is_foreseen(tmp_path, ending):
     (tmp_path / "rows").mkdir()
     for number in range(20):
         rows = [{"text": random.Random(1000 * number + n).randbytes(500).hex()} for n in range(3000)]
-        lines, file = (
-            b"".join(json.dumps(row).encode() + b"\n" for row in rows),
-            tmp_path / "rows" / f"{number}{ending}",
-        )
+        lines = b"".join(json.dumps(row).encode() + b"\n" for row in rows)
+        file = tmp_path / "rows" / f"{number}{ending}"
         if ending == ".parquet":
             pq.write_table(pa.Table.from_pylist(rows), file, row_group_size=1500)
         else:

@@ -1,6 +1,6 @@
 """The native engine's steps make the host wait for no GPU: on tests.gpu_stand_in, since this machine has none."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,7 @@ from grappe.step.noise_scale import NoiseScale
 from grappe.step.observers import Observers
 from grappe.step.scores import TrainingScores
 from grappe.training.loop import WeightAverage
-from tests.gpu_stand_in import GPU, GpuStandIn, Wait, gpu_stand_in
+from tests.gpu_stand_in import GPU, GpuStandIn, Wait
 
 WARM, STEPS = 2, 3
 OPTIMIZERS = {
@@ -129,12 +129,6 @@ class Compared(Images):
 
     def loss(self, output: Tensor, target: Tensor) -> Tensor:
         return (output @ output.T).square().mean(1)
-
-
-@pytest.fixture
-def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[GpuStandIn]:
-    with gpu_stand_in(monkeypatch) as gpu:
-        yield gpu
 
 
 def waits(gpu: GpuStandIn, task: Task, text: str, noise: NoiseScale | None = None) -> list[Wait]:
