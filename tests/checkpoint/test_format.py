@@ -40,12 +40,9 @@ def refused(folder: Path, which: int | str) -> str:
     return str(error.value)
 
 
-def test_the_newest_is_taken(folder: Path) -> None:
+def test_the_newest_a_step_or_the_best_is_taken(folder: Path) -> None:
     assert taken(folder) == taken(folder, "last") == (30, "step-000030 (newest)")
     assert taken(folder, saved=30) == taken(folder)
-
-
-def test_a_step_or_the_best_is_taken_when_asked_for(folder: Path) -> None:
     assert taken(folder, 10) == taken(folder, "10") == (10, "step-000010 (as asked)")
     assert taken(folder, "best") == (20, "step-000020 (best: validation loss 0.1000)")
 

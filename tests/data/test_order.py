@@ -179,12 +179,9 @@ def test_walking_is_rare_for_every_length() -> None:
         assert sum(len(call.args[0]) for call in spy.call_args_list) < 1100
 
 
-def test_reading_on_evaluates_each_sample_once_in_few_blocks() -> None:
+def test_what_is_read_on_or_short_is_evaluated_once_in_few_blocks() -> None:
     order = SampleOrder(seed=0, length=10**12, batch_size=8)
     assert count_evaluated(order.blocks(1000, 11_000)) == [256, 2048, *[16_384] * 4, 12_160]
-
-
-def test_short_epochs_are_evaluated_whole() -> None:
     order = SampleOrder(seed=0, length=1437, batch_size=256)
     steps = 4 * order.steps_per_epoch
     assert count_evaluated(order.blocks(0, steps)) == [256, 1181, 1437, 1437, 1437]

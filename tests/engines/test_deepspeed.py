@@ -49,10 +49,13 @@ def test_what_it_cannot_do_is_refused_with_what_to_do(text: str, words: str) -> 
     assert words in str(caught.value)
 
 
-def test_without_the_package_it_says_how_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_not_installed_is_said_with_its_command(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(library.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(PlanError, match=r"pip install 'grappe\[deepspeed\]'"):
         engines.check(plan("shard=2"))
+    monkeypatch.setattr(library, "built_everywhere", lambda builder, world: False)
+    with pytest.raises(PlanError, match="apt-get install libaio-dev"):
+        library.check_libaio(None)  # type: ignore[arg-type]
 
 
 def test_a_folder_that_cannot_be_written_directly_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -96,12 +99,6 @@ def test_what_a_killed_training_left_on_the_disk_goes_with_the_next(tmp_path, mo
     scratch.close()
     assert sorted(tmp_path.iterdir()) == sorted([lives, mine_own])
     owner.close()
-
-
-def test_without_libaio_it_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(library, "built_everywhere", lambda builder, world: False)
-    with pytest.raises(PlanError, match="apt-get install libaio-dev"):
-        library.check_libaio(None)  # type: ignore[arg-type]
 
 
 def test_settings_that_leave_open_what_is_learned_go_to_deepspeed(tmp_path: Path) -> None:

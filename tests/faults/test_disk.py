@@ -5,7 +5,6 @@ import os
 import re
 import resource
 import shutil
-import signal
 import subprocess
 import threading
 from collections.abc import Callable
@@ -17,10 +16,9 @@ import torch
 import torch.distributed as dist
 
 from grappe.checkpoint.commit import verify
-from grappe.checkpoint.format import Retention, latest, leftovers, list_checkpoints
-from grappe.checkpoint.saver import Saver
+from grappe.checkpoint.format import leftovers, list_checkpoints
 from grappe.errors import RunError
-from grappe.launch.world import ProcessRank, World
+from grappe.launch.world import ProcessRank
 from grappe.training.options import Options
 from grappe.training.run import Run
 from tests.commands import until
@@ -197,32 +195,3 @@ def test_processes_stop_when_that_was_asked_and_where_the_last_save_fails(disk, 
     assert "resuming from step 10" in on_two(disk / "run")[0]
     on_two(tmp_path / "whole")
     assert hashes(disk / "run", LAST) == hashes(tmp_path / "whole", LAST)
-
-
-def limited(folder: Path) -> str | None:
-    """In a child that may write no file of more than 4 KB: what a save of 40 KB tells."""
-    reader, writer = os.pipe()
-    if os.fork() == 0:
-        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-        resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))
-        saver = Saver(folder, World(process=ProcessRank(), device=torch.device("cpu")), "t", Retention(), lambda: None)
-        told = [saver.save(1, {"model.w": torch.ones(10)}, {}, {}) or saver.wait()]
-        told += [saver.save(2, {"model.w": torch.ones(10_000)}, {}, {}) or saver.wait()]
-        told += [saver.save(3, {"model.w": torch.ones(10)}, {}, {}) or saver.wait()]
-        os.write(writer, repr(told).encode())
-        os._exit(0)
-    os.close(writer)
-    with os.fdopen(reader) as stream:
-        text = stream.read()
-    os.wait()
-    return text
-
-
-def test_a_quota(tmp_path) -> None:
-    told = limited(tmp_path)
-    assert told.startswith("[None, 'step 2 could not be saved: [Errno 27] File too large")
-    assert told.endswith(", None]")
-    assert [one.step for one in list_checkpoints(tmp_path)] == [3, 1]
-    newest = latest(tmp_path)
-    assert newest.step == 3
-    assert leftovers(tmp_path) == []

@@ -85,9 +85,13 @@ def test_a_larger_batch_than_was_read_has_activations_in_proportion(tmp_path: Pa
     assert peaks[2] - peaks[1] == peaks[1] - peaks[0] > 0
 
 
-def test_a_model_that_reads_values_is_named_with_its_line(tmp_path: Path) -> None:
+def test_a_model_that_reads_values_and_a_task_that_fails_are_named_with_their_line(tmp_path: Path) -> None:
     with pytest.raises(TaskError, match=r"Looks cannot run without values.*test_fake_model\.py.*item"):
         FakeModel(Looks(), tmp_path).trace(4)
+    with pytest.raises(TaskError, match=r"no such picture.*test_fake_model\.py"):
+        FakeModel(Broken(), tmp_path)
+    with pytest.raises(TaskError, match=r"nothing.*test_fake_model\.py.*tensor_plan"):
+        memory_forecast(FakeModel(Unsplit(), tmp_path), Plan.parse("tensor=2"))
 
 
 class Broken(Small):
@@ -106,13 +110,6 @@ class Unsplit(Small):
 
     def tensor_plan(self, model: nn.Module) -> dict[str, object]:
         return {"first": model.nothing}
-
-
-def test_what_the_tasks_own_code_raises_names_its_line(tmp_path: Path) -> None:
-    with pytest.raises(TaskError, match=r"no such picture.*test_fake_model\.py"):
-        FakeModel(Broken(), tmp_path)
-    with pytest.raises(TaskError, match=r"nothing.*test_fake_model\.py.*tensor_plan"):
-        memory_forecast(FakeModel(Unsplit(), tmp_path), Plan.parse("tensor=2"))
 
 
 @pytest.mark.parametrize("plan", ["pipeline=2,microbatches=2", "tensor=2"])

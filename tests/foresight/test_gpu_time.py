@@ -43,17 +43,16 @@ def test_a_ring_is_as_fast_as_its_slowest_link(degree: int, stride: int, rate: f
     assert NARVAL.message(1e6, degree, stride) == pytest.approx(least + 1e6 / rate)
 
 
-def test_one_process_sends_nothing_and_a_network_is_not_faster_than_links() -> None:
+def test_networks_count_where_they_are_needed_and_known() -> None:
     assert NARVAL.all_reduce(1e9, 1) == 0
     fast = dataclasses.replace(NARVAL, network_gbit=1e5)
     assert fast.all_reduce(1e9, 8) == pytest.approx(2 * 7 / 8 * 1e9 / LINK)
-
-
-def test_a_network_that_is_not_known_is_named() -> None:
     unknown = dataclasses.replace(NARVAL, network_gbit=None)
     unknown.refuse_unknown_network(Plan(replicate=4))
     with pytest.raises(PlanError, match="8 GPUs, and a node has 4: the rate of the network between nodes is not known"):
         unknown.refuse_unknown_network(Plan(replicate=8))
+    rates = {name: found.node.network_gbit for name in sites.files() if (found := sites.find(name)).node}
+    assert (rates["narval"], rates["tamia"], rates["killarney"]) == (100, 800, None)
 
 
 def test_shards_within_nodes_send_less_between_them_than_shards_over_nodes() -> None:
@@ -66,11 +65,6 @@ def test_shards_within_nodes_send_less_between_them_than_shards_over_nodes() -> 
     )
     assert within == pytest.approx(whole * (7 / 8) / (31 / 32), rel=0.05)
     assert over == pytest.approx(1.5 * whole, rel=0.05)  # gathered twice, reduced once
-
-
-def test_sites_say_the_rate_of_a_node_together() -> None:
-    rates = {name: found.node.network_gbit for name in sites.files() if (found := sites.find(name)).node}
-    assert (rates["narval"], rates["tamia"], rates["killarney"]) == (100, 800, None)
 
 
 def test_a_step_on_a_gpu_is_not_measured_and_small_models_leave_it_idle() -> None:

@@ -94,21 +94,18 @@ def test_a_choice_costs_no_more_than_the_best_subset_of_units_by_their_own_trace
     assert units.price(found.plan.recomputed(4)) <= 1.01 * min(fitting)
 
 
-def test_half_of_the_saving_costs_less_than_half_of_the_time(units: Units) -> None:
+def test_half_of_the_saving_is_cheap_and_more_than_all_cuts_microbatches(units: Units, gpt: FakeModel) -> None:
     least, whole = (most(units, [level] * 4) for level in ("full", ""))
     chosen = units.cheapest((least + whole) // 2)
     assert chosen is not None and units.price(chosen) <= units.price(["full"] * 4) / 2
+    least = peak(gpt, units.plan_of(["full"] * 4))
+    assert fitted(gpt, Plan(memory="1MB"), BATCH, int(0.9 * least)).plan.microbatches > 1
 
 
 def test_what_fits_as_it_is_recomputes_nothing_and_what_cannot_fit_says_by_how_much(gpt: FakeModel) -> None:
     assert fitted(gpt, Plan(memory="9GB"), BATCH, 9 * 10**9).plan == Plan()
     with pytest.raises(PlanError, match=r"memory=1MB: torch may allocate 1 MB .* the least .* \d MB more"):
         fitted(gpt, Plan(memory="1MB"), BATCH, 10**6)
-
-
-def test_microbatches_are_cut_where_recomputation_is_not_enough(gpt: FakeModel, units: Units) -> None:
-    least = peak(gpt, units.plan_of(["full"] * 4))
-    assert fitted(gpt, Plan(memory="1MB"), BATCH, int(0.9 * least)).plan.microbatches > 1
 
 
 def test_statistics_of_a_microbatch_are_not_changed() -> None:

@@ -47,16 +47,10 @@ def gone(command: Command) -> None:
     assert not command.left()
 
 
-def test_process_0s_value_comes_back(temp: Path) -> None:
+def test_values_come_back(temp: Path) -> None:
     assert local.local("tests.launched:answer", {"a": 1}, 2) == ({"a": 1}, 0, 2, True)
     assert not list(temp.iterdir())
-
-
-def test_a_value_larger_than_a_pipe_comes_back() -> None:
     assert local.local("tests.launched:large", 3_000_000, 2) == bytes(3_000_000)
-
-
-def test_tensors_come_back_from_a_process_that_has_ended() -> None:
     numbers, ones = local.local("tests.launched:tensors", 100_000, 2)
     assert torch.equal(numbers, torch.arange(100_000))
     assert torch.equal(ones, torch.ones(100_000))
@@ -275,13 +269,6 @@ def test_sigterm_to_the_parent_alone_saves(start: Start, tmp_path: Path) -> None
     gone(command)
 
 
-def test_no_orphan_survives_its_parent(start: Start, tmp_path: Path) -> None:
-    command = start(GRAPPE, "train", SLOW, "--run", "run", *PLAN)
-    pids_in_training(tmp_path / "run", 2)
-    os.kill(command.process.pid, signal.SIGKILL)
-    until(lambda: not command.members(), "the orphans have ended")
-
-
 def test_two_trainings_at_once_do_not_meet(start: Start, tmp_path: Path) -> None:
     options = ("epochs=2", "pause=0", *PLAN)
     both = [start(GRAPPE, "train", SLOW, "--run", name, *options) for name in ("a", "b")]
@@ -345,13 +332,10 @@ def failed(rank: int, exit_code: int = 1, why: str = "", **report: Any) -> Any:
     )
 
 
-def test_the_first_to_report_is_named() -> None:
+def test_of_several_the_one_that_failed_by_itself_is_named() -> None:
     one = failed(0, kind="error", error="RunError", message="later", when=2.0)
     other = failed(1, kind="error", error="RunError", message="first", when=1.0)
     assert str(explanation([one, other])) == "first"
-
-
-def test_one_that_lost_another_is_not_the_first() -> None:
     lost = failed(1, kind="error", error="ProcessDied", message=f"no proof: {PEER}", when=1.0)
     refused = failed(0, kind="error", error="UsageError", message="no thread", when=2.0)
     assert str(explanation([lost, refused])) == "no thread"
@@ -360,9 +344,6 @@ def test_one_that_lost_another_is_not_the_first() -> None:
     assert str(explanation([lost, crashed])).startswith("process 0 of 2 failed with ZeroDivisionError")
     assert str(explanation([lost])).startswith("process 1 of 2 failed with RuntimeError")
     assert lost_another("Horovod has been shut down. This was caused by an exception on one of the ranks")
-
-
-def test_one_that_was_killed_comes_before_all() -> None:
     lost = failed(1, kind="crashed", error="RuntimeError", message=PEER, when=1.0)
     killed = failed(0, exit_code=-signal.SIGKILL, kind="silent", when=2.0)
     assert str(explanation([lost, killed])).startswith("process 0 of 2 was killed by SIGKILL")

@@ -104,12 +104,9 @@ def test_what_moves_memory_or_sends_in_a_unit_is_refused(text: str) -> None:
     assert "leave cuda_graphs out" in reason
 
 
-def test_graphs_are_of_compiled_kernels() -> None:
+def test_graphs_are_of_compiled_kernels_on_a_gpu() -> None:
     assert "add compile" in (Native.unsupported_reason(Plan.parse("cuda_graphs")) or "")
     assert Native.unsupported_reason(Plan.parse("compile,cuda_graphs,replicate=2,precision=bf16")) is None
-
-
-def test_a_cpu_has_no_graphs() -> None:
     with pytest.raises(PlanError, match="runs on the CPU"):
         choose_device(Plan.parse("device=cpu,compile,cuda_graphs"), ALONE.process)
 

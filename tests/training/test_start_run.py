@@ -6,16 +6,10 @@ BEFORE = {"plan": "replicate=2,exact=8", "threads": 1, "device": "cpu", "process
 BEFORE |= {"versions": {"torch": "2.13.0"}}
 
 
-def test_another_number_of_processes_keeps_the_bits() -> None:
+def test_what_changes_the_bits_of_exact_is_named() -> None:
     assert other_bits(BEFORE, {**BEFORE, "plan": "replicate=4,exact=8"}) == []
-
-
-def test_what_changes_the_bits_is_named() -> None:
     now = {**BEFORE, "plan": "exact=4", "threads": 2, "versions": {"torch": "2.14.0"}}
     assert other_bits(BEFORE, now) == ["exact 8 -> 4", "threads 1 -> 2", "torch 2.13.0 -> 2.14.0"]
     assert other_bits({**BEFORE, "processor": "B, AVX2"}, BEFORE) == ["processor B, AVX2 -> A, AVX512"]
     assert other_bits({"plan": ""}, BEFORE) == ["exact 0 -> 8"]
-
-
-def test_plans_that_promise_no_bits_say_nothing() -> None:
     assert other_bits(BEFORE, {**BEFORE, "plan": "replicate=2", "threads": 7}) == []

@@ -87,13 +87,10 @@ def test_a_watcher_that_is_not_there(reference: str, words: str) -> None:
     assert str(error.value).count("\n") == 0
 
 
-def test_a_file_that_fails_names_its_line(tmp_path: Path) -> None:
+def test_a_file_that_fails_and_what_is_no_watcher_are_refused(tmp_path: Path) -> None:
     (tmp_path / "broken.py").write_text("import grappe\n\nx = 1 / 0\n")
     with pytest.raises(UsageError, match=r"broken.py:A cannot be loaded: ZeroDivisionError: .*broken.py, line 3"):
         find_watcher(f"{tmp_path / 'broken.py'}:A")
-
-
-def test_what_is_no_watcher_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="give an instance of a class"):
         grappe.train(Images(), HERE, tmp_path / "run", watchers=[print])  # type: ignore[list-item]
 

@@ -60,12 +60,9 @@ def test_a_real_profile(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     assert any(str(name).startswith("aten::") for name in names)
 
 
-def test_too_few_steps_are_said(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+def test_what_cannot_be_profiled_is_said(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     train(tmp_path / "run", steps=3, profile=(0,))
     assert "too few steps to profile: 3 of 10" in capsys.readouterr().out
-
-
-def test_a_process_that_is_not_there(tmp_path: Path) -> None:
     request = request_of(tmp_path / "run", Images(), "", run=None, options=Options(profile=(1,)))
     with pytest.raises(UsageError, match="--profile=1: there are process 0 to 0"):
         run_training(request)
