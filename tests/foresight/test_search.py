@@ -98,7 +98,6 @@ def test_what_no_plan_can_trace_ends_the_search_for_a_pipeline_too(monkeypatch: 
     assert len(asked) == 1
 
 
-def test_a_search_that_takes_too_long_is_left(fake_model: FakeModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(search, "SECONDS", -1)
+def test_a_search_that_takes_too_long_is_left(fake_model: FakeModel) -> None:
     with pytest.raises(TaskError, match="try grappe foresee"):
-        fitting(fake_model, Plan(), MemoryBudget(whose="", size=1))
+        fitting(fake_model, Plan(), MemoryBudget(whose="", size=1), seconds=-1)

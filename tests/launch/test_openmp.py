@@ -26,7 +26,7 @@ assert "OMP_WAIT_POLICY" not in os.environ
 
 @pytest.fixture(autouse=True)
 def _nobody_has_asked_or_chosen(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    for name in (*CHOICES, "SLURM_JOB_ID"):
+    for name in CHOICES:
         monkeypatch.delenv(name, raising=False)
     openmp._was_busy.cache_clear()
     yield
@@ -52,17 +52,12 @@ def test_a_users_choice_stays() -> None:
     ("running", "slurm", "busy"),
     [(1, False, False), (1 + CORES, False, True), (5 + CORES, False, True), (5 + CORES, True, False)],
 )
-def test_when_a_machine_is_busy(tmp_path, monkeypatch, running: int, slurm: bool, busy: bool) -> None:
-    (tmp_path / "stat").write_text(f"cpu 1 2 3\nprocs_running {running}\nprocs_blocked 0\n")
-    monkeypatch.setattr(openmp, "STAT", tmp_path / "stat")
-    if slurm:
-        monkeypatch.setenv("SLURM_JOB_ID", "7")
-    assert is_busy() == busy
-    environment: dict[str, str] = {}
-    let_threads_sleep(environment)
-    assert environment == ({POLICY: "passive"} if busy else {})
-    (tmp_path / "stat").unlink()  # a system that does not say counts as quiet
-    assert not is_busy()
+def test_when_a_machine_is_busy(tmp_path: Path, running: int, slurm: bool, busy: bool) -> None:
+    stat, environment = tmp_path / "stat", {"SLURM_JOB_ID": "7"} if slurm else {}
+    stat.write_text(f"cpu 1 2 3\nprocs_running {running}\nprocs_blocked 0\n")
+    let_threads_sleep(environment, lambda: is_busy(stat, environment))
+    assert environment.get(POLICY) == ("passive" if busy else None)
+    assert not is_busy(tmp_path / "none", {}), "a system that does not say counts as quiet"
 
 
 @pytest.fixture
@@ -77,12 +72,11 @@ def busy_machine() -> Iterator[None]:
 
 
 def test_the_environment_is_left_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(openmp, "is_busy", lambda: True)
-    with sleeping_threads():
+    with sleeping_threads(lambda: True):
         assert os.environ[POLICY] == "passive"
     assert POLICY not in os.environ
     monkeypatch.setenv(POLICY, "active")
-    with sleeping_threads():
+    with sleeping_threads(lambda: True):
         assert os.environ[POLICY] == "active"
     assert os.environ[POLICY] == "active"
 
