@@ -1,6 +1,9 @@
 """Killed and resumed: the same bits under the same plan, the same samples and weights under another."""
 
 import itertools
+import math
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import pytest
@@ -8,11 +11,41 @@ import torch
 
 from grappe.checkpoint.weights import LOCAL, MODEL, OPTIMIZER
 from grappe.training.run import Run
-from tests.faults.pairwise import Cell, grid, pairs, pairwise
 from tests.faults.resume_cell import Loaded, hashes, samples
 from tests.faults.resuming import SOAK, STEPS, check_another_plan, check_same_bits, run
 from tests.parity.tasks import Images
 from tests.processes import Pool
+
+Cell = dict[str, str]
+Pair = frozenset[tuple[str, str]]
+
+
+def grid(axes: Mapping[str, Sequence[str]], allowed: Callable[[Cell], bool]) -> list[Cell]:
+    """Every cell that makes sense."""
+    cells = (dict(zip(axes, values, strict=True)) for values in itertools.product(*axes.values()))
+    return [cell for cell in cells if allowed(cell)]
+
+
+def pairs(cell: Cell) -> set[Pair]:
+    """Returns the pairs of values in a cell."""
+    return {frozenset(two) for two in itertools.combinations(cell.items(), 2)}
+
+
+def pairwise(cells: list[Cell]) -> list[Cell]:
+    """Few of `cells` in which all the pairs occur that occur in any: greedily, the richest next."""
+    each = [(cell, pairs(cell)) for cell in cells]
+    missing = set().union(*(found for _, found in each))
+    # A pair that few cells have must be met first: its cell is then free to bring others along.
+    seldom = Counter(pair for _, found in each for pair in found)
+    chosen = []
+    while missing:
+        # fsum: the same for every order of a set, so that all test processes choose the same cells.
+        worth = lambda one: math.fsum(1 / seldom[pair] for pair in one[1] & missing)  # noqa: E731
+        cell, found = max(each, key=worth)
+        chosen.append(cell)
+        missing -= found
+    return chosen
+
 
 __all__ = ["STEPS", "run"]
 

@@ -14,6 +14,7 @@ from grappe.engines.native import Native
 from grappe.errors import GrappeError, PlanError, RunError
 from grappe.launch.files import kind
 from grappe.training.run import FAILED, Run
+from grappe.training.start_run import other_bits
 from grappe.training.worker import worker
 from tests.parity.tasks import Images
 from tests.training.test_training import HERE, request_of, train
@@ -136,3 +137,16 @@ def test_a_start_that_lost_its_lease_notes_no_failure_in_its_successors_run(tmp_
             raise RuntimeError("lost")
         assert kind(run.folder / FAILED) == noted
     other.release()
+
+
+BEFORE = {"plan": "replicate=2,exact=8", "threads": 1, "device": "cpu", "processor": "A, AVX512"}
+BEFORE |= {"versions": {"torch": "2.13.0"}}
+
+
+def test_what_changes_the_bits_of_exact_is_named() -> None:
+    assert other_bits(BEFORE, {**BEFORE, "plan": "replicate=4,exact=8"}) == []
+    now = {**BEFORE, "plan": "exact=4", "threads": 2, "versions": {"torch": "2.14.0"}}
+    assert other_bits(BEFORE, now) == ["exact 8 -> 4", "threads 1 -> 2", "torch 2.13.0 -> 2.14.0"]
+    assert other_bits({**BEFORE, "processor": "B, AVX2"}, BEFORE) == ["processor B, AVX2 -> A, AVX512"]
+    assert other_bits({"plan": ""}, BEFORE) == ["exact 0 -> 8"]
+    assert other_bits(BEFORE, {**BEFORE, "plan": "replicate=2", "threads": 7}) == []
