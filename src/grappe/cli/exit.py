@@ -25,7 +25,7 @@ from grappe.launch.terminal import clear, complain, show_any_text, write
 EXIT_SIGINT = 130
 FORM = 1
 """Version of the form of what --json prints: it rises when a name goes or changes its meaning."""
-LAUNCH_OPTIONS = ("--plan", "-p", "--run", "--runs", "--save-every", "--check-every")
+LAUNCH_OPTIONS = ("--plan", "-p", "--run", "--runs", "--save-every")
 """Options of `grappe launch` that a value follows."""
 BUG = "a bug in grappe"
 """What an exception that nobody foresaw is called: attacks and fuzzers search what was said for it."""

@@ -126,6 +126,10 @@ def test_units_that_are_the_model_pass(task: Images | Tokens) -> None:
     check_units(task, torch.randint(0, 11, (2, 9)) if isinstance(task, Tokens) else RANDOM_IMAGES)
 
 
+def test_units_in_float64_pass() -> None:
+    check_units(Images(), RANDOM_IMAGES.double(), torch.float64)
+
+
 class Scaled(nn.Sequential):
     """Does something beside its units."""
 
