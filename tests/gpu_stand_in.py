@@ -226,3 +226,10 @@ def gpu_stand_in(monkeypatch: pytest.MonkeyPatch) -> Iterator[GpuStandIn]:
     with _Operators(gpu), _Functions(gpu):
         yield gpu
     copies_to.cache_clear()
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[GpuStandIn]:
+    """A stand-in for a GPU."""
+    with gpu_stand_in(monkeypatch) as made:
+        yield made

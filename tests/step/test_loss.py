@@ -1,7 +1,5 @@
 """A loss that compares samples without saying so is refused with the first values; others are left alone."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """The scores of an evaluation: their numbers are kept without holes in the heap."""
 
-from __future__ import annotations
-
 import math
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """The loss of a whole batch, on one process."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 
