@@ -149,7 +149,7 @@ clean:  ## forget the environments
 	@grep -vE '^(torch|triton|nvidia-.*)==' constraints.txt >.venv-$*/constraints.txt
 	@.venv-$*/bin/pip --disable-pip-version-check --quiet install --constraint .venv-$*/constraints.txt \
 		'torch$(TORCH_$*)' --editable '.[corpus,demo,images,lightning,tune]' \
-		'pytest>=8' 'pytest-timeout>=2.3' 'pytest-xdist>=3.6' 'hypothesis>=6.100' 'setuptools>=77' 'zstandard>=0.23' 'nbclient>=0.10' 'ipykernel>=6.29' 'babel>=2.16' 'pandas>=3'
+		'pytest>=8' 'pytest-timeout>=2.3' 'pytest-xdist>=3.6' 'hypothesis>=6.100' 'expecttest>=0.3' 'setuptools>=77' 'zstandard>=0.23' 'nbclient>=0.10' 'ipykernel>=6.29' 'babel>=2.16' 'pandas>=3'
 	@touch $@
 
 .PHONY: help train demo quick nightly oldest newest constraints test artefacts lint types horovod operators docs site labs soak sbom bench gpu slurm-up slurm-down clean
