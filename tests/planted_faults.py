@@ -2,8 +2,8 @@
 
     python -m tests.planted_faults [NUMBER ...]    # two at a time; all without a number
 
-Tests of the fault's own room come first, then parity and trainings, then all others; the first that fails ends the run.
-It counts only if it passes in the same clone without the fault.
+The test file that mirrors the fault's comes first, then its room, parity and trainings, then all others; the first test
+that fails ends the run. It counts only if it passes in the same clone without the fault.
 """
 
 from __future__ import annotations
@@ -22,8 +22,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
-from tests import bare
-
+ROOT = Path(__file__).parents[1]
 LIST = Path(__file__).with_suffix(".toml")
 COMMIT = "not nightly and not artefact and not soak"
 FAILED = re.compile(r"^(?:FAILED|ERROR) (tests/.*?)(?: - .*)?$", re.MULTILINE)
@@ -59,15 +58,17 @@ def faults() -> list[Fault]:
 
 def groups(clone: Path, fault: Fault) -> list[list[str]]:
     """Returns the paths of the tests, from near to far."""
-    near = [[f"tests/{Path(fault.file).parts[2]}"], ["tests/parity", "tests/training"]]
+    room, *folders, name = Path(fault.file).parts[2:]
+    mirror = Path("tests", room, *folders, f"test_{name}")
+    near = [[f"tests/{room}"], ["tests/parity", "tests/training"]]
     entries = (path for path in sorted((clone / "tests").iterdir()) if path.is_dir() or path.match("test_*.py"))
-    others = [f"tests/{path.name}" for path in entries if path.name != "__pycache__"]
-    return [*near, [path for path in others if path not in sum(near, [])]]
+    others = [f"tests/{path.name}" for path in entries if path.name not in ("__pycache__", room, "parity", "training")]
+    return [*([[str(mirror)]] if (clone / mirror).exists() else []), *near, others]
 
 
 def failing(clone: Path, *tests: str) -> str:
     """Runs tests; returns the first that fails, "" if none does."""
-    command = [".venv/bin/python", "-m", "pytest", "-x", "-q", "--no-header", "-rfE", "--tb=no", "-m", COMMIT, *tests]
+    command = [sys.executable, "-m", "pytest", "-x", "-q", "--no-header", "-rfE", "--tb=no", "-m", COMMIT, *tests]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(clone / "src")}
     ended = subprocess.run(command, cwd=clone, env=environment, capture_output=True, text=True, check=False)
     if ended.returncode in (0, 5):  # 5: none of them is of the commit
@@ -97,7 +98,8 @@ def main(numbers: Sequence[str]) -> int:
     all_faults, clones, survived = faults(), queue.Queue[Path](), list[int]()
     with tempfile.TemporaryDirectory(prefix="faults-") as folder, ThreadPoolExecutor(AT_ONCE) as pool:
         for each in range(AT_ONCE):
-            bare.clone(place := Path(folder, str(each), "grappe"))
+            place = Path(folder, str(each), "grappe")
+            subprocess.run(["git", "clone", "--quiet", ROOT, place], check=True)
             clones.put(place)
 
         def tried(number: int) -> None:
