@@ -23,8 +23,9 @@ quick: .venv/test  ## run the quick tests: after each edit, in a minute
 test: .venv/test  ## run the tests of each commit, in ten minutes on two cores
 	@$(PYTEST) -m "not nightly and not artefact and not soak" --durations 10 -rs
 
+TESTS ?=
 artefacts: .venv/test  ## test the documentation site in a browser, the wheel, two labs, the notebook and the demo
-	@$(PYTEST) -m "artefact and not soak" --durations 5
+	@$(PYTEST) -m "artefact and not soak" --durations 5 $(TESTS)
 
 PART ?= parity faults slurm verbs rest artefacts soak bare newest oldest
 nightly: .venv/test  ## run what no commit waits for: grids, kills, long jobs, other versions of torch (PART=faults for one part)

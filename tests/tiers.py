@@ -1,8 +1,8 @@
 """Sorts the tests into three tiers: `make quick`, `make test` and `make nightly`; nothing is drawn.
 
-A test is slow if it starts programs, trains as a whole, or needs another library's engine: found by what it uses. `make
-quick` runs the others. Slow tests run in `make test` if `commit.txt` names them (a file, a test, or one of its cells), else
-at night, in the part that PARTS gives their folder.
+A test is slow if it starts processes, trains as a whole, or needs another library's engine: found by what it uses.
+`make quick` runs the others. Slow tests run in `make test` if `commit.txt` names them (a file, a test, or one of its
+cells), else at night, in the part that PARTS gives their folder.
 
     pytest --collect-only -q -m nightly    # what runs at night only
 """
@@ -23,10 +23,13 @@ FOLDERS = (
     "cli/test_bad_input.py",
     "data/images/test_training.py",
     "docs/test_from_a_page.py",
+    "docs/test_messages.py",
     "docs/test_pieces.py",
     "extension",
     "faults",
     "foresight/test_peak.py",
+    "foresight/test_recomputation.py",
+    "foresight/test_search.py",
     "gallery",
     "parallel/test_shard.py",
     "parallel/test_transformers.py",
@@ -43,7 +46,9 @@ FOLDERS = (
     "training/test_with_optimizer.py",
     "training/watchers/test_loggers.py",
     "verbs/data/test_bench.py",
+    "verbs/doctor/test_doctor.py",
     "verbs/export",
+    "verbs/foresee/test_foresee.py",
     "verbs/foresee/test_measured_step.py",
     "verbs/foresee/test_run_forecast.py",
     "verbs/lr_find",
@@ -174,7 +179,7 @@ def _is_in(path: Path, places: tuple[str, ...]) -> bool:
 
 
 def _is_slow(item: pytest.Function) -> bool:
-    if _is_in(item.path, FOLDERS) or ENGINES.search(item.nodeid):
+    if _is_in(item.path, FOLDERS) or ENGINES.search(item.nodeid) or "pool" in item.fixturenames:
         return True
     definitions = item._fixtureinfo.name2fixturedefs.values()
     fixtures = [fixture.func for overridden in definitions for fixture in overridden]
