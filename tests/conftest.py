@@ -2,15 +2,14 @@
 
 # ruff: noqa: E402  # garbage is collected again once all tests are: imports alone make a million objects that stay
 
-from __future__ import annotations
-
 import atexit
+import contextlib
 import gc
 import os
 import shutil
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +21,10 @@ import torch
 
 from tests import operators as compiled
 from tests import tiers
+from tests.commands import Command
 from tests.processes import Pool
 
-pytest_plugins = ["tests.skips", "tests.small_disk"]
+pytest_plugins = ["tests.skips", "tests.small_disk", "tests.gpu_stand_in"]
 # Compiled once: else each worker rewrites all asserts again, and each process that a test starts compiles grappe.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
@@ -69,6 +69,17 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     from tests.scheduler import OneWorkerPerModule
 
     return OneWorkerPerModule(config, log)
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Callable[..., Command]]:
+    """Starts commands in an empty folder, and ends what is left of them."""
+    with contextlib.ExitStack() as started:
+
+        def begin(*words: str, **options: Any) -> Command:
+            return started.enter_context(contextlib.closing(Command(*words, **{"cwd": tmp_path, **options})))
+
+        yield begin
 
 
 @pytest.fixture(scope="session")

@@ -6,8 +6,6 @@ The test file that mirrors the fault's comes first, then its room, parity and tr
 that fails ends the run. At the end all tests that have failed run without a fault: what fails then has seen nothing.
 """
 
-from __future__ import annotations
-
 import os
 import queue
 import re

@@ -1,7 +1,5 @@
 """The proof on a GPU, run on this machine's CPU: its code works, its table says that no GPU was seen."""
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path

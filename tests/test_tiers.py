@@ -1,7 +1,5 @@
 """Tests of the tiers: slow tests are detected by the functions that they use."""
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess

@@ -7,8 +7,6 @@ cells), else at night, in the part that PARTS gives their folder.
     pytest --collect-only -q -m nightly    # what runs at night only
 """
 
-from __future__ import annotations
-
 import functools
 import re
 import types
@@ -34,6 +32,7 @@ FOLDERS = (
     "parallel/test_shard.py",
     "parallel/test_transformers.py",
     "parity",
+    "private_api/test_nowhere_else.py",
     "profiling/test_chronometer.py",
     "slurm",
     "tasks/test_coatnet.py",
@@ -58,7 +57,7 @@ FOLDERS = (
     "verbs/tune/test_tune.py",
     "verbs/verify",
 )
-"""Whole trainings, each under many plans; a folder or a module."""
+"""Whole trainings, each under many plans, and what takes seconds by itself; a folder or a module."""
 ARTEFACTS = ("docs/test_site.py", "labs", "test_demo.py", "test_notebook.py", "test_wheel.py")
 """What is made of the sources: the site in a browser, the wheel, and the labs, notebooks and demo run from it."""
 LONG = (

@@ -1,7 +1,5 @@
 """Buffers of several processes agree on their mean, and keep all bits where they are the same."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

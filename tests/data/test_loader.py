@@ -1,7 +1,5 @@
 """The processes' batches together are exactly the one-process batches: contracts 3 and 4."""
 
-from __future__ import annotations
-
 import random
 from pathlib import Path
 
@@ -147,20 +145,14 @@ def test_a_dataset_that_draws_draws_for_the_sample(processes: int, workers: int)
     assert len(draws) == sum(len(step) for step in one), "two samples, or two epochs, drew the same"
 
 
-def test_evaluation_draws_the_same_each_time() -> None:
+def test_draws_are_the_same_in_each_evaluation_and_from_any_step_on() -> None:
     loader = evaluation_loader(Plain(), Drawing(), Plan(), world(0, 1))
     steps = loader.order.steps_per_epoch
     assert same(rows(loader, 0, steps), rows(loader, 0, steps))
-
-
-def test_loading_leaves_dropouts_generator_alone() -> None:
     torch.manual_seed(3)
     before = torch.get_rng_state()
     list(training_loader(Plain(), Drawing(), Plan(), world(0, 1)).batches(0, 3))
     assert torch.equal(before, torch.get_rng_state())
-
-
-def test_starting_in_the_middle_gives_the_same_batches() -> None:
     loader = training_loader(Plain(), Drawing(), Plan(workers=0), world(0, 1))
     assert same(rows(loader, 0, 9)[5:], rows(loader, 5, 9))
 

@@ -1,7 +1,5 @@
 """Streams without a training: how their place is found again, and what is refused or called not repeatable."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import random
@@ -45,7 +43,6 @@ def inputs(stream: Stream, start: int, stop: int, saved: Any = None, workers: in
     """Reads steps of 4 samples; what came, the place after them, and what the user is told."""
     stream.samples = 1000
     loader = training_loader(Plain(batch_size=4), stream, Plan(workers=workers), world(0, 1))
-    assert loader.stream is not None
     loader.begin_stream(start, saved)
     read = [value for batch in loader.batches(start, stop) for value in batch.microbatches[0].inputs.flatten().tolist()]
     loader.stream.close()

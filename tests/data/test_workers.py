@@ -1,7 +1,5 @@
 """Data workers that are forked from a process with a past."""
 
-from __future__ import annotations
-
 import gc
 import os
 import subprocess

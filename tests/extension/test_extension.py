@@ -1,7 +1,5 @@
 """The operator in C++ computes and learns what torch's own do, under every plan; it can be verified and exported."""
 
-from __future__ import annotations
-
 import functools
 import json
 import os

@@ -1,7 +1,5 @@
 """Tasks of all kinds learn the same under every plan, and benchmarks/results/gallery.json has them all."""
 
-from __future__ import annotations
-
 import functools
 from typing import Any
 

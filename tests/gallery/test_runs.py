@@ -1,7 +1,5 @@
 """Runs of the gallery's tasks learn what plain loops do, resume to the bit and predict; a kernel runs the notebook."""
 
-from __future__ import annotations
-
 import functools
 import json
 import shutil

@@ -1,7 +1,5 @@
 """Synchronised batch normalisation is that of one process with all rows: outputs, gradients, running statistics."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Gradients are averaged in each backward: large ones where they are, small ones in buckets, of any branch."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest
@@ -34,7 +32,6 @@ def loss(by_name: dict[str, nn.Parameter], rank: int, turn: int) -> Tensor:
 def averaged(place: ProcessRank, meet: Path, plan: str) -> dict[str, Tensor | None]:
     with joined(Plan.parse(plan), place, Path(meet)) as world:
         by_name = parameters()
-        assert world.data_group is not None
         GradientAverage(by_name.values(), world.data_group)
         for turn in range(2):  # the second backward adds to what is there
             loss(by_name, place.rank, turn).backward()

@@ -1,7 +1,5 @@
 """Replicas: gradients and the step's sums are reduced, whether or not every parameter gets a gradient."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

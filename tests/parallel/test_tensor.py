@@ -1,7 +1,5 @@
 """Splitting layers over the tensor axis: convolutions by their channels, as the book says, and the shipped tasks."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any

@@ -1,7 +1,5 @@
 """Models of transformers are sharded, split and pipelined by what they say of themselves, and learn the same."""
 
-from __future__ import annotations
-
 import functools
 import re
 from typing import Any

@@ -1,7 +1,5 @@
 """Without torch._dynamo torch's optimizers do the same to the bit, and once it is loaded they are torch's own again."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 

@@ -1,7 +1,5 @@
 """The commands that make an environment, in a real bash: made once, kept, and unpacked where it is needed again."""
 
-from __future__ import annotations
-
 import io
 import os
 import shutil

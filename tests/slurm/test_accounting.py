@@ -1,7 +1,5 @@
 """With a database of jobs: how a job ended, an account that one has not, and a limit on the number of jobs."""
 
-from __future__ import annotations
-
 import getpass
 import time
 from pathlib import Path

@@ -1,7 +1,5 @@
 """grappe measure --site: each point a job of a real Slurm, gathered once they have ended."""
 
-from __future__ import annotations
-
 import json
 import re
 import time

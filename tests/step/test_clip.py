@@ -1,7 +1,5 @@
 """The gradient's norm is that of one process wherever its parts are, and clipping is torch's, scaled or not."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

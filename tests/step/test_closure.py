@@ -1,7 +1,5 @@
 """Tests of which optimizers get a closure, and of the plans that refuse one."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np
@@ -88,13 +86,11 @@ def test_the_noise_scale_has_no_place_for_several_gradients() -> None:
 def gradients(process: ProcessRank, rendezvous_folder: Path) -> list[list[float]]:
     """Whole copies' gradients under tensor=2, where each process has computed another one for what is not split."""
     world = join(Plan.parse("tensor=2,threads=1,device=cpu"), process, rendezvous_folder)
-    assert world.mesh is not None
     split = nn.Parameter(distribute_tensor(torch.zeros(2), world.mesh["tensor"], [Shard(0)]))
     split.grad = distribute_tensor(torch.tensor([3.0, 4.0]), world.mesh["tensor"], [Shard(0)])
     unsplit = nn.Parameter(torch.zeros(1))
     unsplit.grad = torch.tensor([1.0 + process.rank * 1e-6])  # as sums on a GPU can be
     copies = copies_of([("split", split), ("unsplit", unsplit)], world)
-    assert copies is not None
     copies.read_gradients()
     dist.destroy_process_group()
     return [copy.grad.tolist() for _, copy in copies.named if copy.grad is not None]

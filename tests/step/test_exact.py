@@ -1,7 +1,5 @@
 """Exact sums have one set of bits on any number of processes: of gradients, loss and dropout's numbers."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

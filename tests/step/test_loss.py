@@ -1,7 +1,5 @@
 """Losses: what counts in a step's mean, its sum over processes, and that a loss that compares samples is refused."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The loss scale of fp16 follows infinities and good steps, for as long as a training goes on."""
 
-from __future__ import annotations
-
 from grappe.step.precision import GROWTH_STEPS, LossScale
 
 

@@ -1,7 +1,5 @@
 """The scores of an evaluation: what each loss is divided by, and that numbers leave no holes in the heap."""
 
-from __future__ import annotations
-
 import math
 import subprocess
 import sys

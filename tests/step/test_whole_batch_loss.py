@@ -1,7 +1,5 @@
 """The loss of a whole batch: on one process, and the rows that several gather."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """The shipped 3D task: which voxels are a ball's, and that a newcomer sees the model find them."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

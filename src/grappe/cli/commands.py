@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import shlex
 import sys
+from collections.abc import Sequence
 from json import dumps
 from pathlib import Path
 from typing import Annotated, Literal
@@ -141,16 +142,12 @@ def launch(
     save_every: Annotated[
         int | None, Parameter(help="Steps between checkpoints of the script's state. Default: a minute.")
     ] = None,
-    check_every: Annotated[
-        int | None,
-        Parameter(help="Steps after which a step's gradient is compared with that of one process. Default: the first."),
-    ] = None,
 ) -> int:
     """Run a training script, as it is, on the processes of a plan.
 
-    A script for one process is rehearsed on its first batch: each process then
-    takes its rows and learns what one process learns; or the script is refused,
-    with the line. A grappe.Loop() in the script trains under the plan. A script
+    A script for one process runs on each, and its tensors hold a process's rows
+    of every batch: lines and weights are those of one process. What cannot be
+    is refused by name. A grappe.Loop() in the script trains under the plan. A script
     for several processes (torch.distributed, Accelerate) is started as it is.
     Options come before the script; what follows it is its own.
 
@@ -160,9 +157,9 @@ def launch(
     from grappe.launch.start import interrupted
     from grappe.verbs.launch.launch import launch as verb
 
-    code = verb(script, arguments, plan, run=run, base=runs, save_every=save_every, check_every=check_every)
+    code = verb(script, arguments, plan, run=run, base=runs, save_every=save_every)
     typed = {text.partition("=")[0] for text in arguments}
-    for option in ("--plan", "--run", "--runs", "--save-every", "--check-every"):
+    for option in ("--plan", "--run", "--runs", "--save-every"):
         if code == EXIT_USAGE and option in typed and option not in files.read_text(script):  # as argparse ends
             complain(f"grappe: {option} after the script was the script's own option: write grappe's before the script")
     return interrupted() if code == EXIT_INTERRUPTED else code
@@ -504,9 +501,9 @@ cluster.register(app)
 put_in_order(app)
 
 
-def main() -> None:
+def main(words: Sequence[str] | None = None) -> None:
     """The `grappe` command: exit codes 0 done, 1 failed, 2 wrong use, 75 interrupted and saved."""
-    entry_point.run(app)
+    entry_point.run(app, words)
 
 
 if __name__ == "__main__":

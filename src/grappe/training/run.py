@@ -64,7 +64,7 @@ ENTRIES: dict[str, Any] = {
     **dict.fromkeys(("task", "class", "plan", "data", "dataset", "sampling", "source", "device"), str),
     **dict.fromkeys(("processor", "host", "started", "status", "id", "name", "note", "script"), str),
     **dict.fromkeys(("seed", "processes", "threads", "restarts", "step", "total_steps"), int),
-    **dict.fromkeys(("fields", "used", "headspace", "loading", "rehearsed", "drawn", "drawn_until"), dict[str, Any]),
+    **dict.fromkeys(("fields", "used", "headspace", "loading", "drawn", "drawn_until"), dict[str, Any]),
     "start": TypedDict("Start", {"units": list[str]}, total=False),  # pyrefly: ignore
     "versions": dict[str, str],
     **dict.fromkeys(("changes", "tags", "lower_is_better"), list[str]),

@@ -1,7 +1,5 @@
 """TensorBoard and Weights & Biases are told of one run over its restarts, gradients and parameters too."""
 
-from __future__ import annotations
-
 import json
 import math
 import os

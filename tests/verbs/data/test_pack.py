@@ -1,7 +1,5 @@
 """Packed shards: the same samples in the same order, the same bytes each time, whole after any kill."""
 
-from __future__ import annotations
-
 import hashlib
 import io
 import itertools
@@ -67,7 +65,6 @@ def test_a_shard_is_a_plain_tar_of_webdatasets_form(packed: Path) -> None:
         ]  # fmt: skip
         assert {(member.uid, member.mtime, member.uname) for member in members} == {(0, 0, "")}
         content = one.extractfile(members[2])
-        assert content is not None
         assert content.read() == b"1"
 
 

@@ -1,7 +1,5 @@
 """An exported program gives the run's predictions, in Python and built by cmake from its folder alone."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

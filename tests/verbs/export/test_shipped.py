@@ -4,8 +4,6 @@ All of them would be minutes of compiling: docs/benchmarks.md has the table of s
 and a small transformer, with weights in int8, in Python here. Digits: test_program.py.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -79,10 +79,6 @@ def test_lightnings_requeue_is_off(
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        (
-            "import torch",
-            "no loop over a torch.utils.data.DataLoader takes a step: write `for batch in loader` around it",
-        ),
         ("from", "is not a Python script"),
         (None, "No such file or directory: give a Python script"),
     ],
@@ -141,33 +137,8 @@ def test_a_scripts_pool_of_processes_ends(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     Path("pool.py").write_text(POOL)
-    assert launch("pool.py", [], PLAN) == 0, "SIGTERM, which ends a pool's workers, is not blocked in a rehearsal"
+    assert launch("pool.py", [], PLAN) == 0, "SIGTERM, which ends a pool's workers, is not blocked"
     assert capfd.readouterr().out == "[1]\n[False]\n[False]\n", "nor handled there once the training handles it"
-
-
-REHEARSED = """
-from pathlib import Path
-from grappe.training import watchdog
-from grappe.launch.rank import ProcessRank
-from grappe.verbs.launch.launch import rehearse_script
-from grappe.verbs.launch.request import RehearsalRequest, ScriptRequest
-watchdog.IDLE_SECONDS = 1.0
-script = ScriptRequest(script=Path("waits.py"), arguments=(), plan="replicate=2,device=cpu", rendezvous={})
-rehearse_script(RehearsalRequest(script=script, structural=()), ProcessRank(), Path.cwd())
-"""
-WAITS = """
-import sys, threading
-said, write = threading.Event(), sys.stderr.write
-sys.stderr.write = lambda text: (said.set() if "stood still" in text else None, write(text))[1]
-print(said.wait(60))
-"""
-
-
-def test_a_rehearsal_that_does_nothing_is_named_and_goes_on(tmp_path: Path) -> None:
-    (tmp_path / "waits.py").write_text(WAITS)
-    # A process of its own: what others of this one's compute would count as work.
-    why = subprocess.run([sys.executable, "-c", REHEARSED], cwd=tmp_path, capture_output=True, text=True, check=True)
-    assert "process 0 of 1" in why.stderr and "makes no progress in step 1, at waits.py, line 5" in why.stderr
 
 
 @pytest.mark.parametrize(
@@ -214,7 +185,6 @@ class Net(torch.nn.Linear):
 
 
 def test_the_command_in_a_folder_of_its_own_spreads_a_script_too(tmp_path: Path) -> None:
-    """The command was of no library: a line of its file, in a rehearsal's stack alone, made it another loader's."""
     (tmp_path / "grappe").write_text("import sys\nfrom grappe.cli.commands import main\nsys.exit(main())\n")
     (tmp_path / "train.py").write_text(SPREAD)
     (tmp_path / "net.py").write_text(NET)
@@ -224,7 +194,7 @@ def test_the_command_in_a_folder_of_its_own_spreads_a_script_too(tmp_path: Path)
     finally:
         command.close()
     assert code == 0, err
-    assert out == "2 rows\n" * 2, "process 0's of six, in each of two batches"
+    assert out == "6 rows\n" * 2, "of all processes, in each of two batches"
 
 
 def test_an_option_after_the_script_is_said_to_be_the_script_s(
@@ -285,8 +255,7 @@ def test_a_script_s_own_error_is_shown_as_python_shows_it(how: str, plan: str, t
         command.close()
     assert (code, out) == (plain.returncode, plain.stdout) == (1, "looks for data\n"), err
     shown = err.replace('File "train.py"', f'File "{tmp_path / "train.py"}"')
-    if how != "shape":  # there the rehearsal's hooks take another way through torch's module.py
-        assert plain.stderr in shown
+    assert plain.stderr in shown
     lines = [
         line for line in plain.stderr.splitlines() if "train.py" in line or "Traceback" in line or "Error:" in line
     ]

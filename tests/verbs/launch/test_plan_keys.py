@@ -10,16 +10,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import nn
 
-from grappe.errors import EXIT_INTERRUPTED, PlanError, UsageError
-from grappe.launch.rank import ProcessRank
-from grappe.launch.world import World
-from grappe.plan import Plan
+from grappe.errors import EXIT_INTERRUPTED, PlanError, TaskError
 from grappe.training.run import Run
 from grappe.verbs.launch.launch import launch
-from grappe.verbs.launch.plan_keys import PlanKeys
 from tests.needs import need
-from tests.verbs.launch.test_rehearsal import NORMALISED, PLAIN, rehearse
 
 CPU = ",device=cpu,threads=1"
 SCRIPT = """
@@ -117,14 +113,14 @@ def apart(one: Path, two: Path) -> float:
 @pytest.mark.parametrize(
     ("plan", "kind", "most", "same_lines"),
     [
-        pytest.param("recompute,channels_last,microbatches=3", "random", 1e-5, True, id="one process"),
-        pytest.param("replicate=2,recompute,microbatches=2", "random", 1e-5, True, id="replicas in pieces"),
-        pytest.param("shard=2,recompute,microbatches=2", "whole", 1e-5, True, id="shards"),
+        pytest.param("recompute,channels_last", "random", 1e-5, True, id="one process"),
+        pytest.param("replicate=2,recompute", "random", 1e-5, True, id="replicas"),
+        pytest.param("shard=2,recompute", "whole", 1e-5, True, id="shards"),
         pytest.param("replicate=2,precision=fp64", "random", 1e-5, False, id="fp64"),
         pytest.param("replicate=2,precision=tf32", "random", 1e-5, True, id="tf32, which is a GPU's"),
         pytest.param("replicate=2,precision=bf16", "random", 3e-2, False, id="bf16"),
         pytest.param("shard=2,zero=2,precision=fp16", "whole", 5e-3, False, id="fp16"),
-        pytest.param("replicate=2,compile", "certain", 1e-5, True, id="compile"),
+        pytest.param("compile", "certain", 1e-5, True, id="compile"),
     ],
 )
 def test_a_script_under_a_key_learns_what_it_does_without(
@@ -142,8 +138,6 @@ def test_a_script_under_a_key_learns_what_it_does_without(
     Path("train.py").write_text(SCRIPT)
     assert launch("train.py", ["out", kind], plan + CPU) == 0
     said = capfd.readouterr()
-    for key in Plan.parse(plan).changed_keys() - {"replicate", "zero"}:
-        assert key in said.err, "its rehearsal says by how much each key changes the first gradient"
     if same_lines:
         assert said.out == (plain / f"{kind}.txt").read_text()
     assert apart(plain / kind, Path("out")) <= most
@@ -159,7 +153,7 @@ def test_a_run_under_keys_goes_on_to_the_same_bits(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     Path("train.py").write_text(SCRIPT)
-    plan = f"replicate=2,precision=bf16,recompute,channels_last,microbatches=2{CPU}"
+    plan = f"replicate=2,precision=bf16,recompute,channels_last{CPU}"
     assert launch("train.py", ["out", "random"], plan) == 0
     lines, whole = capfd.readouterr().out, torch.load("out")
     monkeypatch.setenv("STOP", "1")
@@ -181,39 +175,78 @@ def test_a_run_that_cannot_be_resumed_says_so(
 
 
 @pytest.mark.parametrize(
-    ("plan", "body", "model", "why"),
+    ("plan", "error", "why"),
     [
-        pytest.param(
-            "microbatches=2", PLAIN, NORMALISED, "microbatches=2 in the plan: Sequential has batch norm", id="norm"
-        ),
-        pytest.param(
-            "microbatches=2",
-            "model(inputs).backward()",
-            "type('Scored', (nn.Linear,), {'forward': lambda self, x: nn.Linear.forward(self, x).mean()})(6, 3)",
-            "with microbatches=2 in the plan: Scored returns something without a row for each sample",
-            id="one value of a batch",
-        ),
-        pytest.param(
-            "precision=bf16",
-            "F.cross_entropy(inputs @ weight, labels).backward()",
-            "nn.Linear(6, 3)\nweight = nn.Parameter(torch.zeros(6, 3))\nmodel.register_parameter('own', weight)",
-            "precision=bf16 has no model: a step calls no torch.nn.Module",
-            id="no module",
-        ),
+        ("microbatches=2", PlanError, "and no microbatches: write it around grappe.Loop"),
+        ("dropout=local,replicate=2", PlanError, "and no dropout=local"),
+        ("compile,replicate=2", PlanError, "compile on several processes is not for an unedited script"),
+        ("shard=2", TaskError, "the script keeps parameters in a variable of its own"),
     ],
 )
-def test_a_key_that_a_script_cannot_have_is_refused(tmp_path: Path, plan: str, body: str, model: str, why: str) -> None:
-    world = World(process=ProcessRank(), device=torch.device("cpu"))
-    found = rehearse(tmp_path, body, model, keys=PlanKeys(Plan.parse(plan), world, ()), parts=1)
-    assert why in found.refused
-
-
-def test_parameters_that_a_script_keeps_are_named_before_it_is_sharded(tmp_path: Path) -> None:
+def test_a_key_that_a_script_cannot_have_is_refused(
+    tmp_path: Path, plan: str, error: type[Exception], why: str
+) -> None:
     file = tmp_path / "train.py"
     file.write_text(SCRIPT.replace("model = Net()", "model = Net()\nkept = list(model.parameters())"))
-    with pytest.raises(
-        UsageError, match="with shard=2 in the plan: the script keeps parameters in a variable of its own"
-    ):
-        launch(file, ["out", "whole"], f"shard=2{CPU}", base=tmp_path)
-    with pytest.raises(PlanError, match="and no dropout=local"):
-        launch(file, ["out", "whole"], f"dropout=local,replicate=2{CPU}", base=tmp_path)
+    with pytest.raises(error, match=why):
+        launch(file, ["out", "whole"], plan + CPU, base=tmp_path)
+
+
+WITHOUT = """
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+
+weight = torch.nn.Parameter(torch.zeros(6, 3))
+optimizer = torch.optim.SGD([weight], lr=0.1)
+for (rows,) in DataLoader(TensorDataset(torch.randn(32, 6)), 8):
+    (rows @ weight - 1).square().mean().backward()
+    optimizer.step()
+"""
+
+
+def test_a_key_that_no_model_can_have_ends_the_first_step(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(WITHOUT)
+    with pytest.raises(TaskError, match=r"precision=bf16 has no model: a step calls no torch\.nn\.Module"):
+        launch(tmp_path / "train.py", [], f"precision=bf16{CPU}", base=tmp_path)
+
+
+LOCAL = """
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+torch.manual_seed(0)
+x, y = torch.randn(32, 6), torch.randn(32, 1)
+model = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 1))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for rows, targets in DataLoader(TensorDataset(x, y), 8):
+    optimizer.zero_grad()
+    nn.functional.mse_loss(model(rows), targets).backward()
+    optimizer.step()
+torch.save(model.state_dict(), "out")
+"""
+
+
+def test_batchnorm_local_normalises_a_process_s_own_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("train.py").write_text(LOCAL)
+    assert launch("train.py", [], f"replicate=2,batchnorm=local{CPU}") == 0
+    torch.manual_seed(0)
+    x, y = torch.randn(32, 6), torch.randn(32, 1)
+    model = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    norm = model[1]
+    for first in range(0, 32, 8):
+        optimizer.zero_grad()
+        before = {name: each.clone() for name, each in norm.named_buffers()}
+        after = []
+        for part in (slice(first, first + 4), slice(first + 4, first + 8)):
+            norm.load_state_dict(before, strict=False)
+            (nn.functional.mse_loss(model(x[part]), y[part]) / 2).backward()
+            after.append({name: each.clone() for name, each in norm.named_buffers()})
+        norm.load_state_dict(
+            {name: ((a + after[1][name]) / 2).to(a.dtype) for name, a in after[0].items()}, strict=False
+        )
+        optimizer.step()
+    for name, tensor in torch.load("out").items():
+        torch.testing.assert_close(tensor, model.state_dict()[name], rtol=1e-5, atol=1e-6)

@@ -26,7 +26,7 @@ from grappe.verbs.runs import listing
 from tests.cli.test_corrections import answer_to
 
 ONE = "device=cpu,threads=1"
-TWO = "device=cpu,replicate=2,batchnorm=sync,threads=1"
+TWO = "device=cpu,replicate=2,threads=1"
 SCRIPT = """
 import os, signal, sys, time
 from pathlib import Path
@@ -145,7 +145,6 @@ def test_a_script_that_was_ended_in_an_epoch_goes_on_to_the_same_weights_and_lin
     assert launch("train.py", ["out.pt"], plan, run=run, save_every=4) == 0
     second = capfd.readouterr()
     assert lines.endswith(second.out) and len(first.out) + len(second.out) >= len(lines)
-    assert "rehearsing" not in second.err, "its rehearsal's results are in the run"
     one, two = torch.load(folder / "out.pt"), torch.load("out.pt")
     for name, tensor in one.items():
         apart = (tensor.double() - two[name]).norm() / tensor.double().norm()
@@ -217,10 +216,10 @@ LOADER = "DataLoader(TensorDataset(torch.randn(40, 3)), 4)"
     [
         ("0", LOADER, "# changed", "run was trained with train.py as it was before: a script resumes as it began"),
         (
-            "time.time_ns()",
+            "random.SystemRandom().random()",
             LOADER,
             "",
-            r"cannot resume at step 2: __main__.start is \d+, and was \d+\. Begin another run",
+            r"cannot resume at step 2: __main__.start is \S+, and was \S+\. Begin another run",
         ),
         ("0", "[(each,) for each in torch.randn(9, 4, 3)]", "", "its batches come from no torch.utils.data.DataLoader"),
     ],

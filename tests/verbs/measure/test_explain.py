@@ -1,7 +1,5 @@
 """grappe measure --why in real processes: planted slownesses, large against noise, are named first; sums are 100 %."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

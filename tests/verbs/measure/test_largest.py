@@ -1,7 +1,5 @@
 """The largest batch that fits, under a limit that is reached soon, and in a dataset that ends before."""
 
-from __future__ import annotations
-
 import resource
 import subprocess
 import sys

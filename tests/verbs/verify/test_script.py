@@ -26,11 +26,11 @@ fault = parser.parse_args().fault
 torch.manual_seed(1)
 x, y = torch.randn(74, 6), torch.randint(0, 3, (74,))
 encoder = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Dropout(0.1))
-head = nn.Linear(8, 3)
+head, norm = nn.Linear(8, 3), nn.BatchNorm1d(6)
 optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (encoder, head)]
 for number, (inputs, labels) in enumerate(DataLoader(TensorDataset(x, y), 8, shuffle=True)):
     if fault == "statistics" and number >= 2:
-        inputs = inputs - inputs.mean(0)
+        inputs = norm(inputs)
     loss = F.cross_entropy(head(encoder(inputs)), labels)
     print(f"{number} {loss.item():.4f}")
     for optimizer in optimizers:
@@ -60,7 +60,7 @@ def test_a_plan_after_the_script_is_said_to_be_the_script_s() -> None:
 def test_the_first_step_and_tensor_that_differ_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     Path("train.py").write_text(SCRIPT)
-    found = verify_script("train.py", ["--fault", "statistics"], PLAN, steps=6)
+    found = verify_script("train.py", ["--fault", "statistics"], f"{PLAN},batchnorm=local", steps=6)
     assert (found.step, found.tensors) == (5, 8), "two optimizers step for each batch, and the third batch differs"
     assert found.difference.startswith("the gradient of 0.weight: ")
     with pytest.raises(UsageError, match="needs a plan of several processes"):

@@ -1,7 +1,5 @@
 """grappe verify: planted faults are found and named, and what has no fault is not called different."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

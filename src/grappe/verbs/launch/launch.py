@@ -1,6 +1,6 @@
 """grappe launch: runs a training script on a plan's processes, as torchrun does.
 
-A grappe.Loop in it gets the plan. A script for one process is rehearsed first; then each process takes its rows.
+A grappe.Loop in it gets the plan. A script for one process runs whole on each, and its tensors hold a process's rows.
 """
 
 from __future__ import annotations
@@ -8,22 +8,19 @@ from __future__ import annotations
 import ast
 import contextlib
 import dataclasses
-import functools
 import io
+import itertools
 import os
-import runpy
 import secrets
 import shlex
 import signal
 import socket
 import sys
-import tempfile
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import ModuleType
-from typing import Any
 
 from grappe.errors import (
     EXIT_FAILURE,
@@ -39,41 +36,28 @@ from grappe.errors.user_line import PACKAGE, is_users_file
 from grappe.launch import files, local
 from grappe.launch.files import RUNS
 from grappe.launch.rank import ProcessRank, rank_from_environment
-from grappe.launch.signals import end_as_programs_do, handled
+from grappe.launch.signals import handled
 from grappe.launch.start import start
-from grappe.launch.terminal import UserStream, complain, progress, say, user_stream, write
+from grappe.launch.terminal import complain, say, write
 from grappe.plan import AnyPlan, Plan, as_plan
 from grappe.private_api.multiprocessing import start_as_python_does
 from grappe.training.run import Run, new_folder
-from grappe.verbs.launch.lengths import Length, ScriptLoader
-from grappe.verbs.launch.request import (
-    INTERRUPTED,
-    RehearsalRequest,
-    Rehearsed,
-    ScriptRequest,
-    line_of,
-    rehearsed_before,
-)
+from grappe.verbs.launch.request import INTERRUPTED, ScriptRequest
 
 LOOP = "grappe"
 ITS_OWN = ("torch.distributed", "accelerate", "deepspeed", "horovod", "lightning", "pytorch_lightning", "transformers")
 """Packages by which a script spreads its training itself."""
 SLOW_IMPORTS = ("torchvision", "matplotlib.pyplot", "timm", "transformers")
-"""Libraries that start no threads, which a script's processes import once together, while it is rehearsed."""
+"""Libraries that start no threads, which a script's processes import once, together."""
 LIGHTNING = ("lightning", "pytorch_lightning")
 PROCESS_KEYS = frozenset({"replicate", "batchnorm", "dropout", "device", "backend", "threads", "per_device"})
 """Keys of a plan that change no model of a script for one process."""
 UNEDITED_KEYS = PROCESS_KEYS | {
-    "precision", "recompute", "compile", "channels_last", "microbatches", "shard", "zero",
+    "precision", "recompute", "compile", "channels_last", "shard", "zero",
 }  # fmt: skip
 """Keys of a plan that a script for one process can have."""
 LATER_SECONDS = 0.5
 """After which another process than the first reports the script's error: where all fail alike, process 0 shows it."""
-WORDS = {
-    "mean": "a mean over rows",
-    "counted": "a mean over what counts (tokens, classes by weight)",
-    "sum": "a sum over rows",
-}
 
 
 def launch(
@@ -84,7 +68,6 @@ def launch(
     run: Path | None = None,
     base: Path = RUNS,
     save_every: int | None = None,
-    check_every: int | None = None,
 ) -> int:
     """Runs a script on the processes of a plan, and waits for them; process 0 has the terminal.
 
@@ -95,13 +78,12 @@ def launch(
         run: the folder of the run that a script for one process becomes, once it trains; a run in it is resumed.
             None: a new one under `base`.
         save_every: steps between checkpoints; None: a minute.
-        check_every: steps after which a gradient is compared with that of one process; None: the first alone.
 
     Returns:
         The script's exit code: 75 if it was interrupted and saved.
 
     Raises:
-        UsageError: there is no such script, or it trains on one process and the plan has several.
+        UsageError: there is no such script, or a launcher has started several processes of a script for one.
         ProcessDied: a process failed.
     """
     chosen, script = as_plan(plan), Path(script)
@@ -126,34 +108,22 @@ def launch(
         # Lightning then neither requeues the job nor replaces signal handlers.
         variables={} if imported.isdisjoint(LIGHTNING) else {"SLURM_JOB_NAME": "interactive"},
     )
-    if check_every is not None and not (alone and several):
-        raise UsageError("--check-every compares several processes of a script for one with one: leave it out")
     if alone:
+        refuse_plan(chosen)
         run = run or new_folder(base, script.name)
-        request = dataclasses.replace(
-            request, run=run, save_every=save_every, check_every=check_every, catches=_catches_interrupt(tree)
-        )
+        request = dataclasses.replace(request, run=run, save_every=save_every, catches=_catches_interrupt(tree))
         if Run.is_run(run):
             if Run(run).is_finished():
                 complain(f"grappe: {run} is finished: nothing to do")
                 return EXIT_OK
-            before = Run(run).read_description()
-            request = dataclasses.replace(
-                request, seed=before.get("seed", 0), rehearsed=rehearsed_before(before, str(chosen))
-            )
-    if alone:
-        refuse_plan(chosen)
-    if alone and request.rehearsed is None and (several or chosen.changed_keys() - PROCESS_KEYS):
-        rehearsed = rehearsed_on_one_process(request, chosen)
-        if rehearsed.ended is not None:
-            return rehearsed.ended
-        request = dataclasses.replace(request, rehearsed=rehearsed)
+            request = dataclasses.replace(request, seed=Run(run).read_description().get("seed", 0))
+        if several:
+            start_server(script, chosen)
     sys.stdout.flush()
     code = start("grappe.verbs.launch.launch:run_script", request, chosen, run=run, saves=True)
     if alone and code == EXIT_INTERRUPTED and rank_from_environment() is None:
         options = [*(["--plan", str(chosen)] if str(chosen) else []), "--run", str(run)]
         options += [] if save_every is None else ["--save-every", str(save_every)]
-        options += [] if check_every is None else ["--check-every", str(check_every)]
         complain(f"grappe: resume: {shlex.join(['grappe', 'launch', *options, str(script), *arguments])}")
     return code
 
@@ -173,21 +143,15 @@ def parsed(script: Path) -> ast.Module:
 
 
 def request_for_one(script: Path, arguments: Sequence[str], plan: Plan, seed: int) -> ScriptRequest:
-    """Makes the request of a script for one process; rehearses it, where the plan takes more than the process alone.
+    """Makes the request of a script for one process.
 
     Raises:
-        UsageError: the script is none for one process, or the plan's processes would not learn what one learns.
+        UsageError: the script is none for one process.
     """
     imported = set(imports_of(parsed(script)))
     if own := next((name for name in (LOOP, *ITS_OWN) if name in imported), None):
         raise UsageError(f"{script} uses {own}: give a script for one process, as it is")
-    request = ScriptRequest(script=script, arguments=tuple(arguments), plan=str(plan), rendezvous={}, seed=seed)
-    if plan.processes == 1 and not plan.changed_keys() - PROCESS_KEYS:
-        return request
-    rehearsed = rehearsed_on_one_process(request, plan)
-    if rehearsed.ended is not None:
-        raise UsageError(f"{script} ends before it trains, with exit code {rehearsed.ended}: did it need arguments?")
-    return dataclasses.replace(request, rehearsed=rehearsed)
+    return ScriptRequest(script=script, arguments=tuple(arguments), plan=str(plan), rendezvous={}, seed=seed)
 
 
 def _catches_interrupt(tree: ast.Module) -> bool:
@@ -208,6 +172,11 @@ def refuse_plan(plan: Plan) -> None:
         if of_tasks:
             raise PlanError(f"{start}: describe it as a task (docs/from-a-script.md){by_hand(plan)}")
         raise PlanError(f"{start}: write it around grappe.Loop (docs/own-loop.md), or describe it as a task")
+    if plan.compile and plan.processes > 1:
+        raise PlanError(
+            "compile on several processes is not for an unedited script, whose tensors hold a process's rows: leave it "
+            "out, or write it around grappe.Loop (docs/own-loop.md)"
+        )
     if plan.processes > 1 and rank_from_environment() is not None:
         raise UsageError(
             "a script for one process is spread by grappe launch alone, on one machine: under torchrun or srun, write "
@@ -215,69 +184,20 @@ def refuse_plan(plan: Plan) -> None:
         )
 
 
-def rehearsed_on_one_process(request: ScriptRequest, plan: Plan) -> Rehearsed:
-    """Rehearses a script on one process; says what it measured.
-
-    Raises:
-        UsageError: the plan's processes would not learn what one learns.
-    """
-    alone = Plan(device=plan.device, threads=plan.threads)
-    keys = plan.changed_keys() - PROCESS_KEYS
-    # Meanwhile the server that the processes are forked from imports what they need.
-    meanwhile: Callable[[], None] = functools.partial(local.start_server_of_scripts, *_slow_imports(request.script))
-    if keys & {"compile", "shard"}:
-        meanwhile = local.start_server
-    structural: list[str] = []
-    while True:
-        rehearsal = RehearsalRequest(script=request, structural=tuple(structural))
-        progress(f"rehearsing {request.script} on one process")
-        try:
-            rehearsed = start(
-                "grappe.verbs.launch.launch:rehearse_script",
-                rehearsal,
-                alone,
-                meanwhile=meanwhile if plan.processes > 1 else None,
-            )
-        finally:
-            progress("")
-        if rehearsed.ended is not None:
-            return rehearsed
-        if not rehearsed.structural:
-            break
-        structural.append(rehearsed.structural)
-    if rehearsed.refused:
-        who = f"{plan.processes} processes" if plan.processes > 1 else f"plan {plan}"
-        raise UsageError(
-            f"{request.script}: {who} would not learn what one process learns: {rehearsed.refused}. Or write it around "
-            "grappe.Loop (docs/own-loop.md)"
-        )
-    lines = {rule: [line_of(at) for at, own in rehearsed.losses.items() if own == rule] for rule in WORDS}
-    rules = " and ".join(f"{WORDS[rule]} ({', '.join(places)})" for rule, places in lines.items() if places)
-    if plan.processes > 1:
-        complain(
-            f"grappe: rehearsed on one process: the loss is {rules}; each of {plan.processes} processes takes its rows "
-            f"of every batch of the loader ({line_of(rehearsed.loader)})"
-        )
-    for place in rehearsed.own_rows:
-        complain(
-            f"grappe: {place} has process 0's rows, not the whole batch's: what is printed or written of it may "
-            "differ from that of one process"
-        )
-    if rehearsed.keys:
-        apart = ", ".join(f"{key} {distance:.0e}" for key, distance in rehearsed.keys.items())
-        complain(f"grappe: rehearsed: relative change of the first gradient under each key: {apart}")
-    return rehearsed
-
-
-def _slow_imports(script: Path) -> list[str]:
-    """Lists the libraries of SLOW_IMPORTS that a script imports, and that are no file of its own."""
+def start_server(script: Path, plan: Plan) -> None:
+    """Starts the server that the processes of a script for one are forked from, with what they all import."""
+    if rank_from_environment() is not None:
+        return
+    if plan.shard > 1:
+        local.start_server()
+        return
     imported = set(imports_of(ast.parse(files.read_text(script))))
 
     def is_own(name: str) -> bool:
         place = script.parent / name.partition(".")[0]
         return place.is_dir() or place.with_suffix(".py").exists()
 
-    return [name for name in SLOW_IMPORTS if name in imported and not is_own(name)]
+    local.start_server_of_scripts(*(name for name in SLOW_IMPORTS if name in imported and not is_own(name)))
 
 
 def imports_of(script: ast.Module) -> Iterator[str]:
@@ -296,72 +216,6 @@ def imports_of(script: ast.Module) -> Iterator[str]:
 # ---- In each process ----
 
 
-def rehearse_script(request: RehearsalRequest, process: ProcessRank, rendezvous_folder: Path) -> Rehearsed:
-    """Runs a script up to its first batch that trains, without its output; returns what was measured.
-
-    The output is shown of a script that ends before, with --help or an error of its own.
-    """
-    from grappe.launch.world import join
-    from grappe.training.watchdog import IdleWatchdog
-    from grappe.verbs.launch.interception import appending_undone, intercepted
-    from grappe.verbs.launch.plan_keys import PlanKeys
-    from grappe.verbs.launch.rehearsal import Rehearsal, RehearsalOver
-
-    plan, keys = as_plan(request.script.plan), None
-    # Only a plan that offloads makes a mesh of a single process, which FSDP2 needs.
-    alone = Plan(device=plan.device, threads=plan.threads, offload="cpu" if plan.shard > 1 else "none")
-    world = join(alone, process, rendezvous_folder)
-    if plan.changed_keys() - PROCESS_KEYS:
-        keys = PlanKeys(plan, world, ())
-    rehearsal = Rehearsal(
-        synchronised=plan.batchnorm == "sync",
-        structural=request.structural,
-        keys=keys,
-        parts=plan.data_parallel,
-    )
-    stream = user_stream(process)
-    assert stream is not None
-    errors = UserStream(os.fdopen(stream.errors, "w", closefd=False), stream.language)
-    IdleWatchdog(rank=0, size=1, folder=rendezvous_folder, stream=errors).start(0)
-    with (
-        intercepted(rehearsal),
-        appending_undone() as appended,
-        contextlib.redirect_stdout(io.StringIO()) as output,
-        tempfile.TemporaryFile("w+") as complaints,
-        contextlib.redirect_stderr(complaints),
-    ):
-        _seed(request.script.seed)
-        end_as_programs_do([signal.SIGTERM])
-        try:
-            run_as_main(request.script.script, request.script.arguments, rehearsal.length, enumerate=rehearsal.counted)
-        except RehearsalOver:
-            pass
-        except SystemExit as end:
-            if not rehearsal.backwards:
-                appended.clear()  # it does not run again
-                code = _exit_code(end)
-                complaints.seek(0)
-                for text, to in ((output.getvalue(), stream), (complaints.read(), errors)):
-                    to.write(text)
-                    to.flush()
-                return Rehearsed(ended=code)
-        except Exception as error:
-            if rehearsal.in_part:
-                return rehearsal.failed(error)
-            appended.clear()
-            if not (shown := script_traceback(error)):
-                raise
-            complaints.seek(0)
-            for text, to in ((output.getvalue(), stream), (complaints.read(), errors)):
-                to.write(text)
-                to.flush()
-            write(shown, errors, end="")
-            raise ProcessDied(
-                f"{request.script.script} fails by itself, on one process and before its first batch has trained"
-            ) from error
-    return rehearsal.found
-
-
 def script_traceback(error: Exception) -> str:
     """Formats a script's own error as Python does; "" where it is none, or another message says more.
 
@@ -378,15 +232,10 @@ def script_traceback(error: Exception) -> str:
         if (part := chain.pop()) is None:
             continue
         first = next((number for number, frame in enumerate(part.stack) if is_users_file(frame.filename)), 0)
-        # A rehearsal has a mode of torch's functions, which calls a function within itself.
-        of_modes, called = {"__torch_function__", "handle_torch_function"}, part.stack[first:]
-        inner = [*(frame.name for frame in called[1:]), ""]
-        frames = [
-            frame
-            for frame, name in zip(called, inner, strict=True)
-            if frame.name not in of_modes and name != "handle_torch_function"
-        ]
-        if frames and not frames[-1].filename.startswith(str(PACKAGE)):
+        # An operator that meets rows calls torch again, for a process's own: torch's error is that of the first call.
+        frames = list(itertools.takewhile(lambda frame: "torch_dispatch" not in frame.name, part.stack[first:]))
+        # A function of Python's that is replaced has no frame of its own: the call of the plain one is the last.
+        if frames and (not frames[-1].filename.startswith(str(PACKAGE)) or "plain(" in (frames[-1].line or "")):
             frames = [frame for frame in frames if not frame.filename.startswith(str(PACKAGE))]
         part.stack = traceback.StackSummary.from_list(frames)
         chain += [part.__cause__, part.__context__]
@@ -405,22 +254,15 @@ def _seed(seed: int) -> None:
     np.random.seed(seed)
 
 
-def run_as_main(script: Path, arguments: Sequence[str], length: Length | None = None, **names: Any) -> None:
-    """Runs a script as `python SCRIPT ARGUMENTS` does, in this process.
-
-    Args:
-        length: what it is told for the rows of a batch; None: the tensor's own.
-        names: in place of Python's own functions.
-    """
+def run_as_main(script: Path, arguments: Sequence[str]) -> None:
+    """Runs a script as `python SCRIPT ARGUMENTS` does, in this process."""
     start_as_python_does()
-    file = str(script)
-    sys.argv = [file, *arguments]
+    sys.argv = [str(script), *arguments]
+    file = str(script.absolute())  # as Python has it in tracebacks
     sys.path.insert(0, str(script.absolute().parent))
-    if length is None:
-        runpy.run_path(file, run_name="__main__")
-        return
     sys.modules["__main__"] = module = ModuleType("__main__")
-    ScriptLoader(file, length, names).exec_module(module)
+    module.__file__ = file
+    exec(compile(files.read_text(script), file, "exec", dont_inherit=True), vars(module))
 
 
 def run_script(request: ScriptRequest, process: ProcessRank, rendezvous_folder: Path) -> int:
@@ -432,14 +274,14 @@ def run_script(request: ScriptRequest, process: ProcessRank, rendezvous_folder: 
 
     os.environ.update({PLAN: request.plan, **request.variables})
     is_local = process.launcher == "grappe"
-    if is_local and request.rehearsed is None:  # else the script is for one process, and must not tell them apart
+    if is_local and request.run is None:  # else the script is for one process, and must not tell them apart
         os.environ.update(_as_torchrun(process), **request.rendezvous)
     code = EXIT_FAILURE
     with as_a_program(process, rendezvous_folder) if is_local else contextlib.nullcontext():
         try:
             with contextlib.suppress(KeyboardInterrupt):
                 code = INTERRUPTED
-                if request.run is None and request.rehearsed is None:
+                if request.run is None:
                     run_as_main(request.script, request.arguments)
                 else:
                     run_recorded(request, process, rendezvous_folder)
@@ -458,7 +300,7 @@ def run_script(request: ScriptRequest, process: ProcessRank, rendezvous_folder: 
                 time.sleep(LATER_SECONDS)
                 message = f"{message}\n{shown}"
             raise ProcessDied(message) from error
-    if process.rank and code not in (EXIT_OK, EXIT_INTERRUPTED, INTERRUPTED):
+    if process.rank and request.run is None and code not in (EXIT_OK, EXIT_INTERRUPTED, INTERRUPTED):
         raise SystemExit(code)
     return code
 
@@ -474,26 +316,23 @@ def run_recorded(request: ScriptRequest, process: ProcessRank, rendezvous_folder
     """Runs a script for one process, of whose batches this process takes its rows, and makes it a run."""
     from grappe.profiling.chronometer import waits_counted
     from grappe.training.own_loop_world import join_world
-    from grappe.verbs.launch.interception import alive, intercepted, writing_nothing
-    from grappe.verbs.launch.plan_keys import PlanKeys, files_shared
+    from grappe.verbs.launch.interception import alive, intercepted
+    from grappe.verbs.launch.plan_keys import PlanKeys, shards_whole
     from grappe.verbs.launch.recorded import RecordedSteps, ScriptFolder
-    from grappe.verbs.launch.replay import clocks_noted
-    from grappe.verbs.launch.slices import SlicedSteps
+    from grappe.verbs.launch.replay import reads_noted
+    from grappe.verbs.launch.spread import SpreadSteps
+    from grappe.verbs.launch.surroundings import surroundings_shared
 
-    plan, rehearsed, folder = as_plan(request.plan), request.rehearsed, request.run
+    plan, folder = as_plan(request.plan), request.run
     world = join_world(plan, process, rendezvous_folder)
-    if request.check_every is not None and world.device.type != "cpu":
-        raise PlanError("--check-every forks a process, which cannot use the GPU: leave it out, or take device=cpu")
-    sliced = None
-    if rehearsed is not None:
-        keys = PlanKeys(plan, world, rehearsed.models)
-        synchronised = plan.batchnorm == "sync"
-        sliced = SlicedSteps(world, rehearsed, keys, synchronised=synchronised, check_every=request.check_every)
+    keys = PlanKeys(plan, world)
+    spread = SpreadSteps(world, keys, request.script.parent) if world.size > 1 or keys.names else None
     steps = RecordedSteps(
         lambda: ScriptFolder(request, plan, world),
         world,
         plan,
-        sliced,
+        spread,
+        unsaved=keys.unsaved,
         resumes=folder is not None and Run.is_run(folder),
         save_every=request.save_every,
         last=request.steps,
@@ -503,20 +342,16 @@ def run_recorded(request: ScriptRequest, process: ProcessRank, rendezvous_folder
     _seed(request.seed)
     with (
         intercepted(steps),
-        clocks_noted(steps.clock),
+        surroundings_shared(world),
+        reads_noted(steps.read, steps.clock),
         waits_counted(steps.chronometer),
-        writing_nothing() if process.rank else contextlib.nullcontext(),
-        files_shared(world, sliced.check_saved) if sliced and world.size > 1 else contextlib.nullcontext(),
+        shards_whole(world) if plan.shard > 1 else contextlib.nullcontext(),
+        contextlib.nullcontext() if spread is None else spread.running(),
     ):
         try:
-            run_as_main(request.script, request.arguments, None if sliced is None else sliced.length)
-            if sliced is not None and rehearsed is not None:
-                sliced.check_weights()
-                if world.size > 1 and not sliced.steps and not world.rank:
-                    complain(
-                        f"grappe: no batch came from the rehearsed loader ({line_of(rehearsed.loader)}): each process "
-                        "computed whole batches, as one process does"
-                    )
+            run_as_main(request.script, request.arguments)
+            if spread is not None:
+                spread.close()
             steps.close(None)
         except BaseException as error:
             steps.close(error)

@@ -32,6 +32,7 @@ from grappe.plan import Plan
 from grappe.profiling import memory
 from grappe.profiling.chronometer import Chronometer
 from grappe.profiling.phases import BACKWARD, CHECKPOINT, DATA, EVALUATION, FORWARD, UPDATE
+from grappe.rows.tensor import full
 from grappe.training.own_loop_folder import LoopFolder
 from grappe.training.own_loop_objects import KeptObjects
 from grappe.training.random_state import as_tensor, from_tensor, random_state, set_random_state, set_state_of, state_of
@@ -44,16 +45,16 @@ from grappe.verbs.launch.interception import (
     Begin,
     StepHandler,
     alive,
-    beyond_torchs_own,
     modules_alive,
     parameters_of,
     rows_of,
-    writing_nothing,
 )
-from grappe.verbs.launch.replay import Iteration, Replay, repeats
+from grappe.verbs.launch.plan_keys import gathered
+from grappe.verbs.launch.replay import Iteration, Replay
 from grappe.verbs.launch.request import INTERRUPTED, ScriptRequest
-from grappe.verbs.launch.slices import SlicedSteps
-from grappe.verbs.launch.variables import Unchanged, Variables, variables_of
+from grappe.verbs.launch.spread import SpreadSteps
+from grappe.verbs.launch.surroundings import writing_nothing
+from grappe.verbs.launch.variables import Unchanged, Variables, is_own_file, variables_of
 
 T = TypeVar("T")
 SAVE_SECONDS = 60.0
@@ -71,8 +72,6 @@ class ScriptFolder(LoopFolder):
             "fields": {"arguments": shlex.join(request.arguments)},
             "source": hashlib.sha256(files.read_bytes(request.script)).hexdigest()[:12],
         }
-        if request.rehearsed is not None:
-            self._facts["rehearsed"] = dataclasses.asdict(request.rehearsed)
         assert request.run is not None
         super().__init__(request.run, plan, world, request.seed)
 
@@ -99,6 +98,7 @@ class RecordedSteps(StepHandler):
     Args:
         folder: of the run, made at the first step; if there is a run, the script comes back to its checkpoint first.
         steps: spread the script over several processes; None: there is one.
+        unsaved: why there are no checkpoints; "" if there are.
         save_every: steps between checkpoints; None: a minute.
         last: the step after which the script ends, without a checkpoint, or a file that it writes itself from its first
             step on; None: it ends by itself.
@@ -111,8 +111,9 @@ class RecordedSteps(StepHandler):
         begin_run: Callable[[], ScriptFolder],
         world: World,
         plan: Plan,
-        steps: SlicedSteps | None,
+        steps: SpreadSteps | None,
         *,
+        unsaved: str,
         resumes: bool,
         save_every: int | None,
         last: int | None,
@@ -120,7 +121,7 @@ class RecordedSteps(StepHandler):
         reports: Path,
     ) -> None:
         began = time.perf_counter()
-        self._begin_run, self._world, self._sliced, self._save_every = begin_run, world, steps, save_every
+        self._begin_run, self._world, self._spread, self._save_every = begin_run, world, steps, save_every
         self._inner = steps or StepHandler()
         self.chronometer = Chronometer(world.device, began)
         self._meter = Meter(
@@ -133,9 +134,9 @@ class RecordedSteps(StepHandler):
         self._unwritten = contextlib.ExitStack()
         self._optimizers: list[Optimizer] = []
         self._losses: dict[str, Tensor] = {}
-        """This process's part of each backward's loss, by its place."""
+        """This process's term of each backward's loss, by the script's line."""
         self._fresh: set[str] = set()
-        """Places of backwards since an optimizer has stepped: they add up."""
+        """Lines of backwards since an optimizer has stepped: their losses add up."""
         self._lr = 0.0
         self._stepped = False
         self._leader: Iteration | None = None
@@ -152,7 +153,7 @@ class RecordedSteps(StepHandler):
         self._clocks: list[float] = []
         self._unchanged: Unchanged | None = None
         self._replay: Replay | None = None
-        self._unsaved = "" if steps is None else steps.unsaved
+        self._unsaved = unsaved
         """Why there are no checkpoints."""
         self._said = self._closed = False
         self._watchdog = IdleWatchdog(
@@ -172,12 +173,12 @@ class RecordedSteps(StepHandler):
         if self._folder.checkpoint is not None:
             self._replay = Replay(self._folder.checkpoint, self._world.rank)
             self._first = self._replay.first
-            if self._sliced is not None:
-                self._sliced.replaying = True
+            if self._spread is not None:
+                self._spread.replaying = True
 
     # ---- What the script does ------------------------------------------------------------------------------
 
-    def batches(self, loader: DataLoader[Any], place: str, begin: Begin) -> Iterator[Any]:
+    def batches(self, loader: DataLoader[Any], begin: Begin) -> Iterator[Any]:
         """Begins an iteration of a loader, on the way back to a checkpoint one that loads nothing."""
         made = Iteration(loader=loader, number=self._iterations, begin=begin, state=random_state(loader.generator))
         self._iterations += 1
@@ -185,7 +186,7 @@ class RecordedSteps(StepHandler):
             made.plain = begin()
         elif self._replay.computes:
             self._replay.begin()
-        return self._inner.batches(loader, place, lambda: self._source(made))
+        return self._inner.batches(loader, lambda: self._source(made))
 
     def _source(self, made: Iteration) -> Iterator[Any]:
         """Yields whole batches; a step ends between two of them."""
@@ -213,30 +214,25 @@ class RecordedSteps(StepHandler):
             if self._leader is made:
                 self._leader = None
 
-    def backward(self, place: str, loss: Tensor, run: Callable[[float], None]) -> float:
+    def backward(self, loss: Tensor, run: Callable[[float], None]) -> None:
         """Runs a backward, and notes its loss."""
         if self._unchanged is None:
             self._unchanged = Unchanged([*variables_of(self._optimizers).tensors.values(), *_of_modules()])
         if self._replay is not None and not self._replay.computes:
-            self._inner.backward(place, loss, lambda _: None)  # which notes whose loss it is
             self._replay.backward(self._optimizers)
-            return 1.0
+            return
         self.chronometer.switch(BACKWARD)
-        weight = self._inner.backward(place, loss, run)
+        self._inner.backward(loss, run)
         if loss.numel() == 1:
-            value = loss.detach().double().reshape(()) * weight
-            self._losses[place] = self._losses[place] + value if place in self._fresh else value
-            self._fresh.add(place)
+            value, line = self._inner.own_term(loss).double().reshape(()), _line()
+            self._losses[line] = self._losses[line] + value if line in self._fresh else value
+            self._fresh.add(line)
         self.chronometer.switch(FORWARD)
-        return weight
 
-    def read(self, tensor: Tensor, place: str, read: Callable[[Tensor], T]) -> T:
+    def read(self, tensor: Tensor, plain: Callable[[Tensor], T]) -> T:
         """Returns the value of a tensor, on the way back to a checkpoint the one that was read."""
-        again = repeats(beyond_torchs_own(sys._getframe(2)))
-        replays = again and self._replay is not None
-        value = self._replay.read() if replays else self._inner.read(tensor, place, read)  # type: ignore[union-attr]
-        if again:
-            self._reads.append(value)
+        value = plain(gathered(tensor)) if self._replay is None else self._replay.read()
+        self._reads.append(value)
         return value
 
     def clock(self, value: float) -> float:
@@ -245,19 +241,6 @@ class RecordedSteps(StepHandler):
             value = self._replay.clocks.popleft()
         self._clocks.append(value)
         return value
-
-    def length(self, value: int, tensor: object, place: str) -> int:
-        """Returns the number of rows that the script is told, on the way back where it depends on numbers as before."""
-        again = self._sliced is not None and place in self._sliced.counts and repeats(sys._getframe(2))
-        if not again:
-            return self._inner.length(value, tensor, place)
-        value = self._inner.length(value, tensor, place) if self._replay is None else self._replay.read()
-        self._reads.append(value)
-        return value
-
-    def count(self, counted: Tensor, of: int, *, special: bool) -> None:
-        """Notes what a cross-entropy divides by."""
-        self._inner.count(counted, of, special=special)
 
     def add_optimizer(self, optimizer: Optimizer) -> None:
         """Notes an optimizer."""
@@ -385,25 +368,19 @@ class RecordedSteps(StepHandler):
         self._said = bool(self._unsaved)
 
     def _state(self) -> tuple[dict[str, Tensor], dict[str, Tensor], dict[str, Any]]:
-        """Returns tensors that all processes have alike, this process's own, and JSON.
+        """Returns tensors that all processes have alike, this process's own, and JSON. Collective.
 
         Raises:
             TaskError: the script could not be brought back.
         """
         if self._unsaved:
             return {}, {}, {}
-        variables, modules = variables_of(self._optimizers), _of_modules()
-        alike = set(map(id, modules))
-        changed = self._changed(variables, modules)
+        variables = variables_of(self._optimizers)
+        changed = self._changed(variables, _of_modules())
         tensors, values = self._kept().state()
         own: dict[str, Tensor] = {}
         rank = self._world.rank
-        for number, path in enumerate(changed):
-            tensor = variables.tensors[path]
-            if self._sliced is None or id(tensor) in alike:
-                tensors[f"script.{number}"] = tensor
-            else:
-                own[f"local.{rank}.script.{number}"] = tensor
+        tensors |= {f"script.{number}": full(variables.tensors[path]) for number, path in enumerate(changed)}
         gradients = {
             number: each.grad for number, each in enumerate(parameters_of(self._optimizers)) if each.grad is not None
         }
@@ -465,7 +442,7 @@ class RecordedSteps(StepHandler):
             saved, rank = replay.values, self._world.rank
             with torch.no_grad():
                 for number, path in enumerate(saved["paths"]):
-                    variables.tensors[path].detach().copy_(replay.tensors.read(replay.name(number, rank)))
+                    variables.tensors[path].detach().copy_(replay.tensors.read(f"script.{number}"))
             self._kept().restore(replay.tensors, saved["kept"])
             for number, each in enumerate(parameters_of(self._optimizers)):
                 kept = number in saved["gradients"]
@@ -484,8 +461,8 @@ class RecordedSteps(StepHandler):
             self._replay = None
             self._saved_at = time.monotonic()
             self.chronometer.begin()
-        if self._sliced is not None:
-            self._sliced.replaying = False
+        if self._spread is not None:
+            self._spread.replaying = False
 
     def _differs(self, replay: Replay, variables: Variables) -> str:
         """Returns what is not as it was at the checkpoint; "" if all is."""
@@ -494,7 +471,7 @@ class RecordedSteps(StepHandler):
         for number, path in enumerate(replay.values["paths"]):
             if path not in variables.tensors:
                 return f"there is no tensor {path}"
-            if variables.tensors[path].shape != replay.shape(number, 0):
+            if variables.tensors[path].shape != replay.shape(number):
                 return f"{path} has another shape"
         before = from_tensor(replay.tensors.read("local.0.numbers").clone())
         for path, number in variables.numbers.items():
@@ -542,6 +519,14 @@ class RecordedSteps(StepHandler):
         self._meter.ended(None)
         if self._folder is not None:
             self._folder.close(self.step, error, interrupted=interrupted)
+
+
+def _line() -> str:
+    """Returns the innermost line of the script that runs now."""
+    frame: types.FrameType | None = sys._getframe(1)
+    while frame is not None and not is_own_file(frame.f_code.co_filename):
+        frame = frame.f_back
+    return "" if frame is None else f"{frame.f_code.co_filename}:{frame.f_lineno}"
 
 
 def _of_modules() -> list[Tensor]:

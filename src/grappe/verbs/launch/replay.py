@@ -8,10 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 import sys
-import time
-import timeit
 import types
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -20,19 +17,22 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from grappe.checkpoint.format import Checkpoint
 from grappe.errors import RunError
 from grappe.launch.terminal import redirected
 from grappe.private_api.torch import skip_batch, tree_map
+from grappe.rows.tensor import Rows
 from grappe.training.random_state import from_tensor, set_random_state
-from grappe.verbs.launch.interception import TORCH, copied, cut_rows, rows_of, writing_nothing
+from grappe.verbs.launch.interception import copied, replaced, rows_of
+from grappe.verbs.launch.surroundings import CLOCKS, TORCH, writing_nothing
 from grappe.verbs.launch.variables import is_own_file
 
-CLOCKS = (
-    (time, "time"), (time, "perf_counter"), (time, "monotonic"), (time, "process_time"), (timeit, "default_timer"),
-)  # fmt: skip
+READS = ("item", "__float__", "__int__", "__index__", "__bool__", "tolist", "numpy")
+"""Functions by which a script reads a tensor."""
+THROUGH = ("_tensor.py", "_tensor_str.py", "lr_scheduler.py", "torch/overrides.py", "rows/tensor.py")
+"""Files through which a script reads a tensor: print(f"{loss:.4f}"), plateau.step(loss)."""
 INSIDE = ("/nn/modules/module.py", "/optim/optimizer.py", "/autograd/", "/utils/data/")
 """torch's files under which nothing is read again: modules, optimizers, backwards and datasets do not run."""
 
@@ -107,8 +107,8 @@ class Replay:
         self._outputs: dict[Any, Any] = {}
         self.computes = True
         """Whether it is still before the first batch that trained."""
+        self._until.enter_context(writing_nothing(until_left=not rank))
         if not rank:
-            self._until.enter_context(writing_nothing(until_left=True))
             self._until.enter_context(redirected(1, 2))
 
     def begin(self) -> None:
@@ -129,7 +129,9 @@ class Replay:
         nn.Module.__call__ = called  # type: ignore[method-assign]
         self._until.callback(setattr, nn.Module, "__call__", plain)
         gradient = torch.autograd.grad
-        torch.autograd.grad = lambda _, inputs, *__, **___: tree_map(torch.zeros_like, inputs)  # type: ignore
+        torch.autograd.grad = lambda _, inputs, *__, **___: tuple(  # type: ignore[assignment]
+            map(torch.zeros_like, [inputs] if isinstance(inputs, Tensor) else inputs)
+        )
         self._until.callback(setattr, torch.autograd, "grad", gradient)
 
     def batches(self, iteration: Iteration) -> Iterator[Any]:
@@ -146,7 +148,7 @@ class Replay:
                 if rows_of(first) is None:
                     yield from iteration.begin()
                     return
-            yield copied(cut_rows(first, 0, rows))
+            yield copied(_cut(first, rows))
 
     def read(self) -> Any:
         """Returns the next value that the script read."""
@@ -162,14 +164,9 @@ class Replay:
                     if each.requires_grad and each.grad is None:
                         each.grad = torch.zeros_like(each)
 
-    def shape(self, number: int, rank: int) -> tuple[int, ...]:
+    def shape(self, number: int) -> tuple[int, ...]:
         """Returns the shape of a variable's tensor."""
-        return self.tensors.shape(self.name(number, rank))
-
-    def name(self, number: int, rank: int) -> str:
-        """Returns under which name a variable's tensor was saved: for all processes, or for this one."""
-        name = f"script.{number}"
-        return name if name in self.tensors else f"local.{rank}.{name}"
+        return self.tensors.shape(f"script.{number}")
 
     def random(self, name: str, rank: int) -> dict[str, Tensor]:
         """Returns a random state that a process saved."""
@@ -196,19 +193,44 @@ def _shape(value: Any) -> Any:
     return value if isinstance(value, bool | int | float | str) else type(value)
 
 
+def _cut(batch: Any, rows: int) -> Any:
+    """Returns the first rows of a batch of which `rows_of` knows the number."""
+    if isinstance(batch, Mapping):
+        parts = {name: _cut(value, rows) for name, value in batch.items()}
+        return parts if type(batch) is dict else type(batch)(parts)  # type: ignore[call-arg]
+    if isinstance(batch, list | tuple) and any(isinstance(each, Tensor | Mapping | list | tuple) for each in batch):
+        several = [_cut(value, rows) for value in batch]
+        return type(batch)(*several) if hasattr(batch, "_fields") else type(batch)(several)
+    return batch[:rows]
+
+
 @contextlib.contextmanager
-def clocks_noted(note: Callable[[float], float]) -> Iterator[None]:
-    """Context in which a clock that the script reads goes through `note`."""
-    with contextlib.ExitStack() as undo:
-        for owner, name in CLOCKS:
-            plain = getattr(owner, name)
-            undo.callback(setattr, owner, name, plain)
-            setattr(owner, name, functools.partial(_noted, plain, note))
+def reads_noted(
+    read: Callable[[Tensor, Callable[[Tensor], Any]], Any], clock: Callable[[float], float]
+) -> Iterator[None]:
+    """Context in which what the script reads goes through `read`, of a tensor, and `clock`.
+
+    Args:
+        read: read(tensor, plain) returns the value that plain(tensor) would.
+    """
+
+    def reading(plain: Callable[..., Any]) -> Callable[..., Any]:
+        def function(tensor: Tensor, *arguments: Any, **options: Any) -> Any:
+            frame: types.FrameType | None = sys._getframe(1)
+            while frame is not None and frame.f_code.co_filename.endswith(THROUGH):
+                frame = frame.f_back
+            if get_worker_info() is not None or not repeats(frame):
+                return plain(tensor, *arguments, **options)
+            return read(tensor, lambda each: plain(each, *arguments, **options))
+
+        return function
+
+    def noting(plain: Callable[[], float]) -> Callable[[], float]:
+        return lambda: clock(plain()) if repeats(sys._getframe(1)) else plain()
+
+    own = [(kind, name) for kind in (Tensor, Rows) for name in READS if name in vars(kind) or kind is Tensor]
+    with replaced(*((kind, name, reading) for kind, name in own), *((owner, name, noting) for owner, name in CLOCKS)):
         yield
-
-
-def _noted(plain: Callable[[], float], note: Callable[[float], float]) -> float:
-    return note(plain()) if repeats(sys._getframe(1)) else plain()
 
 
 def repeats(frame: types.FrameType | None) -> bool:

@@ -39,7 +39,7 @@ from grappe.training.request import Request, data_folder
 from grappe.training.run import Run
 from grappe.training.task_reference import SCRIPT, TaskReference
 from grappe.training.worker import worker as train_worker
-from grappe.verbs.launch.launch import refuse_plan, request_for_one
+from grappe.verbs.launch.launch import refuse_plan, request_for_one, start_server
 from grappe.verbs.launch.request import ScriptRequest
 from grappe.verbs.measure import verdict
 from grappe.verbs.measure.points import Measurement, Measurements, MeasureOptions, ProcessTimes, TimedRun
@@ -133,6 +133,8 @@ def measure_script(
     def train(plan: Plan, _: int, __: int, run: Path) -> Measurement:
         if plan not in requests:
             requests[plan] = request_for_one(Path(script), arguments, plan, seed)
+            if plan.processes > 1:
+                start_server(Path(script), plan)
         request = dataclasses.replace(requests[plan], run=run, steps=options.steps + WARMUP)
         return start("grappe.verbs.measure.measure:script_worker", request, plan, run=run)
 

@@ -222,7 +222,7 @@ class Comparison(StepHandler):
         finally:
             handle.remove()
 
-    def batches(self, loader: DataLoader[Any], place: str, begin: Begin) -> Iterator[Any]:
+    def batches(self, loader: DataLoader[Any], begin: Begin) -> Iterator[Any]:
         """Yields a loader's batches, and notes each with the random state in which the script gets it."""
         for batch in begin():
             if not self.step and not self._backwards:  # before a forward writes running statistics
@@ -230,12 +230,11 @@ class Comparison(StepHandler):
             self._batch = (copied(batch), loader, random_state())
             yield batch
 
-    def backward(self, place: str, loss: Tensor, run: Callable[[float], None]) -> float:
+    def backward(self, loss: Tensor, run: Callable[[float], None]) -> None:
         """Runs a backward, and notes its loss."""
         run(1.0)
         if self._batch is not None and not self._in_task:
             self._backwards.append(_Backward(*self._batch, float(loss.detach().sum())))
-        return 1.0
 
     def add_optimizer(self, optimizer: Optimizer) -> None:
         """Lets the task take each step of an optimizer too."""

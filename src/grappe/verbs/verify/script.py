@@ -21,7 +21,7 @@ from grappe.errors import GrappeError, UsageError
 from grappe.launch.rank import ProcessRank, rank_from_environment
 from grappe.launch.start import start
 from grappe.plan import AnyPlan, Plan, as_plan
-from grappe.verbs.launch.launch import rehearsed_on_one_process, run_recorded
+from grappe.verbs.launch.launch import refuse_plan, run_recorded, start_server
 from grappe.verbs.launch.request import ScriptRequest
 from grappe.verbs.verify.against import Agreement
 from grappe.verbs.verify.ported import tensors_of
@@ -89,15 +89,14 @@ def verify_script(
         )
     seed, alone = secrets.randbits(31), Plan(device=chosen.device, threads=chosen.threads)
     request = ScriptRequest(script=script, arguments=tuple(arguments), plan=str(chosen), rendezvous={}, seed=seed)
-    rehearsed = rehearsed_on_one_process(request, chosen)
+    refuse_plan(chosen)
+    start_server(script, chosen)
     with tempfile.TemporaryDirectory(prefix="grappe-verify-") as temporary:
 
         def trial(name: str, under: Plan, **options: Any) -> ScriptTrial:
             note(f"{script} {name}")
             folder = Path(temporary)
-            own = dataclasses.replace(
-                request, plan=str(under), run=folder / name, rehearsed=rehearsed if under is chosen else None
-            )
+            own = dataclasses.replace(request, plan=str(under), run=folder / name)
             trial_request = ScriptTrialRequest(script=own, steps=steps, folder=folder, **options)
             return start("grappe.verbs.verify.script:run_trial", trial_request, under)
 

@@ -71,7 +71,7 @@ class RecordedBatch:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Rows:
+class PieceRows:
     """One piece: the rows that run through the model at once."""
 
     piece: int
@@ -95,7 +95,7 @@ class Rows:
         """Returns the inputs of rows `first` to `last` - 1."""
         return self.take(list(range(first, last)))[0]
 
-    def reordered(self, reorder: Reorder) -> Rows:
+    def reordered(self, reorder: Reorder) -> PieceRows:
         """Returns the same rows in another order, pair by pair, since a task may mix pairs."""
         size = len(self.ids)
         # A row without a partner stays last: in front, it would part all the others.
@@ -115,7 +115,7 @@ class Rows:
 class ReferenceBatch:
     """The rows of one step."""
 
-    slices: tuple[tuple[Rows, ...], ...]
+    slices: tuple[tuple[PieceRows, ...], ...]
     """Rows by slice and piece, without empty pieces."""
     count: float | Tensor
     counts: Mapping[str, Tensor] = dataclasses.field(default_factory=dict)
@@ -181,7 +181,7 @@ class ReferenceBatches:
             },
         )
 
-    def _load(self, epoch: int, piece: int, everyone: np.ndarray, first: int, last: int) -> Rows:
+    def _load(self, epoch: int, piece: int, everyone: np.ndarray, first: int, last: int) -> PieceRows:
         """Loads each of the samples once, and puts them together."""
         ids = everyone[first:last]
         arrays, everything = self._arrays, list(range(len(ids)))
@@ -214,7 +214,7 @@ class ReferenceBatches:
             take: Take = functools.partial(_taken, (inputs, targets))
         else:  # a graph's nodes, a list of boxes: only the samples can be put into another order
             take = lambda places: augmented(collate(places), places)  # noqa: E731
-        return Rows(
+        return PieceRows(
             piece=piece,
             place=BatchRows(first, len(ids), len(everyone)),
             sample_ids=SampleIds(self._task.seed, epoch, ids),
@@ -354,7 +354,7 @@ class ReferenceModel:
         return float(total), norm
 
     @contextlib.contextmanager
-    def _around(self, rows: Rows) -> Iterator[None]:
+    def _around(self, rows: PieceRows) -> Iterator[None]:
         """Context of the rows' forward and loss."""
         place = rows.place if self._draws_whole else None
         with self._autocast, inside(rows.sample_ids), whole_batch_draws(place):
@@ -363,7 +363,7 @@ class ReferenceModel:
     def _call(self, model: nn.Module, inputs: Any) -> Any:
         return self._task.forward(model, in_channels_last(inputs) if self._channels_last else inputs)
 
-    def _in_parts(self, model: nn.Module, rows: Rows, parts: int) -> Any:
+    def _in_parts(self, model: nn.Module, rows: PieceRows, parts: int) -> Any:
         """Computes the model's output of all rows in parts; its buffers end as after all rows at once."""
         before = kept_buffers(model)
         with torch.no_grad():

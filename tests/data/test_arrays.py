@@ -1,6 +1,7 @@
-"""Splitting by shares: parts that do not overlap, the same in every process, and of arrays without a copy."""
+"""Arrays of frames, series and memory-mapped files, and parts of them: no copy, no overlap, the same anywhere."""
 
-from __future__ import annotations
+import warnings
+from pathlib import Path
 
 from typing import Any
 
@@ -67,3 +68,49 @@ def test_what_cannot_be_split_is_refused() -> None:
             grappe.split(listed, **arguments)
     with pytest.raises(TaskError, match="1 samples are too few"):
         grappe.split(listed[:1], "train")
+
+
+def test_a_mapped_file_is_not_copied(tmp_path: Path) -> None:
+    stored = np.arange(60, dtype=np.float32).reshape(20, 3)
+    np.save(tmp_path / "inputs.npy", stored)
+    mapped = np.load(tmp_path / "inputs.npy", mmap_mode="r")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        arrays = Arrays(mapped, torch.arange(20))
+    assert arrays.inputs.data_ptr() == mapped.ctypes.data
+    inputs, targets = arrays.gather(np.array([19, 0]))
+    assert inputs.tolist() == stored[[19, 0]].tolist()
+    assert targets.tolist() == [19, 0]
+    inputs.add_(1)  # a batch is a copy: the file stays
+    assert np.array_equal(np.load(tmp_path / "inputs.npy"), stored)
+
+
+def frame():
+    pandas = pytest.importorskip("pandas")
+    return pandas.DataFrame(
+        {"age": [1, 2, 3, 4], "height": [1.5, 2.5, 3.5, 4.5], "city": list("abab"), "label": [0, 1, 0, 1]}
+    )
+
+
+def test_frames_and_series_become_tensors() -> None:
+    rows = frame()
+    arrays = Arrays(rows[["age", "height"]], rows["label"])
+    assert arrays.inputs.dtype == torch.float32
+    assert arrays.inputs.tolist() == [[1, 1.5], [2, 2.5], [3, 3.5], [4, 4.5]]
+    assert arrays.targets.dtype == torch.int64
+    assert arrays.targets.tolist() == [0, 1, 0, 1]
+    whole = Arrays({"a": rows[["age"]]}, rows["label"].astype("Int64"))
+    assert whole.inputs["a"].dtype == torch.int64
+    part = grappe.split(Arrays(rows.sample(frac=1, random_state=0)[["age"]], rows["label"]), "validation")
+    assert len(part) == 1
+
+
+def test_what_is_no_number_is_named() -> None:
+    rows = frame()
+    with pytest.raises(TaskError, match=r"column 'city' holds no numbers but .*cat.codes"):
+        Arrays(rows[["age", "city"]], rows["label"])
+    rows.loc[2, "height"] = None
+    with pytest.raises(TaskError, match="column 'height' has 1 missing values"):
+        Arrays(rows[["height"]], rows["label"])
+    with pytest.raises(TaskError, match=r"ndarray of .* is not an array of numbers"):
+        Arrays(np.array(["a", "b"]), np.zeros(2))

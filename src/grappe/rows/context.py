@@ -1,0 +1,80 @@
+"""RowsContext: the processes that share the rows, and what was gathered and sent between them so far."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import threading
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+
+class GatheredAt(NamedTuple):
+    """An operator that no rule computes from own rows, and the place of the user's code that calls it."""
+
+    operator: str
+    line: str
+    """File's name and line of the script, or "backward"."""
+
+
+@dataclass(kw_only=True)
+class RowsContext:
+    """The processes that share the rows of this process's tensors, with counts of what they did."""
+
+    rank: int = 0
+    size: int = 1
+    group: Any = None
+    """The process group that messages go through; None: torch's default group."""
+    script_folder: str = ""
+    """The folder of the user's code: lines in it are named."""
+    gathered: Counter[GatheredAt] = field(default_factory=Counter)
+    """Calls whose arguments were gathered and which every process computed for all rows."""
+    seconds: Counter[GatheredAt] = field(default_factory=Counter)
+    """Wall time of those calls."""
+    sent: Counter[str] = field(default_factory=Counter)
+    """Bytes that this process sent, by purpose."""
+    thread: threading.Thread = field(default_factory=threading.current_thread)
+    """The thread that may send messages, with those of torch's backward."""
+    dispatched: int = 0
+    """Operators that met rows."""
+    trace: int = 0
+    """A hash of the operators that met rows so far, with their shapes: the same on all processes."""
+    messages: int = 0
+    """Messages of rows and terms so far."""
+
+    def line(self) -> str:
+        """Names the innermost line of the script that runs now; "backward" if none does."""
+        frame: Any = sys._getframe(1)
+        while frame is not None:
+            file = frame.f_code.co_filename
+            if self.script_folder and file.startswith(self.script_folder):
+                return f"{file.rpartition('/')[2]}:{frame.f_lineno}"
+            frame = frame.f_back
+        return "backward"
+
+
+class _Active:
+    """Not per thread: backward runs in threads of its own on a GPU."""
+
+    context = RowsContext()
+
+
+NOW = _Active()
+"""Holds the active context; read in each operator, where a call of `current` would be felt."""
+
+
+def current() -> RowsContext:
+    """Returns the active context; without any, that of a process alone."""
+    return NOW.context
+
+
+@contextlib.contextmanager
+def activate(context: RowsContext) -> Iterator[RowsContext]:
+    """Context in which rows are shared between the processes of `context`."""
+    before, NOW.context = NOW.context, context
+    try:
+        yield context
+    finally:
+        NOW.context = before

@@ -1,0 +1,159 @@
+"""Messages between the processes that share rows: parts gathered, terms summed; and the check that all are in step."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from grappe.errors import GrappeError
+from grappe.private_api.torch import default_store
+from grappe.rows.context import NOW
+from grappe.rows.layout import Placement
+
+_HEADER = 16
+"""Bytes in front of a process's part: a hash of what it has computed so far, and the message's number."""
+_SMALL = 4096
+"""Bytes up to which terms are gathered and added up by each process: the message is checked then."""
+_PATIENCE_SECONDS = 5.0
+
+
+class ProcessAstray(GrappeError):
+    """A process computes something else than the others."""
+
+
+def gather(local: Tensor, placement: Placement) -> Tensor:
+    """Returns all rows from each process's own, contiguous and equal on all processes."""
+    dim, (sizes, outer) = placement.dim, placement[1:]
+    if local.is_meta:  # torch asks so for the shape of a sum with a zero that has no memory
+        return local.new_empty((*local.shape[:dim], outer * placement.total, *local.shape[dim + 1 :]))
+    rows = local.unflatten(dim, (outer, placement.rows)).movedim(dim + 1, 0)
+    shape = rows.shape[1:]
+    width = shape.numel() * rows.element_size()
+    parts = _exchange(_bytes(rows), [size * width for size in sizes], "gather")
+    flat = torch.cat(parts) if len(parts) > 1 else parts[0]
+    every = flat.view(local.dtype).view(placement.total, *shape).movedim(0, dim + 1)
+    return every.flatten(dim, dim + 1).contiguous()
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    flat = tensor.resolve_conj().resolve_neg().reshape(-1)
+    # A single number is contiguous with any stride, which a view of bytes is not.
+    flat = flat.as_strided((1,), (1,)) if flat.numel() == 1 else flat.contiguous()
+    return flat.view(torch.uint8)
+
+
+def _exchange(own: Tensor, sizes: list[int], purpose: str) -> list[Tensor]:
+    """Returns each process's bytes; all have said what they computed so far, and it was the same."""
+    now = NOW.context
+    if now.size == 1:
+        return [own]
+    most = -(-max(sizes) // 16) * 16  # whole numbers of any type begin at multiples of 16
+    sent = own.new_empty(_HEADER + most)
+    line = now.line()
+    header = torch.tensor([now.trace, now.messages], dtype=torch.int64)
+    sent[:_HEADER] = header.view(torch.uint8).to(sent.device, non_blocking=True)
+    sent[_HEADER : _HEADER + len(own)] = own
+    got = sent.new_empty((now.size, len(sent)))
+    _send(lambda: dist.all_gather(list(got), sent, group=now.group), len(sent), purpose, line)
+    if sent.device.type == "cpu":  # elsewhere it would wait for the device
+        _check(got[:, :_HEADER].contiguous().view(torch.int64), line)
+    return [each[_HEADER : _HEADER + size] for each, size in zip(got, sizes, strict=True)]
+
+
+def _check(headers: Tensor, line: str) -> None:
+    traces = list(map(tuple, headers.tolist()))
+    if len(set(traces)) > 1:
+        lines: list[Any] = [None] * len(traces)
+        dist.all_gather_object(lines, line, group=NOW.context.group)
+        _raise_astray(dict(enumerate(lines)), traces)
+
+
+def _raise_astray(lines: dict[int, str], traces: list[Any] | None = None) -> None:
+    usual = max(set(traces), key=traces.count) if traces else None
+    astray = [rank for rank in lines if traces and traces[rank] != usual]
+    who = (
+        f"process {astray[0]} has computed something else than process {int(astray[0] == 0)}" if astray else "processes"
+    )
+    text = "; ".join(f"process {rank} is at {line}" for rank, line in sorted(lines.items()))
+    raise ProcessAstray(
+        f"{who if astray else 'processes wait for different messages'}: {text}. All must take the same branches and "
+        "make the same calls: take what differs (time, the process's number, the order of a set) from one process"
+    )
+
+
+def _send(message: Any, size: int, purpose: str, line: str) -> None:
+    """Runs a message; one that fails, as processes wait for different ones, names their lines."""
+    now = NOW.context
+    thread = threading.current_thread()
+    if thread is not now.thread and not thread.name.startswith("Dummy"):  # as torch's own, of backward, are named
+        raise GrappeError(f"{line}: a thread of the script reads rows of the batch: read them in the main thread")
+    now.sent[purpose] += size * (now.size - 1)
+    now.messages += 1
+    try:
+        message()
+    except RuntimeError as error:
+        lines = _lines_of_all(line)
+        if len(set(lines.values())) > 1:
+            _raise_astray(lines)
+        raise error
+
+
+def _lines_of_all(line: str) -> dict[int, str]:
+    """Returns the line of each process that also failed, which they write into torch's store."""
+    from datetime import timedelta
+
+    now, store = NOW.context, default_store()
+    store.set(f"grappe/rows/astray/{now.rank}", f"{line} (message {now.messages})")
+    lines = {}
+    for rank in range(now.size):
+        try:
+            store.wait([f"grappe/rows/astray/{rank}"], timedelta(seconds=_PATIENCE_SECONDS))
+        except RuntimeError:
+            continue
+        lines[rank] = store.get(f"grappe/rows/astray/{rank}").decode()
+    return lines
+
+
+def summed(local: Tensor, operation: str = "sum") -> Tensor:
+    """Returns the sum over the processes, or their "min" or "max": a new tensor, the same bits on all of them."""
+    dtype = local.dtype
+    if dtype in (torch.bfloat16, torch.float16):
+        wide = torch.float32
+    else:
+        wide = (
+            torch.uint8 if dtype is torch.bool and operation != "sum" else torch.int64 if dtype is torch.bool else dtype
+        )
+    total = local.to(wide).resolve_conj().resolve_neg().contiguous()
+    if local.is_meta:
+        return local
+    if total.numel() and (operation != "sum" or total.nbytes <= _SMALL):  # other libraries' max may lose a NaN
+        parts = _exchange(_bytes(total), [total.nbytes] * NOW.context.size, "reduce")
+        every = torch.stack([part.view(wide).view(total.shape) for part in parts])
+        total = (
+            every.sum(0, dtype=wide) if operation == "sum" else every.amin(0) if operation == "min" else every.amax(0)
+        )
+    elif total.numel() and NOW.context.size > 1:
+        total = total.clone() if total.data_ptr() == local.data_ptr() else total
+        of = torch.view_as_real(total) if total.is_complex() else total
+        _send(lambda: dist.all_reduce(of, group=NOW.context.group), total.nbytes, "reduce", NOW.context.line())
+    return total.to(dtype)
+
+
+def even(rows: int) -> tuple[int, ...]:
+    """Returns the rows of each process: as equal as possible, the first ones one more."""
+    size = NOW.context.size
+    return tuple(rows // size + (rank < rows % size) for rank in range(size))
+
+
+def own_part(tensor: Tensor, placement: Placement) -> Tensor:
+    """Returns this process's part of a plain tensor of all rows; a view where it can be."""
+    dim, sizes, outer = placement
+    first, rows = sum(sizes[: NOW.context.rank]), placement.rows
+    if outer == 1:
+        return tensor.narrow(dim, first, rows)
+    parts = tensor.unflatten(dim, (outer, placement.total))
+    return parts.narrow(dim + 1, first, rows).flatten(dim, dim + 1)

@@ -1,0 +1,246 @@
+"""Rules of normalisations and losses: statistics and counts of all rows."""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from grappe.rows.gathered import write
+from grappe.rows.layout import PARTIAL, Placement, TensorLayout, layout_of
+from grappe.rows.messages import summed
+from grappe.rows.plans import RuleCall, Way, results_on_meta, rule
+from grappe.rows.rules import all_of, aten, everywhere, own_of
+from grappe.rows.tensor import Rows, full, own_local, wrapped
+
+# ---- Of a sample each --------------------------------------------------------------------------------------
+
+
+@rule("native_layer_norm native_layer_norm_backward _fused_rms_norm _fused_rms_norm_backward")
+def _of_last_dimensions(call: RuleCall) -> Way | None:
+    if call.lead is None:
+        return all_of(call)
+    placement = call.placement
+    if len(call.lead.shape) != len(call["input"].shape):
+        return None
+    if placement.dim >= len(call["input"].shape) - len(call["normalized_shape"]):
+        return None
+    at = everywhere(call, placement) | {name: None for name in ("weight", "bias") if name in call.values}
+    if call.name.endswith("_backward"):
+        return Way(at=at, results=(placement, PARTIAL, PARTIAL)[: 2 + ("layer" in call.name)])
+    return Way(at=at, results=(placement,) * (3 if "layer" in call.name else 2))
+
+
+@rule("native_group_norm native_group_norm_backward")
+def _group_norm(call: RuleCall) -> Way | None:
+    if call.lead is None:
+        return all_of(call)
+    placement = call.placement
+    if placement.dim:
+        return None
+    at = everywhere(call, placement) | {"weight": None, **({"bias": None} if "bias" in call.values else {})}
+    results = (placement, PARTIAL, PARTIAL) if call.name.endswith("_backward") else (placement,) * 3
+    return Way(at=at, constants={"N": placement.outer * placement.rows}, results=results)
+
+
+# ---- Batch normalisation, with the statistics of all rows --------------------------------------------------
+
+
+@rule("native_batch_norm cudnn_batch_norm native_batch_norm_backward cudnn_batch_norm_backward")
+def _batch_norm(call: RuleCall) -> Any:
+    backward = call.name.endswith("_backward")
+    if call.lead is None or len(call.lead.shape) != len(call["input"].shape):
+        return all_of(call) if backward else _of_all_rows
+    placement = call.placement
+    training = call.values.get("training", call.values.get("train", True))
+    if placement.dim == 1:  # instance normalisation: channels of all samples
+        if not backward and training and type(call["running_mean"]) is TensorLayout:
+            return _of_all_rows
+        channels = placement._replace(dim=0)
+        every = placement.outer * placement.total
+        at = {
+            name: placement if len(call[name].shape) > 1 else channels if call[name].shape[0] == every else None
+            for name in everywhere(call, None)
+        }
+        if not call.name.startswith("native"):
+            return None
+        if backward or training:
+            return Way(at=at, results=(placement, channels, channels))
+        return Way(at=at, results=(placement, None, None), after=_unread)
+    if not (backward or training):
+        return Way(at=_samples_at(call, placement), results=(placement, *[None] * 3), after=_unread)
+    value = call["input"] if type(call["input"].placement) is Placement else call.lead
+    meta = torch.empty_strided(value.shape, value.stride, dtype=value.dtype, device="meta")
+    stride = results_on_meta(aten.native_batch_norm.default, (meta, *[None] * 4, True, 0.0, 1.0), {})[0].stride()
+    result = layout_of(value.shape, stride, value.dtype, value.device, placement)
+    if backward and not training:
+        return Way(at=_samples_at(call, placement), results=(placement, PARTIAL, PARTIAL))
+    return functools.partial(_backward if backward else _forward, result)
+
+
+def _unread(made: Any) -> Any:
+    """Statistics of evaluation, whose shapes differ between kernels, and which nobody reads."""
+    return made[0], *(each[:0] for each in made[1:])
+
+
+def _of_all_rows(operator: Any, arguments: Any, options: Any) -> Any:
+    """Running statistics are written, which the operator does not declare."""
+    plain = [
+        full(each).clone() if type(each) is Rows and at in (3, 4) else full(each) for at, each in enumerate(arguments)
+    ]
+    made = operator(*plain, **options)
+    for statistics, after in zip(arguments[3:5], plain[3:5], strict=True):
+        if type(statistics) is Rows and arguments[5]:
+            write(statistics, after)
+    return made
+
+
+def _samples_at(call: RuleCall, placement: Placement) -> dict[str, Any]:
+    return {
+        name: placement if name in ("input", "grad_out", "grad_output") else None for name in everywhere(call, None)
+    }
+
+
+def _channels(value: Tensor) -> list[int]:
+    return [dim for dim in range(value.dim()) if dim != 1]
+
+
+def _forward(result: TensorLayout, operator: Any, arguments: Any, options: Any) -> Any:
+    """Statistics from each process's count, mean and squares around it."""
+    value = arguments[0]
+    if any(type(each) is Rows for each in arguments[3:5]):
+        return _of_all_rows(operator, arguments, options)
+    weight, bias, mean, var, _, momentum, eps = map(full, arguments[1:])
+    local = own_local(value)
+    n, there = value.numel() // value.shape[1], local.numel() // local.shape[1]
+    wide = local.float() if local.dtype in (torch.float16, torch.bfloat16) else local
+    if there:
+        own_var, own_mean = torch.var_mean(wide, _channels(wide), correction=0)
+    else:
+        own_var, own_mean = wide.new_zeros((2, local.shape[1]))
+    share = there / n
+    if wide.dtype is torch.float32:  # in double precision, squares less the mean's lose nothing of fp32
+        own_mean, own_var = own_mean.double(), own_var.double()
+        of_all, squares = summed(torch.stack([own_mean, own_var + own_mean * own_mean]) * share)
+        of_all, spread = of_all.float(), (squares - of_all * of_all).clamp_min_(0).float()
+    else:
+        of_all = summed(own_mean * share)
+        spread = summed((own_var + (own_mean - of_all).square()) * share)
+    if mean is not None:
+        mean.mul_(1 - momentum).add_(of_all.to(mean.dtype), alpha=momentum)
+        var.mul_(1 - momentum).add_((spread * (n / max(1, n - 1))).to(var.dtype), alpha=momentum)
+    made = aten.native_batch_norm(local, weight, bias, of_all, spread, False, 0.0, eps)[0] if there else local.clone()
+    rest = (wide.new_empty(0, dtype=torch.uint8),) if "cudnn" in operator.name() else ()
+    return wrapped(made, result), of_all, (spread + eps).rsqrt(), *rest
+
+
+def _backward(result: TensorLayout, operator: Any, arguments: Any, options: Any) -> Any:
+    if "cudnn" in operator.name():
+        value, grad, weight, _, _, saved, scale, eps, _ = arguments
+        mask = [True, weight is not None, weight is not None]
+    else:
+        grad, value, weight, _, _, saved, scale, _, eps, mask = arguments
+    placement = result.placement
+    grad, x = own_of(grad, placement), own_of(value, placement)
+    weight, saved, scale = full(weight), full(saved), full(scale)
+    channels = saved.numel()
+    if x.numel():
+        spread = scale.square().reciprocal() - eps
+        own, of_weight, of_bias = aten.native_batch_norm_backward(
+            grad, x, weight, saved, spread, None, None, False, eps, [True, True, True]
+        )
+        if of_weight is None:
+            of_weight = ((x - _along(saved, x)) * _along(scale, x) * grad).sum(_channels(x))
+        of_bias = grad.sum(_channels(x)) if of_bias is None else of_bias
+    else:
+        own, (of_weight, of_bias) = torch.empty_like(x), scale.new_zeros((2, channels))
+    sums = summed(torch.stack([of_bias, of_weight])) / (value.numel() // value.shape[1])
+    gain = scale if weight is None else scale * weight
+    slope = gain * sums[1] * scale
+    own = own - _along(gain * sums[0] - slope * saved, x) - x * _along(slope, x)
+    terms = (layout_of(each.shape, each.stride(), each.dtype, each.device, PARTIAL) for each in (of_weight, of_bias))
+    results = (
+        (own.to(x.dtype), result),
+        *zip((of_weight, of_bias), terms, strict=True),
+    )
+    return tuple(wrapped(*each) if needed else None for each, needed in zip(results, mask, strict=True))
+
+
+def _along(channels: Tensor, value: Tensor) -> Tensor:
+    return channels.view(1, -1, *[1] * (value.dim() - 2))
+
+
+# ---- Losses ------------------------------------------------------------------------------------------------
+
+NONE, MEAN, SUM = range(3)
+
+
+@rule("nll_loss_forward nll_loss2d_forward nll_loss_backward nll_loss2d_backward")
+def _nll(call: RuleCall) -> Any:
+    if call.lead is None:
+        return all_of(call)
+    led = [
+        each for each in (call["self"], call["target"], call.values.get("grad_output")) if type(each) is TensorLayout
+    ]
+    led = [each.placement for each in led if type(each.placement) is Placement]
+    if not led or any(each.dim for each in led) or len(call["self"].shape) < 2:
+        return None
+    return _nll_backward if call.name.endswith("_backward") else _nll_forward
+
+
+def _placement_of(*values: Any) -> Placement:
+    places = [each._cell.layout.placement for each in values if type(each) is Rows]
+    return next(each for each in places if type(each) is Placement)
+
+
+def _nll_forward(operator: Any, arguments: Any, options: Any) -> Any:
+    value, target, weight, reduction, ignore = arguments
+    placement, weight = _placement_of(value, target), full(weight)
+    own = own_of(value, placement), own_of(target, placement)
+    if reduction == NONE:
+        made = operator(*own, weight, NONE, ignore)
+        return wrapped(made[0], _rows_like(made[0], target.shape, placement)), made[1]
+    if placement.rows:
+        total, count = operator(*own, weight, SUM, ignore)
+    else:
+        total, count = own[0].new_zeros(()), own[0].new_zeros(())
+    count = summed(count)
+    total = total / count if reduction == MEAN else total
+    return wrapped(total, layout_of(total.shape, (), total.dtype, total.device, PARTIAL)), count
+
+
+def _rows_like(local: Tensor, shape: Any, placement: Placement) -> TensorLayout:
+    stride = tuple(math.prod(shape[at + 1 :]) for at in range(len(shape)))
+    return layout_of(torch.Size(shape), stride, local.dtype, local.device, placement)
+
+
+def _nll_backward(operator: Any, arguments: Any, options: Any) -> Any:
+    grad, value, target, weight, reduction, ignore, total = arguments
+    placement = _placement_of(value, target, grad)
+    grad = own_of(grad, placement) if reduction == NONE else full(grad)
+    own = own_of(value, placement)
+    made = operator(grad, own, own_of(target, placement), full(weight), reduction, ignore, full(total))
+    return wrapped(made, _rows_like(made, value.shape, placement))
+
+
+_ELEMENTWISE = "mse_loss binary_cross_entropy smooth_l1_loss huber_loss soft_margin_loss"
+
+
+@rule(
+    f"{_ELEMENTWISE} binary_cross_entropy_with_logits {' '.join(f'{name}_backward' for name in _ELEMENTWISE.split())}"
+)
+def _elementwise_loss(call: RuleCall) -> Way | None:
+    """Losses of each number: of own rows, weighted by their share."""
+    if call.lead is None:
+        return all_of(call)
+    value, target, placement = call["self"], call["target"], call.placement
+    if value.shape != target.shape or len(call.lead.shape) != len(value.shape) or not value.shape.numel():
+        return None
+    local = placement.rows * placement.outer / max(1, placement.total * placement.outer)
+    after = (lambda made: made * local) if call["reduction"] == MEAN else None
+    if call.name.endswith("_backward") or call["reduction"] == NONE:
+        return Way(results=placement, after=after)
+    return Way(results=PARTIAL, after=after)

@@ -1,0 +1,181 @@
+"""Rules of views: what becomes of the rows' dimension, and of the arguments for an own part."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from grappe.rows.layout import GHOST, Placement
+from grappe.rows.plans import TABLE, RuleCall, Way
+
+
+def _viewing(name: str, decide: Any) -> None:
+    """Registers a view, by what makes (placement, constants) of a call and its rows' placement; None gathers."""
+
+    def run(call: RuleCall) -> Way | None:
+        first = call.names[0]
+        placement = call.first.placement
+        if placement is GHOST:
+            return None
+        if type(placement) is not Placement:
+            return Way(at={first: placement}, results=placement, view=True)
+        decided = decide(call, placement)
+        if decided is None:
+            return None
+        results, constants, *operator = decided
+        return Way(
+            at={first: placement}, constants=constants, results=results, view=True, operator=next(iter(operator), None)
+        )
+
+    TABLE[name] = run
+
+
+def _viewed(call: RuleCall, placement: Placement) -> Any:
+    """Finds the dimension of a new shape that has the rows: `before` x total x `after` numbers, in place and shape."""
+    if "dtype" in call.values:
+        return (placement, {}) if placement.dim < len(call.first.shape) - 1 else None
+    value, shape = call.first, list(call["size"])
+    numbers = math.prod(value.shape)
+    if -1 in shape:
+        rest = -math.prod(shape)
+        if not rest:
+            return None
+        shape[shape.index(-1)] = numbers // rest
+    if not numbers or math.prod(shape) != numbers:
+        return None
+    total = placement.total
+    before = math.prod(value.shape[: placement.dim]) * placement.outer
+    after = math.prod(value.shape[placement.dim + 1 :])
+    for dim, size in enumerate(shape):
+        ahead, behind = math.prod(shape[:dim]), math.prod(shape[dim + 1 :])
+        if before % ahead or total * after % behind or size != before // ahead * (total * after // behind):
+            continue
+        if any(each * after % behind for each in placement.sizes):
+            continue
+        sizes = tuple(each * after // behind for each in placement.sizes)
+        outer = before // ahead
+        made = Placement(dim, sizes, outer)
+        return made, {"size": [*shape[:dim], outer * made.rows, *shape[dim + 1 :]]}, _by_size
+    return None
+
+
+def _by_size(local: Tensor, size: Any, *_: Any) -> Tensor:
+    return local.view(size)
+
+
+def _swapped(call: RuleCall, placement: Placement) -> Any:
+    count = len(call.first.shape)
+    a, b = (call["dim0"], call["dim1"]) if "dim0" in call.values else (0, 1)
+    if count < 2:
+        return placement, {}
+    a, b = a % count, b % count
+    return placement._replace(dim={a: b, b: a}.get(placement.dim, placement.dim)), {}
+
+
+def _permuted(call: RuleCall, placement: Placement) -> Any:
+    count = len(call.first.shape)
+    return placement._replace(dim=[dim % count for dim in call["dims"]].index(placement.dim)), {}
+
+
+def _unsqueezed(call: RuleCall, placement: Placement) -> Any:
+    dim = call["dim"] % (len(call.first.shape) + 1)
+    return placement._replace(dim=placement.dim + (dim <= placement.dim)), {}
+
+
+def _expanded(call: RuleCall, placement: Placement) -> Any:
+    value, size = call.first, list(call["size"])
+    dim = placement.dim + len(size) - len(value.shape)
+    if size[dim] not in (-1, value.shape[placement.dim]):
+        return None
+    size[dim] = value.local_shape[placement.dim]
+    return placement._replace(dim=dim), {"size": size}
+
+
+def _squeezed(call: RuleCall, placement: Placement) -> Any:
+    value = call.first
+    dims = call.values.get("dim")
+    dims = range(len(value.shape)) if dims is None else dims if isinstance(dims, list) else [dims]
+    gone = {dim % len(value.shape) for dim in dims if value.shape[dim] == 1}
+    if placement.dim in gone:
+        return None
+    left = placement._replace(dim=placement.dim - sum(dim < placement.dim for dim in gone))
+    # By name, as an own part may have other dimensions of size 1.
+    return left, {}, lambda local, *_: local.squeeze(tuple(gone))
+
+
+def _sliced(call: RuleCall, placement: Placement) -> Any:
+    value = call.first
+    if call["dim"] % len(value.shape) != placement.dim:
+        return placement, {}
+    size, total = value.shape[placement.dim], placement.total
+    start = 0 if call["start"] is None else call["start"]
+    end = size if call["end"] is None else call["end"]
+    start, end = (min(size, max(0, each + size * (each < 0))) for each in (start, end))
+    if call["step"] != 1 or not total or start % total or end % total or end <= start:
+        return None
+    rows = placement.rows
+    constants = {"start": start // total * rows, "end": end // total * rows}
+    return placement._replace(outer=(end - start) // total), constants
+
+
+def _selected(call: RuleCall, placement: Placement) -> Any:
+    dim = call["dim"] % len(call.first.shape)
+    return None if dim == placement.dim else (placement._replace(dim=placement.dim - (dim < placement.dim)), {})
+
+
+def _parted(call: RuleCall, placement: Placement) -> Any:
+    dim, total, rows = call["dim"] % len(call.first.shape), placement.total, placement.rows
+    if dim != placement.dim:
+        return placement, {}
+    size = call.values.get("split_size", call.values.get("split_sizes"))
+    count = call.first.shape[dim]
+    if isinstance(size, int):
+        size = [min(size, count - at) for at in range(0, count, max(1, size))]
+    if not total or any(each % total for each in size):
+        return None
+    results, own = [placement._replace(outer=each // total) for each in size], [each // total * rows for each in size]
+    return results, {}, lambda local, *_: torch.split_with_sizes(local, own, dim)
+
+
+def _off_diagonal(call: RuleCall, placement: Placement) -> Any:
+    """Diagonals of other dimensions than the rows'."""
+    count = len(call.first.shape)
+    dims = [call["dim1"] % count, call["dim2"] % count]
+    if placement.dim in dims:
+        return None
+    return placement._replace(dim=placement.dim - sum(dim < placement.dim for dim in dims)), {}
+
+
+def _other_dimension(call: RuleCall, placement: Placement) -> Any:
+    return None if call["dimension"] % len(call.first.shape) == placement.dim else (placement, {})
+
+
+def _kept(call: RuleCall, placement: Placement) -> Any:
+    return placement, {}
+
+
+def _as_real(call: RuleCall, placement: Placement) -> Any:
+    return placement, {}, lambda local: torch.view_as_real(local.resolve_conj())
+
+
+for _names, _decide in {
+    "view _unsafe_view _reshape_alias": _viewed,
+    "transpose t": _swapped,
+    "permute": _permuted,
+    "unsqueeze": _unsqueezed,
+    "expand": _expanded,
+    "squeeze": _squeezed,
+    "slice": _sliced,
+    "select": _selected,
+    "split split_with_sizes unsafe_split unsafe_split_with_sizes": _parted,
+    "unbind": _selected,
+    "diagonal": _off_diagonal,
+    "unfold": _other_dimension,
+    "_conj _neg_view view_as_complex": _kept,
+    "view_as_real": _as_real,
+}.items():
+    for _name in _names.split():
+        _viewing(_name, _decide)

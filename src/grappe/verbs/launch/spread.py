@@ -1,0 +1,353 @@
+"""Spreads a script's steps over processes: a batch becomes rows, gradients are sums of the processes' terms.
+
+Every process runs the whole script. What its tensors are, whoever has the rows, `grappe.rows` says; where they are
+split is a matter of speed alone, as any tensor may be.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+import weakref
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.utils.rnn import PackedSequence
+from torch.optim import Optimizer
+from torch.utils.data import DataLoader, default_collate
+
+from grappe.errors import DivergedError, TaskError
+from grappe.launch.terminal import complain
+from grappe.launch.world import World
+from grappe.private_api.torch import (
+    BatchNormBase,
+    LossBase,
+    gradient_hooks,
+    replace_recurrent,
+    tree_leaves,
+    tree_map,
+)
+from grappe.rows.context import RowsContext, activate
+from grappe.rows.regions import FromLocal, Shared, ToLocal, recurrent
+from grappe.rows.tensor import PARTIAL, Placement, Rows, full, local_rows, split
+from grappe.verbs.launch.interception import Begin, StepHandler, parameters_of, replaced
+from grappe.verbs.launch.plan_keys import PlanKeys
+
+CHECK_EVERY = 100  # steps, after which the processes compare their weights; at first after 1, 2, 4, …
+REPORTED = 20  # steps, after which it is said what was gathered
+SHARE = 0.03  # of the time: gathering below it is not worth a line
+LINES = 5
+
+
+class SpreadSteps(StepHandler):
+    """Handles a script's steps on one of several processes, or on one with a plan's keys.
+
+    Args:
+        folder: the script's, whose lines are named.
+    """
+
+    def __init__(self, world: World, keys: PlanKeys, folder: Path) -> None:
+        group = world.data_group
+        if group is not None and dist.get_backend(group) == "nccl":  # what a script does on the CPU needs gloo
+            group = dist.new_group(backend="cpu:gloo,cuda:nccl")
+        self._context = RowsContext(
+            rank=world.data_rank, size=world.data_size, group=group, script_folder=f"{folder.absolute()}/"
+        )
+        self._world, self._keys = world, keys
+        self._group, self._several = group, world.data_size > 1
+        self._is_local = keys.plan.batchnorm == "local" and self._several
+        self._optimizers: list[Optimizer] = []
+        # Dictionaries, as the order in a set is each process's own.
+        self._modules = weakref.WeakKeyDictionary[nn.Module, None]()
+        """Modules that the script calls, outside of any other."""
+        self._norms = weakref.WeakKeyDictionary[nn.Module, None]()
+        """Batch normalisations of own rows, whose running statistics are averaged after each step."""
+        self._time_major = weakref.WeakKeyDictionary[nn.Module, bool]()
+        self._parameters: list[Tensor] = []
+        self._sizes: tuple[int, ...] = ()
+        self._depth = self._rows = 0
+        self._is_compared = False
+        self._began = time.perf_counter()
+        self.steps = 0
+        self.replaying = False
+        """Whether nothing is computed: the script comes back to its checkpoint."""
+
+    @contextlib.contextmanager
+    def running(self) -> Iterator[None]:
+        """Context in which the script runs."""
+        functions: list[tuple[Any, str, Any]] = [(nn.Module, "__call__", self._calling)]
+        if self._several:
+            replace_recurrent(lambda layers: recurrent(layers, layers.__name__))
+            functions += [
+                (torch, "compile", self._uncompiled),
+                (nn.DataParallel, "forward", _undivided),
+                *((kind, "forward", self._normalising) for kind in _norm_kinds() if self._is_local),
+            ]
+        with activate(self._context), replaced(*functions):
+            yield
+
+    # ---- Where rows come from ------------------------------------------------------------------------------
+
+    def batches(self, loader: DataLoader[Any], begin: Begin) -> Iterator[Any]:
+        """Yields a loader's batches, whose tensors with as many rows as most of them have are rows."""
+        for loaded in begin():
+            batch = self._keys.batch(loaded)
+            # Another collate function may give a view of the data set, which an in-place write must reach.
+            shared = loader.collate_fn is not default_collate and not loader.num_workers
+            yield self._split(batch, shared) if self._several else batch
+
+    def _split(self, batch: Any, shared: bool) -> Any:
+        counts = Counter(len(each) for each in tree_leaves(batch) if isinstance(each, Tensor) and each.dim())
+        rows = counts.most_common(1)[0][0] if counts else 0
+        if rows < self._world.data_size:
+            return batch
+        self._rows = rows
+        return tree_map(lambda each: split(each, shared=shared) if _has_rows(each, 0, rows) else each, batch)
+
+    def _calling(self, plain: Callable[..., Any]) -> Callable[..., Any]:
+        """Splits what an outermost module gets where no argument is rows: noise, or a batch that no loader made."""
+
+        def call(module: nn.Module, *arguments: Any, **options: Any) -> Any:
+            if self._depth:
+                return plain(module, *arguments, **options)
+            self._depth += 1
+            try:
+                self._modules[module] = None
+                self._keys.prepare(module, self._optimizers)
+                if self._several and not isinstance(module, LossBase):
+                    arguments, options = self._arguments(module, arguments, options)
+                return plain(module, *arguments, **options)
+            finally:
+                self._depth -= 1
+
+        return call
+
+    def _arguments(self, module: nn.Module, arguments: Any, options: Any) -> tuple[Any, Any]:
+        leaves = [each for each in tree_leaves((arguments, options)) if isinstance(each, Tensor)]
+        packed = any(isinstance(each, PackedSequence) for each in arguments)
+        if packed or not leaves or any(type(each) is Rows for each in leaves):
+            return arguments, options
+        if module not in self._time_major:
+            kinds = (nn.RNNBase, nn.MultiheadAttention)
+            self._time_major[module] = any(
+                isinstance(each, kinds) and not each.batch_first for each in module.modules()
+            )
+        dim = int(self._time_major[module] and leaves[0].dim() > 1)
+        rows = leaves[0].shape[dim] if leaves[0].dim() > dim else 0
+        if rows < self._world.data_size or (leaves[0].dim() == 1 and rows != self._rows):
+            return arguments, options
+
+        def taken(each: Any) -> Any:
+            if not _has_rows(each, dim, rows):
+                return each
+            return _Split.apply(each, dim) if each.requires_grad else split(each, dim, shared=True)
+
+        return tree_map(taken, (arguments, options))
+
+    def _uncompiled(self, _: Callable[..., Any]) -> Callable[..., Any]:
+        """Stands for torch.compile, which would trace the local part of an operator's rule."""
+        is_first = not self._world.rank
+
+        def compiled(model: Any = None, **options: Any) -> Any:
+            nonlocal is_first
+            if is_first:
+                complain("grappe: torch.compile is left out: several processes run uncompiled")
+            is_first = False
+            return (lambda function: function) if model is None else model
+
+        return compiled
+
+    def _normalising(self, plain: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        """Has batch normalisation take a process's own rows, as batchnorm=local asks."""
+
+        def forward(module: Any, value: Tensor) -> Tensor:
+            place = value._cell.layout.placement if type(value) is Rows else None
+            if not module.training or type(place) is not Placement or place.dim or place.outer != 1:
+                return plain(module, value)
+            self._norms[module] = None
+            weights = {name: Shared.apply(each) for name, each in module.named_parameters()}
+            return FromLocal.apply(torch.func.functional_call(module, weights, ToLocal.apply(value, place)), place)
+
+        return forward
+
+    # ---- Steps ---------------------------------------------------------------------------------------------
+
+    def backward(self, loss: Tensor, run: Callable[[float], None]) -> None:
+        """Runs a backward; afterwards gradients are plain tensors, of all rows."""
+        if not self._is_compared and not self.replaying:
+            self._is_compared = True
+            self._check_weights()
+        self._keys.backward(self._optimizers, lambda by: self._summed(run, by) if self._several else run(by))
+
+    def own_term(self, loss: Tensor) -> Tensor:
+        """Returns this process's term of a loss."""
+        if type(loss) is Rows and loss._cell.layout.placement is PARTIAL:
+            return local_rows(loss).detach()
+        return full(loss).detach() / self._world.data_size
+
+    def _summed(self, run: Callable[[float], None], by: float) -> None:
+        every = self._trained()
+        before: dict[int, Tensor] = {}
+        for each in every:  # what is added to an old gradient is a term of a sum: only the new part is summed
+            old = each.grad
+            if type(old) is Tensor and not old.requires_grad and not gradient_hooks(each)[1]:
+                before[id(each)], each.grad = old, None
+        try:
+            run(by)
+        finally:
+            self._settle(every)
+            for each in every:
+                old = before.get(id(each))
+                if old is not None:
+                    each.grad = old if each.grad is None else old.add_(each.grad)
+
+    def _trained(self) -> list[Tensor]:
+        """Returns the parameters whose gradients go in one message; another one's is summed where it is read."""
+        groups = [group["params"] for optimizer in self._optimizers for group in optimizer.param_groups]
+        sizes = (len(self._modules), *map(len, groups))  # of what the list below, which takes long, was made of
+        if sizes != self._sizes:
+            of_modules = (each for module in list(self._modules) for each in module.parameters())
+            of_groups = (each for group in groups for each in group)
+            every = {id(each): each for each in (*of_groups, *of_modules)}
+            self._parameters = [each for each in every.values() if type(each) is not Rows]
+            self._sizes = () if self._keys.plan.shard > 1 else sizes
+        return self._parameters
+
+    def _settle(self, parameters: Sequence[Tensor]) -> None:
+        """Sums the terms of gradients, in a message for each dtype."""
+        rows = [each for each in parameters if type(each.grad) is Rows]
+        if any(each.grad.requires_grad for each in rows):  # type: ignore[union-attr]
+            return  # of a backward with create_graph: they are part of a graph
+        terms = defaultdict[tuple[torch.dtype, torch.device], list[Tensor]](list)
+        for each in rows:
+            if each.grad._cell.layout.placement is PARTIAL:  # type: ignore[union-attr]
+                terms[each.grad.dtype, each.grad.device].append(each)  # type: ignore[union-attr]
+            else:
+                each.grad = full(each.grad)
+        for (dtype, _), group in terms.items():
+            own = [local_rows(each.grad) for each in group]
+            wide = torch.promote_types(dtype, torch.float32)
+            flat = torch.cat([each.reshape(-1) for each in own]).to(wide)
+            dist.all_reduce(flat, group=self._group)
+            self._context.sent["gradients"] += flat.nbytes
+            pieces = flat.to(dtype).split([each.numel() for each in own])
+            for each, old, piece in zip(group, own, pieces, strict=True):
+                made = piece.view(old.shape)
+                each.grad = made if old.is_contiguous() else torch.empty_like(old).copy_(made)
+
+    def add_optimizer(self, optimizer: Optimizer) -> None:
+        """Notes an optimizer."""
+        self._optimizers.append(optimizer)
+        optimizer.register_step_pre_hook(self._before_step)
+        self._keys.add_optimizer(optimizer)
+        optimizer.register_step_post_hook(self._after_step)
+
+    def _before_step(self, optimizer: Optimizer, *_: Any) -> None:
+        for each in parameters_of([optimizer]):
+            if type(each.grad) is Rows:
+                each.grad = full(each.grad).detach()
+
+    def _after_step(self, *_: Any) -> None:
+        if self.replaying:
+            return
+        self.steps += 1
+        if self._keys.names and not self._keys.on:
+            text = self._keys.text(self._keys.names[0])
+            raise TaskError(f"{text} has no model: a step calls no torch.nn.Module that is trained")
+        if self._norms:
+            statistics = [each for module in self._norms for each in module.buffers() if each.is_floating_point()]
+            flat = torch.cat([each.reshape(-1) for each in statistics])
+            dist.all_reduce(flat, group=self._group)
+            for each, mean in zip(
+                statistics, (flat / self._world.data_size).split([each.numel() for each in statistics]), strict=True
+            ):
+                each.copy_(mean.view(each.shape))
+        if self.steps % CHECK_EVERY == 0 or self.steps & (self.steps - 1) == 0:
+            self._check_weights()
+        if self.steps == REPORTED:
+            self._report()
+
+    def _check_weights(self) -> None:
+        """Compares the processes' weights. Collective.
+
+        Raises:
+            DivergedError: they differ.
+        """
+        modules = {inner: None for module in self._modules for inner in module.modules() if inner not in self._norms}
+        buffers = [each for module in modules for each in module.buffers(recurse=False)]
+        plain = [each for each in (*self._trained(), *buffers) if type(each) in (Tensor, nn.Parameter)]
+        sums = [float(each.detach().double().sum()) for each in plain]
+        if len({repr(each) for each in self._world.gather(sums)}) > 1:
+            raise DivergedError(
+                f"the processes' weights or buffers differ after {self.steps} steps: the script makes them from what "
+                "is not the same in each process, as datetime.now() or id()"
+                if self.steps
+                else "the processes began with different weights: the script seeds by what is not the same in each, as "
+                "datetime.now() or id()"
+            )
+
+    def close(self) -> None:
+        """Says what was gathered, and compares the weights a last time. Collective."""
+        if not self._several:
+            return
+        self._check_weights()
+        if self.steps and not self._context.dispatched and not self._world.rank:
+            complain(
+                f"grappe: nothing was split over {self._world.size} processes: no batch of the script has rows for "
+                "each, so each process computed what one process does"
+            )
+        if self.steps != REPORTED:
+            self._report()
+
+    def _report(self) -> None:
+        elapsed = time.perf_counter() - self._began
+        shares = {at: seconds / elapsed for at, seconds in self._context.seconds.most_common(LINES)}
+        total = sum(self._context.seconds.values()) / elapsed
+        if self._world.rank or total < SHARE:
+            return
+        lines = "; ".join(f"{at.line}, {at.operator}: {share:.0%}" for at, share in shares.items() if share >= 0.01)
+        complain(
+            f"grappe: after {self.steps} steps, {total:.0%} of the time went to operators without a rule for rows, "
+            f"which every process computes for the whole batch: {lines}"
+        )
+
+
+class _Split(torch.autograd.Function):
+    """Rows of a plain tensor that has a gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, plain: Tensor, dim: int) -> Any:
+        return split(plain.detach(), dim, shared=True)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Any) -> Any:  # type: ignore[override]
+        return grad, None
+
+
+def _has_rows(each: Any, dim: int, rows: int) -> bool:
+    is_plain = type(each) is Tensor and each.layout is torch.strided
+    return is_plain and each.dim() > dim and each.shape[dim] == rows
+
+
+def _undivided(_: Callable[..., Any]) -> Callable[..., Any]:
+    """Stands for DataParallel's forward, which would take the other processes' GPUs."""
+
+    def forward(parallel: nn.DataParallel[nn.Module], *arguments: Any, **options: Any) -> Any:
+        if parallel.device_ids:
+            device = torch.device("cuda", torch.cuda.current_device())
+            arguments, options = tree_map(
+                lambda each: each.to(device) if isinstance(each, Tensor) else each, (arguments, options)
+            )
+        return parallel.module(*arguments, **options)
+
+    return forward
+
+
+def _norm_kinds() -> list[type[nn.Module]]:
+    """Returns the classes that define a batch normalisation's forward."""
+    return [kind for kind in (BatchNormBase, *BatchNormBase.__subclasses__()) if "forward" in vars(kind)]

@@ -1,0 +1,344 @@
+"""Makes a script's surroundings the same on all processes: files, clocks, and numbers that the system draws.
+
+Process 0 alone writes; every process reads what process 0 has written before, in the order of the script.
+"""
+
+from __future__ import annotations
+
+import builtins
+import contextlib
+import functools
+import io
+import os
+import random
+import secrets
+import shutil
+import sys
+import threading
+import time
+import timeit
+import uuid
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import FrameType
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch.utils.data import get_worker_info
+
+from grappe.launch.world import World
+from grappe.verbs.launch.interception import replaced
+from grappe.verbs.launch.variables import is_own_file
+
+T = TypeVar("T")
+TORCH = f"{Path(torch.__file__).parent}/"
+COMPILERS = (f"{TORCH}_inductor", f"{TORCH}_dynamo", f"{Path(TORCH).parent}/triton")
+CLOCKS = (
+    *((time, name) for name in ("time", "perf_counter", "monotonic", "process_time")),
+    *((time, f"{name}_ns") for name in ("time", "perf_counter", "monotonic", "process_time")),
+    (timeit, "default_timer"),
+)  # fmt: skip
+THROUGH = frozenset({
+    "genericpath", "glob", "grappe.verbs.launch.plan_keys", "grappe.verbs.launch.replay",
+    "grappe.verbs.launch.surroundings", "json", "numpy", "os",
+    "pandas", "pathlib", "PIL", "posixpath", "shutil", "torch.serialization", "uuid",
+})  # fmt: skip
+"""Packages and modules through which a script reads and writes files. Others are left out: what a library keeps in a
+cache of its own differs between processes, which would wait for each other in vain."""
+READING = ((os, "stat"), (os, "scandir"), (os, "listdir"))
+CHANGING = (
+    *((os, name) for name in ("remove", "unlink", "rmdir", "rename", "replace", "symlink", "link", "truncate")),
+    *((shutil, name) for name in ("rmtree", "move", "copy", "copy2", "copyfile", "copytree")),
+)  # fmt: skip
+
+
+def by_script(frame: FrameType | None) -> bool:
+    """Returns whether a call at a frame is the script's own, or is made for it by a library of THROUGH."""
+    while frame is not None:
+        name = frame.f_globals.get("__name__", "")
+        if name not in THROUGH and name.partition(".")[0] not in THROUGH:
+            break
+        frame = frame.f_back
+    return frame is not None and is_own_file(frame.f_code.co_filename)
+
+
+@contextlib.contextmanager
+def surroundings_shared(world: World) -> Iterator[None]:
+    """Context in which all processes of a script for one process see what process 0 sees. Collective."""
+    if world.size == 1:
+        yield
+        return
+    # Of a process that a script starts anew, not by fork: a data worker's sets of texts then have one order.
+    os.environ.setdefault("PYTHONHASHSEED", str(world.share(secrets.randbits(32))))
+    with _files_ordered(world), _clocks_shared(world), _entropy_shared(world.share(secrets.randbits(256))):
+        yield
+
+
+class _Main:
+    """The main thread of the script's process: others, and what it forks, take no part in messages."""
+
+    def __init__(self) -> None:
+        self._ids = self._now()
+
+    def __bool__(self) -> bool:
+        return self._ids == self._now()
+
+    @staticmethod
+    def _now() -> tuple[int, int]:
+        return os.getpid(), threading.get_ident()
+
+
+# ---- Files -------------------------------------------------------------------------------------------------
+
+
+class _Order:
+    """Lets process 0 write once all have read, and all read once process 0 has written."""
+
+    def __init__(self, world: World) -> None:
+        self._world, self._main = world, _Main()
+        self._has_read = self._has_written = False
+        self._changes = False
+        """Whether a change runs, whose own reads and writes are process 0's alone."""
+
+    def read(self, frame: FrameType) -> None:
+        """Waits until process 0 has written all that the script has before this. Collective after a write."""
+        if not self._changes and by_script(frame) and self._main:
+            if self._has_written:
+                self._world.barrier()
+            self._has_read, self._has_written = True, False
+
+    def write(self, frame: FrameType, change: Callable[[], T], instead: Callable[[], T]) -> T:
+        """Runs a change on process 0, once all have read what the script has before this. Collective.
+
+        Args:
+            instead: run on the other processes, unless the change raised an error, which all then raise.
+        """
+        if self._changes or not (by_script(frame) and self._main):
+            return change()
+        if self._has_read:
+            self._world.barrier()
+        self._has_read, self._has_written = False, True
+        if self._world.rank:
+            if (error := self._world.share(None)) is not None:
+                raise error
+            return instead()
+        self._changes = True
+        try:
+            value = change()
+        except OSError as error:
+            self._world.share(error)
+            raise
+        finally:
+            self._changes = False
+        self._world.share(None)
+        return value
+
+
+@contextlib.contextmanager
+def _files_ordered(world: World) -> Iterator[None]:
+    order = _Order(world)
+
+    def reading(plain: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(plain)
+        def read(*arguments: Any, **options: Any) -> Any:
+            order.read(sys._getframe(1))
+            return plain(*arguments, **options)
+
+        return read
+
+    def changing(plain: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(plain)
+        def change(*arguments: Any, **options: Any) -> Any:
+            copied = arguments[1] if len(arguments) > 1 else None  # as shutil.copy
+            return order.write(sys._getframe(1), lambda: plain(*arguments, **options), lambda: copied)
+
+        return change
+
+    def opening(plain: Callable[..., Any]) -> Callable[..., Any]:
+        def opened(file: Any, mode: str = "r", *arguments: Any, **options: Any) -> Any:
+            def run() -> Any:
+                return plain(file, mode, *arguments, **options)
+
+            if isinstance(file, int):
+                return run()
+            if set(mode) & set("wax+"):
+                return order.write(sys._getframe(1), run, run)
+            order.read(sys._getframe(1))
+            return plain(file, mode, *arguments, **options)
+
+        return opened
+
+    def saving(plain: Callable[..., None]) -> Callable[..., None]:
+        def saved(*arguments: Any, **options: Any) -> None:
+            order.write(sys._getframe(1), lambda: None, lambda: None)
+            plain(*arguments, **options)  # rows in it are gathered: each process takes part
+
+        return saved
+
+    with contextlib.ExitStack() as inside:
+        if world.rank:
+            inside.enter_context(writing_nothing())
+        inside.enter_context(
+            replaced(
+                *((owner, name, reading) for owner, name in READING),
+                *((owner, name, changing) for owner, name in (*CHANGING, (os, "mkdir"))),
+                *((owner, "open", opening) for owner in (builtins, io)),
+                (torch, "save", saving),
+            )
+        )
+        yield
+
+
+class _Nowhere(io.FileIO):
+    """The null device with the places and the length of a file."""
+
+    _at = _length = 0
+
+    def write(self, written: Any) -> int:
+        count = super().write(written)
+        self._at += count
+        self._length = max(self._length, self._at)
+        return count
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        self._at = offset + {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self._length}[whence]
+        return self._at
+
+    def tell(self) -> int:
+        return self._at
+
+    def truncate(self, size: int | None = None) -> int:
+        self._length = self._at if size is None else size
+        return self._length
+
+
+@contextlib.contextmanager
+def writing_nothing(*, until_left: bool = False) -> Iterator[None]:
+    """Context of a process that leaves files to another: what it opens for writing goes nowhere.
+
+    Args:
+        until_left: whether a file that is still open at the end is written from then on, after what it holds.
+    """
+    plain, make = builtins.open, os.mkdir
+    left: list[tuple[Any, str]] = []
+
+    def opened(file: Any, mode: str = "r", *arguments: Any, **options: Any) -> Any:
+        written = not isinstance(file, int) and set(mode) & set("wax+") and os.fspath(file) != os.devnull
+        if not written or _compiles(sys._getframe(1)):
+            return plain(file, mode, *arguments, **options)
+        if "b" in mode:  # it may be an archive's, which asks where it is
+            nowhere = _Nowhere(os.devnull, "r+")
+            stream: Any = io.BufferedRandom(nowhere) if "+" in mode else io.BufferedWriter(nowhere)
+        else:
+            stream = plain(os.devnull, mode.replace("x", "w"), *arguments, **options)
+        left.append((stream, os.path.abspath(os.fspath(file))))  # noqa: PTH100 - of any kind
+        return stream
+
+    def made(*arguments: Any, **options: Any) -> None:
+        with contextlib.suppress(FileExistsError):
+            make(*arguments, **options)
+
+    save, is_left = torch.save, False  # which opens files in C++
+
+    def saved(value: Any, file: Any, *arguments: Any, **options: Any) -> None:
+        if is_left:  # by way of what has been put around this one meanwhile
+            save(value, file, *arguments, **options)
+            return
+        with _Nowhere(os.devnull, "r+") as nowhere:
+            save(value, file if hasattr(file, "write") else nowhere, *arguments, **options)
+
+    builtins.open = io.open = opened  # type: ignore[assignment]
+    os.mkdir, torch.save = made, saved  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        builtins.open = io.open = plain
+        os.mkdir, is_left = make, True
+        if torch.save is saved:
+            torch.save = save
+        for stream, file in left if until_left else ():
+            if not stream.closed:
+                stream.flush()
+                handle = os.open(file, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
+                os.dup2(handle, stream.fileno())
+                os.close(handle)
+
+
+def _compiles(frame: FrameType | None) -> bool:
+    """Returns whether a file is opened to compile: each process needs its own."""
+    while frame is not None and not frame.f_code.co_filename.startswith(COMPILERS):
+        frame = frame.f_back
+    return frame is not None
+
+
+# ---- Clocks, and numbers that the system draws -------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def _clocks_shared(world: World) -> Iterator[None]:
+    main = _Main()
+
+    def sharing(plain: Callable[[], float]) -> Callable[[], float]:
+        def read() -> float:
+            value = plain()
+            if not (by_script(sys._getframe(1)) and main):
+                return value
+            shared = torch.tensor(value, dtype=torch.int64 if isinstance(value, int) else torch.float64)
+            dist.broadcast(shared, 0, group=world.control)
+            return shared.item()
+
+        return read
+
+    with replaced(*((owner, name, sharing) for owner, name in CLOCKS)):
+        yield
+
+
+@contextlib.contextmanager
+def _entropy_shared(seed: int) -> Iterator[None]:
+    """Context in which seeds that the system would draw are drawn from one seed, in data workers from torch's."""
+    process, stream = os.getpid(), random.Random(seed)
+    in_workers: dict[int, random.Random] = {}
+
+    def drawn(bits: int) -> int:
+        if os.getpid() == process:
+            return stream.getrandbits(bits)
+        if get_worker_info() is None:
+            return secrets.randbits(bits)
+        return in_workers.setdefault(os.getpid(), random.Random(torch.initial_seed())).getrandbits(bits)
+
+    def urandom(plain: Callable[[int], bytes]) -> Callable[[int], bytes]:
+        return lambda size: drawn(8 * size).to_bytes(size, "little") if by_script(sys._getframe(1)) else plain(size)
+
+    def seeding(plain: Callable[..., Any], at: int = 0) -> Callable[..., Any]:
+        def seeded(*arguments: Any, **options: Any) -> Any:
+            # tempfile's names differ between processes: each removes its own folder.
+            is_seed = len(arguments) > at and arguments[at] is not None
+            if is_seed or options or sys._getframe(1).f_globals.get("__name__") in ("tempfile", "random"):
+                return plain(*arguments, **options)
+            return plain(*arguments[:at], drawn(32))
+
+        return seeded
+
+    def uuid4(plain: Callable[[], uuid.UUID]) -> Callable[[], uuid.UUID]:
+        return lambda: uuid.UUID(int=drawn(128), version=4) if by_script(sys._getframe(1)) else plain()
+
+    def torchs(_: Callable[[], int]) -> Callable[[], int]:
+        def seed() -> int:
+            torch.manual_seed(value := drawn(63))
+            return value
+
+        return seed
+
+    with replaced(
+        (os, "urandom", urandom),
+        (uuid, "uuid4", uuid4),
+        (uuid, "uuid1", uuid4),
+        (random, "seed", seeding),
+        (np.random, "seed", seeding),
+        (np.random, "default_rng", seeding),
+        (torch, "seed", torchs),
+        (torch.random, "seed", torchs),
+    ):
+        yield

@@ -1,0 +1,145 @@
+"""Scripts for one process, unedited, on two and three: the lines and the weights of one process."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import runpy
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from grappe.verbs.launch.launch import launch
+from tests.verbs.launch.script_rows import HEAD, SCRIPTS
+
+ALL = """
+import runpy, sys
+import torch
+
+saved = {}
+for number in range(int(sys.argv[2])):
+    print("##", number, flush=True)
+    names = runpy.run_path(f"form_{number}.py")
+    saved[number] = [each.detach().clone() for each in names["weights"]]
+torch.save(saved, sys.argv[1])
+"""
+Trained = tuple[list[str], dict[int, list[torch.Tensor]]]
+
+
+def written(folder: Path) -> None:
+    for number, body in enumerate(SCRIPTS.values()):
+        (folder / f"form_{number}.py").write_text(HEAD + body)
+    (folder / "train.py").write_text(ALL)
+
+
+def trained(text: str, file: Path) -> Trained:
+    return [part.partition("\n")[2] for part in text.split("## ")[1:]], torch.load(file)
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> Trained:
+    """What each script prints and learns by itself."""
+    folder = tmp_path_factory.mktemp("plain")
+    threads, dtype = torch.get_num_threads(), torch.get_default_dtype()
+    with pytest.MonkeyPatch.context() as patched, contextlib.redirect_stdout(io.StringIO()) as lines:
+        patched.chdir(folder)
+        written(folder)
+        patched.setattr(sys, "argv", ["train.py", "plain.pt", str(len(SCRIPTS))])
+        torch.set_num_threads(1)
+        runpy.run_path("train.py", run_name="__main__")
+    torch.set_num_threads(threads)
+    torch.set_default_dtype(dtype)
+    return trained(lines.getvalue(), folder / "plain.pt")
+
+
+@pytest.mark.parametrize("processes", [2, 3])
+def test_scripts_learn_and_print_on_several_processes_what_they_do_on_one(
+    processes: int,
+    plain: Trained,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    written(tmp_path)
+    plan = f"replicate={processes},device=cpu,threads=1"
+    assert launch("train.py", ["out.pt", str(len(SCRIPTS))], plan) == 0
+    lines, weights = trained(capfd.readouterr().out, tmp_path / "out.pt")
+    for number, name in enumerate(SCRIPTS):
+        assert lines[number] == plain[0][number], name
+        for tensor, other in zip(plain[1][number], weights[number], strict=True):
+            assert float((tensor - other).double().norm()) <= 1e-8 * float(tensor.double().norm()) + 1e-12, name
+
+
+OUTSIDE = """
+import json, os, random, shutil, time, uuid
+from pathlib import Path
+import numpy as np
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+torch.manual_seed(time.time_ns() % 2**31)
+random.seed()
+generator = np.random.default_rng()
+print(uuid.uuid4().hex, os.urandom(2).hex(), random.random(), generator.random())
+
+
+class Noise(Dataset):
+    def __len__(self):
+        return 22
+
+    def __getitem__(self, number):
+        return torch.from_numpy(np.random.default_rng().normal(size=3)).float()
+
+
+os.makedirs("made/inside")
+try:
+    os.makedirs("made/inside")
+except FileExistsError:
+    print("is there")
+model = torch.nn.Linear(3, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+start = time.time()
+for number, rows in enumerate(DataLoader(Noise(), 8, num_workers=1)):
+    optimizer.zero_grad()
+    loss = (model(rows) - generator.normal()).square().mean()
+    loss.backward()
+    optimizer.step()
+    file = Path("made", f"{number}.json")
+    file.write_text(json.dumps({"loss": loss.item()}))
+    with open("made/log", "a") as log:
+        log.write(f"{json.loads(file.read_text())['loss'] == loss.item()}\\n")
+    np.save("made/rows.npy", rows.numpy())
+    model.bias.data += torch.tensor(np.load("made/rows.npy").mean() + (time.time() - start))
+    torch.save({"rows": rows, "model": model.state_dict()}, f"made/{number}.pt")
+    model.load_state_dict(torch.load(f"made/{number}.pt")["model"])
+    print(sorted(os.listdir("made")), Path("made/0.json").exists(), len(open("made/log").readlines()))
+    if number:
+        os.remove(f"made/{number - 1}.json")
+        os.replace(f"made/{number - 1}.pt", "made/before.pt")
+shutil.copy("made/log", "made/copy")
+print(torch.load("made/before.pt")["rows"].shape, len(open("made/copy").read().split()))
+shutil.rmtree("made/inside")
+"""
+
+
+def test_what_a_script_gets_from_outside_is_process_0_s(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").write_text(OUTSIDE)
+    assert launch("train.py", [], "replicate=3,device=cpu,threads=1") == 0, "else weights or steps would differ"
+    lines = capfd.readouterr().out.splitlines()
+    assert lines[1] == "is there"
+    assert lines[2:5] == [
+        "['0.json', '0.pt', 'inside', 'log', 'rows.npy'] True 1",
+        "['0.json', '0.pt', '1.json', '1.pt', 'inside', 'log', 'rows.npy'] True 2",
+        "['1.json', '1.pt', '2.json', '2.pt', 'before.pt', 'inside', 'log', 'rows.npy'] False 3",
+    ]
+    assert lines[5] == "torch.Size([8, 3]) 3"
+    assert sorted(path.name for path in (tmp_path / "made").iterdir()) == [
+        "2.json", "2.pt", "before.pt", "copy", "log", "rows.npy",
+    ]  # fmt: skip
+    assert (tmp_path / "made" / "log").read_text() == "True\n" * 3
