@@ -2,7 +2,6 @@
 
 import warnings
 from pathlib import Path
-
 from typing import Any
 
 import numpy as np
