@@ -102,13 +102,13 @@ def test_all_processes_of_the_tensor_axis_search_with_the_same_gradients(pool: P
 
 def test_an_observer_sees_a_batch_once_however_often_its_loss_is_computed() -> None:
     weight, seen, losses = nn.Parameter(torch.tensor([3.0])), [], []
-    observers = Observers(output=[lambda output, micro, named: seen.append(float(output))])
+    observers = Observers(output=[lambda output, micro, named: seen.append(float(output.detach()))])
     micro = Microbatch(None, None, 1, None)
 
     def gradients() -> tuple[Sums, None]:
         loss = weight.square().sum()
         loss.backward()
-        losses.append(float(loss))
+        losses.append(float(loss.detach()))
         observers.after_loss(loss, micro, {})
         return Sums(loss.detach(), flag=0.0), None
 
