@@ -9,6 +9,7 @@ import pytest
 
 from grappe.checkpoint.commit import OLDER, Origin, commit, json_hash, read_json, verify, write_json, write_new
 from grappe.errors import RunError
+from tests.faults.trace import left, rebuild, recording, unsynced
 
 ORIGIN = Origin(step=1, run="ours", samples=64)
 
@@ -24,6 +25,18 @@ def test_a_committed_folder_verifies(tmp_path) -> None:
     made(tmp_path / "step-000001")
     assert verify(tmp_path / "step-000001") is None
     assert [entry.name for entry in tmp_path.iterdir()] == ["step-000001"]
+
+
+def test_a_power_cut_after_the_commit_leaves_all_of_it(tmp_path) -> None:
+    checkpoints = tmp_path / "checkpoints"
+    checkpoints.mkdir()
+    with recording(checkpoints) as recorder:
+        made(checkpoints / "step-000001")
+    lost = unsynced(recorder.operations)
+    kept = [operation for number, operation in enumerate(recorder.operations) if number not in lost]
+    rebuild(left(recorder, kept), tmp_path / "after")
+    assert verify(tmp_path / "after" / "step-000001") is None
+    assert (tmp_path / "after" / "step-000001" / "tensors").read_bytes() == b"weights"
 
 
 def test_the_same_step_again_replaces_only_what_is_damaged(tmp_path) -> None:

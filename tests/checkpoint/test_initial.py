@@ -130,6 +130,16 @@ def test_from_a_file(tmp_path, kind: str) -> None:
     assert alike(weights, {**given, "hidden": fresh["hidden"]})  # what is not saved is made afresh
 
 
+def test_a_run_that_goes_on_has_its_schedule_and_its_data_behind_the_epochs_that_are_done(tmp_path) -> None:
+    torch.save(state_of(8), tmp_path / "a.pt")
+    begin = Begin(source=tmp_path / "a.pt", epochs_done=3, epochs=4, steps_per_epoch=5)
+    build(Small(), tmp_path / "checkpoints", begin)
+    checkpoint = latest(tmp_path / "checkpoints")
+    assert checkpoint is not None and checkpoint.step == 15
+    state = checkpoint.read_values()
+    assert (state["step"], state["engine"]["schedule_steps"]) == (15, 15)
+
+
 def test_names_that_do_not_match_are_listed(tmp_path) -> None:
     given = state_of(8)
     del given["0.bias"]

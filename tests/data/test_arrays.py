@@ -2,6 +2,7 @@
 
 import warnings
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -43,6 +44,15 @@ def test_arrays_are_shared_and_gathered_at_once() -> None:
     tensors = grappe.split(TensorDataset(torch.zeros(8, 1), torch.zeros(8)), "validation", validation=0.5)
     assert isinstance(tensors, Arrays) and len(tensors) == 4
     assert len(grappe.split(part, "validation", validation=0.2)) == 3
+
+
+@pytest.mark.parametrize("whole", [Arrays(torch.arange(40), torch.arange(40)), [(i, i) for i in range(40)]])
+def test_parts_of_a_part_are_its_own(whole: Any) -> None:
+    part, other = (grappe.split(whole, name, validation=0.25, seed=1) for name in ("train", "validation"))
+    inner = [grappe.split(part, name, validation=0.4, seed=2) for name in ("train", "validation")]
+    seen = [sorted(int(target) for _, target in each) for each in (part, other, *inner)]
+    assert sorted(seen[2] + seen[3]) == seen[0]
+    assert not set(seen[0]) & set(seen[1])
 
 
 def test_what_cannot_be_split_is_refused() -> None:

@@ -167,6 +167,31 @@ def test_an_empty_slice_still_goes_through_the_model() -> None:
     assert all(batch.samples == 2 and batch.count == 2.0 for batch in batches)
 
 
+class Counted(Plain):
+    """Each sample has as many values of the loss as its id, less one; the rest count nothing."""
+
+    def counts(self, target: torch.Tensor) -> torch.Tensor:
+        return torch.arange(20) < target[:, None]
+
+
+def test_a_row_of_padding_counts_nothing() -> None:
+    """Sample 0, which is the padding, has counts here."""
+    data = Arrays(torch.arange(1, 7), torch.arange(1, 7))
+    made = loaders(Counted(batch_size=2), data, 3, Plan(replicate=3))
+    for step in zip(*(loader.batches(0, 3) for loader in made), strict=True):
+        [filled] = [batch.microbatches[0] for batch in step if batch.microbatches[0].rows]
+        counts = [float(batch.microbatches[0].weights.sum()) for batch in step]
+        assert sorted(counts) == [0.0, 0.0, float(filled.targets.sum())]
+
+
+@pytest.mark.parametrize("microbatches", [2, 3, 5])
+def test_microbatches_of_a_pipeline_are_the_batch_in_order(microbatches: int) -> None:
+    data = [(torch.tensor([number]), number) for number in range(20)]
+    plan = Plan(pipeline=2, microbatches=microbatches)
+    [cut] = loaders(Plain(), data, 1, plan)  # which loads each batch at once
+    assert same(rows(cut, 0, 6), everyone(Plain(), data, 1, 6))
+
+
 def test_arrays_transform_and_nest() -> None:
     images = np.arange(24, dtype=np.uint8).reshape(2, 3, 2, 2)
     data = Arrays({"image": images, "size": np.array([1, 2])}, np.array([0, 1]))

@@ -103,6 +103,17 @@ def test_a_pass_that_is_broken_off_leaves_no_worker() -> None:
     assert all(bool((one.ids == other.ids).all()) for one, other in two)  # two passes at once
 
 
+@pytest.mark.parametrize("plan", ["workers=0", "workers=2", "workers=2,loading=threads,prefetch=3"])
+def test_a_pass_begins_at_its_own_step_after_one_that_was_broken_off(plan: str) -> None:
+    loader, alone = (training_loader(Ten(), Drawn(), Plan.parse(each), world(0, 1)) for each in (plan, "workers=0"))
+    broken_off = loader.batches(0, 4)
+    next(broken_off)
+    broken_off.close()
+    for batch, expected in zip(loader.batches(5, 8), alone.batches(5, 8), strict=True):
+        assert torch.equal(batch.microbatches[0].inputs, expected.microbatches[0].inputs)
+    loader.sources.close()
+
+
 def test_threads_keep_the_training_threads() -> None:
     before = torch.get_num_threads()
     try:

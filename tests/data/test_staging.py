@@ -57,6 +57,16 @@ def test_what_has_changed_is_copied_and_what_is_gone_is_removed(tmp_path: Path, 
     assert contents(done.place) == contents(source)
 
 
+def test_a_file_that_has_changed_and_kept_its_size_is_copied_again(tmp_path: Path) -> None:
+    source = tmp_path / "numbers.bin"
+    source.write_bytes(b"first")
+    copied(source, tmp_path / "node")
+    source.write_bytes(b"again")
+    os.utime(source, (1e9, 1e9))
+    done = copied(source, tmp_path / "node")
+    assert (done.copied, done.place.read_bytes()) == (1, b"again")
+
+
 def test_what_is_not_ours_stays(tmp_path: Path) -> None:
     source = tmp_path / "train.tar"
     source.write_bytes(b"new")

@@ -67,6 +67,26 @@ def test_a_stream_goes_on_by_its_state_or_by_skipping(state: Callable[[int], Any
     assert words in notes[1]
 
 
+class Epochs(IterableDataset):
+    """Six numbers, others in each epoch."""
+
+    epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __iter__(self) -> Iterator[tuple]:
+        return ((torch.tensor([10.0 * self.epoch + place]), place) for place in range(6))
+
+
+@pytest.mark.parametrize("step", [1, 2, 3, 4, 5])
+def test_a_stream_goes_on_in_the_turn_that_it_was_in(step: int) -> None:
+    first, place, _ = inputs(Stream(Epochs()), 0, step)
+    rest, _, notes = inputs(Stream(Epochs()), step, 6, place)
+    assert first + rest == [10.0 * turn + number for turn in range(4) for number in range(6)]
+    assert "not repeatable" not in notes[1]
+
+
 def test_a_stream_that_has_changed_is_called_not_repeatable() -> None:
     _, place, _ = inputs(Stream(Counting()), 0, 3)
     _, _, notes = inputs(Stream(Counting(first=100)), 3, 4, place)

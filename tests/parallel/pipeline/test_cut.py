@@ -9,7 +9,14 @@ import torch.nn.functional as F
 from torch import nn
 
 from grappe.errors import PlanError, TaskError
-from grappe.parallel.pipeline.cut import balanced, check_units, check_without_values, cut_into_stages, work
+from grappe.parallel.pipeline.cut import (
+    balanced,
+    check_units,
+    check_without_values,
+    cut_into_stages,
+    pipeline_units,
+    work,
+)
 from tests.parity.tasks import Images, Tokens, Words
 
 CALL = Images().forward
@@ -249,3 +256,22 @@ class Uncalled(nn.Sequential):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         middle = F.linear(self[0](x), self[1].weight, self[1].bias)
         return self[2](middle)
+
+
+@pytest.mark.parametrize("padding", [0, 3])
+def test_the_units_of_a_language_model_see_no_later_word(padding: int) -> None:
+    """transformers gives its layers no mask where nothing is padding: stages exchange one all the same."""
+    pytest.importorskip("transformers")
+    from tests.parallel.families import Llama
+
+    task = Llama()
+    model = task.model().eval()
+    mask = torch.ones(2, 8, dtype=torch.int64)
+    mask[0, 8 - padding :] = 0
+    inputs = {"input_ids": torch.arange(16).view(2, 8), "attention_mask": mask}
+    expected = task.forward(model, inputs).logits
+    first, *others = pipeline_units(task, model)
+    value = task.forward(first, inputs)
+    for unit in others:
+        value = unit(value)
+    torch.testing.assert_close(value.logits, expected)
