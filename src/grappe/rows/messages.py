@@ -28,6 +28,8 @@ class ProcessAstray(GrappeError):
 def gather(local: Tensor, placement: Placement) -> Tensor:
     """Returns all rows from each process's own, contiguous and equal on all processes."""
     dim, (sizes, outer) = placement.dim, placement[1:]
+    if local.is_meta:  # torch asks so for the shape of a sum with a zero that has no memory
+        return local.new_empty((*local.shape[:dim], outer * placement.total, *local.shape[dim + 1 :]))
     rows = local.unflatten(dim, (outer, placement.rows)).movedim(dim + 1, 0)
     shape = rows.shape[1:]
     width = shape.numel() * rows.element_size()
@@ -126,6 +128,8 @@ def summed(local: Tensor, operation: str = "sum") -> Tensor:
             torch.uint8 if dtype is torch.bool and operation != "sum" else torch.int64 if dtype is torch.bool else dtype
         )
     total = local.to(wide).resolve_conj().resolve_neg().contiguous()
+    if local.is_meta:
+        return local
     if total.numel() and (operation != "sum" or total.nbytes <= _SMALL):  # other libraries' max may lose a NaN
         parts = _exchange(_bytes(total), [total.nbytes] * NOW.context.size, "reduce")
         every = torch.stack([part.view(wide).view(total.shape) for part in parts])
