@@ -297,7 +297,9 @@ def main() -> None:
     every = [each for file in FILES for each in alterations(file)]
     run = [each for each in every if of_line[each.file, each.line]]
     chosen = random.Random(asked.seed).sample(run, min(asked.count, len(run)))
-    print(f"{len(every)} alterations, {len(run)} of them in lines that calls run, {len(chosen)} chosen; {len(todo)} calls")
+    print(
+        f"{len(every)} alterations, {len(run)} of them in lines that calls run, {len(chosen)} chosen; {len(todo)} calls"
+    )
     survived = []
     for number, alteration in enumerate(chosen):
         indices = [i for i in of_line[alteration.file, alteration.line] if first[i][0] != "wrong"]

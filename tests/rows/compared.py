@@ -190,7 +190,9 @@ def drawn(leaves: tuple[Tensor, ...], size: int, chance: random.Random, draw: in
     states = [ALWAYS] * len(leaves)
     way = chance.random()
     every = [(index, dim) for index, each in enumerate(leaves) for dim, rows in enumerate(each.shape) if rows]
-    if way < 0.7 or (draw % 2 and every):  # the rows of a batch: one tensor leads, those that have as many rows follow or are plain
+    if way < 0.7 or (
+        draw % 2 and every
+    ):  # the rows of a batch: one tensor leads, those that have as many rows follow or are plain
         leads = [index for index, each in enumerate(leaves) if any(each.shape)]
         if leads:
             lead = leads[0] if chance.random() < 0.6 else chance.choice(leads)
