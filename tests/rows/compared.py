@@ -20,8 +20,9 @@ from grappe.rows.tensor import RULES, Placement, Rows, from_local, full, split
 from tests.rows.samples import Call, Outcome, copy, noise, seed
 from tests.rows.world import OutOfStep
 
-RELATIVE, ABSOLUTE = 1e-9, 1e-11
-"""Of fp64; sums of parts round otherwise than a sum of all."""
+RELATIVE = {torch.float32: 1e-4, torch.complex64: 1e-4, torch.float16: 4e-3, torch.bfloat16: 3e-2}
+FP64 = 1e-9
+"""Relative to a number, and a hundredth of it to the largest: sums of parts round otherwise than a sum of all."""
 NEVER_SUMS = (torch.bool, torch.uint16, torch.uint32, torch.uint64)
 NO_ROWS = 0.15
 """Chance that a process has no rows, where each could have some."""
@@ -416,10 +417,10 @@ def _numbers(want: Tensor, got: Tensor) -> str:
         return ""
     if not (want.dtype.is_floating_point or want.dtype.is_complex):
         return f"{_text(got)} instead of {_text(want)}"
-    precise = want.dtype in (torch.float64, torch.complex128)
+    relative = RELATIVE.get(want.dtype, FP64)
     finite = want[want.isfinite()].abs()
-    absolute = (ABSOLUTE if precise else 1e-5) * max(1.0, float(finite.max()) if finite.numel() else 0.0)
-    if torch.allclose(got, want, RELATIVE if precise else 1e-4, absolute, equal_nan=True):
+    absolute = relative / 100 * max(1.0, float(finite.max()) if finite.numel() else 0.0)
+    if torch.allclose(got, want, relative, absolute, equal_nan=True):
         return ""
     return f"{_text(got)} instead of {_text(want)}"
 
