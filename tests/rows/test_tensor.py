@@ -274,7 +274,7 @@ def straying(process: ProcessRank, folder: Path) -> list[str]:
 
 def test_a_process_that_strays_and_a_thread_are_named(pool: Pool) -> None:
     for strayed, thread, line in pool.run(f"{__name__}:straying", 3):
-        assert "process 1 has computed something else than process 0: process 0 is at test_tensor.py:" in strayed
+        assert "process 1 has computed something else than others: process 0 is at test_tensor.py:" in strayed
         assert "a thread of the script reads rows" in thread
         assert line.startswith("test_tensor.py:")
         assert "flip.default" in line

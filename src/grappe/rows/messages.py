@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import threading
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -46,57 +48,54 @@ def _bytes(tensor: Tensor) -> Tensor:
     return flat.view(torch.uint8)
 
 
-def _exchange(own: Tensor, sizes: list[int], purpose: str) -> list[Tensor]:
+def _exchange(own: Tensor, sizes: Sequence[int], purpose: str) -> list[Tensor]:
     """Returns each process's bytes; all have said what they computed so far, and it was the same."""
     now = NOW.context
     if now.size == 1:
         return [own]
-    most = -(-max(sizes) // 16) * 16  # whole numbers of any type begin at multiples of 16
-    sent = own.new_empty(_HEADER + most)
-    line = now.line()
-    header = torch.tensor([now.trace, now.messages], dtype=torch.int64)
-    sent[:_HEADER] = header.view(torch.uint8).to(sent.device, non_blocking=True)
-    sent[_HEADER : _HEADER + len(own)] = own
+    header = torch.tensor((now.trace, now.messages)).view(torch.uint8)
+    # Numbers of any type begin at multiples of 16.
+    padding = own.new_empty(-(-max(sizes) // 16) * 16 - len(own))
+    sent = torch.cat((header.to(own.device, non_blocking=True), own, padding))
     got = sent.new_empty((now.size, len(sent)))
-    _send(lambda: dist.all_gather(list(got), sent, group=now.group), len(sent), purpose, line)
+    parts = got.unbind()
+    _send(lambda: dist.all_gather(list(parts), sent, group=now.group), len(sent), purpose)
     if sent.device.type == "cpu":  # elsewhere it would wait for the device
-        _check(got[:, :_HEADER].contiguous().view(torch.int64), line)
-    return [each[_HEADER : _HEADER + size] for each, size in zip(got, sizes, strict=True)]
+        traces = [tuple(part[:_HEADER].view(torch.int64).tolist()) for part in parts]
+        if any(trace != traces[0] for trace in traces):
+            lines: list[Any] = [None] * now.size
+            dist.all_gather_object(lines, now.line(), group=now.group)
+            _raise_astray(dict(enumerate(lines)), traces)
+    return [part[_HEADER : _HEADER + size] for part, size in zip(parts, sizes, strict=True)]
 
 
-def _check(headers: Tensor, line: str) -> None:
-    traces = list(map(tuple, headers.tolist()))
-    if len(set(traces)) > 1:
-        lines: list[Any] = [None] * len(traces)
-        dist.all_gather_object(lines, line, group=NOW.context.group)
-        _raise_astray(dict(enumerate(lines)), traces)
+_REMEDY = (
+    "All must take the same branches and make the same calls: take what differs (time, the process's number, the "
+    "order of a set) from one process"
+)
 
 
 def _raise_astray(lines: dict[int, str], traces: list[Any] | None = None) -> None:
-    usual = max(set(traces), key=traces.count) if traces else None
-    astray = [rank for rank in lines if traces and traces[rank] != usual]
-    who = (
-        f"process {astray[0]} has computed something else than process {int(astray[0] == 0)}" if astray else "processes"
-    )
-    text = "; ".join(f"process {rank} is at {line}" for rank, line in sorted(lines.items()))
-    raise ProcessAstray(
-        f"{who if astray else 'processes wait for different messages'}: {text}. All must take the same branches and "
-        "make the same calls: take what differs (time, the process's number, the order of a set) from one process"
-    )
+    places = "; ".join(f"process {rank} is at {line}" for rank, line in sorted(lines.items()))
+    if traces is None:
+        raise ProcessAstray(f"processes wait for different messages: {places}. {_REMEDY}")
+    usual = max(set(traces), key=traces.count)
+    astray = next(rank for rank in lines if traces[rank] != usual)
+    raise ProcessAstray(f"process {astray} has computed something else than others: {places}. {_REMEDY}")
 
 
-def _send(message: Any, size: int, purpose: str, line: str) -> None:
+def _send(message: Callable[[], Any], size: int, purpose: str) -> None:
     """Runs a message; one that fails, as processes wait for different ones, names their lines."""
     now = NOW.context
     thread = threading.current_thread()
     if thread is not now.thread and not thread.name.startswith("Dummy"):  # as torch's own, of backward, are named
-        raise GrappeError(f"{line}: a thread of the script reads rows of the batch: read them in the main thread")
+        raise GrappeError(f"{now.line()}: a thread of the script reads rows of the batch: read them in the main thread")
     now.sent[purpose] += size * (now.size - 1)
     now.messages += 1
     try:
         message()
     except RuntimeError as error:
-        lines = _lines_of_all(line)
+        lines = _lines_of_all(now.line())
         if len(set(lines.values())) > 1:
             _raise_astray(lines)
         raise error
@@ -121,25 +120,18 @@ def _lines_of_all(line: str) -> dict[int, str]:
 def summed(local: Tensor, operation: str = "sum") -> Tensor:
     """Returns the sum over the processes, or their "min" or "max": a new tensor, the same bits on all of them."""
     dtype = local.dtype
-    if dtype in (torch.bfloat16, torch.float16):
-        wide = torch.float32
-    else:
-        wide = (
-            torch.uint8 if dtype is torch.bool and operation != "sum" else torch.int64 if dtype is torch.bool else dtype
-        )
-    total = local.to(wide).resolve_conj().resolve_neg().contiguous()
     if local.is_meta:
         return local
+    wide = {torch.bfloat16: torch.float32, torch.float16: torch.float32, torch.bool: torch.int64}.get(dtype, dtype)
+    total = local.to(wide).resolve_conj().resolve_neg().contiguous()
     if total.numel() and (operation != "sum" or total.nbytes <= _SMALL):  # other libraries' max may lose a NaN
         parts = _exchange(_bytes(total), [total.nbytes] * NOW.context.size, "reduce")
-        every = torch.stack([part.view(wide).view(total.shape) for part in parts])
-        total = (
-            every.sum(0, dtype=wide) if operation == "sum" else every.amin(0) if operation == "min" else every.amax(0)
-        )
+        join = {"sum": torch.add, "min": torch.minimum, "max": torch.maximum}[operation]
+        total = functools.reduce(join, (part.view(wide) for part in parts)).view(total.shape)
     elif total.numel() and NOW.context.size > 1:
         total = total.clone() if total.data_ptr() == local.data_ptr() else total
         of = torch.view_as_real(total) if total.is_complex() else total
-        _send(lambda: dist.all_reduce(of, group=NOW.context.group), total.nbytes, "reduce", NOW.context.line())
+        _send(lambda: dist.all_reduce(of, group=NOW.context.group), total.nbytes, "reduce")
     return total.to(dtype)
 
 

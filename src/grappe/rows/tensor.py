@@ -136,7 +136,7 @@ class Rows(Tensor):
 
     def __iter__(self) -> Any:
         if not self.dim():
-            raise TypeError("iteration over a 0-d tensor")
+            return iter(torch.empty(()))  # torch's own error
         return iter(self.unbind(0))
 
     def __repr__(self, **_: Any) -> str:
@@ -156,9 +156,7 @@ class Rows(Tensor):
 
     def __deepcopy__(self, memo: Any) -> Any:
         if self.grad_fn is not None:
-            raise RuntimeError(
-                "Only Tensors created explicitly by the user support the deepcopy protocol at the moment"
-            )
+            return (torch.empty(0, requires_grad=True) * 1).__deepcopy__(memo)  # torch's own error
         memo[id(self)] = made = self.detach().clone().requires_grad_(self.requires_grad)
         if self.grad is not None:
             made.grad = self.grad.__deepcopy__(memo)
