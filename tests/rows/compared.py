@@ -237,6 +237,7 @@ class Answer:
     bits: tuple[tuple[str, int], ...] = ()
     """A hash of each value's numbers, which are the same on all processes."""
     gathered: tuple[str, ...] = ()
+    """Operators without a rule for this placement, and "rows" where rows were sent for any reason."""
     rules: tuple[str, ...] = ()
     """Operators that met rows here for the first time in this process, for which a rule was found."""
     seen: frozenset[tuple[str, int]] = frozenset()
@@ -269,7 +270,17 @@ def answer(call: Call, draw: int, context: RowsContext, *, undefined: bool = Fal
             placed = PLACED[state.kind](origin, state, rank, size)
             leaves.append(placed.requires_grad_() if tensor.requires_grad else placed)
         context.gathered.clear()
-        outcome = call.run(leaves, cotangent, _read)
+        sent = context.sent["gather"] = 0
+
+        def read(value: Any) -> Any:
+            nonlocal sent
+            before = context.sent["gather"]
+            made = _read(value)
+            sent += context.sent["gather"] - before  # not the call's
+            return made
+
+        outcome = call.run(leaves, cotangent, read)
+        gathered = {at.operator for at in context.gathered} | ({"rows"} if context.sent["gather"] > sent else set())
         outcome.values.append(("random state", torch.get_rng_state()))
         if call.form in ("call", "module"):
             outcome.values += [(f"argument {index} after", _read(each)) for index, each in enumerate(leaves)]
@@ -284,7 +295,7 @@ def answer(call: Call, draw: int, context: RowsContext, *, undefined: bool = Fal
     return Answer(
         difference=difference(call.reference, outcome, undefined) or apart,
         bits=() if undefined else tuple(_bits(outcome)),
-        gathered=tuple(sorted({at.operator for at in context.gathered})),
+        gathered=tuple(sorted(gathered)),
         rules=_new_rules(),
     )
 
