@@ -41,6 +41,10 @@ EQUAL = {
     ("tensor", "if version == family.origin_version", "never"): "carries over at each call: slower",
     ("messages", "if now.size == 1:", "never"): "a process alone sends to itself",
     ("rules", "(None, None) if call.name.endswith('_mean') else None", "always the first"): "for one result the first",
+    ("rules", "(None, None) if call.name.endswith('_mean') else None", "always the second"): "None is for all results",
+    ("rules", "at={'grad_output': placement}", "left out"): "rows lead, and are taken where they are",
+    ("rules", "at={'tensors': [None]", "left out"): "without leading rows, all is taken",
+    ("norms", "5", "one more"): "the argument after the statistics is no tensor",
     ("tensor", "if not self.dim():", "never"): "another error for the same mistake",
 }
 """Alterations that change no number, with the reason; by the beginning of what is altered."""
