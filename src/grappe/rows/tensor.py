@@ -226,11 +226,8 @@ def reading_lists() -> Iterator[None]:
             except RuntimeError:
                 if not any(type(each) is Rows for each in tree_leaves(data)):
                     raise
-                return make(
-                    tree_map(lambda each: full(each).detach() if type(each) is Rows else each, data),
-                    *arguments,
-                    **options,
-                )
+                plain = tree_map(lambda each: full(each).detach() if type(each) is Rows else each, data)
+                return make(plain, *arguments, **options)
 
         return run
 
