@@ -33,6 +33,21 @@ from tests.rows.every_operator import Turn, judged, turns
 HERE = Path(__file__).parent
 SOURCE = HERE.parent.parent / "src" / "grappe" / "rows"
 FILES = ("rules", "norms", "draws", "views", "plans", "tensor", "gathered", "messages", "layout", "regions")
+MOST_TURNS = 1500
+"""Tried for an alteration, of those that run its line."""
+EQUAL = {
+    ("plans", "if plan is None:", "always"): "decides anew at each call: slower",
+    ("draws", "if not _fill_own(", "always"): "draws all rows, and keeps its own: slower",
+    ("tensor", "if version == family.origin_version", "never"): "carries over at each call: slower",
+    ("messages", "if now.size == 1:", "never"): "a process alone sends to itself",
+    ("rules", "(None, None) if call.name.endswith('_mean') else None", "always the first"): "for one result the first",
+    ("rules", "(None, None) if call.name.endswith('_mean') else None", "always the second"): "None is for all results",
+    ("rules", "at={'grad_output': placement}", "left out"): "rows lead, and are taken where they are",
+    ("rules", "at={'tensors': [None]", "left out"): "without leading rows, all is taken",
+    ("norms", "5", "one more"): "the argument after the statistics is no tensor",
+    ("tensor", "if not self.dim():", "never"): "another error for the same mistake",
+}
+"""Alterations that change no number, with the reason; by the beginning of what is altered."""
 NO_RULES = ("_check", "_raise_astray", "_send", "_lines_of_all", "_refused", "refuse_kinds", "even", "_words_around")
 """Functions whose change gives no wrong number: they name errors, or decide where rows are."""
 SWAPPED_NAMES = {"PARTIAL": "None", "amin": "amax", "amax": "amin", "AS_IS": "None", "first": "last", "rank": "size"}
@@ -57,6 +72,12 @@ class Alteration:
 
     def __str__(self) -> str:
         return f"{self.file}.py:{self.line}: {self.before!r} {self.what}"
+
+    def is_equal(self) -> bool:
+        """Whether it is known to change no number."""
+        return any(
+            file == self.file and what == self.what and self.before.startswith(before) for file, before, what in EQUAL
+        )
 
     def source(self) -> str:
         """The file's text with the change."""
@@ -295,13 +316,15 @@ def main() -> None:
         for file, line in lines:
             of_line[file, line].append(index)
     every = [each for file in FILES for each in alterations(file)]
-    run = [each for each in every if of_line[each.file, each.line]]
+    run = [each for each in every if of_line[each.file, each.line] and not each.is_equal()]
     chosen = random.Random(asked.seed).sample(run, min(asked.count, len(run)))
-    print(f"{len(every)} alterations, {len(run)} of them in lines that calls run, {len(chosen)} chosen; {len(todo)} calls")
+    print(
+        f"{len(every)} alterations, {len(run)} of them in lines that calls run, {len(chosen)} chosen; {len(todo)} calls"
+    )
     survived = []
     for number, alteration in enumerate(chosen):
         indices = [i for i in of_line[alteration.file, alteration.line] if first[i][0] != "wrong"]
-        random.Random(1).shuffle(indices)
+        indices = random.Random(1).sample(indices, min(MOST_TURNS, len(indices)))
         began = time.time()
         why = in_a_fork(
             lambda a=alteration, tried=indices: caught(

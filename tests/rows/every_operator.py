@@ -143,12 +143,11 @@ def _record(verdicts: list[Any]) -> None:
     gathered: dict[str, set[str]] = {}
     for each in verdicts:
         gathered.setdefault(each.operator, set()).update(each.gathered)
+    lines = [f'"{name}" = {json.dumps([split[name], *sorted(names)])}' for name, names in sorted(gathered.items())]
     text = "\n".join([
         "# The test of every operator: how many calls of each operator are computed from own rows alone, and the",
         "# operators of torch that its calls gather. Written by `python -m tests.rows.every_operator --record`.",
-        f'torch = "{".".join(torch.__version__.split(".")[:2])}."',
-        "", "[calls]", *(f'"{name}" = {count}' for name, count in sorted(split.items())),
-        "", "[gathered]", *(f'"{name}" = {json.dumps(sorted(names))}' for name, names in sorted(gathered.items()) if names), "",
+        f'torch = "{".".join(torch.__version__.split(".")[:2])}."', "", "[operators]", *lines, "",
     ])  # fmt: skip
     (Path(__file__).parent / "split.toml").write_text(text)
 

@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 def placements(operator: str) -> int:
     """How many placements of a call are drawn: random numbers are drawn in many calls of one form."""
-    return 2 if operator.startswith("script: draw") else 6
+    return 2 if operator.startswith("script: draw") else 12 if "statistics" in operator else 6
 
 
 Case = tuple[str, Callable[..., Any], tuple[Tensor, ...]]
@@ -45,6 +45,9 @@ def _indices() -> Iterator[Case]:
     yield "each row", lambda x: [row.sum() for row in x], (x,)
     yield "some of a row", lambda x: (x[0], x[-1], x[1:3], x[::2], x[:, 1], x[..., -1], x[None], x[2, 3]), (x,)
     yield "diagonal", lambda x: (x.diagonal(), x.triu(1), x.trace()), (_numbers(5, 5),)
+    image, i = _numbers(4, 6, 5), torch.tensor([2, 0, 1])
+    yield "apart", lambda x, i: (x[i, :, i], x[:, :, i], x[i, i], x[:, i, i], x[i]), (image, i)
+    yield "a matrix of indices", lambda x, y: (x[y.view(2, 3)], x[:, y.view(3, 2) % 4]), (x, y)
     yield "one-hot", lambda y: F.one_hot(y, 4).double().mean(0), (y,)
 
 
@@ -403,6 +406,33 @@ def _leaving() -> Iterator[Case]:
     yield "equal", lambda x: (torch.equal(x, x + 0), torch.equal(x, x + 1), torch.allclose(x, x)), (x,)
 
 
+def _mistakes() -> Iterator[Case]:
+    """Calls that raise an error, which a script may catch: the same on all processes."""
+    x, w, y = _numbers(6, 4), _numbers(3, 3), _labels(6, 4)
+    for name, wrong in (
+        ("sizes", lambda x, w, y: x + w),
+        ("product", lambda x, w, y: x @ w),
+        ("dimension", lambda x, w, y: x.softmax(4)),
+        ("sum's dimension", lambda x, w, y: x.sum(3)),
+        ("view", lambda x, w, y: x.view(5, 5)),
+        ("together", lambda x, w, y: torch.cat([x, w])),
+        ("index", lambda x, w, y: x[9]),
+        ("labels", lambda x, w, y: F.cross_entropy(x, y + 9)),
+        ("types", lambda x, w, y: x.long() @ w),
+        ("in place", lambda x, w, y: x.detach().clone().add_(w)),
+        ("a number", lambda x, w, y: x.sum(0).item()),
+        ("truth", lambda x, w, y: bool(x > 0)),
+    ):
+        yield f"mistake {name}", lambda x, w, y, wrong=wrong: _error(lambda: wrong(x, w, y)), (x, w, y)
+
+
+def _error(function: Callable[[], Any]) -> str:
+    try:
+        return str(function())
+    except Exception as error:
+        return type(error).__name__
+
+
 def _by_numpy(x: Tensor) -> Tensor:
     made = x * 1
     array = made.numpy()
@@ -413,5 +443,5 @@ def _by_numpy(x: Tensor) -> Tensor:
 def cases() -> Iterator[Case]:
     """Yields names, functions and their tensors, the same each time."""
     torch.default_generator.manual_seed(0)
-    for each in (_indices, _writes, _chains, _layers, _sizes, _draws, _leaving):
+    for each in (_indices, _writes, _chains, _layers, _sizes, _draws, _leaving, _mistakes):
         yield from each()
