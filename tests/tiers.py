@@ -50,6 +50,7 @@ FOLDERS = (
     "verbs/foresee/test_foresee.py",
     "verbs/foresee/test_measured_step.py",
     "verbs/foresee/test_run_forecast.py",
+    "verbs/launch",
     "verbs/lr_find",
     "verbs/measure",
     "verbs/submit/test_imports.py",

@@ -1,4 +1,4 @@
-"""What cells of plans are compared with, one plain process, and how: contract 7. Their list is cover.txt."""
+"""Compares cells of plans with one plain process: contract 7. Their list is cover.txt."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ NO_ROWS = 0.15
 
 @dataclass(frozen=True, kw_only=True)
 class State:
-    """How a tensor is placed: `kind` names a function of `PLACED`."""
+    """Placement of a tensor: `kind` names a function of `PLACED`."""
 
     kind: str
     placement: Placement | None = None
@@ -43,7 +43,7 @@ class State:
 
 @dataclass(kw_only=True)
 class Verdict:
-    """What became of a call on rows."""
+    """Outcome of a call on rows."""
 
     call: str
     operator: str
@@ -145,7 +145,7 @@ ALWAYS = State(kind="plain")
 
 
 def placement_of(value: Tensor) -> Placement | None:
-    """Where a result's rows are; None if it has no rows."""
+    """Placement of a result's rows; None if it has no rows."""
     placement = value._cell.layout.placement if type(value) is Rows else None
     return placement if type(placement) is Placement else None
 
@@ -328,7 +328,7 @@ def placements(call: Call, draw: int, size: int) -> tuple[list[State], random.Ra
 
 
 def judge(call: Call, draw: int, answers: list[Answer]) -> Verdict:
-    """What became of a call, by what its processes answer."""
+    """Judges a call by what its processes answer."""
     states, _ = placements(call, draw, len(answers))
     kind, why = "split" if any(each.placement for each in states) else "no rows", ""
     if any(each.error for each in answers):

@@ -68,7 +68,7 @@ def judged(todo: list[Turn], undefined: frozenset[str] = frozenset(), *, watch: 
 
 
 def _working(todo: list[Turn], size: int, rank: int, undefined: frozenset[str], watch: Any) -> Any:
-    """What a process does with the number of a turn."""
+    """Work of a process, given the number of a turn."""
     warnings.simplefilter("ignore")
     from grappe.rows.context import RowsContext, activate
     from grappe.rows.regions import recurrent

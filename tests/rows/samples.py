@@ -63,10 +63,10 @@ class Call:
 
 @dataclass(kw_only=True)
 class Outcome:
-    """What a call gives: each a list in the call's order, None where there is no tensor."""
+    """Results of a call: each a list in the call's order, None where there is no tensor."""
 
     values: list[tuple[str, Any]] = field(default_factory=list)
-    """What is compared, with its name: outputs, gradients, arguments that were written."""
+    """Values that are compared, by name: outputs, gradients, arguments that were written."""
     shape: Any = None
     """Of the nested outputs, types of containers included."""
 
@@ -216,7 +216,7 @@ def copy(tensor: Tensor) -> Tensor:
 
 
 def plain(value: Any) -> Any:
-    """What a call gives, kept while the call goes on to write; `strides` are those that it had."""
+    """Results of a call, kept while the call goes on to write; `strides` are those that it had."""
     if not isinstance(value, Tensor) or value.layout is not torch.strided:
         return value
     kept = value.detach().clone()

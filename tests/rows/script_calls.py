@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 
 def placements(operator: str) -> int:
-    """How many placements of a call are drawn: random numbers are drawn in many calls of one form."""
+    """Number of placements of a call that are drawn: random numbers are drawn in many calls of one form."""
     return 2 if operator.startswith("script: draw") else 12 if "statistics" in operator else 6
 
 

@@ -239,6 +239,6 @@ def in_words(choices_by_count: Mapping[int, Recomputation | PlanError]) -> str:
     return "; ".join([*parts, f"not on {' or '.join(misses)}"] if misses else parts)
 
 
-def too_slow(seconds: int) -> TaskError:
+def too_slow(seconds: float) -> TaskError:
     """Makes the error of a trace that takes longer than a command may wait."""
     return TaskError(f"data() and tracing the model take more than {seconds} s here: try grappe foresee")

@@ -50,7 +50,7 @@ class Distilled(Task):
     epochs: int = 2
     batch_size: int = 12
     way: str = "lerp"
-    """How the teacher moves, or what after_step does otherwise."""
+    """Movement of the teacher, or what after_step does otherwise."""
 
     def model(self) -> nn.Module:
         return Pair(self.way)

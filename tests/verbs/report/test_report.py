@@ -75,7 +75,7 @@ def choose(browser: chromium.Browser, element: str, value: str) -> None:
 
 
 def read(browser: chromium.Browser, key: str, at: int = 0) -> str:
-    """What a plot says of its point, as a key chooses it."""
+    """Text of a plot's point, as a key chooses it."""
     browser.evaluate(f"document.querySelectorAll('figure svg')[{at}].focus()")
     browser.press(key)
     return browser.evaluate(f"document.querySelectorAll('figure output')[{at}].textContent")
