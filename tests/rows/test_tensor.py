@@ -215,6 +215,12 @@ def memory(process: ProcessRank, folder: Path) -> None:
             copy.copy(leaf).mul_(2)
             assert torch.equal(full(leaf).detach(), plain * 2)
 
+        other = split(plain.clone())
+        other.data.mul_(2)
+        other.data = other.data * 2
+        assert torch.equal(full(other + 0), plain * 4)
+        assert torch.equal(torch.tensor([other[1, 1], other.sum()]), torch.stack([plain[1, 1] * 4, plain.sum() * 4]))
+
         rows = split(plain)
         for name, *arguments in (("data_ptr",), ("untyped_storage",), ("resize_", 2), ("set_",), ("share_memory_",)):
             with pytest.raises(GrappeError, match=rf"Tensor.{name} of rows .*test_tensor.py:\d+"):

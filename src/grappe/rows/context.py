@@ -73,8 +73,11 @@ def current() -> RowsContext:
 @contextlib.contextmanager
 def activate(context: RowsContext) -> Iterator[RowsContext]:
     """Context in which rows are shared between the processes of `context`."""
+    from grappe.rows.tensor import reading_lists
+
     before, NOW.context = NOW.context, context
     try:
-        yield context
+        with reading_lists():
+            yield context
     finally:
         NOW.context = before

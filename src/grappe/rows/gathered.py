@@ -15,6 +15,9 @@ from grappe.rows.layout import GHOST, Placement, layout_of, overlaps
 from grappe.rows.messages import own_part
 from grappe.rows.tensor import Cell, Rows, full, own_memory, rows_of, written
 
+REAL = {torch.ops.aten.view_as_real.default: lambda tensor: torch.view_as_real(tensor.resolve_conj())}
+"""torch resolves a conjugate bit before it calls the operator; a wrapper shows none."""
+
 
 def gathered(operator: Any, arguments: Any, options: Any) -> Any:
     """Runs an operator on all rows. Right for every operator: what it writes goes back to where it was."""
@@ -81,6 +84,7 @@ def _ghosts(operator: Any, arguments: Any, options: Any) -> Any:
     base = arguments[0]
     cell = base._cell
     rest = [full(each) for each in arguments[1:]]
+    operator = REAL.get(operator, operator)
     root, chain = cell.ghost if cell.ghost is not None else (rows_of(cell), ())
     made = operator(full(base), *rest, **options)
 

@@ -207,7 +207,10 @@ def _nll_forward(operator: Any, arguments: Any, options: Any) -> Any:
         total, count = operator(*own, weight, SUM, ignore)
     else:
         total, count = own[0].new_zeros(()), own[0].new_zeros(())
-    count = summed(count)
+    if weight is None and (type(target) is not Rows or target._cell.is_current()):  # without a message
+        count = (full(target) != ignore).sum().to(count.dtype)
+    else:
+        count = summed(count)
     total = total / count if reduction == MEAN else total
     return wrapped(total, layout_of(total.shape, (), total.dtype, total.device, PARTIAL)), count
 

@@ -464,5 +464,5 @@ def _keep(result: Any, before: Cell, function: Callable[[Tensor], Tensor]) -> No
     """Has the result's rows computed from those of its argument, when they are asked for, without a message."""
     every = before.every
     cell = result._cell
-    cell.every = lambda: function(every if isinstance(every, Tensor) else every())
+    cell.every = lambda: function((every if isinstance(every, Tensor) else every()).resolve_conj())
     cell.seen = 0 if cell.family is None else cell.family.version

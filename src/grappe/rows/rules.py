@@ -105,7 +105,7 @@ def _copied(call: RuleCall) -> Way:
     return Way(at={call.names[0]: placement}, results=placement, same=type(placement) is Placement)
 
 
-@procedure("detach alias lift_fresh")
+@procedure("detach alias")
 def _same(operator: Any, arguments: Any, options: Any) -> Any:
     return rows_of(arguments[0]._cell)
 
@@ -147,7 +147,7 @@ def _new(call: RuleCall) -> Way:
     return Way(at={call.names[0]: AS_IS}, constants=constants, results=placement)
 
 
-@procedure("_local_scalar_dense equal is_same_size _has_compatible_shallow_copy_type")
+@procedure("_local_scalar_dense equal is_same_size")
 def _read(operator: Any, arguments: Any, options: Any) -> Any:
     return operator(*map(full, arguments), **options)
 
@@ -166,7 +166,7 @@ _REDUCES = (
 _ALONG = (
     "_log_softmax _softmax _safe_softmax cumsum cumprod logcumsumexp cummax cummin sort topk argsort flip roll glu "
     "_softmax_backward_data _log_softmax_backward_data glu_backward gather scatter scatter_add scatter_reduce "
-    "_fft_c2c _fft_r2c _fft_c2r tril triu renorm_backward"
+    "_fft_c2c _fft_r2c _fft_c2r tril triu"
 )
 
 

@@ -7,15 +7,25 @@ optimizers and Python run as ever.
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from grappe.errors import GrappeError
-from grappe.private_api.torch import no_torch_function, resolve_bits, tensor_version, throw_on_pointer, wrapper_maker
+from grappe.private_api.torch import (
+    no_torch_function,
+    resolve_bits,
+    tensor_version,
+    throw_on_pointer,
+    tree_leaves,
+    tree_map,
+    wrapper_maker,
+)  # fmt: skip
 from grappe.rows.context import NOW
 from grappe.rows.layout import GHOST, PARTIAL, Placement, TensorLayout, dense_stride, fitted, is_dense, layout_of
 from grappe.rows.messages import even, gather, own_part, summed
@@ -95,6 +105,9 @@ class _Rules(dict[Any, Callable[..., Any]]):
 RULES = _Rules()
 
 
+_data: Any = Tensor.data
+
+
 class Rows(Tensor):
     """A tensor of all rows, of which each process holds its own."""
 
@@ -127,6 +140,18 @@ class Rows(Tensor):
         array = array.view()
         array.flags.writeable = False
         return array
+
+    @property
+    def data(self) -> Any:
+        """The same numbers without a record of autograd; set, it takes another tensor's numbers."""
+        return _data.__get__(self)
+
+    @data.setter
+    def data(self, new: Tensor) -> None:
+        if type(new) is not Rows:
+            new = rows_of(Cell(new.detach(), layout_of(new.shape, new.stride(), new.dtype, new.device)))
+        _data.__set__(self, new)
+        self._cell = new._cell
 
     def __array__(self, *arguments: Any, **options: Any) -> Any:
         return self.numpy().__array__(*arguments, **options)
@@ -187,6 +212,31 @@ def refuse_kinds(operator: Any, types: Any) -> None:
     raise GrappeError(
         f"{operator} takes rows of a batch together with {kinds} ({NOW.context.line()}): make either plain"
     )
+
+
+@contextlib.contextmanager
+def reading_lists() -> Iterator[None]:
+    """Context in which torch.tensor takes lists with rows in them, of which it would read the memory."""
+
+    def reading(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        @functools.wraps(make)
+        def run(data: Any, *arguments: Any, **options: Any) -> Tensor:
+            try:
+                return make(data, *arguments, **options)
+            except RuntimeError:
+                if not any(type(each) is Rows for each in tree_leaves(data)):
+                    raise
+                plain = tree_map(lambda each: full(each).detach() if type(each) is Rows else each, data)
+                return make(plain, *arguments, **options)
+
+        return run
+
+    before = torch.tensor, torch.as_tensor
+    torch.tensor, torch.as_tensor = map(reading, before)
+    try:
+        yield
+    finally:
+        torch.tensor, torch.as_tensor = before
 
 
 # ---- Making and reading them -------------------------------------------------------------------------------

@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from grappe.rows.layout import GHOST, Placement
+from grappe.rows.gathered import REAL
+from grappe.rows.layout import GHOST, PARTIAL, Placement
 from grappe.rows.plans import TABLE, RuleCall, Way
 
 
@@ -20,8 +21,10 @@ def _viewing(name: str, decide: Any) -> None:
         placement = call.first.placement
         if placement is GHOST:
             return None
+        if placement is PARTIAL and call.name == "_conj":
+            placement = None  # its conjugate bit would be lost where terms are added up
         if type(placement) is not Placement:
-            return Way(at={first: placement}, results=placement, view=True)
+            return Way(at={first: placement}, results=placement, view=True, operator=REAL.get(call.operator))
         decided = decide(call, placement)
         if decided is None:
             return None
@@ -158,11 +161,11 @@ def _kept(call: RuleCall, placement: Placement) -> Any:
 
 
 def _as_real(call: RuleCall, placement: Placement) -> Any:
-    return placement, {}, lambda local: torch.view_as_real(local.resolve_conj())
+    return placement, {}, REAL[call.operator]
 
 
 for _names, _decide in {
-    "view _unsafe_view _reshape_alias": _viewed,
+    "view _unsafe_view": _viewed,
     "transpose t": _swapped,
     "permute": _permuted,
     "unsqueeze": _unsqueezed,
@@ -174,7 +177,7 @@ for _names, _decide in {
     "unbind": _selected,
     "diagonal": _off_diagonal,
     "unfold": _other_dimension,
-    "_conj _neg_view view_as_complex": _kept,
+    "_conj view_as_complex": _kept,
     "view_as_real": _as_real,
 }.items():
     for _name in _names.split():
