@@ -81,35 +81,28 @@ class _Now:
 
     kept: _Kept | None = None
     columns: Columns | None = None
-    others_alike = False
-    """Whether a draw that is for no rows is torch's own."""
     intercepted = 0
     """Draws from torch's generator so far that were intercepted."""
 
 
 @contextlib.contextmanager
-def whole_batch_draws(rows: BatchRows | None, *, others_alike: bool = False) -> Iterator[None]:
+def whole_batch_draws(rows: BatchRows | None) -> Iterator[None]:
     """Context in which draws are those of the whole batch for `rows`; None: those of torch.
 
     A draw's rows are found by its shape: its first dimension is b (`nn.Dropout`, drop path), or else its second one
     (time before samples: `nn.LSTM`), or else the first is a multiple of b (attention's heads). A single number is drawn
     for all rows. Any other draw, and one whose operator needs more or fewer numbers by what it is given
     (`torch.poisson`), is the microbatch's own: no other microbatch has it, but not one process either.
-
-    Args:
-        others_alike: whether a draw without rows is one process's, the same for every microbatch: a script's fixed
-            noise, say. Then a multiple of b has rows in dropout alone.
     """
     if rows is not None:
         _registered()
     before, InModel.place = InModel.place, rows
     columns, _Now.columns = _Now.columns, None
-    alike, _Now.others_alike = _Now.others_alike, others_alike
     was_on = set_intercepting(rows is not None)
     try:
         yield
     finally:
-        InModel.place, _Now.columns, _Now.others_alike = before, columns, alike
+        InModel.place, _Now.columns = before, columns
         set_intercepting(was_on)
 
 
@@ -177,9 +170,9 @@ def _filled(operator: Any, tensor: Tensor, *arguments: Any, generator: Any = Non
     rows = _torchs_own(tensor, generator)
     if rows is None:
         return operator(tensor, *arguments, generator=generator, **options)
-    part = _part(tensor, rows, heads=operator.overloadpacket is torch.ops.aten.bernoulli_)
+    part = _part(tensor, rows)
     if part is None:
-        if _Now.others_alike or (tensor.numel() == 1 and not _is_seed(operator, *arguments)):
+        if tensor.numel() == 1 and not _is_seed(operator, *arguments):
             return operator(tensor, *arguments, **options)
         with _own_stream(operator, tensor, rows):
             return operator(tensor, *arguments, **options)
@@ -341,7 +334,7 @@ def _own(operator: Any, *arguments: Any, **options: Any) -> Any:
     tensor = next(each for each in (options.get("out"), *arguments) if isinstance(each, Tensor))
     generator = next((each for each in (*arguments, *options.values()) if isinstance(each, torch.Generator)), None)
     rows = _torchs_own(tensor, generator)
-    if rows is None or (_Now.others_alike and tensor.shape[:1] != (rows.size,)):
+    if rows is None:
         return operator(*arguments, **options)
     with _own_stream(operator, tensor, rows):
         return operator(*arguments, **options)
@@ -397,17 +390,13 @@ def _is_plain(tensor: Tensor) -> bool:
 _UNCUT = _Kept(None)
 
 
-def _part(tensor: Tensor, rows: BatchRows, *, heads: bool = True) -> _Kept | None:
-    """Finds rows and columns in a draw's shape: what is to be kept of the whole batch's draw.
-
-    Args:
-        heads: whether it may be for rows times attention's heads.
-    """
+def _part(tensor: Tensor, rows: BatchRows) -> _Kept | None:
+    """Finds rows and columns in a draw's shape: what is to be kept of the whole batch's draw."""
     if not _is_plain(tensor):
         return None
     shape = tensor.shape
     dimension = next((number for number, size in enumerate(shape[:2]) if size == rows.size), None)
-    several = dimension is None and shape and not shape[0] % rows.size and (heads or not _Now.others_alike)
+    several = dimension is None and shape and not shape[0] % rows.size
     each = shape[0] // rows.size if several else 1
     columns = _columns(shape, dimension or 0)
     if each > 1 and columns is None and _Now.columns is not None:

@@ -190,24 +190,6 @@ def run_in_fork(work: Callable[[], str | None], limits: Limits | None = None) ->
     raise getattr(errors, name, errors.TaskError)(text)
 
 
-def fork_silently() -> tuple[int, int]:
-    """Forks this process, which both go on from here: the new one shows nothing, and ends with this one.
-
-    Returns:
-        The new process's id and a pipe to read from; in the new process 0 and the pipe to write to.
-    """
-    parent, (reading, writing) = os.getpid(), os.pipe()
-    pid = os.fork()
-    os.close(reading if pid == 0 else writing)
-    if pid:
-        return pid, reading
-    end_with_forking_parent(parent)
-    nowhere = os.open(os.devnull, os.O_WRONLY)
-    for descriptor in (1, 2):
-        os.dup2(nowhere, descriptor)
-    return 0, writing
-
-
 def exit_code_in_fork(work: Callable[[], None]) -> int:
     """Calls `work` in a silent forked process; returns 0, 1 where `work` raised, or -N where signal N killed it."""
     parent = os.getpid()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import random
 from collections.abc import Mapping
@@ -28,12 +27,6 @@ def random_state(generator: torch.Generator | None = None) -> dict[str, Tensor]:
     if generator is not None:
         state["generator"] = generator.get_state()
     return state
-
-
-def random_digest() -> str:
-    """Returns a digest of what generators on the CPU draw next."""
-    state = random_state()
-    return hashlib.sha256(b"".join(state[name].numpy().tobytes() for name in ("torch", "others"))).hexdigest()
 
 
 def set_random_state(state: Mapping[str, Tensor], generator: torch.Generator | None = None) -> None:
