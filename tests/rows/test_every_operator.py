@@ -25,7 +25,7 @@ ALL = 100_000
 EXCEPTIONS: dict[str, dict[str, str]] = tomllib.loads((HERE / "exceptions.toml").read_text())
 SPLIT: dict[str, Any] = tomllib.loads((HERE / "split.toml").read_text())
 CORE = (
-    "add", "mul", "sub", "exp", "log", "sigmoid", "tanh", "where", "clamp", "pow", "sqrt", "mean", "sum", "amax",
+    "add", "mul", "sub", "exp", "log", "sigmoid", "tanh", "where", "clamp", "sqrt", "mean", "sum", "amax",
     "softmax", "log_softmax", "cat", "stack", "reshape", "view", "transpose", "permute", "unsqueeze", "flatten",
     "mm", "matmul", "bmm", "addmm", "nn.functional.linear", "nn.functional.conv3d", "nn.functional.gelu",
     "nn.functional.silu", "nn.functional.embedding", "nn.functional.cross_entropy", "nn.functional.mse_loss",
