@@ -16,16 +16,30 @@ demo: .venv/train  ## train, kill, resume, verify, report, opened in a browser w
 	@$(BIN)/python scripts/demo.py
 
 WORKERS ?= 2
-quick: .venv/test  ## run the quick tests: after each edit
-	@$(BIN)/python -m pytest -q -m "not slow and not soak" --numprocesses $(WORKERS) --no-loadscope-reorder
+PYTEST = $(BIN)/python -m pytest -q --numprocesses $(WORKERS) --no-loadscope-reorder
+quick: .venv/test  ## run the quick tests: after each edit, in a minute
+	@$(PYTEST) -m "not slow and not soak"
 
-MARKS ?= not soak and not artefact
-DRAW ?= $(shell git rev-parse --short HEAD 2>/dev/null)
-test: .venv/test  ## run the tests, of slow ones an eighth drawn by the commit (DRAW=: all; WORKERS=1: one by one)
-	@GRAPPE_DRAW=$(DRAW) $(BIN)/python -m pytest -q -m "$(MARKS)" --durations 20 --numprocesses $(WORKERS) --no-loadscope-reorder
+test: .venv/test  ## run the tests of each commit, in ten minutes on two cores
+	@$(PYTEST) -m "not nightly and not artefact and not soak" --durations 10 -rs
 
+TESTS ?=
 artefacts: .venv/test  ## test the documentation site in a browser, the wheel, two labs, the notebook and the demo
-	@$(BIN)/python -m pytest -q -m "artefact and not soak" --durations 5 --numprocesses $(WORKERS) --no-loadscope-reorder
+	@$(PYTEST) -m "artefact and not soak" --durations 5 $(TESTS)
+
+PART ?= parity faults slurm verbs rest artefacts soak bare newest oldest
+nightly: .venv/test  ## run what no commit waits for: grids, kills, long jobs, other versions of torch (PART=faults for one part)
+	@for part in $(PART); do $(MAKE) --no-print-directory "nightly-$$part" || failed="$$failed $$part"; done; \
+	if [ -n "$$failed" ]; then echo "failed at night:$$failed"; exit 1; fi
+
+nightly-newest nightly-oldest: nightly-%:
+	@$(MAKE) --no-print-directory $*
+
+nightly-bare: .venv/test
+	@$(BIN)/python -m tests.bare
+
+nightly-%: .venv/test
+	@PYTEST_TIMEOUT=$(if $(filter soak,$*),0,400) $(PYTEST) --part $* --durations 10
 
 lint: .venv/dev  ## style, names, import directions, README's generated parts
 	@$(BIN)/ruff check .
@@ -59,15 +73,12 @@ labs: .venv/test  ## execute the labs and store what they print in them (ONLY=02
 KILLS ?= 5000
 FUZZ ?= 1000
 soak: export PYTEST_TIMEOUT = 0
-soak: .venv/test  ## thousands of kills, all cells of the grids of plans (hours; KILLS=1000 for less)
-	@GRAPPE_GRID=all GRAPPE_SOAK=$(KILLS) $(BIN)/python -m pytest -v tests/faults/test_kill.py tests/faults/test_kill_training.py \
-		tests/faults/test_resume.py --durations 5
-	@GRAPPE_GRID=all $(BIN)/python -m pytest -q -m "not soak" tests/parity tests/gallery tests/verbs/verify \
-		tests/faults/test_resume_optimizers.py tests/test_benchmarks.py tests/training/test_training_scores.py
-	@$(BIN)/python -m pytest -v -s -m soak tests/slurm tests/verbs/export tests/labs tests/step
+soak: .venv/test  ## thousands of kills, files damaged at random (hours; KILLS=1000 for less)
+	@GRAPPE_SOAK=$(KILLS) $(BIN)/python -m pytest -v tests/faults/test_kill.py tests/faults/test_resume.py \
+		--durations 5
 	@GRAPPE_FUZZ=$(FUZZ) $(BIN)/python -m pytest -v tests/faults/test_fuzz.py
 	@$(BIN)/python -W ignore -m tests.faults.hostile 2000
-	@$(BIN)/python -W ignore -m tests.faults.whole_life 500
+	@$(BIN)/python -W ignore -m tests.faults.whole_life 1000
 	@$(BIN)/python -W ignore -m tests.faults.study_life 50
 	@$(BIN)/python -W ignore -m tests.faults.study_life 50 --halving 3
 
@@ -92,11 +103,10 @@ locked.txt: .venv/bin/pip constraints.txt pyproject.toml  ## requirements with h
 
 TORCH_oldest := ==2.8.0
 TORCH_newest := >2.13,<2.16
-PARITY ?= tests/parity tests/checkpoint
 QUICK ?= tests
 define on_other_torch
-	@GRAPPE_DRAW=$(DRAW) .venv-$@/bin/python -m pytest -q -m "not slow and not soak" $(QUICK) --numprocesses $(WORKERS) --no-loadscope-reorder
-	@GRAPPE_DRAW=$(DRAW) .venv-$@/bin/python -m pytest -q -m "slow and not soak" $(PARITY) --numprocesses $(WORKERS) --no-loadscope-reorder
+	@.venv-$@/bin/python -m pytest -q -m "not slow and not soak" $(QUICK) --numprocesses $(WORKERS) --no-loadscope-reorder
+	@.venv-$@/bin/python -m pytest -q -m "slow and not nightly and not soak" tests/parity tests/checkpoint --numprocesses $(WORKERS) --no-loadscope-reorder
 endef
 oldest: .venv-oldest/test  ## run the quick tests, parity and checkpoints on the oldest torch (7 GB, with its CUDA)
 	$(on_other_torch)
@@ -139,7 +149,7 @@ clean:  ## forget the environments
 	@grep -vE '^(torch|triton|nvidia-.*)==' constraints.txt >.venv-$*/constraints.txt
 	@.venv-$*/bin/pip --disable-pip-version-check --quiet install --constraint .venv-$*/constraints.txt \
 		'torch$(TORCH_$*)' --editable '.[corpus,demo,images,lightning,tune]' \
-		'pytest>=8' 'pytest-timeout>=2.3' 'pytest-xdist>=3.6' 'hypothesis>=6.100' 'setuptools>=77' 'zstandard>=0.23' 'nbclient>=0.10' 'ipykernel>=6.29' 'babel>=2.16' 'pandas>=3'
+		'pytest>=8' 'pytest-timeout>=2.3' 'pytest-xdist>=3.6' 'hypothesis>=6.100' 'expecttest>=0.3' 'setuptools>=77' 'zstandard>=0.23' 'nbclient>=0.10' 'ipykernel>=6.29' 'babel>=2.16' 'pandas>=3'
 	@touch $@
 
-.PHONY: help train demo quick oldest newest constraints test artefacts lint types horovod operators docs site labs soak sbom bench gpu slurm-up slurm-down clean
+.PHONY: help train demo quick nightly oldest newest constraints test artefacts lint types horovod operators docs site labs soak sbom bench gpu slurm-up slurm-down clean

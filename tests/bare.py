@@ -6,8 +6,6 @@ Hidden are Slurm, a browser, compilers, shellcheck, libaio and Horovod: the sear
 programs, and the clone's environment has links to all other packages of this one.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import shutil

@@ -1,7 +1,5 @@
 """Headless Chromium, driven over its own debugging pipe (the Chrome DevTools Protocol), for tests of HTML files."""
 
-from __future__ import annotations
-
 import base64
 import itertools
 import json
@@ -73,15 +71,9 @@ class Browser:
         code = {"Tab": 9, "End": 35, "Home": 36, "ArrowLeft": 37, "ArrowRight": 39, "ArrowDown": 40, " ": 32}[key]
         for _ in range(times):
             for kind in ("keyDown", "keyUp"):
-                text = {"text": " "} if key == " " and kind == "keyDown" else {}
-                self._call(
-                    "Input.dispatchKeyEvent",
-                    type=kind,
-                    key=key,
-                    code="Space" if key == " " else key,
-                    windowsVirtualKeyCode=code,
-                    **text,
-                )
+                text = {"code": "Space" if key == " " else key}
+                text |= {"text": " "} if key == " " and kind == "keyDown" else {}
+                self._call("Input.dispatchKeyEvent", type=kind, key=key, windowsVirtualKeyCode=code, **text)
 
     def prefer(self, scheme: str = "light", media: str = "screen") -> None:
         """Sets the preferred colours: "light" or "dark"; "print" selects the layout for paper."""

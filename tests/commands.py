@@ -1,7 +1,5 @@
 """The grappe command as a user starts it in a terminal, and whatever it leaves behind."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import shutil

@@ -2,15 +2,14 @@
 
 # ruff: noqa: E402  # garbage is collected again once all tests are: imports alone make a million objects that stay
 
-from __future__ import annotations
-
 import atexit
+import contextlib
 import gc
 import os
 import shutil
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +21,10 @@ import torch
 
 from tests import operators as compiled
 from tests import tiers
+from tests.commands import Command
 from tests.processes import Pool
 
-pytest_plugins = ["tests.grid", "tests.skips", "tests.small_disk"]
+pytest_plugins = ["tests.skips", "tests.small_disk", "tests.gpu_stand_in"]
 # Compiled once: else each worker rewrites all asserts again, and each process that a test starts compiles grappe.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
@@ -39,6 +39,10 @@ atexit.register(shutil.rmtree, os.environ["XDG_STATE_HOME"], ignore_errors=True)
 torch.set_num_threads(1)  # the same bits and no fights for two cores
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--part", help=f"a part of the night: {', '.join((*tiers.PARTS, tiers.SOAK))}")
+
+
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
     asked = config.option.markexpr
     ignored = "not slow" in asked and tiers.has_slow_tests_only(collection_path)
@@ -48,7 +52,9 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 @pytest.hookimpl(tryfirst=True)  # before `-m` chooses
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    config.stash[tiers.COLLECTED] = [item.nodeid for item in items]
     tiers.mark(items)
+    tiers.choose(config, items)
     if config.pluginmanager.hasplugin("xdist"):
         tiers.arrange(items)
 
@@ -63,6 +69,17 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     from tests.scheduler import OneWorkerPerModule
 
     return OneWorkerPerModule(config, log)
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Callable[..., Command]]:
+    """Starts commands in an empty folder, and ends what is left of them."""
+    with contextlib.ExitStack() as started:
+
+        def begin(*words: str, **options: Any) -> Command:
+            return started.enter_context(contextlib.closing(Command(*words, **{"cwd": tmp_path, **options})))
+
+        yield begin
 
 
 @pytest.fixture(scope="session")

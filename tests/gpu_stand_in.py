@@ -194,9 +194,7 @@ def _device(tensor: Tensor) -> torch.device:
 
 
 def _asks_for_gpu(value: Any) -> bool:
-    return (isinstance(value, str) and value.startswith("cuda")) or (
-        isinstance(value, torch.device) and value.type == "cuda"
-    )
+    return str(value).startswith("cuda") if isinstance(value, str | torch.device) else False
 
 
 def _on_meta(value: Any) -> Any:
@@ -214,9 +212,8 @@ def gpu_stand_in(monkeypatch: pytest.MonkeyPatch) -> Iterator[GpuStandIn]:
     # Classes, since libraries that are imported meanwhile name them as types.
     side = type("Stream", (Stream,), {"__init__": lambda stream, device=None: Stream.__init__(stream, gpu, "side")})
     monkeypatch.setattr(torch.cuda, "Stream", side)
-    monkeypatch.setattr(
-        torch.cuda, "Event", type("Event", (Event,), {"__init__": lambda event, **_: Event.__init__(event, gpu)})
-    )
+    event = type("Event", (Event,), {"__init__": lambda event, **_: Event.__init__(event, gpu)})
+    monkeypatch.setattr(torch.cuda, "Event", event)
     # A build with CUDA would ask the driver.
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available=False: None)
@@ -229,3 +226,10 @@ def gpu_stand_in(monkeypatch: pytest.MonkeyPatch) -> Iterator[GpuStandIn]:
     with _Operators(gpu), _Functions(gpu):
         yield gpu
     copies_to.cache_clear()
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[GpuStandIn]:
+    """A stand-in for a GPU."""
+    with gpu_stand_in(monkeypatch) as made:
+        yield made

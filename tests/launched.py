@@ -1,7 +1,5 @@
 """Functions for the processes of the launch tests: function(argument, process, rendezvous_folder)."""
 
-from __future__ import annotations
-
 import os
 import signal
 import time

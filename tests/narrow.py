@@ -1,7 +1,5 @@
 """A task whose process may take what a step needs, and a copy of its state only between steps."""
 
-from __future__ import annotations
-
 import resource
 
 from benchmarks.mlp_task import Mlp

@@ -1,7 +1,5 @@
 """Skips a test where this machine lacks what it needs, and says how to get it."""
 
-from __future__ import annotations
-
 import importlib.util
 import os
 import shutil

@@ -1,7 +1,5 @@
 """Compiles DeepSpeed's operators for the CPU, where they are not there: `python -m tests.operators`, minutes once."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Sequence
 

@@ -1,7 +1,5 @@
 """A pool of processes that tests share: started once, given functions to run as the processes of a world."""
 
-from __future__ import annotations
-
 import contextlib
 import faulthandler
 import gc

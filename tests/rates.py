@@ -1,7 +1,5 @@
 """The learning rates of a training's steps, by its optimizer and schedule."""
 
-from __future__ import annotations
-
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 

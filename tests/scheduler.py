@@ -1,7 +1,5 @@
 """Distributes tests over xdist's workers: each module to one, as its tests share what they made."""
 
-from __future__ import annotations
-
 from xdist.scheduler import LoadScopeScheduling
 
 

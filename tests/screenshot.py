@@ -1,7 +1,5 @@
 """Takes the picture of a report for docs/measure.md: `python -m tests.screenshot REPORT.html docs/report.png`."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

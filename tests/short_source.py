@@ -1,7 +1,5 @@
 """pysource with a model of some size and next to no data: `grappe train` takes it as a user's own task file."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import torch

@@ -1,7 +1,5 @@
 """Turns a skipped test into a failed one where all must run, but for those that skips.toml names with a reason."""
 
-from __future__ import annotations
-
 import fnmatch
 import functools
 import os

@@ -1,7 +1,5 @@
 """A task whose phases sleep known times, so that it is known where its time goes."""
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 import time

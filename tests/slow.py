@@ -1,7 +1,5 @@
 """A task whose steps take as long as one likes, and say in which process they are."""
 
-from __future__ import annotations
-
 import os
 import time
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A disk of 2 MB, which a test may fill, as a fixture."""
 
-from __future__ import annotations
-
 import errno
 import shutil
 import subprocess

@@ -1,7 +1,5 @@
 """Public names: the reference lists each of them once, and nothing that cannot be imported."""
 
-from __future__ import annotations
-
 import re
 
 import pytest

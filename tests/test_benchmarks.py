@@ -1,7 +1,5 @@
 """The benchmarks' parts run, and their figures are what they say they are."""
 
-from __future__ import annotations
-
 import ast
 import multiprocessing
 import pickle
@@ -14,17 +12,16 @@ import pytest
 from benchmarks import cifar_files, cifar_script, commands, compute_alone, exported, pages, structure
 from benchmarks.contenders.grappe import witness
 from benchmarks.edited import lines_changed
-from benchmarks.figures import spread, table
+from benchmarks.figures import spread
 from benchmarks.overhead import rows
 from benchmarks.pacer import Block, Pacer
 from benchmarks.rotation import Pace, installed, rotate
 from benchmarks.sections import Sections
 
 from grappe.data.formats import cifar10_python
-from tests.grid import soaked
 from tests.patience import PATIENCE_SECONDS
 
-pytestmark = pytest.mark.costly
+pytestmark = pytest.mark.slow
 
 MILLISECOND = 1e-3
 
@@ -39,10 +36,6 @@ def test_a_spread_is_the_median_with_quartiles():
     assert (found.low, found.median, found.high, found.count) == (2.0, 3.0, 4.0, 5)
     assert found.error == pytest.approx(1.57 * 2 / 5**0.5)
     assert spread([7.0]).text("{:.0f}") == "7 (7 to 7)"
-
-
-def test_a_table_is_markdown():
-    assert table(("a", "b"), [("1", "2")]) == "| a | b |\n| --- | --- |\n| 1 | 2 |"
 
 
 def test_rows_compare_within_a_round_and_take_the_slower_process():
@@ -60,12 +53,8 @@ def test_an_exported_program_is_compared_within_a_round(tmp_path):
         for figures in [(("python", 2.0, 1.0), ("grappe", 3.0, 2.0), ("cpp", 0.5, 0.1))]
     ]
     found = {row[0]: row[1:] for row in exported.start_rows(answers)}
-    assert found["C++ program"] == [
-        "0.75 (0.62 to 0.88)",
-        "0.25 (0.25 to 0.25), aim: 0.25",
-        "0.15 (0.12 to 0.18)",
-        "0.10 (0.10 to 0.10), aim: 0.25",
-    ]
+    ratio = "0.25 (0.25 to 0.25), aim: 0.25", "0.10 (0.10 to 0.10), aim: 0.25"
+    assert found["C++ program"] == ["0.75 (0.62 to 0.88)", ratio[0], "0.15 (0.12 to 0.18)", ratio[1]]
     rows_of_calls = exported.latency_rows({"eager": [2e-5, 4e-5], "package": [1e-5, 1e-5]})
     assert rows_of_calls[1] == ["the package, in Python", "10 (10 to 10)", "0.38 (0.31 to 0.44)"]
     told = exported.answer([sys.executable, "-c", "print('class', flush=True)"], tmp_path)
@@ -112,7 +101,7 @@ def test_a_pacer_times_its_block_and_nothing_else(monkeypatch):
     assert [index for index, stop in enumerate(stops) if stop] == [0, 13, 26]
 
 
-@pytest.mark.parametrize("size", [2, *soaked({1: "two processes run the same contenders"})])
+@pytest.mark.parametrize("size", [2, 1])
 def test_contenders_take_turns(size, tmp_path):
     pace = Pace(rounds=2, warmup=5, block=2000 // size)  # tenths of a second: a bar is drawn in each
     modules = ["handwritten", "grappe"]
@@ -127,7 +116,7 @@ def test_a_contender_that_fails_is_shown_with_its_last_lines(tmp_path):
         rotate(["nothing_like_it"], 1, Pace(rounds=1, warmup=1, block=1), tmp_path)
 
 
-@pytest.mark.parametrize("rivals", ["accelerate", *soaked({"fabric,trainer": "the same turns"})])
+@pytest.mark.parametrize("rivals", ["accelerate", "fabric,trainer"])
 def test_rivals_take_turns(rivals, tmp_path):
     modules = rivals.split(",")
     if not all(map(installed, modules)):
@@ -168,22 +157,16 @@ def test_compute_alone_gives_a_rate(processes):
     assert compute_alone.images_per_second(processes, 1, 64, 2, True) > 0
 
 
-def test_images_per_second_are_read_from_the_end_of_an_output():
-    assert cifar_script._rate("warning\nimages/s 4308.5\n") == 4308.5
-
-
 def test_a_command_that_fails_says_what_it_said(tmp_path):
+    assert cifar_script._rate("warning\nimages/s 4308.5\n") == 4308.5
     assert commands.output([sys.executable, "-c", "print(1)"], tmp_path) == "1\n"
     with pytest.raises(RuntimeError, match=r"(?s)ended with 3:.*why"):
         commands.output([sys.executable, "-c", "print('why'); raise SystemExit(3)"], tmp_path)
 
 
-def test_processes_together_have_environments_of_their_own(tmp_path):
+def test_processes_together_have_environments_of_their_own_and_one_that_fails_ends_the_others(tmp_path):
     command = [sys.executable, "-c", "import os; print(os.environ['WHO'])"]
     assert commands.together(command, tmp_path, [{"WHO": "a"}, {"WHO": "b"}]) == ["a\n", "b\n"]
-
-
-def test_one_that_fails_ends_the_others(tmp_path):
     code = "import os, time; time.sleep(600) if os.environ['WHO'] == 'a' else exit('gone')"
     with pytest.raises(RuntimeError, match=r"(?s)ended with 1:.*gone"):
         commands.together([sys.executable, "-c", code], tmp_path, [{"WHO": "a"}, {"WHO": "b"}])
@@ -191,10 +174,8 @@ def test_one_that_fails_ends_the_others(tmp_path):
 
 def test_a_page_is_compared_within_a_round():
     def turn(script: float, ours: float) -> dict[str, pages.Figure]:
-        return {
-            pages.SCRIPT: pages.Figure(rate=script, command=20.0),
-            "replicate=2": pages.Figure(rate=ours, command=10.0),
-        }
+        figure = pages.Figure(rate=script, command=20.0)
+        return {pages.SCRIPT: figure, "replicate=2": pages.Figure(rate=ours, command=10.0)}
 
     found = pages.rows(pages.PAGES["ddp"], [turn(100, 200), turn(50, 150), turn(100, 400)])
     assert found[0][:2] == ["the script", "100 (75 to 100)"]

@@ -1,7 +1,5 @@
 """The guide's classes for other formats: each gives every sample, once, to workers too, in one order."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from pathlib import Path

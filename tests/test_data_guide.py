@@ -1,6 +1,4 @@
-"""The guide on large data: its task learns, and its commands run in its order."""
-
-from __future__ import annotations
+"""The guides on large data and on corpora: their tasks learn, and their commands run in their order."""
 
 import json
 import re
@@ -12,8 +10,10 @@ from benchmarks import photos
 
 from grappe.cli.commands import app
 from tests.commands import GRAPPE, ran
+from tests.data.corpus.shards import corpus_folder
 
-PAGE = (Path(__file__).parent.parent / "docs" / "data.md").read_text()
+DOCS = Path(__file__).parent.parent / "docs"
+PAGE, CORPUS = ((DOCS / name).read_text() for name in ("data.md", "corpus.md"))
 CODE = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
 COMMANDS = re.findall(r"^(?:grappe|python -m) .*", PAGE, re.MULTILINE)
 
@@ -37,16 +37,9 @@ def run(command: str, folder: Path, *more: str) -> None:
 def test_the_commands_run_in_this_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "photos.py").write_text(CODE[0])
-    assert [line.split()[1:3] for line in COMMANDS] == [
-        ["-m", "benchmarks.photos"],
-        ["train", "photos.py"],
-        ["measure", "photos.py"],
-        ["data", "bench"],
-        ["data", "index"],
-        ["data", "check"],
-        ["data", "pack"],
-        ["data", "stage"],
-    ]
+    names = ["-m benchmarks.photos", "train photos.py", "measure photos.py"]
+    names += [f"data {verb}" for verb in ("bench", "index", "check", "pack", "stage")]
+    assert [" ".join(line.split()[1:3]) for line in COMMANDS] == names
     for line in COMMANDS:
         if " measure " in line:
             continue  # many trainings: tests/verbs/measure
@@ -64,3 +57,21 @@ def test_the_commands_run_in_this_order(tmp_path: Path, monkeypatch: pytest.Monk
 @pytest.mark.parametrize("name", ["CentreCrop", "Images", "Normalise", "RandomResizedCrop", "stage"])
 def test_every_public_name_is_in_the_guide(name: str) -> None:
     assert name in PAGE
+
+
+def test_the_commands_on_a_corpus_train_on_a_mixture(tmp_path: Path) -> None:
+    tokenizers = pytest.importorskip("tokenizers")
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel({"?": 1, "text": 2, "7": 3}, unk_token="?"))
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    corpus_folder(tmp_path / "web", ".parquet", 300)
+    corpus_folder(tmp_path / "books", ".jsonl.zst", 300)
+    [code], lines = re.findall(r"```python\n(.*?)```", CORPUS, re.DOTALL), re.findall(r"(?m)^grappe .*", CORPUS)
+    (tmp_path / "language.py").write_text(code)
+    assert len(lines) == 3
+    for line in lines:
+        more = ["--steps", "6", "--run", "run"] if " train " in line else []
+        done = ran(GRAPPE, *shlex.split(line)[1:], *more, cwd=tmp_path, XDG_STATE_HOME=str(tmp_path / "state"))
+        assert done.returncode == 0, done.stderr
+    drawn = json.loads((tmp_path / "run/run.json").read_text())["drawn"]
+    assert sum(drawn.values()) == 48 and drawn["web"] > drawn["books"] > 0

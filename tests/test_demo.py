@@ -1,7 +1,5 @@
 """`make demo`: a training is killed, resumed, verified and reported."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Lint of docstrings: the first word is a verb or a term."""
 
-from __future__ import annotations
-
 import ast
 import itertools
 from collections.abc import Iterator

@@ -1,13 +1,12 @@
 """Text as people write it: durations, numbers with commas; and the docstrings of fields."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import pytest
 
 from grappe.errors import UsageError
 from grappe.fields import docs, seconds, whole_numbers, with_variables
+from grappe.plan import Plan
 from grappe.training.options import Options
 
 
@@ -39,8 +38,9 @@ def test_what_is_no_number_is_refused(text: str) -> None:
         whole_numbers(text, "--gpus")
 
 
-def test_each_option_of_a_training_says_what_it_is() -> None:
-    assert list(docs(Options)) == [field.name for field in dataclasses.fields(Options)]
+def test_each_option_of_a_training_and_each_key_of_a_plan_says_what_it_is() -> None:
+    for one in (Options, Plan):
+        assert list(docs(one)) == [field.name for field in dataclasses.fields(one)]
 
 
 def test_variables_are_expanded_and_an_empty_one_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,7 +1,5 @@
 """The proof on a GPU, run on this machine's CPU: its code works, its table says that no GPU was seen."""
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path
@@ -15,7 +13,7 @@ from benchmarks.gpu.part import Aim, Part, read_rows
 
 from tests.commands import ran
 
-pytestmark = pytest.mark.costly
+pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parents[1]
 

@@ -1,7 +1,5 @@
 """A notebook, in a real kernel: a training's curves in the cell, short errors; the course's calls, one for one."""
 
-from __future__ import annotations
-
 import dataclasses
 import os
 from collections.abc import Callable, Iterator
@@ -19,7 +17,7 @@ from grappe import slurm
 from grappe.errors import UsageError
 from tests.patience import PATIENCE_SECONDS
 
-pytestmark = pytest.mark.costly
+pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parents[1]
 
@@ -36,9 +34,8 @@ def executed(cells: list[str], folder: Path) -> list[str]:
     """Executes a notebook of these cells in `folder`; returns what each wrote to its output."""
     book = nbformat.v4.new_notebook()
     book.cells = [nbformat.v4.new_code_cell(text) for text in cells]
-    client = nbclient.NotebookClient(
-        book, timeout=PATIENCE_SECONDS, kernel_name="python3", resources={"metadata": {"path": str(folder)}}
-    )
+    place = {"metadata": {"path": str(folder)}}
+    client = nbclient.NotebookClient(book, timeout=PATIENCE_SECONDS, kernel_name="python3", resources=place)
     patch = in_users_environment()
     try:
         client.execute()

@@ -1,7 +1,5 @@
 """The small set of photos: the same files each time, of real photographs, in class folders."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest
@@ -9,7 +7,6 @@ from benchmarks import photos
 
 from grappe.data import CentreCrop, Images
 from grappe.errors import UsageError
-from grappe.verbs.data.walk import check
 
 
 def content(place: Path) -> dict[str, bytes]:
@@ -37,9 +34,3 @@ def test_what_cannot_be_cut_is_said(tmp_path: Path, monkeypatch) -> None:
     with pytest.raises(UsageError, match="pip install scikit-learn"):
         photos.make_photos(tmp_path / "new")
     assert not (tmp_path / "new").exists()
-
-
-def test_the_command_line_cuts_photos(tmp_path: Path, capsys) -> None:
-    photos.main([str(tmp_path / "photos"), "--images", "8"])
-    assert "8 train, 2 validation" in capsys.readouterr().out
-    assert check(tmp_path / "photos/train").bad == ()

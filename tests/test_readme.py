@@ -1,7 +1,5 @@
 """Tests of the README and the guides: the task and the watcher run, commands exist, links have targets."""
 
-from __future__ import annotations
-
 import json
 import re
 import subprocess
@@ -75,10 +73,8 @@ def test_make_targets_that_are_shown_exist() -> None:
     targets = set(re.findall(r"^([a-z.-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
     faults = []
     for page, text in _texts():
-        lines = [
-            *re.findall(r"^make ([a-z -]+?)(?:  |$)", _code(text), re.MULTILINE),
-            *re.findall(r"`make ([a-z.-]+)", text),
-        ]
+        lines = re.findall(r"^make ([a-z -]+?)(?:  |$)", _code(text), re.MULTILINE)
+        lines += re.findall(r"`make ([a-z.-]+)", text)
         names = {name for line in lines for name in line.split()}
         faults += [f"{page}: make {name}" for name in names - targets]
     assert not faults, "\n".join(faults)

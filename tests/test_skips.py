@@ -1,7 +1,5 @@
 """A skip counts as a failure where all tests must run, unless the list names it with a reason."""
 
-from __future__ import annotations
-
 import tomllib
 
 import pytest
@@ -27,9 +25,7 @@ def skipped(nodeid: str) -> pytest.TestReport:
         ("tests/test_benchmarks.py::test_rivals_take_turns[fabric,trainer]", "1", "failed"),
     ],
 )
-def test_an_unlisted_skip_fails_where_all_must_run(
-    monkeypatch: pytest.MonkeyPatch, nodeid: str, everything: str, outcome: str
-) -> None:
+def test_an_unlisted_skip_fails_where_all_must_run(monkeypatch, nodeid: str, everything: str, outcome: str) -> None:
     monkeypatch.setenv(skips.VARIABLE, everything)
     report = skips._judged(skipped(nodeid))
     assert report.outcome == outcome

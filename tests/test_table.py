@@ -1,7 +1,5 @@
 """Tables: HTML that escapes foreign text, DataFrames, and the same without pandas."""
 
-from __future__ import annotations
-
 import math
 import sys
 

@@ -1,7 +1,5 @@
 """Tests of tasks: definitions that work, and definitions that are refused."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import pytest
@@ -51,12 +49,9 @@ def test_a_field_may_not_hide_a_method() -> None:
         type("Hides", (Task,), {"__annotations__": {"model": str}, "model": "resnet"})
 
 
-def test_clip_must_be_above_zero() -> None:
+def test_clip_must_be_above_zero_and_a_text_is_no_number() -> None:
     with pytest.raises(TaskError, match="above 0"):
         Small(clip=0.0)
-
-
-def test_a_text_is_no_number() -> None:
     with pytest.raises(UsageError, match="Small: lr='x' is a text, and not a number"):
         Small(lr="x")  # type: ignore[arg-type]
 

@@ -1,7 +1,5 @@
 """Tests of the tiers: slow tests are detected by the functions that they use."""
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess
@@ -76,6 +74,17 @@ def test_folders_and_files_of_slow_tests_are_not_imported() -> None:
     assert not tiers.has_slow_tests_only(tiers.ROOT)
 
 
+def test_each_line_of_the_commit_list_names_a_test(request: pytest.FixtureRequest) -> None:
+    assert not tiers.stale(request.config.stash[tiers.COLLECTED])
+
+
+def test_a_line_that_names_nothing_is_stale() -> None:
+    line = next(line for line in sorted(tiers.COMMIT) if line.endswith("]"))
+    file = line.partition("::")[0]
+    assert tiers.stale([f"tests/{file}::test_another"]) >= {line}
+    assert line not in tiers.stale([f"tests/{line}"])
+
+
 def test_this_is_quick(request: pytest.FixtureRequest) -> None:
     assert request.node.get_closest_marker("slow") is None
 
@@ -87,7 +96,7 @@ def test_b(): test_a()
 """
 
 
-@pytest.mark.costly
+@pytest.mark.slow
 def test_a_module_stays_on_one_worker(tmp_path: Path) -> None:
     (tmp_path / "conftest.py").write_text("from tests.conftest import pytest_xdist_make_scheduler\n")
     for module in ("one", "two", "three"):

@@ -1,7 +1,5 @@
 """The guide for users of Trainer: its task trains, and the options and keys of its table exist."""
 
-from __future__ import annotations
-
 import dataclasses
 import re
 from pathlib import Path
@@ -31,10 +29,8 @@ def test_its_task_trains_with_a_folders_weights(tmp_path: Path, monkeypatch: pyt
     for split in ("train", "validation"):
         torch.save({**data.inputs, "labels": data.targets}, tmp_path / "data" / f"{split}.pt")
     (tmp_path / "fine_tune.py").write_text(TASK)
-    options = grappe.Options(steps=1)
-    run = grappe.train(
-        "fine_tune.py", "threads=1,device=cpu", "runs/llama", fields={"batch_size": "8"}, options=options
-    )
+    words = {"fields": {"batch_size": "8"}, "options": grappe.Options(steps=1)}
+    run = grappe.train("fine_tune.py", "threads=1,device=cpu", "runs/llama", **words)
     assert (tmp_path / "runs" / "llama").exists() and run is not None
 
 

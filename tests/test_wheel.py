@@ -1,7 +1,5 @@
 """Installed as users do: a wheel in an environment of its own, away from the checkout, started by its command."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess
@@ -14,32 +12,10 @@ from pathlib import Path
 import pytest
 
 from tests.patience import PATIENCE_SECONDS
+from tests.tasks.error_corpus import TASK
 
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "src" / "grappe"
-MINE = """
-import torch
-from torch import nn
-from grappe import Arrays, Task
-
-
-class Mine(Task):
-    epochs: int = 1
-    batch_size: int = 8
-    lr: float = 0.1
-
-    def model(self):
-        return nn.Linear(3, 2)
-
-    def data(self, split, folder):
-        return Arrays(torch.arange(96.0).view(32, 3) / 96, torch.arange(32) % 2)
-
-    def loss(self, output, target):
-        return nn.functional.cross_entropy(output, target, reduction="none")
-
-    def optimizer(self, named_parameters):
-        return torch.optim.SGD(named_parameters, lr=self.lr)
-"""
 
 
 @pytest.fixture(scope="module")
@@ -109,7 +85,7 @@ def test_the_wheel_is_what_runs(grappe: Path, tmp_path: Path) -> None:
     assert Path(said.strip()).is_relative_to(grappe.parent)
 
 
-@pytest.mark.costly
+@pytest.mark.slow
 def test_a_shipped_task_trains_and_is_reported(user, tmp_path: Path) -> None:
     assert "digits" in user("tasks")
     plan = ("--plan", "replicate=2,device=cpu,threads=1")
@@ -120,13 +96,13 @@ def test_a_shipped_task_trains_and_is_reported(user, tmp_path: Path) -> None:
 
 
 def test_a_task_of_ones_own_trains(user, tmp_path: Path) -> None:
-    (tmp_path / "work/mine.py").write_text(MINE)
-    said = user("train", "mine.py", "lr=0.2", "--run", "run", "--plan", "device=cpu,threads=1")
+    (tmp_path / "work/mine.py").write_text(TASK)
+    said = user("train", "mine.py", "epochs=2", "--run", "run", "--plan", "device=cpu,threads=1")
     assert "finished, 4 steps" in said
     assert "finished" in user("runs", "run")
 
 
-@pytest.mark.costly
+@pytest.mark.slow
 def test_a_job_is_shown(user, tmp_path: Path) -> None:
     words = ("--site", "narval", "--account", "def-someone", "--time", "1h", "--dry-run")
     said = user("submit", *words, "--", "train", "digits")

@@ -1,35 +1,11 @@
 """Tests of the words that all rooms share."""
 
-from __future__ import annotations
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 
 from grappe import words
-
-
-def test_sizes_are_for_people() -> None:
-    assert [words.format_bytes(number) for number in (0, 287_016, 999_499, 101.4e6, 999.4e6, 1.26e9)] == [
-        "0 MB",
-        "287 kB",
-        "999 kB",
-        "101 MB",
-        "999 MB",
-        "1.3 GB",
-    ]
-    assert words.format_bytes(36) == "0 MB"
-
-
-def test_a_part_and_its_total_have_one_unit() -> None:
-    sizes = ((36, 302e6), (0, 321e3), (152e6, 1304e6), (1.1e9, 2.4e9), (0, 0))
-    assert [words.format_part_of_bytes(*each) for each in sizes] == [
-        ("0 MB", "302 MB"), ("0 kB", "321 kB"), ("152 MB", "1,304 MB"), ("1.1 GB", "2.4 GB"), ("0 MB", "0 MB"),
-    ]  # fmt: skip
-
-
-def test_measured_numbers_have_four_significant_digits() -> None:
-    assert [words.format_number(each) for each in (0.98, 12.345, 999.96, 45123.4, 3.2e-5, 0.0, 2e12)] == [
-        "0.9800", "12.35", "1,000", "45,123", "3.200e-05", "0.000", "2.000e+12",
-    ]  # fmt: skip
 
 
 def test_a_column_that_says_nothing_is_left_out() -> None:
@@ -38,40 +14,36 @@ def test_a_column_that_says_nothing_is_left_out() -> None:
     assert [list(column.cells) for column in table.columns] == [["a", "b"], ["1", "2"]]
 
 
-def test_durations_have_three_figures() -> None:
-    assert [words.format_seconds(each) for each in (2.4e-5, 0.00024, 0.0123, 1.25, 73.0)] == [
-        "0.02 ms", "0.2 ms", "12.3 ms", "1.25 s", "73.00 s",
-    ]  # fmt: skip
+@pytest.mark.parametrize(
+    ("function", "values", "texts"),
+    [
+        (words.format_bytes, (0, 287_016, 999_499, 999.4e6, 1.26e9, 36), "0 MB|287 kB|999 kB|999 MB|1.3 GB|0 MB"),
+        (words.format_number, (0.98, 12.345, 999.96, 45123.4), "0.9800|12.35|1,000|45,123"),  # four significant digits
+        (words.format_number, (3.2e-5, 0.0, 2e12), "3.200e-05|0.000|2.000e+12"),
+        (words.format_seconds, (2.4e-5, 0.00024, 0.0123, 1.25, 73.0), "0.02 ms|0.2 ms|12.3 ms|1.25 s|73.00 s"),
+        (words.plan_name, ("", "replicate=2"), "one process|replicate=2"),
+        (words.first_line, (ValueError("\nno such key\n  at line 3"),), "no such key"),
+    ],
+)
+def test_what_is_shown_is_for_people(function: Callable[[Any], str], values: tuple, texts: str) -> None:
+    assert [function(each) for each in values] == texts.split("|")
 
 
-def test_counts_have_plurals() -> None:
-    assert [words.count_of(1, "step"), words.count_of(1200, "step"), words.count_of(2, "process")] == [
-        "1 step", "1,200 steps", "2 processes",
-    ]  # fmt: skip
-
-
-def test_long_lists_end_with_a_count() -> None:
+def test_parts_counts_and_lists_are_for_people() -> None:
+    sizes = ((36, 302e6), (0, 321e3), (152e6, 1304e6), (1.1e9, 2.4e9), (0, 0))
+    texts = [("0 MB", "302 MB"), ("0 kB", "321 kB"), ("152 MB", "1,304 MB"), ("1.1 GB", "2.4 GB"), ("0 MB", "0 MB")]
+    assert [words.format_part_of_bytes(*each) for each in sizes] == texts
+    counts = [words.count_of(1, "step"), words.count_of(1200, "step"), words.count_of(2, "process")]
+    assert counts == ["1 step", "1,200 steps", "2 processes"]
     assert words.and_more(["a", "b"], 2) == "a, b"
     assert words.and_more([1, 2, 3, 4, 5], 2) == "1, 2 and 3 more"
 
 
-def test_the_default_plan_is_called_by_its_meaning() -> None:
-    assert (words.plan_name(""), words.plan_name("replicate=2")) == ("one process", "replicate=2")
-
-
-def test_an_error_is_shown_by_its_first_line() -> None:
-    assert words.first_line(ValueError("\nno such key\n  at line 3")) == "no such key"
-
-
-def test_a_job_names_its_node_as_slurm_does(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_job_names_its_node_as_slurm_does_and_a_machine_its_processor(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SLURMD_NODENAME", "n12")
     assert words.host_name() == "n12"
     monkeypatch.delenv("SLURMD_NODENAME")
-    assert words.host_name()
-
-
-def test_a_processor_has_a_name() -> None:
-    assert words.processor_name()
+    assert words.host_name() and words.processor_name()
 
 
 def test_a_table_without_names_has_no_header() -> None:

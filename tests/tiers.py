@@ -1,11 +1,16 @@
-"""Sorts the tests by what each of them uses, none by hand: which `make quick` leaves out, which run side by side."""
+"""Sorts the tests into three tiers: `make quick`, `make test` and `make nightly`; nothing is drawn.
 
-from __future__ import annotations
+A test is slow if it starts processes, trains as a whole, or needs another library's engine: found by what it uses.
+`make quick` runs the others. Slow tests run in `make test` if `commit.txt` names them (a file, a test, or one of its
+cells), else at night, in the part that PARTS gives their folder.
+
+    pytest --collect-only -q -m nightly    # what runs at night only
+"""
 
 import functools
 import re
 import types
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import pytest
@@ -16,14 +21,18 @@ FOLDERS = (
     "cli/test_bad_input.py",
     "data/images/test_training.py",
     "docs/test_from_a_page.py",
+    "docs/test_messages.py",
     "docs/test_pieces.py",
     "extension",
     "faults",
     "foresight/test_peak.py",
+    "foresight/test_recomputation.py",
+    "foresight/test_search.py",
     "gallery",
     "parallel/test_shard.py",
     "parallel/test_transformers.py",
     "parity",
+    "private_api/test_nowhere_else.py",
     "profiling/test_chronometer.py",
     "slurm",
     "tasks/test_coatnet.py",
@@ -36,9 +45,12 @@ FOLDERS = (
     "training/test_with_optimizer.py",
     "training/watchers/test_loggers.py",
     "verbs/data/test_bench.py",
+    "verbs/doctor/test_doctor.py",
     "verbs/export",
+    "verbs/foresee/test_foresee.py",
     "verbs/foresee/test_measured_step.py",
     "verbs/foresee/test_run_forecast.py",
+    "verbs/launch",
     "verbs/lr_find",
     "verbs/measure",
     "verbs/submit/test_imports.py",
@@ -46,7 +58,7 @@ FOLDERS = (
     "verbs/tune/test_tune.py",
     "verbs/verify",
 )
-"""Whole trainings, each under many plans; a folder or a module."""
+"""Whole trainings, each under many plans, and what takes seconds by itself; a folder or a module."""
 ARTEFACTS = ("docs/test_site.py", "labs", "test_demo.py", "test_notebook.py", "test_wheel.py")
 """What is made of the sources: the site in a browser, the wheel, and the labs, notebooks and demo run from it."""
 LONG = (
@@ -81,16 +93,45 @@ ENGINES = re.compile("deepspeed|horovod|lightning")
 """Engines whose libraries take seconds to import, or are compiled."""
 CLUSTER = ("slurm",)
 ROOT = Path(__file__).parent
+COMMIT = frozenset(line for line in (ROOT / "commit.txt").read_text().splitlines() if line and line[0] != "#")
+PARTS = {
+    "artefacts": ARTEFACTS,
+    "parity": ("parity", "gallery", "parallel"),
+    "faults": ("faults",),
+    "slurm": ("slurm", "sites", "verbs/submit", "verbs/tune"),
+    "verbs": ("verbs", "foresight", "optimizers"),
+    "rest": ("",),
+}
+"""Folders of each part of the night: a test belongs to the first part that has its folder."""
+COLLECTED = pytest.StashKey[list[str]]()
+"""Ids of all tests that were collected, before any is left out."""
+SOAK = "soak"
+"""The part of what takes minutes by itself, wherever it stands."""
 
 
 def mark(items: list[pytest.Item]) -> None:
-    """Marks tests that start programs, use another library's engine, train as a whole, or look at artefacts."""
+    """Marks slow tests, artefacts, and what runs at night only."""
     for item in items:
         if _is_in(item.path, ARTEFACTS):
             item.add_marker(pytest.mark.artefact)
             item.add_marker(pytest.mark.slow)
         elif isinstance(item, pytest.Function) and _is_slow(item):
             item.add_marker(pytest.mark.slow)
+        if item.get_closest_marker("slow") and not COMMIT.intersection(names(item.nodeid)):
+            item.add_marker(pytest.mark.nightly)
+
+
+def names(nodeid: str) -> tuple[str, str, str]:
+    """The file, the test and the cell of a node's id, as lines of `commit.txt`."""
+    inside = nodeid.removeprefix("tests/")
+    return inside.partition("::")[0], inside.partition("[")[0], inside
+
+
+def part_of(item: pytest.Item) -> str:
+    """The part of the night to which a test belongs."""
+    if item.get_closest_marker("soak"):
+        return SOAK
+    return next(name for name, places in PARTS.items() if _is_in(item.path, places))
 
 
 def has_slow_tests_only(path: Path) -> bool:
@@ -110,13 +151,35 @@ def arrange(items: list[pytest.Item]) -> None:
         items.sort(key=lambda item, places=places: not _is_in(item.path, places))
 
 
+def choose(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Keeps what runs at night in the part that `--part` names; all without it."""
+    part = config.getoption("--part")
+    if part is None:
+        return
+    if part not in (*PARTS, SOAK):
+        raise pytest.UsageError(f"--part: {part} is not one of {', '.join((*PARTS, SOAK))}")
+    others = [item for item in items if not _is_nightly(item) or part_of(item) != part]
+    config.hook.pytest_deselected(items=others)
+    items[:] = [item for item in items if item not in set(others)]
+
+
+def _is_nightly(item: pytest.Item) -> bool:
+    return any(item.get_closest_marker(name) for name in ("nightly", "artefact", SOAK))
+
+
+def stale(nodeids: Iterable[str]) -> set[str]:
+    """Lines of `commit.txt` that name nothing in the files that were collected."""
+    collected = {name for nodeid in nodeids for name in names(nodeid)}
+    return {line for line in COMMIT if line.partition("::")[0] in collected and line not in collected}
+
+
 @functools.cache  # a file has up to a hundred tests
 def _is_in(path: Path, places: tuple[str, ...]) -> bool:
     return any(path.is_relative_to(ROOT / place) for place in places)
 
 
 def _is_slow(item: pytest.Function) -> bool:
-    if _is_in(item.path, FOLDERS) or ENGINES.search(item.nodeid):
+    if _is_in(item.path, FOLDERS) or ENGINES.search(item.nodeid) or "pool" in item.fixturenames:
         return True
     definitions = item._fixtureinfo.name2fixturedefs.values()
     fixtures = [fixture.func for overridden in definitions for fixture in overridden]

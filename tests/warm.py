@@ -6,8 +6,6 @@ the imports themselves (variables that libraries read, limits of memory, what /p
 by programs that start cold.
 """
 
-from __future__ import annotations
-
 import atexit
 import contextlib
 import ctypes

@@ -1,7 +1,5 @@
 """A folder of wheels, as a cluster has: the packages that grappe needs, which borrow their modules from this Python."""
 
-from __future__ import annotations
-
 import importlib.metadata
 import re
 import sysconfig

@@ -1,7 +1,5 @@
 """Weights from files that grappe did not write: read, never run."""
 
-from __future__ import annotations
-
 import json
 import pickle
 import time
@@ -57,14 +55,6 @@ def test_what_others_save(tmp_path, content: dict, suffix: str) -> None:
     assert {place.name for place in places} == set(TENSORS)
     for place in places:
         assert torch.equal(weights.read(place.sources[0]), TENSORS[place.name])
-
-
-def test_the_old_format_and_safetensors(tmp_path) -> None:
-    torch.save(TENSORS, tmp_path / "old.pt", _use_new_zipfile_serialization=False)
-    safetensors.torch.save_file(TENSORS, tmp_path / "a.safetensors")
-    for name in ("old.pt", "a.safetensors"):
-        weights = foreign_weights(tmp_path / name)
-        assert all(torch.equal(weights.read(key), tensor) for key, tensor in TENSORS.items())
 
 
 @pytest.mark.parametrize("suffix", [".pt", ".ckpt", ".bin", ".safetensors"])
@@ -157,9 +147,8 @@ def bytes_of(count: int) -> Callable[[Path], None]:
 
 
 def piece(file: Path) -> None:
-    write(
-        file, [Piece("0.weight", TENSORS["0.weight"][:1], (2, 3), (0, 0)), Piece("0.bias", torch.ones(2), (2,), (0,))]
-    )
+    weight = Piece("0.weight", TENSORS["0.weight"][:1], (2, 3), (0, 0))
+    write(file, [weight, Piece("0.bias", torch.ones(2), (2,), (0,))])
 
 
 def long_header(file: Path) -> None:
@@ -206,9 +195,7 @@ def test_hostile_weights_are_refused_soon(tmp_path, case: str) -> None:
 
 
 @pytest.mark.parametrize("new", [False, True])
-def test_memory_is_refused_where_it_is_not_the_files_either(
-    tmp_path, new: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_memory_is_refused_where_it_is_not_the_files_either(tmp_path, new, monkeypatch):
     """In a large file the limit of the address space is large, too: what is really taken is looked at."""
     load = torch.load
 
@@ -224,11 +211,14 @@ def test_memory_is_refused_where_it_is_not_the_files_either(
         take_over(model(), tmp_path / "a.pt")
 
 
-@pytest.mark.parametrize("suffix", [".pt", ".safetensors"])
-def test_good_weights_are_taken_over(tmp_path, suffix: str) -> None:
-    (torch.save if suffix == ".pt" else safetensors.torch.save_file)(TENSORS, tmp_path / f"a{suffix}")
+@pytest.mark.parametrize("kind", ["new.pt", "old.pt", "a.safetensors"])
+def test_good_weights_are_taken_over(tmp_path, kind: str) -> None:
+    if kind.endswith(".safetensors"):
+        safetensors.torch.save_file(TENSORS, tmp_path / kind)
+    else:
+        torch.save(TENSORS, tmp_path / kind, _use_new_zipfile_serialization=kind == "new.pt")
     mine = model()
-    take_over(mine, tmp_path / f"a{suffix}")
+    take_over(mine, tmp_path / kind)
     assert all(torch.equal(TENSORS[name], tensor) for name, tensor in mine.named_parameters())
 
 

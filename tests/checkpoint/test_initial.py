@@ -1,7 +1,5 @@
 """Starting is resuming from step 0: a builder makes the weights in a process of its own."""
 
-from __future__ import annotations
-
 import os
 import signal
 import sys
@@ -20,6 +18,7 @@ from grappe.checkpoint.initial import build, built
 from grappe.errors import OutOfMemory, RunError, TaskError, UsageError
 
 MADE_BY: list[int] = []
+LINE = r" \(.*test_initial.py, line \d+, in model\(\): raise"
 WHATEVER = Literal["well", "raise", "kill", "leave", "exit", "nothing", "need", "sparse"]
 
 
@@ -60,7 +59,6 @@ def started(folder: Path, given: Path | None = None, task: Task | None = None) -
     """The weights of a new run's step 0."""
     build(task or Small(), folder / "checkpoints", None if given is None else Begin(source=given))
     checkpoint = latest(folder / "checkpoints")
-    assert checkpoint is not None
     assert (checkpoint.step, checkpoint.read_values()) == (0, {"step": 0})
     model = checkpoint.read_model()
     return {name: model.read(name) for name in model}
@@ -85,10 +83,7 @@ def test_the_model_is_made_in_a_child(tmp_path) -> None:
 @pytest.mark.parametrize(
     ("goes", "words"),
     [
-        (
-            "raise",
-            r"Small.model\(\) failed: ValueError: width 3 is odd \(.*test_initial.py, line \d+, in model\(\): raise",
-        ),
+        ("raise", r"Small.model\(\) failed: ValueError: width 3 is odd" + LINE),
         ("kill", r"was killed, or ended itself: is the model larger than this machine's memory\?"),
         ("leave", r"was killed, or ended itself"),
         ("exit", r"Small.model\(\) failed: SystemExit: no more"),
@@ -116,9 +111,8 @@ def test_from_a_run(tmp_path) -> None:
 @pytest.mark.parametrize("kind", ["safetensors", "lightning", "state dict", "wrapped", "page"])
 def test_from_a_file(tmp_path, kind: str) -> None:
     given = state_of(8)
-    file = tmp_path / {"safetensors": "a.safetensors", "lightning": "a.ckpt", "page": "checkpoint_path"}.get(
-        kind, "a.pt"
-    )
+    names = {"safetensors": "a.safetensors", "lightning": "a.ckpt", "page": "checkpoint_path"}
+    file = tmp_path / names.get(kind, "a.pt")
     if kind == "safetensors":
         safetensors.torch.save_file(given, file)
     elif kind == "lightning":
@@ -134,6 +128,16 @@ def test_from_a_file(tmp_path, kind: str) -> None:
     weights = started(tmp_path / "run", given=file)
     fresh = started(tmp_path / "fresh")
     assert alike(weights, {**given, "hidden": fresh["hidden"]})  # what is not saved is made afresh
+
+
+def test_a_run_that_goes_on_has_its_schedule_and_its_data_behind_the_epochs_that_are_done(tmp_path) -> None:
+    torch.save(state_of(8), tmp_path / "a.pt")
+    begin = Begin(source=tmp_path / "a.pt", epochs_done=3, epochs=4, steps_per_epoch=5)
+    build(Small(), tmp_path / "checkpoints", begin)
+    checkpoint = latest(tmp_path / "checkpoints")
+    assert checkpoint is not None and checkpoint.step == 15
+    state = checkpoint.read_values()
+    assert (state["step"], state["engine"]["schedule_steps"]) == (15, 15)
 
 
 def test_names_that_do_not_match_are_listed(tmp_path) -> None:

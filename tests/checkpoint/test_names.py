@@ -1,7 +1,5 @@
 """Names of others' weights: compared as they are first, then without wrappers; tied weights; what differs."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor, nn

@@ -1,7 +1,5 @@
 """Weights of a local folder: one file or several, with other names, in little memory, and in one process alone."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,11 +1,9 @@
 """Saving in the background: what is copied when, what is reported, what is left."""
 
-from __future__ import annotations
-
 import shutil
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -56,7 +54,6 @@ def test_a_save_is_committed_and_holds_what_was_given(tmp_path) -> None:
     assert to.wait() is None  # nothing to wait for
     assert names(tmp_path) == ["step-000005"]
     newest = latest(tmp_path)
-    assert newest is not None
     assert newest.read_values() == {"step": 5, "engine": {"x": 1.5}}
     assert torch.equal(newest.read_tensors().read("model.w"), weights)
     assert torch.equal(newest.read_tensors().read("local.0.n"), count)
@@ -90,7 +87,6 @@ def test_a_failed_save_is_told_by_the_next_and_the_run_goes_on(tmp_path) -> None
     (tmp_path / ".step-000002.token").write_text("in the way")
     assert save(to, 2) is None
     problem = save(to, 3)
-    assert problem is not None
     assert problem.startswith("step 2 could not be saved: ")
     assert "File exists" in problem
     assert to.wait() is None
@@ -172,35 +168,49 @@ def test_closing_gives_up_on_a_save_that_waits_for_others(tmp_path) -> None:
     assert names(tmp_path) == []
 
 
-def two_save(process: ProcessRank, rendezvous_folder: Path, folder: Path, failing: int) -> list[str | None]:
-    """Three saves of which the second fails on the process `failing`; what each wait told."""
-    world = join(Plan.parse(f"replicate={process.size},threads=1"), process, rendezvous_folder)
+def two_save(process: ProcessRank, meet: Path, folder: Path, failing: int, streamed: bool) -> list[str | None]:
+    """Three saves of which the second fails on the process `failing`; what each wait told.
+
+    With `streamed` the values are made while they are written, and both processes must be there for each.
+    """
+    world = join(Plan.parse(f"replicate={process.size},threads=1"), process, meet)
     to = Saver(folder, world, "token", Retention(), lambda: None)
+
+    def stream() -> Iterator[tuple[str, torch.Tensor]]:
+        for index in range(5):
+            together = torch.ones(3)
+            torch.distributed.all_reduce(together)
+            yield f"model.{index}", together
+
     told = []
     for step in (1, 2, 3):
         if step == 2 and process.rank == failing:
             (folder / ".step-000002.token").mkdir(exist_ok=True)
             (folder / f".step-000002.token/rank-{failing}.safetensors").touch()
         world.gather(None)
+        device = "meta" if streamed else "cpu"
+        shared = {f"model.{index}": torch.full((3,), 2.0, device=device) for index in range(5)}
         own = {f"local.{process.rank}.n": torch.tensor(step)}
-        to.save(step, {"model.w": torch.full((3,), float(step))}, own, {})
+        to.save(step, shared, own, {}, stream if streamed else None)
         told.append(to.wait())
     to.close()
     world.leave()
     return told
 
 
+@pytest.mark.parametrize("streamed", [False, True])
 @pytest.mark.parametrize("failing", [0, 1])
-def test_one_that_fails_abandons_the_save_on_both(pool, tmp_path, failing: int) -> None:
-    told = pool.run("tests.checkpoint.test_saver:two_save", 2, tmp_path, failing)
+def test_one_that_fails_abandons_the_save_on_both(pool, tmp_path, failing: int, streamed: bool) -> None:
+    """And goes on gathering for the other, where values are streamed."""
+    told = pool.run("tests.checkpoint.test_saver:two_save", 2, tmp_path, failing, streamed)
     assert told[0] == told[1]
     assert told[0][0] is told[0][2] is None
     assert "step 2 could not be saved" in told[0][1]
     assert "rank-" in told[0][1]
     assert names(tmp_path) == ["step-000001", "step-000003"]
-    third = latest(tmp_path)
-    assert third is not None
-    assert [int(third.read_tensors().read(f"local.{rank}.n")) for rank in (0, 1)] == [3, 3]
+    third = latest(tmp_path).read_tensors()
+    assert all(third.read(f"model.{index}").eq(2).all() for index in range(5))
+    assert [int(third.read(f"local.{rank}.n")) for rank in (0, 1)] == [3, 3]
 
 
 def test_what_is_streamed_is_committed_without_ever_being_there_together(tmp_path) -> None:
@@ -219,49 +229,10 @@ def test_what_is_streamed_is_committed_without_ever_being_there_together(tmp_pat
     assert to.save(7, shapes, {"local.0.n": torch.tensor(3)}, {"x": 1}, stream) is None
     assert to.wait() is None
     newest = latest(tmp_path)
-    assert newest is not None
     assert newest.read_values() == {"step": 7, "x": 1}
     for step in range(8):
         assert newest.read_tensors().read(f"model.{step}").eq(step).all()
     assert newest.read_tensors().read("local.0.n") == 3
-
-
-def two_stream(process: ProcessRank, rendezvous_folder: Path, folder: Path, failing: int) -> list[str | None]:
-    """As two_save, of values that both must be there for."""
-    world = join(Plan.parse(f"replicate={process.size},threads=1"), process, rendezvous_folder)
-    to = Saver(folder, world, "token", Retention(), lambda: None)
-    names = [f"model.{index}" for index in range(5)]
-
-    def stream():
-        for name in names:
-            together = torch.ones(3)
-            torch.distributed.all_reduce(together)
-            yield name, together
-
-    told = []
-    for step in (1, 2, 3):
-        if step == 2 and process.rank == failing:
-            (folder / ".step-000002.token").mkdir(exist_ok=True)
-            (folder / f".step-000002.token/rank-{failing}.safetensors").touch()
-        world.gather(None)
-        own = {f"local.{process.rank}.n": torch.tensor(step)}
-        to.save(step, {name: torch.empty(3, device="meta") for name in names}, own, {}, stream)
-        told.append(to.wait())
-    to.close()
-    world.leave()
-    return told
-
-
-@pytest.mark.parametrize("failing", [0, 1])
-def test_one_that_cannot_write_its_part_goes_on_gathering_for_the_other(pool, tmp_path, failing: int) -> None:
-    told = pool.run("tests.checkpoint.test_saver:two_stream", 2, tmp_path, failing)
-    assert told[0] == told[1]
-    assert told[0][0] is told[0][2] is None
-    assert "step 2 could not be saved" in told[0][1]
-    assert names(tmp_path) == ["step-000001", "step-000003"]
-    third = latest(tmp_path)
-    assert third is not None
-    assert all(third.read_tensors().read(f"model.{index}").eq(2).all() for index in range(5))
 
 
 def test_leftovers_are_what_kills_left(tmp_path) -> None:
@@ -332,5 +303,5 @@ def test_a_failure_is_noted_before_anybody_is_told_that_the_part_is_written(tmp_
     to._written = Written()
     save(to, 1)
     told = to.wait()
-    assert told is not None and "No such file" in told
+    assert "No such file" in told
     assert noted == [told]

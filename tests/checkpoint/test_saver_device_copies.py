@@ -1,7 +1,5 @@
 """Copies of a GPU's tensors beside the training: on tests.gpu_stand_in, since this machine has no GPU."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import pytest

@@ -1,7 +1,5 @@
 """Tensors in safetensors' format: written by us, read by anyone; put together from pieces."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import resource

@@ -1,17 +1,18 @@
-"""The commands that only tell, and the help of all of them."""
-
-from __future__ import annotations
+"""The commands that only tell, the help of all of them, and what nobody foresaw."""
 
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from cyclopts import App
 
 from grappe import tasks
 from grappe.cli import application, commands
+from grappe.cli import exit as end
 from grappe.launch import local
 from tests.commands import SLOW
+from tests.typed import ended
 
 
 @pytest.fixture
@@ -21,11 +22,9 @@ def output(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captu
     monkeypatch.setenv("COLUMNS", "80")
 
     def run(*arguments: str) -> str:
-        monkeypatch.setattr("sys.argv", ["grappe", *arguments])
-        with pytest.raises(SystemExit) as end:
-            commands.main()
+        assert ended(*arguments) == 0
         told = capsys.readouterr()
-        assert (end.value.code, told.err) == (0, "")
+        assert told.err == ""
         return told.out
 
     return run
@@ -55,12 +54,7 @@ def test_help_fits_80_columns(output, command: str) -> None:
     assert max(map(len, lines)) <= 80
 
 
-def test_nothing_of_the_introduction_is_wrapped(output) -> None:
-    lines = output("--help").splitlines()
-    assert application.HELP.strip() in "\n".join(line.rstrip() for line in lines)
-
-
-@pytest.mark.costly
+@pytest.mark.slow
 def test_a_command_that_trains_does_without_torch(tmp_path: Path) -> None:
     """The processes load torch; loading it twice at the same time would halve a busy machine's start."""
     code = (
@@ -87,11 +81,23 @@ def test_torchmetrics_is_imported_once_for_all_processes(task: str, monkeypatch:
         *(("plain.py", False), ("own.py:A", True), ("derived.py", True)),
     ],
 )
-def test_which_tasks_may_import_a_module(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reference: str, found: bool
-) -> None:
+def test_which_tasks_may_import_a_module(tmp_path: Path, monkeypatch, reference: str, found: bool) -> None:
     monkeypatch.chdir(tmp_path)
     Path("plain.py").write_text("import torch\n")
     Path("own.py").write_text("from torchmetrics.text import Perplexity\n")
     Path("derived.py").write_text("from grappe.tasks.digits import Digits\n")
     assert tasks.mentions(reference, "torchmetrics") is found
+
+
+def test_what_nobody_foresaw_is_called_a_bug(capsys: pytest.CaptureFixture) -> None:
+    """The words that all attacks and fuzzers search for."""
+    app = App()
+
+    @app.default
+    def fails() -> None:
+        raise ZeroDivisionError("unforeseen")
+
+    with pytest.raises(SystemExit) as ended:
+        end.run(app, [])
+    assert ended.value.code == 1
+    assert f"ZeroDivisionError: unforeseen ({end.BUG}" in capsys.readouterr().err

@@ -1,7 +1,5 @@
 """A real bash completes what is typed after grappe."""
 
-from __future__ import annotations
-
 import os
 import pty
 import re
@@ -45,15 +43,15 @@ def test_bash_completes_tasks_fields_plans_and_runs(tmp_path: Path) -> None:
         (tmp_path / "runs" / run / "run.json").write_text("{}")
     (tmp_path / "mine.py").write_text("import nothing_of_that_name\nclass Mine(Task):\n    width: int = 3\n")
     (tmp_path / "grappe.bash").write_text(script(app, "bash"))
-    done = subprocess.run(
-        ["bash", "-c", TRY, "try", "grappe.bash", *LINES],
-        cwd=tmp_path,
-        env={**os.environ, "PATH": f"{Path(GRAPPE).parent}:{os.environ['PATH']}"},
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    assert dict(zip(LINES, done.stdout.splitlines(), strict=True)) == LINES
+    shown = output("bash", "-c", TRY, "try", "grappe.bash", *LINES, cwd=tmp_path)
+    assert dict(zip(LINES, shown.splitlines(), strict=True)) == LINES
+
+
+def output(*command: str, cwd: Path) -> str:
+    """Returns what a command prints that finds grappe on its search path."""
+    path = {"PATH": f"{Path(GRAPPE).parent}:{os.environ['PATH']}"}
+    done = subprocess.run(command, cwd=cwd, env={**os.environ, **path}, capture_output=True, text=True, check=True)
+    return done.stdout
 
 
 def test_fish_completes_the_same_words(tmp_path: Path) -> None:
@@ -63,15 +61,8 @@ def test_fish_completes_the_same_words(tmp_path: Path) -> None:
     (tmp_path / "grappe.fish").write_text(script(app, "fish"))
     lines = {"grappe tra": "train", "grappe train dig": "digits", "grappe train digits --plan replicate=2,sh": "shard="}
     asked = "".join(f"; complete -C '{line}'" for line in lines)
-    done = subprocess.run(
-        [fish, "--no-config", "-c", f"source grappe.fish{asked}"],
-        cwd=tmp_path,
-        env={**os.environ, "PATH": f"{Path(GRAPPE).parent}:{os.environ['PATH']}"},
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    assert all(word in done.stdout for word in lines.values()), done.stdout
+    shown = output(fish, "--no-config", "-c", f"source grappe.fish{asked}", cwd=tmp_path)
+    assert all(word in shown for word in lines.values()), shown
 
 
 def test_zsh_completes_them_as_its_user_types(tmp_path: Path) -> None:

@@ -1,7 +1,5 @@
 """Names and values from a run that somebody sent: whatever a command prints of them, no terminal obeys."""
 
-from __future__ import annotations
-
 import csv
 import io
 import json
@@ -10,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from grappe.cli import commands
 from grappe.cli.exit import BUG
 from grappe.training.run import Run
+from tests.typed import ended
 
 ESCAPES = "\x1b]0;owned\x07\x1b[2J\u202e[red]\u200b\U000e0041\x9b31m"
 FORMULA = "=HYPERLINK(1)"
@@ -26,9 +24,7 @@ def said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureF
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
 
     def run(*arguments: str) -> str:
-        monkeypatch.setattr("sys.argv", ["grappe", *arguments])
-        with pytest.raises(SystemExit):
-            commands.main()
+        ended(*arguments)
         text = "".join(capfd.readouterr())
         assert text.replace("\n", "").isprintable(), ascii(text)
         assert BUG not in text
@@ -41,19 +37,9 @@ def said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureF
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
     folder = tmp_path / "runs" / f"run{ESCAPES}"
-    Run.create(
-        folder,
-        {
-            "task": ESCAPES,
-            "plan": ESCAPES,
-            "status": ESCAPES,
-            "host": ESCAPES,
-            "fields": {ESCAPES: ESCAPES},
-            "versions": {ESCAPES: ESCAPES},
-            "changes": [ESCAPES],
-            "used": {"joules": {ESCAPES: 1}},
-        },
-    )
+    described = dict.fromkeys(("task", "plan", "status", "host"), ESCAPES)
+    described |= {key: {ESCAPES: ESCAPES} for key in ("fields", "versions")}
+    Run.create(folder, {**described, "changes": [ESCAPES], "used": {"joules": {ESCAPES: 1}}})
     (folder / "checkpoints/step-000001").mkdir()
     (folder / "checkpoints/step-000001/manifest.json").write_text(json.dumps({"files": {ESCAPES: 1}}))
     (folder / "logs/rank-0.log").write_text(f"a line\n{ESCAPES}\n")
@@ -65,20 +51,17 @@ def run(tmp_path: Path) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("command", ["runs", "curves", "logs", "evaluate", "prune", "report", "train"])
+@pytest.mark.parametrize("command", ["runs", "curves", "logs", "evaluate", "prune", "report", "train", "follow"])
 def test_a_run(run: Path, said: Said, command: str) -> None:
-    said(*{"train": ("train", "digits", "--run")}.get(command, (command,)), str(run))
-    if command == "runs":
-        assert r"\x1b]0;owned\x07" in said("runs")
+    if command == "follow":
+        (run / "done").touch()
+    text = said(*{"train": ("train", "digits", "--run")}.get(command, (command,)), str(run))
+    if command in ("follow", "runs"):
+        assert r"\x1b]0;owned\x07" in (text if command == "follow" else said("runs"))
     if command == "report":
         page = (run / "report.html").read_text()
         assert page.replace("\n", "").isprintable()
         assert json.dumps("\\x1b]0;owned")[1:-1] in page
-
-
-def test_a_run_that_is_followed(run: Path, said: Said) -> None:
-    (run / "done").touch()
-    assert r"\x1b]0;owned\x07" in said("follow", str(run))
 
 
 def test_curves_hold_no_formula(run: Path, said: Said) -> None:

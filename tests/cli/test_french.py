@@ -1,7 +1,5 @@
 """The command in French: real commands, their errors, and what stays in English."""
 
-from __future__ import annotations
-
 import json
 import os
 import re
@@ -14,31 +12,10 @@ import pytest
 
 from tests.commands import GRAPPE, ran
 from tests.patience import PATIENCE_SECONDS
+from tests.tasks.error_corpus import CASES
 
 ENGLISH = re.compile(r"\b(?:the|there|give|use|is|with|must|has|leave|needs)\b")
-WRONG = """
-import torch
-from torch import nn
-from grappe import Arrays, Task
-
-
-class Wrong(Task):
-    \"\"\"A layer that does not fit.\"\"\"
-
-    epochs: int = 1
-
-    def model(self):
-        return nn.Linear(3, 2)
-
-    def data(self, split, folder):
-        return Arrays(torch.zeros(32, 4), torch.arange(32) % 2)
-
-    def loss(self, output, target):
-        return nn.functional.cross_entropy(output, target, reduction="none")
-
-    def optimizer(self, named_parameters):
-        return torch.optim.SGD(named_parameters, lr=0.1)
-"""
+FRENCH = "grappe : --race=3 : donnez un score et un nombre"
 
 
 def grappe(*words: str, cwd: Path, **variables: str) -> subprocess.CompletedProcess[bytes]:
@@ -53,17 +30,12 @@ def grappe(*words: str, cwd: Path, **variables: str) -> subprocess.CompletedProc
     ("words", "french"),
     [
         ("train digts", "grappe : il n'y a pas de tâche 'digts' : vouliez-vous dire digits ?"),
-        ("train nothing.py", "grappe : il n'y a pas de fichier de tâche nothing.py : le chemin est-il juste"),
         ("train digits lr=x", "lr=x n'est pas un nombre"),
-        ("train digits --plan replicas=2", "plan n'a pas 'replicas' : vouliez-vous dire replicate"),
         ("train digits --plan replicate=0", "grappe : replicate=0 : il faut au moins 1"),
-        ("train digits --plan ddp", "ddp est une stratégie de Lightning : utilisez replicate=2"),
-        ("train digits --plan replicate=2,exact=3", "exact=3 avec 2 tranches : les morceaux sont additionnés"),
         ("evaluate runs/none", "runs/none n'est pas une exécution (pas de run.json)"),
         ("verify digits", "grappe verify a besoin d'un plan : donnez --plan replicate=2"),
         ("submit --time x -- train digits", "--time=x : donnez des secondes, ou une durée comme 90s"),
         ("submit --time 3h -- torchrun my.py", "le job démarre lui-même les processus, donc retirez torchrun"),
-        ("cancel", "nommez une exécution : grappe cancel RUN … (voir : grappe queue)"),
         ("tune digits", "rien n'est cherché : donnez un intervalle, lr=0.01..1:log, ou des valeurs"),
         ("sites nowhere", "il n'y a pas de site 'nowhere'"),
         ("runs --race 3", "--race=3 : donnez un score et un nombre à atteindre"),
@@ -83,20 +55,11 @@ def test_an_error_is_told_in_french(words: str, french: str, tmp_path: Path) -> 
     ("variables", "said"),
     [
         ({"LANG": "C"}, "grappe: --race=3: give a score"),
-        ({"LANG": "fr_FR.UTF-8"}, "grappe : --race=3 : donnez un score et un nombre à"),
+        ({"LANG": "fr_FR.UTF-8"}, f"{FRENCH} à"),
         ({"LC_ALL": "fr_FR.UTF-8", "GRAPPE_LANG": "en"}, "grappe: --race=3: give a score"),
-        (
-            {"GRAPPE_LANG": "de"},
-            "grappe: GRAPPE_LANG=de: grappe has en and fr, and takes English\ngrappe: --race=3: give a score",
-        ),
-        (
-            {"LANG": "fr_FR.ISO-8859-1", "PYTHONIOENCODING": "latin-1"},
-            "grappe : --race=3 : donnez un score et un nombre à",
-        ),
-        (
-            {"LC_ALL": "C", "GRAPPE_LANG": "fr", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"},
-            "grappe : --race=3 : donnez un score et un nombre a",
-        ),
+        ({"GRAPPE_LANG": "de"}, "grappe: GRAPPE_LANG=de: grappe has en and fr, and takes English\ngrappe: --race=3:"),
+        ({"LANG": "fr_FR.ISO-8859-1", "PYTHONIOENCODING": "latin-1"}, f"{FRENCH} à"),
+        ({"LC_ALL": "C", "GRAPPE_LANG": "fr", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}, f"{FRENCH} a"),
     ],
 )
 def test_the_environment_says_which_language(variables: dict[str, str], said: str, tmp_path: Path) -> None:
@@ -106,20 +69,8 @@ def test_the_environment_says_which_language(variables: dict[str, str], said: st
 
 
 def test_an_unknown_language_is_said_once(tmp_path: Path) -> None:
-    first, second = (
-        ran(
-            GRAPPE,
-            "tasks",
-            cwd=tmp_path,
-            GRAPPE_LANG="de",
-            RANK=rank,
-            WORLD_SIZE="2",
-            LOCAL_RANK=rank,
-            MASTER_ADDR="localhost",
-            MASTER_PORT="1",
-        )
-        for rank in "01"
-    )
+    world = {"GRAPPE_LANG": "de", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}
+    first, second = (ran(GRAPPE, "tasks", cwd=tmp_path, RANK=rank, LOCAL_RANK=rank, **world) for rank in "01")
     assert "GRAPPE_LANG=de" in first.stderr
     assert second.stderr == ""
 
@@ -129,14 +80,8 @@ def test_an_unknown_language_is_said_once(tmp_path: Path) -> None:
 )
 def test_a_closed_output_is_no_error(words: str, language: str, tmp_path: Path) -> None:
     line = f"{shlex.quote(sys.executable)} -m grappe {words} >&-"
-    done = subprocess.run(
-        ["sh", "-c", line],
-        cwd=tmp_path,
-        env={**os.environ, "GRAPPE_LANG": language},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    variables = {**os.environ, "GRAPPE_LANG": language}
+    done = subprocess.run(line, shell=True, cwd=tmp_path, env=variables, capture_output=True, text=True, check=False)
     assert done.returncode == (2 if "--race" in words else 0), done.stderr
     assert "Error" not in done.stderr
 
@@ -156,12 +101,12 @@ def test_help_is_in_french_on_any_terminal(tmp_path: Path) -> None:
 
 def test_a_log_has_one_language(tmp_path: Path) -> None:
     """Only what the user is told changes: the remedy is French on the terminal, and the log is as it always was."""
-    (tmp_path / "wrong.py").write_text(WRONG)
+    (tmp_path / "wrong.py").write_text(CASES[0].text)
     words = ("train", "wrong.py", "--plan", "device=cpu", "--run", "run")
     done = ran(GRAPPE, *words, cwd=tmp_path, GRAPPE_LANG="fr")
     said = done.stderr
     assert done.returncode == 2
-    assert "Les entrées ont 4 caractéristiques et la couche en prend 3 : nn.Linear(4, 2)" in said
+    assert "Les entrées ont 3 caractéristiques et la couche en prend 5 : nn.Linear(3, 4)" in said
     for log in tmp_path.rglob("*.log"):
         assert "grappe :" not in log.read_text()
 

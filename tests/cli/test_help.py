@@ -1,13 +1,11 @@
 """Help and the parser's messages in French."""
 
-from __future__ import annotations
-
 import io
 import re
 
 import pytest
 from cyclopts import CycloptsError
-from docs.messages.others import commands, help_texts
+from docs.messages.others import commands
 from rich.console import Console
 
 from grappe.cli.application import GROUPS
@@ -48,12 +46,6 @@ def test_no_english_sentence_is_left(words: tuple[str, ...], french: None) -> No
     assert not ENGLISH.findall(code), ENGLISH.findall(code)
 
 
-def test_each_text_has_a_translation() -> None:
-    texts = catalogue_of("fr")
-    same = {one for one in help_texts() if texts.text(one) == one}
-    assert {text for text in same if not text.lstrip().startswith("grappe ")} <= {"Arguments", "Options"}
-
-
 def test_each_command_ends_with_examples_that_can_be_typed() -> None:
     set_formatter(app, "fr")
     try:
@@ -79,10 +71,6 @@ def test_each_command_is_in_a_group_and_each_rare_option_exists() -> None:
 def test_nothing_of_the_parser_is_left_in_the_help(words: tuple[str, ...], english: None) -> None:
     text = shown(words)
     assert not re.search(r"--empty-|--[a-z-]+\.[a-z]+ |\[default: \(\)\]|Parameters|ARGS", text)
-
-
-def test_a_range_is_shown_as_it_is_typed(english: None) -> None:
-    assert all(f"--{name} N or N-M " in shown(("submit",)) for name in ("nodes", "gpus"))
 
 
 def test_rare_options_are_in_a_second_box(english: None) -> None:

@@ -1,18 +1,12 @@
 """grappe data on the command line: what it prints, its exit codes, and one message for what is wrong."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest
 
-from grappe.cli.commands import app
-from grappe.errors import DataError, UsageError
+from grappe.errors import DataError
 from tests.data.images.pictures import archive, files, folder, jpeg, part, tar
-
-
-def run(*words: str) -> int:
-    return app(list(words), exit_on_error=False, print_error=False)
+from tests.typed import grappe as run
 
 
 def test_the_commands_in_the_order_of_the_guide(tmp_path: Path, capsys, monkeypatch) -> None:
@@ -57,8 +51,3 @@ def test_what_is_wrong_is_one_message(tmp_path: Path, command: str) -> None:
     (tmp_path / "train.tar").write_bytes(whole[: len(whole) // 2])
     with pytest.raises(DataError, match=r"cut off after . complete members: fetch it again"):
         run("data", command, str(tmp_path / "train.tar"))
-
-
-def test_pack_wants_sensible_sizes(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="--short 0"):
-        run("data", "pack", str(tmp_path), "--out", "x", "--short", "0")

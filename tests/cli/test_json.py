@@ -1,7 +1,5 @@
 """--json: one line with the three keys of its form, and nothing else on the standard output."""
 
-from __future__ import annotations
-
 import json
 import re
 import subprocess
@@ -58,9 +56,7 @@ def folder(made: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ("submit --site narval --account def-me --dry-run -- train digits", "submit", "jobs"),
     ],
 )
-def test_one_line_of_its_kind(
-    words: str, kind: str, key: str | None, folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_one_line_of_its_kind(words: str, kind: str, key: str | None, folder: Path, capsys) -> None:
     before = sorted(folder.rglob("*"))
     first, dashes, rest = words.partition(" -- ")
     app([*first.split(), "--json", *f"{dashes}{rest}".split()], exit_on_error=False, print_error=False)
@@ -72,10 +68,8 @@ def test_one_line_of_its_kind(
         assert sorted(folder.rglob("*")) == before
 
 
-@pytest.mark.costly
-def test_a_trainings_line_stands_alone_and_its_curves_are_records(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+@pytest.mark.slow
+def test_a_trainings_line_stands_alone_and_its_curves_are_records(tmp_path: Path, capsys) -> None:
     words = [Path(sys.executable).parent / "grappe", "train", "digits", "epochs=1", "--run", "run", "--json"]
     done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, check=True)
     [run] = json.loads(done.stdout)["runs"]

@@ -1,7 +1,5 @@
 """On a narrow terminal a table is shown as several, each with the whole first column; no column is lost."""
 
-from __future__ import annotations
-
 import io
 import json
 from collections.abc import Callable
@@ -15,7 +13,6 @@ from grappe.sites import slurm
 from grappe.verbs import catalogue, runs
 from grappe.verbs.foresee import tables
 from grappe.verbs.submit import jobs
-from grappe.words import plain_table
 from tests.verbs.foresee.test_tables import PLANS
 
 NAME = "digits-20261125-143000-7c1e"
@@ -72,15 +69,3 @@ def test_the_first_column_is_whole(kind: str, width: int, tmp_path: Path, monkey
     heads = [name.strip() for name in wide.splitlines()[0].split("  ") if name.strip()]
     shown = " ".join(block.splitlines()[0] for block in blocks)
     assert [name for name in heads if name not in shown] == []
-
-
-def test_columns_that_do_not_fit_follow_below_with_the_first_one() -> None:
-    table = plain_table("a", "b", "", "c")
-    table.add_row("x" * 30, "1", "y" * 30, "2")
-    folded = [f"{'x' * 30}  {'y' * 6}  ", *[f"{'':30}  {'y' * 6}  "] * 4]
-    assert printed(table, 40).splitlines() == [
-        f"{'a':30}  b  ", f"{'x' * 30}  1  ", "",
-        f"{'':30}  {'':6}  ".replace(" ", "a", 1), *folded, "",
-        f"{'a':30}  c  ", f"{'x' * 30}  2  ",
-    ]  # fmt: skip
-    assert len(printed(table, 80).splitlines()) == 2, "it fits"

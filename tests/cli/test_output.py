@@ -1,7 +1,6 @@
-"""The file of --out: refused before any work if it cannot be written, and written whole."""
+"""Outputs of commands: the file of --out is refused if it cannot be written, and is written whole."""
 
-from __future__ import annotations
-
+import dataclasses
 import json
 import os
 import subprocess
@@ -11,8 +10,13 @@ from pathlib import Path
 import pytest
 
 from grappe.cli import output
-from grappe.cli.commands import app
 from grappe.errors import UsageError
+from grappe.training.run import Run
+from grappe.verbs.runs import describe
+from grappe.verbs.tune.study import Trial, make_study
+from tests.training.test_training import train
+from tests.typed import grappe
+from tests.verbs.tune.test_study import SEARCH
 
 WRITES = """
 import sys
@@ -26,21 +30,40 @@ print("after")
 """
 
 
-@pytest.mark.parametrize(
-    "words", ["foresee digits", "measure digits", "lr-find digits", "verify digits -p replicate=2"]
-)
-def test_each_command_refuses_it_before_any_work(words: str, tmp_path: Path, monkeypatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "folder.json").mkdir()
-    for out, why in (("a.csv", "end in .json"), ("no/a.json", "no folder no"), ("folder.json", "it is a folder")):
-        with pytest.raises(UsageError, match=f"--out={out}: .*{why}"):
-            app([*words.split(), "--out", out], exit_on_error=False, print_error=False)
+def test_lr_find_plots_and_writes_a_file_and_says_when_there_is_nothing_to_suggest(tmp_path: Path, capfd) -> None:
+    out = tmp_path / "lr.json"
+    words = ["lr-find", "digits", "lr=1e-6", "--steps", "20", "--seeds", "1", "--plan", "threads=1"]
+    assert grappe(*words, "--out", str(out)) == 1
+    told = capfd.readouterr().out
+    for words in ("no suggestion", "Give a larger --highest", "learning rate"):
+        assert words in told
+    assert json.loads(out.read_text())["band"] is None
 
 
-@pytest.mark.parametrize("words", ["report a", "predict a test"])
-def test_what_a_rename_would_replace_is_refused(words: str) -> None:
-    with pytest.raises(UsageError, match="--out=/dev/null: it is no regular file"):
-        app([*words.split(), "--out", "/dev/null"], exit_on_error=False, print_error=False)
+def test_curves_go_to_a_file_and_reports_where_they_are_asked(tmp_path: Path) -> None:
+    run = Run(train(tmp_path / "run").run)
+    for words in (["curves", str(run.folder), "--out", str(tmp_path / "a.csv")], ["report", str(run.folder)]):
+        assert grappe(*words) == 0
+    assert len((tmp_path / "a.csv").read_text().splitlines()) == 1 + 9 + 3 + 3 + 1  # steps, evaluations, epochs, waits
+    assert (run.folder / "report.html").is_file()
+    rows = dict(zip(*(column.cells for column in describe(run.folder).columns), strict=True))
+    assert "core-hours" in rows["used"]
+
+
+def test_a_study_is_shown_with_a_command_to_paste(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    fields = {"fixed_fields": {"epochs": "3"}, "space": {"lr": "0.1..1.0"}, "plan": "replicate=2"}
+    study = make_study(tmp_path, dataclasses.replace(SEARCH, metric="accuracy", maximize=True, **fields))
+    assert grappe("tune", "--study", str(tmp_path), "--dry-run") == 1
+    assert "no trial has a result" in capsys.readouterr().out
+    study.write(Trial(number=0, fields={"lr": "0.2"}, state="complete", value=0.5, step=9, rungs=(0.5,)))
+    study.write(Trial(number=1, fields={"lr": "0.3"}, state="failed", reason="DivergedError: \x1b[2Jnan"))
+    study.write(Trial(number=2, fields={"lr": "0.4"}))
+    assert grappe("tune", "--study", str(tmp_path), "--dry-run") == 0
+    told = capsys.readouterr().out
+    command = "grappe train digits epochs=3 lr=0.2 --plan replicate=2"
+    for words in ("best: trial 0, accuracy 0.5", command, "failed: DivergedError", "open"):
+        assert words in told
+    assert "\x1b" not in told
 
 
 def test_a_folder_without_the_right_to_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

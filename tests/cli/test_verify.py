@@ -1,22 +1,17 @@
 """grappe verify as a user runs it: exit codes, the JSON and the HTML that it leaves."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 
-from tests.commands import GRAPPE, Command
+from tests.commands import GRAPPE, ran
 
 ROOT = str(Path(__file__).parents[2])
 PLAN = "replicate=2,threads=1,workers=0,device=cpu"
 
 
 def verify(folder: Path, task: str, *more: str) -> tuple[int, str, str]:
-    command = Command(GRAPPE, "verify", task, "samples=64", "--plan", PLAN, *more, cwd=folder, PYTHONPATH=ROOT)
-    try:
-        return command.end()
-    finally:
-        command.close()
+    done = ran(GRAPPE, "verify", task, "samples=64", "--plan", PLAN, *more, cwd=folder, PYTHONPATH=ROOT)
+    return done.returncode, done.stdout, done.stderr
 
 
 def test_a_plan_that_learns_something_else_ends_with_1_and_is_written_down(tmp_path: Path) -> None:
@@ -38,10 +33,6 @@ def test_one_that_learns_the_same_ends_with_0(tmp_path: Path) -> None:
 
 
 def test_nothing_to_compare_is_said(tmp_path: Path) -> None:
-    command = Command(GRAPPE, "verify", "digits", cwd=tmp_path)
-    try:
-        code, _, err = command.end()
-    finally:
-        command.close()
-    assert code == 2
-    assert "give --plan replicate=2" in err
+    done = ran(GRAPPE, "verify", "digits", cwd=tmp_path)
+    assert done.returncode == 2
+    assert "give --plan replicate=2" in done.stderr

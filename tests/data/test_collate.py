@@ -1,7 +1,5 @@
 """Samples of any form: what collate gives is a pair, and what it gives otherwise gets one message."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from collections.abc import Sequence

@@ -1,13 +1,9 @@
 """Copies to a GPU beside the kernels of the step before: the order of the calls, on tests.gpu_stand_in."""
 
-from __future__ import annotations
-
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset
@@ -20,7 +16,7 @@ from grappe.launch.world import World
 from grappe.plan import Plan
 from grappe.private_api.torch import fake_tensors
 from grappe.profiling.phases import DATA, TRANSFER
-from tests.gpu_stand_in import CPU, GPU, GpuStandIn, gpu_stand_in
+from tests.gpu_stand_in import CPU, GPU, GpuStandIn
 
 BESIDE = ["copy to the GPU on side"] * 2
 HANDED_OVER = ["computing waits for side", *["recorded on computing"] * 2]
@@ -32,7 +28,7 @@ class Graph:
     def __init__(self, nodes: Tensor) -> None:
         self.nodes = nodes
 
-    def to(self, device: torch.device, *, non_blocking: bool) -> Graph:
+    def to(self, device: torch.device, *, non_blocking: bool):
         return Graph(self.nodes.to(device, non_blocking=non_blocking))
 
 
@@ -65,12 +61,6 @@ class Classes(Task):
         return Rows()
 
 
-@pytest.fixture
-def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[GpuStandIn]:
-    with gpu_stand_in(monkeypatch) as gpu:
-        yield gpu
-
-
 def test_a_batch_is_copied_on_a_stream_of_its_own_which_the_computing_one_waits_for(gpu: GpuStandIn) -> None:
     batch = {"image": torch.ones(4, 3), "name": "a"}, (torch.ones(4), 3, None)
     (inputs, targets) = copies_to(GPU)(batch)
@@ -84,12 +74,8 @@ def test_what_cannot_be_recorded_is_copied_where_it_is_used(gpu: GpuStandIn) -> 
     """Tests what else would be overwritten by a later copy, while kernels read it."""
     nodes = torch.ones(4).pin_memory()
     (graph, target) = copies_to(GPU)((Graph(nodes), torch.ones(4)))
-    assert gpu.calls == [
-        "copy to the GPU on side",
-        "computing waits for side",
-        "copy to the GPU on computing",
-        "recorded on computing",
-    ]
+    there = ["copy to the GPU on side", "computing waits for side"]
+    assert gpu.calls == [*there, "copy to the GPU on computing", "recorded on computing"]
     assert graph.nodes.device == target.device == GPU
 
 
@@ -118,13 +104,10 @@ def test_samples_on_the_gpu_and_expanded_ones_make_a_batch(gpu: GpuStandIn) -> N
     assert gpu.waits == []
 
 
-def test_arrays_that_stay_on_the_host_are_copied_beside_the_steps(
-    gpu: GpuStandIn, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_arrays_that_stay_on_the_host_are_copied_beside_the_steps(gpu, monkeypatch):
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device=None: (100, 100))
-    arrays = Arrays(
-        np.zeros((50, 3, 2, 2), np.uint8), {"class": np.zeros(50)}, transform=normalise((0.0,) * 3, (1.0,) * 3)
-    )
+    pixels, transform = np.zeros((50, 3, 2, 2), np.uint8), normalise((0.0,) * 3, (1.0,) * 3)
+    arrays = Arrays(pixels, {"class": np.zeros(50)}, transform=transform)
     arrays.to_device(GPU)
     constants = ["copy to the GPU on computing"] * 2
     for first in (constants, []):  # the mean and the deviation are sent once

@@ -1,7 +1,5 @@
 """Draws: each sample's own, however the batch was divided."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch
@@ -89,9 +87,7 @@ def test_a_draw_depends_on_its_key_and_place_alone(keys: list[int], n: int, data
 @given(
     length=st.integers(1, 100), batch_size=st.integers(1, 40), parts=st.integers(1, 6), microbatches=st.integers(1, 4)
 )
-def test_dividing_a_step_changes_no_draw_and_no_pair(
-    length: int, batch_size: int, parts: int, microbatches: int
-) -> None:
+def test_dividing_a_step_changes_no_draw_and_no_pair(length, batch_size, parts, microbatches):
     ids = SampleOrder(seed=1, length=length, batch_size=batch_size).ids(2, 0)
     drawn, partner = [], []
     for part in range(parts):

@@ -1,10 +1,9 @@
 """Official files, honest and hostile: what is read is right, what is wrong is said, and nothing is run."""
 
-from __future__ import annotations
-
 import gzip
 import os
 import pickle
+import re
 import struct
 import time
 import tracemalloc
@@ -99,20 +98,15 @@ def test_a_wrong_idx_file_is_refused(tmp_path, content, said, pack):
     assert str(tmp_path / "train-images-idx3-ubyte") in message and "Fetch it again" in message
 
 
-@pytest.mark.parametrize("cut", [5, 20, 30, -9, -4, -1])
-def test_a_truncated_gzip_is_refused(tmp_path, cut):
-    content = gzip.compress(idx_bytes(np.random.default_rng(0).integers(0, 256, (50, 9), dtype=np.uint8)))
-    with pytest.raises(DataError, match="damaged"):
-        idx(write(tmp_path, content[:cut]))
-
-
-def test_a_damaged_gzip_is_refused(tmp_path):
+def test_a_damaged_or_truncated_gzip_is_refused(tmp_path):
     content = bytearray(gzip.compress(GOOD * 20))
     with pytest.raises(DataError, match="trailing bytes after its gzip stream"):
         idx(write(tmp_path, gzip.compress(GOOD) + b"more"))
     content[-6] ^= 1
-    with pytest.raises(DataError, match="damaged"):
-        idx(write(tmp_path, bytes(content)))
+    random = gzip.compress(idx_bytes(np.random.default_rng(0).integers(0, 256, (50, 9), dtype=np.uint8)))
+    for damaged in (bytes(content), *(random[:cut] for cut in (5, 20, 30, -9, -4, -1))):
+        with pytest.raises(DataError, match="damaged"):
+            idx(write(tmp_path, damaged))
 
 
 def test_a_gzip_of_much_more_than_its_header_says_is_not_unpacked(tmp_path):
@@ -290,21 +284,22 @@ def test_hostile_or_broken_pickles_are_refused_quickly(tmp_path, content):
 
 
 def test_a_pickle_of_something_else_is_refused(tmp_path, pixels):
-    def said(content: object) -> str:
-        with pytest.raises(DataError) as error:
+    keys, array = "expected a dictionary with data and labels", "uint8 array [N, 3072]"
+    labels = "list of 7 whole numbers"
+    for content, words in (
+        ([pixels, LABELS], keys),
+        ({"data": pixels, "fine_labels": LABELS}, keys),
+        ({"data": pixels.astype(np.float32), "labels": LABELS}, array),
+        ({"data": pixels[:, :784], "labels": LABELS}, array),
+        ({"data": pixels.astype(object), "labels": LABELS}, array),
+        ({"data": [1, 2], "labels": LABELS}, array),
+        ({"data": pixels, "labels": LABELS[:-1]}, labels),
+        ({"data": pixels, "labels": ["cat"] * 7}, labels),
+        ({"data": pixels, "labels": [*range(6), 10]}, "a label is not in 0 to 9"),
+        ({"data": pixels, "labels": [*range(6), 2**700]}, "a label is not in 0 to 9"),
+    ):
+        with pytest.raises(DataError, match=re.escape(words)):
             cifar10_python([write(tmp_path, pickle.dumps(content, 2))])
-        return str(error.value)
-
-    assert "expected a dictionary with data and labels" in said([pixels, LABELS])
-    assert "expected a dictionary with data and labels" in said({"data": pixels, "fine_labels": LABELS})
-    assert "uint8 array [N, 3072]" in said({"data": pixels.astype(np.float32), "labels": LABELS})
-    assert "uint8 array [N, 3072]" in said({"data": pixels[:, :784], "labels": LABELS})
-    assert "uint8 array [N, 3072]" in said({"data": pixels.astype(object), "labels": LABELS})
-    assert "uint8 array [N, 3072]" in said({"data": [1, 2], "labels": LABELS})
-    assert "list of 7 whole numbers" in said({"data": pixels, "labels": LABELS[:-1]})
-    assert "list of 7 whole numbers" in said({"data": pixels, "labels": ["cat"] * 7})
-    assert "a label is not in 0 to 9" in said({"data": pixels, "labels": [0, 1, 2, 3, 4, 5, 10]})
-    assert "a label is not in 0 to 9" in said({"data": pixels, "labels": [0, 1, 2, 3, 4, 5, 2**700]})
 
 
 def test_a_truncated_pickle_is_refused_wherever_it_stops(tmp_path, pixels):
@@ -342,7 +337,4 @@ def test_locate_says_what_is_missing_where_most_was_found(tmp_path):
     assert "https://example.org" in message and "login node" in message and "--data" in message
     with pytest.raises(DataError, match=f"not found in {tmp_path / 'none'}: a, b"):
         locate(["a", "b"], tmp_path / "none", ("", "raw"), "a page")
-
-
-def test_missing_names_the_whole_path():
     assert str(Path("data").absolute()) in str(missing(["a"], Path("data"), "a page"))

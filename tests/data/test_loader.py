@@ -1,7 +1,5 @@
 """The processes' batches together are exactly the one-process batches: contracts 3 and 4."""
 
-from __future__ import annotations
-
 import random
 from pathlib import Path
 
@@ -147,20 +145,14 @@ def test_a_dataset_that_draws_draws_for_the_sample(processes: int, workers: int)
     assert len(draws) == sum(len(step) for step in one), "two samples, or two epochs, drew the same"
 
 
-def test_evaluation_draws_the_same_each_time() -> None:
+def test_draws_are_the_same_in_each_evaluation_and_from_any_step_on() -> None:
     loader = evaluation_loader(Plain(), Drawing(), Plan(), world(0, 1))
     steps = loader.order.steps_per_epoch
     assert same(rows(loader, 0, steps), rows(loader, 0, steps))
-
-
-def test_loading_leaves_dropouts_generator_alone() -> None:
     torch.manual_seed(3)
     before = torch.get_rng_state()
     list(training_loader(Plain(), Drawing(), Plan(), world(0, 1)).batches(0, 3))
     assert torch.equal(before, torch.get_rng_state())
-
-
-def test_starting_in_the_middle_gives_the_same_batches() -> None:
     loader = training_loader(Plain(), Drawing(), Plan(workers=0), world(0, 1))
     assert same(rows(loader, 0, 9)[5:], rows(loader, 5, 9))
 
@@ -173,6 +165,31 @@ def test_an_empty_slice_still_goes_through_the_model() -> None:
     assert sorted(batch.microbatches[0].rows for batch in batches) == [0, 0, 2]
     assert all(len(batch.microbatches[0].inputs) >= 1 for batch in batches)
     assert all(batch.samples == 2 and batch.count == 2.0 for batch in batches)
+
+
+class Counted(Plain):
+    """Each sample has as many values of the loss as its id, less one; the rest count nothing."""
+
+    def counts(self, target: torch.Tensor) -> torch.Tensor:
+        return torch.arange(20) < target[:, None]
+
+
+def test_a_row_of_padding_counts_nothing() -> None:
+    """Sample 0, which is the padding, has counts here."""
+    data = Arrays(torch.arange(1, 7), torch.arange(1, 7))
+    made = loaders(Counted(batch_size=2), data, 3, Plan(replicate=3))
+    for step in zip(*(loader.batches(0, 3) for loader in made), strict=True):
+        [filled] = [batch.microbatches[0] for batch in step if batch.microbatches[0].rows]
+        counts = [float(batch.microbatches[0].weights.sum()) for batch in step]
+        assert sorted(counts) == [0.0, 0.0, float(filled.targets.sum())]
+
+
+@pytest.mark.parametrize("microbatches", [2, 3, 5])
+def test_microbatches_of_a_pipeline_are_the_batch_in_order(microbatches: int) -> None:
+    data = [(torch.tensor([number]), number) for number in range(20)]
+    plan = Plan(pipeline=2, microbatches=microbatches)
+    [cut] = loaders(Plain(), data, 1, plan)  # which loads each batch at once
+    assert same(rows(cut, 0, 6), everyone(Plain(), data, 1, 6))
 
 
 def test_arrays_transform_and_nest() -> None:

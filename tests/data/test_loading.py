@@ -1,7 +1,5 @@
 """Ways to load: no way changes a sample, workers outlive an evaluation, and the quickest way is found and kept."""
 
-from __future__ import annotations
-
 import itertools
 import os
 import signal
@@ -103,6 +101,17 @@ def test_a_pass_that_is_broken_off_leaves_no_worker() -> None:
     assert len(list(loader.batches(0, 2))) == 2
     two = list(itertools.islice(zip(loader.batches(0, 2), loader.batches(0, 2), strict=True), 2))
     assert all(bool((one.ids == other.ids).all()) for one, other in two)  # two passes at once
+
+
+@pytest.mark.parametrize("plan", ["workers=0", "workers=2", "workers=2,loading=threads,prefetch=3"])
+def test_a_pass_begins_at_its_own_step_after_one_that_was_broken_off(plan: str) -> None:
+    loader, alone = (training_loader(Ten(), Drawn(), Plan.parse(each), world(0, 1)) for each in (plan, "workers=0"))
+    broken_off = loader.batches(0, 4)
+    next(broken_off)
+    broken_off.close()
+    for batch, expected in zip(loader.batches(5, 8), alone.batches(5, 8), strict=True):
+        assert torch.equal(batch.microbatches[0].inputs, expected.microbatches[0].inputs)
+    loader.sources.close()
 
 
 def test_threads_keep_the_training_threads() -> None:
@@ -235,15 +244,9 @@ def test_the_search_finds_the_quickest_and_tries_no_more_than_it_must() -> None:
     both, nothing = ("threads", "processes"), Loading()
     idle = {"workers=0": (1.0, 0.01)}
     assert quickest(nothing, both, 4, idle) == ("workers=0", ["workers=0"])
-    costs = {
-        "workers=0": (2.0, 0.5),
-        "workers=1,loading=threads": (1.5, 0.3),
-        "workers=1,loading=processes": (1.8, 0.4),
-        "workers=2,loading=threads": (1.2, 0.1),
-        "workers=4,loading=threads": (1.19, 0.1),
-    }
     one, two, four = (f"workers={count},loading=threads" for count in (1, 2, 4))
     other = "workers=1,loading=processes"
+    costs = {"workers=0": (2.0, 0.5), one: (1.5, 0.3), other: (1.8, 0.4), two: (1.2, 0.1), four: (1.19, 0.1)}
     tried = ["workers=0", one, other, two, four]
     turns = [found for way, best in ((four, two),) for found in (best, way) * (TURNS - 1)]
     assert quickest(nothing, both, 64, costs) == ("workers=2,loading=threads", tried + turns)
@@ -285,15 +288,8 @@ def test_the_search_takes_no_more_workers_than_there_is_memory_for() -> None:
 def test_a_tuner_changes_the_way_between_steps_and_says_what_it_chose() -> None:
     steps, spent, chosen = 0, [0.0] * len(PHASES), []
     costs = {"workers=0": 1.0, "workers=1,loading=processes": 0.1}
-    tuner = Tuner(
-        first=Loading(),
-        kinds=("processes",),
-        most=1,
-        spent=lambda: (steps, list(spent)),
-        device="cpu",
-        chosen=chosen.append,
-        seconds=0.0,
-    )
+    where = {"first": Loading(), "kinds": ("processes",), "most": 1, "device": "cpu", "seconds": 0.0}
+    tuner = Tuner(spent=lambda: (steps, list(spent)), chosen=chosen.append, **where)
     now, changes = Loading(), []
     while not chosen:
         steps += 1

@@ -1,7 +1,5 @@
 """A task's prepare(): once a node before data(), one process after the other, an error on all of them."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

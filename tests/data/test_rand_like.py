@@ -1,7 +1,5 @@
 """rand_like and randn_like: a sample's own numbers, wherever its row is."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Sampling: weighted, balanced and bucketed orders are functions of seed, epoch and step, the same on any world."""
 
-from __future__ import annotations
-
 from collections import Counter
 from pathlib import Path
 
@@ -73,9 +71,7 @@ def test_each_sample_comes_as_often_as_its_weight_says(made: tuple[Sampling, int
 
 @few
 @given(made=samplings(), batch_size=st.integers(1, 30), parts=st.integers(1, 6), data=st.data())
-def test_any_world_and_any_position_have_the_same_order(
-    made: tuple[Sampling, int], batch_size: int, parts: int, data: st.DataObject
-) -> None:
+def test_any_world_and_any_position_have_the_same_order(made, batch_size, parts, data):
     sampling, length = made
     whole = [order_of(sampling, length, batch_size).order(epoch, 0, sampling.samples or length) for epoch in (0, 1)]
     order = order_of(sampling, length, batch_size)
@@ -155,9 +151,13 @@ def test_what_does_not_fit_is_refused() -> None:
         (Sampling(weights=[1, 1, 1], classes=[0, 1, 1]), "weights or classes, not both"),
         (Sampling(samples=0), "must be at least 1"),
         (Sampling(lengths=[1]), r"lengths has shape \[1\]"),
+        (Sampling(copies=0), "copies=0"),
+        (Sampling(copies=2, samples=10), "copies cannot be combined"),
     ):
         with pytest.raises(TaskError, match=words):
             DrawnSamples(sampling, 3)
+    with pytest.raises(TaskError, match="batch_size=8 is not a multiple of"):
+        order_of(Sampling(copies=3), 30, 8).ids(0, 0)
 
 
 @pytest.mark.parametrize(("length", "batch_size", "copies"), [(60, 12, 3), (61, 8, 2), (7, 8, 4), (40, 6, 3)])
@@ -181,12 +181,3 @@ def test_copies_of_a_sample_share_its_batch(length: int, batch_size: int, copies
     assert not np.array_equal(epoch_of(order, 1), epoch_of(order, 2))
     for start, stop in ((0, 5), (3, length), (length - 1, length)):
         assert np.array_equal(order.order(1, start, stop), epoch_of(order, 1)[start:stop])
-
-
-def test_copies_that_do_not_fit_are_refused() -> None:
-    with pytest.raises(TaskError, match="batch_size=8 is not a multiple of"):
-        order_of(Sampling(copies=3), 30, 8).ids(0, 0)
-    with pytest.raises(TaskError, match="copies=0"):
-        order_of(Sampling(copies=0), 30)
-    with pytest.raises(TaskError, match="copies cannot be combined"):
-        order_of(Sampling(copies=2, samples=10), 30)

@@ -1,7 +1,5 @@
 """SeededDataset datasets: a sample's own draws follow it to whatever process and worker loads it."""
 
-from __future__ import annotations
-
 import random
 from typing import Any
 
@@ -138,19 +136,10 @@ class DrawingList(list[int]):
 
 
 ROWS = torch.arange(6).view(3, 2)
+LISTS = [[5, 6, 7], (5, 6, 7), Subset([0, 5, 6, 7], [1, 2, 3]), RepeatedDataset([5, 6, 7])]
 
 
-@pytest.mark.parametrize(
-    "dataset",
-    [
-        [5, 6, 7],
-        (5, 6, 7),
-        TensorDataset(ROWS),
-        one_by_one(TensorDataset(ROWS, ROWS)),
-        Subset([0, 5, 6, 7], [1, 2, 3]),
-        RepeatedDataset([5, 6, 7]),
-    ],
-)
+@pytest.mark.parametrize("dataset", [*LISTS, TensorDataset(ROWS), one_by_one(TensorDataset(ROWS, ROWS))])
 def test_what_cannot_draw_is_not_seeded(monkeypatch: pytest.MonkeyPatch, dataset: Any) -> None:
     def refuse(key: int) -> None:
         raise AssertionError("seeded")
@@ -179,7 +168,3 @@ def test_ids_may_come_from_numpy(alone: list[torch.Tensor]) -> None:
     kind, sample = SeededDataset(Asked(), seed=5)[1, np.int64(7)]
     assert kind is int  # what a file name or a JSON key is made from
     assert torch.equal(sample, alone[7])
-
-
-def test_it_is_as_long_as_the_dataset() -> None:
-    assert len(SeededDataset(Drawing(), seed=5)) == LENGTH

@@ -1,7 +1,5 @@
 """Staging: one copy a node, whole or absent, at the cost of one, and with its index."""
 
-from __future__ import annotations
-
 import errno
 import os
 import signal
@@ -18,6 +16,12 @@ from grappe.data.staging import copied
 from grappe.errors import DataError, GrappeError, UsageError
 from tests.data.images.pictures import archive, files, folder, shards
 from tests.patience import PATIENCE_SECONDS
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    """A folder of photos."""
+    return folder(tmp_path / "here" / "photos", files())
 
 
 def contents(place: Path) -> dict[str, bytes]:
@@ -43,9 +47,7 @@ def test_a_folder_is_copied_once_with_its_index(tmp_path: Path, make, capsys: py
     assert (staged[3][0] == data[3][0]).all()
 
 
-def test_what_has_changed_is_copied_and_what_is_gone_is_removed(tmp_path: Path) -> None:
-    source = tmp_path / "here" / "photos"
-    folder(source, files())
+def test_what_has_changed_is_copied_and_what_is_gone_is_removed(tmp_path: Path, source: Path) -> None:
     copied(source, tmp_path / "node")
     first, second, *_ = sorted(one for one in source.rglob("*") if one.is_file())
     first.unlink()
@@ -53,6 +55,16 @@ def test_what_has_changed_is_copied_and_what_is_gone_is_removed(tmp_path: Path) 
     done = copied(source, tmp_path / "node")
     assert done.copied == 1
     assert contents(done.place) == contents(source)
+
+
+def test_a_file_that_has_changed_and_kept_its_size_is_copied_again(tmp_path: Path) -> None:
+    source = tmp_path / "numbers.bin"
+    source.write_bytes(b"first")
+    copied(source, tmp_path / "node")
+    source.write_bytes(b"again")
+    os.utime(source, (1e9, 1e9))
+    done = copied(source, tmp_path / "node")
+    assert (done.copied, done.place.read_bytes()) == (1, b"again")
 
 
 def test_what_is_not_ours_stays(tmp_path: Path) -> None:
@@ -75,13 +87,9 @@ def test_what_is_not_ours_stays(tmp_path: Path) -> None:
         stage(photos, place)
 
 
-def test_a_full_disk_is_said_before_and_while_copying(tmp_path: Path) -> None:
-    source = tmp_path / "here" / "photos"
-    folder(source, files())
-    with (
-        patch("shutil.disk_usage", return_value=type("", (), {"free": 10})),
-        pytest.raises(DataError, match="does not fit"),
-    ):
+def test_a_full_disk_is_said_before_and_while_copying(tmp_path: Path, source: Path) -> None:
+    small = patch("shutil.disk_usage", return_value=type("", (), {"free": 10}))
+    with small, pytest.raises(DataError, match="does not fit"):
         stage(source, tmp_path / "node")
     real, calls = os.utime, []
 
@@ -141,9 +149,7 @@ def test_a_killed_copy_goes_on(tmp_path: Path) -> None:
     assert contents(done.place) == contents(source)
 
 
-def test_a_folder_that_cannot_be_read_is_an_error_and_removes_nothing(tmp_path: Path) -> None:
-    source = tmp_path / "here" / "photos"
-    folder(source, files())
+def test_a_folder_that_cannot_be_read_is_an_error_and_removes_nothing(tmp_path: Path, source: Path) -> None:
     whole = contents(copied(source, tmp_path / "node").place)
     bad, real = sorted(one for one in source.iterdir() if one.is_dir())[0], os.scandir
 
@@ -157,9 +163,8 @@ def test_a_folder_that_cannot_be_read_is_an_error_and_removes_nothing(tmp_path: 
     assert contents(tmp_path / "node" / "photos") == whole
 
 
-def test_links_are_not_followed(tmp_path: Path) -> None:
-    source, other = tmp_path / "here" / "photos", tmp_path / "other"
-    folder(source, files())
+def test_links_are_not_followed(tmp_path: Path, source: Path) -> None:
+    other = tmp_path / "other"
     place = copied(source, tmp_path / "node").place
     place.rename(other)
     place.symlink_to(other)
@@ -189,18 +194,14 @@ def test_a_killed_copy_of_a_single_file_leaves_nothing_behind(tmp_path: Path) ->
     assert {one.name for one in node.iterdir() if one.name.endswith(".staging")} == {".other.tar.0123abcd.staging"}
 
 
-def test_the_sources_own_files_may_be_called_so(tmp_path: Path) -> None:
-    source = tmp_path / "here" / "photos"
-    folder(source, files())
+def test_the_sources_own_files_may_be_called_so(tmp_path: Path, source: Path) -> None:
     (source / ".mine.staging").write_text("mine")
     (source / "notes.staging").write_text("mine")
     assert copied(source, tmp_path / "node").copied == len(contents(source))
     assert copied(source, tmp_path / "node").copied == 0
 
 
-def test_a_whole_copy_on_a_full_disk_is_taken(tmp_path: Path) -> None:
-    source = tmp_path / "here" / "photos"
-    folder(source, files())
+def test_a_whole_copy_on_a_full_disk_is_taken(tmp_path: Path, source: Path) -> None:
     copied(source, tmp_path / "node")
     with patch("shutil.disk_usage", return_value=type("", (), {"free": 0})):
         assert copied(source, tmp_path / "node").copied == 0

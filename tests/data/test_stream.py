@@ -1,7 +1,5 @@
 """Streams without a training: how their place is found again, and what is refused or called not repeatable."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import random
@@ -45,7 +43,6 @@ def inputs(stream: Stream, start: int, stop: int, saved: Any = None, workers: in
     """Reads steps of 4 samples; what came, the place after them, and what the user is told."""
     stream.samples = 1000
     loader = training_loader(Plain(batch_size=4), stream, Plan(workers=workers), world(0, 1))
-    assert loader.stream is not None
     loader.begin_stream(start, saved)
     read = [value for batch in loader.batches(start, stop) for value in batch.microbatches[0].inputs.flatten().tolist()]
     loader.stream.close()
@@ -68,6 +65,26 @@ def test_a_stream_goes_on_by_its_state_or_by_skipping(state: Callable[[int], Any
     rest, _, notes = inputs(Stream(Counting(state)), 3, 4, place)
     assert rest == [12, 13, 14, 15]
     assert words in notes[1]
+
+
+class Epochs(IterableDataset):
+    """Six numbers, others in each epoch."""
+
+    epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __iter__(self) -> Iterator[tuple]:
+        return ((torch.tensor([10.0 * self.epoch + place]), place) for place in range(6))
+
+
+@pytest.mark.parametrize("step", [1, 2, 3, 4, 5])
+def test_a_stream_goes_on_in_the_turn_that_it_was_in(step: int) -> None:
+    first, place, _ = inputs(Stream(Epochs()), 0, step)
+    rest, _, notes = inputs(Stream(Epochs()), step, 6, place)
+    assert first + rest == [10.0 * turn + number for turn in range(4) for number in range(6)]
+    assert "not repeatable" not in notes[1]
 
 
 def test_a_stream_that_has_changed_is_called_not_repeatable() -> None:

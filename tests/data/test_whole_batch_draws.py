@@ -1,7 +1,6 @@
 """Draws for a microbatch's rows are those of one process that draws for the whole batch."""
 
-from __future__ import annotations
-
+import contextlib
 import functools
 import weakref
 from collections.abc import Callable
@@ -68,28 +67,20 @@ DRAWS: dict[str, Draw] = {
 }
 
 
+@pytest.mark.parametrize("watched", [False, True])
 @pytest.mark.parametrize("name", DRAWS)
-def test_rows_have_the_whole_batchs_numbers_and_the_generator_goes_as_far(name: str) -> None:
+def test_rows_have_the_whole_batchs_numbers_and_the_generator_goes_as_far(name: str, watched: bool) -> None:
+    """Also in a dispatch mode, which watches the first forward of a training, and each of verify's."""
     x = torch.randn(ROWS, 5, 8, generator=torch.Generator().manual_seed(0))
     torch.manual_seed(3)
     wanted, after = DRAWS[name](x), torch.get_rng_state()
     for first, last in CUTS:
         torch.manual_seed(3)
-        with whole_batch_draws(BatchRows(first, last - first, ROWS)):
+        watch = RandomOps(off=False) if watched else contextlib.nullcontext()
+        with whole_batch_draws(BatchRows(first, last - first, ROWS)), watch:
             found = DRAWS[name](x[first:last])
         torch.testing.assert_close(found, wanted[first:last])
-        assert torch.equal(after, torch.get_rng_state())
-
-
-@pytest.mark.parametrize("name", DRAWS)
-def test_the_same_in_a_dispatch_mode(name: str) -> None:
-    """The first forward of a training is watched by one, and so is each of verify's."""
-    x = torch.randn(ROWS, 5, 8, generator=torch.Generator().manual_seed(0))
-    torch.manual_seed(3)
-    wanted = DRAWS[name](x)
-    torch.manual_seed(3)
-    with whole_batch_draws(BatchRows(4, 6, ROWS)), RandomOps(off=False):
-        torch.testing.assert_close(DRAWS[name](x[4:10]), wanted[4:10])
+        assert watched or torch.equal(after, torch.get_rng_state())
 
 
 def test_rows_of_padding_and_gradients() -> None:
@@ -124,9 +115,7 @@ HEADS: dict[str, Draw] = {
 @pytest.mark.parametrize("processes", [2, 4])
 @pytest.mark.parametrize("rows", [(0, ROWS), (4, 10)])
 @pytest.mark.parametrize("name", HEADS)
-def test_columns_between_split_layers_have_the_whole_layers_numbers(
-    name: str, rows: tuple[int, int], processes: int
-) -> None:
+def test_columns_between_split_layers_have_the_whole_layers_numbers(name, rows, processes):
     """A process's columns are those of one process, and the next draw, where all columns are there again, is too."""
     x = torch.randn(ROWS, 5, 8, generator=torch.Generator().manual_seed(0))
     torch.manual_seed(3)
@@ -280,9 +269,7 @@ def test_fused_attention_of_a_mock_gpu_draws_its_own_and_leaves_the_generator_as
     ],
     ids=["lstm", "projected", "gru", "rnn"],
 )
-def test_recurrent_layers_one_by_one_have_torchs_numbers(
-    layer: nn.RNNBase, packed: bool, batch_first: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_recurrent_layers_one_by_one_have_torchs_numbers(layer, packed, batch_first, monkeypatch):
     """On a GPU cuDNN's dropout has a state of its own; here each layer by itself is compared with torch's on a CPU."""
     rows = torch.randn(4, 3, 5)
     inputs = pack_padded_sequence(rows, torch.tensor([4, 3, 1] if not batch_first else [3, 3, 2, 1]), batch_first)

@@ -1,7 +1,5 @@
 """Data workers that are forked from a process with a past."""
 
-from __future__ import annotations
-
 import gc
 import os
 import subprocess
@@ -77,7 +75,7 @@ for step, _ in enumerate(loop.batches(Pairs(), batch_size=32, epochs=10)):
 """
 
 
-@pytest.mark.costly
+@pytest.mark.slow
 def test_a_script_that_fails_ends_although_its_workers_ignore_signals() -> None:
     ended = subprocess.run(
         [sys.executable, "-c", SCRIPT], capture_output=True, text=True, timeout=PATIENCE_SECONDS, check=False

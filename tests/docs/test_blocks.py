@@ -3,8 +3,6 @@
 Commands are parsed, not run: most of them train for minutes, and the tests of their verbs run them on less.
 """
 
-from __future__ import annotations
-
 import re
 import shlex
 from pathlib import Path
@@ -36,7 +34,7 @@ PAGES = [*GUIDES, *sorted(translations.FRENCH.glob("*.md"))]
 RUN_ELSEWHERE = {
     "README.md": "tests/test_readme.py",
     "augmentation.md": "tests/test_imagenet_guide.py",
-    "corpus.md": "tests/test_corpus_guide.py",
+    "corpus.md": "tests/test_data_guide.py",
     "data.md": "tests/test_data_guide.py",
     "data-formats.md": "tests/test_data_formats.py",
     "from-a-script.md": "tests/docs/test_from_a_script.py",
@@ -53,14 +51,11 @@ NOT_RUN = {
     ("too-big.md", "def domain(self"): "a part of a task; tests/parity/test_domain.py cuts another dimension",
     ("own-loop.md", "import grappe"): "a part of examples/gan.py; tests/training/test_own_loop.py trains such a loop",
     ("own-loop.md", "grappe launch --plan"): "a script of the reader's; tests/verbs/test_launch.py launches such a one",
-    (
-        "slurm.md",
-        "import grappe.slurm",
-    ): "needs a cluster; tests/docs/test_pieces.py holds its calls to their signatures",
+    ("slurm.md", "import grappe.slurm"): "needs a cluster; tests/docs/test_pieces.py holds its calls to signatures",
     (
         "task.md",
         "def model(self):\n    student = network()",
-    ): "a part of a task; tests/engines/shared/test_after_step.py trains such a teacher",
+    ): "a part; tests/engines/shared/test_after_step.py trains it",
     ("lightning.md", "#SBATCH --nodes=2"): "a job script of the reader's",
     ("data.md", "srun --ntasks-per-node=1"): "a line of a job script of the reader's",
     ("export.md", "module load"): "needs a cluster's modules; tests/verbs/export runs the cmake lines",

@@ -1,7 +1,5 @@
 """docs/from-a-script.md: its scripts with grappe print the same on two processes; its lines are counted; its tables."""
 
-from __future__ import annotations
-
 import difflib
 import re
 import shlex

@@ -3,8 +3,6 @@
 There is no GPU here: four processes on the CPU stand in for four GPUs. Slurm is the real one of tests/slurm.
 """
 
-from __future__ import annotations
-
 import json
 import shlex
 import sys
@@ -70,16 +68,10 @@ def test_interrupted_and_resumed(tmp_path: Path) -> None:
         training.close()
     assert code == 75, out + err
     run = Run(tmp_path / "runs" / "long")
-    stopped = _step(run)
+    stopped = run.latest().step
     said = typed([*long, "--steps", str(stopped + 5)], tmp_path)
     assert f"step {stopped}" in said
-    assert _step(run) == stopped + 5
-
-
-def _step(run: Run) -> int:
-    newest = run.latest()
-    assert newest
-    return newest.step
+    assert run.latest().step == stopped + 5
 
 
 def test_a_sweep(tmp_path: Path) -> None:

@@ -1,51 +1,38 @@
 """Labs as pages: their outputs, solutions folded; stored outputs name no folder of the machine."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 from docs import labs
 from docs.site import notebooks
 
-BOOK = {
-    "cells": [
-        {"cell_type": "markdown", "id": "a", "metadata": {}, "source": ["# A lab"]},
-        {
-            "cell_type": "code",
-            "id": "b",
-            "metadata": {},
-            "execution_count": None,
-            "outputs": [],
-            "source": [
-                "import os\n",
-                "print('step 1   \\r' + 'step 2')\n",
-                "print(os.getcwd() + '/runs/x', flush=True)\n",
-                "print('on', os.uname().nodename)",
-            ],
-        },
-        {"cell_type": "markdown", "id": "c", "metadata": {}, "source": ["Try.\n\n## Solution\n", "\n", "It is 2."]},
-        {
-            "cell_type": "code",
-            "id": "d",
-            "metadata": {},
-            "execution_count": None,
-            "outputs": [],
-            "source": ["class Shown:\n    def _repr_html_(self):\n        return '<b>2</b>'\n\n\nShown()"],
-        },
-        {"cell_type": "markdown", "id": "e", "metadata": {}, "source": ["## More"]},
-    ],
-    "metadata": {},
-    "nbformat": 4,
-    "nbformat_minor": 5,
-}
+
+def cell(kind: str, *lines: str) -> dict[str, Any]:
+    further = {"execution_count": None, "outputs": []} if kind == "code" else {}
+    return {"cell_type": kind, "id": f"c{hash(lines)}", "metadata": {}, "source": list(lines), **further}
+
+
+CELLS = [
+    cell("markdown", "# A lab"),
+    cell(
+        "code",
+        "import os\n",
+        "print('step 1   \\r' + 'step 2')\n",
+        "print(os.getcwd() + '/runs/x', flush=True)\n",
+        "print('on', os.uname().nodename)",
+    ),
+    cell("markdown", "Try.\n\n## Solution\n", "\n", "It is 2."),
+    cell("code", "class Shown:\n    def _repr_html_(self):\n        return '<b>2</b>'\n\n\nShown()"),
+    cell("markdown", "## More"),
+]
 
 
 @pytest.fixture(scope="module")
 def executed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     file = tmp_path_factory.mktemp("labs") / "lab.ipynb"
-    file.write_text(json.dumps(BOOK))
+    file.write_text(json.dumps({"cells": CELLS, "metadata": {}, "nbformat": 4, "nbformat_minor": 5}))
     labs.execute(file)
     return file
 

@@ -1,7 +1,5 @@
 """The picture of a training in the README has the rows that a training's end has today."""
 
-from __future__ import annotations
-
 import html
 import re
 from pathlib import Path

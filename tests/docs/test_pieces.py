@@ -1,7 +1,5 @@
 """The guides' pieces of Python, and a site's file, that no test of their own runs."""
 
-from __future__ import annotations
-
 import inspect
 import re
 import sys

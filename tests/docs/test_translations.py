@@ -1,7 +1,5 @@
 """The French guides: the code blocks of the English ones, which the tests run; those that fell behind are named."""
 
-from __future__ import annotations
-
 import dataclasses
 import re
 from pathlib import Path

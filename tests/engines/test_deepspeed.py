@@ -1,7 +1,5 @@
 """Tests of the plans and settings that the DeepSpeed engine refuses or passes on."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil
@@ -15,10 +13,13 @@ from torch import nn
 from grappe import engines
 from grappe.engines.deepspeed import library, settings, state
 from grappe.errors import PlanError
+from grappe.launch.rank import ProcessRank
+from grappe.launch.world import World
 from grappe.plan import Plan
 from tests.parity.tasks import Images
 
 TASK = Images(clip=0.5)  # 12 samples a step
+ALONE = World(process=ProcessRank(job="x"), device=torch.device("cpu"))
 
 
 def plan(text: str, file: Path | None = None, **said: object) -> Plan:
@@ -48,10 +49,13 @@ def test_what_it_cannot_do_is_refused_with_what_to_do(text: str, words: str) -> 
     assert words in str(caught.value)
 
 
-def test_without_the_package_it_says_how_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_not_installed_is_said_with_its_command(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(library.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(PlanError, match=r"pip install 'grappe\[deepspeed\]'"):
         engines.check(plan("shard=2"))
+    monkeypatch.setattr(library, "built_everywhere", lambda builder, world: False)
+    with pytest.raises(PlanError, match="apt-get install libaio-dev"):
+        library.check_libaio(None)  # type: ignore[arg-type]
 
 
 def test_a_folder_that_cannot_be_written_directly_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -66,25 +70,16 @@ def test_a_folder_that_cannot_be_written_directly_is_refused(tmp_path: Path, mon
 
 
 def test_a_full_disk_is_refused_before_anything_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from grappe.launch.rank import ProcessRank
-    from grappe.launch.world import World
-
-    alone = World(process=ProcessRank(rank=0, size=1, local_rank=0, local_size=1, job="x"), device=torch.device("cpu"))
     monkeypatch.setattr(library, "check_libaio", lambda world: None)
     usage = shutil.disk_usage(tmp_path)._replace(free=10**6)
     monkeypatch.setattr(library.shutil, "disk_usage", lambda folder: usage)
-    scratch = library.Scratch(plan(f"offload=nvme:{tmp_path}"), alone)
+    scratch = library.Scratch(plan(f"offload=nvme:{tmp_path}"), ALONE)
     with pytest.raises(PlanError, match=r"needs about 1\.9 GiB on each node, and has 0\.0 GiB"):
         scratch.make(10**8, {})
     assert not list(tmp_path.iterdir())
 
 
-def test_what_a_killed_training_left_on_the_disk_goes_with_the_next(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from grappe.launch.rank import ProcessRank
-    from grappe.launch.world import World
-
+def test_what_a_killed_training_left_on_the_disk_goes_with_the_next(tmp_path, monkeypatch):
     gone, lives, mine_own = (tmp_path / f"{library.PREFIX}{one}" for one in ("gone", "lives", "notes-1"))
     for folder in (gone, lives, mine_own):
         folder.mkdir()
@@ -93,8 +88,7 @@ def test_what_a_killed_training_left_on_the_disk_goes_with_the_next(
     owner = library._owned(lives)
     (mine_own / "thesis.txt").write_text("mine")
     monkeypatch.setattr(library, "check_libaio", lambda world: None)
-    process = ProcessRank(rank=0, size=1, local_rank=0, local_size=1, job="x")
-    scratch = library.Scratch(plan(f"offload=nvme:{tmp_path}"), World(process=process, device=torch.device("cpu")))
+    scratch = library.Scratch(plan(f"offload=nvme:{tmp_path}"), ALONE)
     said: dict = {"zero_optimization": {"offload_optimizer": {}, "offload_param": {}}}
     scratch.make(1000, said)
     assert not gone.exists()
@@ -105,12 +99,6 @@ def test_what_a_killed_training_left_on_the_disk_goes_with_the_next(
     scratch.close()
     assert sorted(tmp_path.iterdir()) == sorted([lives, mine_own])
     owner.close()
-
-
-def test_without_libaio_it_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(library, "built_everywhere", lambda builder, world: False)
-    with pytest.raises(PlanError, match="apt-get install libaio-dev"):
-        library.check_libaio(None)  # type: ignore[arg-type]
 
 
 def test_settings_that_leave_open_what_is_learned_go_to_deepspeed(tmp_path: Path) -> None:
@@ -130,6 +118,13 @@ def test_settings_that_leave_open_what_is_learned_go_to_deepspeed(tmp_path: Path
     assert "bf16" not in merged, "it would make the parameters bf16"
 
 
+TWO = "microbatches=2"
+
+
+def in_zero(**said: object) -> dict:
+    return {"zero_optimization": said}
+
+
 @pytest.mark.parametrize(
     ("text", "said", "words"),
     [
@@ -138,24 +133,16 @@ def test_settings_that_leave_open_what_is_learned_go_to_deepspeed(tmp_path: Path
         ("shard=2", {"fp16": {"enabled": True}}, "fp16.enabled is true, but precision=fp32"),
         ("shard=2", {"train_batch_size": 64}, "train_batch_size is 64, but the task's batch_size=12"),
         ("shard=2", {"gradient_clipping": 1.0}, "gradient_clipping is 1.0, but the task's clip=0.5"),
-        (
-            "shard=2,microbatches=2",
-            {"gradient_accumulation_steps": 4},
-            "gradient_accumulation_steps is 4, but microbatches=2",
-        ),
+        (f"shard=2,{TWO}", {"gradient_accumulation_steps": 4}, f"gradient_accumulation_steps is 4, but {TWO}"),
         (
             "shard=2",
-            {"zero_optimization": {"offload_optimizer": {"device": "cpu"}}},
-            'zero_optimization.offload_optimizer.device is "cpu", but offload=none',
+            in_zero(offload_optimizer={"device": "cpu"}),
+            '_optimizer.device is "cpu", but offload=none',
         ),
         ("shard=2", {"optimizer": {"type": "Adam"}}, "optimizer: the task's optimizer() sets it"),
         ("shard=2", {"communication_data_type": "fp16"}, "reductions are in fp32"),
         ("shard=2", {"wall_clock_brakedown": True}, "did you mean wall_clock_breakdown"),
-        (
-            "shard=2",
-            {"zero_optimization": {"zero_quantized_gradients": True}},
-            "zero_optimization.zero_quantized_gradients is not a setting that keeps the training the same",
-        ),
+        ("shard=2", in_zero(zero_quantized_gradients=True), "zero_quantized_gradients is not a setting that keeps the"),
     ],
 )
 def test_a_contradiction_is_named(tmp_path: Path, text: str, said: dict, words: str) -> None:

@@ -1,7 +1,5 @@
 """Whether every step reaches the same parameters."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """The Lightning engine's own parts: that its Trainer runs the loop, where it stands, and what it leaves alone."""
 
-from __future__ import annotations
-
 import os
 import signal
 from pathlib import Path
@@ -21,7 +19,7 @@ from grappe.launch.rank import ProcessRank, rank_from_environment
 from grappe.launch.world import World, join
 from grappe.plan import Plan
 from grappe.training.run import Run
-from tests.commands import GRAPPE, SLOW, Command, pids_in_training
+from tests.commands import GRAPPE, SLOW, pids_in_training
 from tests.parity.tasks import Images
 from tests.processes import Pool
 from tests.training.test_training import train
@@ -93,16 +91,9 @@ def test_the_plan_chooses_lightnings_strategy(pool: Pool, plan: str, size: int, 
         assert found == (kind, size, 1, size)
 
 
-SLURM = {  # srun on two nodes with four processes each, as IDRIS's page has it, seen from the second node's third
-    "SLURM_JOB_ID": "7",
-    "SLURM_STEP_ID": "0",
-    "SLURM_PROCID": "6",
-    "SLURM_STEP_NUM_TASKS": "8",
-    "SLURM_LOCALID": "2",
-    "SLURM_NODEID": "1",
-    "SLURM_STEP_TASKS_PER_NODE": "4(x2)",
-    "SLURM_NNODES": "2",
-}
+# srun on two nodes with four processes each, as IDRIS's page has it, seen from the second node's third
+SLURM = {"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "8", "SLURM_NNODES": "2"}
+SLURM |= {"SLURM_PROCID": "6", "SLURM_LOCALID": "2", "SLURM_NODEID": "1", "SLURM_STEP_TASKS_PER_NODE": "4(x2)"}
 
 
 def test_under_slurm_it_stands_where_srun_put_it() -> None:
@@ -111,7 +102,6 @@ def test_under_slurm_it_stands_where_srun_put_it() -> None:
     from grappe.engines.lightning.fit import Here
 
     process = rank_from_environment(SLURM)
-    assert process is not None
     world = Here(World(process=process, device=torch.device("cpu")))
     assert (world.global_rank(), world.local_rank(), world.node_rank(), world.world_size()) == (6, 2, 1, 8)
     assert world.creates_processes_externally
@@ -127,28 +117,19 @@ def test_patience_stops_it(tmp_path: Path) -> None:
     assert result.step == len(losses) < 60
 
 
-def test_a_signal_saves_and_ends_with_75(tmp_path: Path) -> None:
+def test_a_signal_saves_and_ends_with_75(start, tmp_path: Path) -> None:
     plan = ("--plan", "engine=lightning,replicate=2,device=cpu,threads=1")
-    command = Command(GRAPPE, "train", SLOW, "--run", "run", *plan, cwd=tmp_path)
-    try:
-        pids_in_training(tmp_path / "run", 2)
-        os.kill(command.process.pid, signal.SIGTERM)
-        code, out, err = command.end()
-        assert (code, err) == (75, "")
-        assert "interrupted, saved" in out
-        saved = Run(tmp_path / "run").latest()
-        assert saved is not None
-        assert saved.step > 0
-    finally:
-        command.close()
-    again = Command(GRAPPE, "train", SLOW, "pause=0", "epochs=8", "--run", "run", *plan, cwd=tmp_path)
-    try:
-        code, out, err = again.end()
-        assert (code, err) == (0, "")
-        assert "finished, 64 steps" in out
-        assert [one["step"] for one in Run(tmp_path / "run").records("step")] == list(range(1, 65))
-    finally:
-        again.close()
+    command = start(GRAPPE, "train", SLOW, "--run", "run", *plan)
+    pids_in_training(tmp_path / "run", 2)
+    os.kill(command.process.pid, signal.SIGTERM)
+    code, out, err = command.end()
+    assert (code, err) == (75, "")
+    assert "interrupted, saved" in out
+    assert Run(tmp_path / "run").latest().step > 0
+    code, out, err = start(GRAPPE, "train", SLOW, "pause=0", "epochs=8", "--run", "run", *plan).end()
+    assert (code, err) == (0, "")
+    assert "finished, 64 steps" in out
+    assert [one["step"] for one in Run(tmp_path / "run").records("step")] == list(range(1, 65))
 
 
 def test_what_it_cannot_do_is_refused() -> None:

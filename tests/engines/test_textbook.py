@@ -1,7 +1,5 @@
 """The textbook engine's own parts: its all-reduces, and gradients that not every process has."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from unittest import mock
 

@@ -1,7 +1,5 @@
 """Function for a pool's processes that returns the user's message about an impossible training."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import torch.distributed as dist

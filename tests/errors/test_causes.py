@@ -1,7 +1,5 @@
 """A process or thread that the system does not start is told from other errors."""
 
-from __future__ import annotations
-
 import errno
 import importlib.metadata
 import os
@@ -96,9 +94,7 @@ def test_a_users_own_error_is_no_broken_package() -> None:
         ("torch==2.0.1.dev20250801 ; python_version>'3'", False),
     ],
 )
-def test_a_torchvision_for_another_torch_is_named(
-    requirement: str, fits: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_torchvision_for_another_torch_is_named(requirement: str, fits: bool, tmp_path: Path, monkeypatch) -> None:
     about = tmp_path / "torchvision-0.15.2.dist-info"
     about.mkdir()
     own = importlib.metadata.version("torch").partition("+")[0]

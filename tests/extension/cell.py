@@ -1,7 +1,5 @@
 """Trains the extension's task in a process of the pool, which finds the operator where a test has built it."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 from typing import Any

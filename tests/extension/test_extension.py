@@ -1,7 +1,5 @@
 """The operator in C++ computes and learns what torch's own do, under every plan; it can be verified and exported."""
 
-from __future__ import annotations
-
 import functools
 import json
 import os
@@ -26,7 +24,7 @@ from tests.patience import PATIENCE_SECONDS
 from tests.processes import Pool
 from tests.training.test_training import train
 
-pytestmark = pytest.mark.costly
+pytestmark = pytest.mark.slow
 
 STEPS = 4
 PLANS = (

@@ -1,7 +1,5 @@
 """Runs that the fault tests share: what each process did to the disk was recorded while they saved."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 from collections.abc import Callable
@@ -10,8 +8,10 @@ from pathlib import Path
 import pytest
 
 from grappe.plan import Plan
+from grappe.task import Task
 from grappe.training.options import Options
 from tests.faults.resume_cell import hashes
+from tests.faults.resuming import run
 from tests.faults.trace import Recorder, merged
 from tests.parity.tasks import Images
 from tests.processes import Pool
@@ -37,9 +37,7 @@ class Recorded:
 
 
 @pytest.fixture(scope="session")
-def recorded(
-    pool: Pool, tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
-) -> Callable[[str], Recorded]:
+def recorded(pool, tmp_path_factory, request):
     """Of a plan."""
 
     @functools.cache
@@ -62,5 +60,19 @@ def recorded(
             end=hashes(base / "whole", END),
             go_on=lambda folder: train(folder, END, "part", None)[0],
         )
+
+    return of
+
+
+@pytest.fixture(scope="session")
+def killed(pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> Callable[[Task, str | None], Path]:
+    """Runs of a task under a plan that died at step 3, saved at step 2; without a plan, one process that did not."""
+    base = tmp_path_factory.mktemp("killed")
+
+    @functools.cache
+    def of(task: Task, plan: str | None) -> Path:
+        folder = base / f"{len(list(base.iterdir()))}"
+        run(pool, task, plan or "", folder, dies_at=None if plan is None else 3, save_every=2)
+        return folder
 
     return of

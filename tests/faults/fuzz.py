@@ -1,7 +1,5 @@
 """Input of the fuzzer: words, JSON, and runs that are damaged as an accident or an attacker would."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil
@@ -56,24 +54,12 @@ JSON: st.SearchStrategy[Any] = st.recursive(
 )
 DEEP = [b"[" * 100_000, b'{"a":' * 50_000, b"[" * 900 + b"]" * 900]
 BYTES = st.one_of(st.binary(max_size=60), st.sampled_from([b"", b"{}", b"[]", b"\xff\xfe", b"\x80\x04K.", *DEEP]))
-FILES = (
-    "run.json",
-    "metrics.jsonl",
-    "usage.jsonl",
-    "lease.json",
-    "done",
-    "report.html",
-    "logs",
-    "logs/jobs.jsonl",
-    "logs/rank-0.log",
-    "samples",
-    "samples/rank-0.jsonl",
-    "checkpoints",
-    "checkpoints/NEWEST",
-    "checkpoints/NEWEST/manifest.json",
-    "checkpoints/NEWEST/state.json",
-    "checkpoints/NEWEST/rank-0.safetensors",
-)
+NAMES = """
+run.json metrics.jsonl usage.jsonl lease.json done report.html logs logs/jobs.jsonl logs/rank-0.log samples
+samples/rank-0.jsonl checkpoints checkpoints/NEWEST checkpoints/NEWEST/manifest.json checkpoints/NEWEST/state.json
+checkpoints/NEWEST/rank-0.safetensors
+"""
+FILES = tuple(NAMES.split())
 KINDS = ("pipe", "folder", "file", "link out", "link to itself", "endless", "nothing", "renamed")
 DAMAGE = st.lists(
     st.one_of(
@@ -116,7 +102,7 @@ def told(verb: Callable[[], object]) -> str:
 def damage(run: Path, outside: Path, todo: list[tuple[str, str, Any]], *, sealed: bool) -> None:
     """Damages a run; with `sealed`, the newest checkpoint's manifest fits again, as an attacker would make it."""
     newest = sorted((run / "checkpoints").iterdir())[-1].name
-    origin = {"step": int(newest.partition("-")[2]), "run": Run(run).read_id(), "samples": 0}
+    owner = Run(run).read_id()
     for how, name, what in todo:
         file = run / name.replace("NEWEST", newest)
         if not file.parent.is_dir():
@@ -129,13 +115,19 @@ def damage(run: Path, outside: Path, todo: list[tuple[str, str, Any]], *, sealed
             file.write_bytes(what)
     folder = run / "checkpoints" / newest
     # Behind a link lies what is outside, which the damage itself must not change.
-    if sealed and folder.is_dir() and not folder.is_symlink() and not folder.parent.is_symlink():
-        files = {one.name: fingerprint(one) for one in folder.iterdir() if one.is_file() and not one.is_symlink()}
-        files.pop(MANIFEST, None)
-        if not (folder / MANIFEST).exists() or (folder / MANIFEST).is_file():
-            (folder / MANIFEST).unlink(missing_ok=True)
-            content = {**origin, "files": files}
-            (folder / MANIFEST).write_text(json.dumps({**content, "xxh3_128": json_hash(content)}))
+    there = folder.is_dir() and not folder.is_symlink() and not folder.parent.is_symlink()
+    if sealed and there and (not (folder / MANIFEST).exists() or (folder / MANIFEST).is_file()):
+        seal(folder, owner)
+
+
+def seal(checkpoint: Path, run: str | None = None) -> None:
+    """Makes a manifest that is right for the files there, as whoever sends them can."""
+    files = {one.name: fingerprint(one) for one in checkpoint.iterdir() if one.is_file() and not one.is_symlink()}
+    files.pop(MANIFEST, None)
+    run = Run(checkpoint.parents[1]).read_id() if run is None else run
+    content = {"step": int(checkpoint.name.partition("-")[2]), "run": run, "samples": 0, "files": files}
+    (checkpoint / MANIFEST).unlink(missing_ok=True)
+    (checkpoint / MANIFEST).write_text(json.dumps({**content, "xxh3_128": json_hash(content)}))
 
 
 def _changed(content: bytes, how: str, what: Any) -> bytes:

@@ -8,8 +8,6 @@ more than 5 seconds, memory of more than twice the model's (beside what librarie
 is new or changed. A finding is printed at once, and the next file is tried; the exit code is then 1.
 """
 
-from __future__ import annotations
-
 import collections
 import dataclasses
 import io
@@ -23,7 +21,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -114,7 +112,7 @@ def _peak() -> int:
     return max(resource.getrusage(one).ru_maxrss for one in who) * 1024
 
 
-def in_fork(work: Callable[[], Any]) -> Any:
+def in_fork(work: Callable[[], Any], seconds: float = HANG_SECONDS) -> Any:
     """The result of `work`, JSON, from a forked process whose output is dropped.
 
     Raises:
@@ -135,7 +133,7 @@ def in_fork(work: Callable[[], Any]) -> Any:
         os._exit(0)
     os.close(writer)
     with os.fdopen(reader) as stream:
-        in_time = select.select([stream], [], [], HANG_SECONDS)[0]
+        in_time = select.select([stream], [], [], seconds)[0]
         if not in_time:
             os.kill(pid, signal.SIGKILL)
         said = stream.read()
@@ -155,11 +153,11 @@ class Row:
     seconds: tuple[float, int] = (0.0, 0)  # the longest command, and its file's number
     memory: tuple[float, int] = (0.0, 0)
 
-    def add(self, kind: Kind, number: int, honest: Path) -> list[str]:
+    def add(self, kind: Kind, number: int, honest: Path, seconds: float = HANG_SECONDS) -> list[str]:
         """Tries a file; returns what must never be."""
         self.files += 1
         try:
-            found = Attempt(**in_fork(lambda: dataclasses.asdict(attempt(kind, number, honest))))
+            found = Attempt(**in_fork(lambda: dataclasses.asdict(attempt(kind, number, honest)), seconds))
         except RuntimeError as error:
             found = Attempt(ends=[f"died: {error}"], seconds=0.0, memory=0.0)
         self.seconds = max(self.seconds, (found.seconds, number))
@@ -178,24 +176,24 @@ class Row:
         )
 
 
-def main(count: int, first: int = 0) -> int:
+def main(count: int, first: int = 0, kinds: Mapping[str, Kind] = KINDS_OF_FILES, seconds: float = HANG_SECONDS) -> int:
     """Tries `count` files from number `first` on, and prints the table."""
     torch.set_num_threads(1)
-    names = [name for name, kind in KINDS_OF_FILES.items() for _ in range(kind.share)]
-    table = {name: Row() for name in KINDS_OF_FILES}
+    names = [name for name, kind in kinds.items() for _ in range(kind.share)]
+    table = {name: Row() for name in kinds}
     bad = 0
     with tempfile.TemporaryDirectory(prefix="grappe-hostile-") as folder:
         honest = Path(folder)
         in_fork(lambda: make_honest(honest))
         for number in range(first, first + count):
             name = names[number % len(names)]
-            for finding in table[name].add(KINDS_OF_FILES[name], number, honest):
+            for finding in table[name].add(kinds[name], number, honest, seconds):
                 bad += 1
                 print(f"FOUND {name} {number}: {finding}", flush=True)
             if number % 100 == 99:
                 print(f"{number + 1 - first} of {count}, {bad} findings", file=sys.stderr, flush=True)
     for name, row in table.items():
-        print(f"{name:<14}{row.text(KINDS_OF_FILES[name].model)}", flush=True)
+        print(f"{name:<14}{row.text(kinds[name].model)}", flush=True)
     print(f"{count} files, {bad} findings")
     return 1 if bad else 0
 

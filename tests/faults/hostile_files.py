@@ -1,7 +1,5 @@
 """Hostile and damaged files of all kinds, each made from a number, and the commands that are given them."""
 
-from __future__ import annotations
-
 import dataclasses
 import gzip
 import os

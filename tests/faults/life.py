@@ -1,7 +1,5 @@
 """A task whose training has all that can be killed: processes, data workers, evaluations, saves."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import torch

@@ -1,7 +1,5 @@
 """Reads how long the machine's processes have waited for a core, so that times can be judged on a busy machine."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 PRESSURE = Path("/proc/pressure/cpu")

@@ -1,7 +1,5 @@
 """Trainings that are given up in the middle, and go on: what each process of a pool does, with all the real parts."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import hashlib
@@ -142,7 +140,6 @@ def _as_if_started() -> Iterator[None]:
 def hashes(run: Path, step: int) -> dict[str, str]:
     """By name: the hash of each tensor of a checkpoint (dtype, shape and bits), and its JSON."""
     checkpoint = Run(run).latest()
-    assert checkpoint is not None
     assert checkpoint.step == step
     return hashes_of(checkpoint)
 

@@ -1,7 +1,5 @@
 """Tasks that stand still, each somewhere else."""
 
-from __future__ import annotations
-
 import os
 import time
 from pathlib import Path

@@ -10,8 +10,6 @@ best trial and each step of each trial's curves are compared. Trials that are jo
 those of a study without Slurm.
 """
 
-from __future__ import annotations
-
 import argparse
 import dataclasses
 import json
@@ -218,14 +216,7 @@ def main() -> None:
     asked = parser.parse_args()
     left, seed = asked.kills, asked.seed
     while left > 0:
-        drill = Drill(
-            kills=left,
-            trials=asked.trials,
-            parallel=asked.parallel,
-            halving=asked.halving,
-            slurm=asked.slurm,
-            seed=seed,
-        )
+        drill = Drill(**{**vars(asked), "kills": left, "seed": seed})
         began = time.monotonic()
         with tempfile.TemporaryDirectory(prefix="study-", dir="/tmp") as folder:
             figures = compared(drill, Path(folder))

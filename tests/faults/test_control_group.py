@@ -1,7 +1,5 @@
 """A control group with little memory, as a Slurm job has it: a step keeps its room beside checkpoints' copies."""
 
-from __future__ import annotations
-
 import re
 import time
 import uuid
@@ -13,7 +11,7 @@ import pytest
 from grappe.training.run import Run
 from tests.commands import GRAPPE, Command
 
-pytestmark = pytest.mark.costly
+pytestmark = pytest.mark.slow
 
 TASK = str(Path(__file__).parents[2] / "benchmarks" / "mlp_task.py")
 ROOTS = (Path("/sys/fs/cgroup/memory"), Path("/sys/fs/cgroup"))  # version 1, version 2
@@ -21,7 +19,7 @@ MB = 1_000_000
 
 
 @pytest.fixture
-def grouped(tmp_path: Path) -> Iterator[Callable[[int], tuple[int, str]]]:
+def grouped(start: Callable[..., Command]) -> Iterator[Callable[[int], tuple[int, str]]]:
     """Trains three steps, with a checkpoint after each, in a group of so many bytes; returns exit code and error."""
     made: list[Path] = []
 
@@ -32,11 +30,7 @@ def grouped(tmp_path: Path) -> Iterator[Callable[[int], tuple[int, str]]]:
         made.append(group)
         words = f"{TASK}:Mlp width=3072 --plan device=cpu,threads=1 --steps 3 --save-every 1 --run run"
         line = f'echo $$ > {group}/cgroup.procs; exec "$0" train {words}'
-        command = Command("bash", "-c", line, GRAPPE, cwd=tmp_path, OMP_NUM_THREADS="1")
-        try:
-            code, _, err = command.end()
-        finally:
-            command.close()
+        code, _, err = start("bash", "-c", line, GRAPPE, OMP_NUM_THREADS="1").end()
         return code, err
 
     yield train
@@ -47,8 +41,7 @@ def grouped(tmp_path: Path) -> Iterator[Callable[[int], tuple[int, str]]]:
 def test_copies_leave_a_step_its_memory(grouped: Callable[[int], tuple[int, str]], tmp_path: Path) -> None:
     """A step takes 690 MB besides 350 that are there before, a copy 450, and the group has no room for all three."""
     assert grouped(1350 * MB) == (0, "")
-    found = Run(tmp_path / "run").latest()
-    assert found is not None and found.step == 3
+    assert Run(tmp_path / "run").latest().step == 3
     assert "the training waits for it" in (tmp_path / "run/logs/rank-0.log").read_text()
 
 
@@ -56,8 +49,7 @@ def test_a_kill_at_the_groups_limit_is_named(grouped: Callable[[int], tuple[int,
     code, err = grouped(800 * MB)
     assert code == 1 and "Traceback" not in err
     assert re.search(r"killed by SIGKILL \(the system did, .* may have 800 MB of memory together", err), err
-    found = Run(tmp_path / "run").latest()
-    assert found is not None and found.step == 0, "the model as it was made is there"
+    assert Run(tmp_path / "run").latest().step == 0, "the model as it was made is there"
 
 
 def _group(size: int) -> Path | None:

@@ -1,7 +1,5 @@
 """Corpora, mixtures, packed documents, streams: killed and resumed on other worlds, the ledger of tokens stays."""
 
-from __future__ import annotations
-
 import os
 import random
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Every state that a crash can leave a save in, by its recorded file operations, is the old or the new."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import random

@@ -1,7 +1,5 @@
 """Bit flips, truncations and swapped files: each is detected and the checkpoint before is used, or is harmless."""
 
-from __future__ import annotations
-
 import random
 import shutil
 from collections.abc import Iterator
@@ -10,10 +8,14 @@ from pathlib import Path
 import pytest
 import torch
 
+from grappe.checkpoint.foreign_training import Begin
 from grappe.checkpoint.format import Checkpoint
+from grappe.checkpoint.initial import build
+from grappe.checkpoint.weights import named_tensors
 from grappe.errors import RunError
 from grappe.training.run import Run
-from tests.faults.conftest import END, PLANS, Recorded
+from grappe.verbs.load import load
+from tests.faults.conftest import END, PLANS, TASK, Recorded
 from tests.faults.resume_cell import hashes
 
 DAMAGES = 200  # of each plan's run
@@ -85,7 +87,6 @@ def test_damage_to_a_checkpoint(run, was) -> None:
             one.write_bytes(text)
     assert passed_over > DAMAGES / 3
     newest = run.latest()
-    assert newest is not None
     assert alike(content(newest), whole[6])
 
 
@@ -121,7 +122,6 @@ def test_no_bit_of_a_manifest_can_flip_unseen(run) -> None:
         text[position // 8] ^= 1 << position % 8
         manifest.write_bytes(text)
         newest = run.latest()
-        assert newest is not None
         assert newest.step == 3 or alike(content(newest), whole)
     manifest.write_bytes(good)
 
@@ -155,8 +155,25 @@ def test_damage_to_the_description_is_said_or_harmless(run) -> None:
             assert {name: run.read_description().get(name) for name in whole} == whole  # a flip in the key of the hash
         except RunError as error:
             assert "run.json cannot be read" in str(error) or "run.json is damaged" in str(error)
-        newest = run.latest()
-        assert newest is not None
-        assert newest.step == 6
+        assert run.latest().step == 6
     file.write_bytes(good)
     assert run.read_description() == whole
+
+
+@pytest.mark.parametrize("plan", PLANS)
+def test_a_run_that_was_parted_is_taken_over_whole(recorded, tmp_path, plan: str) -> None:
+    run = Run(shutil.copytree(recorded(plan).run, tmp_path / "run"))
+    newest, model = run.latest(), load(run, TASK)
+    assert newest is not None
+    build(TASK, tmp_path / "new/checkpoints", Begin(source=run.folder))
+    (tmp_path / "new/run.json").write_text("{}")
+    begun = Run(tmp_path / "new").latest()
+    first = begun.read_model()
+    assert set(first) == set(newest.read_model()) == set(named_tensors(TASK.model()))
+    for name, tensor in named_tensors(model).items():
+        assert torch.equal(first.read(name), tensor), name
+    with torch.no_grad():
+        output = model(TASK.data("validation", tmp_path).inputs)
+    assert output.isfinite().all()
+    untrained = named_tensors(TASK.model())
+    assert all(not torch.equal(tensor, untrained[name]) for name, tensor in named_tensors(model).items())

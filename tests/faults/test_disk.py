@@ -1,13 +1,10 @@
 """A disk that is full, may not be written, or is gone: the run says so, keeps the old, goes on or stops as asked."""
 
-from __future__ import annotations
-
 import functools
 import os
 import re
 import resource
 import shutil
-import signal
 import subprocess
 import threading
 from collections.abc import Callable
@@ -19,10 +16,9 @@ import torch
 import torch.distributed as dist
 
 from grappe.checkpoint.commit import verify
-from grappe.checkpoint.format import Retention, latest, leftovers, list_checkpoints
-from grappe.checkpoint.saver import Saver
+from grappe.checkpoint.format import leftovers, list_checkpoints
 from grappe.errors import RunError
-from grappe.launch.world import ProcessRank, World
+from grappe.launch.world import ProcessRank
 from grappe.training.options import Options
 from grappe.training.run import Run
 from tests.commands import until
@@ -90,9 +86,7 @@ def test_it_stops_when_that_was_asked(disk) -> None:
     with pytest.raises(RunError, match=r"step 6 could not be saved: .*No space.*checkpoint before it is whole"):
         train(disk / "run", TASK, stop_on_failed_save=True)
     (disk / "ballast").unlink()
-    newest = Run(disk / "run").latest()
-    assert newest is not None
-    assert newest.step == 3
+    assert Run(disk / "run").latest().step == 3
     at()
     assert train(disk / "run", TASK).status == "finished"
 
@@ -111,9 +105,7 @@ def test_a_disk_that_becomes_read_only(disk, capsys) -> None:
     with pytest.raises(RunError, match=r"step 9 could not be saved: \[Errno 30\] Read-only"):
         train(disk / "run", TASK)
     assert "step 6 could not be saved: [Errno 30]" in capsys.readouterr().out.replace("\n", " ")
-    newest = Run(disk / "run").latest()
-    assert newest is not None
-    assert newest.step == 3
+    assert Run(disk / "run").latest().step == 3
     subprocess.run(["umount", "--lazy", str(disk)], check=True)
     (disk / "run/lease.json").unlink()  # it could not be given back, and its process, which is this one, lives
     at()
@@ -203,34 +195,3 @@ def test_processes_stop_when_that_was_asked_and_where_the_last_save_fails(disk, 
     assert "resuming from step 10" in on_two(disk / "run")[0]
     on_two(tmp_path / "whole")
     assert hashes(disk / "run", LAST) == hashes(tmp_path / "whole", LAST)
-
-
-def limited(folder: Path) -> str | None:
-    """In a child that may write no file of more than 4 KB: what a save of 40 KB tells."""
-    reader, writer = os.pipe()
-    if os.fork() == 0:
-        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-        resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))
-        saver = Saver(folder, World(process=ProcessRank(), device=torch.device("cpu")), "t", Retention(), lambda: None)
-        told = [saver.save(1, {"model.w": torch.ones(10)}, {}, {}) or saver.wait()]
-        told += [saver.save(2, {"model.w": torch.ones(10_000)}, {}, {}) or saver.wait()]
-        told += [saver.save(3, {"model.w": torch.ones(10)}, {}, {}) or saver.wait()]
-        os.write(writer, repr(told).encode())
-        os._exit(0)
-    os.close(writer)
-    with os.fdopen(reader) as stream:
-        text = stream.read()
-    os.wait()
-    return text
-
-
-def test_a_quota(tmp_path) -> None:
-    told = limited(tmp_path)
-    assert told is not None
-    assert told.startswith("[None, 'step 2 could not be saved: [Errno 27] File too large")
-    assert told.endswith(", None]")
-    assert [one.step for one in list_checkpoints(tmp_path)] == [3, 1]
-    newest = latest(tmp_path)
-    assert newest is not None
-    assert newest.step == 3
-    assert leftovers(tmp_path) == []

@@ -1,7 +1,5 @@
 """grappe drill on tasks that recover, and on one that cannot."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 
@@ -16,9 +14,8 @@ from grappe.cli import commands
 from grappe.plan import Plan
 from grappe.training.run import Run
 from grappe.verbs import drill
-from tests.commands import GRAPPE, Command
+from tests.commands import GRAPPE
 from tests.faults.stuck import Quick
-from tests.patience import PATIENCE_SECONDS
 
 STUCK = str(Path(__file__).with_name("stuck.py"))
 PLAN = "replicate=2,threads=1,workers=0,device=cpu"
@@ -31,13 +28,9 @@ class Dicey(Quick):
         return super().loss(output, target) * (1 + int.from_bytes(os.urandom(4), "big") / 2**32)
 
 
-@pytest.mark.costly
-def test_everything_that_a_drill_does_is_recovered_from(tmp_path: Path) -> None:
-    command = Command(GRAPPE, "drill", f"{STUCK}:Quick", "--plan", PLAN, cwd=tmp_path)
-    try:
-        out, err = command.process.communicate(timeout=PATIENCE_SECONDS)
-    finally:
-        command.close()
+@pytest.mark.slow
+def test_everything_that_a_drill_does_is_recovered_from(start, tmp_path: Path) -> None:
+    code, out, err = start(GRAPPE, "drill", f"{STUCK}:Quick", "--plan", PLAN).end()
     rows = [line.split("  ") for line in out.splitlines()[1:]]
     table = {row[0]: [cell.strip() for cell in row[1:] if cell.strip()] for row in rows if row[0]}
     assert list(table) == [fault.name for fault in drill.all_faults(Plan.parse(PLAN))], err
@@ -46,13 +39,11 @@ def test_everything_that_a_drill_does_is_recovered_from(tmp_path: Path) -> None:
         assert 0 <= int(lost) <= 2 * drill.SAVE_EVERY, name
         assert float(seconds) > 0, name
         assert weights == "the same bits" or ("processes" in name and weights.startswith("within 1e-05")), name
-    assert (command.process.returncode, err) == (0, "")
+    assert (code, err) == (0, "")
     assert list(tmp_path.iterdir()) == []
 
 
-def test_what_is_not_recovered_is_said(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture
-) -> None:
+def test_what_is_not_recovered_is_said(tmp_path, monkeypatch, capfd):
     killed = next(one for one in drill.all_faults(Plan()) if one.name == "all processes killed")
     monkeypatch.setattr(drill, "all_faults", lambda plan: [killed])
     code = commands.app(["drill", f"{__file__}:Dicey", "--plan", "threads=1,workers=0,device=cpu"])
@@ -62,9 +53,7 @@ def test_what_is_not_recovered_is_said(
     assert last.rstrip().endswith("away")
 
 
-def test_a_process_that_computes_wrongly_is_found_and_nothing_of_it_is_kept(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture
-) -> None:
+def test_a_process_that_computes_wrongly_is_found_and_nothing_of_it_is_kept(tmp_path, monkeypatch, capfd):
     plan = f"exact=4,check=100,{PLAN}"
     wrong = next(one for one in drill.all_faults(Plan.parse(plan)) if one.name == "one process computes wrongly")
     monkeypatch.setattr(drill, "all_faults", lambda plan: [wrong])
@@ -114,9 +103,7 @@ def saved(run: Path, tensors: dict[str, torch.Tensor]) -> Path:
     return run
 
 
-def test_each_file_is_opened_once_however_many_tensors_it_holds(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_each_file_is_opened_once_however_many_tensors_it_holds(tmp_path, monkeypatch):
     tensors = {f"model.{index}": torch.full((3,), float(index)) for index in range(8)}
     a, b = (saved(tmp_path / name, tensors) for name in "ab")
     opened = []

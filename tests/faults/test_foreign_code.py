@@ -1,7 +1,5 @@
 """A run from somebody else runs no code, whatever task it names; a run that was trained here keeps its task."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil
@@ -69,29 +67,16 @@ def foreign(sent: Path, place: Path) -> Path:
     return run
 
 
+NAMED = """
+runs.digits-2026.payload:Evil digits-2026.payload:Evil payload:Evil payload.py payload.py:Evil sub.payload:Evil
+RUN/payload.py RUN/../payload.py grappe.tasks.digits.payload:Evil grappe.tasks.digits:os.system
+grappe.tasks:importlib os:system __main__:Evil
+"""
+
+
 @pytest.mark.parametrize("where", ["work", "runs", "run"])
-@pytest.mark.parametrize(
-    "name",
-    [
-        "runs.digits-2026.payload:Evil",
-        "digits-2026.payload:Evil",
-        "payload:Evil",
-        "payload.py",
-        "payload.py:Evil",
-        "sub.payload:Evil",
-        "RUN/payload.py",
-        "RUN/../payload.py",
-        "grappe.tasks.digits.payload:Evil",
-        "grappe.tasks.digits:os.system",
-        "grappe.tasks:importlib",
-        "os:system",
-        "__main__:Evil",
-        "",
-    ],
-)
-def test_no_code_runs_because_a_run_names_it(
-    foreign: Path, place: Path, name: str, where: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize("name", [*NAMED.split(), ""])
+def test_no_code_runs_because_a_run_names_it(foreign, place, name, where, monkeypatch):
     monkeypatch.chdir({"work": place, "runs": place / "runs", "run": foreign}[where])
     named(foreign, name.replace("RUN", str(foreign)))
     for verb in (
@@ -129,9 +114,7 @@ def test_a_foreign_run_is_read_with_the_users_own_task(foreign: Path, place: Pat
 
 
 @pytest.mark.parametrize("name", ["mine.py", "package.mine:Mine", "mine:Mine"])
-def test_a_run_that_was_trained_here_is_read_from_anywhere(
-    place: Path, name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_that_was_trained_here_is_read_from_anywhere(place, name, monkeypatch):
     (place / "package").mkdir()
     for file in ("mine.py", "package/mine.py"):
         (place / file).write_text(TASK)
@@ -182,9 +165,7 @@ def test_records_are_the_users_alone(place: Path) -> None:
 
 
 @pytest.mark.parametrize("home", ["a file", "none"])
-def test_a_training_needs_no_home(
-    place: Path, home: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture
-) -> None:
+def test_a_training_needs_no_home(place, home, monkeypatch, capfd):
     monkeypatch.delenv("XDG_STATE_HOME")
     if home == "none":
         monkeypatch.setattr(Path, "home", lambda: (_ for _ in ()).throw(RuntimeError("no home")))
@@ -203,13 +184,8 @@ def test_a_training_needs_no_home(
 
 def test_a_working_folder_lends_no_modules_to_the_command(foreign: Path, place: Path) -> None:
     (foreign / "cyclopts.py").write_text("from pathlib import Path\nPath('ran').touch()\n")
-    done = subprocess.run(
-        [sys.executable, "-m", "grappe", "runs", "."],
-        cwd=foreign,
-        env={**os.environ, "PYTHONPATH": str(Path(grappe.__file__).parents[1])},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    words = [sys.executable, "-m", "grappe", "runs", "."]
+    environment = {**os.environ, "PYTHONPATH": str(Path(grappe.__file__).parents[1])}
+    done = subprocess.run(words, cwd=foreign, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert not list(place.rglob("ran"))

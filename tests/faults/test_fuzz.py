@@ -1,8 +1,6 @@
 """The fuzzer: whatever is on the command line, in a run, in a task's outputs, in a site or a plan, grappe says one
 message of its own or goes on; nothing runs, nothing outside is touched. GRAPPE_FUZZ=1000 tries many more."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import functools
@@ -167,79 +165,16 @@ def test_damaged_runs(made: Path, todo: list, sealed: bool) -> None:
 
 # --- the command line
 
-WORDS = st.one_of(
-    TEXTS,
-    st.sampled_from(
-        [
-            "digits",
-            "runs",
-            "runs/none",
-            "epochs=2",
-            "lr=nan",
-            "--plan",
-            "replicate=2",
-            "--run",
-            "--data",
-            "--json",
-            "--out",
-            "--runs",
-            "--keep",
-            "--split",
-            "test",
-            "--from",
-            "--dry-run",
-            "--site",
-            "narval",
-            "--time",
-            "1h",
-            "--gpus",
-            "4",
-            "--nodes",
-            "--account",
-            "def-me",
-            "--queue",
-            "--",
-            "train",
-            "-x",
-            "--debug",
-            "--help",
-            "--rank",
-            "-n",
-            "-p",
-            "--chain",
-            "--name",
-            "--env",
-            "--wheels",
-            "--stage",
-            "--callback",
-            "--log",
-            "validation",
-            "0",
-            "-1",
-            "1e400",
-        ]
-    ),
-)
-READING = (
-    "runs",
-    "evaluate",
-    "predict",
-    "prune",
-    "tasks",
-    "engines",
-    "report",
-    "curves",
-    "logs",
-    "sites",
-    "follow",
-    "cancel",
-    "wait",
-    "trian",
-    "",
-)
+TYPED = """
+digits runs runs/none epochs=2 lr=nan --plan replicate=2 --run --data --json --out --runs --keep --split test --from
+--dry-run --site narval --time 1h --gpus 4 --nodes --account def-me --queue -- train -x --debug --help --rank -n -p
+--chain --name --env --wheels --stage --callback --log validation 0 -1 1e400
+"""
+WORDS = st.one_of(TEXTS, st.sampled_from(TYPED.split()))
+READING = "runs evaluate predict prune tasks engines report curves logs sites follow cancel wait trian"
 
 
-@given(command=st.sampled_from(READING), words=st.lists(WORDS, max_size=5))
+@given(command=st.sampled_from([*READING.split(), ""]), words=st.lists(WORDS, max_size=5))
 @fuzzed(60)
 def test_command_lines(command: str, words: list[str]) -> None:
     _ended([command, *words])
@@ -277,53 +212,9 @@ def _ended(arguments: list[str]) -> None:
 
 # --- plans and fields
 
-KEYS = [
-    "engine",
-    "device",
-    "backend",
-    "replicate",
-    "shard",
-    "zero",
-    "pipeline",
-    "schedule",
-    "stages",
-    "tensor",
-    "microbatches",
-    "precision",
-    "batchnorm",
-    "recompute",
-    "offload",
-    "config",
-    "per_device",
-    "exact",
-    "threads",
-    "workers",
-]
-VALUES = st.one_of(
-    TEXTS,
-    NUMBERS.map(str),
-    st.sampled_from(
-        [
-            "1",
-            "2",
-            "4",
-            "8",
-            "cpu",
-            "native",
-            "deepspeed",
-            "lightning",
-            "textbook",
-            "horovod",
-            "bf16",
-            "fp16",
-            "1f1b",
-            "zero_bubble",
-            "sync",
-            "nvme:/tmp",
-            "true",
-        ]
-    ),
-)
+KEYS = [field.name for field in dataclasses.fields(Plan)]
+NAMED = "1 2 4 8 cpu native deepspeed lightning textbook horovod bf16 fp16 1f1b zero_bubble sync nvme:/tmp true"
+VALUES = st.one_of(TEXTS, NUMBERS.map(str), st.sampled_from(NAMED.split()))
 PLANS = st.one_of(TEXTS, st.lists(st.builds("{}={}".format, st.sampled_from(KEYS), VALUES), max_size=5).map(",".join))
 
 
@@ -360,30 +251,11 @@ GOOD = {
     "node": '{gpus = 4, gpu = "A100", cores = 64}',
     "ask": '{gpus = "--gres=gpu:{gpus}"}',
 }
-SITE_KEYS = [
-    *GOOD,
-    "detect",
-    "sources",
-    "unconfirmed",
-    "job",
-    "queue",
-    "probe",
-    "retired",
-    "node.gpus",
-    "node.memory_gb",
-    "ask.options",
-    "ask.max_hours",
-    "ask.accounts",
-    "ask.part_nodes",
-    "job.modules",
-    "job.variables",
-    "job.local",
-    "job.environment",
-    "job.mps",
-    "detect.X",
-    "unconfirmed.node",
-    "sources.ask",
-]
+PARTS_OF_SITES = """
+detect sources unconfirmed job queue probe retired node.gpus node.memory_gb ask.options ask.max_hours ask.accounts
+ask.part_nodes job.modules job.variables job.local job.environment job.mps detect.X unconfirmed.node sources.ask
+"""
+SITE_KEYS = [*GOOD, *PARTS_OF_SITES.split()]
 
 
 def toml(value: Any) -> str:

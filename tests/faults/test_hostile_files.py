@@ -1,7 +1,5 @@
 """A few of the hostile files that `make soak` tries by the thousand, and how the attack itself tells what it finds."""
 
-from __future__ import annotations
-
 import time
 from pathlib import Path
 
@@ -18,7 +16,7 @@ NUMBERS = (0, 5, 8, 13, 17, 202)
 """One of each kind at least; 202 once led the attack itself through a link."""
 
 
-@pytest.mark.costly
+@pytest.mark.slow
 def test_some_of_the_files_end_as_they_should(capsys) -> None:
     assert [hostile.main(1, number) for number in NUMBERS] == [0] * len(NUMBERS), capsys.readouterr().out
 
@@ -39,10 +37,8 @@ def failing(rng, honest: Path, place: Path):
     yield from (fails, crashes, takes_memory, writes)
 
 
-def test_each_finding_is_printed_with_its_number(monkeypatch, capsys) -> None:
-    kind = Kind(case=failing, share=1, model=1e6, own=0.0)
-    monkeypatch.setattr(hostile, "KINDS_OF_FILES", {"failing": kind})
-    assert hostile.main(2, 7) == 1
+def test_each_finding_is_printed_with_its_number(capsys) -> None:
+    assert hostile.main(2, 7, {"failing": Kind(case=failing, share=1, model=1e6, own=0.0)}) == 1
     said = capsys.readouterr().out
     for number in (7, 8):
         assert f"FOUND failing {number}: exception: " in said
@@ -55,11 +51,8 @@ def dying(rng, honest: Path, place: Path):
     yield lambda: time.sleep(3600)
 
 
-def test_a_command_that_hangs_is_ended_and_named(monkeypatch, capsys) -> None:
-    monkeypatch.setattr(hostile, "KINDS_OF_FILES", {"dying": Kind(case=dying, share=1, model=0.0, own=1e9)})
-    monkeypatch.setattr(hostile, "HANG_SECONDS", 1.0)
-    monkeypatch.setattr(hostile, "make_honest", lambda honest: None)
-    assert hostile.main(1, 3) == 1
+def test_a_command_that_hangs_is_ended_and_named(capsys) -> None:
+    assert hostile.main(1, 3, {"dying": Kind(case=dying, share=1, model=0.0, own=1e9)}, seconds=1.0) == 1
     assert "FOUND dying 3: died: the process ended with -9" in capsys.readouterr().out
 
 

@@ -1,12 +1,9 @@
 """Faults while images are loaded: one message each, nothing lost, no hang."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import signal
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -74,31 +71,22 @@ def place(tmp_path: Path) -> Path:
     return tmp_path
 
 
-@pytest.fixture
-def commands(place: Path) -> Iterator[list[Command]]:
-    started: list[Command] = []
-    yield started
-    for one in started:
-        one.close()
-
-
 def words(plan: str, *more: str) -> tuple[str, ...]:
     start = (sys.executable, "-m", "grappe", "train", "large.py", "--data", ".", "--run", "run")
     return (*start, "--plan", f"threads=1,device=cpu,{plan}", *more)
 
 
-@pytest.mark.costly
-def test_little_shared_memory_for_images(place: Path, commands: list[Command]) -> None:
+@pytest.mark.slow
+def test_little_shared_memory_for_images(place: Path, start) -> None:
     """64 MB, as in a container: worker processes say what to do, threads need none."""
-    commands.append(Command(*OWN, SMALL, cwd=place))
-    if commands[-1].end()[0]:
+    if start(*OWN, SMALL).end()[0]:
         pytest.skip("no mounts of one's own")
     ended = {}
     for kind, epochs in (("processes", 40), ("threads", 2)):
         train = words(f"workers=2,loading={kind}", f"epochs={epochs}")
-        commands.append(Command(*OWN, SMALL + ' && exec "$@"', "bash", *train, cwd=place))
-        ended[kind] = commands[-1].end()
-        until(lambda: not commands[-1].members(), "all of its processes have ended")
+        command = start(*OWN, SMALL + ' && exec "$@"', "bash", *train)
+        ended[kind] = command.end()
+        until(lambda command=command: not command.members(), "all of its processes have ended")
     code, _, err = ended["processes"]
     assert code == 2, err
     assert "/dev/shm is full" in err and "loading=threads" in err
@@ -106,19 +94,18 @@ def test_little_shared_memory_for_images(place: Path, commands: list[Command]) -
     assert ended["threads"][0] == 0, ended["threads"][2]
 
 
-def test_a_killed_worker_ends_it_with_one_message_and_it_goes_on(place: Path, commands: list[Command]) -> None:
+def test_a_killed_worker_ends_it_with_one_message_and_it_goes_on(place: Path, start) -> None:
     train = words("workers=2,loading=processes", "epochs=400", "--save-every", "5")
-    commands.append(Command(*train, cwd=place))
-    until(lambda: len(_workers(commands[0])) >= 2 and _step(place / "run") >= 5, "workers load, and it was saved")
-    os.kill(_workers(commands[0])[0], signal.SIGKILL)
-    code, _, err = commands[0].end()
+    command = start(*train)
+    until(lambda: len(_workers(command)) >= 2 and _step(place / "run") >= 5, "workers load, and it was saved")
+    os.kill(_workers(command)[0], signal.SIGKILL)
+    code, _, err = command.end()
     assert code == 2, err
     assert "a data worker was ended by SIGKILL" in err
     assert err.count("data worker") == 1 and "Traceback" not in err and BUG not in err
-    until(lambda: not commands[0].members(), "all of its processes have ended")
+    until(lambda: not command.members(), "all of its processes have ended")
     saved = _step(place / "run")
-    commands.append(Command(*words("workers=0", "epochs=400", "--steps", str(saved + 3)), cwd=place))
-    code, _, err = commands[1].end()
+    code, _, err = start(*words("workers=0", "epochs=400", "--steps", str(saved + 3))).end()
     assert code == 0, err
     steps = [record["step"] for record in Run(place / "run").records("step")]
     assert steps == list(range(1, saved + 4))
@@ -172,7 +159,7 @@ def test_a_file_replaced_during_a_run(tmp_path: Path, make, plan: str) -> None:
 
 
 @pytest.mark.parametrize("indexed", [True, False])
-def test_a_shard_missing_on_one_node(place: Path, commands: list[Command], indexed: bool) -> None:
+def test_a_shard_missing_on_one_node(place: Path, start, indexed: bool) -> None:
     """Fewer samples on one node would be another training: it ends on all, and says what is missing."""
     shards(place / "whole", dict(sorted(files().items())))
     shutil.copytree(place / "whole", place / "part")
@@ -180,8 +167,7 @@ def test_a_shard_missing_on_one_node(place: Path, commands: list[Command], index
     if indexed:
         Images(place / "part", RandomResizedCrop(size=16))
     gone.unlink()
-    commands.append(Command(*words("replicate=2,workers=0", "source=whole"), cwd=place, NODE="part"))
-    code, _, err = commands[0].end()
+    code, _, err = start(*words("replicate=2,workers=0", "source=whole"), NODE="part").end()
     assert code == 2, err
     said = f"{gone.name} is missing" if indexed else "samples, process 0 on"
     assert said in err

@@ -1,7 +1,5 @@
 """SIGKILL at random instants of a process that saves in a loop: nothing that was committed is ever lost."""
 
-from __future__ import annotations
-
 import os
 import random
 import shutil

@@ -1,7 +1,5 @@
 """Links planted in a run: each verb refuses with the link's name, or replaces the link; nothing outside changes."""
 
-from __future__ import annotations
-
 import os
 import shutil
 from collections.abc import Iterator
@@ -91,7 +89,18 @@ def test_names_beside_what_is_replaced_lead_nowhere(run: Path, outside: Path, na
     assert train(run, TASK, steps=5, **SAVED).step == 5
 
 
-def test_the_mark_of_the_end_is_a_link(run: Path, outside: Path) -> None:
+def test_what_else_writes_or_reads_follows_no_link(run: Path, outside: Path) -> None:
+    plant(run / "metrics.jsonl", outside / "other/metrics.jsonl")
+    refused(run / "metrics.jsonl", lambda: RunView(Run(run)).update())
+    plant(run / "lease.json", outside / "thesis.txt")
+    lease = Lease(run)
+    lease.take()
+    lease.release()
+    plant(run / "logs/jobs.jsonl", outside / "thesis.txt")
+    refused(run / "logs/jobs.jsonl", lambda: record_job(run, "1", "here", ""))
+    plant(run / "tensorboard", outside)
+    info = SimpleNamespace(folder=run, start=0, description={})
+    refused(run / "tensorboard", lambda: TensorBoard().started(info))
     plant(run / "done", outside / "none.txt")
     Run(run).finish()
     assert (run / "done").is_file()
@@ -106,42 +115,19 @@ def test_a_report_replaces_no_other_file(run: Path, outside: Path, name: str) ->
     assert not file.is_symlink()
 
 
-def test_prune_leaves_another_runs_checkpoints(run: Path, outside: Path) -> None:
-    plant(run / "checkpoints", outside / "other/checkpoints")
-    refused(run / "checkpoints", lambda: prune([Run(run)], 1))
-
-
-def test_prune_removes_a_link_not_what_it_names(run: Path, outside: Path) -> None:
+def test_prune_leaves_what_a_link_names(run: Path, outside: Path) -> None:
     (run / "checkpoints/.step-000009.0123456789abcdef").symlink_to(outside / "other")
     (run / "checkpoints/step-000001/into").symlink_to(outside / "other")
     prune([Run(run)], 1)
     assert Run(run).latest() is not None
+    plant(run / "checkpoints", outside / "other/checkpoints")
+    refused(run / "checkpoints", lambda: prune([Run(run)], 1))
 
 
 @pytest.mark.parametrize("verb", [load, describe])
 def test_reading_follows_no_link_either(run: Path, outside: Path, verb) -> None:
     plant(run / "checkpoints", outside / "other/checkpoints")
     refused(run / "checkpoints", lambda: verb(run))
-
-
-def test_following_reads_no_other_file(run: Path, outside: Path) -> None:
-    plant(run / "metrics.jsonl", outside / "other/metrics.jsonl")
-    refused(run / "metrics.jsonl", lambda: RunView(Run(run)).update())
-
-
-def test_a_lease_or_a_job_is_written_to_no_other_file(run: Path, outside: Path) -> None:
-    plant(run / "lease.json", outside / "thesis.txt")
-    lease = Lease(run)
-    lease.take()
-    lease.release()
-    plant(run / "logs/jobs.jsonl", outside / "thesis.txt")
-    refused(run / "logs/jobs.jsonl", lambda: record_job(run, "1", "here", ""))
-
-
-def test_a_logger_gets_no_folder_that_is_a_link(run: Path, outside: Path) -> None:
-    plant(run / "tensorboard", outside)
-    info = SimpleNamespace(folder=run, start=0, description={})
-    refused(run / "tensorboard", lambda: TensorBoard().started(info))
 
 
 def test_a_second_name_of_a_file_keeps_its_content(run: Path, tmp_path: Path) -> None:

@@ -1,12 +1,9 @@
 """Scarce or odd resources: a training ends well, or with one message, and nothing that was saved is lost."""
 
-from __future__ import annotations
-
 import os
-import shutil
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -24,20 +21,17 @@ Ended = tuple[int, str, str]
 
 
 @pytest.fixture
-def run(tmp_path: Path) -> Iterator[Callable[..., Ended]]:
+def run(start: Callable[..., Command]) -> Callable[..., Ended]:
     """Runs a program to its end in an empty folder; exit code, output, errors. Nothing is left of it."""
-    commands = []
 
-    def start(*words: str, **variables: str) -> Ended:
-        commands.append(Command(*words, cwd=tmp_path, **variables))
-        ended = commands[-1].end()
-        until(lambda: not commands[-1].members(), "all of its processes have ended")
-        assert commands[-1].left() == []
-        return ended
+    def ended(*words: str, **variables: str) -> Ended:
+        command = start(*words, **variables)
+        result = command.end()
+        until(lambda: not command.members(), "all of its processes have ended")
+        assert command.left() == []
+        return result
 
-    yield start
-    for one in commands:
-        one.close()
+    return ended
 
 
 def is_whole(folder: Path) -> bool:
@@ -51,13 +45,17 @@ def test_few_open_files(run, tmp_path: Path) -> None:
     assert is_whole(tmp_path / "run")
 
 
-def test_little_shared_memory(run, tmp_path: Path) -> None:
-    """As in a container, where /dev/shm is small: here 64 kB."""
-    mounted = "mount -t tmpfs -o size=64k tmpfs /dev/shm"
+def in_small_shared_memory(run: Callable[..., Ended], size: str, *words: str) -> Ended:
+    """Runs a program where /dev/shm is small, as in a container."""
+    mounted = f"mount -t tmpfs -o size={size} tmpfs /dev/shm"
     own = ("unshare", "--mount", "--map-root-user", "bash", "-c")
     if run(*own, mounted)[0]:
         pytest.skip("no mounts of one's own")
-    code, _, err = run(*own, mounted + ' && exec "$@"', "bash", *TRAIN, "--run", "run", *TWO)
+    return run(*own, mounted + ' && exec "$@"', "bash", *words)
+
+
+def test_little_shared_memory(run, tmp_path: Path) -> None:
+    code, _, err = in_small_shared_memory(run, "64k", *TRAIN, "--run", "run", *TWO)
     assert code == 0, err
     assert is_whole(tmp_path / "run")
 
@@ -89,13 +87,9 @@ class Loaded(Digits):
 @pytest.mark.parametrize("size", ["8k", "64k"])  # no room for a semaphore; no room for a batch
 def test_no_shared_memory_for_data_workers(run, tmp_path: Path, size: str) -> None:
     (tmp_path / "loaded.py").write_text(WORKERS)
-    mounted = f"mount -t tmpfs -o size={size} tmpfs /dev/shm"
-    own = ("unshare", "--mount", "--map-root-user", "bash", "-c")
-    if run(*own, mounted)[0]:
-        pytest.skip("no mounts of one's own")
     train = (sys.executable, "-m", "grappe", "train", "loaded.py", "--steps", "2", "--run", "run")
     plan = ("--plan", "threads=1,device=cpu,workers=1")
-    code, _, err = run(*own, mounted + ' && exec "$@"', "bash", *train, *plan)
+    code, _, err = in_small_shared_memory(run, size, *train, *plan)
     assert code == 2, err
     assert "/dev/shm is full" in err and "workers=0" in err
     assert "Traceback" not in err and BUG not in err
@@ -162,16 +156,17 @@ def test_a_user_without_a_home(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("hours", [-24, 24])
-def test_a_clock_that_was_set(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hours: int) -> None:
+def test_a_clock_that_was_set(tmp_path: Path, hours: int) -> None:
     """A lease that lives is kept by its process, and a lease from another time by nobody."""
     (tmp_path / "run").mkdir()
-    holder = Lease(tmp_path / "run")
-    true = time.time
-    monkeypatch.setattr(time, "time", lambda: true() + hours * 3600)
+
+    def clock() -> float:
+        return time.time() + hours * 3600
+
+    holder = Lease(tmp_path / "run", clock=clock)
     holder.take()
     with pytest.raises(RunError):
-        Lease(tmp_path / "run").take()
-    monkeypatch.setattr(time, "time", true)
+        Lease(tmp_path / "run", clock=clock).take()
     other = Lease(tmp_path / "run")
     other.take()  # a day away: no sign of life
     with pytest.raises(RunError):
@@ -181,19 +176,13 @@ def test_a_clock_that_was_set(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, h
     assert list((tmp_path / "run").iterdir()) == []
 
 
-def test_a_folder_that_is_removed_during_a_training(tmp_path: Path) -> None:
-    command = Command(sys.executable, "-m", "grappe", "train", SLOW, "epochs=1000", "--save-every", "2",
-                      "--run", "run", *ONE, cwd=tmp_path)  # fmt: skip
-    try:
-        pids_in_training(tmp_path / "run", 1)
-        (tmp_path / "run").rename(tmp_path / "moved")
-        code, _, err = command.end()
-        assert code == 2, err
-        assert "The run's folder run is gone or was moved" in err
-        assert err.count("grappe: ") == 1
-        newest = Run(tmp_path / "moved").latest()
-        assert newest is not None
-        (tmp_path / "moved").rename(tmp_path / "run")
-    finally:
-        command.close()
-    shutil.rmtree(tmp_path / "run")
+def test_a_folder_that_is_removed_during_a_training(start: Callable[..., Command], tmp_path: Path) -> None:
+    words = (SLOW, "epochs=1000", "--save-every", "2", "--run", "run", *ONE)
+    command = start(sys.executable, "-m", "grappe", "train", *words)
+    pids_in_training(tmp_path / "run", 1)
+    (tmp_path / "run").rename(tmp_path / "moved")
+    code, _, err = command.end()
+    assert code == 2, err
+    assert "The run's folder run is gone or was moved" in err
+    assert err.count("grappe: ") == 1
+    assert Run(tmp_path / "moved").latest() is not None

@@ -3,12 +3,10 @@
 The other node is this machine with a host name and process ids of its own (namespaces of UTS and PID).
 """
 
-from __future__ import annotations
-
 import json
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -25,20 +23,14 @@ Start = Callable[..., Command]
 
 
 @pytest.fixture
-def start(tmp_path: Path) -> Iterator[Start]:
+def start(start: Start) -> Start:
     """Starts a training of the run, here or on the other node, in steps of some seconds."""
-    started: list[Command] = []
 
     def begin(*, other: bool, pause: float, run: str = "run") -> Command:
         words = (*TRAIN, f"pause={pause}", "--run", run)
-        if other:
-            words = (*OTHER, f"hostname elsewhere; {' '.join(words)}; exit $?")
-        started.append(Command(*words, cwd=tmp_path))
-        return started[-1]
+        return start(*(*OTHER, f"hostname elsewhere; {' '.join(words)}; exit $?") if other else words)
 
-    yield begin
-    for one in started:
-        one.close()
+    return begin
 
 
 def step_of(run: Path) -> int:

@@ -1,7 +1,5 @@
 """A training that stands still is ended with a word on why; one that is slow is left alone."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import os
@@ -11,7 +9,7 @@ import signal
 import subprocess
 import sys
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -31,18 +29,13 @@ Start = Callable[..., Command]
 
 
 @pytest.fixture
-def start(tmp_path: Path) -> Iterator[Start]:
-    """Starts trainings of tests/faults/stuck.py in an empty folder, and ends what is left of them."""
-    started: list[Command] = []
+def start(start: Start) -> Start:
+    """Starts trainings of tests/faults/stuck.py."""
 
     def begin(name: str, *arguments: str, plan: str = "replicate=2") -> Command:
-        request = ("--plan", f"{plan},{HERE}", "--run", "run", *arguments)
-        started.append(Command(GRAPPE, "train", f"{STUCK}:{name}", *request, cwd=tmp_path))
-        return started[-1]
+        return start(GRAPPE, "train", f"{STUCK}:{name}", "--plan", f"{plan},{HERE}", "--run", "run", *arguments)
 
-    yield begin
-    for one in started:
-        one.close()
+    return begin
 
 
 def test_data_that_never_come_are_named_with_their_line(start: Start, tmp_path: Path) -> None:
@@ -76,9 +69,7 @@ idle.stop()
 
 
 @pytest.mark.parametrize("others", [False, True])
-def test_a_script_that_does_nothing_is_named_and_goes_on_unless_another_process_works(
-    others: bool, tmp_path: Path
-) -> None:
+def test_a_script_that_does_nothing_is_named_and_goes_on_unless_another_process_works(others, tmp_path):
     script = tmp_path / "silent.py"
     script.write_text(SILENT)
     # A process of its own: what the test Slurm's daemons compute counts as work of the process that runs the tests.
@@ -145,9 +136,7 @@ def test_a_signal_to_one_stage_stops_all_at_the_same_step(start: Start, tmp_path
     os.kill(pids_in_training(tmp_path / "run", 2)[1], signal.SIGTERM)
     code, _, err = command.end()
     assert (code, err) == (75, ""), err
-    newest = Run(tmp_path / "run").latest()
-    assert newest is not None
-    assert newest.step == max(line["step"] for line in Run(tmp_path / "run").records("step"))
+    assert Run(tmp_path / "run").latest().step == max(line["step"] for line in Run(tmp_path / "run").records("step"))
 
 
 def test_a_slow_evaluation_is_no_standstill(start: Start, tmp_path: Path) -> None:

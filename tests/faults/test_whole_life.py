@@ -1,26 +1,30 @@
 """A few kills at random instants of the whole life of a training; `make soak` makes 500, under every engine."""
 
-from __future__ import annotations
-
 import random
 import shutil
 from pathlib import Path
 
 import pytest
 
+from tests import needs
 from tests.faults import whole_life
 from tests.faults.whole_life import Kill, Life
 
 KILL = Kill(plan="replicate=2", role="one rank", phase="before the end", code=1, gone=0.1, quiet=0.1)
 
 
-def test_killed_at_some_instant_it_ends_as_one_that_is_not() -> None:
-    kills, findings = whole_life.attack(1, 1, 1, ("shard=2",))
-    assert kills
+@pytest.mark.parametrize(
+    ("plan", "kills"),
+    [("shard=2", 1), ("replicate=2", 4), ("pipeline=2,microbatches=2", 1), ("engine=deepspeed,shard=2", 1)],
+)
+def test_killed_at_some_instant_it_ends_as_one_that_is_not(plan: str, kills: int) -> None:
+    needs.need(plan)
+    done, findings = whole_life.attack(kills, 1, 1, (plan,))
+    assert len(done) >= kills
     assert findings == []
 
 
-@pytest.mark.costly
+@pytest.mark.slow
 def test_what_is_lost_is_found(tmp_path: Path) -> None:
     whole = whole_life.whole("", tmp_path / "whole")
     life = Life("", whole, tmp_path / "life", random.Random(0))

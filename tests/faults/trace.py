@@ -1,7 +1,5 @@
 """Records what a piece of code does to the file system, and rebuilds what a crash may leave of it."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import os

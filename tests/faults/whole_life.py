@@ -8,8 +8,6 @@ uniform over that time, is started again by the same command, killed again perha
 is compared to the bit, what was said is searched for mistakes of grappe's own, and what lives on is counted.
 """
 
-from __future__ import annotations
-
 import collections
 import dataclasses
 import itertools
@@ -33,7 +31,38 @@ from grappe.training.run import Run
 from tests.commands import GRAPPE, TORCHRUN, Command, send
 from tests.faults.pressure import waited
 from tests.faults.resume_cell import curves, hashes_of
-from tests.faults.victims import ROLES, roles
+
+ROLES = {"command": 3, "fork server": 3, "one rank": 3, "all": 3, "another": 1}
+"""What is killed, and how often; of those that live then."""
+
+
+def roles(one: Command) -> dict[str, list[int]]:
+    """The living processes of a command, by what they are."""
+    main = one.process.pid
+    members = {pid: _status(pid) for pid in one.members()}
+    found = collections.defaultdict(list)
+    for pid, (parent, words) in members.items():
+        parents = members.get(parent, (0, ""))[1]
+        if pid == main:
+            role = "command"
+        elif parent == main and "multiprocessing.forkserver" in words:
+            role = "fork server"
+        elif "resource_tracker" not in words and (parent == main or "multiprocessing.forkserver" in parents):
+            role = "one rank"
+        else:
+            role = "another"
+        found[role].append(pid)
+    found["all"] = list(members)
+    return dict(found)
+
+
+def _status(pid: int) -> tuple[int, str]:
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        return int(stat[1]), Path(f"/proc/{pid}/cmdline").read_text(errors="replace")
+    except (OSError, IndexError):
+        return 0, ""
+
 
 ROOT = Path(__file__).parents[2]
 TASK = f"{Path(__file__).with_name('life.py')}:Life"
@@ -99,7 +128,6 @@ def end_of(folder: Path) -> dict[str, object]:
     """Reads what a training leaves: its newest checkpoint's hashes, curves, samples, and the names in its folder."""
     run = folder / "run"
     newest = latest(run / "checkpoints")
-    assert newest is not None
     found: dict[str, object] = {"step": newest.step, **hashes_of(newest)}
     # The lease of a process that is dead holds nobody back: one killed behind the mark of the end leaves it.
     found["files"] = sorted(one.name for one in run.iterdir() if one.name != "lease.json")

@@ -4,8 +4,6 @@ So a real pipeline says how long each process waits, on any machine (Lamport 197
 events in a distributed system").
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

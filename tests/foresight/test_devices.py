@@ -1,7 +1,5 @@
 """Data sheets of GPUs are read, and sites' GPUs have one."""
 
-from __future__ import annotations
-
 import pytest
 
 from grappe import sites
@@ -35,7 +33,6 @@ def test_each_data_sheet_says_its_source_and_belongs_to_a_name() -> None:
 
 def test_a_kernel_takes_what_bounds_it() -> None:
     v100 = device_named("V100, 16 GB")
-    assert v100 is not None
     moving = Operator("aten.relu.default", 0, flops=0, moved=2**31, view=False, message=2**30)
     assert v100.kernel(moving, "fp32") == pytest.approx(2**31 / (900e9 * OF_BANDWIDTH))
     computing = moving._replace(flops=10**15)

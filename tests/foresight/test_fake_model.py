@@ -1,7 +1,5 @@
 """A trace has the bytes that the allocator counts, and leaves nothing behind."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest
@@ -71,7 +69,7 @@ def test_a_tied_parameter_counts_once_and_a_frozen_one_has_no_gradient(tmp_path:
     assert found.states.parameters == 4 * (64 + 24 + 3)
     assert found.states.gradients == 4 * 64
     assert found.states.optimizer == 2 * 4 * 64 + 4  # and the count of its steps
-    assert found.peak is not None and found.peak > found.states.total
+    assert found.peak > found.states.total
 
 
 def test_a_trace_marks_each_gradient_once_and_ends_empty(tmp_path: Path) -> None:
@@ -87,9 +85,13 @@ def test_a_larger_batch_than_was_read_has_activations_in_proportion(tmp_path: Pa
     assert peaks[2] - peaks[1] == peaks[1] - peaks[0] > 0
 
 
-def test_a_model_that_reads_values_is_named_with_its_line(tmp_path: Path) -> None:
+def test_a_model_that_reads_values_and_a_task_that_fails_are_named_with_their_line(tmp_path: Path) -> None:
     with pytest.raises(TaskError, match=r"Looks cannot run without values.*test_fake_model\.py.*item"):
         FakeModel(Looks(), tmp_path).trace(4)
+    with pytest.raises(TaskError, match=r"no such picture.*test_fake_model\.py"):
+        FakeModel(Broken(), tmp_path)
+    with pytest.raises(TaskError, match=r"nothing.*test_fake_model\.py.*tensor_plan"):
+        memory_forecast(FakeModel(Unsplit(), tmp_path), Plan.parse("tensor=2"))
 
 
 class Broken(Small):
@@ -110,13 +112,6 @@ class Unsplit(Small):
         return {"first": model.nothing}
 
 
-def test_what_the_tasks_own_code_raises_names_its_line(tmp_path: Path) -> None:
-    with pytest.raises(TaskError, match=r"no such picture.*test_fake_model\.py"):
-        FakeModel(Broken(), tmp_path)
-    with pytest.raises(TaskError, match=r"nothing.*test_fake_model\.py.*tensor_plan"):
-        memory_forecast(FakeModel(Unsplit(), tmp_path), Plan.parse("tensor=2"))
-
-
 @pytest.mark.parametrize("plan", ["pipeline=2,microbatches=2", "tensor=2"])
 def test_a_model_of_transformers_is_split_as_in_a_training(plan: str, tmp_path: Path) -> None:
     pytest.importorskip("transformers")
@@ -128,9 +123,7 @@ def test_a_model_of_transformers_is_split_as_in_a_training(plan: str, tmp_path: 
     assert whole / 2 <= found < whole * 0.75
 
 
-def test_a_kernel_that_is_too_large_to_be_tried_leaves_the_peak_unknown(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_kernel_that_is_too_large_to_be_tried_leaves_the_peak_unknown(tmp_path, monkeypatch):
     monkeypatch.setattr(kernels, "LARGEST", 100)
     fake_model = FakeModel(Normal(), tmp_path, kernels=kernels.Kernels())
     assert memory_forecast(fake_model, Plan()).peak is None

@@ -1,7 +1,5 @@
 """Memory that libraries keep of a plan's kernels is measured: as much as a training's own process keeps."""
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 import resource
@@ -94,7 +92,6 @@ def fake_model() -> FakeModel:
 def test_what_is_kept_of_convolutions_in_bf16_is_what_a_training_keeps(fake_model: FakeModel) -> None:
     found = library_memory(fake_model, PLAN, ROWS)
     real = local("tests.foresight.test_forecast:trained", Trained(), 1)
-    assert found is not None
     assert real.step > 10 * MB, "these kernels keep nothing here, and the test says nothing"
     assert abs(found.total - real.total) < CLOSE, (found, real)
 
@@ -102,13 +99,11 @@ def test_what_is_kept_of_convolutions_in_bf16_is_what_a_training_keeps(fake_mode
 def test_a_process_of_a_training_measures_it_under_its_limit(fake_model: FakeModel) -> None:
     found = local("tests.foresight.test_forecast:advising", Trained(), 1)
     outside = library_memory(fake_model, PLAN, ROWS)
-    assert found is not None and outside is not None
     assert abs(found.total - outside.total) < CLOSE
 
 
 def test_a_plan_fits_only_with_what_its_kernels_keep(fake_model: FakeModel) -> None:
     needed = with_libraries(memory_forecast(fake_model, PLAN), fake_model, PLAN)
-    assert needed.libraries is not None and needed.most is not None
     budget = MemoryBudget(whose="", size=needed.most + needed.libraries.total, besides=0, margin=1.0, gpu=False)
     assert foreseen(fake_model, PLAN, ROWS, budget).fits
     assert not foreseen(fake_model, PLAN, ROWS, dataclasses.replace(budget, size=budget.size - MB)).fits

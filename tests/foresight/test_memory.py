@@ -1,12 +1,11 @@
 """Sharding: what fully_shard keeps at each mark, counted by hand for two units of one matrix each."""
 
-from __future__ import annotations
-
 import pytest
 
 from grappe.foresight.memory import GLOO, GLOO_LATE, NCCL, CommunicationBuffers, FsdpMemory, Parameter
 from grappe.foresight.trace import Mark
 
+FORWARDS = [("forward", 0), ("left", 0), ("forward", 1), ("left", 1), ("left", -1)]
 UNITS = [Parameter(name=f"{unit}.weight", shape=(4, 1), item=25, trained=True, unit=unit) for unit in (0, 1)]
 """Of 100 bytes."""
 
@@ -27,23 +26,13 @@ def test_a_unit_is_gathered_into_a_buffer_which_stays_until_the_next(copies: Com
 
 
 def test_zero_3_frees_a_unit_behind_its_forward_and_zero_2_keeps_it() -> None:
-    marks = [("forward", 0), ("left", 0), ("forward", 1), ("left", 1), ("left", -1), ("loss", -1)]
+    marks = [*FORWARDS, ("loss", -1)]
     assert most(marks, NCCL)[-1] == 0
     assert most(marks, NCCL, zero=2)[-1] == 200
 
 
 def test_a_reduction_takes_its_input_its_output_and_with_gloo_a_copy() -> None:
-    marks = [
-        ("forward", 0),
-        ("left", 0),
-        ("forward", 1),
-        ("left", 1),
-        ("left", -1),
-        ("backward", 1),
-        ("gradient", 1),
-        ("done", 1),
-        ("loss", -1),
-    ]
+    marks = [*FORWARDS, ("backward", 1), ("gradient", 1), ("done", 1), ("loss", -1)]
     # Ahead, unit 0 is gathered: 100 more. The gradient (100) is copied into the input (100), then freed.
     assert most(marks, NCCL)[-2:] == [300, 250]
     assert most(marks, GLOO)[-2:] == [350, 250]
@@ -52,7 +41,7 @@ def test_a_reduction_takes_its_input_its_output_and_with_gloo_a_copy() -> None:
 
 
 def test_one_of_gloos_threads_has_its_copy_yet_while_the_other_makes_one() -> None:
-    marks = [("forward", 0), ("left", 0), ("forward", 1), ("left", 1), ("left", -1), ("backward", 1)]
+    marks = [*FORWARDS, ("backward", 1)]
     # Unit 1's parameters, what unit 0 is gathered into ahead, and the copy of that.
     assert most(marks, GLOO)[-1] == 300
     assert most(marks, GLOO_LATE)[-1] == 400  # and what unit 1 was gathered into

@@ -1,7 +1,5 @@
 """Plans that learn the same are tried in the order of what they cost, and the first that has room is found."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest
@@ -70,9 +68,7 @@ def test_plans_that_are_tried_train_the_same_and_begin_with_the_plainest() -> No
         ("", 60, None),
     ],
 )
-def test_the_first_that_fits_is_found_on_more_processes_where_none_of_as_many_does(
-    fake_model: FakeModel, plan: str, limit: int, found: str | None
-) -> None:
+def test_the_first_that_fits_is_found_on_more_processes_where_none_of_as_many_does(fake_model, plan, limit, found):
     other = fitting(fake_model, Plan.parse(plan), MemoryBudget(whose="", size=limit * MB, besides=0, gpu=False))
     assert (other and other.plan) == found
 
@@ -83,7 +79,7 @@ def test_parts_of_samples_are_named_where_a_sample_alone_does_not_fit() -> None:
     shards, parts = (each.peak for each in least if each is not None)
     budget = MemoryBudget(whose="", size=(shards + parts) / 2, besides=0, gpu=False)
     named = fitting(alone, Plan(), budget)
-    assert named is not None and named.plan == "domain=4"
+    assert named.plan == "domain=4"
 
 
 def test_memory_that_processes_share_is_divided_and_copies_count(fake_model: FakeModel) -> None:
@@ -102,7 +98,6 @@ def test_what_no_plan_can_trace_ends_the_search_for_a_pipeline_too(monkeypatch: 
     assert len(asked) == 1
 
 
-def test_a_search_that_takes_too_long_is_left(fake_model: FakeModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(search, "SECONDS", -1)
+def test_a_search_that_takes_too_long_is_left(fake_model: FakeModel) -> None:
     with pytest.raises(TaskError, match="try grappe foresee"):
-        fitting(fake_model, Plan(), MemoryBudget(whose="", size=1))
+        fitting(fake_model, Plan(), MemoryBudget(whose="", size=1), seconds=-1)

@@ -1,7 +1,5 @@
 """A ledger has each operator of a step, what it computes and moves."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from grappe.foresight.fake_model import FakeModel

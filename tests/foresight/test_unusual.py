@@ -1,7 +1,5 @@
 """Models and batches that are harder to trace: foreseen as they are, or refused with the user's own line."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

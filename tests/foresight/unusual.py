@@ -1,7 +1,5 @@
 """Tasks that are harder to trace than most: what a user may write."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

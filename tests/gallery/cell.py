@@ -1,7 +1,5 @@
 """Trains a task of the gallery for a few steps, and leaves out of its weights what cannot be compared."""
 
-from __future__ import annotations
-
 import importlib
 from collections.abc import Callable
 from pathlib import Path

@@ -1,16 +1,14 @@
 """The shipped tasks at the size of a test: their fields, and small stand-ins for the data that they read."""
 
-from __future__ import annotations
-
 import atexit
 import functools
 import shutil
-import struct
 import tempfile
 from pathlib import Path
 
-import numpy as np
+from benchmarks import cifar_files
 
+from tests import idx_files
 from tests.data.images import pictures
 
 IMAGES = 96
@@ -44,29 +42,11 @@ def folder(name: str) -> str | None:
     place = Path(tempfile.mkdtemp(prefix=f"grappe-{name}-"))
     atexit.register(shutil.rmtree, place, ignore_errors=True)
     if name == "cifar10":
-        _cifar(place / "cifar-10-batches-bin")
+        cifar_files.write(place, per_file=IMAGES // 5)
     elif name == "imagenet":
         for split in ("train", "val"):
             pictures.folder(place / split, pictures.files(16))
     else:
-        _idx(place / ("FashionMNIST" if name == "fashion_mnist" else "MNIST") / "raw")
+        name = "FashionMNIST" if name == "fashion_mnist" else "MNIST"
+        idx_files.write(place / name / "raw", IMAGES, IMAGES, ending="")
     return str(place)
-
-
-def _idx(place: Path) -> None:
-    place.mkdir(parents=True)
-    draw = np.random.default_rng(0)
-    for part in ("train", "t10k"):
-        images = draw.integers(0, 256, (IMAGES, 28, 28), dtype=np.uint8)
-        for kind, array in (("images-idx3", images), ("labels-idx1", np.arange(IMAGES, dtype=np.uint8) % 10)):
-            header = bytes([0, 0, 8, array.ndim]) + struct.pack(f">{array.ndim}I", *array.shape)
-            (place / f"{part}-{kind}-ubyte").write_bytes(header + array.tobytes())
-
-
-def _cifar(place: Path) -> None:
-    place.mkdir()
-    draw = np.random.default_rng(0)
-    for name in (*(f"data_batch_{number}" for number in range(1, 6)), "test_batch"):
-        rows = draw.integers(0, 256, (IMAGES // 5, 3073), dtype=np.uint8)
-        rows[:, 0] %= 10
-        (place / f"{name}.bin").write_bytes(rows.tobytes())

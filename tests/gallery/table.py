@@ -3,8 +3,6 @@
 python -m tests.gallery.table [TASK …] [--missing]    # two minutes a task on two cores; --missing: what has none
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -39,7 +37,7 @@ def verified(pool: Pool, name: str, plans: Sequence[str] = PLANS) -> Iterator[tu
                 yield left.pop(0), {"verdict": one.verdict, "why": why, "loss": gap}
         except AssertionError as error:  # a process of the pool ended with a traceback
             print(error, file=sys.stderr)
-            yield (left.pop(0), {"verdict": "crash", "why": [str(error).strip().splitlines()[-1]], "loss": None})
+            yield left.pop(0), {"verdict": "crash", "why": [str(error).strip().splitlines()[-1]], "loss": None}
 
 
 def _findings(pool: Pool, name: str, plans: Sequence[str]) -> Iterator[Any]:
@@ -47,13 +45,9 @@ def _findings(pool: Pool, name: str, plans: Sequence[str]) -> Iterator[Any]:
     if name in NAMES:
         return grappe.verify(file(name), asked, data=tasks.folder(name), run=runner(pool))
     return grappe.verify(
-        name,
-        asked,
-        fields=shipped.FIELDS[name],
-        data=shipped.folder(name),
-        run=runner(pool),
+        name, asked, fields=shipped.FIELDS[name], data=shipped.folder(name), run=runner(pool),
         steps=shipped.STEPS.get(name, 8),
-    )
+    )  # fmt: skip
 
 
 def main(arguments: list[str]) -> None:

@@ -1,7 +1,5 @@
 """The gallery's tasks, and their plain loops trained on the same batches."""
 
-from __future__ import annotations
-
 import atexit
 import functools
 import inspect

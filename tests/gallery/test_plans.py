@@ -1,7 +1,5 @@
 """Tasks of all kinds learn the same under every plan, and benchmarks/results/gallery.json has them all."""
 
-from __future__ import annotations
-
 import functools
 from typing import Any
 
@@ -39,7 +37,6 @@ def _plain(pool: Pool, name: str, plan: str) -> dict[str, Any]:
     return pool.run("tests.gallery.cell:train", 1, gallery_files.file(name), plan, STEPS, tasks.folder(name))[0]
 
 
-@pytest.mark.grid(each=2)
 @pytest.mark.parametrize(("name", "plan"), CELLS)
 def test_every_plan_learns_the_same(pool: Pool, name: str, plan: str) -> None:
     exact = "exact" in plan  # pieces have dropout and statistics of their own
@@ -52,7 +49,7 @@ def test_every_plan_learns_the_same(pool: Pool, name: str, plan: str) -> None:
     assert found["scores"].loss == pytest.approx(alone["scores"].loss, rel=1e-5)
 
 
-@pytest.mark.costly
+@pytest.mark.slow
 def test_verify_takes_outputs_that_are_padded_to_the_longest_of_a_batch(pool: Pool) -> None:
     [(_, found)] = table.verified(pool, "ctc", ("replicate=2",))
     assert found["verdict"] == "same"

@@ -1,7 +1,5 @@
 """Runs of the gallery's tasks learn what plain loops do, resume to the bit and predict; a kernel runs the notebook."""
 
-from __future__ import annotations
-
 import functools
 import json
 import shutil
@@ -80,7 +78,7 @@ def test_a_teacher_comes_from_its_own_run_and_stays_as_it_is(tmp_path: Path) -> 
     assert all(torch.equal(one, pair.state_dict()[f"teacher.{key}"]) for key, one in teacher.state_dict().items())
 
 
-@pytest.mark.costly
+@pytest.mark.slow
 def test_the_notebook_runs_in_a_kernel(tmp_path: Path) -> None:
     nbformat, nbclient = pytest.importorskip("nbformat"), pytest.importorskip("nbclient")
     notebook = nbformat.read(gallery_files.FOLDER / "tabular.ipynb", as_version=4)

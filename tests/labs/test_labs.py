@@ -1,7 +1,5 @@
 """The labs, executed by a kernel in an environment that has grappe's wheel and no checkout: `make soak` runs all."""
 
-from __future__ import annotations
-
 import ast
 import inspect
 import json
@@ -18,7 +16,7 @@ from tests.test_wheel import grappe, wheel  # noqa: F401
 
 LABS = Path(__file__).parents[2] / "labs"
 BOOKS = sorted(LABS.glob("*.ipynb"))
-EXAMPLES = sorted((LABS.parent / "examples").glob("*.ipynb"))
+ALL = (*BOOKS, *sorted((LABS.parent / "examples").glob("*.ipynb")))
 QUICK = ("01-first-job", "10-from-scratch")
 """Those of every test run; with the others it would be minutes more."""
 
@@ -36,11 +34,7 @@ def kernel(grappe: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:  # n
 
 
 @pytest.mark.parametrize(
-    "book",
-    [
-        pytest.param(one, marks=[] if one.stem in QUICK else [pytest.mark.soak], id=one.stem)
-        for one in (*BOOKS, *EXAMPLES)
-    ],
+    "book", [pytest.param(one, marks=[] if one.stem in QUICK else [pytest.mark.soak], id=one.stem) for one in ALL]
 )
 def test_a_lab_runs(book: Path, kernel: Path, tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setenv("JUPYTER_PATH", str(kernel))
@@ -49,12 +43,9 @@ def test_a_lab_runs(book: Path, kernel: Path, tmp_path: Path, monkeypatch) -> No
     content = nbformat.read(book, as_version=4)
     content.cells.append(nbformat.v4.new_code_cell("import grappe\n\nprint(grappe.__file__)"))
     client = nbclient.NotebookClient(
-        content,
-        timeout=PATIENCE_SECONDS,
-        startup_timeout=PATIENCE_SECONDS,
-        kernel_name="lab",
+        content, timeout=PATIENCE_SECONDS, startup_timeout=PATIENCE_SECONDS, kernel_name="lab",
         resources={"metadata": {"path": str(tmp_path)}},
-    )
+    )  # fmt: skip
     client.execute()
     imported = "".join(output.get("text", "") for output in content.cells[-1].outputs)
     assert "site-packages" in imported
@@ -70,7 +61,7 @@ def test_a_lab_has_a_question_a_look_and_a_solution(book: Path) -> None:
     assert outdated(content) != "code", "execute it: make labs ONLY=" + book.stem[:2]
 
 
-@pytest.mark.parametrize("book", [*BOOKS, *EXAMPLES], ids=lambda book: book.stem)
+@pytest.mark.parametrize("book", ALL, ids=lambda book: book.stem)
 def test_a_labs_calls_fit_the_signatures(book: Path) -> None:
     content = nbformat.read(book, as_version=4)
     for cell in content.cells:

@@ -1,7 +1,5 @@
 """Translations of messages."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys
@@ -41,6 +39,7 @@ SMALL = Catalogue(
             "grappe : le plan n'a pas 'x' : vouliez-vous dire a ou b ?",
         ),
         ("unknown. it is damaged", "unknown. il est endommagé"),
+        ("the plan has no 'the plan': x", "le plan n'a pas 'the plan' : x"),  # a name is no message
         ("it is damaged; nobody knows this", "il est endommagé; nobody knows this"),
         ("nobody knows this", "nobody knows this"),
         ("", ""),
@@ -50,31 +49,9 @@ def test_messages_within_messages(english: str, french: str) -> None:
     assert SMALL.message(english) == french
 
 
-def test_a_name_is_no_message() -> None:
-    assert SMALL.message("the plan has no 'the plan': x") == "le plan n'a pas 'the plan' : x"
-
-
 @pytest.mark.parametrize("value", ["{name}", "{0.__class__}", "%s", "\x1b[31m", "{", "}}", "{{}}", "it is damaged"])
 def test_foreign_values_stay_as_they_are(value: str) -> None:
     assert SMALL.message(f"grappe: the plan has no '{value}': x") == f"grappe : le plan n'a pas '{value}' : x"
-
-
-@pytest.mark.parametrize(
-    ("english", "french"),
-    [
-        ("step 3: no such run", "step 3: no such run"),
-        ("step 3 has no log", "step 3 n'a pas de journal"),
-        ("grappe: step 3: the file is empty", "grappe : step 3 : le fichier est vide"),
-        (
-            "--from step 3: there is no such run or file",
-            "--from step 3 : il n'y a pas de telle exécution, ni de tel fichier",
-        ),
-        ("digits: lr=step 3 is not a number", "digits : lr=step 3 n'est pas un nombre"),
-        ("the first step's/the home folder has no line", "the first step's/the home folder n'a pas de ligne"),
-    ],
-)
-def test_names_that_users_chose_stay(english: str, french: str) -> None:
-    assert catalogue_of("fr").message(english) == french
 
 
 @pytest.mark.parametrize(
@@ -100,15 +77,24 @@ def test_results_are_french(english: str, french: str) -> None:
     assert catalogue_of("fr").result(english) == french
 
 
-def test_thousands_have_a_space_in_french_but_where_they_were_typed() -> None:
-    french = catalogue_of("fr").message
-    assert french("1,024 members") == "1 024 membres"
-    assert french("--per-shard 1,024: it must be 1 to 1,000,000") == "--per-shard 1,024 : il faut 1 à 1 000 000"
-
-
 @pytest.mark.parametrize(
     ("english", "french"),
     [
+        # Names that users chose stay.
+        ("step 3: no such run", "step 3: no such run"),
+        ("step 3 has no log", "step 3 n'a pas de journal"),
+        ("grappe: step 3: the file is empty", "grappe : step 3 : le fichier est vide"),
+        (
+            "--from step 3: there is no such run or file",
+            "--from step 3 : il n'y a pas de telle exécution, ni de tel fichier",
+        ),
+        ("digits: lr=step 3 is not a number", "digits : lr=step 3 n'est pas un nombre"),
+        ("the first step's/the home folder has no line", "the first step's/the home folder n'a pas de ligne"),
+        ("process 1 waits in step 3, at my.py, line 3", "le processus 1 attend dans le pas 3, à my.py, ligne 3"),
+        # Thousands have a space, but where they were typed.
+        ("1,024 members", "1 024 membres"),
+        ("--per-shard 1,024: it must be 1 to 1,000,000", "--per-shard 1,024 : il faut 1 à 1 000 000"),
+        # Progress is French to its end.
         (
             "checking [##  ] 3 of 1,000 images, 1,200/s, 3 s left, 2 bad",
             "vérification [##  ] 3 sur 1 000 images, 1 200/s, encore 3 s, 2 mauvaises",
@@ -123,36 +109,16 @@ def test_thousands_have_a_space_in_french_but_where_they_were_typed() -> None:
             "study a: 3 of 9 trials ended, 1 failed, 2 stopped early, 1 running, waiting: there is none",
             "étude a : 3 essais terminés sur 9, 1 en échec, 2 arrêtés tôt, 1 en cours, en attente : il n'y en a aucun",
         ),
-    ],
-)
-def test_a_line_is_french_to_its_end(english: str, french: str) -> None:
-    said = catalogue_of("fr").message
-    before = "sample 1: as a package, the exported program predicts something else than grappe predict: 1. "
-    if english.startswith("Nothing"):
-        assert said(before + english).endswith(french)
-    else:
-        assert said(english) == french
-
-
-def test_a_small_template_is_found_where_it_is_meant() -> None:
-    assert (
-        catalogue_of("fr").message("process 1 waits in step 3, at my.py, line 3")
-        == "le processus 1 attend dans le pas 3, à my.py, ligne 3"
-    )
-
-
-def test_how_a_process_ended_is_one_sentence_with_the_lines_of_its_log_behind() -> None:
-    """No part of the log's lines is taken for a node's name, nor `0 of 1` for a number."""
-    said, lines = catalogue_of("fr").message, "\n  | loading the data\n  | bad file"
-    text = "process 0 of 1 on vm ended by itself with exit code 1" + lines
-    assert said(text) == "processus 0 de 1 sur vm s'est terminé de lui-même avec le code 1" + lines
-    killed = "grappe: process 1 of 2 on n1 was killed by SIGKILL" + lines
-    assert said(killed) == "grappe : processus 1 de 2 sur n1 a été tué par SIGKILL" + lines
-
-
-@pytest.mark.parametrize(
-    ("english", "french"),
-    [
+        # No part of a log's lines is taken for a node's name, nor `0 of 1` for a number.
+        (
+            "process 0 of 1 on vm ended by itself with exit code 1\n  | bad file",
+            "processus 0 de 1 sur vm s'est terminé de lui-même avec le code 1\n  | bad file",
+        ),
+        (
+            "grappe: process 1 of 2 on n1 was killed by SIGKILL\n  | bad file",
+            "grappe : processus 1 de 2 sur n1 a été tué par SIGKILL\n  | bad file",
+        ),
+        # What others say stays.
         ("ValueError: unknown. it is damaged", "ValueError: unknown. it is damaged"),
         ("ValueError: step 3 is no folder", "ValueError: step 3 is no folder"),
         (
@@ -174,14 +140,12 @@ def test_how_a_process_ended_is_one_sentence_with_the_lines_of_its_log_behind() 
         ),
     ],
 )
-def test_what_others_say_stays(english: str, french: str) -> None:
+def test_messages_are_french_but_for_names_and_others_words(english: str, french: str) -> None:
     assert catalogue_of("fr").message(english) == french
 
 
 @pytest.mark.parametrize("content", [None, b"", b"no catalogue", b"\xde\x12\x04\x95\x00\x00", "cut off"])
-def test_a_file_that_is_not_whole_gives_english(
-    content: bytes | str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_file_that_is_not_whole_gives_english(content: bytes | str | None, tmp_path: Path, monkeypatch) -> None:
     whole = COMPILED.read_bytes()
     monkeypatch.setattr("grappe.language.catalogue.__file__", str(tmp_path / "catalogue.py"))
     if content is not None:
@@ -201,14 +165,9 @@ def test_grappe_in_a_zip_speaks_english(tmp_path: Path) -> None:
             if file.suffix in (".py", ".mo"):
                 archive.write(file, file.relative_to(COMPILED.parents[2]))
     program = "from grappe.language import translated; print(translated('the file is empty'))"
-    done = subprocess.run(
-        [sys.executable, "-c", program],
-        env={**os.environ, "PYTHONPATH": str(tmp_path / "all.zip"), "GRAPPE_LANG": "fr"},
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    variables = {**os.environ, "PYTHONPATH": str(tmp_path / "all.zip"), "GRAPPE_LANG": "fr"}
+    command = [sys.executable, "-c", program]
+    done = subprocess.run(command, env=variables, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert (done.stdout, done.stderr) == ("the file is empty\n", "")
 
 
@@ -248,45 +207,37 @@ def test_english_is_the_default(monkeypatch: pytest.MonkeyPatch) -> None:
 WORDS = st.text(st.sampled_from("ab {}'é\n"), max_size=12)
 
 
-def test_a_message_gives_its_values() -> None:
+@pytest.mark.parametrize(
+    ("template", "message", "values"),
+    [
+        ("plan: {name}={text} is not {what}", "plan: a=b is not a number", ["a", "b", "a number"]),
+        ("plan: {name}={text} is not {what}", "plan: a=b is a number", None),
+        ("plan: {name}={text} is not {what}", "the plan: a=b is not 1", None),
+        ("a{x}a", "a", None),  # the ends do not overlap
+        ("a{x}a", "aa", [""]),
+        ("abc", "abc", []),
+        ("abc", "abcabc", None),
+        ("{a} of {b}, not {a}", "1 of 2, not 1", ["1", "2", "1"]),
+        ("{a} of {b}, not {a}", "1 of 2, not 3", None),
+        ("step {step}", "step 3", ["3"]),  # a number is one word
+        ("step {step}", "step 3 is no folder", None),
+        ("write {{…}} into {file}", "write {…} into x", ["x"]),
+    ],
+)
+def test_a_message_gives_its_values(template: str, message: str, values: list[str] | None) -> None:
+    assert Template.of(template, "").values(message) == values
+
+
+def test_values_are_filled_in() -> None:
     template = Template.of("plan: {name}={text} is not {what}", "plan : {name}={text} n'est pas {what}")
-    assert template.values("plan: a=b is not a number") == ["a", "b", "a number"]
     assert template.filled(["a", "b", "un nombre"]) == "plan : a=b n'est pas un nombre"
-    assert template.values("plan: a=b is a number") is None
-    assert template.values("the plan: a=b is not 1") is None
-
-
-def test_the_ends_do_not_overlap() -> None:
-    assert Template.of("a{x}a", "").values("a") is None
-    assert Template.of("a{x}a", "").values("aa") == [""]
-    assert Template.of("abc", "").values("abc") == []
-    assert Template.of("abc", "").values("abcabc") is None
-
-
-def test_a_value_in_quotation_marks_is_a_name() -> None:
-    assert Template.of("no '{a}' in {b}, `{c}`", "").kept == {0, 2}
-
-
-def test_a_value_that_a_user_typed_is_a_name() -> None:
-    template = Template.of("{what}: {key}={shown} or --to {place}: {error} and {file2}", "")
-    assert template.kept == {1, 2, 3, 5}
-
-
-def test_one_name_has_one_value() -> None:
-    template = Template.of("{a} of {b}, not {a}", "{a} de {b}, non {a}")
-    assert template.values("1 of 2, not 1") == ["1", "2", "1"]
-    assert template.values("1 of 2, not 3") is None
-
-
-def test_a_number_is_one_word() -> None:
-    assert Template.of("step {step}", "").values("step 3") == ["3"]
-    assert Template.of("step {step}", "").values("step 3 is no folder") is None
-
-
-def test_doubled_braces_are_braces() -> None:
     template = Template.of("write {{…}} into {file}", "écrivez {{…}} dans {file}")
-    assert template.values("write {…} into x") == ["x"]
     assert template.filled(["{0.__class__}"]) == "écrivez {…} dans {0.__class__}"
+
+
+def test_a_value_in_quotation_marks_and_one_that_a_user_typed_are_names() -> None:
+    assert Template.of("no '{a}' in {b}, `{c}`", "").kept == {0, 2}
+    assert Template.of("{what}: {key}={shown} or --to {place}: {error} and {file2}", "").kept == {1, 2, 3, 5}
 
 
 def test_a_brace_alone_is_refused() -> None:

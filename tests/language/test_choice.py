@@ -1,7 +1,5 @@
 """The language that is chosen."""
 
-from __future__ import annotations
-
 import pytest
 
 from grappe.language import LOCALE, VARIABLE, chosen_language, unknown_language
@@ -28,9 +26,7 @@ from grappe.language import LOCALE, VARIABLE, chosen_language, unknown_language
         ({"LANG": "fr_FR.UTF-8", VARIABLE: "klingon"}, "en"),
     ],
 )
-def test_the_variable_comes_before_the_locale(
-    variables: dict[str, str], language: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_variable_comes_before_the_locale(variables: dict[str, str], language: str, monkeypatch) -> None:
     for name in (VARIABLE, *LOCALE):
         monkeypatch.delenv(name, raising=False)
     for name, value in variables.items():

@@ -1,7 +1,5 @@
 """Processes of one start know each other; a stranger who is connected in the place of one is found out."""
 
-from __future__ import annotations
-
 import dataclasses
 from pathlib import Path
 from unittest import mock
@@ -35,9 +33,8 @@ def join_as(process: ProcessRank, rendezvous_folder: Path, secrets: list[str], f
 
 @pytest.mark.parametrize("size", [2, 3])
 def test_those_who_share_a_secret_join(pool, size: int) -> None:
-    assert (
-        pool.run("tests.launch.test_authentication:join_as", size, ["ours"] * size, f"a{size}") == ["joined []"] * size
-    )
+    told = pool.run("tests.launch.test_authentication:join_as", size, ["ours"] * size, f"a{size}")
+    assert told == ["joined []"] * size
 
 
 def test_one_who_does_not_know_it_is_found_out_by_all(pool) -> None:

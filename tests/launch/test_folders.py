@@ -1,7 +1,5 @@
 """Folders of the user's own: nobody else writes in them, whatever the umask is."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

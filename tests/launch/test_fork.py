@@ -1,7 +1,5 @@
 """Tests of forked processes whose memory is limited."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import time

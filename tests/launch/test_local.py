@@ -1,7 +1,5 @@
 """Processes on this machine: started, watched, interrupted, killed; nothing of them may remain."""
 
-from __future__ import annotations
-
 import json
 import os
 import resource
@@ -11,7 +9,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -36,20 +34,6 @@ Start = Callable[..., Command]
 
 
 @pytest.fixture
-def start(tmp_path: Path) -> Iterator[Start]:
-    """Starts commands in an empty folder, and ends what is left of them."""
-    started: list[Command] = []
-
-    def begin(*arguments: str, **options: str) -> Command:
-        started.append(Command(*arguments, cwd=tmp_path, **options))
-        return started[-1]
-
-    yield begin
-    for one in started:
-        one.close()
-
-
-@pytest.fixture
 def temp(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A temporary folder of our own, to see that nothing is left in it."""
     local.start_server()  # whose socket stays for the next launch
@@ -63,24 +47,16 @@ def gone(command: Command) -> None:
     assert not command.left()
 
 
-def test_process_0s_value_comes_back(temp: Path) -> None:
+def test_values_come_back(temp: Path) -> None:
     assert local.local("tests.launched:answer", {"a": 1}, 2) == ({"a": 1}, 0, 2, True)
     assert not list(temp.iterdir())
-
-
-def test_a_value_larger_than_a_pipe_comes_back() -> None:
     assert local.local("tests.launched:large", 3_000_000, 2) == bytes(3_000_000)
-
-
-def test_tensors_come_back_from_a_process_that_has_ended() -> None:
     numbers, ones = local.local("tests.launched:tensors", 100_000, 2)
     assert torch.equal(numbers, torch.arange(100_000))
     assert torch.equal(ones, torch.ones(100_000))
 
 
-def test_todays_environment_reaches_processes_of_a_server_that_was_started_before(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_todays_environment_reaches_processes_of_a_server_that_was_started_before(monkeypatch):
     local.local("tests.launched:answer", None, 1)
     monkeypatch.setenv("GRAPPE_TEST_VARIABLE", "new")
     assert local.local("tests.launched:variable", "GRAPPE_TEST_VARIABLE", 1) == "new"
@@ -257,7 +233,6 @@ def test_ctrl_c_saves_and_the_run_goes_on(start: Start, tmp_path: Path) -> None:
     gone(command)
     run = Run(tmp_path / "run")
     saved = run.latest()
-    assert saved is not None
     assert 0 < saved.step < 800
     assert not run.is_finished()
 
@@ -292,13 +267,6 @@ def test_sigterm_to_the_parent_alone_saves(start: Start, tmp_path: Path) -> None
     assert "interrupted, saved" in out
     assert Run(tmp_path / "run").latest().step > 0
     gone(command)
-
-
-def test_no_orphan_survives_its_parent(start: Start, tmp_path: Path) -> None:
-    command = start(GRAPPE, "train", SLOW, "--run", "run", *PLAN)
-    pids_in_training(tmp_path / "run", 2)
-    os.kill(command.process.pid, signal.SIGKILL)
-    until(lambda: not command.members(), "the orphans have ended")
 
 
 def test_two_trainings_at_once_do_not_meet(start: Start, tmp_path: Path) -> None:
@@ -364,13 +332,10 @@ def failed(rank: int, exit_code: int = 1, why: str = "", **report: Any) -> Any:
     )
 
 
-def test_the_first_to_report_is_named() -> None:
+def test_of_several_the_one_that_failed_by_itself_is_named() -> None:
     one = failed(0, kind="error", error="RunError", message="later", when=2.0)
     other = failed(1, kind="error", error="RunError", message="first", when=1.0)
     assert str(explanation([one, other])) == "first"
-
-
-def test_one_that_lost_another_is_not_the_first() -> None:
     lost = failed(1, kind="error", error="ProcessDied", message=f"no proof: {PEER}", when=1.0)
     refused = failed(0, kind="error", error="UsageError", message="no thread", when=2.0)
     assert str(explanation([lost, refused])) == "no thread"
@@ -379,9 +344,6 @@ def test_one_that_lost_another_is_not_the_first() -> None:
     assert str(explanation([lost, crashed])).startswith("process 0 of 2 failed with ZeroDivisionError")
     assert str(explanation([lost])).startswith("process 1 of 2 failed with RuntimeError")
     assert lost_another("Horovod has been shut down. This was caused by an exception on one of the ranks")
-
-
-def test_one_that_was_killed_comes_before_all() -> None:
     lost = failed(1, kind="crashed", error="RuntimeError", message=PEER, when=1.0)
     killed = failed(0, exit_code=-signal.SIGKILL, kind="silent", when=2.0)
     assert str(explanation([lost, killed])).startswith("process 0 of 2 was killed by SIGKILL")

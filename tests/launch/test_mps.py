@@ -1,7 +1,5 @@
 """MPS with a stand-in for its program: the exact commands and environment, and nothing left behind."""
 
-from __future__ import annotations
-
 import json
 import os
 from pathlib import Path
@@ -75,9 +73,8 @@ def test_ended_when_training_fails(record: Path) -> None:
 
 
 def test_the_first_process_of_a_node_starts_it_for_the_others(record: Path) -> None:
-    places = [
-        ProcessRank(rank=rank, size=2, local_rank=rank, local_size=2, launcher="srun", job="7-0-0") for rank in range(2)
-    ]
+    step = {"size": 2, "local_size": 2, "launcher": "srun", "job": "7-0-0"}
+    places = [ProcessRank(rank=rank, local_rank=rank, **step) for rank in range(2)]
     first, second = {**os.environ}, {**os.environ}
     with mps.shared_gpus(SHARED, places[0], first), mps.shared_gpus(SHARED, places[1], second):
         assert first["CUDA_MPS_PIPE_DIRECTORY"] == second["CUDA_MPS_PIPE_DIRECTORY"]
@@ -116,9 +113,7 @@ def test_what_it_cannot_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
         pass
 
 
-def test_without_a_folder_of_ones_own_it_is_refused(
-    record: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_a_folder_of_ones_own_it_is_refused(record, tmp_path, monkeypatch):
     (tmp_path / "grappe").mkdir(mode=0o777)
     (tmp_path / "grappe").chmod(0o777)
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))

@@ -1,12 +1,10 @@
 """On a busy machine OpenMP's threads sleep while they wait, unless the user has chosen."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -15,7 +13,7 @@ from grappe.launch import openmp
 from grappe.launch.openmp import CHOICES, POLICY, is_busy, let_threads_sleep, sleeping_threads
 from tests.commands import GRAPPE, Command
 
-pytestmark = pytest.mark.costly
+pytestmark = pytest.mark.slow
 
 CORES = os.cpu_count() or 1
 TRAIN = ("train", "digits", "batch_size=256", "--steps-only", "--steps", "1", "--run", "run", "--plan", "device=cpu")
@@ -27,7 +25,9 @@ assert "OMP_WAIT_POLICY" not in os.environ
 
 
 @pytest.fixture(autouse=True)
-def _nobody_has_asked() -> Iterator[None]:
+def _nobody_has_asked_or_chosen(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    for name in CHOICES:
+        monkeypatch.delenv(name, raising=False)
     openmp._was_busy.cache_clear()
     yield
     openmp._was_busy.cache_clear()
@@ -36,8 +36,6 @@ def _nobody_has_asked() -> Iterator[None]:
 def test_the_machine_is_asked_once(monkeypatch: pytest.MonkeyPatch) -> None:
     answers = iter((False, True))
     monkeypatch.setattr(openmp, "is_busy", lambda: next(answers))
-    for name in CHOICES:
-        monkeypatch.delenv(name, raising=False)
     for _ in range(2):  # for the processes' environment, and for the server that they are forked from
         with sleeping_threads():
             assert POLICY not in os.environ
@@ -54,22 +52,12 @@ def test_a_users_choice_stays() -> None:
     ("running", "slurm", "busy"),
     [(1, False, False), (1 + CORES, False, True), (5 + CORES, False, True), (5 + CORES, True, False)],
 )
-def test_when_a_machine_is_busy(tmp_path, monkeypatch, running: int, slurm: bool, busy: bool) -> None:
-    (tmp_path / "stat").write_text(f"cpu 1 2 3\nprocs_running {running}\nprocs_blocked 0\n")
-    monkeypatch.setattr(openmp, "STAT", tmp_path / "stat")
-    monkeypatch.delenv("SLURM_JOB_ID", raising=False)
-    if slurm:
-        monkeypatch.setenv("SLURM_JOB_ID", "7")
-    assert is_busy() == busy
-    environment: dict[str, str] = {}
-    let_threads_sleep(environment)
-    assert environment == ({POLICY: "passive"} if busy else {})
-
-
-def test_a_system_that_does_not_say_counts_as_quiet(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(openmp, "STAT", tmp_path / "none")
-    monkeypatch.delenv("SLURM_JOB_ID", raising=False)
-    assert not is_busy()
+def test_when_a_machine_is_busy(tmp_path: Path, running: int, slurm: bool, busy: bool) -> None:
+    stat, environment = tmp_path / "stat", {"SLURM_JOB_ID": "7"} if slurm else {}
+    stat.write_text(f"cpu 1 2 3\nprocs_running {running}\nprocs_blocked 0\n")
+    let_threads_sleep(environment, lambda: is_busy(stat, environment))
+    assert environment.get(POLICY) == ("passive" if busy else None)
+    assert not is_busy(tmp_path / "none", {}), "a system that does not say counts as quiet"
 
 
 @pytest.fixture
@@ -84,29 +72,22 @@ def busy_machine() -> Iterator[None]:
 
 
 def test_the_environment_is_left_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(openmp, "is_busy", lambda: True)
-    for name in CHOICES:
-        monkeypatch.delenv(name, raising=False)
-    with sleeping_threads():
+    with sleeping_threads(lambda: True):
         assert os.environ[POLICY] == "passive"
     assert POLICY not in os.environ
     monkeypatch.setenv(POLICY, "active")
-    with sleeping_threads():
+    with sleeping_threads(lambda: True):
         assert os.environ[POLICY] == "active"
     assert os.environ[POLICY] == "active"
 
 
 @pytest.fixture
-def spins(tmp_path: Path):
+def spins(start: Callable[..., Command], tmp_path: Path):
     """Reads the spin count of a waiting thread in each of a command's processes that load OpenMP."""
 
     def of(*words: str, **variables: str) -> list[int]:
         folder = Path(tempfile.mkdtemp(dir=tmp_path))
-        command = Command(*words, cwd=folder, OMP_DISPLAY_ENV="verbose", cold=True, **variables)
-        try:
-            code, _, err = command.end()
-        finally:
-            command.close()
+        code, _, err = start(*words, cwd=folder, OMP_DISPLAY_ENV="verbose", cold=True, **variables).end()
         assert code == 0, err
         # A single process loads torch itself, when its output goes to the run's log.
         said = err + "".join(log.read_text() for log in folder.glob("run/logs/*.log"))
@@ -116,17 +97,13 @@ def spins(tmp_path: Path):
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="LLVM's OpenMP prints another text")
-def test_the_processes_of_a_command_sleep(spins, busy_machine, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in CHOICES:
-        monkeypatch.delenv(name, raising=False)
+def test_the_processes_of_a_command_sleep(spins, busy_machine) -> None:
     assert set(spins(GRAPPE, *TRAIN)) == {0}
     assert set(spins(GRAPPE, *TRAIN, GOMP_SPINCOUNT="7")) == {7}
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="LLVM's OpenMP prints another text")
-def test_the_processes_of_a_script_that_has_torch_sleep(spins, busy_machine, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in CHOICES:
-        monkeypatch.delenv(name, raising=False)
+def test_the_processes_of_a_script_that_has_torch_sleep(spins, busy_machine) -> None:
     found = spins(sys.executable, "-c", SCRIPT)
     assert len(found) > 1
     assert len([count for count in found if count]) == 1  # the script itself has loaded torch before

@@ -1,13 +1,12 @@
 """Processes end with what started them, stopped or busy as they may be; a kill while they start is told as others."""
 
-from __future__ import annotations
-
+import contextlib
 import os
 import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -27,16 +26,8 @@ Start = Callable[..., Command]
 
 
 @pytest.fixture
-def start(tmp_path: Path) -> Iterator[Start]:
-    started: list[Command] = []
-
-    def begin(*arguments: str) -> Command:
-        started.append(Command(GRAPPE, "train", SLOW, *arguments, cwd=tmp_path, cold=True))
-        return started[-1]
-
-    yield begin
-    for one in started:
-        one.close()
+def start(start: Start) -> Start:
+    return lambda *arguments: start(GRAPPE, "train", SLOW, *arguments, cold=True)
 
 
 def line(pid: int) -> str:
@@ -183,20 +174,16 @@ fork.run_in_fork(lambda: open(sys.argv[1], "w").close())
 
 
 def test_processes_of_torchrun_end_with_it(tmp_path: Path) -> None:
-    plan = ("--plan", "replicate=2,threads=1,device=cpu,workers=1")
     starter = (TORCHRUN, "--standalone", "--nproc-per-node", "2", "--no-python")
-    command = Command(*starter, GRAPPE, "train", SLOW, *plan, cwd=tmp_path, cold=True)
 
     def trains() -> bool:
         assert command.process.poll() is None
         return any(any(Run(one.parent).records("step")) for one in tmp_path.glob("runs/*/run.json"))
 
-    try:
+    with contextlib.closing(Command(*starter, GRAPPE, "train", SLOW, *PLAN, cwd=tmp_path, cold=True)) as command:
         until(trains, "they train")
         command.process.kill()
         until(lambda: not command.members(), "all have ended")
-    finally:
-        command.close()
 
 
 def test_a_process_whose_torchrun_has_ended_does_not_wait_for_it(monkeypatch: pytest.MonkeyPatch) -> None:

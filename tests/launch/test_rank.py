@@ -1,11 +1,10 @@
 """Processes that torchrun and srun start: one voice, the right exit codes, no address fixed in advance."""
 
-from __future__ import annotations
-
+import contextlib
 import os
 import signal
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -21,15 +20,8 @@ Start = Callable[..., list[Command]]
 
 def one_node(rank: int) -> dict[str, str]:
     """Returns srun's variables for one of two processes."""
-    return {
-        "SLURM_JOB_ID": "7",
-        "SLURM_STEP_ID": "0",
-        "SLURM_STEP_NUM_TASKS": "2",
-        "SLURM_STEP_TASKS_PER_NODE": "2",
-        "SLURM_PROCID": str(rank),
-        "SLURM_LOCALID": str(rank),
-        "SLURM_NODEID": "0",
-    }
+    step = {"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_TASKS_PER_NODE": "2"}
+    return {**step, "SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank), "SLURM_NODEID": "0"}
 
 
 def two_nodes(rank: int) -> dict[str, str]:
@@ -39,19 +31,13 @@ def two_nodes(rank: int) -> dict[str, str]:
 
 
 @pytest.fixture
-def start(tmp_path: Path) -> Iterator[Start]:
+def start(start: Callable[..., Command], tmp_path: Path) -> Start:
     """Starts a command as the two processes that a launcher describes."""
-    started: list[Command] = []
 
     def begin(launcher: Variables, *arguments: str) -> list[Command]:
-        for rank in range(2):
-            variables = {**launcher(rank), "TMPDIR": str(tmp_path)}
-            started.append(Command(GRAPPE, *arguments, cwd=tmp_path, **variables))
-        return started
+        return [start(GRAPPE, *arguments, **launcher(rank), TMPDIR=str(tmp_path)) for rank in range(2)]
 
-    yield begin
-    for one in started:
-        one.close()
+    return begin
 
 
 @pytest.mark.parametrize("launcher", [one_node, two_nodes])
@@ -88,12 +74,9 @@ def test_an_interrupted_training_ends_with_75_and_the_others_before_it(start: St
 
 
 def test_torchrun_may_train_twice_in_the_same_processes(tmp_path: Path) -> None:
-    command = Command(
-        TORCHRUN, "--standalone", "--nproc-per-node", "2", "-m", "grappe",
-        "train", SLOW, "pause=0", "--smoke", *PLAN, cwd=tmp_path,
-    )  # fmt: skip
-    code, out, err = command.end()
-    command.close()
+    words = ("--standalone", "--nproc-per-node", "2", "-m", "grappe", "train", SLOW, "pause=0", "--smoke", *PLAN)
+    with contextlib.closing(Command(TORCHRUN, *words, cwd=tmp_path)) as command:
+        code, out, err = command.end()
     assert code == 0, err
     assert out.count("slow on 2 processes") == 2
     assert out.count("smoke: step, evaluation, save and resume work") == 1

@@ -1,7 +1,5 @@
 """All that is written to the user goes through launch/terminal.py and launch/safe_console.py; no other file may."""
 
-from __future__ import annotations
-
 import ast
 import io
 import os
@@ -97,23 +95,23 @@ def test_nothing_is_written_past_it() -> None:
     assert not found, "say it with launch/terminal.py:\n" + "\n".join(found)
 
 
-@pytest.mark.parametrize(
-    "source",
-    [
-        "print(name)",
-        "sys.stdout.write(name)",
-        "sys.stderr.buffer.write(name)",
-        "from rich.console import Console",
-        "from rich import print",
-        "import rich",
-        "Live(table)",
-        "TextColumn('{task.description}')",
-        "os.write(2, name)",
-        "traceback.print_exc()",
-        "import html",
-        "import csv\ncsv.writer(f)",
-    ],
-)
+PAST_IT = r"""
+print(name)
+sys.stdout.write(name)
+sys.stderr.buffer.write(name)
+from rich.console import Console
+from rich import print
+import rich
+Live(table)
+TextColumn('{task.description}')
+os.write(2, name)
+traceback.print_exc()
+import html
+import csv; csv.writer(f)
+"""
+
+
+@pytest.mark.parametrize("source", PAST_IT.strip().splitlines())
 def test_what_goes_past_it_is_found(source: str) -> None:
     assert bypasses("a.py", source)
 
@@ -150,9 +148,7 @@ def test_only_process_0_has_one(monkeypatch) -> None:
     os.close(reader)
 
 
-def test_a_start_and_its_stop_are_shown_at_once_on_a_terminal_alone(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_start_and_its_stop_are_shown_at_once_on_a_terminal_alone(monkeypatch, capsys):
     starting(2)
     assert capsys.readouterr() == ("", ""), "a log has no such line"
     terminal, ours = pty.openpty()

@@ -1,7 +1,5 @@
 """Tests of a process's rank in a launcher's variables, and of a plan's requirements."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest
@@ -12,45 +10,28 @@ from grappe.launch import rendezvous, world
 from grappe.launch.rank import ProcessRank, rank_from_environment
 from grappe.plan import Plan
 
-TORCHRUN = {
-    "RANK": "3",
-    "WORLD_SIZE": "4",
-    "LOCAL_RANK": "1",
-    "LOCAL_WORLD_SIZE": "2",
-    "MASTER_ADDR": "n0",
-    "MASTER_PORT": "29500",
-    "TORCHELASTIC_RUN_ID": "none",
-}
+TORCHRUN = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
+TORCHRUN |= {"MASTER_ADDR": "n0", "MASTER_PORT": "29500", "TORCHELASTIC_RUN_ID": "none"}
 JOB = {"SLURM_JOB_ID": "12", "SLURM_JOB_NAME": "bash", "SLURM_NTASKS": "4", "SLURM_NNODES": "2"}
 BATCH = {**JOB, "SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NODEID": "0"}
-STEP = {
-    **JOB,
-    "SLURM_STEP_ID": "5",
-    "SLURM_STEP_NUM_TASKS": "5",
-    "SLURM_STEP_TASKS_PER_NODE": "2(x2),1",
-    "SLURM_PROCID": "4",
-    "SLURM_LOCALID": "0",
-    "SLURM_NODEID": "2",
-}
+STEP = {**JOB, "SLURM_STEP_ID": "5", "SLURM_STEP_NUM_TASKS": "5", "SLURM_STEP_TASKS_PER_NODE": "2(x2),1"}
+STEP |= {"SLURM_PROCID": "4", "SLURM_LOCALID": "0", "SLURM_NODEID": "2"}
 CPU = torch.device("cpu")
 
 
-def test_torchrun() -> None:
-    assert rank_from_environment(TORCHRUN) == ProcessRank(
-        rank=3, size=4, local_rank=1, local_size=2, launcher="torchrun", job="none-29500"
-    )
-
-
-def test_a_step_of_srun_whatever_its_job_is_called() -> None:
-    assert rank_from_environment(STEP) == ProcessRank(
-        rank=4, size=5, local_rank=0, local_size=1, launcher="srun", job="12-5-0"
-    )
-
-
-def test_a_requeued_job_is_another_start() -> None:
-    again = rank_from_environment({**STEP, "SLURM_RESTART_COUNT": "2"})
-    assert again is not None
-    assert again.job == "12-5-2"
+@pytest.mark.parametrize(
+    ("environment", "place", "launcher", "job"),
+    [
+        (TORCHRUN, (3, 4, 1, 2), "torchrun", "none-29500"),
+        (STEP, (4, 5, 0, 1), "srun", "12-5-0"),  # whatever its job is called
+        ({**STEP, "SLURM_RESTART_COUNT": "2"}, (4, 5, 0, 1), "srun", "12-5-2"),  # another start
+        ({**STEP, **TORCHRUN}, (3, 4, 1, 2), "torchrun", "none-29500"),  # inside a job
+    ],
+)
+def test_a_launchers_process(environment: dict[str, str], place: tuple[int, ...], launcher: str, job: str) -> None:
+    rank, size, local_rank, local_size = place
+    places = {"rank": rank, "size": size, "local_rank": local_rank, "local_size": local_size}
+    assert rank_from_environment(environment) == ProcessRank(**places, launcher=launcher, job=job)
 
 
 @pytest.mark.parametrize(
@@ -59,7 +40,6 @@ def test_a_requeued_job_is_another_start() -> None:
 )
 def test_tasks_of_a_node(text: str, node: str, tasks: int) -> None:
     process = rank_from_environment({**STEP, "SLURM_STEP_TASKS_PER_NODE": text, "SLURM_NODEID": node})
-    assert process is not None
     assert process.local_size == tasks
 
 
@@ -77,12 +57,6 @@ def test_tasks_of_a_node(text: str, node: str, tasks: int) -> None:
 )
 def test_not_one_of_a_launchers_processes(environment: dict[str, str]) -> None:
     assert rank_from_environment(environment) is None
-
-
-def test_torchrun_inside_a_slurm_job_wins() -> None:
-    process = rank_from_environment({**STEP, **TORCHRUN})
-    assert process is not None
-    assert process.launcher == "torchrun"
 
 
 @pytest.mark.parametrize(
@@ -115,54 +89,31 @@ def test_nccl_is_the_choice_for_gpus() -> None:
             world.choose_backend(Plan(), torch.device("cuda", 0))
 
 
-def test_nccl_needs_gpus() -> None:
+def test_what_is_not_here() -> None:
     with pytest.raises(PlanError, match="this plan runs on the CPU: use backend=gloo"):
         world.choose_backend(Plan(backend="nccl"), CPU)
-
-
-@pytest.mark.skipif(torch.distributed.is_mpi_available(), reason="this torch has MPI")
-def test_mpi_is_in_no_pip_build() -> None:
-    with pytest.raises(PlanError, match="built from source against your MPI"):
-        world.choose_backend(Plan(backend="mpi"), CPU)
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
-def test_a_gpu_that_is_not_there() -> None:
-    with pytest.raises(PlanError, match="torch sees no GPU here; use device=cpu"):
-        world.choose_device(Plan(device="cuda"), ProcessRank())
+    if not torch.distributed.is_mpi_available():  # it is in no build of pip's
+        with pytest.raises(PlanError, match="built from source against your MPI"):
+            world.choose_backend(Plan(backend="mpi"), CPU)
+    if not torch.cuda.is_available():
+        with pytest.raises(PlanError, match="torch sees no GPU here; use device=cpu"):
+            world.choose_device(Plan(device="cuda"), ProcessRank())
 
 
 @pytest.mark.parametrize(
-    ("plan", "processes", "message"),
+    ("plan", "processes", "needs", "remedy"),
     [
-        (
-            "shard=4,tensor=2",
-            4,
-            "plan needs 8 processes (shard=4 x tensor=2), this job has 4: use tensor=1, or ask for 8",
-        ),
-        ("", 4, "plan needs 1 process (one process), this job has 4: use replicate=4, or ask for 1"),
-        (
-            "shard=4,replicate=2",
-            6,
-            "plan needs 8 processes (replicate=2 x shard=4), this job has 6: use shard=3, or ask for 8",
-        ),
-        (
-            "shard=3,replicate=3",
-            4,
-            "plan needs 9 processes (replicate=3 x shard=3), this job has 4: "
-            "ask for 9, or choose degrees whose product is 4",
-        ),
-        (
-            "replicate=2",
-            1,
-            "plan needs 2 processes (replicate=2), this job has 1: ask for 2, or choose degrees whose product is 1",
-        ),
+        ("shard=4,tensor=2", 4, "8 processes (shard=4 x tensor=2)", "use tensor=1, or ask for 8"),
+        ("", 4, "1 process (one process)", "use replicate=4, or ask for 1"),
+        ("shard=4,replicate=2", 6, "8 processes (replicate=2 x shard=4)", "use shard=3, or ask for 8"),
+        ("shard=3,replicate=3", 4, "9 processes (replicate=3 x shard=3)", "ask for 9, or choose degrees whose {} 4"),
+        ("replicate=2", 1, "2 processes (replicate=2)", "ask for 2, or choose degrees whose {} 1"),
     ],
 )
-def test_a_plan_that_does_not_fit(plan: str, processes: int, message: str) -> None:
+def test_a_plan_that_does_not_fit(plan: str, processes: int, needs: str, remedy: str) -> None:
     with pytest.raises(PlanError) as caught:
         Plan.parse(plan).check_fits(processes)
-    assert str(caught.value) == message
+    assert str(caught.value) == f"plan needs {needs}, this job has {processes}: {remedy.format('product is')}"
 
 
 def test_a_group_with_nccl_is_bound_to_no_device(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -1,7 +1,5 @@
 """Published implementations written down in float64, to compare ours with: they share no code with it."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

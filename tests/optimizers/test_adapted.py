@@ -1,7 +1,5 @@
 """LARS, LARC and LAMB against published implementations."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 
@@ -10,16 +8,16 @@ from grappe.errors import TaskError
 from tests.optimizers.published import apex_larc, away, lamb, problem, run
 
 
-def test_larc_is_that_of_apex() -> None:
+def test_steps_are_those_of_apex_and_of_the_paper() -> None:
     ours = run(lambda params: optimizers.LARC(params, lr=0.1, weight_decay=0.01, trust_coefficient=0.02))
     # apex adds weight decay only where there is a rate, which the first step of a weight of zeros has not: the same.
     assert away(apex_larc(0.1, 0.9, 0.01, 0.02, clip=True), ours) < 1e-6
-
-
-def test_lars_is_that_of_apex_while_the_learning_rate_stays() -> None:
-    """apex multiplies the velocity by lr, the paper what goes into it: the same for a constant one."""
+    # apex multiplies the velocity by lr, the paper what goes into it: the same for a constant one.
     ours = run(lambda params: optimizers.LARS(params, lr=2.0, weight_decay=0.01, trust_coefficient=0.02))
     assert away(apex_larc(2.0, 0.9, 0.01, 0.02, clip=False), ours) < 1e-6
+    settings = {"lr": 0.01, "betas": (0.9, 0.99), "eps": 1e-6}
+    ours = run(lambda params: optimizers.LAMB(params, weight_decay=0.05, **settings))
+    assert away(lamb(decay=0.05, **settings), ours) < 1e-6
 
 
 def test_lars_has_the_papers_velocity_when_the_learning_rate_falls() -> None:
@@ -31,12 +29,6 @@ def test_lars_has_the_papers_velocity_when_the_learning_rate_falls() -> None:
     lars.param_groups[0]["lr"] = 0.0
     lars.step()  # v = 0.25 (1, 0) still moves it
     assert weight.tolist() == pytest.approx([2.25, 4.0])
-
-
-def test_lamb_is_that_of_the_paper() -> None:
-    settings = {"lr": 0.01, "betas": (0.9, 0.99), "eps": 1e-6}
-    ours = run(lambda params: optimizers.LAMB(params, weight_decay=0.05, **settings))
-    assert away(lamb(decay=0.05, **settings), ours) < 1e-6
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,5 @@
 """The rate of a batch that is k times larger, and its warm-up: within torch's own schedules."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Parameter groups by name."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn
@@ -18,11 +16,8 @@ def test_the_first_rule_that_matches_decides_and_what_none_matches_comes_first()
     assert found == [(["body.weight"], 0.1, 0.01), (["body.bias", "head.bias"], 0.1, 0.0), (["head.weight"], 0.5, 0.01)]
 
 
-def test_a_rule_for_everything_leaves_no_empty_group() -> None:
+def test_a_rule_leaves_no_empty_group_and_must_match_something() -> None:
     assert len(by_name(nn.Linear(2, 2).named_parameters(), {"*": {}})) == 1
-
-
-def test_a_pattern_that_matches_nothing_is_named() -> None:
     with pytest.raises(TaskError) as caught:
         by_name(nn.Linear(2, 2).named_parameters(), {"wieght": {}})
     assert "'wieght'" in str(caught.value)

@@ -1,7 +1,5 @@
 """The guide's pieces of code, run: docs/optimizers.md."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Muon against torch's, and what its iteration does to singular values."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from packaging.version import Version
@@ -16,9 +14,7 @@ TORCHS = [name for name in SCALES if name != "spectral_unclamped" or Version(tor
 @pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="torch has Muon since 2.9")
 @pytest.mark.parametrize("adjust", TORCHS)
 @pytest.mark.parametrize("nesterov", [True, False])
-def test_matrices_are_updated_as_by_torch_but_for_bfloat16(
-    adjust, nesterov: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_matrices_are_updated_as_by_torch_but_for_bfloat16(adjust, nesterov, monkeypatch):
     settings = {"lr": 0.05, "weight_decay": 0.1, "nesterov": nesterov, "adjust_lr_fn": adjust}
     ours = run(lambda params: Muon(params[:2], **settings))[:2]
     theirs = run(lambda params: torch.optim.Muon(params[:2], **settings))[:2]

@@ -1,7 +1,5 @@
 """Tasks with small models of transformers, and no word of their own on how they are split; targets with -100."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -126,6 +126,32 @@ def test_what_a_unit_changes_in_place_is_computed_again(recompute: bool | str):
     torch.testing.assert_close(gradients[1], gradients[0], rtol=0, atol=0)
 
 
+class Measured(nn.Module):
+    """Keeps a measure of its hidden values, which no loss uses, and goes on with these values, changed in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.into, self.scale, self.measure = nn.Linear(3, 4), nn.Parameter(torch.ones(4)), nn.Parameter(torch.ones(4))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        hidden = self.into(x)
+        return hidden * self.measure, hidden.mul_(2) * self.scale
+
+
+@pytest.mark.parametrize("recompute", ["host", "selective", True])
+def test_backward_reads_what_a_change_in_place_left(recompute: bool | str):
+    gradients = []
+    for level in (False, recompute):
+        torch.manual_seed(0)
+        unit = Measured()
+        checkpoint_activations([unit], Plan(recompute=level))
+        _, output = measured = unit(torch.randn(5, 3))
+        output.square().sum().backward()
+        assert len(measured) == 2  # the measure lives as long as the output
+        gradients.append([parameter.grad for parameter in unit.parameters()])
+    torch.testing.assert_close(gradients[1], gradients[0], rtol=0, atol=0)
+
+
 @pytest.mark.parametrize("offset", [0, 3])
 def test_a_traced_tensor_is_copied_without_its_memory(offset: int):
     with fake_tensors():

@@ -1,7 +1,5 @@
 """Gradients are averaged in each backward: large ones where they are, small ones in buckets, of any branch."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest
@@ -34,7 +32,6 @@ def loss(by_name: dict[str, nn.Parameter], rank: int, turn: int) -> Tensor:
 def averaged(place: ProcessRank, meet: Path, plan: str) -> dict[str, Tensor | None]:
     with joined(Plan.parse(plan), place, Path(meet)) as world:
         by_name = parameters()
-        assert world.data_group is not None
         GradientAverage(by_name.values(), world.data_group)
         for turn in range(2):  # the second backward adds to what is there
             loss(by_name, place.rank, turn).backward()
@@ -53,3 +50,21 @@ def test_backwards_add_up_to_the_mean_over_processes(pool: Pool, size: int) -> N
             assert (theirs is None) == (parameter.grad is None) == (name == "unused")
             if parameter.grad is not None:
                 torch.testing.assert_close(theirs, parameter.grad)
+
+
+def averaged_anew(place: ProcessRank, meet: Path, plan: str) -> list[float | None]:
+    """The gradients of three weights after a second step, in which process 1 alone reaches the second one."""
+    with joined(Plan.parse(plan), place, Path(meet)) as world:
+        weights = [nn.Parameter(torch.ones(2)) for _ in range(3)]
+        assert world.data_group is not None
+        GradientAverage(weights, world.data_group)
+        for reached in (weights[:2], weights[: place.rank + 1]):
+            for weight in weights:
+                weight.grad = None
+            sum((weight * (place.rank + 1)).sum() for weight in reached).backward()  # type: ignore[union-attr]
+        return [None if weight.grad is None else float(weight.grad[0]) for weight in weights]
+
+
+def test_what_a_process_does_not_reach_is_zero_there_and_not_of_an_earlier_step(pool: Pool) -> None:
+    name, plan = "tests.parallel.test_gradient_average:averaged_anew", "replicate=2,device=cpu,threads=1"
+    assert pool.run(name, 2, plan) == [[1.5, 1.0, None]] * 2

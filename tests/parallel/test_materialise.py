@@ -3,8 +3,6 @@
 The meta device stands in for the GPU, as this machine has none: no value is computed there.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest
@@ -66,30 +64,21 @@ def replaced(process: ProcessRank, rendezvous_folder: Path) -> tuple[str, str]:
     return parameter.device.type, parameter._local_tensor.device.type
 
 
-def test_units_that_share_a_parameter_are_left_out() -> None:
+def test_units_that_share_with_others_are_left_out() -> None:
     model = Tied().model()
     units = Tied().units(model)
     assert untied(model, units) == [units[1]]
     first, last = (next(iter(unit.children())) for unit in (units[0], units[2]))
     assert shared_parameters(model) == {id(first.weight): {id(first), id(last)}}
-
-
-def test_a_parameter_that_modules_of_one_unit_share_is_its_own() -> None:
     unit = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     unit[1].weight = unit[0].weight
     model = nn.Sequential(unit, nn.Linear(4, 4))
     assert untied(model, list(model)) == list(model)
-
-
-def test_units_that_share_a_module_or_are_listed_twice_are_left_out() -> None:
     common, own = nn.Linear(4, 4), nn.Linear(4, 4)
     one, two, three = nn.Sequential(common), nn.Sequential(common, nn.Tanh()), nn.Sequential(own)
     model = nn.Sequential(one, two, three, three)
     assert untied(model, [one, two, three]) == [three]
     assert untied(model, [one, three, three]) == [one]
-
-
-def test_a_unit_may_be_inside_another() -> None:
     inner = nn.Sequential(nn.Linear(4, 4))
     outer = nn.Sequential(inner, nn.Linear(4, 4))
     assert untied(nn.Sequential(outer), [inner, outer]) == [inner, outer]

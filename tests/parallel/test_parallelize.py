@@ -1,7 +1,5 @@
 """A copy of a model has its own of what a plan puts around a forward."""
 
-from __future__ import annotations
-
 import copy
 from typing import cast
 

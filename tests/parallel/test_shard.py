@@ -1,17 +1,19 @@
-"""Scalar parameters under shard stay whole, and learn what they learn on one process."""
+"""Sharding: when gradients are reduced, and scalar parameters, which stay whole and learn as on one process."""
 
-from __future__ import annotations
-
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from grappe.errors import TaskError
 from grappe.launch.rank import ProcessRank
-from grappe.launch.world import World
-from grappe.parallel.shard import SameParameters
+from grappe.launch.world import World, joined
+from grappe.parallel.parallelize import prepare_made
+from grappe.parallel.shard import SameParameters, reduction_switch, shard
+from grappe.plan import Plan
 from grappe.verbs.verify.verify import verify
 from tests.parity import planted
 from tests.parity.tasks import Images
@@ -80,22 +82,14 @@ def test_an_lstm_reads_the_gathered_weights_of_each_step(pool: Pool, plan: str) 
     assert found.verdict == "same", found
 
 
-@pytest.mark.parametrize(
-    "plan",
-    [
-        "shard=2",
-        "shard=2,zero=1,microbatches=2",
-        "shard=2,microbatches=3,recompute",
-        "replicate=2,shard=2",
-        "shard=3",
-        "exact=4,shard=2",
-        "exact=8,shard=4",
-        "shard=2,offload=cpu",
-        "shard=2,pipeline=2,microbatches=2",
-        "shard=2,zero=1,pipeline=2,microbatches=4,schedule=zero_bubble",
-        "engine=lightning,shard=2",
-    ],
-)
+PLANS = """
+shard=2 shard=2,zero=1,microbatches=2 shard=2,microbatches=3,recompute replicate=2,shard=2 shard=3 exact=4,shard=2
+exact=8,shard=4 shard=2,offload=cpu shard=2,pipeline=2,microbatches=2 engine=lightning,shard=2
+shard=2,zero=1,pipeline=2,microbatches=4,schedule=zero_bubble
+"""
+
+
+@pytest.mark.parametrize("plan", PLANS.split())
 def test_scalars_learn_the_same(pool: Pool, plan: str) -> None:
     if "lightning" in plan:
         pytest.importorskip("lightning")
@@ -125,3 +119,46 @@ def test_a_branch_that_other_processes_do_not_take_is_named(monkeypatch: pytest.
     check()
     with pytest.raises(TaskError, match=r"^a\.weight has a gradient on some processes, and not on others"):
         check()
+
+
+def gradients_by_microbatch(place: ProcessRank, meet: Path, plan: str) -> list[float | None]:
+    """The sum of this process's part of the gradient after each of three microbatches; None: there is none yet."""
+    parsed = Plan.parse(plan)
+    with joined(parsed, place, Path(meet)) as world:
+        model, sums = nn.Sequential(nn.Linear(3, 4, bias=False)), list[float | None]()
+        shard(model, [], parsed, world)
+        switch = reduction_switch(model, parsed)
+        for number in range(3):
+            if switch is not None:
+                switch(number == 2)
+            model(torch.full((1, 3), place.rank + 1.0)).sum().backward()
+            [gradient] = [parameter.grad for parameter in model.parameters()]
+            sums.append(None if gradient is None else float(gradient.to_local().sum()))  # type: ignore[operator]
+        return sums
+
+
+@pytest.mark.parametrize(
+    ("zero", "expected"), [(1, [None, None, 54.0]), (2, [18.0, 36.0, 54.0]), (3, [18.0, 36.0, 54.0])]
+)
+def test_whole_gradients_stay_between_microbatches_with_stage_1_alone(
+    pool: Pool, zero: int, expected: list[float | None]
+) -> None:
+    plan = f"shard=2,zero={zero},microbatches=3,device=cpu,threads=1"
+    assert pool.run("tests.parallel.test_shard:gradients_by_microbatch", 2, plan) == [expected] * 2
+
+
+def gradients_of_a_loop(place: ProcessRank, meet: Path, plan: str) -> list[float]:
+    """Of a hand-written loop's model, in which a scalar multiplies a matrix of ones."""
+    parsed = Plan.parse(plan)
+    with joined(parsed, place, Path(meet)) as world:
+        model = nn.Sequential(nn.Linear(2, 2, bias=False), Scaled())
+        nn.init.ones_(model[0].weight)
+        prepare_made(model, [], parsed, world)
+        model(torch.full((1, 2), place.rank + 1.0)).sum().backward()
+        gradients = [parameter.grad for parameter in model.parameters()]
+        return [float((grad.full_tensor() if isinstance(grad, DTensor) else grad).sum()) for grad in gradients]
+
+
+def test_a_loops_gradients_are_means_of_scalars_too(pool: Pool) -> None:
+    plan = "shard=2,device=cpu,threads=1"
+    assert pool.run("tests.parallel.test_shard:gradients_of_a_loop", 2, plan) == [[9.0, 6.0]] * 2

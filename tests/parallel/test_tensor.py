@@ -1,7 +1,5 @@
 """Splitting layers over the tensor axis: convolutions by their channels, as the book says, and the shipped tasks."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -73,7 +71,7 @@ def test_split_channels_learn_the_same(pool: Pool, task: Cifar10 | Digits, plan:
     check(pool, task, plan, reference.train(task, STEPS))
 
 
-@pytest.mark.costly
+@pytest.mark.slow
 def test_attention_beside_convolutions_learns_the_same(pool: Pool) -> None:
     task = FewTokens()
     found = pool.run("tests.parity.cell:train", 2, task, "tensor=2", 2)[0]

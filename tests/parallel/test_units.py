@@ -1,7 +1,5 @@
 """Blocks that are found where a task gives no units: which they are, what cannot be one, and that no number changes."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -60,17 +58,11 @@ class NeverCalled(Net):
         super().__init__()
         self.heads = nn.ModuleList(nn.Linear(WIDTH, 3) for _ in range(2))
 
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x)
-
 
 class ChangesItsInput(Net):
     def __init__(self) -> None:
         super().__init__()
         self.blocks = nn.ModuleList(nn.Sequential(nn.ReLU(inplace=True), nn.Linear(WIDTH, WIDTH)) for _ in range(3))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x)
 
 
 class LooksAtValues(Net):

@@ -107,19 +107,21 @@ def plain(task: Pairs, steps: int) -> dict[str, Any]:
     model, dataset = task.model().train(), task.data("train", Path())
     optimizer = task.optimizer(list(model.named_parameters()))
     order = SampleOrder(seed=task.seed, length=task.samples, batch_size=task.batch_size)
-    losses = []
+    losses, norms = [], []
     for step in range(steps):
         ids = torch.from_numpy(order.ids(*divmod(step, order.steps_per_epoch)))
         optimizer.zero_grad()
         loss = _mean(task, model, dataset, ids)[0]
         loss.backward()
+        norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), float("inf")).item())
         optimizer.step()
         losses.append(loss.item())
     model.eval()
     with torch.no_grad():
         several = [_mean(task, model, dataset, ids) for ids in torch.arange(task.samples).split(task.batch_size)]
     loss = sum(float(loss) * count for loss, count in several) / sum(count for _, count in several)
-    return {"losses": losses, "weights": dict(model.state_dict()), "validation": loss}
+    weights = dict(model.state_dict())
+    return {"losses": losses, "norms": norms, "weights": weights, "validation": loss, "metrics": {}}
 
 
 def _mean(task: Pairs, model: nn.Module, dataset: Any, ids: torch.Tensor) -> tuple[torch.Tensor, float]:

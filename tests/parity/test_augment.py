@@ -104,7 +104,7 @@ def test_every_plan_learns_what_a_plain_loop_does(pool: Pool, plan: str) -> None
     assert found["losses"] == pytest.approx(losses, rel=1e-5)
 
 
-@pytest.mark.costly
+@pytest.mark.slow
 def test_deepspeed_too(pool: Pool, operators: None) -> None:
     pytest.importorskip("deepspeed")
     losses, weights = plain()

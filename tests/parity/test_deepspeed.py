@@ -15,8 +15,7 @@ from tests.parity import reference
 from tests.parity.cell import TOLERANCE, difference, train
 from tests.parity.fp16 import LOUD_STEP, Loud
 from tests.parity.tasks import Images, Tokens
-from tests.parity.test_native import STEPS, TASKS, check, expected
-from tests.parity.test_whole_batch import check as check_whole_batch
+from tests.parity.test_native import STEPS, TASKS, check
 from tests.parity.ways import Forked
 from tests.parity.wide import Wide
 from tests.processes import Pool
@@ -34,19 +33,6 @@ PLANS = [
     "shard=2,offload=cpu",
     "shard=2,offload=nvme:{disk}",
 ]
-CELLS = [
-    ("", "tokens-sgd"),
-    ("offload=cpu", "tokens-sgd"),
-    ("replicate=2", "tokens-sgd"),
-    ("shard=2,zero=1", "adam"),
-    ("shard=2,zero=2", "frozen"),
-    ("shard=2", "sgd"),
-    ("shard=2", "frozen"),
-    ("shard=2", "tiny"),
-    ("shard=2,recompute", "adam"),
-    ("shard=2,zero=2,offload=cpu,microbatches=2", "sgd"),
-    ("shard=2,zero=1,microbatches=2", "tokens-sgd"),
-]
 
 
 @pytest.fixture(scope="module")
@@ -59,12 +45,6 @@ def test_everything_at_once(pool: Pool, disk: Path, plan: str) -> None:
     text = f"engine=deepspeed,microbatches=3,{plan.format(disk=disk)}"
     check(pool, TOGETHER, text, reference.train(TOGETHER, STEPS))
     assert not list(disk.iterdir()), "something was left on the disk"
-
-
-@pytest.mark.grid
-@pytest.mark.parametrize(("plan", "name"), CELLS)
-def test_learns_the_same(pool: Pool, plan: str, name: str) -> None:
-    check(pool, TASKS[name], f"engine=deepspeed,{plan}" if plan else "engine=deepspeed", expected(name))
 
 
 @pytest.mark.parametrize("plan", ["shard=2,offload=nvme:{disk}", "offload=nvme:{disk},microbatches=2"])
@@ -160,8 +140,3 @@ def test_what_would_be_summed_with_something_else_is_refused(pool: Pool, both: b
         assert told.startswith("TaskError: the model uses different parameters for different samples")
         assert words in told
         assert "use engine=native" in told
-
-
-@pytest.mark.parametrize("plan", ["replicate=2", "microbatches=2", "shard=2,zero=1", "shard=2,zero=3,microbatches=2"])
-def test_a_loss_of_the_whole_batch(pool: Pool, plan: str) -> None:
-    check_whole_batch(pool, f"engine=deepspeed,{plan}", "views")

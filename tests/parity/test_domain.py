@@ -23,6 +23,7 @@ from grappe.plan import Plan
 from grappe.verbs.verify.verify import verify
 from tests.parity import reference
 from tests.parity.cell import TOLERANCE, difference, train
+from tests.parity.cover import in_turn
 from tests.parity.planted import runner
 from tests.parity.test_native import assert_learned_alike
 from tests.processes import Pool
@@ -249,9 +250,9 @@ def test_fp16_scales_the_loss_of_parts(pool: Pool, task: Task) -> None:
     assert_rounded_alike(pool, task, Plan.parse("domain=2,precision=fp16"), found[0])
 
 
-@pytest.mark.grid
-@pytest.mark.parametrize("plan", PLANS)
-@pytest.mark.parametrize("task", TASKS, ids=lambda task: type(task).__name__)
+@pytest.mark.parametrize(
+    ("task", "plan"), in_turn(TASKS, PLANS), ids=lambda value: value if isinstance(value, str) else type(value).__name__
+)
 def test_parts_of_samples_learn_what_whole_ones_do(pool: Pool, task: Task, plan: str) -> None:
     parsed = Plan.parse(plan)
     if isinstance(task, ResNet) and parsed.microbatches > 1:

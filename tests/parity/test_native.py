@@ -1,4 +1,4 @@
-"""Every plan of the native and textbook engines against one plain process: contract 7."""
+"""Compares cells of plans with one plain process: contract 7. Their list is cover.txt."""
 
 from __future__ import annotations
 
@@ -24,36 +24,6 @@ TASKS = {
     "frozen": Images(frozen=True, rule="adam"),
     "unused": Images(unused=True),
 }
-PLANS = [
-    "",
-    "replicate=2",
-    "replicate=3",
-    "replicate=4",
-    "shard=2",
-    "shard=2,zero=1",
-    "shard=2,zero=2",
-    "shard=3",
-    "shard=4,zero=2",
-    "replicate=2,shard=2",
-    "replicate=2,shard=2,zero=1,microbatches=2",
-    "microbatches=4",
-    "replicate=2,microbatches=3",
-    "shard=2,zero=1,microbatches=2",
-    "shard=2,zero=2,microbatches=2",
-    "shard=2,microbatches=3",
-    "recompute",
-    "replicate=2,recompute",
-    "shard=2,recompute",
-    "shard=2,recompute=selective",
-    "shard=2,recompute=host",
-    "offload=cpu,shard=2",
-    "offload=cpu",
-    "engine=textbook",
-    "engine=textbook,replicate=2",
-    "engine=textbook,replicate=3",
-    "engine=textbook,replicate=4,microbatches=2",
-]
-SPLIT = ["tensor=2", "tensor=2,replicate=2", "tensor=2,shard=2", "tensor=2,microbatches=2", "tensor=2,recompute"]
 
 
 @functools.cache
@@ -62,52 +32,31 @@ def expected(name: str, pieces: int = 1, ways: int = 1) -> dict:
     return reference.train(TASKS[name], STEPS, pieces, ways)
 
 
-def assert_learned_alike(found: list[dict], wanted: dict, plan: str) -> None:
+def assert_learned_alike(found: list[dict], wanted: dict, plan: str, tolerance: float = TOLERANCE) -> None:
     """Holds process 0's weights and each process's losses to those of another training."""
     gap, name = difference(wanted["weights"], found[0]["weights"])
-    assert gap <= TOLERANCE, f"{plan}: {name} is {gap:.1e} away"
+    assert gap <= tolerance, f"{plan}: {name} is {gap:.1e} away"
     for one in found:
-        assert one["losses"] == pytest.approx(wanted["losses"], rel=1e-5)
+        assert one["losses"] == pytest.approx(wanted["losses"], rel=tolerance)
 
 
-def check(pool: Pool, task: Task, plan: str, wanted: dict, steps: int = STEPS) -> dict:
+def check(pool: Pool, task: Task, plan: str, wanted: dict, steps: int = STEPS, tolerance: float = TOLERANCE) -> dict:
     """Runs a cell and compares it; gives back what process 0 found."""
     found = pool.run("tests.parity.cell:train", Plan.parse(plan).processes, task, plan, steps)
-    assert_learned_alike(found, wanted, plan)
+    assert_learned_alike(found, wanted, plan, tolerance)
     for one in found:
         if not has_local_statistics(task, plan):
-            assert one["scores"].loss == pytest.approx(wanted["validation"], rel=1e-5)
+            assert one["scores"].loss == pytest.approx(wanted["validation"], rel=tolerance)
             assert dict(one["scores"].metrics) == {k: pytest.approx(v) for k, v in wanted["metrics"].items()}
         assert one["scores"] == found[0]["scores"], "the processes do not agree"
         for mine, theirs in zip(one["norms"], wanted["norms"], strict=True):
-            assert mine is None or mine == pytest.approx(theirs, rel=1e-5)
+            assert mine is None or mine == pytest.approx(theirs, rel=tolerance)
     return found[0]
 
 
 def has_local_statistics(task: Task, plan: str) -> bool:
     """Evaluation then uses the mean of the processes' statistics, which the reference's first model has not."""
     return getattr(task, "batchnorm", False) and "sync" not in plan
-
-
-@pytest.mark.grid
-@pytest.mark.parametrize("plan", PLANS)
-@pytest.mark.parametrize("name", TASKS)
-def test_learns_the_same(pool: Pool, name: str, plan: str) -> None:
-    check(pool, TASKS[name], plan, expected(name))
-
-
-@pytest.mark.grid
-@pytest.mark.parametrize("plan", SPLIT)
-@pytest.mark.parametrize("name", ["tokens", "tokens-sgd"])
-def test_tensor_parallel_learns_the_same(pool: Pool, name: str, plan: str) -> None:
-    check(pool, TASKS[name], plan, expected(name))
-
-
-@pytest.mark.grid
-@pytest.mark.parametrize("plan", ["channels_last", "channels_last,replicate=2", "channels_last,shard=2"])
-@pytest.mark.parametrize("name", ["sgd", "adam"])
-def test_channels_last_learns_the_same(pool: Pool, name: str, plan: str) -> None:
-    check(pool, TASKS[name], plan, expected(name))
 
 
 def test_the_tolerance_would_notice_a_learning_rate_off_by_a_thousandth() -> None:

@@ -1,4 +1,4 @@
-"""Every pipeline, alone and beside replicas, shards and split matrices, against one plain process: contract 7."""
+"""Pipelines of what the cover has no kind for: a GPT, new shapes, compiled stages, and the bits of microbatches."""
 
 from __future__ import annotations
 
@@ -14,63 +14,15 @@ from grappe.task import fields
 from grappe.tasks.pysource import IGNORED, PySource
 from tests.parity import reference
 from tests.parity.tasks import Images, Tokens
-from tests.parity.test_native import STEPS, TASKS, check, expected
+from tests.parity.test_native import STEPS, check
 from tests.processes import Pool
 
-SCHEDULES = [
-    "pipeline=2,schedule=gpipe,microbatches=3",
-    "pipeline=2,microbatches=2",
-    "pipeline=2,microbatches=4",
-    "pipeline=2,schedule=interleaved,microbatches=4",
-    "pipeline=2,schedule=zero_bubble,microbatches=4",
-    "pipeline=3,schedule=gpipe,microbatches=4",
-    "pipeline=3,microbatches=3",
-    "pipeline=3,schedule=zero_bubble,microbatches=3",
-    "pipeline=4,schedule=gpipe,microbatches=2",
-    "pipeline=4,microbatches=5",
-    "pipeline=4,schedule=zero_bubble,microbatches=4",
-]
-
-
-PRODUCTS = [
-    "pipeline=2,microbatches=3,replicate=2",
-    "pipeline=2,schedule=interleaved,microbatches=2,replicate=2",
-    "pipeline=2,schedule=zero_bubble,microbatches=2,replicate=2",
-    "pipeline=2,schedule=gpipe,microbatches=3,shard=2",
-    "pipeline=2,microbatches=3,shard=2",
-    "pipeline=2,microbatches=3,shard=2,zero=2",
-    "pipeline=2,microbatches=2,shard=2,zero=1",
-    "pipeline=2,schedule=interleaved,microbatches=4,shard=2",
-    "pipeline=2,schedule=zero_bubble,microbatches=2,shard=2,zero=1",
-]
-OPTIONS = [
-    "pipeline=2,microbatches=2,recompute",
-    "pipeline=2,microbatches=2,recompute=host",
-    "pipeline=2,microbatches=2,offload=cpu",
-    "pipeline=2,microbatches=2,shard=2,recompute,offload=cpu",
-    "pipeline=2,microbatches=2,channels_last",
-    "pipeline=2,schedule=interleaved,microbatches=4,recompute",
-]
 SPLIT = [
     "pipeline=2,microbatches=2,tensor=2",
     "pipeline=2,schedule=gpipe,microbatches=3,tensor=2",
     "pipeline=2,schedule=interleaved,microbatches=2,tensor=2",
     "pipeline=2,schedule=zero_bubble,microbatches=2,tensor=2",
 ]
-
-
-@pytest.mark.grid
-@pytest.mark.parametrize("plan", SCHEDULES + PRODUCTS)
-@pytest.mark.parametrize("name", ["adam", "tokens"])
-def test_learns_the_same(pool: Pool, name: str, plan: str) -> None:
-    check(pool, TASKS[name], plan, expected(name))
-
-
-@pytest.mark.grid
-@pytest.mark.parametrize("plan", SPLIT)
-@pytest.mark.parametrize("name", ["tokens", "tokens-sgd"])
-def test_beside_tensor_parallelism_learns_the_same(pool: Pool, name: str, plan: str) -> None:
-    check(pool, TASKS[name], plan, expected(name))
 
 
 class Prose(PySource):
@@ -118,23 +70,16 @@ def test_microbatches_of_two_new_shapes_in_a_round_are_evaluated(pool: Pool) -> 
     check(pool, task, plan, reference.train(task, STEPS))
 
 
-@pytest.mark.parametrize("plan", OPTIONS)
-def test_options_learn_the_same(pool: Pool, plan: str) -> None:
-    check(pool, TASKS["adam"], plan, expected("adam"))
+def test_gradients_are_clipped_where_a_stage_has_none(pool: Pool) -> None:
+    task = Images(frozen=True, clip=0.5)
+    check(pool, task, "pipeline=3,schedule=gpipe,microbatches=2", reference.train(task, STEPS))
 
 
-@pytest.mark.costly
+@pytest.mark.slow
 def test_compiled_stages_learn_the_same(pool: Pool) -> None:
     """Batches of one shape: what has another is compiled again, as tests/parity/test_special.py does."""
     task = Images(rule="adam", clip=0.5, samples=24)
     check(pool, task, "pipeline=2,microbatches=2,compile", reference.train(task, STEPS))
-
-
-@pytest.mark.grid
-@pytest.mark.parametrize("plan", ["pipeline=2,microbatches=2", "pipeline=3,microbatches=3"])
-@pytest.mark.parametrize("name", ["tiny", "frozen"])
-def test_hard_ones_learn_the_same(pool: Pool, name: str, plan: str) -> None:
-    check(pool, TASKS[name], plan, expected(name))
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])

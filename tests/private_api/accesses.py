@@ -1,7 +1,5 @@
 """Finds private names of other packages in a Python file: attributes, imports, and getattr with a constant."""
 
-from __future__ import annotations
-
 import ast
 import re
 from collections.abc import Iterable, Iterator

@@ -1,7 +1,5 @@
 """Each private name that grappe uses is there in the library that is installed."""
 
-from __future__ import annotations
-
 import ast
 import importlib
 import importlib.util
@@ -58,9 +56,7 @@ def test_the_list_has_all_that_the_file_uses(library: str) -> None:
     assert {access.name for access in accesses(file, tree, set())} == {entry.name for entry in FILES[library].USED}
 
 
-def test_transformers_that_another_library_imported_is_not_loaded_for_a_model_of_torch(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_transformers_that_another_library_imported_is_not_loaded_for_a_model_of_torch(monkeypatch):
     """Of `PreTrainedModel` the name alone takes a second of imports."""
     monkeypatch.setitem(sys.modules, "transformers", ModuleType("transformers"))
     monkeypatch.delitem(sys.modules, "transformers.modeling_utils", raising=False)

@@ -1,7 +1,5 @@
 """Private names of other packages stand in grappe/private_api alone."""
 
-from __future__ import annotations
-
 import ast
 from pathlib import Path
 
@@ -16,7 +14,7 @@ def found_in(source: str) -> list[str]:
     return [access.name for access in accesses(Path("a.py"), tree, defined([tree]))]
 
 
-def test_what_is_private_elsewhere_is_found() -> None:
+def test_what_is_private_elsewhere_and_not_ones_own_is_found() -> None:
     assert found_in("import torch\ntorch._foreach_norm(x)") == ["_foreach_norm"]
     assert found_in("from torch.utils._pytree import tree_map") == ["_pytree"]
     assert found_in("from torch.nn.modules.batchnorm import _BatchNorm") == ["_BatchNorm"]
@@ -24,9 +22,6 @@ def test_what_is_private_elsewhere_is_found() -> None:
     assert found_in("getattr(optimizer, '_opt_called')") == ["_opt_called"]
     assert found_in("class A(Trainer):\n  def b(self):\n    self._signal_connector.c()") == ["_signal_connector"]
     assert found_in("class A:\n  def b(self, module):\n    self._buffers = module._buffers") == ["_buffers"]
-
-
-def test_what_is_ones_own_is_not() -> None:
     assert found_in("class A:\n  def b(self, other):\n    self._c = other._c") == []
     assert found_in("from grappe.launch.fork import _forked\nos._exit(1)\na.__dict__") == []
 

@@ -1,7 +1,5 @@
 """Without torch._dynamo torch's optimizers do the same to the bit, and once it is loaded they are torch's own again."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 
@@ -67,7 +65,7 @@ def test_torch_disables_a_compiler_as_known(name: str) -> None:
     assert hasattr(getattr(torch.optim.Optimizer, name), "__wrapped__")
 
 
-@pytest.mark.costly
+@pytest.mark.slow
 def test_the_same_bits_without_it_and_torchs_own_once_it_is_loaded() -> None:
     done = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, check=False)
     assert done.stdout == "the same\n", done.stderr

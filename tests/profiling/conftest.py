@@ -1,7 +1,5 @@
 """Fixtures of control groups: which ones a process is in, as Linux writes it."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Joules from a fake powercap tree, and from a GPU where there is one."""
 
-from __future__ import annotations
-
 import sys
 import time
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Limits: control groups as Linux writes them, of version 1 and 2, RLIMIT_DATA, and the machine."""
 
-from __future__ import annotations
-
 import resource
 import subprocess
 import sys
@@ -50,10 +48,13 @@ def test_the_least_quota_holds(tmp_path: Path, own: Path) -> None:
     assert cpu_quota(root, own) == 3
 
 
-def test_no_control_group(tmp_path: Path, own: Path) -> None:
+def test_what_is_damaged_or_absent_limits_nothing(tmp_path: Path, own: Path) -> None:
     assert cpu_quota(tmp_path, own) is None
     assert cpu_quota(tmp_path, tmp_path / "none") is None
     assert cores() >= 1
+    write(tmp_path / "cgroup", V2, max="many")
+    assert control_group(tmp_path / "cgroup", own) is None
+    assert control_group(tmp_path / "none", own) is None
 
 
 V2 = {"memory.max": "1000", "memory.current": "700", "memory.stat": "anon 500\ninactive_file 30\nactive_file 20\n"}
@@ -106,12 +107,6 @@ def test_a_container_sees_its_own_group_as_the_root(tmp_path: Path, own: Path) -
     own.write_text("0::/../../outside\n")
     assert control_group(root, own) == ControlGroup(size=1000, free=350)
     assert control_group(root, tmp_path / "none") == ControlGroup(size=1000, free=350)
-
-
-def test_what_is_damaged_or_absent_limits_nothing(tmp_path: Path, own: Path) -> None:
-    write(tmp_path / "cgroup", V2, max="many")
-    assert control_group(tmp_path / "cgroup", own) is None
-    assert control_group(tmp_path / "none", own) is None
 
 
 def test_free_is_the_least_of_the_machine_and_the_group(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

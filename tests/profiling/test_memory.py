@@ -1,7 +1,5 @@
 """Bytes by kind, to the byte, and the most that a process held."""
 
-from __future__ import annotations
-
 import resource
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """The scripts that every site's golden files hold; `python -m tests.sites.golden` writes them anew."""
 
-from __future__ import annotations
-
 import dataclasses
 from pathlib import Path
 from typing import Any
@@ -9,7 +7,7 @@ from typing import Any
 from grappe import sites
 from grappe.plan import Plan
 from grappe.sites.environment import MADE_ON_NODES, Packages
-from grappe.sites.layout import Layout, layout
+from grappe.sites.layout import layout
 from grappe.sites.sbatch import SCRIPT, TUNE, JobOptions
 from grappe.sites.schema import Site
 from grappe.sites.script import Script, render
@@ -31,7 +29,6 @@ SIZES = ("1-gpu", "1-node", "2-nodes")
 
 def gpus(site: Site, size: str) -> int:
     """Returns the GPUs of a size on a site (processes on CPU nodes); without single GPUs, of the smallest job."""
-    assert site.node is not None
     whole = site.node.gpus or site.node.cores
     least = whole if site.ask.whole_nodes and 1 not in site.ask.part_nodes else 1
     return {"1-gpu": least, "1-node": whole, "2-nodes": 2 * whole}[size]
@@ -99,11 +96,6 @@ def golden() -> dict[str, Script]:
     for name in MORE:
         made |= {f"{name}-{end}.sh": one for end, one in others(sites.find(name)).items()}
     return made
-
-
-def layout_of(site: Site, size: str) -> Layout:
-    """Returns the resources that a script requests."""
-    return script(site, size).layout
 
 
 def main() -> None:

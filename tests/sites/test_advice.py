@@ -1,7 +1,5 @@
 """Advice about a site: a folder is judged by its innermost storage, a precision by its GPU."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

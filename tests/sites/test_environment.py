@@ -1,7 +1,5 @@
 """The commands that make an environment, in a real bash: made once, kept, and unpacked where it is needed again."""
 
-from __future__ import annotations
-
 import io
 import os
 import shutil
@@ -40,7 +38,7 @@ def content(tmp_path: Path) -> Packages:
     return found
 
 
-@pytest.mark.costly
+@pytest.mark.slow
 def test_it_is_made_once_and_kept_for_other_nodes(content: Packages, tmp_path: Path) -> None:
     kept = tmp_path / "runs" / ".environments" / f"{content.key}.tar"
     kept.parent.mkdir()

@@ -1,7 +1,5 @@
 """A plan on a site's nodes: what it asks for, and one message with the fix where it cannot be."""
 
-from __future__ import annotations
-
 import pytest
 
 from grappe import sites
@@ -24,29 +22,29 @@ ACCOUNTS = {
 
 
 def made(site: str, plan: str, **wish):
-    return layout(Plan.parse(plan), sites.find(site), JobOptions(**{"account": ACCOUNTS[site], **wish}))
+    return layout(Plan.parse(plan), sites.find(site), JobOptions(**{"account": ACCOUNTS.get(site), **wish}))
 
 
-def test_one_gpu_brings_its_share_of_the_node() -> None:
-    found = made("narval", "")
-    assert (found.nodes, found.processes, found.gpus, found.cores, found.memory_gb) == (1, 1, 1, 12, 124)
-    assert found.gpu_hours == 1.0
+@pytest.mark.parametrize(
+    ("site", "plan", "wish", "nodes", "processes", "gpus", "cores", "hours"),
+    [
+        ("narval", "", {}, 1, 1, 1, 12, 1.0),  # its share of the node
+        ("narval", "replicate=8", {"time": "2h"}, 2, 4, 4, 12, 16.0),
+        ("narval", "replicate=8,per_device=8", {}, 1, 8, 1, 1, 1.0),  # its cores are shared, too
+        ("narval", "replicate=4", {"nodes": 2}, 2, 2, 2, 12, 4.0),
+        ("narval", "replicate=4,device=cpu,threads=3,workers=1", {}, 1, 4, 0, 4, 16.0),
+        ("narval-cpu", "replicate=2,device=cpu", {"cores": 8}, 1, 2, 0, 8, 16.0),
+    ],
+)
+def test_a_plan_on_nodes(site: str, plan: str, wish: dict, nodes, processes, gpus, cores, hours) -> None:
+    found = made(site, plan, **wish)
+    assert (found.nodes, found.processes, found.gpus, found.cores) == (nodes, processes, gpus, cores)
+    assert (found.gpu_hours if gpus else found.core_hours) == hours
 
 
-def test_whole_nodes() -> None:
-    found = made("narval", "replicate=8", time="2h")
-    assert (found.nodes, found.processes, found.gpus, found.cores, found.memory_gb) == (2, 4, 4, 12, 498)
-    assert found.gpu_hours == 16.0
-
-
-def test_processes_that_share_a_gpu_share_its_cores() -> None:
-    found = made("narval", "replicate=8,per_device=8")
-    assert (found.nodes, found.processes, found.gpus, found.cores) == (1, 8, 1, 1)
-
-
-def test_more_nodes_than_needed() -> None:
-    found = made("narval", "replicate=4", nodes=2)
-    assert (found.nodes, found.processes, found.gpus) == (2, 2, 2)
+def test_memory_is_the_nodes_share_or_that_of_the_cores() -> None:
+    found = [made("narval", ""), made("narval", "replicate=8"), made("narval-cpu", "replicate=2,device=cpu", cores=8)]
+    assert [one.memory_gb for one in found] == [124, 498, 62]
 
 
 def test_a_range_of_nodes_has_a_plan_for_each_number_that_can_be() -> None:
@@ -63,17 +61,10 @@ def test_a_range_of_nodes_has_a_plan_for_each_number_that_can_be() -> None:
         made("jean-zay-v100", "replicate=4", nodes=NumberRange(1, 9), queue="qos_gpu-dev", time="1h")
 
 
-def test_without_gpus_cores_are_asked_for() -> None:
-    found = made("narval", "replicate=4,device=cpu,threads=3,workers=1")
-    assert (found.nodes, found.processes, found.gpus, found.cores) == (1, 4, 0, 4)
-    assert found.core_hours == 16.0
-
-
 def test_the_first_queue_that_admits_a_job_is_taken() -> None:
     queues = [made("jean-zay-v100", "", time=f"{hours}h").queue for hours in (1, 20, 21, 100)]
     assert [one.name for one in queues if one] == ["qos_gpu-t3", "qos_gpu-t3", "qos_gpu-t4", "qos_gpu-t4"]
     named = made("jean-zay-v100", "", queue="qos_gpu-dev").queue
-    assert named is not None
     assert named.options == ("--qos=qos_gpu-dev",)
 
 
@@ -81,6 +72,8 @@ def test_gpus_make_a_plan() -> None:
     assert str(fit(Plan(), 4)) == "replicate=4"
     assert str(fit(Plan.parse("per_device=2"), 2)) == "replicate=4,per_device=2"
     assert str(fit(Plan.parse("shard=4"), 4)) == "shard=4"
+    with pytest.raises(GrappeError, match="use --gpus 4"):
+        fit(Plan.parse("shard=4"), 2)
 
 
 @pytest.mark.parametrize(
@@ -103,8 +96,11 @@ def test_gpus_make_a_plan() -> None:
         ("lumi", "replicate=40", {"time": "49h"}, "no queue of lumi admits it. small-g: at most 4 nodes"),
         ("jean-zay-v100", "", {"queue": "qos_gpu_t3"}, "no queue 'qos_gpu_t3': did you mean qos_gpu-t3"),
         ("jean-zay-v100", "", {"queue": "qos_gpu-dev", "time": "7201s"}, "at most 2 h"),
+        ("cedar", "", {"account": "def-x"}, "replaced by fir"),
+        ("narval-cpu", "replicate=2,device=cpu", {"cores": 33}, "those of narval-cpu have 64"),
+        ("narval-cpu", "", {}, "add device=cpu"),
     ],
-)  # fmt: skip
+)
 def test_what_a_site_forbids(site: str, plan: str, wish: dict, words: str) -> None:
     with pytest.raises(GrappeError) as refusal:
         made(site, plan, **wish)
@@ -132,23 +128,3 @@ def test_a_range_ends_at_the_nodes_that_a_site_has() -> None:
         GrappeError, match="takes 4 nodes, spare ones included, and generic has 3: use a range that ends at 2"
     ):
         layout(Plan(replicate=4), site, JobOptions(nodes=NumberRange(1, 3), spare=1))
-
-
-def test_gpus_against_the_plan() -> None:
-    with pytest.raises(GrappeError, match="use --gpus 4"):
-        fit(Plan.parse("shard=4"), 2)
-
-
-def test_a_retired_site_names_its_follower() -> None:
-    with pytest.raises(GrappeError, match="replaced by fir"):
-        layout(Plan(), sites.find("cedar"), JobOptions(account="def-x"))
-
-
-def test_jobs_without_gpus_have_cores_and_their_memory() -> None:
-    found = made("narval-cpu", "replicate=2,device=cpu", cores=8)
-    assert (found.nodes, found.processes, found.gpus, found.cores, found.memory_gb) == (1, 2, 0, 8, 62)
-    assert found.core_hours == 16.0
-    with pytest.raises(GrappeError, match="those of narval-cpu have 64"):
-        made("narval-cpu", "replicate=2,device=cpu", cores=33)
-    with pytest.raises(GrappeError, match="add device=cpu"):
-        made("narval-cpu", "")

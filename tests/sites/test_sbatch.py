@@ -1,21 +1,9 @@
 """Options of sbatch: in their forms, none that grappe sets by itself, merged with ours; nothing reaches a shell."""
 
-from __future__ import annotations
-
 import pytest
 
 from grappe.errors import UsageError
 from grappe.sites.sbatch import JobOptions, merged, options
-
-
-def test_options_as_sbatch_reads_them() -> None:
-    given = JobOptions(
-        mem="32G", dependency="afterok:12:13,afterany:4", mail_user="me@x.org", sbatch=("--exclude=n[1-3]",)
-    )
-    assert options(given) == (
-        "--mem=32G", "--dependency=afterok:12:13,afterany:4", "--mail-user=me@x.org",
-        "--mail-type=END,FAIL,REQUEUE", "--exclude=n[1-3]",
-    )  # fmt: skip
 
 
 @pytest.mark.parametrize("value", ["", "a b", "a\nb", "$(x)", "`x`", "a;b", "'a'", "é", "a#b", "--x"])
@@ -53,11 +41,8 @@ def test_what_grappe_sets_is_refused(text: str, said: str) -> None:
     assert said in str(refusal.value)
 
 
-def test_other_resources_may_be_asked_for() -> None:
+def test_other_resources_may_be_asked_for_and_memory_in_one_way() -> None:
     assert options(JobOptions(sbatch=("--gres=tmp:100", "--exclusive"))) == ("--gres=tmp:100", "--exclusive")
-
-
-def test_one_way_to_say_memory() -> None:
     with pytest.raises(UsageError, match="give one of them"):
         options(JobOptions(mem="1G", mem_per_cpu="1G"))
 

@@ -1,7 +1,5 @@
 """The batch script is a pure function: held to golden files, to shellcheck, and to hostile names and paths."""
 
-from __future__ import annotations
-
 import dataclasses
 import os
 import shutil
@@ -21,6 +19,7 @@ from grappe.sites.script import FUNCTIONS, Script, check_name, clock, command_wo
 from tests import needs
 from tests.patience import PATIENCE_SECONDS
 from tests.sites.golden import FOLDER, golden, script, with_job
+from tests.typed import stand_in
 
 HOSTILE = ["$(touch hacked)", "`touch hacked`", "a; touch hacked", "a\ntouch hacked", "a' b", 'a" b', "a b", "", "é"]
 
@@ -41,12 +40,8 @@ def test_no_golden_file_is_left_over() -> None:
 
 def test_shellcheck_finds_nothing() -> None:
     needs.program("shellcheck")
-    done = subprocess.run(
-        ["shellcheck", "--exclude=SC1090,SC1091", FUNCTIONS, *sorted(FOLDER.iterdir())],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    command = ["shellcheck", "--exclude=SC1090,SC1091", FUNCTIONS, *sorted(FOLDER.iterdir())]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout
 
 
@@ -133,10 +128,7 @@ def test_the_exit_code_is_not_written_through_a_link(tmp_path: Path, text: str, 
 def test_a_job_that_goes_back_into_the_queue_leaves_no_exit_code(tmp_path: Path, scontrol: int, left: bool) -> None:
     """Slurm's commands are stand-ins: Slurm ends scontrol or sleep before bash, or refuses."""
     run, commands = tmp_path / "run", tmp_path / "bin"
-    commands.mkdir()
-    for name, body in {"squeue": "echo RUNNING", "scontrol": f"exit {scontrol}", "sleep": "exit 143"}.items():
-        (commands / name).write_text(f"#!/bin/sh\n{body}\n")
-        (commands / name).chmod(0o755)
+    stand_in(commands, squeue="echo RUNNING", scontrol=f"exit {scontrol}", sleep="exit 143")
     path = f"{commands}:{os.environ['PATH']}"
     assert job(run, "step bash -c 'exit 75'\nstep touch no\nfinish train 3", PATH=path).returncode == 75
     assert (run / "logs" / "job-5.end").exists() is left
@@ -145,22 +137,17 @@ def test_a_job_that_goes_back_into_the_queue_leaves_no_exit_code(tmp_path: Path,
 def test_nodes_that_slurm_takes_out_and_where_processes_die_count_once_for_each_start(tmp_path: Path) -> None:
     """sinfo is a stand-in; the rule is that of submit (tests/verbs/submit/test_jobs.py)."""
     run, commands = tmp_path / "run", tmp_path / "bin"
-    commands.mkdir()
-    (commands / "sinfo").write_text("#!/bin/sh\necho 'n0 idle none'\necho 'n1 down* Not responding'\n")
-    (commands / "sinfo").chmod(0o755)
+    stand_in(commands, sinfo="echo 'n0 idle none'; echo 'n1 down* Not responding'")
     variables = {"PATH": f"{commands}:{os.environ['PATH']}", "SLURM_JOB_NODELIST": "n[0-1]"}
     assert job(run, 'failed_nodes "$failures"', **variables).stdout == ""
     log = run / "logs" / "job-5.out"
     log.write_text("srun: error: n3: task 1: Killed\n")
     said = "srun: error: n1: task 0: Out Of Memory\nsrun: error: n1: task 1: Killed\nsrun: error: n2: task 2: Killed\n"
-    done = job(
-        run, f"printf '{said}' >> {log}\nnote_death\nfailed_nodes $failures", SLURM_RESTART_COUNT="2", **variables
-    )
+    twice = f"printf '{said}' >> {log}\nnote_death\nfailed_nodes $failures"
+    done = job(run, twice, SLURM_RESTART_COUNT="2", **variables)
     evidence, noted = ["Slurm: down*, Not responding", "a process was ended: Killed"], f"in {tmp_path}/.failed-nodes"
     assert done.stdout.strip().splitlines() == [f"noted against node n1, {noted}: {text}" for text in evidence]
-    done = job(
-        run, f"printf '{said}' >> {log}\nnote_death\nfailed_nodes $failures", SLURM_RESTART_COUNT="3", **variables
-    )
+    done = job(run, twice, SLURM_RESTART_COUNT="3", **variables)
     assert done.stdout.splitlines()[-1] == "n1"
     notes = (tmp_path / ".failed-nodes").read_text().splitlines()
     noted = [f"n1 5.{start} run: {text}" for start in (20, 30) for text in evidence]
@@ -169,9 +156,7 @@ def test_nodes_that_slurm_takes_out_and_where_processes_die_count_once_for_each_
 
 @pytest.mark.parametrize("command", ["train", "evaluate"])
 @pytest.mark.parametrize(("code", "place", "goes_on"), [(75, 1, True), (137, 1, None), (1, 1, False), (75, 2, False)])
-def test_the_next_job_of_a_chain_goes_on(
-    tmp_path: Path, command: str, code: int, place: int, goes_on: bool | None
-) -> None:
+def test_the_next_job_of_a_chain_goes_on(tmp_path, command: str, code: int, place: int, goes_on: bool | None) -> None:
     """After a save, and after a kill of what resumes; not after the last."""
     array = {"SLURM_ARRAY_JOB_ID": "5", "SLURM_ARRAY_TASK_ID": str(place), "SLURM_ARRAY_TASK_MAX": "2"}
     assert job(tmp_path, f"step bash -c 'exit {code}'\nfinish {command} 0", **array).returncode == code
@@ -206,20 +191,21 @@ def test_a_loss_that_was_no_number_on_one_node_is_noted_unless_the_same_was_seen
     assert [note.split(" ", 1)[1] for note in notes] == [f"n1 5.0 run: {why}"]
 
 
-def test_a_node_on_which_a_process_stood_still_is_noted_and_the_job_ends(tmp_path: Path) -> None:
-    text = f"echo '{now()} n1 process 1 stood still' > $run/logs/job-5.wrong-n0\nstep false\nfinish train 5"
-    assert job(tmp_path / "run", text).returncode == 1
-    assert (tmp_path / ".failed-nodes").read_text().split(" ", 1)[1] == "n1 5.0 run: process 1 stood still\n"
-
-
-def test_those_that_srun_ended_since_another_stood_still_are_not_noted(tmp_path: Path) -> None:
-    text = (
-        "mkdir -p $run/logs; echo 'srun: error: n1: task 1: Killed' >> $log; "
-        f"echo '{now()} n2 process 2 stood still' > $run/logs/job-5.wrong-n0\n"
-        "step bash -c 'kill -9 $$'\nfinish train 50"
-    )
-    assert job(tmp_path / "run", text, PATH=os.environ["PATH"]).returncode == 137
-    assert (tmp_path / ".failed-nodes").read_text().split(" ", 1)[1] == "n2 5.0 run: process 2 stood still\n"
+@pytest.mark.parametrize(
+    ("note", "before", "step", "code"),
+    [
+        ("n1 process 1 stood still", "", "false", 1),
+        # Those that srun ends since another stood still are not noted.
+        ("n2 process 2 stood still", "echo 'srun: error: n1: task 1: Killed' >> $log; ", "bash -c 'kill -9 $$'", 137),
+    ],
+)
+def test_a_node_on_which_a_process_stood_still_is_noted_and_the_job_ends(
+    tmp_path: Path, note: str, before: str, step: str, code: int
+) -> None:
+    text = f"mkdir -p $run/logs; {before}echo '{now()} {note}' > $run/logs/job-5.wrong-n0\nstep {step}\nfinish train 50"
+    assert job(tmp_path / "run", text).returncode == code
+    node, _, evidence = note.partition(" ")
+    assert (tmp_path / ".failed-nodes").read_text().split(" ", 1)[1] == f"{node} 5.0 run: {evidence}\n"
 
 
 @pytest.mark.parametrize("code", [0, 1, 75, 137])
@@ -287,25 +273,17 @@ def test_a_step_that_lost_a_node_begins_again_on_those_that_are_left(
     assert ("requeued" in done.stdout) is (left == "n0")
 
 
-@pytest.mark.parametrize("name", HOSTILE)
-def test_a_hostile_name_is_refused(name: str) -> None:
+@pytest.mark.parametrize("text", HOSTILE)
+def test_a_hostile_name_account_or_folder_is_refused(text: str) -> None:
     with pytest.raises(UsageError, match="--name="):
-        check_name(name)
-    if name:  # without one the run's is the job's
-        with pytest.raises(UsageError, match="--name="):
-            render(narval(job={"name": name}))
-
-
-@pytest.mark.parametrize("account", HOSTILE)
-def test_a_hostile_account_is_refused(account: str) -> None:
+        check_name(text)
     with pytest.raises(UsageError, match="--account="):
-        render(narval(job={"account": account}))
-
-
-@pytest.mark.parametrize("name", [one for one in HOSTILE if one])
-def test_a_hostile_folder_is_refused(name: str) -> None:
-    with pytest.raises(UsageError, match="--run"):
-        render(narval(run=Path("/scratch") / name))
+        render(narval(job={"account": text}))
+    if text:  # without a name the run's is the job's
+        with pytest.raises(UsageError, match="--name="):
+            render(narval(job={"name": text}))
+        with pytest.raises(UsageError, match="--run"):
+            render(narval(run=Path("/scratch") / text))
 
 
 @pytest.mark.parametrize("word", [one for one in HOSTILE if "\n" not in one])
@@ -357,11 +335,8 @@ def test_times() -> None:
 
 @pytest.mark.parametrize("word", [one for one in HOSTILE if "\n" not in one])
 def test_hostile_words_reach_a_script_as_they_are(word: str, tmp_path: Path) -> None:
-    made = narval(
-        arguments=("mine.py", word, "$HERE"), kind=SCRIPT, torchrun=True,
-        job={"doctor": False, "env": "conda:one"},
-    )  # fmt: skip
-    text = render(made)
+    job_options = {"doctor": False, "env": "conda:one"}
+    text = render(narval(arguments=("mine.py", word, "$HERE"), kind=SCRIPT, torchrun=True, job=job_options))
     process = text[text.index("process() {") : text.index("}\n", text.index("    program ")) + 2]
     slurm = dict.fromkeys(("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", "SLURM_NTASKS_PER_NODE"), "1")
     done = job(tmp_path / "run", f"python=(printf '%s\\0')\n{process}process", HERE="a b", SLURM_NODEID="0", **slurm)
@@ -392,16 +367,12 @@ def bash(word: str, folder: Path, **variables: str) -> subprocess.CompletedProce
         ("$1", "$1"),
         ('a" b', 'a" b'),
         ("", ""),
+        ("$CODE", "$(touch hacked)"),
     ],
 )
 def test_variables_only(word: str, expected: str, tmp_path: Path) -> None:
-    done = bash(word, tmp_path, HOST="n 0")
+    done = bash(word, tmp_path, HOST="n 0", CODE="$(touch hacked)")
     assert (done.stdout, done.returncode) == (expected, 0), done.stderr
-    assert not list(tmp_path.iterdir())
-
-
-def test_what_a_variable_holds_is_no_code(tmp_path: Path) -> None:
-    assert bash("$HOST", tmp_path, HOST="$(touch hacked)").stdout == "$(touch hacked)"
     assert not list(tmp_path.iterdir())
 
 

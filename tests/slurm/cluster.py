@@ -1,7 +1,5 @@
 """A real Slurm on this machine: four nodes that run jobs, and nodes of other sites' shapes that only judge scripts."""
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import getpass

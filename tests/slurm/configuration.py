@@ -1,7 +1,5 @@
 """The test cluster's configuration files: four nodes that run jobs, and nodes of other sites' shapes."""
 
-from __future__ import annotations
-
 import dataclasses
 import getpass
 import socket

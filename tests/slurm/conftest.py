@@ -1,7 +1,5 @@
 """The test cluster, started once by each worker that has tests for it; without its packages they are skipped."""
 
-from __future__ import annotations
-
 import shutil
 import tempfile
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Coordinators for the tests: of studies whose trials are jobs, started as a user does, and watched from outside."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

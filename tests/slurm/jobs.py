@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -30,6 +29,19 @@ def run_of(said: str) -> str:
     return said.rsplit("run ", maxsplit=1)[-1].splitlines()[0]
 
 
+def submit(*words: str, cwd: Path) -> str:
+    """Submits to the cluster without its doctor, for ten minutes if no time is given; returns what is printed."""
+    time_limit = () if "--time" in words else ("--time", "10m")
+    return grappe("submit", "--site", "generic", "--no-doctor", *time_limit, *words, cwd=cwd)
+
+
+def waited(said: str, cwd: Path) -> tuple[Path, str]:
+    """Waits for the job that was submitted so; returns the run's folder and its log."""
+    folder = run_of(said)
+    grappe("wait", folder, cwd=cwd)
+    return Path(folder), grappe("logs", folder, cwd=cwd)
+
+
 class Job:
     """A training of tests/slow.py on two nodes, from its submission to its end."""
 
@@ -38,21 +50,8 @@ class Job:
     ) -> None:
         self.cluster, self.folder, self.run = cluster, folder, folder / name
         self.total = epochs * 8  # 32 points, 4 a step
-        words = (
-            f"epochs={epochs}",
-            f"pause={pause}",
-            "--save-every",
-            "4",
-            "--log-samples",
-            "--run",
-            str(self.run),
-            "--plan",
-            PLAN,
-        )
-        grappe(
-            "submit", "--site", "generic", "--nodes", "2", "--no-doctor", *(options or ("--time", "10m")),
-            "--", "train", SLOW, *words, cwd=folder,
-        )  # fmt: skip
+        words = (SLOW, f"epochs={epochs}", f"pause={pause}", "--save-every", "4", "--log-samples", "--plan", PLAN)
+        submit("--nodes", "2", *options, "--", "train", *words, "--run", str(self.run), cwd=folder)
         self._read()
 
     @classmethod
@@ -129,7 +128,3 @@ def ids(run: Path, steps: list[int]) -> list[list[int]]:
             if record["kind"] == "step":
                 taken[record["step"]] += record["ids"]
     return [sorted(taken[step]) for step in steps]
-
-
-def kill(pid: int, number: int) -> None:
-    os.kill(pid, number)

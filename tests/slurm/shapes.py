@@ -1,7 +1,5 @@
 """Every site's nodes for the test cluster, from the site's own file."""
 
-from __future__ import annotations
-
 from grappe import sites
 from grappe.sites.schema import Site
 from tests.slurm.configuration import Shape

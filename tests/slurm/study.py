@@ -1,7 +1,5 @@
 """A study whose trials are Slurm jobs, as of `grappe tune --site generic`, but with a query to Slurm each second."""
 
-from __future__ import annotations
-
 import json
 import os
 import sys

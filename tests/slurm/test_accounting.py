@@ -1,7 +1,5 @@
 """With a database of jobs: how a job ended, an account that one has not, and a limit on the number of jobs."""
 
-from __future__ import annotations
-
 import getpass
 import time
 from pathlib import Path
@@ -39,7 +37,7 @@ def test_accounting_knows_how_jobs_ended(accounted: Cluster, tmp_path: Path, mon
     assert [file.name for file in (tmp_path / "run" / "logs").iterdir()] == ["refused-1.sh"]
 
 
-@pytest.mark.costly
+@pytest.mark.slow
 def test_a_study_of_more_jobs_than_one_may_have(accounted: Cluster, tmp_path: Path) -> None:
     """Sites let a user have 1,000 jobs, say; here one."""
     limit = ("sacctmgr", "-i", "modify", "user", getpass.getuser(), "set")

@@ -1,7 +1,5 @@
 """The test cluster itself: it starts on other ports where another program was first at one of its own."""
 
-from __future__ import annotations
-
 import shutil
 import socket
 import tempfile

@@ -1,7 +1,5 @@
 """queue, logs, wait, cancel, and the same from a notebook: on real jobs."""
 
-from __future__ import annotations
-
 import time
 from pathlib import Path
 
@@ -13,31 +11,14 @@ from grappe.training.run import Run
 from grappe.verbs.submit.jobs import wait
 from tests.commands import SLOW
 from tests.slurm.cluster import Cluster
-from tests.slurm.jobs import PLAN, grappe
+from tests.slurm.jobs import PLAN, grappe, submit
 
 
-def submit(folder: Path, *options: str, pause: float = 0.2) -> None:
-    train = ("train", SLOW, "epochs=50", f"pause={pause}", "--run", "runs/mine", "--plan", PLAN)
-    grappe(
-        "submit",
-        "--site",
-        "generic",
-        "--nodes",
-        "2",
-        "--time",
-        "10m",
-        "--no-doctor",
-        *options,
-        "--",
-        *train,
-        cwd=folder,
-    )
-
-
-@pytest.mark.costly
+@pytest.mark.slow
 def test_from_the_queue_to_the_end_by_cancelling(cluster: Cluster, tmp_path: Path) -> None:
     run = tmp_path / "runs" / "mine"
-    submit(tmp_path)
+    train = ("train", SLOW, "epochs=50", "pause=0.2", "--run", "runs/mine", "--plan", PLAN)
+    submit("--nodes", "2", "--", *train, cwd=tmp_path)
     trained: set[str] = set()
     while len(trained) < 2:  # both processes, the first word of whose lines is their rank
         time.sleep(0.1)
@@ -60,19 +41,16 @@ def test_from_the_queue_to_the_end_by_cancelling(cluster: Cluster, tmp_path: Pat
 
 def test_a_time_limit_from_an_earlier_job(cluster: Cluster, tmp_path: Path) -> None:
     """A trial of some steps on the cluster, and then the whole training with the limit that follows from them."""
-    options = ("submit", "--site", "generic", "--no-doctor", "--time")
     plan = ("--plan", "device=cpu,threads=1,workers=0")
-    grappe(*options, "10m", "--", "train", "digits", "--steps", "40", "--run", "runs/trial", *plan, cwd=tmp_path)
+    submit("--", "train", "digits", "--steps", "40", "--run", "runs/trial", *plan, cwd=tmp_path)
     grappe("wait", "runs/trial", cwd=tmp_path)
-    said = grappe(*options, "auto", "--", "train", "digits", "epochs=3", "--run", "runs/all", *plan, cwd=tmp_path)
+    said = submit("--time", "auto", "--", "train", "digits", "epochs=3", "--run", "runs/all", *plan, cwd=tmp_path)
     assert "69 steps of " in said and "as measured in the run trial" in said
     grappe("wait", "runs/all", cwd=tmp_path)
     assert Run(tmp_path / "runs" / "all").is_finished()
 
 
-def test_a_notebook_sweeps_over_numbers_of_gpus(
-    cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_notebook_sweeps_over_numbers_of_gpus(cluster: Cluster, tmp_path: Path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
     command = f"{SLOW} epochs=1 pause=0 --plan threads=1,workers=0"
     jobs = notebook.submit(command, [1, 2], site="generic", time="5m", doctor=False)
@@ -85,9 +63,7 @@ def test_a_notebook_sweeps_over_numbers_of_gpus(
     assert notebook.logs(f"job-{jobs[1].job}.") == [jobs[1].run / "logs" / f"job-{jobs[1].job}.out"]
 
 
-def test_a_finished_run_is_not_submitted_again(
-    cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_finished_run_is_not_submitted_again(cluster: Cluster, tmp_path: Path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "done").touch()

@@ -1,7 +1,5 @@
 """A controller of Slurm that does not answer is known within seconds, where Slurm's own commands wait a minute."""
 
-from __future__ import annotations
-
 import os
 import signal
 from pathlib import Path

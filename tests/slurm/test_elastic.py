@@ -1,7 +1,5 @@
 """A job that takes as many nodes as Slurm has: other sizes, the same samples, and under exact the same bits."""
 
-from __future__ import annotations
-
 import collections
 import math
 import os
@@ -20,7 +18,7 @@ from tests.commands import GRAPPE, SLOW, ran
 from tests.faults.resume_cell import hashes
 from tests.slurm.cluster import Cluster
 from tests.slurm.configuration import NODES
-from tests.slurm.jobs import EPOCHS, Job, grappe, kill
+from tests.slurm.jobs import EPOCHS, Job, grappe, submit
 
 PLAN = "device=cpu,exact=4,threads=1,workers=0"
 WORDS = ("--save-every", "2", "--log-samples")
@@ -41,9 +39,9 @@ def in_service(cluster: Cluster, count: int) -> None:
 
 
 def submitted(cluster: Cluster, folder: Path, name: str, plan: str, *options: str, epochs: int = EPOCHS) -> Job:
-    asked = ("--site", "generic", "--partition", "wide", "--no-doctor", "--time", "10m", "--restarts", "500", *options)
+    asked = ("--partition", "wide", "--restarts", "500", *options)
     words = (SLOW, f"epochs={epochs}", "pause=0.02", *WORDS, "--plan", plan, "--run", name)
-    grappe("submit", *asked, "--", "train", *words, cwd=folder)
+    submit(*asked, "--", "train", *words, cwd=folder)
     job = Job.of(cluster, folder, name)
     job.total = epochs * 8
     return job
@@ -76,7 +74,7 @@ def disturbed(
         kept = job.steps() if what == "notice" else list_checkpoints(Run(job.run).checkpoints)[0].step
         since.append((job.restarts(), what, kept))
         if what == "kill":
-            kill(chance.choice(job.pids()), signal.SIGKILL)
+            os.kill(chance.choice(job.pids()), signal.SIGKILL)
         elif what == "requeue":
             cluster.run("scontrol", "requeue", job.job)
         elif what == "node":
@@ -98,13 +96,11 @@ def disturbed(
     return [size["processes"] for size in sizes]
 
 
-@pytest.mark.costly
+@pytest.mark.slow
 def test_other_sizes_and_the_same_bits(wide: Cluster, tmp_path: Path) -> None:
     in_service(wide, 2)
-    said = grappe(
-        *("submit", "--dry-run", "--site", "generic", "--partition", "wide", "--nodes", "1-4", "--no-doctor", "--"),
-        *("train", SLOW, "--plan", PLAN), cwd=tmp_path,
-    )  # fmt: skip
+    words = ("--partition", "wide", "--nodes", "1-4", "--", "train", SLOW, "--plan", PLAN)
+    said = submit("--dry-run", *words, cwd=tmp_path)
     assert "#SBATCH --nodes=1-4" in said and "of 3 some would idle" in said
     job = submitted(wide, tmp_path, "any", PLAN, "--nodes", "1-4")
     sizes = disturbed(wide, job, 4, seed=1)
@@ -139,12 +135,12 @@ def in_the_same_job(job: Job, *sizes: int) -> None:
     assert (job.run / "report.html").read_text().count(", in the same job") == len(sizes) - 1
 
 
-@pytest.mark.costly
+@pytest.mark.slow
 def test_a_kill_and_a_node_that_is_gone_do_not_end_the_job(wide: Cluster, tmp_path: Path) -> None:
     in_service(wide, len(NODES))
     job = submitted(wide, tmp_path, "left", PLAN, "--nodes", "1-2", "--spare", "2", epochs=8)
     job.trains()
-    kill(job.pids()[-1], signal.SIGKILL)
+    os.kill(job.pids()[-1], signal.SIGKILL)
     begins_again(job, 1)
     try:
         wide.stop_node("n2")
@@ -220,15 +216,13 @@ class Faulty(Digits):
 """
 
 
-@pytest.mark.costly
+@pytest.mark.slow
 def test_a_node_that_computes_wrongly_is_left_out(wide: Cluster, tmp_path: Path) -> None:
     in_service(wide, len(NODES))
     (tmp_path / "faulty.py").write_text(FAULTY)
-    grappe(
-        *("submit", "--site", "generic", "--partition", "wide", "--nodes", "2-4", "--no-doctor", "--time", "10m", "--"),
-        *("train", "faulty.py", "epochs=3", "--save-every", "5", "--run", "wrong"),
-        *("--plan", "device=cpu,threads=1,exact=4,replicate=2,check=10"), cwd=tmp_path,
-    )  # fmt: skip
+    words = ("train", "faulty.py", "epochs=3", "--save-every", "5", "--run", "wrong")
+    plan = ("--plan", "device=cpu,threads=1,exact=4,replicate=2,check=10")
+    submit("--partition", "wide", "--nodes", "2-4", "--", *words, *plan, cwd=tmp_path)
     job = Job.of(wide, tmp_path, "wrong")
     job.until((job.run / "done").exists, "it is finished")
     (notes,) = nodes_to_leave_out(tmp_path).values()

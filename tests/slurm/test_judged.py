@@ -1,7 +1,5 @@
 """Every site's scripts before a real sbatch: right ones are accepted, too many GPUs, hours or cores are refused."""
 
-from __future__ import annotations
-
 import subprocess
 from pathlib import Path
 
@@ -10,7 +8,7 @@ import pytest
 from grappe import sites
 from grappe.sites.script import render
 from tests.patience import PATIENCE_SECONDS
-from tests.sites.golden import MORE, SIZES, layout_of, others, script, with_job
+from tests.sites.golden import MORE, SIZES, others, script, with_job
 from tests.slurm.cluster import Cluster
 from tests.slurm.shapes import hours, live
 
@@ -27,7 +25,7 @@ def test_a_real_sbatch_judges(cluster: Cluster, tmp_path: Path, site) -> None:
     for size in SIZES:
         said = judge(render(script(site, size)), site.name, tmp_path)
         assert said.returncode == 0, f"{size}: {said.stderr}"
-    whole = layout_of(site, "1-node")
+    whole = script(site, "1-node").layout
     for changes in (
         *([{"gpus": whole.gpus + 1}] if whole.gpus else []),
         {"seconds": int((hours(site) + 1) * 3600)},

@@ -1,7 +1,5 @@
 """grappe measure --site: each point a job of a real Slurm, gathered once they have ended."""
 
-from __future__ import annotations
-
 import json
 import re
 import time
@@ -15,7 +13,7 @@ from tests.patience import PATIENCE_SECONDS
 from tests.slurm.cluster import Cluster
 from tests.slurm.jobs import grappe
 
-pytestmark = pytest.mark.costly
+pytestmark = pytest.mark.slow
 
 
 def test_points_become_jobs_and_jobs_become_points(cluster: Cluster, tmp_path: Path) -> None:

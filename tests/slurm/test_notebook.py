@@ -1,7 +1,5 @@
 """The course's notebook on a real Slurm: gpu_jobs_submitter, display_slurm_queue and search_log, as it calls them."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from tests.slurm.cluster import Cluster

@@ -1,7 +1,5 @@
 """The Alliance's own scripts (CPU, DDP, Lightning) from a fresh account, one after the other; commands; allocations."""
 
-from __future__ import annotations
-
 import os
 import pty
 import shutil
@@ -12,7 +10,7 @@ import pytest
 from benchmarks import cifar_files
 
 from tests.slurm.cluster import Cluster
-from tests.slurm.jobs import grappe, run_of
+from tests.slurm.jobs import grappe, submit, waited
 from tests.slurm.test_run import MINE, PLAIN
 from tests.wheelhouse import wheel, wheelhouse
 
@@ -102,19 +100,15 @@ def fresh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-@pytest.mark.costly
+@pytest.mark.slow
 def test_the_pages_scripts(cluster: Cluster, fresh: Path) -> None:
     """The second job takes the environment that the first has made; the third needs another."""
     for page, environments in zip(PAGES, (1, 1, 2), strict=True):
         options, (script, *arguments), expected = PAGES[page]
         shutil.copy(SCRIPTS / script, fresh / script)
-        said = grappe(
-            "submit", "--site", "mine", "--gpus", "0", "--time", "10m", "--no-doctor", *options,
-            "--", script, *arguments, cwd=fresh,
-        )  # fmt: skip
-        folder = run_of(said)
-        grappe("wait", folder, cwd=fresh)
-        assert expected in grappe("logs", folder, cwd=fresh)
+        job = ("--site", "mine", "--gpus", "0", "--time", "10m", "--no-doctor", *options)
+        said = grappe("submit", *job, "--", script, *arguments, cwd=fresh)
+        assert expected in waited(said, fresh)[1]
         assert len(list((fresh / "runs" / ".environments").iterdir())) == environments, page
 
 
@@ -127,21 +121,17 @@ COMMANDS = {
 @pytest.mark.parametrize("name", COMMANDS)
 def test_other_commands(cluster: Cluster, tmp_path: Path, name: str) -> None:
     arguments, expected = COMMANDS[name]
-    said = grappe("submit", "--site", "generic", "--time", "10m", "--no-doctor", "--", name, *arguments, cwd=tmp_path)
+    said = submit("--", name, *arguments, cwd=tmp_path)
     assert "core-hours" in said  # and no GPU
-    folder = run_of(said)
-    grappe("wait", folder, cwd=tmp_path)
-    assert expected in grappe("logs", folder, cwd=tmp_path)
-    assert (Path(folder) / "done").exists()
+    folder, log = waited(said, tmp_path)
+    assert expected in log and (folder / "done").exists()
 
 
 def test_an_interactive_allocation(cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """On a terminal, `submit --interactive` is salloc: its shell has the allocation's variables."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("SHELL", "/bin/sh")
-    words = [
-        sys.executable, "-m", "grappe", "submit", "--interactive", "--site", "generic", "--gpus", "2", "--time", "5m",
-    ]  # fmt: skip
+    words = [sys.executable, "-m", "grappe", "submit", "--interactive", "--site", "generic", "--gpus", "2"]
     said = bytearray()
 
     def read(terminal: int) -> bytes:
@@ -151,7 +141,7 @@ def test_an_interactive_allocation(cluster: Cluster, tmp_path: Path, monkeypatch
         said.extend(data)
         return data
 
-    status = pty.spawn(words, read, lambda _: b"")
+    status = pty.spawn([*words, "--time", "5m"], read, lambda _: b"")
     assert os.waitstatus_to_exitcode(status) == 0, said.decode()
     assert "salloc --job-name=interactive" in said.decode()
     assert "shell of 1 node, 2 tasks" in said.decode()

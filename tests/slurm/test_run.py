@@ -1,7 +1,5 @@
 """Trainings on two nodes of a real Slurm: the right rank on the right node, and the numbers of a local run."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess
@@ -15,7 +13,7 @@ from tests.commands import SLOW, ran
 from tests.patience import PATIENCE_SECONDS
 from tests.slurm.cluster import Cluster
 from tests.slurm.configuration import CPUS
-from tests.slurm.jobs import grappe, run_of
+from tests.slurm.jobs import grappe, submit, waited
 from tests.wheelhouse import wheel, wheelhouse
 
 WHERE = str(Path(__file__).with_name("where.py"))
@@ -32,10 +30,7 @@ def losses(run: Path) -> list[tuple[int, float]]:
 def test_four_processes_on_two_nodes(cluster: Cluster, tmp_path: Path) -> None:
     """The same losses as on this machine without Slurm."""
     run = tmp_path / "run"
-    said = grappe(
-        "submit", "--site", "generic", "--nodes", "2", "--time", "10m", "--no-doctor",
-        "--", "train", WHERE, "--run", "run", "--plan", "replicate=4,threads=1", cwd=tmp_path,
-    )  # fmt: skip
+    said = submit("--nodes", "2", "--", "train", WHERE, "--run", "run", "--plan", "replicate=4,threads=1", cwd=tmp_path)
     assert "4 GPUs for at most 00:10:00: 0.667 GPU-hours" in said
     grappe("train", WHERE, "--run", "local", "--plan", "threads=1", cwd=tmp_path)
     grappe("wait", "run", cwd=tmp_path)
@@ -45,18 +40,14 @@ def test_four_processes_on_two_nodes(cluster: Cluster, tmp_path: Path) -> None:
     each = CPUS // 4  # half of a node's GPUs bring half of its cores, for two processes
     assert found == [[str(rank), f"{rank} n{rank // 2} {each}"] for rank in range(4)], text
     expected = losses(tmp_path / "local")
-    assert len(expected) == 2
-    for (step, loss), (at, other) in zip(expected, losses(run), strict=True):
-        assert at == step
-        assert other == pytest.approx(loss, rel=1e-3)
+    assert [step for step, _ in losses(run)] == [step for step, _ in expected] and len(expected) == 2
+    assert [loss for _, loss in losses(run)] == pytest.approx([loss for _, loss in expected], rel=1e-3)
 
 
 def test_a_carried_lightning_module_is_submitted_as_any_task(cluster: Cluster, tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(CARRIED)
-    grappe(
-        "submit", "--site", "generic", "--nodes", "2", "--time", "10m", "--no-doctor",
-        "--", "train", "mine.py", "--run", "run", "--plan", f"replicate=2,{PLAIN}", cwd=tmp_path,
-    )  # fmt: skip
+    words = ("train", "mine.py", "--run", "run", "--plan", f"replicate=2,{PLAIN}")
+    submit("--nodes", "2", "--", *words, cwd=tmp_path)
     grappe("train", "mine.py", "--run", "local", "--plan", PLAIN, cwd=tmp_path)
     grappe("wait", "run", cwd=tmp_path)
     found, expected = ([one["loss"] for one in Run(tmp_path / name).records("evaluation")] for name in ("run", "local"))
@@ -74,17 +65,8 @@ def test_a_carried_lightning_module_is_submitted_as_any_task(cluster: Cluster, t
     ],
 )
 def test_other_ways_into_slurm(cluster: Cluster, tmp_path: Path, how: str, processes: int) -> None:
-    torchrun = (
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc-per-node=2",
-        "-m",
-        "--",
-        "grappe",
-    )
-    words = how.format(grappe=" ".join(GRAPPE), torchrun=" ".join(torchrun)).split()
+    torchrun = f"{sys.executable} -m torch.distributed.run --standalone --nproc-per-node=2 -m -- grappe"
+    words = how.format(grappe=" ".join(GRAPPE), torchrun=torchrun).split()
     plan = f"{PLAIN},replicate={processes}"
     train = ["train", SLOW, "epochs=1", "pause=0", "--run", "run", "--plan", plan]
     done = subprocess.run(
@@ -104,9 +86,7 @@ def test_a_shell_with_an_older_jobs_variables(tmp_path: Path) -> None:
     assert "slow on 1 process (cpu" in done.stdout
 
 
-def test_the_doctor_ends_a_sick_job_in_its_first_step(
-    cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_doctor_ends_a_sick_job_in_its_first_step(cluster: Cluster, tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "nosuch0")
     grappe(
         "submit", "--site", "generic", "--nodes", "2", "--time", "10m",
@@ -136,7 +116,7 @@ variables = { MY_NAME = "it's $HOME" }
 """
 
 
-@pytest.mark.costly
+@pytest.mark.slow
 def test_an_environment_and_data_on_the_node(cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A fresh account: an empty HOME, no network, wheels without grappe, and a task that imports one more package.
 
@@ -158,12 +138,8 @@ def test_an_environment_and_data_on_the_node(cluster: Cluster, tmp_path: Path, m
     (tmp_path / "tasks" / "mine.py").write_text(f"{Path(SLOW).read_text()}\nimport extra\nprint('has', extra.NAME)\n")
     (tmp_path / "images").write_text("data")
     subprocess.run(["tar", "-cf", "data.tar", "images"], cwd=tmp_path, check=True)
-    submit = (
-        "submit", "--site", "mine", "--time", "10m", "--stage", "data.tar", "--wheels", "my wheels",
-    )  # fmt: skip
-    train = (
-        "--", "train", "tasks/mine.py", "epochs=1", "pause=0", "--plan", f"{PLAIN},replicate=2",
-    )  # fmt: skip
+    submit = ("submit", "--site", "mine", "--time", "10m", "--stage", "data.tar", "--wheels", "my wheels")
+    train = ("--", "train", "tasks/mine.py", "epochs=1", "pause=0", "--plan", f"{PLAIN},replicate=2")
     (tmp_path / "my wheels").mkdir()
     said = grappe(*submit, *train, "--run", "run", cwd=tmp_path, code=2)
     assert "the wheels of mine lack a package, and nothing was submitted:\n  extra: there is none" in said
@@ -204,17 +180,12 @@ if os.environ.get("SLURM_RESTART_COUNT", "0") == "0":
 def test_a_script_of_ones_own(cluster: Cluster, tmp_path: Path) -> None:
     """Processes on two nodes that meet as under torchrun; one that ends with 75 goes back into the queue."""
     (tmp_path / "mine.py").write_text(OWN)
-    said = grappe(
-        "submit", "--site", "generic", "--nodes", "2", "--processes", "2", "--gpus", "0", "--time", "10m",
-        "--no-doctor", "--", "python", "mine.py", "--lr", "a b", cwd=tmp_path,
-    )  # fmt: skip
-    folder = run_of(said)
-    grappe("wait", folder, cwd=tmp_path)
-    text = grappe("logs", folder, cwd=tmp_path)
+    words = ("--nodes", "2", "--processes", "2", "--gpus", "0", "--", "python", "mine.py", "--lr", "a b")
+    folder, text = waited(submit(*words, cwd=tmp_path), tmp_path)
     assert text.count("0: total 3 --lr a b n0 0 1") == 2, text
     assert text.count("1: total 3 --lr a b n1 0 1") == 2, text
     assert text.count("back into the queue") == 1, text
-    script = (Path(folder) / "logs" / "submit-1.sh").read_text()
+    script = (folder / "logs" / "submit-1.sh").read_text()
     assert "#SBATCH --signal" in script
     assert "--gres" not in script
 
@@ -224,13 +195,9 @@ def test_another_command(cluster: Cluster, tmp_path: Path) -> None:
     run = ("train", "digits", "epochs=1", "--run", "run", "--plan", PLAIN)
     grappe(*run, cwd=tmp_path)
     expected = grappe("evaluate", "run", "--json", "--plan", PLAIN, cwd=tmp_path)
-    said = grappe(
-        "submit", "--site", "generic", "--time", "10m", "--no-doctor",
-        "--", "evaluate", "run", "--json", "--plan", f"{PLAIN},replicate=2", cwd=tmp_path,
-    )  # fmt: skip
-    folder = run_of(said)
-    grappe("wait", folder, cwd=tmp_path)
-    found = [line for line in grappe("logs", folder, cwd=tmp_path).splitlines() if "{" in line]
+    words = ("--", "evaluate", "run", "--json", "--plan", f"{PLAIN},replicate=2")
+    _, log = waited(submit(*words, cwd=tmp_path), tmp_path)
+    found = [line for line in log.splitlines() if "{" in line]
     assert len(found) == 1, found
     scores = json.loads(found[0].partition(": ")[2])
     assert scores["loss"] == pytest.approx(json.loads(expected)["loss"], rel=1e-5)

@@ -1,7 +1,5 @@
 """Preemptions by the dozen, and signals at the worst moments. Run by `make soak`."""
 
-from __future__ import annotations
-
 import random
 import time
 from pathlib import Path

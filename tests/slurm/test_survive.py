@@ -1,7 +1,5 @@
 """Whatever Slurm does to a job, the run ends finished, with the samples and the curves of one that nobody disturbed."""
 
-from __future__ import annotations
-
 import os
 import re
 import signal
@@ -13,15 +11,15 @@ from grappe.training.run import Run
 from grappe.verbs.submit.jobs import nodes_to_leave_out
 from tests.commands import SLOW
 from tests.slurm.cluster import Cluster
-from tests.slurm.jobs import PLAN, Job, grappe, kill
+from tests.slurm.jobs import PLAN, Job, grappe, submit
+from tests.typed import stand_in
 
-LONG = ("--time", "10m")
 STUCK = Path(__file__).parents[1] / "faults" / "stuck.py"
 
 
-@pytest.mark.costly
+@pytest.mark.slow
 def test_preempted_by_a_higher_partition(cluster: Cluster, tmp_path: Path) -> None:
-    job = Job(cluster, tmp_path, "preempted", *LONG, "--queue", "low", pause=0.15)  # srun may take seconds to ask
+    job = Job(cluster, tmp_path, "preempted", "--queue", "low", pause=0.15)  # srun may take seconds to ask
     job.trains()
     cluster.run("srun", "-p", "high", "-N", "2", "--exclusive", "true")  # waits until the job made room
     job.ends()
@@ -29,17 +27,17 @@ def test_preempted_by_a_higher_partition(cluster: Cluster, tmp_path: Path) -> No
     assert "exit code 75" in job.said()
 
 
-@pytest.mark.costly
+@pytest.mark.slow
 def test_a_node_that_fails_twice_is_left_out(cluster: Cluster, tmp_path: Path) -> None:
-    options = ("--site", "generic", "--nodes", "1", "--no-doctor", *LONG)
+    options = ("--nodes", "1")
     words = ("--", "train", SLOW, "epochs=8", "pause=0.05", "--save-every", "4", "--plan", PLAN, "--run")
-    grappe("submit", *options, *words, "fails", cwd=tmp_path)
+    submit(*options, *words, "fails", cwd=tmp_path)
     job, nodes, run = Job.of(cluster, tmp_path, "fails"), list[str](), tmp_path / "fails"
     while len(nodes) < 3 and (not nodes or nodes.count(nodes[-1]) < 2):
         before = len(nodes)
         job.until(lambda: len(job.pids()) == 2 and job.restarts() == before, "it trains")
         nodes.append((run / "logs" / f"job-{job.job}.nodes").read_text().strip())
-        kill(job.pids()[-1], signal.SIGKILL)
+        os.kill(job.pids()[-1], signal.SIGKILL)
         job.until(
             lambda: f"noted against node {nodes[-1]}" in job.said() and job.restarts() > before, "it begins again"
         )
@@ -49,7 +47,7 @@ def test_a_node_that_fails_twice_is_left_out(cluster: Cluster, tmp_path: Path) -
     assert (run / "logs" / f"job-{job.job}.nodes").read_text().strip() == {"n0": "n1", "n1": "n0"}[bad]
     notes = nodes_to_leave_out(tmp_path)[bad]
     assert {(note.run, note.evidence) for note in notes} == {("fails", "a process was ended: Killed")}
-    said = grappe("submit", "--dry-run", *options, *words, "next", cwd=tmp_path)
+    said = submit("--dry-run", *options, *words, "next", cwd=tmp_path)
     assert f"node {bad} is left out: it was noted twice within a week or computed wrongly, last in fails" in said
     assert f"#SBATCH --exclude={bad}" in said
 
@@ -57,7 +55,7 @@ def test_a_node_that_fails_twice_is_left_out(cluster: Cluster, tmp_path: Path) -
 def test_a_node_on_which_a_process_stands_still_is_noted(cluster: Cluster, tmp_path: Path) -> None:
     """The others wait for it, until the watchdog ends the training."""
     words = ("--", "train", f"{STUCK}:Sleepy", "--stall-limit", "3s", "--plan", PLAN, "--run", "stuck")
-    grappe("submit", "--site", "generic", "--nodes", "2", "--no-doctor", *LONG, *words, cwd=tmp_path)
+    submit("--nodes", "2", *words, cwd=tmp_path)
     job = Job.of(cluster, tmp_path, "stuck")
     job.until(lambda: job.said().count("makes no progress") > 1, "it goes on, and stands still again")
     cluster.run("scancel", job.job)
@@ -83,9 +81,8 @@ class Slow(Quick):
 def test_slow_processes_and_faults_of_a_gpu_are_noted_and_the_job_finishes(cluster: Cluster, tmp_path: Path) -> None:
     """nvidia-smi is a stand-in, and says it of one node."""
     (tmp_path / "slow.py").write_text(SLOW_NODE.format(folder=str(STUCK.parent)))
-    (tmp_path / "nvidia-smi").write_text("#!/bin/sh\n[ \"$SLURMD_NODENAME\" != n1 ] || echo '2, 3'\n")
-    (tmp_path / "nvidia-smi").chmod(0o755)
-    options = ("--site", "generic", "--nodes", "2", *LONG)
+    stand_in(tmp_path, **{"nvidia-smi": "[ \"$SLURMD_NODENAME\" != n1 ] || echo '2, 3'"})
+    options = ("--site", "generic", "--nodes", "2", "--time", "10m")
     words = ("--", "train", "slow.py:Slow", "epochs=15", "--plan", "replicate=2,threads=1,workers=0", "--run")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
@@ -125,9 +122,8 @@ for epoch in range(3):
 
 def test_a_script_that_is_preempted(cluster: Cluster, tmp_path: Path) -> None:
     (tmp_path / "own.py").write_text(SCRIPT)
-    options = ("--site", "generic", "--nodes", "1", "--no-doctor", *LONG, "--queue", "low")
     words = ("--plan", "device=cpu,threads=1", "--run", "preempted", "own.py")
-    grappe("submit", *options, "--", "launch", *words, cwd=tmp_path)
+    submit("--nodes", "1", "--queue", "low", "--", "launch", *words, cwd=tmp_path)
     job = Job.of(cluster, tmp_path, "preempted")
     job.trains()
     cluster.run("srun", "-p", "high", "-N", "2", "--exclusive", "true")
@@ -138,18 +134,18 @@ def test_a_script_that_is_preempted(cluster: Cluster, tmp_path: Path) -> None:
     assert lines == [f"{epoch} {number}" for epoch in range(3) for number in range(10)]
 
 
-@pytest.mark.costly
+@pytest.mark.slow
 def test_a_process_that_is_killed(cluster: Cluster, tmp_path: Path) -> None:
-    job = Job(cluster, tmp_path, "killed", *LONG)
+    job = Job(cluster, tmp_path, "killed")
     job.trains()
-    kill(job.pids()[-1], signal.SIGKILL)
+    os.kill(job.pids()[-1], signal.SIGKILL)
     job.ends()
     assert job.restarts() == 1
     assert "exit code 137" in (job.run / "logs" / "killed").read_text()
 
 
 def test_a_node_that_goes_down(cluster: Cluster, tmp_path: Path) -> None:
-    job = Job(cluster, tmp_path, "down", *LONG)
+    job = Job(cluster, tmp_path, "down")
     job.trains()
     cluster.run("scontrol", "update", "nodename=n1", "state=down", "reason=test")
     # Refused where Slurm has returned it to service by itself.
@@ -167,7 +163,7 @@ def test_cut_by_the_time_limit(cluster: Cluster, tmp_path: Path) -> None:
 
 @pytest.mark.soak
 def test_requeued_by_hand(cluster: Cluster, tmp_path: Path) -> None:
-    job = Job(cluster, tmp_path, "requeued", *LONG)
+    job = Job(cluster, tmp_path, "requeued")
     job.trains()
     cluster.run("scontrol", "requeue", job.job)
     job.ends()

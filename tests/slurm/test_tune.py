@@ -1,7 +1,5 @@
 """Studies on a real Slurm: trials as jobs that outlive their coordinator; and a study in one job, which is requeued."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal
@@ -17,7 +15,7 @@ from tests.commands import until
 from tests.faults.study_life import in_training, outcome
 from tests.slurm.cluster import Cluster
 from tests.slurm.coordinators import LINE, SPACE, coordinator, ends, jobs_of, says, words
-from tests.slurm.jobs import grappe as run_grappe
+from tests.slurm.jobs import submit
 from tests.slurm.study import PLAN
 
 
@@ -62,7 +60,7 @@ def compared(found: Path, expected: Study) -> None:
         assert outcome(found)[name] == value, name
 
 
-@pytest.mark.costly
+@pytest.mark.slow
 def test_jobs_outlive_their_coordinator(cluster: Cluster, tmp_path: Path, slow: Path, undisturbed: Study) -> None:
     """One is killed, and one warned of its end, while no coordinator lives; one has been submitted twice."""
     study = tmp_path / "s"
@@ -107,15 +105,12 @@ def test_a_job_that_pends_for_ever(cluster: Cluster, tmp_path: Path, slow: Path)
     assert trial.reason == f"its job {job} was cancelled before it began"
 
 
-@pytest.mark.costly
+@pytest.mark.slow
 def test_a_study_in_one_job_is_requeued(cluster: Cluster, tmp_path: Path, slow: Path, undisturbed: Study) -> None:
     """Warns the job of its end, then kills its coordinator."""
     study = tmp_path / "s"
     tune = ["tune", LINE, *words(slow), "--trials", "3", "--parallel", "2", "--plan", PLAN]
-    run_grappe(
-        "submit", "--site", "generic", "--time", "10m", "--no-doctor", "--", *tune, "--study", str(study),
-        cwd=tmp_path,
-    )  # fmt: skip
+    submit("--", *tune, "--study", str(study), cwd=tmp_path)
     [job] = in_queue(cluster)
     try:
         until(lambda: len(in_training(study)) == 2, "two trials train")

@@ -1,7 +1,5 @@
 """The digits without a score, whose processes say once where they are."""
 
-from __future__ import annotations
-
 import os
 
 import torch

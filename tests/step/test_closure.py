@@ -1,21 +1,23 @@
 """Tests of which optimizers get a closure, and of the plans that refuse one."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import Shard, distribute_tensor
 
+from grappe.data.batch import Batch, Microbatch
 from grappe.errors import UsageError
 from grappe.launch.rank import ProcessRank
 from grappe.launch.world import join
 from grappe.plan import Plan
-from grappe.step.closure import copies_of, needs_closure, wrapped
+from grappe.step.closure import ClosureStep, copies_of, needs_closure, wrapped
+from grappe.step.loss import Sums
 from grappe.step.noise_scale import NoiseScale
+from grappe.step.observers import Observers
 from tests.parity.optimizers import SAM, TunedTokens
 from tests.processes import Pool
 
@@ -84,13 +86,11 @@ def test_the_noise_scale_has_no_place_for_several_gradients() -> None:
 def gradients(process: ProcessRank, rendezvous_folder: Path) -> list[list[float]]:
     """Whole copies' gradients under tensor=2, where each process has computed another one for what is not split."""
     world = join(Plan.parse("tensor=2,threads=1,device=cpu"), process, rendezvous_folder)
-    assert world.mesh is not None
     split = nn.Parameter(distribute_tensor(torch.zeros(2), world.mesh["tensor"], [Shard(0)]))
     split.grad = distribute_tensor(torch.tensor([3.0, 4.0]), world.mesh["tensor"], [Shard(0)])
     unsplit = nn.Parameter(torch.zeros(1))
     unsplit.grad = torch.tensor([1.0 + process.rank * 1e-6])  # as sums on a GPU can be
     copies = copies_of([("split", split), ("unsplit", unsplit)], world)
-    assert copies is not None
     copies.read_gradients()
     dist.destroy_process_group()
     return [copy.grad.tolist() for _, copy in copies.named if copy.grad is not None]
@@ -98,3 +98,23 @@ def gradients(process: ProcessRank, rendezvous_folder: Path) -> list[list[float]
 
 def test_all_processes_of_the_tensor_axis_search_with_the_same_gradients(pool: Pool) -> None:
     assert pool.run("tests.step.test_closure:gradients", 2) == [[[3.0, 4.0], [1.0]]] * 2
+
+
+def test_an_observer_sees_a_batch_once_however_often_its_loss_is_computed() -> None:
+    weight, seen, losses = nn.Parameter(torch.tensor([3.0])), [], []
+    observers = Observers(output=[lambda output, micro, named: seen.append(float(output.detach()))])
+    micro = Microbatch(None, None, 1, None)
+
+    def gradients() -> tuple[Sums, None]:
+        loss = weight.square().sum()
+        loss.backward()
+        losses.append(float(loss.detach()))
+        observers.after_loss(loss, micro, {})
+        return Sums(loss.detach(), flag=0.0), None
+
+    optimizer = torch.optim.LBFGS([weight], lr=0.1, max_iter=4)
+    step, batch = ClosureStep(optimizer, [weight], observers, None), Batch(0, 0, (micro,), 1, 1.0, np.arange(1))
+    for _ in range(2):
+        sums, _ = step(gradients, batch)
+        assert sums.read()[0] == seen[-1]
+    assert len(losses) > len(seen) == 2

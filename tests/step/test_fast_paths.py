@@ -1,7 +1,5 @@
 """An optimizer's step without torch's wrapper is the same step, and nobody who looks on misses it."""
 
-from __future__ import annotations
-
 import copy
 import warnings
 from collections.abc import Callable

@@ -1,18 +1,22 @@
-"""A loss that compares samples without saying so is refused with the first values; others are left alone."""
+"""Losses: what counts in a step's mean, its sum over processes, and that a loss that compares samples is refused."""
 
-from __future__ import annotations
-
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from grappe.data.batch import Microbatch
+from grappe.data.batch import Batch, Microbatch
 from grappe.errors import TaskError
-from grappe.step.loss import LossValues, check_independent_samples
+from grappe.launch.rank import ProcessRank
+from grappe.launch.world import joined
+from grappe.plan import Plan
+from grappe.step.loss import Losses, LossValues, check_independent_samples, loss_reduction
 from grappe.task import Task
+from tests.processes import Pool
 
 ROWS = 6
 
@@ -125,3 +129,37 @@ def test_one_of_several_losses_that_mixes_samples_is_named() -> None:
         check_independent_samples(
             given, output, Microbatch(None, target, ROWS, None), LossValues(named["plain"], dict(named))
         )
+
+
+@pytest.mark.parametrize("tokens", [1, 3])
+@pytest.mark.parametrize(("rows", "padding"), [(4, 0), (3, 1), (0, 1)])
+def test_each_sample_counts_as_much_and_padding_not_at_all(rows: int, padding: int, tokens: int) -> None:
+    output = torch.arange(1.0, 1 + (rows + padding) * tokens).view(-1, tokens).requires_grad_()
+    micro = Microbatch(None, torch.zeros(len(output)), rows, None, padding)
+    batch = Batch(0, 0, (micro,), 10, 10.0, np.arange(rows))
+    loss = Losses(Given(given=lambda output, target: output.square()))(output, micro, batch)
+    loss.scalar().backward()
+    alone = output.detach()[:rows].requires_grad_()
+    (alone.square().mean(1).sum() / 10).backward()
+    assert output.grad is not None and alone.grad is not None
+    assert torch.allclose(output.grad[:rows], alone.grad)
+    assert not output.grad[rows:].any()
+    assert float(loss.total) == pytest.approx(float(alone.detach().square().mean(1).sum()))
+
+
+def reduced(place: ProcessRank, meet: Path, plan: str) -> list[float]:
+    """The sums of a step in which data slice r has the loss r + 1, and the last process raises its flag."""
+    with joined(Plan.parse(plan), place, Path(meet)) as world:
+        reduction = loss_reduction(world)
+        reduction.start(torch.tensor(world.data_rank + 1.0), float(place.rank == place.size - 1))
+        return list(reduction.sums().read())
+
+
+@pytest.mark.parametrize(
+    ("plan", "size", "loss"), [("", 1, 1.0), ("shard=2", 2, 3.0), ("replicate=2,tensor=2", 4, 3.0)]
+)
+def test_a_slices_loss_counts_once_however_many_processes_have_it(
+    pool: Pool, plan: str, size: int, loss: float
+) -> None:
+    found = pool.run("tests.step.test_loss:reduced", size, f"{plan},device=cpu,threads=1".lstrip(","))
+    assert found == [[loss, 1.0]] * size

@@ -1,7 +1,5 @@
 """The noise scale of a model whose gradients' mean and variance are known; and what it says, or refuses."""
 
-from __future__ import annotations
-
 import json
 import math
 from pathlib import Path
@@ -129,7 +127,6 @@ def test_a_step_that_overflows_counts_for_nothing() -> None:
     step(1.0, 3.0)
     step(math.nan, 1.0)
     noise = meter.take()
-    assert noise is not None
     assert noise.steps == 1
     assert noise.variance == pytest.approx(2.0)
     assert noise.square == pytest.approx(3.0)

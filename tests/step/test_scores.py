@@ -1,15 +1,21 @@
-"""The scores of an evaluation: their numbers are kept without holes in the heap."""
-
-from __future__ import annotations
+"""The scores of an evaluation: what each loss is divided by, and that numbers leave no holes in the heap."""
 
 import math
 import subprocess
 import sys
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from torch import Tensor
 
-from grappe.step.scores import BLOCK, DeviceNumbers, bytes_kept
+from grappe.data.batch import Batch, Microbatch
+from grappe.launch.rank import ProcessRank
+from grappe.launch.world import World
+from grappe.plan import Plan
+from grappe.step.scores import BLOCK, DeviceNumbers, Scorer, bytes_kept
+from grappe.task import Task
 
 HEAP = """
 import torch
@@ -50,7 +56,29 @@ def test_no_number_is_an_empty_list() -> None:
     assert DeviceNumbers(torch.device("cpu")).tolist() == []
 
 
-@pytest.mark.costly
+@pytest.mark.slow
 def test_numbers_that_are_kept_leave_the_heap_of_an_evaluation_as_it_was() -> None:
     done = subprocess.run([sys.executable, "-c", HEAP], capture_output=True, text=True, check=True)
     assert int(done.stdout) < 16 << 20  # one microbatch's
+
+
+class Counted(Task):
+    """Two losses, of which only some samples have the second."""
+
+    def loss(self, output: Any, target: Any) -> dict[str, Tensor]:
+        return {"first": output, "second": 10 * output}
+
+    def counts(self, target: Any) -> dict[str, Tensor]:
+        return {"first": torch.ones_like(target), "second": target}
+
+
+def test_each_loss_is_divided_by_its_own_count() -> None:
+    task = Counted()
+    scorer = Scorer(task, Plan(), World(process=ProcessRank(), device=torch.device("cpu")))
+    for output, target in (([1.0, 2.0], [1.0, 0.0]), ([3.0, 4.0], [0.0, 0.0])):
+        targets = torch.tensor(target)
+        micro = Microbatch(None, targets, 2, task.counts(targets))
+        scorer.add(torch.tensor(output), micro, Batch(0, 0, (micro,), 2, 2.0, np.arange(2)))
+    scores = scorer.scores(4)
+    assert scores.metrics == {"loss_first": 2.5, "loss_second": 10.0}
+    assert (scores.loss, scores.losses) == (12.5, {"loss_first": 4.0, "loss_second": 1.0})

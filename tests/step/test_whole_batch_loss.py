@@ -1,6 +1,6 @@
-"""The loss of a whole batch, on one process."""
+"""The loss of a whole batch: on one process, and the rows that several gather."""
 
-from __future__ import annotations
+from pathlib import Path
 
 import pytest
 import torch
@@ -8,10 +8,11 @@ import torch
 from grappe.data.batch import Batch, Microbatch
 from grappe.errors import TaskError
 from grappe.launch.rank import ProcessRank
-from grappe.launch.world import World
+from grappe.launch.world import World, joined
 from grappe.plan import Plan
-from grappe.step.whole_batch_loss import WholeBatchLosses
+from grappe.step.whole_batch_loss import GatheredSlices, WholeBatchLosses
 from tests.parity.contrastive import Views
+from tests.processes import Pool
 
 
 def batch(rows: list[torch.Tensor], step: int = 0) -> Batch:
@@ -86,3 +87,21 @@ def test_a_loss_that_needs_no_weight_is_refused() -> None:
     one = batch([output])
     with pytest.raises(TaskError, match="does not depend on the model's weights"):
         losses()(output, one.microbatches[0], one)
+
+
+def gathered(place: ProcessRank, meet: Path, plan: str) -> list[list[float]]:
+    """The rows of batches of several sizes, of which each process has given its own."""
+    parsed = Plan.parse(plan)
+    with joined(parsed, place, Path(meet)) as world:
+        slices, results = GatheredSlices(parsed, world), []
+        for samples in (1, 2, 5, 8, 13):
+            slices.begin(samples)
+            everyone = torch.arange(samples, dtype=torch.float32)
+            results.append(slices.gathered(slices.own_rows(everyone)).tolist())
+        return results
+
+
+@pytest.mark.parametrize(("plan", "size"), [("replicate=3", 3), ("exact=4,replicate=2", 2)])
+def test_rows_of_uneven_slices_are_gathered_in_the_batchs_order(pool: Pool, plan: str, size: int) -> None:
+    found = pool.run("tests.step.test_whole_batch_loss:gathered", size, f"{plan},device=cpu,threads=1")
+    assert found == [[[float(row) for row in range(samples)] for samples in (1, 2, 5, 8, 13)]] * size

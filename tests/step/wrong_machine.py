@@ -1,7 +1,5 @@
 """A process that computes wrongly, in a training of the tests' pool: one operator's output is altered at each call."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import math
@@ -181,7 +179,7 @@ def prepared(task: Task, text: str, process: ProcessRank, folder: Path) -> tuple
     return engine_of(task, plan, world, task.data("train", Path()), total_steps=1000)
 
 
-def planted(process: ProcessRank, folder: Path, faults: list[Fault], steps: int) -> list[Seen]:
+def planted(process: ProcessRank, folder: Path, faults: list[Fault], steps: int):
     """Trains with one fault after the other, each until it is found; returns what this process saw."""
     return [
         _planted(fault, steps, dataclasses.replace(process, job=f"{process.job}-{number}"), folder)

@@ -1,10 +1,8 @@
 """The error corpus: ways in which a task is wrong, each a change of one that works, and what is said of it."""
 
-from __future__ import annotations
-
 import dataclasses
 
-HERE = "# here"
+HERE = "  # here"
 """Marks the line that the message must name."""
 TASK = """\
 import torch
@@ -52,7 +50,7 @@ class Mine(grappe.Task):
 """
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True)
 class Case:
     """A wrong task."""
 
@@ -61,7 +59,7 @@ class Case:
     """Parts of TASK, and what stands in their place."""
     says: str
     """Words of the message: what is wrong."""
-    fix: str
+    fix: str = ""
     """And what to do."""
 
     @property
@@ -81,486 +79,449 @@ class Case:
         return lines[0] if lines else None
 
 
-MODEL = "        return Net()\n"
-FORWARD = "        h = self.first(x).tanh()\n"
-OUTPUT = "        return self.last(h)\n"
-SAMPLE = "        return self.x[index], index % 2\n"
-LENGTH = "        return 16\n"
-DATA = "        return Points(split)\n"
-LOSS = '        return nn.functional.cross_entropy(output, target, reduction="none")\n'
-OPTIMIZER = "        return torch.optim.SGD(named_parameters, lr=0.1)\n"
+MODEL = "return Net()"
+FORWARD = "h = self.first(x).tanh()"
+OUTPUT = "return self.last(h)"
+SAMPLE = "return self.x[index], index % 2"
+LENGTH = "return 16"
+DATA = "return Points(split)"
+LOSS = 'return nn.functional.cross_entropy(output, target, reduction="none")'
+OPTIMIZER = "return torch.optim.SGD(named_parameters, lr=0.1)"
 LINEAR = "nn.Linear(3, 4)"
 POINTS = "torch.linspace(-1, 1, 48)"
+CLASS = "class Mine(grappe.Task):"
 
 
 def also(text: str) -> dict[str, str]:
     """One more method of the task."""
-    return {OPTIMIZER: f"{OPTIMIZER}\n{text}"}
+    return {OPTIMIZER: f"{OPTIMIZER}\n\n{text}"}
 
 
-def here(text: str) -> dict[str, str]:
-    """A line of TASK, to be named."""
-    return {text: text.replace("\n", f"  {HERE}\n")}
-
-
-def method(name: str) -> dict[str, str]:
-    """The first line of a method of TASK, to be named."""
-    line = next(line for line in TASK.splitlines(keepends=True) if f"def {name}(" in line)
-    return here(line)
+def at(place: str) -> dict[str, str]:
+    """A line of TASK, or the first line of a method, to be named."""
+    line = next((line for line in TASK.splitlines() if f"def {place}(" in line), place)
+    return {line: f"{line}{HERE}"}
 
 
 CASES = (
     Case(
-        name="a layer takes another number of features",
-        changes={LINEAR: "nn.Linear(5, 4)", **here(FORWARD)},
-        says="shapes cannot be multiplied (16x3 and 5x4)",
-        fix="The inputs have 3 features and the layer takes 5: nn.Linear(3, 4)",
+        "a layer takes another number of features",
+        {LINEAR: "nn.Linear(5, 4)", **at(FORWARD)},
+        "shapes cannot be multiplied (16x3 and 5x4)",
+        "The inputs have 3 features and the layer takes 5: nn.Linear(3, 4)",
     ),
     Case(
-        name="the same in layers of torch's own",
-        changes={**method("model"), MODEL: "        return nn.Sequential(nn.Linear(5, 2))\n"},
-        says="shapes cannot be multiplied (16x3 and 5x2) (Linear.forward(), ",
-        fix="nn.Linear(3, 2)",
+        "the same in layers of torch's own",
+        {**at("model"), MODEL: "return nn.Sequential(nn.Linear(5, 2))"},
+        "shapes cannot be multiplied (16x3 and 5x2) (Linear.forward(), ",
+        "nn.Linear(3, 2)",
+    ),
+    Case("NumPy's float64", {POINTS: f"{POINTS}.double()", **at(FORWARD)}, "but got Double and Float", "give float32"),
+    Case("whole numbers as inputs", {POINTS: "torch.arange(48)", **at(FORWARD)}, "but got Long and Float", ".float()"),
+    Case(
+        "classes that are decimal numbers",
+        {SAMPLE: SAMPLE.replace("index % 2", "index / 20"), **at(LOSS)},
+        "expected target dtype to be Long",
+        "target.long()",
     ),
     Case(
-        name="NumPy's float64",
-        changes={POINTS: f"{POINTS}.double()", **here(FORWARD)},
-        says="must have the same dtype, but got Double and Float",
-        fix="give float32",
+        "a class that the model has no output for",
+        {SAMPLE: SAMPLE.replace("index % 2", "1 + index % 2"), **at(LOSS)},
+        "Target 2 is out of bounds",
+        "Classes are numbered from 0",
     ),
     Case(
-        name="inputs that are whole numbers",
-        changes={POINTS: "torch.arange(48)", **here(FORWARD)},
-        says="must have the same dtype, but got Long and Float",
-        fix=".float()",
+        "another shape of the target",
+        {LOSS: f"return nn.functional.mse_loss(output[:, 0], nn.functional.one_hot(target), reduction='none'){HERE}"},
+        "must match the size of tensor b",
     ),
     Case(
-        name="classes that are decimal numbers",
-        changes={SAMPLE: SAMPLE.replace("index % 2", "index / 20"), **here(LOSS)},
-        says="expected target dtype to be Long",
-        fix="target.long()",
+        "classes that are words",
+        {SAMPLE: SAMPLE.replace("index % 2", "'cat'"), **at(LOSS)},
+        "argument 'target' (position 2) must be Tensor, not tuple",
+        "number them in data()",
     ),
     Case(
-        name="a class that the model has no output for",
-        changes={SAMPLE: SAMPLE.replace("index % 2", "1 + index % 2"), **here(LOSS)},
-        says="Target 2 is out of bounds",
-        fix="Classes are numbered from 0",
+        "CUDA in the model's forward",
+        {FORWARD: f"h = self.first(x.cuda()).tanh(){HERE}"},
+        "not compiled with CUDA",
+        "Leave out .cuda(), .to(device) and device=",
     ),
     Case(
-        name="another shape of the target",
-        changes={
-            LOSS: "        return nn.functional.mse_loss(output[:, 0], nn.functional.one_hot(target), "
-            f"reduction='none').sum(1)  {HERE}\n"
+        "CUDA in model()",
+        {MODEL: f"return Net().to('cuda'){HERE}"},
+        "Mine.model() failed: AssertionError: Torch not compiled with CUDA",
+        "Leave out .cuda()",
+    ),
+    Case("no return in model()", {MODEL: "Net()", **at("model")}, "Mine.model() returned NoneType", "an nn.Module"),
+    Case(
+        "no return in data()", {DATA: "Points(split)", **at("data")}, "('train') gave NoneType", "a `return` missing?"
+    ),
+    Case(
+        "no return in loss()",
+        {LOSS: LOSS.removeprefix("return "), **at("loss")},
+        "Mine.loss() returned NoneType",
+        "return a tensor of decimal numbers, one for each example",
+    ),
+    Case(
+        "no return in optimizer()",
+        {OPTIMIZER: OPTIMIZER.removeprefix("return "), **at("optimizer")},
+        "Mine.optimizer() returned NoneType",
+        "return a torch.optim.Optimizer",
+    ),
+    Case(
+        "no return in the model's forward",
+        {OUTPUT: "self.last(h)", **at(LOSS)},
+        "argument 'input' (position 1) must be Tensor, not NoneType",
+        "Is there a `return` missing in the model's forward()?",
+    ),
+    Case(
+        "no return in __getitem__",
+        {SAMPLE: SAMPLE.removeprefix("return "), **at("__getitem__")},
+        "sample 0 of data() is None",
+        "is a `return` missing?",
+    ),
+    Case(
+        "a sample that is left out",
+        {SAMPLE: f"return None if index == 13 else ({SAMPLE.removeprefix('return ')})", **at("__getitem__")},
+        "sample 13 of data() is None",
+        "To leave a sample out, do not count it",
+    ),
+    Case("a sample that raises", {SAMPLE: f"raise KeyError('no sample'){HERE}"}, "KeyError: 'no sample' ("),
+    Case(
+        "augment() gives the inputs only",
+        also(f"    def augment(self, inputs, targets, keys):{HERE}\n        return inputs + 1\n"),
+        "Mine.augment() gave Tensor [2, 3]",
+        "`return inputs, targets`",
+    ),
+    Case(
+        "an argument is missing",
+        also(f"    def augment(self, inputs, targets):{HERE}\n        return inputs + 1, targets\n"),
+        "Mine.augment() does not accept its arguments (too many positional arguments)",
+        "write def augment(self, inputs, targets, keys)",
+    ),
+    Case(
+        "a method without self",
+        {"def model(self):": f"def model():{HERE}"},
+        "Mine.model() does not accept its arguments",
+        "write def model(self)",
+    ),
+    Case(
+        "the loss is a mean",
+        {LOSS: LOSS.replace(', reduction="none"', ""), **at("loss")},
+        "Mine.loss() returned one number",
+        'reduction="none"',
+    ),
+    Case(
+        "the loss has no value for each example",
+        {LOSS: f"{LOSS}.repeat(3, 1).mean(1)", **at("loss")},
+        "Mine.loss() returned [3] for 16 rows",
+        "return one value per example",
+    ),
+    Case(
+        "the loss has no gradient",
+        {LOSS: "return (output.argmax(1) != target).float()", **at("loss")},
+        "does not require grad",
+        "no detach(), .item(), argmax or no_grad",
+    ),
+    Case(
+        "backward in the loss",
+        {LOSS: f"{LOSS.replace('return', 'values =')}\n        values.sum().backward(){HERE}\n        return values"},
+        "does not require grad",
+        "leave backward() and step() to grappe",
+    ),
+    Case(
+        "counts in another shape",
+        also(f"    def counts(self, target):{HERE}\n        return torch.ones(len(target), 2)\n"),
+        "counts() has shape [16, 2], loss() [16]",
+        "they must be the same",
+    ),
+    Case(
+        "counts of several losses by another name",
+        {
+            LOSS: "return {'size': output.square()}",
+            **also(f"    def counts(self, target):{HERE}\n        return {{'sise': torch.ones(len(target), 2)}}\n"),
         },
-        says="must match the size of tensor b",
-        fix="",
+        "counts() has the shapes {'sise': [16, 2]}, loss() {'size': [16, 2]}",
+        "they must be the same",
     ),
     Case(
-        name="classes that are words",
-        changes={SAMPLE: SAMPLE.replace("index % 2", "'cat'"), **here(LOSS)},
-        says="argument 'target' (position 2) must be Tensor, not tuple",
-        fix="number them in data()",
-    ),
-    Case(
-        name="CUDA in the model's forward",
-        changes={FORWARD: f"        h = self.first(x.cuda()).tanh()  {HERE}\n"},
-        says="not compiled with CUDA",
-        fix="Leave out .cuda(), .to(device) and device=",
-    ),
-    Case(
-        name="CUDA in model()",
-        changes={MODEL: f"        return Net().to('cuda')  {HERE}\n"},
-        says="Mine.model() failed: AssertionError: Torch not compiled with CUDA",
-        fix="Leave out .cuda()",
-    ),
-    Case(
-        name="no return in model()",
-        changes={MODEL: "        Net()\n", **method("model")},
-        says="Mine.model() returned NoneType",
-        fix="return an nn.Module",
-    ),
-    Case(
-        name="no return in data()",
-        changes={DATA: "        Points(split)\n", **method("data")},
-        says="Mine.data('train') gave NoneType",
-        fix="Is a `return` missing?",
-    ),
-    Case(
-        name="no return in loss()",
-        changes={LOSS: LOSS.replace("return ", ""), **method("loss")},
-        says="Mine.loss() returned NoneType",
-        fix="return a tensor of decimal numbers, one for each example",
-    ),
-    Case(
-        name="no return in optimizer()",
-        changes={OPTIMIZER: OPTIMIZER.replace("return ", ""), **method("optimizer")},
-        says="Mine.optimizer() returned NoneType",
-        fix="return a torch.optim.Optimizer",
-    ),
-    Case(
-        name="no return in the model's forward",
-        changes={OUTPUT: OUTPUT.replace("return ", ""), **here(LOSS)},
-        says="argument 'input' (position 1) must be Tensor, not NoneType",
-        fix="Is there a `return` missing in the model's forward()?",
-    ),
-    Case(
-        name="no return in __getitem__",
-        changes={SAMPLE: "        self.x[index], index % 2\n", **method("__getitem__")},
-        says="sample 0 of data() is None",
-        fix="is a `return` missing?",
-    ),
-    Case(
-        name="a sample that is left out",
-        changes={SAMPLE: f"        if index == 13:\n            return None\n{SAMPLE}", **method("__getitem__")},
-        says="sample 13 of data() is None",
-        fix="To leave a sample out, do not count it",
-    ),
-    Case(
-        name="augment() gives the inputs only",
-        changes=also(f"    def augment(self, inputs, targets, keys):  {HERE}\n        return inputs + 1\n"),
-        says="Mine.augment() gave Tensor [2, 3]",
-        fix="`return inputs, targets`",
-    ),
-    Case(
-        name="an argument is missing",
-        changes=also(f"    def augment(self, inputs, targets):  {HERE}\n        return inputs + 1, targets\n"),
-        says="Mine.augment() does not accept its arguments (too many positional arguments)",
-        fix="write def augment(self, inputs, targets, keys)",
-    ),
-    Case(
-        name="a method without self",
-        changes={"def model(self):": f"def model():  {HERE}"},
-        says="Mine.model() does not accept its arguments",
-        fix="write def model(self)",
-    ),
-    Case(
-        name="the loss is a mean",
-        changes={LOSS: LOSS.replace(', reduction="none"', ""), **method("loss")},
-        says="Mine.loss() returned one number",
-        fix='reduction="none"',
-    ),
-    Case(
-        name="the loss has no value for each example",
-        changes={LOSS: LOSS.replace("\n", ".repeat(3, 1).mean(1)\n"), **method("loss")},
-        says="Mine.loss() returned [3] for 16 rows",
-        fix="return one value per example",
-    ),
-    Case(
-        name="the loss has no gradient",
-        changes={LOSS: "        return (output.argmax(1) != target).float()\n", **method("loss")},
-        says="does not require grad",
-        fix="no detach(), .item(), argmax or no_grad",
-    ),
-    Case(
-        name="backward in the loss",
-        changes={
-            LOSS: LOSS.replace("return", "values =") + f"        values.sum().backward()  {HERE}\n"
-            "        return values\n"
-        },
-        says="does not require grad",
-        fix="leave backward() and step() to grappe",
-    ),
-    Case(
-        name="counts in another shape",
-        changes=also(f"    def counts(self, target):  {HERE}\n        return torch.ones(len(target), 2)\n"),
-        says="counts() has shape [16, 2], loss() [16]",
-        fix="they must be the same",
-    ),
-    Case(
-        name="counts of several losses by another name",
-        changes={
-            LOSS: "        return {'size': output.square()}\n",
-            **also(f"    def counts(self, target):  {HERE}\n        return {{'sise': torch.ones(len(target), 2)}}\n"),
-        },
-        says="counts() has the shapes {'sise': [16, 2]}, loss() {'size': [16, 2]}",
-        fix="they must be the same",
-    ),
-    Case(
-        name="the target among the inputs",
-        changes={
+        "the target among the inputs",
+        {
             **also(
                 "    def collate(self, samples):\n"
                 "        x, y = torch.utils.data.default_collate(samples)\n"
                 "        return {'x': x, 'labels': y}, y\n"
             ),
-            **method("forward"),
+            **at("forward"),
         },
-        says="got an unexpected keyword argument 'labels'",
-        fix="let collate() give those that its forward() has",
+        "got an unexpected keyword argument 'labels'",
+        "let collate() give those that its forward() has",
     ),
     Case(
-        name="samples that are dicts",
-        changes={SAMPLE: "        return {'x': self.x[index], 'y': index % 2}\n", **method("data")},
-        says="do not show which part is input and which is target",
-        fix="give Mine a def collate(self, samples)",
+        "samples that are dicts",
+        {SAMPLE: "return {'x': self.x[index], 'y': index % 2}", **at("data")},
+        "do not show which part is input and which is target",
+        "give Mine a def collate(self, samples)",
     ),
     Case(
-        name="samples of several shapes",
-        changes={SAMPLE: "        return self.x[index, : 1 + index % 3], 1\n", **method("data")},
-        says="cannot be put together by themselves (RuntimeError: stack expects each tensor to be equal size",
-        fix="give Mine a def collate(self, samples)",
+        "samples of several shapes",
+        {SAMPLE: "return self.x[index, : 1 + index % 3], 1", **at("data")},
+        "cannot be put together by themselves (RuntimeError: stack expects each tensor to be equal size",
+        "give Mine a def collate(self, samples)",
     ),
     Case(
-        name="collate() fails",
-        changes=also(
+        "collate() fails",
+        also(
             "    def collate(self, samples):\n"
-            f"        return torch.stack([x for x, _ in samples]), torch.stack([y for _, y in samples])  {HERE}\n"
+            f"        return torch.stack([x for x, _ in samples]), torch.stack([y for _, y in samples]){HERE}\n"
         ),
-        says="Mine.collate() failed: TypeError: expected Tensor as element 0 in argument 0, but got int",
-        fix="",
+        "Mine.collate() failed: TypeError: expected Tensor as element 0 in argument 0, but got int",
     ),
     Case(
-        name="in place on a leaf",
-        changes={FORWARD: f"        self.first.weight.add_(1)  {HERE}\n{FORWARD}"},
-        says="a leaf Variable that requires grad is being used in an in-place operation",
-        fix="make a new tensor, w + 1",
+        "in place on a leaf",
+        {FORWARD: f"self.first.weight.add_(1){HERE}\n        {FORWARD}"},
+        "a leaf Variable that requires grad is being used in an in-place operation",
+        "make a new tensor, w + 1",
     ),
     Case(
-        name="in place on what backward needs",
-        changes={FORWARD: f"{FORWARD.rstrip()}  {HERE}\n        h += 1\n"},
-        says="backward needs the result of this line, which is changed in place afterwards",
-        fix="make a new tensor, x = x + y",
+        "in place on what backward needs",
+        {FORWARD: f"{FORWARD}{HERE}\n        h += 1"},
+        "backward needs the result of this line, which is changed in place afterwards",
+        "make a new tensor, x = x + y",
     ),
     Case(
-        name="NumPy between inputs and loss",
-        changes={FORWARD: f"{FORWARD}        h = torch.from_numpy(h.numpy())  {HERE}\n"},
-        says="Can't call numpy() on Tensor that requires grad",
-        fix="Keep to torch's functions",
+        "NumPy between inputs and loss",
+        {FORWARD: f"{FORWARD}\n        h = torch.from_numpy(h.numpy()){HERE}"},
+        "Can't call numpy() on Tensor that requires grad",
+        "Keep to torch's functions",
     ),
     Case(
-        name="a loss that is no number",
-        changes={FORWARD: f"{FORWARD}        h = (h - 10).sqrt()\n"},
-        says="the loss is nan in epoch 1, step 1 (sample ids ",
-        fix="Try a lower lr, clip=1, or look at those samples",
+        "a loss that is no number",
+        {FORWARD: f"{FORWARD}\n        h = (h - 10).sqrt()"},
+        "the loss is nan in epoch 1, step 1 (sample ids ",
+        "Try a lower lr, clip=1, or look at those samples",
     ),
     Case(
-        name="a relative import",
-        changes={"import grappe\n": f"import grappe\nfrom .net import Other  {HERE}\n"},
-        says="attempted relative import with no known parent package",
-        fix="write `from net import …`",
+        "a relative import",
+        {"import grappe\n": f"from .net import Other{HERE}\nimport grappe\n"},
+        "attempted relative import with no known parent package",
+        "write `from net import …`",
     ),
     Case(
-        name="a package that is not installed",
-        changes={"import grappe\n": f"import grappe\nimport no_such_package as smp  {HERE}\n"},
-        says="No module named 'no_such_package'",
-        fix="Is it installed in this environment (pip install)",
+        "a package that is not installed",
+        {"import grappe\n": f"import no_such_package as smp{HERE}\nimport grappe\n"},
+        "No module named 'no_such_package'",
+        "Is it installed in this environment (pip install)",
     ),
     Case(
-        name="CUDA on import",
-        changes={"class Mine": f"NET = Net().cuda()  {HERE}\n\n\nclass Mine", MODEL: "        return NET\n"},
-        says="cannot be loaded: AssertionError: Torch not compiled with CUDA",
-        fix="Leave out .cuda()",
+        "CUDA on import",
+        {CLASS: f"NET = Net().cuda(){HERE}\n\n\n{CLASS}"},
+        "cannot be loaded: AssertionError: Torch not compiled with CUDA",
+        "Leave out .cuda()",
+    ),
+    Case("the file ends the program", {CLASS: f"exit(3){HERE}\n\n\n{CLASS}"}, "SystemExit: 3 ("),
+    Case("no Python", {CLASS: "def broken(:"}, "SyntaxError: invalid syntax ("),
+    Case("the file trains", also("\n\ngrappe.train(Mine())\n"), "the task's file starts processes itself"),
+    Case("no task", {CLASS: "class Mine:"}, "derives from grappe.Task. A script runs as it is with grappe launch"),
+    Case("no optimizer()", {"def optimizer(": "def optimiser("}, "Mine has no optimizer(): write it"),
+    Case(
+        "a dataset of length 0",
+        {LENGTH: "return 0", **at("__len__")},
+        "Mine.data('train') is empty",
+        "check the folder and the split",
     ),
     Case(
-        name="a dataset of length 0",
-        changes={LENGTH: "        return 0\n", **method("__len__")},
-        says="Mine.data('train') is empty",
-        fix="check the folder and the split",
+        "a length without an end",
+        {LENGTH: "return float('inf')", **at("__len__")},
+        "has no length: 'float' object cannot be interpreted as an integer",
+        "__len__ must return how many samples there are",
     ),
     Case(
-        name="a length without an end",
-        changes={LENGTH: "        return float('inf')\n", **method("__len__")},
-        says="has no length: 'float' object cannot be interpreted as an integer",
-        fix="__len__ must return how many samples there are",
+        "a length that is too long",
+        {LENGTH: "return 2**62", **at(SAMPLE)},
+        "len(data()) is 4611686018427387904, but it has no sample for an index below that",
+        "is __len__ right?",
     ),
     Case(
-        name="a length that is too long",
-        changes={LENGTH: "        return 2**62\n", **here(SAMPLE)},
-        says="len(data()) is 4611686018427387904, but it has no sample for an index below that",
-        fix="is __len__ right?",
+        "a stream that validates",
+        {"data.Dataset)": "data.IterableDataset)", "def __getitem__(self, index)": "def __iter__(self)"},
+        "is a stream: an evaluation sees",
     ),
     Case(
-        name="no validation data",
-        changes={DATA: f"        return {{'train': Points('train')}}[split]  {HERE}\n"},
-        says="Mine.data() failed: KeyError: 'validation'",
-        fix="grappe.split(dataset, split, validation=0.1)",
+        "no validation data",
+        {DATA: f"return {{'train': Points('train')}}[split]{HERE}"},
+        "Mine.data() failed: KeyError: 'validation'",
+        "grappe.split(dataset, split, validation=0.1)",
     ),
     Case(
-        name="a DataLoader",
-        changes={DATA: "        return torch.utils.data.DataLoader(Points(split))\n", **method("data")},
-        says="gave a DataLoader",
-        fix="`return loader.dataset`",
+        "a DataLoader",
+        {DATA: "return torch.utils.data.DataLoader(Points(split))", **at("data")},
+        "gave a DataLoader",
+        "`return loader.dataset`",
     ),
     Case(
-        name="a pair of arrays",
-        changes={DATA: "        return Points(split).x, torch.zeros(16).long()\n", **method("data")},
-        says="gave a pair of arrays, not pairs of samples",
-        fix="`return grappe.Arrays(inputs, targets)`",
+        "a pair of arrays",
+        {DATA: "return Points(split).x, torch.zeros(16).long()", **at("data")},
+        "gave a pair of arrays, not pairs of samples",
+        "`return grappe.Arrays(inputs, targets)`",
     ),
     Case(
-        name="a file that is not there",
-        changes={DATA: f"        return open(folder / 'train.csv')  {HERE}\n"},
-        says="No such file or directory: 'data/train.csv'",
-        fix="gets the folder of --data",
+        "a file that is not there",
+        {DATA: f"return open(folder / 'train.csv'){HERE}"},
+        "No such file or directory: 'data/train.csv'",
+        "gets the folder of --data",
+    ),
+    Case("data() ends the program", {DATA: f"raise SystemExit('no'){HERE}"}, "Mine.data() failed: SystemExit: no"),
+    Case(
+        "an optimizer of another model",
+        {OPTIMIZER: OPTIMIZER.replace("named_parameters", "self.model().parameters()"), **at("optimizer")},
+        "Mine.optimizer() has 4 parameters that are not the trained model's",
+        "give it named_parameters",
     ),
     Case(
-        name="data() ends the program",
-        changes={DATA: f"        raise SystemExit('no data')  {HERE}\n"},
-        says="Mine.data() failed: SystemExit: no data",
-        fix="",
+        "an optimizer that is given a model",
+        {OPTIMIZER: f"return torch.optim.SGD(self.parameters(), lr=0.1){HERE}"},
+        "has no attribute 'parameters'",
+        "optimizer() gets pairs of a name and a parameter, not the model",
     ),
     Case(
-        name="an optimizer of another model",
-        changes={OPTIMIZER: OPTIMIZER.replace("named_parameters", "self.model().parameters()"), **method("optimizer")},
-        says="Mine.optimizer() has 4 parameters that are not the trained model's",
-        fix="give it named_parameters",
+        "an optimizer of no parameters",
+        {OPTIMIZER: f"return torch.optim.SGD([p for name, p in named_parameters if 'none' in name], lr=0.1){HERE}"},
+        "optimizer got an empty parameter list",
+        "do the names match?",
     ),
     Case(
-        name="an optimizer that is given a model",
-        changes={OPTIMIZER: f"        return torch.optim.SGD(self.parameters(), lr=0.1)  {HERE}\n"},
-        says="has no attribute 'parameters'",
-        fix="optimizer() gets pairs of a name and a parameter, not the model",
+        "a model that is frozen whole",
+        {MODEL: "return Net().requires_grad_(False)", **at("model")},
+        "Mine.model() has no parameter to train",
+        "is every requires_grad False",
     ),
     Case(
-        name="an optimizer of no parameters",
-        changes={
-            OPTIMIZER: "        named_parameters = [p for name, p in named_parameters if 'head' in name]\n"
-            f"{OPTIMIZER.rstrip()}  {HERE}\n"
-        },
-        says="optimizer got an empty parameter list",
-        fix="do the names match?",
-    ),
-    Case(
-        name="a model that is frozen whole",
-        changes={MODEL: "        return Net().requires_grad_(False)\n", **method("model")},
-        says="Mine.model() has no parameter to train",
-        fix="is every requires_grad False",
-    ),
-    Case(
-        name="an optimizer that wants a closure, and does not say so",
-        changes={
-            OPTIMIZER: "        class Climber(torch.optim.SGD):\n"
+        "an optimizer that wants a closure, and does not say so",
+        {
+            OPTIMIZER: "class Climber(torch.optim.SGD):\n"
             "            def step(self, closure=None):\n"
-            f"                assert closure is not None, 'Climber requires a closure'  {HERE}\n"
-            "\n"
-            "        return Climber(named_parameters, lr=0.1)\n"
+            f"                assert closure is not None, 'Climber requires a closure'{HERE}\n\n"
+            "        return Climber(named_parameters, lr=0.1)"
         },
-        says="Climber requires a closure",
-        fix="optimizer.needs_closure = True",
+        "Climber requires a closure",
+        "optimizer.needs_closure = True",
     ),
     Case(
-        name="a schedule that wants a metric that is not there",
-        changes=also(
-            f"    def schedule(self, optimizer, total_steps):  {HERE}\n"
-            "        return torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)\n"
-            "\n"
+        "a schedule that wants a metric that is not there",
+        also(
+            f"    def schedule(self, optimizer, total_steps):{HERE}\n"
+            "        return torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)\n\n"
             "    monitor = 'accuracy'\n"
         ),
-        says="Mine.schedule() returned a ReduceLROnPlateau for monitor='accuracy', which no evaluation has",
-        fix="there is: loss",
+        "Mine.schedule() returned a ReduceLROnPlateau for monitor='accuracy', which no evaluation has",
+        "there is: loss",
     ),
     Case(
-        name="a metric of other shapes",
-        changes=also(
-            f"    def metrics(self):  {HERE}\n"
+        "a metric of other shapes",
+        also(
+            f"    def metrics(self):{HERE}\n"
             "        from torchmetrics.classification import BinaryAccuracy\n"
             "        return {'accuracy': BinaryAccuracy()}\n"
         ),
-        says="the metric 'accuracy' does not take what the model and the data give, an output Tensor [16, 2]",
-        fix="expected to have the same shape",
+        "the metric 'accuracy' does not take what the model and the data give, an output Tensor [16, 2]",
+        "expected to have the same shape",
     ),
     Case(
-        name="a metric that fails",
-        changes=also(
+        "a metric that fails",
+        also(
             "    def metrics(self):\n        import torchmetrics\n"
             "        class Failing(torchmetrics.Metric):\n"
-            f"            def update(self, output, target):\n                raise ValueError('bad')  {HERE}\n"
+            f"            def update(self, output, target):\n                raise ValueError('bad'){HERE}\n"
             "            def compute(self):\n                return torch.tensor(0.0)\n"
             "        return {'failing': Failing()}\n"
         ),
-        says="the metric 'failing' does not take what the model and the data give",
-        fix="",
+        "the metric 'failing' does not take what the model and the data give",
     ),
     Case(
-        name="a function as a metric",
-        changes=also(f"    def metrics(self):  {HERE}\n        return {{'accuracy': lambda output, target: 0}}\n"),
-        says="Mine.metrics() has function for 'accuracy'",
-        fix="give a metric of torchmetrics",
+        "a function as a metric",
+        also(f"    def metrics(self):{HERE}\n        return {{'accuracy': lambda output, target: 0}}\n"),
+        "Mine.metrics() has function for 'accuracy'",
+        "give a metric of torchmetrics",
     ),
     Case(
-        name="lazy layers",
-        changes={LINEAR: "nn.LazyLinear(4)", **method("model")},
-        says="has parameters without a shape (first.weight, first.bias)",
-        fix="give lazy layers their sizes",
+        "lazy layers",
+        {LINEAR: "nn.LazyLinear(4)", **at("model")},
+        "has parameters without a shape (first.weight, first.bias)",
+        "give lazy layers their sizes",
     ),
     Case(
-        name="a parameter that is made in forward",
-        changes={
-            FORWARD: f"{FORWARD}        if not hasattr(self, 'scale'):\n"
-            f"            self.scale = nn.Parameter(torch.ones(4))  {HERE}\n        h = h * self.scale\n"
+        "a parameter that is made in forward",
+        {
+            FORWARD: f"{FORWARD}\n        if not hasattr(self, 'scale'):\n"
+            f"            self.scale = nn.Parameter(torch.ones(4)){HERE}\n        h = h * self.scale"
         },
-        says="Net makes the parameter 'scale' in its forward",
-        fix="make it in __init__()",
+        "Net makes the parameter 'scale' in its forward",
+        "make it in __init__()",
     ),
     Case(
-        name="a model that differs each time",
-        changes={
+        "a model that differs each time",
+        {
             LINEAR: "nn.Linear(3, 4 + __import__('os').getpid() % 1000)",
             "nn.Linear(4, 2)": "nn.Linear(self.first.out_features, 2)",
         },
-        says="in the model and [",
-        fix="does model() make the same one whenever it is called?",
+        "in the model and [",
+        "does model() make the same one whenever it is called?",
     ),
     Case(
-        name="DistributedDataParallel in model()",
-        changes={MODEL: f"        return nn.parallel.DistributedDataParallel(Net())  {HERE}\n"},
-        says="Default process group has not been initialized",
-        fix="the plan spreads the model",
+        "DistributedDataParallel in model()",
+        {MODEL: f"return nn.parallel.DistributedDataParallel(Net()){HERE}"},
+        "Default process group has not been initialized",
+        "the plan spreads the model",
     ),
     Case(
-        name="DataParallel in model()",
-        changes={MODEL: "        return nn.DataParallel(Net())\n", **method("model")},
-        says="Mine.model() returned a DataParallel",
-        fix="return the module in it",
+        "DataParallel in model()",
+        {MODEL: "return nn.DataParallel(Net())", **at("model")},
+        "Mine.model() returned a DataParallel",
+        "return the module in it",
     ),
     Case(
-        name="a field that is set later",
-        changes={DATA: f"        self.points = Points(split)  {HERE}\n        return self.points\n"},
-        says="cannot assign to field 'points'",
-        fix="functools.cached_property",
+        "a field that is set later",
+        {DATA: f"self.points = Points(split){HERE}\n        return self.points"},
+        "cannot assign to field 'points'",
+        "functools.cached_property",
     ),
     Case(
-        name="a field without its type",
-        changes={
-            "    epochs: int = 1\n": "    epochs = 1\n",
-            "class Mine(grappe.Task):": f"class Mine(grappe.Task):  {HERE}",
-        },
-        says="epochs = 1 has no type",
-        fix="write epochs: int = 1",
+        "a field without its type", {"epochs: int": "epochs", **at(CLASS)}, "epochs = 1 has no type", "epochs: int = 1"
     ),
 )
 IN_PARTS = also("    def domain(self, inputs, targets):\n        return 1, None\n")
 PARTS = (
     Case(
-        name="a function without a rule",
-        changes={FORWARD: f"        h = self.first(torch.fft.fft(x).real).tanh()  {HERE}\n", **IN_PARTS},
-        says="domain= has no rule for torch.fft.fft",
-        fix="write it with functions that have one, such as matmul, or tell in the task's domain() to leave this input",
+        "a function without a rule",
+        {FORWARD: f"h = self.first(torch.fft.fft(x).real).tanh(){HERE}", **IN_PARTS},
+        "domain= has no rule for torch.fft.fft",
+        "write it with functions that have one, such as matmul, or tell in the task's domain() to leave this input",
     ),
     Case(
-        name="values that are chosen by a mask",
-        changes={FORWARD: f"        h = self.first(x) * x[x > 0].mean()  {HERE}\n", **IN_PARTS},
-        says="domain= has no rule for an index that is a tensor or a list",
-        fix="choose by slices, by numbers, or multiply by a mask",
+        "values that are chosen by a mask",
+        {FORWARD: f"h = self.first(x) * x[x > 0].mean(){HERE}", **IN_PARTS},
+        "domain= has no rule for an index that is a tensor or a list",
+        "choose by slices, by numbers, or multiply by a mask",
     ),
     Case(
-        name="a number that is read",
-        changes={FORWARD: f"        h = self.first(x) * x.max(dim=0)[0].tolist()[0]  {HERE}\n", **IN_PARTS},
-        says="domain= has no rule for reading a tensor's numbers",
-        fix="compute with tensors, or read what sum() and mean() give",
+        "a number that is read",
+        {FORWARD: f"h = self.first(x) * x.max(dim=0)[0].tolist()[0]{HERE}", **IN_PARTS},
+        "domain= has no rule for reading a tensor's numbers",
+        "compute with tensors, or read what sum() and mean() give",
     ),
     Case(
-        name="no dimension that is plainly to be cut",
-        changes={},
-        says="domain= cuts the height of images [B, C, H, …] or the length of token ids [B, T], and the inputs are "
-        "torch.float32 [",
-        fix="tell in the task's domain(self, inputs, targets) which dimension is cut",
+        "no dimension that is plainly to be cut",
+        {},
+        "domain= cuts the height of images [B, C, H, …] or the length of token ids [B, T], and the inputs are torch.",
+        "tell in the task's domain(self, inputs, targets) which dimension is cut",
     ),
     Case(
-        name="dimensions of the inputs alone",
-        changes=also(f"    def domain(self, inputs, targets):  {HERE}\n        return 1\n"),
-        says="Mine.domain() gives 1",
-        fix="return (dimensions of the inputs, of the targets), nested as they are",
+        "dimensions of the inputs alone",
+        also(f"    def domain(self, inputs, targets):{HERE}\n        return 1\n"),
+        "Mine.domain() gives 1",
+        "return (dimensions of the inputs, of the targets), nested as they are",
     ),
 )
 """Cases that are tried under domain=2 alone."""

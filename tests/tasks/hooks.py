@@ -1,7 +1,5 @@
 """The table of Lightning's hooks in docs/lightning.md, by trying each; `python -m tests.tasks.hooks` writes it."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """LightningModules as their owners write them: a plain one, and each kind of what is refused."""
 
-from __future__ import annotations
-
 import lightning
 import torch
 import torch.nn.functional as F

@@ -1,7 +1,5 @@
 """CoAtNet: the paper's sizes, its relative attention, units that are the model, and steps that learn."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

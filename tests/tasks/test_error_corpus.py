@@ -1,7 +1,5 @@
 """Tests grappe train on wrong tasks: one message each, which names the user's line and says what to do; exit code 2."""
 
-from __future__ import annotations
-
 import multiprocessing
 import re
 import sys
@@ -10,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from grappe.cli import commands
 from grappe.launch import local
 from grappe.training import worker  # noqa: F401 - the forked processes have it, too
 from tests.tasks.error_corpus import BOTH, CASES, PARTS, TASK, Case
+from tests.typed import ended
 
 SEEN_BY_TRAINING_ONLY = ("in place on what backward needs", "a parameter that is made in forward")
 """What only a training's own first step looks for: verify's plain process has none."""
@@ -81,10 +79,7 @@ def train(
     (tmp_path / "task.py").write_text(text)
     monkeypatch.chdir(tmp_path)
     words = words or ["train", "task.py", "--plan", f"{plan}threads=1,device=cpu"]
-    monkeypatch.setattr("sys.argv", ["grappe", *words])
     # capfd puts its own streams there, which stay on the terminal where a process redirects its file descriptors
     for name, descriptor in (("stdout", 1), ("stderr", 2)):
         monkeypatch.setattr(sys, name, open(descriptor, "w", closefd=False))  # noqa: SIM115
-    with pytest.raises(SystemExit) as end:
-        commands.main()
-    return end.value.code, capfd.readouterr().err
+    return ended(*words), capfd.readouterr().err

@@ -1,7 +1,5 @@
 """All hooks of Lightning: each is carried, or refused by its name; five modules in the wild run."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import lightning
@@ -122,9 +120,8 @@ class Page(LightningModule):
 
 def images(count: int) -> DataLoader:
     generator = torch.Generator().manual_seed(0)
-    return DataLoader(
-        TensorDataset(torch.randn(count, 3, 32, 32, generator=generator), torch.arange(count) % 10), batch_size=8
-    )
+    data = TensorDataset(torch.randn(count, 3, 32, 32, generator=generator), torch.arange(count) % 10)
+    return DataLoader(data, batch_size=8)
 
 
 class Digits(lightning.LightningModule):
@@ -165,9 +162,8 @@ def wild(name: str, folder: Path) -> type[grappe.Task]:
     if name == "BoringModel":
         return grappe.from_lightning(boring_classes.BoringModel(), epochs=1, batch_size=16)
     if name == "BoringDataModule":
-        return grappe.from_lightning(
-            boring_classes.BoringModel(), boring_classes.BoringDataModule(), epochs=1, batch_size=16
-        )
+        made = boring_classes.BoringModel(), boring_classes.BoringDataModule()
+        return grappe.from_lightning(*made, epochs=1, batch_size=16)
     if name == "LightningTransformer":
         (folder / "data").mkdir(exist_ok=True)
         words = " ".join(f"w{number % 17}" for number in range(700))

@@ -1,7 +1,5 @@
 """The ResNet on photographs: its network, recipe, sources of data and what it refuses."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np
@@ -102,10 +100,8 @@ def test_every_kind_of_source(tmp_path: Path):
 
 @pytest.mark.parametrize(
     "fields",
-    [
-        {"warmup": 1.5}, {"smoothing": -0.1}, {"erasing": 2.0}, {"mixup": -1.0}, {"jitter": -1.0}, {"classes": 1},
-    ],
-)  # fmt: skip
+    [{"warmup": 1.5}, {"smoothing": -0.1}, {"erasing": 2.0}, {"mixup": -1.0}, {"jitter": -1.0}, {"classes": 1}],
+)
 def test_fields_out_of_range_are_named(fields):
     with pytest.raises(TaskError, match=next(iter(fields))):
         ImageNet(**fields)

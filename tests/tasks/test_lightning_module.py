@@ -1,7 +1,5 @@
 """grappe.from_lightning: learns what Lightning's own Trainer learns, under any plan; names what it refuses."""
 
-from __future__ import annotations
-
 import functools
 import re
 import warnings
@@ -19,7 +17,7 @@ from grappe.data.sampling import SampleOrder
 from grappe.errors import TaskError
 from grappe.parallel.materialise import fill, on_meta
 from grappe.training.run import Run
-from tests.commands import GRAPPE, Command
+from tests.commands import GRAPPE, ran
 from tests.faults.resume_cell import curves
 from tests.parity.cell import TOLERANCE, difference
 from tests.processes import Pool
@@ -296,15 +294,8 @@ def test_a_file_with_one_is_a_task_on_the_command_line(tmp_path: Path) -> None:
 
 def test_it_is_measured_as_any_task(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(TASK_FILE)
-    plans = ["device=cpu,threads=1", "device=cpu,threads=1,replicate=2"]
-    command = Command(
-        GRAPPE, "measure", "mine.py", "--plan", plans[0], "--plan", plans[1],
-        "--steps", "5", "--repeats", "1", "--no-advice",
-        cwd=tmp_path, PYTHONPATH=str(Path(__file__).parents[2]),
-    )  # fmt: skip
-    try:
-        code, out, err = command.end()
-    finally:
-        command.close()
-    assert code == 0, err
-    assert "replicate=2" in out
+    plans = ("--plan", "device=cpu,threads=1", "--plan", "device=cpu,threads=1,replicate=2")
+    words = ("measure", "mine.py", *plans, "--steps", "5", "--repeats", "1", "--no-advice")
+    done = ran(GRAPPE, *words, cwd=tmp_path, PYTHONPATH=str(Path(__file__).parents[2]))
+    assert done.returncode == 0, done.stderr
+    assert "replicate=2" in done.stdout

@@ -1,7 +1,5 @@
 """Long texts under domain=: what one process learns, the bytes that causal attention sends, --smoke."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest
@@ -12,7 +10,7 @@ from grappe.tasks.coatnet import CoAtNet, Size, coatnet
 from grappe.tasks.needle import IGNORED, NEEDLES, Needle
 from grappe.training.options import Options
 from grappe.verbs.verify.verify import verify
-from tests.commands import GRAPPE, Command
+from tests.commands import GRAPPE, ran
 from tests.parity.planted import runner
 from tests.processes import Pool
 
@@ -42,7 +40,7 @@ def test_the_needle_is_in_the_first_half_and_asked_for_in_the_second() -> None:
     assert torch.equal(model(text)[:, :20], model(changed)[:, :20])
 
 
-@pytest.mark.costly
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("task", "plans"),
     [
@@ -75,17 +73,12 @@ def test_an_average_of_weights_goes_on_under_domain_and_without(tmp_path: Path) 
     grappe.train(parts, "threads=1", run, options=Options(steps=3))
     grappe.train(parts, "domain=2,threads=1", run)
     assert grappe.evaluate(run, task=parts).loss == pytest.approx(wanted.loss, rel=1e-6)
-    assert grappe.evaluate(run, "validation", "domain=2,threads=1", task=parts).loss == pytest.approx(
-        wanted.loss, rel=1e-6
-    )
+    found = grappe.evaluate(run, "validation", "domain=2,threads=1", task=parts)
+    assert found.loss == pytest.approx(wanted.loss, rel=1e-6)
 
 
 def test_smoke_tries_all_parts_of_a_training(tmp_path: Path) -> None:
     fields = (f"{name}={value}" for name, value in SMALL.items())
-    command = Command(GRAPPE, "train", "needle", *fields, "--plan", "domain=2,threads=1", "--smoke", cwd=tmp_path)
-    try:
-        code, out, err = command.end()
-    finally:
-        command.close()
-    assert code == 0, err
-    assert "step, evaluation, save and resume work under domain=2,threads=1 (2 steps)" in out
+    done = ran(GRAPPE, "train", "needle", *fields, "--plan", "domain=2,threads=1", "--smoke", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "step, evaluation, save and resume work under domain=2,threads=1 (2 steps)" in done.stdout

@@ -1,12 +1,8 @@
 """The shipped tasks: official files in, right splits and shapes out, and a step that learns."""
 
-from __future__ import annotations
-
-import gzip
 import importlib.util
 import math
 import pickle
-import struct
 from pathlib import Path
 
 import numpy as np
@@ -26,6 +22,7 @@ from grappe.tasks.fashion_mnist import FashionMnist
 from grappe.tasks.pysource import IGNORED, PySource
 from grappe.training.run import Run
 from grappe.verbs.tune.space import read_space
+from tests import idx_files
 from tests.rates import rates
 from tests.training.test_training import train
 
@@ -36,14 +33,7 @@ TINY = {"width": 16, "depth": 2, "heads": 2, "context": 32, "megabytes": 0.3}
 @pytest.fixture
 def fashion(tmp_path: Path) -> Path:
     """24 training and 6 test images, gzipped, as torchvision lays them out."""
-    place = tmp_path / "FashionMNIST" / "raw"
-    place.mkdir(parents=True)
-    for part, count in (("train", 24), ("t10k", 6)):
-        images = GENERATOR.integers(0, 256, (count, 28, 28), dtype=np.uint8)
-        images[:, 0, 0] = np.arange(count)  # to know them again
-        for name, array in (("images-idx3", images), ("labels-idx1", np.arange(count, dtype=np.uint8) % 10)):
-            header = bytes([0, 0, 8, array.ndim]) + struct.pack(f">{array.ndim}I", *array.shape)
-            (place / f"{part}-{name}-ubyte.gz").write_bytes(gzip.compress(header + array.tobytes()))
+    idx_files.write(tmp_path / "FashionMNIST" / "raw", 24, 6)
     return tmp_path
 
 
@@ -82,12 +72,6 @@ def losses_around_a_step(task: Task, inputs: torch.Tensor, targets: torch.Tensor
     before.backward()
     optimizer.step()
     return before.item(), mean_loss(task, model, inputs, targets).item()
-
-
-def test_every_task_is_found_by_its_name():
-    for name, cls in (("fashion_mnist", FashionMnist), ("cifar10", Cifar10), ("pysource", PySource)):
-        assert tasks.find(name) is cls
-        assert tasks.describe(cls)
 
 
 # Fashion-MNIST
@@ -152,13 +136,6 @@ def test_cifar10_with_the_optimizer_of_the_pages_scripts():
     assert list(space) == ["optimizer_"] and fixed == {"lr": "0.1"}
     with pytest.raises(UsageError, match="did you mean optimizer"):
         tasks.make(Cifar10, {"optimiser": "adam"})
-
-
-def test_missing_files_are_named(tmp_path):
-    with pytest.raises(DataError, match=r"train-images-idx3-ubyte, train-labels-idx1-ubyte.*zalandoresearch"):
-        FashionMnist().data("train", tmp_path)
-    with pytest.raises(DataError, match=r"data_batch_1, .*data_batch_5.*cs.toronto.edu/~kriz/cifar.html"):
-        Cifar10().data("train", tmp_path)
 
 
 # CIFAR-10

@@ -1,7 +1,5 @@
 """The shipped 3D task: which voxels are a ball's, and that a newcomer sees the model find them."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest
@@ -18,7 +16,7 @@ def test_a_ball_is_brighter_and_drawn_from_its_number() -> None:
     assert not any(volume.equal(Balls(split, 4, 16)[2][0]) for split in SPLITS if split != "train")
 
 
-@pytest.mark.costly
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", [1, 3])
 def test_balls_are_found_within_the_epochs_of_the_task(tmp_path: Path, seed: int) -> None:
     """Balls are 2 % of all voxels: a model that names no voxel a ball's has an overlap of 0.49."""

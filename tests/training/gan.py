@@ -1,7 +1,5 @@
 """A GAN in a loop of its own, as a script that torchrun starts: PLAN OUT [FOLDER [STOP_AT [SIGNAL]]]."""
 
-from __future__ import annotations
-
 import os
 import signal
 import sys

@@ -1,7 +1,5 @@
 """Moving averages of weights under every kind of plan: saved, resumed, evaluated and loaded."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest
@@ -10,8 +8,8 @@ import torch
 from grappe import Task, load
 from grappe.checkpoint.format import list_checkpoints
 from grappe.errors import TaskError
-from grappe.training.options import Options
 from grappe.training.run import Run
+from tests.faults import resuming
 from tests.faults.resume_cell import hashes
 from tests.parity.structured import StagedTexts
 from tests.processes import Pool
@@ -20,27 +18,19 @@ END, DECAY = 4, 0.8
 TASK = StagedTexts(ema=DECAY, samples=30, epochs=2)
 
 
-PLANS = [
-    "",
-    "replicate=2",
-    "shard=2",
-    "shard=2,zero=1,microbatches=2",
-    "exact=2,replicate=2",
-    "pipeline=2,microbatches=2",
-    "engine=textbook,replicate=2",
-    "engine=lightning",
-]
+SPREAD = """
+replicate=2 shard=2 shard=2,zero=1,microbatches=2 exact=2,replicate=2 pipeline=2,microbatches=2
+engine=textbook,replicate=2 engine=lightning
+"""
 
 
 def train(pool: Pool, task: Task, plan: str, run: Path, steps: int) -> None:
     if "lightning" in plan:
         pytest.importorskip("lightning")
-    size = 2 if "=2" in plan.replace("microbatches=2", "") else 1
-    options = Options(steps=steps, save_every=1, keep=9)
-    pool.run("tests.faults.resume_cell:part", size, task, plan, run, options, None)
+    resuming.run(pool, task, plan, run, steps=steps, save_every=1)
 
 
-@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize("plan", ["", *SPREAD.split()])
 def test_the_average_is_that_of_the_saved_weights_and_resumes_to_the_bit(pool: Pool, tmp_path: Path, plan: str) -> None:
     train(pool, TASK, plan, tmp_path / "whole", END)
     checkpoints = sorted(list_checkpoints(tmp_path / "whole" / "checkpoints"), key=lambda one: one.step)

@@ -1,7 +1,5 @@
 """Headspace: what a run says that loading has cost, of planted waits."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import pytest
@@ -36,16 +34,10 @@ def test_the_waits_of_steps_and_evaluations_are_named_with_what_to_change() -> N
     assert waits.as_json() == {"waited": 20.0, "share": 0.2, "faster": 0.25, "advice": waits.advice}
 
 
-def test_small_waits_come_without_advice() -> None:
+def test_advice_is_for_large_waits_that_it_can_change() -> None:
     waits = cost(1.0)
     assert str(waits) == "waiting for samples took 1.0 s, 1.0% of the time" and waits.advice == ""
-
-
-def test_workers_that_were_found_by_measuring_are_not_advised_again() -> None:
     assert cost(30.0, workers=1, tuned=True).advice.startswith("ask for ")
-
-
-def test_shares_add_up_to_no_more_than_all() -> None:
     waits = cost(80.0, 60.0)
     assert waits.share == 1.0 and waits.as_json()["faster"] > 1e6
     str(waits)

@@ -1,7 +1,6 @@
 """With each process's memory limited, plans that share a model train what one process cannot; it says so itself."""
 
-from __future__ import annotations
-
+import contextlib
 import os
 import re
 from pathlib import Path
@@ -14,7 +13,7 @@ from grappe.training.run import Run
 from tests import needs
 from tests.commands import GRAPPE, Command
 
-pytestmark = pytest.mark.costly
+pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parents[2]
 TASK = str(ROOT / "tests" / "short_source.py")
@@ -24,11 +23,8 @@ LIMIT_MB = 980  # of RLIMIT_DATA; Python and torch have 350 to 390 of them, conn
 
 def train(folder: Path, plan: str, task: str = TASK, limit_mb: int = LIMIT_MB) -> tuple[int, str, str]:
     line = f'ulimit -d {limit_mb * 1000}; exec "$0" train {task} --plan "device=cpu,threads=1{plan}" --run {folder}'
-    command = Command("bash", "-c", line, GRAPPE, cwd=folder.parent, OMP_NUM_THREADS="1")
-    try:
+    with contextlib.closing(Command("bash", "-c", line, GRAPPE, cwd=folder.parent, OMP_NUM_THREADS="1")) as command:
         return command.end()
-    finally:
-        command.close()
 
 
 def test_one_process_cannot_and_is_told_what_can(tmp_path: Path) -> None:
@@ -57,7 +53,7 @@ def test_a_disk_can(tmp_path: Path) -> None:
     run = Run(tmp_path / "run")
     assert run.is_finished()
     found = run.latest()
-    assert found is not None and found.step == 2
+    assert found.step == 2
     (held,) = (one["held"] for one in run.read_description()["costs"])
     assert sum(held.values()) < 305e6, "what waits is not on the disk"
     assert {name.rpartition(".")[2] for name in found.read_tensors()} >= {"weight", "exp_avg", "exp_avg_sq"}
@@ -71,8 +67,7 @@ def test_two_processes_can(tmp_path: Path, plan: str) -> None:
     assert len(re.findall(r"peak memory, process \d .* parameters \d+ MB, gradients \d+ MB, optimizer", out)) == 2
     run = Run(tmp_path / "run")
     assert run.is_finished()
-    found = run.latest()
-    assert found is not None and found.step == 2
+    assert run.latest().step == 2
     held = [one["held"] for one in run.read_description()["costs"]]
     assert 300e6 < sum(one["parameters"] for one in held) + sum(one["gradients"] for one in held) < 310e6
     assert all(one["optimizer"] == approx(2 * one["parameters"], rel=0.01) for one in held)
@@ -88,16 +83,10 @@ def test_a_volume_that_one_process_cannot_hold_trains_in_two(tmp_path: Path) -> 
     assert "finished, 1 step" in out
 
 
-def test_checkpoints_copies_leave_a_step_its_memory(tmp_path: Path) -> None:
+def test_checkpoints_copies_leave_a_step_its_memory(start, tmp_path: Path) -> None:
     words = ("--plan", "device=cpu,threads=1", "--steps", "3", "--save-every", "1", "--run", "run")
     path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
-    line = (GRAPPE, "train", f"{NARROW}:Narrow", *words)
-    command = Command(*line, cwd=tmp_path, OMP_NUM_THREADS="1", PYTHONPATH=path)
-    try:
-        code, _, err = command.end()
-    finally:
-        command.close()
+    code, _, err = start(GRAPPE, "train", f"{NARROW}:Narrow", *words, OMP_NUM_THREADS="1", PYTHONPATH=path).end()
     assert (code, err) == (0, "")
-    found = Run(tmp_path / "run").latest()
-    assert found is not None and found.step == 3
+    assert Run(tmp_path / "run").latest().step == 3
     assert "the training waits for it" in (tmp_path / "run/logs/rank-0.log").read_text()

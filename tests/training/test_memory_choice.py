@@ -1,7 +1,5 @@
 """A training under memory= has one plan on all its processes, which its run keeps, and learns the same to the bit."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import signal
@@ -31,7 +29,7 @@ from grappe.training.request import Request, data_folder
 from grappe.training.run import Run
 from grappe.training.task_reference import TaskReference
 
-pytestmark = pytest.mark.costly
+pytestmark = pytest.mark.slow
 
 FIELDS = {"width": 64, "depth": 2, "heads": 2, "batch_size": 8, "megabytes": 0.3}
 
@@ -41,22 +39,26 @@ def trained(folder: Path, plan: str) -> tuple[dict, dict[str, torch.Tensor]]:
     return run.read_description(), grappe.load(run).state_dict()
 
 
+def check_same_bits(folder: Path, plan: str, other: str) -> dict:
+    """Checks that two plans train the same weights, to the bit; the description of the first one's run."""
+    described, weights = trained(folder / "chosen", plan)
+    _, others = trained(folder / "plain", other)
+    assert weights.keys() == others.keys() and all(torch.equal(weights[name], others[name]) for name in weights)
+    return described
+
+
 def test_two_processes_have_one_choice_and_the_bits_of_none(tmp_path: Path) -> None:
-    described, weights = trained(tmp_path / "chosen", "replicate=2,memory=7MB")
+    described = check_same_bits(tmp_path, "replicate=2,memory=7MB", "replicate=2")
     assert described["plan"].startswith("replicate=2,recompute=") and "memory" not in described["plan"]
     assert described["chosen"].startswith(f"memory=7MB: the plan is {described['plan']}, foreseen to take ")
-    _, others = trained(tmp_path / "plain", "replicate=2")
-    assert weights.keys() == others.keys() and all(torch.equal(weights[name], others[name]) for name in weights)
 
 
 @pytest.mark.parametrize("more", ["", ",shard=2", ",schedule=interleaved,stages=2"])
 def test_each_stage_of_a_pipeline_has_its_choice_and_the_bits_of_none(tmp_path: Path, more: str) -> None:
     plan = f"pipeline=2,microbatches=2{more}"
     limit = {"": 5.6, ",shard=2": 3.4}.get(more, 6.8)
-    described, weights = trained(tmp_path / "chosen", f"{plan},memory={limit}MB")
+    described = check_same_bits(tmp_path, f"{plan},memory={limit}MB", plan)
     assert ":" in Plan.parse(described["plan"]).recompute, described["chosen"]
-    _, others = trained(tmp_path / "plain", plan)
-    assert weights.keys() == others.keys() and all(torch.equal(weights[name], others[name]) for name in weights)
     task = " ".join(["pysource", *(f"{name}={value}" for name, value in FIELDS.items())])
     assert max(process["peak"] for process in measured_cell(task, described["plan"])) <= limit * 1e6
 
@@ -73,9 +75,7 @@ def test_each_stage_of_a_pipeline_has_its_choice_and_the_bits_of_none(tmp_path: 
     ],
 )
 def test_activations_on_the_host_leave_the_bits_of_none(tmp_path: Path, plan: str) -> None:
-    _, weights = trained(tmp_path / "host", plan)
-    _, others = trained(tmp_path / "plain", ",".join(part for part in plan.split(",") if "recompute" not in part))
-    assert weights.keys() == others.keys() and all(torch.equal(weights[name], others[name]) for name in weights)
+    check_same_bits(tmp_path, plan, ",".join(part for part in plan.split(",") if "recompute" not in part))
 
 
 def test_a_cpu_allocates_the_copies_too(tmp_path: Path) -> None:
@@ -106,9 +106,7 @@ def test_a_run_that_goes_on_keeps_its_choice_where_it_fits(tmp_path: Path) -> No
     assert _earlier(request(before, dataclasses.replace(other, replicate=2))) is None
 
 
-def test_a_signal_while_it_chooses_ends_a_training_before_its_first_step(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_signal_while_it_chooses_ends_a_training_before_its_first_step(tmp_path, monkeypatch):
     """As a job that is preempted; the same command chooses again."""
 
     def stopped(request: ChoiceRequest) -> None:
@@ -185,13 +183,8 @@ assert worker.worker(request, ProcessRank(), Path().absolute()).step == 1
 
 def test_one_process_whose_states_went_to_the_host_trains(tmp_path: Path) -> None:
     """On a CPU, where nothing is moved: FSDP2 needs a group, which a process alone does not have."""
-    done = subprocess.run(
-        [sys.executable, "-c", MOVED.replace("FIELDS", repr(FIELDS))],
-        cwd=tmp_path,
-        check=False,
-        capture_output=True,
-        text=True,
-    )
+    words = [sys.executable, "-c", MOVED.replace("FIELDS", repr(FIELDS))]
+    done = subprocess.run(words, cwd=tmp_path, check=False, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     described = json.loads((tmp_path / "run" / "run.json").read_text())
     assert described["plan"] == "offload=cpu" and described["chosen"] == "on the host"

@@ -1,7 +1,5 @@
 """Tests of the parts of an out-of-memory message: what was held, and the plans that are foreseen to fit."""
 
-from __future__ import annotations
-
 import dataclasses
 import re
 import resource
@@ -36,13 +34,11 @@ def limited(monkeypatch: pytest.MonkeyPatch, megabytes: int) -> None:
     monkeypatch.setattr(out_of_memory, "_limit", lambda: (megabytes * MB, "a limit", False))
 
 
-@pytest.mark.costly
+@pytest.mark.slow
 def test_the_message_has_what_is_missing_and_a_plan(monkeypatch: pytest.MonkeyPatch) -> None:
     limited(monkeypatch, 1300)
     told = str(with_plan_that_fits(LocalOutOfMemory(SHORTAGE), Source(), Plan(), Path("data")))
-    assert told.startswith(
-        "out of memory in process 1, which may take 1.3 GB (a limit). It held 152 MB of parameters, "
-    )
+    assert told.startswith("out of memory in process 1, which may take 1.3 GB (a limit). It held 152 MB of parameters")
     assert "0 MB of optimizer state (of 305 MB)" in told
     assert re.search(r"Foreseen to fit: microbatches=4 \([0-9.]+ GB a process\)", told)
 
@@ -50,15 +46,12 @@ def test_the_message_has_what_is_missing_and_a_plan(monkeypatch: pytest.MonkeyPa
 def test_what_is_held_and_all_of_it_have_one_unit(monkeypatch: pytest.MonkeyPatch) -> None:
     limited(monkeypatch, 1300)
     shortage = dataclasses.replace(SHORTAGE, held={"parameters": 302 * MB, "gradients": 0, "optimizer": 36})
-    told = out_of_memory._shortage_message(
-        shortage, {"parameters": 302 * MB, "gradients": 321_000, "optimizer": 302 * MB}
-    )
+    needed = {"parameters": 302 * MB, "gradients": 321_000, "optimizer": 302 * MB}
+    told = out_of_memory._shortage_message(shortage, needed)
     assert "302 MB of parameters, 0 kB of gradients (of 321 kB), 0 MB of optimizer state (of 302 MB)" in told
 
 
-def test_a_model_that_cannot_be_traced_is_told_with_general_advice(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_a_model_that_cannot_be_traced_is_told_with_general_advice(monkeypatch, tmp_path):
     limited(monkeypatch, 600)
     told = str(with_plan_that_fits(LocalOutOfMemory(SHORTAGE), Looks(), Plan(), tmp_path))
     assert re.search(r"Which plan fits is not foreseen \(Looks cannot .*take smaller microbatches, recompute", told)
@@ -95,9 +88,7 @@ def test_what_the_training_had_is_freed_before_the_search(monkeypatch: pytest.Mo
         ("pipeline=2", 600, None),
     ],
 )
-def test_a_disk_is_proposed_where_the_engine_is_there_and_it_would_do(
-    monkeypatch: pytest.MonkeyPatch, plan: str, limit: int, away: str | None, fake_model: FakeModel
-) -> None:
+def test_a_disk_is_proposed_where_the_engine_is_there_and_it_would_do(monkeypatch, plan, limit, away, fake_model):
     from grappe.engines.deepspeed import library
 
     budget = MemoryBudget(whose="", size=limit * MB, besides=0, gpu=False)
@@ -129,9 +120,7 @@ def test_which_errors_are_about_memory(error: Exception, is_it: bool) -> None:
 
 
 @pytest.mark.parametrize("limited_kind", [None, resource.RLIMIT_AS, resource.RLIMIT_DATA])
-def test_a_thread_without_room_is_short_of_memory_where_memory_is_limited(
-    limited_kind: int | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_thread_without_room_is_short_of_memory_where_memory_is_limited(limited_kind, monkeypatch):
     def limit(kind: int) -> tuple[int, int]:
         return (10**9 if kind == limited_kind else resource.RLIM_INFINITY, resource.RLIM_INFINITY)
 
@@ -152,9 +141,7 @@ def test_a_method_of_the_task_without_memory_is_short_of_memory(tmp_path: Path) 
         run_in_fork(Short().model)
 
 
-def test_a_training_on_the_cpu_of_a_machine_with_gpus_is_not_told_of_their_memory(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_training_on_the_cpu_of_a_machine_with_gpus_is_not_told_of_their_memory(monkeypatch):
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setattr("grappe.profiling.memory.data_limit", lambda: None)
     assert "GPU" not in out_of_memory._limit()[1]

@@ -1,7 +1,5 @@
 """ReduceLROnPlateau: fed with the score of each evaluation, alike on every process, and again when a run resumes."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +12,7 @@ from grappe import tasks
 from grappe.errors import TaskError
 from grappe.step.task_contract import schedule_of
 from tests.faults.resume_cell import curves, hashes
-from tests.faults.test_resume import STEPS, run
+from tests.faults.resuming import STEPS, check_same_bits, run
 from tests.parity.tasks import Images
 from tests.processes import Pool
 
@@ -58,18 +56,11 @@ def rates(folder: Path) -> list[float]:
         ("engine=textbook,replicate=2", "accuracy"),
     ],
 )
-def test_evaluations_step_it_and_a_resumed_run_has_the_same_rates(
-    pool: Pool, tmp_path: Path, plan: str, score: str
-) -> None:
+def test_evaluations_step_it_and_a_resumed_run_has_the_same_rates(pool, tmp_path, plan, score):
     task = Watched(monitor=score, mode="max" if score == "accuracy" else "min")
-    options: dict[str, Any] = {"evaluate_every": 1, "save_every": 2}
-    run(pool, task, plan, tmp_path / "whole", **options)
+    check_same_bits(pool, task, plan, tmp_path, evaluate_every=1)
     assert rates(tmp_path / "whole") == scheduled(task, tmp_path / "whole", score)
     assert rates(tmp_path / "whole")[-1] < rates(tmp_path / "whole")[0]
-    run(pool, task, plan, tmp_path / "parts", 5, **options)
-    assert "resuming from step 4" in run(pool, task, plan, tmp_path / "parts", **options)
-    assert curves(tmp_path / "parts") == curves(tmp_path / "whole")
-    assert hashes(tmp_path / "parts", STEPS) == hashes(tmp_path / "whole", STEPS)
 
 
 def test_another_engine_goes_on_with_the_rates(pool: Pool, tmp_path: Path) -> None:

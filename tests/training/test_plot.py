@@ -1,7 +1,5 @@
 """Plots of curves: valid SVG of any records, foreign text escaped, of a bounded size."""
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 from xml.etree import ElementTree

@@ -1,7 +1,5 @@
 """Facts of a training's start: in run.json, and as lines for the user."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """A run's folder: the status of starts that live, that were killed, that have just begun; its curves and costs."""
 
-from __future__ import annotations
-
 import math
 import multiprocessing
 import os
@@ -59,10 +57,7 @@ def test_a_run_is_found_by_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     Run.create(Path("runs/b"), {"status": "running", "tags": ["base"]})
     run = Run("wide net")
     assert run.folder == Path("runs/a")
-    assert {name: run.read_description()[name] for name in ("name", "tags")} == {
-        "name": "wide net",
-        "tags": ["base", "paper"],
-    }
+    assert [run.read_description()[name] for name in ("name", "tags")] == ["wide net", ["base", "paper"]]
     assert [entry["folder"] for entry in facts(Path("runs"), tag="paper")] == ["runs/a"]
     assert [len(facts(Path("runs"), tag=tag)) for tag in ("base", "none")] == [2, 0]
     console = Console(width=120, record=True)

@@ -1,7 +1,5 @@
 """The sample log when a training is killed: what it goes on from, with as many processes or with fewer."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Resuming: each process reads every tensor of a checkpoint once, and no more of it than its part."""
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from collections.abc import Sequence
@@ -18,6 +16,7 @@ from grappe.plan import Plan
 from grappe.training.options import Options
 from grappe.training.run import Run
 from tests.faults.resume_cell import part
+from tests.faults.resuming import run
 from tests.parity.tasks import Images
 from tests.processes import Pool
 from tests.training.test_training import train
@@ -25,9 +24,7 @@ from tests.training.test_training import train
 TASK = Images(rule="adam", batchnorm=True, batch_size=16, samples=48)
 
 
-def reads(
-    process: ProcessRank, rendezvous_folder: Path, text: str, run: Path
-) -> tuple[int, Counter[str], Counter[str]]:
+def reads(process: ProcessRank, meet: Path, text: str, run: Path) -> tuple[int, Counter[str], Counter[str]]:
     """Resumes a training for one step: how often its files were opened, and calls and numbers read by tensor."""
     opened, calls, numbers = 0, Counter[str](), Counter[str]()
     original, make = TensorFiles.read_part, TensorFiles.__init__
@@ -44,7 +41,7 @@ def reads(
 
     patched = mock.patch.multiple(TensorFiles, read_part=counting, __init__=opening)
     with patched:
-        part(process, rendezvous_folder, TASK, text, run, Options(steps=5, save_every=100), None)
+        part(process, meet, TASK, text, run, Options(steps=5, save_every=100), None)
     return opened, calls, numbers
 
 
@@ -53,8 +50,7 @@ def reads(
 )
 def test_a_resumed_training_reads_its_weights_once(pool: Pool, tmp_path: Path, plan: str) -> None:
     processes = Plan.parse(plan).processes
-    options = Options(steps=4, save_every=4, evaluate_every=100)
-    pool.run("tests.faults.resume_cell:part", processes, TASK, plan, tmp_path / "run", options, None)
+    run(pool, TASK, plan, tmp_path / "run", steps=4, save_every=4, evaluate_every=100)
     found = pool.run(f"{__name__}:reads", processes, plan, tmp_path / "run")
     checkpoint = Run(tmp_path / "run").checkpoints / "step-000004"
     tensors = TensorFiles(sorted(checkpoint.glob("*.safetensors")))

@@ -1,7 +1,5 @@
 """Ten forms of public scripts by grappe.Loop: one process's numbers, at most six lines more than Accelerate's."""
 
-from __future__ import annotations
-
 import re
 from typing import Any
 

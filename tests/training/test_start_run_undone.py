@@ -1,7 +1,5 @@
 """A start that is refused takes back what it made, and nothing else."""
 
-from __future__ import annotations
-
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -15,29 +13,17 @@ from grappe.engines.base import EngineSetup
 from grappe.engines.native import Native
 from grappe.errors import GrappeError, PlanError, RunError
 from grappe.launch.files import kind
-from grappe.launch.rank import ProcessRank
-from grappe.plan import Plan
-from grappe.training.options import Options
-from grappe.training.request import Request
 from grappe.training.run import FAILED, Run
-from grappe.training.task_reference import TaskReference
+from grappe.training.start_run import other_bits
 from grappe.training.worker import worker
 from tests.parity.tasks import Images
-from tests.training.test_training import train
+from tests.training.test_training import HERE, request_of, train
 
 
 def refused_start(folder: Path, weights: Path | None) -> str:
-    request = Request(
-        task=TaskReference.of(Images(epochs=1)),
-        plan=Plan.parse("threads=1"),
-        run=folder,
-        base=folder.parent,
-        data=folder,
-        weights=weights,
-        options=Options(),
-    )
+    request = request_of(folder, Images(epochs=1), data=folder, weights=weights)
     with pytest.raises(GrappeError) as error:
-        worker(request, ProcessRank(launcher="test"), folder.parent)
+        worker(request, HERE, folder.parent)
     return str(error.value)
 
 
@@ -55,23 +41,17 @@ def files(folder: Path) -> dict[str, bytes]:
 
 
 @pytest.mark.parametrize(
-    "held", [{}, {"logs/job-17.out": "a job's output"}, {"logs/submit-1.sh": "#!/bin/bash", "logs/mine": "mine"}]
+    "held", [None, {}, {"logs/job-17.out": "a job's output"}, {"logs/submit-1.sh": "#!/bin/bash", "logs/mine": "mine"}]
 )
-def test_a_refused_start_leaves_what_was_there(tmp_path: Path, bad: Path, held: dict[str, str]) -> None:
+def test_a_refused_start_leaves_what_was_there(tmp_path: Path, bad: Path, held: dict[str, str] | None) -> None:
     run = tmp_path / "run"
-    for name, text in held.items():
-        (run / name).parent.mkdir(parents=True, exist_ok=True)
-        (run / name).write_text(text)
-    if not held:
+    if held is not None:
         run.mkdir()
+    for name, text in (held or {}).items():
+        (run / name).parent.mkdir(exist_ok=True)
+        (run / name).write_text(text)
     before = files(tmp_path)
     assert "bad.pt" in refused_start(run, bad)
-    assert files(tmp_path) == before
-
-
-def test_a_refused_start_in_a_new_folder_leaves_nothing(tmp_path: Path, bad: Path) -> None:
-    before = files(tmp_path)
-    refused_start(tmp_path / "run", bad)
     assert files(tmp_path) == before
 
 
@@ -109,15 +89,8 @@ def test_a_folder_of_other_things_is_refused_and_left_alone(tmp_path: Path, bad:
 def test_a_users_own_files_among_the_checkpoints_stay(tmp_path: Path) -> None:
     run = train(tmp_path / "run", Images(epochs=3), steps=2, save_every=1, keep=1).run
     checkpoints = Run(run).checkpoints
-    mine = [
-        checkpoints / name
-        for name in (
-            ".step-notes/thesis.txt",
-            ".old-thoughts/thesis.txt",
-            ".step-000001.0123456789abcdef/thesis.txt",
-            "step-000002/thesis.txt",
-        )
-    ]
+    folders = (".step-notes", ".old-thoughts", ".step-000001.0123456789abcdef", "step-000002")
+    mine = [checkpoints / name / "thesis.txt" for name in folders]
     for file in mine:
         file.parent.mkdir(exist_ok=True)
         file.write_text("mine")
@@ -132,9 +105,7 @@ def test_a_users_own_files_among_the_checkpoints_stay(tmp_path: Path) -> None:
     (checkpoints / "step-000006/thesis.txt").write_text("mine")
     train(run, Images(epochs=3), steps=6, save_every=1, keep=1)  # that step again
     assert [one.read_text() for one in checkpoints.glob("*step-000006*/thesis.txt")] == ["mine"]
-    latest = Run(run).latest()
-    assert latest is not None
-    assert latest.step == 6
+    assert Run(run).latest().step == 6
 
 
 def test_one_of_many_starts_at_the_same_moment_begins_the_run(tmp_path: Path) -> None:
@@ -166,3 +137,16 @@ def test_a_start_that_lost_its_lease_notes_no_failure_in_its_successors_run(tmp_
             raise RuntimeError("lost")
         assert kind(run.folder / FAILED) == noted
     other.release()
+
+
+BEFORE = {"plan": "replicate=2,exact=8", "threads": 1, "device": "cpu", "processor": "A, AVX512"}
+BEFORE |= {"versions": {"torch": "2.13.0"}}
+
+
+def test_what_changes_the_bits_of_exact_is_named() -> None:
+    assert other_bits(BEFORE, {**BEFORE, "plan": "replicate=4,exact=8"}) == []
+    now = {**BEFORE, "plan": "exact=4", "threads": 2, "versions": {"torch": "2.14.0"}}
+    assert other_bits(BEFORE, now) == ["exact 8 -> 4", "threads 1 -> 2", "torch 2.13.0 -> 2.14.0"]
+    assert other_bits({**BEFORE, "processor": "B, AVX2"}, BEFORE) == ["processor B, AVX2 -> A, AVX512"]
+    assert other_bits({"plan": ""}, BEFORE) == ["exact 0 -> 8"]
+    assert other_bits(BEFORE, {**BEFORE, "plan": "replicate=2", "threads": 7}) == []

@@ -1,7 +1,5 @@
 """Several losses by name, and metrics over the training batches: each sample once, under every kind of plan."""
 
-from __future__ import annotations
-
 import functools
 from pathlib import Path
 from typing import Any
@@ -15,10 +13,9 @@ from torchmetrics.classification import MulticlassAccuracy
 
 from grappe.data.draw import mix, permute
 from grappe.errors import TaskError
-from grappe.plan import Plan
 from grappe.step.loss import values_of
-from grappe.training.options import Options
 from grappe.training.run import Run
+from tests.faults.resuming import run
 from tests.parity.counted import Chosen, Counted, Several
 from tests.parity.tasks import Images, Seen
 from tests.processes import Pool
@@ -37,25 +34,16 @@ class Whole(Several):
     whole_batch_loss = True
 
 
-PLANS = [
-    "",
-    "microbatches=3",
-    "replicate=3,microbatches=2",
-    "shard=2,recompute",
-    "exact=4,replicate=2",
-    "pipeline=2,microbatches=2",
-    "pipeline=2,microbatches=2,replicate=2",
-    "engine=textbook,replicate=2",
-    "engine=lightning,replicate=2",
-    "engine=lightning,microbatches=2",
-    "engine=deepspeed,shard=2,microbatches=2",
-    "engine=horovod,replicate=2",
-]
+SPREAD = """
+microbatches=3 replicate=3,microbatches=2 shard=2,recompute exact=4,replicate=2 pipeline=2,microbatches=2
+pipeline=2,microbatches=2,replicate=2 engine=textbook,replicate=2 engine=lightning,replicate=2
+engine=lightning,microbatches=2 engine=deepspeed,shard=2,microbatches=2 engine=horovod,replicate=2
+"""
+PLANS = ["", *SPREAD.split()]
 
 
 def trained(pool: Pool, task: Images, plan: str, folder: Path, **options: int) -> list[dict]:
-    made = Options(**options)
-    pool.run("tests.faults.resume_cell:part", Plan.parse(plan).processes, task, plan, folder, made, None)
+    run(pool, task, plan, folder, **options)
     return list(Run(folder).records())
 
 
@@ -100,18 +88,14 @@ def evaluated(records: list[dict]) -> dict:
     return [one for one in records if one["kind"] == "evaluation"][-1]
 
 
-OTHER_ENGINES = ["engine=lightning,replicate=2", "engine=deepspeed,shard=2", "engine=horovod,replicate=2"]
 FEW = ["microbatches=3", "replicate=3,microbatches=2", "pipeline=2,microbatches=2"]
 
 
-@pytest.mark.grid(each=1)
 @pytest.mark.parametrize(
     ("kind", "plan"),
     [(Several, plan) for plan in PLANS] + [(kind, plan) for kind in (Weighted, Whole, Counted) for plan in FEW],
 )
-def test_losses_add_up_and_metrics_see_every_training_sample_once(
-    pool: Pool, tmp_path: Path, kind: type[Several], plan: str
-) -> None:
+def test_losses_add_up_and_metrics_see_every_training_sample_once(pool, tmp_path, kind, plan):
     records = trained(pool, kind(), plan, tmp_path / "run", training_metrics=True)
     scored = [one for one in records if one["kind"] == "evaluation"]
     assert len(scored) == 2
@@ -138,14 +122,11 @@ def test_they_are_the_same_under_every_plan(pool: Pool, tmp_path: Path) -> None:
                 assert one[name] == pytest.approx(value, rel=1e-5), name
 
 
-@pytest.mark.grid(each=1)
 @pytest.mark.parametrize(
     ("kind", "plan"),
     [(Counted, plan) for plan in PLANS] + [(Chosen, plan) for plan in ("", *PLANS) if "pipeline" not in plan],
 )
-def test_losses_with_counts_of_their_own_are_means_of_their_own(
-    pool: Pool, tmp_path: Path, kind: type[Several], plan: str
-) -> None:
+def test_losses_with_counts_of_their_own_are_means_of_their_own(pool, tmp_path, kind, plan):
     """Whatever the plan, a loop by hand has the same losses: each divided by its count in the global batch."""
     records = trained(pool, kind(), plan, tmp_path / "run")
     steps = [one["loss"] for one in records if one["kind"] == "step"]
@@ -176,9 +157,7 @@ def scored(pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> list[dict]:
     "plan",
     ["", *FEW, "shard=2", "engine=lightning,replicate=2", "engine=deepspeed,shard=2", "engine=horovod,replicate=2"],
 )
-def test_every_so_many_steps_they_are_those_of_the_steps_so_far(
-    pool: Pool, tmp_path: Path, scored: list[dict], plan: str
-) -> None:
+def test_every_so_many_steps_they_are_those_of_the_steps_so_far(pool, tmp_path, scored, plan):
     """The value of each line is the one that an evaluation after that step would have shown."""
     shown = trained(pool, Several(), plan, tmp_path / "shown", training_metrics=True, print_every=1)
     steps = {one["step"]: one for one in shown if one["kind"] == "step"}

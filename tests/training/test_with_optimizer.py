@@ -1,8 +1,7 @@
 """--with-optimizer: goes on from another script's file, to the same weights as the training that was not moved."""
 
-from __future__ import annotations
-
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,17 +12,15 @@ from torch import nn
 from grappe.checkpoint.foreign_training import _optimizer_of
 from grappe.checkpoint.format import list_checkpoints
 from grappe.errors import GrappeError
-from grappe.launch.rank import ProcessRank
 from grappe.plan import Plan
 from grappe.training.options import Options
-from grappe.training.request import Request
 from grappe.training.run import Run
-from grappe.training.task_reference import TaskReference
 from grappe.training.worker import worker
 from tests.faults.resume_cell import hashes
 from tests.parity.cell import TOLERANCE, difference
 from tests.parity.tasks import Images
 from tests.processes import Pool
+from tests.training.test_training import HERE, request_of
 
 EPOCHS, DONE = 4, 2
 STEPS = 3  # of an epoch
@@ -33,18 +30,9 @@ def task(rule: str = "adam", **fields: Any) -> Images:
     return Images(**{"rule": rule, "epochs": EPOCHS, "clip": 0.5, **fields})
 
 
-def train(folder: Path, given: Path | None = None, task: Images | None = None, plan: str = "", **more: Any) -> Run:
-    request = Request(
-        task=TaskReference.of(task or globals()["task"]()),
-        plan=Plan.parse(plan or "threads=1"),
-        run=folder,
-        base=folder.parent,
-        data=folder.parent,
-        weights=given,
-        options=Options(keep=100),
-        **more,
-    )
-    return Run(worker(request, ProcessRank(launcher="test"), folder.parent).run)
+def train(folder: Path, given: Path | None = None, own: Images | None = None, **fields: Any) -> Run:
+    request = request_of(folder, own or task(), weights=given, options=Options(keep=100), **fields)
+    return Run(worker(request, HERE, folder.parent).run)
 
 
 def parameters(task: Images) -> tuple[nn.Module, list[tuple[str, nn.Parameter]]]:
@@ -90,7 +78,7 @@ def script_file(run: Run, task: Images, file: Path, form: str = "page") -> Path:
 def whole(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Run]:
     """The trainings that nobody moved, by the optimizer's rule."""
     base = tmp_path_factory.mktemp("whole")
-    return {rule: train(base / rule, task=task(rule)) for rule in ("adam", "sgd")}
+    return {rule: train(base / rule, own=task(rule)) for rule in ("adam", "sgd")}
 
 
 @pytest.mark.parametrize("rule", ["adam", "sgd"])
@@ -133,7 +121,6 @@ def moments(run: Run) -> dict[str, torch.Tensor]:
 
 def _read(run: Run, prefix: str) -> dict[str, torch.Tensor]:
     checkpoint = run.latest()
-    assert checkpoint is not None
     assert checkpoint.step == EPOCHS * STEPS
     tensors = checkpoint.read_tensors()
     return {name: tensors.read(name) for name in tensors if name.startswith(prefix)}
@@ -166,22 +153,26 @@ def saved(tmp_path: Path, whole: dict[str, Run], change: Any) -> Path:
     return file
 
 
+def put(value: object, *place: str | int) -> Callable[[Any], None]:
+    """Makes a change of a file: what is at `place` is `value`."""
+
+    def change(content: Any) -> None:
+        for name in place[:-1]:
+            content = content[name]
+        content[place[-1]] = value
+
+    return change
+
+
 def swapped(content: dict[str, Any]) -> None:
     names = list(content["net"])
     content["net"] = {name: content["net"][name] for name in [names[2], *names[:2], *names[3:]]}
 
 
-def without_an_optimizer(content: dict[str, Any]) -> None:
-    del content["optimizer"]
-
-
 def in_two_groups(content: dict[str, Any]) -> None:
     group, *others = content["optimizer"]["param_groups"]
-    content["optimizer"]["param_groups"] = [
-        {**group, "params": group["params"][:1]},
-        {**group, "params": group["params"][1:]},
-        *others,
-    ]
+    parts = [{**group, "params": part} for part in (group["params"][:1], group["params"][1:])]
+    content["optimizer"]["param_groups"] = [*parts, *others]
 
 
 def of_another_class(content: dict[str, Any]) -> None:
@@ -190,65 +181,41 @@ def of_another_class(content: dict[str, Any]) -> None:
         del group["betas"]
 
 
-def of_another_shape(content: dict[str, Any]) -> None:
-    content["optimizer"]["state"][0]["exp_avg"] = torch.zeros(3, 5, 7)
-
-
-def of_no_parameter(content: dict[str, Any]) -> None:
-    content["optimizer"]["state"][1000] = {"step": torch.tensor(1.0)}
-
-
-def with_a_path_as_key(content: dict[str, Any]) -> None:
-    content["optimizer"]["state"][0]["../../evil"] = torch.tensor(1.0)
-
-
 def factored(content: dict[str, Any]) -> None:
-    moment = content["optimizer"]["state"][0]["exp_avg"]
-    content["optimizer"]["state"][0]["row_var"] = moment.flatten(1).mean(1)
-
-
-def sparse(content: dict[str, Any]) -> None:
-    content["optimizer"]["state"][0]["exp_avg"] = torch.eye(3).to_sparse()
-
-
-def numbered_twice(content: dict[str, Any]) -> None:
-    params = content["optimizer"]["param_groups"][0]["params"]
-    content["optimizer"]["param_groups"][0]["params"] = [params[0]] * len(params)
+    state = content["optimizer"]["state"][0]
+    state["row_var"] = state["exp_avg"].flatten(1).mean(1)
 
 
 def of_two_optimizers(content: dict[str, Any]) -> None:
     content["optimizer"] = [content["optimizer"]] * 2
 
 
-def without_an_epoch(content: dict[str, Any]) -> None:
-    del content["epoch"]
-
-
-def at_its_end(content: dict[str, Any]) -> None:
-    content["epoch"] = EPOCHS
-
-
-def before_its_begin(content: dict[str, Any]) -> None:
-    content["epoch"] = -1
+FIRST = ("optimizer", "state", 0)
 
 
 @pytest.mark.parametrize(
     ("change", "words"),
     [
         (swapped, "parameters come in another order"),
-        (without_an_optimizer, "there is no optimizer's state in it.*only: net, epoch.*--epochs-done N"),
+        (
+            lambda content: content.pop("optimizer"),
+            "no optimizer's state in it.*only: net, epoch.*--epochs-done N",
+        ),
         (in_two_groups, r"its optimizer has 1 \+ 3 \+ 4 parameters in 3 groups, this task's"),
         (of_another_class, "its optimizer is not of the class Adam"),
-        (of_another_shape, r"'exp_avg' of parameter 0 is \[3, 5, 7\], where the parameter is"),
+        (
+            put(torch.zeros(3, 5, 7), *FIRST, "exp_avg"),
+            r"'exp_avg' of parameter 0 is \[3, 5, 7\], where the",
+        ),
         (factored, r"'row_var' of parameter 0 is .*factored.*leave --with-optimizer out"),
-        (of_no_parameter, "of no parameter"),
-        (with_a_path_as_key, "no name of an optimizer's state"),
-        (sparse, "'exp_avg' of parameter 0 is of the layout sparse_coo"),
-        (numbered_twice, "not numbered"),
+        (put({"step": torch.tensor(1.0)}, "optimizer", "state", 1000), "of no parameter"),
+        (put(torch.tensor(1.0), *FIRST, "../../evil"), "no name of an optimizer's state"),
+        (put(torch.eye(3).to_sparse(), *FIRST, "exp_avg"), "'exp_avg' of parameter 0 is of the layout sparse_coo"),
+        (put([0] * 4, "optimizer", "param_groups", 0, "params"), "not numbered"),
         (of_two_optimizers, "the states of 2 optimizers"),
-        (without_an_epoch, "does not record how many epochs were done: give --epochs-done N"),
-        (at_its_end, "4 epochs are done, and the task has epochs=4: nothing is left to do"),
-        (before_its_begin, "-1 epochs done"),
+        (lambda content: content.pop("epoch"), "does not record how many epochs were done: give --epochs-done N"),
+        (put(EPOCHS, "epoch"), "4 epochs are done, and the task has epochs=4: nothing is left to do"),
+        (put(-1, "epoch"), "-1 epochs done"),
     ],
 )
 def test_what_cannot_be_taken_over_is_refused(tmp_path, whole, change, words: str) -> None:

@@ -1,7 +1,5 @@
 """--time auto: the limit of a job from an earlier run, a data sheet or a few steps; or one message on what to do."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 
@@ -21,13 +19,8 @@ from tests.verbs.foresee.test_training_time import cost, made, with_evaluations
 from tests.verbs.test_submission_memory import BIG
 
 ACCOUNTS = {
-    "fir": "def-me",
-    None: None,
-    "perlmutter": "m1_g",
-    "leonardo": "me",
-    "narval": "def-me",
-    "narval-cpu": "def-me",
-}
+    **dict.fromkeys(("fir", "narval", "narval-cpu"), "def-me"), "perlmutter": "m1_g", "leonardo": "me", None: None,
+}  # fmt: skip
 SINFO = f"cpu*|{os.cpu_count()}|16000|(null)|2:00:00|2|1-infinite"
 
 
@@ -56,13 +49,6 @@ def test_an_earlier_runs_steps(folder: Path) -> None:
     assert found.time_note in found.text and found.cost.startswith("1 GPU for at most 01:15:00")
 
 
-def test_a_run_that_goes_on_has_less_left(folder: Path) -> None:
-    run = made(folder / "runs", "mine")
-    step_folder(run.checkpoints, 90).mkdir(parents=True)
-    assert ": 2,510 steps of 12.0 ms" in shown("train digits epochs=52 --run runs/mine").time_note
-    assert ": 60 steps of 12.0 ms" in shown("train digits --run runs/mine --steps 150").time_note
-
-
 def test_a_training_behind_the_epochs_of_its_initial_weights_has_less_left(folder: Path) -> None:
     made(folder / "runs")
     begun = shown("train digits epochs=52 --from old.pt --epochs-done 2").time_note
@@ -89,10 +75,8 @@ def test_the_limit_is_of_the_queue_that_is_named(folder: Path) -> None:
         assert f"#SBATCH --time={limit}" in found.text
 
 
-@pytest.mark.costly
-def test_a_data_sheet_and_the_memory_from_one_trace(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+@pytest.mark.slow
+def test_a_data_sheet_and_the_memory_from_one_trace(folder: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
     (folder / "big.py").write_text(BIG)
     monkeypatch.setattr(automatic_time, "foreseen_warnings", lambda *_: pytest.fail("it was traced twice"))
     job = JobOptions(site="narval", account="def-me", time="auto")

@@ -1,7 +1,5 @@
 """load, evaluate and predict say which checkpoint they took, and why."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

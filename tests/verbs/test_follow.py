@@ -1,7 +1,5 @@
 """grappe follow and grappe curves: a run while it is written, cut back, and after it has ended."""
 
-from __future__ import annotations
-
 import csv
 import io
 import json

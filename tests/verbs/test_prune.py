@@ -1,7 +1,5 @@
 """grappe prune, and what grappe runs says of a run that was started again."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest
@@ -39,7 +37,6 @@ def test_prune_keeps_the_newest_that_verify_and_the_best(run: Path, capsys: pyte
     best = min((one for one in Run(run).records("evaluation") if one["step"] < 9), key=lambda one: one["loss"])["step"]
     assert names(run) == sorted({f"step-{step:06d}" for step in (best, 7, 8, 9)})
     latest = Run(run).latest()
-    assert latest is not None
     assert latest.step == 8
     assert ".step-000010.dead" in told
     commands.app(["prune", str(run), "--keep", "2"])

@@ -1,16 +1,14 @@
 """A race: runs by what they took to reach a score, in proportion between two evaluations."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from grappe.cli.commands import main
 from grappe.errors import RunError, UsageError
 from grappe.verbs.race import Target, board, race, target_of
+from tests.typed import ended
 
 ACCURACY = Target(name="accuracy", value=0.9, falls=False)
 
@@ -70,9 +68,8 @@ def test_a_score_of_fewer_samples_is_marked(tmp_path: Path) -> None:
     make(tmp_path, "few", {20: 0.99}, samples=128)
     make(tmp_path, "low", {20: 0.5}, samples=128)
     make(tmp_path, "other", {20: 0.99}, samples=64, task="mine.py")
-    columns = {
-        column.header: list(column.cells) for column in board(race(tmp_path, ACCURACY), ACCURACY, "time").columns
-    }
+    table = board(race(tmp_path, ACCURACY), ACCURACY, "time")
+    columns = {column.header: list(column.cells) for column in table.columns}
     assert columns["run"] == ["all", "few", "low", "other"]
     assert columns["validation samples"] == ["", "128 / 180", "128 / 180", ""]
 
@@ -124,17 +121,8 @@ def test_a_score_that_no_run_has_is_answered_with_those_there_are(tmp_path: Path
     ("words", "code"),
     [(("--race", "accuracy=0.9", "--by", "samples"), 0), (("--race", "accuracy"), 2), (("one", "--race", "a=1"), 2)],
 )
-def test_from_the_command_line(
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-    words: tuple[str, ...],
-    code: int,
-) -> None:
+def test_from_the_command_line(tmp_path: Path, capsys, monkeypatch, words: tuple[str, ...], code: int) -> None:
     make(tmp_path, "one", {10: 0.8, 20: 1.0})
-    monkeypatch.setattr("sys.argv", ["grappe", "runs", *words, "--runs", str(tmp_path)])
     monkeypatch.setenv("COLUMNS", "200")
-    with pytest.raises(SystemExit) as ended:
-        main()
-    assert ended.value.code == code
+    assert ended("runs", *words, "--runs", str(tmp_path)) == code
     assert code or "150" in capsys.readouterr().out

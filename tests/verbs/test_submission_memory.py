@@ -1,7 +1,5 @@
 """Before the queue: a peak that does not fit a site's GPUs, with a plan that fits; and a GPU that would mostly wait."""
 
-from __future__ import annotations
-
 import dataclasses
 import re
 import time
@@ -76,9 +74,7 @@ class Big(grappe.Task):
         ("narval", "replicate=4", ("reads=true",), "was not foreseen: "),
     ],
 )
-def test_what_does_not_fit_is_said(
-    tmp_path: Path, site: str, plan: str, fields: tuple[str, ...], says: str | None
-) -> None:
+def test_what_does_not_fit_is_said(tmp_path, site: str, plan: str, fields: tuple[str, ...], says: str | None) -> None:
     (tmp_path / "big.py").write_text(BIG)
     found = warnings(tmp_path, site, plan, fields)
     assert len(found) == (says is not None)
@@ -98,19 +94,19 @@ def warnings(folder: Path, site: str, plan: str, fields: tuple[str, ...]) -> lis
     return found
 
 
-@pytest.mark.costly
+@pytest.mark.slow
 def test_gpus_auto_are_the_fewest_whose_memory_is_enough(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     Path("big.py").write_text(BIG)
     job = JobOptions(site="narval", account="def-me", gpus=FEWEST)
-    chosen, sentence = with_gpus(Submission(task="big.py", arguments=("big.py",), job=job))
+    submission = Submission(task="big.py", arguments=("big.py",), job=job)
+    chosen, sentence = with_gpus(submission)
     assert sentence == (
         "--gpus auto: 2 GPUs of narval: fits on 2 GPUs with no more computing (shard=2); not on 1 GPU. Foreseen, not "
         "measured on that GPU"
     )
     (made,) = submit(chosen, show=True)
     assert "--gpus-per-node=a100:2" in made.text and "train big.py --plan shard=2" in made.text
-    submission = Submission(task="big.py", arguments=("big.py",), job=job)
     with pytest.raises(UsageError, match="--gpus auto chooses processes and recomputation"):
         with_gpus(dataclasses.replace(submission, plans=("replicate=2",)))
     with pytest.raises(UsageError, match="does not fit on a node of narval: not on 1 GPU or 2 GPUs or 4 GPUs"):
@@ -119,7 +115,7 @@ def test_gpus_auto_are_the_fewest_whose_memory_is_enough(tmp_path: Path, monkeyp
         list(submit(dataclasses.replace(submission, command="evaluate"), show=True))
 
 
-@pytest.mark.costly
+@pytest.mark.slow
 def test_sizes_whose_memory_is_too_little_are_not_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     Path("big.py").write_text(BIG)
@@ -194,16 +190,8 @@ def test_time_of_computing_is_limited_and_not_time_that_others_compute(monkeypat
         in_limited_process(computes)
 
 
-def test_the_plan_is_judged_without_advice_where_the_search_fails(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_plan_is_judged_without_advice_where_the_search_fails(tmp_path: Path, monkeypatch) -> None:
     (tmp_path / "big.py").write_text(BIG)
     monkeypatch.setattr("grappe.verbs.automatic_time._another", lambda *_: 1 / 0)
     (found,) = warnings(tmp_path, "narval", "replicate=4", ())
     assert "it will run out of memory (foreseen" in found
-
-
-def test_a_site_without_gpus_is_not_examined() -> None:
-    from grappe.verbs.foresee.foresee import budget_in
-
-    assert budget_in(find("narval-cpu")) is None

@@ -9,6 +9,7 @@ import secrets
 import socket
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -44,8 +45,11 @@ class Lease:
         RunError: on `take`, a live process holds the lease.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(
+        self, folder: Path, *, beat_seconds: float = BEAT_SECONDS, clock: Callable[[], float] = time.time
+    ) -> None:
         self._file = folder / FILE
+        self._beat_seconds, self._clock = beat_seconds, clock
         self.token = secrets.token_hex(8)
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
@@ -53,7 +57,7 @@ class Lease:
     def held_by(self) -> str:
         """Names the living process that holds the lease; "": none."""
         holder = _holder(self._file)
-        if holder is None or not _lives(holder):
+        if holder is None or not _lives(holder, self._clock()):
             return ""
         return f"process {holder.pid} on {holder.host}{f', job {holder.job}' if holder.job else ''}"
 
@@ -95,7 +99,7 @@ class Lease:
                 files.remove(self._file)
 
     def _beat(self) -> None:
-        while not self._stop.wait(BEAT_SECONDS):
+        while not self._stop.wait(self._beat_seconds):
             try:
                 self.check()
                 self._write()
@@ -103,7 +107,7 @@ class Lease:
                 continue  # the next commit checks again, and reports it
 
     def _write(self) -> None:
-        write_json(self._file, {**_myself(), "token": self.token, "beat": time.time()})
+        write_json(self._file, {**_myself(), "token": self.token, "beat": self._clock()})
 
 
 def is_taken_over(folder: Path, token: str) -> bool:
@@ -128,7 +132,7 @@ def _myself() -> dict[str, Any]:
     }
 
 
-def _lives(holder: Holder) -> bool:
+def _lives(holder: Holder, now: float) -> bool:
     me = _myself()
     if holder.job and holder.job == me["job"] and holder.restart < me["restart"]:
         return False  # a job is started again only when its processes are gone
@@ -139,4 +143,4 @@ def _lives(holder: Holder) -> bool:
             return False
         except PermissionError:
             pass  # it lives, and is somebody else's
-    return abs(time.time() - holder.beat) < STALE_SECONDS  # a beat from the future is no sign of life either
+    return abs(now - holder.beat) < STALE_SECONDS  # a beat from the future is no sign of life either

@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import shlex
 import sys
+from collections.abc import Sequence
 from json import dumps
 from pathlib import Path
 from typing import Annotated, Literal
@@ -500,9 +501,9 @@ cluster.register(app)
 put_in_order(app)
 
 
-def main() -> None:
+def main(words: Sequence[str] | None = None) -> None:
     """The `grappe` command: exit codes 0 done, 1 failed, 2 wrong use, 75 interrupted and saved."""
-    entry_point.run(app)
+    entry_point.run(app, words)
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ import math
 import os
 import sys
 import traceback
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NoReturn
 
 from cyclopts import App, CycloptsError
@@ -31,13 +31,14 @@ BUG = "a bug in grappe"
 """What an exception that nobody foresaw is called: attacks and fuzzers search what was said for it."""
 
 
-def run(app: App) -> NoReturn:
-    """Runs the command that sys.argv names, and ends this process with its exit code."""
+def run(app: App, words: Sequence[str] | None = None) -> NoReturn:
+    """Runs the command of these words, by default those of sys.argv, and ends this process with its exit code."""
+    words = sys.argv[1:] if words is None else words
     let_threads_sleep()
     show_any_text()
     if (unknown := unknown_language()) is not None and is_main_process():
         complain(f"grappe: {unknown}")
-    arguments = [text for text in sys.argv[1:] if text != "--debug"]
+    arguments = [text for text in words if text != "--debug"]
     if arguments[:1] == ["help"]:
         arguments = [*arguments[1:], "--help"]
     elif arguments == ["version"]:
@@ -46,7 +47,7 @@ def run(app: App) -> NoReturn:
         from grappe.cli.help import set_formatter
 
         set_formatter(app)
-    debug = "--debug" in sys.argv
+    debug = "--debug" in words
     try:
         code = _code(app, script_apart(arguments))
     except GrappeError as error:

@@ -313,7 +313,7 @@ def _check_once(setup: EngineSetup) -> None:
     problem: GrappeError | None = None
     if setup.world.rank == 0:
         try:
-            run_in_fork(lambda: check_units(setup.task, setup.sample_inputs))
+            run_in_fork(lambda: check_units(setup.task, setup.sample_inputs, stored_in(setup.plan)))
         except GrappeError as error:
             problem = error
     problem = setup.world.share(problem)

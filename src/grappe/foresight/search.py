@@ -145,7 +145,11 @@ def foreseen(
 
 
 def fitting(
-    fake_model: FakeModel, plan: Plan, budget: MemoryBudget, more: MemoryBudget | None = None
+    fake_model: FakeModel,
+    plan: Plan,
+    budget: MemoryBudget,
+    more: MemoryBudget | None = None,
+    seconds: float = SECONDS,
 ) -> Foreseen | None:
     """Finds another plan that learns the same as `plan`, and fits: the first of those that cost least.
 
@@ -155,7 +159,7 @@ def fitting(
         more: the memory that each of more processes may have; None: as much.
 
     Raises:
-        TaskError: the task cannot be traced, or not in SECONDS.
+        TaskError: the task cannot be traced, or not in `seconds` of computing.
     """
     begun, states = time.process_time(), 0
     for times, memory in ((1, budget), *((times, more or budget) for times in MORE)):
@@ -174,8 +178,8 @@ def fitting(
             )
             if other == plan:
                 continue
-            if time.process_time() - begun > SECONDS:
-                raise too_slow(SECONDS)
+            if time.process_time() - begun > seconds:
+                raise too_slow(seconds)
             candidate = foreseen(fake_model, other, fake_model.task.batch_size, memory)
             if candidate.needs is not None:
                 states = max(states, candidate.needs.states.total)
@@ -235,6 +239,6 @@ def in_words(choices_by_count: Mapping[int, Recomputation | PlanError]) -> str:
     return "; ".join([*parts, f"not on {' or '.join(misses)}"] if misses else parts)
 
 
-def too_slow(seconds: int) -> TaskError:
+def too_slow(seconds: float) -> TaskError:
     """Makes the error of a trace that takes longer than a command may wait."""
     return TaskError(f"data() and tracing the model take more than {seconds} s here: try grappe foresee")

@@ -6,7 +6,7 @@ import contextlib
 import functools
 import os
 import time
-from collections.abc import Iterator, MutableMapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from pathlib import Path
 
 POLICY = "OMP_WAIT_POLICY"
@@ -15,20 +15,20 @@ STAT = Path("/proc/stat")
 LOOKS, LOOK_SECONDS = 5, 0.004
 
 
-def is_busy() -> bool:
+def is_busy(stat: Path = STAT, environment: Mapping[str, str] = os.environ) -> bool:
     """Returns whether other programs run on so many cores that this process's threads would have to share one.
 
     A Slurm job has its cores for itself, and counts as quiet. The lowest of several samples counts: a program that runs
     only for a moment does not matter. False if the system does not report the number of running threads (macOS).
     """
-    if "SLURM_JOB_ID" in os.environ:
+    if "SLURM_JOB_ID" in environment:
         return False
     cores = os.cpu_count() or 1
     others = cores
     for _ in range(LOOKS):
         # The whole machine's running and runnable threads, without this one.
         try:
-            lines = STAT.read_text().splitlines()
+            lines = stat.read_text().splitlines()
         except OSError:
             return False
         running = (int(line.split()[1]) for line in lines if line.startswith("procs_running "))
@@ -46,21 +46,21 @@ def _was_busy() -> bool:
     return is_busy()
 
 
-def let_threads_sleep(environment: MutableMapping[str, str] = os.environ) -> None:
+def let_threads_sleep(environment: MutableMapping[str, str] = os.environ, busy: Callable[[], bool] = _was_busy) -> None:
     """Sets OMP_WAIT_POLICY=passive on a busy machine; OpenMP reads the variable once, when torch is loaded.
 
     By default a thread spins for milliseconds at the end of each parallel section. If others use its core too, it
     spins while the thread that it waits for has none; on a quiet machine spinning is quicker than waking up.
     """
-    if not any(name in environment for name in CHOICES) and _was_busy():
+    if not any(name in environment for name in CHOICES) and busy():
         environment[POLICY] = "passive"
 
 
 @contextlib.contextmanager
-def sleeping_threads() -> Iterator[None]:
+def sleeping_threads(busy: Callable[[], bool] = _was_busy) -> Iterator[None]:
     """Context in which started processes inherit sleeping threads; this process's own environment is restored."""
     before = os.environ.get(POLICY)
-    let_threads_sleep()
+    let_threads_sleep(busy=busy)
     try:
         yield
     finally:

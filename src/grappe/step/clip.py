@@ -127,7 +127,8 @@ def bounding(norm: Tensor, bound: float) -> Tensor:
 def scale(parameters: Sequence[Tensor], factor: Tensor | float) -> None:
     """Multiplies every gradient by `factor`, in place."""
     gradients = [local_part(parameter.grad) for parameter in parameters if parameter.grad is not None]
-    foreach_mul_(gradients, factor)
+    if gradients:  # a pipeline's stage may be frozen
+        foreach_mul_(gradients, factor)
 
 
 def backward_scaled(

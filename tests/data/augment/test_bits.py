@@ -1,7 +1,5 @@
 """Every augmentation of a slice is that of the batch, bit by bit, and draws apart from every other."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import numpy as np

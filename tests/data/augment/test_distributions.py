@@ -4,8 +4,6 @@ The references are written here from the formulas: torchvision's wheel needs a t
 `benchmarks/augmentations.py` compares with torchvision itself. Keys are fixed, so nothing here fails by chance.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 import random

@@ -1,7 +1,5 @@
 """Operations on images against Pillow's, which RandAugment and its relatives were published with."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Writes the same rows as shards of every format, for the tests of corpora."""
 
-from __future__ import annotations
-
 import gzip
 import io
 import json

@@ -1,7 +1,5 @@
 """Tests that a corpus reads each row of every format once an epoch, in an order of the seed and the files alone."""
 
-from __future__ import annotations
-
 import gzip
 import json
 import pickle
@@ -30,9 +28,8 @@ from tests.data.corpus.shards import ENDINGS, SEQUENTIAL, corpus_folder, expecte
 
 
 @pytest.fixture(autouse=True)
-def small_blocks(monkeypatch, tmp_path):
+def small_blocks(monkeypatch):
     monkeypatch.setattr(formats, "BLOCK_BYTES", 500)
-    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
 
 
 @pytest.mark.parametrize("ending", ENDINGS)
@@ -142,28 +139,22 @@ def _cut(file):
     file.write_bytes(file.read_bytes()[: (file.stat().st_size * 2 // 3) | 1])
 
 
+def _of_other_bytes(file):
+    file.write_bytes(b"\x93nothing of the kind" * 300)
+
+
+COLUMNS = r"its columns are \(id string, words string\)"
+BOMBS = dict.fromkeys((".jsonl", *SEQUENTIAL), "a line of .* bytes")
+BOMBS |= {".parquet": "needs more than 0.0 GB of memory", ".arrow": "record batches are compressed"}
+BOMBS |= {".tar": "a member of 1,048,576 bytes, of at most 65,536"}
 DAMAGE = {
     "cut": (_cut, dict.fromkeys(ENDINGS, "")),
     "flipped": (_flipped, dict.fromkeys((".parquet", ".jsonl", *SEQUENTIAL), "")),
     "a hole": (_of_zeros, {".tar": "has something behind its end"}),
     "nested": (_nested, {".jsonl": "recursion"}),
-    "another file": (
-        lambda file: file.write_bytes(b"\x93nothing of the kind" * 300),
-        {ending: "" for ending in ENDINGS if ending != ".bin"},
-    ),
-    "other columns": (
-        _of_other_columns,
-        dict.fromkeys((".parquet", ".arrow"), r"its columns are \(id string, words string\)"),
-    ),
-    "bomb": (
-        _unpacks_without_end,
-        {
-            ".parquet": "needs more than 0.0 GB of memory",
-            ".arrow": "record batches are compressed",
-            ".tar": "a member of 1,048,576 bytes, of at most 65,536",
-        }
-        | dict.fromkeys((".jsonl", *SEQUENTIAL), "a line of .* bytes"),
-    ),
+    "another file": (_of_other_bytes, dict.fromkeys([one for one in ENDINGS if one != ".bin"], "")),
+    "other columns": (_of_other_columns, dict.fromkeys((".parquet", ".arrow"), COLUMNS)),
+    "bomb": (_unpacks_without_end, BOMBS),
 }
 """How a shard is damaged, and the words of each format that can tell; any bytes are tokens, and contents of columns
 and members have no checksum."""
@@ -211,13 +202,6 @@ def test_shards_without_rows_and_files_that_change_are_told(tmp_path, ending):
         corpus[30]  # another block of formats that have some
 
 
-def test_columns_are_chosen(tmp_path):
-    folder = corpus_folder(tmp_path / "corpus", ".parquet")
-    with pytest.raises(DataError, match=r"no column 'txt'.*text"):
-        Corpus(folder / "part-000.parquet", columns=["txt"])
-    assert set(Corpus(folder / "part-000.parquet", columns=["text"])[0]) == {"text"}
-
-
 def test_the_memory_of_blocks_is_that_of_their_rows(tmp_path):
     table = pa.table({"text": ["many times the same words"] * 1000, "id": range(1000)})
     pq.write_table(table, tmp_path / "rows.parquet", row_group_size=500)
@@ -258,10 +242,8 @@ def test_a_process_grows_by_what_is_foreseen(tmp_path, ending):
     (tmp_path / "rows").mkdir()
     for number in range(20):
         rows = [{"text": random.Random(1000 * number + n).randbytes(500).hex()} for n in range(3000)]
-        lines, file = (
-            b"".join(json.dumps(row).encode() + b"\n" for row in rows),
-            tmp_path / "rows" / f"{number}{ending}",
-        )
+        lines = b"".join(json.dumps(row).encode() + b"\n" for row in rows)
+        file = tmp_path / "rows" / f"{number}{ending}"
         if ending == ".parquet":
             pq.write_table(pa.Table.from_pylist(rows), file, row_group_size=1500)
         else:
@@ -299,10 +281,17 @@ def test_what_cannot_be_a_corpus_is_one_message(tmp_path):
         Corpus(folder / "part-000.jsonl", window=0)
 
 
-def test_a_list_of_files_and_globs(tmp_path):
+def test_files_globs_columns_and_a_view(tmp_path):
     folder = corpus_folder(tmp_path / "corpus", ".jsonl")
     listed = Corpus([folder / "part-002.jsonl", str(folder / "*-000.jsonl")])
     assert [listed[0]["id"], listed[31]["id"]] == [0, 63]  # by their names, whatever the list's order
+    corpus = Corpus(folder, lambda row: (row["id"], len(row["text"])))
+    assert corpus[7] == (7, 14) and not corpus.keyed
+    assert json.loads(json.dumps(corpus.row(7)))["id"] == 7
+    file = corpus_folder(tmp_path / "columns", ".parquet") / "part-000.parquet"
+    with pytest.raises(DataError, match=r"no column 'txt'.*text"):
+        Corpus(file, columns=["txt"])
+    assert set(Corpus(file, columns=["text"])[0]) == {"text"}
 
 
 def test_the_order_depends_on_the_blocks(tmp_path):
@@ -313,12 +302,6 @@ def test_the_order_depends_on_the_blocks(tmp_path):
     same = Corpus(corpus_folder(tmp_path / "c", ".parquet"))
     assert training_order(Task(), same).sampling.fingerprint == first
     assert isinstance(training_order(Task(), same), SampleOrder)
-
-
-def test_a_view_makes_samples(tmp_path):
-    corpus = Corpus(corpus_folder(tmp_path / "a", ".jsonl"), lambda row: (row["id"], len(row["text"])))
-    assert corpus[7] == (7, 14) and not corpus.keyed
-    assert json.loads(json.dumps(corpus.row(7)))["id"] == 7
 
 
 LOOP = """

@@ -1,7 +1,5 @@
 """Tests that a mixture draws from its sources as its weights say, each source in an order of its own."""
 
-from __future__ import annotations
-
 from collections import Counter
 
 import numpy as np
@@ -84,8 +82,7 @@ def test_many_small_shares_come_out_even():
     assert (counts >= 0).all() and counts[1][0] in range(82, 92)
 
 
-def test_rows_in_blocks_are_read_by_windows_in_a_mixture(tmp_path, monkeypatch):
-    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+def test_rows_in_blocks_are_read_by_windows_in_a_mixture(tmp_path):
     blocks = Corpus(corpus_folder(tmp_path / "large", ".parquet", 300), window=2)
     rows = Corpus(corpus_folder(tmp_path / "small", ".jsonl", 50))
     mixture = Corpus.mix({blocks: 0.75, rows: 0.25}, samples=400)

@@ -1,7 +1,5 @@
 """Tests that tokens are written once, by one process or several, and that a killed writing goes on."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess
@@ -15,11 +13,6 @@ from grappe.data.corpus import tokenizing
 from grappe.errors import DataError, UsageError
 from grappe.launch import files
 from tests.data.corpus.shards import corpus_folder, row
-
-
-@pytest.fixture(autouse=True)
-def own_state(monkeypatch, tmp_path):
-    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
 
 
 def words(texts):

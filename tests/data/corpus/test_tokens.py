@@ -1,7 +1,5 @@
 """Tests of windows and packed documents: every token is predicted once, and a packed document's loss is its own."""
 
-from __future__ import annotations
-
 import functools
 
 import numpy as np
@@ -17,11 +15,6 @@ from grappe.data.corpus.tokens import IGNORED, best_fit, check_packed_data
 from grappe.errors import DataError, TaskError
 from grappe.task import Task
 from tests.data.corpus.shards import corpus_folder
-
-
-@pytest.fixture(autouse=True)
-def own_state(monkeypatch, tmp_path):
-    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
 
 
 def documents_of(folder, seed=0, count=60, longest=90, vocabulary=48):

@@ -1,7 +1,5 @@
 """Real photographs cut into many, and sources made of them: folders, archives, shards."""
 
-from __future__ import annotations
-
 import functools
 import io
 import random

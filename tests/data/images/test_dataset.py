@@ -1,7 +1,5 @@
 """The same samples from a folder, an archive and shards; what changes is noticed; what is bad is left out by name."""
 
-from __future__ import annotations
-
 import os
 import pickle
 import random
@@ -243,19 +241,12 @@ def test_more_shards_than_may_be_open(tmp_path: Path) -> None:
     assert len(list(Path("/proc/self/fd").iterdir())) <= before + MOST_OPEN
 
 
-@pytest.mark.parametrize(
-    ("label", "words"),
-    [
-        (b"x", "no label that is a whole number"),
-        (b"-1", "no label"),
-        (b"3", "has 3 classes, and a sample has the label 3"),
-    ],
-)
-def test_shards_need_labels(tmp_path: Path, label: bytes, words: str) -> None:
+def test_shards_need_labels(tmp_path: Path) -> None:
     source = made(tmp_path, "shards")
-    (source / "shard-000000.tar").write_bytes(tar([("a.jpg", jpeg(part(0))), ("a.cls", label)]))
-    with pytest.raises(DataError, match=words):
-        Images(source, VIEW)
+    for label, words in ((b"x", "no label that is a whole number"), (b"-1", "no label"), (b"3", "has 3 classes, and")):
+        (source / "shard-000000.tar").write_bytes(tar([("a.jpg", jpeg(part(0))), ("a.cls", label)]))
+        with pytest.raises(DataError, match=words):
+            Images(source, VIEW)
 
 
 def test_labels_in_json(tmp_path: Path) -> None:
@@ -291,9 +282,7 @@ def validation() -> list[tuple[str, bytes]]:
         ),
     ],
 )
-def test_the_validation_archive_takes_its_labels_from_a_file(
-    tmp_path: Path, lines: list, numbering: list | None
-) -> None:
+def test_the_validation_archive_takes_its_labels_from_a_file(tmp_path, lines, numbering):
     (tmp_path / "val.tar").write_bytes(tar(reversed(validation())))
     (tmp_path / "labels.txt").write_text("\n".join(lines))
     more = {}
@@ -337,26 +326,20 @@ def test_labels_that_do_not_fit_are_refused(tmp_path: Path, capsys) -> None:
         Images(tmp_path / "val.tar", VIEW)
 
 
-@pytest.mark.parametrize("what", ["nothing", "empty folder", "texts", "an archive of texts", "a shard"])
-def test_what_is_no_source_says_what_one_is(tmp_path: Path, what: str) -> None:
-    place = tmp_path / "x"
-    if what == "empty folder":
-        place.mkdir()
-    elif what == "texts":
-        folder(place, {"a/b.txt": b"text"})
-    elif what == "an archive of texts":
-        place.write_bytes(tar([("a/b.txt", b"text")]))
-    elif what == "a shard":
-        place.write_bytes(tar([("a.jpg", jpeg(part(0))), ("a.cls", b"0")]))
-    words = {
-        "nothing": "no such file",
-        "empty folder": "no class folders",
-        "texts": "no image",
-        "an archive of texts": "no image",
-        "a shard": "is a shard",
-    }
-    with pytest.raises(DataError, match=words[what]):
-        Images(place, VIEW)
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda place: None, "no such file"),
+        (lambda place: place.mkdir(), "no class folders"),
+        (lambda place: folder(place, {"a/b.txt": b"text"}), "no image"),
+        (lambda place: place.write_bytes(tar([("a/b.txt", b"text")])), "no image"),
+        (lambda place: place.write_bytes(tar([("a.jpg", jpeg(part(0))), ("a.cls", b"0")])), "is a shard"),
+    ],
+)
+def test_what_is_no_source_says_what_one_is(tmp_path: Path, make: Callable, words: str) -> None:
+    make(tmp_path / "x")
+    with pytest.raises(DataError, match=words):
+        Images(tmp_path / "x", VIEW)
 
 
 def test_a_dataset_travels_to_another_process(tmp_path: Path) -> None:

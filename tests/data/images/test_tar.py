@@ -1,7 +1,5 @@
 """Headers are walked as Python's tarfile reads them; what is no plain archive gets one message."""
 
-from __future__ import annotations
-
 import io
 import os
 import random
@@ -56,9 +54,7 @@ def test_an_archive_of_gnus_tar_and_a_size_in_base_256(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("form", [tarfile.USTAR_FORMAT, tarfile.GNU_FORMAT, tarfile.PAX_FORMAT])
 @pytest.mark.parametrize("seed", range(8))
-def test_what_is_read_by_windows_is_what_is_read_one_by_one(
-    tmp_path: Path, form: int, seed: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_is_read_by_windows_is_what_is_read_one_by_one(tmp_path, form, seed, monkeypatch):
     """Windows of many headers give the same members, and the same message where the archive is damaged."""
     draws = random.Random(seed)
     names = [

@@ -1,7 +1,5 @@
 """Tests of the native engine's memory, and of its state's equality on all processes."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Microbatches of one shape: rows that are filled in count nothing, and are refused where they would count."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 
@@ -18,16 +16,15 @@ def micro(rows: int, width: int = 3, weights: torch.Tensor | None = None) -> Mic
     return Microbatch(inputs=inputs, targets=torch.arange(rows), rows=rows, weights=weights)
 
 
-def test_short_ones_repeat_their_last_row_and_keep_their_count() -> None:
+def test_short_microbatches_are_filled_and_keep_their_count() -> None:
     long, short = even([micro(4), micro(2)], 4)
     assert long.inputs["x"].shape == short.inputs["x"].shape == (4, 3)
     assert torch.equal(short.inputs["x"][1:], short.inputs["x"][1].expand(3, 3))
     assert short.rows == 2 and short.targets.tolist() == [0, 1, 1, 1]
-
-
-def test_weights_are_filled_with_zeros() -> None:
     (found,) = even([micro(2, weights=torch.ones(2, 5))], 3)
     assert found.weights is not None and found.weights.sum(1).tolist() == [5.0, 5.0, 0.0]
+    (found,) = even([micro(2)._replace(targets=[{"boxes": torch.ones(3, 4)}, {"boxes": torch.ones(1, 4)}])], 3)
+    assert [len(one["boxes"]) for one in found.targets] == [3, 1, 1]
 
 
 class Given(Images):
@@ -47,9 +44,11 @@ def test_padding_rows_have_neither_loss_nor_gradient() -> None:
         assert loss.total.item() == values[:2].sum().item() / (values.numel() // 3)
 
 
-def test_microbatches_that_differ_otherwise_are_refused() -> None:
+def test_what_cannot_be_made_alike_is_refused() -> None:
     with pytest.raises(PlanError, match=r"must have one shape, and a step had \[2, 3\], \[2, 4\]: let collate"):
         even([micro(2, 3), micro(2, 4)], 2)
+    with pytest.raises(PlanError, match=r"collate\(\) gave cannot be cut so: a tensor has \[5, 3\] for 2 samples"):
+        even([micro(2)._replace(inputs=torch.ones(5, 3))], 3)
 
 
 def test_the_largest_microbatch_is_that_of_any_slice() -> None:
@@ -69,21 +68,9 @@ def test_the_largest_microbatch_is_that_of_any_slice() -> None:
         ("pipeline=2,microbatches=2", 64, 65, 1),
     ],
 )
-def test_batch_normalisation_takes_no_rows_that_are_filled_in(
-    plan: str, batch: int, samples: int, refused: int | None
-) -> None:
+def test_batch_normalisation_takes_no_rows_that_are_filled_in(plan, batch, samples, refused):
     if refused is None:
         check_even(Plan.parse(plan), batch, samples)
         return
     with pytest.raises(PlanError, match=f"a step of {refused} samples .* batch normalisation's statistics"):
         check_even(Plan.parse(plan), batch, samples)
-
-
-def test_lists_with_an_entry_a_sample_are_filled_too() -> None:
-    (found,) = even([micro(2)._replace(targets=[{"boxes": torch.ones(3, 4)}, {"boxes": torch.ones(1, 4)}])], 3)
-    assert [len(one["boxes"]) for one in found.targets] == [3, 1, 1]
-
-
-def test_what_has_no_row_for_each_sample_is_refused() -> None:
-    with pytest.raises(PlanError, match=r"collate\(\) gave cannot be cut so: a tensor has \[5, 3\] for 2 samples"):
-        even([micro(2)._replace(inputs=torch.ones(5, 3))], 3)

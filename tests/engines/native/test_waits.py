@@ -1,9 +1,6 @@
 """The native engine's steps make the host wait for no GPU: on tests.gpu_stand_in, since this machine has none."""
 
-from __future__ import annotations
-
-import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +26,7 @@ from grappe.step.noise_scale import NoiseScale
 from grappe.step.observers import Observers
 from grappe.step.scores import TrainingScores
 from grappe.training.loop import WeightAverage
-from tests.gpu_stand_in import GPU, GpuStandIn, Wait, gpu_stand_in
+from tests.gpu_stand_in import GPU, GpuStandIn, Wait
 
 WARM, STEPS = 2, 3
 OPTIMIZERS = {
@@ -134,31 +131,17 @@ class Compared(Images):
         return (output @ output.T).square().mean(1)
 
 
-@pytest.fixture
-def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[GpuStandIn]:
-    with gpu_stand_in(monkeypatch) as gpu:
-        yield gpu
-
-
 def waits(gpu: GpuStandIn, task: Task, text: str, noise: NoiseScale | None = None) -> list[Wait]:
     """Returns the calls that wait, of STEPS steps once WARM steps have made what is kept."""
     plan = Plan.parse(text)
     world = World(process=ProcessRank(), device=GPU)
     loader = training_loader(task, task.data("train", Path()), plan, world)
     average, scores = WeightAverage(0.9), TrainingScores(task, world, metrics=False)
-    setup = EngineSetup(
-        task=task,
-        plan=plan,
-        world=world,
-        weights=built(task),
-        total_steps=100,
-        samples=64,
-        observers=Observers(optimizer=[average.watch], output=[scores.add]),
-    )
+    observers = Observers(optimizer=[average.watch], output=[scores.add])
     if noise is not None:
         observers = Observers(phase=[noise.on_phase], optimizer=[noise.on_optimizer], output=[noise.on_output])
-        setup = dataclasses.replace(setup, observers=observers)
-    engine = Native(setup)
+    of_task = {"task": task, "plan": plan, "weights": built(task), "total_steps": 100, "samples": 64}
+    engine = Native(EngineSetup(world=world, observers=observers, **of_task))
     before: list[Any] = []
     for number, batch in enumerate(loader.batches(0, WARM + STEPS)):
         result = engine.step(batch)
@@ -195,9 +178,7 @@ def test_a_step_waits_for_nothing(gpu: GpuStandIn, task: Task, text: str) -> Non
     assert gpu.event_waits == numbers * STEPS
 
 
-def test_samples_that_do_not_fit_the_gpu_are_copied_without_waiting(
-    gpu: GpuStandIn, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_samples_that_do_not_fit_the_gpu_are_copied_without_waiting(gpu, monkeypatch):
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device=None: (1000, 1000))
     assert waits(gpu, Images(), "") == []
     assert "copy to the GPU on side" in gpu.calls

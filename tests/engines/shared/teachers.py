@@ -1,10 +1,8 @@
 """Tasks with a teacher that follows its student: in after_step, in forward, and in ways that are refused."""
 
-from __future__ import annotations
-
 import copy
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -51,20 +49,8 @@ class Distilled(Task):
 
     epochs: int = 2
     batch_size: int = 12
-    way: Literal[
-        "lerp",
-        "data",
-        "foreach",
-        "noise",
-        "statistics",
-        "other",
-        "fails",
-        "shape",
-        "nothing",
-        "forward",
-        "forward_data",
-        "codebook",
-    ] = "lerp"
+    way: str = "lerp"
+    """Movement of the teacher, or what after_step does otherwise."""
 
     def model(self) -> nn.Module:
         return Pair(self.way)
@@ -114,7 +100,7 @@ class Distilled(Task):
 class Written(Distilled):
     """Mean teacher that moves in forward."""
 
-    way: Literal["forward", "forward_data", "codebook"] = "forward"
+    way: str = "forward"
     after_step = Task.after_step
 
 

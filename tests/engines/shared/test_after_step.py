@@ -1,7 +1,5 @@
 """after_step does the same under every plan and engine, resumes to the bit, and is refused where it cannot."""
 
-from __future__ import annotations
-
 import functools
 import re
 from pathlib import Path
@@ -11,9 +9,9 @@ import pytest
 
 import grappe
 from grappe.plan import Plan
-from grappe.training.options import Options
 from tests.engines.shared.teachers import Distilled
 from tests.faults.resume_cell import hashes
+from tests.faults.resuming import run
 from tests.gallery.cell import runner
 from tests.parity.cell import TOLERANCE, difference
 from tests.processes import Pool
@@ -53,8 +51,7 @@ def test_parameters_that_are_assigned_and_draws_are_those_of_one_process(pool: P
 
 def test_what_it_moved_resumes_to_the_bit(pool: Pool, tmp_path: Path) -> None:
     for folder, steps in (("whole", STEPS), ("run", 2), ("run", STEPS)):
-        options = Options(steps=steps, save_every=1, evaluate_every=1, keep=9)
-        pool.run("tests.faults.resume_cell:part", 2, Distilled(), "shard=2", tmp_path / folder, options, None)
+        run(pool, Distilled(), "shard=2", tmp_path / folder, steps=steps, save_every=1, evaluate_every=1)
     assert hashes(tmp_path / "run", STEPS) == hashes(tmp_path / "whole", STEPS)
 
 

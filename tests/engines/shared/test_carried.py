@@ -1,27 +1,97 @@
 """State in a model's attributes: the same under every plan, exact on resume, apart from evaluation, or refused."""
 
-from __future__ import annotations
-
 import gc
 import re
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 import grappe
+from grappe import Arrays, Sampling, Task
 from grappe.checkpoint.format import list_checkpoints
 from grappe.engines.shared.carried import CarriedState, attributes_kept
 from grappe.parallel.attributes import copied_attributes
 from grappe.plan import Plan
-from grappe.training.options import Options
-from tests.engines.shared.streams import CHUNKS, Stream
+from tests.faults import resuming
 from tests.faults.resume_cell import hashes, hashes_of
 from tests.gallery.cell import runner
 from tests.parity.cell import TOLERANCE, difference
 from tests.processes import Pool
+
+COLUMNS, CHUNKS, LENGTH = 4, 6, 3
+RARE = 3  # only in the second half of the columns at first
+
+
+class Recurrent(nn.Module):
+    """A cell over a chunk of each column; the last state is the next chunk's first."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.embed, self.cell, self.head = (nn.Embedding(7, 5), nn.LSTM(5, 6, batch_first=True), nn.Linear(6, 7))
+        self.way = way
+        self.hidden: Any = None
+        self.last: Any = None
+        self.calls = 0
+        self.history: list[Any] = []
+        self.noise = torch.Generator().manual_seed(4)
+        self.strange = object()
+        self.length = 0
+        self.table: Any = None
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        hidden = self.hidden
+        if self.way != "hidden" or hidden is None or hidden[0].shape[1] != len(tokens):
+            hidden = None
+        output, state = self.cell(self.embed(tokens), hidden)
+        self.last = output.detach()
+        if self.length != tokens.shape[1]:  # as rotary embeddings keep their tables
+            self.length = tokens.shape[1]
+            self.table = torch.linspace(0.5, 1, 6 * self.length).view(self.length, 6)
+        output = output * self.table
+        if self.way == "rare":
+            self.calls += int((tokens[:, 0] == RARE).any())
+            return self.head(output) * (1 + 0.1 * self.calls)
+        if self.way == "numbers":
+            self.calls += 1
+            self.history = [*self.history, float(self.calls)]
+            self.strange = object() if self.strange else None
+            return self.head(output) * (1 + 0.1 * self.calls) + torch.rand(1, generator=self.noise)
+        self.hidden = tuple(part.detach() for part in state)
+        return self.head(output)
+
+
+class Stream(Task):
+    """Four columns of text, read chunk by chunk."""
+
+    epochs: int = 2
+    batch_size: int = COLUMNS
+    way: Literal["hidden", "numbers", "rare"] = "hidden"
+    consecutive_batches = True
+
+    def model(self) -> nn.Module:
+        return Recurrent(self.way)
+
+    def data(self, split: str, folder: Path) -> Arrays:
+        text = torch.randint(0, 7, (COLUMNS, CHUNKS, LENGTH + 1), generator=torch.Generator().manual_seed(8))
+        rows = text.transpose(0, 1).flatten(0, 1)  # all columns' first chunks, then their second ones
+        return Arrays(rows[:, :-1], rows[:, 1:])
+
+    def sampling(self, dataset: Any) -> Sampling:
+        return Sampling(shuffle=False)
+
+    def loss(self, output: Tensor, target: Tensor) -> Tensor:
+        return F.cross_entropy(output.transpose(1, 2), target, reduction="none").mean(1)
+
+    def optimizer(self, named_parameters):
+        return torch.optim.SGD(named_parameters, lr=0.5, momentum=0.5)
+
+    def units(self, model: nn.Module) -> list[nn.Module]:
+        return [model.embed, model.cell, model.head]
+
 
 STEPS = CHUNKS - 1  # in mid-epoch
 
@@ -31,8 +101,7 @@ def train(pool: Pool, plan: str) -> Any:
 
 
 def part(pool: Pool, task: Stream, plan: str, run: Path, steps: int, **options: Any) -> str:
-    asked = Options(steps=steps, save_every=1, keep=9, **{"evaluate_every": 1, **options})
-    return pool.run("tests.faults.resume_cell:part", Plan.parse(plan).processes, task, plan, run, asked, None)[0]
+    return resuming.run(pool, task, plan, run, steps=steps, save_every=1, **{"evaluate_every": 1, **options})
 
 
 @pytest.mark.parametrize(
@@ -52,16 +121,13 @@ def test_they_resume_to_the_bit_in_mid_epoch(pool: Pool, tmp_path: Path, way: An
     for steps in (2, STEPS):
         part(pool, Stream(way=way), plan, tmp_path / "run", steps)
     assert hashes(tmp_path / "run", STEPS) == hashes(tmp_path / "whole", STEPS)
-    assert any(
-        name.startswith("carried.1." if way == "rare" else "carried.0.") for name in hashes(tmp_path / "run", STEPS)
-    )
+    prefix = "carried.1." if way == "rare" else "carried.0."
+    assert any(name.startswith(prefix) for name in hashes(tmp_path / "run", STEPS))
     assert ("attribute 'strange' changes, and is not saved (object)" in said) == (way == "numbers")
 
 
 @pytest.mark.parametrize(("first", "second"), [("replicate=2", ""), ("", "replicate=2")])
-def test_rows_are_cut_again_for_another_number_of_processes(
-    pool: Pool, tmp_path: Path, first: str, second: str
-) -> None:
+def test_rows_are_cut_again_for_another_number_of_processes(pool, tmp_path, first, second):
     part(pool, Stream(), "", tmp_path / "whole", STEPS)
     part(pool, Stream(), first, tmp_path / "run", 2)
     part(pool, Stream(), second, tmp_path / "run", STEPS)
@@ -77,11 +143,8 @@ def test_evaluation_changes_nothing_and_no_activation_is_saved(pool: Pool, tmp_p
     for pair in zip(*kept, strict=True):
         seldom, often = ({**hashes_of(one), "json": ""} for one in pair)
         assert seldom == often
-    assert [name for name in hashes_of(kept[0][0]) if name.startswith("carried.0.")] == [
-        "carried.0.0",
-        "carried.0.1",
-        "carried.0.2",
-    ]
+    carried = [name for name in hashes_of(kept[0][0]) if name.startswith("carried.0.")]
+    assert carried == [f"carried.0.{number}" for number in range(3)]
 
 
 def test_verify_judges_it_and_names_it(pool: Pool) -> None:
@@ -116,9 +179,8 @@ def test_what_does_not_change_is_in_memory_once() -> None:
     carried.keep_first(before)
     assert carried.changed().keys() == {("", "state")}
     del before
-    alive = [
-        each for each in gc.get_objects() if type(each) is Tensor and not each.is_nested and each.shape == (7, 11, 13)
-    ]
+    tensors = [each for each in gc.get_objects() if type(each) is Tensor and not each.is_nested]
+    alive = [each for each in tensors if each.shape == (7, 11, 13)]
     assert [each is model.features for each in alive] == [True]
     model.features.data[6, 10, 12] = 2  # without a sign of it on the tensor
     model.edges = model.edges * 2

@@ -1,7 +1,5 @@
 """Remarks at a training's end on random numbers that were not those of one process."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn

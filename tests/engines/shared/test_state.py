@@ -1,7 +1,5 @@
 """Checks where a restored optimizer has its numbers: as torch's own load_state_dict puts them."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn

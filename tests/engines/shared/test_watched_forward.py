@@ -1,7 +1,5 @@
 """Parameters that forward writes: kept as one process keeps them, or refused in the first step with the user's line."""
 
-from __future__ import annotations
-
 import functools
 import json
 import re
@@ -17,9 +15,9 @@ from grappe.checkpoint.format import list_checkpoints
 from grappe.engines.shared.watched_forward import sets_before_reads, writes_seen
 from grappe.plan import Plan
 from grappe.private_api.torch import TorchDispatchMode
-from grappe.training.options import Options
 from tests.engines.shared.teachers import Distilled, Written
 from tests.faults.resume_cell import hashes_of
+from tests.faults.resuming import run
 from tests.gallery.cell import runner
 from tests.parity.cell import TOLERANCE, difference
 from tests.processes import Pool
@@ -52,7 +50,6 @@ def plain(pool: Pool, way: str) -> Any:
     return train(pool, Distilled(way=way) if way == "nothing" else Written(way=way), "")
 
 
-@pytest.mark.grid(each=1)
 @pytest.mark.parametrize("way", ["forward", "forward_data"])
 @pytest.mark.parametrize(
     "plan", ["replicate=2", "compile", "engine=textbook,replicate=2", "engine=lightning,replicate=2"]
@@ -79,9 +76,7 @@ def test_a_write_is_kept_once_a_step(pool: Pool, way: str, plan: str) -> None:
         ("engine=deepspeed,shard=2", "under shard=2"),
     ],
 )
-def test_a_write_that_would_be_lost_is_refused_with_the_name_and_the_line(
-    pool: Pool, way: str, plan: str, words: str
-) -> None:
+def test_a_write_that_would_be_lost_is_refused_with_the_name_and_the_line(pool, way, plan, words):
     said = train(pool, Written(way=way), plan)
     line = r"teachers.py, line \d+, in forward\(\): target"
     pattern = rf"the parameter 'teacher.0.weight' is written in forward \(.*{line}.*{words}.*after_step"
@@ -113,8 +108,7 @@ def test_a_layer_of_torch_that_writes_its_own_weight_is_seen_too(pool: Pool) -> 
 
 def test_evaluations_do_not_move_it(pool: Pool, tmp_path: Path) -> None:
     for folder, every in (("seldom", STEPS), ("often", 1)):
-        options = Options(steps=STEPS, save_every=1, evaluate_every=every, keep=9)
-        pool.run("tests.faults.resume_cell:part", 1, Written(), "", tmp_path / folder, options, None)
+        run(pool, Written(), "", tmp_path / folder, steps=STEPS, save_every=1, evaluate_every=every)
     seldom, often = (list_checkpoints(tmp_path / folder / "checkpoints") for folder in ("seldom", "often"))
     assert [one.step for one in seldom] == [one.step for one in often]
     for pair in zip(seldom, often, strict=True):

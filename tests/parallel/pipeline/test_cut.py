@@ -1,7 +1,5 @@
 """Tests of the cuts between stages, and of refused cuts."""
 
-from __future__ import annotations
-
 import itertools
 import random
 
@@ -11,7 +9,14 @@ import torch.nn.functional as F
 from torch import nn
 
 from grappe.errors import PlanError, TaskError
-from grappe.parallel.pipeline.cut import balanced, check_units, check_without_values, cut_into_stages, work
+from grappe.parallel.pipeline.cut import (
+    balanced,
+    check_units,
+    check_without_values,
+    cut_into_stages,
+    pipeline_units,
+    work,
+)
 from tests.parity.tasks import Images, Tokens, Words
 
 CALL = Images().forward
@@ -42,15 +47,12 @@ def test_work_is_counted_by_the_operations_of_a_forward() -> None:
     assert costs[1] > costs[0] / 4 > costs[3]
 
 
-def test_without_an_example_work_is_what_is_held() -> None:
-    assert work([nn.Linear(3, 4), nn.ReLU()], None, CALL) == [16.0, 0.0]
-
-
-def test_units_that_look_at_values_are_judged_by_what_they_hold() -> None:
+def test_without_an_example_and_where_values_are_looked_at_work_is_what_is_held() -> None:
     class Looks(nn.Linear):
         def forward(self, x):
             return super().forward(x) if x.sum() > 0 else x
 
+    assert work([nn.Linear(3, 4), nn.ReLU()], None, CALL) == [16.0, 0.0]
     with torch.device("meta"):
         units = [Looks(3, 3), Looks(3, 3)]
     assert work(units, torch.ones(2, 3), CALL) == [12.0, 12.0]
@@ -77,27 +79,11 @@ def test_a_cut_that_does_not_exist_is_refused(where: str, stages: int) -> None:
         cut_into_stages(task, task.model(), stages, IMAGES)
 
 
-def test_more_stages_than_units_are_refused() -> None:
-    with pytest.raises(PlanError, match="Images has 4 units, too few for 5 stages: use pipeline=4 or less"):
-        cut_into_stages(Images(), Images().model(), 5, IMAGES)
-
-
 class Whole(Images):
     """Without units."""
 
     def units(self, model):
         return ()
-
-
-def test_no_units_are_refused_with_the_way_to_give_them() -> None:
-    with pytest.raises(PlanError, match=r"Whole has no units\(model\). Define it to return the blocks"):
-        cut_into_stages(Whole(), Whole().model(), 2, IMAGES)
-
-
-def test_parameters_outside_the_units_are_refused() -> None:
-    task = Images(unused=True)
-    with pytest.raises(PlanError, match=r"units\(\) are not the whole model, as a pipeline needs: spare is in none"):
-        cut_into_stages(task, task.model(), 2, IMAGES)
 
 
 class Tied(Images):
@@ -112,9 +98,18 @@ class Tied(Images):
         return [model.embed, *model.blocks, model.head]
 
 
-def test_parameters_shared_between_stages_are_refused() -> None:
-    with pytest.raises(PlanError, match=r"embed.weight is shared by stages 1 and 2"):
-        cut_into_stages(Tied(), Tied().model(), 2, torch.zeros(2, 5, dtype=torch.int64))
+@pytest.mark.parametrize(
+    ("task", "stages", "example", "words"),
+    [
+        (Images(), 5, IMAGES, "Images has 4 units, too few for 5 stages: use pipeline=4 or less"),
+        (Whole(), 2, IMAGES, r"Whole has no units\(model\). Define it to return the blocks"),
+        (Images(unused=True), 2, IMAGES, r"units\(\) are not the whole model, as a pipeline needs: spare is in none"),
+        (Tied(), 2, torch.zeros(2, 5, dtype=torch.int64), "embed.weight is shared by stages 1 and 2"),
+    ],
+)
+def test_what_cannot_be_cut_is_refused(task: Images, stages: int, example: torch.Tensor, words: str) -> None:
+    with pytest.raises(PlanError, match=words):
+        cut_into_stages(task, task.model(), stages, example)
 
 
 def test_parameters_shared_within_a_stage_are_not() -> None:
@@ -133,13 +128,13 @@ def test_parameters_shared_within_a_stage_are_not() -> None:
 RANDOM_IMAGES = torch.randn(2, 3, 8, 8)
 
 
-@pytest.mark.parametrize("task", [Images(), Images(dropout=0.5), Images(batchnorm=True)])
-def test_units_that_are_the_model_pass(task: Images) -> None:
-    check_units(task, RANDOM_IMAGES)
+@pytest.mark.parametrize("task", [Images(), Images(dropout=0.5), Images(batchnorm=True), Tokens()])
+def test_units_that_are_the_model_pass(task: Images | Tokens) -> None:
+    check_units(task, torch.randint(0, 11, (2, 9)) if isinstance(task, Tokens) else RANDOM_IMAGES)
 
 
-def test_tokens_pass() -> None:
-    check_units(Tokens(), torch.randint(0, 11, (2, 9)))
+def test_units_in_float64_pass() -> None:
+    check_units(Images(), RANDOM_IMAGES.double(), torch.float64)
 
 
 class Scaled(nn.Sequential):
@@ -261,3 +256,22 @@ class Uncalled(nn.Sequential):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         middle = F.linear(self[0](x), self[1].weight, self[1].bias)
         return self[2](middle)
+
+
+@pytest.mark.parametrize("padding", [0, 3])
+def test_the_units_of_a_language_model_see_no_later_word(padding: int) -> None:
+    """transformers gives its layers no mask where nothing is padding: stages exchange one all the same."""
+    pytest.importorskip("transformers")
+    from tests.parallel.families import Llama
+
+    task = Llama()
+    model = task.model().eval()
+    mask = torch.ones(2, 8, dtype=torch.int64)
+    mask[0, 8 - padding :] = 0
+    inputs = {"input_ids": torch.arange(16).view(2, 8), "attention_mask": mask}
+    expected = task.forward(model, inputs).logits
+    first, *others = pipeline_units(task, model)
+    value = task.forward(first, inputs)
+    for unit in others:
+        value = unit(value)
+    torch.testing.assert_close(value.logits, expected)

@@ -1,7 +1,5 @@
 """Pipelines that cannot be are refused before any process starts, with what to ask for instead."""
 
-from __future__ import annotations
-
 import pytest
 
 from grappe import engines

@@ -1,7 +1,5 @@
 """Synthetic data of watchers' callbacks."""
 
-from __future__ import annotations
-
 import dataclasses
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """A file of a user's own watchers."""
 
-from __future__ import annotations
-
 import json
 import os
 

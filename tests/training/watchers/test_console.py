@@ -1,7 +1,5 @@
 """The end of a training in rows: no row that says nothing, and the commands that go on."""
 
-from __future__ import annotations
-
 import dataclasses
 import io
 import sys

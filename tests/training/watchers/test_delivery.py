@@ -1,7 +1,5 @@
 """Tests of the delivery of steps to watchers: all steps, in order, in groups unless a watcher needs each."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 
@@ -10,22 +8,18 @@ import torch
 from torch import nn
 
 from grappe.errors import DivergedError
-from grappe.launch.rank import ProcessRank
-from grappe.plan import Plan
 from grappe.profiling.chronometer import Chronometer
 from grappe.step.closure import step_with_closure
 from grappe.training import loop
 from grappe.training.options import Options
-from grappe.training.request import Request
 from grappe.training.run import Run
-from grappe.training.task_reference import TaskReference
 from grappe.training.watchers.base import Outcome, Record, RunInfo, Watcher
 from grappe.training.watchers.curves import Curves
 from grappe.training.watchers.watcher_list import WatcherList, gradients_hooked
 from grappe.training.worker import worker
 from tests.parity.optimizers import SAM
 from tests.parity.tasks import Images
-from tests.training.test_training import Poisoned
+from tests.training.test_training import HERE, Poisoned, request_of
 from tests.training.watchers.made_up import record, run_info
 
 
@@ -54,25 +48,13 @@ class Prompt(Calls):
 
 
 def train(folder: Path, watcher: Watcher, task: Images | None = None, **options: int) -> None:
-    request = Request(
-        task=TaskReference.of(task or Images(epochs=2)),
-        plan=Plan.parse("threads=1"),
-        run=folder,
-        base=folder.parent,
-        data=folder,
-        weights=None,
-        options=Options(**options),
-        quiet=True,
-        per_process_watchers=(watcher,),
-    )
-    worker(request, ProcessRank(launcher="test"), folder.parent)
+    fields = {"data": folder, "options": Options(**options), "quiet": True, "per_process_watchers": (watcher,)}
+    worker(request_of(folder, task or Images(epochs=2), **fields), HERE, folder.parent)
 
 
 @pytest.mark.parametrize("kind", [Calls, Prompt])
 @pytest.mark.parametrize("seconds", [0.0, 1e9])
-def test_every_step_comes_in_order_and_before_what_follows_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: type[Calls], seconds: float
-) -> None:
+def test_every_step_comes_in_order_and_before_what_follows_it(tmp_path, monkeypatch, kind, seconds):
     monkeypatch.setattr(loop, "DELIVERY_SECONDS", seconds)
     calls = kind()
     train(tmp_path / "run", calls, evaluate_every=2, save_every=4, steps=5)
@@ -85,9 +67,7 @@ def test_every_step_comes_in_order_and_before_what_follows_it(
     ]  # fmt: skip
 
 
-def test_after_an_error_watchers_have_seen_every_step_before_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_after_an_error_watchers_have_seen_every_step_before_it(tmp_path, monkeypatch):
     monkeypatch.setattr(loop, "DELIVERY_SECONDS", 1e9)
     calls = Calls()
     with pytest.raises(DivergedError) as error:

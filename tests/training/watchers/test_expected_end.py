@@ -1,7 +1,5 @@
 """The expected end of a training: right at any steady pace, said once in a long training, and not in a short one."""
 
-from __future__ import annotations
-
 import dataclasses
 import os
 import time

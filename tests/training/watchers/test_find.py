@@ -1,7 +1,5 @@
 """A user's own watchers, from Python and by name: what they are called with, and what mistakes say."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 
@@ -11,7 +9,7 @@ import grappe
 from grappe.errors import TaskError, UsageError
 from grappe.training.request import checked_watchers, find_watcher, make_watchers
 from grappe.training.run import Run
-from tests.commands import GRAPPE, Command
+from tests.commands import GRAPPE
 from tests.parity.tasks import Images
 from tests.training.watchers.of_a_user import Diary, Gradients
 
@@ -51,13 +49,11 @@ def test_gradients_are_of_the_step_that_uses_them(tmp_path: Path, engine: str) -
     assert norms[1] == pytest.approx(norms[0], rel=1e-5)
 
 
-def test_watch_on_the_command_line(tmp_path: Path) -> None:
+def test_watch_on_the_command_line(start, tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(FILE.read_text())
     plan = ("--plan", f"replicate=2,{HERE}", "--run", "run")
     watch = ("--callback", "mine.py:Diary", "--callback", "mine:Gradients")
-    command = Command(GRAPPE, "train", "digits", "epochs=1", *plan, "--steps", "2", *watch, cwd=tmp_path)
-    code, _, err = command.end()
-    command.close()
+    code, _, err = start(GRAPPE, "train", "digits", "epochs=1", *plan, "--steps", "2", *watch).end()
     assert (code, err) == (0, ""), err
     assert [line[0] for line in diary(tmp_path / "run")] == [
         "started", "stepped", "stepped", "evaluated", "saving", "ended",
@@ -91,13 +87,10 @@ def test_a_watcher_that_is_not_there(reference: str, words: str) -> None:
     assert str(error.value).count("\n") == 0
 
 
-def test_a_file_that_fails_names_its_line(tmp_path: Path) -> None:
+def test_a_file_that_fails_and_what_is_no_watcher_are_refused(tmp_path: Path) -> None:
     (tmp_path / "broken.py").write_text("import grappe\n\nx = 1 / 0\n")
     with pytest.raises(UsageError, match=r"broken.py:A cannot be loaded: ZeroDivisionError: .*broken.py, line 3"):
         find_watcher(f"{tmp_path / 'broken.py'}:A")
-
-
-def test_what_is_no_watcher_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="give an instance of a class"):
         grappe.train(Images(), HERE, tmp_path / "run", watchers=[print])  # type: ignore[list-item]
 

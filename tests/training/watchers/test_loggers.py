@@ -1,7 +1,5 @@
 """TensorBoard and Weights & Biases are told of one run over its restarts, gradients and parameters too."""
 
-from __future__ import annotations
-
 import json
 import math
 import os
@@ -66,7 +64,7 @@ def test_what_a_restart_takes_again_is_told_once(tmp_path: Path) -> None:
     ]
 
 
-@pytest.mark.costly
+@pytest.mark.slow
 def test_wandb_offline_has_one_id_over_restarts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("wandb")
     import wandb

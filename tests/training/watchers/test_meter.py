@@ -1,7 +1,5 @@
 """The meter: what a run used, over its restarts and processes, and what it writes down."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The profile: its summary of made-up events, and a real one of a few steps."""
 
-from __future__ import annotations
-
 import gzip
 import json
 from pathlib import Path
@@ -9,14 +7,11 @@ from pathlib import Path
 import pytest
 
 from grappe.errors import UsageError
-from grappe.plan import Plan
 from grappe.training.options import Options
-from grappe.training.request import Request
-from grappe.training.task_reference import TaskReference
 from grappe.training.watchers.profile import Event, summary, union
 from grappe.verbs.train import run_training
 from tests.parity.tasks import Images
-from tests.training.test_training import train
+from tests.training.test_training import request_of, train
 
 
 def test_spans_of_time() -> None:
@@ -65,20 +60,9 @@ def test_a_real_profile(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     assert any(str(name).startswith("aten::") for name in names)
 
 
-def test_too_few_steps_are_said(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+def test_what_cannot_be_profiled_is_said(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     train(tmp_path / "run", steps=3, profile=(0,))
     assert "too few steps to profile: 3 of 10" in capsys.readouterr().out
-
-
-def test_a_process_that_is_not_there(tmp_path: Path) -> None:
-    request = Request(
-        task=TaskReference.of(Images()),
-        plan=Plan(),
-        run=None,
-        base=tmp_path,
-        data=tmp_path,
-        weights=None,
-        options=Options(profile=(1,)),
-    )
+    request = request_of(tmp_path / "run", Images(), "", run=None, options=Options(profile=(1,)))
     with pytest.raises(UsageError, match="--profile=1: there are process 0 to 0"):
         run_training(request)

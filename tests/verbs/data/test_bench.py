@@ -1,7 +1,5 @@
 """grappe data bench: a row for each place, nothing left behind, and advice that follows from the rates."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest
@@ -12,7 +10,7 @@ from grappe.errors import DataError, UsageError
 from grappe.verbs.data.bench import Row, advice, bench
 from tests.data.images.pictures import archive, files
 
-pytestmark = pytest.mark.costly
+pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")
@@ -22,13 +20,8 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_every_place_is_measured_and_nothing_is_left(source: Path, tmp_path: Path) -> None:
     done = bench(source, size=16, images=20, seconds=0.01, on=tmp_path)
-    assert [row.place for row in done.rows] == [
-        "as it is",
-        "one archive",
-        "shards",
-        "packed, short side 256",
-        "decoded, in memory",
-    ]
+    named = ["as it is", "one archive", "shards", "packed, short side 256", "decoded, in memory"]
+    assert [row.place for row in done.rows] == named
     for row in done.rows[:-1]:
         assert min(row.cold or 0, row.read or 0, row.alone or 0, row.threads or 0, row.processes or 0) > 0
         assert row.bytes > 0
@@ -42,14 +35,6 @@ def test_a_folder_that_cannot_be_written_is_said(source: Path, tmp_path: Path) -
         bench(source, size=16, images=4, seconds=0.01, on=tmp_path / "nothing")
     with pytest.raises(UsageError, match="--images"):
         app(["data", "bench", str(source), "--images", "0"], exit_on_error=False, print_error=False)
-
-
-def test_the_command_shows_a_table(source: Path, capsys: pytest.CaptureFixture) -> None:
-    words = ["data", "bench", str(source), "--size", "16", "--images", "8", "--seconds", "0.01"]
-    assert app(words, exit_on_error=False, print_error=False) == 0
-    out = capsys.readouterr().out
-    assert "one archive" in out
-    assert "as it is: " in out
 
 
 def test_advice_follows_from_the_rates(source: Path) -> None:

@@ -1,7 +1,5 @@
 """Checks: what is bad is listed with its reason, and left out from then on; what is odd and whole is not."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

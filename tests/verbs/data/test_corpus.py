@@ -1,7 +1,5 @@
 """Tests of grappe data index, check, bench and tokenize on corpora of rows, as a user types them."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,7 +1,5 @@
 """Packed shards: the same samples in the same order, the same bytes each time, whole after any kill."""
 
-from __future__ import annotations
-
 import hashlib
 import io
 import itertools
@@ -67,7 +65,6 @@ def test_a_shard_is_a_plain_tar_of_webdatasets_form(packed: Path) -> None:
         ]  # fmt: skip
         assert {(member.uid, member.mtime, member.uname) for member in members} == {(0, 0, "")}
         content = one.extractfile(members[2])
-        assert content is not None
         assert content.read() == b"1"
 
 
@@ -79,7 +76,7 @@ def test_the_same_bytes_each_time(source: Path, packed: Path, tmp_path: Path) ->
     assert tree(again.folder) == tree(packed)
 
 
-@pytest.mark.costly
+@pytest.mark.slow
 def test_killed_at_any_moment_it_goes_on(source: Path, packed: Path, tmp_path: Path) -> None:
     """With a real kill, from before the first shard is there to behind the last."""
     code = (

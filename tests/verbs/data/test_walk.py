@@ -1,7 +1,5 @@
 """The line about a long walk."""
 
-from __future__ import annotations
-
 import time
 
 from grappe.verbs.data.walk import ProgressMeter, Ticker

@@ -1,7 +1,5 @@
 """grappe doctor as its processes run it: what it says of several nodes, and of one that never comes."""
 
-from __future__ import annotations
-
 import dataclasses
 import importlib.metadata
 import time
@@ -39,9 +37,7 @@ def test_a_process_that_never_comes(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         doctor.worker(request, alone, tmp_path)
 
 
-def test_faults_of_a_node_are_left_to_the_job_beside_what_was_left_before(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_faults_of_a_node_are_left_to_the_job_beside_what_was_left_before(tmp_path: Path, monkeypatch) -> None:
     faults = [dataclasses.replace(warning(text), of_node=True) for text in ("GPU 1 had 3 errors", "GPU 2 is gone")]
     monkeypatch.setattr(doctor, "examine", lambda machine: [*faults, warning("slow")])
     monkeypatch.setenv("GRAPPE_FAILURE", str(tmp_path / "job-5.failed"))

@@ -1,26 +1,20 @@
 """grappe doctor --record: nothing is said of the same machine; a change is named, with a command that compares."""
 
-from __future__ import annotations
-
 import shlex
 from pathlib import Path
 
 import msgspec
-import pytest
 
 from grappe.launch.rank import ProcessRank
 from grappe.plan import Plan
 from grappe.verbs.doctor.checks import Finding, Machine, kept_record
 from grappe.verbs.verify import record
-from tests.commands import GRAPPE, Command
+from tests.commands import GRAPPE, ran
 
 
 def grappe(folder: Path, *words: str) -> tuple[int, str, str]:
-    command = Command(GRAPPE, *words, cwd=folder, XDG_STATE_HOME=str(folder))
-    try:
-        return command.end()
-    finally:
-        command.close()
+    done = ran(GRAPPE, *words, cwd=folder, XDG_STATE_HOME=str(folder))
+    return done.returncode, done.stdout, done.stderr
 
 
 def found(**changes: object) -> list[Finding]:
@@ -28,9 +22,7 @@ def found(**changes: object) -> list[Finding]:
     return list(kept_record.check(Machine(plan=Plan.parse("device=cpu"), **known)))
 
 
-def test_a_change_since_the_record_is_named_with_a_command_that_compares(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_change_since_the_record_is_named_with_a_command_that_compares(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
     assert not found(), "nobody has recorded"
     code, out, err = grappe(tmp_path, "doctor", "digits", "batch_size=16", "--record", "--plan", "device=cpu")

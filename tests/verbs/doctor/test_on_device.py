@@ -1,15 +1,13 @@
 """Tests of `grappe doctor --gpu`, on the CPU, and of its line where there is no GPU."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 
-from grappe.cli.commands import main
 from grappe.errors import EXIT_FAILURE, EXIT_OK, EXIT_USAGE
 from grappe.profiling import energy
 from grappe.verbs.doctor import on_device
 from grappe.verbs.doctor.on_device import DeviceTrial
+from tests.typed import ended
 
 CPU = torch.device("cpu")
 
@@ -27,14 +25,7 @@ class Meter:
         return 700.0
 
 
-def ended(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
-    monkeypatch.setattr("sys.argv", ["grappe", *arguments])
-    with pytest.raises(SystemExit) as end:
-        main()
-    return int(end.value.code)
-
-
-@pytest.mark.costly
+@pytest.mark.slow
 def test_draws_and_the_exact_pair_have_the_same_bits() -> None:
     trials = [*on_device.draws(CPU), on_device.exact_pair("cpu")]
     assert [one.verdict for one in trials] == ["passed"] * len(trials)
@@ -76,7 +67,7 @@ def test_readings_of_a_gpu_are_judged(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_without_a_gpu_it_says_so_in_a_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert ended(monkeypatch, "doctor", "--gpu") == EXIT_USAGE
+    assert ended("doctor", "--gpu") == EXIT_USAGE
     output = capsys.readouterr()
     assert output.err.count("\n") == 1
     assert "torch sees no GPU here" in output.err
@@ -87,10 +78,6 @@ def test_a_failed_trial_ends_with_a_failure(monkeypatch: pytest.MonkeyPatch, cap
     for right, code in ((True, EXIT_OK), (False, EXIT_FAILURE)):
         trials = [DeviceTrial(what="power", right=None, text="none"), DeviceTrial(what="draws", right=right, text="0")]
         monkeypatch.setattr(on_device, "try_gpu", lambda trials=trials: iter(trials))
-        assert ended(monkeypatch, "doctor", "--gpu") == code
-    assert capsys.readouterr().out.splitlines() == [
-        "not tried  power: none",
-        "passed     draws: 0",
-        "not tried  power: none",
-        "FAILED     draws: 0",
-    ]
+        assert ended("doctor", "--gpu") == code
+    power, draws = "not tried  power: none", ("passed     draws: 0", "FAILED     draws: 0")
+    assert capsys.readouterr().out.splitlines() == [power, draws[0], power, draws[1]]

@@ -1,18 +1,14 @@
 """Shipped tasks, trained a step and exported: `python -m tests.verbs.export.shipped` prints benchmarks.md's table."""
 
-from __future__ import annotations
-
 import argparse
 import dataclasses
-import gzip
 import json
-import struct
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
+from benchmarks import cifar_files
 from benchmarks.photos import make_photos
 
 from grappe import Task
@@ -25,6 +21,7 @@ from grappe.tasks.mnist import Mnist
 from grappe.tasks.pysource import PySource
 from grappe.training.run import Run
 from grappe.verbs.export.export import export
+from tests import idx_files
 from tests.training.test_training import train
 
 
@@ -36,43 +33,26 @@ class Shipped:
     data: Callable[[Path], Any] = str
 
 
-def write_idx(folder: Path) -> None:
-    """Writes images of 28 x 28 pixels in the official form, of which a twelfth is for validation."""
-    folder.mkdir(parents=True)
-    random = np.random.default_rng(0)
-    for part, count in (("train", 240), ("t10k", 6)):
-        images = random.integers(0, 256, (count, 28, 28), dtype=np.uint8)
-        for name, array in (("images-idx3", images), ("labels-idx1", np.arange(count, dtype=np.uint8) % 10)):
-            header = bytes([0, 0, 8, array.ndim]) + struct.pack(f">{array.ndim}I", *array.shape)
-            (folder / f"{part}-{name}-ubyte.gz").write_bytes(gzip.compress(header + array.tobytes()))
+def idx(name: str) -> Callable[[Path], None]:
+    """Writes images, of which a twelfth is for validation."""
+    return lambda folder: idx_files.write(folder / name / "raw", 240, 6)
 
 
-def write_cifar(folder: Path) -> None:
-    """Writes images in CIFAR-10's binary form, of which a tenth is for validation."""
-    random = np.random.default_rng(0)
-    for name in (*(f"data_batch_{number}" for number in range(1, 6)), "test_batch"):
-        rows = random.integers(0, 256, (40, 1 + 3 * 32 * 32), dtype=np.uint8)
-        rows[:, 0] = np.arange(40) % 10
-        (folder / f"{name}.bin").write_bytes(rows.tobytes())
+def cifar(folder: Path) -> None:
+    """Writes images, of which a tenth is for validation."""
+    cifar_files.write(folder, per_file=40)
 
+
+PHOTOS = {"train_images": "photos/train", "validation_images": "photos/validation"}
 
 SHIPPED = {
-    "mnist": Shipped(task=Mnist(batch_size=7), data=lambda folder: write_idx(folder / "MNIST" / "raw")),
-    "fashion_mnist": Shipped(
-        task=FashionMnist(batch_size=7), data=lambda folder: write_idx(folder / "FashionMNIST" / "raw")
-    ),
+    "mnist": Shipped(task=Mnist(batch_size=7), data=idx("MNIST")),
+    "fashion_mnist": Shipped(task=FashionMnist(batch_size=7), data=idx("FashionMNIST")),
     "digits": Shipped(task=Digits()),
-    "cifar10": Shipped(task=Cifar10(batch_size=7), data=write_cifar),
-    "cifar10 network=resnet18": Shipped(task=Cifar10(batch_size=7, network="resnet18"), data=write_cifar),
+    "cifar10": Shipped(task=Cifar10(batch_size=7), data=cifar),
+    "cifar10 network=resnet18": Shipped(task=Cifar10(batch_size=7, network="resnet18"), data=cifar),
     "imagenet network=resnet18 image_size=32": Shipped(
-        task=ImageNet(
-            batch_size=7,
-            network="resnet18",
-            classes=4,
-            image_size=32,
-            train_images="photos/train",
-            validation_images="photos/validation",
-        ),
+        task=ImageNet(batch_size=7, network="resnet18", classes=4, image_size=32, **PHOTOS),
         data=lambda folder: make_photos(folder / "photos", 60),
     ),
     "pysource context=32": Shipped(task=PySource(batch_size=7, context=32, megabytes=0.3)),

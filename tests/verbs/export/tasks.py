@@ -1,34 +1,13 @@
 """Small tasks that exports are tested with: each has something that a wrong export would get wrong."""
 
-from __future__ import annotations
-
 from pathlib import Path
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from grappe import Arrays, Task, normalise
-
-
-class Plain(Task):
-    """A linear model of four numbers; the base of the others."""
-
-    epochs: int = 1
-    batch_size: int = 12
-
-    def model(self) -> nn.Module:
-        return Linear()
-
-    def data(self, split: str, folder: Path) -> Arrays:
-        generator = torch.Generator().manual_seed(3)
-        return Arrays(torch.randn(29, 4, generator=generator), torch.arange(29) % 3)
-
-    def loss(self, output: Tensor, target: Tensor) -> Tensor:
-        return F.cross_entropy(output, target, reduction="none")
-
-    def optimizer(self, named_parameters):
-        return torch.optim.SGD(named_parameters, lr=0.1)
 
 
 class Linear(nn.Module):
@@ -40,6 +19,27 @@ class Linear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.layer(x)
+
+
+class Plain(Task):
+    """A linear model of four numbers; the base of the others."""
+
+    epochs: int = 1
+    batch_size: int = 12
+    network: ClassVar[type[nn.Module]] = Linear
+
+    def model(self) -> nn.Module:
+        return self.network()
+
+    def data(self, split: str, folder: Path) -> Arrays:
+        generator = torch.Generator().manual_seed(3)
+        return Arrays(torch.randn(29, 4, generator=generator), torch.arange(29) % 3)
+
+    def loss(self, output: Tensor, target: Tensor) -> Tensor:
+        return F.cross_entropy(output, target, reduction="none")
+
+    def optimizer(self, named_parameters):
+        return torch.optim.SGD(named_parameters, lr=0.1)
 
 
 class Looking(Linear):
@@ -75,29 +75,25 @@ class Coupled(Linear):
 class LooksAtValues(Plain):
     """Refused."""
 
-    def model(self) -> nn.Module:
-        return Looking()
+    network = Looking
 
 
 class FixesTheBatch(Plain):
     """Refused."""
 
-    def model(self) -> nn.Module:
-        return Fixed()
+    network = Fixed
 
 
 class LeavesTorch(Plain):
     """Refused."""
 
-    def model(self) -> nn.Module:
-        return Numpy()
+    network = Numpy
 
 
 class Couples(Plain):
     """Found out by the proof."""
 
-    def model(self) -> nn.Module:
-        return Coupled()
+    network = Coupled
 
 
 class TiedModel(nn.Module):
@@ -121,8 +117,7 @@ class TiedModel(nn.Module):
 class Tied(Plain):
     """Images of bytes, normalised by the data; tied weights, batch normalisation, predictions of three kinds."""
 
-    def model(self) -> nn.Module:
-        return TiedModel()
+    network = TiedModel
 
     def data(self, split: str, folder: Path) -> Arrays:
         generator = torch.Generator().manual_seed(5)

@@ -1,7 +1,5 @@
 """ONNX: what it predicts is proven, and what it cannot express is refused."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any
@@ -77,14 +75,6 @@ def test_rounded_weights_are_proven_and_scored(weights: Rounding, run: Run, tmp_
 def test_rounded_weights_are_a_programs(run: Run, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="--weights int8: --format safetensors writes the weights as they are"):
         export(run, tmp_path / "out", task=tasks.Tied, format="safetensors", weights="int8")
-
-
-def test_what_looks_at_values_is_refused(tmp_path: Path) -> None:
-    task = tasks.LooksAtValues()
-    run = Run(train(tmp_path / "run", task, steps=1).run)
-    with pytest.raises(TaskError, match="looks at values in its forward"):
-        export(run, tmp_path / "out", task=tasks.LooksAtValues, data=tmp_path, format="onnx")
-    assert not (tmp_path / "out").exists()
 
 
 def differs(folder: Path, task: tasks.Plain) -> str:

@@ -1,7 +1,5 @@
 """An exported program gives the run's predictions, in Python and built by cmake from its folder alone."""
 
-from __future__ import annotations
-
 import json
 import os
 import re
@@ -25,7 +23,7 @@ from tests.patience import PATIENCE_SECONDS
 from tests.training.test_training import train
 from tests.verbs.export.tasks import Tied
 
-pytestmark = pytest.mark.costly
+pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")

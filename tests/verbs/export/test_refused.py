@@ -1,7 +1,5 @@
 """Refused exports: the user's line is named where there is one, and nothing is left at the target."""
 
-from __future__ import annotations
-
 import hashlib
 from pathlib import Path
 
@@ -51,6 +49,10 @@ def test_the_batch_is_any(tmp_path: Path) -> None:
     module, images = found.module(), torch.zeros(1, 3, 8, 8, dtype=torch.uint8)
     assert [one.shape for one in module(images)] == [(1,), (1, 5), (1,)]
     assert not images.any()  # the transform works in place, on a copy
+    samples = samples_of(tasks.Tied(), "validation", tmp_path)
+    assert input_names(samples) == ("inputs",)
+    program = program_of(tasks.Tied(), tasks.Tied().model(), samples)
+    assert output_names(program, samples.example()) == ("class", "chances", "sure")
 
 
 class Scalar(tasks.Plain):
@@ -86,14 +88,6 @@ def test_predictions_are_tensors_with_a_row_for_each_sample(task: tasks.Plain, t
     samples = samples_of(task, "validation", tmp_path)
     with pytest.raises(TaskError, match=told):
         output_names(program_of(task, task.model(), samples), samples.example())
-
-
-def test_inputs_and_outputs_have_names(tmp_path: Path) -> None:
-    task = tasks.Tied()
-    samples = samples_of(task, "validation", tmp_path)
-    assert input_names(samples) == ("inputs",)
-    program = program_of(task, task.model(), samples)
-    assert output_names(program, samples.example()) == ("class", "chances", "sure")
 
 
 @pytest.fixture(scope="module")
@@ -267,7 +261,6 @@ def test_which_statistics_of_batch_normalisation_were_exported_is_said(tmp_path:
     words = ["export", str(tmp_path / "run"), "--out", str(out), "--format", "safetensors", "--task", task]
     app(words, exit_on_error=False, print_error=False)
     checkpoint = Run(tmp_path / "run").latest()
-    assert checkpoint is not None
     tensors = checkpoint.read_tensors()
     own = [tensors.read(f"local.{number}.1.1.running_mean") for number in (0, 1)]
     assert not torch.equal(*own)

@@ -4,8 +4,6 @@ All of them would be minutes of compiling: docs/benchmarks.md has the table of s
 and a small transformer, with weights in int8, in Python here. Digits: test_program.py.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest
@@ -17,7 +15,7 @@ from tests import needs
 from tests.training.test_training import train
 from tests.verbs.export.shipped import SHIPPED, exported
 
-pytestmark = pytest.mark.costly
+pytestmark = pytest.mark.slow
 
 
 def test_a_transformer_is_exported_with_weights_in_int8(tmp_path: Path) -> None:

@@ -1,7 +1,5 @@
 """A folder of transformers in, a run, and a folder of transformers out, which gives the run's predictions."""
 
-from __future__ import annotations
-
 import hashlib
 from pathlib import Path
 from typing import Any
@@ -10,7 +8,6 @@ import pytest
 import torch
 
 import grappe
-from grappe.cli.commands import app
 from grappe.errors import TaskError
 from grappe.verbs.export.export import export
 from tests import needs
@@ -82,8 +79,3 @@ def test_another_model_is_refused(tmp_path: Path) -> None:
     with pytest.raises(TaskError, match=r"there is none in it\. Take --format safetensors"):
         export(tmp_path / "run", tmp_path / "out", task=Plain(), format="transformers")
     assert not (tmp_path / "out").exists()
-
-
-def test_the_command_has_the_format(capsys: pytest.CaptureFixture[str]) -> None:
-    app(["export", "--help"], exit_on_error=False)
-    assert "transformers" in capsys.readouterr().out

@@ -1,22 +1,17 @@
 """grappe fetch against a server on the loopback, with a certificate of its own: whole, cut, resumed, wrong."""
 
-from __future__ import annotations
-
-import gzip
 import hashlib
 import http.server
 import io
 import os
 import re
 import ssl
-import struct
 import subprocess
 import tarfile
 import threading
 from collections.abc import Iterator
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from grappe import tasks
@@ -27,7 +22,9 @@ from grappe.tasks.cifar10 import Cifar10
 from grappe.tasks.mnist import Mnist
 from grappe.training.run import Run
 from grappe.verbs.fetch import fetch
+from tests import idx_files
 from tests.data.corpus.shards import corpus_folder
+from tests.tasks.error_corpus import TASK
 
 CONTENT = os.urandom(700_000)
 
@@ -118,6 +115,12 @@ def task(place: Path, url: str, content: bytes = CONTENT, more: str = "") -> str
     return str(file)
 
 
+@pytest.fixture
+def data(tmp_path: Path) -> Path:
+    (tmp_path / "data").mkdir()
+    return tmp_path / "data"
+
+
 def test_a_file_is_downloaded_once(server: Server, tmp_path: Path, capsys) -> None:
     words = ["fetch", task(tmp_path, address(server), more="folder='set'"), "--data", str(tmp_path / "data")]
     assert app(words, exit_on_error=False, print_error=False) == 0
@@ -129,9 +132,10 @@ def test_a_file_is_downloaded_once(server: Server, tmp_path: Path, capsys) -> No
     assert [one.name for one in (tmp_path / "data" / "set").iterdir()] == ["some.bin"]
 
 
-def test_an_interrupted_download_goes_on(server: Server, tmp_path: Path) -> None:
+@pytest.mark.parametrize("no_ranges", [False, True])
+def test_an_interrupted_download_goes_on_or_begins_again(server: Server, tmp_path: Path, no_ranges: bool) -> None:
     mine, data = task(tmp_path, address(server)), tmp_path / "data"
-    server.cut_at = 300_000
+    server.cut_at, server.no_ranges = 300_000, no_ranges
     with pytest.raises(DataError, match=r"300,000 of 700,000 bytes are there: the same command continues"):
         fetch(mine, data)
     server.cut_at = None
@@ -140,34 +144,12 @@ def test_an_interrupted_download_goes_on(server: Server, tmp_path: Path) -> None
     assert server.requests[-1] == ("/data/some.bin", "bytes=300000-")
 
 
-SHARDED = """
-import torch
-import grappe
-from grappe.data import Corpus
-
-class Rows(grappe.Task):
-    epochs: int = 1
-    batch_size: int = 8
-    downloads = (DOWNLOADS)
-
-    def data(self, split, folder):
-        return Corpus(folder / "rows", lambda row: (torch.tensor([row["id"] / 100.0]), row["id"] % 3))
-
-    def model(self):
-        return torch.nn.Linear(1, 3)
-
-    def loss(self, output, target):
-        return torch.nn.functional.cross_entropy(output, target, reduction="none")
-
-    def optimizer(self, named_parameters):
-        return torch.optim.SGD(named_parameters, lr=0.1)
-"""
+ROWS = "grappe.data.Corpus(folder / 'rows', lambda row: (torch.full((3,), row['id'] / 100.0), row['id'] % 2))"
+SHARDED = TASK.replace("Points(split)", ROWS).replace("    batch_size", "    downloads = (DOWNLOADS)\n    batch_size")
 
 
 @pytest.mark.parametrize("ending", [".parquet", ".jsonl.zst"])
-def test_the_shards_of_a_corpus_are_all_there_before_it_is_read(
-    server: Server, tmp_path: Path, capfd, ending: str
-) -> None:
+def test_the_shards_of_a_corpus_are_all_there_before_it_is_read(server: Server, tmp_path, capfd, ending: str) -> None:
     """A fetch that ended early left some of them: a training on these alone would be another one, in silence."""
     shards = {file.name: file.read_bytes() for file in sorted(corpus_folder(tmp_path / "made", ending).iterdir())}
     server.files = {f"/{name}": content for name, content in shards.items()}
@@ -196,16 +178,6 @@ def test_the_shards_of_a_corpus_are_all_there_before_it_is_read(
     assert Run(tmp_path / "run").latest().step == 12, "steps of 8 of 95 rows"
 
 
-def test_a_server_without_ranges_begins_again(server: Server, tmp_path: Path) -> None:
-    mine, data = task(tmp_path, address(server)), tmp_path / "data"
-    server.cut_at, server.no_ranges = 300_000, True
-    with pytest.raises(DataError, match="the same command continues"):
-        fetch(mine, data)
-    server.cut_at = None
-    fetch(mine, data)
-    assert (data / "some.bin").read_bytes() == CONTENT
-
-
 def test_another_file_is_refused_and_removed(server: Server, tmp_path: Path) -> None:
     data = tmp_path / "data"
     mine = task(tmp_path, address(server), CONTENT[:-1] + bytes([CONTENT[-1] ^ 1]))
@@ -218,9 +190,8 @@ def test_another_file_is_refused_and_removed(server: Server, tmp_path: Path) -> 
         fetch(task(tmp_path, address(server), CONTENT + b"more"), data)
 
 
-def test_damage_in_what_came_before_is_noticed(server: Server, tmp_path: Path) -> None:
-    mine, data = task(tmp_path, address(server)), tmp_path / "data"
-    data.mkdir()
+def test_damage_in_what_came_before_is_noticed(server: Server, tmp_path: Path, data: Path) -> None:
+    mine = task(tmp_path, address(server))
     (data / ".some.bin.part").write_bytes(b"x" * 1000)
     with pytest.raises(DataError, match="Try once more"):
         fetch(mine, data)
@@ -228,29 +199,23 @@ def test_damage_in_what_came_before_is_noticed(server: Server, tmp_path: Path) -
     assert (data / "some.bin").read_bytes() == CONTENT
 
 
-def test_what_is_there_already_is_left_alone(server: Server, tmp_path: Path) -> None:
-    data = tmp_path / "data"
-    data.mkdir()
+def test_what_is_there_already_is_left_alone(server: Server, tmp_path: Path, data: Path) -> None:
     (data / "some.bin").write_bytes(b"mine")
     with pytest.raises(DataError, match="move it away"):
         fetch(task(tmp_path, address(server)), data)
     assert (data / "some.bin").read_bytes() == b"mine" and server.requests == []
 
 
-def test_two_at_once(server: Server, tmp_path: Path) -> None:
+def test_two_at_once(server: Server, tmp_path: Path, data: Path) -> None:
     import fcntl
 
-    data = tmp_path / "data"
-    data.mkdir()
     with (data / ".some.bin.part").open("ab") as other:
         fcntl.flock(other, fcntl.LOCK_EX)
         with pytest.raises(DataError, match="another grappe fetch is downloading it"):
             fetch(task(tmp_path, address(server)), data)
 
 
-def test_a_link_in_the_partial_files_place_is_not_followed(server: Server, tmp_path: Path) -> None:
-    data = tmp_path / "data"
-    data.mkdir()
+def test_a_link_in_the_partial_files_place_is_not_followed(server: Server, tmp_path: Path, data: Path) -> None:
     (data / ".some.bin.part").symlink_to(tmp_path / "other")
     with pytest.raises(GrappeError, match="is a link"):
         fetch(task(tmp_path, address(server)), data)
@@ -354,10 +319,6 @@ def test_downloads_lie_where_their_tasks_look(tmp_path: Path) -> None:
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_bytes(bytes(3073 * 10))
     assert len(Cifar10().data("train", tmp_path)) == 45
-    for one in Mnist.downloads:
-        content = np.zeros((12, 28, 28) if "images" in one.url else 12, np.uint8)
-        header = bytes([0, 0, 8, content.ndim]) + struct.pack(f">{content.ndim}I", *content.shape)
-        file = tmp_path / one.folder / one.url.rpartition("/")[2]
-        file.parent.mkdir(exist_ok=True)
-        file.write_bytes(gzip.compress(header + content.tobytes()))
+    idx_files.write(tmp_path / Mnist.downloads[0].folder, 12, 12)
+    assert all((tmp_path / one.folder / one.url.rpartition("/")[2]).is_file() for one in Mnist.downloads)
     assert len(Mnist().data("train", tmp_path)) == 11

@@ -1,7 +1,5 @@
 """Foreseen plans: memory and time of each, which is best under an aim, and whether a GPU is worth while."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import re
@@ -16,18 +14,8 @@ from grappe.foresight import gpu_time
 from grappe.foresight.gpu_time import StepTime
 from grappe.foresight.search import Foreseen, MemoryBudget, candidates
 from grappe.sites import find
+from grappe.verbs.foresee import foresee as verb
 from grappe.verbs.foresee import measured_step
-from grappe.verbs.foresee.foresee import (
-    MEASURED,
-    PlanTimes,
-    TimedPlan,
-    best,
-    budget_of,
-    by_importance,
-    foresee,
-    gpu_or_not,
-    site_fabric,
-)
 from grappe.words import plan_name
 from tests.foresight import test_fake_model, unusual
 from tests.foresight.test_search import needing
@@ -35,68 +23,66 @@ from tests.verbs.foresee.test_tables import PLANS, plan
 
 
 def test_a_sites_gpu_has_the_memory_that_its_name_says() -> None:
-    assert budget_of("narval").size == 40 * 10**9
-    assert budget_of("jean-zay-v100").size == 16 * 10**9  # 16 or 32
+    assert verb.budget_of("narval").size == 40 * 10**9
+    assert verb.budget_of("jean-zay-v100").size == 16 * 10**9  # 16 or 32
     with pytest.raises(UsageError, match="narval-cpu"):
-        budget_of("narval-cpu")
+        verb.budget_of("narval-cpu")
 
 
 def test_a_plan_that_is_not_foreseen_says_why_and_the_others_are_foreseen() -> None:
-    times = foresee("digits", ["compile", "offload=cpu"], site="narval")
+    times = verb.foresee("digits", ["compile", "offload=cpu"], site="narval")
     found = [one.foreseen for one in times.plans]
     assert "compile" in found[0].why
     assert found[1].needs is not None and found[1].needs.peak is None
-    times = foresee(f"{unusual.__file__}:Unchained", ["", "tensor=2"])
+    times = verb.foresee(f"{unusual.__file__}:Unchained", ["", "tensor=2"])
     assert "tensor_plan" in times.plans[1].foreseen.why
 
 
 def test_a_choice_of_memory_is_said_with_its_price_in_the_words_of_a_training() -> None:
     small = {"width": 64, "depth": 2, "heads": 2, "batch_size": 4, "megabytes": 0.3}
-    times = foresee("pysource", ["memory=7MB", ""], fields=small, times=False)
+    times = verb.foresee("pysource", ["memory=7MB", ""], fields=small, times=False)
     chosen = plan_name(times.plans[0].foreseen.plan)
     assert "recompute" in chosen
     assert len(times.notes) == 1
-    assert re.fullmatch(
+    note = (
         rf"memory=7MB: the plan is {re.escape(chosen)}, foreseen to take \d MB of 7 MB that torch may allocate, with "
-        r".*more computing.*", times.notes[0],
-    )  # fmt: skip
+    )
+    assert re.fullmatch(note + ".*more computing.*", times.notes[0])
 
 
 def test_units_that_are_not_the_model_refuse_a_pipeline_alone() -> None:
     tasks = unusual.__file__
-    times = foresee(f"{tasks}:Unchained", ["", "pipeline=2,microbatches=2"])
+    times = verb.foresee(f"{tasks}:Unchained", ["", "pipeline=2,microbatches=2"])
     assert times.plans[0].foreseen.needs is not None
     why = times.plans[1].foreseen.why
     assert "runs Unchained.units() one after the other" in why and "must be the whole model" in why
     for name in ("Twice", "Swapped"):
-        times = foresee(f"{tasks}:{name}", ["", "pipeline=2,microbatches=2"])
+        times = verb.foresee(f"{tasks}:{name}", ["", "pipeline=2,microbatches=2"])
         assert times.plans[0].foreseen.needs is not None
         assert "do not compute what the model computes" in times.plans[1].foreseen.why
 
 
 def test_plans_of_which_none_can_be_foreseen_are_refused() -> None:
     with pytest.raises(UsageError, match="compile: what it keeps in memory is not foreseen"):
-        foresee("digits", ["compile"])
+        verb.foresee("digits", ["compile"])
 
 
 def test_a_task_that_reads_values_is_said_once() -> None:
     with pytest.raises(TaskError, match=r"cannot run without values"):
-        foresee(f"{test_fake_model.__file__}:Looks", ["", "microbatches=2"])
+        verb.foresee(f"{test_fake_model.__file__}:Looks", ["", "microbatches=2"])
 
 
 @pytest.mark.parametrize(("fits", "code"), [((False, None), 0), ((False, False), 1), ((True, False), 0)])
-def test_the_exit_code_is_1_only_if_none_fits_for_sure(
-    fits: tuple[bool | None, ...], code: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_exit_code_is_1_only_if_none_fits_for_sure(fits: tuple[bool | None, ...], code: int, monkeypatch) -> None:
     found = [Foreseen(plan="", processes=1, batch=8, needs=needing(10**9), fits=one) for one in fits]
-    times = PlanTimes(plans=tuple(TimedPlan(foreseen=one) for one in found))
+    times = verb.PlanTimes(plans=tuple(verb.TimedPlan(foreseen=one) for one in found))
     monkeypatch.setattr("grappe.verbs.foresee.foresee.foresee", lambda *_, **__: times)
     assert measuring.foresee("digits", site="narval") == code
 
 
 @pytest.mark.parametrize(("aim", "found"), [("fastest", "replicate=2"), ("cheapest", ""), ("smallest", "shard=2")])
 def test_the_best_plan_depends_on_the_aim_and_fits(aim: Any, found: str) -> None:
-    chosen = best(PLANS, aim)
+    chosen = verb.best(PLANS, aim)
     assert chosen is not None and chosen.foreseen.plan == found
 
 
@@ -108,16 +94,16 @@ def test_of_times_that_are_closer_than_they_are_known_it_is_the_plainest() -> No
         plan("threads=1", 1.09, 1, 1),
         plan("", 1.08, 1, 1),
     )
-    chosen = best(PlanTimes(plans=plans), "fastest")
+    chosen = verb.best(verb.PlanTimes(plans=plans), "fastest")
     assert chosen is not None and chosen.foreseen.plan == ""
-    chosen = best(PlanTimes(plans=plans[:2]), "fastest")
+    chosen = verb.best(verb.PlanTimes(plans=plans[:2]), "fastest")
     assert chosen is not None and chosen.foreseen.plan == "microbatches=2"
-    chosen = best(PlanTimes(plans=(plans[0], plan("", 1.11, 1, 1))), "fastest")
+    chosen = verb.best(verb.PlanTimes(plans=(plans[0], plan("", 1.11, 1, 1))), "fastest")
     assert chosen is not None and chosen.foreseen.plan == "replicate=2"
 
 
 def test_a_sites_gpu_is_foreseen_from_its_data_sheet_and_says_so(tmp_path: Path) -> None:
-    found = foresee("digits", ["", "replicate=4", "replicate=8"], site="narval")
+    found = verb.foresee("digits", ["", "replicate=4", "replicate=8"], site="narval")
     one, four, eight = found.plans
     assert one.time is not None and one.cost is not None and four.time is not None
     assert not one.time.measured and one.time.spread == 0.5 and one.cost.kwh is not None
@@ -132,32 +118,32 @@ def test_a_sites_gpu_is_foreseen_from_its_data_sheet_and_says_so(tmp_path: Path)
 def test_the_numbers_of_gpus_that_a_batch_fits_on_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     small = MemoryBudget(whose="a small GPU", size=12_000_000, besides=0)
     monkeypatch.setattr("grappe.verbs.foresee.foresee.budget_of", lambda site: small)
-    found = foresee("digits", gpus=[1, 2], batch_size=[512], site="narval")
+    found = verb.foresee("digits", gpus=[1, 2], batch_size=[512], site="narval")
     says = "fits on 1 GPU with no more computing (microbatches=2), on 2 GPUs with no more computing (replicate=2)"
     assert says in found.notes
 
 
-@pytest.mark.costly
+@pytest.mark.slow
 def test_a_plan_for_cpus_has_no_gpus_figures(monkeypatch: pytest.MonkeyPatch) -> None:
     """Runs its steps here; a site of CPU nodes supplies device=cpu."""
     step = StepTime(compute=1.0, spread=0.1, measured=True)
     monkeypatch.setattr(measured_step, "measured_step", lambda *_, **__: step)
-    times = foresee("digits", ["", "device=cpu,threads=1"], site="narval")
+    times = verb.foresee("digits", ["", "device=cpu,threads=1"], site="narval")
     gpu, cpu = times.plans
     assert gpu.cost is not None and gpu.cost.kwh is not None and gpu.foreseen.fits
     assert cpu.cost is not None and cpu.cost.kwh is None and cpu.cost.unit_hours == cpu.cost.hours
     assert cpu.time == step and cpu.foreseen.fits is None
     assert times.budget is not None and times.budget.size == 40 * 10**9
     assert any("how fast the cores of narval-cpu are is not known here" in note for note in times.notes)
-    times = foresee("digits", ["device=cpu"], site="narval")
+    times = verb.foresee("digits", ["device=cpu"], site="narval")
     assert times.notes[-1].startswith("GPU or CPU: this model keeps one NVIDIA A100 SXM4, 40 GB ")
-    times = foresee("digits", [""], site="jean-zay-cpu")
+    times = verb.foresee("digits", [""], site="jean-zay-cpu")
     assert times.plans[0].foreseen.plan == "device=cpu" and not times.gpu and times.budget is None
     assert "A100" not in "".join(times.notes) and "jean-zay-cpu" in "".join(times.notes)
 
 
 def test_over_nodes_whose_network_is_not_known_there_is_no_time() -> None:
-    four, eight = foresee("digits", ["replicate=4", "replicate=8"], site="fir").plans
+    four, eight = verb.foresee("digits", ["replicate=4", "replicate=8"], site="fir").plans
     assert four.time is not None
     assert "a node has 4" in eight.why and "network_gbit" in eight.why
 
@@ -171,22 +157,19 @@ def test_over_nodes_whose_network_is_not_known_there_is_no_time() -> None:
         (0.01, 0.01, 0.005, "try both"),
     ],
 )
-def test_the_verdict_on_a_gpu(
-    here: float, gpu: float, busy: float, verdict: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_verdict_on_a_gpu(here: float, gpu: float, busy: float, verdict: str, monkeypatch) -> None:
     step = StepTime(compute=gpu, spread=0.5, busy=busy)
     monkeypatch.setattr(gpu_time, "gpu_time", lambda *_, **__: step)
     measured = plan("device=cpu", here, 1, 1)
     assert measured.time is not None
     measured = dataclasses.replace(measured, time=dataclasses.replace(measured.time, measured=True))
-    found = gpu_or_not(None, [plan("replicate=2", 0.5, 2, 1), measured])  # type: ignore[arg-type]
-    assert found is not None
+    found = verb.gpu_or_not(None, [plan("replicate=2", 0.5, 2, 1), measured])  # type: ignore[arg-type]
     for count in range(1, 257):
         found = found.replace(f"the {count} cores here", "the cores")
     assert verdict in found.replace("the one core here", "the cores") and "not measured" in found
-    assert gpu_or_not(None, [plan("", 0.5, 1, 1)]) is None  # type: ignore[arg-type]
-    fabric = site_fabric(find("narval"))
-    found = gpu_or_not(None, [plan("replicate=2", 0.5, 2, 1)], fabric) or ""  # type: ignore[arg-type]
+    assert verb.gpu_or_not(None, [plan("", 0.5, 1, 1)]) is None  # type: ignore[arg-type]
+    fabric = verb.site_fabric(find("narval"))
+    found = verb.gpu_or_not(None, [plan("replicate=2", 0.5, 2, 1)], fabric) or ""  # type: ignore[arg-type]
     assert f"keeps one NVIDIA A100 SXM4, 40 GB {busy / gpu:.0%} busy" in found and "--plan device=cpu" in found
 
 
@@ -201,7 +184,7 @@ def test_without_a_site_a_machines_own_gpus_are_foreseen(monkeypatch: pytest.Mon
     gpus = measured_step.LocalGpus(name="NVIDIA H200", memory=150 * 10**9, number=1)
     monkeypatch.setattr(measured_step.LocalGpus, "find", lambda: gpus)
     monkeypatch.setattr(measured_step, "measured_step", measured)
-    times = foresee("digits", ["", "replicate=2", "replicate=2,per_device=2", "device=cpu"])
+    times = verb.foresee("digits", ["", "replicate=2", "replicate=2,per_device=2", "device=cpu"])
     assert ran == [("", "cuda"), ("replicate=2,per_device=2", "cuda"), ("device=cpu", "cpu")]
     one, two, shared, cores = times.plans
     assert "it takes 2 GPUs, and torch sees one GPU here" in two.why
@@ -209,21 +192,19 @@ def test_without_a_site_a_machines_own_gpus_are_foreseen(monkeypatch: pytest.Mon
     assert shared.cost is not None and shared.cost.unit_hours == one.cost.unit_hours
     assert cores.cost is not None and not cores.cost.on_gpus
     assert one.foreseen.fits and times.budget is not None and "this machine's NVIDIA H200" in times.budget.whose
-    assert (
-        "this model keeps NVIDIA H200 SXM, 141 GB" in times.notes[-1]
-        and "by its data sheet, of steps of 10.0 ms" in (times.notes[-1])
-    )
+    said = times.notes[-1]
+    assert "this model keeps NVIDIA H200 SXM, 141 GB" in said and "by its data sheet, of steps of 10.0 ms" in said
 
 
 def test_plain_plans_are_tried_first_and_each_number_of_processes_in_turn() -> None:
     plans = [Foreseen(plan=str(one), processes=one.processes, batch=8, needs=None) for one in candidates([1, 2, 4])]
-    names = [one.plan for one in by_importance(plans)]
+    names = [one.plan for one in verb.by_importance(plans)]
     assert names[:6] == ["", "replicate=2", "replicate=4", "shard=2,zero=1", "shard=4,zero=1", "shard=2,zero=2"]
     assert sorted(names) == sorted(one.plan for one in plans)
     assert names.index("microbatches=4") > names.index("shard=4")
 
 
-@pytest.mark.costly
+@pytest.mark.slow
 def test_steps_of_at_most_five_plans_that_fit_this_machine_are_run(monkeypatch: pytest.MonkeyPatch) -> None:
     """Plans of another batch size run at theirs."""
     ran: list[tuple[str, Any]] = []
@@ -237,14 +218,14 @@ def test_steps_of_at_most_five_plans_that_fit_this_machine_are_run(monkeypatch: 
     monkeypatch.setattr(measured_step, "measured_step", measured)
     monkeypatch.setattr(measured_step, "cores", lambda: 2)
     plans = ["", "replicate=2", "shard=2", "replicate=4,threads=1", "microbatches=2"]
-    times = foresee("digits", plans, batch_size=(64, 32))
-    assert len(times.plans) == 2 * len(plans) and len(ran) == MEASURED
+    times = verb.foresee("digits", plans, batch_size=(64, 32))
+    assert len(times.plans) == 2 * len(plans) and len(ran) == verb.MEASURED
     assert ran[:4] == [("", "64"), ("replicate=2", "64"), ("", "32"), ("replicate=2", "32")]
     assert times.plans[0].time is not None and times.plans[0].cost is not None
     assert "4 threads of 4 processes on 2 cores" in times.plans[3].why
     assert any("foresee runs steps of at most 5 plans, for about 15 s; name others" in one for one in times.reasons)
     assert "GPU or CPU" in times.notes[-1]
-    times = foresee("digits", ["", "microbatches=2"])
+    times = verb.foresee("digits", ["", "microbatches=2"])
     assert "microbatches=2: none of its steps ended in 1 s" in times.reasons
-    chosen = best(times, "fastest")
+    chosen = verb.best(times, "fastest")
     assert chosen is not None and chosen.foreseen.plan == ""

@@ -1,7 +1,5 @@
 """Steps of a plan are run on this machine's cores, if it has the cores and the memory for them."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Memory and steps foreseen of real runs, beside what they measured: traced once, and no code of a run is run."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path
@@ -44,9 +42,7 @@ def test_states_are_right_to_the_byte_and_a_process_is_foreseen_with_what_it_had
     assert found.peak_measured == cost["peak"]["host"]
 
 
-def test_a_run_is_traced_once_and_again_when_it_has_changed(
-    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_is_traced_once_and_again_when_it_has_changed(run: Run, tmp_path: Path, monkeypatch) -> None:
     copy = Run(shutil.copytree(run.folder, tmp_path / "copy"))
     first = foreseen_run(copy)
     monkeypatch.setattr(module, "_traced", untraced)
@@ -110,9 +106,7 @@ def test_a_step_on_cores_is_measured_and_not_foreseen(run: Run) -> None:
     assert found.step is None and found.step_why == OF_A_CPU and found.states_error == 0
 
 
-def test_a_gpus_step_is_foreseen_once_from_its_data_sheet(
-    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_gpus_step_is_foreseen_once_from_its_data_sheet(run: Run, tmp_path: Path, monkeypatch) -> None:
     copy = on_gpu(run, tmp_path)
     found = foreseen_run(copy)
     assert found.step is not None and found.step_error is not None and not found.step_why

@@ -1,7 +1,5 @@
 """Tables, sentences and the file of grappe foresee."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import pytest
@@ -104,10 +102,6 @@ def test_the_smallest_is_named_with_its_memory_and_without_times() -> None:
     assert answer(bare, "smallest") == ["Use shard=2: 1.0 GB a process"]
     assert answer(PLANS, "smallest")[0].startswith("Use shard=2: 1.0 GB a process, about")
     assert "step" not in [column.header for column in tables.table(bare, bare.plans).columns]
-
-
-def test_the_json_has_the_total_of_each_plan() -> None:
-    assert [one["time"] and one["time"]["total"] for one in tables.as_json(PLANS)["plans"][:2]] == [1.0, 0.6]
 
 
 def test_the_plans_are_a_data_frame() -> None:

@@ -1,7 +1,5 @@
 """An earlier run is taken for a training's time if it took the same steps, on such a device; the newest such run."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 from pathlib import Path
@@ -12,7 +10,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from grappe import sites
-from grappe.checkpoint.format import step_folder
 from grappe.plan import Plan
 from grappe.sites.layout import layout
 from grappe.sites.sbatch import JobOptions
@@ -20,16 +17,7 @@ from grappe.tasks.digits import Digits
 from grappe.training.options import Options
 from grappe.training.run import Run
 from grappe.training.task_reference import field_texts, source_hash
-from grappe.verbs.foresee.training_time import (
-    MARGIN,
-    RemainingTraining,
-    RunQuery,
-    TimeCosts,
-    earlier_run,
-    median_step,
-    steps_done,
-    time_limit,
-)
+from grappe.verbs.foresee import training_time
 from grappe.verbs.submit.jobs import record_job
 from grappe.words import processor_name
 
@@ -73,15 +61,15 @@ def with_evaluations(run: Run, *steps: int) -> Run:
     return run
 
 
-def query(site: str = "narval", plan: str = "", *, here: bool = False, **fields: Any) -> RunQuery:
+def query(site: str = "narval", plan: str = "", *, here: bool = False, **fields: Any) -> training_time.RunQuery:
     found, parsed = sites.find(site), Plan.parse(plan)
     placed = layout(parsed, found, JobOptions(account="def-me"))
-    return RunQuery(task=Digits(epochs=50, **fields), plan=parsed, site=found, layout=placed, here=here)
+    return training_time.RunQuery(task=Digits(epochs=50, **fields), plan=parsed, site=found, layout=placed, here=here)
 
 
 def test_its_measured_costs(tmp_path: Path) -> None:
     run = with_evaluations(made(tmp_path), 50, 100)
-    found = earlier_run(query(), tmp_path, None, Options())
+    found = training_time.earlier_run(query(), tmp_path, None, Options())
     assert found is not None and found.folder == run.folder and found.steps_per_epoch == 50
     assert found.costs.step == pytest.approx(0.012)  # the mean, which is above the median
     assert (found.costs.evaluation, found.costs.save, found.costs.start) == (2.0, 0.75, 7.0)
@@ -89,10 +77,10 @@ def test_its_measured_costs(tmp_path: Path) -> None:
 
 def test_evaluations_of_earlier_starts_are_not_counted_and_without_one_it_takes_half_an_epoch(tmp_path: Path) -> None:
     run = with_evaluations(made(tmp_path, costs=[cost(samples=3200)]), 50, 100)
-    found = earlier_run(query(), tmp_path, None, Options())
+    found = training_time.earlier_run(query(), tmp_path, None, Options())
     assert found is not None and found.costs.evaluation == 4.0
     with_evaluations(run)
-    found = earlier_run(query(), tmp_path, None, Options())
+    found = training_time.earlier_run(query(), tmp_path, None, Options())
     assert found is not None and found.costs.evaluation == pytest.approx(0.5 * 50 * 0.012)
 
 
@@ -117,7 +105,7 @@ def test_evaluations_of_earlier_starts_are_not_counted_and_without_one_it_takes_
 )
 def test_a_run_of_other_steps_is_left(tmp_path: Path, changes: dict[str, Any]) -> None:
     made(tmp_path, **changes)
-    assert earlier_run(query(), tmp_path, None, Options()) is None
+    assert training_time.earlier_run(query(), tmp_path, None, Options()) is None
 
 
 def test_the_run_that_is_resumed_comes_first_then_the_newest(tmp_path: Path) -> None:
@@ -125,20 +113,20 @@ def test_the_run_that_is_resumed_comes_first_then_the_newest(tmp_path: Path) -> 
         made(tmp_path, name)
     Run(tmp_path / "other-3").describe(plan="shard=2")
     (tmp_path / "digits-2" / "run.json").write_text("{")
-    first = earlier_run(query(), tmp_path, None, Options())
+    first = training_time.earlier_run(query(), tmp_path, None, Options())
     assert first is not None and first.folder.name == "digits-1"
     resumed = made(tmp_path / "else", "mine")
-    found = earlier_run(query(), tmp_path, resumed.folder, Options())
+    found = training_time.earlier_run(query(), tmp_path, resumed.folder, Options())
     assert found is not None and found.folder == resumed.folder
-    assert earlier_run(query(), tmp_path / "none", tmp_path / "new", Options()) is None
+    assert training_time.earlier_run(query(), tmp_path / "none", tmp_path / "new", Options()) is None
 
 
 def test_a_run_of_the_site_counts_whatever_its_gpu_is_called(tmp_path: Path) -> None:
     run = made(tmp_path, costs=[cost(device="NVIDIA A100-PG509")])
-    assert earlier_run(query(), tmp_path, None, Options()) is None
+    assert training_time.earlier_run(query(), tmp_path, None, Options()) is None
     record_job(run.folder, "123", "narval", "")
-    assert earlier_run(query(), tmp_path, None, Options()) is not None
-    assert earlier_run(query("rorqual"), tmp_path, None, Options()) is None
+    assert training_time.earlier_run(query(), tmp_path, None, Options()) is not None
+    assert training_time.earlier_run(query("rorqual"), tmp_path, None, Options()) is None
 
 
 @pytest.mark.parametrize(
@@ -159,21 +147,10 @@ def test_cpus_are_of_the_site_or_of_this_machine_and_have_as_many_threads(
     if site:
         record_job(run.folder, "123", site, "")
     asked = dataclasses.replace(query("narval-cpu", "device=cpu,threads=4"), here=here)
-    assert (earlier_run(asked, tmp_path, None, Options()) is not None) == found
+    assert (training_time.earlier_run(asked, tmp_path, None, Options()) is not None) == found
 
 
-def test_steps_done_are_those_of_the_newest_checkpoint(tmp_path: Path) -> None:
-    assert steps_done(None) == steps_done(tmp_path / "none") == 0
-    run = made(tmp_path)
-    assert steps_done(run.folder) == 0
-    for step in (20, 60):
-        folder = step_folder(run.checkpoints, step)
-        folder.mkdir(parents=True)
-        (folder / "manifest.json").write_text("{}")
-    assert steps_done(run.folder) == 60
-
-
-COSTS = TimeCosts(step=0.5, evaluation=10.0, save=2.0, start=30.0)
+COSTS = training_time.TimeCosts(step=0.5, evaluation=10.0, save=2.0, start=30.0)
 
 
 @pytest.mark.parametrize(
@@ -190,21 +167,24 @@ COSTS = TimeCosts(step=0.5, evaluation=10.0, save=2.0, start=30.0)
     ],
 )
 def test_what_is_left(options: Options, done: int, steps: int, evaluations: int, saves: int) -> None:
-    found = RemainingTraining.of(options, done=done, epochs=10, steps_per_epoch=100)
+    found = training_time.RemainingTraining.of(options, done=done, epochs=10, steps_per_epoch=100)
     assert (found.steps, found.evaluations, found.saves) == (steps, evaluations, saves)
 
 
 def test_what_it_takes() -> None:
-    remaining = RemainingTraining(steps=100, evaluations=3, saves=2)
+    remaining = training_time.RemainingTraining(steps=100, evaluations=3, saves=2)
     assert COSTS.seconds(remaining) == 30 + 50 + 30 + 4
-    unsure = TimeCosts(step=0.5, evaluation=10.0, save=2.0, start=30.0, spread=0.5)
+    unsure = training_time.TimeCosts(step=0.5, evaluation=10.0, save=2.0, start=30.0, spread=0.5)
     assert unsure.seconds(remaining) == 2 * COSTS.seconds(remaining)  # half to twice
 
 
 @given(done=st.integers(0, 900), more=st.integers(1, 99), every=st.integers(1, 400))
 def test_what_is_done_is_not_left(done: int, more: int, every: int) -> None:
     options = Options(evaluate_every=every)
-    a, b = (RemainingTraining.of(options, done=at, epochs=1, steps_per_epoch=1000) for at in (done, done + more))
+    a, b = (
+        training_time.RemainingTraining.of(options, done=at, epochs=1, steps_per_epoch=1000)
+        for at in (done, done + more)
+    )
     assert a.steps - b.steps == more and a.evaluations >= b.evaluations
     assert COSTS.seconds(a) > COSTS.seconds(b)
 
@@ -213,17 +193,17 @@ def test_what_is_done_is_not_left(done: int, more: int, every: int) -> None:
 def test_a_limit_is_enough_in_whole_units_and_never_above_the_sites(
     seconds: float, least: int, most: int | None
 ) -> None:
-    found = time_limit(seconds, least, most)
+    found = training_time.time_limit(seconds, least, most)
     assert found >= least
     if found != most:
-        assert found >= seconds * (1 + MARGIN) and found % 300 == 0
-        assert found < seconds * (1 + MARGIN) + 3600 or found == least
+        assert found >= seconds * (1 + training_time.MARGIN) and found % 300 == 0
+        assert found < seconds * (1 + training_time.MARGIN) + 3600 or found == least
     assert most is None or found <= most
 
 
 @pytest.mark.parametrize(("minutes", "found"), [(0.1, 5), (41, 50), (99, 120), (101, 135), (595, 720), (610, 780)])
 def test_units_grow_with_the_time(minutes: float, found: int) -> None:
-    assert time_limit(60 * minutes, 60, None) == 60 * found
+    assert training_time.time_limit(60 * minutes, 60, None) == 60 * found
 
 
 @pytest.mark.parametrize(
@@ -239,4 +219,4 @@ def test_units_grow_with_the_time(minutes: float, found: int) -> None:
     ],
 )
 def test_the_median_step_of_the_slowest_process(costs: Any, found: float | None) -> None:
-    assert median_step({"costs": costs}) == found
+    assert training_time.median_step({"costs": costs}) == found

@@ -147,7 +147,7 @@ def test_a_script_under_a_key_learns_what_it_does_without(
         )
 
 
-@pytest.mark.costly
+@pytest.mark.slow
 def test_a_run_under_keys_goes_on_to_the_same_bits(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:

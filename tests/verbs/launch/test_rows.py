@@ -40,7 +40,7 @@ def trained(text: str, file: Path) -> Trained:
 
 @pytest.fixture(scope="module")
 def plain(tmp_path_factory: pytest.TempPathFactory) -> Trained:
-    """What each script prints and learns by itself."""
+    """Lines and weights of each script by itself."""
     folder = tmp_path_factory.mktemp("plain")
     threads, dtype = torch.get_num_threads(), torch.get_default_dtype()
     with pytest.MonkeyPatch.context() as patched, contextlib.redirect_stdout(io.StringIO()) as lines:

@@ -1,16 +1,12 @@
 """The time breakdown and its remedies, on recorded times: ten slownesses, each named first, and sums of 100 %."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Mapping
 
 import pytest
 
 from grappe.errors import UsageError
-from grappe.plan import Plan
 from grappe.profiling.operators import LineCost, OperatorTotals
-from grappe.profiling.phases import IN_A_STEP
 from grappe.verbs.measure.breakdown import (
     PARTS,
     SMALL_BATCH,
@@ -18,32 +14,18 @@ from grappe.verbs.measure.breakdown import (
     Intervals,
     ProcessTrace,
     RunTrace,
-    TimeBreakdown,
     break_down,
     remedies,
 )
 from grappe.verbs.measure.explain import Explanation
-from grappe.verbs.measure.points import Measurement, MeasureOptions, ProcessTimes, TimedRun
+from grappe.verbs.measure.points import Measurement, MeasureOptions
 from grappe.verbs.measure.verdict import breakdown_table, explained
+from tests.verbs.measure.test_verdict import point
 
-NONE = dict.fromkeys(IN_A_STEP, 0.0)
 STEP = {"forward": 0.040, "backward": 0.060}
 EVERY = Intervals(evaluation=1000, save=1000)
 RATES = {"fp32": 1e12, "bf16": 1e12}
 LINE = "/home/me/my_task.py:41"
-FIELDS = {"batch": 64, "cores": 8, "workers": 0}
-
-
-def point(*each: Mapping[str, float], plan: str = "", **fields) -> Measurement:
-    """A point whose processes spend `each` seconds on the phases of a step."""
-    processes = [
-        ProcessTimes(rank=rank, host="a", step=sum(one.values()), phases={**NONE, **one}, memory=1, held={})
-        for rank, one in enumerate(each)
-    ]
-    trial = TimedRun(processes=processes, steps=5, joules=None, cores_used=1.0)
-    degree = Plan.parse(plan)
-    known = {**FIELDS, "processes": degree.processes, "slices": degree.data_parallel, **fields}
-    return Measurement(plan=plan, trials=[trial], **known)
 
 
 def traces(processes: int = 1, *, seen: Mapping[str, object] | None = None, **fields) -> RunTrace:
@@ -53,18 +35,8 @@ def traces(processes: int = 1, *, seen: Mapping[str, object] | None = None, **fi
         "casts": 0.0, "elementwise": 0.0, "host": 0.002, "reads": 0.0, "messages": 0.0, "launches": 0.0,
         "host_lines": (), "read_lines": (), "copy_lines": (), **fields,
     }  # fmt: skip
-    one = ProcessTrace(
-        operators=OperatorTotals(**known),
-        **{
-            "computing": 0.0,
-            "evaluation": 0.0,
-            "checkpoint": 0.0,
-            "gradients": 100,
-            "largest": ("w", 10),
-            "steps_per_epoch": 50,
-            **(seen or {}),
-        },
-    )
+    further = {"computing": 0.0, "evaluation": 0.0, "checkpoint": 0.0, "gradients": 100, "largest": ("w", 10)}
+    one = ProcessTrace(operators=OperatorTotals(**known), **{**further, "steps_per_epoch": 50, **(seen or {})})
     return RunTrace(processes=(one,) * processes, reachable=RATES)
 
 
@@ -87,6 +59,7 @@ def test_nothing_is_lost_and_the_rest_is_useful() -> None:
     assert breakdown.seconds == pytest.approx(0.1)
     assert breakdown.share(USEFUL) == pytest.approx(0.97)
     assert breakdown.share("host between kernels") == pytest.approx(0.02)
+    assert USEFUL not in [one.part for one in remedies(breakdown, point(STEP), [])]
 
 
 def test_a_slow_loader() -> None:
@@ -95,13 +68,8 @@ def test_a_slow_loader() -> None:
 
 
 def test_thousands_of_tiny_operators() -> None:
-    slow = traces(
-        matrix=0.01,
-        flops=0.01e12,
-        operators=4000.0,
-        host=0.2,
-        host_lines=(LineCost(line="", calls=50, seconds=0.06), *cost(calls=3900)),
-    )
+    lines = (LineCost(line="", calls=50, seconds=0.06), *cost(calls=3900))
+    slow = traces(matrix=0.01, flops=0.01e12, operators=4000.0, host=0.2, host_lines=lines)
     part, share, word = first(point(STEP), slow)
     assert (part, share) == ("host between kernels", pytest.approx(0.9))
     assert word == "4,000 operators a step, 3,900 of them at my_task.py:41: fewer, larger ones, or compile"
@@ -112,6 +80,13 @@ def test_values_that_are_read() -> None:
     part, share, word = first(point(STEP), slow)
     assert (part, share) == ("values read by the host", pytest.approx(0.72))
     assert word.startswith("my_task.py:41 reads values (.item(), float(), .tolist()) 512 times a step")
+
+
+def test_a_layout_that_is_copied_each_step() -> None:
+    slow = traces(matrix=0.03, flops=0.03e12, copies=0.068, copy_lines=cost())
+    part, share, word = first(point(STEP), slow)
+    assert (part, share) == ("copies of layouts", pytest.approx(0.68))
+    assert word == "a layout is copied each step at my_task.py:41: make it once, in data()"
 
 
 def test_a_slow_process() -> None:
@@ -149,13 +124,6 @@ def test_on_a_gpu_the_rates_of_its_generation_count() -> None:
     assert first(point(STEP), found) == ("precision not used", pytest.approx(0.45), "precision=bf16")
     volta = dataclasses.replace(found, reachable={"fp32": 1e12, "fp16": 5e12, "bf16": 0.5e12})
     assert first(point(STEP, plan="precision=bf16"), volta)[2] == "precision=fp16"
-
-
-def test_a_layout_that_is_copied_each_step() -> None:
-    slow = traces(matrix=0.03, flops=0.03e12, copies=0.068, copy_lines=cost())
-    part, share, word = first(point(STEP), slow)
-    assert (part, share) == ("copies of layouts", pytest.approx(0.68))
-    assert word == "a layout is copied each step at my_task.py:41: make it once, in data()"
 
 
 def test_unbalanced_stages_and_a_bubble() -> None:
@@ -213,19 +181,13 @@ def test_of_compiled_units_only_operators_are_divided() -> None:
     assert "--profile" in next(each.word for each in remedies(breakdown, one, [one]))
 
 
-def test_an_evaluation_that_takes_little_is_left_alone() -> None:
-    every = Intervals(evaluation=24, save=1000)
-    breakdown = break_down(point(STEP), traces(seen={"evaluation": 0.13}), every)
-    assert breakdown.share("evaluation") > 0.05
-    assert "evaluation" not in [one.part for one in remedies(breakdown, point(STEP), [])]
-
-
-def test_evaluations_that_are_too_frequent() -> None:
+def test_evaluations_are_named_only_if_they_are_too_frequent() -> None:
     every = Intervals(evaluation=5, save=1000)
     part, share, word = first(point(STEP), traces(seen={"evaluation": 0.5}), every=every)
     assert (part, share, word) == ("evaluation", pytest.approx(0.5), "--evaluate-every 100")
-    rare = break_down(point(STEP), traces(seen={"evaluation": 0.5}), EVERY)
-    assert "evaluation" not in [one.part for one in remedies(rare, point(STEP), [])]
+    for seconds, each in ((0.13, Intervals(evaluation=24, save=1000)), (0.5, EVERY)):
+        breakdown = break_down(point(STEP), traces(seen={"evaluation": seconds}), each)
+        assert "evaluation" not in [one.part for one in remedies(breakdown, point(STEP), [])]
 
 
 def test_what_the_trace_did_not_see_is_not_explained() -> None:
@@ -235,13 +197,10 @@ def test_what_the_trace_did_not_see_is_not_explained() -> None:
     assert break_down(point(STEP), none, EVERY).share("not explained") == 1
 
 
-def test_kernels_that_were_slower_under_the_trace_are_scaled() -> None:
+def test_kernels_that_were_slower_under_the_trace_are_scaled_and_a_process_at_another_pace_divides_alike() -> None:
     breakdown = break_down(point(STEP), traces(matrix=0.15, elementwise=0.05, flops=0.06e12), EVERY)
     assert breakdown.share("memory-bound operators") == pytest.approx(0.25)
     assert breakdown.share(USEFUL) + breakdown.share("small matrices") == pytest.approx(0.75)
-
-
-def test_a_process_at_another_pace_divides_in_the_same_way() -> None:
     slow = traces(seen={"computing": 0.2}, matrix=0.196, flops=0.05e12, host=0.004)
     breakdown = break_down(point(STEP), slow, EVERY)
     assert breakdown.share("not explained") == pytest.approx(0)
@@ -268,8 +227,3 @@ def test_table_and_json() -> None:
 def test_every_is_at_least_one(name: str) -> None:
     with pytest.raises(UsageError, match="at least 1"):
         MeasureOptions(**{name: 0})
-
-
-def test_a_part_that_is_useful_has_no_remedy() -> None:
-    breakdown: TimeBreakdown = break_down(point(STEP), traces(), EVERY)
-    assert USEFUL not in [one.part for one in remedies(breakdown, point(STEP), [])]

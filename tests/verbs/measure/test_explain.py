@@ -1,7 +1,5 @@
 """grappe measure --why in real processes: planted slownesses, large against noise, are named first; sums are 100 %."""
 
-from __future__ import annotations
-
 import json
 
 import pytest
@@ -14,7 +12,7 @@ from grappe.verbs.measure.points import MeasureOptions
 from grappe.verbs.measure.verdict import content
 from tests.sleeping import Sleeping
 
-pytestmark = pytest.mark.costly
+pytestmark = pytest.mark.slow
 
 PLAN = "device=cpu,threads=1,workers=0"
 

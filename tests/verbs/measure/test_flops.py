@@ -1,7 +1,5 @@
 """Counted operations are those of the formulas."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import torch

@@ -1,7 +1,5 @@
 """The largest batch that fits, under a limit that is reached soon, and in a dataset that ends before."""
 
-from __future__ import annotations
-
 import resource
 import subprocess
 import sys
@@ -18,7 +16,7 @@ from grappe.training.request import Request
 from grappe.training.task_reference import TaskReference
 from grappe.verbs.measure import measure
 
-pytestmark = pytest.mark.costly
+pytestmark = pytest.mark.slow
 
 PLAN = Plan(device="cpu", threads=1)
 WIDTH = 1 << 18  # a megabyte a sample

@@ -1,7 +1,5 @@
 """Tests of the verdict in words, on synthetic figures."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Mapping
 
@@ -25,18 +23,16 @@ NONE = dict.fromkeys(IN_A_STEP, 0.0)
 COMPUTE = {"forward": 0.004, "backward": 0.006}
 
 
-def point(
-    *each: Mapping[str, float], plan: str = "", batch: int = 64, joules: float | None = None, **fields
-) -> Measurement:
+def point(*each: Mapping[str, float], plan: str = "", joules: float | None = None, **fields) -> Measurement:
     """A point whose processes spend `each` seconds on the phases of a step."""
-    step = max(sum(phases.values()) for phases in each)
+    step, degrees = max(sum(phases.values()) for phases in each), Plan.parse(plan)
     processes = [
         ProcessTimes(rank=rank, host="a", step=step, phases={**NONE, **phases}, memory=1, held={})
         for rank, phases in enumerate(each)
     ]
     trial = TimedRun(processes=processes, steps=5, joules=joules, cores_used=1.0)
-    known = {"cores": 8, "workers": 0, **fields}
-    return Measurement(plan=plan, batch=batch, processes=len(each), slices=len(each), trials=[trial], **known)
+    known = {"batch": 64, "cores": 8, "workers": 0, "slices": degrees.data_parallel, **fields}
+    return Measurement(plan=plan, processes=degrees.processes, trials=[trial], **known)
 
 
 def said(*points: Measurement) -> str:

@@ -1,7 +1,5 @@
 """grappe predict takes JSON lines and pictures to the same predictions as arrays, and names what it cannot take."""
 
-from __future__ import annotations
-
 import io
 import json
 import os
@@ -193,9 +191,7 @@ def test_what_lines_cannot_give(monkeypatch: pytest.MonkeyPatch) -> None:
         verb_inputs.open_lines(Path("-"))
 
 
-def test_validation_data_that_cannot_be_read_name_the_line(
-    given, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_validation_data_that_cannot_be_read_name_the_line(given, tmp_path: Path, monkeypatch) -> None:
     lines = write(tmp_path / "a.jsonl", [[1, 2, 3, 4]])
     given("plain", lines)
     monkeypatch.setattr(Plain, "data", lambda *_: Broken(range(29)))
@@ -230,27 +226,19 @@ def test_a_line_without_end(monkeypatch: pytest.MonkeyPatch) -> None:
         list(verb_inputs.line_batches(Trickle(b"[" * 200, 50), "-", torch.zeros(1, 2)))
 
 
-@pytest.mark.costly
+@pytest.mark.slow
 def test_a_line_is_answered_before_the_next_is_written(runs, folder: Path) -> None:
     words = [GRAPPE, "predict", str(runs("plain").folder), "-", "--task", f"{__file__}:Plain", "--data", str(folder)]
     paths = [str(Path(__file__).parents[3]), *filter(None, [os.environ.get("PYTHONPATH")])]  # of this file's imports
-    child = subprocess.Popen(
-        words,
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(paths)},
-    )
-    assert child.stdin
-    assert child.stdout
+    variables = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(paths)}
     answers = []
-    for number in range(3):
-        child.stdin.write(f"[{number}, 2, 3, 4]\n")
-        child.stdin.flush()
-        answers.append(json.loads(child.stdout.readline()))
-    child.stdin.close()
-    assert child.wait(PATIENCE_SECONDS) == 0
-    child.stdout.close()
+    with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=variables) as child:
+        for number in range(3):
+            child.stdin.write(f"[{number}, 2, 3, 4]\n")
+            child.stdin.flush()
+            answers.append(json.loads(child.stdout.readline()))
+        child.stdin.close()
+        assert child.wait(PATIENCE_SECONDS) == 0
     assert [one["sample"] for one in answers] == [0, 1, 2]
     assert len({str(one["output"]) for one in answers}) == 3
 
@@ -268,9 +256,7 @@ def test_pictures_are_what_the_tasks_arrays_hold(given, tmp_path: Path) -> None:
     assert len(given("digits", tmp_path / "0.png")) == 1
 
 
-def test_a_splits_name_is_never_a_folder(
-    given, runs, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_splits_name_is_never_a_folder(given, runs, folder: Path, tmp_path: Path, monkeypatch) -> None:
     wanted = given("digits", "validation")
     (tmp_path / "validation").mkdir()
     monkeypatch.chdir(tmp_path)
@@ -288,23 +274,21 @@ def test_pictures_as_a_tasks_own_data_read_them(given, folder: Path) -> None:
     assert same(given("photographs", [*files[::2], *files[1::2]]), wanted)
 
 
-def test_pictures_that_cannot_be_taken(given, folder: Path, tmp_path: Path) -> None:
+def test_pictures_that_cannot_be_taken(given, tmp_path: Path) -> None:
     Image.fromarray(np.zeros((9, 8), np.uint8)).save(tmp_path / "large.png")
     (tmp_path / "cut.png").write_bytes((tmp_path / "large.png").read_bytes()[:40])
     (tmp_path / "no.jpg").write_bytes(b"text")
-    for name, told in [
-        ("large.png", "it has 8 x 9 pixels, and the task's samples 8 x 8: resize it"),
-        ("cut.png", r"cut\.png: "),
-        ("no.jpg", r"no\.jpg: neither JPEG nor PNG"),
-        ("none.png", r"none\.png is not a file"),
+    (tmp_path / "empty").mkdir()
+    for task, name, told in [
+        ("digits", "large.png", "it has 8 x 9 pixels, and the task's samples 8 x 8: resize it"),
+        ("digits", "cut.png", r"cut\.png: "),
+        ("digits", "no.jpg", r"no\.jpg: neither JPEG nor PNG"),
+        ("digits", "none.png", r"none\.png is not a file"),
+        ("digits", "empty", "there is no picture in this folder"),
+        ("plain", "large.png", "data do not define how a picture becomes a sample"),
     ]:
         with pytest.raises(DataError, match=told):
-            given("digits", tmp_path / name)
-    with pytest.raises(DataError, match="data do not define how a picture becomes a sample"):
-        given("plain", tmp_path / "large.png")
-    (tmp_path / "empty").mkdir()
-    with pytest.raises(DataError, match="there is no picture in this folder"):
-        given("digits", tmp_path / "empty")
+            given(task, tmp_path / name)
     with pytest.raises(UsageError, match="several inputs are pictures"):
         given("digits", [tmp_path / "large.png", tmp_path / "a.npy"])
     with pytest.raises(UsageError, match=r"a\.txt: give one of train, validation, test, a \.npy file, JSON lines"):

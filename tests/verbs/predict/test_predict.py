@@ -1,7 +1,5 @@
 """grappe predict: what a model gives is shown, whatever kind of tensor it is; what is none is said."""
 
-from __future__ import annotations
-
 import json
 import os
 from collections import OrderedDict

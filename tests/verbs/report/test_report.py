@@ -1,8 +1,7 @@
 """The report in a real browser: every plot drawn, nothing asked of anybody, no complaint, whatever the runs' state."""
 
-from __future__ import annotations
-
 import contextlib
+import dataclasses
 import json
 import shutil
 import threading
@@ -25,10 +24,11 @@ from grappe.verbs.report.report import gather, html, live, report, thinned
 from grappe.verbs.report.results import compared
 from grappe.verbs.tune.schedule import importance
 from grappe.verbs.tune.space import of_texts
-from grappe.verbs.tune.study import SearchDefinition, Trial, make_study
+from grappe.verbs.tune.study import Trial, make_study
 from tests import chromium
 from tests.parity.tasks import Images
 from tests.training.test_training import train
+from tests.verbs.tune.test_study import SEARCH
 
 ROWS = "document.querySelectorAll('#results tr')"
 HOSTILE = "</script><script>console.error('run')</script><img src=x onerror=console.error(1)>@@CODE@@"
@@ -62,6 +62,25 @@ def another(run: Path, folder: str, /, **changes: object) -> Path:
     return made
 
 
+def texts(browser: chromium.Browser, selector: str) -> list[str]:
+    return browser.evaluate(f"[...document.querySelectorAll('{selector}')].map(one => one.textContent)")
+
+
+def captions(browser: chromium.Browser) -> list[str]:
+    return browser.evaluate("[...document.querySelectorAll('figcaption')].map(one => one.firstChild.textContent)")
+
+
+def choose(browser: chromium.Browser, element: str, value: str) -> None:
+    browser.evaluate(f"chosen = {element}, chosen.value = '{value}', chosen.dispatchEvent(new Event('change'))")
+
+
+def read(browser: chromium.Browser, key: str, at: int = 0) -> str:
+    """Text of a plot's point, as a key chooses it."""
+    browser.evaluate(f"document.querySelectorAll('figure svg')[{at}].focus()")
+    browser.press(key)
+    return browser.evaluate(f"document.querySelectorAll('figure output')[{at}].textContent")
+
+
 def shown(browser: chromium.Browser, file: Path) -> int:
     """Opens a report and checks what must hold of every one; how many plots it has."""
     browser.open(file)
@@ -81,7 +100,7 @@ def test_one_run(browser: chromium.Browser, run: Path) -> None:
     file = report([run])
     assert file == run / "report.html"
     assert shown(browser, file) >= 9
-    titles = browser.evaluate("[...document.querySelectorAll('figcaption')].map(one => one.firstChild.textContent)")
+    titles = captions(browser)
     for title in ("training loss", "validation loss", "learning rate", "gradient norm", "throughput"):
         assert title in titles
     assert "where a step's time goes" in titles
@@ -98,8 +117,7 @@ def test_sizes_are_drawn_over_steps(browser: chromium.Browser, run: Path, tmp_pa
     starts = [{"at": 1.0, "step": 0, "processes": 2, "nodes": 2}, {"at": 2.0, "step": 3, "processes": 4, "nodes": 4}]
     file = report([another(run, "resized", sizes=starts)], tmp_path / "resized.html")
     shown(browser, file)
-    titles = browser.evaluate("[...document.querySelectorAll('figcaption')].map(one => one.firstChild.textContent)")
-    assert "processes" in titles
+    assert "processes" in captions(browser)
     drawn = browser.evaluate("DATA.runs[0].sizes")
     assert drawn[:3] == [[0, 2], [3, 2], [3, 4]] and drawn[3][1] == 4 and len(drawn) == 4
 
@@ -114,13 +132,10 @@ def test_twenty_runs_and_their_differences(browser: chromium.Browser, run: Path,
     assert browser.evaluate(curves) == 20
     browser.evaluate("document.querySelector('#legend input').click()")
     assert browser.evaluate(curves) == 19
-    differs = browser.evaluate("[...document.querySelectorAll('tr.differs')].map(one => one.cells[0].textContent)")
-    assert differs == ["folder", "plan"]
+    assert texts(browser, "tr.differs > :first-child") == ["folder", "plan"]
 
 
-def test_seeds_have_a_mean_and_the_table_is_sorted_by_a_click(
-    browser: chromium.Browser, run: Path, tmp_path: Path
-) -> None:
+def test_seeds_have_a_mean_and_the_table_is_sorted_by_a_click(browser, run: Path, tmp_path: Path) -> None:
     fields = Run(run).read_description()["fields"]
     runs = [
         another(run, f"seed-{rate}-{seed}", name="", fields={**fields, "lr": rate, "seed": seed})
@@ -139,9 +154,8 @@ def test_seeds_have_a_mean_and_the_table_is_sorted_by_a_click(
     assert group["deviation"]["best"] == pytest.approx(2**0.5)
     shown(browser, report(runs, tmp_path / "seeds.html"))
     first = f"[...{ROWS}].slice(1).map(row => row.cells[0].textContent)"
-    assert browser.evaluate(first) == [
-        "mean ± standard deviation of 2 seeds", "seed-0.5-0", "seed-0.5-1", "seed-0.2-0",
-    ]  # fmt: skip
+    seeds = ["seed-0.5-0", "seed-0.5-1", "seed-0.2-0"]
+    assert browser.evaluate(first) == ["mean ± standard deviation of 2 seeds", *seeds]
     browser.evaluate("document.querySelector('th[data-key=lr] button').click()")
     assert browser.evaluate(first)[0] == "seed-0.2-0"
     assert browser.evaluate("document.querySelector('th[data-key=lr]').getAttribute('aria-sort')") == "ascending"
@@ -149,39 +163,25 @@ def test_seeds_have_a_mean_and_the_table_is_sorted_by_a_click(
     assert browser.evaluate(first)[-1] == "seed-0.2-0"
     mean = browser.evaluate(f"[...{ROWS}][1].textContent")
     assert "2.000 ± 1.4" in mean
-    plot = "document.querySelector('figure')"  # the comparison of lr with the best score
-    browser.evaluate(f"{plot}.querySelector('svg').focus()")
-    browser.press("End")
-    assert browser.evaluate(f"{plot}.querySelector('output').textContent") == (
-        "lr 0.5: lr=0.5, seed=0 1, lr=0.5, seed=1 3"
-    )
-    choose = f"chosen = {plot}.querySelectorAll('select')[1], chosen.value = 'test', 0"
-    browser.evaluate(f"{choose}; chosen.dispatchEvent(new Event('change'))")
-    browser.evaluate(f"{plot}.querySelector('svg').focus()")
-    browser.press("End")
-    assert browser.evaluate(f"{plot}.querySelector('output').textContent") == "test rmse 8: lr=0.2, seed=0 7"
+    assert read(browser, "End") == "lr 0.5: lr=0.5, seed=0 1, lr=0.5, seed=1 3"
+    choose(browser, "document.querySelectorAll('figure select')[1]", "test")
+    assert read(browser, "End") == "test rmse 8: lr=0.2, seed=0 7"
 
 
 def test_the_x_axis_is_chosen_for_all_plots_and_zoomed(browser: chromium.Browser, run: Path) -> None:
     shown(browser, report([run]))
     labels = "[...document.querySelectorAll('svg')].map(one => one.getAttribute('aria-label'))"
     at = browser.evaluate(labels).index("training loss: 1 curves; arrow keys read them")
-    texts = f"[...document.querySelectorAll('svg')[{at}].querySelectorAll('text')].map(one => one.textContent)"
-    choose = "axis = document.getElementById('across'), axis.value = '{}', axis.dispatchEvent(new Event('change'))"
+    last_text = f"[...document.querySelectorAll('svg')[{at}].querySelectorAll('text')].at(-1).textContent"
     for axis, name in (("step", "step"), ("epoch", "epoch"), ("samples", "samples"), ("time", "time of steps (s)")):
-        browser.evaluate(choose.format(axis))
-        assert browser.evaluate(texts)[-1] == name
-        browser.evaluate(f"document.querySelectorAll('svg')[{at}].focus()")
-        browser.press("End")
-        read = browser.evaluate(f"document.querySelectorAll('output')[{at}].textContent")
-        last = {"step": "9", "epoch": "3", "samples": "87"}.get(axis)
-        assert last is None or read.startswith(f"{name} {last}: small images ")
-    browser.evaluate(choose.format("step"))
+        choose(browser, "document.getElementById('across')", axis)
+        assert browser.evaluate(last_text) == name
+        last = {"step": "9", "epoch": "3", "samples": "87"}.get(axis, "")
+        assert read(browser, "End", at).startswith(f"{name} {last}: small images " if last else "")
+    choose(browser, "document.getElementById('across')", "step")
     browser.evaluate("zoomTo([4, 6]), 0")
     browser.press("Home")
-    browser.evaluate(f"document.querySelectorAll('svg')[{at}].focus()")
-    browser.press("Home")
-    assert browser.evaluate(f"document.querySelectorAll('output')[{at}].textContent").startswith("step 4: ")
+    assert read(browser, "Home", at).startswith("step 4: ")
 
 
 def test_a_plot_is_saved_as_a_file(browser: chromium.Browser, run: Path) -> None:
@@ -252,7 +252,7 @@ def test_a_report_is_kept_current_until_its_runs_end(browser: chromium.Browser, 
     writer = threading.Thread(target=live, args=([going], file), kwargs={"every": 1.0})
     writer.start()
 
-    def read(expression: str, wanted: object) -> None:
+    def wait_for(expression: str, wanted: object) -> None:
         value = None
         while value != wanted:
             with contextlib.suppress(AssertionError):  # while the page loads
@@ -264,19 +264,17 @@ def test_a_report_is_kept_current_until_its_runs_end(browser: chromium.Browser, 
         with contextlib.suppress(AssertionError):
             browser.open(file)
         summary = "document.getElementById('summary').textContent"
-        read(summary, "running, step 9")
-        read("document.getElementById('across').value = 'epoch'", "epoch")
+        wait_for(summary, "running, step 9")
+        wait_for("document.getElementById('across').value = 'epoch'", "epoch")
         Run(going).finish()
-        read(f"[{summary}, DATA.reloads]", ["finished, step 9", 0])
+        wait_for(f"[{summary}, DATA.reloads]", ["finished, step 9", 0])
         assert browser.evaluate("document.getElementById('across').value") == "epoch"
     finally:
         lease.release()
         writer.join()
 
 
-def test_a_report_in_french(
-    browser: chromium.Browser, run: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_a_report_in_french(browser: chromium.Browser, run: Path, monkeypatch, tmp_path: Path) -> None:
     monkeypatch.setenv("GRAPPE_LANG", "fr")
     shown(browser, report([run], tmp_path / "fr.html"))
     assert browser.evaluate("document.documentElement.lang") == "fr"
@@ -299,10 +297,8 @@ def test_a_search_for_a_learning_rate(browser: chromium.Browser, tmp_path: Path)
 
 def test_a_study(browser: chromium.Browser, tmp_path: Path) -> None:
     space = {"lr": "0.001..1.0:log", "width": "1..64", "rule": "adam|<b>sgd</b>"}
-    search = SearchDefinition(
-        task="digits", fields={}, fixed_fields={}, space=space, plan="", metric="accuracy", maximize=True,
-        sampler="random", seed=0, parallel=2, threads=1, halving=2, rungs=2,
-    )  # fmt: skip
+    definition = {"task": "digits", "space": space, "metric": "accuracy", "maximize": True, "halving": 2, "rungs": 2}
+    search = dataclasses.replace(SEARCH, **definition)
     study = make_study(tmp_path / "study", search)
     study.write(Trial(number=0, fields={"lr": "0.1", "width": "9", "rule": "adam"}))
     nothing_yet = report([tmp_path / "study"])
@@ -322,9 +318,7 @@ def test_a_study(browser: chromium.Browser, tmp_path: Path) -> None:
     assert browser.evaluate(dots) == 19, "the trials that have a score"
     across = "[...document.querySelectorAll('figure')[1].querySelectorAll('text')].at(-1).textContent"
     assert browser.evaluate(across) == "log10 of lr"
-    assert browser.evaluate("[...document.querySelectorAll('figure select option')].map(one => one.textContent)") == [
-        "accuracy", "lr", "width", "accuracy", "lr", "width",
-    ], "rule is no number"  # fmt: skip
+    assert texts(browser, "figure select option") == ["accuracy", "lr", "width"] * 2, "rule is no number"
     text = browser.evaluate("document.body.innerText")
     assert "digits: 15 complete, 4 paused, 1 failed, 1 open. Best: trial 9, accuracy 1." in text
     paths = "[...document.querySelectorAll('figure')][0].querySelectorAll('path').length"
@@ -363,30 +357,17 @@ def test_a_run_still_going_and_one_that_crashed(browser: chromium.Browser, run: 
 def test_a_measurement(browser: chromium.Browser, run: Path, tmp_path: Path) -> None:
     shares = {"forward": 0.5, "backward": 0.3, "communication": 0.2}
     point = {
-        "plan": "",
-        "batch": 64,
-        "processes": 1,
-        "slices": 1,
-        "origin": "asked",
-        "samples_per_second": 100.0,
-        "speed_up": 1.0,
-        "efficiency": 1.0,
-        "shares": shares,
-        "memory": 10**8,
-        "joules_per_sample": 0.5,
+        "plan": "", "batch": 64, "processes": 1, "slices": 1, "origin": "asked", "samples_per_second": 100.0,
+        "speed_up": 1.0, "efficiency": 1.0, "shares": shares, "memory": 10**8, "joules_per_sample": 0.5,
         "lost": {"data": -0.1, "communication": 0.3},
-    }
+    }  # fmt: skip
     points = [point, {**point, "plan": "replicate=2", "processes": 2, "slices": 2, "samples_per_second": 150.0}]
     points.append({"plan": "device=cuda", "batch": 64, "processes": 1, "origin": "asked", "failure": HOSTILE})
     measured = tmp_path / "measured.json"
     part = {"part": "waiting for data", "word": HOSTILE, "saves": 0.6, "gain": 1.5, "at_most": False}
-    why = {
-        "plan": "",
-        "batch": 64,
-        "seconds": 0.1,
-        "parts": {"waiting for data": 0.6, "not explained": 0.1, "useful compute": 0.3},
-        "remedies": [part, {**part, "part": "small batch", "saves": 0.0}],
-    }
+    parts = {"waiting for data": 0.6, "not explained": 0.1, "useful compute": 0.3}
+    remedies = [part, {**part, "part": "small batch", "saves": 0.0}]
+    why = {"plan": "", "batch": 64, "seconds": 0.1, "parts": parts, "remedies": remedies}
     told = {"kind": "measurement", "task": HOSTILE, "points": points, "verdict": [HOSTILE], "weak": False}
     told["why"] = [why, {"plan": "shard=2", "batch": 64, "failure": HOSTILE}]
     measured.write_text(json.dumps(told))
@@ -410,13 +391,8 @@ def test_keys_reach_and_read_every_plot(browser: chromium.Browser, run: Path) ->
     plots = browser.evaluate("[...document.querySelectorAll('svg')].map(one => one.getAttribute('aria-label'))")
     assert set(plots) <= seen
     assert {"theme", "smoothing", "logarithmic"} <= seen
-    browser.evaluate("document.querySelector('svg').focus()")
-    read = "document.querySelector('output').textContent"
-    browser.press("End")
-    last = browser.evaluate(read)
-    assert last.startswith("step 9: ")
-    browser.press("ArrowLeft")
-    assert browser.evaluate(read).startswith("step 6: ")
+    assert read(browser, "End").startswith("step 9: ")
+    assert read(browser, "ArrowLeft").startswith("step 6: ")
     browser.evaluate("document.getElementById('logarithmic').focus()")
     browser.press(" ")
     assert browser.evaluate("document.getElementById('logarithmic').checked")
@@ -435,8 +411,7 @@ def test_light_dark_and_paper(browser: chromium.Browser, run: Path) -> None:
     light = browser.evaluate(back)
     browser.prefer("dark")
     assert browser.evaluate(back) != light
-    browser.evaluate("chosen = document.getElementById('theme'), chosen.value = 'light', 0")
-    browser.evaluate("chosen.dispatchEvent(new Event('change'))")
+    choose(browser, "document.getElementById('theme')", "light")
     assert browser.evaluate(back) == light
     browser.prefer("dark", "print")
     assert browser.evaluate(back) == light
@@ -447,21 +422,18 @@ def test_light_dark_and_paper(browser: chromium.Browser, run: Path) -> None:
     assert browser.evaluate("document.documentElement.scrollWidth") <= 380
 
 
-def test_no_such_run(tmp_path: Path) -> None:
+def test_what_cannot_be_reported_is_refused(run: Path, tmp_path: Path) -> None:
     with pytest.raises(RunError, match="is not a run"):
         report([tmp_path / "none"])
     with pytest.raises(UsageError, match="nothing to report"):
         report([])
+    with pytest.raises(UsageError, match="cannot be written"):
+        report([run], tmp_path / "none" / "report.html")
     other = tmp_path / "other.json"
     for text in ("{", "[]", '{"kind": "measurement"}'):
         other.write_text(text)
         with pytest.raises(RunError, match=r"cannot be read|is not a measurement"):
             gather([other])
-
-
-def test_a_report_that_cannot_be_written(run: Path, tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="cannot be written"):
-        report([run], tmp_path / "none" / "report.html")
 
 
 def test_a_long_curve_keeps_its_peaks_and_gaps() -> None:

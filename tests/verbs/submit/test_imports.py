@@ -1,7 +1,5 @@
 """Imports of a file are read from its text: neighbours are followed, what it can do without is left out."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """A run's jobs and logs, from what lies in its folder alone."""
 
-from __future__ import annotations
-
 import time
 from pathlib import Path
 
@@ -131,11 +129,7 @@ def test_nodes_that_failed_in_two_starts_within_a_week_are_left_out_the_last_fou
         f"{now - 45} wrong 5.0 a: proven: process 2, step 25, gradient of 0.weight, unlike process 1 and process 3",
         "damaged",
         f"{now} ../x 3.0 a: not a node",
-        *(
-            f"{now - 40 + start} n{node} {start}.{node} b: Slurm: down, n{node}"
-            for node in range(1, 5)
-            for start in (1, node + 2)
-        ),
+        *(f"{now - 40 + s} n{node} {s}.{node} b: Slurm: down, n{node}" for node in range(1, 5) for s in (1, node + 2)),
     ]
     (tmp_path / ".failed-nodes").write_text("\n".join(lines))
     found = jobs.nodes_to_leave_out(tmp_path)

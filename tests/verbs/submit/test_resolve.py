@@ -1,7 +1,5 @@
 """Packages resolved by a real pip against a folder of wheels: all that it lacks is named, with the fix."""
 
-from __future__ import annotations
-
 import dataclasses
 import importlib.metadata
 import os
@@ -15,6 +13,7 @@ from grappe.errors import UsageError
 from grappe.sites.environment import Packages, own_wheel
 from grappe.verbs.submit.packages import Unresolvable, Wheelhouse, resolve, torch_of
 from tests.sites.golden import script, with_job
+from tests.typed import stand_in
 from tests.wheelhouse import wheel, wheelhouse
 
 
@@ -38,10 +37,8 @@ def test_everything_is_there(tmp_path: Path) -> None:
     assert not any(one.startswith("grappe") for one in found.requirements)
 
 
-@pytest.mark.costly
-def test_all_that_is_missing_is_named_with_what_it_needs_in_turn(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+@pytest.mark.slow
+def test_all_that_is_missing_is_named_with_what_it_needs_in_turn(tmp_path: Path, capsys) -> None:
     wheelhouse(tmp_path, lacks=("cyclopts", "docstring-parser"))
     wheel(tmp_path, "extra", "1.0")
     with pytest.raises(UsageError) as refusal:
@@ -97,10 +94,7 @@ def test_the_torch_of_a_job_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert named("virtualenv", "numpy==2\ntorch==2.9.1+x\n") == "torch 2.9.1+x, from wheels"
     monkeypatch.setenv("BASH_FUNC_module%%", "() { :; }")
     listing = "name version python arch\n---- --- ---\ntorch 2.9.1 cp311 x\ntorch 2.10.0 cp311 x\ntorchvision 9 cp311 x"
-    (tmp_path / "avail_wheels").write_text(f"#!/bin/sh\necho '{listing}'\n")
-    (tmp_path / "avail_wheels").chmod(0o755)
-    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    stand_in(tmp_path, monkeypatch, avail_wheels=f"echo '{listing}'")
     assert named("virtualenv", locked=False) == "torch 2.10.0, if the newest that avail_wheels lists fits"
-    (tmp_path / "python").write_text(f'#!/bin/sh\nexec {sys.executable} "$@"\n')
-    (tmp_path / "python").chmod(0o755)
+    stand_in(tmp_path, python=f'exec {sys.executable} "$@"')
     assert named("module", "numpy==2\n") == f"torch {own}, of the modules"

@@ -1,7 +1,5 @@
 """A task that takes no time to train, and fails in each way on request."""
 
-from __future__ import annotations
-
 import os
 import signal
 import time

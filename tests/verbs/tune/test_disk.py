@@ -1,7 +1,5 @@
 """A study on a full disk, and by a clock that was set: it stops with a message, and goes on as if nothing was."""
 
-from __future__ import annotations
-
 import errno
 import time
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Successive halving: stopped at a checkpoint, resumed from it, and no step is made twice."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest
@@ -25,7 +23,7 @@ def losses(study: Study, number: int) -> list[tuple]:
     return [(one["step"], one["loss"], one["lr"]) for one in Run(study.run_folder(number)).records("step")]
 
 
-@pytest.mark.costly
+@pytest.mark.slow
 def test_what_goes_on_is_what_a_whole_training_is(tmp_path: Path) -> None:
     whole, halved = searched(tmp_path / "whole"), searched(tmp_path / "halved", halving=2)
     assert [one.fields for one in halved.trials] == [one.fields for one in whole.trials]
@@ -41,7 +39,6 @@ def test_what_goes_on_is_what_a_whole_training_is(tmp_path: Path) -> None:
         evaluated = {one["step"]: one["loss"] for one in Run(whole.run_folder(number)).records("evaluation")}
         assert halved.trials[number].rungs == tuple(evaluated[at] for at in (4, 8, 16)[:rungs])
     best = halved.best
-    assert best is not None
     assert best.value == whole.trials[best.number].value
 
     # What a damaged record has lost is in the run: nothing is trained again.

@@ -1,7 +1,5 @@
 """The kill drill: coordinator and trials killed, again and again; the study is the undisturbed one."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Tests that which trial is trained how far depends on results alone: not on the order in which they come."""
 
-from __future__ import annotations
-
 import dataclasses
 import random
 import sys
@@ -23,11 +21,9 @@ from grappe.verbs.tune.schedule import (
 from grappe.verbs.tune.space import read_space
 from grappe.verbs.tune.study import SearchDefinition, Trial
 from tests.verbs.tune.line import Line
+from tests.verbs.tune.test_study import SEARCH as STUDY
 
-SEARCH = SearchDefinition(
-    task="digits", fields={}, fixed_fields={}, space={"lr": "0.1..1.0"}, plan="", metric="loss", maximize=False,
-    sampler="random", seed=0, parallel=3, threads=1,
-)  # fmt: skip
+SEARCH = dataclasses.replace(STUDY, fields={}, space={"lr": "0.1..1.0"}, parallel=3)
 HALVING = dataclasses.replace(SEARCH, halving=3, rungs=3)
 SPACE, _ = read_space(Line, {"lr": "0.001..1:log", "width": "1..64", "batch_size": "8|16"})
 

@@ -1,7 +1,5 @@
 """Trials as Slurm jobs: found by name, at most so many, and how each end is taken, on a mock of Slurm."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 from pathlib import Path
@@ -85,9 +83,7 @@ def test_a_trial_is_a_job_with_its_name_and_words(played: Played, tmp_path: Path
     assert made.arguments[2:] == ("--part", str(1 / 3), "--training-metrics", "--log", "tensorboard")
     assert made.plans == ("device=cpu,threads=1",)
     assert made.job.dependency == "afterok:1,singleton"
-    assert made.job.name is not None
-    assert made.job.name.endswith("-0003")
-    assert len(made.job.name) <= 64
+    assert made.job.name.endswith("-0003") and len(made.job.name) <= 64
 
 
 def test_a_restarted_coordinator_finds_its_jobs(played: Played, tmp_path: Path) -> None:
@@ -110,37 +106,28 @@ def test_a_restarted_coordinator_finds_its_jobs(played: Played, tmp_path: Path) 
 
 
 @pytest.mark.parametrize(
-    "refusal",
+    ("refusal", "refused"),
     [
-        "sbatch: error: QOSMaxSubmitJobPerUserLimit",
-        f"sbatch: error: AssocMaxSubmitJobLimit\n{POLICY}",
-        "sbatch: error: Batch job submission failed: Unable to contact slurm controller (connect failure)",
-        "sbatch: error: Slurm temporarily unable to accept job, sleeping and retrying",
+        ("sbatch: error: QOSMaxSubmitJobPerUserLimit", NotNow),
+        (f"sbatch: error: AssocMaxSubmitJobLimit\n{POLICY}", NotNow),
+        ("sbatch: error: Unable to contact slurm controller (connect failure)", NotNow),
+        ("sbatch: error: Slurm temporarily unable to accept job, sleeping and retrying", NotNow),
+        ("sbatch: error: Invalid account", SlurmError),
+        ("sbatch: error: Requested time limit is invalid (missing or exceeds some limit)", SlurmError),
+        (f"sbatch: error: QOSMaxWallDurationPerJobLimit\n{POLICY}", SlurmError),
+        (POLICY, SlurmError),
     ],
 )
-def test_a_full_queue_is_waited_for(refusal: str, played: Played, tmp_path: Path) -> None:
+def test_a_full_queue_is_waited_for_and_another_refusal_stops_the_study(
+    refusal: str, refused: type[Exception], played: Played, tmp_path: Path
+) -> None:
     with trainings(tmp_path) as mine:
         played.refusal = refusal
-        with pytest.raises(NotNow, match="sbatch takes no more jobs now"):
+        words = "sbatch takes no more jobs now" if refused is NotNow else "sbatch: error"
+        with pytest.raises(refused, match=words):
             mine.start(0, request(tmp_path, 0))
         played.refusal = ""
         mine.start(0, request(tmp_path, 0))
-
-
-@pytest.mark.parametrize(
-    "refusal",
-    [
-        "sbatch: error: Invalid account",
-        "sbatch: error: Batch job submission failed: Requested time limit is invalid (missing or exceeds some limit)",
-        f"sbatch: error: QOSMaxWallDurationPerJobLimit\n{POLICY}",
-        POLICY,
-    ],
-)
-def test_another_refusal_stops_the_study(refusal: str, played: Played, tmp_path: Path) -> None:
-    with trainings(tmp_path) as mine:
-        played.refusal = refusal
-        with pytest.raises(SlurmError, match="sbatch: error"):
-            mine.start(0, request(tmp_path, 0))
 
 
 def test_a_refusal_that_says_no_limit_is_waited_for_if_jobs_were_taken(played: Played, tmp_path: Path) -> None:
@@ -221,9 +208,7 @@ def test_jobs_that_pend_are_said_with_their_reasons(played: Played, tmp_path: Pa
         ("2", UsageError("no"), "error", ""),
     ],
 )
-def test_how_a_job_ends(
-    code: str, error: Exception | None, how: str, told: str, played: Played, tmp_path: Path
-) -> None:
+def test_how_a_job_ends(code: str, error: Exception | None, how: str, told: str, played: Played, tmp_path) -> None:
     with trainings(tmp_path) as mine:
         mine.start(0, request(tmp_path, 0))
         logs = tmp_path / "trial-0000" / "logs"

@@ -1,7 +1,5 @@
 """Ranges and values, read_space from text; what is wrong is refused, naming the field."""
 
-from __future__ import annotations
-
 import pytest
 
 from grappe.errors import UsageError
@@ -47,11 +45,8 @@ def test_what_is_wrong_is_refused(field: str, text: str, told: str) -> None:
 
 
 def test_values_from_python() -> None:
-    assert as_texts({"lr": "0.1..1", "width": [1, 2], "clip": [None, 0.5]}) == {
-        "lr": "0.1..1",
-        "width": "1|2",
-        "clip": "none|0.5",
-    }
+    texts = as_texts({"lr": "0.1..1", "width": [1, 2], "clip": [None, 0.5]})
+    assert texts == {"lr": "0.1..1", "width": "1|2", "clip": "none|0.5"}
     with pytest.raises(UsageError, match="how: a value"):
         as_texts({"how": ["a|b"]})
 

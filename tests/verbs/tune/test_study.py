@@ -1,7 +1,5 @@
 """A study's folder: what is damaged is drawn again, what is another search is refused."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 from pathlib import Path
@@ -12,18 +10,9 @@ from grappe.errors import RunError, UsageError
 from grappe.verbs.tune.study import SearchDefinition, Trial, make_study, open_study
 
 SEARCH = SearchDefinition(
-    task="digits",
-    fields={"epochs": 3},
-    fixed_fields={},
-    space={"lr": "0.1..1.0", "width": "1|2"},
-    plan="",
-    metric="loss",
-    maximize=False,
-    sampler="random",
-    seed=0,
-    parallel=2,
-    threads=1,
-)
+    task="digits", fields={"epochs": 3}, fixed_fields={}, space={"lr": "0.1..1.0", "width": "1|2"}, plan="",
+    metric="loss", maximize=False, sampler="random", seed=0, parallel=2, threads=1,
+)  # fmt: skip
 FIELDS = {"lr": "0.2", "width": "1"}
 
 
@@ -70,9 +59,8 @@ def test_a_field_that_the_task_did_not_have_then_was_its_default(tmp_path: Path)
     make_study(tmp_path, SEARCH)
     more = dataclasses.replace(SEARCH, fields={"epochs": 3, "lr_scaling": "none"})
     assert make_study(tmp_path, more).search.fields == SEARCH.fields
-    scaled = dataclasses.replace(
-        SEARCH, fields={"epochs": 3, "lr_scaling": "sqrt"}, fixed_fields={"lr_scaling": "sqrt"}
-    )
+    fields = {"fields": {"epochs": 3, "lr_scaling": "sqrt"}, "fixed_fields": {"lr_scaling": "sqrt"}}
+    scaled = dataclasses.replace(SEARCH, **fields)
     with pytest.raises(UsageError, match="has no lr_scaling, and this command lr_scaling=sqrt"):
         make_study(tmp_path, scaled)
 

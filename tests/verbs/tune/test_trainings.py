@@ -1,7 +1,5 @@
 """Trials that run at a time have GPUs of their own, as far as there are enough."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

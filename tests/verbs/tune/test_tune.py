@@ -1,7 +1,5 @@
 """Studies from Python: trials are ordinary runs, failures are rows, and a study goes on from what is on disk."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 
@@ -33,7 +31,6 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Study:
 def test_trials_are_ordinary_runs(whole: Study) -> None:
     assert [one.state for one in whole.trials] == ["complete"] * 5
     best = whole.best
-    assert best is not None
     assert best.value == min(one.value for one in whole.trials if one.value is not None)
     run = Run(whole.run_folder(best.number))
     assert run.is_finished()
@@ -45,14 +42,13 @@ def test_trials_are_ordinary_runs(whole: Study) -> None:
 def test_a_study_goes_on_with_more_trials_and_less_at_a_time(whole: Study, tmp_path: Path) -> None:
     first = searched(tmp_path / "s", trials=3)
     assert rows(first) == rows(whole)[:3]
-    line = b'{"kind": "evaluation", "st'
     with (first.run_folder(2) / "metrics.jsonl").open("ab") as stream:
-        stream.write(line)  # half a line
+        stream.write(b'{"kind": "evaluation", "st')  # half a line
     (tmp_path / "s" / "trials" / "0002.json").write_text('{"number": 2, "fie')
     assert rows(searched(tmp_path / "s", trials=5, parallel=1)) == rows(whole)
 
 
-@pytest.mark.costly
+@pytest.mark.slow
 def test_failures_are_rows_with_their_reason(tmp_path: Path) -> None:
     space = {"how": ["well", "nan", "memory", "broken", "killed"], "width": [1, 13]}
     study = grappe.tune(Line(epochs=1), space, parallel=2, sampler="grid", study=tmp_path / "s")

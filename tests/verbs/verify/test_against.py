@@ -296,7 +296,7 @@ def test_what_cannot_be_compared_is_refused(main_program: None, tmp_path: Path, 
         compared(tmp_path, other, NOTHING, edit)
 
 
-@pytest.mark.costly
+@pytest.mark.slow
 def test_the_command_gives_the_script_its_arguments(tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(SCRIPT)
     (tmp_path / "port.py").write_text(TASK)

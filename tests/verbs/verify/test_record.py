@@ -1,7 +1,5 @@
 """A record of a plain process says the same of the same machine, and names the step, unit and operator that differ."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from collections.abc import Callable
@@ -120,9 +118,8 @@ def half(tensor: Tensor) -> Tensor:
 
 
 def inputs_in_half(func: Any, args: list[Any], kwargs: dict[str, Any]) -> Any:
-    return func(
-        *[half(part) if isinstance(part, Tensor) and part.is_floating_point() else part for part in args], **kwargs
-    )
+    decimals = [half(part) if isinstance(part, Tensor) and part.is_floating_point() else part for part in args]
+    return func(*decimals, **kwargs)
 
 
 def stale(func: Any, args: list[Any], kwargs: dict[str, Any]) -> Any:
@@ -177,7 +174,7 @@ def test_the_same_machine_computes_the_same_bits(there: record.Recorded) -> None
     assert verdict.calls > 60 and verdict.results == len(there.results) > 100
 
 
-@pytest.mark.costly
+@pytest.mark.slow
 @pytest.mark.parametrize("every", [6, pytest.param(1, marks=pytest.mark.soak)])
 def test_planted_faults_are_named_with_their_operators(there: record.Recorded, every: int) -> None:
     wrong = []
@@ -191,7 +188,7 @@ def test_planted_faults_are_named_with_their_operators(there: record.Recorded, e
     assert not wrong, "\n".join(wrong)
 
 
-@pytest.mark.costly
+@pytest.mark.slow
 def test_the_program_shows_the_difference_of_the_smallest_call(there: record.Recorded, tmp_path: Path) -> None:
     operator, change = FAULTS["gelu: approximated"]
     with Fault(operator, change):
@@ -213,9 +210,7 @@ def test_another_precision_is_named_and_hides_no_fault(there: record.Recorded) -
     assert verdict.verdict == "different" and verdict.operator.startswith("aten::lerp_"), verdict
 
 
-def test_settings_that_lower_the_precision_explain_small_differences_alone(
-    there: record.Recorded, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_settings_that_lower_the_precision_explain_small_differences_alone(there: record.Recorded, monkeypatch) -> None:
     monkeypatch.setenv("ONEDNN_DEFAULT_FPMATH_MODE", "BF16")
     operator, change = FAULTS["product: fp16"]  # as TF32: 10 bits of mantissa
     torch.set_float32_matmul_precision("medium")  # torch then refuses to tell it
@@ -232,9 +227,7 @@ def test_settings_that_lower_the_precision_explain_small_differences_alone(
     assert wrong.verdict == "different" and wrong.operator.startswith("aten::addmm")
 
 
-def test_what_is_beyond_five_megabytes_is_left_out(
-    there: record.Recorded, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_is_beyond_five_megabytes_is_left_out(there: record.Recorded, tmp_path: Path, monkeypatch) -> None:
     file = tmp_path / "a.record"
     record.write(there, file)
     whole, results = file.stat().st_size, len(there.results)

@@ -1,7 +1,5 @@
 """Trials of verify: when rounding is measured more closely."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any

@@ -1,7 +1,5 @@
 """grappe verify: planted faults are found and named, and what has no fault is not called different."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 
@@ -127,7 +125,6 @@ def test_what_was_asked_for_is_the_same_but_for_that(pool: Pool, task: Task, pla
     assert all(one.startswith(wanted) for one, wanted in zip(found.causes, causes, strict=True)), found.causes
 
 
-@pytest.mark.grid(each=1)
 @pytest.mark.parametrize("plan", ["replicate=2", "shard=2,microbatches=2", "engine=textbook,replicate=2"])
 @pytest.mark.parametrize("name", TASKS)
 def test_batches_that_are_no_stacks_of_rows_are_judged(pool: Pool, name: str, plan: str) -> None:
@@ -200,7 +197,7 @@ def test_a_pipeline_differs_by_its_batch_normalisation_alone(pool: Pool) -> None
 VAE = str(Path(__file__).parents[3] / "examples/gallery/vae.py")
 
 
-@pytest.mark.costly
+@pytest.mark.slow
 def test_one_plans_failure_leaves_the_others_their_rows(capfd: pytest.CaptureFixture) -> None:
     found = list(verify(VAE, ["tensor=2", "threads=1"], steps=2, note=progress))
     assert [one.verdict for one in found] == ["failed", "same"]

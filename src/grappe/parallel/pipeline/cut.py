@@ -333,8 +333,11 @@ TOLERANCE = 1e-4  # relative: the same operations in the same order give the sam
 
 
 @torch.no_grad()
-def check_units(task: Task, example: Any) -> None:
+def check_units(task: Task, example: Any, kind: torch.dtype = torch.float32) -> None:
     """Runs the model, then its units in sequence, with the same dropout.
+
+    Args:
+        kind: float64 for a model in float64, as the example is then.
 
     Raises:
         PlanError: the outputs differ.
@@ -342,6 +345,8 @@ def check_units(task: Task, example: Any) -> None:
     torch.set_num_threads(1)  # in a forked process
     torch.manual_seed(task.seed)
     model = task.model().train()
+    if kind == torch.float64:
+        model.double()
     units = pipeline_units(task, model)  # which may switch off additional outputs of the model
     torch.manual_seed(1)
     expected = task.forward(model, example)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import ast
 import contextlib
 import dataclasses
+import importlib.machinery
 import io
 import itertools
 import os
@@ -20,7 +21,7 @@ import time
 import traceback
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from types import ModuleType
+from types import CodeType, ModuleType
 
 from grappe.errors import (
     EXIT_FAILURE,
@@ -262,7 +263,14 @@ def run_as_main(script: Path, arguments: Sequence[str]) -> None:
     sys.path.insert(0, str(script.absolute().parent))
     sys.modules["__main__"] = module = ModuleType("__main__")
     module.__file__ = file
-    exec(compile(files.read_text(script), file, "exec", dont_inherit=True), vars(module))
+    _ScriptLoader("__main__", file).exec_module(module)
+
+
+class _ScriptLoader(importlib.machinery.SourceFileLoader):
+    """Loads a script, in the encoding that its first lines declare, and keeps no bytecode of it."""
+
+    def get_code(self, fullname: str) -> CodeType:
+        return self.source_to_code(self.get_data(self.path), self.path)
 
 
 def run_script(request: ScriptRequest, process: ProcessRank, rendezvous_folder: Path) -> int:

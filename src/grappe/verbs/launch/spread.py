@@ -62,11 +62,15 @@ class SpreadSteps(StepHandler):
         self._group, self._several = group, world.data_size > 1
         self._is_local = keys.plan.batchnorm == "local" and self._several
         self._optimizers: list[Optimizer] = []
-        # Dictionaries, as the order in a set is each process's own.
-        self._modules = weakref.WeakKeyDictionary[nn.Module, None]()
-        """Modules that the script calls, outside of any other."""
+        # Dictionaries, as the order in a set is each process's own. When the garbage collector takes a module is each
+        # process's own, too: no message depends on how many are left.
+        self._modules = weakref.WeakKeyDictionary[nn.Module, int]()
+        """Numbers of the modules that the script calls, outside of any other, in the order of their first calls."""
+        self._registered = 0
         self._norms = weakref.WeakKeyDictionary[nn.Module, None]()
-        """Batch normalisations of own rows, whose running statistics are averaged after each step."""
+        """Batch normalisations of own rows."""
+        self._moved: dict[nn.Module, None] = {}
+        """Those of the running step, whose running statistics are averaged after it."""
         self._time_major = weakref.WeakKeyDictionary[nn.Module, bool]()
         self._parameters: list[Tensor] = []
         self._sizes: tuple[int, ...] = ()
@@ -117,7 +121,9 @@ class SpreadSteps(StepHandler):
                 return plain(module, *arguments, **options)
             self._depth += 1
             try:
-                self._modules[module] = None
+                if module not in self._modules:
+                    self._modules[module] = self._registered
+                    self._registered += 1
                 self._keys.prepare(module, self._optimizers)
                 if self._several and not isinstance(module, LossBase):
                     arguments, options = self._arguments(module, arguments, options)
@@ -169,7 +175,7 @@ class SpreadSteps(StepHandler):
             place = value._cell.layout.placement if type(value) is Rows else None
             if not module.training or type(place) is not Placement or place.dim or place.outer != 1:
                 return plain(module, value)
-            self._norms[module] = None
+            self._norms[module] = self._moved[module] = None
             weights = {name: Shared.apply(each) for name, each in module.named_parameters()}
             return FromLocal.apply(torch.func.functional_call(module, weights, ToLocal.apply(value, place)), place)
 
@@ -209,7 +215,7 @@ class SpreadSteps(StepHandler):
     def _trained(self) -> list[Tensor]:
         """Returns the parameters whose gradients go in one message; another one's is summed where it is read."""
         groups = [group["params"] for optimizer in self._optimizers for group in optimizer.param_groups]
-        sizes = (len(self._modules), *map(len, groups))  # of what the list below, which takes long, was made of
+        sizes = (self._registered, *map(len, groups))  # of what the list below, which takes long, was made of
         if sizes != self._sizes:
             of_modules = (each for module in list(self._modules) for each in module.parameters())
             of_groups = (each for group in groups for each in group)
@@ -259,8 +265,9 @@ class SpreadSteps(StepHandler):
         if self._keys.names and not self._keys.on:
             text = self._keys.text(self._keys.names[0])
             raise TaskError(f"{text} has no model: a step calls no torch.nn.Module that is trained")
-        if self._norms:
-            statistics = [each for module in self._norms for each in module.buffers() if each.is_floating_point()]
+        if self._moved:
+            statistics = [each for module in self._moved for each in module.buffers() if each.is_floating_point()]
+            self._moved.clear()
             flat = torch.cat([each.reshape(-1) for each in statistics])
             dist.all_reduce(flat, group=self._group)
             for each, mean in zip(
@@ -278,11 +285,16 @@ class SpreadSteps(StepHandler):
         Raises:
             DivergedError: they differ.
         """
-        modules = {inner: None for module in self._modules for inner in module.modules() if inner not in self._norms}
-        buffers = [each for module in modules for each in module.buffers(recurse=False)]
-        plain = [each for each in (*self._trained(), *buffers) if type(each) in (Tensor, nn.Parameter)]
-        sums = [float(each.detach().double().sum()) for each in plain]
-        if len({repr(each) for each in self._world.gather(sums)}) > 1:
+        tensors = {(-1, number): each for number, each in enumerate(parameters_of(self._optimizers))}
+        trained = {id(each) for each in tensors.values()}
+        for module, first in list(self._modules.items()):
+            inner = [each for each in module.modules() if each not in self._norms]
+            others = (each for each in module.parameters() if id(each) not in trained)
+            values = (*others, *(each for kind in inner for each in kind.buffers(recurse=False)))
+            tensors |= {(first, number): each for number, each in enumerate(values)}
+        plain = {key: each for key, each in tensors.items() if type(each) in (Tensor, nn.Parameter)}
+        sums = {key: repr(float(each.detach().double().sum())) for key, each in plain.items()}
+        if any(sums[key] != other[key] for other in self._world.gather(sums) for key in sums.keys() & other.keys()):
             raise DivergedError(
                 f"the processes' weights or buffers differ after {self.steps} steps: the script makes them from what "
                 "is not the same in each process, as datetime.now() or id()"

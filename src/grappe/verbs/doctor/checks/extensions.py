@@ -45,13 +45,15 @@ def check(machine: Machine) -> Iterator[Finding]:
     yield from of_files(files, own, of_site(machine.environment))
 
 
-def of_files(files: Sequence[Path], own: Collection[Path], load: str) -> Iterator[Finding]:
+def of_files(
+    files: Sequence[Path], own: Collection[Path], load: str, seconds: float = ALL_SECONDS
+) -> Iterator[Finding]:
     """Asks about `files` while there is time; a warning for the task's `own` files, a note for others."""
     import torch
 
     home = Path(torch.__file__).parent
     libraries = [home / "lib", *home.parent.glob("nvidia/*/lib")]
-    end, left = time.monotonic() + ALL_SECONDS, []
+    end, left = time.monotonic() + seconds, []
     for file in files:
         text = answer(file, libraries) if time.monotonic() < end else None
         if text is None:

@@ -1,0 +1,156 @@
+"""Judges every operator and module of torch's databases on rows, in forked processes, since a wrong call may end one.
+
+`python -m tests.rows.every_operator [--samples 4] [--draws 1] [--only NAME]` prints what is wrong, and the counts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import os
+import pickle
+import sys
+import time
+import tomllib
+import warnings
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tests.rows import samples, script_calls
+from tests.rows.samples import Call
+from tests.rows.world import Died, World
+
+
+@dataclass(frozen=True, kw_only=True)
+class Turn:
+    """A call and the number of its drawn placement, on a world of `size` processes."""
+
+    call: Call
+    draw: int
+    size: int
+
+
+def turns(calls: list[Call], draws: int) -> list[Turn]:
+    """Each call `draws` times, on 2 and on 3 processes by turns."""
+    return [
+        Turn(call=call, draw=draw, size=2 + (samples.seed(call.name) + draw) % 2)
+        for call in calls
+        for draw in range(script_calls.placements(call.operator) if call.operator.startswith("script: ") else draws)
+    ]
+
+
+def judged(todo: list[Turn], undefined: frozenset[str] = frozenset(), *, watch: Any = None) -> Iterator[Any]:
+    """Yields the verdict of each turn. `watch` makes what records the lines that a process runs for it."""
+    gc.collect()
+    gc.freeze()  # what the processes share with this one stays shared
+
+    def make(size: int) -> Any:
+        return lambda rank: _working(todo, size, rank, undefined, watch)
+
+    worlds = {size: World(size, make(size)) for size in (2, 3)}
+    try:
+        for index, turn in enumerate(todo):
+            try:
+                answers = worlds[turn.size].run(index)
+            except Died as how:
+                yield _died(turn, str(how))
+                continue
+            yield _verdict(turn, answers)
+    finally:
+        for world in worlds.values():
+            world.close()
+
+
+def _working(todo: list[Turn], size: int, rank: int, undefined: frozenset[str], watch: Any) -> Any:
+    """Work of a process, given the number of a turn."""
+    warnings.simplefilter("ignore")
+    from grappe.rows.context import RowsContext, activate
+    from grappe.rows.regions import recurrent
+    from tests.rows.compared import answer
+
+    for kind in ("lstm", "gru", "rnn_tanh", "rnn_relu"):  # as a script is launched
+        setattr(torch._VF, kind, recurrent(getattr(torch._C._VariableFunctions, kind), kind))
+    context = RowsContext(rank=rank, size=size)
+    active = activate(context)
+    active.__enter__()
+    lines = watch() if watch is not None else None
+
+    def work(index: int) -> Any:
+        turn = todo[index]
+        again = activate(context) if lines is not None else active  # which forgets what was decided for other calls
+        if lines is not None:
+            lines.seen.clear()
+            again.__enter__()
+        made = vars(answer(turn.call, turn.draw, context, undefined=turn.call.operator in undefined))
+        return made if lines is None else {**made, "seen": frozenset(lines.seen)}
+
+    return work
+
+
+def _verdict(turn: Turn, answers: list[dict[str, Any]]) -> Any:
+    from tests.rows.compared import Answer, judge
+
+    return judge(turn.call, turn.draw, [Answer(**each) for each in answers])
+
+
+def _died(turn: Turn, how: str) -> Any:
+    from tests.rows.compared import Verdict
+
+    return Verdict(
+        call=f"{turn.call.name} draw {turn.draw}", operator=turn.call.operator, size=turn.size, states="?",
+        kind="wrong", why=f"a process died: {how}",
+    )  # fmt: skip
+
+
+def undefined() -> frozenset[str]:
+    """Operators whose numbers torch does not define."""
+    return frozenset(tomllib.loads((Path(__file__).parent / "exceptions.toml").read_text())["undefined"])
+
+
+def main() -> None:
+    """Prints each wrong turn, and the counts."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--samples", type=int, default=4)
+    parser.add_argument("--draws", type=int, default=1)
+    parser.add_argument("--only", default="")
+    parser.add_argument("--out", help="file for the verdicts, pickled")
+    parser.add_argument("--record", action="store_true", help="writes split.toml")
+    asked = parser.parse_args()
+    torch.set_num_threads(1)
+    calls = list(samples.calls(asked.samples, only=asked.only))
+    made = time.process_time()
+    print(f"{len({each.operator for each in calls})} operators and modules, {len(calls)} calls, made in {made:.1f} s")
+    verdicts = []
+    for verdict in judged(turns(calls, asked.draws), undefined()):
+        verdicts.append(verdict)
+        if verdict.kind == "wrong" and asked.only:
+            print(f"{verdict.call} on {verdict.size} | {verdict.states} | {verdict.why}"[:700], flush=True)
+    print(Counter(each.kind for each in verdicts), f"{sum(os.times()[:4]) - made:.1f} s of CPU")
+    if asked.out:
+        Path(asked.out).write_bytes(pickle.dumps([vars(each) for each in verdicts]))
+    if asked.record:
+        _record(verdicts)
+
+
+def _record(verdicts: list[Any]) -> None:
+    split = Counter(each.operator for each in verdicts if each.kind == "split")
+    gathered: dict[str, set[str]] = {}
+    for each in verdicts:
+        gathered.setdefault(each.operator, set()).update(each.gathered)
+    lines = [f'"{name}" = {json.dumps([split[name], *sorted(names)])}' for name, names in sorted(gathered.items())]
+    text = "\n".join([
+        "# The test of every operator: how many calls of each operator are computed from own rows alone, and the",
+        "# operators of torch that its calls gather. Written by `python -m tests.rows.every_operator --record`.",
+        f'torch = "{".".join(torch.__version__.split(".")[:2])}."', "", "[operators]", *lines, "",
+    ])  # fmt: skip
+    (Path(__file__).parent / "split.toml").write_text(text)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
