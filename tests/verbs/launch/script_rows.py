@@ -368,4 +368,76 @@ for number, (images, labels) in enumerate(loader):
 print(images.shape, f"{model.mean.item():.6f}")
 weights = [*model.state_dict().values()]
 """,
+    "loaders: names, streams, samplers, workers, two at once, rows too few": """
+from torch.utils.data import BatchSampler, Dataset, IterableDataset, WeightedRandomSampler, random_split
+
+x = x.flatten(1)[:, :6]
+
+class Named(Dataset):
+    def __len__(self):
+        return 33
+
+    def __getitem__(self, n):
+        return {"x": x[n] + 0.1 * torch.randn(6), "name": f"n{n}", "y": int(y[n]), "w": float(n)}
+
+class Stream(IterableDataset):
+    def __iter__(self):
+        yield from zip(x, y)
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b, self.classes, self.seen = nn.Linear(6, 8), nn.Linear(8, 3), nn.Embedding(3, 8), 0
+
+    def forward(self, rows, labels=None):
+        h = F.dropout(F.gelu(self.a(rows)), 0.2, self.training)
+        h = h if labels is None else h + self.classes(labels)
+        self.seen += rows.shape[0]
+        return {"logits": self.b(h), "size": h.abs().mean()}
+
+model = Net()
+optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
+
+def step(rows, labels, weight=1):
+    out = model(rows, labels)
+    losses = F.cross_entropy(out["logits"], labels, reduction="none")
+    loss = (losses * weight).mean() + 0.1 * out["size"]
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+    return loss
+
+for batch in DataLoader(Named(), 8, shuffle=True, num_workers=1):
+    loss = step(batch["x"], batch["y"], batch["w"] / batch["w"].sum())
+    print(f"{loss:.6f}", batch["name"][:2], batch["y"].sum().item(), model.seen)
+for rows, labels in DataLoader(Stream(), 5):
+    print(round(float(step(rows, labels)), 6), len(rows))
+for rows, labels in DataLoader(TensorDataset(x[:5], y[:5]), 2):
+    print(f"{step(rows, labels).item():.6f}")
+sampler = BatchSampler(WeightedRandomSampler(torch.rand(33), 20), 7, False)
+for rows, labels in DataLoader(TensorDataset(x, y), batch_sampler=sampler):
+    print(f"{step(rows, labels).item():.6f}")
+for (rows, labels), (others, theirs) in zip(DataLoader(TensorDataset(x, y), 10), DataLoader(TensorDataset(x, y), 7)):
+    print(f"{step(torch.cat([rows, others]), torch.cat([labels, theirs])).item():.6f}")
+first, second = (next(it) for it in [iter(DataLoader(TensorDataset(x, y), 10))] for _ in range(2))
+print(f"{torch.cat([first[0], second[0]]).mean():.6f}", torch.stack([first[1], second[1]]).sum())
+model.eval()
+scores, true = [], []
+with torch.inference_mode():
+    for rows, labels in DataLoader(random_split(TensorDataset(x, y), [33, 8])[1], 3):
+        scores.append(model(rows)["logits"].softmax(1))
+        true += labels.tolist()
+scores = torch.cat(scores)
+print(scores.shape, f"{scores.max(1).values.mean():.6f}", true, scores.argmax(1).numpy())
+cell, head, h = nn.RNNCell(6, 4), nn.Linear(4, 1), torch.zeros(8, 4)
+optimizer = torch.optim.RMSprop([*cell.parameters(), *head.parameters()], lr=0.01)
+for rows, labels in DataLoader(TensorDataset(x, y), 8, drop_last=True):
+    h = cell(rows, h.detach())
+    loss = (head(h).squeeze() - labels).abs().mean()
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+    print(f"{loss.item():.6f} {h.norm():.6f}")
+weights = [*model.parameters(), *cell.parameters(), h]
+""",
 }
