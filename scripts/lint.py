@@ -34,6 +34,7 @@ ALONE = {
     "__main__": "what `python -m grappe` runs",
     "cli/help": "what loads rich, for translated help alone",
     "checkpoint/pretrained": "what a task calls as grappe.pretrained",
+    "rows/regions": "what runs plain on own rows, for whoever drives a script",
     "data/rand_like": "what a task calls as grappe.rand_like and grappe.randn_like",
 }
 """Modules that may be small and have one importer, each with the reason."""

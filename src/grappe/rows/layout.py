@@ -13,7 +13,7 @@ from grappe.rows.context import NOW
 
 
 class Placement(NamedTuple):
-    """Which dimension has the rows: it is `outer` x (sum of `sizes`), and process r has `sizes[r]` of each `outer`."""
+    """Dimension of the rows: `outer` x (sum of `sizes`), where process r has `sizes[r]` of each `outer`."""
 
     dim: int
     sizes: tuple[int, ...]
@@ -40,7 +40,7 @@ _layouts: dict[Any, TensorLayout] = {}
 
 
 class TensorLayout:
-    """What is known of a tensor without its numbers. Equal layouts are one object, so that it is a key as it is.
+    """Shape, strides, type and placement of a tensor. Equal layouts are one object, which serves as a key.
 
     An own part lies in memory as the tensor of all rows would: dimensions in the same order, without their rows.
     Whether a view exists is then the same question for the part and for all rows.

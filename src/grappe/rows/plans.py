@@ -33,7 +33,7 @@ _MOST_PLANS = 5_000  # of an operator, with shapes or numbers that never repeat
 
 @dataclass(frozen=True, kw_only=True)
 class Way:
-    """How a call is computed from own parts."""
+    """Computation of a call from own parts."""
 
     results: Any = None
     """Placement of each result, or a tuple of them; None: equal on all processes; FIRST."""
@@ -42,9 +42,9 @@ class Way:
     constants: Mapping[str, Any] = field(default_factory=dict)
     """Arguments that are others for an own part."""
     operator: Any = None
-    """What is called instead of the operator."""
+    """Function that is called instead of the operator."""
     after: Callable[[Any], Any] | None = None
-    """What is made of the result: scaled, or reduced by a message."""
+    """Function of the result: it scales, or reduces by a message."""
     identity: float = 0
     """The numbers of a process's part that has no rows, before `after`."""
     view: bool = False
@@ -274,7 +274,7 @@ def _plan(call: RuleCall, way: Way, arguments: Any, options: Any) -> Callable[..
         if after is not None:
             made = after(made)
         if single is not None:
-            result = wrapped(made, single)
+            result = wrapped(made, single)  # type: ignore[arg-type]
             if way.same and (before := arguments[0]._cell).is_current() and not before.layout.shared:
                 _keep(result, before, lambda every: function(every, *arguments[1:], **options))
             return result
@@ -359,13 +359,13 @@ def _takes(call: RuleCall, way: Way, arguments: Any, options: Any) -> tuple[list
             else:
                 every = [
                     None if call.lead is None or type(each) is not TensorLayout else call.aligned(each)
-                    for each in value
+                    for each in value  # type: ignore[union-attr]
                 ]
                 places = every if at is ... else at
                 take = _of_list(
                     [
                         _take(layout, place, type(each) is Rows) if type(layout) is TensorLayout else None
-                        for layout, place, each in zip(value, places, tensors, strict=True)
+                        for layout, place, each in zip(value, places, tensors, strict=True)  # type: ignore[arg-type]
                     ]
                 )
             empty |= any(type(each) is Placement and not each.rows for each in places)

@@ -190,7 +190,7 @@ def _along(call: RuleCall) -> Way | None:
     if call.name in ("max", "min") and call.overload == "other":
         return pointwise(call)
     last = [len(value.shape) - 2, len(value.shape) - 1]
-    dims = last if call.name in ("tril", "triu") else _dims(call, call.lead)
+    dims = last if call.name in ("tril", "triu") else _dims(call, call.lead)  # type: ignore[arg-type]
     if call.name == "gather" and placement.dim in dims and value.placement in (None, PARTIAL):  # rows of a table
         return Way(at={"self": None, "index": placement}, results=placement)
     if call.name == "scatter_add" and placement.dim in dims and value.placement in (None, PARTIAL):
@@ -199,7 +199,7 @@ def _along(call: RuleCall) -> Way | None:
             return Way(at={"self": PARTIAL, "index": placement, "src": placement}, results=PARTIAL)
     # Smaller ones of scatter and gather leave rows out.
     if any(
-        len(each.shape) != len(call.lead.shape) or each.shape[placement.dim] != call.lead.shape[placement.dim]
+        len(each.shape) != len(call.lead.shape) or each.shape[placement.dim] != call.lead.shape[placement.dim]  # type: ignore[attr-defined]
         for each in call.layouts
     ):
         return None
@@ -682,7 +682,7 @@ def _attention(call: RuleCall) -> Way | None:
     for name in ("attn_mask", "attn_bias"):
         if type(bias) is TensorLayout and name in call.values:
             at[name] = (
-                placement if len(bias.shape) == 4 and bias.shape[0] == placement.total * placement.outer else None
+                placement if len(bias.shape) == 4 and bias.shape[0] == placement.total * placement.outer else None  # type: ignore[assignment]
             )
             if len(bias.shape) == 4 and bias.shape[0] != 1 and at[name] is None:
                 return None

@@ -34,7 +34,7 @@ __all__ = ["GHOST", "PARTIAL", "Placement", "Rows", "from_local", "full", "local
 
 
 class Family:
-    """What the views of one memory share."""
+    """State that the views of one memory share."""
 
     version = 0
     """Writes so far."""
@@ -58,7 +58,7 @@ class Family:
 
 
 class Cell:
-    """Where a value is: this process's part, and how it lies among all rows."""
+    """Place of a value: this process's part, and its layout among all rows."""
 
     family: Family | None = None
     """None: no other tensor has its memory."""
@@ -105,7 +105,7 @@ class _Rules(dict[Any, Callable[..., Any]]):
 RULES = _Rules()
 
 
-_data: Any = Tensor.data
+_data: Any = Tensor.data  # type: ignore[attr-defined]
 
 
 class Rows(Tensor):
@@ -113,10 +113,10 @@ class Rows(Tensor):
 
     __slots__ = ("_cell",)
     _cell: Cell
-    __torch_function__ = no_torch_function
+    __torch_function__ = no_torch_function  # type: ignore[assignment]
 
     @classmethod
-    def __torch_dispatch__(cls, operator: Any, types: Any, arguments: Any = (), options: Any = None) -> Any:
+    def __torch_dispatch__(cls, operator: Any, types: Any, arguments: Any = (), options: Any = None) -> Any:  # type: ignore[assignment]
         resolve_bits()
         NOW.context.dispatched += 1
         if len(types) > 1 and any(kind is not Rows for kind in types):
@@ -170,14 +170,14 @@ class Rows(Tensor):
             return f"{plain!r}"[:-1] + f", grad_fn=<{self.grad_fn.name().rsplit('::', 1)[-1]}>)"
         return f"{plain.clone().requires_grad_()!r}" if self.requires_grad else f"{plain!r}"
 
-    def __format__(self, spec: str) -> str:
+    def __format__(self, spec: str) -> str:  # type: ignore[override]
         return format(self.item(), spec) if not self.dim() else object.__format__(full(self), spec)
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
+    def __reduce_ex__(self, protocol: Any) -> Any:  # type: ignore[override]
         return full(self).detach().clone().requires_grad_(self.requires_grad).__reduce_ex__(protocol)
 
     def __copy__(self) -> Rows:
-        return self.detach().requires_grad_(self.requires_grad)
+        return self.detach().requires_grad_(self.requires_grad)  # type: ignore[return-value]
 
     def __deepcopy__(self, memo: Any) -> Any:
         if self.grad_fn is not None:
@@ -326,8 +326,8 @@ def full(value: Any) -> Any:
     if family is not None and family.origin is not None:
         settle(family)
     if cell.ghost is not None:
-        if cell.seen != family.version:
-            cell.local, cell.seen = replayed(cell.ghost), family.version
+        if cell.seen != family.version:  # type: ignore[attr-defined]
+            cell.local, cell.seen = replayed(cell.ghost), family.version  # type: ignore[attr-defined]
         return cell.local
     if cell.is_current():
         if not isinstance(cell.every, Tensor):
@@ -364,7 +364,7 @@ def _add_up(cell: Cell) -> None:
 
 
 def _offset(root: Tensor, like: Tensor) -> int:
-    return root.storage_offset() * (root.element_size() // like.element_size())
+    return root.storage_offset() * (root.element_size() // like.element_size())  # type: ignore[return-value]
 
 
 def settle(family: Any) -> None:
