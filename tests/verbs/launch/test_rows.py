@@ -143,3 +143,43 @@ def test_what_a_script_gets_from_outside_is_process_0_s(
         "2.json", "2.pt", "before.pt", "copy", "log", "rows.npy",
     ]  # fmt: skip
     assert (tmp_path / "made" / "log").read_text() == "True\n" * 3
+
+
+SMALL = """
+import torch
+
+weight = torch.zeros(3, requires_grad=True)
+optimizer = torch.optim.SGD([weight], lr=0.1)
+for step in range(3):
+    optimizer.zero_grad()
+    (weight - 1).square().sum().backward()
+    optimizer.step()
+print(weight.tolist())
+"""
+SLOW = """
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+
+model = torch.nn.Linear(40, 40)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+for (rows,) in DataLoader(TensorDataset(torch.randn(160, 40)), 8):
+    optimizer.zero_grad()
+    output = model(rows)
+    (torch.linalg.pinv(output @ output.T + torch.eye(8)).sum() + output.cumsum(0).square().mean()).backward()
+    optimizer.step()
+"""
+
+
+def test_what_is_not_split_and_what_is_gathered_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "small.py").write_text(SMALL)
+    (tmp_path / "slow.py").write_text(SLOW)
+    plan = "replicate=2,device=cpu,threads=1"
+    assert launch("small.py", [], plan) == 0
+    texts = capfd.readouterr()
+    assert texts.out.startswith("[0.48") and "nothing was split over 2 processes" in texts.err
+    assert launch("slow.py", [], plan) == 0
+    assert "of the time went to operators without a rule for rows" in (err := capfd.readouterr().err)
+    assert "slow.py:" in err, "the line is named"

@@ -188,6 +188,7 @@ class SpreadSteps(StepHandler):
         if not self._is_compared and not self.replaying:
             self._is_compared = True
             self._check_weights()
+            self._began = time.perf_counter()
         self._keys.backward(self._optimizers, lambda by: self._summed(run, by) if self._several else run(by))
 
     def own_term(self, loss: Tensor) -> Tensor:
