@@ -107,9 +107,9 @@ def test_a_foreign_run_is_read_with_the_users_own_task(foreign: Path, place: Pat
     with pytest.raises(TaskError, match=r"Say which task it is: --task path/to/file\.py"):
         grappe.load(foreign)
     (place / "mine.py").write_text(TASK)
-    assert grappe.load(foreign, "mine.py").weight.shape == (2, 3)
-    assert grappe.evaluate(foreign, plan=PLAN, task="mine.py").samples == 32
-    assert len(list(grappe.predict(foreign, "validation", task="mine.py:Mine"))) == 32
+    assert grappe.load(foreign, "mine.py").last.weight.shape == (2, 4)
+    assert grappe.evaluate(foreign, plan=PLAN, task="mine.py").samples == 16
+    assert len(list(grappe.predict(foreign, "validation", task="mine.py:Mine"))) == 16
     assert not list(place.rglob("ran"))
 
 
@@ -125,10 +125,10 @@ def test_a_run_that_was_trained_here_is_read_from_anywhere(place, name, monkeypa
     (elsewhere / "mine.py").write_text(EVIL.format(up=0))
     monkeypatch.chdir(elsewhere)
     sys.modules.pop("mine", None)
-    assert grappe.load(run).weight.shape == (2, 3)
-    assert grappe.evaluate(run, plan=PLAN).samples == 32
+    assert grappe.load(run).last.weight.shape == (2, 4)
+    assert grappe.evaluate(run, plan=PLAN).samples == 16
     moved = shutil.move(run, place / "runs/moved")
-    assert grappe.load(moved).weight.shape == (2, 3)
+    assert grappe.load(moved).last.weight.shape == (2, 4)
     assert not list(place.parent.rglob("ran"))
 
 

@@ -103,7 +103,7 @@ def test_a_clock_that_was_set(hours: int, tmp_path: Path, undisturbed: Study, mo
     assert rows(searched(tmp_path / "s", watch)) == rows(undisturbed)
     assert abs(time.time() - true()) > STALE_SECONDS
     (tmp_path / "s" / "trials" / "0002.json").unlink()
-    dead = Lease(tmp_path / "s")
+    dead = Lease(tmp_path / "s", clock=time.time)
     dead._write()
     monkeypatch.undo()
     assert rows(searched(tmp_path / "s")) == rows(undisturbed)
