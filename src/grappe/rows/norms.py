@@ -16,7 +16,7 @@ from grappe.rows.plans import RuleCall, Way, results_on_meta, rule
 from grappe.rows.rules import all_of, aten, everywhere, own_of
 from grappe.rows.tensor import Rows, full, own_local, wrapped
 
-# ---- Of a sample each --------------------------------------------------------------------------------------
+# ---- Within each sample -------------------------------------------------------------------------------------
 
 
 @rule("native_layer_norm native_layer_norm_backward _fused_rms_norm _fused_rms_norm_backward")

@@ -41,7 +41,7 @@ class Family:
     cells = 1
     """Tensors that were made of this memory."""
     numbers = 0
-    """Of the tensor that the memory was made for."""
+    """Elements of the tensor that the memory was made for."""
     origin: Tensor | None = None
     """A plain tensor of the script with the same numbers; writes to it and to the rows are carried over."""
     origin_version = 0

@@ -79,7 +79,7 @@ class SpreadSteps(StepHandler):
         self._began = time.perf_counter()
         self.steps = 0
         self.replaying = False
-        """Whether nothing is computed: the script comes back to its checkpoint."""
+        """Whether nothing is computed: the script is replayed up to its checkpoint."""
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:

@@ -70,7 +70,7 @@ def surroundings_shared(world: World) -> Iterator[None]:
     if world.size == 1:
         yield
         return
-    # Of a process that a script starts anew, not by fork: a data worker's sets of texts then have one order.
+    # For processes that a script spawns instead of forking: sets of texts have one order in data workers, too.
     os.environ.setdefault("PYTHONHASHSEED", str(world.share(secrets.randbits(32))))
     with _files_ordered(world), _clocks_shared(world), _entropy_shared(world.share(secrets.randbits(256))):
         yield
