@@ -1,4 +1,4 @@
-"""docs/from-a-script.md: its scripts with grappe print the same on several processes; its lines are counted; its tables."""
+"""docs/from-a-script.md: its scripts with grappe print the same on several processes; its lines; its tables."""
 
 import difflib
 import re

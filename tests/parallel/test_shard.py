@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor
 
 from grappe.errors import TaskError
 from grappe.launch.rank import ProcessRank
-from grappe.launch.world import World, joined
+from grappe.launch.world import joined
 from grappe.parallel.parallelize import prepare_made
 from grappe.parallel.shard import SameParameters, reduction_switch, shard
 from grappe.plan import Plan
@@ -104,21 +104,33 @@ def test_deepspeed_names_them(pool: Pool) -> None:
         list(verify(Logits(), ["engine=deepspeed,shard=2,threads=1"], run=planted.runner(pool)))
 
 
-def test_a_branch_that_other_processes_do_not_take_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    """FSDP2 would add one layer's gradients to the other's of the same size; looked at in steps 1, 2, 4, 8, …."""
-    model = nn.ModuleDict({"a": nn.Linear(2, 2, bias=False), "b": nn.Linear(2, 2, bias=False)})
-    world = World(process=ProcessRank(rank=0, size=2, local_rank=0, local_size=2, job="x"), device=torch.device("cpu"))
-    others: list[str] = []
-    monkeypatch.setattr(World, "gather", lambda self, value: [value, others])
-    check = SameParameters(list(model.named_parameters()), world)
-    model["a"](torch.ones(1, 2)).sum().backward()
-    others[:] = ["b.weight"]
-    check()
-    check()
-    others[:] = ["a.weight"]
-    check()
-    with pytest.raises(TaskError, match=r"^a\.weight has a gradient on some processes, and not on others"):
-        check()
+class Branches(nn.ModuleDict):
+    def forward(self, name: str, value: torch.Tensor) -> torch.Tensor:
+        return self[name](value)
+
+
+def branches_taken(place: ProcessRank, meet: Path, microbatches: str) -> list[str]:
+    """What is said after each step, of backwards through the layers that `microbatches` names: here/there of a step."""
+    with joined(Plan.parse("shard=2,device=cpu,threads=1"), place, Path(meet)) as world:
+        model = Branches({"a": nn.Linear(2, 2, bias=False), "b": nn.Linear(2, 2, bias=False)})
+        shard(model, [], Plan.parse("shard=2"), world)
+        check, said = SameParameters(list(model.named_parameters()), world), list[str]()
+        for step in microbatches.split():
+            for name in step.split("/")[place.rank]:
+                model(name, torch.ones(1, 2)).sum().backward()
+            try:
+                check()
+                said.append("")
+            except TaskError as error:
+                said.append(str(error).partition(":")[0])
+        return said
+
+
+def test_a_branch_that_other_processes_do_not_take_is_named_in_its_step(pool: Pool) -> None:
+    """FSDP2 would add one layer's gradients to the other's of the same size; in turned microbatches as well."""
+    said = "a.weight has a gradient on some processes, and not on others"
+    found = pool.run("tests.parallel.test_shard:branches_taken", 2, "a/a ab/ab a/b a/a ab/ba")
+    assert found == [["", "", said, "", said]] * 2
 
 
 def gradients_by_microbatch(place: ProcessRank, meet: Path, plan: str) -> list[float | None]:

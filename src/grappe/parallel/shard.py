@@ -119,32 +119,57 @@ def reduction_switch(model: nn.Module, plan: Plan) -> Callable[[bool], None] | N
 
 
 class SameParameters:
-    """Compares, in steps 1, 2, 4, 8, … and each 100th, which parameters the processes' backwards have reached.
+    """Compares, after each step, which parameters' gradients the processes' backwards have sent, and in which order.
 
     FSDP2 sends what a process has reached in one message: where another process has reached others of the same size,
     their gradients would be added to these.
     """
 
     def __init__(self, named: Sequence[tuple[str, nn.Parameter]], world: World) -> None:
-        self._named, self._world, self._step = named, world, 0
+        self._world, self._step = world, 0
+        self._trace = 0
+        self._reached: dict[str, None] = {}
+        self._named = named
+        self._frozen = list(enumerate(named))
+        self._watch()
+
+    def _watch(self) -> None:
+        """Watches parameters that were frozen so far."""
+        frozen, self._frozen = self._frozen, []
+        for number, (name, parameter) in frozen:
+            if parameter.requires_grad:
+                parameter.register_post_accumulate_grad_hook(self._noting(number, name))
+            else:
+                self._frozen.append((number, (name, parameter)))
+
+    def _noting(self, number: int, name: str) -> Callable[[Tensor], None]:
+        def note(_: Tensor) -> None:
+            self._trace = hash((self._trace, number))
+            self._reached[name] = None
+
+        return note
 
     def __call__(self) -> None:
-        """Compares them after a step's last backward. Collective in these steps.
+        """Compares them after a step's last backward. Collective.
 
         Raises:
             TaskError: the processes have reached other parameters.
         """
-        self._step += 1
-        if self._step & (self._step - 1) and self._step % 100:
+        trace, self._trace = self._trace, 0
+        reached, self._reached = self._reached, {}
+        self._watch()
+        most = torch.tensor((trace, -trace))  # on the CPU: nothing waits for a GPU
+        dist.all_reduce(most, dist.ReduceOp.MAX, group=self._world.control)
+        if most[0] == -most[1]:
             return
-        everyone = self._world.gather([name for name, parameter in self._named if parameter.grad is None])
-        if any(missing != everyone[0] for missing in everyone):
-            [name, *_] = sorted(set().union(*everyone).difference(set(everyone[0]).intersection(*everyone)))
-            raise TaskError(
-                f"{name} has a gradient on some processes, and not on others: forward() takes branches by its data. "
-                "Under shard= gradients would be added to those of other parameters: use replicate=, or let every "
-                "branch run on every process"
-            )
+        everyone = self._world.gather(list(reached))
+        either = dict.fromkeys(name for names in everyone for name in names)
+        name = next((each for each in either if any(each not in names for names in everyone)), next(iter(either)))
+        raise TaskError(
+            f"{name} has a gradient on some processes, and not on others: forward() takes branches by its data. "
+            "Under shard= gradients would be added to those of other parameters: use replicate=, or let every "
+            "branch run on every process"
+        )
 
 
 def check_gradients(everyone: list[tuple[int, Mapping[str, float | None]]]) -> None:
