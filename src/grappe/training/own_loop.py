@@ -39,7 +39,7 @@ from grappe.data.loader import evaluation_loader, training_loader
 from grappe.data.sampling import SampleOrder, Sampling
 from grappe.engines.native import Native
 from grappe.engines.shared.state import ModelState, SavedState
-from grappe.errors import EXIT_INTERRUPTED, PlanError, UsageError
+from grappe.errors import EXIT_INTERRUPTED, GrappeError, PlanError, UsageError
 from grappe.launch.rank import ProcessRank, rank_from_environment
 from grappe.launch.signals import StopSignal
 from grappe.launch.start import start
@@ -396,7 +396,7 @@ class Loop:
             self._folder.stepped(self.step, batch.epoch, batch.samples, float(lr), seconds, skipped=skipped)
         if self.world.size == 1:
             stop = bool(self._stop_signal.flag)
-        if self._folder is not None and (last or stop or self.step % self._save_every == 0):
+        if self._folder is not None and (last or stop or not self.step % self._save_every):
             self.save()
         return stop
 
@@ -462,8 +462,12 @@ class Loop:
         try:
             if error is None:
                 self._flush()
-            self._steps.end(self, error)
+                self._steps.end(self, None)
+        except GrappeError as problem:
+            error = problem
+            raise
         finally:
+            self._steps.end(self, error)
             if self._folder is not None:
                 self._folder.close(self.step, error, interrupted=interrupted)
         if error is None:

@@ -87,7 +87,9 @@ class LoopSteps(StepHandler):
         return steps
 
     def end(self, loop: OpenLoop, error: BaseException | None) -> None:
-        """Ends a loop. Collective without an error."""
+        """Ends a loop, once. Collective without an error."""
+        if loop not in self._open:
+            return
         self._open.remove(loop)
         if self._open:
             return

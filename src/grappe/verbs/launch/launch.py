@@ -106,6 +106,7 @@ def launch(
         plan=str(chosen),
         rendezvous={"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)},
         seed=secrets.randbits(31),
+        is_loop=LOOP in imported,
         # Lightning then neither requeues the job nor replaces signal handlers.
         variables={} if imported.isdisjoint(LIGHTNING) else {"SLURM_JOB_NAME": "interactive"},
     )
@@ -289,6 +290,8 @@ def run_script(request: ScriptRequest, process: ProcessRank, rendezvous_folder: 
         try:
             with contextlib.suppress(KeyboardInterrupt):
                 code = INTERRUPTED
+                if request.is_loop:
+                    _seed(request.seed)
                 if request.run is None:
                     run_as_main(request.script, request.arguments)
                 else:
