@@ -205,6 +205,8 @@ def _chains() -> Iterator[Case]:
     )
     yield chain("checkpoint", lambda x, w: checkpoint(lambda a: (a @ w).tanh(), x, use_reentrant=False), x, w)
     yield chain("inference", lambda x, w: _inference(lambda: (F.relu(x @ w) + 1).softmax(1).sum(0)), x, w)
+    yield chain("inference, written", lambda x: _inference(lambda: _written(x)), x)
+    yield chain("corrected by more than rows", lambda x: (x.var(0, correction=6), x.std(0, correction=9)), x)
     yield chain(
         "inference, pools",
         lambda x: _inference(lambda: (F.adaptive_avg_pool1d(x, 2), F.avg_pool1d(x, 2), x.argsort())),
@@ -246,6 +248,12 @@ def _chains() -> Iterator[Case]:
         lambda x: 1 - (2 * (x.sigmoid() * (x > 0)).sum((1, 2)) + 1) / (x.sigmoid().sum((1, 2)) + 1),
         _numbers(6, 3, 4),
     )
+
+
+def _written(value: Tensor) -> Tensor:
+    made = value.clone()
+    made.erfinv_().nan_to_num_(0.5).add_(1)
+    return made
 
 
 def _inference(function: Callable[[], Any]) -> Any:
