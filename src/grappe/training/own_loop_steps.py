@@ -133,9 +133,11 @@ class LoopSteps(StepHandler):
     ) -> LoopLoader:
         """Returns the loader of a call: of this process's own rows, or of whole batches.
 
-        A batch is whole where the form of its parts may depend on all samples, or is none of rows.
+        A batch is whole where the form of its parts may depend on all samples, or is none of rows; and of tensors in
+        memory, since labels that each process has need no messages.
         """
-        plain = collate is None and sampling is None and in_memory(dataset) is not None
+        arrays = in_memory(dataset) if collate is None and sampling is None else None
+        plain = arrays is not None
         call.__dict__.update({"form": collate, "drawn": sampling})
         task = Task(**fields(call)) if plain else call  # of a plain Task rows in memory are gathered at once
         check(dataset, "train", task)
@@ -145,11 +147,12 @@ class LoopSteps(StepHandler):
             plan = dataclasses.replace(plan, loading="processes")  # threads share the generators that it may draw from
         samples = dataset if plain else one_by_one(dataset)
         source = make(task, samples, plan, world)
-        if plain or world.data_size == 1:
+        if world.data_size == 1:
             return LoopLoader(source, self, own=True)
         with self.loading():
-            if collate is None and _is_of_rows(source):
-                return LoopLoader(source, self, own=True)
+            own = collate is None and _is_of_rows(source) if arrays is None else arrays.transform is not None
+        if own:
+            return LoopLoader(source, self, own=True)
         world = dataclasses.replace(world, data_rank=0, data_size=1, data_group=None)
         source = make(task, samples, dataclasses.replace(plan, replicate=1, shard=1), world)
         return LoopLoader(source, self, own=False)
