@@ -205,6 +205,14 @@ def _chains() -> Iterator[Case]:
     )
     yield chain("checkpoint", lambda x, w: checkpoint(lambda a: (a @ w).tanh(), x, use_reentrant=False), x, w)
     yield chain("inference", lambda x, w: _inference(lambda: (F.relu(x @ w) + 1).softmax(1).sum(0)), x, w)
+    yield chain("last of two", lambda x: torch.cat([x, 2 * x])[-len(x) :] + x, x)
+    yield chain("text of a result", lambda x: torch.tensor([*repr((x * 2).sum(1)).encode()]), x)
+    yield chain(
+        "strides of a convolution",
+        lambda x, w: torch.tensor(F.conv2d(x, w).stride()),
+        _numbers(6, 2, 4, 4, grad=False).to(memory_format=torch.channels_last),
+        _numbers(3, 2, 3, 3, grad=False),
+    )
     yield chain("inference, written", lambda x: _inference(lambda: _written(x)), x)
     yield chain("corrected by more than rows", lambda x: (x.var(0, correction=6), x.std(0, correction=9)), x)
     yield chain(
@@ -300,6 +308,11 @@ def _layers() -> Iterator[Case]:
         "attention, bias",
         lambda q, k, v, m: attention(q, k, v, attn_mask=m),
         (q, k, v, _numbers(4, 2, 5, 5, grad=False)),
+    )
+    yield (
+        "attention, bias of heads",
+        lambda q, k, v, m: attention(q, k, v, attn_mask=m),
+        (q, k, v, _numbers(1, 2, 5, 5, grad=False)),
     )
     yield "attention, dropout", lambda q, k, v: attention(q, k, v, dropout_p=0.5), (q, k, v)
     yield "LSTM", _made(lambda: nn.LSTM(3, 4, 2, dropout=0.3, batch_first=True)), (_numbers(6, 5, 3),)

@@ -172,6 +172,8 @@ class ReferenceBatches:
         plain = [count.to(self._kind).sum() for count in counts if isinstance(count, Tensor)]
         named = [count for count in counts if isinstance(count, Mapping)]
         count = torch.stack(plain).sum() if plain else float(len(ids))
+        if isinstance(count, Tensor) and not count:
+            count = torch.ones_like(count)  # nothing counts, so nothing is learned
         return ReferenceBatch(
             slices=tuple(slices),
             count=self._recorded[number].count if self._recorded else count,
