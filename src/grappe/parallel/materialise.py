@@ -36,8 +36,8 @@ def _without_values(task: Task) -> nn.Module:
             isinstance(value, torch.Tensor) and value.is_meta
             for module in model.modules()
             for value in vars(module).values()
-        ):
-            return model
+        ) and not any(isinstance(module, torch.jit.ScriptModule) for module in model.modules()):
+            return model  # a scripted module cannot be given memory later
     except (RuntimeError, NotImplementedError, TypeError):  # TypeError: .numpy()
         pass  # its constructor computes with values, so it must have them
     return model_of(task)
@@ -86,7 +86,10 @@ def give_memory(model: nn.Module, device: torch.device, *, offloaded: bool = Fal
     # A module that stands in two places once: torch cannot replace a fake tensor that something refers to meanwhile.
     # Those within come first, as FSDP2 looks at a module's tensors when it is its turn.
     for module in reversed(list(model.modules())):
-        give_own_memory(module, torch.device("cpu") if offloaded else device)
+        if isinstance(module, torch.jit.ScriptModule):
+            module.to(device)
+        else:
+            give_own_memory(module, torch.device("cpu") if offloaded else device)
     if offloaded and device.type != "cpu":
         _put_whole_tensors(model, device)
     for first, *others in sites.values():
