@@ -41,6 +41,7 @@ x, y = torch.randn(42, 8), torch.randint(0, 3, (42,))
 own = torch.Generator().manual_seed(5)
 noise = np.random.default_rng(3)
 model = nn.Sequential(nn.Linear(8, 16, bias=False), nn.BatchNorm1d(16), nn.ReLU(), nn.Dropout(0.3), nn.Linear(16, 3))
+scaled = nn.Tanh()
 average = [each.detach().clone() for each in model.parameters()]
 optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
 plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0)
@@ -48,7 +49,7 @@ plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0)
 
 class Rows(TensorDataset):
     def __getitem__(self, number):
-        return x[number], int(y[number])  # what a dataset reads is read again
+        return scaled(x[number]), int(y[number])  # what a dataset reads is read again, its modules run again
 
 
 loader = DataLoader(Rows(x, y), 10, shuffle=True, generator=own)

@@ -439,6 +439,7 @@ class RecordedSteps(StepHandler):
                     f"the script cannot resume at step {self.step}: {problem}. Begin another run, or resume by the "
                     "script's own checkpoints"
                 )
+            replay.compute()
             saved, rank = replay.values, self._world.rank
             with torch.no_grad():
                 for number, path in enumerate(saved["paths"]):
