@@ -189,8 +189,9 @@ class Comparison:
         (self._customize / "sitecustomize.py").write_text(SITE)
         self._terminal = pty.openpty()[1]  # whose width some ask for
 
+    @functools.cache  # noqa: B019 - of a few runs
     def run(self, name: str, processes: int = 1, *options: str, **variables: str) -> Ran:
-        """Runs the script, alone or by `grappe launch` with these options; files of `name` have what it leaves."""
+        """Runs the script once, alone or by `grappe launch` with options; files of `name` have what it leaves."""
         plan = f"replicate={processes},device=cpu,threads=1"
         launch = [GRAPPE, "launch", "--plan", plan, *(options or ("--runs", str(self._folder / "runs")))]
         paths = (self._customize, self._site, self._script.path and self._file.parent / self._script.path)
@@ -214,20 +215,15 @@ class Comparison:
             first=(wall - began, cpu),
         )
 
-    @functools.cache  # noqa: B019 - of a few runs
-    def alone(self, **variables: str) -> Ran:
-        """Runs the script on one process, once."""
-        return self.run("-".join(["one", *variables]), **variables)
-
     def outcome(self, processes: int) -> Outcome:
         """Runs the script on several processes, in fp64 too where rounding takes fp32 apart."""
-        one = self.alone()
+        one = self.run("1")
         if one.code:
             return Outcome(word="failed alone", why=_last_line(one.error))
         made = self._compared(one, self.run(str(processes), processes))
         if made.word != "different":
             return made
-        wide = self.alone(FP64="1")
+        wide = self.run("1-64", FP64="1")
         if wide.code:
             return dataclasses.replace(made, why=f"in fp64 {_last_line(wide.error)}; {made.why}")
         other = self._compared(wide, self.run(f"{processes}-64", processes, FP64="1"), EXACT)
@@ -255,7 +251,9 @@ class Comparison:
     def resumed(self, processes: int) -> str:
         """Stops the script after some steps, starts it again, and tells what it did."""
         options = ("--run", str(self._folder / "resumed"), "--save-every", "5")
-        plain = self.run("plain", processes, "--run", str(self._folder / "plain-run"), "--save-every", "5")
+        plain = self.run(str(processes), processes)
+        if plain.code:
+            return "not run"
         stopped = self.run("stopped", processes, *options, STOP=str(STOPPED))
         if "no checkpoints: " in stopped.error:
             return "no checkpoint: " + stopped.error.partition("no checkpoints: ")[2].splitlines()[0]
@@ -283,7 +281,7 @@ def main() -> None:
     parser.add_argument("folder", type=Path)
     parser.add_argument("names", nargs="*", help="parts of the names of scripts")
     parser.add_argument("--processes", type=int, nargs="+", default=[2, 3], help="2 3, as stands; 1 runs it alone")
-    parser.add_argument("--resume", action="store_true", help="stop each script and start it again, instead")
+    parser.add_argument("--resume", action="store_true", help="stop each script, and start it again")
     parser.add_argument("--site", type=Path, help="a folder of packages and data sets that the scripts import")
     parser.add_argument("--json", type=Path, required=True, help="add each outcome to this file")
     options = parser.parse_args()
@@ -295,18 +293,16 @@ def main() -> None:
         file = options.folder / script.repository.replace("/", "+") / script.script
         with tempfile.TemporaryDirectory(prefix="grappe-unedited-") as temporary:
             comparison = Comparison(script, file, options.site, Path(temporary))
+            made: dict[str, Any] = {}
             for processes in options.processes:
-                if options.resume:
-                    key, outcome = f"resumed on {processes}", comparison.resumed(processes)
-                else:
-                    key, outcome = f"on {processes}", dataclasses.asdict(comparison.outcome(processes))
-                print(f"{script.name} {key}: {outcome}", file=sys.stderr, flush=True)
-                every = json.loads(options.json.read_text()) if options.json.exists() else {}
-                before = every.get(script.name, {})
-                every[script.name] = (
-                    before | dataclasses.asdict(script) | {key: outcome, "commit": commit.stdout.strip()}
-                )
-                options.json.write_text(json.dumps(every, indent=1) + "\n")
+                made[f"on {processes}"] = dataclasses.asdict(comparison.outcome(processes))
+                if options.resume and processes == options.processes[0]:
+                    made[f"resumed on {processes}"] = comparison.resumed(processes)
+            print(f"{script.name}: {made}", file=sys.stderr, flush=True)
+            every = json.loads(options.json.read_text()) if options.json.exists() else {}
+            made |= dataclasses.asdict(script) | {"commit": commit.stdout.strip()}
+            every[script.name] = every.get(script.name, {}) | made
+            options.json.write_text(json.dumps(every, indent=1) + "\n")
     every = json.loads(options.json.read_text())
     kinds = sorted({key for values in every.values() for key in values if "on " in key})
     print(f"{machine()}\n\n{table(('outcome', *kinds), counted(every, kinds))}")
