@@ -123,8 +123,8 @@ class Task:
         evaluations as `loss_NAME`, over the training batches as `training_loss_NAME`. With `counts` by the same names
         each may have a shape of its own, and is divided by its own count.
 
-        A sample's value depends on its own output alone, unless `whole_batch_loss = True`: B samples are a slice of
-        the global batch, or a microbatch.
+        A sample's value depends on its own output alone: B samples are a slice of the global batch, or a microbatch.
+        With `whole_batch_loss = True` they are the whole batch, whose mean may be returned.
         """
         raise NotImplementedError
 

@@ -78,6 +78,14 @@ class Pairs(Task):
         return [model.image, model.text]
 
 
+class Means(Pairs):
+    """Task whose loss is a mean, as in any tutorial, with a term of the whole batch."""
+
+    def loss(self, output: Any, target: torch.Tensor) -> torch.Tensor:
+        away = functional.mse_loss(output["image"], output["text"])
+        return output["scale"] * away + output["image"].mean(0).square().sum()
+
+
 class Views(Pairs):
     """Task of matching two noisy views (SimCLR), with one encoder, whose layers a pipeline can cut."""
 

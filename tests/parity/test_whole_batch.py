@@ -6,13 +6,14 @@ import pytest
 
 from grappe.plan import Plan
 from tests.parity import contrastive
-from tests.parity.contrastive import Pairs, Views
+from tests.parity.contrastive import Means, Pairs, Views
 from tests.parity.test_native import STEPS, check
 from tests.processes import Pool
 
 TASKS = {
     "sgd": Pairs(),
     "weighted": Pairs(weighted=True, rule="adam"),
+    "mean": Means(),
     "few": Pairs(batch_size=3, samples=7, epochs=4),  # some slices have no sample
 }
 
@@ -22,6 +23,8 @@ TASKS = {
     [
         ("sgd", "shard=2,microbatches=2,recompute"),
         ("weighted", "replicate=3,microbatches=2"),
+        ("mean", "replicate=3"),
+        ("mean", "shard=2,microbatches=2"),
         ("weighted", "exact=4,replicate=2"),
         ("few", "replicate=3,microbatches=2"),
         ("few", "shard=2,zero=1,microbatches=2"),

@@ -10,7 +10,7 @@ from grappe.errors import TaskError
 from grappe.launch.rank import ProcessRank
 from grappe.launch.world import World, joined
 from grappe.plan import Plan
-from grappe.step.whole_batch_loss import GatheredSlices, WholeBatchLosses
+from grappe.step.whole_batch_loss import SharedRows, WholeBatchLosses
 from tests.parity.contrastive import Views
 from tests.processes import Pool
 
@@ -93,11 +93,12 @@ def gathered(place: ProcessRank, meet: Path, plan: str) -> list[list[float]]:
     """The rows of batches of several sizes, of which each process has given its own."""
     parsed = Plan.parse(plan)
     with joined(parsed, place, Path(meet)) as world:
-        slices, results = GatheredSlices(parsed, world), []
+        slices, results = SharedRows(parsed, world), []
         for samples in (1, 2, 5, 8, 13):
             slices.begin(samples)
             everyone = torch.arange(samples, dtype=torch.float32)
-            results.append(slices.gathered(slices.own_rows(everyone)).tolist())
+            with slices.shared():
+                results.append(slices.of_all(slices.own_rows(everyone)).tolist())
         return results
 
 

@@ -57,6 +57,8 @@ def _exchange(own: Tensor, sizes: Sequence[int], purpose: str) -> list[Tensor]:
     # Numbers of any type begin at multiples of 16.
     padding = own.new_empty(-(-max(sizes) // 16) * 16 - len(own))
     sent = torch.cat((header.to(own.device, non_blocking=True), own, padding))
+    if sent.device.type != "cpu" and dist.get_backend(now.group) == "gloo":  # which gathers from the CPU's memory only
+        sent = sent.cpu()
     got = sent.new_empty((now.size, len(sent)))
     parts = got.unbind()
     _send(lambda: dist.all_gather(list(parts), sent, group=now.group), len(sent), purpose)
@@ -66,7 +68,7 @@ def _exchange(own: Tensor, sizes: Sequence[int], purpose: str) -> list[Tensor]:
             lines: list[Any] = [None] * now.size
             dist.all_gather_object(lines, now.line(), group=now.group)
             _raise_astray(dict(enumerate(lines)), traces)
-    return [part[_HEADER : _HEADER + size] for part, size in zip(parts, sizes, strict=True)]
+    return [part[_HEADER : _HEADER + size].to(own.device) for part, size in zip(parts, sizes, strict=True)]
 
 
 _REMEDY = (

@@ -107,13 +107,16 @@ def checked_values(task: Task, loss: Any, rows: int, weights: LossWeights) -> Lo
         TaskError: the loss is a mean, or not one value per example or token.
     """
     loss_values = read_loss(task, loss)
-    values, named = loss_values
     if any(each.dim() == 0 for each in loss_values.each):
-        raise TaskError(
-            f"{type(task).__name__}.loss() returned one number, so what it averaged over cannot be known. "
-            'Return one value per example: reduction="none", as in '
-            'F.cross_entropy(output, target, reduction="none")' + at(task, "loss")
-        )
+        if not task.whole_batch_loss:
+            raise TaskError(
+                f"{type(task).__name__}.loss() returned one number, so what it averaged over cannot be known. "
+                'Return one value per example: reduction="none", as in '
+                'F.cross_entropy(output, target, reduction="none"); or write `whole_batch_loss = True` in the task, '
+                "for a mean over all samples of a batch" + at(task, "loss")
+            )
+        loss_values = _for_each_row(loss_values, rows)
+    values, named = loss_values
     shapes = {name: list(each.shape) for name, each in named.items()}
     if isinstance(weights, Mapping):
         counted = {name: list(each.shape) for name, each in weights.items()}
@@ -141,6 +144,12 @@ def checked_values(task: Task, loss: Any, rows: int, weights: LossWeights) -> Lo
             f"{list(values.shape)}: they must be the same{at(task, 'counts')}"
         )
     return loss_values
+
+
+def _for_each_row(means: LossValues, rows: int) -> LossValues:
+    """Returns a mean over the whole batch as the value of each of its rows, whose mean it is again."""
+    named = {name: each if each.dim() else each.expand(rows) for name, each in means.named.items()}
+    return LossValues(means.values if means.values.dim() else means.values.expand(rows), named)
 
 
 # ---- A sample's loss depends on that sample's output alone, so that a batch can be cut anywhere -------------

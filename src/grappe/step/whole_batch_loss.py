@@ -1,21 +1,22 @@
 """WholeBatchLosses: the loss of a task that compares samples, over the global batch, under any plan.
 
-The outputs of all processes are gathered, without gradients. Each process computes the loss of all, and its gradient
-with respect to its own rows: the processes' gradients then sum to the whole loss's, without communication in
-backward. Several microbatches need a first pass without gradients, which gives their outputs, and a second one with
-these gradients (GradCache: Gao, Zhang, Han and Callan, "Scaling deep contrastive learning batch size under memory
-limited setup", 2021, arXiv 2101.06983).
+The loss is computed of outputs and targets whose rows the processes share (`grappe.rows`), and its gradient with
+respect to each process's own rows: backward begins with these. Several microbatches need a first pass without
+gradients, which gives their outputs, and a second one with these gradients (GradCache: Gao, Zhang, Han and Callan,
+"Scaling deep contrastive learning batch size under memory limited setup", 2021, arXiv 2101.06983).
 
 Shapes: a global batch of B rows, b of them in this process's slice, its microbatches one after the other.
 """
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from grappe.data.batch import Batch, Microbatch, rows_of_slices, stored_in
@@ -23,11 +24,14 @@ from grappe.data.device_copy import sent
 from grappe.data.whole_batch_draws import whole_batch_draws
 from grappe.errors import TaskError
 from grappe.errors.user_line import at
-from grappe.launch.world import World, gather_into
+from grappe.launch.world import World
 from grappe.plan import Plan
 from grappe.private_api.torch import tree_flatten, tree_leaves, tree_unflatten
 from grappe.profiling.phases import BACKWARD
-from grappe.step.exact import wire
+from grappe.rows.context import RowsContext, activate
+from grappe.rows.layout import Placement
+from grappe.rows.rules import own_of
+from grappe.rows.tensor import Rows, from_local, full
 from grappe.step.loss import Loss, Losses, ScoredLoss, total_of, values_of
 from grappe.step.observers import Observers
 from grappe.task import Task
@@ -47,7 +51,7 @@ class WholeBatchLosses:
 
     def __init__(self, task: Task, plan: Plan, world: World, observers: Observers | None = None) -> None:
         self._task, self._observers = task, observers or Observers()
-        self._slices, self._summed_in = GatheredSlices(plan, world), stored_in(plan)
+        self._slices, self._summed_in = SharedRows(plan, world), stored_in(plan)
         # Exact plans add up in the order of their pieces, on one process too.
         self._batch_is_local = world.size == 1 and not plan.exact
         self._checked = False
@@ -121,9 +125,9 @@ class WholeBatchLosses:
     def _direct(self, output: object, micro: Microbatch, batch: Batch, scale: float) -> Loss:
         """Computes the loss of a global batch that this process holds whole; an ordinary backward follows."""
         if not self._checked:  # checked here too, as any other plan would refuse it
-            self._gathered([micro], [output], "the model's output")
+            self._of_all([micro], [output], "the model's output")
             self._check_targets([micro])
-            self._gathered([micro], [micro.targets], "the target")
+            self._of_all([micro], [micro.targets], "the target")
             self._checked = True
         weights = self._weights(micro)
         values, named = values_of(self._task, output, micro.targets, micro.size, weights)
@@ -147,20 +151,20 @@ class WholeBatchLosses:
         """Computes the loss of the whole batch, by microbatch of this process; without `scale` no gradients."""
         micros = batch.microbatches
         self._slices.begin(batch.samples)
-        # Every process has all rows, and so draws for them all as one process does.
-        with torch.set_grad_enabled(scale is not None), whole_batch_draws(None):
-            output, leaves = self._gathered(micros, outputs, "the model's output", training=scale is not None)
+        # A tensor of all rows draws for them all as one process does.
+        with torch.set_grad_enabled(scale is not None), whole_batch_draws(None), self._slices.shared():
+            output, leaves = self._of_all(micros, outputs, "the model's output", training=scale is not None)
             self._check_targets(micros)
-            targets, _ = self._gathered(micros, [micro.targets for micro in micros], "the target")
+            targets, _ = self._of_all(micros, [micro.targets for micro in micros], "the target")
             weights = [self._weights(micro) for micro in micros]
-            all_weights = None if weights[0] is None else self._gathered(micros, weights, "counts()")[0]
+            all_weights = None if weights[0] is None else self._of_all(micros, weights, "counts()")[0]
             values, named = values_of(self._task, output, targets, batch.samples, all_weights)
             gradients: Sequence[Tensor | None] = [None] * len(leaves)
             if scale is not None:
                 gradients = self._gradients(values, leaves, batch, all_weights, scale)
+            totals = self._totals(values, batch)
+            named_totals = {name: self._totals(each, batch) for name, each in named.items()}
         by_micro = _by_microbatch(gradients, leaves, micros, first=self._slices.has_first)
-        totals = self._totals(values, batch)
-        named_totals = {name: self._totals(each, batch) for name, each in named.items()}
         parts = []
         for number, micro in enumerate(micros):
             count = micro.weights[: micro.rows].sum() if isinstance(micro.weights, Tensor) else float(micro.rows)
@@ -179,25 +183,25 @@ class WholeBatchLosses:
             totals.append(total_of(part, micro._replace(weights=weights, padding=0), self._summed_in))
         return totals
 
-    def _gathered(
+    def _of_all(
         self, micros: Sequence[Microbatch], nested: Sequence[Any], what: str, *, training: bool = False
     ) -> tuple[Any, list[Tensor | None]]:
-        """Returns the global batch's tensors, and by leaf this process's part; None: the leaf has no gradient.
+        """Returns the global batch's tensors, and by leaf that tensor; None: the leaf has no gradient.
 
         Args:
             nested: by microbatch, tensors that nest alike.
         """
         flattened = [tree_flatten(each) for each in nested]
         everyone: list[Any] = []
-        own: list[Tensor | None] = []
         for leaves in zip(*(leaves for leaves, _ in flattened), strict=True):
             leaf = leaves[0]
             if isinstance(leaf, Tensor):
                 leaf = _joined(leaves, micros, f"{type(self._task).__name__}: {what}").detach()
+                leaf = self._slices.of_all(leaf) if leaf.dim() else leaf
                 leaf.requires_grad_(training and leaf.is_floating_point())
-            everyone.append(self._slices.gathered(leaf) if isinstance(leaf, Tensor) and leaf.dim() > 0 else leaf)
-            own.append(leaf if isinstance(leaf, Tensor) and leaf.requires_grad else None)
-        return tree_unflatten(everyone, flattened[0][1]), own
+            everyone.append(leaf)
+        trained = [leaf if isinstance(leaf, Tensor) and leaf.requires_grad else None for leaf in everyone]
+        return tree_unflatten(everyone, flattened[0][1]), trained
 
     def _weights(self, micro: Microbatch) -> Tensor | None:
         if isinstance(micro.weights, Mapping):
@@ -217,15 +221,16 @@ class WholeBatchLosses:
                 )
 
     def _gradients(
-        self, values: Tensor, own: Sequence[Tensor | None], batch: Batch, weights: Tensor | None, scale: float
+        self, values: Tensor, trained: Sequence[Tensor | None], batch: Batch, weights: Tensor | None, scale: float
     ) -> list[Tensor | None]:
-        """Computes the gradient of the global batch's mean loss x `scale` with respect to this process's leaves."""
-        leaves = [leaf for leaf in own if leaf is not None]
+        """Computes the gradient of the global batch's mean loss x `scale`: this process's rows of each leaf's."""
+        leaves = [leaf for leaf in trained if leaf is not None]
         if not values.requires_grad:
             raise TaskError(f"{type(self._task).__name__}.loss() does not depend on the model's output")
         start = _start(values, batch, weights, scale)
         gradients = iter(torch.autograd.grad(values, leaves, start, allow_unused=True))
-        return [None if leaf is None else next(gradients) for leaf in own]
+        every = [None if leaf is None else next(gradients) for leaf in trained]
+        return [grad if grad is None else self._slices.own_rows(grad) if grad.dim() else full(grad) for grad in every]
 
 
 AnyLosses = Losses | WholeBatchLosses
@@ -276,30 +281,30 @@ def _by_microbatch(
     return [tuple(pieces) for pieces in by_micro]
 
 
-# ---- Gathering the rows of all data slices -----------------------------------------------------------------
+# ---- The rows of all data slices ---------------------------------------------------------------------------
 
 
 class SliceLayout(NamedTuple):
     """The rows of a global batch of one size, by data slice."""
 
-    largest: int
-    """The rows of the largest slice."""
-    order: Tensor
-    """By row of the global batch, its row in what is gathered: slices of `largest` rows each."""
+    placement: Placement
+    """Slices one after the other."""
+    order: Tensor | None
+    """The row among the slices of each row of the global batch; None: slices are in the batch's order."""
     own: Tensor
-    """By row of this slice, its row in the global batch."""
+    """The row in the global batch of each row of this slice."""
     has_first: bool
-    """True if the global batch's first row is this slice's."""
+    """Whether the global batch's first row is this slice's."""
     has_empty: bool
-    """True if a slice has no row."""
+    """Whether a slice has no row."""
 
 
-class GatheredSlices:
-    """Gathers tensors with a row for each sample from all data slices, in the order of the global batch."""
+class SharedRows:
+    """Tensors with a row for each sample: each process has its slice's rows, which look like those of all slices."""
 
     def __init__(self, plan: Plan, world: World) -> None:
         self._plan, self._world = plan, world
-        self._wire = wire(world)
+        self._context = RowsContext(rank=world.data_rank, size=world.data_size, group=world.data_group)
         self._layouts: dict[int, SliceLayout] = {}
         self._layout = self.layout(1)
 
@@ -310,20 +315,20 @@ class GatheredSlices:
     def layout(self, samples: int) -> SliceLayout:
         """Returns the layout of a global batch of `samples` rows."""
         if samples not in self._layouts:
-            slices = rows_of_slices(self._plan, samples)
-            largest = max(1, *(len(rows) for rows in slices))
-            order = np.empty(samples, dtype=np.int64)
-            for rank, rows in enumerate(slices):
-                order[rows] = rank * largest + np.arange(len(rows))
-            own, device = slices[self._world.data_rank], self._world.device
+            slices, device = rows_of_slices(self._plan, samples), self._world.device
+            own, order = slices[self._world.data_rank], np.argsort(np.concatenate(slices))
             self._layouts[samples] = SliceLayout(
-                largest,
-                sent(torch.from_numpy(order), device),
+                Placement(0, tuple(map(len, slices))),
+                sent(torch.from_numpy(order), device) if self._plan.exact else None,
                 sent(torch.from_numpy(own), device),
                 bool(len(own)) and int(own[0]) == 0,
                 any(not len(rows) for rows in slices),
             )
         return self._layouts[samples]
+
+    def shared(self) -> contextlib.AbstractContextManager[Any]:
+        """Context in which the processes share the rows."""
+        return contextlib.nullcontext() if self._world.data_group is None else activate(self._context)
 
     @property
     def has_first(self) -> bool:
@@ -332,19 +337,16 @@ class GatheredSlices:
 
     def own_rows(self, rows: Tensor) -> Tensor:
         """Returns this slice's rows [b, ...] of `rows` [B, ...]."""
+        if type(rows) is Rows or self._layout.order is None:
+            return own_of(rows, self._layout.placement)
         return rows.index_select(0, self._layout.own)
 
-    def gathered(self, own: Tensor) -> Tensor:
-        """Gathers [B, ...] from every slice's [b, ...]; gradients go to this slice's own rows alone. Collective."""
-        group, largest = self._world.data_group, self._layout.largest
+    def of_all(self, own: Tensor) -> Tensor:
+        """Returns [B, ...] of every slice's [b, ...]. An exact plan's are gathered: sums are then the same bits."""
+        group, placement = self._world.data_group, self._layout.placement
         if group is None:
             return own
-        row = own.shape[1:]
-        padded = own.detach().new_zeros(largest, *row)
-        padded[: len(own)] = own.detach()
-        # As bytes: gloo takes few types.
-        bytes_of = padded.reshape(largest, -1).contiguous().view(torch.uint8).to(self._wire)
-        everyone = bytes_of.new_empty(self._world.data_size * largest, bytes_of.shape[1])
-        gather_into(everyone, bytes_of, group)
-        rows = everyone.to(own.device).view(own.dtype).view(-1, *row).index_select(0, self._layout.order)
-        return rows.index_copy(0, self._layout.own, own) if own.requires_grad else rows
+        if dist.get_backend(group) == "fake":  # in foresight, whose tensors have no values
+            return own.new_empty((placement.total, *own.shape[1:]))
+        rows = from_local(own, placement)
+        return rows if self._layout.order is None else full(rows).index_select(0, self._layout.order)

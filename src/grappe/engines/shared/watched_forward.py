@@ -33,6 +33,7 @@ from grappe.private_api.torch import (
     operator_mutates,
     tree_leaves,
 )
+from grappe.rows.tensor import Rows
 
 SPREADERS = (os.path.join("torch", "distributed"), "deepspeed")  # noqa: PTH118 - parts of frames' file names
 OF_MODES = (
@@ -256,7 +257,7 @@ class AssignedData(TorchFunctionMode):
 def _memory(leaf: Any) -> int:
     """Returns the address of a tensor's memory; 0: it has none."""
     own = local_tensor(leaf) if isinstance(leaf, DTensor) else leaf
-    if not isinstance(own, Tensor) or own.layout != torch.strided or own.is_meta:
+    if not isinstance(own, Tensor) or type(own) is Rows or own.layout != torch.strided or own.is_meta:
         return 0
     return own.untyped_storage().data_ptr()
 

@@ -9,8 +9,8 @@ from __future__ import annotations
 import contextlib
 import time
 import weakref
-from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -27,12 +27,12 @@ from grappe.launch.world import World
 from grappe.private_api.torch import (
     BatchNormBase,
     LossBase,
-    gradient_hooks,
     replace_recurrent,
     tree_leaves,
     tree_map,
 )
 from grappe.rows.context import RowsContext, activate
+from grappe.rows.gradients import GradientSums
 from grappe.rows.regions import FromLocal, Shared, ToLocal, recurrent
 from grappe.rows.tensor import PARTIAL, Placement, Rows, full, local_rows, split
 from grappe.verbs.launch.interception import Begin, StepHandler, parameters_of, replaced
@@ -59,7 +59,7 @@ class SpreadSteps(StepHandler):
             rank=world.data_rank, size=world.data_size, group=group, script_folder=f"{folder.absolute()}/"
         )
         self._world, self._keys = world, keys
-        self._group, self._several = group, world.data_size > 1
+        self._several = world.data_size > 1
         self._is_local = keys.plan.batchnorm == "local" and self._several
         self._optimizers: list[Optimizer] = []
         # Dictionaries, as the order in a set is each process's own. When the garbage collector takes a module is each
@@ -72,6 +72,7 @@ class SpreadSteps(StepHandler):
         self._moved: dict[nn.Module, None] = {}
         """Those of the running step, whose running statistics are averaged after it."""
         self._time_major = weakref.WeakKeyDictionary[nn.Module, bool]()
+        self._sums = GradientSums()
         self._parameters: list[Tensor] = []
         self._sizes: tuple[int, ...] = ()
         self._depth = self._rows = 0
@@ -189,29 +190,16 @@ class SpreadSteps(StepHandler):
             self._is_compared = True
             self._check_weights()
             self._began = time.perf_counter()
-        self._keys.backward(self._optimizers, lambda by: self._summed(run, by) if self._several else run(by))
+        if self._several:
+            plain = run
+            run = lambda by: self._sums.backward(self._trained(), lambda: plain(by))  # noqa: E731
+        self._keys.backward(self._optimizers, run)
 
     def own_term(self, loss: Tensor) -> Tensor:
         """Returns this process's term of a loss."""
         if type(loss) is Rows and loss._cell.layout.placement is PARTIAL:
             return local_rows(loss).detach()
         return full(loss).detach() / self._world.data_size
-
-    def _summed(self, run: Callable[[float], None], by: float) -> None:
-        every = self._trained()
-        before: dict[int, Tensor] = {}
-        for each in every:  # what is added to an old gradient is a term of a sum: only the new part is summed
-            old = each.grad
-            if type(old) is Tensor and not old.requires_grad and not gradient_hooks(each)[1]:
-                before[id(each)], each.grad = old, None
-        try:
-            run(by)
-        finally:
-            self._settle(every)
-            for each in every:
-                old = before.get(id(each))
-                if old is not None:
-                    each.grad = old if each.grad is None else old.add_(each.grad)
 
     def _trained(self) -> list[Tensor]:
         """Returns the parameters whose gradients go in one message; another one's is summed where it is read."""
@@ -224,28 +212,6 @@ class SpreadSteps(StepHandler):
             self._parameters = [each for each in every.values() if type(each) is not Rows]
             self._sizes = () if self._keys.plan.shard > 1 else sizes
         return self._parameters
-
-    def _settle(self, parameters: Sequence[Tensor]) -> None:
-        """Sums the terms of gradients, in a message for each dtype."""
-        rows = [each for each in parameters if type(each.grad) is Rows]
-        if any(each.grad.requires_grad for each in rows):  # type: ignore[union-attr]
-            return  # of a backward with create_graph: they are part of a graph
-        terms = defaultdict[tuple[torch.dtype, torch.device], list[Tensor]](list)
-        for each in rows:
-            if each.grad._cell.layout.placement is PARTIAL:  # type: ignore[union-attr]
-                terms[each.grad.dtype, each.grad.device].append(each)  # type: ignore[union-attr]
-            else:
-                each.grad = full(each.grad)
-        for (dtype, _), group in terms.items():
-            own = [local_rows(each.grad) for each in group]
-            wide = torch.promote_types(dtype, torch.float32)
-            flat = torch.cat([each.reshape(-1) for each in own]).to(wide)
-            dist.all_reduce(flat, group=self._group)
-            self._context.sent["gradients"] += flat.nbytes
-            pieces = flat.to(dtype).split([each.numel() for each in own])
-            for each, old, piece in zip(group, own, pieces, strict=True):
-                made = piece.view(old.shape)
-                each.grad = made if old.is_contiguous() else torch.empty_like(old).copy_(made)
 
     def add_optimizer(self, optimizer: Optimizer) -> None:
         """Notes an optimizer."""
@@ -270,7 +236,7 @@ class SpreadSteps(StepHandler):
             statistics = [each for module in self._moved for each in module.buffers() if each.is_floating_point()]
             self._moved.clear()
             flat = torch.cat([each.reshape(-1) for each in statistics])
-            dist.all_reduce(flat, group=self._group)
+            dist.all_reduce(flat, group=self._context.group)
             for each, mean in zip(
                 statistics, (flat / self._world.data_size).split([each.numel() for each in statistics]), strict=True
             ):

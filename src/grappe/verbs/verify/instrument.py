@@ -22,6 +22,7 @@ from grappe.data.seeded import missing
 from grappe.data.stream import repeatable_head
 from grappe.parallel.batchnorm import Kept, kept_buffers, replace_buffers
 from grappe.private_api.torch import tree_flatten, tree_leaves, tree_map
+from grappe.rows.tensor import full
 from grappe.step.loss import loss_of
 from grappe.task import Task, overrides
 from grappe.verbs.verify.batch_coupling import Companions
@@ -67,7 +68,7 @@ class SampleRecorder:
 
     def record(self, ids: Tensor) -> None:
         """Records a call of the loss."""
-        self._calls.append(ids.detach())
+        self._calls.append(full(ids).detach())  # a loss of the whole batch has the rows of all processes
 
     def take(self, rows: Sequence[int]) -> list[int]:
         """Returns the ids of a finished step, whose microbatches have `rows` rows; padding rows have no id."""

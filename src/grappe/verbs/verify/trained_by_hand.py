@@ -403,7 +403,7 @@ def _weighted(losses: LossValues, counts: Any, rows: int, batch: ReferenceBatch)
         return torch.cat([(losses.named[name] * count * factors[name]).flatten() for name, count in counts.items()])
     if counts is not None:
         return losses.values * counts
-    return losses.values * (rows / losses.values.numel())
+    return losses.values.reshape(-1) * (rows / losses.values.numel())
 
 
 def _all_rows_of(first: Any, *others: Any) -> Any:

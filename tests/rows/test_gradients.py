@@ -1,0 +1,116 @@
+"""Gradients in buckets: those of one process, whatever a script's hooks do to them while a backward runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from grappe.rows.context import RowsContext, activate
+from grappe.rows.gradients import GradientSums
+from grappe.rows.tensor import Rows, split
+from tests.rows.world import World
+
+Backward = Callable[[Tensor], None]
+Form = Callable[[nn.Sequential, Tensor, Backward], Any]
+
+
+def usual(net: nn.Sequential, value: Tensor, backward: Backward) -> None:
+    backward(net(value).square().mean())
+
+
+def accumulated(net: nn.Sequential, value: Tensor, backward: Backward) -> None:
+    for part in (value, value.tanh()):
+        backward(net(part).square().mean())
+
+
+def in_two_dtypes(net: nn.Sequential, value: Tensor, backward: Backward) -> None:
+    net[2].float()
+    backward(net[4](net[2](net[0](value).float()).double()).square().mean())
+
+
+def scaled_by_a_later_hook(net: nn.Sequential, value: Tensor, backward: Backward) -> None:
+    def halve(*_: Any) -> None:
+        for each in net[4].parameters():
+            each.grad.mul_(0.5)
+
+    net[0].register_full_backward_hook(halve)
+    backward(net(value.requires_grad_()).square().mean())
+
+
+def stepped_within(net: nn.Sequential, value: Tensor, backward: Backward) -> None:
+    def step(weight: Tensor) -> None:
+        with torch.no_grad():
+            weight -= 0.1 * weight.grad.clamp(-0.01, 0.01)  # type: ignore[union-attr]
+        weight.grad = None
+
+    for each in net[2].parameters():
+        each.register_post_accumulate_grad_hook(step)
+    for _ in range(2):
+        backward(net(value).square().mean())
+
+
+def clamped_within(net: nn.Sequential, value: Tensor, backward: Backward) -> None:
+    def clamp(weight: Tensor) -> None:
+        weight.grad.clamp_(-0.001, 0.001)  # type: ignore[union-attr]
+
+    usual(net, value, backward)
+    for each in net.parameters():
+        each.grad = None
+        each.register_post_accumulate_grad_hook(clamp)
+    usual(net, value, backward)
+
+
+def twice_through_a_layer(net: nn.Sequential, value: Tensor, backward: Backward) -> None:
+    made = checkpoint(net, value.requires_grad_(), use_reentrant=True)
+    backward(made.square().mean() + net(value).mean())
+
+
+FORMS = {each.__name__: each for each in (
+    usual, accumulated, in_two_dtypes, scaled_by_a_later_hook, stepped_within, clamped_within, twice_through_a_layer,
+)}  # fmt: skip
+
+
+def trained(form: Form, make: Callable[[Tensor], Tensor], backward: Callable[[nn.Module, Tensor], None]) -> list[Any]:
+    torch.manual_seed(0)
+    layers = [nn.Linear(3, 20), nn.ReLU(), nn.Linear(20, 20), nn.ReLU(), nn.Linear(20, 2)]
+    net = nn.Sequential(*layers).double()
+    value = make(torch.randn(7, 3, dtype=torch.float64))
+    form(net, value, lambda loss: backward(net, loss))
+    assert not any(type(each.grad) is Rows for each in net.parameters())
+    return [tensor for each in net.parameters() for tensor in (each.detach(), each.grad) if tensor is not None]
+
+
+def on_a_process(rank: int) -> Callable[[tuple[str, int]], list[Any]]:
+    def work(piece: tuple[str, int]) -> list[Any]:
+        name, size = piece
+        sums = GradientSums(first=size, most=2 * size)
+
+        def backward(net: nn.Module, loss: Tensor) -> None:
+            sums.backward(list(net.parameters()), loss.backward)
+
+        with activate(RowsContext(rank=rank, size=2)):
+            return trained(FORMS[name], split, backward)
+
+    return work
+
+
+@pytest.fixture(scope="module")
+def world() -> Iterator[World]:
+    made = World(2, on_a_process)
+    yield made
+    made.close()
+
+
+@pytest.mark.parametrize("size", [1, 1000, 1 << 20])
+@pytest.mark.parametrize("name", FORMS)
+def test_gradients_are_those_of_one_process(name: str, size: int, world: World) -> None:
+    alone = trained(FORMS[name], lambda value: value, lambda net, loss: loss.backward())
+    for process in world.run((name, size)):
+        for whole, own in zip(alone, process, strict=True):
+            tolerated = 1e-12 if whole.dtype == torch.float64 else 1e-6  # fp32 rounds each process's term
+            torch.testing.assert_close(own, whole, rtol=tolerated, atol=tolerated)
