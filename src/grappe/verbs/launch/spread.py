@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 from torch.optim import Optimizer
-from torch.utils.data import DataLoader, default_collate
+from torch.utils.data import DataLoader, default_collate, get_worker_info
 
 from grappe.errors import DivergedError, TaskError
 from grappe.launch.terminal import complain
@@ -103,8 +103,15 @@ class SpreadSteps(StepHandler):
 
     def batches(self, loader: DataLoader[Any], begin: Begin) -> Iterator[Any]:
         """Yields a loader's batches, whose tensors with as many rows as most of them have are rows."""
-        for loaded in begin():
-            batch = self._keys.batch(loaded)
+        plain = iter(begin())
+        while True:
+            self._depth += 1  # a module that a dataset calls has no batch
+            try:
+                batch = self._keys.batch(next(plain))
+            except StopIteration:
+                return
+            finally:
+                self._depth -= 1
             # Another collate function may give a view of the data set, which an in-place write must reach.
             shared = loader.collate_fn is not default_collate and not loader.num_workers
             yield self._split(batch, shared) if self._several else batch
@@ -128,7 +135,7 @@ class SpreadSteps(StepHandler):
         """Splits what an outermost module gets where no argument is rows: noise, or a batch that no loader made."""
 
         def call(module: nn.Module, *arguments: Any, **options: Any) -> Any:
-            if self._depth:
+            if self._depth or get_worker_info() is not None:
                 return plain(module, *arguments, **options)
             self._depth += 1
             try:
