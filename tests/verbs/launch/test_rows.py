@@ -78,7 +78,8 @@ from torch.utils.data import DataLoader, Dataset
 
 torch.manual_seed(time.time_ns() % 2**31)
 random.seed()
-generator = np.random.default_rng()
+generator = np.random.Generator(np.random.PCG64(np.random.SeedSequence()))  # as gymnasium has it
+own = np.random.RandomState()
 print(uuid.uuid4().hex, os.urandom(2).hex(), random.random(), generator.random())
 
 
@@ -111,6 +112,7 @@ for number, rows in enumerate(DataLoader(Noise(), 8, num_workers=1)):
     model.bias.data += torch.tensor(np.load("made/rows.npy").mean() + (time.time() - start))
     torch.save({"rows": rows, "model": model.state_dict()}, f"made/{number}.pt")
     model.load_state_dict(torch.load(f"made/{number}.pt")["model"])
+    model.weight.data += 0.1 * generator.normal() * own.rand()
     print(sorted(os.listdir("made")), Path("made/0.json").exists(), len(open("made/log").readlines()))
     if number:
         os.remove(f"made/{number - 1}.json")
