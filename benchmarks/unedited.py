@@ -50,6 +50,11 @@ if "WEIGHTS" in os.environ and "resource_tracker" not in sys.orig_argv[-1]:
     import numpy, torch
     torch.manual_seed(0); random.seed(0); numpy.random.seed(0); secrets.randbits = lambda bits: 0
     file, last, every = os.environ["WEIGHTS"], int(os.environ["LAST"]), {}
+    class Seeds(numpy.random.SeedSequence):  # of what a script leaves unseeded
+        def __init__(self, entropy=None, **options):
+            super().__init__(0 if entropy is None else entropy, **options)
+
+    numpy.random.SeedSequence = Seeds
     clock, sleep, rename, exists, SAVE = time.time, time.sleep, os.rename, os.path.exists, torch.save
     before = torch.load(file + ".counts") if "RESUMED" in os.environ and exists(file + ".counts") else []
     counts, reached, parameters_made, backwards = {}, max(before, default=0), {}, 0
