@@ -107,6 +107,12 @@ if "WEIGHTS" in os.environ and "resource_tracker" not in sys.orig_argv[-1]:
         if count >= last:
             raise SystemExit
 
+    def move(*_):  # the first weights of MOVED, before the first step
+        if float(os.environ.pop("MOVED", 0)):
+            generator = torch.Generator().manual_seed(0)
+            for each in parameters():
+                each.mul_(1 + 1e-15 * torch.randn(each.shape, generator=generator))
+
     def after(optimizer, *_):
         counts[id(optimizer)] += 1
         stepped(counts[id(optimizer)])
@@ -125,7 +131,8 @@ if "WEIGHTS" in os.environ and "resource_tracker" not in sys.orig_argv[-1]:
     made, torch.optim.Optimizer.__init__ = torch.optim.Optimizer.__init__, init
     plain_backward, torch.Tensor.backward = torch.Tensor.backward, backward
     from torch.nn.modules.module import register_module_parameter_registration_hook
-    from torch.optim.optimizer import register_optimizer_step_post_hook
+    from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+    register_optimizer_step_pre_hook(move)
     register_optimizer_step_post_hook(after)
     register_module_parameter_registration_hook(lambda _, __, p: parameters_made.update({id(p): p}))
 """
@@ -160,12 +167,14 @@ class Outcome:
     """What a script did on several processes."""
 
     word: str
-    """same, same in fp64, refused (before it trained), ended (later), different, or failed alone."""
+    """same, same in fp64, apart by rounding, refused (before it trained), ended (later), different, or failed alone."""
     why: str = ""
     apart: float | None = None
     """The most of |a - b| / |a| over the weight tensors; None: there are none."""
     in_fp64: float | None = None
     """The same where the script and torch compute in fp64; None: not tried, or not possible."""
+    moved: float | None = None
+    """The same between one process and one whose first weights are moved by 1e-15 of each; None: not needed."""
     lines: int = 0
     same_lines: int = 0
     first: tuple[float, float] | None = None
@@ -232,8 +241,15 @@ class Comparison:
         if wide.code:
             return dataclasses.replace(made, why=f"in fp64 {_last_line(wide.error)}; {made.why}")
         other = self._compared(wide, self.run(f"{processes}-64", processes, FP64="1"), EXACT)
-        word = {"same": "same in fp64"}.get(other.word, other.word)
-        return dataclasses.replace(other, word=word, apart=made.apart, in_fp64=other.apart, first=made.first)
+        word, moved = {"same": "same in fp64"}.get(other.word, other.word), None
+        if word == "different":
+            again = self._compared(wide, self.run("1-moved", FP64="1", MOVED="1"))
+            moved = again.apart or 0.0
+            is_rounding = (other.apart or 0.0) <= 3 * moved and other.same_lines >= again.same_lines
+            word = "apart by rounding" if is_rounding else word
+        return dataclasses.replace(
+            other, word=word, apart=made.apart, in_fp64=other.apart, moved=moved, first=made.first
+        )
 
     def _compared(self, one: Ran, other: Ran, tolerated: float = TOLERATED) -> Outcome:
         ratios = tuple(round(b / a, 2) for a, b in zip(one.first, other.first, strict=True) if a)
