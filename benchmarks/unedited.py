@@ -302,7 +302,7 @@ def main() -> None:
     parser.add_argument("folder", type=Path)
     parser.add_argument("names", nargs="*", help="parts of the names of scripts")
     parser.add_argument("--processes", type=int, nargs="+", default=[2, 3], help="2 3, as stands; 1 runs it alone")
-    parser.add_argument("--resume", action="store_true", help="stop each script, and start it again")
+    parser.add_argument("--resume", action="store_true", help="stop each script and start it again, instead")
     parser.add_argument("--site", type=Path, help="a folder of packages and data sets that the scripts import")
     parser.add_argument("--json", type=Path, required=True, help="add each outcome to this file")
     options = parser.parse_args()
@@ -316,9 +316,10 @@ def main() -> None:
             comparison = Comparison(script, file, options.site, Path(temporary))
             made: dict[str, Any] = {}
             for processes in options.processes:
-                made[f"on {processes}"] = dataclasses.asdict(comparison.outcome(processes))
-                if options.resume and processes == options.processes[0]:
+                if options.resume:
                     made[f"resumed on {processes}"] = comparison.resumed(processes)
+                else:
+                    made[f"on {processes}"] = dataclasses.asdict(comparison.outcome(processes))
             print(f"{script.name}: {made}", file=sys.stderr, flush=True)
             every = json.loads(options.json.read_text()) if options.json.exists() else {}
             made |= dataclasses.asdict(script) | {"commit": commit.stdout.strip()}
