@@ -37,6 +37,7 @@ GRAPPE = str(Path(sys.executable).with_name("grappe"))
 """The command as it is installed: `python -m grappe` finds modules in another order."""
 SETTINGS = {
     "PYTHONUNBUFFERED": "1",
+    "PYTHONHASHSEED": "0",
     "STEPS": str(STEPS),
     "MPLBACKEND": "Agg",
     "WANDB_MODE": "offline",
