@@ -51,11 +51,25 @@ EQUAL = {
     ("messages", "total.numel() and (operation != 'sum'", "the other of and, or"): "gathers the terms: slower",
     ("messages", "total.clone() if", "always the second"): "a sum replaces its term",
     ("rules", "if len(bias.shape) == 4 and bias.shape[0] != 1", "never"): "no mask that torch takes",
+    ("rules", "PARTIAL", "another name"): "terms are added up before: a message more",
+    ("draws", "if all((_is_drawn_singly", "never"): "draws all rows, and keeps its own: slower",
+    ("messages", "if total.numel() and NOW.context.size > 1:", "always"): "a message of no number, or to itself",
+    ("tensor", "len(types) > 1 and any", "the other of and, or"): "refuses other kinds of tensors: test_tensor.py",
+    ("tensor", "if len(types) > 1 and any", "never"): "refuses other kinds of tensors: test_tensor.py",
     ("norms", "5", "one more"): "the argument after the statistics is no tensor",
     ("tensor", "if not self.dim():", "never"): "another error for the same mistake",
 }
 """Alterations that change no number, with the reason; by the beginning of what is altered."""
-NO_RULES = ("_check", "_raise_astray", "_send", "_lines_of_all", "_refused", "refuse_kinds", "even", "_words_around")
+NO_RULES = (
+    "_check",
+    "_raise_astray",
+    "_send",
+    "_lines_of_all",
+    "_refused",
+    "refuse_kinds",
+    "even",
+    "_words_around",
+)
 """Functions whose change gives no wrong number: they name errors, or decide where rows are."""
 SWAPPED_NAMES = {"PARTIAL": "None", "amin": "amax", "amax": "amin", "AS_IS": "None", "first": "last", "rank": "size"}
 SWAPPED = {
@@ -330,7 +344,9 @@ def main() -> None:
     survived = []
     for number, alteration in enumerate(chosen):
         indices = [i for i in of_line[alteration.file, alteration.line] if first[i][0] != "wrong"]
-        indices = random.Random(1).sample(indices, min(MOST_TURNS, len(indices)))
+        scripts = [i for i in indices if todo[i].call.operator.startswith("script: ")]
+        others = sorted(set(indices) - set(scripts))
+        indices = scripts + random.Random(1).sample(others, min(MOST_TURNS, len(others)))
         began = time.time()
         why = in_a_fork(
             lambda a=alteration, tried=indices: caught(

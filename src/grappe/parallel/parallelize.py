@@ -20,7 +20,7 @@ from grappe.launch.world import World
 from grappe.parallel.activation_checkpointing import checkpoint_activations, switch_off_caches
 from grappe.parallel.batchnorm import synchronise_batchnorm
 from grappe.parallel.compile import compile_units
-from grappe.parallel.materialise import fill, on_meta
+from grappe.parallel.materialise import fill, marks_kept, on_meta, refuse_hooks
 from grappe.parallel.shard import shard, sum_scalars
 from grappe.parallel.tensor import split_tensors
 from grappe.parallel.units import units_of
@@ -55,14 +55,16 @@ def parallelize(
         The task's own modules and names, in training mode; parameters may be sharded.
     """
     model = on_meta(task, stored_in(plan))
+    refuse_hooks(model, plan)  # before shard makes other parameters
     units = units_of(task, model, blocks)
     if plan.recompute:
         switch_off_caches(model)
     if plan.tensor > 1:
         split_tensors(model, task, plan, world)
-    for part, inside in keep(model, units):
-        prepare_units(part, inside, plan, world)
-    fill(model, weights, world.device, offloaded=plan.offload == "cpu")
+    with marks_kept(model):
+        for part, inside in keep(model, units):
+            prepare_units(part, inside, plan, world)
+        fill(model, weights, world.device, offloaded=plan.offload == "cpu")
     prepare_filled(model, plan, world)
     return model.train()
 

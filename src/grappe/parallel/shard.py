@@ -29,9 +29,14 @@ def shard(model: nn.Module, units: Sequence[nn.Module], plan: Plan, world: World
     pin = world.device.type == "cuda"
     policy = CPUOffloadPolicy(pin_memory=pin) if plan.offload == "cpu" else OffloadPolicy()
     assert world.mesh is not None
+    _refuse(model)
     mesh = world.sharded or (world.mesh["replicate", "shard"] if plan.replicate > 1 else world.mesh["shard"])
     scalars = set(_scalars(model))
+    apart, several = set(scalars), list[nn.Module]()
     for module in [*untied(model, units), model]:
+        several += [*_of_other_types(module, apart), module]
+        apart.update(module.parameters())
+    for module in several:
         with contextlib.nullcontext() if world.domain is None else open_inside(module):
             fully_shard(
                 module, mesh=mesh, reshard_after_forward=plan.zero == 3, offload_policy=policy, ignored_params=scalars
@@ -43,6 +48,55 @@ def shard(model: nn.Module, units: Sequence[nn.Module], plan: Plan, world: World
             module.set_force_sum_reduction_for_comms(True)
         if isinstance(module, nn.RNNBase):
             module.flatten_parameters = _leave_apart  # type: ignore[method-assign]
+
+
+def _refuse(model: nn.Module) -> None:
+    """Raises TaskError for what FSDP2 cannot cut: scripted modules, and embeddings with sparse gradients."""
+    for name, module in model.named_modules():
+        if isinstance(module, torch.jit.ScriptModule):
+            raise TaskError(
+                f"{name} is made by torch.jit.script, which shard= cannot cut into pieces: give model() the module as "
+                "it is, or use replicate="
+            )
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:
+            raise TaskError(
+                f"{name} has sparse gradients, which shard= cannot cut into pieces: make it with sparse=False, or use "
+                "replicate="
+            )
+
+
+def _of_other_types(unit: nn.Module, apart: set[nn.Parameter]) -> list[nn.Module]:
+    """Lists a unit's modules whose parameters are of another type than most: FSDP2 reduces one type at once.
+
+    Args:
+        apart: parameters that others gather.
+
+    Raises:
+        TaskError: a module has parameters of two types.
+    """
+    own = {
+        name: [each for each in module.parameters(recurse=False) if each.requires_grad and each not in apart]
+        for name, module in unit.named_modules()
+    }
+    numbers = Counter[torch.dtype]()
+    for parameters in own.values():
+        for each in parameters:
+            numbers[each.dtype] += each.numel()
+    if len(numbers) < 2:
+        return []
+    usual = numbers.most_common(1)[0][0]
+    others = []
+    for name, parameters in own.items():
+        kinds = {each.dtype for each in parameters}
+        if kinds <= {usual}:
+            continue
+        if len(kinds) > 1 or not name:
+            raise TaskError(
+                f"{name or type(unit).__name__} has parameters of {' and '.join(sorted(map(str, kinds | {usual})))}, "
+                "which shard= cannot gather at once: put those of each type into a module of their own"
+            )
+        others.append(unit.get_submodule(name))
+    return others
 
 
 @contextlib.contextmanager

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import time
 import weakref
+import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -78,6 +79,8 @@ class SpreadSteps(StepHandler):
         self._parameters: list[Tensor] = []
         self._sizes: tuple[int, ...] = ()
         self._main = MainThread()
+        self._batches: list[tuple[str, int]] = []
+        """Lines at which the next step to be checked has split a tensor, and checksums."""
         self._depth = self._rows = 0
         self._is_compared = False
         self._began = time.perf_counter()
@@ -133,7 +136,14 @@ class SpreadSteps(StepHandler):
         if rows < self._world.data_size:
             return batch
         self._rows = rows
-        return tree_map(lambda each: split(each, shared=shared) if _has_rows(each, 0, rows) else each, batch)
+
+        def taken(each: Any) -> Any:
+            if not _has_rows(each, 0, rows):
+                return each
+            self._note(each)
+            return split(each, shared=shared)
+
+        return tree_map(taken, batch)
 
     def _calling(self, plain: Callable[..., Any]) -> Callable[..., Any]:
         """Splits what an outermost module gets where no argument is rows: noise, or a batch that no loader made."""
@@ -173,9 +183,20 @@ class SpreadSteps(StepHandler):
         def taken(each: Any) -> Any:
             if not _has_rows(each, dim, rows):
                 return each
+            self._note(each)
             return _Split.apply(each, dim) if each.requires_grad else split(each, dim, shared=True)
 
         return tree_map(taken, (arguments, options))
+
+    def _note(self, batch: Tensor) -> None:
+        """Notes the numbers of a tensor that is split, which must be the same on all processes."""
+        if self._is_due(self.steps + 1) and not self.replaying:
+            numbers = batch.detach().resolve_conj().resolve_neg().cpu().reshape(-1)
+            self._batches.append((self._context.line(), zlib.crc32(numbers.view(torch.uint8).numpy())))
+
+    @staticmethod
+    def _is_due(step: int) -> bool:
+        return step % CHECK_EVERY == 0 or step & (step - 1) == 0
 
     def _uncompiled(self, _: Callable[..., Any]) -> Callable[..., Any]:
         """Stands for torch.compile, which would trace the local part of an operator's rule."""
@@ -211,6 +232,7 @@ class SpreadSteps(StepHandler):
             self._is_compared = True
             self._check_weights()
             self._began = time.perf_counter()
+        self._check_batches()
         if self._several:
             plain = run
             run = lambda by: self._sums.backward(self._trained(), lambda: plain(by))  # noqa: E731
@@ -264,10 +286,28 @@ class SpreadSteps(StepHandler):
                 statistics, (flat / self._world.data_size).split([each.numel() for each in statistics]), strict=True
             ):
                 each.copy_(mean.view(each.shape))
-        if self.steps % CHECK_EVERY == 0 or self.steps & (self.steps - 1) == 0:
+        if self._is_due(self.steps):
             self._check_weights()
         if self.steps == REPORTED:
             self._report()
+
+    def _check_batches(self) -> None:
+        """Compares what the processes have split since the last backward. Collective.
+
+        Raises:
+            DivergedError: it differs: each would have learned from rows of another batch.
+        """
+        if not self._batches:
+            return
+        batches, self._batches = self._batches, []
+        for other in self._world.gather(batches):
+            for (line, own), (_, others) in zip(batches, other, strict=False):
+                if own != others:
+                    raise DivergedError(
+                        f"the processes have not the same batch ({line}): the script draws it from what is not the "
+                        "same in each, as a queue that several workers fill, or datetime.now(). Load it with a "
+                        "torch.utils.data.DataLoader, or draw it with torch, NumPy or random"
+                    )
 
     def _check_weights(self) -> None:
         """Compares the processes' weights. Collective.

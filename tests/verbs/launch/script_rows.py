@@ -387,6 +387,28 @@ for number, (images, labels) in enumerate(loader):
 print(images.shape, f"{model.mean.item():.6f}")
 weights = [*model.state_dict().values()]
 """,
+    "transforms that are modules, in workers and without": """
+class Images(torch.utils.data.Dataset):
+    def __init__(self):
+        self.transform = nn.Sequential(nn.InstanceNorm2d(3), nn.Flatten(0))
+
+    def __len__(self):
+        return 19
+
+    def __getitem__(self, number):
+        return self.transform(x[number, 0, :3, :3].expand(3, 3, 3) * torch.arange(1, 4)), y[number]
+
+model = nn.Linear(27, 3)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for workers in (1, 0):
+    for images, labels in DataLoader(Images(), 8, shuffle=True, num_workers=workers):
+        loss = F.cross_entropy(model(images), labels)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        print(f"{loss.item():.6f}")
+weights = [*model.parameters()]
+""",
     "loaders: names, streams, samplers, workers, two at once, rows too few": """
 from torch.utils.data import BatchSampler, Dataset, IterableDataset, WeightedRandomSampler, random_split
 

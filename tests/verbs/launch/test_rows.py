@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from grappe.errors import DivergedError
 from grappe.verbs.launch.launch import launch
 from tests.verbs.launch.script_rows import HEAD, SCRIPTS
 
@@ -77,7 +78,8 @@ from torch.utils.data import DataLoader, Dataset
 
 torch.manual_seed(time.time_ns() % 2**31)
 random.seed()
-generator = np.random.default_rng()
+generator = np.random.Generator(np.random.PCG64(np.random.SeedSequence()))  # as gymnasium has it
+own = np.random.RandomState()
 print(uuid.uuid4().hex, os.urandom(2).hex(), random.random(), generator.random())
 
 
@@ -110,6 +112,7 @@ for number, rows in enumerate(DataLoader(Noise(), 8, num_workers=1)):
     model.bias.data += torch.tensor(np.load("made/rows.npy").mean() + (time.time() - start))
     torch.save({"rows": rows, "model": model.state_dict()}, f"made/{number}.pt")
     model.load_state_dict(torch.load(f"made/{number}.pt")["model"])
+    model.weight.data += 0.1 * generator.normal() * own.rand()
     print(sorted(os.listdir("made")), Path("made/0.json").exists(), len(open("made/log").readlines()))
     if number:
         os.remove(f"made/{number - 1}.json")
@@ -178,3 +181,33 @@ def test_what_is_not_split_and_what_is_gathered_is_told(
     assert launch("slow.py", [], plan) == 0
     assert "of the time went to operators without a rule for rows" in (err := capfd.readouterr().err)
     assert "slow.py:" in err, "the line is named"
+
+
+APART = """
+import os
+import torch
+
+model = torch.nn.Linear(3, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for number in range(3):
+    if number >= {first}:
+        rows = torch.full((8, 3), float(os.getpid() % 97))  # as of a queue that each process fills in its own order
+    else:
+        rows = torch.ones(8, 3)
+    optimizer.zero_grad()
+    loss = model(rows).square().mean()
+    loss.backward()
+    optimizer.step()
+    print("step", number + 1, flush=True)
+"""
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_batches_that_differ_between_processes_are_refused_before_they_train(
+    first: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").write_text(APART.format(first=first))
+    with pytest.raises(DivergedError, match=r"not the same batch.*train.py:1[35]"):
+        launch("train.py", [], "replicate=2,device=cpu,threads=1")
+    assert capfd.readouterr().out.count("step") == first

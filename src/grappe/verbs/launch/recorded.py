@@ -212,7 +212,12 @@ class RecordedSteps(StepHandler):
     def backward(self, loss: Tensor, run: Callable[[float], None]) -> None:
         """Runs a backward, and notes its loss."""
         if self._unchanged is None:
-            self._unchanged = Unchanged([*variables_of(self._optimizers).tensors.values(), *_of_modules()])
+            tensors = _of_modules()
+            try:
+                tensors += variables_of(self._optimizers).tensors.values()
+            except (TaskError, UsageError) as error:
+                self._unsaved = str(error)
+            self._unchanged = Unchanged(tensors)
         if self._replay is not None and not self._replay.computes:
             self._replay.backward(self._optimizers)
             return
@@ -422,6 +427,7 @@ class RecordedSteps(StepHandler):
                     f"the script cannot resume at step {self.step}: {problem}. Begin another run, or resume by the "
                     "script's own checkpoints"
                 )
+            replay.compute()
             saved, rank = replay.values, self._world.rank
             with torch.no_grad():
                 for number, path in enumerate(saved["paths"]):

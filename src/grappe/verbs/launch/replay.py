@@ -103,7 +103,7 @@ class Replay:
         """The first iteration whose batches train."""
         self.reads = deque(from_tensor(self.tensors.read("local.0.reads").clone()))
         self.clocks = deque(from_tensor(self.tensors.read("local.0.clocks").clone()))
-        self._until = contextlib.ExitStack()
+        self._until, self._uncomputed = contextlib.ExitStack(), contextlib.ExitStack()
         self._outputs: dict[Any, Any] = {}
         self.computes = True
         """Whether it is still before the first batch that trained."""
@@ -117,6 +117,8 @@ class Replay:
         plain = nn.Module.__call__
 
         def called(module: nn.Module, *arguments: Any, **options: Any) -> Any:
+            if get_worker_info() is not None:  # a worker that was forked meanwhile, and stays
+                return plain(module, *arguments, **options)
             key = (id(module), module.training, _shape((arguments, options)))
             if key not in self._outputs:
                 nn.Module.__call__ = plain  # type: ignore[method-assign]
@@ -127,12 +129,12 @@ class Replay:
             return copied(self._outputs[key])
 
         nn.Module.__call__ = called  # type: ignore[method-assign]
-        self._until.callback(setattr, nn.Module, "__call__", plain)
+        self._uncomputed.callback(setattr, nn.Module, "__call__", plain)
         gradient = torch.autograd.grad
         torch.autograd.grad = lambda _, inputs, *__, **___: tuple(  # type: ignore[assignment]
             map(torch.zeros_like, [inputs] if isinstance(inputs, Tensor) else inputs)
         )
-        self._until.callback(setattr, torch.autograd, "grad", gradient)
+        self._uncomputed.callback(setattr, torch.autograd, "grad", gradient)
 
     def batches(self, iteration: Iteration) -> Iterator[Any]:
         """Yields batches of the shapes that a loader has, until the checkpoint is reached."""
@@ -174,8 +176,13 @@ class Replay:
         names = [name for name in self.tensors if name.startswith(prefix)]
         return {name.removeprefix(prefix): self.tensors.read(name).clone() for name in names}
 
+    def compute(self) -> None:
+        """Lets modules compute again: a dataset's are those that give a batch."""
+        self._uncomputed.close()
+
     def end(self) -> None:
         """Lets the script compute, print and write again."""
+        self.compute()
         self._until.close()
 
 

@@ -296,13 +296,14 @@ def _entropy_shared(seed: int) -> Iterator[None]:
     def urandom(plain: Callable[[int], bytes]) -> Callable[[int], bytes]:
         return lambda size: drawn(8 * size).to_bytes(size, "little") if by_script(sys._getframe(1)) else plain(size)
 
-    def seeding(plain: Callable[..., Any], at: int = 0) -> Callable[..., Any]:
-        def seeded(*arguments: Any, **options: Any) -> Any:
+    def seeding(plain: Callable[..., None]) -> Callable[..., None]:
+        def seeded(*arguments: Any, **options: Any) -> None:
             # tempfile's names differ between processes: each removes its own folder.
-            is_seed = len(arguments) > at and arguments[at] is not None
+            is_seed = arguments and arguments[0] is not None
             if is_seed or options or sys._getframe(1).f_globals.get("__name__") in ("tempfile", "random"):
-                return plain(*arguments, **options)
-            return plain(*arguments[:at], drawn(32))
+                plain(*arguments, **options)
+            else:
+                plain(drawn(32))
 
         return seeded
 
@@ -321,8 +322,7 @@ def _entropy_shared(seed: int) -> Iterator[None]:
         (uuid, "uuid4", uuid4),
         (uuid, "uuid1", uuid4),
         (random, "seed", seeding),
-        (np.random, "seed", seeding),
-        (np.random, "default_rng", seeding),
+        (np.random.bit_generator, "randbits", lambda _: drawn),  # seeds all of NumPy's generators
         (torch, "seed", torchs),
         (torch.random, "seed", torchs),
     ):

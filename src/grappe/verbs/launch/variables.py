@@ -110,8 +110,9 @@ def _parts(path: str, value: Any) -> Iterator[tuple[str, Any]]:
         yield from ((f"{path}[{number}]", each) for number, each in enumerate(value))
     elif isinstance(value, FUNCTIONS):
         function = getattr(value, "__func__", value)
-        cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=False)
-        yield from ((f"{path}<{name}>", cell.cell_contents) for name, cell in cells if cell != types.CellType())
+        if isinstance(function, types.FunctionType):  # and none of C
+            cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=False)
+            yield from ((f"{path}<{name}>", cell.cell_contents) for name, cell in cells if cell != types.CellType())
         yield f"{path}.__self__", getattr(value, "__self__", None)
     elif hasattr(value, "__dict__"):
         yield from ((f"{path}.{key}", each) for key, each in list(vars(value).items()))
