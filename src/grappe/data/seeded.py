@@ -56,11 +56,15 @@ class SeededDataset(Dataset[Any]):
 
         One by one, even if the dataset has its own `__getitems__`, in which single samples could not be seeded.
         """
+        requests = list(requests)
+        samples = KeyedSamples()
+        samples.key = mix(self.seed, *requests[0])
         if self._keyed is not None:
-            return [self._by_key(request) for request in requests]
+            samples += [self._by_key(request) for request in requests]
+            return samples
         if self._draws_nothing and not self._by_epoch:
-            return [self._sample(index) for _, index in requests]
-        samples = []
+            samples += [self._sample(index) for _, index in requests]
+            return samples
         with generators_kept():
             for epoch, index in requests:
                 for each in self._by_epoch:
@@ -84,6 +88,13 @@ class SeededDataset(Dataset[Any]):
         if sample is None:
             raise missing(self.dataset, int(index))
         return sample
+
+
+class KeyedSamples(list[Any]):
+    """The samples of a batch."""
+
+    key: int
+    """A number of 63 bits for what is drawn for the batch, which depends on the first request alone."""
 
 
 def missing(dataset: Any, index: int) -> TaskError:

@@ -121,16 +121,6 @@ def _leave_apart() -> None:
     """
 
 
-def divide_gradients(model: nn.Module, number: int) -> None:
-    """Has each reduction divide the sum of the gradients by `number`. Call it after `sum_scalars`."""
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.set_gradient_divide_factor(float(number))
-    for parameter in _scalars(model):
-        if parameter.requires_grad:
-            parameter.register_hook(lambda gradient: gradient / number)
-
-
 def sum_scalars(model: nn.Module, world: World) -> None:
     """Sums each scalar parameter's gradient over the processes in every backward: FSDP2 takes no scalars.
 

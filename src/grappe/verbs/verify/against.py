@@ -37,10 +37,10 @@ from grappe.step.loss import loss_of
 from grappe.step.precision import in_double
 from grappe.step.task_contract import model_of, optimizer_of, schedule_of
 from grappe.task import Task, overrides
+from grappe.training.interception import Begin, StepHandler, buffers_alive, copied, intercepted, rows_of
 from grappe.training.random_state import random_state, set_random_state
 from grappe.training.request import data_folder
 from grappe.training.task_reference import TaskReference
-from grappe.verbs.launch.interception import Begin, StepHandler, buffers_alive, copied, intercepted, rows_of
 from grappe.verbs.launch.launch import run_as_main
 from grappe.verbs.verify.ported import (
     dropout_rates,
