@@ -78,9 +78,9 @@ class SpreadSteps(StepHandler):
         self._sums = GradientSums()
         self._parameters: list[Tensor] = []
         self._sizes: tuple[int, ...] = ()
-        self._main = MainThread()
         self._batches: list[tuple[str, int]] = []
         """Lines at which the next step to be checked has split a tensor, and checksums."""
+        self._main = MainThread()
         self._depth = self._rows = 0
         self._is_compared = False
         self._began = time.perf_counter()
@@ -192,7 +192,7 @@ class SpreadSteps(StepHandler):
         """Notes the numbers of a tensor that is split, which must be the same on all processes."""
         if self._is_due(self.steps + 1) and not self.replaying:
             numbers = batch.detach().resolve_conj().resolve_neg().cpu().reshape(-1)
-            self._batches.append((self._context.line(), zlib.crc32(numbers.view(torch.uint8).numpy())))
+            self._batches.append((self._context.line(), zlib.crc32(numbers.view(torch.uint8).numpy().tobytes())))
 
     @staticmethod
     def _is_due(step: int) -> bool:
