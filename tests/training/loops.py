@@ -330,8 +330,11 @@ def refused(loop: grappe.Loop, case: str) -> str:
         for inputs, _ in loop.batches(data, 4, sampling=grappe.Sampling(shuffle=False)):
             if case == "zip":
                 next(loop.batches(DATA, 8))
-            net(inputs).square().mean().backward()
+            loss = net(inputs).square().mean()
+            loss.backward()
             optimizer.step()
+            if case == "alone" and not loop.world.rank:
+                loss.item()
             if case == "score":
                 loop.evaluate(DATA, lambda inputs, _: inputs.mean())
     except grappe.GrappeError as error:

@@ -71,6 +71,17 @@ def _exchange(own: Tensor, sizes: Sequence[int], purpose: str) -> list[Tensor]:
     return [part[_HEADER : _HEADER + size].to(own.device) for part, size in zip(parts, sizes, strict=True)]
 
 
+def check_in_step() -> None:
+    """Checks that all processes have computed the same so far. Collective.
+
+    Its message is as long as that of a number that is read: a process that reads one alone is named.
+
+    Raises:
+        ProcessAstray: they have not.
+    """
+    _exchange(torch.zeros(_HEADER, dtype=torch.uint8), [_HEADER] * NOW.context.size, "check")
+
+
 _REMEDY = (
     "All must take the same branches and make the same calls: take what differs (time, the process's number, the "
     "order of a set) from one process"

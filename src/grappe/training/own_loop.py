@@ -47,6 +47,7 @@ from grappe.parallel.shard import reshard
 from grappe.plan import AnyPlan, Plan, as_plan
 from grappe.profiling.chronometer import Chronometer
 from grappe.profiling.phases import CHECKPOINT, DATA, EVALUATION, FORWARD, UPDATE
+from grappe.rows.messages import check_in_step
 from grappe.rows.tensor import full
 from grappe.step.fast_paths import seed_dropout
 from grappe.step.precision import set_gpu_arithmetic
@@ -55,6 +56,7 @@ from grappe.training.own_loop_folder import LoopFolder
 from grappe.training.own_loop_objects import KeptObjects
 from grappe.training.own_loop_steps import LoopBatches, LoopSteps
 from grappe.training.own_loop_world import PLAN, Joined, join_world
+from grappe.training.rows_step import CHECK_EVERY
 from grappe.training.step_losses import StepLosses
 
 SUPPORTED_KEYS = frozenset({
@@ -387,6 +389,8 @@ class Loop:
     def _end_step(self, batch: Batch, *, last: bool) -> bool:
         """Ends a step: its record, its checkpoint; returns whether the processes agreed to stop. Collective."""
         seconds = self.chronometer.end_step()
+        if self.world.size > 1 and (not self.step & (self.step - 1) or self.step % CHECK_EVERY == 0):
+            check_in_step()
         self._stop_signal.check_time()
         stop = self._flush()
         self.losses.end_step([self._stop_signal.flag, self._steps.shapes, self._steps.shapes**2])
