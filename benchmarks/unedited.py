@@ -165,7 +165,7 @@ class Script:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """What a script did on several processes."""
+    """Outcome of a script on several processes."""
 
     word: str
     """same, same in fp64, apart by rounding, refused (before it trained), ended (later), different, or failed alone."""

@@ -111,7 +111,7 @@ class Branches(nn.ModuleDict):
 
 
 def branches_taken(place: ProcessRank, meet: Path, microbatches: str) -> list[str]:
-    """What is said after each step, of backwards through the layers that `microbatches` names: here/there of a step."""
+    """Refusals after each step of backwards through the layers that `microbatches` names: here/there of a step."""
     with joined(Plan.parse("shard=2,device=cpu,threads=1"), place, Path(meet)) as world:
         model = Branches({"a": nn.Linear(2, 2, bias=False), "b": nn.Linear(2, 2, bias=False)})
         shard(model, [], Plan.parse("shard=2"), world)
