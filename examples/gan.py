@@ -26,7 +26,7 @@ critic, critic_step = loop.parallelize(critic, critic_step)
 
 def loss(scores: torch.Tensor, other_scores: torch.Tensor | float = -1e9) -> torch.Tensor:
     """How far real ones are from a high score, and others from a low one."""
-    return loop.mean(softplus(-scores) + softplus(torch.as_tensor(other_scores)))
+    return torch.mean(softplus(-scores) + softplus(torch.as_tensor(other_scores)))
 
 
 for real, latent in loop.batches(ring, batch_size=64, epochs=10):

@@ -40,7 +40,7 @@ def main() -> None:
         for _ in loop.epochs(2):
             for images, labels in loop.batches(data, BATCH):
                 optimizer.zero_grad()
-                loop.mean(F.cross_entropy(model(images), labels, reduction="none")).backward()
+                F.cross_entropy(model(images), labels).backward()
                 torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
                 optimizer.step()
                 schedule.step()

@@ -56,7 +56,7 @@ class Plan:
     precision: Literal["fp32", "tf32", "bf16", "fp16", "fp64"] = "fp32"
     """Precision: fp32, tf32, or mixed: bf16, fp16 (with loss scaling); fp64: weights, data and sums in double."""
     batchnorm: Literal["auto", "local", "sync"] = "auto"
-    """Batch normalisation's statistics: a process's (local) or the batch's (sync); auto: sync in unedited scripts."""
+    """Batch normalisation's statistics: a process's (local) or the batch's (sync); auto: sync in scripts."""
     dropout: Literal["auto", "whole", "local"] = "auto"
     """Dropout and noise: one process's (whole), a process's own (local), or whole for up to 4 slices x microbatches."""
     channels_last: bool = False

@@ -186,6 +186,10 @@ class Task:
         """
         return model(**inputs) if isinstance(inputs, Mapping) else model(inputs)
 
+    def scored(self, output: Any) -> Any:
+        """Makes what `metrics` get of the model's output for a batch: its sigmoid, its argmax, or output["logits"]."""
+        return output
+
     def prediction(self, output: Any) -> Any:
         """Makes what `grappe predict` shows of the model's output for a batch: tensors with a row per sample.
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset, default_collate
+from torch.utils.data import ConcatDataset, DataLoader, Dataset, Subset, TensorDataset, default_collate
 
 from grappe.data.arrays import RepeatedDataset, one_by_one
 from grappe.data.sampling import SampleOrder, cut
@@ -168,3 +168,36 @@ def test_ids_may_come_from_numpy(alone: list[torch.Tensor]) -> None:
     kind, sample = SeededDataset(Asked(), seed=5)[1, np.int64(7)]
     assert kind is int  # what a file name or a JSON key is made from
     assert torch.equal(sample, alone[7])
+
+
+class Curriculum(Dataset[int]):
+    """Shows other samples in later epochs."""
+
+    def __init__(self) -> None:
+        self.epoch, self.calls = -1, 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch, self.calls = epoch, self.calls + 1
+
+    def __len__(self) -> int:
+        return LENGTH
+
+    def __getitem__(self, index: int) -> int:
+        return 100 * self.epoch + index
+
+
+def test_set_epoch_is_called_before_samples_of_another_epoch() -> None:
+    dataset = Curriculum()
+    train, validation = (SeededDataset(Subset(dataset, range(a, b)), seed=0) for a, b in ((0, 9), (9, 12)))
+    assert train.__getitems__([(0, 1), (0, 2)]) == [1, 2]
+    assert train.__getitems__([(2, 1), (3, 1)]) == [201, 301]
+    assert validation.__getitems__([(0, 0)]) == [9]  # of the same dataset, which a training has set to epoch 3
+    assert train.__getitems__([(3, 1), (3, 2)]) == [301, 302]
+    assert dataset.calls == 5
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_workers_set_the_epoch_too(workers: int) -> None:
+    seeded = SeededDataset(ConcatDataset([Curriculum(), TensorDataset(torch.arange(3))]), seed=0)
+    loader = DataLoader(seeded, sampler=[(0, 1), (1, 1), (1, 2), (2, 0)], batch_size=2, num_workers=workers)
+    assert [each.tolist() for each in loader] == [[1, 101], [102, 200]]

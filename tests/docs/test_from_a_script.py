@@ -1,4 +1,4 @@
-"""docs/from-a-script.md: its scripts with grappe print the same on two processes; its lines are counted; its tables."""
+"""docs/from-a-script.md: its scripts with grappe print the same on several processes; its lines; its tables."""
 
 import difflib
 import re
@@ -16,7 +16,7 @@ from tests.processes import Pool
 
 GUIDE = Path(__file__).parents[2] / "docs" / "from-a-script.md"
 BLOCKS = {first(text): text for language, text in map(opened, translations.blocks(GUIDE.read_text())) if language}
-PLANS = {"classifier": "replicate=2", "tokens": "replicate=2,microbatches=4,dropout=whole", "gan": "shard=2"}
+PLANS = {"classifier": "replicate=2", "tokens": "replicate=3", "gan": "shard=2"}
 CELL = re.compile(r"^\| (.+?) \| (.+) \|$", re.MULTILINE)
 
 
@@ -27,13 +27,12 @@ def test_a_plain_script_runs(name: str, capsys: pytest.CaptureFixture) -> None:
 
 
 @pytest.mark.parametrize("name", PLANS)
-def test_a_script_prints_the_same_on_two_processes(pool: Pool, name: str) -> None:
+def test_a_script_prints_the_same_on_several_processes(pool: Pool, name: str) -> None:
     text = BLOCKS[f"# {name}.py with grappe"]
-    (alone, one), (several, two) = (
+    alone, several = (
         pool.run("tests.training.loops:printed", Plan.parse(plan).processes, text, plan)[0]
-        for plan in ("", PLANS[name])
+        for plan in ("replicate=1", PLANS[name])
     )
-    assert (one, two) == (1, 2)
     assert len(alone) >= 3
     for line, other in zip(alone, several, strict=True):
         numbers, others = ([float(each) for each in re.findall(r"\d+\.\d+", text)] for text in (line, other))
@@ -49,18 +48,18 @@ def changed(name: str, library: str) -> int:
     return sum(line.startswith("+ ") and bool(line[2:]) for line in difflib.ndiff(plain, other))
 
 
-def test_the_lines_are_as_counted_and_at_most_six_more_than_accelerates() -> None:
+def test_the_lines_are_as_counted_and_no_more_than_accelerates() -> None:
     rows = re.findall(r"^\| \[.*\]\(#.*\) \| (\d+) \| (\d+) \|$", GUIDE.read_text(), re.MULTILINE)
     counted = [(changed(name, "Accelerate"), changed(name, "grappe")) for name in PLANS]
     assert [(int(theirs), int(ours)) for theirs, ours in rows] == counted
-    assert all(ours <= theirs + 6 for theirs, ours in counted)
+    assert all(ours <= theirs for theirs, ours in counted)
 
 
 def test_every_line_of_the_tables_is_of_a_script_a_command_or_a_plan() -> None:
     scripts = " ".join(text for name, text in BLOCKS.items() if name.endswith("with grappe"))
     _, *tables = GUIDE.read_text().split("## Line by line")
     cells = [code for _, here in CELL.findall(tables[0]) for code in re.findall("`([^`]+)`", here)]
-    assert len(cells) > 40
+    assert len(cells) > 30
     for code in cells:
         if code.startswith("grappe "):
             app.parse_args(shlex.split(code)[1:], print_error=False, exit_on_error=False)

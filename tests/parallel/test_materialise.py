@@ -10,9 +10,12 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+import grappe
+from grappe.checkpoint.weights import InMemory, named_tensors
+from grappe.errors import TaskError
 from grappe.launch.rank import ProcessRank
 from grappe.launch.world import join
-from grappe.parallel.materialise import give_memory, shared_parameters, untied
+from grappe.parallel.materialise import fill, give_memory, on_meta, shared_parameters, untied
 from grappe.parallel.shard import shard
 from grappe.plan import Plan
 from grappe.task import Task
@@ -97,3 +100,36 @@ def test_units_with_a_common_module_learn_as_one_process_does(task: type[Task], 
 def test_tied_units_learn_as_one_process_does(plan: str) -> None:
     [found] = verify(Tied(), [f"{plan},threads=1"], steps=3)
     assert found.verdict == "same"
+
+
+class Marked(unusual.Rows):
+    """A parameter with an attribute of the task's, and a gradient that a hook of model() stops."""
+
+    hooks: bool = False
+
+    def model(self) -> nn.Module:
+        model = super().model()
+        first = next(model.parameters())
+        first.no_decay = True  # type: ignore[attr-defined]
+        if self.hooks:
+            first.register_hook(lambda gradient: gradient * 0)
+        return model
+
+
+@pytest.mark.parametrize("hooks", [False, True])
+def test_attributes_and_hooks_of_parameters_stay(hooks: bool) -> None:
+    """Both were lost with the parameters of the meta device, without a word."""
+    task = Marked(hooks=hooks)
+    model, plain = on_meta(task), task.model()
+    fill(model, InMemory(named_tensors(plain)), torch.device("cpu"))
+    first = next(model.parameters())
+    assert first.no_decay  # type: ignore[attr-defined]
+    sum(each.sum() for each in model.parameters()).backward()
+    assert bool(first.grad.any()) is not hooks  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("plan", ["replicate=2", "shard=2", "microbatches=2", "engine=textbook,replicate=2"])
+def test_a_hook_that_would_see_a_part_of_the_gradient_is_refused(plan: str, tmp_path: Path) -> None:
+    with pytest.raises(TaskError, match=r"model\(\) has put a hook on the gradient of \S+, which would see a part"):
+        grappe.train(Marked(hooks=True), f"{plan},device=cpu,threads=1", tmp_path / "run")
+    grappe.train(Marked(epochs=1), f"{plan},device=cpu,threads=1", tmp_path / "other")

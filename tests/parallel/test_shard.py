@@ -6,11 +6,12 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from grappe.errors import TaskError
 from grappe.launch.rank import ProcessRank
-from grappe.launch.world import World, joined
+from grappe.launch.world import joined
 from grappe.parallel.parallelize import prepare_made
 from grappe.parallel.shard import SameParameters, reduction_switch, shard
 from grappe.plan import Plan
@@ -104,21 +105,33 @@ def test_deepspeed_names_them(pool: Pool) -> None:
         list(verify(Logits(), ["engine=deepspeed,shard=2,threads=1"], run=planted.runner(pool)))
 
 
-def test_a_branch_that_other_processes_do_not_take_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    """FSDP2 would add one layer's gradients to the other's of the same size; looked at in steps 1, 2, 4, 8, …."""
-    model = nn.ModuleDict({"a": nn.Linear(2, 2, bias=False), "b": nn.Linear(2, 2, bias=False)})
-    world = World(process=ProcessRank(rank=0, size=2, local_rank=0, local_size=2, job="x"), device=torch.device("cpu"))
-    others: list[str] = []
-    monkeypatch.setattr(World, "gather", lambda self, value: [value, others])
-    check = SameParameters(list(model.named_parameters()), world)
-    model["a"](torch.ones(1, 2)).sum().backward()
-    others[:] = ["b.weight"]
-    check()
-    check()
-    others[:] = ["a.weight"]
-    check()
-    with pytest.raises(TaskError, match=r"^a\.weight has a gradient on some processes, and not on others"):
-        check()
+class Branches(nn.ModuleDict):
+    def forward(self, name: str, value: torch.Tensor) -> torch.Tensor:
+        return self[name](value)
+
+
+def branches_taken(place: ProcessRank, meet: Path, microbatches: str) -> list[str]:
+    """What is said after each step, of backwards through the layers that `microbatches` names: here/there of a step."""
+    with joined(Plan.parse("shard=2,device=cpu,threads=1"), place, Path(meet)) as world:
+        model = Branches({"a": nn.Linear(2, 2, bias=False), "b": nn.Linear(2, 2, bias=False)})
+        shard(model, [], Plan.parse("shard=2"), world)
+        check, said = SameParameters(list(model.named_parameters()), world), list[str]()
+        for step in microbatches.split():
+            for name in step.split("/")[place.rank]:
+                model(name, torch.ones(1, 2)).sum().backward()
+            try:
+                check()
+                said.append("")
+            except TaskError as error:
+                said.append(str(error).partition(":")[0])
+        return said
+
+
+def test_a_branch_that_other_processes_do_not_take_is_named_in_its_step(pool: Pool) -> None:
+    """FSDP2 would add one layer's gradients to the other's of the same size; in turned microbatches as well."""
+    said = "a.weight has a gradient on some processes, and not on others"
+    found = pool.run("tests.parallel.test_shard:branches_taken", 2, "a/a ab/ab a/b a/a ab/ba")
+    assert found == [["", "", said, "", said]] * 2
 
 
 def gradients_by_microbatch(place: ProcessRank, meet: Path, plan: str) -> list[float | None]:
@@ -162,3 +175,52 @@ def gradients_of_a_loop(place: ProcessRank, meet: Path, plan: str) -> list[float
 def test_a_loops_gradients_are_means_of_scalars_too(pool: Pool) -> None:
     plan = "shard=2,device=cpu,threads=1"
     assert pool.run("tests.parallel.test_shard:gradients_of_a_loop", 2, plan) == [[9.0, 6.0]] * 2
+
+
+class Fourier(nn.Module):
+    """Complex weights, beside which a unit has those of other layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(4, 4, dtype=torch.cfloat))
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return torch.fft.irfft(torch.fft.rfft(inputs, n=6) @ self.weight, n=4)
+
+
+class Twice(nn.Linear):
+    """Parameters of two types."""
+
+    def __init__(self) -> None:
+        super().__init__(4, 4)
+        self.bias = nn.Parameter(torch.zeros(4, dtype=torch.float64))
+
+
+def sharded_as(place: ProcessRank, meet: Path, middle: str) -> list[str] | str:
+    """Names of the modules that FSDP2 gathers, after a step with a finite loss; or what is refused."""
+    parsed = Plan.parse("shard=2,device=cpu,threads=1")
+    with joined(parsed, place, Path(meet)) as world:
+        makes = {"complex": Fourier, "two": Twice, "sparse": lambda: nn.Embedding(3, 4, sparse=True)}
+        makes["scripted"] = lambda: torch.jit.script(nn.Linear(4, 4))  # type: ignore[assignment]
+        model = nn.Sequential(nn.Linear(4, 4), nn.Sequential(makes[middle]()), nn.Linear(4, 4))
+        try:
+            shard(model, [], parsed, world)
+        except TaskError as error:
+            return str(error)
+        model(torch.ones(2, 4)).sum().backward()
+        assert all(parameter.grad is not None for parameter in model.parameters())
+        return [name for name, module in model.named_modules() if isinstance(module, FSDPModule)]
+
+
+@pytest.mark.parametrize(
+    ("middle", "expected"),
+    [
+        ("complex", ["", "1.0"]),
+        ("two", "1.0 has parameters of torch.float32 and torch.float64, which shard= cannot gather at once"),
+        ("sparse", "1.0 has sparse gradients, which shard= cannot cut into pieces"),
+        ("scripted", "1.0 is made by torch.jit.script, which shard= cannot cut into pieces"),
+    ],
+)
+def test_what_is_of_another_kind_is_gathered_apart_or_refused(pool: Pool, middle: str, expected: Any) -> None:
+    for found in pool.run("tests.parallel.test_shard:sharded_as", 2, middle):
+        assert found == expected if isinstance(expected, list) else found.startswith(expected), found

@@ -45,6 +45,8 @@ def _indices() -> Iterator[Case]:
     yield "each row", lambda x: [row.sum() for row in x], (x,)
     yield "some of a row", lambda x: (x[0], x[-1], x[1:3], x[::2], x[:, 1], x[..., -1], x[None], x[2, 3]), (x,)
     yield "diagonal", lambda x: (x.diagonal(), x.triu(1), x.trace()), (_numbers(5, 5),)
+    yield "rows of a table, apart", lambda t, y: (t[y, :, y], t[:, y], t[:, y, y]), (_numbers(4, 4, 4), y)
+    yield "diagonal before rows", lambda x: x.diagonal(0, 0, 1) * 2, (_numbers(3, 3, 6),)
     image, i = _numbers(4, 6, 5), torch.tensor([2, 0, 1])
     yield "apart", lambda x, i: (x[i, :, i], x[:, :, i], x[i, i], x[:, i, i], x[i]), (image, i)
     yield "a matrix of indices", lambda x, y: (x[y.view(2, 3)], x[:, y.view(3, 2) % 4]), (x, y)
@@ -205,6 +207,16 @@ def _chains() -> Iterator[Case]:
     )
     yield chain("checkpoint", lambda x, w: checkpoint(lambda a: (a @ w).tanh(), x, use_reentrant=False), x, w)
     yield chain("inference", lambda x, w: _inference(lambda: (F.relu(x @ w) + 1).softmax(1).sum(0)), x, w)
+    yield chain("last of two", lambda x: torch.cat([x, 2 * x])[-len(x) :] + x, x)
+    yield chain("text of a result", lambda x: torch.tensor([*repr((x * 2).sum(1)).encode()]), x)
+    yield chain(
+        "strides of a convolution",
+        lambda x, w: torch.tensor(F.conv2d(x, w).stride()),
+        _numbers(6, 2, 4, 4, grad=False).to(memory_format=torch.channels_last),
+        _numbers(3, 2, 3, 3, grad=False),
+    )
+    yield chain("inference, written", lambda x: _inference(lambda: _written(x)), x)
+    yield chain("corrected by more than rows", lambda x: (x.var(0, correction=6), x.std(0, correction=9)), x)
     yield chain(
         "inference, pools",
         lambda x: _inference(lambda: (F.adaptive_avg_pool1d(x, 2), F.avg_pool1d(x, 2), x.argsort())),
@@ -246,6 +258,12 @@ def _chains() -> Iterator[Case]:
         lambda x: 1 - (2 * (x.sigmoid() * (x > 0)).sum((1, 2)) + 1) / (x.sigmoid().sum((1, 2)) + 1),
         _numbers(6, 3, 4),
     )
+
+
+def _written(value: Tensor) -> Tensor:
+    made = value.clone()
+    made.erfinv_().nan_to_num_(0.5).add_(1)
+    return made
 
 
 def _inference(function: Callable[[], Any]) -> Any:
@@ -293,8 +311,18 @@ def _layers() -> Iterator[Case]:
         lambda q, k, v, m: attention(q, k, v, attn_mask=m),
         (q, k, v, _numbers(4, 2, 5, 5, grad=False)),
     )
+    yield (
+        "attention, bias of heads",
+        lambda q, k, v, m: attention(q, k, v, attn_mask=m),
+        (q, k, v, _numbers(1, 2, 5, 5, grad=False)),
+    )
     yield "attention, dropout", lambda q, k, v: attention(q, k, v, dropout_p=0.5), (q, k, v)
     yield "LSTM", _made(lambda: nn.LSTM(3, 4, 2, dropout=0.3, batch_first=True)), (_numbers(6, 5, 3),)
+    yield (
+        "LSTM, both ways",
+        _made(lambda: nn.LSTM(3, 4, 2, bidirectional=True, batch_first=True)),
+        (_numbers(6, 5, 3),),
+    )
     yield "GRU", _made(lambda: nn.GRU(3, 4, bidirectional=True)), (_numbers(5, 6, 3), _numbers(2, 6, 4))
     yield "transformer", _made(lambda: nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)), (_numbers(4, 5, 8),)
 

@@ -200,6 +200,9 @@ def memory(process: ProcessRank, folder: Path) -> None:
         origin.t()[0] = 5
         assert torch.equal(full(rows * 1), origin)
         assert torch.equal(full(doubled_view * 1), origin.view(-1, 2))
+        gaps = plain.clone()[:, 1:]
+        for shared in (False, True):
+            assert torch.equal(full(split(gaps, shared=shared).flatten()), gaps.flatten())
         across = split(origin, 1, shared=True)
         origin.mul_(3)
         assert torch.equal(full(across + 0), origin)

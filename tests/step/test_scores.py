@@ -1,5 +1,6 @@
 """The scores of an evaluation: what each loss is divided by, and that numbers leave no holes in the heap."""
 
+import itertools
 import math
 import subprocess
 import sys
@@ -8,14 +9,17 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torchmetrics
 from torch import Tensor
 
 from grappe.data.batch import Batch, Microbatch
+from grappe.errors import TaskError
 from grappe.launch.rank import ProcessRank
 from grappe.launch.world import World
 from grappe.plan import Plan
-from grappe.step.scores import BLOCK, DeviceNumbers, Scorer, bytes_kept
+from grappe.step.scores import BLOCK, DeviceNumbers, Metrics, Scorer, bytes_kept
 from grappe.task import Task
+from grappe.tasks.digits import Digits
 
 HEAP = """
 import torch
@@ -82,3 +86,42 @@ def test_each_loss_is_divided_by_its_own_count() -> None:
     scores = scorer.scores(4)
     assert scores.metrics == {"loss_first": 2.5, "loss_second": 10.0}
     assert (scores.loss, scores.losses) == (12.5, {"loss_first": 4.0, "loss_second": 1.0})
+
+
+class Judged(Digits):
+    """Metrics that torchmetrics computes of logits, or of what `scored` makes of them."""
+
+    sigmoid: bool = False
+
+    def metrics(self) -> dict[str, Any]:
+        return {"f1": torchmetrics.classification.BinaryF1Score()}
+
+    def scored(self, output: Any) -> Any:
+        return output.sigmoid() if self.sigmoid else output
+
+
+def judged(task: Task, cuts: list[int]) -> Metrics:
+    """Metrics that were given logits, of which some are alone between 0 and 1, in batches that end at `cuts`."""
+    logits = torch.tensor([0.2, -3.0, 0.6, 4.0, 0.3, -1.0])
+    targets = torch.tensor([1, 0, 1, 1, 1, 0])
+    metrics = Metrics(task, World(process=ProcessRank(launcher="test"), device=torch.device("cpu")))
+    for first, end in itertools.pairwise((0, *cuts, 6)):
+        micro = Microbatch(None, targets[first:end], end - first, None)
+        metrics.keep_first(logits[first:end], micro)
+        metrics.update(logits[first:end], micro)
+    return metrics
+
+
+@pytest.mark.parametrize("cuts", [[], [3], [1, 2]])
+def test_a_metric_that_depends_on_how_batches_are_cut_is_refused(cuts: list[int]) -> None:
+    with pytest.raises(TaskError, match=r"the metric 'f1' is 1 of 6 samples at once, and .*def scored\(self, output\)"):
+        judged(Judged(), cuts).check_cut()
+    metrics = judged(Judged(sigmoid=True), cuts)
+    metrics.check_cut()
+    assert metrics.computed([metrics.states()]) == {"f1": 1.0}
+
+
+def test_metrics_of_what_has_no_row_for_each_sample_are_not_compared() -> None:
+    metrics = judged(Judged(), [])
+    metrics.keep_first([torch.zeros(3)], Microbatch(None, torch.zeros(2), 2, None))
+    metrics.check_cut()

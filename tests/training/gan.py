@@ -33,14 +33,13 @@ seen = []
 for real, latent in loop.batches(TensorDataset(points, noise), batch_size=27, epochs=3):  # a last batch of 19
     fake = generators(latent)
     critic_step.zero_grad()
-    losses = softplus(-critics(real)) + softplus(critics(fake.detach()) * torch.rand((), generator=own))
-    part = loop.mean(losses)
-    part.backward()
+    loss = (softplus(-critics(real)) + softplus(critics(fake.detach()) * torch.rand((), generator=own))).mean()
+    loss.backward()
     critic_step.step()
     generator_step.zero_grad()
-    loop.mean(softplus(-critics(fake))).backward()
+    softplus(-critics(fake)).mean().backward()
     generator_step.step()
-    seen.append(loop.total(part))
+    seen.append(loss.item())
     if loop.step == stop_at:
         loop._folder.wait()  # for a checkpoint, where a process is killed at once
         os.kill(os.getpid(), signal.Signals[more[2]] if more[2:] else signal.SIGTERM)

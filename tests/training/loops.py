@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import io
-import itertools
 import os
 import random
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
-from torch.utils.data import TensorDataset
+from torch.nn.utils import clip_grad_norm_
+from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 import grappe
 from grappe.launch.rank import ProcessRank
@@ -23,14 +24,14 @@ from grappe.training import own_loop_world
 
 ROWS = 22
 DATA = TensorDataset(
-    torch.randn(ROWS, 6, generator=torch.Generator().manual_seed(1)),
+    torch.randn(ROWS, 6, generator=torch.Generator().manual_seed(1), dtype=torch.float64),
     torch.arange(ROWS) % 3,
 )
 
 
-def model() -> nn.Module:
+def model(make: Callable[[], nn.Module] = lambda: nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))) -> Any:
     torch.manual_seed(3)
-    return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))
+    return make().double()
 
 
 def weights(trained: nn.Module) -> list[Tensor]:
@@ -50,7 +51,23 @@ def in_process(place: ProcessRank, meet: Path, name: str, plan: str, *arguments:
         own_loop_world.Joined.process = None
 
 
-# ---- What a body may do ------------------------------------------------------------------------------------
+def printed(place: ProcessRank, meet: Path, text: str, plan: str) -> list[str]:
+    """Runs a script as one of a launch's processes; returns what it prints."""
+    own_loop_world.become(place, Path(meet))
+    os.environ[own_loop_world.PLAN] = f"{plan},device=cpu,threads=1,workers=0"
+    names: dict[str, Any] = {"__name__": "script"}
+    try:
+        with contextlib.redirect_stdout(io.StringIO()) as out:
+            exec(compile(text, "script", "exec"), names)
+        names["loop"]._close_at_exit()
+    finally:
+        own_loop_world.leave()
+        own_loop_world.Joined.process = None
+        del os.environ[own_loop_world.PLAN]
+    return out.getvalue().splitlines()
+
+
+# ---- What a body may do: the weights and the numbers that it has read are one process's ------------------------
 
 
 def branches(loop: grappe.Loop) -> list[Tensor]:
@@ -61,96 +78,119 @@ def branches(loop: grappe.Loop) -> list[Tensor]:
         for inputs, targets in loop.batches(DATA, 5):
             head = heads["one" if loop.step % 2 else "other"]
             optimizer.zero_grad()
-            loop.mean(F.cross_entropy(head(inputs), targets, reduction="none")).backward()
+            F.cross_entropy(head(inputs), targets).backward()
             if epoch:
-                loop.mean(head(inputs).square()).backward()
-            nn.utils.clip_grad_norm_(heads.parameters(), 0.5)
+                head(inputs).square().mean().backward()
+            clip_grad_norm_(heads.parameters(), 0.5)
             optimizer.step()
     return weights(heads)
 
 
-def padded(loop: grappe.Loop) -> list[Tensor]:
-    """A mean over tokens, of which samples have different numbers; and a sum."""
-    net = model()
+def padded(loop: grappe.Loop) -> list[Any]:
+    """Tokens padded to the longest of a batch by a collate that draws, attention, and a loss that ignores padding."""
+    texts = [torch.arange(length) % 7 + 1 for length in range(2, 2 + ROWS)]
+
+    def collate(samples: list[Tensor]) -> Any:
+        tokens = nn.utils.rnn.pad_sequence(samples, batch_first=True)
+        tokens = torch.where((torch.rand(tokens.shape) < 0.2) & (tokens > 0), 7, tokens)
+        return tokens[:, :-1], tokens[:, 1:]
+
+    net = model(
+        lambda: nn.Sequential(
+            nn.Embedding(8, 8), nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), nn.Linear(8, 8)
+        )
+    )
     net, optimizer = loop.parallelize(net, torch.optim.SGD(net.parameters(), lr=0.05))
+    read = []
+    for tokens, following in loop.batches(texts, 8, epochs=2, collate=collate):
+        optimizer.zero_grad()
+        loss = F.cross_entropy(net(tokens).flatten(0, 1), following.flatten(), ignore_index=0)
+        loss.backward()
+        optimizer.step()
+        read.append([loss.item(), *tokens.shape, (following > 0).sum().item()])
+    return [*weights(net), torch.tensor(read)]
+
+
+def contrastive(loop: grappe.Loop) -> list[Any]:
+    """A loss of every row with every other, noise of the body's own, dropout and batch normalisation."""
+    net = model(lambda: nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Dropout(0.3), nn.Linear(8, 3)))
+    net, optimizer = loop.parallelize(net, torch.optim.SGD(net.parameters(), lr=0.05))
+    for inputs, _ in loop.batches(DATA, 8, epochs=2):
+        optimizer.zero_grad()
+        factor = torch.from_numpy(np.random.rand(len(inputs), 1)) + random.random()
+        other = inputs + 0.1 * torch.randn(inputs.shape, dtype=inputs.dtype) * factor
+        z = F.normalize(net(torch.cat([inputs, other])), dim=1)
+        F.cross_entropy(z @ z.T / 0.5, torch.arange(len(z)).roll(len(inputs))).backward()
+        optimizer.step()
+    return [*weights(net), *net.buffers()]
+
+
+def recurrent(loop: grappe.Loop) -> list[Any]:
+    """An LSTM with a GradScaler, gradients accumulated over batches, clipped, and an average of the weights."""
+    net = model(lambda: nn.LSTM(2, 5, 2, batch_first=True, dropout=0.2))
+    head = model(lambda: nn.Linear(5, 3))
+    both = nn.ModuleList([net, head])
+    both, optimizer = loop.parallelize(both, torch.optim.SGD(both.parameters(), lr=0.5))
+    scaler, read = torch.amp.GradScaler("cpu", init_scale=1024.0), []
     for inputs, targets in loop.batches(DATA, 5, epochs=2):
-        optimizer.zero_grad()
-        losses = net(inputs).square()
-        counts = (torch.arange(3) <= targets[:, None]).float()
-        loop.mean(losses, counts).backward(retain_graph=True)
-        loop.sum(0.01 * losses.sum(1)).backward()
-        optimizer.step()
-    return weights(net)
+        output = head(net(inputs.unflatten(1, (3, 2)))[0][:, -1])
+        loss = F.cross_entropy(output, targets) / 2
+        scaler.scale(loss).backward()
+        if loop.step % 2:
+            scaler.unscale_(optimizer)
+            read.append(float(clip_grad_norm_(both.parameters(), 0.5)))
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+    return [*weights(both), torch.tensor(read)]
 
 
-def noisy(loop: grappe.Loop) -> list[Tensor]:
-    """Dropout, noise of the body's own, and batch normalisation."""
-    torch.manual_seed(3)
-    net = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Dropout(0.3), nn.Linear(8, 3))
-    net, optimizer = loop.parallelize(net, torch.optim.SGD(net.parameters(), lr=0.05))
-    for inputs, targets in loop.batches(DATA, 8, epochs=2):
-        optimizer.zero_grad()
-        noise = 0.1 * torch.randn_like(inputs)
-        loop.mean(F.cross_entropy(net(inputs + noise), targets, reduction="none")).backward()
-        optimizer.step()
-    return weights(net)
-
-
-class Branches(nn.Module):
-    """A model with dropout and two heads, which are called in turn."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(3)
-        self.body = nn.Sequential(nn.Linear(6, 8), nn.Dropout(0.3))
-        self.heads = nn.ModuleList([nn.Linear(8, 3), nn.Linear(8, 3)])
-
-    def forward(self, inputs: Tensor, head: int) -> Tensor:
-        return self.heads[head](self.body(inputs))
-
-
-def accumulated(loop: grappe.Loop) -> list[Tensor]:
-    """Microbatches: two losses of a model, dropout, noise, token counts, clipping; an uneven last batch."""
-    net = Branches()
-    net, optimizer = loop.parallelize(net, torch.optim.SGD(net.parameters(), lr=0.2, momentum=0.5))
-    for batch in loop.batches(DATA, 5, epochs=2):
-        optimizer.zero_grad()
-        scale = torch.rand(())
-        for inputs, targets in loop.microbatches(batch, counts=lambda part: _counts(part[1])):
-            output = net(inputs + 0.1 * torch.randn_like(inputs), loop.step % 2)
-            loop.backward(loop.mean(F.cross_entropy(output, targets, reduction="none")) * scale)
-            loop.backward(loop.mean(net(inputs, 0).square(), _counts(targets)))
-        loop.clip_grad_norm_(net.parameters(), 0.5)
-        optimizer.step()
-    return weights(net)
-
-
-def _counts(targets: Tensor) -> Tensor:
-    return (torch.arange(3) <= targets[:, None]).float()
-
-
-def overflowing(loop: grappe.Loop) -> list[Tensor]:
-    """A step whose gradient has an infinity, of a model with a schedule; an auxiliary loss that is no mean of rows."""
-    net = Penalised()
-    net, optimizer = loop.parallelize(net, torch.optim.SGD(net.parameters(), lr=0.1))
-    schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
-    loop.keep(schedule=schedule)
-    before = []
+def closure(loop: grappe.Loop) -> list[Any]:
+    """L-BFGS, of few steps, as it is chaotic, and a hook that clips a gradient."""
+    net = model()
+    next(net.parameters()).register_hook(lambda gradient: gradient.clamp(-0.1, 0.1))
+    net, optimizer = loop.parallelize(net, torch.optim.LBFGS(net.parameters(), max_iter=4))
     for inputs, targets in loop.batches(DATA, 8):
-        optimizer.zero_grad()
-        output, penalty = net(inputs)
-        losses = F.cross_entropy(output, targets, reduction="none")
-        if loop.step == 1:
-            before, losses = weights(net), losses * (3e38 if loop.plan.precision == "fp16" else 1)
-        loop.backward(loop.mean(losses) + 0.1 * penalty)
-        optimizer.step()
-        schedule.step()
-        if loop.step == 1 and loop.plan.precision == "fp16":
-            assert all(map(torch.equal, before, weights(net)))
-            assert schedule.last_epoch == 1
-    if loop.plan.precision == "fp16":
-        assert loop._running.scale.value == 2.0**15
+
+        def loss(inputs: Tensor = inputs, targets: Tensor = targets) -> Tensor:
+            optimizer.zero_grad()
+            value = F.cross_entropy(net(inputs), targets)
+            value.backward()
+            return value
+
+        optimizer.step(loss)
     return weights(net)
+
+
+class Pictures(Dataset):
+    """Samples that a module transforms, with their names."""
+
+    def __init__(self, *, named: bool) -> None:
+        self.named, self.transform = named, nn.Sequential(nn.Unflatten(0, (3, 2)), nn.LayerNorm(2, bias=False)).double()
+
+    def __len__(self) -> int:
+        return ROWS
+
+    def __getitem__(self, number: int) -> dict[str, Any]:
+        with torch.no_grad():
+            image = self.transform(DATA[number][0]) + 0.1 * torch.rand(2)
+        return {"image": image, "target": number % 3, **({"name": f"{number}"} if self.named else {})}
+
+
+def loaded(loop: grappe.Loop) -> list[Any]:
+    """Batches of dictionaries, with names and without, in an order with repeats; a loader of the script's own."""
+    net = model(lambda: nn.Sequential(nn.Flatten(), nn.Linear(6, 3)))
+    net, optimizer = loop.parallelize(net, torch.optim.SGD(net.parameters(), lr=0.5))
+    drawn, read = grappe.Sampling(weights=torch.arange(1.0, ROWS + 1)), []
+    for named in (False, True):
+        for batch in loop.batches(Pictures(named=named), 8, sampling=drawn):
+            optimizer.zero_grad()
+            F.cross_entropy(net(batch["image"]), batch["target"]).backward()
+            optimizer.step()
+            read.append(sum(map(int, batch["name"])) if named else batch["target"].sum().item())
+        with torch.no_grad():
+            read += [net(batch["image"]).sum().item() for batch in DataLoader(Pictures(named=named), 6, shuffle=True)]
+    return [*weights(net), torch.tensor(read)]
 
 
 class Penalised(nn.Module):
@@ -158,16 +198,43 @@ class Penalised(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.net, self.factor = model(), nn.Parameter(torch.tensor(1.5))
+        self.net, self.factor = model(), nn.Parameter(torch.tensor(1.5, dtype=torch.float64))
 
     def forward(self, inputs: Tensor) -> tuple[Tensor, Tensor]:
         return self.factor * self.net(inputs), self.factor.square()
 
 
+def overflowing(loop: grappe.Loop) -> list[Tensor]:
+    """A step whose gradient has an infinity under fp16, of a model with a schedule."""
+    net, is_half = Penalised(), loop.plan.precision == "fp16"
+    net, optimizer = loop.parallelize(net.float() if is_half else net, torch.optim.SGD(net.parameters(), lr=0.1))
+    schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+    loop.keep(schedule=schedule)
+    before = []
+    for inputs, targets in loop.batches(DATA, 8):
+        optimizer.zero_grad()
+        output, penalty = net(inputs.float() if is_half else inputs)
+        loss = F.cross_entropy(output, targets) + 0.1 * penalty
+        if loop.step == 1:
+            before, loss = weights(net), loss * (3e38 if is_half else 1)
+        loss.backward()
+        optimizer.step()
+        schedule.step()
+        if loop.step == 1 and is_half:
+            assert all(map(torch.equal, before, weights(net)))
+            assert schedule.last_epoch == 1
+    if is_half:
+        assert loop._steps.keys.scale.value == 2.0**15
+    return weights(net)
+
+
 def blocks(loop: grappe.Loop) -> list[Tensor]:
     """A model of repeated blocks, which nobody names as units."""
-    torch.manual_seed(3)
-    net = nn.Sequential(nn.Linear(6, 8), nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(3))))
+    net = model(
+        lambda: nn.Sequential(
+            nn.Linear(6, 8), nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(3)))
+        )
+    )
     net, optimizer = loop.parallelize(net, torch.optim.AdamW(net.parameters(), lr=0.05))
     if loop.plan.uses_fsdp:
         from torch.distributed.fsdp import FSDPModule
@@ -175,26 +242,73 @@ def blocks(loop: grappe.Loop) -> list[Tensor]:
         assert sum(isinstance(module, FSDPModule) for module in net.modules()) == 4, "three blocks and the root"
     for inputs, _ in loop.batches(DATA, 8, epochs=2):
         optimizer.zero_grad()
-        loop.mean(net(inputs).square()).backward()
+        net(inputs).square().mean().backward()
+        net(torch.ones(1, 6, dtype=torch.float64)).mean().backward()  # which is not split
+        clip_grad_norm_(net.parameters(), 0.5)
         optimizer.step()
     return weights(net)
 
 
+def thawed(loop: grappe.Loop) -> list[Tensor]:
+    """A model of two optimizers whose first layer is frozen in the first and in the last of three epochs."""
+    net = model()
+    net[0].requires_grad_(False)
+    first, then = (torch.optim.SGD(net[place].parameters(), lr=0.2) for place in (0, 2))
+    for optimizer in (first, then):
+        net, _ = loop.parallelize(net, optimizer)
+    trained = []
+    for epoch in range(3):
+        net[0].requires_grad_(epoch == 1)
+        for inputs, targets in loop.batches(DATA, 8):
+            first.zero_grad()
+            then.zero_grad()
+            F.cross_entropy(net(inputs), targets).backward()
+            first.step()
+            then.step()
+        trained += weights(net)
+    return trained
+
+
+def second(loop: grappe.Loop) -> list[Tensor]:
+    """Two loops that are open at once, and one after them; nothing that they replace is left."""
+    other = grappe.Loop(loop.plan)
+    loops = [(each, *each.parallelize(net := model(), torch.optim.SGD(net.parameters(), lr=0.1)))
+             for each in (loop, other)]  # fmt: skip
+    learned = [_trained(*each) for each in loops]
+    loop._close_at_exit()
+    other._close_at_exit()
+    for owner, name in ((torch.autograd, "backward"), (nn.Module, "__call__"), (torch.optim.Optimizer, "__init__")):
+        assert "grappe" not in getattr(owner, name).__module__
+    with grappe.Loop(loop.plan) as last:
+        learned.append(_trained(last, *last.parallelize(net := model(), torch.optim.SGD(net.parameters(), lr=0.1))))
+    return [each for every in learned for each in every]
+
+
+def _trained(loop: grappe.Loop, net: nn.Module, optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    loss = torch.zeros(())
+    for inputs, _ in loop.batches(DATA, 8):
+        optimizer.zero_grad()
+        loss = net(inputs).square().mean()
+        loss.backward()
+        optimizer.step()
+    return [*weights(net), torch.tensor(loss.item())]
+
+
 def evaluated(loop: grappe.Loop) -> dict[str, float]:
     """Scores of all samples, with fewer than a slice at the end, in the middle of a training."""
-    torch.manual_seed(3)
-    net = nn.Sequential(nn.Linear(6, 3), nn.BatchNorm1d(3, momentum=None), nn.Dropout(0.5))
+    net = model(lambda: nn.Sequential(nn.Linear(6, 3), nn.BatchNorm1d(3, momentum=None), nn.Dropout(0.5)))
     net, optimizer = loop.parallelize(net, torch.optim.SGD(net.parameters(), lr=0.1))
     scores = {}
     for inputs, targets in loop.batches(DATA, 8):
         optimizer.zero_grad()
-        loop.mean(F.cross_entropy(net(inputs), targets, reduction="none")).backward()
+        F.cross_entropy(net(inputs), targets).backward()
         optimizer.step()
 
         def score(inputs: Tensor, targets: Tensor) -> dict[str, Tensor]:
             return {
                 "first": inputs[:, 0],
                 "small": targets.lt(2).float(),
+                "loss": F.cross_entropy(net(inputs), targets, reduction="none"),
                 "eval": torch.full((len(inputs),), 1.0 * net.training),
             }
 
@@ -203,124 +317,23 @@ def evaluated(loop: grappe.Loop) -> dict[str, float]:
     return scores
 
 
-def second(loop: grappe.Loop) -> list[Tensor]:
-    """Two loops of a script, which take turns."""
-    other = grappe.Loop(loop.plan)
-    first, then = (
-        each.parallelize(net := model(), torch.optim.SGD(net.parameters(), lr=0.1)) for each in (loop, other)
-    )
-    for each, (net, optimizer) in ((loop, first), (other, then)):
-        for inputs, _ in each.batches(DATA, 8):
-            optimizer.zero_grad()
-            each.mean(net(inputs).square()).backward()
-            optimizer.step()
-    return [*weights(first[0]), *weights(then[0])]
-
-
-def closure(loop: grappe.Loop) -> str:
-    net = model()
-    try:
-        loop.parallelize(net, torch.optim.LBFGS(net.parameters()))
-    except grappe.GrappeError as error:
-        return str(error)
-    return ""
-
-
-def thawed(loop: grappe.Loop) -> list[Tensor]:
-    """A model of two optimizers whose first layer is frozen in the first and in the last of three epochs."""
-    net = model()
-    net[0].requires_grad_(False)
-    first, then = (torch.optim.SGD(net[place].parameters(), lr=0.2) for place in (0, 2))
-    net, first = loop.parallelize(net, first)
-    net, then = loop.parallelize(net, then)
-    trained = []
-    for epoch in range(3):
-        net[0].requires_grad_(epoch == 1)
-        for batch in loop.batches(DATA, 8):
-            first.zero_grad()
-            then.zero_grad()
-            for inputs, targets in loop.microbatches(batch):
-                loop.backward(loop.mean(F.cross_entropy(net(inputs), targets, reduction="none")))
-            first.step()
-            then.step()
-        trained += weights(net)
-    return trained
-
-
 def refused(loop: grappe.Loop, case: str) -> str:
-    """Returns the message with which a body is refused that would not learn what it learns on one process."""
+    """Returns the message with which a body is refused."""
     net = model()
-    first, hooks = next(net.parameters()), {"clamp": lambda gradient: gradient.clamp(-0.1, 0.1), "mask": torch.triu}
     try:
-        if case in hooks:
-            first.register_hook(hooks[case])
-        if case == "after":
-            first.register_post_accumulate_grad_hook(lambda each: each.grad.clamp_(-0.1, 0.1))
+        if case == "hook":
+            next(net.parameters()).register_hook(torch.triu)
+        if case == "closure":
+            loop.parallelize(net, torch.optim.LBFGS(net.parameters()))
         net, optimizer = loop.parallelize(net, torch.optim.SGD(net.parameters(), lr=0.1))
-        if case == "late":
-            next(net.parameters()).register_hook(hooks["clamp"])
-        for batch in loop.batches(DATA, 8):
+        data: Any = [(DATA[row][0], torch.zeros(1 + row // 2)) for row in range(ROWS)] if case == "shapes" else DATA
+        for inputs, _ in loop.batches(data, 4, sampling=grappe.Sampling(shuffle=False)):
             if case == "zip":
                 next(loop.batches(DATA, 8))
-            if case == "whole":
-                inputs, _ = batch
-            for inputs, _ in loop.microbatches(batch):
-                losses = net(inputs).square()
-                if case == "widths":  # as a collate pads each slice to its own longest sample
-                    losses = losses[:, : 1 + loop.world.rank]
-                loss = losses.mean() if case == "its own mean" else loop.mean(losses)
-                if case == "plain backward":
-                    loss.backward()
-                loop.backward(loss)
-                if case in ("early step", "its own mean"):
-                    optimizer.step()
-                if case == "left":
-                    break
-            if case in (*hooks, "after", "late"):
-                optimizer.step()
+            net(inputs).square().mean().backward()
+            optimizer.step()
+            if case == "score":
+                loop.evaluate(DATA, lambda inputs, _: inputs.mean())
     except grappe.GrappeError as error:
         return str(error)
     return ""
-
-
-def drawn_otherwise(loop: grappe.Loop) -> tuple[list[list[float]], str]:
-    """Returns NumPy's and Python's draws of each step, and what is said of them and of a generator of the body's."""
-    own, drawn = torch.Generator(), []
-    with contextlib.redirect_stderr(io.StringIO()) as said:
-        for inputs, _ in loop.batches(DATA, 8):
-            drawn.append([np.random.rand(), random.random()])
-            torch.rand(len(inputs), generator=own)
-        for _ in loop.batches(DATA, 8):
-            torch.empty(5).cauchy_()
-            break
-    return drawn, said.getvalue()
-
-
-def gathered(loop: grappe.Loop) -> list[Any]:
-    """Batches of dictionaries and of a collate of one's own, in an order with repeats."""
-    samples = [{"x": DATA[row][0], "y": row} for row in range(ROWS)]
-    drawn = grappe.Sampling(weights=torch.arange(1.0, ROWS + 1))
-    seen = [loop.world.gather_data(part["y"].tolist()) for part in loop.batches(samples, 8, sampling=drawn)]
-    joined = [len(loop.world.gather_data(part)[0]) for part in loop.batches(samples, 8, collate=len_of)]
-    mean = loop.evaluate(samples, lambda part: {"x": part["x"][:, 0]}, batch_size=7)
-    return [[[*itertools.chain(*rows)] for rows in seen], joined, mean["x"]]
-
-
-def len_of(samples: list[Any]) -> str:
-    return "x" * len(samples)
-
-
-def printed(place: ProcessRank, meet: Path, text: str, plan: str) -> tuple[list[str], Any]:
-    """Runs a script as one of a launch's processes; returns what it prints, on process 0 of several."""
-    own_loop_world.become(place, Path(meet))
-    os.environ[own_loop_world.PLAN] = f"{plan},device=cpu,threads=1,workers=0".lstrip(",")
-    names: dict[str, Any] = {"__name__": "script"}
-    try:
-        with contextlib.redirect_stdout(io.StringIO()) as out:
-            exec(compile(text, "script", "exec"), names)
-        names["loop"]._close_at_exit()
-    finally:
-        own_loop_world.leave()
-        own_loop_world.Joined.process = None
-        del os.environ[own_loop_world.PLAN]
-    return out.getvalue().splitlines(), names["loop"].world.size

@@ -31,7 +31,6 @@ class Form:
     script: str
     accelerate: tuple[Edit, ...]
     grappe: tuple[Edit, ...]
-    plan: str = "replicate=2"
 
     def text(self, library: str = "") -> str:
         """Returns the script with a library; "" for as it is."""
@@ -82,10 +81,6 @@ for epoch in range(2):
             ("loader = DataLoader(TensorDataset(images), 32, shuffle=True)", "loop = grappe.Loop()"),
             LOOP,
             ("in loader:", "in loop.batches(TensorDataset(images), 32):"),
-            ('reduction="sum")', 'reduction="none").sum(1)'),
-            ("kept - 0.5 * torch.sum(1 + 2 * spread - mean**2 - (2 * spread).exp())",
-             "loop.sum(kept - 0.5 * (1 + 2 * spread - mean**2 - (2 * spread).exp()).sum(1))"),
-            ("loss.item()", "loop.total(loss)"),
         ),
     ),
     # No loader: each step has the whole data set.
@@ -111,13 +106,7 @@ for epoch in range(20):
             ("print(epoch", "accelerator.print(epoch"),
         ),
         grappe=(
-            LOOP,
-            ("criterion = nn.MSELoss()", 'criterion = nn.MSELoss(reduction="none")\nloop = grappe.Loop()\n'
-             "data = TensorDataset(inputs, targets)"),
-            ("    loss = criterion(model(inputs), targets)",
-             "  for inputs, targets in loop.batches(data, 15):\n    loss = loop.mean(criterion(model(inputs),"
-             " targets))"),
-            ("loss.item()", "loop.total(loss)"),
+            ("\nfor epoch", "\nloop = grappe.Loop()\nmodel, optimizer = loop.parallelize(model, optimizer)\nfor epoch"),
         ),
     ),
     # Several networks, each with its optimizer, in one loop: a comparison of optimizers.
@@ -148,13 +137,10 @@ for epoch in range(2):
             ("print(epoch", "accelerator.print(epoch"),
         ),
         grappe=(
-            ("nn.MSELoss()", 'nn.MSELoss(reduction="none")'),
             ("loader = DataLoader(data, 16, shuffle=True)\nfor epoch in range(2)",
              "loop = grappe.Loop()\nfor pair in zip(nets, optimizers):\n    loop.parallelize(*pair)\n"
              "for epoch in loop.epochs(2)"),
             ("in loader:", "in loop.batches(data, 16):"),
-            ("criterion(net(inputs), targets)", "loop.mean(criterion(net(inputs), targets))"),
-            ("loss.item()", "loop.total(loss)"),
         ),
     ),
     # A class that trains for a number of steps, by next(iterator).
@@ -202,10 +188,6 @@ Trainer(nn.Sequential(nn.Embedding(9, 16), nn.Dropout(0.1), nn.Linear(16, 9)), d
              "        loop.parallelize(self.model, self.optimizer)\n"
              "        for step, (tokens, following) in zip(range(steps), loop.batches(self.data, 16,"
              " epochs=steps)):\n"),
-            ("F.cross_entropy(self.model(tokens), following)",
-             'loop.mean(F.cross_entropy(self.model(tokens), following, reduction="none"))'),
-            ("torch.nn.utils.clip", "loop.clip"),
-            ("loss.item()", "loop.total(loss)"),
             ("\n\nclass", "\nloop = grappe.Loop()\n\nclass"),
         ),
     ),
@@ -245,18 +227,8 @@ for step in range(6):
             ("print(step", "accelerator.print(step"),
         ),
         grappe=(
-            ("\n\ndef get_batch():\n    places = torch.randint(len(text) - 8, (12,))\n", "\n\ndef"
-             " get_batch(places):\n"),
-            ("\nfor step in range(6):", "\nloop = grappe.Loop()\nloop.parallelize(model, optimizer)\n"
-             "for step, batch in zip(range(6), loop.batches(torch.arange(len(text) - 8), 24)):"),
-            ("for _ in range(2):\n        tokens, following = get_batch()",
-             "for places in loop.microbatches(batch):\n        tokens, following = get_batch(places)"),
-            ("F.cross_entropy(model(tokens).flatten(0, 1), following.flatten()) / 2",
-             'loop.mean(F.cross_entropy(model(tokens).transpose(1, 2), following, reduction="none"))'),
-            ("torch.nn.utils.clip", "loop.clip"),
-            ("loss.item()", "loop.total(loss)"),
+            ("\nfor step", "\nloop = grappe.Loop()\nmodel, optimizer = loop.parallelize(model, optimizer)\nfor step"),
         ),
-        plan="replicate=2,microbatches=2",
     ),
     # A plateau schedule that follows an evaluation, with batch normalisation: segmentation.
     "plateau": Form(
@@ -296,18 +268,9 @@ for epoch in range(3):
         ),
         grappe=(
             LOOP,
-            ("criterion = nn.CrossEntropyLoss()\nloader, other_loader = DataLoader(train, 8, shuffle=True), "
-             "DataLoader(validation, 8)", 'criterion = nn.CrossEntropyLoss(reduction="none")\nloop = grappe.Loop()'),
+            ("loader, other_loader = DataLoader(train, 8, shuffle=True), ", "loop, other_loader = grappe.Loop(), "),
             ("in loader:", "in loop.batches(train, 8):"),
-            ("criterion(model(inputs), targets)", "loop.mean(criterion(model(inputs), targets))"),
-            ("    model.eval()\n    score = 0.0\n    with torch.no_grad():\n        for inputs, targets in"
-             " other_loader:\n"
-             "            score += (model(inputs).argmax(1) == targets).float().mean((1, 2)).sum().item()\n"
-             "    score /= len(validation)\n",
-             "    right = lambda inputs, targets: (model(inputs).argmax(1) == targets).float().mean((1, 2))\n"
-             '    score = loop.evaluate(validation, right)["loss"]\n'),
         ),
-        plan="replicate=2,batchnorm=sync",
     ),
     # A penalty on the gradient of the critic, which trains five times as often: WGAN-GP.
     "penalty": Form(
@@ -344,10 +307,6 @@ for number, (real,) in enumerate(loader):
             ("loader = DataLoader(TensorDataset(images), 16, shuffle=True)\n",
              "loop = grappe.Loop()\nloop.parallelize(generator, step_g)\nloop.parallelize(critic, step_c)\n"),
             ("enumerate(loader)", "enumerate(loop.batches(TensorDataset(images), 16))"),
-            ("(critic(fake.detach())[:, 0] - critic(real)[:, 0] + 10 * penalty).mean()",
-             "loop.mean(critic(fake.detach())[:, 0] - critic(real)[:, 0] + 10 * penalty)"),
-            ("-critic(fake).mean()", "loop.mean(-critic(fake))"),
-            ("loss.item(), other.item()", "loop.total(loss), loop.total(other)"),
         ),
     ),
     # A third optimizer over two models: InfoGAN.
@@ -387,19 +346,10 @@ for epoch in range(2):
             ("print(epoch", "accelerator.print(epoch"),
         ),
         grappe=(
-            ("nn.MSELoss()", 'nn.MSELoss(reduction="none")'),
             ("loader = DataLoader(TensorDataset(images), 16, shuffle=True)\nfor epoch in range(",
              "loop, both = grappe.Loop(), nn.ModuleList([generator, critic])\nfor each in (step_g, step_c,"
-             " step_both):\n"
-             "    loop.parallelize(both, each)\nfor epoch in loop.epochs("),
+             " step_both):\n    loop.parallelize(both, each)\nfor epoch in loop.epochs("),
             ("in loader:", "in loop.batches(TensorDataset(images), 16):"),
-            ("loss = criterion(critic(generator(code))[:, 0], torch.ones(len(real)))",
-             "loss = loop.mean(criterion(critic(generator(code))[:, 0], torch.ones(len(real))))"),
-            ("fake = criterion(critic(generator(code).detach())[:, 0], torch.zeros(len(real)))",
-             "fake = loop.mean(criterion(critic(generator(code).detach())[:, 0], torch.zeros(len(real))))"),
-            ("info = criterion(critic(generator(code))[:, 1:], code)",
-             "info = loop.mean(criterion(critic(generator(code))[:, 1:], code))"),
-            ("loss.item(), fake.item(), info.item()", "loop.total(loss), loop.total(fake), loop.total(info)"),
         ),
     ),
     # Data that are drawn anew in each step.
@@ -424,12 +374,7 @@ for step in range(12):
             ("print(step", "accelerator.print(step"),
         ),
         grappe=(
-            ("\nfor step in range(12):", "\nloop = grappe.Loop()\nloop.parallelize(model, optimizer)\n"
-             "for step, rows in enumerate(loop.batches(torch.arange(12 * 32), 32)):"),
-            ("torch.randn(32, 1)", "torch.randn(len(rows), 1)"),
-            ("F.smooth_l1_loss(model(inputs), inputs @ weight)",
-             'loop.mean(F.smooth_l1_loss(model(inputs), inputs @ weight, reduction="none"))'),
-            ("loss.item()", "loop.total(loss)"),
+            ("\nfor step", "\nloop = grappe.Loop()\nmodel, optimizer = loop.parallelize(model, optimizer)\nfor step"),
         ),
     ),
     # Pairs of samples that the data set draws, and weights that are clipped after each step.
@@ -470,12 +415,8 @@ for epoch in range(2):
         ),
         grappe=(
             LOOP,
-            ("nn.BCELoss()\nloader = DataLoader(Pairs(), 16, shuffle=True)",
-             'nn.BCELoss(reduction="none")\nloop, pairs = grappe.Loop(), Pairs()'),
+            ("loader = DataLoader(Pairs(), 16, shuffle=True)", "loop, pairs = grappe.Loop(), Pairs()"),
             ("in loader:", "in loop.batches(pairs, 16):"),
-            ("criterion(head(torch.cat([net(first), net(second)], 1)), same)",
-             "loop.mean(criterion(head(torch.cat([net(first), net(second)], 1)), same))"),
-            ("loss.item()", "loop.total(loss)"),
         ),
     ),
 }  # fmt: skip

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch import nn
 
 import grappe
 from grappe.checkpoint.format import list_checkpoints
@@ -209,6 +210,59 @@ def test_a_loss_that_is_no_number_stops_before_anything_is_saved_over(tmp_path) 
     assert run.read_status(run.read_description()).startswith("failed: the loss")
     assert [one.name for one in Run(tmp_path / "run").checkpoints.iterdir()] == ["step-000000"]
     assert Run(tmp_path / "run").latest() is not None
+
+
+class Assays(Task):
+    """A table of which some targets were not measured, and one batch has none."""
+
+    epochs: int = 1
+    batch_size: int = 4
+    filled: bool = True
+
+    def model(self) -> nn.Module:
+        return nn.Linear(3, 2)
+
+    def data(self, split: str, folder: Path) -> grappe.Arrays:
+        inputs = torch.randn(18, 3, generator=torch.Generator().manual_seed(len(split)))
+        targets = inputs[:, :2] * 2
+        targets[::3] = targets[4:8] = torch.nan
+        return grappe.Arrays(inputs, targets)
+
+    def sampling(self, dataset: Any) -> grappe.Sampling:
+        return grappe.Sampling(shuffle=False)
+
+    def counts(self, target: torch.Tensor) -> torch.Tensor:
+        return ~target.isnan()
+
+    def loss(self, output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        return nn.functional.mse_loss(output, target.nan_to_num() if self.filled else target, reduction="none")
+
+    def optimizer(self, named_parameters: Any) -> torch.optim.Optimizer:
+        return torch.optim.Adam(named_parameters, lr=0.1)
+
+
+def test_targets_that_are_no_numbers_are_named_where_they_count_nothing(tmp_path: Path) -> None:
+    with pytest.raises(
+        DivergedError, match=r"0 x NaN is NaN.*target = target.nan_to_num\(\) in loss\(\).*in loss\(\):"
+    ):
+        train(tmp_path / "run", Assays(filled=False))
+
+
+@pytest.mark.parametrize("plan", ["", "microbatches=2", "exact=2"])
+def test_a_batch_in_which_nothing_counts_has_a_loss_of_zero(tmp_path: Path, plan: str) -> None:
+    task = Assays()
+    run = grappe.train(task, f"{plan},device=cpu,threads=1".strip(","), tmp_path / "run")
+    torch.manual_seed(task.seed)
+    model, dataset = task.model(), task.data("train", Path())
+    optimizer = task.optimizer(model.parameters())
+    for rows in torch.arange(18).split(4):
+        optimizer.zero_grad()
+        inputs, targets = dataset.inputs[rows], dataset.targets[rows]
+        counts = task.counts(targets)
+        ((task.loss(model(inputs), targets) * counts).sum() / counts.sum().clamp(min=1)).backward()
+        optimizer.step()
+    for name, weight in grappe.load(run).state_dict().items():
+        torch.testing.assert_close(weight, model.state_dict()[name], rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("plan", ["replicate=2", "shard=2", "exact=2,replicate=2", "engine=lightning,replicate=2"])

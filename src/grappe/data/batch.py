@@ -186,7 +186,7 @@ def divided(
     )
     total = _total(sums, exact, group)
     if not isinstance(several[0], Mapping):
-        return total, micros
+        return torch.where(total == 0, 1.0, total), micros  # a batch in which nothing counts learns nothing
     factors = dict(zip(several[0], torch.where(total > 0, samples / total, 0.0).unbind(), strict=True))
     return float(samples), tuple(micro._replace(weights=_times(micro.weights, factors)) for micro in micros)
 

@@ -30,7 +30,7 @@ from grappe.data.device_copy import copies_to, on_device, sent
 from grappe.data.draw import sample_keys
 from grappe.data.loading import Loading
 from grappe.data.sampling import SampleOrder, cut
-from grappe.data.seeded import SeededDataset
+from grappe.data.seeded import SeededDataset, by_epoch
 from grappe.data.source import Request, Samples, Source, Sources, for_threads
 from grappe.data.stream import Stream, StreamBatches
 from grappe.domain.batches import cut_batch
@@ -250,8 +250,11 @@ class BatchLoader:
 
     @property
     def notes(self) -> Sequence[str]:
-        """Returns what the user should know of a stream."""
-        return () if self.stream is None else self.stream.notes
+        """Returns what the user should know of the dataset."""
+        if self.stream is not None:
+            return self.stream.notes
+        kinds = sorted({type(each).__name__ for each in by_epoch(self.dataset)})
+        return [f"before each epoch, set_epoch(epoch) of {kind} is called" for kind in kinds]
 
     @property
     def loads(self) -> bool:

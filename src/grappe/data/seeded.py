@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Sized
 from contextlib import contextmanager
 from typing import Any, cast
@@ -10,7 +11,7 @@ from typing import Any, cast
 import numpy as np
 import torch
 import xxhash
-from torch.utils.data import Dataset, IterableDataset, Subset, TensorDataset
+from torch.utils.data import ConcatDataset, Dataset, IterableDataset, StackDataset, Subset, TensorDataset
 
 from grappe.data.arrays import RepeatedDataset, TensorSamples
 from grappe.data.draw import mix
@@ -34,6 +35,7 @@ class SeededDataset(Dataset[Any]):
         self.dataset = dataset
         self.seed = seed
         self._keyed = keyed_sample(dataset)
+        self._by_epoch = by_epoch(dataset)
         self._draws_nothing = draws_nothing(dataset)
 
     @property
@@ -54,13 +56,21 @@ class SeededDataset(Dataset[Any]):
 
         One by one, even if the dataset has its own `__getitems__`, in which single samples could not be seeded.
         """
+        requests = list(requests)
+        samples = KeyedSamples()
+        samples.key = mix(self.seed, *requests[0])
         if self._keyed is not None:
-            return [self._by_key(request) for request in requests]
-        if self._draws_nothing:
-            return [self._sample(index) for _, index in requests]
-        samples = []
+            samples += [self._by_key(request) for request in requests]
+            return samples
+        if self._draws_nothing and not self._by_epoch:
+            samples += [self._sample(index) for _, index in requests]
+            return samples
         with generators_kept():
             for epoch, index in requests:
+                for each in self._by_epoch:
+                    if _epochs.get(each) != epoch:
+                        each.set_epoch(epoch)
+                        _epochs[each] = epoch
                 seed_generators(mix(self.seed, epoch, index))
                 samples.append(self._sample(index))
         return samples
@@ -78,6 +88,13 @@ class SeededDataset(Dataset[Any]):
         if sample is None:
             raise missing(self.dataset, int(index))
         return sample
+
+
+class KeyedSamples(list[Any]):
+    """The samples of a batch."""
+
+    key: int
+    """A number of 63 bits for what is drawn for the batch, which depends on the first request alone."""
 
 
 def missing(dataset: Any, index: int) -> TaskError:
@@ -103,6 +120,25 @@ def keyed_sample(dataset: Any) -> Callable[[int, int], Any] | None:
     if getattr(dataset, "keyed", False) is not True or not claims(type(dataset), "sample", "__getitem__"):
         return None
     return lambda index, key: dataset.sample(index, mix(key, index))
+
+
+_epochs = weakref.WeakKeyDictionary[Any, int]()
+"""The epoch that each dataset of this process was set to: a training and its validation may have parts of one."""
+
+
+def by_epoch(dataset: Any) -> list[Any]:
+    """Lists the datasets with a `set_epoch(epoch)`, which is called before samples of another epoch are read.
+
+    A dataset itself, or those of which torch's Subset, ConcatDataset or StackDataset is made.
+    """
+    if callable(getattr(dataset, "set_epoch", None)):
+        return [dataset]
+    inner: Any = ()
+    if isinstance(dataset, Subset | RepeatedDataset):
+        inner = [dataset.dataset]
+    elif isinstance(dataset, ConcatDataset | StackDataset):
+        inner = dataset.datasets
+    return [each for part in (inner.values() if isinstance(inner, dict) else inner) for each in by_epoch(part)]
 
 
 def draws_nothing(dataset: Any) -> bool:

@@ -32,7 +32,7 @@ from grappe.engines.shared.state import ModelState, trained_parameters
 from grappe.engines.shared.watched_forward import WatchedForward
 from grappe.launch.world import choose_backend
 from grappe.parallel.batchnorm import statistics_frozen
-from grappe.parallel.materialise import fill, on_meta
+from grappe.parallel.materialise import fill, on_meta, refuse_hooks
 from grappe.plan import Plan
 from grappe.profiling.phases import FORWARD, UPDATE
 from grappe.step import exact as exact_rules
@@ -167,6 +167,7 @@ class Textbook(Engine):
         self._setup, self._task, self._world = setup, setup.task, setup.world
         set_gpu_arithmetic(setup.plan.precision)  # switches it off
         self._model = get_params(self._task, setup.weights, self._world.device, stored_in(setup.plan))
+        refuse_hooks(self._model, setup.plan)
         named = trained_parameters(self._model)
         self._parameters = [parameter for _, parameter in named]
         self._sizes = [parameter.numel() for parameter in self._parameters]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import inspect
 import linecache
 import os
@@ -79,6 +80,7 @@ def place_in(stack: Sequence[traceback.FrameSummary]) -> str:
     return str((own or others or lines)[-1]) if lines else "nowhere"
 
 
+@functools.cache
 def is_users_file(file: str) -> bool:
     """Returns whether a frame's file is the user's own."""
     return not _is_library(file)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import collections
-from collections.abc import Sequence
+import contextlib
+import itertools
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -12,9 +14,13 @@ from torch.distributed.tensor import DTensor
 
 from grappe.checkpoint.weights import Weights, named_tensors, read_into
 from grappe.errors import TaskError
-from grappe.private_api.torch import give_own_memory, module_buffers, module_parameters
+from grappe.plan import Plan
+from grappe.private_api.torch import give_own_memory, gradient_hooks, module_buffers, module_parameters
 from grappe.step.task_contract import model_of
 from grappe.task import Task
+
+SPREADERS = ("grappe", "torch", "deepspeed", "horovod", "lightning")
+"""Packages that put hooks of their own on gradients, to send them."""
 
 
 def on_meta(task: Task, kind: torch.dtype = torch.float32) -> nn.Module:
@@ -36,11 +42,32 @@ def _without_values(task: Task) -> nn.Module:
             isinstance(value, torch.Tensor) and value.is_meta
             for module in model.modules()
             for value in vars(module).values()
-        ):
-            return model
+        ) and not (hooked(model) or any(isinstance(module, torch.jit.ScriptModule) for module in model.modules())):
+            return model  # a scripted module cannot be given memory later, nor a parameter that keeps its hooks
     except (RuntimeError, NotImplementedError, TypeError):  # TypeError: .numpy()
         pass  # its constructor computes with values, so it must have them
     return model_of(task)
+
+
+def hooked(model: nn.Module) -> str:
+    """Returns the name of the first parameter on whose gradient the task has put a hook; "" if there is none."""
+    for name, parameter in model.named_parameters():
+        for hook in itertools.chain(*gradient_hooks(parameter)):
+            home = getattr(getattr(hook, "func", hook), "__module__", None) or ""
+            if home.partition(".")[0] not in SPREADERS:
+                return name
+    return ""
+
+
+def refuse_hooks(model: nn.Module, plan: Plan) -> None:
+    """Raises TaskError where a hook that model() has put on a gradient would see a part of the batch's."""
+    parts = plan.data_parallel * plan.microbatches * max(1, plan.exact) * plan.pipeline * plan.tensor * plan.domain
+    if parts > 1 and (name := hooked(model)):
+        raise TaskError(
+            f"model() has put a hook on the gradient of {name}, which would see a part of the batch's gradient under "
+            f"{plan}: multiply the parameter in forward(), write after_step(self, model), or use one process without "
+            "microbatches"
+        )
 
 
 def fill(model: nn.Module, weights: Weights, device: torch.device, *, offloaded: bool = False) -> None:
@@ -52,11 +79,25 @@ def fill(model: nn.Module, weights: Weights, device: torch.device, *, offloaded:
     Raises:
         TaskError: a parameter or buffer has no value in `weights`, or another shape.
     """
-    if device.type == "cuda" or any(tensor.is_meta for tensor in named_tensors(model).values()):
-        give_memory(model, device, offloaded=offloaded)
+    with marks_kept(model):
+        if hooked(model):
+            model.to(device)
+        elif device.type == "cuda" or any(tensor.is_meta for tensor in named_tensors(model).values()):
+            give_memory(model, device, offloaded=offloaded)
     check_weights(model, weights)
     for name, tensor in named_tensors(model).items():
         read_into(tensor, weights, name)
+
+
+@contextlib.contextmanager
+def marks_kept(model: nn.Module) -> Iterator[None]:
+    """Context in which parameters may be replaced: the new ones have the attributes that model() set, as `no_decay`."""
+    # A DTensor's attributes are its own parts.
+    before = {name: dict(vars(each)) for name, each in model.named_parameters() if not isinstance(each, DTensor)}
+    yield
+    for name, parameter in model.named_parameters():
+        for key, value in before.get(name, {}).items():
+            setattr(parameter, key, value)
 
 
 def check_weights(model: nn.Module, weights: Weights) -> None:
@@ -86,7 +127,10 @@ def give_memory(model: nn.Module, device: torch.device, *, offloaded: bool = Fal
     # A module that stands in two places once: torch cannot replace a fake tensor that something refers to meanwhile.
     # Those within come first, as FSDP2 looks at a module's tensors when it is its turn.
     for module in reversed(list(model.modules())):
-        give_own_memory(module, torch.device("cpu") if offloaded else device)
+        if isinstance(module, torch.jit.ScriptModule):
+            module.to(device)
+        else:
+            give_own_memory(module, torch.device("cpu") if offloaded else device)
     if offloaded and device.type != "cpu":
         _put_whole_tensors(model, device)
     for first, *others in sites.values():

@@ -20,8 +20,8 @@ from grappe.launch.world import World
 from grappe.parallel.activation_checkpointing import checkpoint_activations, switch_off_caches
 from grappe.parallel.batchnorm import synchronise_batchnorm
 from grappe.parallel.compile import compile_units
-from grappe.parallel.materialise import fill, on_meta
-from grappe.parallel.shard import divide_gradients, shard, sum_scalars
+from grappe.parallel.materialise import fill, marks_kept, on_meta, refuse_hooks
+from grappe.parallel.shard import shard, sum_scalars
 from grappe.parallel.tensor import split_tensors
 from grappe.parallel.units import units_of
 from grappe.plan import Plan
@@ -55,14 +55,16 @@ def parallelize(
         The task's own modules and names, in training mode; parameters may be sharded.
     """
     model = on_meta(task, stored_in(plan))
+    refuse_hooks(model, plan)  # before shard makes other parameters
     units = units_of(task, model, blocks)
     if plan.recompute:
         switch_off_caches(model)
     if plan.tensor > 1:
         split_tensors(model, task, plan, world)
-    for part, inside in keep(model, units):
-        prepare_units(part, inside, plan, world)
-    fill(model, weights, world.device, offloaded=plan.offload == "cpu")
+    with marks_kept(model):
+        for part, inside in keep(model, units):
+            prepare_units(part, inside, plan, world)
+        fill(model, weights, world.device, offloaded=plan.offload == "cpu")
     prepare_filled(model, plan, world)
     return model.train()
 
@@ -88,16 +90,11 @@ def prepare_filled(model: nn.Module, plan: Plan, world: World) -> None:
 
 
 def prepare_made(model: nn.Module, units: Sequence[nn.Module], plan: Plan, world: World) -> None:
-    """Does to a model that a script has made, with its values, all that the plan's keys say. Collective.
-
-    Sharded gradients are averaged over the processes, as replicas' are in a hand-written loop.
-    """
+    """Does to a model that a script has made, with its values, what a plan's keys say that do not shard it."""
     if plan.recompute:
         switch_off_caches(model)
     prepare_units(model, units, plan, world)
     prepare_filled(model, plan, world)
-    if plan.uses_fsdp:
-        divide_gradients(model, world.data_size)
     if plan.precision in LOWER:
         _in_lower_precision(model, autocast(plan.precision, world.device))
 

@@ -29,9 +29,14 @@ def shard(model: nn.Module, units: Sequence[nn.Module], plan: Plan, world: World
     pin = world.device.type == "cuda"
     policy = CPUOffloadPolicy(pin_memory=pin) if plan.offload == "cpu" else OffloadPolicy()
     assert world.mesh is not None
+    _refuse(model)
     mesh = world.sharded or (world.mesh["replicate", "shard"] if plan.replicate > 1 else world.mesh["shard"])
     scalars = set(_scalars(model))
+    apart, several = set(scalars), list[nn.Module]()
     for module in [*untied(model, units), model]:
+        several += [*_of_other_types(module, apart), module]
+        apart.update(module.parameters())
+    for module in several:
         with contextlib.nullcontext() if world.domain is None else open_inside(module):
             fully_shard(
                 module, mesh=mesh, reshard_after_forward=plan.zero == 3, offload_policy=policy, ignored_params=scalars
@@ -43,6 +48,55 @@ def shard(model: nn.Module, units: Sequence[nn.Module], plan: Plan, world: World
             module.set_force_sum_reduction_for_comms(True)
         if isinstance(module, nn.RNNBase):
             module.flatten_parameters = _leave_apart  # type: ignore[method-assign]
+
+
+def _refuse(model: nn.Module) -> None:
+    """Raises TaskError for what FSDP2 cannot cut: scripted modules, and embeddings with sparse gradients."""
+    for name, module in model.named_modules():
+        if isinstance(module, torch.jit.ScriptModule):
+            raise TaskError(
+                f"{name} is made by torch.jit.script, which shard= cannot cut into pieces: give model() the module as "
+                "it is, or use replicate="
+            )
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:
+            raise TaskError(
+                f"{name} has sparse gradients, which shard= cannot cut into pieces: make it with sparse=False, or use "
+                "replicate="
+            )
+
+
+def _of_other_types(unit: nn.Module, apart: set[nn.Parameter]) -> list[nn.Module]:
+    """Lists a unit's modules whose parameters are of another type than most: FSDP2 reduces one type at once.
+
+    Args:
+        apart: parameters that others gather.
+
+    Raises:
+        TaskError: a module has parameters of two types.
+    """
+    own = {
+        name: [each for each in module.parameters(recurse=False) if each.requires_grad and each not in apart]
+        for name, module in unit.named_modules()
+    }
+    numbers = Counter[torch.dtype]()
+    for parameters in own.values():
+        for each in parameters:
+            numbers[each.dtype] += each.numel()
+    if len(numbers) < 2:
+        return []
+    usual = numbers.most_common(1)[0][0]
+    others = []
+    for name, parameters in own.items():
+        kinds = {each.dtype for each in parameters}
+        if kinds <= {usual}:
+            continue
+        if len(kinds) > 1 or not name:
+            raise TaskError(
+                f"{name or type(unit).__name__} has parameters of {' and '.join(sorted(map(str, kinds | {usual})))}, "
+                "which shard= cannot gather at once: put those of each type into a module of their own"
+            )
+        others.append(unit.get_submodule(name))
+    return others
 
 
 @contextlib.contextmanager
@@ -65,16 +119,6 @@ def _leave_apart() -> None:
 
     On a GPU cuDNN would move them to memory of its own, where FSDP2 never writes the next step's values.
     """
-
-
-def divide_gradients(model: nn.Module, number: int) -> None:
-    """Has each reduction divide the sum of the gradients by `number`. Call it after `sum_scalars`."""
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.set_gradient_divide_factor(float(number))
-    for parameter in _scalars(model):
-        if parameter.requires_grad:
-            parameter.register_hook(lambda gradient: gradient / number)
 
 
 def sum_scalars(model: nn.Module, world: World) -> None:
@@ -129,32 +173,57 @@ def reduction_switch(model: nn.Module, plan: Plan) -> Callable[[bool], None] | N
 
 
 class SameParameters:
-    """Compares, in steps 1, 2, 4, 8, … and each 100th, which parameters the processes' backwards have reached.
+    """Compares, after each step, which parameters' gradients the processes' backwards have sent, and in which order.
 
     FSDP2 sends what a process has reached in one message: where another process has reached others of the same size,
     their gradients would be added to these.
     """
 
     def __init__(self, named: Sequence[tuple[str, nn.Parameter]], world: World) -> None:
-        self._named, self._world, self._step = named, world, 0
+        self._world, self._step = world, 0
+        self._trace = 0
+        self._reached: dict[str, None] = {}
+        self._named = named
+        self._frozen = list(enumerate(named))
+        self._watch()
+
+    def _watch(self) -> None:
+        """Watches parameters that were frozen so far."""
+        frozen, self._frozen = self._frozen, []
+        for number, (name, parameter) in frozen:
+            if parameter.requires_grad:
+                parameter.register_post_accumulate_grad_hook(self._noting(number, name))
+            else:
+                self._frozen.append((number, (name, parameter)))
+
+    def _noting(self, number: int, name: str) -> Callable[[Tensor], None]:
+        def note(_: Tensor) -> None:
+            self._trace = hash((self._trace, number))
+            self._reached[name] = None
+
+        return note
 
     def __call__(self) -> None:
-        """Compares them after a step's last backward. Collective in these steps.
+        """Compares them after a step's last backward. Collective.
 
         Raises:
             TaskError: the processes have reached other parameters.
         """
-        self._step += 1
-        if self._step & (self._step - 1) and self._step % 100:
+        trace, self._trace = self._trace, 0
+        reached, self._reached = self._reached, {}
+        self._watch()
+        most = torch.tensor((trace, -trace))  # on the CPU: nothing waits for a GPU
+        dist.all_reduce(most, dist.ReduceOp.MAX, group=self._world.control)
+        if most[0] == -most[1]:
             return
-        everyone = self._world.gather([name for name, parameter in self._named if parameter.grad is None])
-        if any(missing != everyone[0] for missing in everyone):
-            [name, *_] = sorted(set().union(*everyone).difference(set(everyone[0]).intersection(*everyone)))
-            raise TaskError(
-                f"{name} has a gradient on some processes, and not on others: forward() takes branches by its data. "
-                "Under shard= gradients would be added to those of other parameters: use replicate=, or let every "
-                "branch run on every process"
-            )
+        everyone = self._world.gather(list(reached))
+        either = dict.fromkeys(name for names in everyone for name in names)
+        name = next((each for each in either if any(each not in names for names in everyone)), next(iter(either)))
+        raise TaskError(
+            f"{name} has a gradient on some processes, and not on others: forward() takes branches by its data. "
+            "Under shard= gradients would be added to those of other parameters: use replicate=, or let every "
+            "branch run on every process"
+        )
 
 
 def check_gradients(everyone: list[tuple[int, Mapping[str, float | None]]]) -> None:

@@ -46,7 +46,7 @@ SEEN = "2.8 to 2.15"
 USED = private_names(
     SEEN,
     {
-        "torch": "_C _foreach_add_ _foreach_copy_ _foreach_mul_ _foreach_norm _ops _subclasses",
+        "torch": "_C _foreach_add_ _foreach_mul_ _foreach_norm _ops _subclasses",
         "torch._C": (
             "_disabled_torch_function_impl _DisableTorchDispatch _set_throw_on_mutable_data_ptr "
             "_distributed_c10d _SetExcludeDispatchKeyGuard _dispatch_key_parse _dispatch_tls_is_dispatch_key_excluded "
@@ -87,7 +87,6 @@ if caution := check_torch(torch.__version__, USED):
 # Gradients as lists. torch.nn.utils.clip_grads_with_norm_ would group them by device and type at each step, and
 # sums the norms in float32.
 foreach_add_ = torch._foreach_add_
-foreach_copy_ = torch._foreach_copy_
 foreach_mul_ = torch._foreach_mul_
 foreach_norm = torch._foreach_norm
 
@@ -145,11 +144,6 @@ def gradient_hooks(parameter: Tensor) -> tuple[list[Callable[[Tensor], Any]], li
     """Returns a parameter's hooks: those of what a backward adds to its gradient, and those after it was added."""
     added, after = parameter._backward_hooks, parameter._post_accumulate_grad_hooks  # pyrefly: ignore
     return list((added or {}).values()), list((after or {}).values())
-
-
-def after_backward(function: Callable[[], None]) -> None:
-    """Calls `function` at the end of the backward that runs now, before it returns to its caller."""
-    torch.autograd.Variable._execution_engine.queue_callback(function)  # pyrefly: ignore
 
 
 def leaf_names(tree: Any, *, alone: str) -> tuple[str, ...]:
@@ -394,6 +388,17 @@ def replace_recurrent(made: Callable[[Callable[..., Any]], Callable[..., Any]]) 
     layers = {name: made(getattr(own, name)) for name in ("lstm", "gru", "rnn_tanh", "rnn_relu")}
     cells = {f"{name}_cell": getattr(own, f"{name}_cell") for name in layers}
     torch.nn.modules.rnn._VF = SimpleNamespace(**layers, **cells)  # type: ignore[assignment]
+
+
+@contextlib.contextmanager
+def recurrent_replaced(made: Callable[[Callable[..., Any], str], Callable[..., Any]]) -> Iterator[None]:
+    """Context in which recurrent layers call what `made` makes of their functions, which it gets with their names."""
+    own, names = torch.nn.modules.rnn._VF, iter(("lstm", "gru", "rnn_tanh", "rnn_relu"))
+    replace_recurrent(lambda function: made(function, next(names)))
+    try:
+        yield
+    finally:
+        torch.nn.modules.rnn._VF = own  # type: ignore[assignment]
 
 
 def call_in_mode(operator: Callable[..., Any], arguments: Any, options: Any) -> Any:

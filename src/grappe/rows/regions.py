@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from grappe.private_api.torch import tree_leaves
+from grappe.rows.context import NOW, GatheredAt
 from grappe.rows.layout import PARTIAL, Placement, dense_stride, layout_of
 from grappe.rows.messages import own_part
 from grappe.rows.rules import own_of
@@ -74,6 +77,17 @@ def _plain(value: Any) -> Any:
     return _Gathered.apply(value) if type(value) is Rows else value
 
 
+def _of_all_rows(layers: Any, kind: str, arguments: Any) -> Any:
+    """Runs recurrent layers on all rows, on every process: it is counted as operators are."""
+    now = NOW.context
+    at, started = GatheredAt(kind, now.line()), time.perf_counter()
+    made = layers(*map(_plain, arguments))
+    if any(type(each) is Rows for each in tree_leaves(arguments)):
+        now.gathered[at] += 1
+        now.seconds[at] += time.perf_counter() - started  # type: ignore[assignment]
+    return made
+
+
 def recurrent(layers: Any, kind: str) -> Any:
     """Returns what runs instead of a function of torch for recurrent layers: layer by layer, each on own rows.
 
@@ -85,13 +99,13 @@ def recurrent(layers: Any, kind: str) -> Any:
 
     def run(*arguments: Any) -> Any:
         if not isinstance(arguments[2], (list, tuple)) or type(arguments[0]) is not Rows or arguments[0].dim() != 3:
-            return layers(*map(_plain, arguments))  # packed, or of all rows
+            return _of_all_rows(layers, kind, arguments)  # packed, or no rows
         value, state, weights, bias, number, dropout, training, both, batch_first = arguments
         states = state if isinstance(state, (tuple, list)) else (state,)
         steps = value.transpose(0, 1) if batch_first else value
         placement = steps._cell.layout.placement
         if type(placement) is not Placement or placement.dim != 1 or 0 in placement.sizes:
-            return layers(*map(_plain, arguments))
+            return _of_all_rows(layers, kind, arguments)
         ways, each = 2 if both else 1, len(weights) // number
         ends: list[list[Any]] = [[] for _ in states]
         for layer in range(number):

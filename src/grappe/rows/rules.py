@@ -621,8 +621,6 @@ def _leading(call: RuleCall) -> Way | None:
     placement, count = call.placement, len(call.lead.shape)
     if placement.dim >= count - _LEADING_BY_NAME[call.name] or any(len(each.shape) != count for each in call.layouts):
         return None
-    if "upsample" in call.name and placement.dim > 1:
-        return None
     return Way(results=placement)
 
 

@@ -279,7 +279,7 @@ def split(plain: Tensor, dim: int = 0, *, shared: bool = False, sizes: tuple[int
     layout = layout_of(shape, stride, plain.dtype, plain.device, placement, shared)
     local = fitted(own_part(plain.detach(), placement), layout)
     cell = Cell(local, layout)
-    cell.every = plain
+    cell.every = _as_laid(plain, layout)
     family = cell.family = Family()
     family.numbers = plain.numel()
     if not shared:
@@ -377,7 +377,7 @@ def settle(family: Any) -> None:
     family.version += 1
     base = family.base
     base.local.copy_(own_part(origin, base.layout.placement))
-    base.every, base.seen = origin, family.version
+    base.every, base.seen = _as_laid(origin, base.layout), family.version
 
 
 def replayed(ghost: Any) -> Tensor:
@@ -412,5 +412,5 @@ def written(value: Rows) -> Rows:
         base = family.base
         family.origin.copy_(gather(base.local, base.layout.placement))
         family.origin_version = tensor_version(family.origin)
-        base.every, base.seen = family.origin, family.version
+        base.every, base.seen = _as_laid(family.origin, base.layout), family.version
     return value

@@ -100,7 +100,9 @@ def _square(gradients: Sequence[Tensor]) -> Tensor:
     The pieces' norms are summed in float64: on a CPU torch's float32 norm of 20 million numbers is wrong by a
     thousandth, so that a sharded and a whole gradient would be clipped differently.
     """
-    pieces = [piece for gradient in gradients for piece in gradient.reshape(-1).split(PIECE)]
+    # Rows of an embedding that come twice in a sparse gradient are added up first.
+    dense = [each.coalesce().values() if each.is_sparse else each for each in gradients]
+    pieces = [piece for gradient in dense for piece in gradient.reshape(-1).split(PIECE)]
     return torch.stack(foreach_norm(pieces)).double().square().sum()
 
 
@@ -127,8 +129,12 @@ def bounding(norm: Tensor, bound: float) -> Tensor:
 def scale(parameters: Sequence[Tensor], factor: Tensor | float) -> None:
     """Multiplies every gradient by `factor`, in place."""
     gradients = [local_part(parameter.grad) for parameter in parameters if parameter.grad is not None]
-    if gradients:  # a pipeline's stage may be frozen
-        foreach_mul_(gradients, factor)
+    dense = [each for each in gradients if not each.is_sparse]
+    if dense:  # a pipeline's stage may be frozen
+        foreach_mul_(dense, factor)
+    for each in gradients:
+        if each.is_sparse:
+            each.mul_(factor)
 
 
 def backward_scaled(

@@ -6,6 +6,7 @@ import contextlib
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from grappe.data.whole_batch_draws import draw_outside_cudnn
 
@@ -19,6 +20,12 @@ def autocast(precision: str, device: torch.device) -> contextlib.AbstractContext
         return contextlib.nullcontext()
     # The cache would keep casts of parameters alive across FSDP's resharding, and across steps of our own loop.
     return torch.autocast(device.type, dtype=LOWER[precision], cache_enabled=False)
+
+
+def in_double(tensor: Tensor) -> Tensor:
+    """Returns a tensor's numbers in float64, dense: of complex numbers the real and the imaginary parts."""
+    dense = tensor.detach().to_dense() if tensor.is_sparse else tensor.detach()
+    return (torch.view_as_real(dense.resolve_conj()) if dense.is_complex() else dense).double()
 
 
 def set_gpu_arithmetic(precision: str) -> None:

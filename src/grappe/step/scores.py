@@ -6,6 +6,7 @@ import contextlib
 import copy
 import dataclasses
 import math
+import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -20,7 +21,7 @@ from grappe.errors.user_code import calls_users, sentence
 from grappe.errors.user_line import at
 from grappe.launch.world import World
 from grappe.plan import Plan
-from grappe.private_api.torch import tree_map
+from grappe.private_api.torch import tree_flatten, tree_map, tree_unflatten
 from grappe.private_api.torchmetrics import default_states, never_synchronise, reductions, states_were_set
 from grappe.step.loss import Losses, PartLosses, host_copy, read
 from grappe.step.observers import Observers
@@ -30,6 +31,8 @@ from grappe.table import Table, Tabular
 from grappe.task import Task, overrides
 from grappe.words import format_number
 
+CHECKED_SAMPLES = 16
+"""Samples of which a metric is computed in two ways."""
 BLOCK = 1024
 """Numbers for which memory is allocated at once: 8 kB."""
 
@@ -130,6 +133,7 @@ class Scorer:
             if self._world.domain is not None and self._metrics.several:
                 output, targets = uncut((output, micro.targets), "metrics")
                 micro = micro._replace(targets=targets)
+            self._metrics.keep_first(output, micro)
             self._metrics.update(output, micro)
 
     def scores(self, expected: int) -> Scores:
@@ -138,6 +142,7 @@ class Scorer:
         Raises:
             TaskError: the number of samples is not `expected`, so a sample was lost or seen twice.
         """
+        self._metrics.check_cut()
         sums = {
             "samples": self._samples,
             "totals": list(zip(self._totals.tolist(), self._divisors.tolist(), strict=True)),
@@ -204,6 +209,8 @@ class Metrics:
                     f"of, each by its name, or register what it counts with add_state(){at(task, 'metrics')}"
                 )
             never_synchronise(metric)  # torchmetrics would merge once more, over the whole world
+        self._first: list[tuple[list[Any], Any]] | None = []
+        """Outputs and targets of the first samples, as leaves and nesting; None: they are not compared."""
 
     @property
     def several(self) -> bool:
@@ -216,6 +223,7 @@ class Metrics:
         Raises:
             TaskError: a metric does not take the output and the targets.
         """
+        output = self._task.scored(output) if self._metrics else output
         for name, metric in self._metrics.items():
             try:
                 metric.update(output, micro.targets)
@@ -224,6 +232,57 @@ class Metrics:
                     f"the metric '{name}' does not take what the model and the data give, an output {form(output)} "
                     f"and a target {form(micro.targets)}: {sentence(error, self._task, 'metrics')}"
                 ) from error
+
+    def keep_first(self, output: Any, micro: Microbatch) -> None:
+        """Keeps a microbatch's samples for `check_cut`, until there are enough."""
+        kept = self._first
+        if kept is None or not self._metrics or sum(len(leaves[0]) for leaves, _ in kept) >= CHECKED_SAMPLES:
+            return
+        leaves, nesting = tree_flatten((output, micro.targets))
+        if any(not isinstance(leaf, Tensor) or not leaf.dim() or len(leaf) != micro.size for leaf in leaves):
+            self._first = None
+            return
+        kept.append(([leaf[: min(micro.rows, CHECKED_SAMPLES)].clone() for leaf in leaves], nesting))
+
+    def check_cut(self) -> None:
+        """Computes each metric of this process's first samples at once and one by one, and compares.
+
+        Nothing is checked where outputs and targets have no row for each sample, or where a metric cannot be computed
+        of so few samples, or draws random numbers.
+
+        Raises:
+            TaskError: the numbers differ, so that another plan, which cuts batches elsewhere, would have other scores.
+        """
+        kept, self._first = self._first, None
+        if not kept or any(nesting != kept[0][1] for _, nesting in kept):
+            return
+        several = list(zip(*(leaves for leaves, _ in kept), strict=True))
+        if any(part.shape[1:] != parts[0].shape[1:] for parts in several for part in parts):
+            return
+        leaves, nesting = [torch.cat(parts) for parts in several], kept[0][1]
+        count = len(leaves[0])
+        cuts = [[(0, count)], [(0, count)], [(row, row + 1) for row in range(count)]]
+        for name, metric in self._metrics.items():
+            values = []
+            with warnings.catch_warnings(), contextlib.suppress(Exception):
+                warnings.simplefilter("ignore")
+                for cut in cuts:
+                    fresh = copy.deepcopy(metric)
+                    fresh.reset()
+                    for first, end in cut:
+                        part, targets = tree_unflatten([leaf[first:end] for leaf in leaves], nesting)
+                        fresh.update(self._task.scored(part), targets)
+                    values.append(torch.as_tensor(_number(self._task, name, fresh.compute()), dtype=torch.float64))
+            if len(values) < len(cuts) or not torch.equal(values[0].nan_to_num(), values[1].nan_to_num()):
+                continue
+            if not torch.allclose(values[0], values[2], rtol=1e-3, atol=1e-4, equal_nan=True):
+                raise TaskError(
+                    f"the metric '{name}' is {_few(values[0])} of {count} samples at once, and {_few(values[2])} one "
+                    "by one: another plan, which cuts batches elsewhere, would have other scores. torchmetrics takes "
+                    "logits for probabilities in a batch that has none outside 0 to 1: write "
+                    f"`def scored(self, output): return output.sigmoid()` in the task, which metrics then get"
+                    f"{at(self._task, 'metrics')}"
+                )
 
     def states(self) -> dict[str, dict[str, Any]]:
         """Returns each metric's state, on the CPU."""
@@ -303,6 +362,11 @@ def _number(task: Task, name: str, value: Any) -> float | list[float]:
             + at(task, "metrics")
         )
     return value.item() if value.numel() == 1 else value.tolist()
+
+
+def _few(values: Tensor) -> str:
+    """Writes a metric's number, or the first ones of several."""
+    return ", ".join(f"{value:.4g}" for value in values.reshape(-1)[:3].tolist())
 
 
 class SliceSums(NamedTuple):

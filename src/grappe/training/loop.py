@@ -36,17 +36,17 @@ from grappe.engines.shared.microbatch import remarks_on_draws
 from grappe.errors import DivergedError, GrappeError, RunError, TaskError
 from grappe.errors.remedies import OVERWRITTEN, remedy
 from grappe.errors.user_code import is_users, sentence
-from grappe.errors.user_line import FRAME, Line, is_users_file
+from grappe.errors.user_line import FRAME, Line, at, is_users_file
 from grappe.launch.signals import StopSignal
 from grappe.launch.world import World
 from grappe.plan import Plan
-from grappe.private_api.torch import foreach_add_, foreach_mul_, local_tensor, tree_map
+from grappe.private_api.torch import foreach_add_, foreach_mul_, local_tensor, tree_leaves, tree_map
 from grappe.profiling import memory, phases
 from grappe.profiling.chronometer import Chronometer, StepTimes
 from grappe.step.loss import HostCopy, StepResult, loss_of
 from grappe.step.scores import Scores, SliceSums, TrainingScores
 from grappe.step.task_contract import Plateau, model_of
-from grappe.task import Task, split_name
+from grappe.task import Task, overrides, split_name
 from grappe.training.headspace import Headspace
 from grappe.training.options import Options
 from grappe.training.run import Run
@@ -345,12 +345,22 @@ class Training:
         shown = ", ".join(str(index) for index in ids[:16]) + (", …" if len(ids) > 16 else "")
         error = DivergedError(
             f"the loss is {record.loss} in epoch {record.epoch + 1}, step {record.step}{where} (sample ids {shown}). "
-            "No checkpoint was overwritten: the last one is from an earlier step. "
-            "Try a lower lr, clip=1, or look at those samples"
+            f"No checkpoint was overwritten: the last one is from an earlier step. {self._way_out(batch)}"
         )
         if alone and len(nodes) == 1 and len({row[1] for row in rows}) > 1:
             error.nodes = {nodes[0]: f"step {record.step}, loss {record.loss} of samples {shown} alone"}
         return error
+
+    def _way_out(self, batch: Batch) -> str:
+        """Says what to do about a loss that is no number."""
+        targets = tree_leaves([micro.targets for micro in batch.microbatches])
+        decimal = [leaf for leaf in targets if isinstance(leaf, Tensor) and leaf.is_floating_point()]
+        if overrides(self.session.task, "counts") and not all(leaf.isfinite().all() for leaf in decimal):
+            return (
+                "Targets are not finite, and 0 x NaN is NaN, in the gradient too, where counts() is 0: write "
+                f"target = target.nan_to_num() in loss(){at(self.session.task, 'loss')}"
+            )
+        return "Try a lower lr, clip=1, or look at those samples"
 
     def _notify_watchers(self) -> None:
         """Passes to the watchers the steps that they have not seen."""

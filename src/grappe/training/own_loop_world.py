@@ -8,7 +8,7 @@ import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from grappe.errors import PlanError
 from grappe.launch.rank import ProcessRank
@@ -17,6 +17,9 @@ from grappe.launch.terminal import user_stream
 from grappe.launch.world import World, join
 from grappe.plan import Plan
 from grappe.private_api.multiprocessing import run_exit_functions
+
+if TYPE_CHECKING:
+    from grappe.rows.context import RowsContext
 
 PLAN = "GRAPPE_PLAN"
 """Variable with the plan that `grappe launch` was given."""
@@ -30,6 +33,10 @@ class Joined:
     plan: Plan | None = None
     process: ProcessRank | None = None
     folder = Path()
+    context: RowsContext | None = None
+    """Of the loops' rows, which can be read after a loop's end."""
+    until_left = contextlib.ExitStack()
+    """What holds as long as rows can be read."""
 
 
 def leave() -> None:
@@ -39,8 +46,9 @@ def leave() -> None:
     interpreter's lock; without a chance to take it the thread ends this process by SIGABRT (once in 15 times).
     """
     if Joined.world is not None:
+        Joined.until_left.close()
         Joined.world.leave()
-        Joined.world = None
+        Joined.world = Joined.context = None
         time.sleep(EXIT_SECONDS)
 
 

@@ -318,7 +318,7 @@ with grappe.Loop(run="run", save_every=2) as loop:
     net = torch.nn.Linear(1, 1)
     net, optimizer = loop.parallelize(net, torch.optim.SGD(net.parameters(), lr=1e-6))
     for inputs, numbers in loop.batches(data, 8, epochs=2):
-        loop.mean(net(inputs).flatten()).backward()
+        net(inputs).mean().backward()
         optimizer.step()
         rows = loop.world.gather(numbers.tolist())
         if loop.world.rank == 0:

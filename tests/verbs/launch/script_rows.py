@@ -53,6 +53,25 @@ for epoch in range(2):
     print(f"{right}/{seen} test {test:.6f}")
 weights = [*model.state_dict().values()]
 """,
+    "a data set whose module transforms its samples, in data workers, too": """
+class Images(TensorDataset):
+    transform = nn.Sequential(nn.Unflatten(0, (3, 2)), nn.Softmax(2))
+
+    def __getitem__(self, number):
+        image, label = super().__getitem__(number)
+        return self.transform(image.flatten(0, 1)), label
+
+model = nn.Sequential(nn.Flatten(), nn.Linear(36, 3))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for workers in (0, 1):
+    for images, labels in DataLoader(Images(x, y), 16, num_workers=workers):
+        optimizer.zero_grad()
+        loss = F.cross_entropy(model(images), labels)
+        loss.backward()
+        optimizer.step()
+        print(f"{loss.item():.6f}")
+weights = [*model.parameters()]
+""",
     "vae: a summed loss with noise": """
 encoder, decoder = nn.Linear(36, 8), nn.Linear(4, 36)
 optimizer = torch.optim.Adam([*encoder.parameters(), *decoder.parameters()], lr=0.01)

@@ -28,7 +28,7 @@ with grappe.Loop(run="run") as loop:
         for inputs, targets in loop.batches(data, 4):
             if loop.step == 1 and "stop" in sys.argv:
                 os.kill(os.getpid(), signal.SIGUSR1)
-            loop.mean((net(inputs) - targets[:, None]) ** 2).backward()
+            ((net(inputs) - targets[:, None]) ** 2).mean().backward()
             optimizer.step()
     print(loop.world.rank, sys.argv[1:], loop.step, flush=True)
 """

@@ -177,7 +177,7 @@ def test_a_run_that_cannot_be_resumed_says_so(
 @pytest.mark.parametrize(
     ("plan", "error", "why"),
     [
-        ("microbatches=2", PlanError, "and no microbatches: write it around grappe.Loop"),
+        ("microbatches=2", PlanError, "and no microbatches: describe it as a task"),
         ("dropout=local,replicate=2", PlanError, "and no dropout=local"),
         ("compile,replicate=2", PlanError, "compile on several processes is not for an unedited script"),
         ("shard=2", TaskError, "the script keeps parameters in a variable of its own"),

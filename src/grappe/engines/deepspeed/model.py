@@ -25,7 +25,7 @@ from grappe.errors.user_code import method_error
 from grappe.launch.world import World
 from grappe.parallel.activation_checkpointing import checkpoint_activations, switch_off_caches
 from grappe.parallel.batchnorm import synchronise_batchnorm
-from grappe.parallel.materialise import check_weights, fill, on_meta
+from grappe.parallel.materialise import check_weights, fill, marks_kept, on_meta
 from grappe.parallel.units import units_of
 from grappe.private_api.torch import module_buffers, module_parameters
 from grappe.step.precision import LossScale, autocast
@@ -81,7 +81,8 @@ class DeepSpeedModel:
             switch_off_caches(model)
             checkpoint_activations(units_of(task, model, self._setup.blocks.names) or [model], plan)
         if self.stage == 3:
-            partitioned(model, weights, world.device, config)
+            with marks_kept(model):
+                partitioned(model, weights, world.device, config)
         else:
             fill(model, weights, world.device)
         if plan.batchnorm == "sync" and world.data_group is not None:

@@ -17,6 +17,7 @@ from grappe.engines.shared.carried import nothing_changed
 from grappe.engines.shared.watched_forward import WatchedForward, parameters_kept
 from grappe.parallel.batchnorm import buffers_agreed, buffers_restored, ignoring_padding
 from grappe.parallel.compile import replaying
+from grappe.parallel.materialise import refuse_hooks
 from grappe.parallel.shard import reshard
 from grappe.plan import Plan
 from grappe.profiling import memory
@@ -57,6 +58,7 @@ class MicrobatchRunner:
     ) -> None:
         OWN_DRAWS.clear()  # of a training before in this process
         SAME_DRAWS.clear()
+        refuse_hooks(model, setup.plan)
         self._setup, self._model, self._forward, self._carried = setup, model, forward, setup.carried
         self._first_forward = first_forward or forward
         self.watch = WatchedForward(setup, model)

@@ -106,6 +106,7 @@ def launch(
         plan=str(chosen),
         rendezvous={"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)},
         seed=secrets.randbits(31),
+        is_loop=LOOP in imported,
         # Lightning then neither requeues the job nor replaces signal handlers.
         variables={} if imported.isdisjoint(LIGHTNING) else {"SLURM_JOB_NAME": "interactive"},
     )
@@ -289,6 +290,8 @@ def run_script(request: ScriptRequest, process: ProcessRank, rendezvous_folder: 
         try:
             with contextlib.suppress(KeyboardInterrupt):
                 code = INTERRUPTED
+                if request.is_loop:
+                    _seed(request.seed)
                 if request.run is None:
                     run_as_main(request.script, request.arguments)
                 else:
@@ -323,18 +326,20 @@ def _exit_code(end: SystemExit) -> int:
 def run_recorded(request: ScriptRequest, process: ProcessRank, rendezvous_folder: Path) -> None:
     """Runs a script for one process, of whose batches this process takes its rows, and makes it a run."""
     from grappe.profiling.chronometer import waits_counted
+    from grappe.training.interception import alive, intercepted
     from grappe.training.own_loop_world import join_world
-    from grappe.verbs.launch.interception import alive, intercepted
-    from grappe.verbs.launch.plan_keys import PlanKeys, shards_whole
+    from grappe.training.plan_keys import PlanKeys, gradients_summed, shards_whole
+    from grappe.training.rows_step import SpreadSteps, rows_context
     from grappe.verbs.launch.recorded import RecordedSteps, ScriptFolder
     from grappe.verbs.launch.replay import reads_noted
-    from grappe.verbs.launch.spread import SpreadSteps
     from grappe.verbs.launch.surroundings import surroundings_shared
 
     plan, folder = as_plan(request.plan), request.run
     world = join_world(plan, process, rendezvous_folder)
     keys = PlanKeys(plan, world)
-    spread = SpreadSteps(world, keys, request.script.parent) if world.size > 1 or keys.names else None
+    spread = None
+    if world.size > 1 or keys.names:
+        spread = SpreadSteps(world, keys, rows_context(world, request.script.parent))
     steps = RecordedSteps(
         lambda: ScriptFolder(request, plan, world),
         world,
@@ -353,7 +358,8 @@ def run_recorded(request: ScriptRequest, process: ProcessRank, rendezvous_folder
         surroundings_shared(world),
         reads_noted(steps.read, steps.clock),
         waits_counted(steps.chronometer),
-        shards_whole(world) if plan.shard > 1 else contextlib.nullcontext(),
+        gradients_summed(world) if plan.shard > 1 else contextlib.nullcontext(),
+        shards_whole() if plan.shard > 1 else contextlib.nullcontext(),
         contextlib.nullcontext() if spread is None else spread.running(),
     ):
         try:

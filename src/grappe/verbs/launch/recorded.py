@@ -10,7 +10,6 @@ import contextlib
 import dataclasses
 import hashlib
 import shlex
-import sys
 import time
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -18,7 +17,6 @@ from pathlib import Path
 from typing import Any, TypeVar, cast
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
@@ -33,15 +31,7 @@ from grappe.profiling import memory
 from grappe.profiling.chronometer import Chronometer
 from grappe.profiling.phases import BACKWARD, CHECKPOINT, DATA, EVALUATION, FORWARD, UPDATE
 from grappe.rows.tensor import full
-from grappe.training.own_loop_folder import LoopFolder
-from grappe.training.own_loop_objects import KeptObjects
-from grappe.training.random_state import as_tensor, from_tensor, random_state, set_random_state, set_state_of, state_of
-from grappe.training.run import Run
-from grappe.training.task_reference import SCRIPT
-from grappe.training.watchdog import IdleWatchdog
-from grappe.training.watchers.base import Record
-from grappe.training.watchers.meter import Meter, used
-from grappe.verbs.launch.interception import (
+from grappe.training.interception import (
     Begin,
     StepHandler,
     alive,
@@ -49,12 +39,21 @@ from grappe.verbs.launch.interception import (
     parameters_of,
     rows_of,
 )
-from grappe.verbs.launch.plan_keys import gathered
+from grappe.training.own_loop_folder import LoopFolder
+from grappe.training.own_loop_objects import KeptObjects
+from grappe.training.plan_keys import gathered
+from grappe.training.random_state import as_tensor, from_tensor, random_state, set_random_state, set_state_of, state_of
+from grappe.training.rows_step import SpreadSteps
+from grappe.training.run import Run
+from grappe.training.step_losses import StepLosses
+from grappe.training.task_reference import SCRIPT
+from grappe.training.watchdog import IdleWatchdog
+from grappe.training.watchers.base import Record
+from grappe.training.watchers.meter import Meter, used
 from grappe.verbs.launch.replay import Iteration, Replay
 from grappe.verbs.launch.request import INTERRUPTED, ScriptRequest
-from grappe.verbs.launch.spread import SpreadSteps
 from grappe.verbs.launch.surroundings import writing_nothing
-from grappe.verbs.launch.variables import Unchanged, Variables, is_own_file, variables_of
+from grappe.verbs.launch.variables import Unchanged, Variables, variables_of
 
 T = TypeVar("T")
 SAVE_SECONDS = 60.0
@@ -133,10 +132,7 @@ class RecordedSteps(StepHandler):
         self._stop, self._signals, self._last = StopSignal(), signals, last
         self._unwritten = contextlib.ExitStack()
         self._optimizers: list[Optimizer] = []
-        self._losses: dict[str, Tensor] = {}
-        """This process's term of each backward's loss, by the script's line."""
-        self._fresh: set[str] = set()
-        """Lines of backwards since an optimizer has stepped: their losses add up."""
+        self._losses = StepLosses(world, None if steps is None else steps.group)
         self._lr = 0.0
         self._stepped = False
         self._leader: Iteration | None = None
@@ -147,7 +143,6 @@ class RecordedSteps(StepHandler):
         self._all_samples = 0
         """Of this start's steps."""
         self._live: dict[int, Iteration] = {}
-        self._reduction: tuple[Tensor, Sequence[dist.Work]] | None = None
         self._saved_at = time.monotonic()
         self._reads: list[Any] = []
         self._clocks: list[float] = []
@@ -229,9 +224,7 @@ class RecordedSteps(StepHandler):
         self.chronometer.switch(BACKWARD)
         self._inner.backward(loss, run)
         if loss.numel() == 1:
-            value, line = self._inner.own_term(loss).double().reshape(()), _line()
-            self._losses[line] = self._losses[line] + value if line in self._fresh else value
-            self._fresh.add(line)
+            self._losses.add(self._inner.own_term(loss))
         self.chronometer.switch(FORWARD)
 
     def read(self, tensor: Tensor, plain: Callable[[Tensor], T]) -> T:
@@ -278,7 +271,7 @@ class RecordedSteps(StepHandler):
     def _note_step(self, optimizer: Optimizer) -> None:
         self.chronometer.switch(FORWARD)
         self._stepped = True
-        self._fresh.clear()
+        self._losses.stepped()
         leader = self._leader
         if leader is None:
             if optimizer is self._optimizers[0]:
@@ -322,31 +315,21 @@ class RecordedSteps(StepHandler):
         """Sums signals and losses while the next step runs; returns whether to stop, and whether to save."""
         before = self._flush()
         due = self._world.rank == 0 and time.monotonic() - self._saved_at > SAVE_SECONDS
-        values = torch.tensor([self._stop.flag, due], dtype=torch.float64)
-        losses = [loss.cpu() for loss in self._losses.values()]
-        sums = torch.cat([values, torch.stack(losses)]) if losses else values
-        self._losses.clear()
+        self._losses.end_step([self._stop.flag, due])
         assert self._folder is not None
         self._folder.stepped(self.step, max(self._epochs - 1, 0), samples, self._lr, seconds, skipped=False)
         self._all_samples += samples
         self._meter.stepped(
             Record(self.step, 0, self._all_samples, 0.0, self._lr, seconds, norm=None, skipped=False, flag=0.0)
         )
-        if self._world.control is None:
-            self._reduction = (sums, ())
-            return bool(self._stop.flag), due
-        self._reduction = (sums, [dist.all_reduce(sums, group=self._world.control, async_op=True)])
-        return before
+        return (bool(self._stop.flag), due) if self._world.size == 1 else before
 
     def _flush(self) -> tuple[bool, bool]:
         """Writes the last step with its losses; returns whether to stop, and whether to save. Collective."""
-        before, self._reduction = self._reduction, None
-        if before is None or self._folder is None:
+        sums = self._losses.sums()
+        if sums is None or self._folder is None:
             return False, False
-        sums, works = before
-        for work in works:
-            work.wait()
-        stop, due, *losses = sums.tolist()
+        (stop, due), losses = sums
         self._folder.reduced(losses)
         return stop > 0, due > 0
 
@@ -525,14 +508,6 @@ class RecordedSteps(StepHandler):
         self._meter.ended(None)
         if self._folder is not None:
             self._folder.close(self.step, error, interrupted=interrupted)
-
-
-def _line() -> str:
-    """Returns the innermost line of the script that runs now."""
-    frame: types.FrameType | None = sys._getframe(1)
-    while frame is not None and not is_own_file(frame.f_code.co_filename):
-        frame = frame.f_back
-    return "" if frame is None else f"{frame.f_code.co_filename}:{frame.f_lineno}"
 
 
 def _of_modules() -> list[Tensor]:

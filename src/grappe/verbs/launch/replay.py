@@ -21,13 +21,13 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from grappe.checkpoint.format import Checkpoint
 from grappe.errors import RunError
+from grappe.errors.user_line import is_users_file
 from grappe.launch.terminal import redirected
 from grappe.private_api.torch import skip_batch, tree_map
 from grappe.rows.tensor import Rows
+from grappe.training.interception import copied, replaced, rows_of
 from grappe.training.random_state import from_tensor, set_random_state
-from grappe.verbs.launch.interception import copied, replaced, rows_of
 from grappe.verbs.launch.surroundings import CLOCKS, TORCH, writing_nothing
-from grappe.verbs.launch.variables import is_own_file
 
 READS = ("item", "__float__", "__int__", "__index__", "__bool__", "tolist", "numpy")
 """Functions by which a script reads a tensor."""
@@ -242,7 +242,7 @@ def reads_noted(
 
 def repeats(frame: types.FrameType | None) -> bool:
     """Returns whether what is read at a frame is read again on the way back: by the script, and not in a module."""
-    if frame is None or not is_own_file(frame.f_code.co_filename):
+    if frame is None or not is_users_file(frame.f_code.co_filename):
         return False
     while frame is not None:
         if frame.f_code is LOADING:

@@ -24,6 +24,8 @@ class ScriptRequest:
     """Environment variables of every process."""
     seed: int = 0
     """Seed of what the script draws before it seeds itself, the same in all processes."""
+    is_loop: bool = False
+    """Whether it has a grappe.Loop, and so draws from that seed, too."""
     run: Path | None = None
     """Folder of the run of a script for one process; None: it becomes none."""
     steps: int | None = None

@@ -14,7 +14,6 @@ import random
 import secrets
 import shutil
 import sys
-import threading
 import time
 import timeit
 import uuid
@@ -28,9 +27,9 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import get_worker_info
 
+from grappe.errors.user_line import is_users_file
 from grappe.launch.world import World
-from grappe.verbs.launch.interception import replaced
-from grappe.verbs.launch.variables import is_own_file
+from grappe.training.interception import MainThread, replaced
 
 T = TypeVar("T")
 TORCH = f"{Path(torch.__file__).parent}/"
@@ -41,7 +40,7 @@ CLOCKS = (
     (timeit, "default_timer"),
 )  # fmt: skip
 THROUGH = frozenset({
-    "genericpath", "glob", "grappe.verbs.launch.plan_keys", "grappe.verbs.launch.replay",
+    "genericpath", "glob", "grappe.training.plan_keys", "grappe.verbs.launch.replay",
     "grappe.verbs.launch.surroundings", "json", "numpy", "os",
     "pandas", "pathlib", "PIL", "posixpath", "shutil", "torch.serialization", "uuid",
 })  # fmt: skip
@@ -61,7 +60,7 @@ def by_script(frame: FrameType | None) -> bool:
         if name not in THROUGH and name.partition(".")[0] not in THROUGH:
             break
         frame = frame.f_back
-    return frame is not None and is_own_file(frame.f_code.co_filename)
+    return frame is not None and is_users_file(frame.f_code.co_filename)
 
 
 @contextlib.contextmanager
@@ -76,20 +75,6 @@ def surroundings_shared(world: World) -> Iterator[None]:
         yield
 
 
-class _Main:
-    """The main thread of the script's process: others, and what it forks, take no part in messages."""
-
-    def __init__(self) -> None:
-        self._ids = self._now()
-
-    def __bool__(self) -> bool:
-        return self._ids == self._now()
-
-    @staticmethod
-    def _now() -> tuple[int, int]:
-        return os.getpid(), threading.get_ident()
-
-
 # ---- Files -------------------------------------------------------------------------------------------------
 
 
@@ -97,7 +82,7 @@ class _Order:
     """Lets process 0 write once all have read, and all read once process 0 has written."""
 
     def __init__(self, world: World) -> None:
-        self._world, self._main = world, _Main()
+        self._world, self._main = world, MainThread()
         self._has_read = self._has_written = False
         self._changes = False
         """Whether a change runs, whose own reads and writes are process 0's alone."""
@@ -278,7 +263,7 @@ def _compiles(frame: FrameType | None) -> bool:
 
 @contextlib.contextmanager
 def _clocks_shared(world: World) -> Iterator[None]:
-    main = _Main()
+    main = MainThread()
 
     def sharing(plain: Callable[[], float]) -> Callable[[], float]:
         def read() -> float:

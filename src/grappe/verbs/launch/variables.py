@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import functools
 import sys
 import types
 import weakref
@@ -36,8 +35,6 @@ LEFT_OUT = (
 """What a script that comes back makes again, or what is kept in another way."""
 FUNCTIONS = (types.FunctionType, types.MethodType)
 PLAIN = (nn.Module, LRScheduler, argparse.Namespace, types.SimpleNamespace)
-is_own_file = functools.cache(is_users_file)
-"""Returns whether a file is the script's, or a module's of its own."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -97,7 +94,7 @@ def _roots(optimizers: Sequence[Optimizer]) -> Iterator[tuple[str, Any]]:
         yield from ((f"{name}.{key}", value) for key, value in _named(vars(module)))
     frame: types.FrameType | None = sys._getframe(1)
     while frame is not None:
-        if is_own_file(frame.f_code.co_filename) and frame.f_code.co_name != "<module>":
+        if is_users_file(frame.f_code.co_filename) and frame.f_code.co_name != "<module>":
             yield from ((f"{frame.f_code.co_name}: {key}", value) for key, value in _named(frame.f_locals))
         frame = frame.f_back
 
@@ -134,4 +131,4 @@ def own_modules() -> dict[str, types.ModuleType]:
 
 
 def _is_own_module(name: str, module: types.ModuleType | None) -> bool:
-    return name == "__main__" or is_own_file(getattr(module, "__file__", None) or "<none>")
+    return name == "__main__" or is_users_file(getattr(module, "__file__", None) or "<none>")

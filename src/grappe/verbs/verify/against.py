@@ -34,12 +34,13 @@ from grappe.plan import Plan
 from grappe.private_api.torch import tree_map
 from grappe.step.closure import needs_closure
 from grappe.step.loss import loss_of
+from grappe.step.precision import in_double
 from grappe.step.task_contract import model_of, optimizer_of, schedule_of
 from grappe.task import Task, overrides
+from grappe.training.interception import Begin, StepHandler, buffers_alive, copied, intercepted, rows_of
 from grappe.training.random_state import random_state, set_random_state
 from grappe.training.request import data_folder
 from grappe.training.task_reference import TaskReference
-from grappe.verbs.launch.interception import Begin, StepHandler, buffers_alive, copied, intercepted, rows_of
 from grappe.verbs.launch.launch import run_as_main
 from grappe.verbs.verify.ported import (
     dropout_rates,
@@ -476,8 +477,8 @@ class Comparison(StepHandler):
             if (script[name] is None) != (plain[name] is None):
                 who = "script" if plain[name] is None else "task"
                 self._differ(f"gradient: {name} has one in the {who} alone: detached, frozen, or not used by the loss")
-        a = {name: each.detach().to_dense().double() for name, each in script.items() if each is not None}
-        b = {name: each.detach().to_dense().double().clone() for name, each in plain.items() if each is not None}
+        a = {name: in_double(each) for name, each in script.items() if each is not None}
+        b = {name: in_double(each).clone() for name, each in plain.items() if each is not None}
         clipped = 1.0
         if self._task.clip is not None:
             clipped = min(1.0, self._task.clip / (_norm(b) + 1e-6))

@@ -15,7 +15,7 @@ from grappe.data.arrays import in_memory
 from grappe.data.collate import collated
 from grappe.private_api.torch import tree_leaves
 from grappe.task import Task
-from grappe.verbs.launch.interception import modules_alive
+from grappe.training.interception import modules_alive
 
 CLOSE = 1e-5
 """The largest relative difference of a sample that is the same, normalised with other rounding."""

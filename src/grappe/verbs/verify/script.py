@@ -21,6 +21,7 @@ from grappe.errors import GrappeError, UsageError
 from grappe.launch.rank import ProcessRank, rank_from_environment
 from grappe.launch.start import start
 from grappe.plan import AnyPlan, Plan, as_plan
+from grappe.step.precision import in_double
 from grappe.verbs.launch.launch import refuse_plan, run_recorded, start_server
 from grappe.verbs.launch.request import ScriptRequest
 from grappe.verbs.verify.against import Agreement
@@ -221,6 +222,6 @@ SAVE, LOAD = torch.save, torch.load
 def _distance(own: Tensor, other: Tensor | None) -> float:
     if other is None:
         return float("inf")
-    a, b = own.double(), other.detach().to_dense().double() if other.is_sparse else other.detach().double()
+    a, b = in_double(own), in_double(other)
     norm = float(a.norm())
     return float((a - b).norm()) / norm if norm else float((a - b).norm() > 0)

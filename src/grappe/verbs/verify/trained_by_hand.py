@@ -48,7 +48,7 @@ from grappe.plan import Plan
 from grappe.private_api.torch import module_parameters, tree_leaves, tree_map
 from grappe.step.closure import needs_closure, step_with_closure
 from grappe.step.loss import LossValues, loss_of
-from grappe.step.precision import autocast, set_gpu_arithmetic
+from grappe.step.precision import autocast, in_double, set_gpu_arithmetic
 from grappe.step.task_contract import optimizer_of, schedule_of
 from grappe.task import Task, overrides
 from grappe.verbs.verify.batch_coupling import Companions, batch_coupled_modules
@@ -172,6 +172,8 @@ class ReferenceBatches:
         plain = [count.to(self._kind).sum() for count in counts if isinstance(count, Tensor)]
         named = [count for count in counts if isinstance(count, Mapping)]
         count = torch.stack(plain).sum() if plain else float(len(ids))
+        if isinstance(count, Tensor) and not count:
+            count = torch.ones_like(count)  # nothing counts, so nothing is learned
         return ReferenceBatch(
             slices=tuple(slices),
             count=self._recorded[number].count if self._recorded else count,
@@ -339,7 +341,7 @@ class ReferenceModel:
         self.draws = tuple(draws)
         # In float64: torch's float32 norm of 20 million numbers is wrong by a thousandth.
         gradients = [parameter.grad for parameter in self._parameters if parameter.grad is not None]
-        norm = math.sqrt(sum(float(gradient.double().square().sum()) for gradient in gradients))
+        norm = math.sqrt(sum(float(in_double(gradient).square().sum()) for gradient in gradients))
         assert self._task.clip is not None, "a watched task has a bound"
         if norm > self._task.clip:
             for gradient in gradients:
@@ -514,7 +516,7 @@ def relative(a: float, b: float) -> float:
 
 def gap(a: Tensor, b: Tensor) -> float:
     """Computes |a - b| / |a| in norms."""
-    a, b = a.double(), b.double()
+    a, b = in_double(a), in_double(b)
     return 0.0 if torch.equal(a, b) else float((a - b).norm() / (a.norm() or 1.0))
 
 

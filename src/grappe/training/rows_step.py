@@ -1,7 +1,7 @@
 """Spreads a script's steps over processes: a batch becomes rows, gradients are sums of the processes' terms.
 
-Every process runs the whole script. What its tensors are, whoever has the rows, `grappe.rows` says; where they are
-split is a matter of speed alone, as any tensor may be.
+Every process runs the whole script, unedited or around a grappe.Loop. What its tensors are, whoever has the rows,
+`grappe.rows` says; where they are split is a matter of speed alone, as any tensor may be.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 from torch.optim import Optimizer
-from torch.utils.data import DataLoader, default_collate, get_worker_info
+from torch.utils.data import DataLoader, default_collate
 
 from grappe.errors import DivergedError, TaskError
 from grappe.launch.terminal import complain
@@ -28,7 +28,7 @@ from grappe.launch.world import World
 from grappe.private_api.torch import (
     BatchNormBase,
     LossBase,
-    replace_recurrent,
+    recurrent_replaced,
     tree_leaves,
     tree_map,
 )
@@ -36,8 +36,8 @@ from grappe.rows.context import RowsContext, activate
 from grappe.rows.gradients import GradientSums
 from grappe.rows.regions import FromLocal, Shared, ToLocal, recurrent
 from grappe.rows.tensor import PARTIAL, Placement, Rows, full, local_rows, split
-from grappe.verbs.launch.interception import Begin, StepHandler, parameters_of, replaced
-from grappe.verbs.launch.plan_keys import PlanKeys
+from grappe.training.interception import Begin, MainThread, StepHandler, parameters_of, replaced
+from grappe.training.plan_keys import PlanKeys
 
 CHECK_EVERY = 100  # steps, after which the processes compare their weights; at first after 1, 2, 4, …
 REPORTED = 20  # steps, after which it is said what was gathered
@@ -45,22 +45,24 @@ SHARE = 0.03  # of the time: gathering below it is not worth a line
 LINES = 5
 
 
-class SpreadSteps(StepHandler):
-    """Handles a script's steps on one of several processes, or on one with a plan's keys.
+def rows_context(world: World, folder: Path) -> RowsContext:
+    """Makes the context of the processes that share a script's rows. Collective.
 
     Args:
         folder: the script's, whose lines are named.
     """
+    group = world.data_group
+    if group is not None and dist.get_backend(group) == "nccl":  # what a script does on the CPU needs gloo
+        group = dist.new_group(backend="cpu:gloo,cuda:nccl")
+    return RowsContext(rank=world.data_rank, size=world.data_size, group=group, script_folder=f"{folder.absolute()}/")
 
-    def __init__(self, world: World, keys: PlanKeys, folder: Path) -> None:
-        group = world.data_group
-        if group is not None and dist.get_backend(group) == "nccl":  # what a script does on the CPU needs gloo
-            group = dist.new_group(backend="cpu:gloo,cuda:nccl")
-        self._context = RowsContext(
-            rank=world.data_rank, size=world.data_size, group=group, script_folder=f"{folder.absolute()}/"
-        )
-        self._world, self._keys = world, keys
-        self._several = world.data_size > 1
+
+class SpreadSteps(StepHandler):
+    """Handles a script's steps on one of several processes, or on one with a plan's keys."""
+
+    def __init__(self, world: World, keys: PlanKeys, context: RowsContext) -> None:
+        self._world, self._keys, self._context = world, keys, context
+        self.group, self._several = context.group, world.data_size > 1
         self._is_local = keys.plan.batchnorm == "local" and self._several
         self._optimizers: list[Optimizer] = []
         # Dictionaries, as the order in a set is each process's own. When the garbage collector takes a module is each
@@ -78,6 +80,7 @@ class SpreadSteps(StepHandler):
         self._sizes: tuple[int, ...] = ()
         self._batches: list[tuple[str, int]] = []
         """Lines at which the next step to be checked has split a tensor, and checksums."""
+        self._main = MainThread()
         self._depth = self._rows = 0
         self._is_compared = False
         self._began = time.perf_counter()
@@ -89,34 +92,45 @@ class SpreadSteps(StepHandler):
     def running(self) -> Iterator[None]:
         """Context in which the script runs."""
         functions: list[tuple[Any, str, Any]] = [(nn.Module, "__call__", self._calling)]
-        if self._several:
-            replace_recurrent(lambda layers: recurrent(layers, layers.__name__))
-            functions += [
-                (torch, "compile", self._uncompiled),
-                (nn.DataParallel, "forward", _undivided),
-                *((kind, "forward", self._normalising) for kind in _norm_kinds() if self._is_local),
-            ]
-        with activate(self._context), replaced(*functions):
+        with contextlib.ExitStack() as undo:
+            if self._several:
+                undo.enter_context(recurrent_replaced(recurrent))
+                functions += [
+                    (torch, "compile", self._uncompiled),
+                    (nn.DataParallel, "forward", _undivided),
+                    *((kind, "forward", self._normalising) for kind in _norm_kinds() if self._is_local),
+                ]
+            undo.enter_context(activate(self._context))
+            undo.enter_context(replaced(*functions))
             yield
+
+    @contextlib.contextmanager
+    def loading(self) -> Iterator[None]:
+        """Context in which batches are loaded: what modules of a dataset get, such as an image's channels, is whole."""
+        self._depth += 1
+        try:
+            yield
+        finally:
+            self._depth -= 1
 
     # ---- Where rows come from ------------------------------------------------------------------------------
 
     def batches(self, loader: DataLoader[Any], begin: Begin) -> Iterator[Any]:
         """Yields a loader's batches, whose tensors with as many rows as most of them have are rows."""
-        plain = iter(begin())
-        while True:
-            self._depth += 1  # a module that a dataset calls has no batch
-            try:
-                batch = self._keys.batch(next(plain))
-            except StopIteration:
-                return
-            finally:
-                self._depth -= 1
+        iterator = begin()
+        while self._main:
+            with self.loading():
+                try:
+                    batch = self._keys.batch(next(iterator))
+                except StopIteration:
+                    return
             # Another collate function may give a view of the data set, which an in-place write must reach.
             shared = loader.collate_fn is not default_collate and not loader.num_workers
-            yield self._split(batch, shared) if self._several else batch
+            yield self.split(batch, shared=shared) if self._several else batch
+        yield from iterator  # in a data worker
 
-    def _split(self, batch: Any, shared: bool) -> Any:
+    def split(self, batch: Any, *, shared: bool = False) -> Any:
+        """Returns a batch that all processes have, with rows in place of tensors of as many rows as most have."""
         counts = Counter(len(each) for each in tree_leaves(batch) if isinstance(each, Tensor) and each.dim())
         rows = counts.most_common(1)[0][0] if counts else 0
         if rows < self._world.data_size:
@@ -135,7 +149,7 @@ class SpreadSteps(StepHandler):
         """Splits what an outermost module gets where no argument is rows: noise, or a batch that no loader made."""
 
         def call(module: nn.Module, *arguments: Any, **options: Any) -> Any:
-            if self._depth or get_worker_info() is not None:
+            if self._depth or not self._main:  # data workers and threads have no part in messages
                 return plain(module, *arguments, **options)
             self._depth += 1
             try:
@@ -178,7 +192,7 @@ class SpreadSteps(StepHandler):
         """Notes the numbers of a tensor that is split, which must be the same on all processes."""
         if self._is_due(self.steps + 1) and not self.replaying:
             numbers = batch.detach().resolve_conj().resolve_neg().cpu().reshape(-1)
-            self._batches.append((self._context.line(), zlib.crc32(numbers.view(torch.uint8).numpy())))
+            self._batches.append((self._context.line(), zlib.crc32(numbers.view(torch.uint8).numpy().tobytes())))
 
     @staticmethod
     def _is_due(step: int) -> bool:
@@ -239,11 +253,13 @@ class SpreadSteps(StepHandler):
             of_groups = (each for group in groups for each in group)
             every = {id(each): each for each in (*of_groups, *of_modules)}
             self._parameters = [each for each in every.values() if type(each) is not Rows]
-            self._sizes = () if self._keys.plan.shard > 1 else sizes
+            self._sizes = () if self._keys.plan.uses_fsdp else sizes
         return self._parameters
 
     def add_optimizer(self, optimizer: Optimizer) -> None:
         """Notes an optimizer."""
+        if any(each is optimizer for each in self._optimizers):
+            return
         self._optimizers.append(optimizer)
         optimizer.register_step_pre_hook(self._before_step)
         self._keys.add_optimizer(optimizer)
@@ -265,7 +281,7 @@ class SpreadSteps(StepHandler):
             statistics = [each for module in self._moved for each in module.buffers() if each.is_floating_point()]
             self._moved.clear()
             flat = torch.cat([each.reshape(-1) for each in statistics])
-            dist.all_reduce(flat, group=self._context.group)
+            dist.all_reduce(flat, group=self.group)
             for each, mean in zip(
                 statistics, (flat / self._world.data_size).split([each.numel() for each in statistics]), strict=True
             ):

@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import functools
 import gc
+import os
+import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
@@ -40,6 +42,20 @@ class StepHandler:
 
     def add_optimizer(self, optimizer: Optimizer) -> None:
         """Notes an optimizer that the script has made."""
+
+
+class MainThread:
+    """The main thread of a script's process: others, and what it forks, take no part in messages."""
+
+    def __init__(self) -> None:
+        self._ids = self._now()
+
+    def __bool__(self) -> bool:
+        return self._ids == self._now()
+
+    @staticmethod
+    def _now() -> tuple[int, int]:
+        return os.getpid(), threading.get_ident()
 
 
 @contextlib.contextmanager

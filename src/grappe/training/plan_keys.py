@@ -23,11 +23,11 @@ from grappe.data.collate import in_float64
 from grappe.errors import TaskError
 from grappe.launch.world import World
 from grappe.plan import Plan
-from grappe.private_api.torch import tree_map
+from grappe.private_api.torch import gradient_hooks, tree_map
 from grappe.step.precision import LossScale, set_gpu_arithmetic
-from grappe.verbs.launch.interception import PLANS_FORWARD, alive, parameters_of, replaced
+from grappe.training.interception import PLANS_FORWARD, alive, parameters_of, replaced
 
-KEYS = ("precision", "recompute", "channels_last", "compile", "shard")
+KEYS = ("precision", "recompute", "channels_last", "compile", "shard", "offload")
 
 
 class PlanKeys:
@@ -55,8 +55,13 @@ class PlanKeys:
         value = getattr(self.plan, key)
         return key if value is True else f"{key}={value}"
 
-    def prepare(self, model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
+    def prepare(
+        self, model: nn.Module, optimizers: Sequence[Optimizer], units: Sequence[nn.Module] | None = None
+    ) -> None:
         """Applies the keys to a model before its first call; afterwards optimizers have its parameters. Collective.
+
+        Args:
+            units: blocks in order, each of which is sharded, recomputed or compiled; None: repeated blocks are found.
 
         Raises:
             TaskError: the model cannot have a key.
@@ -70,24 +75,26 @@ class PlanKeys:
         if is_trained and not self.on:
             self.on = True
             for schedule in alive(LRScheduler) if self.scale.is_dynamic else ():
-                schedule.step = _unless(self, schedule.step)  # type: ignore[method-assign]
+                self.leave_out(schedule)
         self._prepared.update(model.modules())
         plain = {module for module in model.modules() if "forward" not in vars(module)}
         before = {each: name for name, each in model.named_parameters()}
-        self._apply(model)
+        self._apply(model, units)
         PLANS_FORWARD.update(module for module in plain if "forward" in vars(module))
         after = dict(model.named_parameters())
         for optimizer in optimizers:
             for group in optimizer.param_groups:
                 group["params"] = [after[before[each]] if each in before else each for each in group["params"]]
         old = [each for each in before if after[before[each]] is not each]
+        if any(any(gradient_hooks(each)) for each in old):
+            raise TaskError("a hook of a parameter's gradient would have none under shard: leave shard out")
         if old and any(each is not before and each is not old for each in gc.get_referrers(*old)):
             raise TaskError(
                 "the script keeps parameters in a variable of its own, which would not be those that shard trains: "
                 "write model.parameters() where it uses them"
             )
 
-    def _apply(self, model: nn.Module) -> None:
+    def _apply(self, model: nn.Module, units: Sequence[nn.Module] | None) -> None:
         from grappe.parallel.parallelize import prepare_made
         from grappe.parallel.shard import shard
         from grappe.parallel.units import repeated_blocks
@@ -98,13 +105,14 @@ class PlanKeys:
         if plan.precision == "fp64":
             torch.set_default_dtype(torch.float64)
             model.to(stored_in(plan)).forward = _taking_float64(model.forward)
-        units = [model.get_submodule(name) for name in repeated_blocks(model)]
+        if units is None:
+            units = [model.get_submodule(name) for name in repeated_blocks(model)]
         # Batch normalisation has a rule for rows. So have gradients: each process's are terms of a sum.
         keys = {key: getattr(plan, key) for key in ("precision", "recompute", "channels_last", "compile")}
-        if plan.shard > 1:
+        if plan.uses_fsdp:
             keys["channels_last"] = False  # FSDP2 refuses parameters that are not contiguous
         prepare_made(model, units, dataclasses.replace(Plan(), **keys), self._world)
-        if plan.shard > 1:
+        if plan.uses_fsdp:
             shard(model, units, plan, self._world)
 
     def batch(self, batch: Any) -> Any:
@@ -121,28 +129,37 @@ class PlanKeys:
         backward_scaled(self.scale, lambda: parameters_of(optimizers), run)
 
     def add_optimizer(self, optimizer: Optimizer) -> None:
-        """Has an optimizer leave out an update whose fp16 gradient has an infinity."""
+        """Has an optimizer leave out an update whose fp16 gradient has an infinity.
+
+        Raises:
+            TaskError: it computes its gradients in a closure, after it was asked whether they are finite.
+        """
         if not self.scale.is_dynamic:
             return
         from grappe.step.clip import gradient_norm
+        from grappe.step.closure import gradients_first, needs_closure
 
-        def leave_out(*_: object) -> None:
+        if needs_closure(optimizer) and not gradients_first(optimizer):
+            raise TaskError(f"{type(optimizer).__name__} computes its gradients in a closure: leave precision=fp16 out")
+
+        def check(*_: object) -> None:
             parameters = [each for each in parameters_of([optimizer]) if each.grad is not None]
             self.skipped = bool(parameters) and not torch.isfinite(gradient_norm(parameters))  # type: ignore[arg-type]
             if self.skipped:
                 for each in parameters:
                     each.grad = None
 
-        optimizer.register_step_pre_hook(leave_out)
+        optimizer.register_step_pre_hook(check)
         optimizer.register_step_post_hook(lambda *_: self.scale.update(self.skipped))
+
+    def leave_out(self, schedule: LRScheduler) -> None:
+        """Has a schedule's step do nothing after an update that was left out."""
+        step = schedule.step
+        schedule.step = lambda *arguments, **options: None if self.skipped else step(*arguments, **options)  # type: ignore[method-assign]
 
 
 def _taking_float64(forward: Callable[..., Any]) -> Callable[..., Any]:
     return lambda *arguments, **options: forward(*in_float64(arguments), **in_float64(options))
-
-
-def _unless(keys: PlanKeys, step: Callable[..., None]) -> Callable[..., None]:
-    return lambda *arguments, **options: None if keys.skipped else step(*arguments, **options)
 
 
 # ---- Shards ------------------------------------------------------------------------------------------------
@@ -158,12 +175,24 @@ def gathered(tensor: Tensor) -> Tensor:
 
 
 @contextlib.contextmanager
-def shards_whole(world: World) -> Iterator[None]:
-    """Context of a script whose models are sharded: its files hold whole tensors, and gradients are terms of a sum."""
-    from torch.distributed.tensor import DTensor, distribute_tensor
-
+def gradients_summed(world: World) -> Iterator[None]:
+    """Context of a script whose models are sharded: gradients are terms of a sum."""
     from grappe.private_api.torch import gradients_handed_over
     from grappe.rows.tensor import PARTIAL, Rows, full, local_rows
+
+    def term(gradient: Tensor) -> Tensor:
+        if type(gradient) is Rows and gradient._cell.layout.placement is PARTIAL:
+            return local_rows(gradient)
+        return full(gradient) / world.data_size  # each process has the whole, and FSDP2 sums them
+
+    with gradients_handed_over(term):
+        yield
+
+
+@contextlib.contextmanager
+def shards_whole() -> Iterator[None]:
+    """Context of a script whose models are sharded: its files hold whole tensors."""
+    from torch.distributed.tensor import DTensor, distribute_tensor
 
     def saving(save: Callable[..., None]) -> Callable[..., None]:
         return lambda value, *arguments, **options: save(tree_map(gathered, value), *arguments, **options)
@@ -180,10 +209,5 @@ def shards_whole(world: World) -> Iterator[None]:
 
         return filled
 
-    def term(gradient: Tensor) -> Tensor:
-        if type(gradient) is Rows and gradient._cell.layout.placement is PARTIAL:
-            return local_rows(gradient)
-        return full(gradient) / world.data_size  # each process has the whole, and FSDP2 sums them
-
-    with gradients_handed_over(term), replaced((torch, "save", saving), (nn.Module, "load_state_dict", filling)):
+    with replaced((torch, "save", saving), (nn.Module, "load_state_dict", filling)):
         yield

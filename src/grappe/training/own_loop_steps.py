@@ -1,0 +1,223 @@
+"""The steps of hand-written loops: batches as rows, and backwards, of which losses and times are noted."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import sys
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.utils.data import DataLoader, Dataset, default_collate
+
+from grappe.data.arrays import in_memory, one_by_one
+from grappe.data.batch import Batch
+from grappe.data.collate import form
+from grappe.data.datasets import check
+from grappe.data.loader import BatchLoader
+from grappe.data.sampling import Sampling, cut
+from grappe.data.seeded import seeded
+from grappe.errors import UsageError
+from grappe.errors.user_code import sentence
+from grappe.launch.world import World
+from grappe.plan import Plan
+from grappe.private_api.torch import tree_leaves, tree_map
+from grappe.profiling.chronometer import Chronometer
+from grappe.profiling.phases import BACKWARD, FORWARD
+from grappe.rows.context import RowsContext, activate
+from grappe.rows.tensor import Placement, from_local
+from grappe.task import Task, fields
+from grappe.training.interception import Begin, StepHandler, intercepted
+from grappe.training.own_loop_world import Joined
+from grappe.training.plan_keys import PlanKeys, gradients_summed
+from grappe.training.random_state import random_state, set_random_state
+from grappe.training.rows_step import SpreadSteps, rows_context
+from grappe.training.step_losses import StepLosses
+
+SHAPES = 1 << 20
+"""Number of hashes of shapes: the square of one is exact in float64, summed over processes, too."""
+
+
+class OpenLoop(Protocol):
+    """A loop that has not ended."""
+
+    chronometer: Chronometer
+    losses: StepLosses
+
+
+class LoopSteps(StepHandler):
+    """Handles the steps of the loops that are open in this process; the last's end puts back what it replaces."""
+
+    now: LoopSteps | None = None
+    """None: no loop is open."""
+
+    def __init__(self, plan: Plan, world: World) -> None:
+        self.world, self.keys = world, PlanKeys(plan, world)
+        self.spread: SpreadSteps | None = None
+        if world.size > 1 and Joined.context is None:
+            Joined.context = rows_context(world, Path(sys.argv[0]).absolute().parent)
+            Joined.until_left.enter_context(activate(Joined.context))
+            if plan.uses_fsdp:
+                Joined.until_left.enter_context(gradients_summed(world))
+        if world.size > 1 or self.keys.names:
+            self.spread = SpreadSteps(world, self.keys, Joined.context or RowsContext())
+        self._inner = self.spread or StepHandler()
+        self._undo = contextlib.ExitStack()
+        self._undo.callback(torch.set_default_dtype, torch.get_default_dtype())  # which precision=fp64 sets
+        self._undo.enter_context(intercepted(self))
+        if self.spread is not None:
+            self._undo.enter_context(self.spread.running())
+        self._open: list[OpenLoop] = []
+        self.running: OpenLoop | None = None
+        self.shapes = 0
+        """A hash of the shapes and types of the last batch's samples, which are alike on all processes."""
+
+    @classmethod
+    def of(cls, plan: Plan, world: World, loop: OpenLoop) -> LoopSteps:
+        """Returns the steps of the open loops, which `loop` joins. All draw alike from now on. Collective."""
+        steps = cls.now = cls.now or cls(plan, world)
+        steps._open.append(loop)
+        if world.size > 1:
+            set_random_state(world.share(random_state()))
+        return steps
+
+    def end(self, loop: OpenLoop, error: BaseException | None) -> None:
+        """Ends a loop, once. Collective without an error."""
+        if loop not in self._open:
+            return
+        self._open.remove(loop)
+        if self._open:
+            return
+        try:
+            if error is None and self.spread is not None:
+                self.spread.close()
+        finally:
+            LoopSteps.now = None
+            self._undo.close()
+
+    def batches(self, loader: DataLoader[Any], begin: Begin) -> Iterator[Any]:
+        """Returns the batches of a loader of the script's own."""
+        return self._inner.batches(loader, begin)
+
+    def backward(self, loss: Tensor, run: Callable[[float], None]) -> None:
+        """Runs a backward; in a loop's body its time and its loss are noted."""
+        loop = self.running
+        if loop is None:
+            self._inner.backward(loss, run)
+            return
+        loop.chronometer.switch(BACKWARD)
+        self._inner.backward(loss, run)
+        loop.losses.add(self._inner.own_term(loss))
+        loop.chronometer.switch(FORWARD)
+
+    def add_optimizer(self, optimizer: Optimizer) -> None:
+        """Notes an optimizer, once."""
+        self._inner.add_optimizer(optimizer)
+
+    def loading(self) -> contextlib.AbstractContextManager[None]:
+        """Context in which batches are loaded."""
+        return contextlib.nullcontext() if self.spread is None else self.spread.loading()
+
+    def loader(
+        self,
+        make: Callable[..., BatchLoader],
+        call: LoopBatches,
+        dataset: Dataset,
+        collate: Callable[[list[Any]], Any] | None,
+        sampling: Sampling | None,
+    ) -> LoopLoader:
+        """Returns the loader of a call: of this process's own rows, or of whole batches.
+
+        A batch is whole where the form of its parts may depend on all samples, or is none of rows; and of tensors in
+        memory, since labels that each process has need no messages.
+        """
+        arrays = in_memory(dataset) if collate is None and sampling is None else None
+        plain = arrays is not None
+        call.__dict__.update({"form": collate, "drawn": sampling})
+        task = Task(**fields(call)) if plain else call  # of a plain Task rows in memory are gathered at once
+        check(dataset, "train", task)
+        plan, world = dataclasses.replace(self.keys.plan, channels_last=False), self.world
+        plan = dataclasses.replace(plan, validation_batch=plan.validation_batch or task.batch_size)
+        if collate is not None:
+            plan = dataclasses.replace(plan, loading="processes")  # threads share the generators that it may draw from
+        samples = dataset if plain else one_by_one(dataset)
+        source = make(task, samples, plan, world)
+        if world.data_size == 1:
+            return LoopLoader(source, self, own=True)
+        with self.loading():
+            own = collate is None and _is_of_rows(source) if arrays is None else arrays.transform is not None
+        if own:
+            return LoopLoader(source, self, own=True)
+        world = dataclasses.replace(world, data_rank=0, data_size=1, data_group=None)
+        source = make(task, samples, dataclasses.replace(plan, replicate=1, shard=1), world)
+        return LoopLoader(source, self, own=False)
+
+
+class LoopLoader:
+    """The batches of a call, of whose tensors each process has its rows."""
+
+    def __init__(self, loader: BatchLoader, steps: LoopSteps, *, own: bool) -> None:
+        self._loader, self._steps, self._own = loader, steps, own
+        self.order = loader.order
+
+    def batches(self, start: int, stop: int) -> Iterator[tuple[Batch, Any]]:
+        """Yields the batches of steps `start` to `stop`, each with what a body gets of it."""
+        taken = self._loader.batches(start, stop)
+        try:
+            while True:
+                with self._steps.loading():
+                    batch = next(taken, None)
+                if batch is None:
+                    return
+                yield batch, self._rows(batch)
+        finally:
+            taken.close()  # type: ignore[attr-defined]
+            if self._loader.loads:
+                self._loader.sources.close()
+
+    def _rows(self, batch: Batch) -> Any:
+        micro = batch.microbatches[0]
+        without_targets = isinstance(micro.targets, tuple) and not micro.targets  # as LoopBatches makes it
+        taken = micro.inputs if without_targets else (micro.inputs, micro.targets)
+        steps, size = self._steps, self._steps.world.data_size
+        if size == 1 or steps.spread is None:
+            return taken
+        if not self._own:
+            return steps.spread.split(taken)
+        spans = [cut(batch.samples, size, rank) for rank in range(size)]
+        placement = Placement(0, tuple(end - begin for begin, end in spans))
+        shapes = [(tuple(each.shape[1:]), each.dtype) for each in tree_leaves(taken)]
+        steps.shapes = zlib.crc32(repr(shapes).encode()) % SHAPES
+        return tree_map(lambda leaf: from_local(leaf[: micro.rows], placement), taken)
+
+
+class LoopBatches(Task):
+    """Description of the batches of a call of `batches` or `evaluate`; their form is what `collate=` returns."""
+
+    def collate(self, samples: Sequence[Any]) -> Any:
+        """Returns the batch as the inputs, without targets. A user's draws depend on the samples' numbers alone."""
+        own = self.__dict__["form"]
+        try:
+            with contextlib.nullcontext() if own is None else seeded(samples.key):  # type: ignore[attr-defined]
+                return (own or default_collate)(list(samples)), ()
+        except Exception as error:
+            raise UsageError(
+                f"samples of the form {form(samples[0])} cannot be put together ({sentence(error)}): "
+                + ("mend collate=" if own else "give batches(…, collate=a function of a list of samples)")
+            ) from error
+
+    def sampling(self, dataset: Any) -> Any:
+        """Returns the call's `sampling=`."""
+        return self.__dict__["drawn"]
+
+
+def _is_of_rows(source: BatchLoader) -> bool:
+    """Returns whether all parts of a batch are tensors with a row for each sample."""
+    rows = min(2, len(source.dataset))  # type: ignore[arg-type]
+    leaves = tree_leaves(source.example_batch())
+    return all(isinstance(leaf, Tensor) and leaf.dim() > 0 and len(leaf) == rows for leaf in leaves)
