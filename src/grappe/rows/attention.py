@@ -25,7 +25,7 @@ class _Attending(NamedTuple):
     rows: RowExchange
     """The keys and values that each process needs."""
     mask: Any
-    """Where the mask [..., queries, keys] is taken."""
+    """Placement at which the mask [..., queries, keys] is taken."""
     causal: bool
 
     @property

@@ -100,7 +100,7 @@ class RuleCall:
 
     @property
     def has_parts(self) -> bool:
-        """Whether all processes have rows of the arguments that have any."""
+        """Tells whether all processes have rows of the arguments that have any."""
         return all(all(each.placement.sizes) for each in self.layouts if type(each.placement) is Placement)
 
     @property
