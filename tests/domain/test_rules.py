@@ -9,15 +9,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from grappe.domain import batches
-from grappe.domain.cut import Cut, cut
-from grappe.domain.exchange import gathered
+from grappe.domain.parts import cut, gathered
 from grappe.launch.rank import ProcessRank
 from grappe.launch.world import joined
 from grappe.plan import Plan
 from tests.processes import Pool
-
-__all__ = ["batches"]  # which knows the rules
 
 Run = Callable[[Tensor, Tensor], Tensor]
 IMAGES: dict[str, Run] = {  # of [2, 4, 11, 6], whose height is cut, and a weight [4, 4, 3, 3]
@@ -69,29 +65,15 @@ HEADS: dict[str, Run] = {  # of [2, 2, 11, 6], whose positions are cut, and a bi
 }
 
 
-def outcome(run: Run, inputs: Tensor, weight: Tensor, domain: object = None) -> list[Tensor]:
-    """Returns the result and the gradients; of parts those that belong to the whole."""
-    leaf = inputs.clone().requires_grad_()
+def outcome(run: Run, inputs: Tensor, weight: Tensor, parts: bool = False) -> list[Tensor]:
+    """Returns the result and the gradients."""
+    leaf = (cut(inputs, 2) if parts else inputs.clone()).requires_grad_()
     weight = weight.clone().requires_grad_()
     torch.manual_seed(3)
-    result = run(leaf if domain is None else parted(leaf, domain), weight)
-    seed = torch.linspace(-1, 1, result.numel()).view(result.shape)
-    if isinstance(result, Cut):
-        own = result.at.part_of(seed, result.at.dim)
-        result.local.backward(own)
-        result = gathered(Cut(result.local.detach(), result.at), "the test")
-    else:
-        result.backward(seed / (1 if domain is None else domain.size))
-    gradients = [torch.zeros_like(each) if each.grad is None else each.grad for each in (leaf, weight)]
-    if domain is not None:
-        for each in gradients:
-            torch.distributed.all_reduce(each, group=domain.group)
-    return [result.detach(), *gradients]
-
-
-def parted(leaf: Tensor, domain: object) -> Cut:
-    at = cut(leaf.detach(), 2, domain).at
-    return Cut(at.part_of(leaf, 2), at)
+    result = run(leaf, weight)
+    result.backward(torch.linspace(-1, 1, result.numel()).view(result.shape))
+    found = [result.detach(), *(torch.zeros_like(each) if each.grad is None else each.grad for each in (leaf, weight))]
+    return [gathered(each, "the test") for each in found]
 
 
 def gaps(process: ProcessRank, rendezvous_folder: Path) -> dict[str, float]:
@@ -100,13 +82,11 @@ def gaps(process: ProcessRank, rendezvous_folder: Path) -> dict[str, float]:
     images, weight = (torch.randn(*shape, generator=generator) for shape in ((2, 4, 11, 6), (4, 4, 3, 3)))
     heads, bias = (torch.randn(*shape, generator=generator) for shape in ((2, 2, 11, 6), (2, 11, 11)))
     found = {}
-    with joined(Plan.parse(f"domain={process.size},threads=1"), process, rendezvous_folder) as world:
+    with joined(Plan.parse(f"domain={process.size},threads=1"), process, rendezvous_folder):
         for runs, inputs, other in ((IMAGES, images, weight), (HEADS, heads, bias)):
             for name, run in runs.items():
                 try:
-                    pairs = list(
-                        zip(outcome(run, inputs, other), outcome(run, inputs, other, world.domain), strict=True)
-                    )
+                    pairs = list(zip(outcome(run, inputs, other), outcome(run, inputs, other, True), strict=True))
                     assert all(a.shape == b.shape for a, b in pairs), [(a.shape, b.shape) for a, b in pairs]
                 except Exception as error:
                     raise AssertionError(f"{name}: {error}") from error

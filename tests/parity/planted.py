@@ -19,12 +19,13 @@ from grappe.data.batch import Batch, Microbatch
 from grappe.data.draw import mix
 from grappe.data.loader import BatchLoader
 from grappe.data.sampling import SampleOrder
-from grappe.domain.cut import Domain
-from grappe.domain.exchange import RowExchange, refetching
 from grappe.engines import native
 from grappe.engines.shared import microbatch
 from grappe.launch.rank import ProcessRank
 from grappe.plan import Plan
+from grappe.rows import exchange
+from grappe.rows.context import NOW
+from grappe.rows.exchange import RowExchange
 from grappe.step.loss import Losses, PartLosses
 from grappe.step.whole_batch_loss import WholeBatchLosses
 from tests.parity.tasks import Images, Tokens
@@ -218,26 +219,20 @@ def halos_of_the_other_side() -> Any:
 
 def halos_without_gradient() -> Any:
     """Loses the gradients of neighbours' rows."""
-    send = RowExchange._send
+    send = exchange.send
 
-    def lost(self: RowExchange, to: dict[int, torch.Tensor], arriving: dict[int, torch.Tensor]) -> None:
-        send(self, to, arriving)
+    def lost(to: dict[int, torch.Tensor], arriving: dict[int, torch.Tensor], purpose: str) -> None:
+        send(to, arriving, purpose)
         if inspect.stack()[1].function == "give_back":
             for rows in arriving.values():
                 rows.zero_()
 
-    return mock.patch.object(RowExchange, "_send", lost)
+    return mock.patch.object(exchange, "send", lost)
 
 
 def norms_of_parts() -> Any:
     """Each process normalises its own part by itself."""
-
-    def alone(own: Any, affine: Any, dims: list[int], count: int, eps: float, domain: Domain) -> Any:
-        weight, bias = affine
-        mean, variance = own.mean(dims, keepdim=True), own.var(dims, unbiased=False, keepdim=True)
-        return (own - mean) * (variance + eps).rsqrt() * weight + bias, mean.detach(), variance.detach()
-
-    return mock.patch("grappe.domain.space.normalised", alone)
+    return mock.patch("grappe.rows.norms.summed", lambda own, *_: own * NOW.context.size)
 
 
 def gradient_times_the_degree() -> Any:
@@ -251,14 +246,13 @@ def gradient_times_the_degree() -> Any:
 
 def mask_that_is_shifted() -> Any:
     """Queries of the second part see one key fewer than they may."""
+    brought = RowExchange.brought
 
-    def shifted(function: Any, asked: Any, *own: Any) -> Any:
-        def earlier(keys: Any, values: Any, *queries: Any) -> Any:
-            return function(torch.cat([keys[:, :, :1], keys[:, :, :-1]], 2), values, *queries)
+    def shifted(self: RowExchange, own: torch.Tensor, *arguments: Any, **options: Any) -> torch.Tensor:
+        rows = brought(self, own, *arguments, **options)
+        return torch.cat([rows[:, :, :1], rows[:, :, :-1]], 2) if self.purpose == "attention" else rows
 
-        return refetching(earlier, asked, *own)
-
-    return mock.patch("grappe.domain.sequences.refetching", shifted)
+    return mock.patch.object(RowExchange, "brought", shifted)
 
 
 FAULTS: dict[str, Planted] = {

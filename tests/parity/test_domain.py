@@ -2,27 +2,23 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import re
 from pathlib import Path
-from unittest import mock
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
 import grappe
 from grappe import Arrays, Task
-from grappe.errors import PlanError, TaskError
-from grappe.launch.rank import ProcessRank
+from grappe.errors import TaskError
 from grappe.parallel.shard import check_gradients
 from grappe.plan import Plan
 from grappe.verbs.verify.verify import verify
 from tests.parity import reference
-from tests.parity.cell import TOLERANCE, difference, train
+from tests.parity.cell import TOLERANCE, difference
 from tests.parity.cover import in_turn
 from tests.parity.planted import runner
 from tests.parity.test_native import assert_learned_alike
@@ -300,23 +296,6 @@ def test_a_run_is_evaluated_and_predicted_in_parts_or_whole(tmp_path: Path, capf
     together = torch.stack(list(grappe.predict(run, images, "domain=2,threads=1", task=UNet2D)))
     assert (alone - together).abs().max() < 1e-5
     assert "domain= sends in a step, from process 0: halos" in capfd.readouterr().out
-
-
-def nothing_opened() -> contextlib.AbstractContextManager:
-    """FSDP2 sees cut tensors, which show it no gradient."""
-    return mock.patch("grappe.parallel.shard.open_inside", lambda _: contextlib.nullcontext())
-
-
-def train_unopened(process: ProcessRank, rendezvous_folder: Path, task: Task, plan: str) -> str:
-    with nothing_opened(), pytest.raises(PlanError) as caught:
-        train(process, rendezvous_folder, task, plan, 1)
-    dist.destroy_process_group()  # for the pool's next test
-    return str(caught.value)
-
-
-def test_fsdp_that_would_find_no_gradient_ends_before_the_first_step(pool: Pool) -> None:
-    for message in pool.run(f"{__name__}:train_unopened", 4, UNet2D(), "domain=2,shard=2"):
-        assert "no rule for requires_grad" in message
 
 
 def test_gradients_that_were_not_summed_are_found() -> None:

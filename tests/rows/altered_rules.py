@@ -32,7 +32,19 @@ from tests.rows.every_operator import Turn, judged, turns
 
 HERE = Path(__file__).parent
 SOURCE = HERE.parent.parent / "src" / "grappe" / "rows"
-FILES = ("rules", "norms", "draws", "views", "plans", "tensor", "gathered", "messages", "layout", "regions")
+FILES = (
+    "rules",
+    "norms",
+    "draws",
+    "views",
+    "plans",
+    "tensor",
+    "gathered",
+    "messages",
+    "layout",
+    "regions",
+    "generator",
+)
 MOST_TURNS = 1500
 """Tried for an alteration, of those that run its line."""
 EQUAL = {

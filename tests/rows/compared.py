@@ -55,6 +55,8 @@ class Verdict:
     gathered: list[str] = field(default_factory=list)
     rules: list[str] = field(default_factory=list)
     """Operators whose rules were asked for the first time."""
+    exchanges: bool = False
+    """Whether rows were parts of samples."""
     seen: frozenset[tuple[str, int]] = frozenset()
 
 
@@ -293,7 +295,7 @@ def answer(call: Call, draw: int, context: RowsContext, *, undefined: bool = Fal
         at = traceback.extract_tb(error.__traceback__)[-1]
         return Answer(error=f"{type(error).__name__}: {error}"[:300] + f" ({Path(at.filename).name}:{at.lineno})")
     return Answer(
-        difference=difference(call.reference, outcome, undefined) or apart,
+        difference=difference(call.reference, outcome, undefined, strides=not context.exchanges) or apart,
         bits=() if undefined else tuple(_bits(outcome)),
         gathered=tuple(sorted(gathered)),
         rules=_new_rules(),
@@ -368,7 +370,7 @@ def _read(value: Any) -> Any:
     return Read(value) if isinstance(value, Tensor) else value
 
 
-def difference(reference: Outcome, outcome: Outcome, undefined: bool) -> str:
+def difference(reference: Outcome, outcome: Outcome, undefined: bool, *, strides: bool = True) -> str:
     """The first difference; empty if there is none."""
     if reference.shape != outcome.shape:
         return f"outputs {outcome.shape} instead of {reference.shape}"
@@ -376,7 +378,7 @@ def difference(reference: Outcome, outcome: Outcome, undefined: bool) -> str:
         return f"{[name for name, _ in outcome.values]} instead of {[name for name, _ in reference.values]}"
     for (name, want), (_, got) in zip(reference.values, outcome.values, strict=True):
         # A gradient's strides are those of the formula that torch takes, which may be another for a subclass of Tensor.
-        why = _differs(want, got, undefined, strides="gradient" not in name)
+        why = _differs(want, got, undefined, strides=strides and "gradient" not in name)
         if why:
             return f"{name}: {why}"
     return ""

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import gc
 import json
 import os
@@ -34,15 +35,27 @@ class Turn:
     call: Call
     draw: int
     size: int
+    exchanges: bool = False
+    """Whether rows are parts of samples, which operators along their dimension exchange."""
+
+
+ALONG = (
+    "conv", "pool", "interpolate", "upsample", "pad", "cat", "stack", "split", "chunk", "narrow", "select", "slice",
+    "getitem", "unbind", "roll", "softmax", "norm", "mm", "matmul", "attention", "nll_loss", "cross_entropy", "view",
+    "reshape", "Conv", "Pool", "Pad", "Upsample", "Norm", "Softmax", "Attention", "Transformer", "script: attention",
+)  # fmt: skip
+"""Parts of the names of what is judged once more where rows are exchanged."""
 
 
 def turns(calls: list[Call], draws: int) -> list[Turn]:
     """Each call `draws` times, on 2 and on 3 processes by turns."""
-    return [
+    made = [
         Turn(call=call, draw=draw, size=2 + (samples.seed(call.name) + draw) % 2)
         for call in calls
         for draw in range(script_calls.placements(call.operator) if call.operator.startswith("script: ") else draws)
     ]
+    again = [each for each in made if any(name in each.call.operator for name in ALONG)]
+    return made + [dataclasses.replace(each, exchanges=True) for each in again]
 
 
 def judged(todo: list[Turn], undefined: frozenset[str] = frozenset(), *, watch: Any = None) -> Iterator[Any]:
@@ -50,14 +63,15 @@ def judged(todo: list[Turn], undefined: frozenset[str] = frozenset(), *, watch: 
     gc.collect()
     gc.freeze()  # what the processes share with this one stays shared
 
-    def make(size: int) -> Any:
-        return lambda rank: _working(todo, size, rank, undefined, watch)
+    def make(size: int, exchanges: bool) -> Any:
+        return lambda rank: _working(todo, size, rank, undefined, watch, exchanges)
 
-    worlds = {size: World(size, make(size)) for size in (2, 3)}
+    kinds = [(size, exchanges) for size in (2, 3) for exchanges in (False, True)]
+    worlds = {kind: World(kind[0], make(*kind)) for kind in kinds}
     try:
         for index, turn in enumerate(todo):
             try:
-                answers = worlds[turn.size].run(index)
+                answers = worlds[turn.size, turn.exchanges].run(index)
             except Died as how:
                 yield _died(turn, str(how))
                 continue
@@ -67,7 +81,7 @@ def judged(todo: list[Turn], undefined: frozenset[str] = frozenset(), *, watch: 
             world.close()
 
 
-def _working(todo: list[Turn], size: int, rank: int, undefined: frozenset[str], watch: Any) -> Any:
+def _working(todo: list[Turn], size: int, rank: int, undefined: frozenset[str], watch: Any, exchanges: bool) -> Any:
     """Work of a process, given the number of a turn."""
     warnings.simplefilter("ignore")
     from grappe.rows.context import RowsContext, activate
@@ -76,7 +90,7 @@ def _working(todo: list[Turn], size: int, rank: int, undefined: frozenset[str], 
 
     for kind in ("lstm", "gru", "rnn_tanh", "rnn_relu"):  # as a script is launched
         setattr(torch._VF, kind, recurrent(getattr(torch._C._VariableFunctions, kind), kind))
-    context = RowsContext(rank=rank, size=size)
+    context = RowsContext(rank=rank, size=size, exchanges=exchanges)
     active = activate(context)
     active.__enter__()
     lines = watch() if watch is not None else None
@@ -96,7 +110,9 @@ def _working(todo: list[Turn], size: int, rank: int, undefined: frozenset[str], 
 def _verdict(turn: Turn, answers: list[dict[str, Any]]) -> Any:
     from tests.rows.compared import Answer, judge
 
-    return judge(turn.call, turn.draw, [Answer(**each) for each in answers])
+    verdict = judge(turn.call, turn.draw, [Answer(**each) for each in answers])
+    verdict.exchanges = turn.exchanges
+    return verdict
 
 
 def _died(turn: Turn, how: str) -> Any:
@@ -139,6 +155,7 @@ def main() -> None:
 
 
 def _record(verdicts: list[Any]) -> None:
+    verdicts = [each for each in verdicts if not each.exchanges]
     split = Counter(each.operator for each in verdicts if each.kind == "split")
     gathered: dict[str, set[str]] = {}
     for each in verdicts:

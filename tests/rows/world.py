@@ -20,6 +20,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from grappe.rows import exchange
+from grappe.rows.context import NOW
+
 SECONDS = 60
 """Of processor time for one piece of work; a process that takes longer hangs, and ends."""
 
@@ -115,7 +118,8 @@ class World:
 
 def _serve(work: Callable[[Any], Any], pipe: Connection) -> None:
     torch.set_num_threads(1)
-    with mock.patch.multiple(dist, **_collectives(pipe)):
+    collectives = _collectives(pipe)
+    with mock.patch.multiple(dist, **collectives), mock.patch.object(exchange, "send", _exchanging(collectives)):
         while True:
             piece = pickle.loads(pipe.recv_bytes())
             signal.setitimer(signal.ITIMER_VIRTUAL, SECONDS)
@@ -171,6 +175,17 @@ def _collectives(pipe: Connection) -> dict[str, Any]:
 
     made = (all_reduce, all_gather, all_gather_into_tensor, broadcast, all_gather_object)
     return {each.__name__: each for each in made}
+
+
+def _exchanging(collectives: dict[str, Any]) -> Callable[..., None]:
+    def send(to: dict[int, Tensor], arriving: dict[int, Tensor], purpose: str) -> None:
+        sent: list[Any] = [None] * NOW.context.size
+        own = {rank: each.detach().contiguous().clone() for rank, each in to.items()}
+        collectives["all_gather_object"](sent, own)
+        for rank, each in arriving.items():
+            each.copy_(sent[rank][NOW.context.rank])
+
+    return send
 
 
 class _Done:

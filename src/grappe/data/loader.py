@@ -285,7 +285,7 @@ class BatchLoader:
             weights = as_weights(counts_of(self._task, targets), self._kind, counted=len(ids) > 0)
         padding = 0 if len(ids) else 1
         if self._world.domain is not None:
-            inputs, targets = cut_batch(self._task, inputs, targets, self._world.domain)
+            inputs, targets = cut_batch(self._task, inputs, targets)
         return Microbatch(inputs, targets, len(ids), weights, padding, drawn_for, place if self._places else None)
 
     def _augmented(self, inputs: Any, targets: Any, samples: SampleIds, device: torch.device) -> tuple[Any, Any]:

@@ -23,7 +23,17 @@ from torch import Tensor, nn
 
 from grappe.data.batch import BatchRows, InModel
 from grappe.data.draw import mix
-from grappe.private_api.torch import intercept, is_shard_or_traced, replace_recurrent, set_intercepting, tree_leaves
+from grappe.private_api.torch import (
+    call_in_mode,
+    intercept,
+    is_shard_or_traced,
+    replace_recurrent,
+    set_intercepting,
+    tree_leaves,
+)
+from grappe.rows.context import NOW
+from grappe.rows.draws import pass_over, words_each
+from grappe.rows.tensor import Rows
 
 
 class _Cut(NamedTuple):
@@ -72,8 +82,6 @@ class MeanDraws:
     """Tells whether a mode below replaces each draw by its mean, as verify does: dropout then keeps every value."""
 
     on = False
-    probing = False
-    """Whether what is drawn only measures the generator, once a process: modes leave that alone."""
 
 
 class _Now:
@@ -148,6 +156,10 @@ def _around(function: Callable[..., Any]) -> Callable[[Any], Callable[..., Any]]
         def run(*arguments: Any, **options: Any) -> Any:
             was_on = set_intercepting(False)
             try:
+                if type(arguments[0]) is Rows:  # which draws for all rows: of the batch, or of the samples
+                    if NOW.context.exchanges:
+                        NOW.context.draw = _intercepted
+                    return operator(*arguments, **options)
                 return function(operator, *arguments, **options)
             finally:
                 set_intercepting(was_on)
@@ -155,6 +167,14 @@ def _around(function: Callable[..., Any]) -> Callable[[Any], Callable[..., Any]]
         return run
 
     return made
+
+
+def _intercepted(operator: Any, *arguments: Any, **options: Any) -> Any:
+    was_on = set_intercepting(True)
+    try:
+        return call_in_mode(operator, arguments, options)
+    finally:
+        set_intercepting(was_on)
 
 
 # ---- Operators that draw for rows --------------------------------------------------------------------------
@@ -181,13 +201,13 @@ def _filled(operator: Any, tensor: Tensor, *arguments: Any, generator: Any = Non
     cut = part.rows if part.columns is None else None
     in_order = cut is not None and not cut.dimension and cut.first + cut.size <= cut.of and tensor.is_contiguous()
     plain = tensor.device.type == "cpu" and not any(isinstance(each, Tensor) for each in arguments)
-    if cut is not None and in_order and plain and (words := _words_each(operator, tensor.dtype, arguments)):
+    if cut is not None and in_order and plain and (words := words_each(operator, tensor.dtype, arguments)):
         each = words * (tensor.numel() // cut.size)
         with _drawing(_NOTHING):
-            _pass_over(each * cut.first)
+            pass_over(each * cut.first)
         operator(tensor, *arguments, **options)
         with _drawing(_NOTHING):
-            _pass_over(each * (cut.of - cut.first - cut.size))
+            pass_over(each * (cut.of - cut.first - cut.size))
         return tensor
     with _drawing(part):
         drawn = _for_all(tensor, part)
@@ -213,38 +233,6 @@ def _is_seed(operator: Any, *arguments: Any) -> bool:
     """Returns whether a single number that is drawn seeds other draws: an integer of 24 bits or more."""
     most = arguments[-1] if arguments else None
     return operator.overloadpacket is torch.ops.aten.random_ and (most is None or most >= 1 << 24)
-
-
-_SCRATCH = 1 << 13  # 64 kB: more would be asked of the system at each draw
-
-
-@functools.lru_cache(maxsize=256)
-def _words_each(operator: Any, dtype: torch.dtype, arguments: tuple[Any, ...]) -> int:
-    """Returns how many words of the CPU's generator each number takes, if they are drawn one by one; otherwise 0."""
-    generators = [torch.Generator().manual_seed(1) for _ in range(4)]
-    at_once, first, then = (torch.empty(size, dtype=dtype) for size in (40, 17, 23))
-    MeanDraws.probing = True
-    try:
-        for tensor, generator in zip((at_once, first, then), (generators[0], *generators[1:2] * 2), strict=True):
-            operator(tensor, *arguments, generator=generator)
-        for words, generator in ((1, generators[2]), (2, generators[3])):
-            torch.empty(words * 40, dtype=torch.int32).random_(generator=generator)
-            if torch.equal(generator.get_state(), generators[0].get_state()):
-                return words if torch.equal(at_once, torch.cat([first, then])) else 0
-    finally:
-        MeanDraws.probing = False
-    return 0
-
-
-def _pass_over(words: int) -> None:
-    """Draws words that are for other rows, two at once: 3.3 ns for a number of bernoulli_, which itself takes 9 ns."""
-    if words % 2:
-        torch.empty(1, dtype=torch.int32).random_()
-    left = words // 2
-    scratch = torch.empty(min(left, _SCRATCH), dtype=torch.int64)
-    while left:
-        scratch = scratch[:left]
-        left -= len(scratch.random_())
 
 
 DROPOUTS = ("native_dropout",)

@@ -6,17 +6,12 @@ from typing import Any
 
 from torch import Tensor
 
-# Importing them makes the rules known.
-from grappe.domain import sequences, shapes, space
-from grappe.domain.cut import Cut, Domain, cut, like
-from grappe.domain.exchange import gathered
+from grappe.domain.parts import cut, gathered
 from grappe.errors import PlanError, TaskError
 from grappe.errors.user_line import at
 from grappe.plan import Plan
 from grappe.private_api.torch import tree_flatten, tree_leaves, tree_map, tree_unflatten
 from grappe.task import Task, overrides
-
-__all__ = ["sequences", "shapes", "space"]
 
 WITHOUT = ("channels_last", "compile", "cuda_graphs", "exact", "offload", "pipeline", "tensor")
 """Keys that a plan cannot have with domain=."""
@@ -61,7 +56,7 @@ def dimensions(task: Task, inputs: Any, targets: Any) -> tuple[Any, Any]:
     return tree_map(of, inputs), tree_map(of, targets)
 
 
-def cut_batch(task: Task, inputs: Any, targets: Any, domain: Domain) -> tuple[Any, Any]:
+def cut_batch(task: Task, inputs: Any, targets: Any) -> tuple[Any, Any]:
     """Returns a batch with each leaf cut as `dimensions` says.
 
     Raises:
@@ -78,17 +73,10 @@ def cut_batch(task: Task, inputs: Any, targets: Any, domain: Domain) -> tuple[An
             f"{type(task).__name__}.domain() gives {asked}: return (dimensions of the inputs, of the targets), nested "
             "as they are, each a number, or None for what stays whole; one at least must be cut" + at(task, "domain")
         )
-    parts = [leaf if dim is None else cut(leaf, dim, domain) for leaf, dim in zip(leaves, dims, strict=True)]
+    parts = [leaf if dim is None else cut(leaf, dim) for leaf, dim in zip(leaves, dims, strict=True)]
     return tree_unflatten(parts, nesting)
 
 
 def uncut(tree: Any, purpose: str) -> Any:
     """Returns a nesting with each cut tensor gathered, as metrics and predictions need them. Collective."""
-    return tree_map(
-        lambda leaf: gathered(like(leaf, leaf.local.detach()), purpose) if isinstance(leaf, Cut) else leaf, tree
-    )
-
-
-def part_like(weights: Tensor, values: Tensor) -> Tensor:
-    """Returns this process's part of whole weights of the shape of `values`; all of them where `values` are whole."""
-    return values.at.part_of(weights, values.at.dim) if isinstance(values, Cut) else weights
+    return tree_map(lambda leaf: gathered(leaf, purpose), tree)

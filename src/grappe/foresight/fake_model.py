@@ -23,7 +23,7 @@ from grappe.data.loader import BatchLoader, evaluation_loader, training_loader
 from grappe.data.sampling import cut
 from grappe.data.stream import head
 from grappe.domain.batches import cut_batch
-from grappe.domain.cut import Domain
+from grappe.domain.parts import Domain
 from grappe.errors import GrappeError, PlanError, TaskError, user_code
 from grappe.foresight.kernels import Kernels
 from grappe.foresight.memory import sharded_with, stepped
@@ -191,18 +191,24 @@ def pretended(plan: Plan, part: int = 0) -> Iterator[World]:
     size, rank = plan.replicate * plan.domain * plan.tensor, part * plan.tensor
     process = ProcessRank(rank=rank, size=size, local_rank=rank, local_size=size)
     dist.init_process_group("fake", store=fake_store(), rank=rank, world_size=size)
+    domain: Domain | None = None
     try:
         mesh = dist.init_device_mesh("cpu", (1, plan.replicate, 1, plan.domain, plan.tensor), mesh_dim_names=AXES)
         group = mesh["domain"].get_group()
+        domain = Domain(group=group, summed=group, rank=part, size=plan.domain) if plan.domain > 1 else None
+        if domain is not None:
+            domain.enter()
         yield World(
             process=process,
             device=torch.device("cpu"),
             mesh=mesh,
             data_size=plan.replicate,
             data_group=mesh["replicate"].get_group() if plan.replicate > 1 else None,
-            domain=Domain(group=group, summed=group, rank=part, size=plan.domain) if plan.domain > 1 else None,
+            domain=domain,
         )
     finally:
+        if domain is not None:
+            domain.leave()
         dist.destroy_process_group()
         forget_meshes()
 
@@ -422,7 +428,7 @@ class FakeModel:
         if world.domain is None:
             return batch
         [micro] = batch.microbatches
-        inputs, targets = cut_batch(self.task, micro.inputs, micro.targets, world.domain)
+        inputs, targets = cut_batch(self.task, micro.inputs, micro.targets)
         return batch._replace(microbatches=(micro._replace(inputs=inputs, targets=targets),))
 
     def _run(self, plan: Plan, what: str, run: Callable[[nn.Module, World], Trace], part: int = 0) -> Trace:

@@ -16,13 +16,13 @@ from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sd
 from torch.utils.weak import WeakIdKeyDictionary
 
 from grappe.data.batch import Batch, Microbatch, entering
-from grappe.domain.cut import local
 from grappe.foresight.kernels import Call, Kernels, describe
 from grappe.launch.world import World
 from grappe.parallel.activation_checkpointing import Host
 from grappe.parallel.batchnorm import buffers_kept
 from grappe.plan import Plan
 from grappe.private_api.torch import TorchDispatchMode, operator_mutates, tree_leaves
+from grappe.rows.tensor import Rows, local_rows
 from grappe.step.fast_paths import backward
 from grappe.step.loss import Loss
 from grappe.step.precision import autocast
@@ -103,8 +103,8 @@ class Ledger(TorchDispatchMode):
         self._peak = self.now
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if any(hasattr(kind, "__tensor_flatten__") for kind in types):
-            return NotImplemented  # a tensor made of others (DTensor): the operators on those are counted
+        if any(kind is Rows or hasattr(kind, "__tensor_flatten__") for kind in types):
+            return NotImplemented  # a tensor made of others (DTensor, Rows): the operators on those are counted
         keywords = kwargs or {}
         # Without values it would be a new tensor, where it is the one that is waited for.
         output = args[0] if func.__name__ == WAIT else func(*args, **keywords)
@@ -257,8 +257,8 @@ def traced(
         trains: whether to run backward; else gradients must be off.
     """
     micro = batch.microbatches[0]
-    tensors = tensors_of(micro)
-    existing = [*model.parameters(), *model.buffers(), *tensors_of(batch.microbatches)]
+    tensors = [local_rows(each) for each in tensors_of(micro)]
+    existing = [*model.parameters(), *model.buffers(), *map(local_rows, tensors_of(batch.microbatches))]
     ledger = Ledger(existing, describes=describes, records=records)
     for number, unit in enumerate(units):
         watch(unit, number, ledger)
@@ -382,5 +382,5 @@ def take_gradients(numbered: Iterable[tuple[int, Tensor]], ledger: Ledger) -> No
 
 
 def tensors_of(tree: Any) -> list[Tensor]:
-    """Returns the tensors of a nested value, of cut ones this process's parts."""
-    return [local(leaf) for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
+    """Returns the tensors of a nested value."""
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
 
-    from grappe.domain.cut import Domain
+    from grappe.domain.parts import Domain
     from grappe.plan import Plan
 
 AXES = ("pipeline", "replicate", "shard", "domain", "tensor")
@@ -140,6 +140,8 @@ class World:
 
     def leave(self) -> None:
         """Ends all communication."""
+        if self.domain is not None:
+            self.domain.leave()
         if self.mesh is not None:
             import torch.distributed as dist
 
@@ -218,7 +220,7 @@ def join(plan: Plan, process: ProcessRank, rendezvous_folder: Path, timeout: tim
     group = flattened(plan.data_parallel, ("replicate", "shard"), "data")
     domain = sharded = None
     if plan.domain > 1:
-        from grappe.domain.cut import Domain
+        from grappe.domain.parts import Domain
 
         domain = Domain(
             group=mesh["domain"].get_group(),
@@ -243,6 +245,8 @@ def join(plan: Plan, process: ProcessRank, rendezvous_folder: Path, timeout: tim
         threads=threads,
     )
     _authenticate_smaller_groups(world, backend, secret)
+    if domain is not None:
+        domain.enter(sharded=plan.uses_fsdp)
     return world
 
 

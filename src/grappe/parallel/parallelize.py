@@ -16,6 +16,7 @@ from torch import nn
 
 from grappe.checkpoint.weights import Weights
 from grappe.data.batch import stored_in
+from grappe.domain.parts import take_terms
 from grappe.launch.world import World
 from grappe.parallel.activation_checkpointing import checkpoint_activations, switch_off_caches
 from grappe.parallel.batchnorm import synchronise_batchnorm
@@ -81,6 +82,8 @@ def prepare_units(model: nn.Module, units: Sequence[nn.Module], plan: Plan, worl
 
 def prepare_filled(model: nn.Module, plan: Plan, world: World) -> None:
     """Does to a model what it needs its values for: scalars' sums, channels last, synchronised batch normalisation."""
+    if world.domain is not None:  # of what FSDP2 sums, it gets them itself
+        take_terms((each for each in model.parameters() if not plan.uses_fsdp or not each.dim()), world.domain)
     if plan.uses_fsdp:
         sum_scalars(model, world)
     if plan.channels_last and not plan.uses_fsdp:  # FSDP2 refuses parameters that are not contiguous

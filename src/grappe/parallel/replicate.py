@@ -12,7 +12,6 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from grappe.domain.cut import closed, opened
 from grappe.launch.world import World
 from grappe.step.loss import NO_ROOTS, PAYLOAD_SIZE, LossReduction, Roots, loss_reduction
 from grappe.task import Call
@@ -41,12 +40,11 @@ class SumsCarrier(nn.Module):
 
     def __init__(self, model: nn.Module, world: World, call: Call, summed_in: torch.dtype) -> None:
         super().__init__()
-        self.model, self._call, self._cut = model, call, world.domain is not None
+        self.model, self._call = model, call
         self.sums = nn.Parameter(torch.zeros(PAYLOAD_SIZE, dtype=summed_in, device=world.device))
 
     def forward(self, inputs: Any) -> Any:
-        output = self._call(self.model, inputs)
-        return opened(output) if self._cut else output
+        return self._call(self.model, inputs)
 
 
 DryRun = Callable[[Callable[[Any], Any], Roots], None]
@@ -92,8 +90,7 @@ class Replicas:
 
     def __call__(self, inputs: Any) -> Any:
         assert self._wrapped is not None
-        output = self._wrapped(inputs)
-        return output if self._world.domain is None else closed(output)
+        return self._wrapped(inputs)
 
     def reduce_in_next_backward(self, last: bool) -> None:
         """Sets whether the next backward reduces gradients, as the backward of a step's last microbatch does."""

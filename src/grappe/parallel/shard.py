@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, fully_shard
 
-from grappe.domain.cut import closed, opened
 from grappe.errors import TaskError
 from grappe.launch.world import World, gather_into
 from grappe.parallel.materialise import untied
@@ -37,10 +35,9 @@ def shard(model: nn.Module, units: Sequence[nn.Module], plan: Plan, world: World
         several += [*_of_other_types(module, apart), module]
         apart.update(module.parameters())
     for module in several:
-        with contextlib.nullcontext() if world.domain is None else open_inside(module):
-            fully_shard(
-                module, mesh=mesh, reshard_after_forward=plan.zero == 3, offload_policy=policy, ignored_params=scalars
-            )
+        fully_shard(
+            module, mesh=mesh, reshard_after_forward=plan.zero == 3, offload_policy=policy, ignored_params=scalars
+        )
     for module in model.modules():
         if isinstance(module, FSDPModule):
             # grappe divides by the global count once; a mean over processes would weigh uneven slices wrongly.
@@ -97,21 +94,6 @@ def _of_other_types(unit: nn.Module, apart: set[nn.Parameter]) -> list[nn.Module
             )
         others.append(unit.get_submodule(name))
     return others
-
-
-@contextlib.contextmanager
-def open_inside(module: nn.Module) -> Iterator[None]:
-    """Context in which hooks are put on a module: they get each Cut of its inputs and outputs opened.
-
-    A module's hooks run in the order in which they are registered, those that are prepended before them.
-    """
-    module.register_forward_pre_hook(lambda _, args, options: (closed(args), closed(options)), with_kwargs=True)
-    module.register_forward_hook(lambda _, args, output: opened(output))
-    yield
-    module.register_forward_pre_hook(
-        lambda _, args, options: (opened(args), opened(options)), with_kwargs=True, prepend=True
-    )
-    module.register_forward_hook(lambda _, args, output: closed(output))
 
 
 def _leave_apart() -> None:
@@ -259,12 +241,12 @@ class SummedGradients(SameParameters):
         domain = self._world.domain
         assert domain is not None
         if self._step == 2:
-            domain.of_step.update(domain.sent - self._sent)
+            domain.of_step.update(domain.counted() - self._sent)
             gradients = (local_part(each.grad).nbytes for _, each in self._named if each.grad is not None)
             domain.of_step["gradients", "bytes"] = sum(gradients)
         if self._step > 1:
             return
-        self._sent = Counter(domain.sent)
+        self._sent = domain.counted()
         norms = {
             name: None if parameter.grad is None else float(local_part(parameter.grad).double().norm())
             for name, parameter in self._named

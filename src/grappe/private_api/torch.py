@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -48,7 +49,7 @@ USED = private_names(
     {
         "torch": "_C _foreach_add_ _foreach_mul_ _foreach_norm _ops _subclasses",
         "torch._C": (
-            "_disabled_torch_function_impl _DisableTorchDispatch _set_throw_on_mutable_data_ptr "
+            "_current_graph_task_id _disabled_torch_function_impl _DisableTorchDispatch _set_throw_on_mutable_data_ptr "
             "_distributed_c10d _SetExcludeDispatchKeyGuard _dispatch_key_parse _dispatch_tls_is_dispatch_key_excluded "
             "_dispatch_tls_is_dispatch_key_included _dispatch_tls_set_dispatch_key_excluded "
             "_dispatch_tls_set_dispatch_key_included"
@@ -78,6 +79,7 @@ USED = private_names(
         "torch.optim.optimizer": "_global_optimizer_post_hooks _global_optimizer_pre_hooks",
         "torch.testing": "_internal",
         "torch.utils": "_python_dispatch _pytree",
+        "torch.utils._python_dispatch": "_disable_current_modes",
     },
 )
 
@@ -120,6 +122,8 @@ without_torch_dispatch: Callable[[], Any] = torch._C._DisableTorchDispatch
 """Makes a context in which operators change a wrapper's own shape and strides."""
 
 
+no_modes: Callable[[], Any] = torch.utils._python_dispatch._disable_current_modes
+"""Makes a context in which no TorchDispatchMode sees operators."""
 COMPOSITE = torch._C.DispatchKey.CompositeImplicitAutograd
 """The key of operators that are made of others, whose derivatives they have."""
 _set_excluded = torch._C._dispatch_tls_set_dispatch_key_excluded
@@ -133,6 +137,11 @@ def resolve_bits() -> None:
     """
     _set_excluded(_CONJUGATE, False)
     _set_excluded(_NEGATIVE, False)
+
+
+def in_backward() -> bool:
+    """Returns whether autograd computes gradients in this thread."""
+    return torch._C._current_graph_task_id() != -1
 
 
 def operator_schema(operator: Any) -> Any:
@@ -329,6 +338,12 @@ def end_data_workers(loaded: Any) -> None:
 def skip_batch(loaded: Any) -> None:
     """Goes on by a batch in the iterator of a DataLoader without data workers; loads nothing."""
     loaded._next_index()
+
+
+@functools.cache
+def fake_tensor_type() -> type[Tensor]:
+    """Returns the class of tensors without numbers."""
+    return torch._subclasses.FakeTensor
 
 
 def fake_tensors() -> Any:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import sys
 import threading
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -19,6 +20,9 @@ class GatheredAt(NamedTuple):
     """File's name and line of the script, or "backward"."""
 
 
+_numbers = itertools.count(1)
+
+
 @dataclass(kw_only=True)
 class RowsContext:
     """The processes that share the rows of this process's tensors, with counts of what they did."""
@@ -27,6 +31,17 @@ class RowsContext:
     size: int = 1
     group: Any = None
     """The process group that messages go through; None: torch's default group."""
+    gathers: bool = True
+    """Whether an operator without a rule is computed from all rows, gathered; otherwise it is refused by name."""
+    exchanges: bool = False
+    """Whether operators that work along the dimension of the rows get those that they need of other processes.
+
+    Then rows are parts of samples. Otherwise such an operator is one without a rule.
+    """
+    lengths: dict[int, tuple[int, ...]] = field(default_factory=dict)
+    """By a dimension's length, the parts that it had last: gradients that may have any have these."""
+    draw: Callable[..., Any] = lambda operator, *arguments, **options: operator(*arguments, **options)
+    """Function that calls an operator that draws for all rows."""
     script_folder: str = ""
     """The folder of the user's code: lines in it are named."""
     gathered: Counter[GatheredAt] = field(default_factory=Counter)
@@ -35,6 +50,8 @@ class RowsContext:
     """Wall time of those calls."""
     sent: Counter[str] = field(default_factory=Counter)
     """Bytes that this process sent, by purpose."""
+    sends: Counter[str] = field(default_factory=Counter)
+    """Messages of these bytes."""
     thread: threading.Thread = field(default_factory=threading.current_thread)
     """The thread that may send messages, with those of torch's backward."""
     dispatched: int = 0
@@ -43,6 +60,18 @@ class RowsContext:
     """A hash of the operators that met rows so far, with their shapes: the same on all processes."""
     messages: int = 0
     """Messages of rows and terms so far."""
+
+    def __post_init__(self) -> None:
+        self.key = (self.rank, next(_numbers) if self.exchanges else 0)
+        """The part of a layout's key by which contexts differ.
+
+        What was decided in one is no other's: another process may not have been in it, as where one foresees a plan.
+        """
+
+    def note(self, purpose: str, sizes: Sequence[int]) -> None:
+        """Counts messages of these numbers of bytes."""
+        self.sends[purpose] += len(sizes)
+        self.sent[purpose] += sum(sizes)
 
     def line(self) -> str:
         """Names the innermost line of the script that runs now; "backward" if none does."""

@@ -25,14 +25,14 @@ def _filled(operator: Any, arguments: Any, options: Any) -> Any:
     if layout is None or type(layout.placement) is not Placement or any(isinstance(each, Tensor) for each in rest):
         return NotImplemented
     own_memory(cell)  # type: ignore[arg-type]
-    if not _fill_own(operator, cell.local, layout, tuple(rest), options):  # type: ignore[union-attr]
+    if NOW.context.exchanges or not _fill_own(operator, cell.local, layout, tuple(rest), options):  # type: ignore[union-attr]
         cell.local.copy_(own_part(_all_rows(operator, layout, rest, options), layout.placement))  # type: ignore[union-attr]
     return written(value)
 
 
 def _all_rows(operator: Any, layout: TensorLayout, rest: Any, options: Any) -> Tensor:
     drawn = torch.empty_strided(layout.shape, layout.stride, dtype=layout.dtype, device=layout.device)
-    made = operator(drawn, *rest, **options)
+    made = NOW.context.draw(operator, drawn, *rest, **options)
     return made if isinstance(made, Tensor) else drawn
 
 
@@ -59,7 +59,7 @@ def _native_dropout(operator: Any, arguments: Any, options: Any) -> Any:
     if type(placement) is not Placement or train is False:
         return NotImplemented
     ones = torch.empty_strided(layout.shape, layout.stride, dtype=layout.dtype, device=layout.device).fill_(1)
-    kept = _own(operator(ones, p, True)[1], placement)
+    kept = _own(NOW.context.draw(operator, ones, p, True)[1], placement)
     return value * kept * (0.0 if p == 1 else 1 / (1 - p)), kept
 
 
@@ -71,10 +71,10 @@ def _fill_own(operator: Any, local: Tensor, layout: TensorLayout, rest: tuple[An
     words = None if options.get("generator") is not None else _words_around(operator, layout, rest)
     if words is None:
         return False
-    _pass_over(words[0])
+    pass_over(words[0])
     if local.numel():
         operator(local, *rest)
-    _pass_over(words[1])
+    pass_over(words[1])
     return True
 
 
@@ -85,22 +85,32 @@ def _words_around(operator: Any, layout: TensorLayout, rest: tuple[Any, ...]) ->
     first = all(each <= stride[dim] or size == 1 for each, size in zip(stride, layout.shape, strict=True))
     if layout.device.type != "cpu" or outer != 1 or not first or not is_dense(layout) or not sum(sizes):
         return None
-    words = _words_each(operator, layout.dtype, rest)
+    words = words_each(operator, layout.dtype, rest)
     if not words:
         return None
     each, before = words * (layout.shape.numel() // sum(sizes)), sum(sizes[: NOW.context.rank])
     return each * before, each * (sum(sizes) - before - layout.placement.rows)
 
 
+class Probing:
+    """Tells whether what is drawn only measures the generator, which modes that look at draws leave alone."""
+
+    on = False
+
+
 @functools.lru_cache(maxsize=256)
-def _words_each(operator: Any, dtype: torch.dtype, arguments: tuple[Any, ...]) -> int:
-    """Returns how many words of the CPU's generator each number takes, if they are drawn one by one; otherwise 0.
+def words_each(operator: Any, dtype: torch.dtype, arguments: tuple[Any, ...]) -> int:
+    """Returns how many words of the generator each number takes, if they are drawn one by one; otherwise 0.
 
     Numbers that are drawn in pairs, of which the second waits in the generator, are not passed over by words.
     """
-    for words in (1, 2):
-        if all(_is_drawn_singly(operator, dtype, arguments, words, total, first) for total, first in _PROBES):
-            return words
+    Probing.on = True
+    try:
+        for words in (1, 2):
+            if all(_is_drawn_singly(operator, dtype, arguments, words, total, first) for total, first in _PROBES):
+                return words
+    finally:
+        Probing.on = False
     return 0
 
 
@@ -117,8 +127,8 @@ def _is_drawn_singly(operator: Any, dtype: Any, arguments: Any, words: int, tota
     return torch.equal(every[first:], after) and torch.equal(plain.get_state(), passed.get_state())
 
 
-def _pass_over(words: int) -> None:
-    """Draws words that are for other rows, two at once: 3.3 ns for a number of bernoulli_, which itself takes 9 ns."""
+def pass_over(words: int) -> None:
+    """Draws words that are for others, two at once: 3.3 ns for a number of bernoulli_, which itself takes 9 ns."""
     if words % 2:
         torch.empty(1, dtype=torch.int32).random_()
     left = words // 2

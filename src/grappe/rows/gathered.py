@@ -9,11 +9,12 @@ import torch
 from torch import Tensor
 
 from grappe.errors import GrappeError
-from grappe.private_api.torch import operator_schema, tree_leaves, tree_map, without_torch_dispatch
+from grappe.private_api.torch import in_backward, operator_schema, tree_leaves, tree_map, without_torch_dispatch
 from grappe.rows.context import NOW, GatheredAt
-from grappe.rows.layout import GHOST, Placement, layout_of, overlaps
-from grappe.rows.messages import own_part
-from grappe.rows.tensor import Cell, Rows, full, own_memory, rows_of, written
+from grappe.rows.exchange import refused
+from grappe.rows.layout import GHOST, PARTIAL, Placement, layout_of, overlaps
+from grappe.rows.messages import operator_that_runs, own_part
+from grappe.rows.tensor import Cell, Rows, embedded, full, own_memory, rows_of, wrapped, written
 
 REAL = {torch.ops.aten.view_as_real.default: lambda tensor: torch.view_as_real(tensor.resolve_conj())}
 """torch resolves a conjugate bit before it calls the operator; a wrapper shows none."""
@@ -29,6 +30,8 @@ def gathered(operator: Any, arguments: Any, options: Any) -> Any:
     now.trace = hash((now.trace, code))
     at = None
     if any(type(each._cell.layout.placement) is Placement for each in leaves):
+        if not now.gathers:
+            return _of_whole_tensors(operator, arguments, options, leaves)
         at = GatheredAt(str(operator).removeprefix("aten."), now.line())
         now.gathered[at] += 1
     started = time.perf_counter()
@@ -36,6 +39,28 @@ def gathered(operator: Any, arguments: Any, options: Any) -> Any:
     if at is not None:
         now.seconds[at] += time.perf_counter() - started  # type: ignore[assignment]
     return result
+
+
+def _of_whole_tensors(operator: Any, arguments: Any, options: Any, leaves: list[Rows]) -> Any:
+    """Returns terms of the gradients of what every process has whole: they are linear in a gradient that has rows.
+
+    Raises:
+        PlanError: the operator is another.
+    """
+    gradient = arguments[0] if arguments else None
+    placed = [each for each in leaves if type(each._cell.layout.placement) is Placement]
+    name = operator.overloadpacket.__name__
+    is_linear = name.endswith("_backward") or (in_backward() and name in ("view", "_unsafe_view"))
+    if not is_linear or any(each is not gradient for each in placed):
+        raise refused(operator_that_runs())
+    made = operator(embedded(gradient), *map(full, arguments[1:]), **options)
+
+    def term(each: Any) -> Any:
+        if not isinstance(each, Tensor):
+            return each
+        return wrapped(each, layout_of(each.shape, each.stride(), each.dtype, each.device, PARTIAL))
+
+    return tree_map(term, made)
 
 
 def _on_all_rows(operator: Any, arguments: Any, options: Any) -> Any:

@@ -30,6 +30,12 @@ class Placement(NamedTuple):
         return sum(self.sizes)
 
 
+def even(rows: int) -> tuple[int, ...]:
+    """Returns the rows of each process: as equal as possible, the first ones one more."""
+    size = NOW.context.size
+    return tuple(rows // size + (rank < rows % size) for rank in range(size))
+
+
 PARTIAL = "partial"
 """The placement of a value that is the sum of the processes' terms."""
 GHOST = "ghost"
@@ -88,8 +94,7 @@ def layout_of(
         shape: of all rows, as `strides` are.
         shared: whether a plain tensor of the script shares the numbers, so that a write to either is seen by both.
     """
-    # By rank, as the own part is: tests have several in one process.
-    key = (shape, stride, dtype, device, placement, shared, NOW.context.rank)
+    key = (shape, stride, dtype, device, placement, shared, NOW.context.key)
     layout = _layouts.get(key)
     if layout is None:
         if len(_layouts) >= _MOST_LAYOUTS:

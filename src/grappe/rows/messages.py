@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import sys
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -14,6 +15,7 @@ from torch import Tensor
 from grappe.errors import GrappeError
 from grappe.private_api.torch import default_store
 from grappe.rows.context import NOW
+from grappe.rows.exchange import refused
 from grappe.rows.layout import Placement
 
 _HEADER = 16
@@ -29,6 +31,8 @@ class ProcessAstray(GrappeError):
 
 def gather(local: Tensor, placement: Placement) -> Tensor:
     """Returns all rows from each process's own, contiguous and equal on all processes."""
+    if not NOW.context.gathers:
+        raise refused(operator_that_runs())
     dim, (sizes, outer) = placement.dim, placement[1:]
     if local.is_meta:  # torch asks so for the shape of a sum with a zero that has no memory
         return local.new_empty((*local.shape[:dim], outer * placement.total, *local.shape[dim + 1 :]))
@@ -39,6 +43,17 @@ def gather(local: Tensor, placement: Placement) -> Tensor:
     flat = torch.cat(parts) if len(parts) > 1 else parts[0]
     every = flat.view(local.dtype).view(placement.total, *shape).movedim(0, dim + 1)
     return every.flatten(dim, dim + 1).contiguous()
+
+
+def operator_that_runs() -> str:
+    """Returns the name of the outermost operator that met rows and runs now."""
+    frame: Any = sys._getframe(1)
+    name = "reading a tensor's numbers"
+    while frame is not None:
+        if frame.f_code.co_name == "__torch_dispatch__" and "operator" in frame.f_locals:
+            name = str(frame.f_locals["operator"]).removeprefix("aten.")
+        frame = frame.f_back
+    return name
 
 
 def _bytes(tensor: Tensor) -> Tensor:
@@ -130,6 +145,9 @@ def _lines_of_all(line: str) -> dict[int, str]:
     return lines
 
 
+_OPERATIONS = {"sum": dist.ReduceOp.SUM, "min": dist.ReduceOp.MIN, "max": dist.ReduceOp.MAX}
+
+
 def summed(local: Tensor, operation: str = "sum") -> Tensor:
     """Returns the sum over the processes, or their "min" or "max": a new tensor, the same bits on all of them."""
     dtype = local.dtype
@@ -137,7 +155,12 @@ def summed(local: Tensor, operation: str = "sum") -> Tensor:
         return local
     wide = {torch.bfloat16: torch.float32, torch.float16: torch.float32, torch.bool: torch.int64}.get(dtype, dtype)
     total = local.to(wide).resolve_conj().resolve_neg().contiguous()
-    if total.numel() and (operation != "sum" or total.nbytes <= _SMALL):  # other libraries' max may lose a NaN
+    if NOW.context.exchanges:
+        total = total.clone() if total is local else total
+        now = NOW.context
+        now.note("sums", [total.nbytes])
+        dist.all_reduce(total, _OPERATIONS[operation], group=now.group)
+    elif total.numel() and (operation != "sum" or total.nbytes <= _SMALL):  # other libraries' max may lose a NaN
         parts = _exchange(_bytes(total), [total.nbytes] * NOW.context.size, "reduce")
         join = {"sum": torch.add, "min": torch.minimum, "max": torch.maximum}[operation]
         total = functools.reduce(join, (part.view(wide) for part in parts)).view(total.shape)
@@ -146,12 +169,6 @@ def summed(local: Tensor, operation: str = "sum") -> Tensor:
         of = torch.view_as_real(total) if total.is_complex() else total
         _send(lambda: dist.all_reduce(of, group=NOW.context.group), total.nbytes, "reduce")
     return total.to(dtype)
-
-
-def even(rows: int) -> tuple[int, ...]:
-    """Returns the rows of each process: as equal as possible, the first ones one more."""
-    size = NOW.context.size
-    return tuple(rows // size + (rank < rows % size) for rank in range(size))
 
 
 def own_part(tensor: Tensor, placement: Placement) -> Tensor:

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import functools
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from grappe.rows.gathered import write
 from grappe.rows.layout import PARTIAL, Placement, TensorLayout, layout_of
-from grappe.rows.messages import summed
-from grappe.rows.plans import RuleCall, Way, results_on_meta, rule
-from grappe.rows.rules import all_of, aten, everywhere, own_of
-from grappe.rows.tensor import Rows, full, own_local, wrapped
+from grappe.rows.messages import own_part, summed
+from grappe.rows.plans import RuleCall, Way, along, results_on_meta, rule
+from grappe.rows.rules import all_of, aten, everywhere
+from grappe.rows.tensor import Rows, full, own_local, own_of, wrapped
 
 # ---- Within each sample -------------------------------------------------------------------------------------
 
@@ -173,6 +173,100 @@ def _along(channels: Tensor, value: Tensor) -> Tensor:
     return channels.view(1, -1, *[1] * (value.dim() - 2))
 
 
+# ---- Over dimensions one of which has the rows ---------------------------------------------------------------
+
+
+class _Statistics(NamedTuple):
+    at: Placement
+    dims: list[int]
+    """Dimensions of a mean, of the grouped input."""
+    count: int
+    """Numbers that each mean is of."""
+    groups: int
+    """Groups of channels; 0: layer normalisation."""
+
+    def grouped(self, value: Tensor) -> Tensor:
+        return value.unflatten(1, (self.groups, -1)) if self.groups else value
+
+    def spread(self, weight: Any) -> Any:
+        """Returns own weights, or biases, in a shape that broadcasts to the grouped input's."""
+        if weight is None:
+            return None
+        if self.groups:
+            return weight.view([1, self.groups, -1] + [1] * (len(self.dims) - 1))
+        return own_part(weight, self.of_weights)
+
+    @property
+    def of_weights(self) -> Placement:
+        return self.at._replace(dim=self.at.dim - self.dims[0])
+
+
+def _statistics(call: RuleCall) -> _Statistics | None:
+    value, groups = call["input"], call.values.get("group", 0)
+    at, shape = value.placement, value.shape
+    first = 2 if groups else len(shape) - len(call["normalized_shape"])
+    if type(at) is not Placement or at.outer > 1 or at.dim < first:
+        return None
+    dims = list(range(first, len(shape) + bool(groups)))
+    return _Statistics(at, dims, math.prod(shape[1 if groups else first :]) // (groups or 1), groups)
+
+
+def _whole_but(call: RuleCall, at: Placement) -> dict[str, Any]:
+    return {name: at if name in ("input", "grad_out") else None for name in everywhere(call, None)}
+
+
+@along("native_group_norm native_layer_norm")
+def _normalised(call: RuleCall) -> Way | None:
+    how = _statistics(call)
+    if how is None:
+        return None
+    names, shapes = call.names, [each.shape for each in call.results]
+
+    def normalised(*arguments: Any) -> Any:
+        named = dict(zip(names, arguments, strict=True))
+        value, weight, bias = how.grouped(named["input"]), how.spread(named["weight"]), how.spread(named["bias"])
+        kind = torch.promote_types(value.dtype, torch.float32)
+        mean = summed(value.sum(how.dims, keepdim=True, dtype=kind)).div_(how.count)
+        variance = summed((value - mean).square().sum(how.dims, keepdim=True, dtype=kind)).div_(how.count)
+        scale = (variance + named["eps"]).rsqrt_()
+        made = (value - mean).mul_(scale if weight is None else scale * weight)
+        made = (made if bias is None else made.add_(bias)).to(value.dtype)
+        return made.view(named["input"].shape), mean.view(shapes[1]), scale.view(shapes[2])
+
+    return Way(at=_whole_but(call, how.at), operator=normalised, results=(how.at, None, None))
+
+
+@along("native_group_norm_backward native_layer_norm_backward")
+def _normalised_backward(call: RuleCall) -> Way | None:
+    how = _statistics(call)
+    if how is None:
+        return None
+    names, dtype = call.names, next((each.dtype for each in call.results[1:] if each is not None), None)
+    affine = (call["C"],) if how.groups else ()
+
+    def gradients(*arguments: Any) -> Any:
+        named = dict(zip(names, arguments, strict=True))
+        own, mask = named["input"], named["output_mask"]
+        gradient, value = how.grouped(named["grad_out"]), how.grouped(own)
+        ones = [1 if dim in how.dims else size for dim, size in enumerate(value.shape)]
+        normal = (value - named["mean"].view(ones)).mul_(scale := named["rstd"].view(ones))
+        shape = affine or own.shape[how.dims[0] :]
+        like = [1, how.groups, shape[0] // how.groups] + [1] * (len(how.dims) - 1) if how.groups else shape
+        of_weight = (gradient * normal).sum_to_size(like).view(shape).to(dtype) if mask[1] else None
+        of_bias = gradient.sum_to_size(like).view(shape).to(dtype) if mask[2] else None
+        if not mask[0]:
+            return None, of_weight, of_bias
+        weight = how.spread(named["weight"])
+        weighted = gradient if weight is None else gradient * weight
+        sums = torch.stack([each.sum(how.dims, keepdim=True) for each in (weighted, weighted * normal)])
+        level, slope = summed(sums).div_(how.count)
+        of_value = normal.mul_(-slope).sub_(level).add_(weighted).mul_(scale)
+        return of_value.to(own.dtype).view(own.shape), of_weight, of_bias
+
+    of_affine = PARTIAL if how.groups else how.of_weights
+    return Way(at=_whole_but(call, how.at), operator=gradients, results=(how.at, of_affine, of_affine))
+
+
 # ---- Losses ------------------------------------------------------------------------------------------------
 
 NONE, MEAN, SUM = range(3)
@@ -186,20 +280,26 @@ def _nll(call: RuleCall) -> Any:
         each for each in (call["self"], call["target"], call.values.get("grad_output")) if type(each) is TensorLayout
     ]
     led = [each.placement for each in led if type(each.placement) is Placement]
-    if not led or any(each.dim for each in led) or len(call["self"].shape) < 2:
+    in_classes = call["self"].placement
+    if not led or (type(in_classes) is Placement and in_classes.dim == 1) or len(call["self"].shape) < 2:
         return None
     return _nll_backward if call.name.endswith("_backward") else _nll_forward
 
 
-def _placement_of(*values: Any) -> Placement:
-    places = [each._cell.layout.placement for each in values if type(each) is Rows]
-    return next(each for each in places if type(each) is Placement)
+def _class_rows(value: Any, target: Any, grad: Any = None) -> tuple[Placement, Placement]:
+    """Returns the placements of outputs [N, classes, ...] and of targets [N, ...]."""
+    for each in (value, target, grad):
+        at = each._cell.layout.placement if type(each) is Rows else None
+        if type(at) is Placement:
+            before = at.dim - (at.dim > 0) if each is value else at.dim
+            return at._replace(dim=before + (before > 0)), at._replace(dim=before)
+    raise AssertionError
 
 
 def _nll_forward(operator: Any, arguments: Any, options: Any) -> Any:
     value, target, weight, reduction, ignore = arguments
-    placement, weight = _placement_of(value, target), full(weight)
-    own = own_of(value, placement), own_of(target, placement)
+    (of_value, placement), weight = _class_rows(value, target), full(weight)
+    own = own_of(value, of_value), own_of(target, placement)
     if reduction == NONE:
         made = operator(*own, weight, NONE, ignore)
         return wrapped(made[0], _rows_like(made[0], target.shape, placement)), made[1]
@@ -222,11 +322,11 @@ def _rows_like(local: Tensor, shape: Any, placement: Placement) -> TensorLayout:
 
 def _nll_backward(operator: Any, arguments: Any, options: Any) -> Any:
     grad, value, target, weight, reduction, ignore, total = arguments
-    placement = _placement_of(value, target, grad)
+    of_value, placement = _class_rows(value, target, grad)
     grad = own_of(grad, placement) if reduction == NONE else full(grad)
-    own = own_of(value, placement)
+    own = own_of(value, of_value)
     made = operator(grad, own, own_of(target, placement), full(weight), reduction, ignore, full(total))
-    return wrapped(made, _rows_like(made, value.shape, placement))
+    return wrapped(made, _rows_like(made, value.shape, of_value))
 
 
 _ELEMENTWISE = "mse_loss binary_cross_entropy smooth_l1_loss huber_loss soft_margin_loss"

@@ -7,6 +7,7 @@ the call is gathered. Shapes and strides of results are those that torch compute
 from __future__ import annotations
 
 import contextlib
+import functools
 import weakref
 import zlib
 from collections.abc import Callable, Mapping
@@ -17,12 +18,24 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from grappe.private_api.torch import COMPOSITE, fake_tensors, operator_schema
+from grappe.errors import PlanError
+from grappe.private_api.torch import COMPOSITE, fake_tensor_type, fake_tensors, no_modes, operator_schema
 from grappe.rows.context import NOW
 from grappe.rows.gathered import gathered
-from grappe.rows.layout import PARTIAL, Placement, TensorLayout, layout_of
-from grappe.rows.messages import own_part
-from grappe.rows.tensor import Cell, Rows, full, own_local, own_memory, rows_of, wrapped, written
+from grappe.rows.layout import PARTIAL, Placement, TensorLayout, dense_stride, fitted, layout_of
+from grappe.rows.tensor import (
+    Cell,
+    Family,
+    Rows,
+    embedded,
+    full,
+    own_local,
+    own_memory,
+    own_of,
+    rows_of,
+    wrapped,
+    written,
+)
 
 AS_IS = "as is"
 """Where a tensor is taken of which only shape and type matter."""
@@ -49,6 +62,8 @@ class Way:
     """The numbers of a process's part that has no rows, before `after`."""
     view: bool = False
     """Whether results share the first argument's memory."""
+    copied: bool = False
+    """Whether results are a view's rows, copied from where the parts lie in the first argument."""
     same: bool = False
     """Whether the result of the first argument's rows, if this process has all of them, needs no message."""
 
@@ -62,6 +77,7 @@ class RuleCall:
         self.names = [each.name for each in schema.arguments]
         defaults = {each.name: each.default_value for each in schema.arguments}
         given_names = dict(zip(self.names, arguments, strict=False)) | dict(options)
+        self.arguments: Any = (arguments, options)
         self.values: dict[str, Any] = {name: _as_layout(value) for name, value in (defaults | given_names).items()}
         self.layouts = [leaf for value in self.values.values() for leaf in (value if type(value) is list else [value])]
         self.layouts = [each for each in self.layouts if type(each) is TensorLayout]
@@ -76,6 +92,16 @@ class RuleCall:
     def first(self) -> Any:
         """TensorLayout of the first argument."""
         return self.values[self.names[0]]
+
+    @functools.cached_property
+    def results(self) -> Any:
+        """The results for all rows, as meta tensors; None if torch cannot tell them."""
+        return results_on_meta(self.operator, *self.arguments)
+
+    @property
+    def has_parts(self) -> bool:
+        """Tells whether all processes have rows of the arguments that have any."""
+        return all(all(each.placement.sizes) for each in self.layouts if type(each.placement) is Placement)
 
     @property
     def placement(self) -> Placement:
@@ -101,6 +127,8 @@ Rule = Callable[[RuleCall], Any]
 """Returns a Way, a procedure of (operator, arguments, options), or None to gather."""
 TABLE: dict[str, Rule] = {}
 """Rules by an operator's name, or by its name and overload."""
+ALONG: dict[str, Rule] = {}
+"""Rules by an operator's name of what works along the dimension of the rows, by rows of other processes."""
 PROCEDURES: dict[str, Callable[..., Any]] = {}
 """Functions of (operator, arguments, options) that run instead of an operator; NotImplemented gathers."""
 
@@ -110,6 +138,16 @@ def rule(names: str) -> Callable[[Rule], Rule]:
 
     def add(function: Rule) -> Rule:
         TABLE.update(dict.fromkeys(names.split(), function))
+        return function
+
+    return add
+
+
+def along(names: str) -> Callable[[Rule], Rule]:
+    """Registers the rule of operators where rows are exchanged; it returns None for other dimensions."""
+
+    def add(function: Rule) -> Rule:
+        ALONG.update(dict.fromkeys(names.split(), function))
         return function
 
     return add
@@ -127,7 +165,7 @@ def procedure(names: str) -> Callable[[Any], Any]:
 
 def rule_of(operator: Any) -> Callable[..., Any]:
     """Returns what runs instead of an operator that is called for the first time."""
-    from grappe.rows import draws, norms, rules, views  # noqa: F401  # they fill the tables
+    from grappe.rows import along, attention, draws, norms, rules, space, views  # noqa: F401  # they fill the tables
 
     schema = operator_schema(operator)
     if operator.namespace != "aten":
@@ -138,11 +176,15 @@ def rule_of(operator: Any) -> Callable[..., Any]:
             break
         if key in PROCEDURES:
             return _fallible(PROCEDURES[key])
-        if key in TABLE:
-            return _Planned(operator, TABLE[key])
+        if key in TABLE or key in ALONG:
+            return _Planned(operator, TABLE.get(key, _without))
     if torch.Tag.pointwise in operator.tags and not any(each.is_out for each in schema.arguments):
         return _Planned(operator, rules.in_place if schema.is_mutable else rules.pointwise, by_type=True)
     return _decomposed(operator)
+
+
+def _without(call: RuleCall) -> None:
+    """The rule of an operator that has one along the dimension of the rows alone."""
 
 
 def _decomposed(operator: Any) -> Callable[..., Any]:
@@ -189,6 +231,8 @@ def _signature(values: Any, by_type: bool) -> tuple[Any, ...]:
             key.append(kind if by_type else (kind, each))
         elif kind is list or kind is tuple:
             key.append(_signature(each, by_type))
+        elif isinstance(each, fake_tensor_type()):
+            key.append((each.shape, each.stride(), each.dtype, each.device))
         elif isinstance(each, Tensor):
             raise _OtherKind
         else:
@@ -225,12 +269,24 @@ class _Planned:
         """Decides for a signature."""
         call = RuleCall(self.operator, arguments, options)
         try:
-            way = self.decide(call)
+            way = self._way(call)
             if isinstance(way, Way):
                 return _plan(call, way, arguments, options) or gathered
         except Unalike:
             way = None
+        finally:
+            call.arguments = None  # a plan that keeps the call keeps no tensor
         return gathered if way is None else _fallible(way)
+
+    def _way(self, call: RuleCall) -> Any:
+        way = None
+        if NOW.context.exchanges and call.name in ALONG and call.has_parts and call.results is not None:
+            try:
+                way = ALONG[call.name](call)
+            except PlanError:
+                if not NOW.context.gathers:
+                    raise
+        return self.decide(call) if way is None else way
 
 
 # ---- From a way to a plan ----------------------------------------------------------------------------------
@@ -241,7 +297,7 @@ def _plan(call: RuleCall, way: Way, arguments: Any, options: Any) -> Callable[..
     takes, named, empty = _takes(call, way, arguments, options)
     code = zlib.crc32(f"{call.operator} {call.layouts}".encode())
     operator, prepared = way.operator, _prepared(takes, named, code)
-    metas = results_on_meta(call.operator, arguments, options)
+    metas = call.results
     if metas is None:
         return None
     if way.results == FIRST:
@@ -250,7 +306,7 @@ def _plan(call: RuleCall, way: Way, arguments: Any, options: Any) -> Callable[..
     places = way.results if type(way.results) in (list, tuple) else None
     layouts: list[Any] = []
     device = options.get("device") or (call.lead or call.layouts[0]).device
-    shared = way.view and call.first.shared
+    shared = (way.view and call.first.shared) or way.copied
     for at, meta in enumerate(metas if many else [metas]):
         placement = places[at] if places is not None else way.results
         if not isinstance(meta, Tensor):
@@ -258,7 +314,8 @@ def _plan(call: RuleCall, way: Way, arguments: Any, options: Any) -> Callable[..
             continue
         if type(placement) is Placement and not _fits(placement, meta.shape):
             return None
-        layouts.append(layout_of(meta.shape, meta.stride(), meta.dtype, torch.device(device), placement, shared))
+        stride = dense_stride(meta.shape, meta.stride()) if way.copied else meta.stride()
+        layouts.append(layout_of(meta.shape, stride, meta.dtype, torch.device(device), placement, shared))
     if way.view:
         return _view(operator, prepared, layouts, many)
     single = None if many else layouts[0]
@@ -273,6 +330,10 @@ def _plan(call: RuleCall, way: Way, arguments: Any, options: Any) -> Callable[..
             made = (operator or function)(*local, **own_options)
         if after is not None:
             made = after(made)
+        if way.copied:
+            before = arguments[0]._cell.shares()
+            results = [_copied_from(before, *each) for each in zip(made if many else [made], layouts, strict=True)]
+            return results if many else results[0]
         if single is not None:
             result = wrapped(made, single)  # type: ignore[arg-type]
             if way.same and (before := arguments[0]._cell).is_current() and not before.layout.shared:
@@ -318,7 +379,7 @@ def results_on_meta(operator: Any, arguments: Any, options: Any) -> Any:
         return [meta(each) for each in value] if isinstance(value, (list, tuple)) else value
 
     try:
-        with mode:
+        with no_modes(), mode:
             return _on_meta(operator, arguments, options, meta)
     except (RuntimeError, NotImplementedError, IndexError, ValueError, TypeError):
         return None
@@ -357,11 +418,12 @@ def _takes(call: RuleCall, way: Way, arguments: Any, options: Any) -> tuple[list
                 take = _take(value, at, type(tensors) is Rows)
                 places = [at]
             else:
-                every = [
-                    None if call.lead is None or type(each) is not TensorLayout else call.aligned(each)
-                    for each in value  # type: ignore[union-attr]
-                ]
-                places = every if at is ... else at
+                places = at
+                if at is ...:
+                    places = [
+                        None if call.lead is None or type(each) is not TensorLayout else call.aligned(each)
+                        for each in value  # type: ignore[union-attr]
+                    ]
                 take = _of_list(
                     [
                         _take(layout, place, type(each) is Rows) if type(layout) is TensorLayout else None
@@ -395,10 +457,10 @@ def _take(layout: TensorLayout, at: Any, is_rows: bool) -> Callable[[Any], Any] 
     if at is PARTIAL:
         if layout.placement is PARTIAL:
             return _local
-        return _first_only
+        return embedded if type(layout.placement) is Placement else _first_only
     if is_rows and layout.placement == at:
         return own_local if layout.shared else _local
-    return lambda value: own_part(full(value), at)
+    return lambda value: own_of(value, at)
 
 
 def _first_only(value: Any) -> Any:
@@ -449,6 +511,13 @@ def _view(operator: Any, prepared: Any, layouts: list[Any], many: bool) -> Calla
         return result
 
     return run
+
+
+def _copied_from(before: Family, local: Tensor, layout: TensorLayout) -> Rows:
+    cell = Cell(fitted(local, layout), layout)
+    cell.family = Family()
+    cell.family.copied = before, before.version
+    return rows_of(cell)
 
 
 def _view_of(before: Cell, local: Tensor, layout: TensorLayout) -> Rows:

@@ -13,8 +13,7 @@ from grappe.private_api.torch import tree_leaves
 from grappe.rows.context import NOW, GatheredAt
 from grappe.rows.layout import PARTIAL, Placement, dense_stride, layout_of
 from grappe.rows.messages import own_part
-from grappe.rows.rules import own_of
-from grappe.rows.tensor import Cell, Rows, fitted, full, rows_of
+from grappe.rows.tensor import Cell, Rows, fitted, full, own_of, rows_of
 
 
 class ToLocal(torch.autograd.Function):

@@ -11,10 +11,11 @@ from torch import Tensor
 from grappe.errors import GrappeError
 from grappe.private_api.torch import operator_schema
 from grappe.rows.context import NOW
+from grappe.rows.exchange import HALF
 from grappe.rows.layout import GHOST, PARTIAL, Placement, TensorLayout, is_dense, layout_of
 from grappe.rows.messages import own_part, summed
 from grappe.rows.plans import AS_IS, FIRST, RuleCall, Unalike, Way, procedure, rule
-from grappe.rows.tensor import Rows, full, own_local, own_memory, rows_of, wrapped, written
+from grappe.rows.tensor import Rows, full, own_local, own_memory, own_of, rows_of, wrapped, written
 
 aten = torch.ops.aten
 INFINITY = float("inf")
@@ -98,8 +99,10 @@ def in_place(call: RuleCall) -> Way | None:
 @rule("_to_copy clone")
 def _copied(call: RuleCall) -> Way:
     placement = call.first.placement
-    if placement is PARTIAL and call.name == "_to_copy" and call["dtype"] not in (None, call.first.dtype):
-        placement = None  # rounded as the sum is, and not each term
+    dtype: Any = call["dtype"] if call.name == "_to_copy" else None
+    if placement is PARTIAL and dtype not in (None, call.first.dtype):
+        widens = call.first.dtype in HALF and dtype.is_floating_point and dtype.itemsize > call.first.dtype.itemsize
+        placement = PARTIAL if widens else None  # rounded as the sum is, and not each term
     if placement is GHOST:
         placement = None
     return Way(at={call.names[0]: placement}, results=placement, same=type(placement) is Placement)
@@ -353,13 +356,6 @@ def _own_indices(placement: Placement, indices: Any) -> Any:
     return [rows, *(own_of(each, along) for each in indices[1:])]
 
 
-def own_of(value: Any, placement: Placement) -> Any:
-    """Returns this process's part of a tensor, wherever its rows are."""
-    if type(value) is Rows and value._cell.layout.placement == placement:
-        return own_local(value)
-    return own_part(full(value), placement)
-
-
 def _index_each_row(operator: Any, arguments: Any, options: Any) -> Any:
     value, indices = arguments
     placement = value._cell.layout.placement
@@ -408,6 +404,8 @@ def _added_by_index(operator: Any, table: Any, indices: Any, at: list[int], new:
     """Rows that are added into a table are terms of it."""
     first = indices[at[0]]
     placement = first._cell.layout.placement if type(first) is Rows else None
+    if placement is None and type(new) is Rows and type(of_new := new._cell.layout.placement) is Placement:
+        placement = of_new._replace(dim=of_new.dim - at[0]) if at[0] <= of_new.dim < at[0] + first.dim() else None
     shape = (*table.shape[: at[0]], *first.shape, *table.shape[at[-1] + 1 :])
     alike = all(indices[dim].shape == first.shape and indices[dim].dtype is torch.int64 for dim in at)
     if type(placement) is not Placement or not alike or at[-1] - at[0] >= len(at) or new.shape != shape:
@@ -705,6 +703,13 @@ def _attention_backward(call: RuleCall) -> Way | None:
 @procedure("_fused_sdp_choice")
 def _sdp_choice(operator: Any, arguments: Any, options: Any) -> Any:
     """torch's choice of a kernel, which looks at shapes, types and whether gradients are needed."""
+
+    if NOW.context.exchanges:
+        from grappe.rows.attention import choice_of_kernel
+
+        drops = arguments[4] if len(arguments) > 4 else options.get("dropout_p", 0.0)
+        if (kernel := choice_of_kernel(arguments[0], drops)) is not None:
+            return kernel
 
     def as_is(value: Any) -> Any:
         if type(value) is not Rows:

@@ -18,6 +18,8 @@ from torch import Tensor
 
 from grappe.errors import GrappeError
 from grappe.private_api.torch import (
+    fake_tensor_type,
+    in_backward,
     no_torch_function,
     resolve_bits,
     tensor_version,
@@ -27,8 +29,9 @@ from grappe.private_api.torch import (
     wrapper_maker,
 )  # fmt: skip
 from grappe.rows.context import NOW
-from grappe.rows.layout import GHOST, PARTIAL, Placement, TensorLayout, dense_stride, fitted, is_dense, layout_of
-from grappe.rows.messages import even, gather, own_part, summed
+from grappe.rows.exchange import apart, moved, refused, turned
+from grappe.rows.layout import GHOST, PARTIAL, Placement, TensorLayout, dense_stride, even, fitted, is_dense, layout_of
+from grappe.rows.messages import gather, own_part, summed
 
 __all__ = ["GHOST", "PARTIAL", "Placement", "Rows", "from_local", "full", "local_rows", "split"]
 
@@ -49,6 +52,8 @@ class Family:
     """The cell that was split from `origin`."""
     borrowed: Tensor | None = None
     """All rows, in whose memory the own part lies, if nobody else has them."""
+    copied: tuple[Family, int] | None = None
+    """The memory, and its version, that these rows of a view were copied from, as parts lie elsewhere there."""
     root: Tensor | None = None
     """All of a process's memory, if it is terms of a sum."""
 
@@ -165,6 +170,9 @@ class Rows(Tensor):
         return iter(self.unbind(0))
 
     def __repr__(self, **_: Any) -> str:
+        placement = self._cell.layout.placement
+        if type(placement) is Placement and not NOW.context.gathers:
+            return f"Rows({list(self.shape)}, dimension {placement.dim} in parts of {list(placement.sizes)})"
         plain = full(self).detach()
         if self.grad_fn is not None:
             return f"{plain!r}"[:-1] + f", grad_fn=<{self.grad_fn.name().rsplit('::', 1)[-1]}>)"
@@ -208,6 +216,8 @@ for _name in (
 
 def refuse_kinds(operator: Any, types: Any) -> None:
     """Raises GrappeError for an operator of rows and of another kind of tensor with rules of its own."""
+    if all(kind is Rows or issubclass(kind, fake_tensor_type()) for kind in types):
+        return
     kinds = ", ".join(sorted({f"{kind.__module__}.{kind.__qualname__}" for kind in types if kind is not Rows}))
     raise GrappeError(
         f"{operator} takes rows of a batch together with {kinds} ({NOW.context.line()}): make either plain"
@@ -311,6 +321,31 @@ def own_local(value: Rows) -> Tensor:
     return cell.local if cell.ghost is None else full(value)
 
 
+def own_of(value: Any, placement: Placement) -> Any:
+    """Returns this process's part of a tensor, wherever its rows are."""
+    if type(value) is Rows:
+        before = value._cell.layout.placement
+        if before == placement:
+            return own_local(value)
+        if NOW.context.exchanges and type(before) is Placement:
+            if before._replace(sizes=placement.sizes) == placement:
+                return moved(own_local(value), before, placement.sizes)
+            if before.dim != placement.dim and before.outer == placement.outer == 1:
+                return turned(own_local(value), before, placement)
+    return own_part(full(value), placement)
+
+
+def embedded(value: Any) -> Any:
+    """Returns own rows as a term of the sum of all processes' rows, which are zeros elsewhere."""
+    layout = value._cell.layout
+    placement = layout.placement
+    term = torch.zeros(layout.shape, dtype=layout.dtype, device=layout.device)
+    every, dim = apart(term, placement)
+    first = sum(placement.sizes[: NOW.context.rank])
+    every.narrow(dim, first, placement.rows).copy_(apart(own_local(value), placement)[0])
+    return term
+
+
 def full(value: Any) -> Any:
     """Returns the plain tensor of all rows, which must not be written to; other values as they are."""
     if type(value) is not Rows:
@@ -318,6 +353,8 @@ def full(value: Any) -> Any:
     cell = value._cell
     placement = cell.layout.placement
     if placement is None:
+        if cell.layout.shared:
+            settle(cell.family)
         return cell.local
     if placement is PARTIAL:
         _add_up(cell)
@@ -369,7 +406,14 @@ def _offset(root: Tensor, like: Tensor) -> int:
 
 def settle(family: Any) -> None:
     """Carries writes of the script to a plain tensor over to the rows that were split from it."""
+    if family.copied is not None:
+        source, version = family.copied
+        if source.version != version:
+            raise refused("a view whose tensor was written to since", "take the view again, or a clone before")
+        return
     origin = family.origin
+    if origin is None:  # rows that were copied, and then written to
+        return
     version = tensor_version(origin)
     if version == family.origin_version and not origin.is_inference():
         return
@@ -395,6 +439,12 @@ def replayed(ghost: Any) -> Tensor:
 def own_memory(cell: Cell) -> None:
     """Has a write to an own part leave the rows of all, from which results may be computed later, as they were."""
     family = cell.family
+    if family is not None and family.copied is not None:
+        if not in_backward():  # where gradients are added into one that nobody else has
+            raise refused(
+                "a write to a view along the dimension that is cut", "write to a clone of it, or use torch.where"
+            )
+        family.copied = None
     if family is not None and family.borrowed is not None:
         family.borrowed.data = family.borrowed.data.clone()
         family.borrowed = None

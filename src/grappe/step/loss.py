@@ -14,15 +14,15 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from grappe.data.batch import Batch, Microbatch, first_rows, flat
-from grappe.domain.batches import part_like, uncut
-from grappe.domain.cut import Cut, Domain, local
-from grappe.domain.exchange import reduced
+from grappe.domain.batches import uncut
+from grappe.domain.parts import Domain
 from grappe.errors import PlanError, TaskError
 from grappe.errors.user_code import calls_users, method_error
 from grappe.errors.user_line import at
 from grappe.launch.world import World
 from grappe.private_api.torch import tree_flatten, tree_unflatten
 from grappe.profiling.phases import BACKWARD
+from grappe.rows.tensor import full
 from grappe.step.observers import Observers
 from grappe.task import Task
 
@@ -355,10 +355,7 @@ def _flat(weights: Tensor | Mapping[str, Tensor]) -> Tensor:
 
 
 class PartLosses(Losses):
-    """Losses of parts: of values that are cut a process has its own; whole ones are every process's, and count 1/N.
-
-    So the sum over the domain's N processes is the sum of one process, of the values and of the gradients.
-    """
+    """Losses of parts, of which a process has its term: the sum over the domain's processes is that of one process."""
 
     def __init__(self, task: Task, domain: Domain, observers: Observers | None, summed_in: torch.dtype) -> None:
         super().__init__(task, observers, summed_in)
@@ -366,13 +363,16 @@ class PartLosses(Losses):
         self._independence_checked = True  # by the training of one process, as its values are whole
 
     def __call__(self, output: object, micro: Microbatch, batch: Batch, scale: float = 1.0) -> Loss:
-        return _of_part(super().__call__(output, micro, batch, scale))
+        return self._own(super().__call__(output, micro, batch, scale))
 
     def dry_run(self, output: object, micro: Microbatch, batch: Batch, scale: float = 1.0) -> Loss:
-        return _of_part(super().dry_run(output, micro, batch, scale))
+        return self._own(super().dry_run(output, micro, batch, scale))
+
+    def _own(self, loss: Loss) -> Loss:
+        return loss._replace(total=self._domain.term(loss.total))
 
     def scored(self, output: Any, micro: Microbatch, batch: Batch) -> list[ScoredLoss]:
-        return [loss._replace(total=reduced(loss.total, self._domain)) for loss in super().scored(output, micro, batch)]
+        return [loss._replace(total=full(loss.total)) for loss in super().scored(output, micro, batch)]
 
     def values(self, output: object, micro: Microbatch) -> LossValues:
         if isinstance(micro.weights, Mapping):
@@ -386,32 +386,10 @@ class PartLosses(Losses):
         super()._observe(output, micro, named)
 
     def _output_gradient(self, values: Tensor, micro: Microbatch, batch: Batch, scale: float) -> Tensor:
-        if not isinstance(values, Cut):
-            return super()._output_gradient(values, micro, batch, scale / self._domain.size)
-        own = values.local
-        if isinstance(micro.weights, Tensor):
-            return (part_like(micro.weights, values) * (scale / batch.count)).to(own.dtype)
-        gradient = torch.full_like(own.detach(), scale / (float(batch.count) * (values.numel() // micro.size)))
-        if micro.padding:
-            gradient.view(micro.size, -1)[micro.rows :] = 0.0
-        return gradient
+        return super()._output_gradient(values, micro, batch, scale / self._domain.size)
 
     def _totals(self, named: Mapping[str, Tensor], micro: Microbatch) -> Mapping[str, Tensor]:
-        return {name: reduced(self.total(values, micro), self._domain) for name, values in named.items()}
-
-    def total(self, values: Tensor, micro: Microbatch) -> Tensor:
-        """Sums this process's share of the microbatch's losses: the domain's processes add up to all."""
-        if not isinstance(values, Cut):
-            return total_of(values, micro, self._summed_in) / self._domain.size
-        own = values.local.detach()
-        if isinstance(micro.weights, Tensor):
-            return (own.to(self._summed_in) * part_like(micro.weights, values)).sum()
-        own = own.reshape(micro.size, -1)[: micro.rows]
-        return own.sum(dtype=self._summed_in) / (values.numel() // max(1, micro.rows))
-
-
-def _of_part(loss: Loss) -> Loss:
-    return loss._replace(values=local(loss.values))
+        return {name: full(total) for name, total in super()._totals(named, micro).items()}
 
 
 # ---- The sum of a step's losses, and the stop flag, over all processes -------------------------------------

@@ -215,6 +215,8 @@ class InPlaceWrites(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if Rows in types:
+            return NotImplemented  # what is written to a parameter is plain
         if operator_mutates(func) and not _by_a_library():
             values = [
                 args[number] if number < len(args) else kwargs.get(argument.name)

@@ -180,7 +180,7 @@ def _output(
         with inside(SampleIds(task.seed, -1, np.arange(first, first + count))):
             try:
                 if world is not None and world.domain is not None:
-                    parts, _ = cut_batch(task, batch, None, world.domain)
+                    parts, _ = cut_batch(task, batch, None)
                     output = uncut(task.forward(model, parts), "predictions")
                 else:
                     output = task.forward(model, batch)

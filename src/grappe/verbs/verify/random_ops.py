@@ -13,6 +13,8 @@ from torch import Tensor
 
 from grappe.data.whole_batch_draws import MeanDraws, own_rows
 from grappe.private_api.torch import TorchDispatchMode, call_in_mode, operator_arguments
+from grappe.rows.draws import Probing
+from grappe.rows.tensor import Rows
 
 LEAST_NUMBERS = 64  # of a step's draws: fewer can be equal by chance
 MOST_NUMBERS = 512  # batches of graphs or texts go on for longer or shorter on the same stream
@@ -42,9 +44,11 @@ class RandomOps(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Op, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if Rows in types:
+            return NotImplemented  # what is drawn for all rows is seen
         if self._off and (backward := _BACKWARDS.get(func.overloadpacket.__name__)) is not None:
             return backward(func, args, kwargs)
-        if self._paused or MeanDraws.probing or torch.Tag.nondeterministic_seeded not in func.tags:
+        if self._paused or Probing.on or torch.Tag.nondeterministic_seeded not in func.tags:
             return call_in_mode(func, args, kwargs)
         name = func.overloadpacket.__name__
         arguments = _by_name(func, args, kwargs)

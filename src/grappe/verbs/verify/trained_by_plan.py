@@ -20,14 +20,17 @@ from grappe import engines
 from grappe.checkpoint.initial import built
 from grappe.data.batch import Batch, rows_of_slices
 from grappe.data.loader import training_loader
-from grappe.domain.cut import RULES, Cut, Domain, local, name_of
-from grappe.domain.exchange import separated
 from grappe.engines.base import Engine, EngineSetup
 from grappe.errors.user_line import place_in
 from grappe.launch.rank import ProcessRank
 from grappe.launch.world import World, joined
 from grappe.plan import Plan
 from grappe.private_api.torch import tree_flatten, tree_leaves, tree_unflatten
+from grappe.rows.context import NOW
+from grappe.rows.exchange import apart, resized
+from grappe.rows.layout import Placement
+from grappe.rows.messages import own_part
+from grappe.rows.tensor import Rows, from_local, full, local_rows
 from grappe.step.loss import StepResult
 from grappe.verbs.verify.instrument import NOTHING, Instrumentation, SampleRecorder, instrumented
 from grappe.verbs.verify.random_ops import RandomOps
@@ -152,84 +155,87 @@ class _BesideTheWhole(TorchFunctionMode):
         self.wrong_rule = ""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        cuts = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Cut)]
-        if cuts and not self.wrong_rule and func in RULES and func is not torch.empty_like:
-            domain, drawn = cuts[0].at.domain, torch.get_rng_state()
+        kwargs, name = kwargs or {}, getattr(func, "__name__", str(func))
+        if not self.wrong_rule and name not in _OF_AUTOGRAD and any(map(_is_cut, tree_leaves((args, kwargs)))):
+            drawn = torch.get_rng_state()
             outcomes = []
             for in_parts in (True, False):
-                outcomes.append(_outcome(func, args, kwargs, domain, in_parts=in_parts))
+                outcomes.append(_outcome(func, args, kwargs, in_parts=in_parts))
                 torch.set_rng_state(drawn)
             for of_results, parts, wholes in zip((True, False), *outcomes, strict=True):
-                gap = _largest_gap(wholes, parts, domain)
+                gap = _largest_gap(wholes, parts)
                 if gap > OTHER and not self.wrong_rule:
                     other = "other results" if of_results else "other gradients"
                     where = place_in(traceback.extract_stack())
-                    self.wrong_rule = f"{name_of(func)} of parts has {other} than of the whole ({gap:.1g}): {where}"
+                    self.wrong_rule = f"{name} of parts has {other} than of the whole ({gap:.1g}): {where}"
         return func(*args, **kwargs)
 
 
 OTHER = 1e-3
 """Of the largest number: rounding makes a hundredth of it in fp32."""
+_OF_AUTOGRAD = (
+    "__get__", "__set__", "backward", "detach_", "requires_grad_", "retain_grad", "register_hook", "empty_like",
+    "new_empty",
+)  # fmt: skip
+"""Functions that are of a tensor itself, or give no numbers."""
 
 
-def _outcome(func: Any, args: Any, kwargs: Any, domain: Domain, *, in_parts: bool) -> tuple[list[Tensor], list[Tensor]]:
+def _placement(value: Any) -> Placement | None:
+    at = value._cell.layout.placement if type(value) is Rows else None
+    return at if type(at) is Placement else None
+
+
+def _is_cut(value: Any) -> bool:
+    return _placement(value) is not None
+
+
+def _outcome(func: Any, args: Any, kwargs: Any, *, in_parts: bool) -> tuple[list[Tensor], list[Tensor]]:
     """Returns a function's results and gradients, of copies: of parts, or of whole tensors. Collective."""
     leaves, nesting = tree_flatten((args, kwargs))
-    places = {place: leaf.at for place, leaf in enumerate(leaves) if in_parts and isinstance(leaf, Cut)}
-    copies, arguments = dict[int, Tensor](), [*leaves]
+    copies, arguments = list[Tensor](), [*leaves]
     for place, leaf in enumerate(leaves):
         if isinstance(leaf, Tensor):
-            tensor = _joined(leaf) if isinstance(leaf, Cut) and not in_parts else local(leaf)
-            copies[place] = tensor.detach().clone().requires_grad_(local(leaf).requires_grad)
-            argument = copies[place].clone()  # which may be changed in place
-            arguments[place] = Cut(argument, places[place]) if place in places else argument
+            at, own = _placement(leaf), local_rows(leaf).detach().clone()
+            copy = full(leaf).detach().clone() if at is None else from_local(own, at) if in_parts else _joined(own, at)
+            copies.append(copy.requires_grad_(leaf.requires_grad))
+            arguments[place] = copy.clone()  # which may be changed in place
     args, kwargs = tree_unflatten(arguments, nesting)
     results = [leaf for leaf in tree_leaves(func(*args, **kwargs)) if isinstance(leaf, Tensor)]
-    roots = [each for each in results if local(each).requires_grad]
-    leaves_with = {place: copy for place, copy in copies.items() if copy.requires_grad}
+    roots = [each for each in results if each.requires_grad]
     if not roots:
         return results, []
-    seeds = []
-    for root in roots:
-        seed = torch.linspace(-1, 1, root.numel(), dtype=root.dtype, device=root.device).view(root.shape)
-        if in_parts:  # which are summed
-            seed = root.at.part_of(seed, root.at.dim) if isinstance(root, Cut) else seed / domain.size
-        seeds.append(seed)
-    arrived = torch.autograd.grad([local(root) for root in roots], [*leaves_with.values()], seeds, allow_unused=True)
-    gradients = list[Tensor]()
-    for (place, copy), gradient in zip(leaves_with.items(), arrived, strict=True):
-        full = torch.zeros_like(copy) if gradient is None else gradient
-        if in_parts and place not in places:
-            dist.all_reduce(full, group=domain.group)
-        gradients.append(Cut(full, places[place]) if place in places else full)
-    return results, gradients
+    seeds = [
+        torch.linspace(-1, 1, each.numel(), dtype=each.dtype, device=each.device).view(each.shape) for each in roots
+    ]
+    copies = [copy for copy in copies if copy.requires_grad]
+    arrived = torch.autograd.grad(roots, copies, seeds, allow_unused=True)
+    return results, [torch.zeros_like(a) if b is None else b for a, b in zip(copies, arrived, strict=True)]
 
 
-def _joined(cut: Cut) -> Tensor:
+def _joined(own: Tensor, at: Placement) -> Tensor:
     """Returns the whole tensor by a way of its own: that of the rules may be at fault. Collective."""
-    at, apart = cut.at, separated(cut)
+    rows, dim = apart(own, at)
     parts = list[Tensor]()
     for rank, size in enumerate(at.sizes):
-        shape = [*apart.local.shape]
-        shape[apart.at.dim] = size
-        parts.append(apart.local.detach().contiguous() if rank == at.domain.rank else apart.local.new_empty(shape))
-        dist.broadcast(parts[-1], group=at.domain.group, group_src=rank)
-    return torch.cat(parts, apart.at.dim).view(cut.shape)
+        parts.append(rows.contiguous() if rank == NOW.context.rank else rows.new_empty(resized(rows.shape, dim, size)))
+        dist.broadcast(parts[-1], group=NOW.context.group, group_src=rank)
+    made = torch.cat(parts, dim)
+    return made if at.outer == 1 else made.flatten(dim - 1, dim)
 
 
 @torch.no_grad()
-def _largest_gap(wholes: Sequence[Any], parts: Sequence[Any], domain: Domain) -> float:
+def _largest_gap(wholes: Sequence[Any], parts: Sequence[Any]) -> float:
     """Returns the largest difference in any process, as a share of the largest number. Collective."""
     gap, largest = torch.zeros(()), torch.zeros(())
-    for full, part in zip(wholes, parts, strict=True):
-        of_whole = part.at.part_of(full, part.at.dim) if isinstance(part, Cut) else full
-        a, b = of_whole.detach().float(), local(part).detach().float()
-        apart = (a - b).abs().where((a != b) & ~(a.isnan() & b.isnan()), 0)
-        gap = torch.maximum(gap, apart.nan_to_num(torch.inf).amax().cpu())
-        largest = torch.maximum(largest, full.detach().float().nan_to_num(0, 0, 0).abs().amax().cpu())
+    for of_whole, part in zip(wholes, parts, strict=True):
+        at = _placement(part)
+        a = (of_whole if at is None else own_part(of_whole, at)).detach().float()
+        b = (full(part) if at is None else local_rows(part)).detach().float()
+        apart_by = (a - b).abs().where((a != b) & ~(a.isnan() & b.isnan()), 0)
+        gap = torch.maximum(gap, apart_by.nan_to_num(torch.inf).amax().cpu())
+        largest = torch.maximum(largest, of_whole.detach().float().nan_to_num(0, 0, 0).abs().amax().cpu())
     share = gap / largest.clamp(min=1e-30)
-    dist.all_reduce(share, op=dist.ReduceOp.MAX, group=domain.group)
+    dist.all_reduce(share, op=dist.ReduceOp.MAX, group=NOW.context.group)
     return float(share)
 
 
