@@ -172,9 +172,10 @@ def gradients_of_a_loop(place: ProcessRank, meet: Path, plan: str) -> list[float
         return [float((grad.full_tensor() if isinstance(grad, DTensor) else grad).sum()) for grad in gradients]
 
 
-def test_a_loops_gradients_are_means_of_scalars_too(pool: Pool) -> None:
+def test_a_loops_gradients_are_sums_of_scalars_too(pool: Pool) -> None:
+    """Each process hands over its term of a gradient: rows make no mean of processes."""
     plan = "shard=2,device=cpu,threads=1"
-    assert pool.run("tests.parallel.test_shard:gradients_of_a_loop", 2, plan) == [[9.0, 6.0]] * 2
+    assert pool.run("tests.parallel.test_shard:gradients_of_a_loop", 2, plan) == [[18.0, 12.0]] * 2
 
 
 class Fourier(nn.Module):

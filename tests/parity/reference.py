@@ -96,7 +96,7 @@ def _scores(task: Task, model: torch.nn.Module, double: bool) -> dict[str, Any]:
     counts = torch.ones(len(values)) if counts is None else counts
     metrics = {}
     for name, metric in task.metrics().items():
-        metric.update(output, dataset.targets)
+        metric.update(task.scored(output), dataset.targets)
         metrics[name] = metric.compute().tolist()
     model.train()
     return {"validation": ((values * counts).sum() / counts.sum()).item(), "metrics": metrics}

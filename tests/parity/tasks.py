@@ -83,6 +83,9 @@ class Images(Task):
             "seen": Seen(),
         }
 
+    def scored(self, output: torch.Tensor) -> torch.Tensor:
+        return output.softmax(1)  # which torchmetrics' AUROC would take from each batch of logits by itself
+
     def schedule(self, optimizer, total_steps: int):
         return torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, total_steps + 3) if self.scheduled else None
 

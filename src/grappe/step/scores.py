@@ -280,7 +280,7 @@ class Metrics:
                     f"the metric '{name}' is {_few(values[0])} of {count} samples at once, and {_few(values[2])} one "
                     "by one: another plan, which cuts batches elsewhere, would have other scores. torchmetrics takes "
                     "logits for probabilities in a batch that has none outside 0 to 1: write "
-                    f"`def scored(self, output): return output.sigmoid()` in the task, which metrics then get"
+                    f"`def scored(self, output): return output.sigmoid()`, or softmax(1) of classes, in the task, which metrics then get"
                     f"{at(self._task, 'metrics')}"
                 )
 
