@@ -259,8 +259,12 @@ class Metrics:
         several = list(zip(*(leaves for leaves, _ in kept), strict=True))
         if any(part.shape[1:] != parts[0].shape[1:] for parts in several for part in parts):
             return
-        leaves, nesting = [torch.cat(parts) for parts in several], kept[0][1]
-        count = len(leaves[0])
+        output, targets = tree_unflatten([torch.cat(parts) for parts in several], kept[0][1])
+        # Once for all, as a sigmoid in half precision rounds one row otherwise than several.
+        leaves, nesting = tree_flatten((self._task.scored(output), targets))
+        count = sum(map(len, several[0]))
+        if any(not isinstance(leaf, Tensor) or not leaf.dim() or len(leaf) != count for leaf in leaves):
+            return
         cuts = [[(0, count)], [(0, count)], [(row, row + 1) for row in range(count)]]
         for name, metric in self._metrics.items():
             values = []
@@ -271,7 +275,7 @@ class Metrics:
                     fresh.reset()
                     for first, end in cut:
                         part, targets = tree_unflatten([leaf[first:end] for leaf in leaves], nesting)
-                        fresh.update(self._task.scored(part), targets)
+                        fresh.update(part, targets)
                     values.append(torch.as_tensor(_number(self._task, name, fresh.compute()), dtype=torch.float64))
             if len(values) < len(cuts) or not torch.equal(values[0].nan_to_num(), values[1].nan_to_num()):
                 continue
@@ -280,8 +284,8 @@ class Metrics:
                     f"the metric '{name}' is {_few(values[0])} of {count} samples at once, and {_few(values[2])} one "
                     "by one: another plan, which cuts batches elsewhere, would have other scores. torchmetrics takes "
                     "logits for probabilities in a batch that has none outside 0 to 1: write "
-                    f"`def scored(self, output): return output.sigmoid()`, or softmax(1) of classes, in the task, which metrics then get"
-                    f"{at(self._task, 'metrics')}"
+                    f"`def scored(self, output): return output.sigmoid()`, or softmax(1) of classes, in "
+                    f"the task, which metrics then get{at(self._task, 'metrics')}"
                 )
 
     def states(self) -> dict[str, dict[str, Any]]:
