@@ -496,20 +496,20 @@ PARTS = (
     Case(
         "a function without a rule",
         {FORWARD: f"h = self.first(torch.fft.fft(x).real).tanh(){HERE}", **IN_PARTS},
-        "domain= has no rule for torch.fft.fft",
-        "write it with functions that have one, such as matmul, or tell in the task's domain() to leave this input",
+        "domain= has no rule for _fft_r2c.default",
+        "tell in the task's domain() to cut another dimension or none",
     ),
     Case(
         "values that are chosen by a mask",
         {FORWARD: f"h = self.first(x) * x[x > 0].mean(){HERE}", **IN_PARTS},
-        "domain= has no rule for an index that is a tensor or a list",
-        "choose by slices, by numbers, or multiply by a mask",
+        "domain= has no rule for index.Tensor",
+        "tell in the task's domain() to cut another dimension or none",
     ),
     Case(
         "a number that is read",
         {FORWARD: f"h = self.first(x) * x.max(dim=0)[0].tolist()[0]{HERE}", **IN_PARTS},
         "domain= has no rule for reading a tensor's numbers",
-        "compute with tensors, or read what sum() and mean() give",
+        "tell in the task's domain() to cut another dimension or none",
     ),
     Case(
         "no dimension that is plainly to be cut",

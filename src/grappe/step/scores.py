@@ -265,6 +265,8 @@ class Metrics:
         count = sum(map(len, several[0]))
         if any(not isinstance(leaf, Tensor) or not leaf.dim() or len(leaf) != count for leaf in leaves):
             return
+        if not all(leaf.isfinite().all() for leaf in leaves):  # torchmetrics treats a batch with NaN in another way
+            return
         cuts = [[(0, count)], [(0, count)], [(row, row + 1) for row in range(count)]]
         for name, metric in self._metrics.items():
             values = []
