@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from grappe.training.own_loop_world import PLAN
 from tests.processes import Pool
 from tests.training.script_forms import FORMS, lines_changed
 
@@ -33,7 +34,10 @@ def test_a_form_needs_no_more_lines_than_with_accelerate(name: str) -> None:
 
 @pytest.mark.parametrize("library", ["", "accelerate", "grappe"])
 @pytest.mark.parametrize("name", FORMS)
-def test_a_form_runs(name: str, library: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_form_runs(
+    name: str, library: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(PLAN, "threads=1")  # the plan of all loops in the tests' process
     if library == "accelerate":
         pytest.importorskip(library)
     names: dict[str, Any] = {"__name__": "script"}
