@@ -118,7 +118,7 @@ class Marked(unusual.Rows):
 
 @pytest.mark.parametrize("hooks", [False, True])
 def test_attributes_and_hooks_of_parameters_stay(hooks: bool) -> None:
-    """Both were lost with the parameters of the meta device, without a word."""
+    """Parameters of the meta device are replaced, which dropped both without a message."""
     task = Marked(hooks=hooks)
     model, plain = on_meta(task), task.model()
     fill(model, InMemory(named_tensors(plain)), torch.device("cpu"))

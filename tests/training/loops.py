@@ -67,7 +67,7 @@ def printed(place: ProcessRank, meet: Path, text: str, plan: str) -> list[str]:
     return out.getvalue().splitlines()
 
 
-# ---- What a body may do: the weights and the numbers that it has read are one process's ------------------------
+# ---- Loop bodies: weights and numbers must be those of one process ----------------------------------------------
 
 
 def branches(loop: grappe.Loop) -> list[Tensor]:

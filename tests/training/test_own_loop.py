@@ -33,7 +33,7 @@ SCRIPT = str(Path(__file__).with_name("gan.py"))
 EXAMPLES = Path(__file__).parents[2] / "examples"
 TOLERANCE = 1e-5
 EXACT = 1e-8
-"""Of what is computed in float64."""
+"""Tolerance of float64 results."""
 
 
 def train(folder: Path, plan: str, name: str, *more: str) -> int:

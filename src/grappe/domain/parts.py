@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from grappe.private_api.torch import gradients_handed_over
 from grappe.rows.context import RowsContext, activate
 from grappe.rows.exchange import every_row, noted
-from grappe.rows.layout import PARTIAL, Placement, even
+from grappe.rows.layout import Placement, even
 from grappe.rows.messages import own_part
-from grappe.rows.tensor import Rows, embedded, from_local, full, own_local
+from grappe.rows.tensor import Rows, from_local, full, own_local, own_term
 from grappe.words import sent_in_step
 
 if TYPE_CHECKING:
@@ -74,16 +74,9 @@ class Domain(RowsContext):
             purposes.setdefault(purpose, {})[what] = number
         return purposes
 
-    def term(self, value: Tensor) -> Tensor:
-        """Returns this process's term of a value, which is the sum of all processes' terms."""
-        placement = value._cell.layout.placement if type(value) is Rows else None
-        if placement is PARTIAL:
-            return own_local(value)  # type: ignore[arg-type]
-        return embedded(value) if type(placement) is Placement else full(value) / self.size
-
     def gradient_term(self, gradient: Tensor) -> Tensor:
         """Returns this process's term of a gradient that came from an Nth of the loss's: fp16 holds no larger ones."""
-        return self.term(gradient) * self.size if type(gradient) is Rows else gradient
+        return own_term(gradient, self.size) * self.size if type(gradient) is Rows else gradient
 
 
 _pad = F.pad

@@ -346,6 +346,14 @@ def embedded(value: Any) -> Any:
     return term
 
 
+def own_term(value: Any, processes: int) -> Tensor:
+    """Returns this process's term of a value, which is the sum of all processes' terms."""
+    placement = value._cell.layout.placement if type(value) is Rows else None
+    if placement is PARTIAL:
+        return own_local(value)
+    return embedded(value) if type(placement) is Placement else full(value) / processes
+
+
 def full(value: Any) -> Any:
     """Returns the plain tensor of all rows, which must not be written to; other values as they are."""
     if type(value) is not Rows:

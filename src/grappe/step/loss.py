@@ -22,7 +22,7 @@ from grappe.errors.user_line import at
 from grappe.launch.world import World
 from grappe.private_api.torch import tree_flatten, tree_unflatten
 from grappe.profiling.phases import BACKWARD
-from grappe.rows.tensor import full
+from grappe.rows.tensor import full, own_term
 from grappe.step.observers import Observers
 from grappe.task import Task
 
@@ -369,7 +369,7 @@ class PartLosses(Losses):
         return self._own(super().dry_run(output, micro, batch, scale))
 
     def _own(self, loss: Loss) -> Loss:
-        return loss._replace(total=self._domain.term(loss.total))
+        return loss._replace(total=own_term(loss.total, self._domain.size))
 
     def scored(self, output: Any, micro: Microbatch, batch: Batch) -> list[ScoredLoss]:
         return [loss._replace(total=full(loss.total)) for loss in super().scored(output, micro, batch)]

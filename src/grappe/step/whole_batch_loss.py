@@ -30,8 +30,7 @@ from grappe.private_api.torch import tree_flatten, tree_leaves, tree_unflatten
 from grappe.profiling.phases import BACKWARD
 from grappe.rows.context import RowsContext, activate
 from grappe.rows.layout import Placement
-from grappe.rows.rules import own_of
-from grappe.rows.tensor import Rows, from_local, full
+from grappe.rows.tensor import Rows, from_local, full, own_of
 from grappe.step.loss import Loss, Losses, ScoredLoss, total_of, values_of
 from grappe.step.observers import Observers
 from grappe.task import Task

@@ -159,7 +159,7 @@ class LoopSteps(StepHandler):
 
 
 class LoopLoader:
-    """The batches of a call, of whose tensors each process has its rows."""
+    """Loader of a call's batches; each process holds its own rows of their tensors."""
 
     def __init__(self, loader: BatchLoader, steps: LoopSteps, *, own: bool) -> None:
         self._loader, self._steps, self._own = loader, steps, own

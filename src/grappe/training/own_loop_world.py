@@ -34,7 +34,7 @@ class Joined:
     process: ProcessRank | None = None
     folder = Path()
     context: RowsContext | None = None
-    """Of the loops' rows, which can be read after a loop's end."""
+    """Context of the loops' rows, which stay readable after a loop ends; None before the first loop."""
     until_left = contextlib.ExitStack()
     """What holds as long as rows can be read."""
 

@@ -178,14 +178,9 @@ def gathered(tensor: Tensor) -> Tensor:
 def gradients_summed(world: World) -> Iterator[None]:
     """Context of a script whose models are sharded: gradients are terms of a sum."""
     from grappe.private_api.torch import gradients_handed_over
-    from grappe.rows.tensor import PARTIAL, Rows, full, local_rows
+    from grappe.rows.tensor import own_term
 
-    def term(gradient: Tensor) -> Tensor:
-        if type(gradient) is Rows and gradient._cell.layout.placement is PARTIAL:
-            return local_rows(gradient)
-        return full(gradient) / world.data_size  # each process has the whole, and FSDP2 sums them
-
-    with gradients_handed_over(term):
+    with gradients_handed_over(lambda gradient: own_term(gradient, world.data_size)):
         yield
 
 

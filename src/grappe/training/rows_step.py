@@ -35,7 +35,7 @@ from grappe.private_api.torch import (
 from grappe.rows.context import RowsContext, activate
 from grappe.rows.gradients import GradientSums
 from grappe.rows.regions import FromLocal, Shared, ToLocal, recurrent
-from grappe.rows.tensor import PARTIAL, Placement, Rows, full, local_rows, split
+from grappe.rows.tensor import Placement, Rows, full, own_term, split
 from grappe.training.interception import Begin, MainThread, StepHandler, parameters_of, replaced
 from grappe.training.plan_keys import PlanKeys
 
@@ -240,9 +240,7 @@ class SpreadSteps(StepHandler):
 
     def own_term(self, loss: Tensor) -> Tensor:
         """Returns this process's term of a loss."""
-        if type(loss) is Rows and loss._cell.layout.placement is PARTIAL:
-            return local_rows(loss).detach()
-        return full(loss).detach() / self._world.data_size
+        return own_term(loss, self._world.data_size).detach()
 
     def _trained(self) -> list[Tensor]:
         """Returns the parameters whose gradients go in one message; another one's is summed where it is read."""
