@@ -1,4 +1,4 @@
-"""Rules along the dimension of the rows of what looks at neighbours: convolutions, pooling, interpolation, padding.
+"""Rules of convolutions, pooling, interpolation and padding along the dimension of the rows.
 
 Each process computes its part of the output from its rows and those of its neighbours (halos), which it fetches. In
 backward the gradients of these go back. Shapes: [samples, channels, *space], the rows in one dimension of space.

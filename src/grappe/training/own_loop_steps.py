@@ -1,4 +1,4 @@
-"""The steps of hand-written loops: batches as rows, and backwards, of which losses and times are noted."""
+"""Steps of hand-written loops: batches as rows, backwards, and their losses and times."""
 
 from __future__ import annotations
 
