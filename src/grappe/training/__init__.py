@@ -1,1 +1,1 @@
-"""Runs one training: the worker that each process runs, the run's folder, watchers (callbacks), the watchdog."""
+"""Runs one training: workers, the run's folder, watchers (callbacks), the watchdog, the step of a script or a Loop."""
