@@ -49,7 +49,7 @@ USED = private_names(
     {
         "torch": "_C _foreach_add_ _foreach_mul_ _foreach_norm _ops _subclasses",
         "torch._C": (
-            "_current_graph_task_id _disabled_torch_function_impl _DisableTorchDispatch _set_throw_on_mutable_data_ptr "
+            "_current_graph_task_id _disabled_torch_function_impl _DisableTorchDispatch _set_throw_on_mutable_data_ptr DisableTorchFunctionSubclass _nn "
             "_distributed_c10d _SetExcludeDispatchKeyGuard _dispatch_key_parse _dispatch_tls_is_dispatch_key_excluded "
             "_dispatch_tls_is_dispatch_key_included _dispatch_tls_set_dispatch_key_excluded "
             "_dispatch_tls_set_dispatch_key_included"
@@ -116,6 +116,10 @@ Called for each operator that meets rows, where names for the arguments take 0.5
 """
 no_torch_function = torch._C._disabled_torch_function_impl
 """The `__torch_function__` of a subclass whose operators torch shall only dispatch."""
+no_subclass_functions: Callable[[], Any] = torch._C.DisableTorchFunctionSubclass
+"""Makes a context in which functions of a subclass are torch's."""
+FUNCTION_OWNERS = (torch, Tensor, torch.nn.functional, torch._C._nn)
+"""Where torch has the functions of tensors."""
 throw_on_pointer: Callable[[Tensor], None] = torch._C._set_throw_on_mutable_data_ptr
 """Has C++ that asks for the memory of a wrapper raise an error, which would otherwise get a null pointer."""
 without_torch_dispatch: Callable[[], Any] = torch._C._DisableTorchDispatch
@@ -153,6 +157,12 @@ def gradient_hooks(parameter: Tensor) -> tuple[list[Callable[[Tensor], Any]], li
     """Returns a parameter's hooks: those of what a backward adds to its gradient, and those after it was added."""
     added, after = parameter._backward_hooks, parameter._post_accumulate_grad_hooks  # pyrefly: ignore
     return list((added or {}).values()), list((after or {}).values())
+
+
+def accumulate_gradient(parameter: Tensor, grad: Tensor, *, create_graph: bool = False) -> None:
+    """Adds to a parameter's gradient as a backward does, with its hooks; a backward may run already."""
+    engine = torch.autograd.Variable._execution_engine
+    engine.run_backward((parameter,), (grad,), False, create_graph, (), allow_unreachable=True, accumulate_grad=True)
 
 
 def leaf_names(tree: Any, *, alone: str) -> tuple[str, ...]:

@@ -54,6 +54,8 @@ class RowsContext:
     """Messages of these bytes."""
     thread: threading.Thread = field(default_factory=threading.current_thread)
     """The thread that may send messages, with those of torch's backward."""
+    twin: Callable[[Any], Any] = lambda parameter: None
+    """Function that returns the leaf that stands for a parameter where own rows are; None for one without."""
     dispatched: int = 0
     """Operators that met rows."""
     trace: int = 0

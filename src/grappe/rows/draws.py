@@ -25,7 +25,7 @@ def _filled(operator: Any, arguments: Any, options: Any) -> Any:
     if layout is None or type(layout.placement) is not Placement or any(isinstance(each, Tensor) for each in rest):
         return NotImplemented
     own_memory(cell)  # type: ignore[arg-type]
-    if NOW.context.exchanges or not _fill_own(operator, cell.local, layout, tuple(rest), options):  # type: ignore[union-attr]
+    if NOW.context.exchanges or not fill_own(operator, cell.local, layout, tuple(rest), options):  # type: ignore[union-attr]
         cell.local.copy_(own_part(_all_rows(operator, layout, rest, options), layout.placement))  # type: ignore[union-attr]
     return written(value)
 
@@ -66,7 +66,7 @@ def _native_dropout(operator: Any, arguments: Any, options: Any) -> Any:
 # ---- Passing over other rows' numbers ----------------------------------------------------------------------
 
 
-def _fill_own(operator: Any, local: Tensor, layout: TensorLayout, rest: tuple[Any, ...], options: Any) -> bool:
+def fill_own(operator: Any, local: Tensor, layout: TensorLayout, rest: tuple[Any, ...], options: Any) -> bool:
     """Draws own rows alone where the generator of a CPU can pass over the others'; returns whether it could."""
     words = None if options.get("generator") is not None else _words_around(operator, layout, rest)
     if words is None:

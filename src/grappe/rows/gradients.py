@@ -1,18 +1,25 @@
-"""GradientSums: sums the terms of gradients over the processes, in buckets that are sent while a backward runs."""
+"""GradientSums: sums the terms of gradients over the processes, in buckets that are sent while a backward runs.
+
+A parameter that a module's function takes with own rows has a twin there: the same memory, as a leaf of its own, whose
+gradient is this process's term. So no Python runs in its backward but what sends it.
+"""
 
 from __future__ import annotations
 
+import functools
+import weakref
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from grappe.private_api.torch import gradient_hooks
+from grappe.private_api.torch import accumulate_gradient, gradient_hooks
 from grappe.rows.context import NOW
 from grappe.rows.layout import PARTIAL
+from grappe.rows.regions import FromLocal
 from grappe.rows.tensor import Rows, full, local_rows
 
 FIRST_BYTES, BYTES = 1 << 20, 25 << 20
@@ -20,11 +27,15 @@ FIRST_BYTES, BYTES = 1 << 20, 25 << 20
 Kind = tuple[torch.dtype, torch.device]
 
 
+class _Term(NamedTuple):
+    parameter: Tensor
+    local: Tensor
+    version: int | None
+    """Writes to it so far: the version of its tensor stays, as rows are below autograd. None: a twin's gradient."""
+
+
 class _SentTerms(NamedTuple):
-    parameters: list[Tensor]
-    terms: list[Tensor]
-    versions: list[int]
-    """Writes to each term before it was sent: the version of its tensor stays, as rows are below autograd."""
+    terms: list[_Term]
     total: Tensor
     work: Any
 
@@ -39,11 +50,38 @@ class GradientSums:
 
     def __init__(self, first: int = FIRST_BYTES, most: int = BYTES) -> None:
         self._first, self._most = first, most
-        self._waiting = defaultdict[Kind, list[Tensor]](list)
+        self._waiting = defaultdict[Kind, list[_Term]](list)
         self._bytes = Counter[Kind]()
         """Bytes of the gradients that wait."""
         self._buckets: list[_SentTerms] = []
+        self._twins: dict[int, tuple[weakref.ref[Tensor], Tensor]] = {}
         self._is_running = False
+        self.is_watched = False
+        """Whether a hook of the script may look at gradients while the next backward runs."""
+
+    def twin(self, parameter: Tensor) -> Tensor | None:
+        """Returns the leaf that stands for a parameter where own rows are; None: it is no leaf, or has hooks."""
+        if not parameter.is_leaf or self._is_hooked(parameter):
+            return None
+        key = id(parameter)
+        owner, made = self._twins.get(key, (None, None))
+        if owner is not None and owner() is parameter:
+            if made.data_ptr() == parameter.data_ptr() and made.dtype is parameter.dtype:  # type: ignore[union-attr]
+                return made
+        made = parameter.detach().requires_grad_()
+        owner = weakref.ref(parameter, lambda _: self._twins.pop(key, None))
+        made.register_post_accumulate_grad_hook(functools.partial(self._twin_ready, owner))
+        self._twins[key] = owner, made
+        return made
+
+    def twins(self, parameters: Sequence[Tensor]) -> list[Tensor | None]:
+        """Returns the twin that each tensor has so far."""
+        made = [self._twins.get(id(each)) for each in parameters]
+        return [each[1] if each and each[0]() is own else None for each, own in zip(made, parameters, strict=True)]
+
+    def _is_hooked(self, parameter: Tensor) -> bool:
+        added, after = gradient_hooks(parameter)
+        return bool(added) or (bool(after) and after != [self._ready])
 
     def backward(self, parameters: Sequence[Tensor], run: Callable[[], None]) -> None:
         """Runs a backward; afterwards the parameters' gradients are plain tensors, of all rows.
@@ -64,7 +102,7 @@ class GradientSums:
         try:
             run()
         finally:
-            self._is_running = False
+            self._is_running = self.is_watched = False
             self._finish(parameters)
             for each in parameters:
                 old = before.get(id(each))
@@ -72,57 +110,82 @@ class GradientSums:
                     each.grad = old if each.grad is None else old.add_(each.grad)
 
     def _ready(self, parameter: Tensor) -> None:
-        """Sends a bucket once it is full."""
         grad: Any = parameter.grad
         # A hook of the script may change the gradient after this one.
-        if not self._is_running or not _is_term(grad) or len(gradient_hooks(parameter)[1]) > 1:
+        if self._is_running and _is_term(grad) and len(gradient_hooks(parameter)[1]) == 1:
+            self._wait(_term(parameter))
+
+    def _twin_ready(self, owner: weakref.ref[Tensor], twin: Tensor) -> None:
+        parameter, term = owner(), twin.grad
+        twin.grad = None
+        if parameter is None or term is None:
             return
-        kind = grad.dtype, grad.device
-        self._waiting[kind].append(parameter)
-        self._bytes[kind] += local_rows(grad).nbytes
+        if self._is_running and not (term.requires_grad or self.is_watched or self._is_hooked(parameter)):
+            self._wait(_Term(parameter, term, None))
+        else:  # it arrives as if the parameter itself had been there, hooks and all
+            accumulate_gradient(parameter, FromLocal.apply(term, PARTIAL), create_graph=term.requires_grad)
+
+    def _wait(self, term: _Term) -> None:
+        """Sends a bucket once it is full."""
+        kind = term.local.dtype, term.local.device
+        self._waiting[kind].append(term)
+        self._bytes[kind] += term.local.nbytes
         if self._bytes[kind] >= (self._most if self._buckets else self._first):
             self._send(self._waiting.pop(kind))
             del self._bytes[kind]
 
-    def _send(self, parameters: Iterable[Tensor]) -> None:
-        parameters = list({id(each): each for each in parameters}.values())
-        terms = [local_rows(each.grad) for each in parameters]
-        wide = torch.promote_types(terms[0].dtype, torch.float32)
-        total = torch.cat([each.reshape(-1) for each in terms]).to(wide)
+    def _send(self, terms: list[_Term]) -> None:
+        wide = torch.promote_types(terms[0].local.dtype, torch.float32)
+        total = torch.cat([each.local.reshape(-1) for each in terms]).to(wide)
         NOW.context.sent["gradients"] += total.nbytes
         work = dist.all_reduce(total, group=NOW.context.group, async_op=True)
-        versions = [each.grad._cell.shares().version for each in parameters]  # type: ignore[union-attr]
-        self._buckets.append(_SentTerms(parameters, terms, versions, total, work))
+        self._buckets.append(_SentTerms(terms, total, work))
 
     def _finish(self, parameters: Sequence[Tensor]) -> None:
         """Puts the sums in place of the terms, and sums those that were not sent, or were written to since."""
+        waiting = [each for terms in self._waiting.values() for each in terms if each.version is None]
         self._waiting.clear()
         self._bytes.clear()
-        self._take()
-        left = defaultdict[Kind, list[Tensor]](list)
+        of_twins = self._take()
         for each in parameters:
             if type(each.grad) is not Rows or each.grad.requires_grad:
                 continue
             if _is_term(each.grad):
-                left[each.grad.dtype, each.grad.device].append(each)
+                waiting.append(_term(each))
             else:
                 each.grad = full(each.grad)
-        for waiting in left.values():
-            self._send(waiting)
-        self._take()
+        left = defaultdict[Kind, list[_Term]](list)
+        for term in waiting:
+            left[term.local.dtype, term.local.device].append(term)
+        for terms in left.values():
+            self._send(terms)
+        for parameter, sum_of_rows in of_twins + self._take():
+            old = parameter.grad
+            parameter.grad = sum_of_rows if old is None else old + sum_of_rows
 
-    def _take(self) -> None:
+    def _take(self) -> list[tuple[Tensor, Tensor]]:
+        """Puts sums in place of terms; returns those of twins, by parameter."""
+        of_twins = []
         for bucket in self._buckets:
             bucket.work.wait()
-            pieces = bucket.total.to(bucket.terms[0].dtype).split([each.numel() for each in bucket.terms])
-            for each, term, version, piece in zip(*bucket[:3], pieces, strict=True):
-                if not _is_term(each.grad):
-                    continue
-                cell = each.grad._cell  # type: ignore[union-attr]
-                if cell.local is term and cell.family.version == version:
-                    made = piece.view(term.shape)
-                    each.grad = made if term.is_contiguous() else torch.empty_like(term).copy_(made)
+            dtype = bucket.terms[0].local.dtype
+            pieces = bucket.total.to(dtype).split([each.local.numel() for each in bucket.terms])
+            for (parameter, term, version), piece in zip(bucket.terms, pieces, strict=True):
+                made = piece.view(term.shape)
+                made = made if term.is_contiguous() else torch.empty_like(term).copy_(made)
+                if version is None:
+                    of_twins.append((parameter, made))
+                elif _is_term(parameter.grad):
+                    cell = parameter.grad._cell  # type: ignore[union-attr]
+                    if cell.local is term and cell.family.version == version:
+                        parameter.grad = made
         self._buckets.clear()
+        return of_twins
+
+
+def _term(parameter: Tensor) -> _Term:
+    cell = parameter.grad._cell  # type: ignore[union-attr]
+    return _Term(parameter, local_rows(parameter.grad), cell.shares().version)
 
 
 def _is_term(grad: Any) -> bool:

@@ -56,6 +56,8 @@ class Family:
     """The memory, and its version, that these rows of a view were copied from, as parts lie elsewhere there."""
     root: Tensor | None = None
     """All of a process's memory, if it is terms of a sum."""
+    lent: Any = None
+    """The memory of a module's rows, which these are."""
 
     def __init__(self) -> None:
         self.terms: list[weakref.ref[Cell]] = []
@@ -447,6 +449,8 @@ def replayed(ghost: Any) -> Tensor:
 def own_memory(cell: Cell) -> None:
     """Has a write to an own part leave the rows of all, from which results may be computed later, as they were."""
     family = cell.family
+    if family is not None and family.lent is not None:
+        family.lent.is_written = True
     if family is not None and family.copied is not None:
         if not in_backward():  # where gradients are added into one that nobody else has
             raise refused(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import Any
 
@@ -37,11 +38,31 @@ def _viewing(name: str, decide: Any) -> None:
 
 
 def _viewed(call: RuleCall, placement: Placement) -> Any:
-    """Finds the dimension of a new shape that has the rows: `before` x total x `after` numbers, in place and shape."""
     if "dtype" in call.values:
         return (placement, {}) if placement.dim < len(call.first.shape) - 1 else None
-    value, shape = call.first, list(call["size"])
-    numbers = math.prod(value.shape)
+    made = reshaped(call.first.local_shape, tuple(call["size"]), placement)
+    return None if made is None else (made[0], {"size": made[1]}, _by_size)
+
+
+def reshaped(local_shape: Any, size: tuple[int, ...], placement: Placement) -> tuple[Placement, list[int]] | None:
+    """Returns where the rows are in a new shape of all rows, and that of own ones; None: in no dimension of it.
+
+    They are `before` x total x `after` numbers, in place and shape.
+    """
+    made = _reshaped(local_shape, size, placement)
+    if made is None:
+        return None
+    moved, own = made
+    return moved, [*own[: moved.dim], moved.outer * moved.rows, *own[moved.dim + 1 :]]
+
+
+@functools.lru_cache(maxsize=20_000)
+def _reshaped(local_shape: Any, size: tuple[int, ...], placement: Placement) -> tuple[Placement, list[int]] | None:
+    shape = list(size)
+    total = placement.total
+    before = math.prod(local_shape[: placement.dim]) * placement.outer
+    after = math.prod(local_shape[placement.dim + 1 :])
+    numbers = before * total * after
     if -1 in shape:
         rest = -math.prod(shape)
         if not rest:
@@ -49,19 +70,13 @@ def _viewed(call: RuleCall, placement: Placement) -> Any:
         shape[shape.index(-1)] = numbers // rest
     if not numbers or math.prod(shape) != numbers:
         return None
-    total = placement.total
-    before = math.prod(value.shape[: placement.dim]) * placement.outer
-    after = math.prod(value.shape[placement.dim + 1 :])
-    for dim, size in enumerate(shape):
+    for dim, length in enumerate(shape):
         ahead, behind = math.prod(shape[:dim]), math.prod(shape[dim + 1 :])
-        if before % ahead or total * after % behind or size != before // ahead * (total * after // behind):
+        if before % ahead or total * after % behind or length != before // ahead * (total * after // behind):
             continue
         if any(each * after % behind for each in placement.sizes):
             continue
-        sizes = tuple(each * after // behind for each in placement.sizes)
-        outer = before // ahead
-        made = Placement(dim, sizes, outer)
-        return made, {"size": [*shape[:dim], outer * made.rows, *shape[dim + 1 :]]}, _by_size
+        return Placement(dim, tuple(each * after // behind for each in placement.sizes), before // ahead), shape
     return None
 
 

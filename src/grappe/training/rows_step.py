@@ -7,6 +7,7 @@ Every process runs the whole script, unedited or around a grappe.Loop. What its 
 from __future__ import annotations
 
 import contextlib
+import functools
 import time
 import weakref
 import zlib
@@ -34,6 +35,7 @@ from grappe.private_api.torch import (
 )
 from grappe.rows.context import RowsContext, activate
 from grappe.rows.gradients import GradientSums
+from grappe.rows.own import OwnRows, as_own, as_rows
 from grappe.rows.regions import FromLocal, Shared, ToLocal, recurrent
 from grappe.rows.tensor import Placement, Rows, full, own_term, split
 from grappe.training.interception import Begin, MainThread, StepHandler, parameters_of, replaced
@@ -69,6 +71,8 @@ class SpreadSteps(StepHandler):
         # process's own, too: no message depends on how many are left.
         self._modules = weakref.WeakKeyDictionary[nn.Module, int]()
         """Numbers of the modules that the script calls, outside of any other, in the order of their first calls."""
+        self._trainable = weakref.WeakKeyDictionary[nn.Module, bool]()
+        """Whether a module has parameters: a loss, which joins rows, has none."""
         self._registered = 0
         self._norms = weakref.WeakKeyDictionary[nn.Module, None]()
         """Batch normalisations of own rows."""
@@ -76,6 +80,7 @@ class SpreadSteps(StepHandler):
         """Those of the running step, whose running statistics are averaged after it."""
         self._time_major = weakref.WeakKeyDictionary[nn.Module, bool]()
         self._sums = GradientSums()
+        context.twin = self._sums.twin
         self._parameters: list[Tensor] = []
         self._sizes: tuple[int, ...] = ()
         self._batches: list[tuple[str, int]] = []
@@ -150,6 +155,8 @@ class SpreadSteps(StepHandler):
 
         def call(module: nn.Module, *arguments: Any, **options: Any) -> Any:
             if self._depth or not self._main:  # data workers and threads have no part in messages
+                if module._backward_hooks or module._backward_pre_hooks or isinstance(module, torch.jit.ScriptModule):
+                    arguments, options = tree_map(as_rows, (arguments, options))
                 return plain(module, *arguments, **options)
             self._depth += 1
             try:
@@ -159,11 +166,19 @@ class SpreadSteps(StepHandler):
                 self._keys.prepare(module, self._optimizers)
                 if self._several and not isinstance(module, LossBase):
                     arguments, options = self._arguments(module, arguments, options)
+                    if self._runs_own(module):
+                        return _with_own_rows(functools.partial(plain, module), arguments, options)
                 return plain(module, *arguments, **options)
             finally:
                 self._depth -= 1
 
         return call
+
+    def _runs_own(self, module: nn.Module) -> bool:
+        """Tells whether functions within a module run on own rows. It is a matter of speed alone."""
+        if module not in self._trainable:
+            self._trainable[module] = next(module.parameters(), None) is not None
+        return self._trainable[module] and not self._keys.plan.uses_fsdp
 
     def _arguments(self, module: nn.Module, arguments: Any, options: Any) -> tuple[Any, Any]:
         leaves = [each for each in tree_leaves((arguments, options)) if isinstance(each, Tensor)]
@@ -215,6 +230,7 @@ class SpreadSteps(StepHandler):
         """Has batch normalisation take a process's own rows, as batchnorm=local asks."""
 
         def forward(module: Any, value: Tensor) -> Tensor:
+            value = as_rows(value)
             place = value._cell.layout.placement if type(value) is Rows else None
             if not module.training or type(place) is not Placement or place.dim or place.outer != 1:
                 return plain(module, value)
@@ -367,6 +383,14 @@ class _Split(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Any) -> Any:  # type: ignore[override]
         return grad, None
+
+
+def _with_own_rows(call: Callable[..., Any], arguments: Any, options: Any) -> Any:
+    """Calls a module; within one already, as where a forward is repeated in backward, results are its rows, too."""
+    if any(type(each) is OwnRows for each in tree_leaves((arguments, options))):
+        return call(*arguments, **options)
+    arguments, options = tree_map(as_own, (arguments, options))
+    return tree_map(as_rows, call(*arguments, **options))
 
 
 def _has_rows(each: Any, dim: int, rows: int) -> bool:
