@@ -16,7 +16,8 @@ from torch import Tensor
 from grappe.errors import GrappeError
 from grappe.rows.context import RowsContext
 from grappe.rows.messages import ProcessAstray
-from grappe.rows.tensor import RULES, Placement, Rows, from_local, full, split
+from grappe.rows.own import as_own, as_rows
+from grappe.rows.tensor import RULES, Placement, Rows, from_local, full, own_local, split
 from tests.rows.samples import Call, Outcome, copy, noise, seed
 from tests.rows.world import OutOfStep
 
@@ -55,8 +56,8 @@ class Verdict:
     gathered: list[str] = field(default_factory=list)
     rules: list[str] = field(default_factory=list)
     """Operators whose rules were asked for the first time."""
-    exchanges: bool = False
-    """Whether rows were parts of samples."""
+    world: str = "rows"
+    """Kind of the world: see `Turn`."""
     seen: frozenset[tuple[str, int]] = frozenset()
 
 
@@ -148,6 +149,7 @@ ALWAYS = State(kind="plain")
 
 def placement_of(value: Tensor) -> Placement | None:
     """Placement of a result's rows; None if it has no rows."""
+    value = as_rows(value)
     placement = value._cell.layout.placement if type(value) is Rows else None
     return placement if type(placement) is Placement else None
 
@@ -246,7 +248,7 @@ class Answer:
     """Files and lines that it ran, where they are recorded."""
 
 
-def answer(call: Call, draw: int, context: RowsContext, *, undefined: bool = False) -> Answer:
+def answer(call: Call, draw: int, context: RowsContext, *, undefined: bool = False, within: bool = False) -> Answer:
     """Runs a call on rows in this process, and compares it with the reference."""
     rank, size = context.rank, context.size
     states, chance = placements(call, draw, size)
@@ -270,7 +272,8 @@ def answer(call: Call, draw: int, context: RowsContext, *, undefined: bool = Fal
         origins = [copy(each).detach() for each in call.leaves]
         for tensor, origin, state in zip(call.leaves, origins, states, strict=True):
             placed = PLACED[state.kind](origin, state, rank, size)
-            leaves.append(placed.requires_grad_() if tensor.requires_grad else placed)
+            placed = placed.requires_grad_() if tensor.requires_grad else placed
+            leaves.append(as_own(placed) if within else placed)
         context.gathered.clear()
         sent = context.sent["gather"] = 0
 
@@ -295,7 +298,8 @@ def answer(call: Call, draw: int, context: RowsContext, *, undefined: bool = Fal
         at = traceback.extract_tb(error.__traceback__)[-1]
         return Answer(error=f"{type(error).__name__}: {error}"[:300] + f" ({Path(at.filename).name}:{at.lineno})")
     return Answer(
-        difference=difference(call.reference, outcome, undefined, strides=not context.exchanges) or apart,
+        difference=difference(call.reference, outcome, undefined, strides=not context.exchanges and not within)
+        or apart,
         bits=() if undefined else tuple(_bits(outcome)),
         gathered=tuple(sorted(gathered)),
         rules=_new_rules(),
@@ -304,7 +308,7 @@ def answer(call: Call, draw: int, context: RowsContext, *, undefined: bool = Fal
 
 def _apart(leaves: list[Tensor], origins: list[Tensor], states: list[State]) -> str:
     """Whether rows and the plain tensor that shares their numbers have other numbers after a write to either."""
-    for index, (leaf, origin, state) in enumerate(zip(leaves, origins, states, strict=True)):
+    for index, (leaf, origin, state) in enumerate(zip(map(as_rows, leaves), origins, states, strict=True)):
         if state.kind == "shared" and not leaf.requires_grad and leaf.shape == origin.shape:  # t_ changes that
             if not torch.equal(full(leaf).nan_to_num(), origin.nan_to_num()):
                 return f"argument {index} and the plain tensor that shares it: {_text(leaf)} and {_text(origin)}"
@@ -354,15 +358,22 @@ def judge(call: Call, draw: int, answers: list[Answer]) -> Verdict:
     )  # fmt: skip
 
 
+def _of_parts(value: Any) -> Tensor:
+    """The same by the parts that the processes hold, whatever numbers of all rows they also keep."""
+    placement = value._cell.layout.placement
+    return from_local(own_local(value).clone(), placement) if type(placement) is Placement else value.clone()
+
+
 class Read:
     """A value that was read: its numbers, also as its parts have them, and what a script sees of it."""
 
     def __init__(self, value: Tensor) -> None:
+        value = as_rows(value)
         self.shape, self.dtype = tuple(value.shape), value.dtype
         self.stride = value.stride() if value.layout is torch.strided else ()
         self.requires_grad = value.requires_grad
         detached = value.detach()
-        self.again = full(detached.clone()).clone() if type(value) is Rows else None
+        self.again = full(_of_parts(detached)).clone() if type(value) is Rows else None
         self.plain = full(detached).clone() if value.layout is torch.strided else value
 
 

@@ -35,8 +35,8 @@ class Turn:
     call: Call
     draw: int
     size: int
-    exchanges: bool = False
-    """Whether rows are parts of samples, which operators along their dimension exchange."""
+    world: str = "rows"
+    """"exchanges": rows are parts of samples, which operators along their dimension exchange; "within" a module."""
 
 
 ALONG = (
@@ -55,7 +55,11 @@ def turns(calls: list[Call], draws: int) -> list[Turn]:
         for draw in range(script_calls.placements(call.operator) if call.operator.startswith("script: ") else draws)
     ]
     again = [each for each in made if any(name in each.call.operator for name in ALONG)]
-    return made + [dataclasses.replace(each, exchanges=True) for each in again]
+    return [
+        *made,
+        *(dataclasses.replace(each, world="exchanges") for each in again),
+        *(dataclasses.replace(each, world="within") for each in made),
+    ]
 
 
 def judged(todo: list[Turn], undefined: frozenset[str] = frozenset(), *, watch: Any = None) -> Iterator[Any]:
@@ -63,15 +67,15 @@ def judged(todo: list[Turn], undefined: frozenset[str] = frozenset(), *, watch: 
     gc.collect()
     gc.freeze()  # what the processes share with this one stays shared
 
-    def make(size: int, exchanges: bool) -> Any:
-        return lambda rank: _working(todo, size, rank, undefined, watch, exchanges)
+    def make(size: int, world: str) -> Any:
+        return lambda rank: _working(todo, size, rank, undefined, watch, world)
 
-    kinds = [(size, exchanges) for size in (2, 3) for exchanges in (False, True)]
+    kinds = [(size, world) for size in (2, 3) for world in ("rows", "exchanges", "within")]
     worlds = {kind: World(kind[0], make(*kind)) for kind in kinds}
     try:
         for index, turn in enumerate(todo):
             try:
-                answers = worlds[turn.size, turn.exchanges].run(index)
+                answers = worlds[turn.size, turn.world].run(index)
             except Died as how:
                 yield _died(turn, str(how))
                 continue
@@ -81,27 +85,35 @@ def judged(todo: list[Turn], undefined: frozenset[str] = frozenset(), *, watch: 
             world.close()
 
 
-def _working(todo: list[Turn], size: int, rank: int, undefined: frozenset[str], watch: Any, exchanges: bool) -> Any:
+def _working(todo: list[Turn], size: int, rank: int, undefined: frozenset[str], watch: Any, world: str) -> Any:
     """Work of a process, given the number of a turn."""
     warnings.simplefilter("ignore")
     from grappe.rows.context import RowsContext, activate
+    from grappe.rows.entries import entries_replaced
+    from grappe.rows.gradients import GradientSums
     from grappe.rows.regions import recurrent
     from tests.rows.compared import answer
 
     for kind in ("lstm", "gru", "rnn_tanh", "rnn_relu"):  # as a script is launched
         setattr(torch._VF, kind, recurrent(getattr(torch._C._VariableFunctions, kind), kind))
-    context = RowsContext(rank=rank, size=size, exchanges=exchanges)
-    active = activate(context)
+    context = RowsContext(rank=rank, size=size, exchanges=world == "exchanges")
+    active, sums = activate(context), GradientSums()
     active.__enter__()
+    entered = entries_replaced(sums)
+    if world == "within":
+        context.twin = sums.twin
+        entered.__enter__()
     lines = watch() if watch is not None else None
 
-    def work(index: int) -> Any:
+    def work(index: int, entered: Any = entered) -> Any:  # which ends when nobody has it
         turn = todo[index]
         again = activate(context) if lines is not None else active  # which forgets what was decided for other calls
         if lines is not None:
             lines.seen.clear()
             again.__enter__()
-        made = vars(answer(turn.call, turn.draw, context, undefined=turn.call.operator in undefined))
+        made = vars(
+            answer(turn.call, turn.draw, context, undefined=turn.call.operator in undefined, within=world == "within")
+        )
         return made if lines is None else {**made, "seen": frozenset(lines.seen)}
 
     return work
@@ -111,7 +123,7 @@ def _verdict(turn: Turn, answers: list[dict[str, Any]]) -> Any:
     from tests.rows.compared import Answer, judge
 
     verdict = judge(turn.call, turn.draw, [Answer(**each) for each in answers])
-    verdict.exchanges = turn.exchanges
+    verdict.world = turn.world
     return verdict
 
 
@@ -135,6 +147,7 @@ def main() -> None:
     parser.add_argument("--samples", type=int, default=4)
     parser.add_argument("--draws", type=int, default=1)
     parser.add_argument("--only", default="")
+    parser.add_argument("--world", help="rows, exchanges or within; all if none")
     parser.add_argument("--out", help="file for the verdicts, pickled")
     parser.add_argument("--record", action="store_true", help="writes split.toml")
     asked = parser.parse_args()
@@ -143,10 +156,15 @@ def main() -> None:
     made = time.process_time()
     print(f"{len({each.operator for each in calls})} operators and modules, {len(calls)} calls, made in {made:.1f} s")
     verdicts = []
-    for verdict in judged(turns(calls, asked.draws), undefined()):
+    todo = turns(calls, asked.draws)
+    if asked.world:
+        todo = [each for each in todo if each.world == asked.world]
+    for verdict in judged(todo, undefined()):
         verdicts.append(verdict)
         if verdict.kind == "wrong" and asked.only:
-            print(f"{verdict.call} on {verdict.size} | {verdict.states} | {verdict.why}"[:700], flush=True)
+            print(
+                f"{verdict.call} on {verdict.size} {verdict.world} | {verdict.states} | {verdict.why}"[:700], flush=True
+            )
     print(Counter(each.kind for each in verdicts), f"{sum(os.times()[:4]) - made:.1f} s of CPU")
     if asked.out:
         Path(asked.out).write_bytes(pickle.dumps([vars(each) for each in verdicts]))
@@ -155,7 +173,7 @@ def main() -> None:
 
 
 def _record(verdicts: list[Any]) -> None:
-    verdicts = [each for each in verdicts if not each.exchanges]
+    verdicts = [each for each in verdicts if each.world == "rows"]
     split = Counter(each.operator for each in verdicts if each.kind == "split")
     gathered: dict[str, set[str]] = {}
     for each in verdicts:

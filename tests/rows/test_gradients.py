@@ -11,8 +11,10 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from grappe.rows.context import RowsContext, activate
+from grappe.rows.entries import entries_replaced
 from grappe.rows.gradients import GradientSums
-from grappe.rows.tensor import Rows, split
+from grappe.rows.own import as_own, as_rows
+from grappe.rows.tensor import Rows, full, split
 from tests.rows.world import World
 
 Backward = Callable[[Tensor], None]
@@ -70,31 +72,97 @@ def twice_through_a_layer(net: nn.Sequential, value: Tensor, backward: Backward)
     backward(made.square().mean() + net(value).mean())
 
 
+def with_a_penalty(net: nn.Sequential, value: Tensor, backward: Backward) -> None:
+    """Parameters that own rows meet, and that the loss takes as they are."""
+    backward(net(value).square().mean() + 0.1 * sum(each.square().sum() for each in net.parameters()))
+
+
+def tied(net: nn.Sequential, value: Tensor, backward: Backward) -> None:
+    net[2].weight = nn.Parameter(net[2].weight + 0.1)
+    net[3] = nn.Linear(20, 20).double()
+    net[3].weight = net[2].weight
+    backward(net(value).square().mean() + net[2](net[0](value)).mean())
+
+
+def hooked_after_the_forward(net: nn.Sequential, value: Tensor, backward: Backward) -> None:
+    loss = net(value).square().mean()
+    net[2].weight.register_hook(lambda grad: grad.clamp(-0.001, 0.001))
+
+    def halve(weight: Tensor) -> None:
+        weight.grad.mul_(0.5)  # type: ignore[union-attr]
+
+    net[4].weight.register_post_accumulate_grad_hook(halve)
+    backward(loss)
+
+
+def some_inputs(net: nn.Sequential, value: Tensor, backward: Backward) -> None:
+    net(value).square().mean().backward(inputs=[net[2].weight])
+    net[2].weight.grad = full(net[2].weight.grad)
+
+
+def asked_for(net: nn.Sequential, value: Tensor, backward: Backward) -> None:
+    """A step by hand, then gradients of gradients."""
+    grads = torch.autograd.grad(net(value).square().mean(), list(net.parameters()))
+    with torch.no_grad():
+        for each, grad in zip(net.parameters(), grads, strict=True):
+            each.sub_(0.1 * full(grad))
+    value = value.clone().requires_grad_()
+    (slope,) = torch.autograd.grad(net(value).sum(), value, create_graph=True)
+    grads = torch.autograd.grad(net(value).mean(), list(net.parameters()), create_graph=True)
+    with pytest.raises(RuntimeError, match="appears to not have been used"):
+        torch.autograd.grad(net(value).sum(), [value, net[2].weight.detach().requires_grad_()])
+    backward((slope.norm(dim=1) - 1).square().mean() + sum(each.square().sum() for each in grads))
+
+
+def moved_weights(net: nn.Sequential, value: Tensor, backward: Backward) -> None:
+    """Memory that is another one after a first step."""
+    usual(net, value, backward)
+    for each in net.parameters():
+        each.data = each.data * 2
+    usual(net, value, backward)
+
+
 FORMS = {each.__name__: each for each in (
     usual, accumulated, in_two_dtypes, scaled_by_a_later_hook, stepped_within, clamped_within, twice_through_a_layer,
+    with_a_penalty, tied, hooked_after_the_forward, some_inputs, asked_for, moved_weights,
 )}  # fmt: skip
 
 
-def trained(form: Form, make: Callable[[Tensor], Tensor], backward: Callable[[nn.Module, Tensor], None]) -> list[Any]:
+class Within(nn.Sequential):
+    """Layers that run on own rows."""
+
+    def forward(self, value: Tensor) -> Any:
+        return as_rows(super().forward(as_own(value)))
+
+
+def trained(
+    form: Form,
+    make: Callable[[Tensor], Tensor],
+    backward: Callable[[nn.Module, Tensor], None],
+    kind: type[nn.Sequential] = nn.Sequential,
+) -> list[Any]:
     torch.manual_seed(0)
     layers = [nn.Linear(3, 20), nn.ReLU(), nn.Linear(20, 20), nn.ReLU(), nn.Linear(20, 2)]
-    net = nn.Sequential(*layers).double()
+    net = kind(*layers).double()
     value = make(torch.randn(7, 3, dtype=torch.float64))
     form(net, value, lambda loss: backward(net, loss))
     assert not any(type(each.grad) is Rows for each in net.parameters())
     return [tensor for each in net.parameters() for tensor in (each.detach(), each.grad) if tensor is not None]
 
 
-def on_a_process(rank: int) -> Callable[[tuple[str, int]], list[Any]]:
-    def work(piece: tuple[str, int]) -> list[Any]:
-        name, size = piece
+def on_a_process(rank: int) -> Callable[[tuple[str, int, bool]], list[Any]]:
+    def work(piece: tuple[str, int, bool]) -> list[Any]:
+        name, size, within = piece
         sums = GradientSums(first=size, most=2 * size)
 
         def backward(net: nn.Module, loss: Tensor) -> None:
             sums.backward(list(net.parameters()), loss.backward)
 
-        with activate(RowsContext(rank=rank, size=2)):
-            return trained(FORMS[name], split, backward)
+        context = RowsContext(rank=rank, size=2)
+        if within:
+            context.twin = sums.twin
+        with activate(context), entries_replaced(sums):
+            return trained(FORMS[name], split, backward, Within if within else nn.Sequential)
 
     return work
 
@@ -106,11 +174,12 @@ def world() -> Iterator[World]:
     made.close()
 
 
+@pytest.mark.parametrize("within", [False, True], ids=["rows", "within a module"])
 @pytest.mark.parametrize("size", [1, 1000, 1 << 20])
 @pytest.mark.parametrize("name", FORMS)
-def test_gradients_are_those_of_one_process(name: str, size: int, world: World) -> None:
+def test_gradients_are_those_of_one_process(name: str, size: int, within: bool, world: World) -> None:
     alone = trained(FORMS[name], lambda value: value, lambda net, loss: loss.backward())
-    for process in world.run((name, size)):
+    for process in world.run((name, size, within)):
         for whole, own in zip(alone, process, strict=True):
             tolerated = 1e-12 if whole.dtype == torch.float64 else 1e-6  # fp32 rounds each process's term
             torch.testing.assert_close(own, whole, rtol=tolerated, atol=tolerated)

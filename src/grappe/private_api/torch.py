@@ -47,13 +47,17 @@ SEEN = "2.8 to 2.15"
 USED = private_names(
     SEEN,
     {
-        "torch": "_C _foreach_add_ _foreach_mul_ _foreach_norm _ops _subclasses",
+        "torch": "_C _foreach_add_ _foreach_mul_ _foreach_norm _functorch _ops _subclasses",
         "torch._C": (
-            "_current_graph_task_id _disabled_torch_function_impl _DisableTorchDispatch _set_throw_on_mutable_data_ptr DisableTorchFunctionSubclass _nn "
+            "_current_graph_task_id _disabled_torch_function_impl _DisableTorchDispatch _set_throw_on_mutable_data_ptr "
+            "_nn _autograd _functorch _len_torch_dispatch_stack "
             "_distributed_c10d _SetExcludeDispatchKeyGuard _dispatch_key_parse _dispatch_tls_is_dispatch_key_excluded "
             "_dispatch_tls_is_dispatch_key_included _dispatch_tls_set_dispatch_key_excluded "
             "_dispatch_tls_set_dispatch_key_included"
         ),
+        "torch._C._autograd": "_top_saved_tensors_default_hooks",
+        "torch._functorch.eager_transforms": "_wrap_for_grad",
+        "torch._functorch.vmap": "_add_batch_dim",
         "torch._ops": "_HIGHER_ORDER_OP_DEFAULT_FALLTHROUGH_DISPATCH_KEYS _higher_order_ops",
         "torch._ops.OpOverload": "_schema",
         "torch.Tensor": "_backward_hooks _make_wrapper_subclass _post_accumulate_grad_hooks _version",
@@ -70,9 +74,10 @@ USED = private_names(
         "torch.utils.data.dataloader._MultiProcessingDataLoaderIter": "_shutdown_workers",
         "torch.utils.data.dataloader._SingleProcessDataLoaderIter": "_next_index",
         "torch.distributed.tensor.DTensor": "_local_tensor",
-        "torch.nn.Module": "_apply _buffers _modules _parameters",
+        "torch.nn.Module": "_apply _backward_hooks _backward_pre_hooks _buffers _modules _parameters",
         "torch.nn.modules.batchnorm": "_BatchNorm",
         "torch.nn.modules.loss": "_Loss",
+        "torch.nn.modules.module": "_global_backward_hooks _global_backward_pre_hooks",
         "torch.nn.modules.rnn": "_VF",
         "torch.optim.Optimizer": "_optimizer_step_post_hooks _optimizer_step_pre_hooks",
         "torch.optim.lr_scheduler": "_schedulers _wrapped_by_lr_sched",
@@ -120,6 +125,33 @@ no_subclass_functions: Callable[[], Any] = torch._C.DisableTorchFunctionSubclass
 """Makes a context in which functions of a subclass are torch's."""
 FUNCTION_OWNERS = (torch, Tensor, torch.nn.functional, torch._C._nn)
 """Where torch has the functions of tensors."""
+TRANSFORM_ENTRIES = (
+    (torch._functorch.vmap, torch._functorch.vmap._add_batch_dim.__name__),
+    (torch._functorch.eager_transforms, torch._functorch.eager_transforms._wrap_for_grad.__name__),
+)
+"""Where torch.func takes hold of tensors: of C++'s functions, whose first argument is one."""
+
+
+no_transforms: Callable[[], Any] = torch._functorch.pyfunctorch.temporarily_clear_interpreter_stack
+"""Makes a context in which no transform of torch.func is active."""
+
+
+def version_of(tensor: Tensor) -> int | None:
+    """Returns how often a tensor was written to; None if torch does not count it."""
+    return None if tensor.is_inference() else tensor._version
+
+
+def is_observed() -> bool:
+    """Tells whether a transform of torch.func, a mode, or hooks on what autograd saves or modules get are active."""
+    modules = torch.nn.modules.module
+    return (
+        torch._C._functorch.peek_interpreter_stack() is not None
+        or torch._C._len_torch_dispatch_stack() > 0
+        or torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
+        or bool(modules._global_backward_hooks or modules._global_backward_pre_hooks)
+    )
+
+
 throw_on_pointer: Callable[[Tensor], None] = torch._C._set_throw_on_mutable_data_ptr
 """Has C++ that asks for the memory of a wrapper raise an error, which would otherwise get a null pointer."""
 without_torch_dispatch: Callable[[], Any] = torch._C._DisableTorchDispatch
@@ -157,6 +189,19 @@ def gradient_hooks(parameter: Tensor) -> tuple[list[Callable[[Tensor], Any]], li
     """Returns a parameter's hooks: those of what a backward adds to its gradient, and those after it was added."""
     added, after = parameter._backward_hooks, parameter._post_accumulate_grad_hooks  # pyrefly: ignore
     return list((added or {}).values()), list((after or {}).values())
+
+
+def is_hooked(parameter: Tensor, own: Any) -> bool:
+    """Tells whether a parameter's gradient has hooks besides `own`, one after it was added."""
+    after = parameter._post_accumulate_grad_hooks  # pyrefly: ignore
+    if parameter._backward_hooks:
+        return True
+    return bool(after) and (len(after) > 1 or next(iter(after.values())) is not own)
+
+
+def has_backward_hooks(module: nn.Module) -> bool:
+    """Tells whether a module's backward has hooks."""
+    return bool(module._backward_hooks or module._backward_pre_hooks)
 
 
 def accumulate_gradient(parameter: Tensor, grad: Tensor, *, create_graph: bool = False) -> None:

@@ -99,7 +99,7 @@ def _copied(value: Rows) -> Tensor:
 
 def _is_view(schema: Any) -> bool:
     # Torch tells autograd that these are none; their results share memory all the same.
-    return schema.name.startswith("aten::unsafe_") or any(
+    return schema.name.startswith(("aten::unsafe_", "aten::_unsafe_view")) or any(
         each.alias_info is not None and not each.alias_info.is_write for each in schema.returns
     )
 

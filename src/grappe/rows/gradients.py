@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from grappe.private_api.torch import accumulate_gradient, gradient_hooks
+from grappe.private_api.torch import accumulate_gradient, gradient_hooks, is_hooked
 from grappe.rows.context import NOW
 from grappe.rows.layout import PARTIAL
 from grappe.rows.regions import FromLocal
@@ -40,6 +40,9 @@ class _SentTerms(NamedTuple):
     work: Any
 
 
+_NO_TWIN: Any = (lambda: None, None)
+
+
 class GradientSums:
     """The sums of parameters' gradients over the processes of the active context.
 
@@ -55,19 +58,21 @@ class GradientSums:
         """Bytes of the gradients that wait."""
         self._buckets: list[_SentTerms] = []
         self._twins: dict[int, tuple[weakref.ref[Tensor], Tensor]] = {}
+        self._own_hook = self._ready
         self._is_running = False
         self.is_watched = False
         """Whether a hook of the script may look at gradients while the next backward runs."""
 
     def twin(self, parameter: Tensor) -> Tensor | None:
         """Returns the leaf that stands for a parameter where own rows are; None: it is no leaf, or has hooks."""
-        if not parameter.is_leaf or self._is_hooked(parameter):
+        if is_hooked(parameter, self._own_hook):
             return None
         key = id(parameter)
-        owner, made = self._twins.get(key, (None, None))
-        if owner is not None and owner() is parameter:
-            if made.data_ptr() == parameter.data_ptr() and made.dtype is parameter.dtype:  # type: ignore[union-attr]
-                return made
+        owner, made = self._twins.get(key, _NO_TWIN)
+        if owner() is parameter and made.data_ptr() == parameter.data_ptr() and made.dtype is parameter.dtype:
+            return made
+        if not parameter.is_leaf:
+            return None
         made = parameter.detach().requires_grad_()
         owner = weakref.ref(parameter, lambda _: self._twins.pop(key, None))
         made.register_post_accumulate_grad_hook(functools.partial(self._twin_ready, owner))
@@ -79,10 +84,6 @@ class GradientSums:
         made = [self._twins.get(id(each)) for each in parameters]
         return [each[1] if each and each[0]() is own else None for each, own in zip(made, parameters, strict=True)]
 
-    def _is_hooked(self, parameter: Tensor) -> bool:
-        added, after = gradient_hooks(parameter)
-        return bool(added) or (bool(after) and after != [self._ready])
-
     def backward(self, parameters: Sequence[Tensor], run: Callable[[], None]) -> None:
         """Runs a backward; afterwards the parameters' gradients are plain tensors, of all rows.
 
@@ -92,7 +93,7 @@ class GradientSums:
         for each in parameters:
             hooks = gradient_hooks(each)[1]
             if not hooks and type(each) in (Tensor, nn.Parameter) and each.is_leaf and each.requires_grad:
-                each.register_post_accumulate_grad_hook(self._ready)
+                each.register_post_accumulate_grad_hook(self._own_hook)
                 hooks = [self._ready]
             old = each.grad
             # The backward adds a term of a sum: it is summed by itself, before it is added to an old gradient.
@@ -120,7 +121,7 @@ class GradientSums:
         twin.grad = None
         if parameter is None or term is None:
             return
-        if self._is_running and not (term.requires_grad or self.is_watched or self._is_hooked(parameter)):
+        if self._is_running and not (term.requires_grad or self.is_watched or is_hooked(parameter, self._own_hook)):
             self._wait(_Term(parameter, term, None))
         else:  # it arrives as if the parameter itself had been there, hooks and all
             accumulate_gradient(parameter, FromLocal.apply(term, PARTIAL), create_graph=term.requires_grad)

@@ -33,19 +33,20 @@ class FromLocal(torch.autograd.Function):
     """From this process's rows, or its term of a sum, to rows."""
 
     @staticmethod
-    def forward(ctx: Any, local: Tensor, placement: Any) -> Any:
+    def forward(ctx: Any, local: Tensor, placement: Any, stride: Any = None) -> Any:
         ctx.placement = placement
         shape = local.shape
         if type(placement) is Placement:
             total = placement.outer * placement.total
             shape = torch.Size((*shape[: placement.dim], total, *shape[placement.dim + 1 :]))
         # Contiguous: an own part of one row, or of none, does not tell how the rows lie in memory.
-        layout = layout_of(shape, dense_stride(shape, [0] * len(shape)), local.dtype, local.device, placement)
+        stride = dense_stride(shape, [0] * len(shape)) if stride is None else stride
+        layout = layout_of(shape, stride, local.dtype, local.device, placement)
         return rows_of(Cell(fitted(local.detach(), layout), layout))
 
     @staticmethod
     def backward(ctx: Any, grad: Any) -> Any:  # type: ignore[override]
-        return (ToLocal.apply(grad, ctx.placement) if type(ctx.placement) is Placement else full(grad)), None
+        return (ToLocal.apply(grad, ctx.placement) if type(ctx.placement) is Placement else full(grad)), None, None
 
 
 class Shared(torch.autograd.Function):
@@ -97,6 +98,9 @@ def recurrent(layers: Any, kind: str) -> Any:
     """
 
     def run(*arguments: Any) -> Any:
+        from grappe.rows.own import as_rows  # it is made of this module
+
+        arguments = (*map(as_rows, arguments[:2]), *arguments[2:])
         if not isinstance(arguments[2], (list, tuple)) or type(arguments[0]) is not Rows or arguments[0].dim() != 3:
             return _of_all_rows(layers, kind, arguments)  # packed, or no rows
         value, state, weights, bias, number, dropout, training, both, batch_first = arguments

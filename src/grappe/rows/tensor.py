@@ -91,6 +91,12 @@ class Cell:
         family.cells += 1
         return family
 
+    def lend(self, memory: Any) -> None:
+        """Notes that a module's rows have this memory, which a write to it goes past."""
+        if self.family is None:
+            self.shares().cells -= 1
+        self.family.lent = memory  # type: ignore[union-attr]
+
     def is_current(self) -> bool:
         """Returns whether `every` is up to date."""
         return self.every is not None and (self.family is None or self.seen == self.family.version)
@@ -177,7 +183,10 @@ class Rows(Tensor):
             return f"Rows({list(self.shape)}, dimension {placement.dim} in parts of {list(placement.sizes)})"
         plain = full(self).detach()
         if self.grad_fn is not None:
-            return f"{plain!r}"[:-1] + f", grad_fn=<{self.grad_fn.name().rsplit('::', 1)[-1]}>)"
+            made_by = self.grad_fn
+            if made_by.name() == "FromLocalBackward":  # the last function within a module is ahead of it
+                made_by = made_by.next_functions[0][0] or made_by
+            return f"{plain!r}"[:-1] + f", grad_fn=<{made_by.name().rsplit('::', 1)[-1]}>)"
         return f"{plain.clone().requires_grad_()!r}" if self.requires_grad else f"{plain!r}"
 
     def __format__(self, spec: str) -> str:  # type: ignore[override]
@@ -430,7 +439,8 @@ def settle(family: Any) -> None:
     family.origin_version = version
     family.version += 1
     base = family.base
-    base.local.copy_(own_part(origin, base.layout.placement))
+    if base.local.untyped_storage().data_ptr() != origin.untyped_storage().data_ptr():
+        base.local.copy_(own_part(origin, base.layout.placement))
     base.every, base.seen = _as_laid(origin, base.layout), family.version
 
 

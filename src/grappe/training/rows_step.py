@@ -29,15 +29,19 @@ from grappe.launch.world import World
 from grappe.private_api.torch import (
     BatchNormBase,
     LossBase,
+    has_backward_hooks,
+    is_observed,
     recurrent_replaced,
     tree_leaves,
     tree_map,
 )
 from grappe.rows.context import RowsContext, activate
+from grappe.rows.entries import entries_replaced
+from grappe.rows.functions import weight
 from grappe.rows.gradients import GradientSums
-from grappe.rows.own import OwnRows, as_own, as_rows
-from grappe.rows.regions import FromLocal, Shared, ToLocal, recurrent
-from grappe.rows.tensor import Placement, Rows, full, own_term, split
+from grappe.rows.own import OwnRows, as_own, as_rows, local_of, new_own
+from grappe.rows.regions import recurrent
+from grappe.rows.tensor import Rows, full, own_term, split
 from grappe.training.interception import Begin, MainThread, StepHandler, parameters_of, replaced
 from grappe.training.plan_keys import PlanKeys
 
@@ -100,6 +104,7 @@ class SpreadSteps(StepHandler):
         with contextlib.ExitStack() as undo:
             if self._several:
                 undo.enter_context(recurrent_replaced(recurrent))
+                undo.enter_context(entries_replaced(self._sums))
                 functions += [
                     (torch, "compile", self._uncompiled),
                     (nn.DataParallel, "forward", _undivided),
@@ -155,8 +160,9 @@ class SpreadSteps(StepHandler):
 
         def call(module: nn.Module, *arguments: Any, **options: Any) -> Any:
             if self._depth or not self._main:  # data workers and threads have no part in messages
-                if module._backward_hooks or module._backward_pre_hooks or isinstance(module, torch.jit.ScriptModule):
+                if has_backward_hooks(module) or isinstance(module, torch.jit.ScriptModule):
                     arguments, options = tree_map(as_rows, (arguments, options))
+                    self._sums.is_watched = True
                 return plain(module, *arguments, **options)
             self._depth += 1
             try:
@@ -178,7 +184,7 @@ class SpreadSteps(StepHandler):
         """Tells whether functions within a module run on own rows. It is a matter of speed alone."""
         if module not in self._trainable:
             self._trainable[module] = next(module.parameters(), None) is not None
-        return self._trainable[module] and not self._keys.plan.uses_fsdp
+        return self._trainable[module] and not self._keys.plan.uses_fsdp and not is_observed()
 
     def _arguments(self, module: nn.Module, arguments: Any, options: Any) -> tuple[Any, Any]:
         leaves = [each for each in tree_leaves((arguments, options)) if isinstance(each, Tensor)]
@@ -230,13 +236,13 @@ class SpreadSteps(StepHandler):
         """Has batch normalisation take a process's own rows, as batchnorm=local asks."""
 
         def forward(module: Any, value: Tensor) -> Tensor:
-            value = as_rows(value)
-            place = value._cell.layout.placement if type(value) is Rows else None
-            if not module.training or type(place) is not Placement or place.dim or place.outer != 1:
+            own = as_own(value)
+            if not module.training or type(own) is not OwnRows or own._place.dim or own._place.outer != 1:
                 return plain(module, value)
             self._norms[module] = self._moved[module] = None
-            weights = {name: Shared.apply(each) for name, each in module.named_parameters()}
-            return FromLocal.apply(torch.func.functional_call(module, weights, ToLocal.apply(value, place)), place)
+            weights = {name: weight(each) for name, each in module.named_parameters()}
+            made = new_own(torch.func.functional_call(module, weights, local_of(own)), own._place)
+            return made if own is value else as_rows(made)
 
         return forward
 

@@ -218,6 +218,9 @@ def imports_of(script: ast.Module) -> Iterator[str]:
 # ---- In each process ----
 
 
+_MEETS_ROWS = {"__torch_dispatch__", "__torch_function__", "handle_torch_function"}
+
+
 def script_traceback(error: Exception) -> str:
     """Formats a script's own error as Python does; "" where it is none, or another message says more.
 
@@ -234,8 +237,8 @@ def script_traceback(error: Exception) -> str:
         if (part := chain.pop()) is None:
             continue
         first = next((number for number, frame in enumerate(part.stack) if is_users_file(frame.filename)), 0)
-        # An operator that meets rows calls torch again, for a process's own: torch's error is that of the first call.
-        frames = list(itertools.takewhile(lambda frame: "torch_dispatch" not in frame.name, part.stack[first:]))
+        # What meets rows calls torch again, for a process's own: torch's error is that of the first call.
+        frames = list(itertools.takewhile(lambda frame: frame.name not in _MEETS_ROWS, part.stack[first:]))
         # A function of Python's that is replaced has no frame of its own: the call of the plain one is the last.
         if frames and (not frames[-1].filename.startswith(str(PACKAGE)) or "plain(" in (frames[-1].line or "")):
             frames = [frame for frame in frames if not frame.filename.startswith(str(PACKAGE))]

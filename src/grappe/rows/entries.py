@@ -1,0 +1,115 @@
+"""What takes a module's rows without torch saying so before: it gets rows in their place, or a parameter's twin."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+
+from grappe.private_api.torch import TRANSFORM_ENTRIES, no_transforms, tree_map
+from grappe.rows import functions  # noqa: F401  # it fills the table
+from grappe.rows.gradients import GradientSums
+from grappe.rows.layout import PARTIAL
+from grappe.rows.own import OwnRows, as_rows
+from grappe.rows.regions import FromLocal
+
+
+@contextlib.contextmanager
+def entries_replaced(sums: GradientSums) -> Iterator[None]:
+    """Context in which a module's rows become rows where a user's Function, torch.func or a gradient takes them."""
+    apply = vars(Function)["apply"]
+    Function.apply = classmethod(_applying(apply.__func__))  # type: ignore[assignment]
+    before = [(owner, name, getattr(owner, name)) for owner, name in TRANSFORM_ENTRIES]
+    before += [(torch.autograd, "grad", torch.autograd.grad), (torch.autograd, "backward", torch.autograd.backward)]
+    try:
+        for owner, name, plain in before[:-2]:
+            setattr(owner, name, _with_rows(plain))
+        torch.autograd.grad = _gradients(torch.autograd.grad, sums)
+        torch.autograd.backward = _backward(torch.autograd.backward, sums)
+        yield
+    finally:
+        Function.apply = apply
+        for owner, name, plain in before:
+            setattr(owner, name, plain)
+
+
+def _applying(plain: Callable[..., Any]) -> Callable[..., Any]:
+    def apply(cls: type[Function], *arguments: Any, **options: Any) -> Any:
+        return plain(cls, *map(as_rows, arguments), **{name: as_rows(each) for name, each in options.items()})
+
+    return apply
+
+
+def _with_rows(plain: Callable[..., Any]) -> Callable[..., Any]:
+    def enter(first: Any, *rest: Any) -> Any:
+        if type(first) is OwnRows:
+            with no_transforms():
+                first = as_rows(first)
+        return plain(first, *rest)
+
+    return enter
+
+
+def _places(tensors: Any, sums: GradientSums) -> tuple[list[Any], list[Any]]:
+    """Returns, for tensors whose gradients are asked for, those of torch's graph, and the twins that are in it."""
+    found_twins = sums.twins(tensors)
+    return [_in_graph(each) if type(each) is OwnRows else each for each in tensors], found_twins
+
+
+def _in_graph(value: OwnRows) -> Tensor:
+    source = value._memory.source
+    return value._local if source is None else source
+
+
+def _backward(plain: Callable[..., None], sums: GradientSums) -> Callable[..., None]:
+    def backward(tensors: Any, grad_tensors: Any = None, *rest: Any, inputs: Any = None, **options: Any) -> None:
+        tensors, grad_tensors = tree_map(as_rows, (tensors, grad_tensors))
+        if inputs is not None:
+            graph, twins = _places([inputs] if isinstance(inputs, Tensor) else list(inputs), sums)
+            options["inputs"] = [*graph, *(each for each in twins if each is not None)]
+        plain(tensors, grad_tensors, *rest, **options)
+
+    return backward
+
+
+def _gradients(plain: Callable[..., Any], sums: GradientSums) -> Callable[..., Any]:
+    def grad(
+        outputs: Any, inputs: Any, grad_outputs: Any = None, retain_graph: Any = None, create_graph: bool = False,
+        only_inputs: bool = True, allow_unused: Any = None, is_grads_batched: bool = False,
+        materialize_grads: bool = False,
+    ) -> tuple[Any, ...]:  # fmt: skip
+        asked = [inputs] if isinstance(inputs, Tensor) else list(inputs)
+        outputs, grad_outputs = tree_map(as_rows, (outputs, grad_outputs))
+        graph, twins = _places(asked, sums) if all(isinstance(each, Tensor) for each in asked) else (asked, [])
+        added = [each for each in twins if each is not None]
+        if not added and all(a is b for a, b in zip(asked, graph, strict=True)):
+            return plain(
+                outputs, inputs, grad_outputs, retain_graph, create_graph, only_inputs, allow_unused,
+                is_grads_batched, materialize_grads,
+            )  # fmt: skip
+        made = plain(outputs, [*graph, *added], grad_outputs, retain_graph, create_graph, True, True, is_grads_batched)
+        terms = iter(made[len(asked) :])
+        results = []
+        for index, (value, own, twin, gradient) in enumerate(zip(asked, graph, twins, made, strict=False)):
+            result = gradient
+            if result is not None and type(value) is OwnRows and own is value._local:
+                result = FromLocal.apply(result, value._place)
+            term = None if twin is None else next(terms)
+            if term is not None:
+                rows = FromLocal.apply(term, PARTIAL)
+                result = rows if result is None else result + rows
+            if result is None and materialize_grads:
+                result = torch.zeros_like(as_rows(value))
+            elif result is None and not allow_unused:
+                raise RuntimeError(  # torch's text
+                    f"The differentiated Tensor at index {index} appears to not have been used in the graph. Set "
+                    "allow_unused=True if this is the desired behavior."
+                )
+            results.append(result)
+        return tuple(results)
+
+    return grad
