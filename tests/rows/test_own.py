@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
 from grappe.errors import GrappeError
@@ -226,6 +227,14 @@ def test_what_torch_does_not_announce_is_refused_before_a_gradient_is_lost() -> 
         value = as_own(split(torch.randn(4, 3))) * torch.ones(3, requires_grad=True)
         with torch._C.DisableTorchFunctionSubclass(), pytest.raises(GrappeError, match="within a module"):
             torch.ops.grappe_own.double(value)
+
+
+def test_hooks_of_a_module_on_what_autograd_saves_are_refused() -> None:
+    with activate(RowsContext(within=1)), entries_replaced(GradientSums()):
+        with pytest.raises(GrappeError, match="around the module's call"):
+            saved_tensors_hooks(lambda each: each, lambda each: each)
+        save_on_cpu()
+    saved_tensors_hooks(lambda each: each, lambda each: each)
 
 
 def test_texts_and_copies() -> None:

@@ -56,6 +56,8 @@ class RowsContext:
     """The thread that may send messages, with those of torch's backward."""
     twin: Callable[[Any], Any] = lambda parameter: None
     """Function that returns the leaf that stands for a parameter where own rows are; None for one without."""
+    within: int = 0
+    """Modules that run on own rows now, one within another."""
     dispatched: int = 0
     """Operators that met rows."""
     trace: int = 0

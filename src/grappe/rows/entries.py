@@ -9,9 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd import Function
+from torch.autograd.graph import saved_tensors_hooks
 
+from grappe.errors import GrappeError
 from grappe.private_api.torch import TRANSFORM_ENTRIES, no_transforms, tree_map
 from grappe.rows import functions  # noqa: F401  # it fills the table
+from grappe.rows.context import NOW
 from grappe.rows.gradients import GradientSums
 from grappe.rows.layout import PARTIAL
 from grappe.rows.own import OwnRows, as_rows
@@ -24,10 +27,12 @@ def entries_replaced(sums: GradientSums) -> Iterator[None]:
     apply = vars(Function)["apply"]
     Function.apply = classmethod(_applying(apply.__func__))  # type: ignore[assignment]
     before = [(owner, name, getattr(owner, name)) for owner, name in TRANSFORM_ENTRIES]
+    before.append((saved_tensors_hooks, "__init__", saved_tensors_hooks.__init__))
     before += [(torch.autograd, "grad", torch.autograd.grad), (torch.autograd, "backward", torch.autograd.backward)]
     try:
-        for owner, name, plain in before[:-2]:
+        for owner, name, plain in before[:-3]:
             setattr(owner, name, _with_rows(plain))
+        saved_tensors_hooks.__init__ = _hooking(saved_tensors_hooks.__init__)  # type: ignore[method-assign]
         torch.autograd.grad = _gradients(torch.autograd.grad, sums)
         torch.autograd.backward = _backward(torch.autograd.backward, sums)
         yield
@@ -42,6 +47,19 @@ def _applying(plain: Callable[..., Any]) -> Callable[..., Any]:
         return plain(cls, *map(as_rows, arguments), **{name: as_rows(each) for name, each in options.items()})
 
     return apply
+
+
+def _hooking(plain: Callable[..., None]) -> Callable[..., None]:
+    """Refuses hooks of a module's own on what autograd saves, which would get own parts; torch's, and ours, may."""
+
+    def init(self: Any, pack: Any, unpack: Any) -> None:
+        if NOW.context.within and not getattr(pack, "__module__", "").startswith(("torch.", "grappe.")):
+            raise GrappeError(
+                f"saved_tensors_hooks within a module ({NOW.context.line()}): put them around the module's call"
+            )
+        plain(self, pack, unpack)
+
+    return init
 
 
 def _with_rows(plain: Callable[..., Any]) -> Callable[..., Any]:

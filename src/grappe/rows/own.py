@@ -260,7 +260,7 @@ def _written(function: Any, name: str, arguments: Any, options: Any) -> Any:
     if name in _OF_GRAPH and source is None:
         getattr(first._local, name)(*others, **options)
         return first
-    rows: Any = source if source is not None and tracked else as_rows(first).clone()
+    rows: Any = source if source is not None and (tracked or memory.is_followed) else as_rows(first).clone()
     made = function(rows, *others, **options)
     if memory.is_followed:
         return first if made is rows else made

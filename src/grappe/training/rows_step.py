@@ -35,7 +35,7 @@ from grappe.private_api.torch import (
     tree_leaves,
     tree_map,
 )
-from grappe.rows.context import RowsContext, activate
+from grappe.rows.context import NOW, RowsContext, activate
 from grappe.rows.entries import entries_replaced
 from grappe.rows.functions import weight
 from grappe.rows.gradients import GradientSums
@@ -396,7 +396,11 @@ def _with_own_rows(call: Callable[..., Any], arguments: Any, options: Any) -> An
     if any(type(each) is OwnRows for each in tree_leaves((arguments, options))):
         return call(*arguments, **options)
     arguments, options = tree_map(as_own, (arguments, options))
-    return tree_map(as_rows, call(*arguments, **options))
+    NOW.context.within += 1
+    try:
+        return tree_map(as_rows, call(*arguments, **options))
+    finally:
+        NOW.context.within -= 1
 
 
 def _has_rows(each: Any, dim: int, rows: int) -> bool:
