@@ -329,8 +329,9 @@ def main() -> None:
                     made[f"on {processes}"] = dataclasses.asdict(comparison.outcome(processes))
             print(f"{script.name}: {made}", file=sys.stderr, flush=True)
             every = json.loads(options.json.read_text()) if options.json.exists() else {}
-            made |= dataclasses.asdict(script) | {"commit": commit.stdout.strip()}
-            every[script.name] = every.get(script.name, {}) | made
+            known = every.get(script.name, {})
+            commits = known.get("commits", {}) | dict.fromkeys(made, commit.stdout.strip())
+            every[script.name] = known | made | dataclasses.asdict(script) | {"commits": commits}
             options.json.write_text(json.dumps(every, indent=1) + "\n")
     every = json.loads(options.json.read_text())
     kinds = sorted({key for values in every.values() for key in values if "on " in key})
