@@ -65,9 +65,12 @@ if "WEIGHTS" in os.environ and "resource_tracker" not in sys.orig_argv[-1]:
     if "FP64" in os.environ:
         torch.set_default_dtype(torch.float64)
         torch.FloatTensor, torch.Tensor.float = torch.DoubleTensor, torch.Tensor.double
-        made_of, of_array, wide = torch.tensor, torch.from_numpy, {torch.float: torch.double}
+        made_of, of_array, to, wide = torch.tensor, torch.from_numpy, torch.Tensor.to, {torch.float: torch.double}
         torch.tensor = lambda *a, dtype=None, **options: made_of(*a, dtype=wide.get(dtype, dtype), **options)
         torch.from_numpy = lambda a: of_array(a.astype(float) if a.dtype == numpy.float32 else a)
+        torch.Tensor.to = lambda self, *a, **options: to(
+            self, *(wide.get(each, each) for each in a), **{key: wide.get(each, each) for key, each in options.items()}
+        )
 
     def add(optimizer, *_):
         if id(optimizer) not in every:
