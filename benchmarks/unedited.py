@@ -33,6 +33,7 @@ STEPS, TOLERATED, EXACT, LIMIT = 20, 1e-5, 1e-8, 1200
 NOISE = (
     0.01  # a tensor that rounding changes by more holds nothing else: a bias before a batch normalisation, from 0 on
 )
+MOVES = 1e-15, 1e-14  # of each first weight: after two steps, deep networks of two processes are between these apart
 STOPPED = 10  # steps, after which --resume stops a script
 LIST = Path(__file__).with_suffix(".toml")
 NUMBER = re.compile(r"[-+]?\d+\.?\d*(?:[eE][-+]?\d+)?")
@@ -65,9 +66,12 @@ if "WEIGHTS" in os.environ and "resource_tracker" not in sys.orig_argv[-1]:
     if "FP64" in os.environ:
         torch.set_default_dtype(torch.float64)
         torch.FloatTensor, torch.Tensor.float = torch.DoubleTensor, torch.Tensor.double
-        made_of, of_array, wide = torch.tensor, torch.from_numpy, {torch.float: torch.double}
+        made_of, of_array, to, wide = torch.tensor, torch.from_numpy, torch.Tensor.to, {torch.float: torch.double}
         torch.tensor = lambda *a, dtype=None, **options: made_of(*a, dtype=wide.get(dtype, dtype), **options)
         torch.from_numpy = lambda a: of_array(a.astype(float) if a.dtype == numpy.float32 else a)
+        torch.Tensor.to = lambda self, *a, **options: to(
+            self, *(wide.get(each, each) for each in a), **{key: wide.get(each, each) for key, each in options.items()}
+        )
 
     def add(optimizer, *_):
         if id(optimizer) not in every:
@@ -111,11 +115,11 @@ if "WEIGHTS" in os.environ and "resource_tracker" not in sys.orig_argv[-1]:
         if count >= last:
             raise SystemExit
 
-    def move(*_):  # the first weights of MOVED, before the first step
-        if float(os.environ.pop("MOVED", 0)):
+    def move(*_):  # the first weights, by MOVED of each, before the first step
+        if by := float(os.environ.pop("MOVED", 0)):
             generator = torch.Generator().manual_seed(0)
             for each in parameters():
-                each.mul_(1 + 1e-15 * torch.randn(each.shape, generator=generator))
+                each.mul_(1 + by * torch.randn(each.shape, generator=generator))
 
     def after(optimizer, *_):
         counts[id(optimizer)] += 1
@@ -178,7 +182,8 @@ class Outcome:
     in_fp64: float | None = None
     """The same where the script and torch compute in fp64; None: not tried, or not possible."""
     moved: float | None = None
-    """The same between one process and one whose first weights are moved by 1e-15 of each; None: not needed."""
+    """The same between one process and one whose first weights are moved by `moved_by` of each; None: not needed."""
+    moved_by: float | None = None
     lines: int = 0
     same_lines: int = 0
     first: tuple[float, float] | None = None
@@ -245,18 +250,18 @@ class Comparison:
         if wide.code:
             return dataclasses.replace(made, why=f"in fp64 {_last_line(wide.error)}; {made.why}")
         other = self._compared(wide, self.run(f"{processes}-64", processes, FP64="1"), EXACT)
-        word, moved = {"same": "same in fp64"}.get(other.word, other.word), None
-        if word == "different":
-            again = self.run("1-moved", FP64="1", MOVED="1")
-            moved = distance(wide.weights, again.weights)
-            several = self.run(f"{processes}-64", processes, FP64="1").weights
-            pairs = zip(distances(wide.weights, several), distances(wide.weights, again.weights), strict=True)
-            is_rounding = all(by <= max(EXACT, 3 * least) or least > NOISE for by, least in pairs)
-            is_rounding &= other.same_lines >= lines_alike(wide.lines, again.lines)
-            word = "apart by rounding" if is_rounding else word
-        return dataclasses.replace(
-            other, word=word, apart=made.apart, in_fp64=other.apart, moved=moved, first=made.first
-        )
+        made = dataclasses.replace(other, apart=made.apart, in_fp64=other.apart, first=made.first)
+        if other.word != "different":
+            return dataclasses.replace(made, word={"same": "same in fp64"}.get(other.word, other.word))
+        several = distances(wide.weights, self.run(f"{processes}-64", processes, FP64="1").weights)
+        for by in MOVES:
+            again = self.run(f"1-moved-{by}", FP64="1", MOVED=str(by))
+            made = dataclasses.replace(made, moved=distance(wide.weights, again.weights), moved_by=by)
+            pairs = zip(several, distances(wide.weights, again.weights), strict=True)
+            is_rounding = all(apart <= max(EXACT, 3 * least) or least > NOISE for apart, least in pairs)
+            if is_rounding and other.same_lines >= lines_alike(wide.lines, again.lines):
+                return dataclasses.replace(made, word="apart by rounding")
+        return made
 
     def _compared(self, one: Ran, other: Ran, tolerated: float = TOLERATED) -> Outcome:
         ratios = tuple(round(b / a, 2) for a, b in zip(one.first, other.first, strict=True) if a)
@@ -329,8 +334,9 @@ def main() -> None:
                     made[f"on {processes}"] = dataclasses.asdict(comparison.outcome(processes))
             print(f"{script.name}: {made}", file=sys.stderr, flush=True)
             every = json.loads(options.json.read_text()) if options.json.exists() else {}
-            made |= dataclasses.asdict(script) | {"commit": commit.stdout.strip()}
-            every[script.name] = every.get(script.name, {}) | made
+            known = every.get(script.name, {})
+            commits = known.get("commits", {}) | dict.fromkeys(made, commit.stdout.strip())
+            every[script.name] = known | made | dataclasses.asdict(script) | {"commits": commits}
             options.json.write_text(json.dumps(every, indent=1) + "\n")
     every = json.loads(options.json.read_text())
     kinds = sorted({key for values in every.values() for key in values if "on " in key})

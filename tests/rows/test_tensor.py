@@ -128,6 +128,8 @@ FORMS: dict[str, Callable[[Tensor, Tensor], Any]] = {
     "draws": lambda x, y: F.dropout(x, 0.4) * torch.randn_like(x) + torch.rand(6),
     "complex": lambda x, y: torch.view_as_real(torch.fft.fft(x).conj() * 1j).sum(-1),
     "sparse": lambda x, y: x.detach().flatten(1).to_sparse().to_dense(),
+    "neighbours": lambda x, y: torch.spmm(torch.eye(len(x)).roll(1, 0).to_sparse(), x[:, 0]),
+    "neighbours_by_row": lambda x, y: torch.eye(len(x)).roll(1, 0).to_sparse_csr() @ x[:, 0],
     "subclass": lambda x, y: x * torch.ones(6).as_subclass(Named),
     "weights": lambda x, y: F.embedding(y, F.linear(torch.eye(4), torch.ones(6, 4))) + x[:, 0],
 }

@@ -226,6 +226,8 @@ def _signature(values: Any, by_type: bool) -> tuple[Any, ...]:
         if kind is Rows:
             key.append(each._cell.layout)
         elif kind is Tensor or kind is Parameter:
+            if each.layout is not torch.strided:
+                raise _OtherKind
             key.append((each.shape, each.stride(), each.dtype, each.device))
         elif kind is float or kind is int or kind is bool:
             key.append(kind if by_type else (kind, each))
@@ -241,7 +243,7 @@ def _signature(values: Any, by_type: bool) -> tuple[Any, ...]:
 
 
 class _OtherKind(RuntimeError):
-    """A user's subclass of Tensor, which makes its results of the same class: of plain tensors it can."""
+    """A sparse tensor, or a user's subclass of Tensor, which makes results of its class: of plain tensors it can."""
 
 
 class _Planned:
@@ -254,10 +256,10 @@ class _Planned:
     def __call__(self, operator: Any, arguments: Any, options: Any) -> Any:
         try:
             key = _signature(arguments, self.by_type)
-        except RuntimeError:  # or a plain tensor without strides: sparse
+            if options:
+                key = (key, tuple(options), _signature(options.values(), self.by_type))
+        except RuntimeError:  # or a nested tensor, which has no strides
             return gathered(operator, arguments, options)
-        if options:
-            key = (key, tuple(options), _signature(options.values(), self.by_type))
         plan = self.plans.get(key)
         if plan is None:
             if len(self.plans) >= _MOST_PLANS:
