@@ -92,11 +92,8 @@ def _working(todo: list[Turn], size: int, rank: int, undefined: frozenset[str], 
     from grappe.rows.entries import entries_replaced
     from grappe.rows.gradients import GradientSums
     from grappe.rows.own import FUNCTIONS
-    from grappe.rows.regions import recurrent
     from tests.rows.compared import answer
 
-    for kind in ("lstm", "gru", "rnn_tanh", "rnn_relu"):  # as a script is launched
-        setattr(torch._VF, kind, recurrent(getattr(torch._C._VariableFunctions, kind), kind))
     asked: set[str] = set()
     context = RowsContext(rank=rank, size=size, exchanges=world == "exchanges")
     active, sums = activate(context), GradientSums()

@@ -460,17 +460,6 @@ def replace_recurrent(made: Callable[[Callable[..., Any]], Callable[..., Any]]) 
     torch.nn.modules.rnn._VF = SimpleNamespace(**layers, **cells)  # type: ignore[assignment]
 
 
-@contextlib.contextmanager
-def recurrent_replaced(made: Callable[[Callable[..., Any], str], Callable[..., Any]]) -> Iterator[None]:
-    """Context in which recurrent layers call what `made` makes of their functions, which it gets with their names."""
-    own, names = torch.nn.modules.rnn._VF, iter(("lstm", "gru", "rnn_tanh", "rnn_relu"))
-    replace_recurrent(lambda function: made(function, next(names)))
-    try:
-        yield
-    finally:
-        torch.nn.modules.rnn._VF = own  # type: ignore[assignment]
-
-
 def call_in_mode(operator: Callable[..., Any], arguments: Any, options: Any) -> Any:
     """Calls an operator in a TorchDispatchMode, where torch would intercept nothing that the operator calls."""
     before = torch._C._dispatch_tls_is_dispatch_key_excluded(_KEY)

@@ -367,6 +367,43 @@ _DIM = {"normalize": 1, "norm": 1, "topk": 1}
 """Place of the argument `dim` after the tensor, if it is not the first."""
 
 
+@_rule(torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu)
+def _recurrent(function: Any, arguments: Any, options: Any) -> Any:
+    """Recurrent layers, one by one, with the dropout of all rows between them."""
+    value = arguments[0]
+    if type(value) is not OwnRows or options or not isinstance(arguments[2], (list, tuple)) or value._local.dim() != 3:
+        return NotImplemented  # packed, or no rows
+    _, state, weights, bias, number, dropout, training, both, batch_first = arguments
+    place = value._place
+    at = place._replace(dim=1)
+    states = [_part_at(each, at) for each in (state if isinstance(state, (tuple, list)) else (state,))]
+    taken = _weights(weights)
+    if place.dim != 1 - batch_first or any(each is _UNALIKE for each in states) or taken is None:
+        return NotImplemented
+    ways, each = 2 if both else 1, len(taken) // number
+    ends: list[list[Tensor]] = [[] for _ in states]
+    for layer in range(number):
+        own = [every[layer * ways : (layer + 1) * ways] for every in states]
+        made = function(
+            local_of(value), tuple(own) if function is torch.lstm else own[0], taken[layer * each : (layer + 1) * each],
+            bias, 1, 0.0, training, both, batch_first,
+        )  # fmt: skip
+        for end, last in zip(ends, made[1:], strict=True):
+            end.append(last)
+        value = new_own(made[0], place)
+        if dropout and training and layer < number - 1:
+            value = F.dropout(value, dropout, True)  # type: ignore[assignment]
+    return value, *(new_own(torch.cat(end), at) for end in ends)
+
+
+def _part_at(value: Any, place: Placement) -> Any:
+    """Returns a process's part of a value, with rows there or with none."""
+    if type(value) is OwnRows:
+        return local_of(value) if value._place == place else _UNALIKE
+    plain = type(value) is Tensor or type(value) is nn.Parameter
+    return own_part(weight(value), place) if plain and value.shape[place.dim] == place.total else _UNALIKE
+
+
 # ---- Views -------------------------------------------------------------------------------------------------
 
 

@@ -31,7 +31,6 @@ from grappe.private_api.torch import (
     LossBase,
     has_backward_hooks,
     is_observed,
-    recurrent_replaced,
     tree_leaves,
     tree_map,
 )
@@ -40,7 +39,6 @@ from grappe.rows.entries import entries_replaced
 from grappe.rows.functions import weight
 from grappe.rows.gradients import GradientSums
 from grappe.rows.own import OwnRows, as_own, as_rows, local_of, new_own
-from grappe.rows.regions import recurrent
 from grappe.rows.tensor import Rows, full, own_term, split
 from grappe.training.interception import Begin, MainThread, StepHandler, parameters_of, replaced
 from grappe.training.plan_keys import PlanKeys
@@ -103,7 +101,6 @@ class SpreadSteps(StepHandler):
         functions: list[tuple[Any, str, Any]] = [(nn.Module, "__call__", self._calling)]
         with contextlib.ExitStack() as undo:
             if self._several:
-                undo.enter_context(recurrent_replaced(recurrent))
                 undo.enter_context(entries_replaced(self._sums))
                 functions += [
                     (torch, "compile", self._uncompiled),
