@@ -155,9 +155,17 @@ def placement_of(value: Tensor) -> Placement | None:
 
 
 # ---- Drawing -----------------------------------------------------------------------------------------------
+class Chance(random.Random):
+    """What placements are drawn from, outside of a module or within."""
+
+    within = False
+
+
 def _sizes(rows: int, size: int, chance: random.Random) -> tuple[int, ...]:
     """Uneven rows of each process; at times a process has none."""
     least = 0 if rows < size or chance.random() < NO_ROWS else 1
+    if isinstance(chance, Chance) and chance.within and rows >= 2 * size:
+        least = 2  # with fewer, a module has rows
     cuts = sorted(chance.randint(0, rows - least * size) for _ in range(size - 1))
     return tuple(b - a + least for a, b in zip([0, *cuts], [*cuts, rows - least * size], strict=True))
 
@@ -251,7 +259,7 @@ class Answer:
 def answer(call: Call, draw: int, context: RowsContext, *, undefined: bool = False, within: bool = False) -> Answer:
     """Runs a call on rows in this process, and compares it with the reference."""
     rank, size = context.rank, context.size
-    states, chance = placements(call, draw, size)
+    states, chance = placements(call, draw, size, within)
     ways = [chance.random() for _ in range(8)]
     made = chance.randint(0, 10**6)
     context.trace = context.messages = 0  # a call before may have ended in an error on one process
@@ -327,15 +335,16 @@ def _new_rules() -> tuple[str, ...]:
     return tuple(str(operator).removeprefix("aten.") for operator in new)
 
 
-def placements(call: Call, draw: int, size: int) -> tuple[list[State], random.Random]:
+def placements(call: Call, draw: int, size: int, within: bool) -> tuple[list[State], random.Random]:
     """The drawn placement of each argument, and the chance for what is drawn later."""
-    chance = random.Random(f"{call.name} {draw} {size}")
+    chance = Chance(f"{call.name} {draw} {size}")
+    chance.within = within
     return drawn(call.leaves, size, chance, draw), chance
 
 
-def judge(call: Call, draw: int, answers: list[Answer]) -> Verdict:
+def judge(call: Call, draw: int, answers: list[Answer], *, within: bool = False) -> Verdict:
     """Judges a call by what its processes answer."""
-    states, _ = placements(call, draw, len(answers))
+    states, _ = placements(call, draw, len(answers), within)
     kind, why = "split" if any(each.placement for each in states) else "no rows", ""
     if any(each.error for each in answers):
         kind = "refused" if all(each.refused for each in answers) else "wrong"

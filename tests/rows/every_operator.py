@@ -91,10 +91,8 @@ def _working(todo: list[Turn], size: int, rank: int, undefined: frozenset[str], 
     from grappe.rows.context import RowsContext, activate
     from grappe.rows.entries import entries_replaced
     from grappe.rows.gradients import GradientSums
-    from grappe.rows.own import FUNCTIONS
     from tests.rows.compared import answer
 
-    asked: set[str] = set()
     context = RowsContext(rank=rank, size=size, exchanges=world == "exchanges")
     active, sums = activate(context), GradientSums()
     active.__enter__()
@@ -102,8 +100,6 @@ def _working(todo: list[Turn], size: int, rank: int, undefined: frozenset[str], 
     if world == "within":
         context.twin = sums.twin
         entered.__enter__()
-        for function, (rule, code) in FUNCTIONS.items():
-            FUNCTIONS[function] = _recording(rule, asked), code
     lines = watch() if watch is not None else None
 
     def work(index: int, entered: Any = entered) -> Any:  # which ends when nobody has it
@@ -115,35 +111,15 @@ def _working(todo: list[Turn], size: int, rank: int, undefined: frozenset[str], 
         made = vars(
             answer(turn.call, turn.draw, context, undefined=turn.call.operator in undefined, within=world == "within")
         )
-        made["rules"] += tuple(sorted(asked))
-        asked.clear()
         return made if lines is None else {**made, "seen": frozenset(lines.seen)}
 
     return work
 
 
-def _recording(rule: Any, asked: set[str]) -> Any:
-    """A rule of a function that notes the function where it has a result."""
-
-    def run(function: Any, arguments: Any, options: Any) -> Any:
-        made = rule(function, arguments, options)
-        if made is not NotImplemented:
-            asked.add(function_name(function))
-        return made
-
-    return run
-
-
-def function_name(function: Any) -> str:
-    """Name of a function of torch, or of a property of its tensors."""
-    owner = getattr(getattr(function, "__self__", None), "__name__", "")
-    return f"function {owner} {getattr(function, '__qualname__', function)}"
-
-
 def _verdict(turn: Turn, answers: list[dict[str, Any]]) -> Any:
     from tests.rows.compared import Answer, judge
 
-    verdict = judge(turn.call, turn.draw, [Answer(**each) for each in answers])
+    verdict = judge(turn.call, turn.draw, [Answer(**each) for each in answers], within=turn.world == "within")
     verdict.world = turn.world
     return verdict
 

@@ -35,7 +35,8 @@ def _rule(*functions: Any) -> Callable[[Rule], Rule]:
 
 def _named(owners: Iterable[Any], names: str) -> list[Any]:
     """Returns the functions of these names, wherever torch has them."""
-    return [getattr(owner, name) for owner in owners for name in names.split() if hasattr(owner, name)]
+    every = [getattr(owner, name, None) for owner in owners for name in names.split()]
+    return [each for each in every if callable(each)]  # torch.float is a type
 
 
 def weight(value: Any) -> Any:
@@ -102,7 +103,7 @@ def _aligned_part(value: Any, lead: OwnRows) -> Any:
         "log1p log2 logaddexp logical_and logical_not logical_or logical_xor logsigmoid log_sigmoid lt masked_fill "
         "maximum minimum mish mul multiply nan_to_num ne neg negative pow prelu reciprocal relu relu6 remainder round "
         "rsqrt rsub selu sigmoid sign silu sin sinh softplus softsign sqrt square sub subtract tan tanh tanhshrink "
-        "threshold true_divide trunc where xlogy "
+        "threshold true_divide trunc xlogy "
         "ones_like zeros_like full_like bool byte double float half bfloat16 int long clone contiguous detach",
     ),
     *_named(
@@ -130,6 +131,8 @@ def _pointwise(function: Any, arguments: Any, options: Any) -> Any:
             made = None
         if made is local:
             return first
+        if made is NotImplemented:  # as of Python's operators
+            return made
         if made is not None:
             return made_view(first, made, first._place) if function in _VIEWS else new_own(made, first._place)
     if options.get("inplace") is True:
@@ -139,6 +142,8 @@ def _pointwise(function: Any, arguments: Any, options: Any) -> Any:
         return NotImplemented
     values, lead = taken
     made, place = function(*values, **options), lead._place
+    if made is NotImplemented:
+        return made
     if made is lead._local:
         return lead
     if made.dim() != lead._local.dim():
@@ -148,6 +153,11 @@ def _pointwise(function: Any, arguments: Any, options: Any) -> Any:
 
 _VIEWS = {*_named((torch, Tensor), "detach contiguous bool byte double float half bfloat16 int long to")}
 """Functions whose result may be a view of an argument, or it itself."""
+
+
+@_rule(*_named((torch, Tensor), "where"))
+def _chosen(function: Any, arguments: Any, options: Any) -> Any:
+    return _pointwise(function, arguments, options) if len(arguments) == 3 else NotImplemented  # of one: places
 
 
 @_rule(*_named((Tensor,), "to"))
@@ -346,7 +356,11 @@ def _along(function: Any, arguments: Any, options: Any) -> Any:
     value, *rest = arguments
     at = _DIM.get(getattr(function, "__name__", ""), 0)
     dims = options.get("dim", rest[at] if len(rest) > at else None)
-    if type(value) is not OwnRows or "out" in options or any(isinstance(e, Tensor) for e in (*rest, *options.values())):
+    if (
+        type(value) is not OwnRows
+        or options.get("out") is not None
+        or any(isinstance(e, Tensor) for e in (*rest, *options.values()))
+    ):
         return NotImplemented
     if type(dims) is int:
         dims = (dims,)

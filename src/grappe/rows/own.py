@@ -57,15 +57,9 @@ class OwnRows(Tensor):
             now.trace = hash((now.trace, rule[1]))
             try:
                 made = rule[0](function, arguments, options or {})
-            except torch.OutOfMemoryError:
+            except (GrappeError, torch.OutOfMemoryError):
                 raise
-            except (
-                _Followed,
-                RuntimeError,
-                IndexError,
-                TypeError,
-                ValueError,
-            ):  # rows make the error that one process has
+            except Exception:  # rows make the error that one process has
                 made = NotImplemented
             if made is not NotImplemented:
                 return made
@@ -206,6 +200,9 @@ def _through_rows(function: Any, arguments: Any, options: Any) -> Any:
     elif name == "__get__" and function.__self__ is Tensor.data:  # type: ignore[attr-defined]
         function = Rows.data.fget  # type: ignore[attr-defined]
     made = function(*arguments, **options)
+    for key, each in rows.items():
+        if each._cell.layout.placement != taken[key]._place and not taken[key]._memory.is_followed:
+            _follow(taken[key])  # an array has its memory now
     if not any(type(each) is Rows for each in tree_leaves(made)):
         return made
     families = {id(each._cell.family): taken[key] for key, each in rows.items()}
