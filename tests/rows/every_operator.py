@@ -136,6 +136,7 @@ def main() -> None:
     parser.add_argument("--draws", type=int, default=1)
     parser.add_argument("--only", default="")
     parser.add_argument("--out", help="file for the verdicts, pickled")
+    parser.add_argument("--commit", action="store_true", help="the turns that judge a commit")
     parser.add_argument("--record", action="store_true", help="writes split.toml")
     asked = parser.parse_args()
     torch.set_num_threads(1)
@@ -143,7 +144,12 @@ def main() -> None:
     made = time.process_time()
     print(f"{len({each.operator for each in calls})} operators and modules, {len(calls)} calls, made in {made:.1f} s")
     verdicts = []
-    for verdict in judged(turns(calls, asked.draws), undefined()):
+    todo = turns(calls, asked.draws)
+    if asked.commit:
+        from tests.rows.commit_turns import of_commit
+
+        todo = list(of_commit(todo))
+    for verdict in judged(todo, undefined()):
         verdicts.append(verdict)
         if verdict.kind == "wrong" and asked.only:
             print(f"{verdict.call} on {verdict.size} | {verdict.states} | {verdict.why}"[:700], flush=True)
