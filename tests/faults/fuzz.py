@@ -12,7 +12,12 @@ from hypothesis import strategies as st
 
 from grappe.checkpoint.commit import MANIFEST, fingerprint, json_hash
 from grappe.errors import GrappeError
+from grappe.launch.rank import ProcessRank
+from grappe.plan import Plan
 from grappe.training.run import Run
+from grappe.training.task_reference import TaskReference
+from grappe.verbs import evaluate
+from grappe.verbs.load import choose
 
 EXAMPLES = int(os.environ.get("GRAPPE_FUZZ", "0"))
 """How many of each kind are tried, and new ones each time; 0: a few, always the same."""
@@ -97,6 +102,13 @@ def told(verb: Callable[[], object]) -> str:
     except OSError as error:  # the command line makes one message of it
         assert error.filename or error.strerror
     return ""
+
+
+def evaluated(folder: Path, task: TaskReference, working_folder: Path) -> None:
+    """Evaluates a run in this process."""
+    plan, step = Plan.parse("threads=1"), choose(Run(folder))[1].step
+    request = evaluate.EvaluateRequest(run=folder, task=task, plan=plan, split="validation", data=folder, step=step)
+    evaluate.worker(request, ProcessRank(launcher="test"), working_folder)
 
 
 def damage(run: Path, outside: Path, todo: list[tuple[str, str, Any]], *, sealed: bool) -> None:

@@ -26,7 +26,6 @@ from grappe.cli.commands import app
 from grappe.cli.exit import BUG
 from grappe.errors import GrappeError
 from grappe.fields import parse, split
-from grappe.launch.rank import ProcessRank
 from grappe.launch.safe_console import SafeConsole
 from grappe.plan import Plan
 from grappe.sites.layout import fit, layout
@@ -34,14 +33,14 @@ from grappe.sites.sbatch import JobOptions
 from grappe.sites.script import render
 from grappe.training.run import Run, all_runs
 from grappe.training.task_reference import TaskReference
-from grappe.verbs import evaluate, follow, prune, runs
+from grappe.verbs import follow, prune, runs
 from grappe.verbs.catalogue import site_facts, site_list
 from grappe.verbs.follow import write_csv
-from grappe.verbs.load import choose, load
+from grappe.verbs.load import load
 from grappe.verbs.predict.predict import as_json, predict
 from grappe.verbs.report.report import gather, html
 from grappe.verbs.submit import jobs
-from tests.faults.fuzz import DAMAGE, ESCAPES, JSON, NUMBERS, TEXTS, damage, fuzzed, told
+from tests.faults.fuzz import DAMAGE, ESCAPES, JSON, NUMBERS, TEXTS, damage, evaluated, fuzzed, told
 from tests.parity.tasks import Images
 from tests.patience import PATIENCE_SECONDS
 from tests.sites.golden import script
@@ -106,18 +105,6 @@ def a_while() -> Any:
     return sleep
 
 
-def evaluated(folder: Path) -> None:
-    request = evaluate.EvaluateRequest(
-        run=folder,
-        task=TaskReference.of(Images()),
-        plan=Plan.parse("threads=1"),
-        split="validation",
-        data=folder,
-        step=choose(Run(folder))[1].step,
-    )
-    evaluate.worker(request, ProcessRank(launcher="test"), folder.parent)
-
-
 def followed(folder: Path) -> None:
     with contextlib.suppress(Enough):
         follow.follow(folder, io.StringIO(), sleep=a_while())
@@ -140,7 +127,7 @@ READERS = {
     "prune": lambda run: prune.table(prune.prune(all_runs(run.parent), 1), dry_run=False),
     "load": lambda run: load(run, Images()),
     "predict": lambda run: list(predict(run, "validation", task=Images(), data=run.parent)),
-    "evaluate": evaluated,
+    "evaluate": lambda run: evaluated(run, TaskReference.of(Images()), run.parent),
     "from": lambda run: train_from(run),  # noqa: PLW0108 - it is defined below
     "train": lambda run: train(run, Images(), steps=1),
 }
@@ -373,20 +360,8 @@ def test_what_a_task_gives(now: dict[str, Any]) -> None:
             for verb in (
                 lambda: train(here / "other", Odd(epochs=1), steps=1),
                 lambda: list(map(as_json, predict(made, "validation", task=Odd(), data=here))),
-                lambda: evaluated_odd(made),
+                lambda: evaluated(made, TaskReference.of(Odd()), here),
             ):
                 told(verb)
         finally:
             NOW.clear()
-
-
-def evaluated_odd(folder: Path) -> None:
-    request = evaluate.EvaluateRequest(
-        run=folder,
-        task=TaskReference.of(Odd()),
-        plan=Plan.parse("threads=1"),
-        split="validation",
-        data=folder,
-        step=choose(Run(folder))[1].step,
-    )
-    evaluate.worker(request, ProcessRank(launcher="test"), folder.parent)

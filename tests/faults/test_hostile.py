@@ -18,14 +18,11 @@ from grappe.checkpoint.foreign_training import Begin
 from grappe.checkpoint.format import STATE
 from grappe.checkpoint.initial import build
 from grappe.errors import GrappeError
-from grappe.launch.world import ProcessRank
-from grappe.plan import Plan
 from grappe.training.run import Run
 from grappe.training.task_reference import resolve_task
-from grappe.verbs import evaluate
-from grappe.verbs.load import choose, load
+from grappe.verbs.load import load
 from grappe.verbs.runs import describe, listing
-from tests.faults.fuzz import seal
+from tests.faults.fuzz import evaluated, seal
 from tests.faults.test_fuzz import workplace
 from tests.parity.tasks import Images
 from tests.training.test_training import train
@@ -125,18 +122,6 @@ def run(made, monkeypatch) -> Iterator[Path]:
         assert [one.name for one in here.iterdir()] == ["runs"]
 
 
-def scores(folder: Path) -> object:
-    request = evaluate.EvaluateRequest(
-        run=folder,
-        task=resolve_task(Run(folder), None),
-        plan=Plan.parse("threads=1"),
-        split="validation",
-        data=folder,
-        step=choose(Run(folder))[1].step,
-    )
-    return evaluate.worker(request, ProcessRank(launcher="test"), folder)
-
-
 def told(verb: Callable[[], object]) -> str:
     """The error's words, one line; nothing when there was none. Any other exception fails the test."""
     try:
@@ -154,7 +139,7 @@ def look(folder: Path) -> list[str]:
         told(lambda: listing(folder.parent)),
         told(lambda: describe(folder)),
         told(lambda: load(folder)),
-        told(lambda: scores(folder)),
+        told(lambda: evaluated(folder, resolve_task(Run(folder), None), folder)),
     ]
 
 

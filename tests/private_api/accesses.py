@@ -64,19 +64,19 @@ def accesses(file: Path, tree: ast.Module, own: set[str]) -> Iterator[Access]:
 
 
 def _private_names(node: ast.AST, own: set[str]) -> Iterator[str]:
+    foreign: frozenset[str] | None = OF_TORCH_OBJECTS
+    """Names that are another package's, whatever `own` has; None: all."""
     match node:
         case ast.Attribute(value=ast.Name(id="self" | "cls"), attr=name):
-            names = [name]
+            names, foreign = [name], frozenset()
         case ast.Attribute(attr=name):
             names = [name]
-            own = own - OF_TORCH_OBJECTS
         case ast.Call(func=ast.Name(id=called), args=[_, ast.Constant(value=str() as name), *_]):
             names = [name] if called in BUILTINS else []
-            own = own - OF_TORCH_OBJECTS
         case ast.Import(names=aliases):
-            names, own = [part for alias in aliases for part in alias.name.split(".")], set()
+            names, foreign = [part for alias in aliases for part in alias.name.split(".")], None
         case ast.ImportFrom(module=str() as module, names=aliases) if module.split(".")[0] != "grappe":
-            names, own = [*module.split("."), *(alias.name for alias in aliases)], set()
+            names, foreign = [*module.split("."), *(alias.name for alias in aliases)], None
         case _:
             return
-    yield from (name for name in names if is_private(name) and name not in own)
+    yield from (name for name in names if is_private(name) and (foreign is None or name in foreign or name not in own))

@@ -33,18 +33,9 @@ from tests.rows.every_operator import Turn, judged, turns
 HERE = Path(__file__).parent
 SOURCE = HERE.parent.parent / "src" / "grappe" / "rows"
 FILES = (
-    "rules",
-    "norms",
-    "draws",
-    "views",
-    "plans",
-    "tensor",
-    "gathered",
-    "messages",
-    "layout",
-    "regions",
-    "generator",
-)
+    "along", "attention", "draws", "exchange", "gathered", "layout", "messages", "norms", "plans", "regions", "rules",
+    "space", "tensor", "views",
+)  # fmt: skip
 MOST_TURNS = 1500
 """Tried for an alteration, of those that run its line."""
 EQUAL = {
@@ -253,7 +244,7 @@ class Lines:
         return line
 
 
-def _traced() -> Any:
+def traced() -> Any:
     """Runs in a process that shall say which lines each call runs: plans are made anew for each."""
     lines = Lines()
     sys.settrace(lines.trace)
@@ -301,9 +292,7 @@ def in_a_fork(function: Any) -> Any:
 
 def baseline(todo: list[Turn], undefined: frozenset[str]) -> list[tuple[str, list[Any], list[str]]]:
     """The kind of each turn's verdict, the lines that it ran, and what it gathered."""
-    return [
-        (verdict.kind, sorted(verdict.seen), verdict.gathered) for verdict in judged(todo, undefined, watch=_traced)
-    ]
+    return [(verdict.kind, sorted(verdict.seen), verdict.gathered) for verdict in judged(todo, undefined, watch=traced)]
 
 
 def caught(alteration: Alteration, todo: list[Turn], before: list[Any], undefined: frozenset[str]) -> str:

@@ -330,6 +330,8 @@ _asked: set[Any] = set()
 
 
 def _new_rules() -> tuple[str, ...]:
+    if len(RULES) == len(_asked):  # nearly always
+        return ()
     new = [operator for operator in RULES if operator not in _asked]
     _asked.update(new)
     return tuple(str(operator).removeprefix("aten.") for operator in new)

@@ -146,6 +146,7 @@ def main() -> None:
     parser.add_argument("--only", default="")
     parser.add_argument("--world", help="rows, exchanges or within; all if none")
     parser.add_argument("--out", help="file for the verdicts, pickled")
+    parser.add_argument("--commit", action="store_true", help="the turns that judge a commit")
     parser.add_argument("--record", action="store_true", help="writes split.toml")
     asked = parser.parse_args()
     torch.set_num_threads(1)
@@ -156,6 +157,10 @@ def main() -> None:
     todo = turns(calls, asked.draws)
     if asked.world:
         todo = [each for each in todo if each.world == asked.world]
+    if asked.commit:
+        from tests.rows.commit_turns import of_commit
+
+        todo = list(of_commit(todo))
     for verdict in judged(todo, undefined()):
         verdicts.append(verdict)
         if verdict.kind == "wrong" and asked.only:
