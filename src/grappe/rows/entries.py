@@ -26,15 +26,15 @@ def entries_replaced(sums: GradientSums) -> Iterator[None]:
     """Context in which a module's rows become rows where a user's Function, torch.func or a gradient takes them."""
     apply = vars(Function)["apply"]
     Function.apply = classmethod(_applying(apply.__func__))  # type: ignore[assignment]
-    before = [(owner, name, getattr(owner, name)) for owner, name in TRANSFORM_ENTRIES]
+    before: list[tuple[Any, str, Any]] = [(owner, name, getattr(owner, name)) for owner, name in TRANSFORM_ENTRIES]
     before.append((saved_tensors_hooks, "__init__", saved_tensors_hooks.__init__))
     before += [(torch.autograd, "grad", torch.autograd.grad), (torch.autograd, "backward", torch.autograd.backward)]
     try:
         for owner, name, plain in before[:-3]:
             setattr(owner, name, _with_rows(plain))
         saved_tensors_hooks.__init__ = _hooking(saved_tensors_hooks.__init__)  # type: ignore[method-assign]
-        torch.autograd.grad = _gradients(torch.autograd.grad, sums)
-        torch.autograd.backward = _backward(torch.autograd.backward, sums)
+        torch.autograd.grad = _with_twins(torch.autograd.grad, sums)
+        torch.autograd.backward = _with_inputs(torch.autograd.backward, sums)
         yield
     finally:
         Function.apply = apply
@@ -72,7 +72,7 @@ def _with_rows(plain: Callable[..., Any]) -> Callable[..., Any]:
     return enter
 
 
-def _places(tensors: Any, sums: GradientSums) -> tuple[list[Any], list[Any]]:
+def _in_graphs(tensors: Any, sums: GradientSums) -> tuple[list[Any], list[Any]]:
     """Returns, for tensors whose gradients are asked for, those of torch's graph, and the twins that are in it."""
     found_twins = sums.twins(tensors)
     return [_in_graph(each) if type(each) is OwnRows else each for each in tensors], found_twins
@@ -83,18 +83,18 @@ def _in_graph(value: OwnRows) -> Tensor:
     return value._local if source is None else source
 
 
-def _backward(plain: Callable[..., None], sums: GradientSums) -> Callable[..., None]:
+def _with_inputs(plain: Callable[..., None], sums: GradientSums) -> Callable[..., None]:
     def backward(tensors: Any, grad_tensors: Any = None, *rest: Any, inputs: Any = None, **options: Any) -> None:
         tensors, grad_tensors = tree_map(as_rows, (tensors, grad_tensors))
         if inputs is not None:
-            graph, twins = _places([inputs] if isinstance(inputs, Tensor) else list(inputs), sums)
+            graph, twins = _in_graphs([inputs] if isinstance(inputs, Tensor) else list(inputs), sums)
             options["inputs"] = [*graph, *(each for each in twins if each is not None)]
         plain(tensors, grad_tensors, *rest, **options)
 
     return backward
 
 
-def _gradients(plain: Callable[..., Any], sums: GradientSums) -> Callable[..., Any]:
+def _with_twins(plain: Callable[..., Any], sums: GradientSums) -> Callable[..., Any]:
     def grad(
         outputs: Any, inputs: Any, grad_outputs: Any = None, retain_graph: Any = None, create_graph: bool = False,
         only_inputs: bool = True, allow_unused: Any = None, is_grads_batched: bool = False,
@@ -102,7 +102,7 @@ def _gradients(plain: Callable[..., Any], sums: GradientSums) -> Callable[..., A
     ) -> tuple[Any, ...]:  # fmt: skip
         asked = [inputs] if isinstance(inputs, Tensor) else list(inputs)
         outputs, grad_outputs = tree_map(as_rows, (outputs, grad_outputs))
-        graph, twins = _places(asked, sums) if all(isinstance(each, Tensor) for each in asked) else (asked, [])
+        graph, twins = _in_graphs(asked, sums) if all(isinstance(each, Tensor) for each in asked) else (asked, [])
         added = [each for each in twins if each is not None]
         if not added and all(a is b for a, b in zip(asked, graph, strict=True)):
             return plain(
@@ -112,7 +112,7 @@ def _gradients(plain: Callable[..., Any], sums: GradientSums) -> Callable[..., A
         made = plain(outputs, [*graph, *added], grad_outputs, retain_graph, create_graph, True, True, is_grads_batched)
         terms = iter(made[len(asked) :])
         results = []
-        for index, (value, own, twin, gradient) in enumerate(zip(asked, graph, twins, made, strict=False)):
+        for value, own, twin, gradient in zip(asked, graph, twins, made, strict=False):
             result = gradient
             if result is not None and type(value) is OwnRows and own is value._local:
                 result = FromLocal.apply(result, value._place)
@@ -124,7 +124,7 @@ def _gradients(plain: Callable[..., Any], sums: GradientSums) -> Callable[..., A
                 result = torch.zeros_like(as_rows(value))
             elif result is None and not allow_unused:
                 raise RuntimeError(  # torch's text
-                    f"The differentiated Tensor at index {index} appears to not have been used in the graph. Set "
+                    "One of the differentiated Tensors appears to not have been used in the graph. Set "
                     "allow_unused=True if this is the desired behavior."
                 )
             results.append(result)

@@ -33,7 +33,7 @@ def _rule(*functions: Any) -> Callable[[Rule], Rule]:
     return add
 
 
-def _named(owners: Iterable[Any], names: str) -> list[Any]:
+def _functions(owners: Iterable[Any], names: str) -> list[Any]:
     """Returns the functions of these names, wherever torch has them."""
     every = [getattr(owner, name, None) for owner in owners for name in names.split()]
     return [each for each in every if callable(each)]  # torch.float is a type
@@ -47,7 +47,7 @@ def weight(value: Any) -> Any:
     return Shared.apply(value) if twin is None else twin
 
 
-def _weights(values: Iterable[Any]) -> list[Any] | None:
+def _as_weights(values: Iterable[Any]) -> list[Any] | None:
     """Returns arguments that all processes have; None: one has rows."""
     made = list(values)
     for at, each in enumerate(made):
@@ -59,13 +59,13 @@ def _weights(values: Iterable[Any]) -> list[Any] | None:
     return made
 
 
-def _beside(rest: Any, options: Any) -> tuple[list[Any], dict[str, Any]] | None:
+def _others(rest: Any, options: Any) -> tuple[list[Any], dict[str, Any]] | None:
     """Returns the arguments after rows, and those by name; None: another has rows."""
-    taken, named = _weights(rest), _weights(options.values()) if options else []
+    taken, named = _as_weights(rest), _as_weights(options.values()) if options else []
     return None if taken is None or named is None else (taken, dict(zip(options, named, strict=True)))
 
 
-def _aligned(values: Iterable[Any], options: Any) -> tuple[list[Any], OwnRows] | None:
+def _fitting(values: Iterable[Any], options: Any) -> tuple[list[Any], OwnRows] | None:
     """Returns the own parts of values that are broadcast, and the one of most dimensions; None: they do not fit."""
     every = [each for each in values if type(each) is OwnRows]
     if not every or any(isinstance(each, Tensor) for each in options.values()):
@@ -95,7 +95,7 @@ def _aligned_part(value: Any, lead: OwnRows) -> Any:
 
 
 @_rule(
-    *_named(
+    *_functions(
         FUNCTION_OWNERS,
         "abs acos add addcdiv addcmul asin atan atan2 bitwise_and bitwise_not bitwise_or ceil celu clamp clamp_max "
         "clamp_min clip copysign cos cosh div divide elu eq erf erfc exp exp2 expm1 floor floor_divide fmod frac ge "
@@ -106,27 +106,27 @@ def _aligned_part(value: Any, lead: OwnRows) -> Any:
         "threshold true_divide trunc xlogy "
         "ones_like zeros_like full_like bool byte double float half bfloat16 int long clone contiguous detach",
     ),
-    *_named(
+    *_functions(
         (Tensor,),
         "__abs__ __add__ __and__ __div__ __eq__ __floordiv__ __ge__ __gt__ __invert__ __le__ __lt__ __mod__ __mul__ "
         "__ne__ __neg__ __or__ __pow__ __radd__ __rdiv__ __rmul__ __rpow__ __rsub__ __rtruediv__ __sub__ __truediv__ "
         "__xor__",
     ),
 )
-def _pointwise(function: Any, arguments: Any, options: Any) -> Any:
+def _pointwise(of_torch: Any, arguments: Any, options: Any) -> Any:
     first = arguments[0]
     if not options and type(first) is OwnRows:  # of one tensor, or of two that are alike: most calls
         second = arguments[-1]
         kind, local = type(second), local_of(first)
         if len(arguments) == 1 or (len(arguments) == 2 and (kind is float or kind is int)):
-            made = function(local, *arguments[1:])
+            made = of_torch(local, *arguments[1:])
         elif (
             kind is OwnRows
             and second._place == first._place
             and second._local.dim() == local.dim()
             and len(arguments) == 2
         ):
-            made = function(local, local_of(second))
+            made = of_torch(local, local_of(second))
         else:
             made = None
         if made is local:
@@ -134,206 +134,206 @@ def _pointwise(function: Any, arguments: Any, options: Any) -> Any:
         if made is NotImplemented:  # as of Python's operators
             return made
         if made is not None:
-            return made_view(first, made, first._place) if function in _VIEWS else new_own(made, first._place)
+            return made_view(first, made, first._place) if of_torch in _VIEWS else new_own(made, first._place)
     if options.get("inplace") is True:
-        return _in_place(function, arguments, options)
-    taken = None if "out" in options else _aligned(arguments, options)
+        return _write_in_place(of_torch, arguments, options)
+    taken = None if "out" in options else _fitting(arguments, options)
     if taken is None:
         return NotImplemented
     values, lead = taken
-    made, place = function(*values, **options), lead._place
+    made, place = of_torch(*values, **options), lead._place
     if made is NotImplemented:
         return made
     if made is lead._local:
         return lead
     if made.dim() != lead._local.dim():
         place = place._replace(dim=place.dim + made.dim() - lead._local.dim())
-    return made_view(lead, made, place) if function in _VIEWS else new_own(made, place)
+    return made_view(lead, made, place) if of_torch in _VIEWS else new_own(made, place)
 
 
-_VIEWS = {*_named((torch, Tensor), "detach contiguous bool byte double float half bfloat16 int long to")}
+_VIEWS = {*_functions((torch, Tensor), "detach contiguous bool byte double float half bfloat16 int long to")}
 """Functions whose result may be a view of an argument, or it itself."""
 
 
-@_rule(*_named((torch, Tensor), "where"))
-def _chosen(function: Any, arguments: Any, options: Any) -> Any:
-    return _pointwise(function, arguments, options) if len(arguments) == 3 else NotImplemented  # of one: places
+@_rule(*_functions((torch, Tensor), "where"))
+def _where(of_torch: Any, arguments: Any, options: Any) -> Any:
+    return _pointwise(of_torch, arguments, options) if len(arguments) == 3 else NotImplemented  # of one: places
 
 
-@_rule(*_named((Tensor,), "to"))
-def _converted(function: Any, arguments: Any, options: Any) -> Any:
+@_rule(*_functions((Tensor,), "to"))
+def _converted(of_torch: Any, arguments: Any, options: Any) -> Any:
     value, *rest = arguments
     if any(isinstance(each, Tensor) for each in (value, *rest, *options.values())[1:]):
         return NotImplemented
-    return _pointwise(function, arguments, options)
+    return _pointwise(of_torch, arguments, options)
 
 
 @_rule(
-    *_named((torch, Tensor), "add_ sub_ mul_ div_ relu_ clamp_ sigmoid_ tanh_ exp_ neg_ masked_fill_ zero_ fill_"),
-    *_named((Tensor,), "__iadd__ __isub__ __imul__ __itruediv__"),
+    *_functions((torch, Tensor), "add_ sub_ mul_ div_ relu_ clamp_ sigmoid_ tanh_ exp_ neg_ masked_fill_ zero_ fill_"),
+    *_functions((Tensor,), "__iadd__ __isub__ __imul__ __itruediv__"),
 )
-def _in_place(function: Any, arguments: Any, options: Any) -> Any:
+def _write_in_place(of_torch: Any, arguments: Any, options: Any) -> Any:
     first = arguments[0]
-    taken = _aligned(arguments, options) if type(first) is OwnRows else None
+    taken = _fitting(arguments, options) if type(first) is OwnRows else None
     if taken is None or taken[1]._local.dim() != first._local.dim() or first._memory.is_lent:
         return NotImplemented
     values = taken[0]
     tracked = torch.is_grad_enabled() and any(each.requires_grad for each in values if isinstance(each, Tensor))
     if tracked and first._memory.source is not None:
         return NotImplemented
-    write_own(first, lambda: function(*values, **options))
+    write_own(first, lambda: of_torch(*values, **options))
     return first
 
 
 @_rule(
     *(getattr(Tensor, name).__get__ for name in ("shape", "ndim", "dtype", "device", "layout", "is_cuda", "is_sparse")),
-    *_named((Tensor,), "size dim numel nelement __len__ element_size is_floating_point is_complex"),
-    *_named((torch,), "is_floating_point is_complex numel"),
+    *_functions((Tensor,), "size dim numel nelement __len__ element_size is_floating_point is_complex"),
+    *_functions((torch,), "is_floating_point is_complex numel"),
 )
-def _property(function: Any, arguments: Any, options: Any) -> Any:
+def _property(of_torch: Any, arguments: Any, options: Any) -> Any:
     """Properties of all rows, which the wrapper has."""
     with no_subclass_functions():
-        return function(*arguments, **options)
+        return of_torch(*arguments, **options)
 
 
 @_rule(Tensor.requires_grad.__get__, Tensor.is_leaf.__get__, Tensor.grad_fn.__get__)  # type: ignore[attr-defined]
-def _recorded(function: Any, arguments: Any, options: Any) -> Any:
+def _recorded(of_torch: Any, arguments: Any, options: Any) -> Any:
     source = arguments[0]._memory.source
-    return function(arguments[0]._local if source is None else source)
+    return of_torch(arguments[0]._local if source is None else source)
 
 
-def _bound(function: Any, names: str, arguments: Any, options: Any) -> list[Any] | None:
+def _bound(of_torch: Any, names: str, arguments: Any, options: Any) -> list[Any] | None:
     """Returns the arguments by names, None where one is left out; None: there are others."""
-    order = names.split()
+    order = names.split(",")
     if len(arguments) > len(order) or not options.keys() <= set(order):
         return None
     return [arguments[at] if at < len(arguments) else options.get(name) for at, name in enumerate(order)]
 
 
-@_rule(*_named((F,), "linear"), *_named((torch, Tensor), "matmul __matmul__ bmm mm"))
-def _product(function: Any, arguments: Any, options: Any) -> Any:
+@_rule(*_functions((F,), "linear"), *_functions((torch, Tensor), "matmul __matmul__ bmm mm"))
+def _matrix_product(of_torch: Any, arguments: Any, options: Any) -> Any:
     value, *rest = arguments
     if options or type(value) is not OwnRows:
         return NotImplemented
     other, place, dims = rest[0], value._place, value._local.dim()
     if type(other) is OwnRows or other.dim() > 2:
-        taken = _aligned((value, other), options)
-        if taken is None or place.dim >= dims - 2 or taken[1]._local.dim() > dims or function is F.linear:
+        taken = _fitting((value, other), options)
+        if taken is None or place.dim >= dims - 2 or taken[1]._local.dim() > dims or of_torch is F.linear:
             return NotImplemented
-        return new_own(function(*taken[0]), place)
-    taken = None if place.dim == dims - 1 else _weights(rest)
-    return NotImplemented if taken is None else new_own(function(local_of(value), *taken), place)
+        return new_own(of_torch(*taken[0]), place)
+    taken = None if place.dim == dims - 1 else _as_weights(rest)
+    return NotImplemented if taken is None else new_own(of_torch(local_of(value), *taken), place)
 
 
 @_rule(F.scaled_dot_product_attention)
-def _attention(function: Any, arguments: Any, options: Any) -> Any:
-    taken = _bound(function, "query key value attn_mask dropout_p is_causal scale enable_gqa", arguments, options)
+def _dot_product_attention(of_torch: Any, arguments: Any, options: Any) -> Any:
+    taken = _bound(of_torch, "query,key,value,attn_mask,dropout_p,is_causal,scale,enable_gqa", arguments, options)
     if taken is None or taken[4] or not all(type(each) is OwnRows for each in taken[:3]):
         return NotImplemented
-    parts = _aligned([each for each in taken[:4] if each is not None], {})
+    parts = _fitting([each for each in taken[:4] if each is not None], {})
     if parts is None or parts[1]._place.dim >= parts[1]._local.dim() - 2:
         return NotImplemented
     own, lead = parts
     mask = own[3] if len(own) == 4 else None
     return new_own(
-        function(*own[:3], mask, 0.0, bool(taken[5]), scale=taken[6], enable_gqa=bool(taken[7])), lead._place
+        of_torch(*own[:3], mask, 0.0, bool(taken[5]), scale=taken[6], enable_gqa=bool(taken[7])), lead._place
     )
 
 
 @_rule(F.embedding)
-def _embedding(function: Any, arguments: Any, options: Any) -> Any:
-    names = "input weight padding_idx max_norm norm_type scale_grad_by_freq sparse"
-    taken = _bound(function, names, arguments, options)
+def _embed(of_torch: Any, arguments: Any, options: Any) -> Any:
+    names = "input,weight,padding_idx,max_norm,norm_type,scale_grad_by_freq,sparse"
+    taken = _bound(of_torch, names, arguments, options)
     if taken is None or taken[3] is not None or taken[5] or taken[6] or type(taken[0]) is not OwnRows:
         return NotImplemented
-    weight = _weights(taken[1:2])
+    weight = _as_weights(taken[1:2])
     return (
-        NotImplemented if weight is None else new_own(function(local_of(taken[0]), *weight, taken[2]), taken[0]._place)
+        NotImplemented if weight is None else new_own(of_torch(local_of(taken[0]), *weight, taken[2]), taken[0]._place)
     )
 
 
-@_rule(F.layer_norm, *_named((F,), "rms_norm"))
-def _normalized(function: Any, arguments: Any, options: Any) -> Any:
+@_rule(F.layer_norm, *_functions((F,), "rms_norm"))
+def _normalized(of_torch: Any, arguments: Any, options: Any) -> Any:
     value = arguments[0]
     if type(value) is not OwnRows:
         return NotImplemented
     shape = arguments[1] if len(arguments) > 1 else options["normalized_shape"]
     if value._place.dim >= value._local.dim() - len(shape):
         return NotImplemented
-    beside = _beside(arguments[1:], options)
+    beside = _others(arguments[1:], options)
     if beside is None:
         return NotImplemented
-    return new_own(function(local_of(value), *beside[0], **beside[1]), value._place)
+    return new_own(of_torch(local_of(value), *beside[0], **beside[1]), value._place)
 
 
 def _over_last(count: int, functions: Any, *, leading: int | None = None) -> None:
     """Registers functions of the last dimensions; of one sample alone where `leading` dimensions must be ahead."""
 
-    def rule(function: Any, arguments: Any, options: Any) -> Any:
+    def over_last(of_torch: Any, arguments: Any, options: Any) -> Any:
         value, *rest = arguments
         if type(value) is not OwnRows or "out" in options:
             return NotImplemented
         dims, place = value._local.dim(), value._place
         if place.dim >= dims - count - (leading or 0) or (leading is not None and dims != count + 1 + leading):
             return NotImplemented
-        beside = _beside(rest, options)
+        beside = _others(rest, options)
         if beside is None:
             return NotImplemented
-        return _each(function(local_of(value), *beside[0], **beside[1]), place)
+        return _every_result(of_torch(local_of(value), *beside[0], **beside[1]), place)
 
-    _rule(*functions)(rule)
+    _rule(*functions)(over_last)
 
 
-def _each(made: Any, place: Placement) -> Any:
+def _every_result(made: Any, place: Placement) -> Any:
     if isinstance(made, Tensor):
         return new_own(made, place)
     return type(made)([new_own(each, place) for each in made])
 
 
 for _count in (1, 2, 3):
-    _over_last(_count, _named((torch,), f"conv{_count}d conv_transpose{_count}d"), leading=1)
+    _over_last(_count, _functions((torch,), f"conv{_count}d conv_transpose{_count}d"), leading=1)
     _pools = " ".join(f"{kind}_pool{_count}d" for kind in ("avg", "adaptive_avg", "max", "adaptive_max"))
-    _over_last(_count, _named(FUNCTION_OWNERS, _pools), leading=1)
-_over_last(3, _named((torch, F), "pixel_shuffle pixel_unshuffle"))
+    _over_last(_count, _functions(FUNCTION_OWNERS, _pools), leading=1)
+_over_last(3, _functions((torch, F), "pixel_shuffle pixel_unshuffle"))
 
 
 @_rule(F.group_norm, F.interpolate)
-def _of_samples(function: Any, arguments: Any, options: Any) -> Any:
+def _sample_by_sample(of_torch: Any, arguments: Any, options: Any) -> Any:
     """Functions of each sample, in the first dimension."""
     value, *rest = arguments
     if type(value) is not OwnRows or value._place.dim or value._local.dim() < 3:
         return NotImplemented
-    beside = _beside(rest, options)
+    beside = _others(rest, options)
     return (
-        NotImplemented if beside is None else new_own(function(local_of(value), *beside[0], **beside[1]), value._place)
+        NotImplemented if beside is None else new_own(of_torch(local_of(value), *beside[0], **beside[1]), value._place)
     )
 
 
 @_rule(F.batch_norm)
-def _batch_norm(function: Any, arguments: Any, options: Any) -> Any:
-    names = "input running_mean running_var weight bias training momentum eps"
-    taken = _bound(function, names, arguments, options)
+def _batch_norm_in_evaluation(of_torch: Any, arguments: Any, options: Any) -> Any:
+    names = "input,running_mean,running_var,weight,bias,training,momentum,eps"
+    taken = _bound(of_torch, names, arguments, options)
     if taken is None or taken[5] or type(taken[0]) is not OwnRows or taken[0]._place.dim == 1:
         return NotImplemented
-    value, eps, others = taken[0], taken[7], _weights(taken[1:5])
+    value, eps, others = taken[0], taken[7], _as_weights(taken[1:5])
     if others is None:
         return NotImplemented
-    return new_own(function(local_of(value), *others, False, 0.0, 1e-5 if eps is None else eps), value._place)
+    return new_own(of_torch(local_of(value), *others, False, 0.0, 1e-5 if eps is None else eps), value._place)
 
 
 @_rule(F.pad)
-def _padded(function: Any, arguments: Any, options: Any) -> Any:
+def _pad(of_torch: Any, arguments: Any, options: Any) -> Any:
     value, *rest = arguments
     pad = rest[0] if rest else options["pad"]
     if type(value) is not OwnRows or value._place.dim >= value._local.dim() - len(pad) // 2:
         return NotImplemented
-    return new_own(function(local_of(value), *rest, **options), value._place)
+    return new_own(of_torch(local_of(value), *rest, **options), value._place)
 
 
 @_rule(F.dropout)
-def _dropout(function: Any, arguments: Any, options: Any) -> Any:
+def _dropout(of_torch: Any, arguments: Any, options: Any) -> Any:
     """Dropout on a CPU, as torch has it: noise of all rows, of which own ones are drawn."""
-    taken = _bound(function, "input p training inplace", arguments, options)
+    taken = _bound(of_torch, "input,p,training,inplace", arguments, options)
     if taken is None or type(taken[0]) is not OwnRows or taken[3]:
         return NotImplemented
     value, p, training, _ = taken
@@ -349,12 +349,13 @@ def _dropout(function: Any, arguments: Any, options: Any) -> Any:
     return new_own(local * noise.div_(1 - p), value._place)
 
 
-@_rule(*_named((F, torch, Tensor), "softmax log_softmax softmin normalize logsumexp sum mean amax amin max min argmax "
-               "argmin var std norm prod all any cumsum cumprod sort argsort topk glu"))  # fmt: skip
-def _along(function: Any, arguments: Any, options: Any) -> Any:
+@_rule(*_functions((F, torch, Tensor),
+                   "softmax log_softmax softmin normalize logsumexp sum mean amax amin max min argmax argmin var std "
+                   "norm prod all any cumsum cumprod sort argsort topk glu"))  # fmt: skip
+def _along_others(of_torch: Any, arguments: Any, options: Any) -> Any:
     """Functions along other dimensions than the rows'."""
     value, *rest = arguments
-    at = _DIM.get(getattr(function, "__name__", ""), 0)
+    at = _DIM.get(getattr(of_torch, "__name__", ""), 0)
     dims = options.get("dim", rest[at] if len(rest) > at else None)
     if (
         type(value) is not OwnRows
@@ -370,11 +371,11 @@ def _along(function: Any, arguments: Any, options: Any) -> Any:
     gone = {dim % count for dim in dims}
     if place.dim in gone:
         return NotImplemented
-    made = function(local_of(value), *rest, **options)
+    made = of_torch(local_of(value), *rest, **options)
     results = made if isinstance(made, (tuple, list)) else [made]
     if results[0].dim() != count:
         place = place._replace(dim=place.dim - sum(dim < place.dim for dim in gone))
-    return _each(made, place)
+    return _every_result(made, place)
 
 
 _DIM = {"normalize": 1, "norm": 1, "topk": 1}
@@ -382,7 +383,7 @@ _DIM = {"normalize": 1, "norm": 1, "topk": 1}
 
 
 @_rule(torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu)
-def _recurrent(function: Any, arguments: Any, options: Any) -> Any:
+def _recurrent(of_torch: Any, arguments: Any, options: Any) -> Any:
     """Recurrent layers, one by one, with the dropout of all rows between them."""
     value = arguments[0]
     if type(value) is not OwnRows or options or not isinstance(arguments[2], (list, tuple)) or value._local.dim() != 3:
@@ -391,15 +392,15 @@ def _recurrent(function: Any, arguments: Any, options: Any) -> Any:
     place = value._place
     at = place._replace(dim=1)
     states = [_part_at(each, at) for each in (state if isinstance(state, (tuple, list)) else (state,))]
-    taken = _weights(weights)
+    taken = _as_weights(weights)
     if place.dim != 1 - batch_first or any(each is _UNALIKE for each in states) or taken is None:
         return NotImplemented
     ways, each = 2 if both else 1, len(taken) // number
     ends: list[list[Tensor]] = [[] for _ in states]
     for layer in range(number):
         own = [every[layer * ways : (layer + 1) * ways] for every in states]
-        made = function(
-            local_of(value), tuple(own) if function is torch.lstm else own[0], taken[layer * each : (layer + 1) * each],
+        made = of_torch(
+            local_of(value), tuple(own) if of_torch is torch.lstm else own[0], taken[layer * each : (layer + 1) * each],
             bias, 1, 0.0, training, both, batch_first,
         )  # fmt: skip
         for end, last in zip(ends, made[1:], strict=True):
@@ -421,52 +422,52 @@ def _part_at(value: Any, place: Placement) -> Any:
 # ---- Views -------------------------------------------------------------------------------------------------
 
 
-def _sizes(rest: Any) -> Any:
+def _size_of(rest: Any) -> Any:
     return rest[0] if len(rest) == 1 and isinstance(rest[0], (tuple, list)) else rest
 
 
 @_rule(Tensor.view, Tensor.reshape, torch.reshape)
-def _reshaped(function: Any, arguments: Any, options: Any) -> Any:
+def _reshape(of_torch: Any, arguments: Any, options: Any) -> Any:
     value, *rest = arguments
-    size = tuple(_sizes(rest))
+    size = tuple(_size_of(rest))
     if type(value) is not OwnRows or options or not all(type(each) is int for each in size):
         return NotImplemented
     made = reshaped(value._local.shape, size, value._place)
     if made is None:
         return NotImplemented
     place, own = made
-    return made_view(value, function(local_of(value), own), place)
+    return made_view(value, of_torch(local_of(value), own), place)
 
 
 @_rule(Tensor.flatten, torch.flatten)
-def _flattened(function: Any, arguments: Any, options: Any) -> Any:
-    taken = _bound(function, "input start_dim end_dim", arguments, options)
+def _flattened(of_torch: Any, arguments: Any, options: Any) -> Any:
+    taken = _bound(of_torch, "input,start_dim,end_dim", arguments, options)
     if taken is None or type(taken[0]) is not OwnRows or taken[0]._local.dim() < 1:
         return NotImplemented
     value, start, end = taken
-    shape = _shape(value)
+    shape = _shape_of_all(value)
     start, end = (0 if start is None else start) % len(shape), (-1 if end is None else end) % len(shape)
-    return _reshaped(Tensor.reshape, (value, *shape[:start], -1, *shape[end + 1 :]), {})
+    return _reshape(Tensor.reshape, (value, *shape[:start], -1, *shape[end + 1 :]), {})
 
 
-def _shape(value: OwnRows) -> Any:
+def _shape_of_all(value: OwnRows) -> Any:
     with no_subclass_functions():
         return value.shape
 
 
-@_rule(*_named((torch, Tensor), "transpose swapaxes permute t unsqueeze squeeze movedim"), Tensor.T.__get__,  # type: ignore[attr-defined]
+@_rule(*_functions((torch, Tensor), "transpose swapaxes permute t unsqueeze squeeze movedim"), Tensor.T.__get__,  # type: ignore[attr-defined]
        Tensor.mT.__get__)  # type: ignore[attr-defined]  # fmt: skip
-def _turned(function: Any, arguments: Any, options: Any) -> Any:
+def _turned(of_torch: Any, arguments: Any, options: Any) -> Any:
     """Dimensions in another order, or with others of size 1."""
     value, *rest = arguments
     if type(value) is not OwnRows or options:
         return NotImplemented
-    if function in _SQUEEZES and (len(rest) != 1 or rest[0] % value._local.dim() == value._place.dim):
+    if of_torch in _SQUEEZES and (len(rest) != 1 or rest[0] % value._local.dim() == value._place.dim):
         return NotImplemented
     place = value._place
-    made = function(local_of(value), *rest)
+    made = of_torch(local_of(value), *rest)
     # Where the rows' dimension is afterwards is asked of torch.
-    return made_view(value, made, _place_after(function, value._local.shape, place, tuple(map(_hashable, rest))))
+    return made_view(value, made, _place_after(of_torch, value._local.shape, place, tuple(map(_hashable, rest))))
 
 
 _SQUEEZES = {torch.squeeze, Tensor.squeeze}
@@ -477,42 +478,42 @@ def _hashable(value: Any) -> Any:
 
 
 @functools.lru_cache(maxsize=4096)
-def _place_after(function: Any, shape: Any, place: Placement, rest: Any) -> Placement:
+def _place_after(of_torch: Any, shape: Any, place: Placement, rest: Any) -> Placement:
     """Asks torch where the rows are afterwards, by a tensor that has two of them."""
     sizes = [1 if size == 1 else 3 for size in shape]
     sizes[place.dim] = 2
     marked = torch.empty(sizes, device="meta")
-    return place._replace(dim=list(function(marked, *rest).shape).index(2))
+    return place._replace(dim=list(of_torch(marked, *rest).shape).index(2))
 
 
 @_rule(Tensor.expand, torch.Tensor.expand_as)
-def _expanded(function: Any, arguments: Any, options: Any) -> Any:
+def _expand(of_torch: Any, arguments: Any, options: Any) -> Any:
     value, *rest = arguments
-    size = list(_sizes(rest))
+    size = list(_size_of(rest))
     if type(value) is not OwnRows or options or not all(type(each) is int for each in size):
         return NotImplemented
     dim = value._place.dim + len(size) - value._local.dim()
-    if size[dim] not in (-1, _shape(value)[value._place.dim]):
+    if size[dim] not in (-1, _shape_of_all(value)[value._place.dim]):
         return NotImplemented
     size[dim] = -1
     return made_view(value, local_of(value).expand(size), value._place._replace(dim=dim))
 
 
-@_rule(*_named((torch, Tensor), "split chunk unbind"))
-def _parted(function: Any, arguments: Any, options: Any) -> Any:
+@_rule(*_functions((torch, Tensor), "split chunk unbind"))
+def _parts(of_torch: Any, arguments: Any, options: Any) -> Any:
     value, *rest = arguments
-    at = 0 if getattr(function, "__name__", "") == "unbind" else 1
+    at = 0 if getattr(of_torch, "__name__", "") == "unbind" else 1
     dim = options.get("dim", rest[at] if len(rest) > at else 0)
     if type(value) is not OwnRows or type(dim) is not int or dim % value._local.dim() == value._place.dim:
         return NotImplemented
     place = value._place
     if not at:
         place = place._replace(dim=place.dim - (dim % value._local.dim() < place.dim))
-    return type(made := function(local_of(value), *rest, **options))([made_view(value, each, place) for each in made])
+    return type(made := of_torch(local_of(value), *rest, **options))([made_view(value, each, place) for each in made])
 
 
 @_rule(Tensor.__getitem__)
-def _indexed(function: Any, arguments: Any, options: Any) -> Any:
+def _index(of_torch: Any, arguments: Any, options: Any) -> Any:
     value, index = arguments
     if type(value) is not OwnRows:
         return NotImplemented
@@ -542,19 +543,19 @@ def _indexed(function: Any, arguments: Any, options: Any) -> Any:
         if at > rows:
             return NotImplemented
         dim = before + rows - at
-    return made_view(value, function(local_of(value), index), value._place._replace(dim=dim))
+    return made_view(value, of_torch(local_of(value), index), value._place._replace(dim=dim))
 
 
 @_rule(torch.cat, torch.concat, torch.stack)
-def _joined(function: Any, arguments: Any, options: Any) -> Any:
+def _concatenated(of_torch: Any, arguments: Any, options: Any) -> Any:
     tensors, *rest = arguments
     dim = options.get("dim", rest[0] if rest else 0)
     lead: Any = next((each for each in tensors if type(each) is OwnRows), None)
     if lead is None or "out" in options or type(dim) is not int:
         return NotImplemented
     place, dims = lead._place, lead._local.dim()
-    dim = dim % (dims + 1 if function is torch.stack else dims)
-    if dim == place.dim and function is not torch.stack:
+    dim = dim % (dims + 1 if of_torch is torch.stack else dims)
+    if dim == place.dim and of_torch is not torch.stack:
         return NotImplemented
     own = []
     for each in tensors:
@@ -566,15 +567,15 @@ def _joined(function: Any, arguments: Any, options: Any) -> Any:
             own.append(own_part(weight(each), place))
         else:
             return NotImplemented
-    after = place._replace(dim=place.dim + 1) if function is torch.stack and dim <= place.dim else place
-    return new_own(function(own, dim), after)
+    after = place._replace(dim=place.dim + 1) if of_torch is torch.stack and dim <= place.dim else place
+    return new_own(of_torch(own, dim), after)
 
 
 # ---- Autograd ----------------------------------------------------------------------------------------------
 
 
 @_rule(Tensor.register_hook)
-def _hooked(function: Any, arguments: Any, options: Any) -> Any:
+def _hooked(of_torch: Any, arguments: Any, options: Any) -> Any:
     value, hook = arguments
     place = value._place
     if value._memory.source is not None:
@@ -588,9 +589,9 @@ def _hooked(function: Any, arguments: Any, options: Any) -> Any:
 
 
 @_rule(Tensor.retain_grad, Tensor.grad.__get__)  # type: ignore[attr-defined]
-def _retained(function: Any, arguments: Any, options: Any) -> Any:
+def _retained(of_torch: Any, arguments: Any, options: Any) -> Any:
     value = arguments[0]
     if value._memory.source is not None:
-        return function(value._memory.source)
-    made = function(value._local)
+        return of_torch(value._memory.source)
+    made = of_torch(value._local)
     return made if made is None else FromLocal.apply(made, value._place)

@@ -84,7 +84,7 @@ def _memory_of(source: Rows) -> OwnMemory:
     return made
 
 
-def _make(local: Tensor, place: Placement, memory: OwnMemory) -> OwnRows:
+def _wrap_own(local: Tensor, place: Placement, memory: OwnMemory) -> OwnRows:
     layout = own_layout(local.shape, local.stride(), local.dtype, local.device, place)
     made: Any = wrapper_maker(OwnRows, *layout)
     made._local, made._place, made._memory, made._rows = local, place, memory, None
@@ -101,20 +101,20 @@ def own_layout(shape: Any, stride: Any, dtype: Any, device: Any, place: Placemen
 
 def new_own(local: Tensor, place: Placement) -> OwnRows:
     """Makes a module's rows of own ones that nobody else has."""
-    return _make(local, place, OwnMemory())
+    return _wrap_own(local, place, OwnMemory())
 
 
 def made_view(value: OwnRows, local: Tensor, place: Placement) -> OwnRows:
     """Returns a view, or what may be one."""
     value._memory.is_viewed = True
-    return _make(local, place, value._memory)
+    return _wrap_own(local, place, value._memory)
 
 
 def local_of(value: OwnRows) -> Tensor:
     """Returns the own rows of a value, for a function of it."""
     memory = value._memory
     if memory.is_written and not memory.is_followed:
-        _follow(value)
+        _take_over(value)
     if value._memory.is_followed:
         raise _Followed
     if memory.source is not None and memory.source._cell.layout.shared:
@@ -122,10 +122,10 @@ def local_of(value: OwnRows) -> Tensor:
     return value._local
 
 
-def _follow(value: OwnRows) -> None:
+def _take_over(value: OwnRows) -> None:
     """Takes over what rows of the same memory have become, of which views exist or that were written to."""
     if value._rows is None or value._memory.is_viewed:
-        raise _refused("a write to rows of which a module has another view", "have the module keep a clone")
+        raise _no_rule("a write to rows of which a module has another view", "have the module keep a clone")
     value._memory = _memory_of(value._rows[0])
     value._memory.is_followed = True
 
@@ -134,7 +134,7 @@ class _Followed(Exception):
     """A value is as its rows are, which are taken."""
 
 
-def _refused(what: str, instead: str) -> GrappeError:
+def _no_rule(what: str, instead: str) -> GrappeError:
     return GrappeError(f"grappe has no rule for {what} ({NOW.context.line()}): {instead}")
 
 
@@ -152,7 +152,7 @@ def as_own(value: Any) -> Any:
         return value
     # Under no_grad too: a part of what has a gradient may be asked for it.
     local = ToLocal.apply(value, place) if value.requires_grad else own_local(value)
-    made = _make(local, place, _memory_of(value))
+    made = _wrap_own(local, place, _memory_of(value))
     made._rows = value, version_of(local)
     cell.lend(made._memory)
     return made
@@ -163,7 +163,7 @@ def as_rows(value: Any) -> Any:
     if type(value) is not OwnRows:
         return value
     if value._memory.is_written and not value._memory.is_followed:
-        _follow(value)
+        _take_over(value)
     if value._rows is not None and value._rows[0] is value._memory.source:
         return value._rows[0]
     local = local_of(value)
@@ -184,7 +184,7 @@ def _through_rows(function: Any, arguments: Any, options: Any) -> Any:
     name = getattr(function, "__name__", "")
     if name in ("__set__", "__delete__"):
         if function.__self__ is not Tensor.requires_grad:  # type: ignore[attr-defined]
-            raise _refused(f"a write to Tensor.{function.__self__.__name__} within a module", "set it outside")
+            raise _no_rule("a tensor's attribute that is set within a module", "set it outside")
         function, name = Tensor.requires_grad_, "requires_grad_"
     if "out" in options:
         left = {key: each for key, each in options.items() if key != "out"}
@@ -202,12 +202,12 @@ def _through_rows(function: Any, arguments: Any, options: Any) -> Any:
     made = function(*arguments, **options)
     for key, each in rows.items():
         if each._cell.layout.placement != taken[key]._place and not taken[key]._memory.is_followed:
-            _follow(taken[key])  # an array has its memory now
+            _take_over(taken[key])  # an array has its memory now
     if not any(type(each) is Rows for each in tree_leaves(made)):
         return made
     families = {id(each._cell.family): taken[key] for key, each in rows.items()}
 
-    def result(each: Any) -> Any:
+    def within(each: Any) -> Any:
         if type(each) is not Rows:
             return each
         for key, argument in rows.items():
@@ -223,7 +223,7 @@ def _through_rows(function: Any, arguments: Any, options: Any) -> Any:
             each._cell.lend(None)
         return own
 
-    return tree_map(result, made)
+    return tree_map(within, made)
 
 
 _IN_PLACE = {
@@ -243,7 +243,7 @@ def _written(function: Any, name: str, arguments: Any, options: Any) -> Any:
     if type(first) is not OwnRows:
         return function(as_rows(first), *others, **options)
     if first._memory.is_lent and first._rows is not None and not first._memory.is_followed:
-        _follow(first)
+        _take_over(first)
     memory, source = first._memory, first._memory.source
     tensors = [each for each in (first, *tree_leaves((others, options))) if isinstance(each, Tensor)]
     tracked = name in _OF_GRAPH or (torch.is_grad_enabled() and any(each.requires_grad for each in tensors))
@@ -251,9 +251,9 @@ def _written(function: Any, name: str, arguments: Any, options: Any) -> Any:
     if not memory.is_followed and (
         memory.is_lent or (source is not None and tracked and (memory.is_viewed or not is_source))
     ):
-        raise _refused(f"{name} of a view within a module", "write to a clone of it")
+        raise _no_rule("a write to a view within a module", "write to a clone of it")
     if name in _DRAWS and not is_dense(first._local):
-        raise _refused(f"{name} of a column within a module", "draw a tensor, and copy it")
+        raise _no_rule("a draw to a column within a module", "draw a tensor, and copy it")
     if name in _OF_GRAPH and source is None:
         getattr(first._local, name)(*others, **options)
         return first
@@ -263,7 +263,7 @@ def _written(function: Any, name: str, arguments: Any, options: Any) -> Any:
         return first if made is rows else made
     own: Any = as_own(rows)
     if type(own) is not OwnRows or own._local.shape != first._local.shape:
-        raise _refused(f"{name}, which changes a shape, within a module", "use it without its _")
+        raise _no_rule("a write that changes a shape within a module", "use the function without a final _")
     if rows is source:
         first._local, first._rows, first._memory = own._local, own._rows, own._memory
     else:

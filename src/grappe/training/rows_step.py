@@ -232,7 +232,7 @@ class SpreadSteps(StepHandler):
     def _normalising(self, plain: Callable[..., Tensor]) -> Callable[..., Tensor]:
         """Has batch normalisation take a process's own rows, as batchnorm=local asks."""
 
-        def forward(module: Any, value: Tensor) -> Tensor:
+        def normalise(module: Any, value: Tensor) -> Tensor:
             own = as_own(value)
             if not module.training or type(own) is not OwnRows or own._place.dim or own._place.outer != 1:
                 return plain(module, value)
@@ -241,7 +241,7 @@ class SpreadSteps(StepHandler):
             made = new_own(torch.func.functional_call(module, weights, local_of(own)), own._place)
             return made if own is value else as_rows(made)
 
-        return forward
+        return normalise
 
     # ---- Steps ---------------------------------------------------------------------------------------------
 
