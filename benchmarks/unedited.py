@@ -34,7 +34,6 @@ NOISE = (
     0.01  # a tensor that rounding changes by more holds nothing else: a bias before a batch normalisation, from 0 on
 )
 MOVES = 1e-15, 1e-14  # of each first weight: after two steps, deep networks of two processes are between these apart
-STOPPED = 10  # steps, after which --resume stops a script
 LIST = Path(__file__).with_suffix(".toml")
 NUMBER = re.compile(r"[-+]?\d+\.?\d*(?:[eE][-+]?\d+)?")
 GRAPPE = str(Path(sys.executable).with_name("grappe"))
@@ -281,13 +280,13 @@ class Comparison:
             first=first,
         )
 
-    def resumed(self, processes: int) -> str:
+    def resumed(self, processes: int, steps: int) -> str:
         """Stops the script after some steps, starts it again, and tells what it did."""
         options = ("--run", str(self._folder / "resumed"), "--save-every", "5")
         plain = self.run(str(processes), processes)
         if plain.code:
             return "not run"
-        stopped = self.run("stopped", processes, *options, STOP=str(STOPPED))
+        stopped = self.run("stopped", processes, *options, STOP=str(steps))
         if "no checkpoints: " in stopped.error:
             return "no checkpoint: " + stopped.error.partition("no checkpoints: ")[2].splitlines()[0]
         if stopped.code != EXIT_INTERRUPTED:
@@ -315,6 +314,9 @@ def main() -> None:
     parser.add_argument("names", nargs="*", help="parts of the names of scripts")
     parser.add_argument("--processes", type=int, nargs="+", default=[2, 3], help="2 3, as stands; 1 runs it alone")
     parser.add_argument("--resume", action="store_true", help="stop each script and start it again, instead")
+    parser.add_argument(
+        "--stop", type=int, default=10, metavar="STEPS", help="steps after which --resume stops; %(default)s"
+    )
     parser.add_argument("--site", type=Path, help="a folder of packages and data sets that the scripts import")
     parser.add_argument("--json", type=Path, required=True, help="add each outcome to this file")
     options = parser.parse_args()
@@ -329,7 +331,7 @@ def main() -> None:
             made: dict[str, Any] = {}
             for processes in options.processes:
                 if options.resume:
-                    made[f"resumed on {processes}"] = comparison.resumed(processes)
+                    made[f"resumed on {processes}"] = comparison.resumed(processes, options.stop)
                 else:
                     made[f"on {processes}"] = dataclasses.asdict(comparison.outcome(processes))
             print(f"{script.name}: {made}", file=sys.stderr, flush=True)

@@ -130,10 +130,11 @@ class Replay:
 
         nn.Module.__call__ = called  # type: ignore[method-assign]
         self._uncomputed.callback(setattr, nn.Module, "__call__", plain)
-        gradient = torch.autograd.grad
-        torch.autograd.grad = lambda _, inputs, *__, **___: tuple(  # type: ignore[assignment]
-            map(torch.zeros_like, [inputs] if isinstance(inputs, Tensor) else inputs)
-        )
+
+        def zeros(outputs: Any, inputs: Any, *_: Any, **__: Any) -> tuple[Tensor, ...]:
+            return tuple(map(torch.zeros_like, [inputs] if isinstance(inputs, Tensor) else inputs))
+
+        gradient, torch.autograd.grad = torch.autograd.grad, zeros
         self._uncomputed.callback(setattr, torch.autograd, "grad", gradient)
 
     def batches(self, iteration: Iteration) -> Iterator[Any]:
