@@ -23,6 +23,7 @@ from tests import operators as compiled
 from tests import tiers
 from tests.commands import Command
 from tests.processes import Pool
+from tests.scheduler import pytest_xdist_make_scheduler  # noqa: F401
 
 pytest_plugins = ["tests.skips", "tests.small_disk", "tests.gpu_stand_in"]
 # Compiled once: else each worker rewrites all asserts again, and each process that a test starts compiles grappe.
@@ -62,13 +63,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def pytest_collection_finish() -> None:
     gc.freeze()
     gc.enable()
-
-
-@pytest.hookimpl(optionalhook=True)  # xdist's
-def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    from tests.scheduler import OneWorkerPerModule
-
-    return OneWorkerPerModule(config, log)
 
 
 @pytest.fixture

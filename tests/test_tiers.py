@@ -98,7 +98,7 @@ def test_b(): test_a()
 
 @pytest.mark.slow
 def test_a_module_stays_on_one_worker(tmp_path: Path) -> None:
-    (tmp_path / "conftest.py").write_text("from tests.conftest import pytest_xdist_make_scheduler\n")
+    (tmp_path / "conftest.py").write_text("from tests.scheduler import pytest_xdist_make_scheduler\n")
     for module in ("one", "two", "three"):
         (tmp_path / f"test_{module}.py").write_text(TWO_TESTS)
     command = [sys.executable, "-m", "pytest", "-rP", "-p", "no:cacheprovider", "--numprocesses", "2", str(tmp_path)]

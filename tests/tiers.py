@@ -16,9 +16,11 @@ from pathlib import Path
 import pytest
 
 FOLDERS = (
+    "checkpoint/test_foreign.py",
     "checkpoint/test_saver_pieces.py",
     "checkpoint/test_saver.py",
     "cli/test_bad_input.py",
+    "cli/test_foreign_text.py",
     "data/images/test_training.py",
     "docs/test_from_a_page.py",
     "docs/test_messages.py",
@@ -29,6 +31,7 @@ FOLDERS = (
     "foresight/test_recomputation.py",
     "foresight/test_search.py",
     "gallery",
+    "parallel/test_materialise.py",
     "parallel/test_shard.py",
     "parallel/test_transformers.py",
     "parity",
@@ -39,6 +42,7 @@ FOLDERS = (
     "test_notebook.py",
     "test_transformers_guide.py",
     "training/test_average.py",
+    "training/test_out_of_memory.py",
     "training/test_saving.py",
     "training/test_training.py",
     "training/test_training_scores.py",
@@ -54,6 +58,8 @@ FOLDERS = (
     "verbs/lr_find",
     "verbs/measure",
     "verbs/submit/test_imports.py",
+    "verbs/test_automatic_time.py",
+    "verbs/test_submission_memory.py",
     "verbs/tune/test_disk.py",
     "verbs/tune/test_tune.py",
     "verbs/verify",
@@ -63,6 +69,7 @@ ARTEFACTS = ("docs/test_site.py", "labs", "test_demo.py", "test_notebook.py", "t
 """What is made of the sources: the site in a browser, the wheel, and the labs, notebooks and demo run from it."""
 LONG = (
     "launch/test_orphan.py",
+    "rows/test_every_operator.py",
     "tasks/test_error_corpus.py",
     "test_benchmarks.py",
     "test_gpu.py",

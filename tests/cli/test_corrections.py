@@ -78,6 +78,7 @@ def answer_to(words: list[str]) -> str:
     return str(corrected(refused.value, words, app))
 
 
+@pytest.mark.slow
 def test_the_answer_resumes_the_run_with_its_fields_and_plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "mine.py").write_text(

@@ -130,6 +130,7 @@ def test_what_computes_on_the_cpu_has_no_gpu(command: str, tmp_path: Path, monke
     assert layout.gpus == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("command", ["train digits", "verify digits", "train digits --plan threads=2"])
 def test_a_site_of_cpu_nodes_supplies_the_device(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     job = ["--site", "jean-zay-cpu", "--account", "abc@cpu", "--dry-run", "--no-doctor", "--"]
@@ -138,6 +139,7 @@ def test_a_site_of_cpu_nodes_supplies_the_device(command: str, capsys: pytest.Ca
     assert "plan: device=cpu" in text and "--plan device=cpu" in text.replace("'", "") and "gpu:" not in text
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "words",
     [

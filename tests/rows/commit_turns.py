@@ -13,10 +13,12 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 
-from tests.rows.every_operator import Turn, judged, turns, undefined
+if TYPE_CHECKING:  # torch's databases, which lock torch's flags for all tests of the process
+    from tests.rows.every_operator import Turn
 
 ENOUGH = 10
 """Turns that run a line: planted alterations that all turns catch, these catch too, in 30 % of the time."""
@@ -103,6 +105,7 @@ def main() -> None:
     """Writes the list anew."""
     from tests.rows import samples
     from tests.rows.altered_rules import traced
+    from tests.rows.every_operator import judged, turns, undefined
 
     torch.set_num_threads(1)
     todo = turns(list(samples.calls(4)), 1)
