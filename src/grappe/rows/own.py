@@ -59,7 +59,7 @@ class OwnRows(Tensor):
                 made = rule[0](function, arguments, options or {})
             except (GrappeError, torch.OutOfMemoryError):
                 raise
-            except Exception:  # rows make the error that one process has
+            except _LEFT_TO_ROWS:
                 made = NotImplemented
             if made is not NotImplemented:
                 return made
@@ -132,6 +132,10 @@ def _take_over(value: OwnRows) -> None:
 
 class _Followed(Exception):
     """A value is as its rows are, which are taken."""
+
+
+_LEFT_TO_ROWS = (_Followed, RuntimeError, IndexError, TypeError, ValueError, ArithmeticError)
+"""Errors of own rows: rows make the one that a process alone has. A checkpoint ends a forward with another one."""
 
 
 def _no_rule(what: str, instead: str) -> GrappeError:
