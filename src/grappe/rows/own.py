@@ -198,6 +198,9 @@ def _through_rows(function: Any, arguments: Any, options: Any) -> Any:
         return _written(function, name, arguments, options)
     taken = {id(each): each for each in tree_leaves((arguments, options)) if type(each) is OwnRows}
     rows = {id(each): as_rows(each) for each in taken.values()}
+    for key, each in rows.items():
+        if taken[key]._memory.is_viewed:
+            each._cell.shares()  # an array of it is read-only
     arguments, options = tree_map(as_rows, (arguments, options))
     if getattr(Tensor, name, None) is function and name in vars(Rows):
         function = getattr(Rows, name)
