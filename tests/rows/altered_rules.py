@@ -33,8 +33,8 @@ from tests.rows.every_operator import Turn, judged, turns
 HERE = Path(__file__).parent
 SOURCE = HERE.parent.parent / "src" / "grappe" / "rows"
 FILES = (
-    "along", "attention", "draws", "exchange", "gathered", "layout", "messages", "norms", "plans", "regions", "rules",
-    "space", "tensor", "views",
+    "along", "attention", "draws", "exchange", "functions", "gathered", "layout", "messages", "norms", "own", "plans",
+    "regions", "rules", "space", "tensor", "views",
 )  # fmt: skip
 MOST_TURNS = 1500
 """Tried for an alteration, of those that run its line."""

@@ -95,6 +95,18 @@ def hooked_after_the_forward(net: nn.Sequential, value: Tensor, backward: Backwa
     backward(loss)
 
 
+def scaled_by_a_hook_on_an_activation(net: nn.Sequential, value: Tensor, backward: Backward) -> None:
+    def halve(_: Tensor) -> None:
+        for each in net[4].parameters():
+            each.grad.mul_(0.5)  # type: ignore[union-attr]
+
+    def hook(_: nn.Module, __: Any, made: Tensor) -> None:
+        made.register_hook(halve)
+
+    net[2].register_forward_hook(hook)
+    backward(net(value).square().mean())
+
+
 def some_inputs(net: nn.Sequential, value: Tensor, backward: Backward) -> None:
     net(value).square().mean().backward(inputs=[net[2].weight])
     net[2].weight.grad = full(net[2].weight.grad)
@@ -124,7 +136,8 @@ def moved_weights(net: nn.Sequential, value: Tensor, backward: Backward) -> None
 
 FORMS = {each.__name__: each for each in (
     usual, accumulated, in_two_dtypes, scaled_by_a_later_hook, stepped_within, clamped_within, twice_through_a_layer,
-    with_a_penalty, tied, hooked_after_the_forward, some_inputs, asked_for, moved_weights,
+    with_a_penalty, tied, hooked_after_the_forward,
+    scaled_by_a_hook_on_an_activation, some_inputs, asked_for, moved_weights,
 )}  # fmt: skip
 
 

@@ -56,6 +56,8 @@ class RowsContext:
     """The thread that may send messages, with those of torch's backward."""
     twin: Callable[[Any], Any] = lambda parameter: None
     """Function that returns the leaf that stands for a parameter where own rows are; None for one without."""
+    is_watched: bool = False
+    """Whether a hook of the script may look at parameters' gradients while the next backward runs."""
     within: int = 0
     """Modules that run on own rows now, one within another."""
     dispatched: int = 0

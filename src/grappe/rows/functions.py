@@ -581,6 +581,8 @@ def _hooked(of_torch: Any, arguments: Any, options: Any) -> Any:
     if value._memory.source is not None:
         return value._memory.source.register_hook(hook)
 
+    NOW.context.is_watched = True
+
     def run(grad: Tensor) -> Any:
         made = hook(FromLocal.apply(grad, place))
         return None if made is None else ToLocal.apply(made, place)

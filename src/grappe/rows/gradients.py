@@ -60,8 +60,6 @@ class GradientSums:
         self._twins: dict[int, tuple[weakref.ref[Tensor], Tensor]] = {}
         self._own_hook = self._ready
         self._is_running = False
-        self.is_watched = False
-        """Whether a hook of the script may look at gradients while the next backward runs."""
 
     def twin(self, parameter: Tensor) -> Tensor | None:
         """Returns the leaf that stands for a parameter where own rows are; None: it is no leaf, or has hooks."""
@@ -103,7 +101,7 @@ class GradientSums:
         try:
             run()
         finally:
-            self._is_running = self.is_watched = False
+            self._is_running = NOW.context.is_watched = False
             self._finish(parameters)
             for each in parameters:
                 old = before.get(id(each))
@@ -121,7 +119,9 @@ class GradientSums:
         twin.grad = None
         if parameter is None or term is None:
             return
-        if self._is_running and not (term.requires_grad or self.is_watched or is_hooked(parameter, self._own_hook)):
+        if self._is_running and not (
+            term.requires_grad or NOW.context.is_watched or is_hooked(parameter, self._own_hook)
+        ):
             self._wait(_Term(parameter, term, None))
         else:  # it arrives as if the parameter itself had been there, hooks and all
             accumulate_gradient(parameter, FromLocal.apply(term, PARTIAL), create_graph=term.requires_grad)

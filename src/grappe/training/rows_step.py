@@ -159,7 +159,7 @@ class SpreadSteps(StepHandler):
             if self._depth or not self._main:  # data workers and threads have no part in messages
                 if has_backward_hooks(module) or isinstance(module, torch.jit.ScriptModule):
                     arguments, options = tree_map(as_rows, (arguments, options))
-                    self._sums.is_watched = True
+                    self._context.is_watched = True
                 return plain(module, *arguments, **options)
             self._depth += 1
             try:
