@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ast
 import dataclasses
+import functools
 import importlib.metadata
 import importlib.util
 import json
@@ -278,8 +279,13 @@ def modules_of_file(file: Path) -> set[str]:
 
 def package_of(module: str) -> str:
     """Returns the package of a top-level module: as installed here, or by its usual name."""
-    distributions = importlib.metadata.packages_distributions().get(module)
+    distributions = _distributions().get(module)
     return distributions[0] if distributions else RENAMED.get(module, module)
+
+
+@functools.cache
+def _distributions() -> Mapping[str, list[str]]:
+    return importlib.metadata.packages_distributions()  # 1.5 seconds
 
 
 def imported(file: Path) -> list[str]:
