@@ -275,7 +275,7 @@ class RecordedSteps(StepHandler):
         leader = self._leader
         if leader is None:
             if optimizer is self._optimizers[0]:
-                self._unsaved = "its batches come from no torch.utils.data.DataLoader"
+                self._unsaved = "its batches come from no loop over a torch.utils.data.DataLoader"
                 self._end_step(None)
         elif leader.number != self._trains:
             if self._trains is None:
