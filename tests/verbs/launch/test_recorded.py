@@ -225,7 +225,12 @@ LOADER = "DataLoader(TensorDataset(torch.randn(40, 3)), 4)"
             "",
             r"cannot resume at step 2: __main__.start is \S+, and was \S+\. Begin another run",
         ),
-        ("0", "[(each,) for each in torch.randn(9, 4, 3)]", "", "its batches come from no loop over a torch.utils.data.DataLoader"),
+        (
+            "0",
+            "[(each,) for each in torch.randn(9, 4, 3)]",
+            "",
+            "its batches come from no loop over a torch.utils.data.DataLoader",
+        ),
         ("[[each] for each in range(200_001)]", LOADER, "", "its variables hold more than 200,000 values"),
     ],
 )
