@@ -156,7 +156,7 @@ def placement_of(value: Tensor) -> Placement | None:
 
 # ---- Drawing -----------------------------------------------------------------------------------------------
 class Chance(random.Random):
-    """What placements are drawn from, outside of a module or within."""
+    """Random numbers of which placements are drawn, outside of a module or within."""
 
     within = False
 

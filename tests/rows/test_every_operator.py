@@ -80,7 +80,7 @@ def test_no_operator_is_wrong(verdicts: list[dict[str, Any]]) -> None:
 
 
 def _may_be_refused(verdict: dict[str, Any]) -> bool:
-    """Where rows are exchanged, what has no rule is refused."""
+    """Tells whether a refusal is expected: where rows are exchanged, what has no rule is refused."""
     kinds = {"exchanges": None, "within": ("refused", "within"), "rows": ("refused",)}[verdict["world"]]
     return kinds is None or any(verdict["operator"] in EXCEPTIONS[kind] for kind in kinds)
 

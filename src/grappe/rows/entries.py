@@ -1,4 +1,4 @@
-"""What takes a module's rows without torch saying so before: it gets rows in their place, or a parameter's twin."""
+"""Replaces what takes a module's rows without a function of torch: it gets rows, or a parameter's twin, instead."""
 
 from __future__ import annotations
 
