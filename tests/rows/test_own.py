@@ -61,6 +61,12 @@ def with_vmap(net: Net, x: Tensor) -> Tensor:
     return torch.vmap(lambda row: row * row.sum())(x)
 
 
+def with_vmap_over_weights(net: Net, x: Tensor) -> Tensor:
+    """Rows that the function takes from around it."""
+    scaled = torch.vmap(lambda row: (x * row, (x @ row).sum()))(net.last.weight)
+    return scaled[0].sum(0) + scaled[1].mean()
+
+
 def with_grad_of_func(net: Net, x: Tensor) -> Tensor:
     return torch.func.grad(lambda value: value.sin().sum())(x)
 
@@ -130,7 +136,8 @@ def with_gradient_of_its_input(net: Net, x: Tensor) -> Tensor:
 
 
 FORMS = {each.__name__: each for each in (
-    with_own_function, with_vmap, with_grad_of_func, with_checkpoint, with_hook, with_counts, with_written_rows,
+    with_own_function, with_vmap, with_vmap_over_weights, with_grad_of_func, with_checkpoint, with_hook, with_counts,
+    with_written_rows,
     with_statistics, with_whole_noise, with_kept_rows, with_a_detour_by_numpy, with_lists, with_a_branch, with_dropout,
     with_einsum_and_cat, with_gradient_of_its_input,
 )}  # fmt: skip

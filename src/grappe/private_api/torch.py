@@ -50,7 +50,7 @@ USED = private_names(
         "torch": "_C _foreach_add_ _foreach_mul_ _foreach_norm _functorch _ops _subclasses",
         "torch._C": (
             "_current_graph_task_id _disabled_torch_function_impl _DisableTorchDispatch _set_throw_on_mutable_data_ptr "
-            "_nn _autograd _functorch _len_torch_dispatch_stack "
+            "_are_functorch_transforms_active _nn _autograd _len_torch_dispatch_stack "
             "_distributed_c10d _SetExcludeDispatchKeyGuard _dispatch_key_parse _dispatch_tls_is_dispatch_key_excluded "
             "_dispatch_tls_is_dispatch_key_included _dispatch_tls_set_dispatch_key_excluded "
             "_dispatch_tls_set_dispatch_key_included"
@@ -132,6 +132,8 @@ TRANSFORM_ENTRIES = (
 """Where torch.func takes hold of tensors: of C++'s functions, whose first argument is one."""
 
 
+transforms_active: Callable[[], bool] = torch._C._are_functorch_transforms_active
+"""Tells whether a transform of torch.func is active."""
 no_transforms: Callable[[], Any] = torch._functorch.pyfunctorch.temporarily_clear_interpreter_stack
 """Makes a context in which no transform of torch.func is active."""
 
@@ -145,7 +147,7 @@ def is_observed() -> bool:
     """Tells whether a transform of torch.func, a mode, or hooks on what autograd saves or modules get are active."""
     modules = torch.nn.modules.module
     return (
-        torch._C._functorch.peek_interpreter_stack() is not None
+        transforms_active()
         or torch._C._len_torch_dispatch_stack() > 0
         or torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
         or bool(modules._global_backward_hooks or modules._global_backward_pre_hooks)

@@ -12,7 +12,7 @@ from torch.autograd import Function
 from torch.autograd.graph import saved_tensors_hooks
 
 from grappe.errors import GrappeError
-from grappe.private_api.torch import TRANSFORM_ENTRIES, no_transforms, tree_map
+from grappe.private_api.torch import TRANSFORM_ENTRIES, tree_map
 from grappe.rows import functions  # noqa: F401  # it fills the table
 from grappe.rows.context import NOW
 from grappe.rows.gradients import GradientSums
@@ -64,10 +64,7 @@ def _hooking(plain: Callable[..., None]) -> Callable[..., None]:
 
 def _with_rows(plain: Callable[..., Any]) -> Callable[..., Any]:
     def enter(first: Any, *rest: Any) -> Any:
-        if type(first) is OwnRows:
-            with no_transforms():
-                first = as_rows(first)
-        return plain(first, *rest)
+        return plain(as_rows(first), *rest)
 
     return enter
 

@@ -6,6 +6,7 @@ plain torch, which costs no Python. Any other function gets rows (`grappe.rows.t
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -14,7 +15,15 @@ import torch
 from torch import Tensor
 
 from grappe.errors import GrappeError
-from grappe.private_api.torch import no_subclass_functions, tree_leaves, tree_map, version_of, wrapper_maker
+from grappe.private_api.torch import (
+    no_subclass_functions,
+    no_transforms,
+    transforms_active,
+    tree_leaves,
+    tree_map,
+    version_of,
+    wrapper_maker,
+)
 from grappe.rows.context import NOW
 from grappe.rows.layout import Placement, dense_stride, is_dense
 from grappe.rows.regions import FromLocal, ToLocal
@@ -50,7 +59,8 @@ class OwnRows(Tensor):
 
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, arguments: Any = (), options: Any = None) -> Any:  # type: ignore[override]
-        rule = FUNCTIONS.get(function)
+        # Where a transform of torch.func is active, the other arguments may be tensors of its level.
+        rule = None if transforms_active() else FUNCTIONS.get(function)
         if rule is not None:
             now = NOW.context
             now.dispatched += 1
@@ -176,7 +186,8 @@ def as_rows(value: Any) -> Any:
         return value._rows[0]
     with no_subclass_functions():
         stride = value.stride()
-    rows = FromLocal.apply(local, value._place, stride)
+    with no_transforms() if transforms_active() else contextlib.nullcontext():
+        rows = FromLocal.apply(local, value._place, stride)
     rows._cell.lend(value._memory)
     if rows.requires_grad or not local.requires_grad:  # not under no_grad
         value._rows = rows, version
