@@ -89,14 +89,15 @@ def _working(todo: list[Turn], size: int, rank: int, undefined: frozenset[str], 
     """Work of a process, given the number of a turn."""
     warnings.simplefilter("ignore")
     from grappe.rows.context import RowsContext, activate
-    from grappe.rows.entries import entries_replaced
+    from grappe.rows.entries import entries
     from grappe.rows.gradients import GradientSums
+    from grappe.training.interception import replaced
     from tests.rows.compared import answer
 
     context = RowsContext(rank=rank, size=size, exchanges=world == "exchanges")
     active, sums = activate(context), GradientSums()
     active.__enter__()
-    entered = entries_replaced(sums)
+    entered = replaced(*entries(sums))
     if world == "within":
         context.twin = sums.twin
         entered.__enter__()

@@ -163,7 +163,7 @@ def by_rule(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 NAMES = {f"{getattr(each, '__module__', '')} {each!r}".partition(" at 0x")[0]: each for each in FUNCTIONS}
-BY_THE_GATE = {"dropout", "retain_grad", "grad", "expand_as", "register_hook"}
+BY_THE_GATE = {"dropout", "retain_grad", "grad", "register_hook"}
 """Proven by the test of every operator, or of modules: they draw for all rows, or take part in a backward."""
 
 

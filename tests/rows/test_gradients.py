@@ -11,10 +11,11 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from grappe.rows.context import RowsContext, activate
-from grappe.rows.entries import entries_replaced
+from grappe.rows.entries import entries
 from grappe.rows.gradients import GradientSums
 from grappe.rows.own import as_own, as_rows
 from grappe.rows.tensor import Rows, full, split
+from grappe.training.interception import replaced
 from tests.rows.world import World
 
 Backward = Callable[[Tensor], None]
@@ -174,7 +175,7 @@ def on_a_process(rank: int) -> Callable[[tuple[str, int, bool]], list[Any]]:
         context = RowsContext(rank=rank, size=2)
         if within:
             context.twin = sums.twin
-        with activate(context), entries_replaced(sums):
+        with activate(context), replaced(*entries(sums)):
             return trained(FORMS[name], split, backward, Within if within else nn.Sequential)
 
     return work

@@ -1,4 +1,4 @@
-"""Modules that run on own rows: what their code may do besides calling functions gives one process's numbers."""
+"""Modules on own rows: hooks, writes, kept tensors, copies and user Functions give the numbers of one process."""
 
 from __future__ import annotations
 
@@ -16,10 +16,11 @@ from torch.utils.checkpoint import checkpoint
 
 from grappe.errors import GrappeError
 from grappe.rows.context import RowsContext, activate
-from grappe.rows.entries import entries_replaced
+from grappe.rows.entries import entries
 from grappe.rows.gradients import GradientSums
 from grappe.rows.own import as_own, as_rows
 from grappe.rows.tensor import full, split
+from grappe.training.interception import replaced
 from tests.rows.world import World
 
 ROWS = 7
@@ -166,7 +167,7 @@ def trained(name: str, call: Callable[[Net, Tensor], Any], backward: Callable[[N
 def on_a_process(rank: int) -> Callable[[str], dict[str, Any]]:
     def work(name: str) -> dict[str, Any]:
         sums = GradientSums()
-        with activate(RowsContext(rank=rank, size=3, twin=sums.twin)), entries_replaced(sums):
+        with activate(RowsContext(rank=rank, size=3, twin=sums.twin)), replaced(*entries(sums)):
             return trained(
                 name,
                 lambda net, value: as_rows(net(as_own(split(value)))),
@@ -237,7 +238,7 @@ def test_what_torch_does_not_announce_is_refused_before_a_gradient_is_lost() -> 
 
 
 def test_hooks_of_a_module_on_what_autograd_saves_are_refused() -> None:
-    with activate(RowsContext(within=1)), entries_replaced(GradientSums()):
+    with activate(RowsContext(within=1)), replaced(*entries(GradientSums())):
         with pytest.raises(GrappeError, match="around the module's call"):
             saved_tensors_hooks(lambda each: each, lambda each: each)
         save_on_cpu()

@@ -138,11 +138,6 @@ no_transforms: Callable[[], Any] = torch._functorch.pyfunctorch.temporarily_clea
 """Makes a context in which no transform of torch.func is active."""
 
 
-def version_of(tensor: Tensor) -> int | None:
-    """Returns how often a tensor was written to; None if torch does not count it."""
-    return None if tensor.is_inference() else tensor._version
-
-
 def is_observed() -> bool:
     """Tells whether a transform of torch.func, a mode, or hooks on what autograd saves or modules get are active."""
     modules = torch.nn.modules.module
@@ -194,7 +189,7 @@ def gradient_hooks(parameter: Tensor) -> tuple[list[Callable[[Tensor], Any]], li
 
 
 def is_hooked(parameter: Tensor, own: Any) -> bool:
-    """Tells whether a parameter's gradient has hooks besides `own`, one after it was added."""
+    """Tells whether a parameter's gradient has hooks other than `own`, a post-accumulate hook."""
     after = parameter._post_accumulate_grad_hooks  # pyrefly: ignore
     if parameter._backward_hooks:
         return True

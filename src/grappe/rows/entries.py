@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -21,32 +20,26 @@ from grappe.rows.own import OwnRows, as_rows
 from grappe.rows.regions import FromLocal
 
 
-@contextlib.contextmanager
-def entries_replaced(sums: GradientSums) -> Iterator[None]:
-    """Context in which a module's rows become rows where a user's Function, torch.func or a gradient takes them."""
-    apply = vars(Function)["apply"]
-    Function.apply = classmethod(_applying(apply.__func__))  # type: ignore[assignment]
-    before: list[tuple[Any, str, Any]] = [(owner, name, getattr(owner, name)) for owner, name in TRANSFORM_ENTRIES]
-    before.append((saved_tensors_hooks, "__init__", saved_tensors_hooks.__init__))
-    before += [(torch.autograd, "grad", torch.autograd.grad), (torch.autograd, "backward", torch.autograd.backward)]
-    try:
-        for owner, name, plain in before[:-3]:
-            setattr(owner, name, _with_rows(plain))
-        saved_tensors_hooks.__init__ = _hooking(saved_tensors_hooks.__init__)  # type: ignore[method-assign]
-        torch.autograd.grad = _with_twins(torch.autograd.grad, sums)
-        torch.autograd.backward = _with_inputs(torch.autograd.backward, sums)
-        yield
-    finally:
-        Function.apply = apply
-        for owner, name, plain in before:
-            setattr(owner, name, plain)
+def entries(sums: GradientSums) -> list[tuple[Any, str, Callable[[Any], Any]]]:
+    """Attributes of torch to replace, each with its replacement's maker: (owner, name, made).
+
+    A module's rows become rows there, where a user's Function, torch.func or a gradient takes them.
+    """
+    return [
+        (Function, "apply", _applying),
+        (saved_tensors_hooks, "__init__", _hooking),
+        (torch.autograd, "grad", lambda plain: _with_twins(plain, sums)),
+        (torch.autograd, "backward", lambda plain: _with_inputs(plain, sums)),
+        *((owner, name, _with_rows) for owner, name in TRANSFORM_ENTRIES),
+    ]
 
 
-def _applying(plain: Callable[..., Any]) -> Callable[..., Any]:
+def _applying(plain: Any) -> Any:
     def apply(cls: type[Function], *arguments: Any, **options: Any) -> Any:
-        return plain(cls, *map(as_rows, arguments), **{name: as_rows(each) for name, each in options.items()})
+        options = {name: as_rows(each) for name, each in options.items()}
+        return plain.__func__(cls, *map(as_rows, arguments), **options)
 
-    return apply
+    return classmethod(apply)
 
 
 def _hooking(plain: Callable[..., None]) -> Callable[..., None]:

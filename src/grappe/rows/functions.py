@@ -59,10 +59,13 @@ def _as_weights(values: Iterable[Any]) -> list[Any] | None:
     return made
 
 
-def _others(rest: Any, options: Any) -> tuple[list[Any], dict[str, Any]] | None:
-    """Returns the arguments after rows, and those by name; None: another has rows."""
-    taken, named = _as_weights(rest), _as_weights(options.values()) if options else []
-    return None if taken is None or named is None else (taken, dict(zip(options, named, strict=True)))
+def _with_weights(of_torch: Any, value: OwnRows, rest: Any, options: Any) -> Any:
+    """Calls a function that leaves the rows' dimension in its place, with arguments that all processes have."""
+    taken, named = _as_weights(rest), _as_weights(options.values())
+    if taken is None or named is None:
+        return NotImplemented
+    made = of_torch(local_of(value), *taken, **dict(zip(options, named, strict=True)))
+    return _every_result(made, value._place)
 
 
 def _fitting(values: Iterable[Any], options: Any) -> tuple[list[Any], OwnRows] | None:
@@ -202,7 +205,7 @@ def _recorded(of_torch: Any, arguments: Any, options: Any) -> Any:
     return of_torch(arguments[0]._local if source is None else source)
 
 
-def _bound(of_torch: Any, names: str, arguments: Any, options: Any) -> list[Any] | None:
+def _bound(names: str, arguments: Any, options: Any) -> list[Any] | None:
     """Returns the arguments by names, None where one is left out; None: there are others."""
     order = names.split(",")
     if len(arguments) > len(order) or not options.keys() <= set(order):
@@ -227,7 +230,7 @@ def _matrix_product(of_torch: Any, arguments: Any, options: Any) -> Any:
 
 @_rule(F.scaled_dot_product_attention)
 def _dot_product_attention(of_torch: Any, arguments: Any, options: Any) -> Any:
-    taken = _bound(of_torch, "query,key,value,attn_mask,dropout_p,is_causal,scale,enable_gqa", arguments, options)
+    taken = _bound("query,key,value,attn_mask,dropout_p,is_causal,scale,enable_gqa", arguments, options)
     if taken is None or taken[4] or not all(type(each) is OwnRows for each in taken[:3]):
         return NotImplemented
     parts = _fitting([each for each in taken[:4] if each is not None], {})
@@ -243,7 +246,7 @@ def _dot_product_attention(of_torch: Any, arguments: Any, options: Any) -> Any:
 @_rule(F.embedding)
 def _embed(of_torch: Any, arguments: Any, options: Any) -> Any:
     names = "input,weight,padding_idx,max_norm,norm_type,scale_grad_by_freq,sparse"
-    taken = _bound(of_torch, names, arguments, options)
+    taken = _bound(names, arguments, options)
     if taken is None or taken[3] is not None or taken[5] or taken[6] or type(taken[0]) is not OwnRows:
         return NotImplemented
     weight = _as_weights(taken[1:2])
@@ -260,10 +263,7 @@ def _normalized(of_torch: Any, arguments: Any, options: Any) -> Any:
     shape = arguments[1] if len(arguments) > 1 else options["normalized_shape"]
     if value._place.dim >= value._local.dim() - len(shape):
         return NotImplemented
-    beside = _others(arguments[1:], options)
-    if beside is None:
-        return NotImplemented
-    return new_own(of_torch(local_of(value), *beside[0], **beside[1]), value._place)
+    return _with_weights(of_torch, value, arguments[1:], options)
 
 
 def _over_last(count: int, functions: Any, *, leading: int | None = None) -> None:
@@ -276,10 +276,7 @@ def _over_last(count: int, functions: Any, *, leading: int | None = None) -> Non
         dims, place = value._local.dim(), value._place
         if place.dim >= dims - count - (leading or 0) or (leading is not None and dims != count + 1 + leading):
             return NotImplemented
-        beside = _others(rest, options)
-        if beside is None:
-            return NotImplemented
-        return _every_result(of_torch(local_of(value), *beside[0], **beside[1]), place)
+        return _with_weights(of_torch, value, rest, options)
 
     _rule(*functions)(over_last)
 
@@ -303,16 +300,13 @@ def _sample_by_sample(of_torch: Any, arguments: Any, options: Any) -> Any:
     value, *rest = arguments
     if type(value) is not OwnRows or value._place.dim or value._local.dim() < 3:
         return NotImplemented
-    beside = _others(rest, options)
-    return (
-        NotImplemented if beside is None else new_own(of_torch(local_of(value), *beside[0], **beside[1]), value._place)
-    )
+    return _with_weights(of_torch, value, rest, options)
 
 
 @_rule(F.batch_norm)
 def _batch_norm_in_evaluation(of_torch: Any, arguments: Any, options: Any) -> Any:
     names = "input,running_mean,running_var,weight,bias,training,momentum,eps"
-    taken = _bound(of_torch, names, arguments, options)
+    taken = _bound(names, arguments, options)
     if taken is None or taken[5] or type(taken[0]) is not OwnRows or taken[0]._place.dim == 1:
         return NotImplemented
     value, eps, others = taken[0], taken[7], _as_weights(taken[1:5])
@@ -333,7 +327,7 @@ def _pad(of_torch: Any, arguments: Any, options: Any) -> Any:
 @_rule(F.dropout)
 def _dropout(of_torch: Any, arguments: Any, options: Any) -> Any:
     """Dropout on a CPU, as torch has it: noise of all rows, of which own ones are drawn."""
-    taken = _bound(of_torch, "input,p,training,inplace", arguments, options)
+    taken = _bound("input,p,training,inplace", arguments, options)
     if taken is None or type(taken[0]) is not OwnRows or taken[3]:
         return NotImplemented
     value, p, training, _ = taken
@@ -412,7 +406,7 @@ def _recurrent(of_torch: Any, arguments: Any, options: Any) -> Any:
 
 
 def _part_at(value: Any, place: Placement) -> Any:
-    """Returns a process's part of a value, with rows there or with none."""
+    """Returns this process's part of a value at a placement; _UNALIKE if its rows lie elsewhere."""
     if type(value) is OwnRows:
         return local_of(value) if value._place == place else _UNALIKE
     plain = type(value) is Tensor or type(value) is nn.Parameter
@@ -441,7 +435,7 @@ def _reshape(of_torch: Any, arguments: Any, options: Any) -> Any:
 
 @_rule(Tensor.flatten, torch.flatten)
 def _flattened(of_torch: Any, arguments: Any, options: Any) -> Any:
-    taken = _bound(of_torch, "input,start_dim,end_dim", arguments, options)
+    taken = _bound("input,start_dim,end_dim", arguments, options)
     if taken is None or type(taken[0]) is not OwnRows or taken[0]._local.dim() < 1:
         return NotImplemented
     value, start, end = taken
@@ -486,7 +480,7 @@ def _place_after(of_torch: Any, shape: Any, place: Placement, rest: Any) -> Plac
     return place._replace(dim=list(of_torch(marked, *rest).shape).index(2))
 
 
-@_rule(Tensor.expand, torch.Tensor.expand_as)
+@_rule(Tensor.expand)
 def _expand(of_torch: Any, arguments: Any, options: Any) -> Any:
     value, *rest = arguments
     size = list(_size_of(rest))

@@ -18,10 +18,10 @@ from grappe.errors import GrappeError
 from grappe.private_api.torch import (
     no_subclass_functions,
     no_transforms,
+    tensor_version,
     transforms_active,
     tree_leaves,
     tree_map,
-    version_of,
     wrapper_maker,
 )
 from grappe.rows.context import NOW
@@ -54,7 +54,7 @@ class OwnRows(Tensor):
     _local: Tensor
     _memory: OwnMemory
     _place: Placement
-    _rows: tuple[Rows, int | None] | None
+    _rows: tuple[Rows, int] | None
     """The same as rows, with the version of `_local` that they were made of."""
 
     @classmethod
@@ -167,7 +167,7 @@ def as_own(value: Any) -> Any:
     # Under no_grad too: a part of what has a gradient may be asked for it.
     local = ToLocal.apply(value, place) if value.requires_grad else own_local(value)
     made = _wrap_own(local, place, _memory_of(value))
-    made._rows = value, version_of(local)
+    made._rows = value, tensor_version(local)
     cell.lend(made._memory)
     return made
 
@@ -181,8 +181,9 @@ def as_rows(value: Any) -> Any:
     if value._rows is not None and value._rows[0] is value._memory.source:
         return value._rows[0]
     local = local_of(value)
-    version = version_of(local)
-    if value._rows is not None and value._rows[1] == version is not None:
+    version = tensor_version(local)
+    # torch does not count the writes to a tensor of inference_mode.
+    if value._rows is not None and value._rows[1] == version and not local.is_inference():
         return value._rows[0]
     with no_subclass_functions():
         stride = value.stride()
@@ -259,7 +260,7 @@ def _written(function: Any, name: str, arguments: Any, options: Any) -> Any:
     first, *others = arguments
     others, options = tree_map(as_rows, (others, options))
     if type(first) is not OwnRows:
-        return function(as_rows(first), *others, **options)
+        return function(first, *others, **options)
     if first._memory.is_lent and first._rows is not None and not first._memory.is_followed:
         _take_over(first)
     memory, source = first._memory, first._memory.source
@@ -300,4 +301,4 @@ def write_own(value: OwnRows, run: Callable[[], Any]) -> None:
     run()
     written(source)
     if value._rows is not None and value._rows[0] is source:
-        value._rows = source, version_of(value._local)
+        value._rows = source, tensor_version(value._local)

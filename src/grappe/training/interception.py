@@ -63,7 +63,8 @@ def replaced(*functions: tuple[Any, str, Callable[[Any], Any]]) -> Iterator[None
     """Context in which attributes of modules and classes are what is made of them: (owner, name, made)."""
     with contextlib.ExitStack() as undo:
         for owner, name, made in functions:
-            before = getattr(owner, name)
+            # As the owner has it: getattr would bind a classmethod to it, for its subclasses, too.
+            before = vars(owner).get(name) or getattr(owner, name)
             undo.callback(setattr, owner, name, before)
             setattr(owner, name, made(before))
         yield

@@ -35,7 +35,7 @@ from grappe.private_api.torch import (
     tree_map,
 )
 from grappe.rows.context import NOW, RowsContext, activate
-from grappe.rows.entries import entries_replaced
+from grappe.rows.entries import entries
 from grappe.rows.functions import weight
 from grappe.rows.gradients import GradientSums
 from grappe.rows.own import OwnRows, as_own, as_rows, local_of, new_own
@@ -101,8 +101,8 @@ class SpreadSteps(StepHandler):
         functions: list[tuple[Any, str, Any]] = [(nn.Module, "__call__", self._calling)]
         with contextlib.ExitStack() as undo:
             if self._several:
-                undo.enter_context(entries_replaced(self._sums))
                 functions += [
+                    *entries(self._sums),
                     (torch, "compile", self._uncompiled),
                     (nn.DataParallel, "forward", _undivided),
                     *((kind, "forward", self._normalising) for kind in _norm_kinds() if self._is_local),
