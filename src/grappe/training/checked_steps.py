@@ -87,8 +87,8 @@ class CheckedSteps:
         self._named = named
 
     def on_phase(self, phase: int) -> None:
-        """Reads the gradients where they are complete, before they are clipped."""
-        if self._weights is not None and phase == UPDATE:
+        """Reads the gradients where they are complete, before they are clipped; those of fp16 have a scale."""
+        if self._weights is not None and phase == UPDATE and self._plan.precision != "fp16":
             self._figures = figures(self._named)
 
     def before(self, batch: Batch, engine: Engine) -> None:
@@ -107,15 +107,15 @@ class CheckedSteps:
         """Compares the step that `before` announced; returns a finding on process 0, "" for none. Collective."""
         if self._weights is None:
             return ""
-        weights, mine = self._weights, self._figures
+        weights, own = self._weights, self._figures
         self._weights = self._figures = None
         step = result.batch.step
         self._next = step + 1 if result.skipped else self._drawn(step)
-        everyone = self._world.gather(mine or {})
+        everyone = self._world.gather(own or {})
         finding = ""
         if not (result.skipped or self._world.rank):
-            found = {key: value for each in everyone for key, value in each.items()}
-            finding = self._compared(step, result.sums.read()[0] / float(result.batch.count), found, weights)
+            joined = {key: value for each in everyone for key, value in each.items()}
+            finding = self._compared(step, result.sums.read()[0] / float(result.batch.count), joined, weights)
             self._first = False
         self._world.barrier()
         return finding
@@ -126,7 +126,7 @@ class CheckedSteps:
         span = math.ceil((self._world.data_size + 1) / share)
         return step + random.Random(f"{self._task.seed} {step}").randint(1, span)
 
-    def _compared(self, step: int, loss: float, found: Figures, weights: dict[str, Tensor]) -> str:
+    def _compared(self, step: int, loss: float, ours: Figures, weights: dict[str, Tensor]) -> str:
         """Returns the finding on a step; "" for a later one that is one process's."""
         which = "its first step" if self._first else f"step {step + 1}"
         needed = self._needed(weights)
@@ -141,24 +141,22 @@ class CheckedSteps:
             return too_large
         except Exception as error:
             return f"{which} could not be computed as one process does: {sentence(error)}"
+        if not (math.isfinite(loss) and math.isfinite(expected)):
+            return ""  # which ends the training, with the samples
         gaps = {"the loss": abs(loss - expected) / max(abs(expected), 1e-12)}
-        if found:
-            gaps |= {f"the gradient of {name}": gap for name, gap in distances(found, of_one).items()}
-        what = max(gaps, key=lambda name: gaps[name] if gaps[name] == gaps[name] else math.inf)
-        said = max(self.distances.values(), default=0.0)
-        self.distances[step] = gaps[what]
-        if gaps[what] <= TOLERANCE[self._plan.precision]:
-            of = "first step" if found else "first loss"
-            close = (
-                f"checked: one process's {of}, to {gaps[what]:.0e}"
-                if gaps[what]
-                else f"checked: one process's {of}, to the bit"
-            )
-            return close if self._first else ""
-        if TOLERANCE[self._plan.precision] < said > gaps[what] / 10:
+        if ours:
+            gaps |= {f"the gradient of {name}": gap for name, gap in distances(ours, of_one).items()}
+        what = max(gaps, key=lambda name: gaps[name] if math.isfinite(gaps[name]) else math.inf)
+        largest, tolerance = max(self.distances.values(), default=0.0), TOLERANCE[self._plan.precision]
+        self.distances[step] = gap = gaps[what]
+        if gap <= tolerance:
+            of = "first step" if ours else "first loss"
+            exact = f"checked: one process's {of}, to the bit"
+            return "" if not self._first else f"checked: one process's {of}, to {gap:.0e}" if gap else exact
+        if tolerance < largest > gap / 10:
             return ""  # said of an earlier step
         return (
-            f"{which} is not one process's: {what} differs by {gaps[what]:.1g}. grappe verify "
+            f"{which} is not one process's: {what} differs by {gap:.1g}. grappe verify "
             f"{self._name} --plan {self._plan} looks for the cause"
         )
 
@@ -225,19 +223,19 @@ def figures(named: NamedParameters) -> Figures:
     return dict(zip(keys, map(tuple, torch.stack(values).tolist()), strict=True))
 
 
-def distances(found: Figures, expected: Figures) -> dict[str, float]:
+def distances(ours: Figures, expected: Figures) -> dict[str, float]:
     """Computes the relative distance of each parameter's gradient from the expected one, by name."""
     sums: list[dict[str, list[float]]] = []
-    for each in (found, expected):
+    for each in (ours, expected):
         by_name: dict[str, list[float]] = {}
         for (name, _), (norm, probe) in each.items():
             square, total = by_name.get(name, (0.0, 0.0))
             by_name[name] = [square + norm**2, total + probe]
         sums.append(by_name)
-    ours, theirs = sums
+    own, theirs = sums
     least = SMALL * math.sqrt(sum(square for square, _ in theirs.values())) or 1e-30
     gaps = {}
-    for name in ours.keys() | theirs.keys():
-        (a, p), (b, q) = (each.get(name, [0.0, 0.0]) for each in (ours, theirs))
+    for name in own.keys() | theirs.keys():
+        (a, p), (b, q) = (each.get(name, [0.0, 0.0]) for each in (own, theirs))
         gaps[name] = max(abs(math.sqrt(a) - math.sqrt(b)), abs(p - q)) / (math.sqrt(b) + least)
     return gaps
