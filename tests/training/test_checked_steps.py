@@ -141,7 +141,7 @@ def test_batch_normalisation_of_its_own_rows_is_found(pool: Pool, tmp_path: Path
 @pytest.mark.parametrize("plan", ["replicate=2,workers=0", "shard=2,workers=0"])
 def test_it_leaves_the_training_alone(pool: Pool, plan: str, tmp_path: Path) -> None:
     for folder, check in (("with", True), ("without", False)):
-        said = resuming.run(pool, Centred(draws=True), plan, tmp_path / folder, steps=6, check=check)
+        said = resuming.run(pool, Centred(draws=True), plan, tmp_path / folder, steps=6, no_check=not check)
         assert ("its first step is not one process's" in said) == check
     assert hashes(tmp_path / "with", 6) == hashes(tmp_path / "without", 6)
 
