@@ -27,6 +27,7 @@ from torch.utils._pytree import (
     treespec_dumps,
     treespec_loads,
 )
+from torch.utils.data._utils.fetch import _MapDatasetFetcher as MapFetcher
 
 from grappe.private_api import check_torch, private_names
 from grappe.private_api.torch_dynamo import is_wrapped
@@ -37,8 +38,8 @@ if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
 __all__ = [
-    "BatchNormBase", "LossBase", "TorchDispatchMode", "TreeSpec", "tree_flatten", "tree_leaves", "tree_map",
-    "tree_unflatten", "treespec_dumps", "treespec_loads",
+    "BatchNormBase", "LossBase", "MapFetcher", "TorchDispatchMode", "TreeSpec", "tree_flatten", "tree_leaves",
+    "tree_map", "tree_unflatten", "treespec_dumps", "treespec_loads",
 ]  # fmt: skip
 """Of what is imported here, for other modules."""
 
@@ -71,6 +72,8 @@ USED = private_names(
         "torch.distributed.fsdp._fully_shard": "_fsdp_param",
         "torch.distributed.pipelining": "_backward",
         "torch.distributed.tensor": "_utils",
+        "torch.utils.data": "_utils",
+        "torch.utils.data._utils.fetch": "_MapDatasetFetcher",
         "torch.utils.data.dataloader._MultiProcessingDataLoaderIter": "_shutdown_workers",
         "torch.utils.data.dataloader._SingleProcessDataLoaderIter": "_next_index",
         "torch.distributed.tensor.DTensor": "_local_tensor",

@@ -28,6 +28,10 @@ PLANS_FORWARD = weakref.WeakSet[nn.Module]()
 class StepHandler:
     """A script's steps as they are; a handler overrides what it changes of what the script goes through."""
 
+    def begun(self, loader: DataLoader[Any], begin: Begin) -> Iterator[Any]:
+        """Begins an iteration of a loader."""
+        return begin()
+
     def batches(self, loader: DataLoader[Any], begin: Begin) -> Iterator[Any]:
         """Returns what the script gets for each batch of a loader."""
         return begin()
@@ -84,7 +88,7 @@ def intercepted(handler: StepHandler) -> Iterator[None]:
 
 def _iterating(plain: Callable[[Any], Iterator[Any]], handler: StepHandler) -> Callable[[Any], Iterator[Any]]:
     def iterate(self: DataLoader[Any]) -> Iterator[Any]:
-        return handler.batches(self, functools.partial(plain, self))
+        return handler.batches(self, functools.partial(handler.begun, self, functools.partial(plain, self)))
 
     return iterate
 

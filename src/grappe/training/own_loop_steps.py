@@ -100,6 +100,10 @@ class LoopSteps(StepHandler):
             LoopSteps.now = None
             self._undo.close()
 
+    def begun(self, loader: DataLoader[Any], begin: Begin) -> Iterator[Any]:
+        """Begins an iteration of a loader of the script's own."""
+        return self._inner.begun(loader, begin)
+
     def batches(self, loader: DataLoader[Any], begin: Begin) -> Iterator[Any]:
         """Returns the batches of a loader of the script's own."""
         return self._inner.batches(loader, begin)

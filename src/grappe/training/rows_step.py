@@ -29,6 +29,7 @@ from grappe.launch.world import World
 from grappe.private_api.torch import (
     BatchNormBase,
     LossBase,
+    MapFetcher,
     has_backward_hooks,
     is_observed,
     tree_leaves,
@@ -42,6 +43,7 @@ from grappe.rows.own import OwnRows, as_own, as_rows, local_of, new_own
 from grappe.rows.tensor import Rows, full, own_term, split
 from grappe.training.interception import Begin, MainThread, StepHandler, parameters_of, replaced
 from grappe.training.plan_keys import PlanKeys
+from grappe.training.shared_workers import SharedWorkers, fetching
 
 CHECK_EVERY = 100  # steps, after which the processes compare their weights; at first after 1, 2, 4, …
 REPORTED = 20  # steps, after which it is said what was gathered
@@ -87,6 +89,8 @@ class SpreadSteps(StepHandler):
         self._sizes: tuple[int, ...] = ()
         self._batches: list[tuple[str, int]] = []
         """Lines at which the next step to be checked has split a tensor, and checksums."""
+        on_one_machine = self._several and world.process.local_size == world.size
+        self._workers = SharedWorkers(dist.new_group(backend="gloo")) if on_one_machine else None
         self._main = MainThread()
         self._depth = self._rows = 0
         self._is_compared = False
@@ -103,6 +107,7 @@ class SpreadSteps(StepHandler):
             if self._several:
                 functions += [
                     *entries(self._sums),
+                    (MapFetcher, "fetch", fetching),
                     (torch, "compile", self._uncompiled),
                     (nn.DataParallel, "forward", _undivided),
                     *((kind, "forward", self._normalising) for kind in _norm_kinds() if self._is_local),
@@ -121,6 +126,10 @@ class SpreadSteps(StepHandler):
             self._depth -= 1
 
     # ---- Where rows come from ------------------------------------------------------------------------------
+
+    def begun(self, loader: DataLoader[Any], begin: Begin) -> Iterator[Any]:
+        """Begins an iteration of a loader, whose workers the processes of a machine share."""
+        return self._workers.begun(loader, begin) if self._workers is not None and self._main else begin()
 
     def batches(self, loader: DataLoader[Any], begin: Begin) -> Iterator[Any]:
         """Yields a loader's batches, whose tensors with as many rows as most of them have are rows."""

@@ -72,6 +72,41 @@ for workers in (0, 1):
         print(f"{loss.item():.6f}")
 weights = [*model.parameters()]
 """,
+    "data workers that draw and count, whose batches the processes share out, and one that fails": """
+class Photos(torch.utils.data.Dataset):
+    def __init__(self, fails=-1):
+        self.read, self.fails = 0, fails
+
+    def __len__(self):
+        return 47
+
+    def __getitem__(self, number):
+        if number == self.fails:
+            raise ValueError("a damaged file")
+        self.read += 1
+        image = torch.randn(3, 24, 24) + self.read / 50 + random.random()
+        return {"image": image, "bright": image > 1, "name": f"photo {number}"}, number % 3
+
+layers = nn.Conv2d(3, 4, 5, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Dropout(0.3), nn.Linear(196, 3)
+model = nn.Sequential(*layers)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+loaders = [DataLoader(Photos(), 16, shuffle=True, num_workers=workers) for workers in (1, 3)]
+loaders.append(DataLoader(Photos(), 16, num_workers=2, persistent_workers=True))
+for loader in loaders:
+    for epoch in range(2):
+        for (photo, labels), _ in zip(loader, range(1 + 2 * (loader is not loaders[1]))):
+            optimizer.zero_grad()
+            loss = F.cross_entropy(model(photo["image"] * photo["bright"]), labels)
+            loss.backward()
+            optimizer.step()
+            print(f"{loss.item():.6f} {photo['image'].sum().item():.4f} {labels.tolist()} {photo['name'][-1]}")
+try:
+    for photo, labels in DataLoader(Photos(fails=30), 8, num_workers=2):
+        print(f"{photo['image'].mean().item():.5f}")
+except ValueError as error:
+    print("ended:", str(error).splitlines()[-1])
+weights = [*model.parameters()]
+""",
     "vae: a summed loss with noise": """
 encoder, decoder = nn.Linear(36, 8), nn.Linear(4, 36)
 optimizer = torch.optim.Adam([*encoder.parameters(), *decoder.parameters()], lr=0.01)

@@ -173,6 +173,10 @@ class RecordedSteps(StepHandler):
 
     # ---- What the script does ------------------------------------------------------------------------------
 
+    def begun(self, loader: DataLoader[Any], begin: Begin) -> Iterator[Any]:
+        """Begins an iteration of a loader that loads."""
+        return self._inner.begun(loader, begin)
+
     def batches(self, loader: DataLoader[Any], begin: Begin) -> Iterator[Any]:
         """Begins an iteration of a loader, on the way back to a checkpoint one that loads nothing."""
         made = Iteration(loader=loader, number=self._iterations, begin=begin, state=random_state(loader.generator))
