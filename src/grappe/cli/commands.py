@@ -18,7 +18,6 @@ from grappe.cli import exit as entry_point
 from grappe.cli.application import (
     OPTIONS,
     OUT_NAMES,
-    SWITCH,
     CheckpointName,
     DataFolder,
     DryRun,
@@ -46,7 +45,7 @@ from grappe.training.options import Options
 from grappe.words import format_number
 
 Trained = Annotated[
-    bool, SWITCH, Parameter(help="Take the trained weights, where the run keeps a moving average of them (ema).")
+    bool, Parameter(help="Take the trained weights, where the run keeps a moving average of them (ema).")
 ]
 DEFAULTS = Options()
 
@@ -57,38 +56,29 @@ def train(
     /,
     *fields: FieldText,
     plan: PlanText = "",
-    run: Annotated[Path | None, Parameter(help="The run's folder; if there is a run, it is resumed.")] = None,
-    name: Annotated[
-        str, Parameter(help="A name for the run, which other commands take in place of its folder, and reports show.")
-    ] = "",
+    run: Path | None = None,
+    name: str = "",
     runs: RunsFolder = RUNS,
     data: DataFolder = None,
-    from_: Annotated[
-        Path | None,
-        Parameter(
-            name="--from", help="Initial weights: a run, or a .safetensors, .ckpt or .pt file (as weights only)."
-        ),
-    ] = None,
-    with_optimizer: Annotated[
-        bool,
-        SWITCH,
-        Parameter(help="Take the optimizer's state and the number of epochs done from the --from file, too."),
-    ] = False,
-    epochs_done: Annotated[
-        int | None,
-        Parameter(help="Epochs that the training of --from has done: begin after them. Default: the file's."),
-    ] = None,
-    callback: Annotated[
-        list[str] | None,
-        Parameter(negative="", help="Your own callback (watcher): file.py:Class or module:Class. Repeatable."),
-    ] = None,
-    options: Annotated[Options, OPTIONS, Parameter(negative="")] = DEFAULTS,
-    smoke: Annotated[
-        bool, SWITCH, Parameter(help="Test one step, evaluation, save and resume under this plan.")
-    ] = False,
+    from_: Annotated[Path | None, Parameter(name="--from")] = None,
+    with_optimizer: bool = False,
+    epochs_done: int | None = None,
+    callback: list[str] | None = None,
+    options: Annotated[Options, OPTIONS] = DEFAULTS,
+    smoke: bool = False,
     json: Json = False,
 ) -> int:
-    """Train a task under a plan, or resume a run."""
+    """Train a task under a plan, or resume a run.
+
+    Args:
+        run: The run's folder; if there is a run, it is resumed.
+        name: A name for the run, which other commands take in place of its folder, and reports show.
+        from_: Initial weights: a run, or a .safetensors, .ckpt or .pt file (as weights only).
+        with_optimizer: Take the optimizer's state and the number of epochs done from the --from file, too.
+        epochs_done: Epochs that the training of --from has done: begin after them. Default: the file's.
+        callback: Your own callback (watcher): file.py:Class or module:Class. Repeatable.
+        smoke: Test one step, evaluation, save and resume under this plan.
+    """
     texts = preflight([plan], task, fields, run=run, once=not smoke)
     from grappe.launch.start import interrupted
     from grappe.training.request import Request, checked_watchers, data_folder
@@ -131,17 +121,13 @@ def train(
 
 @app.command
 def launch(
-    script: Annotated[Path, Parameter(help="A training script.")],
+    script: Path,
     /,
-    *arguments: Annotated[str, Parameter(allow_leading_hyphen=True, help="The script's own arguments.")],
+    *arguments: Annotated[str, Parameter(allow_leading_hyphen=True)],
     plan: PlanText = "",
-    run: Annotated[
-        Path | None, Parameter(help="The run's folder, of a script for one process; if there is a run, it is resumed.")
-    ] = None,
+    run: Path | None = None,
     runs: RunsFolder = RUNS,
-    save_every: Annotated[
-        int | None, Parameter(help="Steps between checkpoints of the script's state. Default: a minute.")
-    ] = None,
+    save_every: int | None = None,
 ) -> int:
     """Run a training script, as it is, on the processes of a plan.
 
@@ -152,6 +138,12 @@ def launch(
     Options come before the script; what follows it is its own.
 
         grappe launch --plan replicate=2 mnist.py --epochs 3
+
+    Args:
+        script: A training script.
+        arguments: The script's own arguments.
+        run: The run's folder, of a script for one process; if there is a run, it is resumed.
+        save_every: Steps between checkpoints of the script's state. Default: a minute.
     """
     preflight([plan], later=True)
     from grappe.launch.start import interrupted
@@ -219,26 +211,24 @@ def evaluate(
 @app.command
 def predict(
     run: RunFolder,
-    inputs: Annotated[
-        str,
-        Parameter(
-            help="train, validation or test; a .npy file of inputs [N, ...]; a .jsonl file, or - for lines on "
-            "the standard input; a picture, or a folder of them.",
-            allow_leading_hyphen=True,  # for - alone
-        ),
-    ],
+    inputs: Annotated[str, Parameter(allow_leading_hyphen=True)],
     /,
-    *pictures: Annotated[str, Parameter(help="Further pictures.")],
+    *pictures: str,
     plan: PlanText = "",
     task: RunTask = None,
     checkpoint: CheckpointName = None,
     data: DataFolder = None,
-    out: Annotated[
-        OutFile, Parameter(help="Write them [N, ...] to this file instead: .npy, or .npz where they have names.")
-    ] = None,
+    out: OutFile = None,
     trained: Trained = False,
 ) -> None:
-    """Print the predictions of a run's model for inputs: one JSON line per sample."""
+    """Print the predictions of a run's model for inputs: one JSON line per sample.
+
+    Args:
+        inputs: train, validation or test; a .npy file of inputs [N, ...]; a .jsonl file, or - for lines on the standard
+            input; a picture, or a folder of them.
+        pictures: Further pictures.
+        out: Write them [N, ...] to this file instead: .npy, or .npz where they have names.
+    """
     if inputs.startswith("--"):
         line = shlex.join(["grappe", "predict", str(run), *(pictures or ["test"])])
         raise UsageError(f"there is no option {inputs}: give INPUTS without it: {line}")
@@ -384,35 +374,30 @@ def export(
     run: RunFolder,
     /,
     *,
-    out: Annotated[Path, Parameter(name=OUT_NAMES, help="A new folder to write.")],
-    format: Annotated[
-        Literal["program", "safetensors", "transformers", "onnx"],
-        Parameter(
-            help="A C++ program with the compiled model; the weights alone with the task's fields; a folder for "
-            "from_pretrained of transformers; or ONNX (needs grappe[onnx])."
-        ),
-    ] = "program",
-    weights: Annotated[
-        Literal["fp32", "bf16", "int8"],
-        Parameter(
-            help="How a program or ONNX stores matrices: int8 takes a quarter of the bytes. It computes in float32; "
-            "the scores of the rounded weights are measured and shown."
-        ),
-    ] = "fp32",
+    out: Annotated[Path, Parameter(name=OUT_NAMES)],
+    format: Literal["program", "safetensors", "transformers", "onnx"] = "program",
+    weights: Literal["fp32", "bf16", "int8"] = "fp32",
     task: RunTask = None,
     checkpoint: CheckpointName = None,
     data: DataFolder = None,
-    no_build: Annotated[
-        bool, SWITCH, Parameter(help="Prove the compiled model in Python only; do not build the C++ program.")
-    ] = False,
-    operators: Annotated[
-        list[Path] | None, Parameter(help="A C++ file that registers operators of the model's own; once for each file.")
-    ] = None,
+    no_build: bool = False,
+    operators: list[Path] | None = None,
     trained: Trained = False,
-    dry_run: Annotated[DryRun, Parameter(help="Check the run and the options; write nothing.")] = False,
+    dry_run: DryRun = False,
     json: Json = False,
 ) -> None:
-    """Write a run's model as a C++ program, weights or ONNX; it is checked on the whole validation split first."""
+    """Write a run's model as a C++ program, weights or ONNX; it is checked on the whole validation split first.
+
+    Args:
+        out: A new folder to write.
+        format: A C++ program with the compiled model; the weights alone with the task's fields; a folder for
+            from_pretrained of transformers; or ONNX (needs grappe[onnx]).
+        weights: How a program or ONNX stores matrices: int8 takes a quarter of the bytes. It computes in float32; the
+            scores of the rounded weights are measured and shown.
+        no_build: Prove the compiled model in Python only; do not build the C++ program.
+        operators: A C++ file that registers operators of the model's own; once for each file.
+        dry_run: Check the run and the options; write nothing.
+    """
     from grappe.verbs.export.folder import check_target
 
     check_target(out)

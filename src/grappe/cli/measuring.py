@@ -15,7 +15,6 @@ from cyclopts import App, Parameter
 from grappe.cli import completion, output
 from grappe.cli.application import (
     OPTIONS,
-    SWITCH,
     DataFolder,
     DryRun,
     FieldText,
@@ -75,34 +74,28 @@ def foresee(
     task: TaskName,
     /,
     *fields: FieldText,
-    plan: Annotated[Plans, Parameter(help="A plan; repeatable. Default: plans that train the same, on --gpus.")] = None,
-    site: Annotated[
-        str | None,
-        Parameter(
-            completer=completion.sites, help="Compare with the memory of this cluster's GPUs (see: grappe sites)."
-        ),
-    ] = None,
-    gpus: Annotated[
-        Counts, Parameter(help="Without --plan: numbers of processes to try: 1,2,8. Default: 1,2,4,8.")
-    ] = (),
+    plan: Plans = None,
+    site: Annotated[str | None, Parameter(completer=completion.sites)] = None,
+    gpus: Counts = (),
     data: DataFolder = None,
-    aim: Annotated[
-        Literal["fastest", "cheapest", "smallest"],
-        Parameter(help="What makes a plan the best: its time, its core-hours or GPU-hours, or its memory."),
-    ] = "fastest",
-    no_times: Annotated[
-        bool, Parameter(negative="", show_default=False, help="Memory alone: no steps are run.")
-    ] = False,
-    all_: Annotated[
-        bool,
-        Parameter(name="--all", negative="", show_default=False, help="All plans, and the parts of memory and time."),
-    ] = False,
-    out: Annotated[OutFile, Parameter(help="Write it all to this file, .json.")] = None,
+    aim: Literal["fastest", "cheapest", "smallest"] = "fastest",
+    no_times: bool = False,
+    all_: Annotated[bool, Parameter(name="--all")] = False,
+    out: OutFile = None,
     json: Json = False,
 ) -> int:
     """Predict the memory that plans need and how long a step takes, before anything starts.
 
     Exit code 1 if no plan fits the site, 2 if none can be predicted or an argument is wrong.
+
+    Args:
+        plan: A plan; repeatable. Default: plans that train the same, on --gpus.
+        site: Compare with the memory of this cluster's GPUs (see: grappe sites).
+        gpus: Without --plan: numbers of processes to try: 1,2,8. Default: 1,2,4,8.
+        aim: What makes a plan the best: its time, its core-hours or GPU-hours, or its memory.
+        no_times: Memory alone: no steps are run.
+        all_: All plans, and the parts of memory and time.
+        out: Write it all to this file, .json.
     """
     output.check(out, ".json")
     waiting("loading torch …")
@@ -138,35 +131,33 @@ def measure(
     task: TaskName | None = None,
     /,
     *fields: FieldText,
-    plan: Annotated[
-        Plans, Parameter(help="A plan to measure; repeatable: one, replicate=2. The first is the baseline.")
-    ] = None,
-    options: Annotated[_Options, OPTIONS, Parameter(negative="")] = DEFAULTS,
-    no_advice: Annotated[bool, SWITCH, Parameter(help="Do not measure plans that the first figures suggest.")] = False,
-    site: Annotated[
-        str | None,
-        Parameter(
-            completer=completion.sites, help="Submit each training as a Slurm job of this cluster (see: grappe sites)."
-        ),
-    ] = None,
-    account: Annotated[str | None, Parameter(help="Account to bill for such jobs.")] = None,
-    job_time: Annotated[str | None, Parameter(help="Time limit of such a job: 30m. Default: 1 h.")] = None,
-    dry_run: Annotated[DryRun, Parameter(help="With --site: print the jobs; submit nothing.")] = False,
-    gather: Annotated[
-        list[Path] | None,
-        Parameter(
-            negative="", consume_multiple=True, help="Train nothing: read these runs, for example those of such jobs."
-        ),
-    ] = None,
-    largest_batch: Annotated[
-        bool, SWITCH, Parameter(help="Find the largest batch that fits, too, under each plan.")
-    ] = False,
+    plan: Plans = None,
+    options: Annotated[_Options, OPTIONS] = DEFAULTS,
+    no_advice: bool = False,
+    site: Annotated[str | None, Parameter(completer=completion.sites)] = None,
+    account: str | None = None,
+    job_time: str | None = None,
+    dry_run: DryRun = False,
+    gather: Annotated[list[Path] | None, Parameter(consume_multiple=True)] = None,
+    largest_batch: bool = False,
     script: ScriptWords | None = None,
-    out: Annotated[OutFile, Parameter(help="Write the figures to this JSON file, for grappe report.")] = None,
+    out: OutFile = None,
     data: DataFolder = None,
     json: Json = False,
 ) -> int:
-    """Measure plans and how they scale: speed, memory, energy, and where efficiency is lost."""
+    """Measure plans and how they scale: speed, memory, energy, and where efficiency is lost.
+
+    Args:
+        plan: A plan to measure; repeatable: one, replicate=2. The first is the baseline.
+        no_advice: Do not measure plans that the first figures suggest.
+        site: Submit each training as a Slurm job of this cluster (see: grappe sites).
+        account: Account to bill for such jobs.
+        job_time: Time limit of such a job: 30m. Default: 1 h.
+        dry_run: With --site: print the jobs; submit nothing.
+        gather: Train nothing: read these runs, for example those of such jobs.
+        largest_batch: Find the largest batch that fits, too, under each plan.
+        out: Write the figures to this JSON file, for grappe report.
+    """
     output.check(out, ".json")
     texts, sizes = _batch_sizes(fields)
     if script or (task is None and (not gather or site is not None or largest_batch or options.why)):
@@ -291,29 +282,24 @@ def _send(request: JobRequest, only_show: bool, later: Sequence[str]) -> None:
 
 
 def report(
-    *places: Annotated[Path, Parameter(help="Runs' or studies' folders, or files of grappe measure --out.")],
-    out: Annotated[
-        OutFile, Parameter(help="The file. Default: report.html, in the run's folder if there is one.")
-    ] = None,
-    predictions: Annotated[
-        bool,
-        SWITCH,
-        Parameter(
-            help="Predict the validation samples now: a confusion matrix, and pictures, where there are classes."
-        ),
-    ] = False,
-    weights: Annotated[
-        bool, SWITCH, Parameter(help="Histograms of the parameters' values, of the newest checkpoints.")
-    ] = False,
-    foresee: Annotated[
-        bool, SWITCH, Parameter(help="Compare memory and step with the forecast, which traces each model once.")
-    ] = False,
-    live: Annotated[
-        bool, SWITCH, Parameter(help="Write the page again every few seconds until the runs end; it reloads itself.")
-    ] = False,
+    *places: Path,
+    out: OutFile = None,
+    predictions: bool = False,
+    weights: bool = False,
+    foresee: bool = False,
+    live: bool = False,
     json: Json = False,
 ) -> None:
-    """Write one HTML file that opens offline: results, curves, time, memory, scaling, configuration."""
+    """Write one HTML file that opens offline: results, curves, time, memory, scaling, configuration.
+
+    Args:
+        places: Runs' or studies' folders, or files of grappe measure --out.
+        out: The file. Default: report.html, in the run's folder if there is one.
+        predictions: Predict the validation samples now: a confusion matrix, and pictures, where there are classes.
+        weights: Histograms of the parameters' values, of the newest checkpoints.
+        foresee: Compare memory and step with the forecast, which traces each model once.
+        live: Write the page again every few seconds until the runs end; it reloads itself.
+    """
     from grappe.training.run import Run
     from grappe.verbs.report import report as verb
     from grappe.verbs.report.results import compared
@@ -368,34 +354,27 @@ def verify(
     task: TaskName | None = None,
     /,
     *fields: FieldText,
-    plan: Annotated[Plans, Parameter(help="A plan to compare with one process; repeatable.")] = None,
-    against: Annotated[
-        list[str] | None,
-        Parameter(
-            help="The script that the task was ported from, and its arguments; the last option. The first difference "
-            "is named.",
-            consume_multiple=True,
-            allow_leading_hyphen=True,
-        ),
-    ] = None,
-    record: Annotated[
-        Path | None,
-        Parameter(help="Record what one process computes here, in this file of at most 5 MB, for another machine."),
-    ] = None,
-    with_: Annotated[
-        Path | None,
-        Parameter(
-            name="--with",
-            help="Compare with such a file of another machine: the first step, unit and operator that differ.",
-        ),
-    ] = None,
-    steps: Annotated[int | None, Parameter(help="Optimizer steps of each trial. Default: 8; of a record 4.")] = None,
+    plan: Plans = None,
+    against: Annotated[list[str] | None, Parameter(consume_multiple=True, allow_leading_hyphen=True)] = None,
+    record: Path | None = None,
+    with_: Annotated[Path | None, Parameter(name="--with")] = None,
+    steps: int | None = None,
     script: ScriptWords | None = None,
-    out: Annotated[OutFile, Parameter(help="Write the findings to this file, .json or .html.")] = None,
+    out: OutFile = None,
     data: DataFolder = None,
     json: Json = False,
 ) -> int:
-    """Check that plans learn what one plain process learns; if one does not, name the cause and exit with code 1."""
+    """Check that plans learn what one plain process learns; if one does not, name the cause and exit with code 1.
+
+    Args:
+        plan: A plan to compare with one process; repeatable.
+        against: The script that the task was ported from, and its arguments; the last option. The first difference is
+            named.
+        record: Record what one process computes here, in this file of at most 5 MB, for another machine.
+        with_: Compare with such a file of another machine: the first step, unit and operator that differ.
+        steps: Optimizer steps of each trial. Default: 8; of a record 4.
+        out: Write the findings to this file, .json or .html.
+    """
     if script or task is None:
         alone = [] if task is not None or against or record or with_ else script or []
         return max(_verify_script(alone, each, steps=steps or 8, out=out, json=json) for each in plan or [""])
@@ -597,21 +576,25 @@ def lr_find(
     /,
     *fields: FieldText,
     plan: PlanText = "",
-    ramp: Annotated[
-        Literal["exponential", "linear"],
-        Parameter(help="How the learning rate rises: by a factor at each step, or by an amount."),
-    ] = "exponential",
-    lowest: Annotated[
-        float | None, Parameter(help="The first learning rate. Default: a thousandth of the task's own.")
-    ] = None,
-    highest: Annotated[float | None, Parameter(help="The last. Default: a thousand times the task's own.")] = None,
-    steps: Annotated[int, Parameter(help="Optimizer steps of each training.")] = 100,
-    seeds: Annotated[int, Parameter(help="Trainings, each with the next seed.")] = 3,
-    out: Annotated[OutFile, Parameter(help="Write the curves to this JSON file, for grappe report.")] = None,
+    ramp: Literal["exponential", "linear"] = "exponential",
+    lowest: float | None = None,
+    highest: float | None = None,
+    steps: int = 100,
+    seeds: int = 3,
+    out: OutFile = None,
     data: DataFolder = None,
     json: Json = False,
 ) -> int:
-    """Find a range of good learning rates, from short trainings that are not kept. Exit code 1 if there is none."""
+    """Find a range of good learning rates, from short trainings that are not kept. Exit code 1 if there is none.
+
+    Args:
+        ramp: How the learning rate rises: by a factor at each step, or by an amount.
+        lowest: The first learning rate. Default: a thousandth of the task's own.
+        highest: The last. Default: a thousand times the task's own.
+        steps: Optimizer steps of each training.
+        seeds: Trainings, each with the next seed.
+        out: Write the curves to this JSON file, for grappe report.
+    """
     from grappe.verbs import lr_find as verb
 
     texts = split(fields)

@@ -55,25 +55,26 @@ def register(app: App) -> None:
 
 
 def tune(
-    task: Annotated[
-        str | None, Parameter(help="A shipped task, path/to/file.py[:Name], or package.module:Name.")
-    ] = None,
+    task: str | None = None,
     /,
-    *fields: Annotated[
-        str, Parameter(help="What is searched: lr=0.01..1:log batch_size=32|64; or for all trials: epochs=3.")
-    ],
+    *fields: str,
     search: Annotated[SearchOptions, OPTIONS] = SEARCH,
     plan: PlanText = "",
-    study: Annotated[Path | None, Parameter(help="The study's folder; an existing study is continued.")] = None,
+    study: Path | None = None,
     data: DataFolder = None,
-    options: Annotated[Options, OPTIONS, Parameter(negative="")] = DEFAULTS,
+    options: Annotated[Options, OPTIONS] = DEFAULTS,
     job: Annotated[TrialJobOptions, OPTIONS, Parameter(group=JOBS)] = NO_JOB,
-    dry_run: Annotated[
-        DryRun, Parameter(help="Show the search, or without a task the study of --study; train nothing.")
-    ] = False,
+    dry_run: DryRun = False,
     json: Json = False,
 ) -> int:
-    """Search a task's fields; each trial is an ordinary run. Exit code 1 if none has a result."""
+    """Search a task's fields; each trial is an ordinary run. Exit code 1 if none has a result.
+
+    Args:
+        task: A shipped task, path/to/file.py[:Name], or package.module:Name.
+        fields: What is searched: lr=0.01..1:log batch_size=32|64; or for all trials: epochs=3.
+        study: The study's folder; an existing study is continued.
+        dry_run: Show the search, or without a task the study of --study; train nothing.
+    """
     if dry_run and study is not None and (task is None or study.exists()):
         return _show(study, as_json=json)
     if task is None:
