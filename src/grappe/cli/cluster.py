@@ -28,7 +28,7 @@ from grappe.cli.application import (
     preflight,
 )
 from grappe.cli.corrections import corrected, unknown_option
-from grappe.cli.exit import script_apart, show, show_json
+from grappe.cli.exit import script_apart, show, show_either, show_json
 from grappe.errors import EXIT_FAILURE, EXIT_OK, UsageError
 from grappe.launch.command import become
 from grappe.launch.files import RUNS
@@ -220,16 +220,12 @@ def queue(*, runs: RunsFolder = RUNS, json: Json = False) -> None:
     from grappe.verbs.submit.jobs import queue as verb
     from grappe.verbs.submit.jobs import runs_of
 
-    if json:
-        folders = runs_of(runs)
-        show_json(
-            "queue",
-            jobs=[
-                dataclasses.asdict(entry) | {"run": folders.get(entry.job.partition("_")[0])} for entry in slurm.queue()
-            ],
-        )
-    else:
+    if not json:
         show(verb(runs))
+        return
+    folders, entries = runs_of(runs), slurm.queue()
+    jobs = [dataclasses.asdict(entry) | {"run": folders.get(entry.job.partition("_")[0])} for entry in entries]
+    show_json("queue", jobs=jobs)
 
 
 def logs(
@@ -267,10 +263,8 @@ def cancel(
     if not runs:
         raise UsageError("name a run: grappe cancel RUN … (see: grappe queue)")
     jobs = verb(runs, dry_run=dry_run)
-    if json:
-        show_json("cancel", jobs=jobs, dry_run=dry_run)
-    else:
-        show(f"{'would cancel' if dry_run else 'cancelled'} {', '.join(jobs)}")
+    ended = f"{'would cancel' if dry_run else 'cancelled'} {', '.join(jobs)}"
+    show_either(json, "cancel", ended, jobs=jobs, dry_run=dry_run)
 
 
 def sites(
@@ -283,10 +277,8 @@ def sites(
     from grappe import sites as known_sites
     from grappe.verbs.catalogue import site_facts, site_list
 
-    if json:
-        show_json("sites", sites=[known_sites.find(each) for each in ([name] if name else known_sites.files())])
-    else:
-        show(site_facts(name) if name else site_list())
+    listed = [known_sites.find(each) for each in ([name] if name else known_sites.files())]
+    show_either(json, "sites", site_facts(name) if name else site_list(), sites=listed)
 
 
 def gpus(*, json: Json = False) -> None:
@@ -294,10 +286,7 @@ def gpus(*, json: Json = False) -> None:
     from grappe.foresight.devices import devices
     from grappe.verbs.catalogue import gpu_list
 
-    if json:
-        show_json("gpus", gpus=devices())
-    else:
-        show(gpu_list())
+    show_either(json, "gpus", gpu_list(), gpus=devices())
 
 
 def doctor(

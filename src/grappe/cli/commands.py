@@ -33,7 +33,7 @@ from grappe.cli.application import (
     preflight,
     put_in_order,
 )
-from grappe.cli.exit import show, show_answer, show_facts, show_json
+from grappe.cli.exit import show, show_answer, show_either, show_json
 from grappe.errors import EXIT_FAILURE, EXIT_INTERRUPTED, EXIT_OK, EXIT_USAGE, UsageError
 from grappe.fields import typed_name
 from grappe.launch import files
@@ -172,10 +172,7 @@ def drill(
     waiting("")
     with SafeConsole(sys.stderr).status("") as status:  # seen on a terminal only
         findings = list(verb.drill(training, lambda words: status.update(f"drill: {words}")))
-    if json:
-        show_json("drill", findings=findings)
-    else:
-        show(verb.table(findings))
+    show_either(json, "drill", verb.table(findings), findings=findings)
     return EXIT_OK if all(result.recovered for result in findings) else EXIT_FAILURE
 
 
@@ -198,14 +195,11 @@ def evaluate(
     from grappe.verbs.evaluate import evaluate as verb
 
     scores = verb(run, split, plan, task=task, data=data, checkpoint=checkpoint, trained=trained)
-    if json:
-        show_json("scores", **dataclasses.asdict(scores))
-        return
     taken = f"{scores.checkpoint} ({scores.why})"
     facts = [("checkpoint", taken), ("samples", f"{scores.samples:,} of {scores.split}, each once")]
     for name, value in (("loss", scores.loss), *scores.metrics.items()):
         facts.append((name, format_number(value) if isinstance(value, float) else str(value)))
-    show_facts(facts)
+    show_answer(json, "scores", facts, **dataclasses.asdict(scores))
 
 
 @app.command
@@ -283,10 +277,7 @@ def runs(
             raise UsageError("--race ranks all runs of a folder: leave RUN out, and give --runs FOLDER")
         target = target_of(race)
         entries = verb(runs, target)
-        if json:
-            show_json("race", target=target, runs=entries)
-        else:
-            show(board(entries, target, by))
+        show_either(json, "race", board(entries, target, by), target=target, runs=entries)
     elif json:
         show_json("runs", runs=facts(runs, run, tag))
     else:
@@ -311,12 +302,8 @@ def prune(
     from grappe.verbs.prune import table
 
     removed = verb([Run(run)] if run is not None else all_runs(runs), keep, dry_run=dry_run)
-    if json:
-        show_json(
-            "prune", dry_run=dry_run, folders=[{"folder": str(folder), "bytes": size} for folder, size in removed]
-        )
-    else:
-        show(table(removed, dry_run=dry_run))
+    folders = [{"folder": folder, "bytes": size} for folder, size in removed]
+    show_either(json, "prune", table(removed, dry_run=dry_run), dry_run=dry_run, folders=folders)
 
 
 @app.command
@@ -330,21 +317,12 @@ def tasks(
     from grappe import tasks as shipped
     from grappe.verbs.catalogue import task_fields, task_list
 
-    if json:
-        classes = {each: shipped.find(each) for each in ([name] if name else shipped.names())}
-        show_json(
-            "tasks",
-            tasks=[
-                {
-                    "task": each,
-                    "what": shipped.describe(cls),
-                    "fields": {typed_name(field): value for field, value in shipped.defaults(cls).items()},
-                }
-                for each, cls in classes.items()
-            ],
-        )
-    else:
-        show(task_fields(name) if name else task_list())
+    listed = []
+    for each in ([name] if name else shipped.names()) if json else ():
+        cls = shipped.find(each)
+        fields = {typed_name(field): value for field, value in shipped.defaults(cls).items()}
+        listed.append({"task": each, "what": shipped.describe(cls), "fields": fields})
+    show_either(json, "tasks", task_fields(name) if name else task_list(), tasks=listed)
 
 
 @app.command
@@ -353,20 +331,11 @@ def engines(*, json: Json = False) -> None:
     from grappe import engines as available
     from grappe.verbs.catalogue import plan_table, support
 
-    if json:
-        names = available.names()
-        keys = [
-            {
-                "key": key,
-                "default": default,
-                "what": what,
-                "engines": [name for name, able in zip(names, row, strict=True) if able],
-            }
-            for key, default, what, row in support()
-        ]
-        show_json("engines", engines=names, keys=keys)
-    else:
-        show(plan_table())
+    names, keys = available.names(), []
+    for key, default, what, row in support():
+        able = [name for name, is_able in zip(names, row, strict=True) if is_able]
+        keys.append({"key": key, "default": default, "what": what, "engines": able})
+    show_either(json, "engines", plan_table(), engines=names, keys=keys)
 
 
 @app.command

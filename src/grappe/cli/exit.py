@@ -175,16 +175,23 @@ def json_values(value: Any) -> Any:
     return value if isinstance(value, str | int | float | None) else str(value)
 
 
-def show_answer(json: bool, kind: str, facts: Iterable[tuple[str, object]], **content: Any) -> None:
-    """Prints what --json asks for, as `show_json` does; without it the facts, as `show_facts` does."""
+def show_either(json: bool, kind: str, shown: Any, **content: Any) -> None:
+    """Prints a result: with --json the content, as `show_json` does, else `shown`, a text or a table."""
     if json:
         show_json(kind, **content)
     else:
-        show_facts(facts)
+        show(shown)
+
+
+def show_answer(json: bool, kind: str, facts: Iterable[tuple[str, object]], **content: Any) -> None:
+    """Prints a result as `show_either` does: with --json the content, else a table of names and values."""
+    from grappe.launch.safe_console import fact_table
+
+    show_either(json, kind, fact_table(facts), **content)
 
 
 def show_facts(facts: Iterable[tuple[str, object]]) -> None:
-    """Prints a table of two columns without a header: what it is, and its value."""
+    """Prints a table of two columns without a header: names and values."""
     from grappe.launch.safe_console import fact_table
 
     show(fact_table(facts))

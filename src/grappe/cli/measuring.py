@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from grappe.verbs.measure.measure import JobRequest
     from grappe.verbs.measure.points import Measurement
     from grappe.verbs.verify.against import Agreement
+    from grappe.verbs.verify.record import Recorded
     from grappe.verbs.verify.verify import PlanVerdict
 
 
@@ -161,7 +162,7 @@ def measure(
     output.check(out, ".json")
     texts, sizes = _batch_sizes(fields)
     if script or (task is None and (not gather or site is not None or largest_batch or options.why)):
-        of_tasks = (
+        others = (
             task,
             fields,
             site,
@@ -174,7 +175,7 @@ def measure(
             options.why,
             options.weak,
         )
-        if not script or any(of_tasks):
+        if not script or any(others):
             raise UsageError(
                 "grappe measure needs a task; or a script for one process, with --plan, --steps, --repeats, --out and "
                 "--json alone: --script train.py"
@@ -183,11 +184,9 @@ def measure(
             raise UsageError(
                 "--plan after --script was the script's own option: write --plan replicate=2 before --script"
             )
-        from grappe.verbs.measure import measure as verb
+        from grappe.verbs.measure.measure import measure_script
 
-        points = verb.measure_script(
-            script[0], script[1:], plan or [""], options=options, note=complain, begun=progress
-        )
+        points = measure_script(script[0], script[1:], plan or [""], options=options, note=complain, begun=progress)
         return _show_points(points, script[0], out=out, json=json)
     name = task or str((gather or [""])[0])
     options = dataclasses.replace(options, batch_size=sizes)
@@ -377,26 +376,41 @@ def verify(
     """
     if script or task is None:
         alone = [] if task is not None or against or record or with_ else script or []
-        return max(_verify_script(alone, each, steps=steps or 8, out=out, json=json) for each in plan or [""])
+        return max(_verify_script(alone, each, steps or 8, out, json=json) for each in plan or [""])
     if (record or with_) and (against or (record and with_) or len(plan or ()) > 1):
         raise UsageError("--record and --with take one process: leave out --against, and give one of them")
+    if not (record or with_ or against or plan):
+        raise UsageError("grappe verify needs a plan: give --plan replicate=2, once for each plan")
+    output.check(out, ".json", *((".html",) if plan and not (record or with_ or against) else ()))
+    output.check(record, streams=False)
+    texts = preflight([""] if against else plan or [""], task, fields)
     if record or with_:
-        return _verify_record(
-            task, fields, (plan or [""])[0], record=record, other=with_, steps=steps, out=out, data=data, json=json
-        )
+        from grappe.verbs.verify import record as recording
+
+        there = None if with_ is None else recording.read(with_)
+        progress("a few steps of one plain process")
+        steps = recording.STEPS if steps is None else steps
+        here = recording.record(task, (plan or [""])[0], fields=texts, data=data, steps=steps, other=there)
+        _end_progress()
+        if there is None:
+            return _show_recorded(task, here, record, json=json)
+        return _show_compared(task, there, here, out, json=json)
     steps = 8 if steps is None else steps
     if against:
-        return _verify_against(task, fields, against, steps=steps, out=out, data=data, json=json)
-    if not plan:
-        raise UsageError("grappe verify needs a plan: give --plan replicate=2, once for each plan")
-    output.check(out, ".json", ".html")
-    texts = preflight(plan, task, fields)
+        from grappe.verbs.verify.against import verify_against
+
+        agreement = verify_against(task, against[0], against[1:], fields=texts, data=data, steps=steps, note=progress)
+        same = f"{task} learns what {against[0]} does"
+        return _show_agreement("verify --against", agreement, same, {"task": task, "script": against}, out, json=json)
     from grappe.verbs.verify import verify as verb
 
-    note = progress
-    findings = list(verb.verify(task, plan, fields=texts, data=data, steps=steps, note=note))
-    note("")
-    sys.stderr.flush()
+    findings = list(verb.verify(task, plan or (), fields=texts, data=data, steps=steps, note=progress))
+    _end_progress()
+    return _show_verdicts(task, findings, out, json=json)
+
+
+def _show_verdicts(task: str, findings: Sequence[PlanVerdict], out: Path | None, *, json: bool) -> int:
+    """Shows what was found of each plan; returns the exit code."""
     if json:
         show_json("verify", task=task, findings=findings)
     else:
@@ -418,47 +432,32 @@ def verify(
     return EXIT_OK if all(finding.learns_the_same for finding in findings) else EXIT_FAILURE
 
 
-def _verify_against(
-    task: str,
-    fields: Sequence[str],
-    against: Sequence[str],
-    *,
-    steps: int,
-    out: Path | None,
-    data: Path | None,
-    json: bool,
-) -> int:
-    output.check(out, ".json")
-    texts = preflight([""], task, fields)
-    from grappe.verbs.verify import against as verb
-
-    agreement = verb.verify_against(task, against[0], against[1:], fields=texts, data=data, steps=steps, note=progress)
-    form = {"task": task, "script": list(against), **dataclasses.asdict(agreement)}
-    return _show_agreement("verify --against", agreement, f"{task} learns what {against[0]} does", form, out, json=json)
+def _end_progress() -> None:
+    progress("")
+    sys.stderr.flush()
 
 
-def _verify_script(script: Sequence[str], plan: str, *, steps: int, out: Path | None, json: bool) -> int:
+def _verify_script(script: Sequence[str], plan: str, steps: int, out: Path | None, *, json: bool) -> int:
     if not script:
         raise UsageError("grappe verify needs a task, or a script for one process alone: --script train.py")
     if not plan and "--plan" in script:
         raise UsageError("--plan after --script was the script's own option: write --plan replicate=2 before --script")
     output.check(out, ".json")
-    from grappe.verbs.verify import script as verb
+    from grappe.verbs.verify.script import verify_script
 
-    agreement = verb.verify_script(script[0], script[1:], plan, steps=steps, note=progress)
-    form = {"script": list(script), "plan": plan, **dataclasses.asdict(agreement)}
+    agreement = verify_script(script[0], script[1:], plan, steps=steps, note=progress)
     same = f"{plan} learns what {script[0]} learns on one process"
-    return _show_agreement("verify --script", agreement, same, form, out, json=json)
+    return _show_agreement("verify --script", agreement, same, {"script": script, "plan": plan}, out, json=json)
 
 
 def _show_agreement(
-    verb: str, agreement: Agreement, same: str, form: Mapping[str, object], out: Path | None, *, json: bool
+    kind: str, agreement: Agreement, same: str, compared: Mapping[str, object], out: Path | None, *, json: bool
 ) -> int:
     """Shows the first difference, or that there is none; returns the exit code."""
-    progress("")
-    sys.stderr.flush()
+    _end_progress()
+    form = {**compared, **dataclasses.asdict(agreement)}
     if json:
-        show_json(verb, **form)
+        show_json(kind, **form)
     elif agreement.learns_the_same:
         say(f"same: {same}")
         show_facts([
@@ -470,50 +469,37 @@ def _show_agreement(
         say(f"different: {agreement.difference}" + (f" (step {agreement.step})" if agreement.step else ""))
     for line in () if json else agreement.notes:
         say(f"note: {line}")
-    output.write_json(out, verb, **form)
+    output.write_json(out, kind, **form)
     return EXIT_OK if agreement.learns_the_same else EXIT_FAILURE
 
 
-def _verify_record(
-    task: str,
-    fields: Sequence[str],
-    plan: str,
-    *,
-    record: Path | None,
-    other: Path | None,
-    steps: int | None,
-    out: Path | None,
-    data: Path | None,
-    json: bool,
-) -> int:
-    output.check(out, ".json")
-    output.check(record, streams=False)
-    texts = preflight([plan], task, fields)
-    from grappe.verbs.verify import record as verb
+def _show_recorded(task: str, here: Recorded, record: Path | None, *, json: bool) -> int:
+    """Writes a record, and shows what is in it."""
+    from grappe.verbs.verify import record as recording
 
-    there = None if other is None else verb.read(other)
-    progress("a few steps of one plain process")
-    here = verb.record(task, plan, fields=texts, data=data, steps=verb.STEPS if steps is None else steps, other=there)
-    progress("")
-    sys.stderr.flush()
-    if record is not None:
-        kept, results = verb.write(here, record)
-        facts = {"steps": kept, "results": results, "calls": len(here.calls), **here.header.machine}
-        if json:
-            show_json("verify --record", task=task, file=str(record), **facts)
-        else:
-            command = verb.comparison(here.header, record.name)
-            say(f"recorded in {record}: on another machine, {command} compares")
-            show_facts([(name, str(value)) for name, value in facts.items() if value])
-            if left := len(here.results) - results:
-                say(f"note: {left:,} results were left out: a record has at most 5 MB")
+    assert record is not None
+    kept, results = recording.write(here, record)
+    facts = {"steps": kept, "results": results, "calls": len(here.calls), **here.header.machine}
+    if json:
+        show_json("verify --record", task=task, file=record, **facts)
         return EXIT_OK
-    assert there is not None
-    verdict = verb.compared(there, here)
-    form = {"task": task, **dataclasses.asdict(verdict)}
+    command = recording.comparison(here.header, record.name)
+    say(f"recorded in {record}: on another machine, {command} compares")
+    show_facts([(name, str(value)) for name, value in facts.items() if value])
+    if left := len(here.results) - results:
+        say(f"note: {left:,} results were left out: a record has at most 5 MB")
+    return EXIT_OK
+
+
+def _show_compared(task: str, there: Recorded, here: Recorded, out: Path | None, *, json: bool) -> int:
+    """Shows whether two machines compute the same; returns the exit code."""
+    from grappe.verbs.verify import record as recording
+
+    verdict = recording.compared(there, here)
     script = Path("show.py" if out is None else out.with_suffix(".py"))
     if verdict.script:
         output.write(script, verdict.script)
+    form = {"task": task, **dataclasses.asdict(verdict)}
     if json:
         show_json("verify --with", **form)
     else:
