@@ -25,7 +25,7 @@ from grappe.training.run import Run
 from grappe.training.task_reference import field_texts, resolve_task
 from grappe.verbs.evaluate import evaluate
 from grappe.verbs.export.cpp import write_program
-from grappe.verbs.export.folder import check_target, complete_or_nothing, write_manifest
+from grappe.verbs.export.folder import check_target, complete_or_nothing, readme_text, write_manifest
 from grappe.verbs.export.formats import check_packages, write_onnx, write_safetensors, write_transformers
 from grappe.verbs.export.program import Exporter, ExportJob, Program, in_batches, input_names, output_names, program_of
 from grappe.verbs.export.proof import TOLERANCE, TYPES, ExportSamples, Proof, prove, samples_of, write_npy
@@ -182,7 +182,7 @@ def export(
         if format == "program":
             proven["cpp"] = written.not_built or True
         facts = {"kind": format, **job.origin, **written.facts, **interface, "proof": proven}
-        write_manifest(staged, names, facts, written.readme(facts))
+        write_manifest(staged, names, facts, readme_text(facts, written.place, written.words))
     return ExportResult(folder=target, checkpoint=name, proof=proof, cpp=written.not_built, scores=scored)
 
 

@@ -8,6 +8,7 @@ import json
 import secrets
 import zlib
 from collections.abc import Iterable, Iterator, Mapping
+from importlib import resources
 from pathlib import Path
 from typing import Any
 
@@ -80,29 +81,43 @@ def write_manifest(folder: Path, written: Iterable[str], facts: Mapping[str, Any
     files.replace(folder / SUMS, lines.encode(), durable=True)
 
 
-def title(facts: Mapping[str, Any]) -> str:
-    """Formats a README's title: the task and the checkpoint."""
-    return f"{facts['class']}, {facts['checkpoint']}"
+def shipped_text(name: str) -> str:
+    """Reads a file of this package that goes into exported folders, or its template."""
+    return resources.files(__package__ or __name__).joinpath(name).read_text()
 
 
-def interface(tensors: Iterable[Mapping[str, Any]]) -> str:
-    """Formats the tensors that a program takes or gives, as the manifest describes them."""
-    return ", ".join(
-        f"`{tensor['name']}`"
-        + (f" {tensor['dtype']} {['N', *tensor['shape']]}".replace("'", "") if "shape" in tensor else "")
-        for tensor in tensors
-    )
+def readme_text(facts: Mapping[str, Any], place: str, words: Mapping[str, Any]) -> str:
+    """Fills the template of a format's README.
 
-
-def proven(proof: Mapping[str, Any], where: str) -> str:
-    """Formats a proof, as the manifest describes it, for a README."""
+    Args:
+        facts: the manifest's.
+        place: where the proof's computations ran.
+        words: the format's own texts, by their names in the template.
+    """
+    proof = facts["proof"]
     against = "the model with the rounded weights" if proof["scores"] else "`grappe predict`"
     rounded = "".join(
         f" The scores on {proof['split']} with weights in {rounding}: {score_words(scores)}."
         for rounding, scores in proof["scores"].items()
     )
-    return (
+    proven = (
         f"Proven before it was written: all {proof['samples']:,} samples of {proof['split']}, "
-        f"{', '.join(map(str, proof['batch_sizes']))} at a time, {where}, against {against}; the largest "
+        f"{', '.join(map(str, proof['batch_sizes']))} at a time, {place}, against {against}; the largest "
         f"difference was {proof['largest_difference']:.1e} of a row.{rounded}"
+    )
+    return shipped_text(f"README.{facts['kind']}.in").format(
+        title=f"{facts['class']}, {facts['checkpoint']}",
+        inputs=_interface(facts.get("inputs", ())),
+        outputs=_interface(facts.get("outputs", ())),
+        proof=proven,
+        **words,
+    )
+
+
+def _interface(tensors: Iterable[Mapping[str, Any]]) -> str:
+    """Formats the tensors that a program takes or gives, as the manifest describes them."""
+    return ", ".join(
+        f"`{tensor['name']}`"
+        + (f" {tensor['dtype']} {['N', *tensor['shape']]}".replace("'", "") if "shape" in tensor else "")
+        for tensor in tensors
     )
