@@ -270,8 +270,8 @@ def runs(
     from grappe.verbs.runs import describe, facts, listing
 
     if race is not None:
-        from grappe.verbs.race import board, target_of
-        from grappe.verbs.race import race as verb
+        from grappe.verbs.runs import board, target_of
+        from grappe.verbs.runs import race as verb
 
         if run is not None:
             raise UsageError("--race ranks all runs of a folder: leave RUN out, and give --runs FOLDER")

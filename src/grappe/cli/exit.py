@@ -69,7 +69,7 @@ def run(app: App, words: Sequence[str] | None = None) -> NoReturn:
         )
         mistake.details = "".join(traceback.format_exception(error))
         code = _complain(mistake, debug)
-    if isinstance(code, int) and "torch" in sys.modules and _leaves_at_once(code):
+    if isinstance(code, int) and "torch" in sys.modules:
         _leave_communication(code)
     sys.exit(code)
 
@@ -85,26 +85,24 @@ def script_apart(words: list[str]) -> list[str]:
     return words if asks else [*words[:place], "--", *words[place:]]
 
 
-def _leaves_at_once(code: int) -> bool:
-    """Returns whether to end without waiting for communication threads: after a failure, if there are any; else, if a
-    launcher started this process (the processes of a local command end by themselves)."""
+def _leave_communication(code: int) -> None:
+    """Ends this process at once, if it failed with communication threads, or if a launcher started it.
+
+    Communication threads of a failed step may never join, and after a successful one they may outlive the interpreter,
+    which makes torch abort (PyTorch's pull request 179291). The processes of a local command end so, too.
+    """
     from torch import distributed
 
-    if code in (EXIT_FAILURE, EXIT_USAGE):
-        return distributed.is_available() and distributed.is_initialized()
-    try:
-        return rank_from_environment() is not None
-    except UsageError:  # `doctor` reports it, and goes on
-        return False
-
-
-def _leave_communication(code: int) -> NoReturn:
-    """Ends this process now: communication threads of a failed step may never join, and after a successful one they may
-    outlive the interpreter, which makes torch abort (PyTorch's pull request 179291). Local processes end so, too."""
-    with contextlib.suppress(OSError):  # a reader who has left
-        sys.stdout.flush()
-        sys.stderr.flush()
-    os._exit(code)
+    leaves = distributed.is_available() and distributed.is_initialized()
+    if code not in (EXIT_FAILURE, EXIT_USAGE):
+        leaves = False
+        with contextlib.suppress(UsageError):  # `doctor` reports it, and goes on
+            leaves = rank_from_environment() is not None
+    if leaves:
+        with contextlib.suppress(OSError):  # a reader who has left
+            sys.stdout.flush()
+            sys.stderr.flush()
+        os._exit(code)
 
 
 def _code(app: App, arguments: list[str]) -> int:

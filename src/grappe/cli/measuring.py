@@ -162,20 +162,8 @@ def measure(
     output.check(out, ".json")
     texts, sizes = _batch_sizes(fields)
     if script or (task is None and (not gather or site is not None or largest_batch or options.why)):
-        others = (
-            task,
-            fields,
-            site,
-            account,
-            job_time,
-            dry_run,
-            gather,
-            largest_batch,
-            data,
-            options.why,
-            options.weak,
-        )
-        if not script or any(others):
+        others = (task, fields, site, account, job_time, dry_run, gather, largest_batch, data)
+        if not script or any(others) or options.why or options.weak:
             raise UsageError(
                 "grappe measure needs a task; or a script for one process, with --plan, --steps, --repeats, --out and "
                 "--json alone: --script train.py"
@@ -301,7 +289,7 @@ def report(
     """
     from grappe.training.run import Run
     from grappe.verbs.report import report as verb
-    from grappe.verbs.report.results import compared
+    from grappe.verbs.report.report import compared
 
     output.check(out, streams=False)
     if live and (predictions or weights or foresee):

@@ -60,7 +60,8 @@ def _predicted(run: Run) -> dict[str, Any]:
             with torch.no_grad(), inside(SampleIds(task.seed, -1, ids)):
                 inputs, target = read(ids)
                 output = task.forward(model, inputs)
-            if not _has_classes(output, target):
+            both = isinstance(output, Tensor) and isinstance(target, Tensor) and target.shape == output.shape[:1]
+            if not both or output.dim() != 2 or target.is_floating_point():
                 raise TaskError(
                     f"{type(task).__name__} has no classes to compare: that takes an output [B, classes] and targets "
                     "[B] of whole numbers"
@@ -93,11 +94,6 @@ def _predicted(run: Run) -> dict[str, Any]:
             for index, picture in zip(chosen, pictures, strict=False)
         ],
     }
-
-
-def _has_classes(output: Any, target: Any) -> bool:
-    tensors = isinstance(output, Tensor) and isinstance(target, Tensor) and target.shape == output.shape[:1]
-    return tensors and output.dim() == 2 and not target.is_floating_point()
 
 
 def _confusions(matrix: Tensor) -> list[list[int]]:
