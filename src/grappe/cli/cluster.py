@@ -16,17 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from cyclopts import App, CycloptsError, Parameter
 
 from grappe.cli import completion
-from grappe.cli.application import (
-    OPTIONS,
-    DryRun,
-    FieldText,
-    Json,
-    PlanText,
-    RunFolder,
-    RunsFolder,
-    app,
-    preflight,
-)
+from grappe.cli.application import OPTIONS, DryRun, FieldText, Json, PlanText, RunFolder, RunsFolder, app, preflight
 from grappe.cli.corrections import corrected, unknown_option
 from grappe.cli.exit import script_apart, show, show_either, show_json
 from grappe.errors import EXIT_FAILURE, EXIT_OK, UsageError

@@ -262,16 +262,9 @@ def bench(
     if json:
         show_json("data-bench", **vars(done))
         return
-    heads = (
-        "images/s",
-        "an image",
-        "read, cold",
-        "read",
-        "workers=0",
-        f"{done.cores} threads",
-        f"{done.cores} processes",
+    table = plain_table(
+        "images/s", "an image", "read, cold", "read", "workers=0", f"{done.cores} threads", f"{done.cores} processes"
     )
-    table = plain_table(*heads)
     for row in done.rows:
         rates = (row.cold, row.read, row.alone, row.threads, row.processes)
         table.add_row(row.place, _size(row.bytes), *("" if rate is None else f"{rate:,.0f}" for rate in rates))

@@ -81,13 +81,10 @@ def tune(
         raise UsageError("which task? grappe tune TASK lr=0.01..1:log …, or grappe tune --study STUDY --dry-run")
     from grappe.launch.start import interrupted
 
-    if job.site is None and dataclasses.replace(job, runs=NO_JOB.runs) != NO_JOB:
-        name = next(
-            field.name
-            for field in dataclasses.fields(job)
-            if field.name != "runs" and getattr(job, field.name) != field.default
-        )
-        option = TIME if name == "time" else f"--{name.strip('_').replace('_', '-')}"
+    fields_of_job = (field for field in dataclasses.fields(job) if field.name != "runs")
+    changed = [field.name for field in fields_of_job if getattr(job, field.name) != field.default]
+    if job.site is None and changed:
+        option = TIME if changed[0] == "time" else f"--{changed[0].strip('_').replace('_', '-')}"
         raise UsageError(f"{option} is of Slurm jobs: give --site too, for trials as jobs")
     texts = split(fields) if dry_run else preflight([plan], task, fields)
     from grappe.verbs.tune import tune as verb

@@ -1,5 +1,6 @@
 """Each of the doctor's checks, with what it must find and what it must leave alone."""
 
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import NoReturn
@@ -8,7 +9,6 @@ import pytest
 import torch
 from torch import nn
 
-from grappe import sites
 from grappe.launch.rank import ProcessRank
 from grappe.plan import Plan
 from grappe.verbs.doctor import checks
@@ -222,14 +222,18 @@ def test_packages_of_other_pythons(tmp_path: Path) -> None:
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).touch()
     installed = Path(torch.__file__).parents[1]
-    hidden = words(python.of_pythonpath(f"{tmp_path}:/no/such:{installed}"))
+    path = {"PYTHONPATH": f"{tmp_path}:/no/such:{installed}"}
+    hidden = words(python.check_python_paths(machine(environment=path)))
     assert f"warning: PYTHONPATH={tmp_path} hides installed modules: numpy, sklearn, typing_ext" in hidden
     assert "my_own" not in hidden and str(installed) not in hidden
     assert "/no/such, which is not a folder" in hidden
-    base = {"CONDA_PREFIX": "/opt/conda", "CONDA_DEFAULT_ENV": "base"}
-    assert "warning: conda's environment base is active" in words(python.of_conda(base, "/home/me/env"))
-    assert words(python.of_conda(base, "/opt/conda")) == "note: this Python is conda's base"
-    assert words(python.of_conda({}, "/home/me/env")) == ""
+    for prefix, told in (
+        ("/opt/conda", "warning: conda's environment base is active"),
+        (sys.prefix, "note: this Python is conda's base"),
+    ):
+        base = {"CONDA_PREFIX": prefix, "CONDA_DEFAULT_ENV": "base"}
+        assert words(python.check_conda(machine(environment=base))).startswith(told)
+    assert not list(python.check_conda(machine()))
 
 
 def test_a_script_is_not_stopped_by_a_package_that_it_does_not_import(tmp_path: Path, monkeypatch) -> None:
@@ -262,14 +266,14 @@ def test_the_wheelhouse_is_listed(tmp_path: Path) -> None:
 def test_where_files_should_lie(tmp_path: Path) -> None:
     places = {"HOME": str(tmp_path), "SCRATCH": str(tmp_path / "scratch"), "GRAPPE_DATA": str(tmp_path / "data")}
     (tmp_path / ".cache").mkdir()
-    narval = sites.find("narval")
-    found = list(job.of_storage(narval, machine(folder=tmp_path / "runs", environment=places)))
+    places["CC_CLUSTER"] = "narval"
+    found = list(job.check_storage(machine(folder=tmp_path / "runs", environment=places)))
     assert [one.level for one in found] == ["warning", "warning", "note"]
     assert "in $HOME (50 GB" in found[0].what
     assert "$SCRATCH (20 TB" in found[0].why
     assert "--run" in found[0].do
     fine = {**places, "GRAPPE_DATA": str(tmp_path / "projects" / "d"), "XDG_CACHE_HOME": str(tmp_path / "scratch")}
-    assert not list(job.of_storage(narval, machine(folder=tmp_path / "scratch" / "runs", environment=fine)))
+    assert not list(job.check_storage(machine(folder=tmp_path / "scratch" / "runs", environment=fine)))
 
 
 def test_a_gpu_of_amds_without_rocm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

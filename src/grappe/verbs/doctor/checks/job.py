@@ -14,7 +14,7 @@ from grappe.launch import command
 from grappe.sites import slurm
 from grappe.sites.advice import misplaced
 from grappe.sites.environment import MADE_ON_NODES
-from grappe.sites.schema import Contents, Site
+from grappe.sites.schema import Contents
 from grappe.verbs.doctor.checks import Finding, Level, Machine, error, note, once, warning
 from grappe.words import first_line
 
@@ -76,13 +76,9 @@ def of_sbatch() -> Iterator[Finding]:
 
 @once
 def check_storage(machine: Machine) -> Iterator[Finding]:
-    """Judges whether runs, data and caches lie where the site wants them."""
-    yield from of_storage(sites.find(sites.current(machine.environment)), machine)
-
-
-def of_storage(site: Site, machine: Machine) -> Iterator[Finding]:
-    """Returns findings for folders in a storage of the site that is not meant for what they hold."""
+    """Judges whether runs, data and caches lie in a storage that the site means for them."""
     environment = machine.environment
+    site = sites.find(sites.current(environment))
     places: list[tuple[Contents, Path, Level]] = [("runs", machine.folder, "warning")]
     if data := environment.get("GRAPPE_DATA"):
         places.append(("data", Path(data).absolute(), "warning"))

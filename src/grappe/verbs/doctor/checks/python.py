@@ -9,7 +9,7 @@ import re
 import site
 import sys
 import sysconfig
-from collections.abc import Iterable, Iterator, Mapping, Set
+from collections.abc import Iterable, Iterator, Set
 from pathlib import Path
 
 from grappe.errors.causes import WATCHED, broken_package, hidden_modules
@@ -152,8 +152,35 @@ def check_python_paths(machine: Machine) -> Iterator[Finding]:
     user = site.getusersitepackages()
     if site.ENABLE_USER_SITE and user in sys.path:
         yield from of_user_site(user, packages_in({user}), own)
-    yield from of_pythonpath(machine.environment.get("PYTHONPATH", ""))
-    yield from of_conda(machine.environment, sys.prefix)
+    path = machine.environment.get("PYTHONPATH", "")
+    for entry in filter(None, path.split(":")):
+        if not Path(entry).is_dir():
+            yield note(f"PYTHONPATH names {entry}, which is not a folder")
+    for entry, names in hidden_modules(path).items():
+        yield warning(
+            f"PYTHONPATH={entry} hides installed modules: {and_more(names, SHOWN)}",
+            why="Python imports from there first, whatever is installed",
+            do="unset PYTHONPATH (a module may have set it: module list)",
+        )
+
+
+@once_a_node
+def check_conda(machine: Machine) -> Iterator[Finding]:
+    """Compares the active conda environment with this Python's; conda's base should not be used."""
+    prefix, active = sys.prefix, machine.environment.get("CONDA_PREFIX", "")
+    name = machine.environment.get("CONDA_DEFAULT_ENV", "")
+    if active and Path(prefix).resolve() != Path(active).resolve():
+        yield warning(
+            f"conda's environment {name or active} is active, and this Python is another ({prefix})",
+            why="programs and libraries of both are mixed",
+            do="conda deactivate; and once: conda config --set auto_activate_base false",
+        )
+    elif active and name == "base":
+        yield note(
+            "this Python is conda's base",
+            why="updating conda changes it",
+            do="conda create --name grappe, and submit with --env conda:grappe",
+        )
 
 
 def packages_in(folders: Set[str]) -> set[str]:
@@ -173,35 +200,3 @@ def of_user_site(folder: str, user: Set[str], own: Set[str]) -> Iterator[Finding
         )
     elif user:
         yield note(f"{len(user)} packages come from {folder}, which all of your Pythons of this version share")
-
-
-def of_pythonpath(text: str) -> Iterator[Finding]:
-    """Returns findings for folders of PYTHONPATH that hide installed modules."""
-    for entry in filter(None, text.split(":")):
-        if not Path(entry).is_dir():
-            yield note(f"PYTHONPATH names {entry}, which is not a folder")
-    for entry, names in hidden_modules(text).items():
-        yield warning(
-            f"PYTHONPATH={entry} hides installed modules: {and_more(names, SHOWN)}",
-            why="Python imports from there first, whatever is installed",
-            do="unset PYTHONPATH (a module may have set it: module list)",
-        )
-
-
-def of_conda(environment: Mapping[str, str], prefix: str) -> Iterator[Finding]:
-    """Returns findings for an active conda environment that is not this Python's, and for conda's base."""
-    active, name = environment.get("CONDA_PREFIX", ""), environment.get("CONDA_DEFAULT_ENV", "")
-    if not active:
-        return
-    if Path(prefix).resolve() != Path(active).resolve():
-        yield warning(
-            f"conda's environment {name or active} is active, and this Python is another ({prefix})",
-            why="programs and libraries of both are mixed",
-            do="conda deactivate; and once: conda config --set auto_activate_base false",
-        )
-    elif name == "base":
-        yield note(
-            "this Python is conda's base",
-            why="updating conda changes it",
-            do="conda create --name grappe, and submit with --env conda:grappe",
-        )
