@@ -42,12 +42,13 @@ from grappe.launch.rank import is_main_process, rank_from_environment
 from grappe.launch.terminal import complain, progress, redirected, say, waiting, write
 from grappe.plan import as_plan
 from grappe.training.options import Options
+from grappe.verbs.export.folder import ExportOptions, check_target
 from grappe.words import format_number
 
 Trained = Annotated[
     bool, Parameter(help="Take the trained weights, where the run keeps a moving average of them (ema).")
 ]
-DEFAULTS = Options()
+DEFAULTS, EXPORTED = Options(), ExportOptions()
 
 
 @app.command
@@ -343,32 +344,15 @@ def export(
     run: RunFolder,
     /,
     *,
-    out: Annotated[Path, Parameter(name=OUT_NAMES)],
-    format: Literal["program", "safetensors", "transformers", "onnx"] = "program",
-    weights: Literal["fp32", "bf16", "int8"] = "fp32",
+    out: Annotated[Path, Parameter(name=OUT_NAMES, help="A new folder to write.")],
+    options: Annotated[ExportOptions, OPTIONS] = EXPORTED,
     task: RunTask = None,
     checkpoint: CheckpointName = None,
     data: DataFolder = None,
-    no_build: bool = False,
-    operators: list[Path] | None = None,
-    trained: Trained = False,
-    dry_run: DryRun = False,
+    dry_run: Annotated[DryRun, Parameter(help="Check the run and the options; write nothing.")] = False,
     json: Json = False,
 ) -> None:
-    """Write a run's model as a C++ program, weights or ONNX; it is checked on the whole validation split first.
-
-    Args:
-        out: A new folder to write.
-        format: A C++ program with the compiled model; the weights alone with the task's fields; a folder for
-            from_pretrained of transformers; or ONNX (needs grappe[onnx]).
-        weights: How a program or ONNX stores matrices: int8 takes a quarter of the bytes. It computes in float32; the
-            scores of the rounded weights are measured and shown.
-        no_build: Prove the compiled model in Python only; do not build the C++ program.
-        operators: A C++ file that registers operators of the model's own; once for each file.
-        dry_run: Check the run and the options; write nothing.
-    """
-    from grappe.verbs.export.folder import check_target
-
+    """Write a run's model as a C++ program, weights or ONNX; it is checked on the whole validation split first."""
     check_target(out)
     progress("loading the run and its model")
     from grappe.verbs.export.export import checked
@@ -377,24 +361,12 @@ def export(
     from grappe.verbs.runs import shown_scores
 
     if dry_run:
-        source, _ = checked(run, out, task=task, format=format, weights=weights, sources=operators or ())
+        source, _ = checked(run, out, options, task)
         name = choose(source, checkpoint)[1].folder.name
-        planned = [("would be written", f"{out}: {format}, weights in {weights}"), ("checkpoint", name)]
+        planned = [("would be written", f"{out}: {options.format}, weights in {options.weights}"), ("checkpoint", name)]
         show_answer(json, "export", planned, folder=out, checkpoint=name, dry_run=True)
         return
-    done = verb(
-        run,
-        out,
-        checkpoint=checkpoint,
-        task=task,
-        data=data,
-        format=format,
-        weights=weights,
-        build=not no_build,
-        sources=operators or (),
-        trained=trained,
-        progress=progress,
-    )
+    done = verb(run, out, options, checkpoint=checkpoint, task=task, data=data, progress=progress)
     progress("")
     proof, sizes = done.proof, ", ".join(map(str, done.proof.batch_sizes))
     built = f"not built: {done.cpp}" if done.cpp else "built and proven"
@@ -404,7 +376,7 @@ def export(
         ("proven", f"{proof.samples:,} samples of {proof.split}, {sizes} at a time"),
         ("largest difference", f"{proof.largest_difference:.1e} of a row"),
         *((f"scores, weights in {rounding}", shown_scores(scores)) for rounding, scores in done.scores.items()),
-        *([("C++ program", built)] if format == "program" else []),
+        *([("C++ program", built)] if options.format == "program" else []),
         ("how to use it", f"{done.folder}/README.md"),
     ]
     show_answer(json, "export", facts, **vars(done), dry_run=False)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import hashlib
 import json
 import secrets
@@ -10,16 +11,47 @@ import zlib
 from collections.abc import Iterable, Iterator, Mapping
 from importlib import resources
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from grappe.errors import UsageError
 from grappe.launch import files
-from grappe.verbs.runs import score_words
 
+Format = Literal["program", "safetensors", "transformers", "onnx"]
+Rounding = Literal["fp32", "bf16", "int8"]
 MANIFEST = "manifest.json"
 SUMS = "SHA256SUMS"
 README = "README.md"
 PART = 1 << 20  # bytes that are read at a time
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ExportOptions:
+    """The form of an export; needs no torch.
+
+    `grappe export` has an option for each field, with the docstring under the field as its help.
+    """
+
+    format: Format = "program"
+    """A C++ program with the compiled model; the weights alone with the task's fields; a folder for from_pretrained of
+    transformers; or ONNX (needs grappe[onnx])."""
+    weights: Rounding = "fp32"
+    """How a program or ONNX stores matrices: int8 takes a quarter of the bytes. It computes in float32; the scores of
+    the rounded weights are measured and shown."""
+    no_build: bool = False
+    """Prove the compiled model in Python only; do not build the C++ program."""
+    operators: tuple[Path, ...] = ()
+    """A C++ file that registers operators of the model's own; once for each file."""
+    trained: bool = False
+    """Take the trained weights, where the run keeps a moving average of them (ema)."""
+
+    def __post_init__(self) -> None:
+        if self.operators and self.format != "program":
+            raise UsageError(f"--operators: --format {self.format} compiles nothing: leave the option out")
+        if self.weights != "fp32" and self.format not in ("program", "onnx"):
+            raise UsageError(
+                f"--weights {self.weights}: --format {self.format} writes the weights as they are: take --format "
+                "program or onnx"
+            )
 
 
 def check_target(folder: Path) -> None:
@@ -94,6 +126,8 @@ def readme_text(facts: Mapping[str, Any], place: str, words: Mapping[str, Any]) 
         place: where the proof's computations ran.
         words: the format's own texts, by their names in the template.
     """
+    from grappe.verbs.runs import score_words
+
     proof = facts["proof"]
     against = "the model with the rounded weights" if proof["scores"] else "`grappe predict`"
     rounded = "".join(
