@@ -3,6 +3,7 @@
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import NoReturn
 
 import pytest
@@ -185,6 +186,15 @@ def test_a_check_that_fails_hides_no_other(monkeypatch: pytest.MonkeyPatch) -> N
     found = list(checks.examine(machine(folder=Path("/proc"))))
     assert "the check cores failed: RuntimeError: its own mistake" in words(found)
     assert "/proc cannot be written" in words(found)
+
+
+def test_a_file_of_checks_that_cannot_be_imported_hides_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        checks, "importlib", SimpleNamespace(import_module=lambda name: host if "host" in name else 1 / 0)
+    )
+    found = words(checks.examine(machine(folder=Path("/proc"))))
+    assert "the check python failed: ZeroDivisionError" in found
+    assert "/proc cannot be written" in found
 
 
 def test_this_machine_can_train() -> None:

@@ -323,13 +323,16 @@ def gather_study(folder: Path) -> dict[str, Any]:
                 "best": trial is best,
             }
         )
-    ends = {name: axis.ends for name, axis in space.items()}
+    axes = []
+    for name, axis in space.items():
+        ends = axis.texts if isinstance(axis, Choices) else (axis.text(axis.low), axis.text(axis.high))
+        axes.append({"name": name, "ends": [ends[0], ends[-1]]})
     return {
         "name": folder.resolve().name,
         "task": search.task,
         "metric": search.metric,
         "maximize": search.maximize,
-        "axes": [{"name": name, "ends": texts} for name, texts in ends.items()],
+        "axes": axes,
         "ends": [low, high],
         "trials": rows,
         "importance": importance(study, space),

@@ -31,12 +31,7 @@ class Range:
     integer: bool = False
 
     def __str__(self) -> str:
-        return f"{'..'.join(self.ends)}{LOG if self.log else ''}"
-
-    @property
-    def ends(self) -> list[str]:
-        """The texts of the lowest and the highest number."""
-        return [self.text(self.low), self.text(self.high)]
+        return f"{self.text(self.low)}..{self.text(self.high)}{LOG if self.log else ''}"
 
     def text(self, value: float) -> str:
         """The text of a number, as a user would write it: rounded, but never out of the range."""
@@ -60,11 +55,6 @@ class Choices:
 
     def __str__(self) -> str:
         return "|".join(self.texts)
-
-    @property
-    def ends(self) -> list[str]:
-        """The first and the last text."""
-        return [self.texts[0], self.texts[-1]]
 
 
 Axis = Range | Choices

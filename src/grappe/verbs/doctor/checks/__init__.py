@@ -89,10 +89,18 @@ def once_a_node(check: Check) -> Check:
 def examine(machine: Machine) -> Iterator[Finding]:
     """Runs every check; an exception in a check becomes a finding, and the other checks still run."""
     for file in sorted(Path(__file__).parent.glob("[a-z]*.py")):
-        module = importlib.import_module(f"{__name__}.{file.stem}")
-        checks = {name.removeprefix(PREFIX): check for name, check in vars(module).items() if name.startswith(PREFIX)}
+        checks = dict[str, Check]()
+        try:
+            functions = vars(importlib.import_module(f"{__name__}.{file.stem}"))
+            checks = {name.removeprefix(PREFIX): functions[name] for name in functions if name.startswith(PREFIX)}
+        except Exception as mistake:  # a library that the checks import is broken
+            yield _failed(file.stem, mistake)
         for name, check in checks.items():
             try:
                 yield from check(machine)
             except Exception as mistake:
-                yield warning(f"the check {name} failed: {type(mistake).__name__}: {mistake}")
+                yield _failed(name, mistake)
+
+
+def _failed(name: str, mistake: Exception) -> Finding:
+    return warning(f"the check {name} failed: {type(mistake).__name__}: {mistake}")
