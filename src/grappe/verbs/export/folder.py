@@ -35,7 +35,7 @@ class ExportOptions:
     """A C++ program with the compiled model; the weights alone with the task's fields; a folder for from_pretrained of
     transformers; or ONNX (needs grappe[onnx])."""
     weights: Rounding = "fp32"
-    """How a program or ONNX stores matrices: int8 takes a quarter of the bytes. It computes in float32; the scores of
+    """Form of matrices in a program or ONNX: int8 takes a quarter of the bytes. It computes in float32; the scores of
     the rounded weights are measured and shown."""
     no_build: bool = False
     """Prove the compiled model in Python only; do not build the C++ program."""
