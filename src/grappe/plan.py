@@ -14,6 +14,8 @@ from grappe.errors import PlanError, UsageError
 
 WHOLE_DRAWS = 4
 """Parts of a batch up to which dropout=auto has each part draw for all: a fifth to a half more time; 8 parts: twice."""
+OWN_STATISTICS = frozenset({"horovod", "textbook"})
+"""Engines whose batch normalisation has each process's rows."""
 ONE_PROCESS = "one"
 """What a plan without any key is called on the command line."""
 RECOMPUTED = re.compile(r"(full|selective|host)(?::(\d+)(?:-(\d+))?)?")
@@ -56,7 +58,7 @@ class Plan:
     precision: Literal["fp32", "tf32", "bf16", "fp16", "fp64"] = "fp32"
     """Precision: fp32, tf32, or mixed: bf16, fp16 (with loss scaling); fp64: weights, data and sums in double."""
     batchnorm: Literal["auto", "local", "sync"] = "auto"
-    """Batch normalisation's statistics: a process's (local) or the batch's (sync); auto: sync in scripts."""
+    """Batch normalisation's statistics: a process's (local) or the batch's (sync); auto: sync where it can be."""
     dropout: Literal["auto", "whole", "local"] = "auto"
     """Dropout and noise: one process's (whole), a process's own (local), or whole for up to 4 slices x microbatches."""
     channels_last: bool = False
@@ -157,6 +159,30 @@ class Plan:
     def data_parallel(self) -> int:
         """Returns the number of data slices of each global batch."""
         return self.replicate * self.shard
+
+    @property
+    def synchronises(self) -> bool:
+        """Whether batch normalisation has the statistics of all processes' rows."""
+        if self.batchnorm != "auto":
+            return self.batchnorm == "sync"
+        able = self.engine not in OWN_STATISTICS and self.tensor * self.domain == 1
+        return able and self.data_parallel > 1 and not (self.exact or self.cuda_graphs)
+
+    @property
+    def statistics(self) -> str:
+        """Returns the rows whose statistics batch normalisation has, in words; "": the whole batch's."""
+        if self.exact:
+            return f"each of {self.exact} pieces of a batch"
+        whose = "each process" if self.data_parallel > 1 and not self.synchronises else ""
+        if self.microbatches > 1:
+            return f"each microbatch of {whose}" if whose else "each microbatch"
+        return whose
+
+    @property
+    def parts(self) -> int:
+        """Returns the number of parts in which a step is computed: forwards see parts of its batch, or of the model."""
+        spread = self.data_parallel * self.pipeline * self.tensor * self.domain
+        return spread * self.microbatches * max(1, self.exact)
 
     @property
     def checked(self) -> float:

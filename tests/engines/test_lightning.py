@@ -13,7 +13,6 @@ from grappe.data.loader import training_loader
 from grappe.engines import lightning
 from grappe.engines.base import EngineSetup
 from grappe.engines.lightning import Lightning
-from grappe.engines.lightning.steps import Item
 from grappe.errors import PlanError
 from grappe.launch.rank import ProcessRank, rank_from_environment
 from grappe.launch.world import World, join
@@ -71,8 +70,8 @@ def strategies(process: ProcessRank, rendezvous_folder: Path, plan: str) -> tupl
     """Returns the strategy of a plan's Trainer, and its numbers of processes."""
     from grappe.engines.lightning.fit import make_trainer
 
-    engine, (first, *_) = made(plan, process, rendezvous_folder)
-    trainer = make_trainer(engine._parts, [], Item(first, first.microbatches[0], True))
+    engine, _ = made(plan, process, rendezvous_folder)
+    trainer = make_trainer(engine._parts, [])
     kind = type(trainer.strategy).__mro__[2].__name__
     engine._parts.steps.setup.world.leave()
     return kind, trainer.num_devices, trainer.num_nodes, trainer.world_size

@@ -39,6 +39,6 @@ class Named(dict):
 
 def test_a_replicas_output_is_the_models_own_where_no_sample_is_cut() -> None:
     world = World(process=ProcessRank(), device=torch.device("cpu"))
-    carrier = SumsCarrier(nn.Identity(), world, lambda model, inputs: Named(model(inputs)), torch.float32)
+    carrier = SumsCarrier(nn.Identity(), world, lambda model, inputs: Named(model(inputs)), 0, torch.float32)
     output = carrier(torch.ones(2))
     assert type(output) is Named and output[0].tolist() == [1.0, 1.0]

@@ -1,4 +1,4 @@
-"""Replicas: gradients and the step's sums are reduced, whether or not every parameter gets a gradient."""
+"""Replicas: gradients and the step's sums are reduced, whichever parameters a step reaches on a process."""
 
 from pathlib import Path
 from typing import Any
@@ -11,45 +11,93 @@ from grappe.launch.rank import ProcessRank
 from grappe.launch.world import joined
 from grappe.parallel.replicate import Replicas
 from grappe.plan import Plan
-from grappe.step.loss import Roots
+from grappe.step.loss import LossReduction
 from tests.processes import Pool
 
 
+class Branch(torch.autograd.Function):
+    """A layer's product whose gradient of the weight is None for a process, though the graph has it."""
+
+    @staticmethod
+    def forward(ctx: Any, inputs: Tensor, weight: Tensor) -> Tensor:
+        return inputs * weight.sum()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        return gradients[0], None
+
+
 class Branches(nn.Module):
-    """Two layers, of which one may be unused."""
+    """Layers of which a step reaches some."""
 
-    def __init__(self, *, uses_both: bool) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.first, self.second, self.uses_both = nn.Linear(2, 1), nn.Linear(2, 1), uses_both
+        self.layers = nn.ModuleDict({name: nn.Linear(2, 1) for name in "abc"})
 
-    def forward(self, inputs: Tensor) -> Tensor:
-        return self.first(inputs) + self.second(inputs) if self.uses_both else self.first(inputs)
+    def forward(self, reached: str) -> Tensor:
+        inputs = torch.ones(1, 2)
+        out = torch.stack([self.layers[name](inputs) for name in reached if name != "0"]).sum(0)
+        return Branch.apply(out, self.layers["c"].bias) if "0" in reached else out
 
 
-def stepped(place: ProcessRank, meet: Path, plan: str, uses_both: bool) -> list[Any]:
-    """By step, which parameters have gradients, the first bias's, and the sums."""
-    with joined(Plan.parse(plan), place, Path(meet)) as world:
-        model = Branches(uses_both=uses_both)
-        replicas, results = Replicas(model, world, lambda model, inputs: model(inputs)), list[Any]()
+# Layers that each of two processes reaches in the microbatches of a step; "0": c's bias gets None from the graph.
+STEPS = {
+    "all": [("abc", "abc"), ("abc", "abc")],
+    "never": [("ab", "ab"), ("ab", "ab")],
+    "later": [("abc", "abc"), ("a", "ab"), ("a", "b"), ("abc", "abc"), ("c", "c")],
+    "in the graph": [("ab0", "ab0"), ("abc", "ab0"), ("ab0", "ab"), ("abc", "a0")],
+    "by microbatch": [("abc|a", "b|a"), ("c|ab", "c|ab"), ("c|a0", "a|a")],
+    "frozen": [("abc", "abc"), ("-abc", "-abc"), ("-ab", "-abc"), ("abc", "abc")],
+}
 
-        def backward(forward: Any, roots: Roots) -> None:
-            output = forward(torch.ones(1, 2))
-            torch.autograd.backward((output, *roots[0]), (torch.full_like(output, place.rank + 1.0), *roots[1]))
 
-        reduction = replicas.wrap(backward)
-        for step in range(3):
+def stepped(place: ProcessRank, meet: Path, kind: str) -> list[Any]:
+    """By step, gradients of the biases by layer, and the sums."""
+    with joined(Plan.parse("replicate=2,device=cpu,threads=1"), place, Path(meet)) as world:
+        model, results = Branches(), list[Any]()
+        replicas = Replicas(
+            model, world, lambda model, inputs: model(inputs), microbatches=2 if "|" in str(STEPS[kind]) else 1
+        )
+
+        def dry_run(forward: Any, reduction: LossReduction) -> None:
+            backward(forward, STEPS[kind][0][place.rank].split("|")[0], reduction, 0.0)
+            reduction.sums()
+
+        def backward(forward: Any, reached: str, reduction: LossReduction | None, flag: float) -> None:
+            output = forward(reached)
+            loss = torch.tensor(place.rank + 10.0)
+            roots, gradients = reduction.start(loss, flag, output) if reduction else ((), ())
+            torch.autograd.backward((output, *roots), (torch.full_like(output, place.rank + 1.0), *gradients))
+
+        reduction = replicas.wrap(dry_run)
+        for step, ways in enumerate(STEPS[kind]):
+            frozen, micros = ways[place.rank].startswith("-"), ways[place.rank].lstrip("-").split("|")
+            model.layers["c"].requires_grad_(not frozen)
             for parameter in model.parameters():
                 parameter.grad = None
-            backward(replicas, reduction.start(torch.tensor(place.rank + 10.0), float(step)))
+            for number, reached in enumerate(micros):
+                last = number == len(micros) - 1
+                replicas.reduce_in_next_backward(last)
+                backward(replicas, reached, reduction if last else None, float(step))
             sums = reduction.sums().read()
-            reached = [parameter.grad is not None for parameter in model.parameters()]
-            results.append((reached, model.first.bias.grad.item() if model.first.bias.grad is not None else None, sums))
+            biases = {name: layer.bias.grad for name, layer in model.layers.items()}
+            results.append(({name: None if grad is None else grad.item() for name, grad in biases.items()}, sums))
         return results
 
 
-@pytest.mark.parametrize("uses_both", [True, False])
-def test_steps_reduce_what_is_reached(pool: Pool, uses_both: bool) -> None:
-    plan = "replicate=2,device=cpu,threads=1"
-    found = pool.run("tests.parallel.test_replicate:stepped", 2, plan, uses_both)
-    expected = [([True, True, uses_both, uses_both], 1.5, [21.0, 2.0 * step]) for step in range(3)]
-    assert found == [expected] * 2
+@pytest.mark.parametrize("kind", STEPS)
+def test_steps_reduce_what_is_reached(pool: Pool, kind: str) -> None:
+    expected = []
+    for step, ways in enumerate(STEPS[kind]):
+        biases: dict[str, float | None] = {}
+        for name in "abc":
+            # DDP averages; the gradient of a process is its number, once for each time that it reaches the layer.
+            terms = [
+                (rank + 1.0) / 2
+                for rank, way in enumerate(ways)
+                for _ in range(way.count(name))
+                if "-" not in way or name != "c"
+            ]
+            biases[name] = sum(terms) if terms else None
+        expected.append((biases, [21.0, 2.0 * step]))
+    assert pool.run("tests.parallel.test_replicate:stepped", 2, kind) == [expected] * 2

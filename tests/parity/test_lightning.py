@@ -24,12 +24,12 @@ L = "engine=lightning"
     ("plan", "pieces", "ways"), [(f"{L},replicate=2", 1, 2), (f"{L},shard=2", 1, 2), (f"{L},microbatches=2", 2, 1)]
 )
 def test_local_batchnorm_is_that_of_each_slice(pool: Pool, plan: str, pieces: int, ways: int) -> None:
-    check(pool, NORMED, plan, reference.train(NORMED, STEPS, pieces, ways))
+    check(pool, NORMED, f"{plan},batchnorm=local", reference.train(NORMED, STEPS, pieces, ways))
 
 
 def test_local_batchnorm_does_not_see_filler_rows(pool: Pool) -> None:
     task = Images(batchnorm=True, batch_size=5, samples=10, epochs=3)
-    check(pool, task, f"{L},replicate=4", reference.train(task, STEPS, ways=4))
+    check(pool, task, f"{L},replicate=4,batchnorm=local", reference.train(task, STEPS, ways=4))
 
 
 @pytest.mark.parametrize(

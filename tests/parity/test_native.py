@@ -56,7 +56,8 @@ def check(pool: Pool, task: Task, plan: str, wanted: dict, steps: int = STEPS, t
 
 def has_local_statistics(task: Task, plan: str) -> bool:
     """Evaluation then uses the mean of the processes' statistics, which the reference's first model has not."""
-    return getattr(task, "batchnorm", False) and "sync" not in plan
+    spread = Plan.parse(plan)
+    return getattr(task, "batchnorm", False) and spread.data_parallel > 1 and not spread.synchronises
 
 
 def test_the_tolerance_would_notice_a_learning_rate_off_by_a_thousandth() -> None:

@@ -18,13 +18,18 @@ NORMED = Images(batchnorm=True, rule="adam", clip=0.5)
 @pytest.mark.parametrize("text", ["", ",recompute"])
 def test_synchronised_batchnorm_does_not_see_filler_rows(pool: Pool, samples: int, text: str) -> None:
     task = Images(batchnorm=True, batch_size=3, samples=samples, epochs=3)
-    check(pool, task, f"replicate=4,batchnorm=sync{text}", reference.train(task, STEPS))
+    check(pool, task, f"replicate=4{text}", reference.train(task, STEPS))
+
+
+@pytest.mark.parametrize("plan", ["replicate=3,compile", "replicate=2,recompute", "shard=2,channels_last"])
+def test_batchnorm_is_synchronised_unasked(pool: Pool, plan: str) -> None:
+    check(pool, NORMED, plan, reference.train(NORMED, STEPS))
 
 
 @pytest.mark.parametrize("plan", ["replicate=4", "replicate=4,recompute"])
 def test_local_batchnorm_does_not_see_filler_rows(pool: Pool, plan: str) -> None:
     task = Images(batchnorm=True, batch_size=5, samples=10, epochs=3)
-    check(pool, task, plan, reference.train(task, STEPS, ways=4))
+    check(pool, task, f"{plan},batchnorm=local", reference.train(task, STEPS, ways=4))
 
 
 @pytest.mark.parametrize(
@@ -41,7 +46,7 @@ def test_local_batchnorm_does_not_see_filler_rows(pool: Pool, plan: str) -> None
     ],
 )
 def test_local_batchnorm_is_that_of_each_slice(pool: Pool, plan: str, pieces: int, ways: int) -> None:
-    check(pool, NORMED, plan, reference.train(NORMED, STEPS, pieces, ways))
+    check(pool, NORMED, f"{plan},batchnorm=local", reference.train(NORMED, STEPS, pieces, ways))
 
 
 def test_local_and_global_statistics_are_not_the_same() -> None:

@@ -218,7 +218,9 @@ class WholeGradients:
         forward: Callable[[Any], Any] = functools.partial(setup.task.forward, model.module)
         divisor, summed_in = 1.0, stored_in(setup.plan)
         if setup.plan.uses_ddp:
-            forward = self._unwrapped = Replicas(model.module, setup.world, setup.task.forward, summed_in)
+            forward = self._unwrapped = Replicas(
+                model.module, setup.world, setup.task.forward, summed_in, setup.plan.microbatches
+            )
             divisor = float(setup.world.gradient_size)  # DDP averages where FSDP2 is made to sum
             if setup.plan.microbatches > 1:
                 self._switch = self._unwrapped.reduce_in_next_backward
@@ -240,7 +242,7 @@ class WholeGradients:
         runner = self._runner
         if self._unwrapped is not None:
             runner.reduction = self._unwrapped.wrap(
-                lambda forward, roots: runner.dry_run(batch, within(self._precision, forward), roots)
+                lambda forward, reduction: runner.dry_run(batch, within(self._precision, forward), reduction)
             )
             self._unwrapped = None
         runner.begin(batch)

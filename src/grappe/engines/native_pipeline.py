@@ -70,7 +70,7 @@ class PipelinedGradients:
         held = plan.uses_fsdp and plan.zero == 1
         self._runner = Runner(plan.schedule, model.relay, world.device, self._loss, held)
         # Forwards have collectives: a process that alone sees a new shape would send it through without the others.
-        together = plan.uses_fsdp or plan.batchnorm == "sync"
+        together = plan.uses_fsdp or plan.synchronises
         self._together = together and world.data_group is not None
         self._replicas = None if plan.uses_fsdp else world.data_group
         self._batch: Batch | None = None

@@ -138,7 +138,7 @@ UNCUT = Part()
 
 def slices_of(task: Task, plan: Plan, samples: int, dataset: int) -> Slices:
     """Returns what the microbatches of a step of `samples` samples depend on, of a data set of `dataset`."""
-    synchronised = plan.batchnorm == "sync" and plan.data_parallel > 1
+    synchronised = plan.synchronises and plan.data_parallel > 1
     if not task.whole_batch_loss:
         return Slices(ways=plan.data_parallel, synchronised=True) if synchronised else ALONE
     samples = min(samples, dataset)

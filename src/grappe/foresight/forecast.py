@@ -271,7 +271,7 @@ class AlikeProcesses:
         rows = largest_rows(fake_model, plan, samples)
         self._trained = fake_model.trace(rows, precision, plan.recompute, threads, plan.tensor, slices, part)
         # A loss of the whole batch takes an evaluation's batch whole, too.
-        evaluated = dataclasses.replace(plan, microbatches=1, batchnorm="auto")
+        evaluated = dataclasses.replace(plan, microbatches=1, batchnorm="local")
         slices = slices_of(task, evaluated, samples, fake_model.validation_samples)
         self._rows = evaluated_rows(fake_model, plan, samples)
         self._scored = fake_model.evaluation(self._rows, precision, threads, plan.tensor, slices, part)

@@ -182,7 +182,7 @@ def traced_passes(fake_model: FakeModel, plan: Plan, samples: int) -> tuple[Trac
 def traced_plan(plan: Plan) -> Plan:
     """Returns the plan whose passes are traced for this one's: replicas do not change them."""
     # Traces depend on whether there are shards, not on how many.
-    return dataclasses.replace(plan, replicate=1, shard=min(2, plan.shard), threads=None, batchnorm="auto")
+    return dataclasses.replace(plan, replicate=1, shard=min(2, plan.shard), threads=None, batchnorm="local")
 
 
 def tensor_parts(fake_model: FakeModel, plan: Plan) -> list[dict[str, tuple[int, ...]]]:

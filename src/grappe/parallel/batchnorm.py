@@ -167,8 +167,15 @@ def kept_buffers(module: nn.Module) -> Kept:
 def put_back(kept: Kept) -> None:
     """Restores the buffers' values, also where a forward has replaced the tensor."""
     for module, name, buffer, values in kept:
-        buffer.copy_(values)
+        _give_back(buffer, values)
         module_buffers(module)[name] = buffer
+
+
+def _give_back(buffer: Tensor, values: Tensor) -> None:
+    """Restores a buffer's values, and its shape, which torch's observers change in place."""
+    if buffer.shape != values.shape:
+        buffer.resize_(values.shape)
+    buffer.copy_(values)
 
 
 def replace_buffers(kept: Kept) -> None:
@@ -205,7 +212,7 @@ def buffers_agreed(model: nn.Module, group: ProcessGroup) -> Iterator[None]:
         yield
     finally:
         for buffer, kept in zip(buffers, before, strict=True):
-            buffer.copy_(kept)
+            _give_back(buffer, kept)
 
 
 def agreed_between(buffer: Tensor, group: ProcessGroup) -> Tensor:

@@ -61,8 +61,7 @@ def hooked(model: nn.Module) -> str:
 
 def refuse_hooks(model: nn.Module, plan: Plan) -> None:
     """Raises TaskError where a hook that model() has put on a gradient would see a part of the batch's."""
-    parts = plan.data_parallel * plan.microbatches * max(1, plan.exact) * plan.pipeline * plan.tensor * plan.domain
-    if parts > 1 and (name := hooked(model)):
+    if plan.parts > 1 and (name := hooked(model)):
         raise TaskError(
             f"model() has put a hook on the gradient of {name}, which would see a part of the batch's gradient under "
             f"{plan}: multiply the parameter in forward(), write after_step(self, model), or use one process without "
@@ -84,6 +83,7 @@ def fill(model: nn.Module, weights: Weights, device: torch.device, *, offloaded:
             model.to(device)
         elif device.type == "cuda" or any(tensor.is_meta for tensor in named_tensors(model).values()):
             give_memory(model, device, offloaded=offloaded)
+    fit_buffers(model, weights)
     check_weights(model, weights)
     for name, tensor in named_tensors(model).items():
         read_into(tensor, weights, name)
@@ -98,6 +98,21 @@ def marks_kept(model: nn.Module) -> Iterator[None]:
     for name, parameter in model.named_parameters():
         for key, value in before.get(name, {}).items():
             setattr(parameter, key, value)
+
+
+def resizes_buffers(module: nn.Module) -> bool:
+    """Whether a module's own loading can give its buffers other shapes, as that of torch's observers does."""
+    loads = type(module)._load_from_state_dict
+    return loads is not nn.Module._load_from_state_dict and not loads.__module__.startswith("torch.nn.")
+
+
+def fit_buffers(model: nn.Module, weights: Weights) -> None:
+    """Gives the buffers of modules that resize them their shapes in `weights`."""
+    for path, module in model.named_modules():
+        for name, buffer in module_buffers(module).items() if resizes_buffers(module) else ():
+            full = f"{path}.{name}".lstrip(".")
+            if buffer is not None and full in weights and weights.shape(full) != tuple(buffer.shape):
+                module_buffers(module)[name] = buffer.new_empty(weights.shape(full))
 
 
 def check_weights(model: nn.Module, weights: Weights) -> None:

@@ -88,7 +88,7 @@ def prepare_filled(model: nn.Module, plan: Plan, world: World) -> None:
         sum_scalars(model, world)
     if plan.channels_last and not plan.uses_fsdp:  # FSDP2 refuses parameters that are not contiguous
         model.to(memory_format=torch.channels_last)  # pyrefly: ignore
-    if plan.batchnorm == "sync" and world.data_group is not None:
+    if plan.synchronises and world.data_group is not None:
         synchronise_batchnorm(model, world.data_group)
 
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from grappe.data.batch import Batch, Microbatch, first_rows, flat
 from grappe.domain.batches import uncut
@@ -435,11 +435,11 @@ class LossReduction:
             self._flags[flag] = torch.full_like(self.zero, flag)
         return torch.stack((loss, self._flags[flag]))
 
-    def start(self, loss: Tensor, flag: float) -> Roots:
-        """Starts the reduction, before the step's last backward.
+    def start(self, loss: Tensor, flag: float, root: Tensor | None = None) -> Roots:
+        """Starts the reduction, before the step's last backward, which begins at `root`.
 
         Returns:
-            Additional roots of that backward, and their gradients, which carry the sums.
+            Additional roots of that backward, and their gradients.
         """
         self._loss, self._flag = loss, flag
         return NO_ROOTS
@@ -447,26 +447,6 @@ class LossReduction:
     def sums(self) -> Sums:
         """Returns the step's sums, after the step's last backward has been called."""
         return Sums(self._loss, flag=self._flag)
-
-
-class PiggybackReduction(LossReduction):
-    """Loss reduction within DDP's own reduction: the sums are the gradient of a parameter with no other use."""
-
-    def __init__(self, carried: nn.Parameter, processes: int) -> None:
-        super().__init__(carried.device, carried.dtype)
-        self._carried = carried
-        self._as_root = (carried,)  # a leaf's gradient is the one that backward gets for it
-        self._processes = processes
-
-    def start(self, loss: Tensor, flag: float) -> Roots:
-        self._loss = loss
-        return self._as_root, (self.payload(loss, flag),)
-
-    def sums(self) -> Sums:
-        assert self._carried.grad is not None
-        total = self._carried.grad * self._processes  # DDP has divided by them
-        self._carried.grad = None
-        return Sums(total, own=(self._loss,))
 
 
 class AllReduceReduction(LossReduction):
@@ -478,7 +458,7 @@ class AllReduceReduction(LossReduction):
         self._copies = world.size // world.gradient_size
         self._work: dist.Work | None = None
 
-    def start(self, loss: Tensor, flag: float) -> Roots:
+    def start(self, loss: Tensor, flag: float, root: Tensor | None = None) -> Roots:
         self._loss, self._payload = loss, self.payload(loss / self._copies, flag)
         self._work = dist.all_reduce(self._payload, async_op=True)
         return NO_ROOTS
@@ -487,16 +467,8 @@ class AllReduceReduction(LossReduction):
         return Sums(self._payload, self._work, own=(self._loss,))
 
 
-def loss_reduction(
-    world: World, carried: nn.Parameter | None = None, summed_in: torch.dtype = torch.float32
-) -> LossReduction:
-    """Chooses the loss reduction for `world`'s processes.
-
-    Args:
-        carried: a parameter of PAYLOAD_SIZE numbers whose gradient DDP averages over the processes, if there is one.
-    """
-    if carried is not None:
-        return PiggybackReduction(carried, world.gradient_size)
+def loss_reduction(world: World, summed_in: torch.dtype = torch.float32) -> LossReduction:
+    """Chooses the loss reduction for `world`'s processes."""
     return AllReduceReduction(world, summed_in) if world.size > 1 else LossReduction(world.device, summed_in)
 
 

@@ -457,6 +457,7 @@ class Training:
             if stream is not None and averages:
                 engines = stream
                 stream = lambda: itertools.chain(engines(), averages.items())  # noqa: E731
+            session.carried.refuse_resized()
             own = {**state.local, **session.carried.tensors(session.world)}
             tensors = {**state.tensors, **averages}
             if self.progress.evaluated_step == step and not self.progress.since_best:

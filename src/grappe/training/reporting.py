@@ -16,7 +16,7 @@ from grappe.engines.base import Engine, EngineSetup
 from grappe.launch.terminal import UserStream, say
 from grappe.launch.world import World
 from grappe.plan import Plan
-from grappe.private_api.torch import tree_leaves
+from grappe.private_api.torch import BatchNormBase, tree_leaves
 from grappe.task import Task
 from grappe.training.options import Options
 from grappe.training.run import Run, short_name
@@ -117,11 +117,14 @@ def start_facts(
 
 
 def unit_facts(engine: type[Engine], setup: EngineSetup) -> dict[str, Any]:
-    """Returns the facts on the units of a model whose task gives none, where the plan needs some."""
+    """Returns the facts on batch normalisation, and on the units of a model whose task gives none. Collective."""
     shards = engine.sharded_units and setup.plan.uses_fsdp
+    model = setup.carried.model
+    normalised = model is not None and any(isinstance(module, BatchNormBase) for module in model.modules())
+    facts = {"statistics": setup.plan.statistics} if any(setup.world.gather(normalised)) else {}
     if not (shards or setup.plan.recompute):
-        return {}
-    return {
+        return facts
+    return facts | {
         "units": list(setup.blocks.names),
         "gathered": setup.blocks.ungrouped if shards and setup.plan.zero == 3 else 0,
         "recomputed_at_once": setup.plan.recompute is True and setup.blocks.ungrouped > 0,
@@ -157,6 +160,8 @@ def lines(facts: Mapping[str, Any]) -> Iterator[str]:
         f"{facts['parameters']:,} parameters, {_optimizer(facts.get('optimizer'))}, inputs {shapes}, "
         f"{count_of(facts['steps_per_epoch'], 'step')} an epoch"
     )
+    if rows := facts.get("statistics"):
+        yield f"batch normalisation has the statistics of {rows}, not of the whole batch as one process has"
     places = Counter(name.rpartition(".")[0] or "the model" for name in facts.get("units", ()))
     if places:
         units = ", ".join(f"{count} of {place}" for place, count in places.items())

@@ -159,6 +159,72 @@ def test_plans_whose_next_forward_has_other_rows_are_refused(pool: Pool, plan: s
     assert re.match(rf"TaskError: .*attribute 'hidden'.*under {plan} the next forward is not that of the same", said)
 
 
+class Observed(nn.Module):
+    """A layer that keeps its inputs' largest numbers in a buffer, which has none at first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(LENGTH, 1)
+        self.register_buffer("most", torch.zeros(0))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        most = inputs.detach().amax(0)
+        self.most.resize_(most.shape).copy_(most)
+        return self.layer(inputs * self.most)
+
+
+class Loaded(Observed):
+    """The same, loaded as torch's observers are."""
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *rest: Any) -> None:
+        self.most.resize_(state_dict[f"{prefix}most"].shape)
+        super()._load_from_state_dict(state_dict, prefix, *rest)
+
+
+class Observing(Task):
+    """Regression by a model that changes a buffer's shape."""
+
+    epochs: int = 3
+    batch_size: int = 4
+    loaded: bool = True
+
+    def model(self) -> nn.Module:
+        return Loaded() if self.loaded else Observed()
+
+    def data(self, split: str, folder: Path) -> Arrays:
+        inputs = torch.randn(8, LENGTH, generator=torch.Generator().manual_seed(2))
+        return Arrays(inputs, inputs.sum(1, keepdim=True))
+
+    def loss(self, output: Tensor, target: Tensor) -> Tensor:
+        return ((output - target) ** 2).flatten(1).mean(1)
+
+    def optimizer(self, named_parameters):
+        return torch.optim.SGD(named_parameters, lr=0.05)
+
+
+def test_a_buffer_that_forward_resizes_is_resumed_to_the_bit_and_loaded(pool: Pool, tmp_path: Path) -> None:
+    part(pool, Observing(), "", tmp_path / "whole", 5)
+    for steps in (2, 5):
+        part(pool, Observing(), "", tmp_path / "run", steps)
+    assert hashes(tmp_path / "run", 5) == hashes(tmp_path / "whole", 5)
+    assert grappe.load(tmp_path / "run", Observing()).state_dict()["most"].shape == (LENGTH,)
+
+
+@pytest.mark.parametrize(
+    ("loaded", "plan", "said"),
+    [
+        *((True, plan, "each process or microbatch") for plan in ("replicate=2", "microbatches=2", "exact=2")),
+        (True, "engine=textbook,replicate=2", "each process or microbatch"),
+        (False, "", "no checkpoint of it could be loaded"),
+    ],
+)
+def test_a_buffer_that_forward_resizes_is_refused(pool: Pool, loaded: bool, plan: str, said: str) -> None:
+    task = Observing(loaded=loaded)
+    found = pool.run("tests.engines.shared.teachers:train", Plan.parse(plan).processes, task, plan, 2)[0]
+    assert found.startswith(f"TaskError: forward changes the shape of the buffer 'most' from [0] to [{LENGTH}]")
+    assert said in found
+
+
 class Graph(nn.Module):
     """Features and edges of a graph in plain attributes, and a state that forward writes in place."""
 
@@ -173,7 +239,7 @@ class Graph(nn.Module):
 
 def test_what_does_not_change_is_in_memory_once() -> None:
     model, carried = Graph(), CarriedState()
-    carried.begin(model)
+    carried.begin(model, Plan())
     before = copied_attributes(model)
     model()
     carried.keep_first(before)
@@ -194,7 +260,7 @@ def test_transformers_hooks_are_installed_once() -> None:
     sizes = {"hidden_size": 8, "intermediate_size": 8, "num_attention_heads": 1, "num_hidden_layers": 3}
     model = made.BertModel(made.BertConfig(vocab_size=9, **sizes))
     carried, tokens = CarriedState(), torch.arange(6)[None]
-    carried.begin(model)
+    carried.begin(model, Plan())
     for _ in range(2):
         with attributes_kept(model):
             assert len(model(tokens, output_hidden_states=True).hidden_states) == 1 + 3

@@ -32,7 +32,7 @@ BOTH = Images(samples=64, batchnorm=True, dropout=0.4, clip=0.5)
 @pytest.mark.parametrize(
     ("task", "plan", "fault", "cause"),
     [
-        (NORMED, "replicate=2,batchnorm=sync", "no_synchronised_batchnorm", "batch normalisation.*per-process"),
+        (NORMED, "replicate=2", "no_synchronised_batchnorm", "batch normalisation.*per-process"),
         (DROPPING, "replicate=2", "alike_dropout", "dropout's random streams.*several slices draw the same"),
         (DROPPING, "replicate=2", "still_dropout", "dropout's random streams.*the step before"),
         (BOTH, "replicate=2", "fresh_dropout", "dropout's random streams.*started again"),
@@ -63,10 +63,10 @@ def test_a_planted_fault_is_found_and_named(pool: Pool, task: Task, plan: str, f
         (IMAGES, "shard=2,recompute"),
         (IMAGES, "engine=textbook,replicate=2"),
         (Tokens(samples=60), "tensor=2"),
-        (NORMED, "replicate=2,batchnorm=sync"),
+        (NORMED, "replicate=2"),
         (DROPPING, "replicate=2"),
         (DROPPING, "shard=2,microbatches=3,recompute,dropout=whole"),
-        (BOTH, "replicate=2,batchnorm=sync"),
+        (BOTH, "replicate=2"),
         (planted.With(samples=64, kind="gumbel"), "replicate=2"),
         (planted.With(samples=64, kind="attending", rule="adam"), "shard=2,microbatches=2"),
         (NORMED, "exact=8,replicate=2"),
@@ -76,7 +76,7 @@ def test_a_planted_fault_is_found_and_named(pool: Pool, task: Task, plan: str, f
         (Views(samples=64), "replicate=2,microbatches=2"),
         (Pairs(samples=61, dropout=0.3), "exact=4,shard=2"),  # each piece has its own
         (Images(samples=32, epochs=1), "engine=lightning,replicate=2"),  # of fewer steps than verify takes
-        (planted.Twice(samples=64), "replicate=3,batchnorm=sync"),
+        (planted.Twice(samples=64), "replicate=3"),
         (Counted(samples=64), "replicate=2,microbatches=2"),
         (Chosen(samples=64), "shard=2"),
         (planted.With(samples=64, kind="spectral"), "replicate=2"),  # its buffers move with each forward
@@ -106,14 +106,18 @@ def test_a_fault_in_a_loss_of_the_whole_batch_is_found(pool: Pool) -> None:
 @pytest.mark.parametrize(
     ("task", "plan", "causes"),
     [
-        (NORMED, "replicate=2", ["batch normalisation (0.1)"]),
-        (NORMED, "shard=2,microbatches=2", ["batch normalisation (0.1)"]),
+        (NORMED, "replicate=2,batchnorm=local", ["batch normalisation (0.1)"]),
+        (NORMED, "shard=2,microbatches=2,batchnorm=local", ["batch normalisation (0.1)"]),
         (NORMED, "engine=textbook,replicate=3", ["batch normalisation (0.1)"]),
         (DROPPING, "replicate=2,dropout=local", ["dropout's random streams (bernoulli_); dropout=whole would"]),
         (DROPPING, "replicate=2,microbatches=3", ["dropout's random streams (bernoulli_)"]),  # six parts
-        (BOTH, "replicate=2", ["batch normalisation (0.1)"]),
-        (BOTH, "replicate=2,dropout=local", ["batch normalisation (0.1)", "dropout's random streams (bernoulli_)"]),
-        (BOTH, "shard=2,precision=bf16", ["precision (bf16)", "batch normalisation (0.1)"]),
+        (BOTH, "replicate=2,batchnorm=local", ["batch normalisation (0.1)"]),
+        (
+            BOTH,
+            "replicate=2,batchnorm=local,dropout=local",
+            ["batch normalisation (0.1)", "dropout's random streams (bernoulli_)"],
+        ),
+        (BOTH, "shard=2,batchnorm=local,precision=bf16", ["precision (bf16)", "batch normalisation (0.1)"]),
         (IMAGES, "replicate=2,precision=fp16", ["precision (fp16)"]),
         (planted.Whitened(samples=64), "replicate=2", ["statistics of the batch in 2.2 (Whitening)"]),
     ],
@@ -161,7 +165,7 @@ def test_a_fault_is_found_on_batches_that_are_no_stacks_of_rows(
 
 
 def test_graphs_batch_normalisation_is_named(pool: Pool) -> None:
-    found = verified(pool, Graphs(batchnorm=True), "replicate=2")
+    found = verified(pool, Graphs(batchnorm=True), "replicate=2,batchnorm=local")
     assert (found.verdict, found.causes) == ("same but for these", ("batch normalisation (norm)",))
 
 

@@ -85,7 +85,7 @@ class DeepSpeedModel:
                 partitioned(model, weights, world.device, config)
         else:
             fill(model, weights, world.device)
-        if plan.batchnorm == "sync" and world.data_group is not None:
+        if plan.synchronises and world.data_group is not None:
             synchronise_batchnorm(model, world.data_group)
         return model, config
 

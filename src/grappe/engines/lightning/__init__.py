@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 
 from grappe.data.batch import Batch, inside
 from grappe.engines.base import COMMON, Engine, EngineSetup
-from grappe.engines.lightning.steps import Item, Parts
+from grappe.engines.lightning.steps import Parts
 from grappe.parallel.parallelize import KEYS
 from grappe.plan import Plan
 from grappe.step.loss import After
@@ -49,10 +49,9 @@ class Lightning(Engine):
             return
         from grappe.engines.lightning.fit import fit
 
-        item = Item(first, first.microbatches[0], True)
         # Lightning reads a batch ahead: `batches` have ended when the last one is in the model.
         with inside(None), self._parts.training():
-            fit(self._parts, item, itertools.chain((first,), batches), after)
+            fit(self._parts, itertools.chain((first,), batches), after)
 
     def evaluate(self, batches: Iterator[Batch], samples: int) -> Scores:
         return self._parts.evaluate(batches, samples)

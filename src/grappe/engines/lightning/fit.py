@@ -53,25 +53,22 @@ class Half(Precision):
 PRECISIONS = {"fp32": "32-true", "tf32": "32-true", "bf16": "bf16-mixed", "fp64": "32-true"}
 
 
-def fit(parts: Parts, first: Item, batches: Iterator[Batch], after: After) -> None:
-    """Lets Lightning take a step for each of `batches`; `after` follows each step. Ends if `after` returns True.
-
-    Args:
-        first: a microbatch for a dry run under DDP, see grappe.parallel.replicate.
-    """
+def fit(parts: Parts, batches: Iterator[Batch], after: After) -> None:
+    """Lets Lightning take a step for each of `batches`; `after` follows each step. Ends if `after` returns True."""
     for name in ("lightning.pytorch", "lightning.fabric"):
         logging.getLogger(name).setLevel(logging.ERROR)
     with warnings.catch_warnings():
         # What it says there is about its own use of torch, and about ways to start processes.
         warnings.filterwarnings("ignore", module=r"lightning\.")
-        trainer = make_trainer(parts, [Watchers(parts.steps, first, after)], first)
+        warnings.filterwarnings("ignore", "find_unused_parameters=True was specified")
+        trainer = make_trainer(parts, [Watchers(parts.steps, after)])
         trainer.fit(TrainedModule(parts.steps), train_dataloaders=Loader(parts.steps, batches))
     # DDP's hooks on the parameters go with it, and it is held by cycles.
     del trainer
     gc.collect()
 
 
-def make_trainer(parts: Parts, callbacks: list[Callback], first: Item) -> Trainer:
+def make_trainer(parts: Parts, callbacks: list[Callback]) -> Trainer:
     """Makes a Trainer with the plan's strategy and precision, without features that grappe has itself. Collective."""
     plan, world = parts.steps.setup.plan, parts.steps.setup.world
     half = plan.precision == "fp16" and plan.offload == "none"
@@ -79,7 +76,7 @@ def make_trainer(parts: Parts, callbacks: list[Callback], first: Item) -> Traine
         accelerator=world.device.type,
         devices="auto",  # the strategy has them already
         num_nodes=-(-world.size // world.process.local_size),
-        strategy=choose(parts.steps, first),
+        strategy=choose(parts.steps),
         plugins=[Here(world), *([Half(world.device)] if half else [])],
         precision=None if half or plan.offload != "none" else PRECISIONS[plan.precision],  # pyrefly: ignore
         accumulate_grad_batches=plan.microbatches,
@@ -143,14 +140,8 @@ class TrainedModule(LightningModule):
 class Watchers(Callback):
     """All of grappe's watchers, as one callback of Lightning."""
 
-    def __init__(self, steps: LightningSteps, first: Item, after: After) -> None:
-        self._steps, self._first, self._after = steps, first, after
-
-    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if isinstance(trainer.strategy, Replicated):
-            step: Any = trainer.strategy.training_step
-            with trainer.precision_plugin.forward_context():
-                self._steps.dry_run(self._first, lambda item: step(item, 0))
+    def __init__(self, steps: LightningSteps, after: After) -> None:
+        self._steps, self._after = steps, after
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Item, batch_idx: int
@@ -254,8 +245,8 @@ class Split(_Stays, ModelParallelStrategy):
     """Strategy with FSDP2 and tensor parallelism, as Lightning runs them."""
 
 
-def choose(steps: LightningSteps, first: Item) -> Strategy:
-    """Chooses the plan's strategy. Collective."""
+def choose(steps: LightningSteps) -> Strategy:
+    """Chooses the plan's strategy."""
     plan, world = steps.setup.plan, steps.setup.world
     if plan.offload != "none":
         return placed(Stage3(steps.forward), world)
@@ -264,8 +255,7 @@ def choose(steps: LightningSteps, first: Item) -> Strategy:
     if plan.uses_fsdp or plan.tensor > 1:
         split: Any = Split(data_parallel_size=plan.data_parallel, tensor_parallel_size=plan.tensor)
         return placed(split, world)
-    reached = steps.dry_run(first, steps.loss)
-    return placed(Replicated(**ddp_arguments(find_unused=not reached)), world)  # pyrefly: ignore
+    return placed(Replicated(**ddp_arguments(find_unused=True)), world)  # pyrefly: ignore
 
 
 def placed(strategy: Any, world: World) -> Any:

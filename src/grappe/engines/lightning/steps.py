@@ -16,10 +16,9 @@ from grappe.engines.base import EngineSetup
 from grappe.engines.shared.after_step import AfterStep
 from grappe.engines.shared.microbatch import NOT_SCALED, MicrobatchRunner, draws, evaluate
 from grappe.engines.shared.state import ModelState, TrainState, trained_parameters
-from grappe.parallel.batchnorm import buffers_restored
 from grappe.parallel.parallelize import parallelize
 from grappe.parallel.shard import reduction_switch
-from grappe.profiling.phases import FORWARD, UPDATE
+from grappe.profiling.phases import UPDATE
 from grappe.step.clip import clipping, gradient_norm
 from grappe.step.loss import StepResult, loss_reduction
 from grappe.step.precision import LossScale
@@ -35,8 +34,6 @@ class Item(NamedTuple):
     micro: Microbatch
     last: bool
     """Whether the optimizer steps after this microbatch."""
-    dry_run: bool = False
-    """Whether no step follows, so that no observer is to see the loss."""
 
 
 class LightningSteps:
@@ -98,10 +95,6 @@ class LightningSteps:
 
     def loss(self, item: Item) -> Tensor:
         """Computes the item's part of the step's loss, times the gradient divisor; a scalar, as Lightning takes."""
-        if item.dry_run:
-            self.setup.observers.phase(FORWARD)
-            output = self._runner.output(self.forward, item.micro)
-            return self._runner.losses.dry_run(output, item.micro, item.batch).scalar()
         return self._runner.loss(item.batch, item.micro)[0].scalar()
 
     def clip(self) -> None:
@@ -126,16 +119,6 @@ class LightningSteps:
             skipped=self.skipped,
             lr=self._lr,
         )
-
-    def dry_run(self, item: Item, loss: Callable[[Item], Tensor]) -> bool:
-        """Runs forward and backward without an update; returns whether every parameter got a gradient. Collective."""
-        parameters = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
-        with buffers_restored(self.model), self._runner.watch.undone():
-            loss(item._replace(dry_run=True)).backward()
-        reached = all(parameter.grad is not None for parameter in parameters)
-        for parameter in parameters:
-            parameter.grad = None
-        return all(self.setup.world.gather(reached))
 
 
 class Parts:

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from grappe.checkpoint.weights import Weights
 from grappe.data.sampling import cut
-from grappe.errors import RunError
+from grappe.errors import RunError, TaskError
 from grappe.launch.terminal import say
 from grappe.launch.world import World
 from grappe.parallel.attributes import (
@@ -33,6 +33,8 @@ from grappe.parallel.attributes import (
     put_attributes,
 )
 from grappe.parallel.batchnorm import buffers_kept
+from grappe.parallel.materialise import resizes_buffers
+from grappe.plan import Plan
 from grappe.private_api.torch import local_tensor, tree_flatten, tree_leaves, tree_map
 
 CARRIED = "carried."
@@ -117,6 +119,8 @@ class CarriedState:
     def __init__(self) -> None:
         self.model: nn.Module | None = None
         self._first: Attributes = {}
+        self._shapes: dict[str, torch.Size] = {}
+        self._plan = Plan()
         self._said: set[Place] = set()
         self.unread: set[Place] = set()
         """Attributes that a forward sets before it reads them; with rows, an activation say, they are not carried."""
@@ -127,9 +131,31 @@ class CarriedState:
         self.repeated: str | None = None
         """The class of an optimizer that calls a closure: it runs the forward several times a step."""
 
-    def begin(self, model: nn.Module) -> None:
+    def begin(self, model: nn.Module, plan: Plan) -> None:
         """Notes the attributes as they are: what differs later is carried."""
         self.model, self._first, self.written = model, tree_map(_hashed, attributes(model)), None
+        self._plan, self._shapes = plan, {name: buffer.shape for name, buffer in model.named_buffers()}
+
+    def refuse_resized(self) -> None:
+        """Raises TaskError where a buffer has another shape now, and the plan or a checkpoint cannot have that."""
+        if self.model is None:
+            return
+        buffers = dict(self.model.named_buffers())
+        for name in sorted(buffers.keys() & self._shapes.keys()):
+            before, now = list(self._shapes[name]), list(buffers[name].shape)
+            if before == now:
+                continue
+            changes = f"forward changes the shape of the buffer '{name}' from {before} to {now}"
+            if self._plan.parts > 1:
+                raise TaskError(
+                    f"{changes}: under {self._plan} each process or microbatch would give it its own. Use one process "
+                    "without microbatches, or give it its final shape in model()"
+                )
+            if not resizes_buffers(self.model.get_submodule(name.rpartition(".")[0])):
+                raise TaskError(
+                    f"{changes}, so that no checkpoint of it could be loaded: give it its final shape in model(), or "
+                    "write _load_from_state_dict in its module"
+                )
 
     def keep_first(self, before: Attributes) -> None:
         """Keeps the copies of those attributes that the first forward has changed, and no others.

@@ -123,22 +123,24 @@ class MicrobatchRunner:
         self.total = loss.total if self.total is None else self.total + loss.total
         if self.reduction is None or micro is not batch.microbatches[-1]:
             return loss, NO_ROOTS
-        return loss, self.reduction.start(self.total, self._stop.flag)
+        return loss, self.reduction.start(self.total, self._stop.flag, loss.values)
 
     def sums(self) -> Sums:
         """Returns the step's sums over all processes, after the step's last backward has been called."""
         assert self.reduction is not None
         return self.reduction.sums()
 
-    def dry_run(self, batch: Batch, forward: Callable[[Any], Any], roots: Roots) -> None:
-        """Runs a forward and backward of the first microbatch that changes only gradients."""
+    def dry_run(self, batch: Batch, forward: Callable[[Any], Any], reduction: LossReduction) -> None:
+        """Runs a forward and backward of the first microbatch that changes only gradients. Collective."""
         micro = batch.microbatches[0]
         with buffers_restored(self._model), self.watch.undone():
             output = self.output(forward, micro)
             with self._precision:
                 loss = self.losses.dry_run(output, micro, batch)
             del output  # no step keeps it in backward
-            torch.autograd.backward((loss.values, *roots[0]), (loss.output_gradient, *roots[1]))
+            roots, gradients = reduction.start(reduction.zero, 0.0, loss.values)
+            torch.autograd.backward((loss.values, *roots), (loss.output_gradient, *gradients))
+            reduction.sums()
 
 
 def seed_slice(setup: EngineSetup, batch: Batch) -> None:
@@ -243,6 +245,7 @@ def evaluate(
         forward: the function that is called with the inputs, if it is not the model itself.
     """
     plan, world = setup.plan, setup.world
+    setup.carried.refuse_resized()
     scorer = Scorer(setup.task, plan, world)
     forward = forward or functools.partial(setup.task.forward, model)
     if plan.cuda_graphs:

@@ -27,6 +27,7 @@ from grappe.checkpoint.weights import (
 from grappe.launch.world import World
 from grappe.optimizers.common import begin_training, evaluated_weights, has_modes
 from grappe.parallel.batchnorm import agreed_between
+from grappe.parallel.materialise import fit_buffers
 from grappe.step.closure import wrapped
 from grappe.step.observers import NamedParameters
 from grappe.step.precision import LossScale
@@ -245,6 +246,7 @@ def restore_buffers(model: nn.Module, world: World, saved: SavedState) -> None:
     if saved.model_loaded and (world.data_size == 1 or not alike):
         return  # the mean of all that there are is what the model was made with
     weights = ModelWeights(saved.tensors)
+    fit_buffers(model, weights)
     for name, buffer in model.named_buffers():
         own = f"{LOCAL}{world.data_rank}.{name}"
         if alike and own in saved.tensors:

@@ -59,7 +59,7 @@ class WatchedForward:
         self._setup, self._model, self._carried = setup, model, setup.carried
         self.over = False
         """Whether the first forward has run."""
-        self._carried.begin(model)
+        self._carried.begin(model, setup.plan)
 
     def __call__(self, forward: Callable[[Any], Any], micro: Microbatch) -> Any:
         """Calls `forward` with the inputs of a microbatch. The first call is collective.
@@ -102,6 +102,7 @@ class WatchedForward:
 
         with writes_seen(self._model, note), sets_before_reads(self._model) as unread:
             yield
+        self._carried.refuse_resized()
         self._carried.unread |= unread
         self._carried.written = set(lines)
         self._carried.keep_first(before)

@@ -183,7 +183,8 @@ def _rows(program: Program, samples: ExportSamples, size: int) -> Iterator[tuple
 def _origin(run: Run, task: Task, checkpoint: str, *, averaged: bool) -> dict[str, Any]:
     """Describes where the model is from, with what is foreign in it made fit to show."""
     description = run.read_description()
-    own_statistics = "batchnorm=sync" not in description.get("plan", "") and description.get("processes", 1) > 1
+    plan = Plan.parse(description.get("plan", ""))
+    own_statistics = plan.data_parallel > 1 and not plan.synchronises
     return {
         "format": 1,
         "grappe": grappe.__version__,

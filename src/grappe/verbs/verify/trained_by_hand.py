@@ -617,7 +617,7 @@ def _trained(plain: Task, request: ReferenceRequest, world: World) -> Reference:
         inside(rows.sample_ids),
         attributes_kept(probe),
     ):
-        carried.begin(probe)
+        carried.begin(probe, Plan())
         with writes_seen(probe, lambda name, _: written.append(name)), sets_before_reads(probe) as unread:
             task.forward(probe, rows.inputs)
         changed = {place: value for place, value in carried.changed().items() if place not in unread}

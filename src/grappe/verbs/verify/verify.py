@@ -294,8 +294,8 @@ class _Judgement:
         if DROPOUT in explained:
             again = self._runner.trial(self._plan, self._start, self._base)
             faults += _stream_faults(self._steps, again)
-        if STATISTICS in explained and self._plan.batchnorm == "sync" and self._batchnorms():
-            faults.append(f"{self._coupled_names()[0]} with per-process statistics, though batchnorm=sync")
+        if STATISTICS in explained and self._plan.synchronises and self._batchnorms():
+            faults.append(f"{self._coupled_names()[0]} with per-process statistics, though they are to be the batch's")
         elif STATISTICS in explained and not self._base.whole_batch:
             plan, instrumentation = self._without([feature for feature in self._asked_for() if feature != STATISTICS])
             gap = self._difference_from_pieces(plan, instrumentation)
