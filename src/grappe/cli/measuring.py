@@ -168,10 +168,7 @@ def measure(
                 "grappe measure needs a task; or a script for one process, with --plan, --steps, --repeats, --out and "
                 "--json alone: --script train.py"
             )
-        if plan is None and "--plan" in script:
-            raise UsageError(
-                "--plan after --script was the script's own option: write --plan replicate=2 before --script"
-            )
+        _refuse_later_plan(script, plan)
         from grappe.verbs.measure.measure import measure_script
 
         points = measure_script(script[0], script[1:], plan or [""], options=options, note=complain, begun=progress)
@@ -190,18 +187,9 @@ def measure(
 
         if largest_batch:
             raise UsageError("--largest-batch measures on this machine: leave it out with --site")
-        _send(
-            JobRequest(
-                task=name,
-                fields=fields,
-                plans=tuple(plans),
-                options=options,
-                job=JobOptions(site=site, account=account, time=job_time),
-                data=str(data) if data else None,
-            ),
-            dry_run,
-            ("--weak",) * options.weak + (("--out", str(out)) if out else ()),
-        )
+        job, folder = JobOptions(site=site, account=account, time=job_time), str(data) if data else None
+        request = JobRequest(task=name, fields=fields, plans=tuple(plans), options=options, job=job, data=folder)
+        _send(request, dry_run, ("--weak",) * options.weak + (("--out", str(out)) if out else ()))
         return EXIT_OK
     if not gather:
         preflight(plans, name)
@@ -209,13 +197,12 @@ def measure(
     from grappe.verbs.measure.explain import explain
     from grappe.verbs.measure.measure import largest_batches as verb_largest
 
-    points = (
-        verb.gather(gather)
-        if gather
-        else verb.measure(
+    if gather:
+        points = verb.gather(gather)
+    else:
+        points = verb.measure(
             name, plans, options=options, advise=not no_advice, data=data, fields=texts, note=complain, begun=progress
         )
-    )
     explanations = explain(name, points, options=options, data=data, fields=texts, note=complain) if options.why else []
     largest = [str(batch) for batch in verb_largest(name, plans, data, texts)] if largest_batch else []
     return _show_points(points, name, weak=options.weak, explanations=explanations, largest=largest, out=out, json=json)
@@ -251,6 +238,11 @@ def _batch_sizes(fields: Sequence[str]) -> tuple[dict[str, str], tuple[int, ...]
     """Returns the texts of the fields by name, and the values of batch_size=32,64 apart from them."""
     texts = split(fields)
     return texts, whole_numbers(texts.pop("batch_size", ""), "batch_size")
+
+
+def _refuse_later_plan(script: Sequence[str], plan: object) -> None:
+    if not plan and "--plan" in script:
+        raise UsageError("--plan after --script was the script's own option: write --plan replicate=2 before --script")
 
 
 def _send(request: JobRequest, only_show: bool, later: Sequence[str]) -> None:
@@ -428,8 +420,7 @@ def _end_progress() -> None:
 def _verify_script(script: Sequence[str], plan: str, steps: int, out: Path | None, *, json: bool) -> int:
     if not script:
         raise UsageError("grappe verify needs a task, or a script for one process alone: --script train.py")
-    if not plan and "--plan" in script:
-        raise UsageError("--plan after --script was the script's own option: write --plan replicate=2 before --script")
+    _refuse_later_plan(script, plan)
     output.check(out, ".json")
     from grappe.verbs.verify.script import verify_script
 

@@ -89,10 +89,9 @@ def tune(
     texts = split(fields) if dry_run else preflight([plan], task, fields)
     from grappe.verbs.tune import tune as verb
 
+    parsed, jobs = as_plan(plan), job if job.site else None
     if dry_run:
-        checked = verb.checked_search(
-            task, texts, as_plan(plan), search, options=options, jobs=job if job.site else None
-        )
+        checked = verb.checked_search(task, texts, parsed, search, options=options, jobs=jobs)
         definition = checked.definition
         facts = [
             ("task", definition.task),
@@ -108,16 +107,7 @@ def tune(
 
     with _watched() as watch:
         searched, complete = verb.search(
-            task,
-            texts,
-            as_plan(plan),
-            search,
-            study,
-            runs=job.runs,
-            data=data,
-            options=options,
-            jobs=job if job.site else None,
-            watch=watch,
+            task, texts, parsed, search, study, runs=job.runs, data=data, options=options, jobs=jobs, watch=watch
         )
     code = _show(searched.folder, as_json=json)
     if not complete:

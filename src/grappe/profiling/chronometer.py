@@ -189,11 +189,8 @@ class Chronometer:
         """Records the engine's optimizer and the parameters that it trains, by name."""
         self.optimizer, self.parameters = optimizer, list(named)
         if self._data_parallel:
-            self._hooks += [
-                parameter.register_post_accumulate_grad_hook(self._gradient_came)
-                for _, parameter in named
-                if parameter.requires_grad
-            ]
+            trained = [parameter for _, parameter in named if parameter.requires_grad]
+            self._hooks += [parameter.register_post_accumulate_grad_hook(self._gradient_came) for parameter in trained]
         # Not when UPDATE begins: DeepSpeed puts its partitions' gradients together after that.
         self._hooks.append(optimizer.register_step_pre_hook(self._before_step))
 

@@ -157,12 +157,8 @@ def export(
         if written.takes_samples:
             names += _write_tests(job, staged / "test", predictions())
             tensors = zip(job.inputs, samples.dtypes, samples.shapes, strict=True)
-            interface = {
-                "inputs": [
-                    {"name": name, "dtype": TYPES[dtype], "shape": list(shape)} for name, dtype, shape in tensors
-                ],
-                "outputs": [{"name": name} for name in outputs],
-            }
+            inputs = [{"name": name, "dtype": TYPES[dtype], "shape": list(shape)} for name, dtype, shape in tensors]
+            interface = {"inputs": inputs, "outputs": [{"name": name} for name in outputs]}
         roundings: tuple[Rounding, ...] = () if weights == "fp32" else ("fp32", weights)
         scored = {rounding: scores(rounding) for rounding in roundings}
         proven = {**dataclasses.asdict(proof), "tolerance": TOLERANCE, "scores": scored}

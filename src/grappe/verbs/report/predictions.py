@@ -74,6 +74,10 @@ def _predicted(run: Run) -> dict[str, Any]:
         wrong = (losses * (targets != classes)).topk(min(PICTURES, samples))
         chosen = [*wrong.indices[wrong.values > 0].tolist(), *range(min(PICTURES, samples))]
         pictures = _pictures(read(np.array(chosen))[0])
+    shown = []
+    for index, picture in zip(chosen, pictures, strict=False):
+        target, predicted, loss = int(targets[index]), int(classes[index]), float(losses[index])
+        shown.append({**picture, "sample": index, "target": target, "predicted": predicted, "loss": loss})
     matrix = torch.bincount(targets * number + classes, minlength=number**2).reshape(number, number)
     return {
         "checkpoint": name,
@@ -83,16 +87,7 @@ def _predicted(run: Run) -> dict[str, Any]:
         "matrix": matrix.tolist() if number <= LARGEST_MATRIX else None,
         "confusions": _confusions(matrix),
         "losses": histogram(losses.double().clamp_min(1e-8).log10()),
-        "pictures": [
-            {
-                **picture,
-                "sample": index,
-                "target": int(targets[index]),
-                "predicted": int(classes[index]),
-                "loss": float(losses[index]),
-            }
-            for index, picture in zip(chosen, pictures, strict=False)
-        ],
+        "pictures": shown,
     }
 
 

@@ -496,13 +496,9 @@ def _groups(rows: Sequence[Mapping[str, Any]], settings: Sequence[Mapping[str, s
             continue
         values = {name: [rows[place][name] for place in places if rows[place][name] is not None] for name in FIGURES}
         complete = {name: column for name, column in values.items() if len(column) == len(places)}
-        made.append(
-            {
-                "rows": places,
-                "mean": {name: statistics.fmean(column) for name, column in complete.items()},
-                "deviation": {name: statistics.stdev(column) for name, column in complete.items()},
-            }
-        )
+        mean = {name: statistics.fmean(column) for name, column in complete.items()}
+        deviation = {name: statistics.stdev(column) for name, column in complete.items()}
+        made.append({"rows": places, "mean": mean, "deviation": deviation})
     return made
 
 

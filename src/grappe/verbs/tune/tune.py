@@ -120,13 +120,8 @@ def search(
         folder or new_folder(runs, f"{name}-study" if ":" in name else f"x:{Path(name).stem}-study"), checked.definition
     )
     threads = study.search.threads
-    request = Request(
-        task=checked.task,
-        plan=dataclasses.replace(plan, threads=threads) if threads else plan,
-        data=data_folder(data),
-        options=options,
-        quiet=True,
-    )
+    plan = dataclasses.replace(plan, threads=threads) if threads else plan
+    request = Request(task=checked.task, plan=plan, data=data_folder(data), options=options, quiet=True)
     parallel = search_options.parallel
     if jobs is not None:
         trainings: Trainings = SlurmTrainings(study.folder, jobs, parallel=parallel, query_every=query_every)
@@ -209,14 +204,11 @@ def checked_search(
         threads = max(1, cores() // processes)
     other_fields = {name: value for name, value in field_texts(task_value).items() if name not in space}
     usual = defaults(type(task_value))
+    changed = {name: value for name, value in other_fields.items() if value != usual.get(name)}
     definition = SearchDefinition(
         task=task_reference.name,
         fields=other_fields,
-        fixed_fields={
-            name: "none" if value is None else str(value)
-            for name, value in other_fields.items()
-            if value != usual.get(name)
-        },
+        fixed_fields={name: "none" if value is None else str(value) for name, value in changed.items()},
         space={name: str(axis) for name, axis in space.items()},
         plan=str(plan),
         metric=search_options.metric,

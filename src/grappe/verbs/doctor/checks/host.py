@@ -72,14 +72,10 @@ def of_cores(usable: int, own: int, threads: int, workers: int, requested: int |
 @once_a_node
 def check_host_memory(machine: Machine) -> Iterator[Finding]:
     """Checks shared memory and the control group's limit; in one process, whether the libraries leak."""
-    group = memory.control_group()
-    yield from of_memory(
-        shutil.disk_usage(SHARED).free if SHARED.is_dir() else None,
-        machine.plan.workers,
-        group.size if group else None,
-        machine.process.local_size,
-        growth() if machine.process.rank == 0 else 0,
-    )
+    group, process = memory.control_group(), machine.process
+    shared = shutil.disk_usage(SHARED).free if SHARED.is_dir() else None
+    grown = growth() if process.rank == 0 else 0
+    yield from of_memory(shared, machine.plan.workers, group.size if group else None, process.local_size, grown)
 
 
 def of_memory(
