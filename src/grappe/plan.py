@@ -162,7 +162,7 @@ class Plan:
 
     @property
     def synchronises(self) -> bool:
-        """Whether batch normalisation has the statistics of all processes' rows."""
+        """Returns whether batch normalisation has the statistics of all processes' rows."""
         if self.batchnorm != "auto":
             return self.batchnorm == "sync"
         able = self.engine not in OWN_STATISTICS and self.tensor * self.domain == 1

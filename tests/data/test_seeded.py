@@ -39,6 +39,25 @@ class Batching(Drawing):
         raise AssertionError("asked for a batch")
 
 
+class OwnGenerators(Dataset[torch.Tensor]):
+    """Draws from generators of its own, one of which a transform holds."""
+
+    def __init__(self) -> None:
+        self.of_torch, self.of_python = torch.Generator().manual_seed(1), random.Random(2)
+        self.others = {"new": [np.random.default_rng(3), np.random.Generator(np.random.Philox(4))]}
+        self.transform = Batching()
+        self.transform.state = np.random.RandomState(5)
+        self.shared = torch.default_generator, np.random.mtrand._rand, self.others
+
+    def __len__(self) -> int:
+        return LENGTH
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        drawn = [self.of_python.random(), self.transform.state.rand(), *(each.random() for each in self.others["new"])]
+        of_torch = [torch.rand(1, generator=self.of_torch).item(), torch.rand(1).item()]
+        return torch.tensor([float(index), *drawn, *of_torch], dtype=torch.float64)
+
+
 class Failing(Drawing):
     """Draws, and then cannot be read."""
 
@@ -81,6 +100,21 @@ def test_neither_processes_nor_workers_change_a_sample(alone: list[torch.Tensor]
         loaded += [sample for batch in batches for sample in batch]
     assert sorted(int(sample[0]) for sample in loaded) == list(range(LENGTH))
     assert all(torch.equal(sample, alone[int(sample[0])]) for sample in loaded)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_generators_of_a_datasets_own_are_seeded_too(workers: int) -> None:
+    requests = [(epoch, index) for epoch in (0, 1) for index in range(LENGTH)]
+    whole = SeededDataset(OwnGenerators(), seed=7).__getitems__(requests)
+    again = SeededDataset(OwnGenerators(), seed=7)
+    again.__getitems__([(5, 3)])
+    parts = [requests[::-1][first : first + 4] for first in range(0, len(requests), 4)]
+    loader = DataLoader(again, batch_sampler=parts, collate_fn=list, num_workers=workers)
+    assert torch.equal(torch.stack(whole), torch.stack([row for batch in loader for row in batch][::-1]))
+    numbers = torch.stack(whole)[:, 1:].flatten().tolist()
+    assert len(set(numbers)) == len(numbers), "two draws are the same"
+    plain = SeededDataset(Drawing(), seed=7)[0, 4]
+    assert torch.equal(plain, SeededDataset(Drawing(), seed=7)[0, 4])
 
 
 @untimed

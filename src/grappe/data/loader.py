@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import Dataset
+from torch.utils.data import DataLoader, Dataset
 
 from grappe.data.arrays import in_memory, with_copies
 from grappe.data.batch import (
@@ -169,11 +169,16 @@ class BatchLoader:
                 lambda ids, rows=rows, place=place: stream.collate([rows[place[n]] for n in ids.tolist()] or rows[:1]),
             )
 
-    def rehearsed(self) -> Iterator[Batch]:
-        """The first batch, loaded by this process: no workers are started for one. Collective likewise."""
-        part = next(self.slices(0, 1))
+    def rehearsed(self, step: int = 0, *, apart: bool = False) -> Iterator[Batch]:
+        """The batch of a step, loaded by this process: no workers are started for one. Collective likewise.
+
+        Args:
+            apart: a child of this process loads it, so that a dataset that counts or draws is as before.
+        """
+        part = next(self.slices(step, step + 1))
+        load = self._loaded_apart if apart else self._loaded_here
         with inside(None):
-            yield self._batch(part, self._loaded_here(part) if self._arrays is None else self._gathered)
+            yield self._batch(part, load(part) if self._arrays is None else self._gathered)
 
     def _begun(self, start: int, stop: int) -> Source:
         """Begins to load the pieces of steps `start` to `stop`."""
@@ -187,6 +192,21 @@ class BatchLoader:
     def _loaded_here(self, part: StepSlice) -> Fetch:
         samples = self.sources.samples
         return lambda ids: samples.collate(samples.dataset.__getitems__(self._request(part, ids)))
+
+    def _loaded_apart(self, part: StepSlice) -> Fetch:
+        samples = self.sources.samples
+
+        def fetch(ids: np.ndarray) -> tuple[Any, Any]:
+            options: dict[str, Any] = {"collate_fn": samples.collate, "multiprocessing_context": "fork"}
+            return next(
+                iter(
+                    DataLoader(
+                        samples.dataset, batch_sampler=[list(self._request(part, ids))], num_workers=1, **options
+                    )
+                )
+            )
+
+        return fetch
 
     def _batch(self, part: StepSlice, fetch: Fetch) -> Batch:
         loaded = zip(part.places, self._loaded(part, fetch), strict=True)

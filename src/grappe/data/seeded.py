@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import types
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sized
 from contextlib import contextmanager
@@ -27,8 +28,8 @@ class SeededDataset(Dataset[Any]):
     Before each `dataset[id]`, Python's `random`, NumPy's global generator and torch's CPU generator are seeded from
     `mix(seed, epoch, id)`; after each batch the three are restored, since dropout draws from torch's in the
     same process. This costs about 8 microseconds a sample and 85 a batch, whether the dataset draws or not; nothing
-    where it cannot, as a list. A generator that the dataset made for itself cannot be reached. A keyed dataset is given
-    its key, and nothing is seeded: threads may load its samples.
+    where it cannot, as a list. Generators in attributes of the dataset are seeded, too, see `own_generators`. A keyed
+    dataset is given its key, and nothing is seeded: threads may load its samples.
     """
 
     def __init__(self, dataset: Dataset[Any], *, seed: int) -> None:
@@ -37,6 +38,7 @@ class SeededDataset(Dataset[Any]):
         self._keyed = keyed_sample(dataset)
         self._by_epoch = by_epoch(dataset)
         self._draws_nothing = draws_nothing(dataset)
+        self._generators: list[Any] | None = None
 
     @property
     def keyed(self) -> Callable[[tuple[int, int]], Any] | None:
@@ -65,13 +67,18 @@ class SeededDataset(Dataset[Any]):
         if self._draws_nothing and not self._by_epoch:
             samples += [self._sample(index) for _, index in requests]
             return samples
+        if self._generators is None:
+            self._generators = own_generators(self.dataset)
         with generators_kept():
             for epoch, index in requests:
                 for each in self._by_epoch:
                     if _epochs.get(each) != epoch:
                         each.set_epoch(epoch)
                         _epochs[each] = epoch
-                seed_generators(mix(self.seed, epoch, index))
+                key = mix(self.seed, epoch, index)
+                seed_generators(key)
+                for number, generator in enumerate(self._generators):
+                    seed_own(generator, mix(key, number))
                 samples.append(self._sample(index))
         return samples
 
@@ -174,6 +181,47 @@ def seed_generators(key: int) -> None:
     # NumPy's and torch's are Mersenne Twisters seeded alike by 32 bits: from the same 32 they would draw the same
     np.random.seed(key >> 31)
     torch.default_generator.manual_seed(key)
+
+
+GLOBAL = {id(torch.default_generator), id(random.random.__self__), id(np.random.mtrand._rand)}
+GENERATORS = torch.Generator, np.random.Generator, np.random.RandomState, random.Random
+LONGEST = 1000  # entries of a list or a dictionary that is searched: longer ones are samples
+
+
+def own_generators(dataset: Any) -> list[Any]:
+    """Lists the generators of torch, NumPy and Python in attributes of a dataset, and of what it is made of.
+
+    Attributes are searched of any objects but modules of Python, classes, functions, tensors and arrays. A generator
+    elsewhere, a closure's say, is not found: then a training's first step is not that of one process, and says so.
+    """
+    generators, seen, left = [], set(GLOBAL), [dataset]
+    while left:
+        each = left.pop()
+        if id(each) in seen:
+            continue
+        seen.add(id(each))
+        if isinstance(each, GENERATORS):
+            generators.append(each)
+        elif isinstance(each, list | tuple | dict):
+            left += list(each.values() if isinstance(each, dict) else each) if len(each) <= LONGEST else []
+        elif not isinstance(each, NOT_SEARCHED):
+            left += list(getattr(each, "__dict__", {}).values())
+    return generators
+
+
+NOT_SEARCHED = type, types.ModuleType, types.FunctionType, torch.Tensor, np.ndarray
+
+
+def seed_own(generator: Any, key: int) -> None:
+    """Seeds a generator of a dataset's own from a key of 63 bits."""
+    if isinstance(generator, torch.Generator):
+        generator.manual_seed(key)
+    elif isinstance(generator, np.random.Generator):
+        generator.bit_generator.state = type(generator.bit_generator)(key).state
+    elif isinstance(generator, np.random.RandomState):
+        generator.seed(key >> 31)
+    else:
+        generator.seed(key)
 
 
 @contextmanager

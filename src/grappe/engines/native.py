@@ -251,9 +251,10 @@ class WholeGradients:
             if self._switch is not None:
                 self._switch(micro is last)
             runner.run(batch, micro, _backward)
+        sums = runner.sums()  # DDP's reduction ends there
         if self._same is not None:
             self._same()
-        return runner.sums()
+        return sums
 
     def norm(self) -> Tensor:
         """Computes the 2-norm of the whole gradient. Collective if parameters are sharded."""

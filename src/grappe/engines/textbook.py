@@ -277,15 +277,14 @@ class Textbook(Engine):
         wire = self._flat(loss).to(self._wire)
         self._all_reduce(wire, self._world.rank, self._world.size)
         gradient, sums, reached = wire.split([sum(self._sizes), PAYLOAD_SIZE, len(self._sizes)])
-        self._setup.observers.phase(UPDATE)
-        norm = self._clip(gradient)
         pieces = gradient.split(self._sizes)
         for parameter, piece, count in zip(self._parameters, pieces, reached, strict=True):
             # A parameter that no sample reached must keep no gradient: zeros would let weight decay and
             # momentum move it. (`count` is read only where this process cannot know by itself.)
             if parameter.grad is not None or count > 0:
                 parameter.grad = piece.view_as(parameter).to(parameter)
-        return Sums(sums.clone()), norm
+        self._setup.observers.phase(UPDATE)
+        return Sums(sums.clone()), self._clip(gradient)
 
     def _flat(self, loss: Tensor) -> Tensor:
         pieces = [torch.zeros_like(p) if p.grad is None else p.grad for p in self._parameters]
@@ -294,12 +293,12 @@ class Textbook(Engine):
         return torch.cat([*(piece.reshape(-1) for piece in pieces), loss.reshape(1), notes])
 
     def _clip(self, gradient: Tensor) -> Tensor | None:
-        """Scales the whole gradient, in place, to a norm of at most `clip`; returns the norm before."""
+        """Scales the parameters' gradients to a norm of at most `clip`; returns the norm before, that of `gradient`."""
         if self._task.clip is None:
             return None
         # In float64: on a CPU, torch's float32 norm of 20 million numbers is wrong by a thousandth.
         norm = torch.linalg.vector_norm(gradient, dtype=torch.float64)
-        gradient *= torch.clamp(self._task.clip / (norm + 1e-6), max=1.0)
+        scale(self._parameters, bounding(norm, self._task.clip).to(self._world.device))
         return norm
 
     # The book's train() calls train_batch for each batch: that is Engine.train, the same for all engines.

@@ -101,7 +101,7 @@ def marks_kept(model: nn.Module) -> Iterator[None]:
 
 
 def resizes_buffers(module: nn.Module) -> bool:
-    """Whether a module's own loading can give its buffers other shapes, as that of torch's observers does."""
+    """Returns whether a module's own loading can give its buffers other shapes, as that of torch's observers does."""
     loads = type(module)._load_from_state_dict
     return loads is not nn.Module._load_from_state_dict and not loads.__module__.startswith("torch.nn.")
 

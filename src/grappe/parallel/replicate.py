@@ -90,7 +90,7 @@ class DDPReduction(LossReduction):
         return Sums(total[:PAYLOAD_SIZE], own=(self._loss,))
 
     def _called(self, parameter: nn.Parameter) -> bool:
-        """Whether the backward has called the node of a parameter without a gradient, as DDP bears one call a step."""
+        """Returns whether the backward has called a parameter's node without a gradient: DDP bears one call a step."""
         if not parameter.requires_grad or parameter in self._visited:
             return parameter.requires_grad
         self._visited[parameter] = None

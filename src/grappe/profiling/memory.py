@@ -63,7 +63,30 @@ def peak(device: torch.device, status: Path = STATUS) -> dict[str, int]:
         import torch
 
         peaks["device"] = torch.cuda.max_memory_allocated(device)
-    return peaks
+    return {kind: max(size, _earlier.get(kind, 0)) for kind, size in peaks.items()}
+
+
+_earlier: dict[str, int] = {}
+"""Peaks before the last `not_counted`."""
+
+
+@contextlib.contextmanager
+def not_counted(device: torch.device) -> Iterator[None]:
+    """Context whose memory is in no peak: that of a check, which no forecast of a training has."""
+    before = peak(device)
+    try:
+        yield
+    finally:
+        with contextlib.suppress(OSError, AttributeError):  # another system than Linux with glibc
+            ctypes.CDLL(None).malloc_trim(0)
+            Path("/proc/self/clear_refs").write_text("5")  # VmHWM is VmRSS now
+            _earlier.update(before)
+        if device.type == "cuda":
+            import torch
+
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats(device)
+            _earlier.update(before)
 
 
 def data_size() -> int:

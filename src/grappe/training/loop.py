@@ -47,6 +47,7 @@ from grappe.step.loss import HostCopy, StepResult, loss_of
 from grappe.step.scores import Scores, SliceSums, TrainingScores
 from grappe.step.task_contract import Plateau, model_of
 from grappe.task import Task, overrides, split_name
+from grappe.training.checked_steps import CheckedSteps
 from grappe.training.headspace import Headspace
 from grappe.training.options import Options
 from grappe.training.run import Run
@@ -85,6 +86,8 @@ class Session:
     training_scores: TrainingScores
     loading_cost: Callable[[StepTimes], Headspace]
     """Computes what waiting for samples has cost. Collective."""
+    check: CheckedSteps | None
+    """Compares steps with one process's; None: there is one process, or nothing to compare."""
     first_use: Callable[[], AbstractContextManager[None]]
     """Context of the first evaluation, which measures the memory that libraries keep."""
 
@@ -259,7 +262,11 @@ class Training:
         """Yields the same batches; the wait for each counts as data, the time after it as forward."""
         switch = self.session.clock.switch
         switch(phases.DATA)
+        check = self.session.check
         for batch in batches:
+            if check is not None:
+                with self.session.clock.during(phases.START):
+                    check.before(batch, self.session.engine)
             switch(phases.FORWARD)
             yield batch
             switch(phases.DATA)
@@ -269,6 +276,11 @@ class Training:
         """Evaluates, saves and reports after a step; returns True when the training should stop."""
         session = self.session
         seconds = session.clock.end_step()
+        if session.check is not None:
+            with session.clock.during(phases.START):
+                finding = session.check.after(result)
+            if finding:
+                session.watchers.call("checked", result.batch.step, finding)
         if session.stop_signal.deadline is not None:
             session.stop_signal.check_time()
         self._read_previous_step()

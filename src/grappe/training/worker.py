@@ -41,6 +41,7 @@ from grappe.step.observers import Observers
 from grappe.step.scores import TrainingScores
 from grappe.step.task_contract import metrics_of
 from grappe.task import Task, overrides
+from grappe.training.checked_steps import CheckedSteps, can_be_checked
 from grappe.training.headspace import headspace
 from grappe.training.loop import Session, Training, WeightAverage, naming_overwritten
 from grappe.training.memory_choice import with_memory_chosen
@@ -111,14 +112,19 @@ def _trained(request: Request, process: ProcessRank, rendezvous_folder: Path) ->
 
             batches.phase = clock.switch
             tensors = started.checkpoint.read_tensors()
-            average, carried = WeightAverage(task.ema), CarriedState()
+            average, carried, example = WeightAverage(task.ema), CarriedState(), batches.example()
             if options.steps_only:
                 _set_heap_limits(plan)
 
-            example = batches.example()
             facts = start_facts(world, info, plan, loading=batches.loading, tensors=tensors, example=example)
             training_scores = TrainingScores(task, world, metrics=options.training_metrics)
-            noise = _noise_scale(options, info, world)
+            noise, check = (
+                _noise_scale(options, info, world),
+                _check(
+                    options, task, plan, world, batches, carried, name=info.task, resident=baseline, example=example
+                ),
+            )
+            hooks = [each for each in (noise, check) if each is not None]
             engine = engine_class(
                 setup := EngineSetup(
                     task=task,
@@ -128,12 +134,12 @@ def _trained(request: Request, process: ProcessRank, rendezvous_folder: Path) ->
                     total_steps=info.total_steps,
                     stop=stop_signal,
                     observers=Observers(
-                        phase=[clock.switch, *([noise.on_phase] if noise else ())],
+                        phase=[clock.switch, *(each.on_phase for each in hooks)],
                         optimizer=[
                             clock.on_optimizer,
                             average.watch,
                             functools.partial(note_optimizer, facts),
-                            *([noise.on_optimizer] if noise else ()),
+                            *(each.on_optimizer for each in hooks),
                         ],
                         output=[
                             *([training_scores.add] if training_scores.of_outputs else ()),
@@ -205,6 +211,7 @@ def _trained(request: Request, process: ProcessRank, rendezvous_folder: Path) ->
                 loading_cost=lambda timing: headspace(
                     timing, (batches, validation), world, tuned=batches.loads and batches.sources.tuned
                 ),
+                check=check,
                 first_use=library_memory,
             )
             training = Training(session)
@@ -214,7 +221,7 @@ def _trained(request: Request, process: ProcessRank, rendezvous_folder: Path) ->
             with hook, naming_overwritten(task, batches, plan):
                 outcome = training.run()
 
-        _write_outcome(started.run, outcome, task, info, data.order, meter, world)
+        _write_outcome(started.run, outcome, task, info, data.order, meter, world, check)
         engine.close()
         world.barrier()
     world.leave()
@@ -318,6 +325,13 @@ def _run_info(request: Request, task: Task, batches: loader.BatchLoader, started
     )
 
 
+def _check(
+    options: Options, task: Task, plan: Plan, world: World, batches: loader.BatchLoader, *rest: Any, **more: Any
+) -> CheckedSteps | None:
+    able = can_be_checked(plan, world, batches) and options.check and not options.steps_only
+    return CheckedSteps(task, plan, world, batches, *rest, **more) if able else None
+
+
 def _noise_scale(options: Options, info: RunInfo, world: World) -> NoiseScale | None:
     """Creates the meter of the noise scale on process 0 only: one process's slices suffice for the estimate."""
     if not options.noise_scale or world.rank:
@@ -332,7 +346,14 @@ def _noise_scale(options: Options, info: RunInfo, world: World) -> NoiseScale | 
 
 
 def _write_outcome(
-    run: Run, outcome: Outcome, task: Task, info: RunInfo, order: SampleOrder, meter: Meter, world: World
+    run: Run,
+    outcome: Outcome,
+    task: Task,
+    info: RunInfo,
+    order: SampleOrder,
+    meter: Meter,
+    world: World,
+    check: CheckedSteps | None,
 ) -> None:
     """Writes the training's outcome and its use of resources to run.json. Collective."""
     usages = world.gather(meter.usage())
@@ -351,6 +372,7 @@ def _write_outcome(
             used=so_far,
             costs=costs,
             headspace=outcome.headspace.as_json(),
+            checked={} if check is None else {str(step + 1): gap for step, gap in check.distances.items()},
             lower_is_better=[name for name, metric in metrics.items() if metric.higher_is_better is False],
         )
         if outcome.status in ("finished", "stopped"):

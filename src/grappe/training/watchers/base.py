@@ -124,6 +124,9 @@ class Watcher:
             parameters: this process's parameters by name; of a sharded model, its part. `.grad` may be None.
         """
 
+    def checked(self, step: int, finding: str) -> None:
+        """Called after a step that was computed once more as one process does, with what there is to say of it."""
+
     def evaluated(self, step: int, scores: Scores) -> None:
         """Called after an evaluation, which follows `step`."""
 

@@ -140,6 +140,9 @@ class Console(Watcher):
             )
         )
 
+    def checked(self, step: int, finding: str) -> None:
+        self._console.print(finding)
+
     def failed_to_save(self, problem: str) -> None:
         self._console.print(f"{problem}; the checkpoint before it is intact, and training continues")
 

@@ -1,0 +1,196 @@
+"""Steps computed once more as one process does: the finding, what is found, and what the check leaves alone."""
+
+import functools
+import math
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import Dataset
+
+from grappe import Task
+from grappe.profiling import memory
+from grappe.training.checked_steps import distances, figures
+from grappe.training.run import Run
+from tests.faults import resuming
+from tests.faults.resume_cell import hashes
+from tests.parity.structured import Texts
+from tests.parity.tasks import Images
+from tests.processes import Pool
+
+BOTH = Images(batchnorm=True, dropout=0.3, rule="adam", clip=0.5, samples=29)
+
+
+def said(pool: Pool, task: Task, plan: str, folder: Path, steps: int = 2) -> str:
+    return resuming.run(pool, task, plan, folder / "run", steps=steps)
+
+
+@pytest.mark.parametrize(
+    ("task", "plan"),
+    [
+        *(
+            (BOTH, plan)
+            for plan in ("replicate=2", "replicate=3", "shard=2,zero=1", "shard=2", "engine=lightning,shard=2")
+        ),
+        (BOTH, "exact=4,replicate=2"),
+        (Images(dropout=0.3, clip=0.5), "engine=textbook,replicate=2"),
+        (Images(dropout=0.3), "replicate=2,microbatches=2"),
+        (Images(), "pipeline=2,microbatches=2"),
+        (Images(unused=True), "replicate=2"),
+        (BOTH, "replicate=2,precision=fp64"),
+        (BOTH, "replicate=2,precision=bf16"),
+        (Texts(), "replicate=2"),
+    ],
+)
+def test_the_first_step_is_one_process_s(pool: Pool, task: Task, plan: str, tmp_path: Path) -> None:
+    found = re.search(r"^checked: one process's first step, to (.*)$", said(pool, task, plan, tmp_path), re.M)
+    assert found, "it says something else"
+    loosest = 1e-8 if "fp64" in plan else 0.1 if "bf16" in plan else 1e-4
+    assert found[1] == "the bit" or float(found[1]) < loosest
+
+
+class Sums(nn.Module):
+    """A layer whose inputs lose the batch's mean, from some forward on."""
+
+    def __init__(self, begins: int) -> None:
+        super().__init__()
+        self.layer, self.begins = nn.Linear(3, 1), begins
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        if self.training:
+            self.calls += 1
+        if self.calls > self.begins:
+            inputs = inputs - inputs.mean(0)
+        return self.layer(inputs)
+
+
+class Drawing(Dataset):
+    """Samples, with noise from a generator of its own, which counts them, if it draws."""
+
+    def __init__(self, draws: bool) -> None:
+        self.draws = draws
+        self.generator, self.read = torch.Generator().manual_seed(3), 0
+        self.inputs = torch.randn(48, 3, generator=torch.Generator().manual_seed(2))
+
+    def __len__(self) -> int:
+        return len(self.inputs)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        self.read += self.draws
+        row = self.inputs[index]
+        return row + self.read * torch.rand(3, generator=self.generator) / 100, row.sum()[None] + 1
+
+
+class Centred(Task):
+    """Regression; the batch's mean is taken off from the forward `begins` on."""
+
+    epochs: int = 100
+    batch_size: int = 16
+    begins: int = 10**6
+    draws: bool = False
+    learning_rate: float = 0.01
+
+    def model(self) -> nn.Module:
+        return Sums(self.begins)
+
+    def data(self, split: str, folder: Path) -> Any:
+        return Drawing(self.draws)
+
+    def loss(self, output: Tensor, target: Tensor) -> Tensor:
+        return ((output - target) ** 2).flatten(1).mean(1)
+
+    def optimizer(self, named_parameters):
+        return torch.optim.SGD(named_parameters, lr=self.learning_rate)
+
+
+class Halves(Centred):
+    """The same, of at most half a batch."""
+
+    def loss(self, output: Tensor, target: Tensor) -> Tensor:
+        if output.requires_grad and len(output) > self.batch_size // 2:
+            raise ValueError("too many rows")
+        return super().loss(output, target)
+
+
+@pytest.mark.parametrize("plan", ["replicate=2", "shard=2", "replicate=2,microbatches=2", "engine=horovod,replicate=2"])
+def test_statistics_of_the_batch_are_found_in_the_first_step(pool: Pool, plan: str, tmp_path: Path) -> None:
+    text = said(pool, Centred(begins=-1), plan, tmp_path)
+    assert re.search(
+        r"^its first step is not one process's: the (loss|gradient of layer\.\w+) differs by 0\.\d", text, re.M
+    )
+    assert re.search(f"grappe verify .* --plan {plan}", text)
+
+
+def test_what_begins_later_is_found_and_ends_nothing(pool: Pool, tmp_path: Path) -> None:
+    text = said(pool, Centred(begins=20), "replicate=2", tmp_path, 300)
+    assert "checked: one process's first step" in text
+    step = re.search(r"^step (\d+) is not one process's", text, re.M)
+    assert step and 20 < int(step[1]) <= 300
+    assert Run(tmp_path / "run").latest().step == 300
+
+
+def test_batch_normalisation_of_its_own_rows_is_found(pool: Pool, tmp_path: Path) -> None:
+    assert "its first step is not one process's" in said(pool, BOTH, "replicate=2,batchnorm=local", tmp_path)
+    assert "its first step is not one process's" in said(pool, BOTH, "replicate=2,dropout=local", tmp_path / "b")
+
+
+@pytest.mark.parametrize("plan", ["replicate=2,workers=0", "shard=2,workers=0"])
+def test_it_leaves_the_training_alone(pool: Pool, plan: str, tmp_path: Path) -> None:
+    for folder, check in (("with", True), ("without", False)):
+        said = resuming.run(pool, Centred(draws=True), plan, tmp_path / folder, steps=6, check=check)
+        assert ("its first step is not one process's" in said) == check
+    assert hashes(tmp_path / "with", 6) == hashes(tmp_path / "without", 6)
+
+
+def test_one_process_and_measurements_are_not_checked(pool: Pool, tmp_path: Path) -> None:
+    assert "one process's" not in said(pool, Centred(), "", tmp_path)
+    assert "one process's" not in resuming.run(pool, Centred(), "replicate=2", tmp_path / "b", steps=2, steps_only=True)
+
+
+def test_a_task_that_fails_on_the_whole_batch_is_said(pool: Pool, tmp_path: Path) -> None:
+    text = said(pool, Halves(), "replicate=2", tmp_path)
+    assert "its first step could not be computed as one process does: ValueError: too many rows" in text
+
+
+def gradients(**given: Tensor) -> Any:
+    named = []
+    for name, gradient in given.items():
+        parameter = nn.Parameter(torch.zeros(gradient.shape, dtype=gradient.dtype))
+        parameter.grad = gradient
+        named.append((name, parameter))
+    return figures(named)
+
+
+def test_figures_see_scale_sign_order_and_absence() -> None:
+    g = torch.randn(7, 5, generator=torch.Generator().manual_seed(1))
+    of = functools.partial(gradients, b=torch.ones(3))
+    whole = of(a=g)
+    assert max(distances(of(a=g.clone()), whole).values()) == 0
+    for other in (g * 1.01, -g, g.flip(0), g.flip(1), g.roll(1, 0)):
+        assert distances(of(a=other), whole)["a"] > 5e-3
+    assert distances(gradients(b=torch.ones(3)), whole)["a"] > 0.9
+    assert distances(of(a=g, c=torch.ones(1)), whole)["c"] > 1
+    assert distances(of(a=g + 1e-7), whole)["a"] < 1e-5
+
+
+def test_kinds_of_gradients_have_figures() -> None:
+    z = torch.complex(torch.ones(3, 2), torch.zeros(3, 2))
+    assert distances(gradients(z=z), gradients(z=z * 1j))["z"] > 0.1
+    rows = torch.eye(4)[:2].to_sparse()
+    assert gradients(e=rows) == gradients(e=rows.to_dense())
+    assert gradients(s=torch.tensor(2.0))["s", ()] == (2.0, 2.0)
+    assert all(map(math.isfinite, gradients(h=torch.ones(3, dtype=torch.bfloat16))["h", (0,)]))
+
+
+def test_a_check_is_in_no_peak() -> None:
+    cpu = torch.device("cpu")
+    before = memory.peak(cpu)["host"]
+    with memory.not_counted(cpu):
+        block = torch.ones(80_000_000)
+        assert memory.peak(cpu)["host"] > before + 200e6
+        del block
+    assert memory.peak(cpu)["host"] < before + 100e6
