@@ -62,11 +62,8 @@ def run(app: App, words: Sequence[str] | None = None) -> NoReturn:
         code = EXIT_OK
     except Exception as error:
         explanation = refused_process(error) or broken_package(error)
-        mistake = (
-            UsageError(explanation)
-            if explanation
-            else ProcessDied(f"{type(error).__name__}: {error} ({BUG}: --debug shows more)")
-        )
+        unforeseen = f"{type(error).__name__}: {error} ({BUG}: --debug shows more)"
+        mistake = UsageError(explanation) if explanation else ProcessDied(unforeseen)
         mistake.details = "".join(traceback.format_exception(error))
         code = _complain(mistake, debug)
     if isinstance(code, int) and "torch" in sys.modules:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import contextlib
 import dataclasses
 import math
 import sys
@@ -121,11 +122,8 @@ def _used(used: dict[str, Any]) -> str:
     ]
     joules = used.get("joules")
     for name, value in joules.items() if isinstance(joules, dict) else ():
-        parts.append(
-            f"{number(value):,.0f} J ({name})"
-            if isinstance(value, int | float)
-            else f"energy of {name} not measurable here"
-        )
+        measured = isinstance(value, int | float)
+        parts.append(f"{number(value):,.0f} J ({name})" if measured else f"energy of {name} not measurable here")
     watts = used.get("watts")
     for name, value in watts.items() if isinstance(watts, dict) else ():
         parts.append(f"peak {number(value):,.0f} W ({name})")
@@ -247,12 +245,14 @@ def _entry(run: Run, target: Target, names: set[str]) -> BoardEntry | None:
             samples[float(score)] = int(number(record.get("samples")))
     if not scored:
         return None
-    crossing = _crossing(scored, target)
+    owner, crossing = "unknown", _crossing(scored, target)
+    with contextlib.suppress(KeyError, OSError):  # a user of another machine
+        owner = run.folder.owner()
     processes = about.get("processes") or 1
     best = (min if target.falls else max)(samples)
     return BoardEntry(
         run=run.folder.name,
-        who=_owner(run.folder),
+        who=owner,
         task=Path(str(about.get("task"))).stem,
         plan=plan_name(about.get("plan")),
         hardware=f"{processes} x {about.get('processor') or about.get('device')}",
@@ -260,13 +260,6 @@ def _entry(run: Run, target: Target, names: set[str]) -> BoardEntry | None:
         samples=samples[best],
         costs=None if crossing is None else _costs(run, about, crossing),
     )
-
-
-def _owner(folder: Path) -> str:
-    try:
-        return folder.owner()
-    except (KeyError, OSError):  # a user of another machine
-        return "unknown"
 
 
 def _crossing(scored: list[tuple[int, float]], target: Target) -> float | None:

@@ -124,11 +124,6 @@ def rung_parts(search: SearchDefinition) -> list[Fraction]:
     return [Fraction(1, eta ** (rungs - 1 - rung)) for rung in range(rungs)]
 
 
-def fewest_trials(halving: int, rungs: int) -> int:
-    """Computes the number of trials until one of them reaches the last rung."""
-    return math.prod([halving] * (rungs - 1))
-
-
 def has_result(trial: Trial, rung: int) -> bool:
     """Returns whether a trial has been trained up to a rung, or has failed."""
     return len(trial.rungs) > rung or trial.state == "failed"

@@ -22,9 +22,9 @@ from grappe.training.run import new_folder
 from grappe.training.task_reference import TaskReference, field_texts
 from grappe.verbs.submit.jobs import QUERY_SECONDS
 from grappe.verbs.tune.coordinator import Coordinator, SearchProgress, with_fields
-from grappe.verbs.tune.schedule import check_sampler, fewest_trials, grid
+from grappe.verbs.tune.schedule import check_sampler, grid
 from grappe.verbs.tune.space import PLAN, Choices, Space, as_texts, read_space
-from grappe.verbs.tune.study import SearchDefinition, SearchOptions, Study, make_study
+from grappe.verbs.tune.study import RUNGS, SearchDefinition, SearchOptions, Study, make_study
 from grappe.verbs.tune.trainings import LocalTrainings, SlurmTrainings, Trainings
 
 TRIALS = 20
@@ -187,8 +187,8 @@ def checked_search(
             raise UsageError(f"--trials={total}: the grid has {cells} cells; leave --trials out for all of them")
         total = total or cells
     total = total or TRIALS
-    halving, rungs = search_options.halving, search_options.rung_count
-    fewest = fewest_trials(halving or 1, rungs)
+    halving, rungs = search_options.halving, (search_options.rungs or RUNGS) if search_options.halving else 1
+    fewest = (halving or 1) ** (rungs - 1)  # until one of them reaches the last rung
     if total < fewest:
         raise UsageError(
             f"--halving={halving} with {rungs} rungs takes {fewest} trials until one is trained to its "
