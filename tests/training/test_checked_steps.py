@@ -24,6 +24,13 @@ from tests.processes import Pool
 BOTH = Images(batchnorm=True, dropout=0.3, rule="adam", clip=0.5, samples=29)
 
 
+class Searched(Images):
+    """Calls a closure several times a step."""
+
+    def optimizer(self, named_parameters):
+        return torch.optim.LBFGS(named_parameters, lr=0.1, max_iter=3)
+
+
 def said(pool: Pool, task: Task, plan: str, folder: Path, steps: int = 2) -> str:
     return resuming.run(pool, task, plan, folder / "run", steps=steps)
 
@@ -43,6 +50,7 @@ def said(pool: Pool, task: Task, plan: str, folder: Path, steps: int = 2) -> str
         (BOTH, "replicate=2,precision=fp64"),
         (BOTH, "replicate=2,precision=bf16"),
         (Texts(), "replicate=2"),
+        (Searched(), "shard=2"),
     ],
 )
 def test_the_first_step_is_one_process_s(pool: Pool, task: Task, plan: str, tmp_path: Path) -> None:
@@ -141,7 +149,7 @@ def test_batch_normalisation_of_its_own_rows_is_found(pool: Pool, tmp_path: Path
 @pytest.mark.parametrize("plan", ["replicate=2,workers=0", "shard=2,workers=0"])
 def test_it_leaves_the_training_alone(pool: Pool, plan: str, tmp_path: Path) -> None:
     for folder, check in (("with", True), ("without", False)):
-        said = resuming.run(pool, Centred(draws=True), plan, tmp_path / folder, steps=6, check=check)
+        said = resuming.run(pool, Centred(draws=True), plan, tmp_path / folder, steps=6, no_check=not check)
         assert ("its first step is not one process's" in said) == check
     assert hashes(tmp_path / "with", 6) == hashes(tmp_path / "without", 6)
 

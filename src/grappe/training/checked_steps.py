@@ -88,7 +88,9 @@ class CheckedSteps:
 
     def on_phase(self, phase: int) -> None:
         """Reads the gradients where they are complete, before they are clipped; those of fp16 have a scale."""
-        if self._weights is not None and phase == UPDATE and self._plan.precision != "fp16":
+        if phase != UPDATE or self._weights is None or self._plan.precision == "fp16":
+            return
+        if self._figures is None:  # an optimizer that calls a closure has several gradients a step
             self._figures = figures(self._named)
 
     def before(self, batch: Batch, engine: Engine) -> None:

@@ -47,8 +47,8 @@ class Options:
     training_metrics: bool = False
     """Compute the metrics over the training batches since the last evaluation, too: training_NAME, shown with the next
     one and by --print-every."""
-    check: bool = True
-    """Compute the first step, and now and then another, once more as one process does, and say so if they differ."""
+    no_check: bool = False
+    """Do not compare the first step, and now and then another, with that of one process."""
     noise_scale: bool = False
     """Measure the gradient noise scale: how large a batch is worth its samples."""
     log_samples: bool = False

@@ -328,7 +328,7 @@ def _run_info(request: Request, task: Task, batches: loader.BatchLoader, started
 def _check(
     options: Options, task: Task, plan: Plan, world: World, batches: loader.BatchLoader, *rest: Any, **more: Any
 ) -> CheckedSteps | None:
-    able = can_be_checked(plan, world, batches) and options.check and not options.steps_only
+    able = can_be_checked(plan, world, batches) and not (options.no_check or options.steps_only)
     return CheckedSteps(task, plan, world, batches, *rest, **more) if able else None
 
 
