@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from grappe.verbs.doctor.checks import compiler as check
+from grappe.verbs.doctor.checks import cpp
 from tests import operators
 
 ADAM, DISK = operators.OPERATORS
@@ -43,7 +43,7 @@ def program(name: str) -> None:
 
 def compiler() -> None:
     """Skips the test unless this machine has a C++ compiler, with Python's headers."""
-    if check.of_name(os.environ) is None:
+    if cpp.compiler_name(os.environ) is None:
         pytest.skip("there is no C++ compiler: apt-get install g++")
     if not Path(sysconfig.get_paths()["include"], "Python.h").is_file():
         pytest.skip("there are no headers of Python: apt-get install python3-dev")

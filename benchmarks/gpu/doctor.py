@@ -16,8 +16,8 @@ from benchmarks.gpu.training import plan_on, read_usage
 from grappe.profiling import energy
 from grappe.training.options import Options
 from grappe.verbs.doctor import on_device
-from grappe.verbs.doctor.checks.devices import VisibleGpu, of_devices
-from grappe.verbs.doctor.checks.torch_build import of_architectures
+from grappe.verbs.doctor.checks.gpus import VisibleGpu, of_devices
+from grappe.verbs.doctor.checks.python import of_architectures
 
 
 def main(part: Part) -> None:

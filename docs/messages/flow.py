@@ -24,7 +24,7 @@ ERRORS = {
     "UsageError",
 }
 SAYING = {"complain", "progress", "waiting", "_note", "note", "Report", "say", "print", "lines", "show"}
-SAYING |= {"add_row", "fact_table", "filled_table", "plain_table", "show_facts", "PartRule", "Remedy"}
+SAYING |= {"add_row", "show_either", "fact_table", "filled_table", "plain_table", "show_facts", "PartRule", "Remedy"}
 """Functions whose text is shown."""
 NAMING = {"fact_table", "filled_table", "plain_table", "show_facts", "translated_name"}
 """Functions that are given the names of a table's columns or rows."""

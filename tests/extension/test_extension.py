@@ -16,6 +16,7 @@ from grappe import tasks
 from grappe.errors import UsageError
 from grappe.training.run import Run
 from grappe.verbs.export.export import export
+from grappe.verbs.export.folder import ExportOptions
 from tests import needs
 from tests.commands import GRAPPE, ran
 from tests.extension import cell
@@ -144,7 +145,7 @@ def run(tmp_path_factory: pytest.TempPathFactory, found: None) -> Run:
 
 def test_the_program_compiles_the_operator(run: Run, tmp_path: Path) -> None:
     """The proof runs the program, which has no Python to load the extension with."""
-    done = export(run, tmp_path / "out", task=str(cell.TASK), data=tmp_path, sources=[cell.SOURCE])
+    done = export(run, tmp_path / "out", ExportOptions(operators=(cell.SOURCE,)), task=str(cell.TASK), data=tmp_path)
     assert done.cpp is None
     known = json.loads((tmp_path / "out" / "manifest.json").read_text())
     assert known["operators"] == ["swiglu::forward"]
@@ -162,5 +163,5 @@ def test_the_program_compiles_the_operator(run: Run, tmp_path: Path) -> None:
 )
 def test_sources_that_cannot_be(run: Run, sources: list[Path], told: str, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=told):
-        export(run, tmp_path / "out", task=str(cell.TASK), data=tmp_path, sources=sources)
+        export(run, tmp_path / "out", ExportOptions(operators=tuple(sources)), task=str(cell.TASK), data=tmp_path)
     assert not list(tmp_path.iterdir())

@@ -8,7 +8,7 @@ import pytest
 
 from grappe.cli import commands
 from grappe.sites import slurm
-from grappe.verbs.doctor.checks import allocation
+from grappe.verbs.doctor.checks import job
 from tests.commands import SLOW
 from tests.slurm import configuration
 from tests.slurm.cluster import Cluster
@@ -36,7 +36,7 @@ def test_a_controller_that_hangs(cluster: Cluster) -> None:
     (controller,) = (pid for pid in cluster.pids() if Path(f"/proc/{pid}/comm").read_text() == "slurmctld\n")
     os.kill(controller, signal.SIGSTOP)
     try:
-        (finding,) = allocation.submittable()
+        (finding,) = job.of_sbatch()
     finally:
         os.kill(controller, signal.SIGCONT)
     assert finding.level == "warning" and "scontrol gave no answer in 4 s" in finding.what

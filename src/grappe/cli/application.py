@@ -45,7 +45,7 @@ PlanText = Annotated[
         help="Distribution over processes: replicate=2, or shard=4,zero=2,precision=bf16 (see: grappe engines)",
     ),
 ]
-Plans = Annotated[list[str] | None, Parameter(name=PLAN_NAMES, completer=completion.plan, negative="")]
+Plans = Annotated[list[str] | None, Parameter(name=PLAN_NAMES, completer=completion.plan)]
 RunFolder = Annotated[Path, Parameter(completer=completion.runs, help="A run's folder: runs/… (see: grappe runs)")]
 RunTask = Annotated[
     str | None,
@@ -57,21 +57,20 @@ CheckpointName = Annotated[
 ]
 DataFolder = Annotated[Path | None, Parameter(help="Folder of datasets. Default: $GRAPPE_DATA, or ./data.")]
 RunsFolder = Annotated[Path, Parameter(help="Folder of runs.")]
-SWITCH = Parameter(negative="", show_default=False)
-Json = Annotated[
-    bool, SWITCH, Parameter(name="--json", help="One line of JSON, and nothing else on the standard output.")
-]
+Json = Annotated[bool, Parameter(name="--json", help="One line of JSON, and nothing else on the standard output.")]
 OUT_NAMES = ("--out", "-o")
 OutFile = Annotated[Path | None, Parameter(name=OUT_NAMES)]
-DryRun = Annotated[bool, SWITCH, Parameter(name=("--dry-run", "-n"))]
+DryRun = Annotated[bool, Parameter(name=("--dry-run", "-n"))]
 
 
 OPTIONS = Parameter(name="*")
 """Of a dataclass: each field is an option, the docstring under the field is the option's help."""
 USAGE = Parameter(
-    show_default=lambda default: str(default) if default and default is not True else None, negative_iterable=()
+    show_default=lambda default: str(default) if default and default is not True else None,
+    negative_bool=(),
+    negative_iterable=(),
 )
-"""Of every option: an empty default is not shown, and a list has no --empty-NAME."""
+"""Of every option: an empty default is not shown, a switch has no --no-NAME, and a list no --empty-NAME."""
 GROUPS = {
     "Train": ("train", "launch", "tune", "drill", "verify"),
     "Look at runs": ("runs", "follow", "report", "curves", "prune"),

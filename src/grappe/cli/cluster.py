@@ -16,20 +16,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 from cyclopts import App, CycloptsError, Parameter
 
 from grappe.cli import completion
-from grappe.cli.application import (
-    OPTIONS,
-    SWITCH,
-    DryRun,
-    FieldText,
-    Json,
-    PlanText,
-    RunFolder,
-    RunsFolder,
-    app,
-    preflight,
-)
+from grappe.cli.application import OPTIONS, DryRun, FieldText, Json, PlanText, RunFolder, RunsFolder, app, preflight
 from grappe.cli.corrections import corrected, unknown_option
-from grappe.cli.exit import script_apart, show, show_json
+from grappe.cli.exit import script_apart, show, show_either, show_json
 from grappe.errors import EXIT_FAILURE, EXIT_OK, UsageError
 from grappe.launch.command import become
 from grappe.launch.files import RUNS
@@ -58,15 +47,11 @@ def register(app: App) -> None:
 
 
 def submit(
-    *words: Annotated[str, Parameter(allow_leading_hyphen=True, help="After --: the command, as it runs here.")],
+    *words: Annotated[str, Parameter(allow_leading_hyphen=True)],
     job: Annotated[JobOptions, OPTIONS] = DEFAULTS,
-    test_only: Annotated[bool, SWITCH, Parameter(help="Test the script with sbatch; submit nothing.")] = False,
-    interactive: Annotated[
-        bool,
-        SWITCH,
-        Parameter(help="Allocate the nodes and open a shell there (salloc), for --gpus or a command's plan."),
-    ] = False,
-    dry_run: Annotated[DryRun, Parameter(help="Print the script; submit nothing.")] = False,
+    test_only: bool = False,
+    interactive: bool = False,
+    dry_run: DryRun = False,
     json: Json = False,
 ) -> None:
     """Submit a command as a Slurm job: grappe submit --time 3h -- train TASK …
@@ -82,6 +67,12 @@ def submit(
             -- train digits --plan shard=8            two nodes of four GPUs
         grappe submit --time 1h -- verify digits --plan replicate=2
         grappe submit --processes 2 -- my_script.py --lr 0.1
+
+    Args:
+        words: After --: the command, as it runs here.
+        test_only: Test the script with sbatch; submit nothing.
+        interactive: Allocate the nodes and open a shell there (salloc), for --gpus or a command's plan.
+        dry_run: Print the script; submit nothing.
     """
     from grappe.verbs.automatic_time import foreseen_warnings, with_gpus, with_sizes
     from grappe.verbs.submit import submit as verb
@@ -219,16 +210,12 @@ def queue(*, runs: RunsFolder = RUNS, json: Json = False) -> None:
     from grappe.verbs.submit.jobs import queue as verb
     from grappe.verbs.submit.jobs import runs_of
 
-    if json:
-        folders = runs_of(runs)
-        show_json(
-            "queue",
-            jobs=[
-                dataclasses.asdict(entry) | {"run": folders.get(entry.job.partition("_")[0])} for entry in slurm.queue()
-            ],
-        )
-    else:
+    if not json:
         show(verb(runs))
+        return
+    folders, entries = runs_of(runs), slurm.queue()
+    jobs = [dataclasses.asdict(entry) | {"run": folders.get(entry.job.partition("_")[0])} for entry in entries]
+    show_json("queue", jobs=jobs)
 
 
 def logs(
@@ -236,7 +223,7 @@ def logs(
     /,
     *,
     rank: Annotated[int | None, Parameter(help="Rank of the process to read. Default: the job's own log.")] = None,
-    follow: Annotated[bool, SWITCH, Parameter(name=["--follow", "-f"], help="Follow until the job ends.")] = False,
+    follow: Annotated[bool, Parameter(name=["--follow", "-f"], help="Follow until the job ends.")] = False,
 ) -> None:
     """Print what a run's job, or one of its processes, wrote."""
     from grappe.verbs.submit.jobs import lines
@@ -266,10 +253,8 @@ def cancel(
     if not runs:
         raise UsageError("name a run: grappe cancel RUN … (see: grappe queue)")
     jobs = verb(runs, dry_run=dry_run)
-    if json:
-        show_json("cancel", jobs=jobs, dry_run=dry_run)
-    else:
-        show(f"{'would cancel' if dry_run else 'cancelled'} {', '.join(jobs)}")
+    ended = f"{'would cancel' if dry_run else 'cancelled'} {', '.join(jobs)}"
+    show_either(json, "cancel", ended, jobs=jobs, dry_run=dry_run)
 
 
 def sites(
@@ -282,10 +267,8 @@ def sites(
     from grappe import sites as known_sites
     from grappe.verbs.catalogue import site_facts, site_list
 
-    if json:
-        show_json("sites", sites=[known_sites.find(each) for each in ([name] if name else known_sites.files())])
-    else:
-        show(site_facts(name) if name else site_list())
+    listed = [known_sites.find(each) for each in ([name] if name else known_sites.files())]
+    show_either(json, "sites", site_facts(name) if name else site_list(), sites=listed)
 
 
 def gpus(*, json: Json = False) -> None:
@@ -293,41 +276,32 @@ def gpus(*, json: Json = False) -> None:
     from grappe.foresight.devices import devices
     from grappe.verbs.catalogue import gpu_list
 
-    if json:
-        show_json("gpus", gpus=devices())
-    else:
-        show(gpu_list())
+    show_either(json, "gpus", gpu_list(), gpus=devices())
 
 
 def doctor(
-    task: Annotated[str | None, Parameter(help="Check this task's sizes too.")] = None,
+    task: str | None = None,
     /,
     *fields: FieldText,
     plan: PlanText = "",
     runs: RunsFolder = RUNS,
-    job: Annotated[bool, SWITCH, Parameter(help="As the first step of a job: warnings and errors only.")] = False,
-    script: Annotated[
-        Path | None, Parameter(help="Your own script: of the packages, check those that it imports.")
-    ] = None,
-    gpu: Annotated[
-        bool,
-        SWITCH,
-        Parameter(
-            help="Try on the GPU, in about a minute: the bits of random numbers and of exact trainings, readings of "
-            "memory and power, the speed of a matrix product."
-        ),
-    ] = False,
-    record: Annotated[
-        bool,
-        SWITCH,
-        Parameter(
-            help="Record what this machine computes (digits, or the task). When torch, driver, container or processor "
-            "have changed since, grappe doctor offers the comparison."
-        ),
-    ] = False,
+    job: bool = False,
+    script: Path | None = None,
+    gpu: bool = False,
+    record: bool = False,
     json: Json = False,
 ) -> int:
-    """Check this machine, or all processes of this allocation, for problems; it takes seconds."""
+    """Check this machine, or all processes of this allocation, for problems; it takes seconds.
+
+    Args:
+        task: Check this task's sizes too.
+        job: As the first step of a job: warnings and errors only.
+        script: Your own script: of the packages, check those that it imports.
+        gpu: Try on the GPU, in about a minute: the bits of random numbers and of exact trainings, readings of memory
+            and power, the speed of a matrix product.
+        record: Record what this machine computes (digits, or the task). When torch, driver, container or processor have
+            changed since, grappe doctor offers the comparison.
+    """
     if gpu:
         from grappe.verbs.doctor.on_device import try_gpu
 

@@ -18,7 +18,6 @@ from grappe.cli import exit as entry_point
 from grappe.cli.application import (
     OPTIONS,
     OUT_NAMES,
-    SWITCH,
     CheckpointName,
     DataFolder,
     DryRun,
@@ -34,7 +33,7 @@ from grappe.cli.application import (
     preflight,
     put_in_order,
 )
-from grappe.cli.exit import show, show_answer, show_facts, show_json
+from grappe.cli.exit import show, show_answer, show_either, show_json
 from grappe.errors import EXIT_FAILURE, EXIT_INTERRUPTED, EXIT_OK, EXIT_USAGE, UsageError
 from grappe.fields import typed_name
 from grappe.launch import files
@@ -43,12 +42,13 @@ from grappe.launch.rank import is_main_process, rank_from_environment
 from grappe.launch.terminal import complain, progress, redirected, say, waiting, write
 from grappe.plan import as_plan
 from grappe.training.options import Options
+from grappe.verbs.export.folder import ExportOptions, check_target
 from grappe.words import format_number
 
 Trained = Annotated[
-    bool, SWITCH, Parameter(help="Take the trained weights, where the run keeps a moving average of them (ema).")
+    bool, Parameter(help="Take the trained weights, where the run keeps a moving average of them (ema).")
 ]
-DEFAULTS = Options()
+DEFAULTS, EXPORTED = Options(), ExportOptions()
 
 
 @app.command
@@ -57,38 +57,29 @@ def train(
     /,
     *fields: FieldText,
     plan: PlanText = "",
-    run: Annotated[Path | None, Parameter(help="The run's folder; if there is a run, it is resumed.")] = None,
-    name: Annotated[
-        str, Parameter(help="A name for the run, which other commands take in place of its folder, and reports show.")
-    ] = "",
+    run: Path | None = None,
+    name: str = "",
     runs: RunsFolder = RUNS,
     data: DataFolder = None,
-    from_: Annotated[
-        Path | None,
-        Parameter(
-            name="--from", help="Initial weights: a run, or a .safetensors, .ckpt or .pt file (as weights only)."
-        ),
-    ] = None,
-    with_optimizer: Annotated[
-        bool,
-        SWITCH,
-        Parameter(help="Take the optimizer's state and the number of epochs done from the --from file, too."),
-    ] = False,
-    epochs_done: Annotated[
-        int | None,
-        Parameter(help="Epochs that the training of --from has done: begin after them. Default: the file's."),
-    ] = None,
-    callback: Annotated[
-        list[str] | None,
-        Parameter(negative="", help="Your own callback (watcher): file.py:Class or module:Class. Repeatable."),
-    ] = None,
-    options: Annotated[Options, OPTIONS, Parameter(negative="")] = DEFAULTS,
-    smoke: Annotated[
-        bool, SWITCH, Parameter(help="Test one step, evaluation, save and resume under this plan.")
-    ] = False,
+    from_: Annotated[Path | None, Parameter(name="--from")] = None,
+    with_optimizer: bool = False,
+    epochs_done: int | None = None,
+    callback: list[str] | None = None,
+    options: Annotated[Options, OPTIONS] = DEFAULTS,
+    smoke: bool = False,
     json: Json = False,
 ) -> int:
-    """Train a task under a plan, or resume a run."""
+    """Train a task under a plan, or resume a run.
+
+    Args:
+        run: The run's folder; if there is a run, it is resumed.
+        name: A name for the run, which other commands take in place of its folder, and reports show.
+        from_: Initial weights: a run, or a .safetensors, .ckpt or .pt file (as weights only).
+        with_optimizer: Take the optimizer's state and the number of epochs done from the --from file, too.
+        epochs_done: Epochs that the training of --from has done: begin after them. Default: the file's.
+        callback: Your own callback (watcher): file.py:Class or module:Class. Repeatable.
+        smoke: Test one step, evaluation, save and resume under this plan.
+    """
     texts = preflight([plan], task, fields, run=run, once=not smoke)
     from grappe.launch.start import interrupted
     from grappe.training.request import Request, checked_watchers, data_folder
@@ -131,17 +122,13 @@ def train(
 
 @app.command
 def launch(
-    script: Annotated[Path, Parameter(help="A training script.")],
+    script: Path,
     /,
-    *arguments: Annotated[str, Parameter(allow_leading_hyphen=True, help="The script's own arguments.")],
+    *arguments: Annotated[str, Parameter(allow_leading_hyphen=True)],
     plan: PlanText = "",
-    run: Annotated[
-        Path | None, Parameter(help="The run's folder, of a script for one process; if there is a run, it is resumed.")
-    ] = None,
+    run: Path | None = None,
     runs: RunsFolder = RUNS,
-    save_every: Annotated[
-        int | None, Parameter(help="Steps between checkpoints of the script's state. Default: a minute.")
-    ] = None,
+    save_every: int | None = None,
 ) -> int:
     """Run a training script, as it is, on the processes of a plan.
 
@@ -152,6 +139,12 @@ def launch(
     Options come before the script; what follows it is its own.
 
         grappe launch --plan replicate=2 mnist.py --epochs 3
+
+    Args:
+        script: A training script.
+        arguments: The script's own arguments.
+        run: The run's folder, of a script for one process; if there is a run, it is resumed.
+        save_every: Steps between checkpoints of the script's state. Default: a minute.
     """
     preflight([plan], later=True)
     from grappe.launch.start import interrupted
@@ -180,10 +173,7 @@ def drill(
     waiting("")
     with SafeConsole(sys.stderr).status("") as status:  # seen on a terminal only
         findings = list(verb.drill(training, lambda words: status.update(f"drill: {words}")))
-    if json:
-        show_json("drill", findings=findings)
-    else:
-        show(verb.table(findings))
+    show_either(json, "drill", verb.table(findings), findings=findings)
     return EXIT_OK if all(result.recovered for result in findings) else EXIT_FAILURE
 
 
@@ -206,39 +196,34 @@ def evaluate(
     from grappe.verbs.evaluate import evaluate as verb
 
     scores = verb(run, split, plan, task=task, data=data, checkpoint=checkpoint, trained=trained)
-    if json:
-        show_json("scores", **dataclasses.asdict(scores))
-        return
     taken = f"{scores.checkpoint} ({scores.why})"
     facts = [("checkpoint", taken), ("samples", f"{scores.samples:,} of {scores.split}, each once")]
     for name, value in (("loss", scores.loss), *scores.metrics.items()):
         facts.append((name, format_number(value) if isinstance(value, float) else str(value)))
-    show_facts(facts)
+    show_answer(json, "scores", facts, **dataclasses.asdict(scores))
 
 
 @app.command
 def predict(
     run: RunFolder,
-    inputs: Annotated[
-        str,
-        Parameter(
-            help="train, validation or test; a .npy file of inputs [N, ...]; a .jsonl file, or - for lines on "
-            "the standard input; a picture, or a folder of them.",
-            allow_leading_hyphen=True,  # for - alone
-        ),
-    ],
+    inputs: Annotated[str, Parameter(allow_leading_hyphen=True)],
     /,
-    *pictures: Annotated[str, Parameter(help="Further pictures.")],
+    *pictures: str,
     plan: PlanText = "",
     task: RunTask = None,
     checkpoint: CheckpointName = None,
     data: DataFolder = None,
-    out: Annotated[
-        OutFile, Parameter(help="Write them [N, ...] to this file instead: .npy, or .npz where they have names.")
-    ] = None,
+    out: OutFile = None,
     trained: Trained = False,
 ) -> None:
-    """Print the predictions of a run's model for inputs: one JSON line per sample."""
+    """Print the predictions of a run's model for inputs: one JSON line per sample.
+
+    Args:
+        inputs: train, validation or test; a .npy file of inputs [N, ...]; a .jsonl file, or - for lines on the standard
+            input; a picture, or a folder of them.
+        pictures: Further pictures.
+        out: Write them [N, ...] to this file instead: .npy, or .npz where they have names.
+    """
     if inputs.startswith("--"):
         line = shlex.join(["grappe", "predict", str(run), *(pictures or ["test"])])
         raise UsageError(f"there is no option {inputs}: give INPUTS without it: {line}")
@@ -286,17 +271,14 @@ def runs(
     from grappe.verbs.runs import describe, facts, listing
 
     if race is not None:
-        from grappe.verbs.race import board, target_of
-        from grappe.verbs.race import race as verb
+        from grappe.verbs.runs import board, target_of
+        from grappe.verbs.runs import race as verb
 
         if run is not None:
             raise UsageError("--race ranks all runs of a folder: leave RUN out, and give --runs FOLDER")
         target = target_of(race)
         entries = verb(runs, target)
-        if json:
-            show_json("race", target=target, runs=entries)
-        else:
-            show(board(entries, target, by))
+        show_either(json, "race", board(entries, target, by), target=target, runs=entries)
     elif json:
         show_json("runs", runs=facts(runs, run, tag))
     else:
@@ -321,12 +303,8 @@ def prune(
     from grappe.verbs.prune import table
 
     removed = verb([Run(run)] if run is not None else all_runs(runs), keep, dry_run=dry_run)
-    if json:
-        show_json(
-            "prune", dry_run=dry_run, folders=[{"folder": str(folder), "bytes": size} for folder, size in removed]
-        )
-    else:
-        show(table(removed, dry_run=dry_run))
+    folders = [{"folder": folder, "bytes": size} for folder, size in removed]
+    show_either(json, "prune", table(removed, dry_run=dry_run), dry_run=dry_run, folders=folders)
 
 
 @app.command
@@ -340,21 +318,12 @@ def tasks(
     from grappe import tasks as shipped
     from grappe.verbs.catalogue import task_fields, task_list
 
-    if json:
-        classes = {each: shipped.find(each) for each in ([name] if name else shipped.names())}
-        show_json(
-            "tasks",
-            tasks=[
-                {
-                    "task": each,
-                    "what": shipped.describe(cls),
-                    "fields": {typed_name(field): value for field, value in shipped.defaults(cls).items()},
-                }
-                for each, cls in classes.items()
-            ],
-        )
-    else:
-        show(task_fields(name) if name else task_list())
+    listed = []
+    for each in ([name] if name else shipped.names()) if json else ():
+        cls = shipped.find(each)
+        fields = {typed_name(field): value for field, value in shipped.defaults(cls).items()}
+        listed.append({"task": each, "what": shipped.describe(cls), "fields": fields})
+    show_either(json, "tasks", task_fields(name) if name else task_list(), tasks=listed)
 
 
 @app.command
@@ -363,20 +332,11 @@ def engines(*, json: Json = False) -> None:
     from grappe import engines as available
     from grappe.verbs.catalogue import plan_table, support
 
-    if json:
-        names = available.names()
-        keys = [
-            {
-                "key": key,
-                "default": default,
-                "what": what,
-                "engines": [name for name, able in zip(names, row, strict=True) if able],
-            }
-            for key, default, what, row in support()
-        ]
-        show_json("engines", engines=names, keys=keys)
-    else:
-        show(plan_table())
+    names, keys = available.names(), []
+    for key, default, what, row in support():
+        able = [name for name, is_able in zip(names, row, strict=True) if is_able]
+        keys.append({"key": key, "default": default, "what": what, "engines": able})
+    show_either(json, "engines", plan_table(), engines=names, keys=keys)
 
 
 @app.command
@@ -385,36 +345,14 @@ def export(
     /,
     *,
     out: Annotated[Path, Parameter(name=OUT_NAMES, help="A new folder to write.")],
-    format: Annotated[
-        Literal["program", "safetensors", "transformers", "onnx"],
-        Parameter(
-            help="A C++ program with the compiled model; the weights alone with the task's fields; a folder for "
-            "from_pretrained of transformers; or ONNX (needs grappe[onnx])."
-        ),
-    ] = "program",
-    weights: Annotated[
-        Literal["fp32", "bf16", "int8"],
-        Parameter(
-            help="How a program or ONNX stores matrices: int8 takes a quarter of the bytes. It computes in float32; "
-            "the scores of the rounded weights are measured and shown."
-        ),
-    ] = "fp32",
+    options: Annotated[ExportOptions, OPTIONS] = EXPORTED,
     task: RunTask = None,
     checkpoint: CheckpointName = None,
     data: DataFolder = None,
-    no_build: Annotated[
-        bool, SWITCH, Parameter(help="Prove the compiled model in Python only; do not build the C++ program.")
-    ] = False,
-    operators: Annotated[
-        list[Path] | None, Parameter(help="A C++ file that registers operators of the model's own; once for each file.")
-    ] = None,
-    trained: Trained = False,
     dry_run: Annotated[DryRun, Parameter(help="Check the run and the options; write nothing.")] = False,
     json: Json = False,
 ) -> None:
     """Write a run's model as a C++ program, weights or ONNX; it is checked on the whole validation split first."""
-    from grappe.verbs.export.folder import check_target
-
     check_target(out)
     progress("loading the run and its model")
     from grappe.verbs.export.export import checked
@@ -423,24 +361,12 @@ def export(
     from grappe.verbs.runs import shown_scores
 
     if dry_run:
-        source, _ = checked(run, out, task=task, format=format, weights=weights, sources=operators or ())
+        source, _ = checked(run, out, options, task)
         name = choose(source, checkpoint)[1].folder.name
-        planned = [("would be written", f"{out}: {format}, weights in {weights}"), ("checkpoint", name)]
+        planned = [("would be written", f"{out}: {options.format}, weights in {options.weights}"), ("checkpoint", name)]
         show_answer(json, "export", planned, folder=out, checkpoint=name, dry_run=True)
         return
-    done = verb(
-        run,
-        out,
-        checkpoint=checkpoint,
-        task=task,
-        data=data,
-        format=format,
-        weights=weights,
-        build=not no_build,
-        sources=operators or (),
-        trained=trained,
-        progress=progress,
-    )
+    done = verb(run, out, options, checkpoint=checkpoint, task=task, data=data, progress=progress)
     progress("")
     proof, sizes = done.proof, ", ".join(map(str, done.proof.batch_sizes))
     built = f"not built: {done.cpp}" if done.cpp else "built and proven"
@@ -450,7 +376,7 @@ def export(
         ("proven", f"{proof.samples:,} samples of {proof.split}, {sizes} at a time"),
         ("largest difference", f"{proof.largest_difference:.1e} of a row"),
         *((f"scores, weights in {rounding}", shown_scores(scores)) for rounding, scores in done.scores.items()),
-        *([("C++ program", built)] if format == "program" else []),
+        *([("C++ program", built)] if options.format == "program" else []),
         ("how to use it", f"{done.folder}/README.md"),
     ]
     show_answer(json, "export", facts, **vars(done), dry_run=False)

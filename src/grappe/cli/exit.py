@@ -62,14 +62,11 @@ def run(app: App, words: Sequence[str] | None = None) -> NoReturn:
         code = EXIT_OK
     except Exception as error:
         explanation = refused_process(error) or broken_package(error)
-        mistake = (
-            UsageError(explanation)
-            if explanation
-            else ProcessDied(f"{type(error).__name__}: {error} ({BUG}: --debug shows more)")
-        )
+        unforeseen = f"{type(error).__name__}: {error} ({BUG}: --debug shows more)"
+        mistake = UsageError(explanation) if explanation else ProcessDied(unforeseen)
         mistake.details = "".join(traceback.format_exception(error))
         code = _complain(mistake, debug)
-    if isinstance(code, int) and "torch" in sys.modules and _leaves_at_once(code):
+    if isinstance(code, int) and "torch" in sys.modules:
         _leave_communication(code)
     sys.exit(code)
 
@@ -85,26 +82,24 @@ def script_apart(words: list[str]) -> list[str]:
     return words if asks else [*words[:place], "--", *words[place:]]
 
 
-def _leaves_at_once(code: int) -> bool:
-    """Returns whether to end without waiting for communication threads: after a failure, if there are any; else, if a
-    launcher started this process (the processes of a local command end by themselves)."""
+def _leave_communication(code: int) -> None:
+    """Ends this process at once, if it failed with communication threads, or if a launcher started it.
+
+    Communication threads of a failed step may never join, and after a successful one they may outlive the interpreter,
+    which makes torch abort (PyTorch's pull request 179291). The processes of a local command end so, too.
+    """
     from torch import distributed
 
-    if code in (EXIT_FAILURE, EXIT_USAGE):
-        return distributed.is_available() and distributed.is_initialized()
-    try:
-        return rank_from_environment() is not None
-    except UsageError:  # `doctor` reports it, and goes on
-        return False
-
-
-def _leave_communication(code: int) -> NoReturn:
-    """Ends this process now: communication threads of a failed step may never join, and after a successful one they may
-    outlive the interpreter, which makes torch abort (PyTorch's pull request 179291). Local processes end so, too."""
-    with contextlib.suppress(OSError):  # a reader who has left
-        sys.stdout.flush()
-        sys.stderr.flush()
-    os._exit(code)
+    leaves = distributed.is_available() and distributed.is_initialized()
+    if code not in (EXIT_FAILURE, EXIT_USAGE):
+        leaves = False
+        with contextlib.suppress(UsageError):  # `doctor` reports it, and goes on
+            leaves = rank_from_environment() is not None
+    if leaves:
+        with contextlib.suppress(OSError):  # a reader who has left
+            sys.stdout.flush()
+            sys.stderr.flush()
+        os._exit(code)
 
 
 def _code(app: App, arguments: list[str]) -> int:
@@ -175,16 +170,23 @@ def json_values(value: Any) -> Any:
     return value if isinstance(value, str | int | float | None) else str(value)
 
 
-def show_answer(json: bool, kind: str, facts: Iterable[tuple[str, object]], **content: Any) -> None:
-    """Prints what --json asks for, as `show_json` does; without it the facts, as `show_facts` does."""
+def show_either(json: bool, kind: str, shown: Any, **content: Any) -> None:
+    """Prints a result: with --json the content, as `show_json` does, else `shown`, a text or a table."""
     if json:
         show_json(kind, **content)
     else:
-        show_facts(facts)
+        show(shown)
+
+
+def show_answer(json: bool, kind: str, facts: Iterable[tuple[str, object]], **content: Any) -> None:
+    """Prints a result as `show_either` does: with --json the content, else a table of names and values."""
+    from grappe.launch.safe_console import fact_table
+
+    show_either(json, kind, fact_table(facts), **content)
 
 
 def show_facts(facts: Iterable[tuple[str, object]]) -> None:
-    """Prints a table of two columns without a header: what it is, and its value."""
+    """Prints a table of two columns without a header: names and values."""
     from grappe.launch.safe_console import fact_table
 
     show(fact_table(facts))

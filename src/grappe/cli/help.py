@@ -135,14 +135,15 @@ class TranslatedHelp:
     def _translated(self, description: Any, *, one_line: bool = False) -> Any:
         """Translates each paragraph of a text, and joins its lines; commands, which are indented, keep their lines.
 
-        With `one_line`, the paragraphs are joined too.
+        Args:
+            one_line: whether the text is one paragraph, whatever its lines in the source.
         """
         shown = description.primary_renderable if isinstance(description, InlineText) else description
         if not isinstance(shown, Text) or not shown.plain:
             return description
-        paragraphs = map(self.text, shown.plain.split("\n\n"))
-        parts = "\n\n".join(text if "\n " in f"\n{text}" else " ".join(text.split()) for text in paragraphs)
-        parts = " ".join(parts.split()) if one_line else parts
+        paragraphs = [" ".join(shown.plain.split())] if one_line else shown.plain.split("\n\n")
+        texts = map(self.text, paragraphs)
+        parts = "\n\n".join(text if "\n " in f"\n{text}" else " ".join(text.split()) for text in texts)
         return InlineText(Text(parts), force_empty_end=getattr(description, "force_empty_end", False))
 
 

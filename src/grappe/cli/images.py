@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 from cyclopts import App, Parameter
 
-from grappe.cli.application import OUT_NAMES, SWITCH, DryRun, Json
+from grappe.cli.application import OUT_NAMES, DryRun, Json
 from grappe.cli.exit import show, show_answer, show_json
 from grappe.errors import UsageError
 from grappe.launch.terminal import progress, say, waiting
@@ -48,7 +48,7 @@ def index(
     *,
     labels: Labels = None,
     numbering: Numbering = None,
-    again: Annotated[bool, SWITCH, Parameter(help="Make it again, even if there is one.")] = False,
+    again: Annotated[bool, Parameter(help="Make it again, even if there is one.")] = False,
     dtype: Dtype = None,
     end: End = None,
     json: Json = False,
@@ -262,16 +262,9 @@ def bench(
     if json:
         show_json("data-bench", **vars(done))
         return
-    heads = (
-        "images/s",
-        "an image",
-        "read, cold",
-        "read",
-        "workers=0",
-        f"{done.cores} threads",
-        f"{done.cores} processes",
+    table = plain_table(
+        "images/s", "an image", "read, cold", "read", "workers=0", f"{done.cores} threads", f"{done.cores} processes"
     )
-    table = plain_table(*heads)
     for row in done.rows:
         rates = (row.cold, row.read, row.alone, row.threads, row.processes)
         table.add_row(row.place, _size(row.bytes), *("" if rate is None else f"{rate:,.0f}" for rate in rates))

@@ -15,7 +15,6 @@ from cyclopts import App, Parameter
 from grappe.cli import completion, output
 from grappe.cli.application import (
     OPTIONS,
-    SWITCH,
     DataFolder,
     DryRun,
     FieldText,
@@ -43,6 +42,7 @@ if TYPE_CHECKING:
     from grappe.verbs.measure.measure import JobRequest
     from grappe.verbs.measure.points import Measurement
     from grappe.verbs.verify.against import Agreement
+    from grappe.verbs.verify.record import Recorded
     from grappe.verbs.verify.verify import PlanVerdict
 
 
@@ -75,34 +75,28 @@ def foresee(
     task: TaskName,
     /,
     *fields: FieldText,
-    plan: Annotated[Plans, Parameter(help="A plan; repeatable. Default: plans that train the same, on --gpus.")] = None,
-    site: Annotated[
-        str | None,
-        Parameter(
-            completer=completion.sites, help="Compare with the memory of this cluster's GPUs (see: grappe sites)."
-        ),
-    ] = None,
-    gpus: Annotated[
-        Counts, Parameter(help="Without --plan: numbers of processes to try: 1,2,8. Default: 1,2,4,8.")
-    ] = (),
+    plan: Plans = None,
+    site: Annotated[str | None, Parameter(completer=completion.sites)] = None,
+    gpus: Counts = (),
     data: DataFolder = None,
-    aim: Annotated[
-        Literal["fastest", "cheapest", "smallest"],
-        Parameter(help="What makes a plan the best: its time, its core-hours or GPU-hours, or its memory."),
-    ] = "fastest",
-    no_times: Annotated[
-        bool, Parameter(negative="", show_default=False, help="Memory alone: no steps are run.")
-    ] = False,
-    all_: Annotated[
-        bool,
-        Parameter(name="--all", negative="", show_default=False, help="All plans, and the parts of memory and time."),
-    ] = False,
-    out: Annotated[OutFile, Parameter(help="Write it all to this file, .json.")] = None,
+    aim: Literal["fastest", "cheapest", "smallest"] = "fastest",
+    no_times: bool = False,
+    all_: Annotated[bool, Parameter(name="--all")] = False,
+    out: OutFile = None,
     json: Json = False,
 ) -> int:
     """Predict the memory that plans need and how long a step takes, before anything starts.
 
     Exit code 1 if no plan fits the site, 2 if none can be predicted or an argument is wrong.
+
+    Args:
+        plan: A plan; repeatable. Default: plans that train the same, on --gpus.
+        site: Compare with the memory of this cluster's GPUs (see: grappe sites).
+        gpus: Without --plan: numbers of processes to try: 1,2,8. Default: 1,2,4,8.
+        aim: What makes a plan the best: its time, its core-hours or GPU-hours, or its memory.
+        no_times: Memory alone: no steps are run.
+        all_: All plans, and the parts of memory and time.
+        out: Write it all to this file, .json.
     """
     output.check(out, ".json")
     waiting("loading torch …")
@@ -138,65 +132,46 @@ def measure(
     task: TaskName | None = None,
     /,
     *fields: FieldText,
-    plan: Annotated[
-        Plans, Parameter(help="A plan to measure; repeatable: one, replicate=2. The first is the baseline.")
-    ] = None,
-    options: Annotated[_Options, OPTIONS, Parameter(negative="")] = DEFAULTS,
-    no_advice: Annotated[bool, SWITCH, Parameter(help="Do not measure plans that the first figures suggest.")] = False,
-    site: Annotated[
-        str | None,
-        Parameter(
-            completer=completion.sites, help="Submit each training as a Slurm job of this cluster (see: grappe sites)."
-        ),
-    ] = None,
-    account: Annotated[str | None, Parameter(help="Account to bill for such jobs.")] = None,
-    job_time: Annotated[str | None, Parameter(help="Time limit of such a job: 30m. Default: 1 h.")] = None,
-    dry_run: Annotated[DryRun, Parameter(help="With --site: print the jobs; submit nothing.")] = False,
-    gather: Annotated[
-        list[Path] | None,
-        Parameter(
-            negative="", consume_multiple=True, help="Train nothing: read these runs, for example those of such jobs."
-        ),
-    ] = None,
-    largest_batch: Annotated[
-        bool, SWITCH, Parameter(help="Find the largest batch that fits, too, under each plan.")
-    ] = False,
+    plan: Plans = None,
+    options: Annotated[_Options, OPTIONS] = DEFAULTS,
+    no_advice: bool = False,
+    site: Annotated[str | None, Parameter(completer=completion.sites)] = None,
+    account: str | None = None,
+    job_time: str | None = None,
+    dry_run: DryRun = False,
+    gather: Annotated[list[Path] | None, Parameter(consume_multiple=True)] = None,
+    largest_batch: bool = False,
     script: ScriptWords | None = None,
-    out: Annotated[OutFile, Parameter(help="Write the figures to this JSON file, for grappe report.")] = None,
+    out: OutFile = None,
     data: DataFolder = None,
     json: Json = False,
 ) -> int:
-    """Measure plans and how they scale: speed, memory, energy, and where efficiency is lost."""
+    """Measure plans and how they scale: speed, memory, energy, and where efficiency is lost.
+
+    Args:
+        plan: A plan to measure; repeatable: one, replicate=2. The first is the baseline.
+        no_advice: Do not measure plans that the first figures suggest.
+        site: Submit each training as a Slurm job of this cluster (see: grappe sites).
+        account: Account to bill for such jobs.
+        job_time: Time limit of such a job: 30m. Default: 1 h.
+        dry_run: With --site: print the jobs; submit nothing.
+        gather: Train nothing: read these runs, for example those of such jobs.
+        largest_batch: Find the largest batch that fits, too, under each plan.
+        out: Write the figures to this JSON file, for grappe report.
+    """
     output.check(out, ".json")
     texts, sizes = _batch_sizes(fields)
     if script or (task is None and (not gather or site is not None or largest_batch or options.why)):
-        of_tasks = (
-            task,
-            fields,
-            site,
-            account,
-            job_time,
-            dry_run,
-            gather,
-            largest_batch,
-            data,
-            options.why,
-            options.weak,
-        )
-        if not script or any(of_tasks):
+        others = (task, fields, site, account, job_time, dry_run, gather, largest_batch, data)
+        if not script or any(others) or options.why or options.weak:
             raise UsageError(
                 "grappe measure needs a task; or a script for one process, with --plan, --steps, --repeats, --out and "
                 "--json alone: --script train.py"
             )
-        if plan is None and "--plan" in script:
-            raise UsageError(
-                "--plan after --script was the script's own option: write --plan replicate=2 before --script"
-            )
-        from grappe.verbs.measure import measure as verb
+        _refuse_later_plan(script, plan)
+        from grappe.verbs.measure.measure import measure_script
 
-        points = verb.measure_script(
-            script[0], script[1:], plan or [""], options=options, note=complain, begun=progress
-        )
+        points = measure_script(script[0], script[1:], plan or [""], options=options, note=complain, begun=progress)
         return _show_points(points, script[0], out=out, json=json)
     name = task or str((gather or [""])[0])
     options = dataclasses.replace(options, batch_size=sizes)
@@ -212,18 +187,9 @@ def measure(
 
         if largest_batch:
             raise UsageError("--largest-batch measures on this machine: leave it out with --site")
-        _send(
-            JobRequest(
-                task=name,
-                fields=fields,
-                plans=tuple(plans),
-                options=options,
-                job=JobOptions(site=site, account=account, time=job_time),
-                data=str(data) if data else None,
-            ),
-            dry_run,
-            ("--weak",) * options.weak + (("--out", str(out)) if out else ()),
-        )
+        job, folder = JobOptions(site=site, account=account, time=job_time), str(data) if data else None
+        request = JobRequest(task=name, fields=fields, plans=tuple(plans), options=options, job=job, data=folder)
+        _send(request, dry_run, ("--weak",) * options.weak + (("--out", str(out)) if out else ()))
         return EXIT_OK
     if not gather:
         preflight(plans, name)
@@ -231,13 +197,12 @@ def measure(
     from grappe.verbs.measure.explain import explain
     from grappe.verbs.measure.measure import largest_batches as verb_largest
 
-    points = (
-        verb.gather(gather)
-        if gather
-        else verb.measure(
+    if gather:
+        points = verb.gather(gather)
+    else:
+        points = verb.measure(
             name, plans, options=options, advise=not no_advice, data=data, fields=texts, note=complain, begun=progress
         )
-    )
     explanations = explain(name, points, options=options, data=data, fields=texts, note=complain) if options.why else []
     largest = [str(batch) for batch in verb_largest(name, plans, data, texts)] if largest_batch else []
     return _show_points(points, name, weak=options.weak, explanations=explanations, largest=largest, out=out, json=json)
@@ -275,6 +240,11 @@ def _batch_sizes(fields: Sequence[str]) -> tuple[dict[str, str], tuple[int, ...]
     return texts, whole_numbers(texts.pop("batch_size", ""), "batch_size")
 
 
+def _refuse_later_plan(script: Sequence[str], plan: object) -> None:
+    if not plan and "--plan" in script:
+        raise UsageError("--plan after --script was the script's own option: write --plan replicate=2 before --script")
+
+
 def _send(request: JobRequest, only_show: bool, later: Sequence[str]) -> None:
     """Submits trainings as jobs, and prints the command that gathers their results."""
     from grappe.verbs.measure.measure import send
@@ -291,32 +261,27 @@ def _send(request: JobRequest, only_show: bool, later: Sequence[str]) -> None:
 
 
 def report(
-    *places: Annotated[Path, Parameter(help="Runs' or studies' folders, or files of grappe measure --out.")],
-    out: Annotated[
-        OutFile, Parameter(help="The file. Default: report.html, in the run's folder if there is one.")
-    ] = None,
-    predictions: Annotated[
-        bool,
-        SWITCH,
-        Parameter(
-            help="Predict the validation samples now: a confusion matrix, and pictures, where there are classes."
-        ),
-    ] = False,
-    weights: Annotated[
-        bool, SWITCH, Parameter(help="Histograms of the parameters' values, of the newest checkpoints.")
-    ] = False,
-    foresee: Annotated[
-        bool, SWITCH, Parameter(help="Compare memory and step with the forecast, which traces each model once.")
-    ] = False,
-    live: Annotated[
-        bool, SWITCH, Parameter(help="Write the page again every few seconds until the runs end; it reloads itself.")
-    ] = False,
+    *places: Path,
+    out: OutFile = None,
+    predictions: bool = False,
+    weights: bool = False,
+    foresee: bool = False,
+    live: bool = False,
     json: Json = False,
 ) -> None:
-    """Write one HTML file that opens offline: results, curves, time, memory, scaling, configuration."""
+    """Write one HTML file that opens offline: results, curves, time, memory, scaling, configuration.
+
+    Args:
+        places: Runs' or studies' folders, or files of grappe measure --out.
+        out: The file. Default: report.html, in the run's folder if there is one.
+        predictions: Predict the validation samples now: a confusion matrix, and pictures, where there are classes.
+        weights: Histograms of the parameters' values, of the newest checkpoints.
+        foresee: Compare memory and step with the forecast, which traces each model once.
+        live: Write the page again every few seconds until the runs end; it reloads itself.
+    """
     from grappe.training.run import Run
     from grappe.verbs.report import report as verb
-    from grappe.verbs.report.results import compared
+    from grappe.verbs.report.report import compared
 
     output.check(out, streams=False)
     if live and (predictions or weights or foresee):
@@ -368,56 +333,64 @@ def verify(
     task: TaskName | None = None,
     /,
     *fields: FieldText,
-    plan: Annotated[Plans, Parameter(help="A plan to compare with one process; repeatable.")] = None,
-    against: Annotated[
-        list[str] | None,
-        Parameter(
-            help="The script that the task was ported from, and its arguments; the last option. The first difference "
-            "is named.",
-            consume_multiple=True,
-            allow_leading_hyphen=True,
-        ),
-    ] = None,
-    record: Annotated[
-        Path | None,
-        Parameter(help="Record what one process computes here, in this file of at most 5 MB, for another machine."),
-    ] = None,
-    with_: Annotated[
-        Path | None,
-        Parameter(
-            name="--with",
-            help="Compare with such a file of another machine: the first step, unit and operator that differ.",
-        ),
-    ] = None,
-    steps: Annotated[int | None, Parameter(help="Optimizer steps of each trial. Default: 8; of a record 4.")] = None,
+    plan: Plans = None,
+    against: Annotated[list[str] | None, Parameter(consume_multiple=True, allow_leading_hyphen=True)] = None,
+    record: Path | None = None,
+    with_: Annotated[Path | None, Parameter(name="--with")] = None,
+    steps: int | None = None,
     script: ScriptWords | None = None,
-    out: Annotated[OutFile, Parameter(help="Write the findings to this file, .json or .html.")] = None,
+    out: OutFile = None,
     data: DataFolder = None,
     json: Json = False,
 ) -> int:
-    """Check that plans learn what one plain process learns; if one does not, name the cause and exit with code 1."""
+    """Check that plans learn what one plain process learns; if one does not, name the cause and exit with code 1.
+
+    Args:
+        plan: A plan to compare with one process; repeatable.
+        against: The script that the task was ported from, and its arguments; the last option. The first difference is
+            named.
+        record: Record what one process computes here, in this file of at most 5 MB, for another machine.
+        with_: Compare with such a file of another machine: the first step, unit and operator that differ.
+        steps: Optimizer steps of each trial. Default: 8; of a record 4.
+        out: Write the findings to this file, .json or .html.
+    """
     if script or task is None:
         alone = [] if task is not None or against or record or with_ else script or []
-        return max(_verify_script(alone, each, steps=steps or 8, out=out, json=json) for each in plan or [""])
+        return max(_verify_script(alone, each, steps or 8, out, json=json) for each in plan or [""])
     if (record or with_) and (against or (record and with_) or len(plan or ()) > 1):
         raise UsageError("--record and --with take one process: leave out --against, and give one of them")
+    if not (record or with_ or against or plan):
+        raise UsageError("grappe verify needs a plan: give --plan replicate=2, once for each plan")
+    output.check(out, ".json", *((".html",) if plan and not (record or with_ or against) else ()))
+    output.check(record, streams=False)
+    texts = preflight([""] if against else plan or [""], task, fields)
     if record or with_:
-        return _verify_record(
-            task, fields, (plan or [""])[0], record=record, other=with_, steps=steps, out=out, data=data, json=json
-        )
+        from grappe.verbs.verify import record as recording
+
+        there = None if with_ is None else recording.read(with_)
+        progress("a few steps of one plain process")
+        steps = recording.STEPS if steps is None else steps
+        here = recording.record(task, (plan or [""])[0], fields=texts, data=data, steps=steps, other=there)
+        _end_progress()
+        if there is None:
+            return _show_recorded(task, here, record, json=json)
+        return _show_compared(task, there, here, out, json=json)
     steps = 8 if steps is None else steps
     if against:
-        return _verify_against(task, fields, against, steps=steps, out=out, data=data, json=json)
-    if not plan:
-        raise UsageError("grappe verify needs a plan: give --plan replicate=2, once for each plan")
-    output.check(out, ".json", ".html")
-    texts = preflight(plan, task, fields)
+        from grappe.verbs.verify.against import verify_against
+
+        agreement = verify_against(task, against[0], against[1:], fields=texts, data=data, steps=steps, note=progress)
+        same = f"{task} learns what {against[0]} does"
+        return _show_agreement("verify --against", agreement, same, {"task": task, "script": against}, out, json=json)
     from grappe.verbs.verify import verify as verb
 
-    note = progress
-    findings = list(verb.verify(task, plan, fields=texts, data=data, steps=steps, note=note))
-    note("")
-    sys.stderr.flush()
+    findings = list(verb.verify(task, plan or (), fields=texts, data=data, steps=steps, note=progress))
+    _end_progress()
+    return _show_verdicts(task, findings, out, json=json)
+
+
+def _show_verdicts(task: str, findings: Sequence[PlanVerdict], out: Path | None, *, json: bool) -> int:
+    """Shows what was found of each plan; returns the exit code."""
     if json:
         show_json("verify", task=task, findings=findings)
     else:
@@ -439,47 +412,31 @@ def verify(
     return EXIT_OK if all(finding.learns_the_same for finding in findings) else EXIT_FAILURE
 
 
-def _verify_against(
-    task: str,
-    fields: Sequence[str],
-    against: Sequence[str],
-    *,
-    steps: int,
-    out: Path | None,
-    data: Path | None,
-    json: bool,
-) -> int:
-    output.check(out, ".json")
-    texts = preflight([""], task, fields)
-    from grappe.verbs.verify import against as verb
-
-    agreement = verb.verify_against(task, against[0], against[1:], fields=texts, data=data, steps=steps, note=progress)
-    form = {"task": task, "script": list(against), **dataclasses.asdict(agreement)}
-    return _show_agreement("verify --against", agreement, f"{task} learns what {against[0]} does", form, out, json=json)
+def _end_progress() -> None:
+    progress("")
+    sys.stderr.flush()
 
 
-def _verify_script(script: Sequence[str], plan: str, *, steps: int, out: Path | None, json: bool) -> int:
+def _verify_script(script: Sequence[str], plan: str, steps: int, out: Path | None, *, json: bool) -> int:
     if not script:
         raise UsageError("grappe verify needs a task, or a script for one process alone: --script train.py")
-    if not plan and "--plan" in script:
-        raise UsageError("--plan after --script was the script's own option: write --plan replicate=2 before --script")
+    _refuse_later_plan(script, plan)
     output.check(out, ".json")
-    from grappe.verbs.verify import script as verb
+    from grappe.verbs.verify.script import verify_script
 
-    agreement = verb.verify_script(script[0], script[1:], plan, steps=steps, note=progress)
-    form = {"script": list(script), "plan": plan, **dataclasses.asdict(agreement)}
+    agreement = verify_script(script[0], script[1:], plan, steps=steps, note=progress)
     same = f"{plan} learns what {script[0]} learns on one process"
-    return _show_agreement("verify --script", agreement, same, form, out, json=json)
+    return _show_agreement("verify --script", agreement, same, {"script": script, "plan": plan}, out, json=json)
 
 
 def _show_agreement(
-    verb: str, agreement: Agreement, same: str, form: Mapping[str, object], out: Path | None, *, json: bool
+    kind: str, agreement: Agreement, same: str, compared: Mapping[str, object], out: Path | None, *, json: bool
 ) -> int:
     """Shows the first difference, or that there is none; returns the exit code."""
-    progress("")
-    sys.stderr.flush()
+    _end_progress()
+    form = {**compared, **dataclasses.asdict(agreement)}
     if json:
-        show_json(verb, **form)
+        show_json(kind, **form)
     elif agreement.learns_the_same:
         say(f"same: {same}")
         show_facts([
@@ -491,50 +448,37 @@ def _show_agreement(
         say(f"different: {agreement.difference}" + (f" (step {agreement.step})" if agreement.step else ""))
     for line in () if json else agreement.notes:
         say(f"note: {line}")
-    output.write_json(out, verb, **form)
+    output.write_json(out, kind, **form)
     return EXIT_OK if agreement.learns_the_same else EXIT_FAILURE
 
 
-def _verify_record(
-    task: str,
-    fields: Sequence[str],
-    plan: str,
-    *,
-    record: Path | None,
-    other: Path | None,
-    steps: int | None,
-    out: Path | None,
-    data: Path | None,
-    json: bool,
-) -> int:
-    output.check(out, ".json")
-    output.check(record, streams=False)
-    texts = preflight([plan], task, fields)
-    from grappe.verbs.verify import record as verb
+def _show_recorded(task: str, here: Recorded, record: Path | None, *, json: bool) -> int:
+    """Writes a record, and shows what is in it."""
+    from grappe.verbs.verify import record as recording
 
-    there = None if other is None else verb.read(other)
-    progress("a few steps of one plain process")
-    here = verb.record(task, plan, fields=texts, data=data, steps=verb.STEPS if steps is None else steps, other=there)
-    progress("")
-    sys.stderr.flush()
-    if record is not None:
-        kept, results = verb.write(here, record)
-        facts = {"steps": kept, "results": results, "calls": len(here.calls), **here.header.machine}
-        if json:
-            show_json("verify --record", task=task, file=str(record), **facts)
-        else:
-            command = verb.comparison(here.header, record.name)
-            say(f"recorded in {record}: on another machine, {command} compares")
-            show_facts([(name, str(value)) for name, value in facts.items() if value])
-            if left := len(here.results) - results:
-                say(f"note: {left:,} results were left out: a record has at most 5 MB")
+    assert record is not None
+    kept, results = recording.write(here, record)
+    facts = {"steps": kept, "results": results, "calls": len(here.calls), **here.header.machine}
+    if json:
+        show_json("verify --record", task=task, file=record, **facts)
         return EXIT_OK
-    assert there is not None
-    verdict = verb.compared(there, here)
-    form = {"task": task, **dataclasses.asdict(verdict)}
+    command = recording.comparison(here.header, record.name)
+    say(f"recorded in {record}: on another machine, {command} compares")
+    show_facts([(name, str(value)) for name, value in facts.items() if value])
+    if left := len(here.results) - results:
+        say(f"note: {left:,} results were left out: a record has at most 5 MB")
+    return EXIT_OK
+
+
+def _show_compared(task: str, there: Recorded, here: Recorded, out: Path | None, *, json: bool) -> int:
+    """Shows whether two machines compute the same; returns the exit code."""
+    from grappe.verbs.verify import record as recording
+
+    verdict = recording.compared(there, here)
     script = Path("show.py" if out is None else out.with_suffix(".py"))
     if verdict.script:
         output.write(script, verdict.script)
+    form = {"task": task, **dataclasses.asdict(verdict)}
     if json:
         show_json("verify --with", **form)
     else:
@@ -597,21 +541,25 @@ def lr_find(
     /,
     *fields: FieldText,
     plan: PlanText = "",
-    ramp: Annotated[
-        Literal["exponential", "linear"],
-        Parameter(help="How the learning rate rises: by a factor at each step, or by an amount."),
-    ] = "exponential",
-    lowest: Annotated[
-        float | None, Parameter(help="The first learning rate. Default: a thousandth of the task's own.")
-    ] = None,
-    highest: Annotated[float | None, Parameter(help="The last. Default: a thousand times the task's own.")] = None,
-    steps: Annotated[int, Parameter(help="Optimizer steps of each training.")] = 100,
-    seeds: Annotated[int, Parameter(help="Trainings, each with the next seed.")] = 3,
-    out: Annotated[OutFile, Parameter(help="Write the curves to this JSON file, for grappe report.")] = None,
+    ramp: Literal["exponential", "linear"] = "exponential",
+    lowest: float | None = None,
+    highest: float | None = None,
+    steps: int = 100,
+    seeds: int = 3,
+    out: OutFile = None,
     data: DataFolder = None,
     json: Json = False,
 ) -> int:
-    """Find a range of good learning rates, from short trainings that are not kept. Exit code 1 if there is none."""
+    """Find a range of good learning rates, from short trainings that are not kept. Exit code 1 if there is none.
+
+    Args:
+        ramp: How the learning rate rises: by a factor at each step, or by an amount.
+        lowest: The first learning rate. Default: a thousandth of the task's own.
+        highest: The last. Default: a thousand times the task's own.
+        steps: Optimizer steps of each training.
+        seeds: Trainings, each with the next seed.
+        out: Write the curves to this JSON file, for grappe report.
+    """
     from grappe.verbs import lr_find as verb
 
     texts = split(fields)

@@ -55,46 +55,43 @@ def register(app: App) -> None:
 
 
 def tune(
-    task: Annotated[
-        str | None, Parameter(help="A shipped task, path/to/file.py[:Name], or package.module:Name.")
-    ] = None,
+    task: str | None = None,
     /,
-    *fields: Annotated[
-        str, Parameter(help="What is searched: lr=0.01..1:log batch_size=32|64; or for all trials: epochs=3.")
-    ],
+    *fields: str,
     search: Annotated[SearchOptions, OPTIONS] = SEARCH,
     plan: PlanText = "",
-    study: Annotated[Path | None, Parameter(help="The study's folder; an existing study is continued.")] = None,
+    study: Path | None = None,
     data: DataFolder = None,
-    options: Annotated[Options, OPTIONS, Parameter(negative="")] = DEFAULTS,
+    options: Annotated[Options, OPTIONS] = DEFAULTS,
     job: Annotated[TrialJobOptions, OPTIONS, Parameter(group=JOBS)] = NO_JOB,
-    dry_run: Annotated[
-        DryRun, Parameter(help="Show the search, or without a task the study of --study; train nothing.")
-    ] = False,
+    dry_run: DryRun = False,
     json: Json = False,
 ) -> int:
-    """Search a task's fields; each trial is an ordinary run. Exit code 1 if none has a result."""
+    """Search a task's fields; each trial is an ordinary run. Exit code 1 if none has a result.
+
+    Args:
+        task: A shipped task, path/to/file.py[:Name], or package.module:Name.
+        fields: What is searched: lr=0.01..1:log batch_size=32|64; or for all trials: epochs=3.
+        study: The study's folder; an existing study is continued.
+        dry_run: Show the search, or without a task the study of --study; train nothing.
+    """
     if dry_run and study is not None and (task is None or study.exists()):
         return _show(study, as_json=json)
     if task is None:
         raise UsageError("which task? grappe tune TASK lr=0.01..1:log …, or grappe tune --study STUDY --dry-run")
     from grappe.launch.start import interrupted
 
-    if job.site is None and dataclasses.replace(job, runs=NO_JOB.runs) != NO_JOB:
-        name = next(
-            field.name
-            for field in dataclasses.fields(job)
-            if field.name != "runs" and getattr(job, field.name) != field.default
-        )
-        option = TIME if name == "time" else f"--{name.strip('_').replace('_', '-')}"
+    fields_of_job = (field for field in dataclasses.fields(job) if field.name != "runs")
+    changed = [field.name for field in fields_of_job if getattr(job, field.name) != field.default]
+    if job.site is None and changed:
+        option = TIME if changed[0] == "time" else f"--{changed[0].strip('_').replace('_', '-')}"
         raise UsageError(f"{option} is of Slurm jobs: give --site too, for trials as jobs")
     texts = split(fields) if dry_run else preflight([plan], task, fields)
     from grappe.verbs.tune import tune as verb
 
+    parsed, jobs = as_plan(plan), job if job.site else None
     if dry_run:
-        checked = verb.checked_search(
-            task, texts, as_plan(plan), search, options=options, jobs=job if job.site else None
-        )
+        checked = verb.checked_search(task, texts, parsed, search, options=options, jobs=jobs)
         definition = checked.definition
         facts = [
             ("task", definition.task),
@@ -110,16 +107,7 @@ def tune(
 
     with _watched() as watch:
         searched, complete = verb.search(
-            task,
-            texts,
-            as_plan(plan),
-            search,
-            study,
-            runs=job.runs,
-            data=data,
-            options=options,
-            jobs=job if job.site else None,
-            watch=watch,
+            task, texts, parsed, search, study, runs=job.runs, data=data, options=options, jobs=jobs, watch=watch
         )
     code = _show(searched.folder, as_json=json)
     if not complete:

@@ -67,21 +67,16 @@ def timing(clock: str, rows: Any, totals: Sequence[float]) -> StepTimes:
 
     steps = len(rows)
     rows = rows if steps else np.zeros((1, len(IN_A_STEP)))
+    columns = np.quantile(np.column_stack([rows.sum(1), rows]), [0.25, 0.5, 0.75], axis=0).T.tolist()
+    step, *phases = [Quartiles(median=median, low=low, high=high) for low, median, high in columns]
     return StepTimes(
         clock=clock,
         steps=steps,
-        step=_quartiles(rows.sum(1)),
-        phases={name: _quartiles(rows[:, place]) for place, name in enumerate(IN_A_STEP)},
-        means={name: float(rows[:, place].mean()) for place, name in enumerate(IN_A_STEP)},
+        step=step,
+        phases=dict(zip(IN_A_STEP, phases, strict=True)),
+        means=dict(zip(IN_A_STEP, rows.mean(0).tolist(), strict=True)),
         totals=dict(zip(PHASES, totals, strict=True)),
     )
-
-
-def _quartiles(values: Any) -> Quartiles:
-    import numpy as np
-
-    low, median, high = np.quantile(values, [0.25, 0.5, 0.75])
-    return Quartiles(median=float(median), low=float(low), high=float(high))
 
 
 class Chronometer:
@@ -194,11 +189,8 @@ class Chronometer:
         """Records the engine's optimizer and the parameters that it trains, by name."""
         self.optimizer, self.parameters = optimizer, list(named)
         if self._data_parallel:
-            self._hooks += [
-                parameter.register_post_accumulate_grad_hook(self._gradient_came)
-                for _, parameter in named
-                if parameter.requires_grad
-            ]
+            trained = [parameter for _, parameter in named if parameter.requires_grad]
+            self._hooks += [parameter.register_post_accumulate_grad_hook(self._gradient_came) for parameter in trained]
         # Not when UPDATE begins: DeepSpeed puts its partitions' gradients together after that.
         self._hooks.append(optimizer.register_step_pre_hook(self._before_step))
 

@@ -46,12 +46,8 @@ def held(optimizer: torch.optim.Optimizer, model: Iterable[torch.nn.Parameter] =
 
     stepped = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     parameters = list({id(parameter): parameter for parameter in (*stepped, *model)}.values())
-    state = [
-        value
-        for values in optimizer.state.values()
-        for value in (values.values() if isinstance(values, dict) else ())
-        if isinstance(value, torch.Tensor)
-    ]
+    states = (values.values() for values in optimizer.state.values() if isinstance(values, dict))
+    state = [value for values in states for value in values if isinstance(value, torch.Tensor)]
     return {
         "parameters": bytes_of(parameters),
         "gradients": bytes_of(parameter.grad for parameter in parameters),

@@ -143,7 +143,7 @@ class JobOptions:
     """Number of jobs in a row, for sites where jobs may not requeue."""
     restarts: int = 50
     """Maximal number of requeues of the job."""
-    doctor: bool = True
+    doctor: Annotated[bool, Parameter(negative="--no-doctor")] = True
     """Examine the nodes with grappe doctor first (the default)."""
     runs: Path = Path("runs")
     """Folder of runs."""

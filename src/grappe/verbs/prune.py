@@ -39,11 +39,8 @@ def prune(runs: list[Run], keep: int, *, dry_run: bool = False) -> list[Removed]
         try:
             run_id = run.read_id()
             # Those that do not verify are neither counted nor removed: they may be all that is left to look into.
-            verified = [
-                checkpoint
-                for checkpoint in list_checkpoints(run.checkpoints)
-                if verify(checkpoint.folder, run_id) is None
-            ]
+            saved = list_checkpoints(run.checkpoints)
+            verified = [checkpoint for checkpoint in saved if verify(checkpoint.folder, run_id) is None]
             unneeded = [checkpoint.folder for checkpoint in superfluous(verified, keep)]
             # A checkpoint in which a user keeps something is left alone.
             unneeded = [folder for folder in unneeded if not strangers(folder)]

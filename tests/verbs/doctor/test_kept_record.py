@@ -19,7 +19,7 @@ def grappe(folder: Path, *words: str) -> tuple[int, str, str]:
 
 def found(**changes: object) -> list[Finding]:
     known = {"folder": Path("/tmp"), "environment": {}, "process": ProcessRank(), **changes}
-    return list(kept_record.check(Machine(plan=Plan.parse("device=cpu"), **known)))
+    return list(kept_record.check_kept_record(Machine(plan=Plan.parse("device=cpu"), **known)))
 
 
 def test_a_change_since_the_record_is_named_with_a_command_that_compares(tmp_path: Path, monkeypatch) -> None:

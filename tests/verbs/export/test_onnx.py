@@ -14,6 +14,7 @@ from grappe.errors import TaskError, UsageError
 from grappe.training.run import Run
 from grappe.verbs.export import formats
 from grappe.verbs.export.export import export
+from grappe.verbs.export.folder import ExportOptions
 from grappe.verbs.export.program import trace
 from grappe.verbs.export.proof import PredictionMismatch
 from grappe.verbs.export.rounding import Rounding
@@ -57,7 +58,7 @@ def test_onnx_gives_the_runs_predictions(run: Run, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("weights", ["bf16", "int8"])
 def test_rounded_weights_are_proven_and_scored(weights: Rounding, run: Run, tmp_path: Path) -> None:
-    done = export(run, tmp_path / "out", task=tasks.Tied, format="onnx", weights=weights)
+    done = export(run, tmp_path / "out", ExportOptions(format="onnx", weights=weights), task=tasks.Tied)
     known, feed, wanted = written(tmp_path / "out")
     session = onnxruntime.InferenceSession(tmp_path / "out" / "model.onnx", providers=["CPUExecutionProvider"])
     found = session.run(None, feed)
@@ -74,13 +75,13 @@ def test_rounded_weights_are_proven_and_scored(weights: Rounding, run: Run, tmp_
 
 def test_rounded_weights_are_a_programs(run: Run, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="--weights int8: --format safetensors writes the weights as they are"):
-        export(run, tmp_path / "out", task=tasks.Tied, format="safetensors", weights="int8")
+        export(run, tmp_path / "out", ExportOptions(format="safetensors", weights="int8"), task=tasks.Tied)
 
 
 def differs(folder: Path, task: tasks.Plain) -> str:
     run = Run(train(folder / "run", task, steps=1).run)
     with pytest.raises(PredictionMismatch) as bad:
-        export(run, folder / "out", task=task, data=folder, format="onnx")
+        export(run, folder / "out", ExportOptions(format="onnx"), task=task, data=folder)
     assert not (folder / "out").exists()
     assert "\n" not in str(bad.value)
     return str(bad.value)
@@ -116,12 +117,12 @@ class Sorted(tasks.Plain):
 def test_what_onnx_has_not_is_refused(tmp_path: Path) -> None:
     run = Run(train(tmp_path / "run", Sorted(), steps=1).run)
     with pytest.raises(TaskError, match=r"--format onnx cannot express the model: .*Take --format program"):
-        export(run, tmp_path / "out", task=Sorted, data=tmp_path, format="onnx")
+        export(run, tmp_path / "out", ExportOptions(format="onnx"), task=Sorted, data=tmp_path)
 
 
 def test_what_is_missing_is_named(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(formats.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(UsageError, match=r"needs onnx, onnxscript, onnxruntime: pip install 'grappe\[onnx\]'"):
-        export(run, tmp_path / "out", task=tasks.Tied, format="onnx")
+        export(run, tmp_path / "out", ExportOptions(format="onnx"), task=tasks.Tied)
     with pytest.raises(UsageError, match="--operators: --format safetensors compiles nothing"):
-        export(run, tmp_path / "out", task=tasks.Tied, format="safetensors", sources=[Path("x.cpp")])
+        export(run, tmp_path / "out", ExportOptions(format="safetensors", operators=(Path("x.cpp"),)), task=tasks.Tied)

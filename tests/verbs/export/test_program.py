@@ -16,6 +16,7 @@ from grappe.cli.commands import app
 from grappe.tasks.digits import Digits
 from grappe.training.run import Run
 from grappe.verbs.export.export import export
+from grappe.verbs.export.folder import ExportOptions
 from grappe.verbs.export.proof import TOLERANCE
 from grappe.verbs.predict.predict import predict
 from tests import needs
@@ -112,7 +113,7 @@ def test_the_test_vectors_are_right(program: Path) -> None:
 
 @pytest.mark.soak  # test_shipped.py compiles a program with weights in int8
 def test_int8_weights_make_a_smaller_program_that_scores_as_well(exported: Path, run: Run, tmp_path: Path) -> None:
-    done = export(run, tmp_path / "out", weights="int8", build=False)
+    done = export(run, tmp_path / "out", ExportOptions(weights="int8", no_build=True))
     sizes = [(folder / "model.pt2").stat().st_size for folder in (exported, done.folder)]
     matrices = sum(one.numel() for one in Digits().model().parameters() if one.dim() > 1)
     assert sizes[0] - sizes[1] > 2 * matrices  # of four bytes each one is left
@@ -229,7 +230,7 @@ def test_tied_weights_buffers_and_nested_predictions_are_exported(tmp_path: Path
     """Proven in Python only: the program is built by the other tests."""
     needs.compiler()
     made = Run(train(tmp_path / "run", Tied(), steps=2).run)
-    done = export(made, tmp_path / "out", task=Tied, data=tmp_path, build=False)
+    done = export(made, tmp_path / "out", ExportOptions(no_build=True), task=Tied, data=tmp_path)
     assert done.cpp == "--no-build was given"
     assert done.proof.batch_sizes == (1, 2, 12)
     known = json.loads((tmp_path / "out" / "manifest.json").read_text())

@@ -14,7 +14,7 @@ from grappe.training.run import Run
 from grappe.verbs.export import cpp, formats, proof
 from grappe.verbs.export.cpp import open_package
 from grappe.verbs.export.export import export
-from grappe.verbs.export.folder import complete_or_nothing
+from grappe.verbs.export.folder import ExportOptions, complete_or_nothing
 from grappe.verbs.export.program import input_names, output_names, program_of, trace
 from grappe.verbs.export.proof import samples_of
 from grappe.verbs.load import load
@@ -100,7 +100,7 @@ def test_what_differs_is_not_written(run: Run, tmp_path: Path) -> None:
     with pytest.raises(
         proof.PredictionMismatch, match=r"sample 0: .*, 1 at a time, .*output is .*, not .*Nothing was"
     ) as bad:
-        export(run, tmp_path / "out", task=tasks.Couples, data=tmp_path, format="safetensors")
+        export(run, tmp_path / "out", ExportOptions(format="safetensors"), task=tasks.Couples, data=tmp_path)
     assert bad.value.exit_code == 1
     assert not list(tmp_path.iterdir())
 
@@ -139,7 +139,7 @@ def test_batch_sizes() -> None:
 def test_weights_alone_have_the_predictions_of_the_run(tmp_path: Path) -> None:
     """Tied weights and batch normalisation, too; a buffer outside of the state dict cannot be in it, and is told."""
     made = Run(train(tmp_path / "run", tasks.Plain(), steps=2).run)
-    done = export(made, tmp_path / "out", task=tasks.Plain, data=tmp_path, format="safetensors")
+    done = export(made, tmp_path / "out", ExportOptions(format="safetensors"), task=tasks.Plain, data=tmp_path)
     assert done.proof.samples == 29
     assert done.proof.batch_sizes == (1, 2, 12)
     written = formats.load_file(tmp_path / "out" / "model.safetensors")
@@ -148,13 +148,13 @@ def test_weights_alone_have_the_predictions_of_the_run(tmp_path: Path) -> None:
         name: value.tolist() for name, value in model.items()
     }
     with pytest.raises(UsageError, match="it holds something, and grappe overwrites nothing"):
-        export(made, tmp_path / "out", task=tasks.Plain, data=tmp_path, format="safetensors")
+        export(made, tmp_path / "out", ExportOptions(format="safetensors"), task=tasks.Plain, data=tmp_path)
 
 
 def test_a_buffer_that_no_state_dict_has_is_found_out(tmp_path: Path) -> None:
     made = Run(train(tmp_path / "run", tasks.Tied(), steps=2).run)
     with pytest.raises(proof.PredictionMismatch, match="sample 0: with the weights that were written"):
-        export(made, tmp_path / "out", task=tasks.Tied, data=tmp_path, format="safetensors")
+        export(made, tmp_path / "out", ExportOptions(format="safetensors"), task=tasks.Tied, data=tmp_path)
     assert not (tmp_path / "out").exists()
 
 

@@ -11,6 +11,7 @@ import pytest
 from grappe.tasks.pysource import PySource
 from grappe.training.run import Run
 from grappe.verbs.export.export import export
+from grappe.verbs.export.folder import ExportOptions
 from tests import needs
 from tests.training.test_training import train
 from tests.verbs.export.shipped import SHIPPED, exported
@@ -22,7 +23,7 @@ def test_a_transformer_is_exported_with_weights_in_int8(tmp_path: Path) -> None:
     needs.compiler()
     task = PySource(batch_size=7, context=16, width=16, depth=1, heads=2, megabytes=0.3)
     run = Run(train(tmp_path / "run", task, "threads=1", steps=1).run)
-    done = export(run, tmp_path / "out", task=PySource, data=tmp_path, weights="int8", build=False)
+    done = export(run, tmp_path / "out", ExportOptions(weights="int8", no_build=True), task=PySource, data=tmp_path)
     assert done.proof.batch_sizes == (1, 2, 7)
     assert done.proof.samples > 7
     assert done.scores["int8"]["loss"] != done.scores["fp32"]["loss"]

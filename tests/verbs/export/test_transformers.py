@@ -10,6 +10,7 @@ import torch
 import grappe
 from grappe.errors import TaskError
 from grappe.verbs.export.export import export
+from grappe.verbs.export.folder import ExportOptions
 from tests import needs
 from tests.verbs.export.tasks import Plain
 
@@ -59,7 +60,7 @@ def test_from_pretrained_reads_what_a_run_learned(given: Path, tmp_path: Path, a
     given.rename(tmp_path / "moved")  # what was trained does not need it; the configuration does
     (tmp_path / "given").mkdir()
     (tmp_path / "given" / "config.json").write_bytes((tmp_path / "moved" / "config.json").read_bytes())
-    done = export(run, out, task=task, format="transformers")
+    done = export(run, out, ExportOptions(format="transformers"), task=task)
     assert done.proof.samples == 29
     again = transformers.LlamaForCausalLM.from_pretrained(out).eval()
     data = task.data("validation", tmp_path)
@@ -77,5 +78,5 @@ def test_from_pretrained_reads_what_a_run_learned(given: Path, tmp_path: Path, a
 def test_another_model_is_refused(tmp_path: Path) -> None:
     grappe.train(Plain(), PLAN, tmp_path / "run", options=OPTIONS)
     with pytest.raises(TaskError, match=r"there is none in it\. Take --format safetensors"):
-        export(tmp_path / "run", tmp_path / "out", task=Plain(), format="transformers")
+        export(tmp_path / "run", tmp_path / "out", ExportOptions(format="transformers"), task=Plain())
     assert not (tmp_path / "out").exists()

@@ -20,8 +20,7 @@ from grappe.errors import RunError, UsageError
 from grappe.training.run import CODE, SCORES, Run
 from grappe.verbs.load import load
 from grappe.verbs.report.predictions import histogram
-from grappe.verbs.report.report import gather, html, live, report, thinned
-from grappe.verbs.report.results import compared
+from grappe.verbs.report.report import compared, gather, html, live, report, thinned
 from grappe.verbs.tune.schedule import importance
 from grappe.verbs.tune.space import of_texts
 from grappe.verbs.tune.study import Trial, make_study

@@ -13,7 +13,6 @@ from grappe.verbs.tune.schedule import (
     Schedule,
     check_sampler,
     draw,
-    fewest_trials,
     grid,
     has_result,
     rung_parts,
@@ -117,7 +116,6 @@ def test_more_trials_keep_what_the_first_have_come_to() -> None:
 def test_parts_and_results() -> None:
     assert [str(part) for part in rung_parts(HALVING)] == ["1/9", "1/3", "1"]
     assert [str(part) for part in rung_parts(SEARCH)] == ["1"]
-    assert fewest_trials(3, 3) == 9
     trial = Trial(number=0, fields={}, state="paused", rungs=(0.5,))
     assert has_result(trial, 0)
     assert not has_result(trial, 1)

@@ -169,14 +169,8 @@ def _trained(plan: str, folder: Path) -> str:
     from grappe.verbs.load import load
     from grappe.verbs.train import run_training
 
-    request = Request(
-        task=TaskReference.of(BitExactTask()),
-        plan=Plan.parse(plan),
-        run=folder,
-        data=folder.parent,
-        options=Options(steps=STEPS),
-        quiet=True,
-    )
+    task, options = TaskReference.of(BitExactTask()), Options(steps=STEPS)
+    request = Request(task=task, plan=Plan.parse(plan), run=folder, data=folder.parent, options=options, quiet=True)
     model = load(run_training(request).run)
     digest = hashlib.sha256()
     for name, tensor in sorted(model.state_dict().items()):

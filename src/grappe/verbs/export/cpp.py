@@ -8,8 +8,7 @@ import platform
 import shutil
 import sys
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
-from importlib import resources
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,7 @@ from grappe.errors import GrappeError, UsageError
 from grappe.errors.foreign_text import printable
 from grappe.launch import command, files
 from grappe.private_api import torch_inductor
-from grappe.verbs.export.folder import crc32, interface, proven, sha256, title
+from grappe.verbs.export.folder import crc32, sha256, shipped_text
 from grappe.verbs.export.program import ExportJob, WrittenModel, custom_operators, in_batches, trace
 from grappe.verbs.export.proof import TOLERANCE, TYPES, ExportSamples, Runner, write_npy
 
@@ -42,62 +41,6 @@ SCALARS = {
     "f2": "Half", "f4": "Float", "f8": "Double", "u1": "Byte", "i1": "Char", "i2": "Short", "i4": "Int", "i8": "Long",
     "b1": "Bool",
 }  # fmt: skip
-MODEL_H = """// What model.pt2 takes and gives; written by grappe export, together with model.pt2.
-#pragma once
-#include <ATen/ATen.h>
-#include <cstdint>
-#include <string>
-#include <vector>
-
-struct Input {{
-  std::string name;
-  std::string type;  // NumPy's name of its numbers
-  at::ScalarType dtype;
-  std::vector<int64_t> shape;  // of one sample
-  std::string shape_text;
-  int64_t bytes;  // of one sample
-}};
-
-inline const std::vector<Input> kInputs = {{
-{inputs}
-}};
-inline const std::vector<const char*> kOutputs = {{{outputs}}};
-inline const std::string kInstructionSet = "{instructions}";
-constexpr int kTorchMajor = {major}, kTorchMinor = {minor};
-constexpr int64_t kPackageBytes = {bytes};
-constexpr uint32_t kPackageCrc32 = {crc}u;
-"""
-README = """# {title}
-
-A program in C++ from a trained model: no Python when it runs. It needs CMake 3.18, a compiler of C++17 and
-LibTorch {torch}, which is in the torch wheel or in a module of your cluster.
-
-```
-cmake -S . -B build && cmake --build build
-build/predict model.pt2 {tests}
-```
-
-The second prints what `test/expected.jsonl` has, to {tolerance:g} of each row. LibTorch is found in the torch wheel of
-`python3`, if its environment is active; another one by `-DCMAKE_PREFIX_PATH=FOLDER`. On a cluster load the modules of
-your torch first (gcc, cmake; and cuda where the wheel is for GPUs, as LibTorch's CMake files ask for it).
-
-| file | what it is |
-|---|---|
-| `model.pt2` | {what}, compiled, with its weights, for {instructions} |
-| `main.cpp` | the program, to read and to change |
-| `npy.h`, `json.h`, `checksum.h` | read the samples, print the predictions, refuse a damaged package |
-| `model.h` | what the model takes and gives |
-{operators}| `CMakeLists.txt` | builds it; finds LibTorch by `CMAKE_PREFIX_PATH`, or in the wheel of `python3` |
-| `test/` | samples, and the predictions that they should have |
-| `manifest.json`, `SHA256SUMS` | its origin, its proof, each file's hash: `sha256sum --check SHA256SUMS` |
-
-It takes, in this order: {inputs}. It gives: {outputs}.
-`--batch N` computes N samples at a time; the predictions are the same.
-
-{proof}
-
-**`model.pt2` is native code.** Open it only if you trust who made it, and check the hashes first.
-"""
 OPERATORS_ROW = "| `operators/` | the operators {}, which LibTorch has not: compiled into the program |\n"
 
 
@@ -129,28 +72,21 @@ def write_program(job: ExportJob, folder: Path, scratch: Path) -> WrittenModel:
         job.progress("building the C++ program")
         runners["in C++"] = runner(build(folder, scratch), package, job.outputs)
 
-    def readme(facts: Mapping[str, Any]) -> str:
-        where = "in Python and by the C++ program, built from its folder alone" if not not_built else "in Python"
-        missing = f" The C++ program was not built: {not_built}." if not_built else ""
-        names = ", ".join(f"`{name}`" for name in operators)
-        return README.format(
-            title=title(facts),
-            torch=facts["torch"].partition("+")[0],
-            tests=" ".join(f"test/{name}.npy" for name in job.inputs),
-            tolerance=TOLERANCE,
-            what="preprocessing, model and prediction" if job.samples.transform else "model and prediction",
-            instructions=instruction_set(),
-            operators=OPERATORS_ROW.format(names) if names else "",
-            inputs=interface(facts["inputs"]),
-            outputs=interface(facts["outputs"]),
-            proof=proven(facts["proof"], where) + missing,
-        )
-
+    instructions, names = instruction_set(), ", ".join(f"`{name}`" for name in operators)
     return WrittenModel(
         files=written,
         runners=runners,
-        readme=readme,
-        facts={"device": "cpu", "instruction_set": instruction_set(), "operators": operators},
+        place="in Python" if not_built else "in Python and by the C++ program, built from its folder alone",
+        words={
+            "torch": torch.__version__.partition("+")[0],
+            "tests": " ".join(f"test/{name}.npy" for name in job.inputs),
+            "tolerance": TOLERANCE,
+            "what": "preprocessing, model and prediction" if job.samples.transform else "model and prediction",
+            "instructions": instructions,
+            "operators": OPERATORS_ROW.format(names) if names else "",
+            "missing": f" The C++ program was not built: {not_built}." if not_built else "",
+        },
+        facts={"device": "cpu", "instruction_set": instructions, "operators": operators},
         not_built=not_built,
     )
 
@@ -229,16 +165,16 @@ def open_package(file: Path, digest: str) -> Callable[..., Any]:
 
 def write_sources(package: Path, samples: ExportSamples, inputs: Sequence[str], outputs: Sequence[str]) -> list[str]:
     """Writes the program's sources next to the package; returns their names."""
-    folder, shipped = package.parent, resources.files(__package__ or __name__)
+    folder = package.parent
     for name in SOURCES:
-        files.replace(folder / name, shipped.joinpath(name).read_bytes(), durable=True)
+        files.replace(folder / name, shipped_text(name).encode(), durable=True)
     rows = []
     for name, shape, dtype in zip(inputs, samples.shapes, samples.dtypes, strict=True):
         kind, size = TYPES[dtype], shape.numel() * dtype.itemsize
         text, numbers = "".join(f", {length}" for length in shape), ", ".join(map(str, shape))
         rows.append(f'    {{"{name}", "{kind}", at::k{SCALARS[kind]}, {{{numbers}}}, "{text}", {size}}}')
     major, minor = torch.__version__.split(".")[:2]
-    text = MODEL_H.format(
+    text = shipped_text("model.h.in").format(
         inputs=",\n".join(rows),
         outputs=", ".join(f'"{name}"' for name in outputs),
         instructions=instruction_set(),

@@ -5,16 +5,15 @@ from __future__ import annotations
 import dataclasses
 import json
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 import grappe
-from grappe.errors import UsageError
 from grappe.errors.foreign_text import printable
 from grappe.errors.user_code import naming_user_line
 from grappe.launch import files
@@ -25,21 +24,29 @@ from grappe.training.run import Run
 from grappe.training.task_reference import field_texts, resolve_task
 from grappe.verbs.evaluate import evaluate
 from grappe.verbs.export.cpp import write_program
-from grappe.verbs.export.folder import check_target, complete_or_nothing, write_manifest
+from grappe.verbs.export.folder import (
+    ExportOptions,
+    Format,
+    Rounding,
+    check_target,
+    complete_or_nothing,
+    readme_text,
+    write_manifest,
+)
 from grappe.verbs.export.formats import check_packages, write_onnx, write_safetensors, write_transformers
 from grappe.verbs.export.program import Exporter, ExportJob, Program, in_batches, input_names, output_names, program_of
 from grappe.verbs.export.proof import TOLERANCE, TYPES, ExportSamples, Proof, prove, samples_of, write_npy
-from grappe.verbs.export.rounding import RoundedProgram, Rounding
+from grappe.verbs.export.rounding import RoundedProgram
 from grappe.verbs.load import data_of, load
 from grappe.verbs.predict.predict import predict
 
-Format = Literal["program", "safetensors", "transformers", "onnx"]
 FORMATS: Mapping[Format, Exporter] = {
     "program": write_program,
     "safetensors": write_safetensors,
     "transformers": write_transformers,
     "onnx": write_onnx,
 }
+DEFAULTS = ExportOptions()
 SPLIT = "validation"
 TESTS = 8
 """Samples that are written with their predictions."""
@@ -59,30 +66,18 @@ class ExportResult:
 
 
 def checked(
-    run: Run | Path | str,
-    folder: Path | str,
-    *,
-    task: Task | type[Task] | str | None = None,
-    format: Format = "program",
-    weights: Rounding = "fp32",
-    sources: Sequence[Path] = (),
+    run: Run | Path | str, folder: Path | str, options: ExportOptions, task: Task | type[Task] | str | None = None
 ) -> tuple[Run, Task]:
     """Checks the arguments of `export` without loading the model; returns the run and its task.
 
     Raises:
-        UsageError: the folder holds something, a package is missing, or options do not go together.
+        UsageError: the folder holds something, or a package is missing.
         RunError: the folder is no run.
         TaskError: the run's task is not known, or cannot be found.
     """
     check_target(Path(folder))
-    if format == "onnx":
+    if options.format == "onnx":
         check_packages()
-    if sources and format != "program":
-        raise UsageError(f"--operators: --format {format} compiles nothing: leave the option out")
-    if weights != "fp32" and format not in ("program", "onnx"):
-        raise UsageError(
-            f"--weights {weights}: --format {format} writes the weights as they are: take --format program or onnx"
-        )
     run = run if isinstance(run, Run) else Run(run)
     return run, resolve_task(run, task).resolve()
 
@@ -90,15 +85,11 @@ def checked(
 def export(
     run: Run | Path | str,
     folder: Path | str,
+    options: ExportOptions = DEFAULTS,
     *,
     checkpoint: int | str | None = None,
     task: Task | type[Task] | str | None = None,
     data: Path | str | None = None,
-    format: Format = "program",
-    weights: Rounding = "fp32",
-    build: bool = True,
-    sources: Sequence[Path] = (),
-    trained: bool = False,
     progress: Callable[[str], None] = lambda words: None,
 ) -> ExportResult:
     """Writes the model of one of a run's checkpoints to `folder`: a C++ program, weights alone, as transformers'
@@ -110,11 +101,6 @@ def export(
     Args:
         checkpoint: a step, "best" or "last": that one and no other. None: the newest that verifies.
         task: needed where the run was not trained here by this user, as for grappe.load.
-        weights: how a program or ONNX stores matrices: as they are, in bf16, or in int8 with a scale for each row. It
-            computes in float32. The scores of the rounded weights are measured.
-        build: whether to build and prove the C++ program too, where there are cmake and a compiler.
-        sources: C++ files that register the operators that the model uses and LibTorch lacks.
-        trained: take the weights themselves where the run keeps a moving average (`ema`).
         progress: called with a few words, now and then.
 
     Raises:
@@ -122,8 +108,9 @@ def export(
         TaskError: the model cannot be traced, with the user's line where it is known.
         PredictionMismatch: a prediction is another one; with the first sample.
     """
+    format, weights, trained = options.format, options.weights, options.trained
     target = Path(folder)
-    run, resolved = checked(run, target, task=task, format=format, weights=weights, sources=sources)
+    run, resolved = checked(run, target, options, task)
     model = load(run, resolved, checkpoint=checkpoint, trained=trained)
     name = Path(str(model.grappe_checkpoint)).name
     place = data_of(run, data)
@@ -140,8 +127,8 @@ def export(
         inputs=input_names(samples),
         outputs=outputs,
         origin={**_origin(run, resolved, name, averaged=resolved.ema is not None and not trained), "weights": weights},
-        build=build,
-        sources=sources,
+        build=not options.no_build,
+        sources=options.operators,
         progress=progress,
     )
 
@@ -170,19 +157,15 @@ def export(
         if written.takes_samples:
             names += _write_tests(job, staged / "test", predictions())
             tensors = zip(job.inputs, samples.dtypes, samples.shapes, strict=True)
-            interface = {
-                "inputs": [
-                    {"name": name, "dtype": TYPES[dtype], "shape": list(shape)} for name, dtype, shape in tensors
-                ],
-                "outputs": [{"name": name} for name in outputs],
-            }
+            inputs = [{"name": name, "dtype": TYPES[dtype], "shape": list(shape)} for name, dtype, shape in tensors]
+            interface = {"inputs": inputs, "outputs": [{"name": name} for name in outputs]}
         roundings: tuple[Rounding, ...] = () if weights == "fp32" else ("fp32", weights)
         scored = {rounding: scores(rounding) for rounding in roundings}
         proven = {**dataclasses.asdict(proof), "tolerance": TOLERANCE, "scores": scored}
         if format == "program":
             proven["cpp"] = written.not_built or True
         facts = {"kind": format, **job.origin, **written.facts, **interface, "proof": proven}
-        write_manifest(staged, names, facts, written.readme(facts))
+        write_manifest(staged, names, facts, readme_text(facts, written.place, written.words))
     return ExportResult(folder=target, checkpoint=name, proof=proof, cpp=written.not_built, scores=scored)
 
 

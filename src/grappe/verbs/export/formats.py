@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.metadata
 import importlib.util
 import json
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,57 +19,12 @@ from grappe.launch import files
 from grappe.private_api.torch_inductor import quiet
 from grappe.private_api.transformers import models
 from grappe.step.task_contract import model_of
-from grappe.verbs.export.folder import interface, proven, title
 from grappe.verbs.export.program import ExportJob, WrittenModel, custom_operators, in_batches, program_of, trace
 
 WEIGHTS = "model.safetensors"
 CONFIG = "config.json"
-WEIGHTS_README = """# {title}
-
-The weights of a trained model, without any code: `model.safetensors`, and `config.json` with the task's fields.
-
-```python
-from safetensors.torch import load_file
-
-model.load_state_dict(load_file("model.safetensors"))
-```
-
-where `model` is what the task's `model()` makes with these fields.
-`grappe train TASK --from model.safetensors` begins with them.
-`manifest.json` and `SHA256SUMS` have the hash of each file: `sha256sum --check SHA256SUMS`.
-"""
-TRANSFORMERS_README = """# {title}
-
-A trained model of transformers: {kind}.
-
-```python
-from transformers import {kind}
-
-model = {kind}.from_pretrained("THIS FOLDER")
-```
-
-What turns text or images into the inputs is not in here: `tokenizer.save_pretrained("THIS FOLDER")` adds it.
-`manifest.json` and `SHA256SUMS` have the hash of each file: `sha256sum --check SHA256SUMS`.
-"""
 ONNX = "model.onnx"
 PACKAGES = ("onnx", "onnxscript", "onnxruntime")
-ONNX_README = """# {title}
-
-`model.onnx`: preprocessing, model and prediction, with the weights, for any runtime of ONNX.
-
-It takes, in this order: {inputs}. It gives: {outputs}. N is any number of samples.
-
-```python
-import numpy, onnxruntime
-
-session = onnxruntime.InferenceSession("model.onnx")
-feed = {{{feed}}}
-print(session.run(None, feed))
-```
-
-{proof} `test/` has samples, and the predictions that they should have.
-`manifest.json` and `SHA256SUMS` have the hash of each file: `sha256sum --check SHA256SUMS`.
-"""
 
 
 def write_safetensors(job: ExportJob, folder: Path, scratch: Path) -> WrittenModel:
@@ -83,13 +37,9 @@ def write_safetensors(job: ExportJob, folder: Path, scratch: Path) -> WrittenMod
         model = model_of(job.task)
     model.load_state_dict(load_file(folder / WEIGHTS))
 
-    def readme(facts: Mapping[str, Any]) -> str:
-        return WEIGHTS_README.format(title=title(facts))
-
     return WrittenModel(
         files=[WEIGHTS, CONFIG],
         runners={"with the weights that were written": in_batches(program_of(job.task, model, job.samples))},
-        readme=readme,
         takes_samples=False,
     )
 
@@ -116,13 +66,10 @@ def write_transformers(job: ExportJob, folder: Path, scratch: Path) -> WrittenMo
     written = sorted(file.name for file in folder.iterdir())
     again = type(model).from_pretrained(folder, local_files_only=True).eval()
 
-    def readme(facts: Mapping[str, Any]) -> str:
-        return TRANSFORMERS_README.format(title=title(facts), kind=kind)
-
     return WrittenModel(
         files=written,
         runners={"by from_pretrained": in_batches(program_of(job.task, again, job.samples))},
-        readme=readme,
+        words={"kind": kind},
         takes_samples=False,
     )
 
@@ -174,19 +121,10 @@ def write_onnx(job: ExportJob, folder: Path, scratch: Path) -> WrittenModel:
         feed = {name: leaf.numpy() for name, leaf in zip(names, leaves, strict=True)}
         return tuple(torch.from_numpy(array) for array in session.run(None, feed))
 
-    def readme(facts: Mapping[str, Any]) -> str:
-        feed = ", ".join(f'"{name}": numpy.load("test/{name}.npy")' for name in job.inputs)
-        return ONNX_README.format(
-            title=title(facts),
-            inputs=interface(facts["inputs"]),
-            outputs=interface(facts["outputs"]),
-            feed=feed,
-            proof=proven(facts["proof"], "in onnxruntime"),
-        )
-
     return WrittenModel(
         files=[ONNX],
         runners={"in onnxruntime": in_batches(run)},
-        readme=readme,
+        place="in onnxruntime",
+        words={"feed": ", ".join(f'"{name}": numpy.load("test/{name}.npy")' for name in job.inputs)},
         facts={name: importlib.metadata.version(name) for name in PACKAGES},
     )

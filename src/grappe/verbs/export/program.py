@@ -89,8 +89,10 @@ class WrittenModel:
     files: Sequence[str]
     runners: Mapping[str, Runner]
     """Runners of the written files, by the place where they compute."""
-    readme: Callable[[Mapping[str, Any]], str]
-    """From the manifest's facts to the text of README.md."""
+    place: str = ""
+    """Place of the proof's computations, for README.md."""
+    words: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    """Texts of README.md that this format alone has."""
     facts: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     """Entries of the manifest about this format."""
     takes_samples: bool = True

@@ -105,14 +105,9 @@ def samples_of(task: Task, split: str, folder: Path) -> ExportSamples:
                 f"the model's inputs hold {what}: an exported program takes tensors [N, ...] of numbers that .npy "
                 f"files have ({', '.join(TYPES.values())})"
             )
+    shapes, dtypes = tuple(leaf.shape[1:] for leaf in leaves), tuple(leaf.dtype for leaf in leaves)
     return ExportSamples(
-        split=split,
-        length=length,
-        transform=transform,
-        spec=spec,
-        shapes=tuple(leaf.shape[1:] for leaf in leaves),
-        dtypes=tuple(leaf.dtype for leaf in leaves),
-        batch=batch,
+        split=split, length=length, transform=transform, spec=spec, shapes=shapes, dtypes=dtypes, batch=batch
     )
 
 

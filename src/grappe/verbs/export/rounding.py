@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Literal
-
 import torch
 from torch import Tensor, nn
 
 from grappe.checkpoint.weights import InMemory, Weights, named_tensors
+from grappe.verbs.export.folder import Rounding
 
-Rounding = Literal["fp32", "bf16", "int8"]
 LARGEST = 127  # of int8, symmetric: -128 is not used
 
 

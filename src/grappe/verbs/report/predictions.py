@@ -60,7 +60,8 @@ def _predicted(run: Run) -> dict[str, Any]:
             with torch.no_grad(), inside(SampleIds(task.seed, -1, ids)):
                 inputs, target = read(ids)
                 output = task.forward(model, inputs)
-            if not _has_classes(output, target):
+            both = isinstance(output, Tensor) and isinstance(target, Tensor) and target.shape == output.shape[:1]
+            if not both or output.dim() != 2 or target.is_floating_point():
                 raise TaskError(
                     f"{type(task).__name__} has no classes to compare: that takes an output [B, classes] and targets "
                     "[B] of whole numbers"
@@ -73,6 +74,10 @@ def _predicted(run: Run) -> dict[str, Any]:
         wrong = (losses * (targets != classes)).topk(min(PICTURES, samples))
         chosen = [*wrong.indices[wrong.values > 0].tolist(), *range(min(PICTURES, samples))]
         pictures = _pictures(read(np.array(chosen))[0])
+    shown = []
+    for index, picture in zip(chosen, pictures, strict=False):
+        target, predicted, loss = int(targets[index]), int(classes[index]), float(losses[index])
+        shown.append({**picture, "sample": index, "target": target, "predicted": predicted, "loss": loss})
     matrix = torch.bincount(targets * number + classes, minlength=number**2).reshape(number, number)
     return {
         "checkpoint": name,
@@ -82,22 +87,8 @@ def _predicted(run: Run) -> dict[str, Any]:
         "matrix": matrix.tolist() if number <= LARGEST_MATRIX else None,
         "confusions": _confusions(matrix),
         "losses": histogram(losses.double().clamp_min(1e-8).log10()),
-        "pictures": [
-            {
-                **picture,
-                "sample": index,
-                "target": int(targets[index]),
-                "predicted": int(classes[index]),
-                "loss": float(losses[index]),
-            }
-            for index, picture in zip(chosen, pictures, strict=False)
-        ],
+        "pictures": shown,
     }
-
-
-def _has_classes(output: Any, target: Any) -> bool:
-    tensors = isinstance(output, Tensor) and isinstance(target, Tensor) and target.shape == output.shape[:1]
-    return tensors and output.dim() == 2 and not target.is_floating_point()
 
 
 def _confusions(matrix: Tensor) -> list[list[int]]:

@@ -1,4 +1,4 @@
-"""grappe report: writes one HTML file of runs and measurements, which opens offline; long curves are thinned."""
+"""grappe report: compares runs, and writes one HTML file of runs and measurements, which opens offline."""
 
 from __future__ import annotations
 
@@ -8,24 +8,26 @@ import itertools
 import json
 import math
 import re
+import statistics
 import time
-from collections.abc import Iterable, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from grappe.checkpoint.commit import LARGEST_JSON
+from grappe.checkpoint.commit import LARGEST_JSON, read_json
 from grappe.errors import RunError, UsageError
-from grappe.errors.foreign_text import html_text, number, printable
+from grappe.errors.foreign_text import entries, html_text, number, printable
 from grappe.language import catalogue_of, chosen_language, translated
 from grappe.launch import files
 from grappe.launch.terminal import progress
-from grappe.training.run import CODE, USAGE, Run
-from grappe.verbs.report.results import compared
+from grappe.training.run import CODE, SCORES, USAGE, Run
 from grappe.verbs.submit.jobs import failure_notes
 from grappe.verbs.tune.schedule import importance
 from grappe.verbs.tune.space import Choices, Range, of_texts
 from grappe.verbs.tune.study import FILE as STUDY
 from grappe.verbs.tune.study import best_of, open_study
+from grappe.words import plan_name
 
 if TYPE_CHECKING:
     from grappe.language.catalogue import Catalogue
@@ -140,21 +142,16 @@ def gather(
 
 def _changed_code(runs: Sequence[Run]) -> list[dict[str, Any]]:
     """Compares the code of each run with the first run's that has some, where it differs: lines of a unified diff."""
-    codes = [(run.folder.resolve().name, _code(run)) for run in runs]
-    named = [(name, code) for name, code in codes if code]
-    changes = []
+    named, changes = list[tuple[str, list[str]]](), []
+    for run in runs:
+        with contextlib.suppress(OSError, RunError):
+            if code := files.read_text(run.folder / CODE).splitlines():
+                named.append((run.folder.resolve().name, code))
     for name, code in named[1:]:
         lines = list(difflib.unified_diff(named[0][1], code, named[0][0], name, lineterm="", n=2))
         if lines:
             changes.append({"from": named[0][0], "to": name, "lines": lines[:LONGEST_DIFF], "all": len(lines)})
     return changes
-
-
-def _code(run: Run) -> list[str]:
-    try:
-        return files.read_text(run.folder / CODE).splitlines()
-    except (OSError, RunError):
-        return []
 
 
 def _run(run: Run, row: dict[str, Any]) -> dict[str, Any]:
@@ -175,7 +172,7 @@ def _run(run: Run, row: dict[str, Any]) -> dict[str, Any]:
             axes.append((step, number(record.get("samples")), seconds))
         hidden = NOT_CURVES | PARTS_OF_NOISE if kind == "noise" else NOT_CURVES
         for name, value in record.items():
-            if name not in hidden and _is_number(value, or_null=True):
+            if name not in hidden and (value is None or _is_number(value)):
                 rounded = None if value is None or not math.isfinite(value) else float(f"{value:.6g}")
                 curves.setdefault(name, []).append((step, rounded))
     failures = [note for note in failure_notes(run.folder.parent) if note.run == run.folder.name]
@@ -188,6 +185,9 @@ def _run(run: Run, row: dict[str, Any]) -> dict[str, Any]:
     sizes = description.pop("sizes", [])
     if len(sizes) > 1 or "waited" in next(iter(sizes), {}):
         description |= _sizes(sizes, usage)
+    begins = [int(number(size.get("step"))) for size in sizes]
+    spans = list(zip(sizes, begins, [*begins[1:], last], strict=True)) if len(sizes) > 1 else []
+    processes = [(at, number(size.get("processes"))) for size, begin, end in spans for at in (begin, max(begin, end))]
     row["seconds"] = row["seconds"] or sum(number(line.get("seconds")) for line in usage) or None
     shown = [*axes[:: math.ceil(len(axes) / POINTS) or 1], *axes[-1:]]
     return {
@@ -200,7 +200,7 @@ def _run(run: Run, row: dict[str, Any]) -> dict[str, Any]:
         "validation": {name: thinned(curve) for name, curve in evaluations.items()},
         "axes": [(step, samples, float(f"{at:.6g}")) for step, samples, at in shown],
         "speed": _speed(axes),
-        "sizes": _over_steps(sizes, last) if len(sizes) > 1 else [],
+        "sizes": processes,
         "usage": usage,
         "processes": description.get("costs", []),
         "used": description.get("used", {}),
@@ -228,13 +228,6 @@ def _sizes(sizes: Sequence[dict[str, Any]], usage: Sequence[dict[str, Any]]) -> 
 def _in_the_same_job(size: dict[str, Any]) -> bool:
     """Returns whether a start went on in the job of the one before, whose nodes it kept."""
     return number(size.get("start")) % 10 > 0
-
-
-def _over_steps(sizes: Sequence[dict[str, Any]], last: int) -> Points:
-    """Returns the processes of each start, from its first step to the next start's."""
-    begins = [int(number(size.get("step"))) for size in sizes]
-    spans = zip(sizes, begins, [*begins[1:], last], strict=True)
-    return [(step, number(size.get("processes"))) for size, begin, end in spans for step in (begin, max(begin, end))]
 
 
 def _speed(axes: Sequence[tuple[int, float, float]]) -> Points:
@@ -313,7 +306,7 @@ def gather_study(folder: Path) -> dict[str, Any]:
     space = of_texts(search.space)
     best = best_of(search, trials)
     values = [trial.rungs[-1] for trial in trials if trial.rungs]
-    low, high = (min(values), max(values)) if values else (0.0, 0.0)
+    low, high = min(values, default=0.0), max(values, default=0.0)
     rows = []
     for trial in trials:
         value = trial.rungs[-1] if trial.rungs else None
@@ -330,18 +323,16 @@ def gather_study(folder: Path) -> dict[str, Any]:
                 "best": trial is best,
             }
         )
-    ends = {
-        name: [axis.texts[0], axis.texts[-1]]
-        if isinstance(axis, Choices)
-        else [axis.text(axis.low), axis.text(axis.high)]
-        for name, axis in space.items()
-    }
+    axes = []
+    for name, axis in space.items():
+        ends = axis.texts if isinstance(axis, Choices) else (axis.text(axis.low), axis.text(axis.high))
+        axes.append({"name": name, "ends": [ends[0], ends[-1]]})
     return {
         "name": folder.resolve().name,
         "task": search.task,
         "metric": search.metric,
         "maximize": search.maximize,
-        "axes": [{"name": name, "ends": texts} for name, texts in ends.items()],
+        "axes": axes,
         "ends": [low, high],
         "trials": rows,
         "importance": importance(study, space),
@@ -351,9 +342,7 @@ def gather_study(folder: Path) -> dict[str, Any]:
 def _place(axis: Range | Choices, text: str) -> float | None:
     """The place of a value on its axis, from 0 to 1; None: it is not on it."""
     if isinstance(axis, Choices):
-        if text not in axis.texts:
-            return None
-        return axis.texts.index(text) / max(1, len(axis.texts) - 1)
+        return axis.texts.index(text) / max(1, len(axis.texts) - 1) if text in axis.texts else None
     try:
         value = float(text)
     except ValueError:
@@ -418,7 +407,107 @@ def _finite(value: Any) -> Any:
     return value
 
 
-def _is_number(value: object, *, or_null: bool = False) -> bool:
-    if value is None:
-        return or_null
+def _is_number(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+SEED = "seed"
+FIGURES = ("best", "loss", "training_loss", "test", "seconds", "gpu_hours", "core_hours")
+"""Of a row of results: what has a mean over seeds."""
+
+
+def compared(runs: Sequence[Run]) -> dict[str, Any]:
+    """Compares runs, as plain JSON.
+
+    Returns:
+        `metric`, the score that the runs are compared by, and whether a `lower` one is better; `keys`, the names of the
+        fields that differ; `rows`, one for each run in order, with `label`, `differs` (by key) and FIGURES; `groups`,
+        of runs that differ by seed alone: the numbers of their rows, and by figure their `mean` and `deviation`.
+
+    Raises:
+        RunError: a run.json is damaged.
+    """
+    descriptions = [run.read_description() for run in runs]
+    settings = [_settings(description) for description in descriptions]
+    names = sorted({key: 0 for each in settings for key in each}, key=lambda key: key == SEED)  # the seed last
+    keys = [key for key in names if len({each.get(key) for each in settings}) > 1]
+    evaluations = [list(run.records("evaluation")) for run in runs]
+    metric = next((name for records in evaluations for name in _scores(records) if not name.startswith("loss")), "loss")
+    lower = metric.startswith("loss") or any(metric in each.get("lower_is_better", ()) for each in descriptions)
+    labels = []
+    for description, setting in zip(descriptions, settings, strict=True):
+        differing = [
+            setting.get(key, "") if key in ("task", "plan") else f"{key}={setting.get(key, '')}" for key in keys
+        ]
+        labels.append(printable(description.get("name") or ", ".join(differing), 100))
+    rows, times = [], Counter(labels)
+    for run, description, setting, records, label in zip(
+        runs, descriptions, settings, evaluations, labels, strict=True
+    ):
+        folder = run.folder.resolve().name
+        scored = [(value, record.get("step")) for record in records if (value := _value(record, metric)) is not None]
+        best, step = (min if lower else max)(scored, key=lambda pair: pair[0], default=(None, None))
+        test = dict[str, Any]()
+        with contextlib.suppress(RunError):
+            test = entries(read_json(run.folder / SCORES).get("test"))  # of grappe evaluate
+        used = description.get("used", {})
+        rows.append(
+            {
+                "run": folder,
+                "label": label if label and times[label] == 1 else f"{label} ({folder})" if label else folder,
+                "tags": description.get("tags", []),
+                "note": printable(description.get("note") or ""),
+                "status": run.read_status(description),
+                "plan": plan_name(description.get("plan")),
+                "differs": {key: setting.get(key, "") for key in keys if key != "plan"},
+                "best": best,
+                "best_step": step,
+                "loss": _value(records[-1], "loss") if records else None,
+                "training_loss": _value(run.last_record("step"), "loss"),
+                "test": _value({**test, **entries(test.get("metrics"))}, metric),
+                "test_checkpoint": printable(test.get("checkpoint", ""), 200),
+                **{name: number(used.get(name)) or None for name in ("seconds", "gpu_hours", "core_hours")},
+            }
+        )
+    return {
+        "metric": printable(metric, 60),
+        "lower": lower,
+        "keys": [key for key in keys if key != "plan"],
+        "rows": rows,
+        "groups": _groups(rows, settings) if SEED in keys else [],
+    }
+
+
+def _settings(description: Mapping[str, Any]) -> dict[str, str]:
+    """Returns what a user chose for a run, as texts: task, plan and fields."""
+    fields = {printable(name, 60): printable(value, 200) for name, value in entries(description.get("fields")).items()}
+    task = Path(str(description.get("task") or "")).name
+    return {"task": printable(task, 100), "plan": plan_name(description.get("plan")), **fields}
+
+
+def _groups(rows: Sequence[Mapping[str, Any]], settings: Sequence[Mapping[str, str]]) -> list[dict[str, Any]]:
+    """Returns the runs that differ by seed alone, with the mean and deviation of their figures."""
+    groups = defaultdict(list)
+    for place, setting in enumerate(settings):
+        groups[tuple(item for item in setting.items() if item[0] != SEED)].append(place)
+    made = []
+    for places in groups.values():
+        if len({settings[place].get(SEED) for place in places}) < 2:
+            continue
+        values = {name: [rows[place][name] for place in places if rows[place][name] is not None] for name in FIGURES}
+        complete = {name: column for name, column in values.items() if len(column) == len(places)}
+        mean = {name: statistics.fmean(column) for name, column in complete.items()}
+        deviation = {name: statistics.stdev(column) for name, column in complete.items()}
+        made.append({"rows": places, "mean": mean, "deviation": deviation})
+    return made
+
+
+def _scores(records: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Lists the names of the scores of the last evaluation that are single numbers."""
+    last = records[-1] if records else {}
+    return [name for name in last if name not in ("step", "samples", "count") and _value(last, name) is not None]
+
+
+def _value(record: Mapping[str, Any], name: str) -> float | None:
+    value = record.get(name)
+    return number(value) if _is_number(value) and number(value) == value else None

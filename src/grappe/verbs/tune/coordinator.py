@@ -224,14 +224,10 @@ class Coordinator:
         self._trials[trial.number] = trial
 
     def _notify(self) -> None:
+        trials, running = tuple(self._trials[number] for number in sorted(self._trials)), self._trainings.running
+        waiting = self._waiting or self._trainings.notes
         self._watch(
-            SearchProgress(
-                study=self._study,
-                trials=tuple(self._trials[number] for number in sorted(self._trials)),
-                running=self._trainings.running,
-                total=self._total,
-                waiting=self._waiting or self._trainings.notes,
-            )
+            SearchProgress(study=self._study, trials=trials, running=running, total=self._total, waiting=waiting)
         )
 
 
@@ -291,14 +287,8 @@ def with_result(study: Study, trial: Trial, rung: int = 0, part: float = 1.0) ->
         shown = "not a finite number" if value is None else value
         return failed(trial, f"{name} is {shown} at step {at}")
     rungs, last = (*trial.rungs[:rung], float(value)), rung + 1 == study.search.rungs
-    return dataclasses.replace(
-        trial,
-        state="complete" if last else "paused",
-        value=rungs[-1] if last else None,
-        step=at,
-        rungs=rungs,
-        reason="",
-    )
+    state, objective = ("complete", rungs[-1]) if last else ("paused", None)
+    return dataclasses.replace(trial, state=state, value=objective, step=at, rungs=rungs, reason="")
 
 
 def failed(trial: Trial, reason: str) -> Trial:

@@ -113,24 +113,15 @@ class Schedule:
         rungs = tuple(value for value in values if value is not None)
         if len(rungs) < len(values):
             return dataclasses.replace(trial, state="failed", value=None, rungs=())
-        complete = len(rungs) == len(self._parts)
-        return dataclasses.replace(
-            trial,
-            state="complete" if complete else "paused" if rungs else "open",
-            value=rungs[-1] if complete else None,
-            rungs=rungs,
-        )
+        if len(rungs) == len(self._parts):
+            return dataclasses.replace(trial, state="complete", value=rungs[-1], rungs=rungs)
+        return dataclasses.replace(trial, state="paused" if rungs else "open", value=None, rungs=rungs)
 
 
 def rung_parts(search: SearchDefinition) -> list[Fraction]:
     """The part of a training that each rung ends at."""
     eta, rungs = search.halving or 1, search.rungs
     return [Fraction(1, eta ** (rungs - 1 - rung)) for rung in range(rungs)]
-
-
-def fewest_trials(halving: int, rungs: int) -> int:
-    """Computes the number of trials until one of them reaches the last rung."""
-    return math.prod([halving] * (rungs - 1))
 
 
 def has_result(trial: Trial, rung: int) -> bool:
@@ -210,10 +201,7 @@ def as_optuna(
     """Makes a study of Optuna's, in memory, from trials."""
     optuna = _optuna()
     state = optuna.trial.TrialState
-
-    def value_of(axis: Axis, text: str) -> Any:
-        return text if isinstance(axis, Choices) else int(text) if axis.integer else float(text)
-
+    read = {name: str if isinstance(axis, Choices) else int if axis.integer else float for name, axis in space.items()}
     distributions = {name: _distribution(axis) for name, axis in space.items()}
     study = optuna.create_study(sampler=sampler, direction="maximize" if maximize else "minimize")
     for place, trial in enumerate([*observed, *pending]):
@@ -224,7 +212,7 @@ def as_optuna(
         study.add_trial(
             optuna.trial.create_trial(
                 state=ended if is_observed else state.RUNNING,
-                params={name: value_of(axis, trial.fields[name]) for name, axis in space.items()},
+                params={name: read[name](trial.fields[name]) for name in space},
                 distributions=distributions,
                 value=trial.value if is_observed else None,
                 intermediate_values=dict(enumerate(trial.rungs)) if is_observed else None,
@@ -238,11 +226,8 @@ def importance(study: Study, space: Space) -> dict[str, float]:
 
     By PED-ANOVA (Watanabe et al. 2023).
     """
-    complete = [
-        trial
-        for trial in study.trials
-        if trial.state == "complete" and all(holds(axis, trial.fields[name]) for name, axis in space.items())
-    ]
+    trials = (trial for trial in study.trials if trial.state == "complete")
+    complete = [trial for trial in trials if all(holds(axis, trial.fields[name]) for name, axis in space.items())]
     if len(complete) < FEWEST_COMPLETE or len(space) < 2:
         return {}
     try:

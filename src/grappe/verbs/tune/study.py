@@ -66,11 +66,6 @@ class SearchOptions:
         if self.maximize is None and self.metric != "loss":
             raise UsageError(f"--metric {self.metric}: add --maximize or --minimize")
 
-    @property
-    def rung_count(self) -> int:
-        """The number of times that a training stops to be compared: 1 without halving."""
-        return (self.rungs or RUNGS) if self.halving else 1
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SearchDefinition:

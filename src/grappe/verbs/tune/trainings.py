@@ -132,13 +132,9 @@ class LocalTrainings(Trainings):
         if Run.is_run(folder) and (who := Lease(folder).held_by()):
             raise NotNow(f"{folder.name} is being written by {who}")
         place = min(set(range(self._parallel)) - {place for place, _ in self._running.values()})
-        launch = Launch(
-            "grappe.training.worker:worker",
-            request,
-            request.plan.processes,
-            self._signals,
-            gpu_variables(request.plan, place, self._gpus, self._gpus_per_place),
-        )
+        plan, worker = request.plan, "grappe.training.worker:worker"
+        variables = gpu_variables(plan, place, self._gpus, self._gpus_per_place)
+        launch = Launch(worker, request, plan.processes, self._signals, variables)
         self._running[number] = (place, launch)
         launch.start()
 
@@ -208,14 +204,7 @@ def gpu_variables(plan: Plan, place: int, gpus: Sequence[str], gpus_per_place: i
 
 SLICE_SECONDS = 0.2
 SIGNALLED = 128
-RETRYABLE_REFUSALS = (
-    "maximum number of jobs",
-    "contact slurm controller",
-    "timed out",
-    "temporarily",
-    "no answer",
-    "try again",
-)
+RETRYABLE = re.compile("maximum number of jobs|contact slurm controller|timed out|temporarily|no answer|try again")
 """What sbatch says when it takes no job now, and may take one later."""
 LIMIT_NAMES = re.compile(r"\b(?:qos|assoc|maxsubmit)\w+", re.ASCII)
 """The limit that a job would break, as Slurm names it."""
@@ -428,7 +417,7 @@ def _may_pass(refusal: str, *, queued: bool) -> bool:
         queued: whether it took jobs of the same size and length before, that are in the queue still.
     """
     refusal = refusal.lower()
-    if any(words in refusal for words in RETRYABLE_REFUSALS):
+    if RETRYABLE.search(refusal):
         return True
     if limits := LIMIT_NAMES.findall(refusal):
         return all("submit" in limit for limit in limits)

@@ -22,9 +22,9 @@ from grappe.training.run import new_folder
 from grappe.training.task_reference import TaskReference, field_texts
 from grappe.verbs.submit.jobs import QUERY_SECONDS
 from grappe.verbs.tune.coordinator import Coordinator, SearchProgress, with_fields
-from grappe.verbs.tune.schedule import check_sampler, fewest_trials, grid
+from grappe.verbs.tune.schedule import check_sampler, grid
 from grappe.verbs.tune.space import PLAN, Choices, Space, as_texts, read_space
-from grappe.verbs.tune.study import SearchDefinition, SearchOptions, Study, make_study
+from grappe.verbs.tune.study import RUNGS, SearchDefinition, SearchOptions, Study, make_study
 from grappe.verbs.tune.trainings import LocalTrainings, SlurmTrainings, Trainings
 
 TRIALS = 20
@@ -120,13 +120,8 @@ def search(
         folder or new_folder(runs, f"{name}-study" if ":" in name else f"x:{Path(name).stem}-study"), checked.definition
     )
     threads = study.search.threads
-    request = Request(
-        task=checked.task,
-        plan=dataclasses.replace(plan, threads=threads) if threads else plan,
-        data=data_folder(data),
-        options=options,
-        quiet=True,
-    )
+    plan = dataclasses.replace(plan, threads=threads) if threads else plan
+    request = Request(task=checked.task, plan=plan, data=data_folder(data), options=options, quiet=True)
     parallel = search_options.parallel
     if jobs is not None:
         trainings: Trainings = SlurmTrainings(study.folder, jobs, parallel=parallel, query_every=query_every)
@@ -192,8 +187,8 @@ def checked_search(
             raise UsageError(f"--trials={total}: the grid has {cells} cells; leave --trials out for all of them")
         total = total or cells
     total = total or TRIALS
-    halving, rungs = search_options.halving, search_options.rung_count
-    fewest = fewest_trials(halving or 1, rungs)
+    halving, rungs = search_options.halving, (search_options.rungs or RUNGS) if search_options.halving else 1
+    fewest = (halving or 1) ** (rungs - 1)  # until one of them reaches the last rung
     if total < fewest:
         raise UsageError(
             f"--halving={halving} with {rungs} rungs takes {fewest} trials until one is trained to its "
@@ -209,14 +204,11 @@ def checked_search(
         threads = max(1, cores() // processes)
     other_fields = {name: value for name, value in field_texts(task_value).items() if name not in space}
     usual = defaults(type(task_value))
+    changed = {name: value for name, value in other_fields.items() if value != usual.get(name)}
     definition = SearchDefinition(
         task=task_reference.name,
         fields=other_fields,
-        fixed_fields={
-            name: "none" if value is None else str(value)
-            for name, value in other_fields.items()
-            if value != usual.get(name)
-        },
+        fixed_fields={name: "none" if value is None else str(value) for name, value in changed.items()},
         space={name: str(axis) for name, axis in space.items()},
         plan=str(plan),
         metric=search_options.metric,

@@ -40,7 +40,7 @@ from grappe.step.precision import set_gpu_arithmetic
 from grappe.task import Task
 from grappe.training.request import data_folder
 from grappe.training.task_reference import TaskReference
-from grappe.verbs.doctor.checks.torch_build import AMD_DRIVER, NVIDIA, driver_version
+from grappe.verbs.doctor.checks.python import AMD_DRIVER, NVIDIA, driver_version
 from grappe.verbs.verify.instrument import NOTHING, SampleRecorder, instrumented
 from grappe.verbs.verify.random_ops import RandomOps
 from grappe.verbs.verify.runner import FACTOR

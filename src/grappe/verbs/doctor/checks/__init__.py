@@ -1,16 +1,18 @@
-"""The doctor's checks, recognised by file name: to add a check, add one file with `check(machine)`."""
+"""The doctor's checks: to add one, write a function `check_NAME(machine)` into the file of its subject."""
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import importlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Literal
 
 from grappe.launch.rank import ProcessRank
 from grappe.plan import Plan
 
+PREFIX = "check_"
 Level = Literal["error", "warning", "note"]
 
 
@@ -50,36 +52,55 @@ class Machine(DoctorRequest):
     process: ProcessRank
     environment: Mapping[str, str]
 
-    @property
-    def is_node_leader(self) -> bool:
-        """Returns whether this process is the first on its node, which alone examines the node's state."""
-        return self.process.local_rank == 0
+
+Check = Callable[[Machine], Iterable[Finding]]
+
+
+def of_level(level: Level, what: str, *, why: str = "", do: str = "") -> Finding:
+    """Makes a finding of a level."""
+    return Finding(level=level, what=what, why=why, do=do)
 
 
 def error(what: str, *, why: str = "", do: str = "") -> Finding:
     """Makes a finding that would end the training."""
-    return Finding(level="error", what=what, why=why, do=do)
+    return of_level("error", what, why=why, do=do)
 
 
 def warning(what: str, *, why: str = "", do: str = "") -> Finding:
     """Makes a finding that costs time or accuracy."""
-    return Finding(level="warning", what=what, why=why, do=do)
+    return of_level("warning", what, why=why, do=do)
 
 
 def note(what: str, *, why: str = "", do: str = "") -> Finding:
     """Makes a finding that is only information."""
-    return Finding(level="note", what=what, why=why, do=do)
+    return of_level("note", what, why=why, do=do)
 
 
-def names() -> list[str]:
-    """Lists the checks."""
-    return sorted(file.stem for file in Path(__file__).parent.glob("[a-z]*.py"))
+def once(check: Check) -> Check:
+    """Decorator of a check that only the first of all processes runs."""
+    return functools.wraps(check)(lambda machine: () if machine.process.rank else check(machine))
+
+
+def once_a_node(check: Check) -> Check:
+    """Decorator of a check that only the first process of each node runs."""
+    return functools.wraps(check)(lambda machine: () if machine.process.local_rank else check(machine))
 
 
 def examine(machine: Machine) -> Iterator[Finding]:
     """Runs every check; an exception in a check becomes a finding, and the other checks still run."""
-    for name in names():
+    for file in sorted(Path(__file__).parent.glob("[a-z]*.py")):
+        checks = dict[str, Check]()
         try:
-            yield from importlib.import_module(f"{__name__}.{name}").check(machine)
-        except Exception as mistake:
-            yield warning(f"the check {name} failed: {type(mistake).__name__}: {mistake}")
+            functions = vars(importlib.import_module(f"{__name__}.{file.stem}"))
+            checks = {name.removeprefix(PREFIX): functions[name] for name in functions if name.startswith(PREFIX)}
+        except Exception as mistake:  # a library that the checks import is broken
+            yield _failed(file.stem, mistake)
+        for name, check in checks.items():
+            try:
+                yield from check(machine)
+            except Exception as mistake:
+                yield _failed(name, mistake)
+
+
+def _failed(name: str, mistake: Exception) -> Finding:
+    return warning(f"the check {name} failed: {type(mistake).__name__}: {mistake}")

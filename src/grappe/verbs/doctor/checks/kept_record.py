@@ -12,7 +12,7 @@ from grappe import sites
 from grappe.errors import UsageError
 from grappe.launch.files import state_folder
 from grappe.plan import Plan
-from grappe.verbs.doctor.checks import Finding, Machine, warning
+from grappe.verbs.doctor.checks import Finding, Machine, once, warning
 from grappe.verbs.verify import record
 
 TASK = "digits"
@@ -34,10 +34,11 @@ def keep(task: str | None, plan: Plan, fields: Mapping[str, str]) -> Path:
     return file
 
 
-def check(machine: Machine) -> Iterator[Finding]:
+@once
+def check_kept_record(machine: Machine) -> Iterator[Finding]:
     """Compares this machine with the one of the record, outside of jobs; offers to compare what they compute."""
     file = _file(machine.plan, make=False)
-    if machine.job or machine.process.rank or file is None or not file.exists():
+    if machine.job or file is None or not file.exists():
         return
     then, device = record.read(file).header, _device(machine.plan)
     now = record.this_machine(torch.device(device), 1)

@@ -8,7 +8,7 @@ import pytest
 
 from grappe.launch.rank import ProcessRank
 from grappe.plan import Plan
-from grappe.verbs.doctor.checks import Finding, Machine, compiler, error, extensions, note
+from grappe.verbs.doctor.checks import Finding, Machine, cpp
 from tests import needs
 
 APT = "install one: apt install g++, or conda install gxx"
@@ -25,13 +25,13 @@ def examine(check, plan: str = "", **changes) -> list[Finding]:
 
 def test_no_compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
-    assert words(examine(compiler.check)).startswith("note: there is no C++ compiler on the PATH")
-    assert words(examine(compiler.check, "compile,device=cpu")).startswith("error: ")
-    assert words(examine(compiler.check, "engine=deepspeed")).startswith("warning: ")  # its kernels are optional
+    assert words(examine(cpp.check_compiler)).startswith("note: there is no C++ compiler on the PATH")
+    assert words(examine(cpp.check_compiler, "compile,device=cpu")).startswith("error: ")
+    assert words(examine(cpp.check_compiler, "engine=deepspeed")).startswith("warning: ")  # its kernels are optional
     disk = "engine=deepspeed,offload=nvme:/tmp,shard=2"
-    assert words(examine(compiler.check, disk)).startswith("error: ")
+    assert words(examine(cpp.check_compiler, disk)).startswith("error: ")
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
-    assert words(examine(compiler.check, "compile")).startswith("warning: ")
+    assert words(examine(cpp.check_compiler, "compile")).startswith("warning: ")
 
 
 def stand_in(folder: Path, body: str) -> Path:
@@ -48,10 +48,10 @@ def test_a_compiler_that_is_too_old(tmp_path: Path) -> None:
         '[ "$1" = --version ] && echo "g++ (GCC) 8.5.0 20210514 (Red Hat 8.5.0-28)" && exit\n'
         "echo \"g++: error: unrecognized command line option '-std=c++20'\" >&2; exit 1",
     )
-    found = examine(compiler.check, environment={"CXX": str(old)})
+    found = examine(cpp.check_compiler, environment={"CXX": str(old)})
     assert f"warning: the C++ compiler {old} (gcc 8.5.0) does not fit" in words(found)
     assert APT in words(found)
-    assert examine(compiler.check, "compile,device=cpu", environment={"CXX": str(old)})[0].level == "error"
+    assert examine(cpp.check_compiler, "compile,device=cpu", environment={"CXX": str(old)})[0].level == "error"
 
 
 @pytest.mark.parametrize(
@@ -64,31 +64,31 @@ def test_a_compiler_that_is_too_old(tmp_path: Path) -> None:
     ],
 )
 def test_versions_of_compilers(line: str, said: tuple[str, tuple[int, ...]], tmp_path: Path) -> None:
-    assert compiler.version_of(str(stand_in(tmp_path, f"echo '{line}'"))) == said
+    assert cpp.compiler_version(str(stand_in(tmp_path, f"echo '{line}'"))) == said
 
 
 def test_pythons_headers(tmp_path: Path) -> None:
-    assert not list(compiler.of_python(Path(sysconfig.get_paths()["include"]), APT, note))
-    assert "python3-dev" in words(compiler.of_python(tmp_path, APT, note))
+    assert not list(cpp.of_headers(Path(sysconfig.get_paths()["include"]), APT, "note"))
+    assert "python3-dev" in words(cpp.of_headers(tmp_path, APT, "note"))
     load = "module load gcc python/3.11"
-    assert f"error: there is no Python.h in {tmp_path}" in words(compiler.of_python(tmp_path, load, error))
-    assert load in words(compiler.of_python(tmp_path, load, error))
+    assert f"error: there is no Python.h in {tmp_path}" in words(cpp.of_headers(tmp_path, load, "error"))
+    assert load in words(cpp.of_headers(tmp_path, load, "error"))
 
 
 def test_the_sites_modules_are_named() -> None:
-    assert compiler.of_site({"CC_CLUSTER": "narval"}) == "module load gcc python/3.11"
-    assert compiler.of_site({"MODULESHOME": "/opt/modules"}) == "module load gcc"
-    assert compiler.of_site({}) == APT
+    assert cpp.compiler_remedy({"CC_CLUSTER": "narval"}) == "module load gcc python/3.11"
+    assert cpp.compiler_remedy({"MODULESHOME": "/opt/modules"}) == "module load gcc"
+    assert cpp.compiler_remedy({}) == APT
 
 
 def test_nvcc() -> None:
     bounds = ((6, 0, 0), (14, 0))
-    assert not list(compiler.of_cuda("12.4", "12.8", ("gcc", (13, 2, 0)), bounds))
+    assert not list(cpp.of_cuda("12.4", "12.8", ("gcc", (13, 2, 0)), bounds))
     assert "nvcc is of CUDA 11.8, and torch is built for 12.8" in words(
-        compiler.of_cuda("11.8", "12.8", ("gcc", (13, 2, 0)), None)
+        cpp.of_cuda("11.8", "12.8", ("gcc", (13, 2, 0)), None)
     )
     assert "nvcc 12.4 takes no gcc 14.2.0 | it takes gcc from 6.0.0, and before 14.0" in words(
-        compiler.of_cuda("12.4", "12.8", ("gcc", (14, 2, 0)), bounds)
+        cpp.of_cuda("12.4", "12.8", ("gcc", (14, 2, 0)), bounds)
     )
 
 
@@ -109,7 +109,7 @@ def library(tmp_path: Path):
 
 def beside(folder: Path) -> str:
     """Returns what is found of the libraries in `folder`: other tests' packages are not of interest."""
-    found = examine(extensions.check, task=f"{folder / 'task.py'}:Mine")
+    found = examine(cpp.check_extensions, task=f"{folder / 'task.py'}:Mine")
     return words(one for one in found if str(folder) in one.what)
 
 
@@ -140,14 +140,14 @@ def test_an_extension_that_fits(library, tmp_path: Path) -> None:
 
 def test_a_newer_compilers_library() -> None:
     text = "/x/_C.so: /usr/lib/libstdc++.so.6: version `GLIBCXX_3.4.32' not found (required by /x/_C.so)"
-    found = list(extensions.of_answer(Path("/x/_C.so"), text, "module load gcc", "2.13.0"))
+    found = list(cpp.of_ldd(Path("/x/_C.so"), text, "module load gcc", "2.13.0"))
     assert "needs GLIBCXX_3.4.32" in words(found)
     assert "module load gcc" in words(found)
 
 
 def test_a_build_for_gpus() -> None:
     text = "\tlibtorch_cuda.so => not found\n\tlibc10.so => /x/libc10.so\n"
-    found = words(extensions.of_answer(Path("/x/_C.so"), text, "module load gcc", "2.13.0+cpu"))
+    found = words(cpp.of_ldd(Path("/x/_C.so"), text, "module load gcc", "2.13.0+cpu"))
     assert "it is built for CUDA, and this torch is 2.13.0+cpu | build it again with this torch" in found
 
 
@@ -169,21 +169,21 @@ def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_installed_packages_are_looked_at(package: Path, tmp_path: Path) -> None:
-    found = [file for file in extensions.of_packages() if file.is_relative_to(tmp_path)]
+    found = [file for file in cpp.installed_extensions() if file.is_relative_to(tmp_path)]
     assert found == [package]
-    said = [one for one in examine(extensions.check) if str(tmp_path) in one.what]
+    said = [one for one in examine(cpp.check_extensions) if str(tmp_path) in one.what]
     assert [one.level for one in said] == ["note"] and "which no library has" in said[0].what
-    assert not examine(extensions.check, job=True)
+    assert not examine(cpp.check_extensions, job=True)
 
 
 def test_what_there_is_no_time_for_is_said(package: Path) -> None:
-    said = words(extensions.of_files([package, package], (), APT, seconds=-1.0))
+    said = words(cpp.of_extensions([package, package], (), APT, seconds=-1.0))
     assert said.startswith(f"note: {package} and 1 more is not looked at")
 
 
 def test_an_ldd_that_runs_files_is_not_asked(package: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert [extensions.runs_files("glibc", one) for one in ("2.17", "2.27", "2.36", "")] == [True] + [False] * 3
-    assert not extensions.runs_files("", "")
+    assert [cpp.ldd_runs_files("glibc", one) for one in ("2.17", "2.27", "2.36", "")] == [True] + [False] * 3
+    assert not cpp.ldd_runs_files("", "")
     monkeypatch.setattr("platform.libc_ver", lambda: ("glibc", "2.17"))
-    monkeypatch.setattr(extensions, "answer", lambda *_: pytest.fail("it was asked"))
-    assert "are not looked at" in words(examine(extensions.check))
+    monkeypatch.setattr(cpp, "ldd_output", lambda *_: pytest.fail("it was asked"))
+    assert "are not looked at" in words(examine(cpp.check_extensions))

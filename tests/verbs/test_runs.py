@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from grappe.errors import RunError, UsageError
-from grappe.verbs.race import Target, board, race, target_of
+from grappe.verbs.runs import Target, board, race, target_of
 from tests.typed import ended
 
 ACCURACY = Target(name="accuracy", value=0.9, falls=False)
