@@ -293,17 +293,17 @@ class Placed(Images):
 
 
 class Moody(Dataset):
-    """Noise from a generator of the dataset's own, which goes on from sample to sample."""
+    """Noise from a generator that no attribute holds, and that continues from sample to sample."""
 
     def __init__(self, arrays: Any) -> None:
-        self._arrays, self._noise = arrays, np.random.default_rng(1)
+        self._arrays, self._draw = arrays, np.random.default_rng(1).normal
 
     def __len__(self) -> int:
         return len(self._arrays)
 
     def __getitem__(self, index: int) -> tuple:
         inputs, target = self._arrays[index]
-        return inputs + float(self._noise.normal()) / 4, target
+        return inputs + float(self._draw()) / 4, target
 
 
 class Noisy(Images):

@@ -183,7 +183,7 @@ def seed_generators(key: int) -> None:
     torch.default_generator.manual_seed(key)
 
 
-GLOBAL = {id(torch.default_generator), id(random.random.__self__), id(np.random.mtrand._rand)}
+GLOBAL = {id(torch.default_generator), id(random.random.__self__), id(np.random.get_state.__self__)}
 GENERATORS = torch.Generator, np.random.Generator, np.random.RandomState, random.Random
 LONGEST = 1000  # entries of a list or a dictionary that is searched: longer ones are samples
 

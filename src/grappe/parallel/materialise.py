@@ -15,7 +15,13 @@ from torch.distributed.tensor import DTensor
 from grappe.checkpoint.weights import Weights, named_tensors, read_into
 from grappe.errors import TaskError
 from grappe.plan import Plan
-from grappe.private_api.torch import give_own_memory, gradient_hooks, module_buffers, module_parameters
+from grappe.private_api.torch import (
+    give_own_memory,
+    gradient_hooks,
+    load_from_state_dict,
+    module_buffers,
+    module_parameters,
+)
 from grappe.step.task_contract import model_of
 from grappe.task import Task
 
@@ -102,8 +108,8 @@ def marks_kept(model: nn.Module) -> Iterator[None]:
 
 def resizes_buffers(module: nn.Module) -> bool:
     """Returns whether a module's own loading can give its buffers other shapes, as that of torch's observers does."""
-    loads = type(module)._load_from_state_dict
-    return loads is not nn.Module._load_from_state_dict and not loads.__module__.startswith("torch.nn.")
+    loads = load_from_state_dict(type(module))
+    return loads is not load_from_state_dict(nn.Module) and not loads.__module__.startswith("torch.nn.")
 
 
 def fit_buffers(model: nn.Module, weights: Weights) -> None:

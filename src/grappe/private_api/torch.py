@@ -77,7 +77,9 @@ USED = private_names(
         "torch.utils.data.dataloader._MultiProcessingDataLoaderIter": "_shutdown_workers",
         "torch.utils.data.dataloader._SingleProcessDataLoaderIter": "_next_index",
         "torch.distributed.tensor.DTensor": "_local_tensor",
-        "torch.nn.Module": "_apply _backward_hooks _backward_pre_hooks _buffers _modules _parameters",
+        "torch.nn.Module": (
+            "_apply _backward_hooks _backward_pre_hooks _buffers _load_from_state_dict _modules _parameters"
+        ),
         "torch.nn.modules.batchnorm": "_BatchNorm",
         "torch.nn.modules.loss": "_Loss",
         "torch.nn.modules.module": "_global_backward_hooks _global_backward_pre_hooks",
@@ -99,6 +101,12 @@ if caution := check_torch(torch.__version__, USED):
 foreach_add_ = torch._foreach_add_
 foreach_mul_ = torch._foreach_mul_
 foreach_norm = torch._foreach_norm
+
+
+def load_from_state_dict(kind: type) -> Callable[..., Any]:
+    """Returns the method by which a class of modules loads its parameters and buffers."""
+    return kind._load_from_state_dict
+
 
 MESSAGES = torch.library.Library("c10d", "IMPL")
 """Kernels that are added to torch's messages, as long as this lives."""

@@ -14,7 +14,7 @@ import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -90,7 +90,9 @@ class SpreadSteps(StepHandler):
         self._batches: list[tuple[str, int]] = []
         """Lines at which the next step to be checked has split a tensor, and checksums."""
         on_one_machine = self._several and world.process.local_size == world.size
-        self._workers = SharedWorkers(dist.new_group(backend="gloo")) if on_one_machine else None
+        self._workers = (
+            SharedWorkers(cast("dist.ProcessGroup", dist.new_group(backend="gloo"))) if on_one_machine else None
+        )
         self._main = MainThread()
         self._depth = self._rows = 0
         self._is_compared = False

@@ -111,7 +111,7 @@ def explain(
                 plan=plan,
                 run=run,
                 base=folder,
-                options=Options(steps=2 * PERIOD, evaluate_every=PERIOD, save_every=PERIOD),
+                options=Options(steps=2 * PERIOD, evaluate_every=PERIOD, save_every=PERIOD, no_check=True),
                 per_process_watchers=(TraceWatcher(),),
                 quiet=True,
             )
