@@ -125,3 +125,35 @@ def test_metrics_of_what_has_no_row_for_each_sample_are_not_compared() -> None:
     metrics = judged(Judged(), [])
     metrics.keep_first([torch.zeros(3)], Microbatch(None, torch.zeros(2), 2, None))
     metrics.check_cut()
+
+
+class Summed(torchmetrics.Metric):
+    """The sum of all outputs, in their own precision, as torchmetrics' perplexity adds up."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.add_state("sum", torch.zeros(()), dist_reduce_fx="sum")
+
+    def update(self, output: Tensor, target: Tensor) -> None:
+        self.sum = self.sum + output.sum()
+
+    def compute(self) -> Tensor:
+        return self.sum
+
+
+class Adding(Digits):
+    """A metric that adds outputs up."""
+
+    def metrics(self) -> dict[str, Any]:
+        return {"sum": Summed()}
+
+
+def test_metrics_get_half_precision_as_float32() -> None:
+    metrics = Metrics(Adding(), World(process=ProcessRank(launcher="test"), device=torch.device("cpu")))
+    outputs = (torch.arange(12.0) / 7 + 100).to(torch.bfloat16)
+    for part in outputs.split(5):
+        micro = Microbatch(None, torch.zeros(len(part)), len(part), None)
+        metrics.keep_first(part, micro)
+        metrics.update(part, micro)
+    metrics.check_cut()
+    assert metrics.computed([metrics.states()]) == {"sum": pytest.approx(float(outputs.double().sum()), rel=1e-7)}

@@ -31,6 +31,7 @@ from grappe.table import Table, Tabular
 from grappe.task import Task, overrides
 from grappe.words import format_number
 
+HALF = (torch.bfloat16, torch.float16)
 CHECKED_SAMPLES = 16
 """Samples of which a metric is computed in two ways."""
 BLOCK = 1024
@@ -223,7 +224,7 @@ class Metrics:
         Raises:
             TaskError: a metric does not take the output and the targets.
         """
-        output = self._task.scored(output) if self._metrics else output
+        output = self._scored(output) if self._metrics else output
         for name, metric in self._metrics.items():
             try:
                 metric.update(output, micro.targets)
@@ -232,6 +233,13 @@ class Metrics:
                     f"the metric '{name}' does not take what the model and the data give, an output {form(output)} "
                     f"and a target {form(micro.targets)}: {sentence(error, self._task, 'metrics')}"
                 ) from error
+
+    def _scored(self, output: Any) -> Any:
+        """Returns what metrics get: sums of half precision would depend on how the samples are cut into batches."""
+        return tree_map(
+            lambda leaf: leaf.float() if isinstance(leaf, Tensor) and leaf.dtype in HALF else leaf,
+            self._task.scored(output),
+        )
 
     def keep_first(self, output: Any, micro: Microbatch) -> None:
         """Keeps a microbatch's samples for `check_cut`, until there are enough."""
@@ -260,8 +268,7 @@ class Metrics:
         if any(part.shape[1:] != parts[0].shape[1:] for parts in several for part in parts):
             return
         output, targets = tree_unflatten([torch.cat(parts) for parts in several], kept[0][1])
-        # Once for all, as a sigmoid in half precision rounds one row otherwise than several.
-        leaves, nesting = tree_flatten((self._task.scored(output), targets))
+        leaves, nesting = tree_flatten((self._scored(output), targets))
         count = sum(map(len, several[0]))
         if any(not isinstance(leaf, Tensor) or not leaf.dim() or len(leaf) != count for leaf in leaves):
             return

@@ -8,7 +8,6 @@ count and read what it likes. Worker w of another process loads nothing.
 from __future__ import annotations
 
 import dataclasses
-import multiprocessing
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -26,7 +25,7 @@ from grappe.rows.layout import Placement, even
 from grappe.rows.tensor import from_local
 from grappe.training.interception import Begin
 
-WHOLE = 1 << 16
+SENT_WHOLE = 1 << 16
 """Bytes up to which a tensor is sent whole: labels, whose numbers are then read without a message."""
 SENT = frozenset(
     {torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.uint8, torch.int8, torch.int16, torch.int32,
@@ -90,7 +89,7 @@ class SharedWorkers:
 
 def _can_be_shared(loader: DataLoader[Any]) -> bool:
     context = loader.multiprocessing_context
-    method = multiprocessing.get_start_method() if context is None else context.get_start_method()  # type: ignore[attr-defined]
+    method = torch.multiprocessing.get_start_method() if context is None else context.get_start_method()  # type: ignore[attr-defined]
     by_number = not isinstance(loader.dataset, IterableDataset) and loader.batch_sampler is not None
     return loader.num_workers > 0 and by_number and method == "fork" and getattr(loader, "in_order", True)
 
@@ -135,18 +134,18 @@ class SharedIteration:
     def _joined(self, form: Any, batch: Any, owner: int) -> Any:
         """Returns the batch, with rows in place of absent tensors, of which the owner sends each process its own."""
         rank, works = self._group.rank(), list[Any]()
-        wholes = iter(tree_leaves(batch)) if rank == owner else None
+        tensors = iter(tree_leaves(batch)) if rank == owner else None
 
         def own(leaf: Any) -> Any:
-            whole = None if wholes is None else next(wholes)
+            tensor = None if tensors is None else next(tensors)
             if type(leaf) is not Absent:
                 return leaf
             placement = Placement(0, even(leaf.shape[0]))
-            if whole is None:
+            if tensor is None:
                 part = torch.empty((placement.rows, *leaf.shape[1:]), dtype=leaf.dtype)
                 dist.recv(_bytes(part), src=dist.get_global_rank(self._group, owner), group=self._group)
                 return from_local(part, placement)
-            parts = [part.contiguous() for part in whole.split(placement.sizes)]
+            parts = [part.contiguous() for part in tensor.split(placement.sizes)]
             for other, sent in enumerate(parts):
                 if other != rank:
                     target = dist.get_global_rank(self._group, other)
@@ -172,7 +171,7 @@ def _kept_back(batch: Any) -> Callable[[Any], Any]:
     def replaced(leaf: Any) -> Any:
         if type(leaf) is not Tensor or leaf.layout is not torch.strided or leaf.dtype not in SENT:
             return leaf
-        sent = several and leaf.dim() and len(leaf) == rows and leaf.nbytes > WHOLE
+        sent = several and leaf.dim() and len(leaf) == rows and leaf.nbytes > SENT_WHOLE
         return Absent(shape=tuple(leaf.shape), dtype=leaf.dtype) if sent else leaf
 
     return replaced
