@@ -33,7 +33,7 @@ from grappe.step.observers import NamedParameters
 from grappe.step.precision import LossScale
 from grappe.task import Task
 
-TOLERANCE = {"fp64": 1e-8, "fp32": 1e-3, "tf32": 3e-2, "bf16": 0.1, "fp16": 0.1}
+TOLERANCE = {"fp64": 1e-8, "fp32": 1e-3, "tf32": 1e-2, "bf16": 0.04, "fp16": 0.04}
 """Relative distance of a loss and of gradients up to which a step is one process's: sums in another order round so."""
 SMALL = 1e-3
 """Part of the whole gradient's norm below which a parameter's gradient may be rounding: a bias before a norm's."""
