@@ -15,6 +15,7 @@ from grappe import Task
 from grappe.profiling import memory
 from grappe.training.checked_steps import distances, figures
 from grappe.training.run import Run
+from grappe.verbs.runs import describe
 from tests.faults import resuming
 from tests.faults.resume_cell import hashes
 from tests.parity.structured import Texts
@@ -139,6 +140,9 @@ def test_what_begins_later_is_found_and_ends_nothing(pool: Pool, tmp_path: Path)
     step = re.search(r"^step (\d+) is not one process's", text, re.M)
     assert step and 20 < int(step[1]) <= 300
     assert Run(tmp_path / "run").latest().step == 300
+    assert re.search(
+        r"checked +\d steps against one process: at most .* apart, in step", str(describe(tmp_path / "run"))
+    )
 
 
 def test_batch_normalisation_of_its_own_rows_is_found(pool: Pool, tmp_path: Path) -> None:

@@ -67,6 +67,7 @@ ENTRIES: dict[str, Any] = {
     **dict.fromkeys(("fields", "used", "headspace", "loading", "drawn", "drawn_until"), dict[str, Any]),
     "start": TypedDict("Start", {"units": list[str]}, total=False),  # pyrefly: ignore
     "versions": dict[str, str],
+    "checked": dict[str, float],
     **dict.fromkeys(("changes", "tags", "lower_is_better"), list[str]),
     **dict.fromkeys(("costs", "sizes"), list[dict[str, Any]]),
 }

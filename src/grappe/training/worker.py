@@ -364,7 +364,8 @@ def _write_outcome(
         costs = [dataclasses.asdict(usage) for usage in usages]
         metrics = {} if outcome.scores is None else metrics_of(task)
         run.describe_drawn(functools.partial(drawn_from, order), 0, outcome.step)
-        so_far = used(usages, run.read_description().get("used", {}))
+        before = run.read_description()
+        so_far, checked = used(usages, before.get("used", {})), before.get("checked", {})
         run.describe(
             step=outcome.step,
             total_steps=info.total_steps,
@@ -372,7 +373,7 @@ def _write_outcome(
             used=so_far,
             costs=costs,
             headspace=outcome.headspace.as_json(),
-            checked={} if check is None else {str(step + 1): gap for step, gap in check.distances.items()},
+            checked=checked | ({} if check is None else {str(step + 1): gap for step, gap in check.distances.items()}),
             lower_is_better=[name for name, metric in metrics.items() if metric.higher_is_better is False],
         )
         if outcome.status in ("finished", "stopped"):

@@ -19,7 +19,7 @@ from grappe.language import translated_name
 from grappe.launch.safe_console import fact_table
 from grappe.training.run import Run, all_runs
 from grappe.verbs.submit.jobs import submitted
-from grappe.words import filled_table, format_number, plan_name
+from grappe.words import count_of, filled_table, format_number, plan_name
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -106,6 +106,12 @@ def describe(folder: Path) -> Table:
         rows.append(("evaluation", f"step {step}, {samples} samples: {shown_scores(evaluation)}"))
     if used := description.get("used"):
         rows.append(("used", _used(used)))
+    if checked := description.get("checked"):
+        largest = max(checked, key=lambda step: checked[step])
+        steps = count_of(len(checked), "step")
+        rows.append(
+            ("checked", f"{steps} against one process: at most {checked[largest]:.0e} apart, in step {largest}")
+        )
     for checkpoint in list_checkpoints(run.checkpoints):
         problem = verify(checkpoint.folder, str(description.get("id") or ""))
         name = checkpoint.folder.name
