@@ -82,7 +82,7 @@ class SharedWorkers:
             return begin()
         _share = self._group.rank(), self._group.size()
         try:
-            return SharedIteration(begin(), loader.num_workers, self._group)
+            return SharedIteration(begin(), loader, self._group)
         finally:
             _share = None
 
@@ -97,8 +97,9 @@ def _can_be_shared(loader: DataLoader[Any]) -> bool:
 class SharedIteration:
     """An iteration of a loader, of which each process has loaded a part. Collective in each batch."""
 
-    def __init__(self, plain: Iterator[Any], workers: int, group: ProcessGroup) -> None:
-        self._plain, self._workers, self._group = plain, workers, group
+    def __init__(self, plain: Iterator[Any], loader: DataLoader[Any], group: ProcessGroup) -> None:
+        self._plain, self._workers, self._group = plain, loader.num_workers, group
+        self._pins = loader.pin_memory and torch.cuda.is_available()
         self._taken = 0
 
     def __iter__(self) -> Iterator[Any]:
@@ -142,7 +143,7 @@ class SharedIteration:
                 return leaf
             placement = Placement(0, even(leaf.shape[0]))
             if tensor is None:
-                part = torch.empty((placement.rows, *leaf.shape[1:]), dtype=leaf.dtype)
+                part = torch.empty((placement.rows, *leaf.shape[1:]), dtype=leaf.dtype, pin_memory=self._pins)
                 dist.recv(_bytes(part), src=dist.get_global_rank(self._group, owner), group=self._group)
                 return from_local(part, placement)
             parts = [part.contiguous() for part in tensor.split(placement.sizes)]
@@ -150,7 +151,7 @@ class SharedIteration:
                 if other != rank:
                     target = dist.get_global_rank(self._group, other)
                     works.append(dist.isend(_bytes(sent), dst=target, group=self._group))
-            return from_local(parts[rank].clone(), placement)
+            return from_local(parts[rank].pin_memory() if self._pins else parts[rank].clone(), placement)
 
         joined = tree_map(own, form)
         for work in works:
