@@ -8,6 +8,7 @@ import re
 import signal
 import subprocess
 import sys
+import time
 import traceback
 from collections.abc import Callable
 from pathlib import Path
@@ -187,6 +188,17 @@ def test_a_first_step_may_compile_though_other_work_came_before(tmp_path: Path) 
         return dog.bound() == 60
 
     until(steps, "a step was seen")
+    dog.stop()
+
+
+def test_work_of_several_steps_has_their_time(tmp_path: Path) -> None:
+    ended: queue.Queue[str] = queue.Queue()
+    dog = watchdog(tmp_path, rank=0, size=1, limit=0.2, end=lambda message, _: ended.put(message))
+    with dog.steps_at_once(10_000):
+        dog.start(0)
+        time.sleep(1)
+        assert ended.empty()
+    assert "makes no progress" in ended.get(timeout=PATIENCE_SECONDS)
     dog.stop()
 
 

@@ -82,6 +82,11 @@ class CheckedSteps:
         self.distances: dict[int, float] = {}
         """Relative distance from one process's, by checked step; on process 0."""
 
+    @property
+    def steps(self) -> int:
+        """Returns the number of this plan's steps in the time of one process's, at most."""
+        return self._world.size * self._plan.microbatches
+
     def on_optimizer(self, optimizer: Any, named: NamedParameters) -> None:
         """Takes this process's trained parameters from the engine."""
         self._named = named
@@ -166,7 +171,7 @@ class CheckedSteps:
         """Estimates the bytes of a step on one process from what this one's had at most."""
         of_step = max(0, sum(memory.peak(torch.device("cpu")).values()) - self._resident)
         own = sum(tensor.nbytes for tensor in weights.values())
-        return 3 * own + of_step * self._world.data_size * self._plan.microbatches
+        return 3 * own + of_step * self.steps
 
     @contextlib.contextmanager
     def _apart(self) -> Iterator[None]:

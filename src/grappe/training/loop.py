@@ -277,7 +277,8 @@ class Training:
         session = self.session
         seconds = session.clock.end_step()
         if session.check is not None:
-            with session.clock.during(phases.START):
+            steps = 1 + session.check.steps
+            with session.clock.during(phases.START), session.watchdog.steps_at_once(steps):
                 finding = session.check.after(result)
             if finding:
                 session.watchers.call("checked", result.batch.step, finding)

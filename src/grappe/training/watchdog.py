@@ -102,7 +102,7 @@ class Watchdog:
         self.waiting = False
         """Whether the main thread waits for other processes, outside of what the phase says."""
         self._seen: set[str] = set()
-        self._longest = 0.0
+        self._longest, self._steps = 0.0, 1
         self._main = threading.main_thread().ident
         self._over = threading.Event()
         self._tick = min(TICK_SECONDS, limit / 10) if limit else TICK_SECONDS
@@ -123,12 +123,21 @@ class Watchdog:
             self.marks += 1
             yield item
 
+    @contextlib.contextmanager
+    def steps_at_once(self, steps: int) -> Iterator[None]:
+        """Context of work without marks that takes the time of `steps` steps: the watch runs slower by as much."""
+        self._steps = steps
+        try:
+            yield
+        finally:
+            self._steps = 1
+
     def _watch(self) -> None:
         # Seconds are counted in ticks of this thread: while a laptop sleeps, or all processes are stopped,
         # no time passes here either.
         before, silent = self._progress(), 0.0
         while not self._over.wait(self._tick):
-            silent += self._tick
+            silent += self._tick / self._steps
             now = self._progress()
             if now != before:
                 (marks, work), (marks_now, work_now) = before, now
