@@ -8,7 +8,7 @@ from grappe import sites
 from grappe import slurm as notebook
 from grappe.errors import UsageError
 from grappe.sites import slurm
-from grappe.verbs.doctor.checks import allocation, note
+from grappe.verbs.doctor.checks import job, note
 from tests.typed import stand_in
 
 TEXT = """cpu|64|257000+|(null)|1-00:00:00|100|1-infinite
@@ -95,5 +95,5 @@ def test_a_machine_of_no_cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     for ask in (slurm.check_controller, lambda: slurm.run("sinfo")):
         with pytest.raises(UsageError, match=r"^no Slurm here: no Slurm controller is reachable .* --site NAME"):
             ask()
-    (finding,) = allocation.submittable()
+    (finding,) = job.of_sbatch()
     assert finding == note("no Slurm here: no Slurm controller is reachable from this machine")
