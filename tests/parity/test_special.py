@@ -21,6 +21,15 @@ def test_synchronised_batchnorm_does_not_see_filler_rows(pool: Pool, samples: in
     check(pool, task, f"replicate=4{text}", reference.train(task, STEPS))
 
 
+def test_a_microbatch_without_a_row_on_any_process_changes_no_statistics(pool: Pool) -> None:
+    """5 samples in 3 slices of 2 microbatches: each second one is padding everywhere, and had a count of 0."""
+    task = Images(batchnorm=True, samples=5, batch_size=5, epochs=1)
+    weights = pool.run("tests.parity.cell:train", 3, task, "replicate=3,microbatches=2", 1)[0]["weights"]
+    assert all(tensor.isfinite().all() for tensor in weights.values())
+    batches = [tensor.item() for name, tensor in weights.items() if name.endswith("num_batches_tracked")]
+    assert batches == [1] * len(batches)
+
+
 @pytest.mark.parametrize("plan", ["replicate=3,compile", "replicate=2,recompute", "shard=2,channels_last"])
 def test_batchnorm_is_synchronised_unasked(pool: Pool, plan: str) -> None:
     check(pool, NORMED, plan, reference.train(NORMED, STEPS))

@@ -70,8 +70,9 @@ def _combine(mean: Tensor, second: Tensor, count: Tensor, group: ProcessGroup) -
     channels = mean.numel()
     means, seconds, counts = everyone[:, :channels], everyone[:, channels:-1], everyone[:, -1:]
     total = counts.sum()
-    overall = (means * counts).sum(0) / total
-    variance = (seconds + counts * (means - overall).square()).sum(0) / total
+    some = total.clamp(min=1.0)  # a microbatch may be padding on all processes
+    overall = (means * counts).sum(0) / some
+    variance = (seconds + counts * (means - overall).square()).sum(0) / some
     return overall, variance, total
 
 
@@ -100,7 +101,7 @@ def _patch(module: BatchNormBase, group: ProcessGroup) -> None:
         real = 0 if getattr(module, IS_PADDING) else len(x)
         normal, mean, variance, total = _Normalise.apply(x, module.eps, real, group)
         if module.track_running_stats:
-            _track(module, mean, variance * (total / (total - 1)))
+            _track(module, mean, variance * (total / (total - 1)), total > 0)
         if module.affine:
             normal = normal * _spread(module.weight, x) + _spread(module.bias, x)
         return normal
@@ -109,14 +110,14 @@ def _patch(module: BatchNormBase, group: ProcessGroup) -> None:
 
 
 @torch.no_grad()
-def _track(module: BatchNormBase, mean: Tensor, variance: Tensor) -> None:
-    """Updates running statistics as nn.BatchNorm does, with the unbiased variance."""
+def _track(module: BatchNormBase, mean: Tensor, variance: Tensor, has_rows: Tensor) -> None:
+    """Updates running statistics as nn.BatchNorm does, with the unbiased variance; without rows they stay."""
     batches, running_mean, running_var = module.num_batches_tracked, module.running_mean, module.running_var
     assert batches is not None and running_mean is not None and running_var is not None
-    batches.add_(1)
-    momentum = module.momentum if module.momentum is not None else 1.0 / float(batches)
-    running_mean.lerp_(mean, momentum)
-    running_var.lerp_(variance, momentum)
+    batches.add_(has_rows)
+    momentum = module.momentum if module.momentum is not None else 1.0 / max(1.0, float(batches))
+    running_mean.lerp_(torch.where(has_rows, mean, running_mean), momentum)
+    running_var.lerp_(torch.where(has_rows, variance, running_var), momentum)
 
 
 @contextlib.contextmanager

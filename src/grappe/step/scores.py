@@ -32,8 +32,8 @@ from grappe.task import Task, overrides
 from grappe.words import format_number
 
 HALF = (torch.bfloat16, torch.float16)
-CHECKED_SAMPLES = 16
-"""Samples of which a metric is computed in two ways."""
+CHECKED_SAMPLES, CHECKED_BYTES, MOST_BYTES = 16, 1 << 18, 1 << 26
+"""Samples of which a metric is computed in two ways; their bytes, but for two samples; the most bytes of two."""
 BLOCK = 1024
 """Numbers for which memory is allocated at once: 8 kB."""
 
@@ -244,13 +244,20 @@ class Metrics:
     def keep_first(self, output: Any, micro: Microbatch) -> None:
         """Keeps a microbatch's samples for `check_cut`, until there are enough."""
         kept = self._first
-        if kept is None or not self._metrics or sum(len(leaves[0]) for leaves, _ in kept) >= CHECKED_SAMPLES:
+        if kept is None or not self._metrics:
             return
         leaves, nesting = tree_flatten((output, micro.targets))
         if any(not isinstance(leaf, Tensor) or not leaf.dim() or len(leaf) != micro.size for leaf in leaves):
             self._first = None
             return
-        kept.append(([leaf[: min(micro.rows, CHECKED_SAMPLES)].clone() for leaf in leaves], nesting))
+        size = sum(leaf.nbytes for leaf in leaves) / micro.size
+        if 2 * size > MOST_BYTES:  # logits of a language model
+            self._first = None
+            return
+        most = min(CHECKED_SAMPLES, max(2, int(CHECKED_BYTES / size)))
+        left = most - sum(len(leaves[0]) for leaves, _ in kept)
+        if left > 0:
+            kept.append(([leaf[: min(micro.rows, left)].clone() for leaf in leaves], nesting))
 
     def check_cut(self) -> None:
         """Computes each metric of this process's first samples at once and one by one, and compares.
