@@ -230,3 +230,26 @@ class Stream(IterableDataset):
 def test_datasets_that_cannot_be_used_are_refused(dataset: object, words: str) -> None:
     with pytest.raises(TaskError, match=words):
         check(dataset, "train", Plain())
+
+
+def test_a_step_that_a_child_loads_leaves_dataset_and_files_as_they_were(tmp_path: Path) -> None:
+    class Counting(Dataset):
+        def __init__(self) -> None:
+            (tmp_path / "rows").write_bytes(bytes(range(100)))
+            self.read, self.file = 0, (tmp_path / "rows").open("rb", buffering=0)
+
+        def __len__(self) -> int:
+            return 8
+
+        def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
+            self.read += 1
+            return torch.tensor([self.file.read(1)[0]]), index
+
+    dataset = Counting()
+    dataset.file.seek(5)
+    loader = training_loader(Plain(batch_size=4), dataset, Plan(workers=0), world(0, 1))
+    (micro,) = next(loader.rehearsed(1, apart=True)).microbatches
+    assert micro.inputs.flatten().tolist() == [5, 6, 7, 8]
+    assert (dataset.read, dataset.file.tell()) == (0, 5)
+    (again,) = next(loader.rehearsed(1)).microbatches
+    assert again.inputs.equal(micro.inputs) and dataset.read == 4

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
+import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -198,13 +201,9 @@ class BatchLoader:
 
         def fetch(ids: np.ndarray) -> tuple[Any, Any]:
             options: dict[str, Any] = {"collate_fn": samples.collate, "multiprocessing_context": "fork"}
-            return next(
-                iter(
-                    DataLoader(
-                        samples.dataset, batch_sampler=[list(self._request(part, ids))], num_workers=1, **options
-                    )
-                )
-            )
+            request = list(self._request(part, ids))
+            with offsets_kept():
+                return next(iter(DataLoader(samples.dataset, batch_sampler=[request], num_workers=1, **options)))
 
         return fetch
 
@@ -324,6 +323,22 @@ class BatchLoader:
         if self.phase is not None:
             self.phase(DATA)
         return moved
+
+
+@contextlib.contextmanager
+def offsets_kept() -> Iterator[None]:
+    """Context that restores the offsets of files open for reading, which a child that reads them moves."""
+    before = {}
+    for name in os.listdir("/proc/self/fd") if os.path.isdir("/proc/self/fd") else ():  # noqa: PTH112, PTH208
+        with contextlib.suppress(OSError):
+            if fcntl.fcntl(int(name), fcntl.F_GETFL) & os.O_ACCMODE == os.O_RDONLY:
+                before[int(name)] = os.lseek(int(name), 0, os.SEEK_CUR)
+    try:
+        yield
+    finally:
+        for descriptor, offset in before.items():
+            with contextlib.suppress(OSError):
+                os.lseek(descriptor, offset, os.SEEK_SET)
 
 
 def padded(ids: np.ndarray) -> np.ndarray:
