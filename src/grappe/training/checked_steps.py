@@ -192,7 +192,7 @@ class CheckedSteps:
         kept = {name: getattr(self._plan, name) for name in ("precision", "exact", "dropout", "recompute", "device")}
         plan, task = Plan(**kept, workers=0), copy.deepcopy(self._task)
         world = World(process=ProcessRank(), device=self._world.device)
-        batches = loader.training_loader(task, self._dataset, plan, world, self._order)
+        batches = loader.BatchLoader(task, self._dataset, self._order, plan, world, training=True)
         batch = next(batches.rehearsed(step, apart=True))
         setup = EngineSetup(
             task=task, plan=plan, world=world, weights=InMemory(weights), total_steps=1, sample_inputs=self._example
