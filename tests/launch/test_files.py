@@ -37,6 +37,7 @@ ELSEWHERE = {
     "data/corpus/tokenizing.py": "the folder of tokens that the user names, and a lock in it",
     "data/index_file.py": "an index in the user's folder, or in memory",
     "data/staging.py": "data that the user names, and the folder for its copy",
+    "data/loader.py": "lists the files that this process has open",
     "verbs/data/bench.py": "a temporary folder of its own",
     "engines/deepspeed/library.py": "torch's folder of compiled operators; the folder that the user names in the plan",
     "engines/deepspeed/settings.py": "the settings file that the user names in the plan",
