@@ -163,10 +163,9 @@ class Plan:
     @property
     def synchronises(self) -> bool:
         """Returns whether batch normalisation has the statistics of all processes' rows."""
-        if self.batchnorm != "auto":
-            return self.batchnorm == "sync"
         able = self.engine not in OWN_STATISTICS and self.tensor * self.domain == 1
-        return able and self.data_parallel > 1 and not (self.exact or self.cuda_graphs)
+        unasked = self.batchnorm == "auto" and able and not (self.exact or self.cuda_graphs)
+        return self.data_parallel > 1 and (self.batchnorm == "sync" or unasked)
 
     @property
     def statistics(self) -> str:

@@ -173,7 +173,7 @@ class BatchLoader:
             )
 
     def rehearsed(self, step: int = 0, *, apart: bool = False) -> Iterator[Batch]:
-        """The batch of a step, loaded by this process: no workers are started for one. Collective likewise.
+        """The batch of a step, loaded by this process: no workers are started for one. Collective.
 
         Args:
             apart: a child of this process loads it, so that a dataset that counts or draws is as before.
@@ -328,8 +328,8 @@ class BatchLoader:
 @contextlib.contextmanager
 def offsets_kept() -> Iterator[None]:
     """Context that restores the offsets of files open for reading, which a child that reads them moves."""
-    before = {}
-    for name in os.listdir("/proc/self/fd") if os.path.isdir("/proc/self/fd") else ():  # noqa: PTH112, PTH208
+    folder, before = "/proc/self/fd", dict[int, int]()
+    for name in os.listdir(folder) if os.path.isdir(folder) else ():  # noqa: PTH112, PTH208
         with contextlib.suppress(OSError):
             if fcntl.fcntl(int(name), fcntl.F_GETFL) & os.O_ACCMODE == os.O_RDONLY:
                 before[int(name)] = os.lseek(int(name), 0, os.SEEK_CUR)

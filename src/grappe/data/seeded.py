@@ -185,6 +185,7 @@ def seed_generators(key: int) -> None:
 
 GLOBAL = {id(torch.default_generator), id(random.random.__self__), id(np.random.get_state.__self__)}
 GENERATORS = torch.Generator, np.random.Generator, np.random.RandomState, random.Random
+NOT_SEARCHED = type, types.ModuleType, types.FunctionType, torch.Tensor, np.ndarray
 LONGEST = 1000  # entries of a list or a dictionary that is searched: longer ones are samples
 
 
@@ -207,9 +208,6 @@ def own_generators(dataset: Any) -> list[Any]:
         elif not isinstance(each, NOT_SEARCHED):
             left += list(getattr(each, "__dict__", {}).values())
     return generators
-
-
-NOT_SEARCHED = type, types.ModuleType, types.FunctionType, torch.Tensor, np.ndarray
 
 
 def seed_own(generator: Any, key: int) -> None:

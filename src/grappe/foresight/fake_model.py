@@ -138,9 +138,8 @@ UNCUT = Part()
 
 def slices_of(task: Task, plan: Plan, samples: int, dataset: int) -> Slices:
     """Returns what the microbatches of a step of `samples` samples depend on, of a data set of `dataset`."""
-    synchronised = plan.synchronises and plan.data_parallel > 1
     if not task.whole_batch_loss:
-        return Slices(ways=plan.data_parallel, synchronised=True) if synchronised else ALONE
+        return Slices(ways=plan.data_parallel, synchronised=True) if plan.synchronises else ALONE
     samples = min(samples, dataset)
     first, last = cut(samples, plan.data_parallel, 0)
     bounds = (cut(last - first, plan.microbatches, number) for number in range(plan.microbatches))
@@ -148,7 +147,7 @@ def slices_of(task: Task, plan: Plan, samples: int, dataset: int) -> Slices:
         ways=plan.data_parallel,
         micros=tuple(end - begin for begin, end in bounds if end > begin),
         samples=samples,
-        synchronised=synchronised,
+        synchronised=plan.synchronises,
     )
 
 

@@ -212,6 +212,7 @@ class Metrics:
             never_synchronise(metric)  # torchmetrics would merge once more, over the whole world
         self._first: list[tuple[list[Any], Any]] | None = []
         """Outputs and targets of the first samples, as leaves and nesting; None: they are not compared."""
+        self._most = CHECKED_SAMPLES
 
     @property
     def several(self) -> bool:
@@ -244,7 +245,7 @@ class Metrics:
     def keep_first(self, output: Any, micro: Microbatch) -> None:
         """Keeps a microbatch's samples for `check_cut`, until there are enough."""
         kept = self._first
-        if kept is None or not self._metrics:
+        if kept is None or not self._metrics or (left := self._most - sum(len(leaves[0]) for leaves, _ in kept)) <= 0:
             return
         leaves, nesting = tree_flatten((output, micro.targets))
         if any(not isinstance(leaf, Tensor) or not leaf.dim() or len(leaf) != micro.size for leaf in leaves):
@@ -254,10 +255,8 @@ class Metrics:
         if 2 * size > MOST_BYTES:  # logits of a language model
             self._first = None
             return
-        most = min(CHECKED_SAMPLES, max(2, int(CHECKED_BYTES / size)))
-        left = most - sum(len(leaves[0]) for leaves, _ in kept)
-        if left > 0:
-            kept.append(([leaf[: min(micro.rows, left)].clone() for leaf in leaves], nesting))
+        self._most = min(self._most, max(2, int(CHECKED_BYTES / size)))
+        kept.append(([leaf[: min(micro.rows, left, self._most)].clone() for leaf in leaves], nesting))
 
     def check_cut(self) -> None:
         """Computes each metric of this process's first samples at once and one by one, and compares.

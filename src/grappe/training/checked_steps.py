@@ -32,6 +32,7 @@ from grappe.step.loss import StepResult
 from grappe.step.observers import NamedParameters
 from grappe.step.precision import LossScale
 from grappe.task import Task
+from grappe.training.options import Options
 
 TOLERANCE = {"fp64": 1e-8, "fp32": 1e-3, "tf32": 1e-2, "bf16": 0.04, "fp16": 0.04}
 """Relative distance of a loss and of gradients up to which a step is one process's: sums in another order round so."""
@@ -43,9 +44,10 @@ Figures = dict[tuple[str, tuple[int, ...]], tuple[float, float]]
 """Norm and probe (a sum with fixed weights) of a part of a gradient, by the parameter's name and the part's offset."""
 
 
-def can_be_checked(plan: Plan, world: World, batches: loader.BatchLoader) -> bool:
-    """Returns whether one of several processes can take a step alone, of samples that it reads again."""
-    return world.size > 1 and batches.stream is None and plan.domain == 1 and not plan.offload.startswith("nvme:")
+def can_be_checked(options: Options, plan: Plan, world: World, batches: loader.BatchLoader) -> bool:
+    """Returns whether one of several processes can take a step alone, of samples that it reads again, and is to."""
+    able = world.size > 1 and batches.stream is None and plan.domain == 1 and not plan.offload.startswith("nvme:")
+    return able and not (options.no_check or options.steps_only)
 
 
 class CheckedSteps:
@@ -175,7 +177,7 @@ class CheckedSteps:
 
     @contextlib.contextmanager
     def _apart(self) -> Iterator[None]:
-        """Context that changes nothing of the training that goes on after it."""
+        """Context that leaves the training's random states, notes and peaks as they were."""
         draws = OWN_DRAWS.copy(), SAME_DRAWS.copy()
         device = self._world.device
         fork = torch.random.fork_rng([device] if device.type == "cuda" else [])

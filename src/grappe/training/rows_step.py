@@ -11,7 +11,6 @@ import functools
 import time
 import weakref
 import zlib
-from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, cast
@@ -43,7 +42,7 @@ from grappe.rows.own import OwnRows, as_own, as_rows, local_of, new_own
 from grappe.rows.tensor import Rows, full, own_term, split
 from grappe.training.interception import Begin, MainThread, StepHandler, parameters_of, replaced
 from grappe.training.plan_keys import PlanKeys
-from grappe.training.shared_workers import SharedWorkers, fetching
+from grappe.training.shared_workers import SharedWorkers, fetching, usual_rows
 
 CHECK_EVERY = 100  # steps, after which the processes compare their weights; at first after 1, 2, 4, …
 REPORTED = 20  # steps, after which it is said what was gathered
@@ -149,8 +148,7 @@ class SpreadSteps(StepHandler):
 
     def split(self, batch: Any, *, shared: bool = False) -> Any:
         """Returns a batch that all processes have, with rows in place of tensors of as many rows as most have."""
-        counts = Counter(len(each) for each in tree_leaves(batch) if isinstance(each, Tensor) and each.dim())
-        rows = counts.most_common(1)[0][0] if counts else 0
+        rows = usual_rows(batch)
         if rows < self._world.data_size:
             return batch
         self._rows = rows

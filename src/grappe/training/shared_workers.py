@@ -8,7 +8,6 @@ count and read what it likes. Worker w of another process loads nothing.
 from __future__ import annotations
 
 import dataclasses
-import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -71,14 +70,11 @@ class SharedWorkers:
 
     def __init__(self, group: ProcessGroup) -> None:
         self._group = group
-        self._loaders = weakref.WeakKeyDictionary[DataLoader[Any], bool]()
 
     def begun(self, loader: DataLoader[Any], begin: Begin) -> Iterator[Any]:
         """Begins an iteration of a loader, whose workers are shared if they are forked and load samples by number."""
         global _share  # noqa: PLW0603 - forked workers read it
-        if loader not in self._loaders:  # persistent workers stay what they are
-            self._loaders[loader] = _can_be_shared(loader)
-        if not self._loaders[loader]:
+        if not _can_be_shared(loader):
             return begin()
         _share = self._group.rank(), self._group.size()
         try:
@@ -163,10 +159,15 @@ def _bytes(part: Tensor) -> Tensor:
     return part.reshape(-1).view(torch.uint8)
 
 
+def usual_rows(batch: Any) -> int:
+    """Returns the rows that most tensors of a batch have; 0 if it has none with rows."""
+    counts = Counter(len(each) for each in tree_leaves(batch) if isinstance(each, Tensor) and each.dim())
+    return counts.most_common(1)[0][0] if counts else 0
+
+
 def _kept_back(batch: Any) -> Callable[[Any], Any]:
     """Returns the function that replaces the tensors of a batch whose rows are sent apart."""
-    counts = Counter(len(each) for each in tree_leaves(batch) if isinstance(each, Tensor) and each.dim())
-    rows = counts.most_common(1)[0][0] if counts else 0
+    rows = usual_rows(batch)
     several = rows >= NOW.context.size
 
     def replaced(leaf: Any) -> Any:

@@ -113,16 +113,14 @@ def _trained(request: Request, process: ProcessRank, rendezvous_folder: Path) ->
             batches.phase = clock.switch
             tensors = started.checkpoint.read_tensors()
             average, carried, example = WeightAverage(task.ema), CarriedState(), batches.example()
-            if options.steps_only:
-                _set_heap_limits(plan)
-
+            _set_heap_limits(plan, options)
             facts = start_facts(world, info, plan, loading=batches.loading, tensors=tensors, example=example)
             training_scores = TrainingScores(task, world, metrics=options.training_metrics)
-            noise, check = (
-                _noise_scale(options, info, world),
-                _check(
-                    options, task, plan, world, batches, carried, name=info.task, resident=baseline, example=example
-                ),
+            noise = _noise_scale(options, info, world)
+            check = (
+                CheckedSteps(task, plan, world, batches, carried, name=info.task, resident=baseline, example=example)
+                if can_be_checked(options, plan, world, batches)
+                else None
             )
             hooks = [each for each in (noise, check) if each is not None]
             engine = engine_class(
@@ -242,9 +240,9 @@ def _resident_before_model(task: Task, options: Options) -> int:
     return resident()
 
 
-def _set_heap_limits(plan: Plan) -> None:
-    """Sets glibc's limits as the first evaluation of a training does: without one, steps would be slower."""
-    if not plan.saves_memory:
+def _set_heap_limits(plan: Plan, options: Options) -> None:
+    """Sets glibc's limits as the first evaluation of a training does, if there is none: steps would be slower."""
+    if options.steps_only and not plan.saves_memory:
         with keep_freed_memory():
             pass
 
@@ -323,13 +321,6 @@ def _run_info(request: Request, task: Task, batches: loader.BatchLoader, started
         samples=order.length,
         description=started.description,
     )
-
-
-def _check(
-    options: Options, task: Task, plan: Plan, world: World, batches: loader.BatchLoader, *rest: Any, **more: Any
-) -> CheckedSteps | None:
-    able = can_be_checked(plan, world, batches) and not (options.no_check or options.steps_only)
-    return CheckedSteps(task, plan, world, batches, *rest, **more) if able else None
 
 
 def _noise_scale(options: Options, info: RunInfo, world: World) -> NoiseScale | None:

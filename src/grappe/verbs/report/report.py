@@ -413,7 +413,7 @@ def _is_number(value: object) -> bool:
 
 SEED = "seed"
 FIGURES = ("best", "loss", "training_loss", "test", "seconds", "gpu_hours", "core_hours")
-"""Of a row of results: what has a mean over seeds."""
+"""Columns of the table of results that have a mean over seeds."""
 
 
 def compared(runs: Sequence[Run]) -> dict[str, Any]:

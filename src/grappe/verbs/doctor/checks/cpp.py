@@ -24,7 +24,7 @@ from grappe.words import and_more
 COMPILERS = ("c++", "g++", "clang++")
 STANDARD = "c++20"
 PROGRAM = "#include <concepts>\n#include <vector>\nint main() { return static_cast<int>(std::vector<int>().size()); }\n"
-"""What a compiler of that standard takes, with its library's headers."""
+"""A program that needs a compiler of that standard and its library's headers."""
 USERS = "extensions in C++, compile and grappe export need it"
 
 Version = tuple[str, tuple[int, ...]]
