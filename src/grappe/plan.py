@@ -53,6 +53,8 @@ class Plan:
     """Tensor parallelism: processes that split the matrices, as the task's tensor_plan says."""
     domain: int = 1
     """Domain (or context) parallelism: processes that each hold a part of every sample: of its height, its length."""
+    cut: Literal["sample", "batch"] = "sample"
+    """What domain cuts: each sample, or the batch by rows, of which every function and the loss then see all."""
     microbatches: int = 1
     """Microbatches of a process's slice: for gradient accumulation and for pipelines."""
     precision: Literal["fp32", "tf32", "bf16", "fp16", "fp64"] = "fp32"
@@ -127,6 +129,8 @@ class Plan:
             )
         if self.check and not self.exact:
             raise PlanError(f"check={self.check} compares the pieces of exact to the bit: add exact=8, say")
+        if self.cut == "batch" and self.domain == 1:
+            raise PlanError("cut=batch is what domain cuts: write domain=2,cut=batch, or more processes")
         if self.schedule != "1f1b" and self.pipeline == 1:
             raise PlanError(f"schedule={self.schedule} is a pipeline's: add pipeline=2, or more")
         if self.stages is not None and self.pipeline == 1:

@@ -106,3 +106,15 @@ def gathered(place: ProcessRank, meet: Path, plan: str) -> list[list[float]]:
 def test_rows_of_uneven_slices_are_gathered_in_the_batchs_order(pool: Pool, plan: str, size: int) -> None:
     found = pool.run("tests.step.test_whole_batch_loss:gathered", size, f"{plan},device=cpu,threads=1")
     assert found == [[[float(row) for row in range(samples)] for samples in (1, 2, 5, 8, 13)]] * size
+
+
+class Padded(Views):
+    def collate(self, samples):
+        return super().collate(samples)
+
+
+def test_parts_of_other_lengths_are_refused_with_the_reason() -> None:
+    world = World(process=ProcessRank(launcher="test"), device=torch.device("cpu"))
+    outputs = [torch.randn(4, 2, 3), torch.randn(3, 2, 5)]
+    with pytest.raises(TaskError, match=r"tensors \[2, 3\] a sample, another \[2, 5\]: collate\(\) pads each part"):
+        WholeBatchLosses(Padded(), Plan(), world).look_ahead(batch(outputs), outputs, 1.0)

@@ -132,7 +132,8 @@ def test_statistics_of_the_batch_are_found_in_the_first_step(pool: Pool, plan: s
     assert re.search(
         r"^its first step is not one process's: the (loss|gradient of layer\.\w+) differs by 0\.\d", text, re.M
     )
-    assert re.search(f"grappe verify .* --plan {plan}", text)
+    assert re.search(r"test_checked_steps\.py:\d+ \(mean\): computed over several samples", text)
+    assert ("--plan domain=2,cut=batch" in text) == ("engine" not in plan)
 
 
 def test_what_begins_later_is_found_and_ends_nothing(pool: Pool, tmp_path: Path) -> None:
@@ -216,3 +217,77 @@ def test_a_check_is_in_no_peak() -> None:
     """In a process of its own, whose peak is low."""
     done = subprocess.run([sys.executable, "-c", NOT_COUNTED], capture_output=True, text=True, check=True)
     assert done.stdout.split() == ["True", "True"]
+
+
+class Keeps(nn.Module):
+    """A layer that keeps its inputs' mean, in a buffer or an attribute, and uses it from the second step on."""
+
+    def __init__(self, where: str) -> None:
+        super().__init__()
+        self.layer, self.where = nn.Linear(3, 1), where
+        if where == "buffer":
+            self.register_buffer("centre", torch.zeros(3))
+        else:
+            self.centre = torch.zeros(3)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        output = self.layer(inputs - self.centre)
+        if self.training:
+            self.centre = 0.5 * self.centre + 0.5 * inputs.mean(0)
+        return output
+
+
+class Centring(Centred):
+    where: str = "buffer"
+
+    def model(self) -> nn.Module:
+        return Keeps(self.where)
+
+
+class Mean(nn.Module):
+    def forward(self, tokens: Tensor) -> Tensor:
+        return tokens.sum(1)
+
+
+class Padded(Centred):
+    """Texts that collate() pads to each batch's longest, and dropout."""
+
+    def model(self) -> nn.Module:
+        return nn.Sequential(nn.Embedding(9, 3, padding_idx=0), nn.Dropout(0.5), Mean(), nn.Linear(3, 1))
+
+    def data(self, split: str, folder: Path) -> Any:
+        return [(torch.full((1 + number % 7,), 1 + number % 8), torch.ones(1)) for number in range(48)]
+
+    def collate(self, samples: Any) -> Any:
+        texts = nn.utils.rnn.pad_sequence([text for text, _ in samples], batch_first=True)
+        return texts, torch.stack([target for _, target in samples])
+
+
+@pytest.mark.parametrize("where", ["buffer", "attribute"])
+@pytest.mark.parametrize("plan", ["replicate=2", "shard=2"])
+def test_what_a_forward_keeps_is_compared(pool: Pool, where: str, plan: str, tmp_path: Path) -> None:
+    """The gradients of the first step are one process's."""
+    text = said(pool, Centring(where=where), plan, tmp_path)
+    found = f"its first step is not one process's: the {where} centre differs by "
+    assert re.search(rf"^{re.escape(found)}[\d.]+\. test_checked_steps\.py:\d+ \(mean\): computed over", text, re.M)
+
+
+def test_microbatches_are_compared_with_the_whole_batch(pool: Pool, tmp_path: Path) -> None:
+    text = said(pool, Centring(), "microbatches=2", tmp_path)
+    assert "its first step is not the whole batch's: " in text
+    assert "Without microbatches= each function gets the whole batch" in text
+    assert "checked: the whole batch's first step, to " in said(pool, Images(), "microbatches=2", tmp_path / "other")
+
+
+def test_padding_of_each_part_is_named(pool: Pool, tmp_path: Path) -> None:
+    text = said(pool, Padded(batch_size=6), "replicate=3", tmp_path)
+    assert re.search(
+        r"its first step is not .*\. collate\(\) pads each part of a batch to its own length \([\d, ]+\)", text
+    )
+    assert "With --plan domain=3,cut=batch" in text
+
+
+def test_the_plan_that_is_advised_is_one_process_s(pool: Pool, tmp_path: Path) -> None:
+    for number, task in enumerate((Centring(), Padded(batch_size=6))):
+        text = said(pool, task, "domain=3,cut=batch", tmp_path / str(number))
+        assert "checked: one process's first step" in text

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from grappe.data.seeded import seeded
 from grappe.errors import GrappeError, PlanError, TaskError
 from grappe.errors.user_code import sentence
 from grappe.errors.user_line import at
@@ -30,8 +31,10 @@ def collated(task: Task, samples: Sequence[Any]) -> tuple[Any, Any]:
         TaskError: the result is no such pair, or the samples cannot be put together.
     """
     name = type(task).__name__
+    key = getattr(samples, "key", None) if overrides(task, "collate") else None
     try:
-        batch = task.collate(samples)
+        with _NOTHING if key is None else seeded(key):
+            batch = task.collate(samples)
     except GrappeError:
         raise
     except Exception as error:

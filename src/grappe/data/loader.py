@@ -81,7 +81,7 @@ class BatchLoader:
         self._counts = overrides(task, "counts")
         self._parts = plan.microbatches if training else 1
         self._exact = ExactPieces.of(plan) if plan.exact else None
-        self._places = training and plan.draws_whole_batches
+        self._places = plan.draws_whole_batches
         self._kind = stored_in(plan)
         self.phase: Callable[[int], None] | None = None  # called as a batch leaves and arrives
         self._arrays = in_memory(dataset)
@@ -364,8 +364,6 @@ def evaluation_loader(task: Task, dataset: Dataset, plan: Plan, world: World) ->
     Raises:
         PlanError: the plan's validation_batch, of such a task.
     """
-    ways = plan.exact or plan.data_parallel
-    micro = -(-task.batch_size // (ways * plan.microbatches))
     as_training = task.whole_batch_loss or task.consecutive_batches
     if as_training and plan.validation_batch is not None:
         why = "batches go on from each other"
@@ -375,7 +373,9 @@ def evaluation_loader(task: Task, dataset: Dataset, plan: Plan, world: World) ->
             f"validation_batch={plan.validation_batch}: {type(task).__name__}'s {why}, "
             "so an evaluation has the training's batches: leave it out"
         )
-    batch_size = task.batch_size if as_training else plan.validation_batch or max(2, 2 * micro) * ways
+    ways = plan.exact or plan.data_parallel
+    batch_size = plan.validation_batch or max(2 * ways, -(-2 * task.batch_size // plan.microbatches))
+    batch_size = task.batch_size if as_training else batch_size
     length = len(dataset)  # type: ignore[arg-type]
     order = SampleOrder(seed=task.seed, length=length, batch_size=batch_size, shuffle=False)
     return BatchLoader(task, dataset, order, plan, world, training=False)

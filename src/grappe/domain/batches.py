@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from grappe.domain.parts import cut, gathered
@@ -11,6 +12,8 @@ from grappe.errors import PlanError, TaskError
 from grappe.errors.user_line import at
 from grappe.plan import Plan
 from grappe.private_api.torch import tree_flatten, tree_leaves, tree_map, tree_unflatten
+from grappe.rows.context import NOW
+from grappe.rows.tensor import usual_rows
 from grappe.task import Task, overrides
 
 WITHOUT = ("channels_last", "compile", "cuda_graphs", "exact", "offload", "pipeline", "tensor")
@@ -21,6 +24,9 @@ def unsupported_reason(plan: Plan) -> str | None:
     """Returns the reason why a plan with domain= does not work; None: it works."""
     if plan.batchnorm == "sync":
         return f"domain={plan.domain} normalises whole samples, of one data slice: leave batchnorm=sync out"
+    parts = ("replicate", "shard", "microbatches") if plan.cut == "batch" else ()
+    if (part := next((key for key in parts if getattr(plan, key) > 1), None)) is not None:
+        return f"cut=batch shows functions the whole batch, which {part}={getattr(plan, part)} would cut: leave it out"
     key = next((key for key in WITHOUT if key in plan.changed_keys()), None)
     return key and f"domain={plan.domain} with {key} is not supported: leave {key} out, or use shard= and recompute"
 
@@ -63,6 +69,14 @@ def cut_batch(task: Task, inputs: Any, targets: Any) -> tuple[Any, Any]:
         TaskError: the task's domain() gives another nesting, or its loss is of the whole batch.
         PlanError: nothing is cut, or it is too short.
     """
+    if NOW.context.gathers:  # where the rows are cut is a matter of speed alone
+        rows = usual_rows((inputs, targets))
+
+        def is_cut(leaf: Any) -> bool:
+            is_plain = isinstance(leaf, Tensor) and leaf.layout is torch.strided
+            return is_plain and leaf.dim() > 0 and len(leaf) == rows >= NOW.context.size
+
+        return tree_map(lambda leaf: cut(leaf, 0) if is_cut(leaf) else leaf, (inputs, targets))
     if task.whole_batch_loss:
         raise TaskError(f"{type(task).__name__}'s loss compares whole samples: leave domain= out")
     asked = dimensions(task, inputs, targets)

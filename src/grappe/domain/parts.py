@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -32,11 +33,17 @@ class Domain(RowsContext):
 
     summed: ProcessGroup | None
     """The processes over which gradients are summed: those of `group`, for all data slices."""
-    gathers: bool = False
-    exchanges: bool = True
+    cut: str = "sample"
+    """The plan key."""
     of_step: Sent = field(default_factory=Counter)
     """Messages and bytes of the second training step; of the gradients, which DDP or FSDP2 sums, bytes alone."""
+    _began: float = field(default_factory=time.perf_counter)
     _entered: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
+
+    def __post_init__(self) -> None:
+        self.gathers = self.cut == "batch"
+        self.exchanges = not self.gathers
+        super().__post_init__()
 
     def enter(self, *, sharded: bool = False) -> None:
         """Begins what this process does in parts of samples.
@@ -65,7 +72,8 @@ class Domain(RowsContext):
     def remarks(self) -> list[str]:
         """Returns what a training step sends, for the run's summary."""
         sizes = sent_in_step(self.by_purpose())
-        return [f"domain= sends in a step, from process 0: {sizes}"] if sizes else []
+        gathering = self.gathering(time.perf_counter() - self._began)
+        return [*([f"domain= sends in a step, from process 0: {sizes}"] if sizes else ()), *filter(None, [gathering])]
 
     def by_purpose(self) -> dict[str, dict[str, int]]:
         """Returns the messages and bytes of a training step; none before the second."""

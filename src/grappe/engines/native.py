@@ -19,7 +19,7 @@ from grappe.data.batch import Batch, Microbatch, entering, stored_in
 from grappe.domain import batches as domain_rules
 from grappe.engines.base import COMMON, Engine, EngineSetup
 from grappe.engines.shared.after_step import AfterStep
-from grappe.engines.shared.carried import nothing_changed
+from grappe.engines.shared.carried import gather_state, nothing_changed
 from grappe.engines.shared.microbatch import MicrobatchRunner, evaluate, within
 from grappe.engines.shared.state import ModelState, trained_parameters
 from grappe.errors import PlanError
@@ -63,7 +63,7 @@ class Native(Engine):
 
     sharded_units = True
     supported_keys = (
-        COMMON | KEYS | {"domain", "pipeline", "schedule", "stages", "exact", "check", "cuda_graphs", "memory"}
+        COMMON | KEYS | {"domain", "cut", "pipeline", "schedule", "stages", "exact", "check", "cuda_graphs", "memory"}
     )
     about = "torch's own: DDP, FSDP2 (ZeRO 1-3), pipelines, tensor parallelism and their products"
 
@@ -209,8 +209,9 @@ class WholeGradients:
     def __init__(self, setup: EngineSetup, model: WholeModel, loss_scale: LossScale) -> None:
         self._parameters = [parameter for _, parameter in model.named]
         self._switch = reduction_switch(model.module, setup.plan) if setup.plan.uses_fsdp else None
+        self._model, self._domain = model.module, setup.world.domain
         self._same: Callable[[], None] | None = None
-        if setup.world.domain is not None:
+        if self._domain is not None:
             self._same = SummedGradients(model.named, setup.world)
         elif setup.plan.shard > 1:
             self._same = SameParameters(model.named, setup.world)
@@ -252,6 +253,8 @@ class WholeGradients:
                 self._switch(micro is last)
             runner.run(batch, micro, _backward)
         sums = runner.sums()  # DDP's reduction ends there
+        if self._domain is not None:
+            gather_state(self._model)
         if self._same is not None:
             self._same()
         return sums

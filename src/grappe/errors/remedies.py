@@ -77,6 +77,9 @@ REMEDIES = {
         "process must use the same parameters, so use replicate=, or let every branch run on every process. If the "
         "model calls a collective: slices of a batch may differ by a row, so let the loss compare samples instead, "
         "with whole_batch_loss = True in the task",
+    r"setStorage: .*out of bounds for storage of size 0":
+        "Under shard= a module's weights are there while it runs: a derivative with respect to its inputs that is "
+        "taken after it finds none, so use replicate=; where the output holds a parameter itself, give its clone()",
     r"uninitialized parameter":
         "A lazy layer has its sizes only after a forward: give them, as in nn.Linear(3, 4), or call the model once "
         "in model()",

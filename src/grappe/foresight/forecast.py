@@ -62,7 +62,7 @@ from grappe.plan import Plan
 from grappe.profiling.memory import data_size, return_freed_memory
 from grappe.step.scores import bytes_kept
 
-UNFORESEEN = ("exact", "compile", "config")
+UNFORESEEN = ("exact", "compile", "config", "cut")
 """Keys under which a process keeps what the model of memory does not know."""
 
 UNCOPIED = frozenset({"pipeline", "tensor", "offload"})

@@ -99,7 +99,7 @@ def _lengths(rows: int, parts: int) -> set[int]:
 def evaluated_rows(fake_model: FakeModel, plan: Plan, batch: int) -> int:
     """Returns the samples of an evaluation's largest batch on one process."""
     ways = plan.data_parallel
-    asked = plan.validation_batch or max(2, 2 * -(-batch // (ways * plan.microbatches))) * ways
+    asked = plan.validation_batch or max(2 * ways, -(-2 * batch // plan.microbatches))
     if fake_model.task.whole_batch_loss:  # in the training's batches
         asked = batch
     return max(1, -(-min(asked, fake_model.validation_samples) // ways))

@@ -227,6 +227,7 @@ def join(plan: Plan, process: ProcessRank, rendezvous_folder: Path, timeout: tim
             summed=flattened(plan.data_parallel * plan.domain, ("replicate", "shard", "domain"), "gradients"),
             rank=mesh["domain"].get_local_rank(),
             size=plan.domain,
+            cut=plan.cut,
         )
         if plan.uses_fsdp:
             ranks = mesh.mesh.view(plan.replicate, plan.shard, plan.domain).transpose(1, 2).reshape(-1, plan.shard)

@@ -11,6 +11,11 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from grappe.errors.user_line import is_users_file
+
+SHARE = 0.03  # of the time: gathering below it is not worth a line
+LINES = 5
+
 
 class GatheredAt(NamedTuple):
     """An operator that no rule computes from own rows, and the place of the user's code that calls it."""
@@ -33,6 +38,8 @@ class RowsContext:
     """The process group that messages go through; None: torch's default group."""
     gathers: bool = True
     """Whether an operator without a rule is computed from all rows, gathered; otherwise it is refused by name."""
+    pretended: bool = False
+    """Whether the other processes do not exist: this one's rows stand for theirs, where placements alone matter."""
     exchanges: bool = False
     """Whether operators that work along the dimension of the rows get those that they need of other processes.
 
@@ -43,7 +50,7 @@ class RowsContext:
     draw: Callable[..., Any] = lambda operator, *arguments, **options: operator(*arguments, **options)
     """Function that calls an operator that draws for all rows."""
     script_folder: str = ""
-    """The folder of the user's code: lines in it are named."""
+    """The folder of the user's code, whose lines are named; "": they are in no library's file."""
     gathered: Counter[GatheredAt] = field(default_factory=Counter)
     """Calls whose arguments were gathered and which every process computed for all rows."""
     seconds: Counter[GatheredAt] = field(default_factory=Counter)
@@ -80,14 +87,26 @@ class RowsContext:
         self.sent[purpose] += sum(sizes)
 
     def line(self) -> str:
-        """Names the innermost line of the script that runs now; "backward" if none does."""
+        """Names the innermost line of the user's code that runs now; "backward" if none does."""
         frame: Any = sys._getframe(1)
         while frame is not None:
             file = frame.f_code.co_filename
-            if self.script_folder and file.startswith(self.script_folder):
+            if file.startswith(self.script_folder) if self.script_folder else is_users_file(file):
                 return f"{file.rpartition('/')[2]}:{frame.f_lineno}"
             frame = frame.f_back
         return "backward"
+
+    def gathering(self, elapsed: float) -> str:
+        """Returns what was gathered, with its shares of `elapsed` seconds; "" for less than is worth a line."""
+        total = sum(self.seconds.values()) / elapsed
+        if total < SHARE:
+            return ""
+        shares = ((at, seconds / elapsed) for at, seconds in self.seconds.most_common(LINES))
+        lines = "; ".join(f"{at.line}, {at.operator}: {share:.0%}" for at, share in shares if share >= 0.01)
+        return (
+            f"{total:.0%} of the time went to operators without a rule for rows, "
+            f"which every process computes for the whole batch: {lines}"
+        )
 
 
 class _Active:

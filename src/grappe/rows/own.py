@@ -195,6 +195,18 @@ def as_rows(value: Any) -> Any:
     return rows
 
 
+def with_own_rows(call: Callable[..., Any], arguments: Any, options: Any) -> Any:
+    """Calls a module; within one already, as where a forward is repeated in backward, results are its rows, too."""
+    if any(type(each) is OwnRows for each in tree_leaves((arguments, options))):
+        return call(*arguments, **options)
+    arguments, options = tree_map(as_own, (arguments, options))
+    NOW.context.within += 1
+    try:
+        return tree_map(as_rows, call(*arguments, **options))
+    finally:
+        NOW.context.within -= 1
+
+
 def _through_rows(function: Any, arguments: Any, options: Any) -> Any:
     """Calls a function with rows; results that are rows are a module's again."""
     name = getattr(function, "__name__", "")

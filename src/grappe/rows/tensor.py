@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -283,6 +284,12 @@ def wrapped(local: Tensor, layout: TensorLayout) -> Any:
     throw_on_pointer(made)
     made._cell = Cell(fitted(local, layout), layout)
     return made
+
+
+def usual_rows(batch: Any) -> int:
+    """Returns the rows that most tensors of a batch have; 0 if it has none with rows."""
+    counts = Counter(len(each) for each in tree_leaves(batch) if isinstance(each, Tensor) and each.dim())
+    return counts.most_common(1)[0][0] if counts else 0
 
 
 def split(plain: Tensor, dim: int = 0, *, shared: bool = False, sizes: tuple[int, ...] | None = None) -> Rows:

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from grappe.data.draw import mix_steps
+from grappe.data.seeded import seed_python
 from grappe.private_api.torch import is_schedulers_step, profiler_enabled, run_backward, step_hooks, unwrapped_step
 
 SEEDS_AT_ONCE = 256
@@ -22,18 +23,27 @@ SEEDS_AT_ONCE = 256
 
 
 def seed_dropout(seed: int, step: int, device: torch.device, *place: int) -> None:
-    """Seeds torch's generators for `step`; as torch.manual_seed, less its 150 microseconds.
+    """Seeds torch's, Python's and NumPy's generators for `step`; as torch.manual_seed, less its 150 microseconds.
 
-    Dropout's stream is a function of (seed, step, place), so that resuming needs no generator's state.
+    Dropout's stream is a function of (seed, step, place), so that resuming needs no generator's state. Python's and
+    NumPy's are functions of (seed, step): what a forward draws from them is for the whole batch, as a branch is.
 
     Args:
         place: the data slice, and what distinguishes this process from others of the same slice; 0 where each
             microbatch draws for the whole batch.
     """
-    seed_generators(_seeds(seed, step // SEEDS_AT_ONCE, *place)[step % SEEDS_AT_ONCE], device)
+    number, place_in_list = divmod(step, SEEDS_AT_ONCE)
+    seed_torch(_seeds(seed, number, *place)[place_in_list], device)
+    seed_python(_seeds(seed, number)[place_in_list])
 
 
 def seed_generators(seed: int, device: torch.device) -> None:
+    """Seeds torch's generators, Python's and NumPy's from 63 bits."""
+    seed_torch(seed, device)
+    seed_python(seed)
+
+
+def seed_torch(seed: int, device: torch.device) -> None:
     """Seeds the generators of the CPU and of the device."""
     torch.default_generator.manual_seed(seed)
     if device.type == "cuda":

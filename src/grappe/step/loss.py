@@ -375,7 +375,7 @@ class PartLosses(Losses):
         return [loss._replace(total=full(loss.total)) for loss in super().scored(output, micro, batch)]
 
     def values(self, output: object, micro: Microbatch) -> LossValues:
-        if isinstance(micro.weights, Mapping):
+        if isinstance(micro.weights, Mapping) and self._domain.exchanges:
             raise PlanError("domain= has no losses that are counted by name: give counts() one tensor, or leave it out")
         return super().values(output, micro)
 

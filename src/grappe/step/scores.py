@@ -101,10 +101,10 @@ def bytes_kept(microbatches: int, columns: int) -> int:
 
 def make_losses(task: Task, plan: Plan, world: World, observers: Observers | None = None) -> AnyLosses:
     """Makes the object that computes the task's loss under the plan."""
-    if task.whole_batch_loss:
-        return WholeBatchLosses(task, plan, world, observers)
     if world.domain is not None:
         return PartLosses(task, world.domain, observers, stored_in(plan))
+    if task.whole_batch_loss:
+        return WholeBatchLosses(task, plan, world, observers)
     return Losses(task, observers, stored_in(plan))
 
 

@@ -33,7 +33,7 @@ from grappe.rows.layout import Placement
 from grappe.rows.tensor import Rows, from_local, full, own_of
 from grappe.step.loss import Loss, Losses, ScoredLoss, total_of, values_of
 from grappe.step.observers import Observers
-from grappe.task import Task
+from grappe.task import Task, overrides
 
 
 class LossPart(NamedTuple):
@@ -49,6 +49,7 @@ class WholeBatchLosses:
     """Calls `task.loss` with the outputs and targets of the global batch. Collective over the data slices."""
 
     def __init__(self, task: Task, plan: Plan, world: World, observers: Observers | None = None) -> None:
+        self._own_collate = overrides(task, "collate")
         self._task, self._observers = task, observers or Observers()
         self._slices, self._summed_in = SharedRows(plan, world), stored_in(plan)
         # Exact plans add up in the order of their pieces, on one process too.
@@ -149,6 +150,8 @@ class WholeBatchLosses:
     def _parts(self, batch: Batch, outputs: Sequence[Any], scale: float | None) -> list[LossPart]:
         """Computes the loss of the whole batch, by microbatch of this process; without `scale` no gradients."""
         micros = batch.microbatches
+        if self._own_collate:
+            self._refuse_ragged(outputs, [micro.targets for micro in micros])
         self._slices.begin(batch.samples)
         # A tensor of all rows draws for them all as one process does.
         with torch.set_grad_enabled(scale is not None), whole_batch_draws(None), self._slices.shared():
@@ -170,6 +173,23 @@ class WholeBatchLosses:
             names = {name: several[number] for name, several in named_totals.items()}
             parts.append(LossPart(by_micro[number], ScoredLoss(totals[number], count, names)))
         return parts
+
+    def _refuse_ragged(self, *several: Sequence[Any]) -> None:
+        """Raises TaskError where parts of the batch have tensors that differ in more than rows. Collective."""
+        own = [
+            [tuple(leaf.shape[1:]) for leaf in tree_leaves(each) if isinstance(leaf, Tensor)]
+            for each in zip(*several, strict=True)
+        ]
+        everyone = [shapes for parts in self._slices.by_slice(own) for shapes in parts]
+        odd = next((shapes for shapes in everyone if shapes != everyone[0]), None)
+        if odd is not None:
+            a, b = next((a, b) for a, b in zip(everyone[0], odd, strict=False) if a != b)
+            raise TaskError(
+                f"{type(self._task).__name__}: the loss compares samples of the whole batch, and a part of it has "
+                f"tensors {list(a)} a sample, another {list(b)}: collate() pads each part to its own longest. Pad to "
+                f"one length, or use domain=N,cut=batch for replicate=N, where collate() gets the whole batch"
+                + at(self._task, "collate")
+            )
 
     def _totals(self, values: Tensor, batch: Batch) -> list[Tensor]:
         """Returns, by microbatch, the sum of the losses of its samples, from `values` of the global batch."""
@@ -339,6 +359,11 @@ class SharedRows:
         if type(rows) is Rows or self._layout.order is None:
             return own_of(rows, self._layout.placement)
         return rows.index_select(0, self._layout.own)
+
+    def by_slice(self, own: Any) -> list[Any]:
+        """Gathers a value of each slice. Collective."""
+        is_foreseen = self._world.data_group is not None and dist.get_backend(self._world.data_group) == "fake"
+        return [own] if is_foreseen else self._world.gather_data(own)
 
     def of_all(self, own: Tensor) -> Tensor:
         """Returns [B, ...] of every slice's [b, ...]. An exact plan's are gathered: sums are then the same bits."""

@@ -4,30 +4,44 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import math
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from grappe.checkpoint.weights import InMemory
 from grappe.data import loader
-from grappe.data.batch import Batch
+from grappe.data.batch import Batch, Microbatch
 from grappe.data.seeded import generators_kept
 from grappe.data.whole_batch_draws import OWN_DRAWS, SAME_DRAWS
+from grappe.domain.batches import WITHOUT
 from grappe.engines.base import Engine, EngineSetup
 from grappe.engines.native import ExactGradients, WholeGradients, WholeModel
-from grappe.engines.shared.carried import CarriedState
+from grappe.engines.shared.carried import CarriedState, has_rows
 from grappe.errors.user_code import sentence
 from grappe.launch.rank import ProcessRank
 from grappe.launch.world import World
+from grappe.parallel.attributes import Place, attributes, is_state
 from grappe.plan import Plan
-from grappe.private_api.torch import local_shape_and_offset, local_tensor
+from grappe.private_api.torch import (
+    BatchNormBase,
+    TorchDispatchMode,
+    local_shape_and_offset,
+    local_tensor,
+    tree_leaves,
+    tree_map,
+)
 from grappe.profiling import memory
 from grappe.profiling.phases import UPDATE
+from grappe.rows.context import NOW, RowsContext, activate
+from grappe.rows.layout import Placement
+from grappe.rows.own import with_own_rows
+from grappe.rows.tensor import Rows, from_local, usual_rows
 from grappe.step.loss import StepResult
 from grappe.step.observers import NamedParameters
 from grappe.step.precision import LossScale
@@ -46,7 +60,7 @@ Figures = dict[tuple[str, tuple[int, ...]], tuple[float, float]]
 
 def can_be_checked(options: Options, plan: Plan, world: World, batches: loader.BatchLoader) -> bool:
     """Returns whether one of several processes can take a step alone, of samples that it reads again, and is to."""
-    able = world.size > 1 and batches.stream is None and plan.domain == 1 and not plan.offload.startswith("nvme:")
+    able = plan.parts > 1 and batches.stream is None and not plan.offload.startswith("nvme:")
     return able and not (options.no_check or options.steps_only)
 
 
@@ -79,7 +93,9 @@ class CheckedSteps:
         self._first = True
         self._named: NamedParameters = ()
         self._figures: Figures | None = None
+        self._state: Figures = {}
         self._weights: dict[str, Tensor] | None = None
+        self._shapes: Shapes = set()
         self._next: int | None = None
         self.distances: dict[int, float] = {}
         """Relative distance from one process's, by checked step; on process 0."""
@@ -94,11 +110,12 @@ class CheckedSteps:
         self._named = named
 
     def on_phase(self, phase: int) -> None:
-        """Reads the gradients where they are complete, before they are clipped; those of fp16 have a scale."""
-        if phase != UPDATE or self._weights is None or self._plan.precision == "fp16":
-            return
-        if self._figures is None:  # an optimizer that calls a closure has several gradients a step
-            self._figures = figures(self._named)
+        """Reads the gradients where they are complete, before they are clipped, and what the forward has written."""
+        if phase != UPDATE or self._weights is None or self._figures is not None:
+            return  # an optimizer that calls a closure has several gradients a step
+        self._figures = {} if self._plan.precision == "fp16" else figures(self._named)  # of fp16 they have a scale
+        model, carried = self._carried.model, self._carried
+        self._state = {} if model is None else state_figures(model, carried.rows, carried.unread)
 
     def before(self, batch: Batch, engine: Engine) -> None:
         """Keeps the weights on process 0 before a step that is checked. Collective."""
@@ -109,6 +126,7 @@ class CheckedSteps:
         if any(self._world.gather(bool(self._carried.changed()))):  # one process's hidden states are not known
             self._next = -1
             return
+        self._shapes = shapes_of(batch)
         exported = engine.export()
         self._weights = {name: tensor.clone() for name, tensor in exported if not self._world.rank}
 
@@ -116,15 +134,17 @@ class CheckedSteps:
         """Compares the step that `before` announced; returns a finding on process 0, "" for none. Collective."""
         if self._weights is None:
             return ""
-        weights, own = self._weights, self._figures
+        weights, own, state = self._weights, self._figures, self._state
         self._weights = self._figures = None
         step = result.batch.step
         self._next = step + 1 if result.skipped else self._drawn(step)
-        everyone = self._world.gather(own or {})
+        everyone = self._world.gather((own or {}, state, self._shapes))
         finding = ""
         if not (result.skipped or self._world.rank):
-            joined = {key: value for each in everyone for key, value in each.items()}
-            finding = self._compared(step, result.sums.read()[0] / float(result.batch.count), joined, weights)
+            joined = {key: value for each, _, _ in everyone for key, value in each.items()}
+            self._shapes = set().union(*(shapes for _, _, shapes in everyone))
+            loss = result.sums.read()[0] / float(result.batch.count)
+            finding = self._compared(step, loss, joined, [states for _, states, _ in everyone], weights)
             self._first = False
         self._world.barrier()
         return finding
@@ -135,9 +155,12 @@ class CheckedSteps:
         span = math.ceil((self._world.data_size + 1) / share)
         return step + random.Random(f"{self._task.seed} {step}").randint(1, span)
 
-    def _compared(self, step: int, loss: float, ours: Figures, weights: dict[str, Tensor]) -> str:
+    def _compared(
+        self, step: int, loss: float, ours: Figures, states: list[Figures], weights: dict[str, Tensor]
+    ) -> str:
         """Returns the finding on a step; "" for a later one that is one process's."""
         which = "its first step" if self._first else f"step {step + 1}"
+        whose = "one process's" if self._world.size > 1 else "the whole batch's"
         needed = self._needed(weights)
         left = memory.free()
         too_large = f"not checked: one process might lack the memory for {which}" if self._first else ""
@@ -145,7 +168,7 @@ class CheckedSteps:
             return too_large
         try:
             with self._apart():
-                expected, of_one = self._of_one_process(step, weights)
+                expected, of_one, state, advice = self._of_one_process(step, weights)
         except torch.OutOfMemoryError:
             return too_large
         except Exception as error:
@@ -155,19 +178,20 @@ class CheckedSteps:
         gaps = {"the loss": abs(loss - expected) / max(abs(expected), 1e-12)}
         if ours:
             gaps |= {f"the gradient of {name}": gap for name, gap in distances(ours, of_one).items()}
-        what = max(gaps, key=lambda name: gaps[name] if math.isfinite(gaps[name]) else math.inf)
         largest, tolerance = max(self.distances.values(), default=0.0), TOLERANCE[self._plan.precision]
+        if all(gap <= tolerance for gap in gaps.values()):
+            for each in states:
+                gaps |= {name: max(gap, gaps.get(name, 0.0)) for name, gap in state_distances(each, state).items()}
+        what = max(gaps, key=lambda name: gaps[name] if math.isfinite(gaps[name]) else math.inf)
         self.distances[step] = gap = gaps[what]
         if gap <= tolerance:
             of = "first step" if ours else "first loss"
-            exact = f"checked: one process's {of}, to the bit"
-            return "" if not self._first else f"checked: one process's {of}, to {gap:.0e}" if gap else exact
+            exact = f"checked: {whose} {of}, to the bit"
+            return "" if not self._first else f"checked: {whose} {of}, to {gap:.0e}" if gap else exact
         if tolerance < largest > gap / 10:
             return ""  # said of an earlier step
-        return (
-            f"{which} is not one process's: {what} differs by {gap:.1g}. grappe verify "
-            f"{self._name} --plan {self._plan} looks for the cause"
-        )
+        with self._apart():
+            return f"{which} is not {whose}: {what} differs by {gap:.1g}. {advice()}"
 
     def _needed(self, weights: dict[str, Tensor]) -> int:
         """Estimates the bytes of a step on one process from what this one's had at most."""
@@ -189,8 +213,15 @@ class CheckedSteps:
                     kept.clear()
                     kept.update(before)
 
-    def _of_one_process(self, step: int, weights: dict[str, Tensor]) -> tuple[float, Figures]:
-        """Computes the loss and the gradients of the whole batch as one process does, on a model of its own."""
+    def _of_one_process(
+        self, step: int, weights: dict[str, Tensor]
+    ) -> tuple[float, Figures, Figures, Callable[[], str]]:
+        """Computes the loss and the gradients of the whole batch as one process does, on a model of its own.
+
+        Returns:
+            The loss; figures of gradients and of buffers and attributes; a function that names what differs in parts
+            of this batch.
+        """
         kept = {name: getattr(self._plan, name) for name in ("precision", "exact", "dropout", "recompute", "device")}
         plan, task = Plan(**kept, workers=0), copy.deepcopy(self._task)
         world = World(process=ProcessRank(), device=self._world.device)
@@ -203,33 +234,150 @@ class CheckedSteps:
         model.module.train()
         make = ExactGradients if plan.exact else WholeGradients
         sums = make(setup, model, LossScale("fp32")).gradients(batch)
-        return sums.read()[0] / float(batch.count), figures(model.named)
+        state = state_figures(model.module, batch.samples, self._carried.unread)
+        advice = functools.partial(self._advice, model.module, batch)
+        return sums.read()[0] / float(batch.count), figures(model.named), state, advice
+
+    def _advice(self, model: nn.Module, everything: Batch) -> str:
+        """Names what differs in a part of this batch, as far as it is known, and the plan that has no parts."""
+        plan, causes = self._plan, []
+        lines = [] if plan.cut == "batch" else functions_over_rows(self._task, model, everything.microbatches[0])
+        if lines:
+            causes.append(f"{', '.join(lines[:LINES])}: computed over several samples, of this plan's part of a batch")
+        if plan.statistics and any(isinstance(each, BatchNormBase) and each.training for each in model.modules()):
+            causes.append(f"batch normalisation has the statistics of {plan.statistics}")
+        if len(self._shapes) > len(shapes_of(everything)):
+            lengths = ", ".join(sorted(" x ".join(map(str, shape)) for shape in self._shapes if shape))
+            causes.append(f"collate() pads each part of a batch to its own length ({lengths}), and dropout differs")
+        why = "; ".join(causes) or f"grappe verify {self._name} --plan {plan} looks for the cause"
+        if plan.processes == 1:
+            return f"{why}. Without {'exact' if plan.exact else 'microbatches'}= each function gets the whole batch"
+        if plan.engine != "native" or plan.changed_keys() & {*WITHOUT, "domain"}:
+            return why
+        return f"{why}. With --plan domain={plan.processes},cut=batch each function gets the whole batch"
+
+
+# ---- Causes ------------------------------------------------------------------------------------------------
+
+Shapes = set[tuple[int, ...]]
+"""Shapes of a batch's tensors, without their rows."""
+LINES = 4
+TIMES_ROWS = frozenset(("mm", "addmm", "_cdist_forward"))
+"""Operators that relate rows to rows where two arguments have them."""
+ALONE = frozenset(("_ctc_loss", "_cudnn_ctc_loss"))
+"""Operators without a rule for rows that compute each by itself all the same."""
+
+
+class FunctionsOverRows(TorchDispatchMode):
+    """Lists functions that compute something of several rows of a batch, by the user's line."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lines: dict[str, str] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        ends, name = [], func.overloadpacket.__name__
+        for each in tree_leaves((args, kwargs)):
+            if type(each) is Rows:
+                placement = each._cell.layout.placement
+                ends += [each.dim() - placement.dim] if type(placement) is Placement else []
+        made = func(*args, **(kwargs or {}))
+        if ends and name not in ALONE:
+            first = next((each for each in tree_leaves(made) if isinstance(each, Tensor)), None)
+            is_apart = type(first) is Rows and type(first._cell.layout.placement) is Placement
+            crossed = torch.Tag.pointwise in func.tags and len(set(ends)) > 1
+            if not is_apart or crossed or (name in TIMES_ROWS and len(ends) > 1):
+                self.lines.setdefault(NOW.context.line(), name.strip("_"))
+        return made
+
+
+def shapes_of(batch: Batch) -> Shapes:
+    """Returns the shapes, without their rows, of tensors that have a row for each sample."""
+    return {
+        tuple(leaf.shape[1:])
+        for micro in batch.microbatches
+        for leaf in tree_leaves((micro.inputs, micro.targets))
+        if isinstance(leaf, Tensor) and leaf.dim() and len(leaf) == micro.size
+    }
 
 
 @torch.no_grad()
+def functions_over_rows(task: Task, model: nn.Module, micro: Microbatch) -> list[str]:
+    """Lists the user's lines that compute over several rows of a batch, each with its function: "model.py:31 (std)"."""
+    from grappe.rows import functions  # noqa: F401  # it fills the table of functions that have rules
+
+    rows = usual_rows((micro.inputs, micro.targets))
+    own = rows - rows // 2
+
+    def placed(leaf: Any) -> Any:
+        is_rows = isinstance(leaf, Tensor) and leaf.layout is torch.strided and leaf.dim() and len(leaf) == rows > 1
+        return from_local(leaf[:own], Placement(0, (own, rows - own))) if is_rows else leaf
+
+    with activate(RowsContext(size=2, pretended=True)), FunctionsOverRows() as mode, contextlib.suppress(Exception):
+        inputs, targets = tree_map(placed, (micro.inputs, micro.targets))
+        task.loss(with_own_rows(task.forward, (model, inputs), {}), targets)
+    return [f"{line} ({name})" for line, name in mode.lines.items()]
+
+
+# ---- Figures -----------------------------------------------------------------------------------------------
+
+
 def figures(named: NamedParameters) -> Figures:
     """Computes norm and probe of each parameter's gradient, of a sharded one of this process's part."""
-    keys, values = [], []
+    parts: list[tuple[str, tuple[int, ...], Tensor]] = []
     for name, parameter in named:
         gradient = parameter.grad
-        if gradient is None:
-            continue
-        offset = (0,) * gradient.dim()
         if isinstance(gradient, DTensor):
             _, offset = local_shape_and_offset(gradient)
-            gradient = local_tensor(gradient)
-        gradient = gradient.to_dense() if gradient.layout != torch.strided else gradient
-        gradient = torch.view_as_real(gradient) if gradient.is_complex() else gradient
-        part = gradient.to(torch.promote_types(gradient.dtype, torch.float32))
-        norm = torch.linalg.vector_norm(part, dtype=torch.float64)
-        for size, first in zip(part.shape, (*offset, 0), strict=False):
-            places = torch.arange(first, first + size, dtype=part.dtype, device=part.device)
-            part = torch.tensordot(torch.cos(0.7 + 1.3 * places), part, dims=1)
-        keys.append((name, tuple(offset)))
-        values.append(torch.stack((norm, part.to(torch.float64))))
-    if not keys:
-        return {}
-    return dict(zip(keys, map(tuple, torch.stack(values).tolist()), strict=True))
+            parts.append((name, tuple(offset), local_tensor(gradient)))
+        elif gradient is not None:
+            parts.append((name, (0,) * gradient.dim(), gradient))
+    return _figures(parts)
+
+
+def state_figures(model: nn.Module, rows: int, unread: Collection[Place]) -> Figures:
+    """Computes norm and probe of each buffer, and of tensors and numbers in the attributes of a model.
+
+    Args:
+        rows: of the last microbatch: attributes that have as many are activations, or hidden states.
+        unread: attributes that a forward sets before it reads them.
+    """
+    named = [(f"the buffer {name}", buffer) for name, buffer in model.named_buffers()]
+    for place, value in attributes(model).items():
+        if place in unread or has_rows(value, rows):
+            continue
+        for number, leaf in enumerate(tree_leaves(value)):
+            kept = torch.tensor(leaf) if type(leaf) in (int, float) else leaf
+            if is_state(kept):
+                named.append((f"the attribute {'.'.join(filter(None, place))}{f'[{number}]' if number else ''}", kept))
+    return _figures([(name, (0,) * each.dim(), each) for name, each in named if type(each) is Tensor])
+
+
+@torch.no_grad()
+def _figures(parts: list[tuple[str, tuple[int, ...], Tensor]]) -> Figures:
+    keys, values = [], []
+    for name, offset, tensor in parts:
+        dense = tensor.to_dense() if tensor.layout != torch.strided else tensor
+        dense = torch.view_as_real(dense) if dense.is_complex() else dense
+        probe = dense = dense.to(torch.promote_types(dense.dtype, torch.float32))
+        for size, first in zip(dense.shape, (*offset, 0), strict=False):
+            places = torch.arange(first, first + size, dtype=dense.dtype, device=dense.device)
+            probe = torch.tensordot(torch.cos(0.7 + 1.3 * places), probe, dims=1)
+        keys.append((name, offset))
+        norm = torch.linalg.vector_norm(dense, dtype=torch.float64)
+        values.append(torch.stack((norm, probe.to(torch.float64))))
+    devices = {each.device for each in values}
+    values = values if len(devices) < 2 else [each.cpu() for each in values]
+    return dict(zip(keys, map(tuple, torch.stack(values).tolist()), strict=True)) if keys else {}
+
+
+def state_distances(ours: Figures, expected: Figures) -> dict[str, float]:
+    """Computes the relative distance of each buffer and attribute from the expected one, by name."""
+    gaps = {}
+    for key in ours.keys() & expected.keys():
+        (a, p), (b, q) = ours[key], expected[key]
+        gaps[key[0]] = max(abs(a - b), abs(p - q)) / (b + SMALL)
+    return gaps
 
 
 def distances(ours: Figures, expected: Figures) -> dict[str, float]:

@@ -16,14 +16,12 @@ import atexit
 import contextlib
 import functools
 import os
-import random
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -34,7 +32,6 @@ from torch.utils.data import Dataset
 from grappe.checkpoint.weights import read_into
 from grappe.data.batch import Batch
 from grappe.data.corpus.mixture import drawn_from
-from grappe.data.draw import mix
 from grappe.data.loader import evaluation_loader, training_loader
 from grappe.data.sampling import SampleOrder, Sampling
 from grappe.engines.native import Native
@@ -296,9 +293,6 @@ class Loop:
     def _body(self) -> Iterator[None]:
         """Context of a step's body, whose random numbers depend on the seed and the step alone."""
         seed_dropout(self._seed, self.step, self.device, 0)
-        same = mix(self._seed, self.step) % (1 << 32)
-        random.seed(same)
-        np.random.seed(same)
         self._steps.running = self
         self.chronometer.switch(FORWARD)
         try:

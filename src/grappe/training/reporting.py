@@ -120,7 +120,9 @@ def unit_facts(engine: type[Engine], setup: EngineSetup) -> dict[str, Any]:
     """Returns the facts on batch normalisation, and on the units of a model whose task gives none. Collective."""
     shards = engine.sharded_units and setup.plan.uses_fsdp
     model = setup.carried.model
-    normalised = model is not None and any(isinstance(module, BatchNormBase) for module in model.modules())
+    normalised = model is not None and any(
+        isinstance(each, BatchNormBase) and each.training for each in model.modules()
+    )
     facts = {"statistics": setup.plan.statistics} if any(setup.world.gather(normalised)) else {}
     if not (shards or setup.plan.recompute):
         return facts

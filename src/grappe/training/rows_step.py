@@ -34,20 +34,18 @@ from grappe.private_api.torch import (
     tree_leaves,
     tree_map,
 )
-from grappe.rows.context import NOW, RowsContext, activate
+from grappe.rows.context import RowsContext, activate
 from grappe.rows.entries import entries
 from grappe.rows.functions import weight
 from grappe.rows.gradients import GradientSums
-from grappe.rows.own import OwnRows, as_own, as_rows, local_of, new_own
-from grappe.rows.tensor import Rows, full, own_term, split
+from grappe.rows.own import OwnRows, as_own, as_rows, local_of, new_own, with_own_rows
+from grappe.rows.tensor import Rows, full, own_term, split, usual_rows
 from grappe.training.interception import Begin, MainThread, StepHandler, parameters_of, replaced
 from grappe.training.plan_keys import PlanKeys
-from grappe.training.shared_workers import SharedWorkers, fetching, usual_rows
+from grappe.training.shared_workers import SharedWorkers, fetching
 
 CHECK_EVERY = 100  # steps, after which the processes compare their weights; at first after 1, 2, 4, …
 REPORTED = 20  # steps, after which it is said what was gathered
-SHARE = 0.03  # of the time: gathering below it is not worth a line
-LINES = 5
 
 
 def rows_context(world: World, folder: Path) -> RowsContext:
@@ -179,7 +177,7 @@ class SpreadSteps(StepHandler):
                 if self._several and not isinstance(module, LossBase):
                     arguments, options = self._arguments(module, arguments, options)
                     if self._runs_own(module):
-                        return _with_own_rows(functools.partial(plain, module), arguments, options)
+                        return with_own_rows(functools.partial(plain, module), arguments, options)
                 return plain(module, *arguments, **options)
             finally:
                 self._depth -= 1
@@ -373,16 +371,9 @@ class SpreadSteps(StepHandler):
             self._report()
 
     def _report(self) -> None:
-        elapsed = time.perf_counter() - self._began
-        shares = {at: seconds / elapsed for at, seconds in self._context.seconds.most_common(LINES)}
-        total = sum(self._context.seconds.values()) / elapsed
-        if self._world.rank or total < SHARE:
-            return
-        lines = "; ".join(f"{at.line}, {at.operator}: {share:.0%}" for at, share in shares.items() if share >= 0.01)
-        complain(
-            f"grappe: after {self.steps} steps, {total:.0%} of the time went to operators without a rule for rows, "
-            f"which every process computes for the whole batch: {lines}"
-        )
+        lines = self._context.gathering(time.perf_counter() - self._began)
+        if lines and not self._world.rank:
+            complain(f"grappe: after {self.steps} steps, {lines}")
 
 
 class _Split(torch.autograd.Function):
@@ -395,18 +386,6 @@ class _Split(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Any) -> Any:  # type: ignore[override]
         return grad, None
-
-
-def _with_own_rows(call: Callable[..., Any], arguments: Any, options: Any) -> Any:
-    """Calls a module; within one already, as where a forward is repeated in backward, results are its rows, too."""
-    if any(type(each) is OwnRows for each in tree_leaves((arguments, options))):
-        return call(*arguments, **options)
-    arguments, options = tree_map(as_own, (arguments, options))
-    NOW.context.within += 1
-    try:
-        return tree_map(as_rows, call(*arguments, **options))
-    finally:
-        NOW.context.within -= 1
 
 
 def _has_rows(each: Any, dim: int, rows: int) -> bool:

@@ -8,7 +8,6 @@ count and read what it likes. Worker w of another process loads nothing.
 from __future__ import annotations
 
 import dataclasses
-from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -21,7 +20,7 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 from grappe.private_api.torch import tree_leaves, tree_map
 from grappe.rows.context import NOW
 from grappe.rows.layout import Placement, even
-from grappe.rows.tensor import from_local
+from grappe.rows.tensor import from_local, usual_rows
 from grappe.training.interception import Begin
 
 SENT_WHOLE = 1 << 16
@@ -157,12 +156,6 @@ class SharedIteration:
 
 def _bytes(part: Tensor) -> Tensor:
     return part.reshape(-1).view(torch.uint8)
-
-
-def usual_rows(batch: Any) -> int:
-    """Returns the rows that most tensors of a batch have; 0 if it has none with rows."""
-    counts = Counter(len(each) for each in tree_leaves(batch) if isinstance(each, Tensor) and each.dim())
-    return counts.most_common(1)[0][0] if counts else 0
 
 
 def _kept_back(batch: Any) -> Callable[[Any], Any]:

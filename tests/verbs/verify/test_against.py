@@ -132,10 +132,10 @@ Edit = tuple[str, str]
 
 @pytest.fixture
 def main_program() -> Iterator[None]:
-    """A script that runs in this process leaves its own arguments and folder."""
-    arguments, folder = sys.argv, sys.path[0]
+    """A script that runs in this process leaves its own arguments, folder and main module."""
+    arguments, folder, main = sys.argv, sys.path[0], sys.modules["__main__"]
     yield
-    sys.argv, sys.path[0] = arguments, folder
+    sys.argv, sys.path[0], sys.modules["__main__"] = arguments, folder, main
 
 
 def compared(folder: Path, script: Edit, task: Edit, *more: Edit, steps: int = STEPS) -> Agreement:

@@ -35,7 +35,8 @@ from grappe.parallel.attributes import (
 from grappe.parallel.batchnorm import buffers_kept
 from grappe.parallel.materialise import resizes_buffers
 from grappe.plan import Plan
-from grappe.private_api.torch import local_tensor, tree_flatten, tree_leaves, tree_map
+from grappe.private_api.torch import local_tensor, module_buffers, tree_flatten, tree_leaves, tree_map
+from grappe.rows.tensor import Rows, full
 
 CARRIED = "carried."
 """`carried.SLICE`: attributes of the processes that train on slice `SLICE`, as JSON; `carried.SLICE.N`: a tensor."""
@@ -111,6 +112,18 @@ def nothing_changed(model: nn.Module, device: torch.device) -> Iterator[None]:
     generators = torch.random.fork_rng([device] if device.type == "cuda" else [])
     with generators, buffers_kept(model), attributes_kept(model):
         yield
+
+
+def gather_state(model: nn.Module) -> None:
+    """Gathers what a forward has left in buffers and attributes, which every process then has. Collective."""
+    for module in model.modules():
+        for name, buffer in module_buffers(module).items():
+            if type(buffer) is Rows:
+                module_buffers(module)[name] = full(buffer).detach()
+    for path, name, value in ((*place, value) for place, value in attributes(model).items()):
+        if any(type(leaf) is Rows for leaf in tree_leaves(value)):
+            gathered = tree_map(lambda leaf: full(leaf).detach() if type(leaf) is Rows else leaf, value)
+            setattr(model.get_submodule(path), name, gathered)
 
 
 class CarriedState:

@@ -260,8 +260,10 @@ def evaluate(
             _parameters_kept(setup, model),
         ):
             for batch in batches:
+                seed_slice(setup, batch)  # each evaluation draws the same
                 for micro in batch.microbatches:
-                    scorer.add(forward(entering(micro)), micro, batch)
+                    with draws(setup, batch, micro):
+                        scorer.add(forward(entering(micro)), micro, batch)
     finally:
         model.train()
     scores = scorer.scores(samples)

@@ -190,7 +190,7 @@ def _one_more_process(good: Sequence[Measurement]) -> Iterator[str]:
 
 def _alike(point: Measurement) -> Plan:
     """Returns the plan without its degrees: only points that agree in the rest show the effect of more processes."""
-    degrees = ("replicate", "shard", "zero", "pipeline", "schedule", "stages", "domain", "tensor")
+    degrees = ("replicate", "shard", "zero", "pipeline", "schedule", "stages", "domain", "cut", "tensor")
     return dataclasses.replace(Plan.parse(point.plan), **{name: getattr(Plan(), name) for name in degrees})
 
 

@@ -36,7 +36,7 @@ from grappe.verbs.predict.inputs import STDIN, source_of
 
 CPU, PLAIN = torch.device("cpu"), Plan()
 PLAN_KEYS = frozenset({
-    "replicate", "shard", "zero", "domain", "precision", "device", "backend", "per_device", "threads",
+    "replicate", "shard", "zero", "domain", "cut", "precision", "device", "backend", "per_device", "threads",
 })  # fmt: skip
 
 

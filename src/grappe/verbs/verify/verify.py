@@ -34,7 +34,7 @@ STEPS = 8  # two epochs of a trial; longer trainings of correct code drift apart
 STATISTICS, DROPOUT, PRECISION = "statistics", "dropout", "precision"
 KEPT = frozenset(
     {
-        "engine", "device", "backend", "replicate", "shard", "pipeline", "tensor",
+        "engine", "device", "backend", "replicate", "shard", "pipeline", "domain", "cut", "tensor",
         "per_device", "threads", "workers", "loading", "prefetch", "exact",
     }
 )  # fmt: skip
