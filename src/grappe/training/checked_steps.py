@@ -26,7 +26,7 @@ from grappe.engines.shared.carried import CarriedState, has_rows
 from grappe.errors.user_code import sentence
 from grappe.launch.rank import ProcessRank
 from grappe.launch.world import World
-from grappe.parallel.attributes import Place, attributes, is_state
+from grappe.parallel.attributes import Attributes, Place, attributes, copied, is_state, put_attributes
 from grappe.plan import Plan
 from grappe.private_api.torch import (
     BatchNormBase,
@@ -95,6 +95,8 @@ class CheckedSteps:
         self._figures: Figures | None = None
         self._state: Figures = {}
         self._weights: dict[str, Tensor] | None = None
+        self._attributes: Attributes = {}
+        """Attributes of process 0's model that are not what `model()` made, before a step that is checked."""
         self._shapes: Shapes = set()
         self._next: int | None = None
         self.distances: dict[int, float] = {}
@@ -123,9 +125,12 @@ class CheckedSteps:
             self._next = batch.step
         if batch.step != self._next:
             return
-        if any(self._world.gather(bool(self._carried.changed()))):  # one process's hidden states are not known
+        changed = self._carried.changed()
+        hidden = any(has_rows(value, self._carried.rows) for value in changed.values())
+        if any(self._world.gather(hidden)):  # one process's hidden states are not known
             self._next = -1
             return
+        self._attributes = copied(changed)
         self._shapes = shapes_of(batch)
         exported = engine.export()
         self._weights = {name: tensor.clone() for name, tensor in exported if not self._world.rank}
@@ -232,6 +237,7 @@ class CheckedSteps:
         )
         model = WholeModel(setup)
         model.module.train()
+        put_attributes(model.module, attributes(model.module) | copied(self._attributes))
         make = ExactGradients if plan.exact else WholeGradients
         sums = make(setup, model, LossScale("fp32")).gradients(batch)
         state = state_figures(model.module, batch.samples, self._carried.unread)
