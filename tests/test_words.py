@@ -49,3 +49,7 @@ def test_a_job_names_its_node_as_slurm_does_and_a_machine_its_processor(monkeypa
 def test_a_table_without_names_has_no_header() -> None:
     assert not words.plain_table("", "").show_header
     assert words.plain_table("job", "").show_header
+
+
+def test_a_matrix_has_rows() -> None:
+    assert words.format_numbers([[3.0, 1.0], [0.0, 12.5]]) == "3.000, 1.000; 0.000, 12.50"

@@ -6,7 +6,7 @@ import functools
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -40,6 +40,13 @@ def format_seconds(seconds: float) -> str:
 def format_number(value: float) -> str:
     """Formats a measured number to four significant digits: 0.9800, 12.35, 45,123, 3.200e-05."""
     return f"{value:,.0f}" if 999.95 <= abs(value) < 1e9 else f"{value:#.4g}"
+
+
+def format_numbers(values: Sequence[Any]) -> str:
+    """Formats a metric's numbers, rows of a matrix by semicolons: "3.000, 1.000; 0.0000, 5.000"."""
+    nested = any(isinstance(value, list) for value in values)
+    parts = [format_numbers(value) if isinstance(value, list) else format_number(value) for value in values]
+    return ("; " if nested else ", ").join(parts)
 
 
 def count_of(number: int, noun: str) -> str:

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import grappe
-from grappe.data.batch import InModel, Microbatch, SampleIds, entering, first_rows, inside
+from grappe.data.batch import InModel, Microbatch, SampleIds, entering, inside, with_rows
 from grappe.data.loader import training_loader
 from grappe.errors import TaskError
 from grappe.launch.rank import ProcessRank
@@ -96,7 +96,7 @@ def test_a_microbatch_is_entered_and_cut() -> None:
         micro = Microbatch("inputs", None, 3, None, 0, samples(7, 8, 9))
         assert entering(micro) == "inputs"
         whole = grappe.rand_like(torch.empty(3, 2))
-        with first_rows(2):
+        with with_rows(slice(0, 2)):
             assert torch.equal(grappe.rand_like(torch.empty(2, 2)), whole[:2])
         assert torch.equal(grappe.rand_like(torch.empty(3, 2)), whole)
     assert InModel.samples is None

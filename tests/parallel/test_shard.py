@@ -225,3 +225,24 @@ def sharded_as(place: ProcessRank, meet: Path, middle: str) -> list[str] | str:
 def test_what_is_of_another_kind_is_gathered_apart_or_refused(pool: Pool, middle: str, expected: Any) -> None:
     for found in pool.run("tests.parallel.test_shard:sharded_as", 2, middle):
         assert found == expected if isinstance(expected, list) else found.startswith(expected), found
+
+
+class Normed(torch.optim.SGD):
+    """Divides each gradient by its norm, read as a number, as many optimizers do."""
+
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                parameter.grad.div_(float(parameter.grad.norm()) + parameter.detach().abs().max().item())
+        return super().step(closure)
+
+
+class Norms(Images):
+    def optimizer(self, named_parameters):
+        return Normed(named_parameters, lr=0.1)
+
+
+def test_a_number_of_a_sharded_tensor_is_of_all_its_parts(pool: Pool) -> None:
+    """torch reads this process's term."""
+    [found] = verify(Norms(), ["shard=2,threads=1"], run=planted.runner(pool))
+    assert found.verdict == "same", found

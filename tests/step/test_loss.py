@@ -77,6 +77,18 @@ def test_a_loss_that_mixes_samples_is_named(loss: Any) -> None:
         check(loss, (output, target) if loss is contrastive else output, target)
 
 
+def test_a_value_for_each_pair_of_samples_is_named() -> None:
+    output, target = pair()
+    with pytest.raises(TaskError, match=r"has a value for each pair of samples, .* an output"):
+        check(lambda output, target: functional.mse_loss(output, target, reduction="none"), output[:, :1], target[:, 0])
+
+
+def test_the_second_half_is_compared_too() -> None:
+    output, target = pair()
+    with pytest.raises(TaskError, match="gives a sample another value"):
+        check(lambda output, target: output[:, 0] * torch.linspace(-1, 1, len(output)).clamp(min=0), output, target)
+
+
 @pytest.mark.parametrize("loss", [per_token, noisy])
 def test_others_pass(loss: Any) -> None:
     check(loss, *pair())

@@ -157,3 +157,29 @@ def test_metrics_get_half_precision_as_float32() -> None:
         metrics.update(part, micro)
     metrics.check_cut()
     assert metrics.computed([metrics.states()]) == {"sum": pytest.approx(float(outputs.double().sum()), rel=1e-7)}
+
+
+class OfBatches(Summed):
+    """The mean of the batches' means."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.add_state("batches", torch.zeros(()), dist_reduce_fx="sum")
+
+    def update(self, output: Tensor, target: Tensor) -> None:
+        self.sum, self.batches = self.sum + output.mean(), self.batches + 1
+
+    def compute(self) -> Tensor:
+        return self.sum / self.batches
+
+
+class Averaging(Digits):
+    def metrics(self) -> dict[str, Any]:
+        return {"mean": OfBatches()}
+
+
+def test_a_mean_of_batches_is_refused_though_equal_parts_have_it() -> None:
+    metrics = Metrics(Averaging(), World(process=ProcessRank(launcher="test"), device=torch.device("cpu")))
+    metrics.keep_first(torch.arange(6.0) ** 2, Microbatch(None, torch.zeros(6), 6, None))
+    with pytest.raises(TaskError, match=r"the metric 'mean' is 9.167 of 6 samples at once, and 7 in parts"):
+        metrics.check_cut()

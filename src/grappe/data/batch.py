@@ -120,10 +120,10 @@ def inside(samples: SampleIds | None) -> Iterator[None]:
         InModel.samples = before
 
 
-def first_rows(rows: int) -> contextlib.AbstractContextManager[None]:
-    """Context of a call with the first rows of the microbatch alone."""
+def with_rows(rows: slice) -> contextlib.AbstractContextManager[None]:
+    """Context of a call with some rows of the microbatch alone."""
     samples = InModel.samples
-    return inside(None if samples is None else samples._replace(ids=samples.ids[:rows]))
+    return inside(None if samples is None else samples._replace(ids=samples.ids[rows]))
 
 
 def counts_of(task: Task, targets: Any) -> LossWeights:

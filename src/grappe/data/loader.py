@@ -59,8 +59,14 @@ class StepSlice(NamedTuple):
     ids: np.ndarray
     pieces: tuple[np.ndarray, ...]
     """Sample ids by microbatch; an empty piece gets one padding row, whose weight is 0."""
+    padding: np.ndarray
+    """The sample of a padding row: the global batch's first, so that gradients of 0 are where others are."""
     places: tuple[BatchRows, ...]
     """Each piece's rows in the global batch."""
+
+    def padded(self, ids: np.ndarray) -> np.ndarray:
+        """Returns `ids`; without any, a padding row's, since a model cannot take an empty batch."""
+        return ids if len(ids) else self.padding
 
 
 class BatchLoader:
@@ -115,7 +121,7 @@ class BatchLoader:
                     places = tuple([BatchRows(a, max(1, b - a), size) for a, b in bounds])
                 pieces = tuple([everyone[a:b] for a, b in bounds])
                 ids = everyone[bounds[0][0] : bounds[-1][1]] if self._exact is None else np.concatenate(pieces)
-                yield StepSlice(step, epoch, size, ids, pieces, places)
+                yield StepSlice(step, epoch, size, ids, pieces, everyone[:1], places)
 
     def _bounds(self, size: int, rank: int) -> list[tuple[int, int]]:
         """Returns the begin and the end of each piece of data slice `rank` in the `size` rows of a global batch."""
@@ -169,7 +175,9 @@ class BatchLoader:
             place = {number: row for row, number in enumerate(part.ids.tolist())}
             yield self._batch(
                 part,
-                lambda ids, rows=rows, place=place: stream.collate([rows[place[n]] for n in ids.tolist()] or rows[:1]),
+                lambda ids, rows=rows, place=place: stream.collate(
+                    [rows[place[n]] for n in ids.tolist() if n in place] or rows[:1]
+                ),
             )
 
     def rehearsed(self, step: int = 0, *, apart: bool = False) -> Iterator[Batch]:
@@ -243,10 +251,10 @@ class BatchLoader:
         """Each piece's sample ids, inputs and targets."""
         if not self._cuts:
             for ids in part.pieces:
-                yield ids, *self._awaited(ids, fetch)
+                yield ids, *self._awaited(part.padded(ids), fetch)
             return
         # The task's own collate pads all of a step's microbatches to one length, as a pipeline needs them.
-        count, first, batch = max(1, len(part.ids)), 0, self._awaited(part.ids, fetch)
+        count, first, batch = max(1, len(part.ids)), 0, self._awaited(part.padded(part.ids), fetch)
         for ids in part.pieces:
             places = range(first, first + len(ids)) if len(ids) else (0,)
             yield ids, *at_rows(batch, places, count)
@@ -260,12 +268,12 @@ class BatchLoader:
 
     def _gathered(self, ids: np.ndarray) -> tuple[Any, Any]:
         assert self._arrays is not None
-        return self._arrays.gather(padded(ids), self._world.device)
+        return self._arrays.gather(ids, self._world.device)
 
     def _request(self, part: StepSlice, ids: np.ndarray) -> Sequence[Request]:
         # Validation draws the same in every evaluation, so that losses can be compared.
         epoch = part.epoch if self._training else -1
-        return [(epoch, index) for index in padded(ids).tolist()]
+        return [(epoch, index) for index in part.padded(ids).tolist()]
 
     @property
     def notes(self) -> Sequence[str]:
@@ -292,7 +300,7 @@ class BatchLoader:
             inputs, targets = self._to_device((inputs, targets))
         # Evaluations draw the same, so that losses can be compared.
         epoch = part.epoch if self._training else -1
-        drawn_for = SampleIds(self.order.seed, epoch, padded(ids))
+        drawn_for = SampleIds(self.order.seed, epoch, part.padded(ids))
         if self._augments:
             inputs, targets = self._augmented(inputs, targets, drawn_for, self._world.device)
         if self._plan.channels_last:
@@ -339,11 +347,6 @@ def offsets_kept() -> Iterator[None]:
         for descriptor, offset in before.items():
             with contextlib.suppress(OSError):
                 os.lseek(descriptor, offset, os.SEEK_SET)
-
-
-def padded(ids: np.ndarray) -> np.ndarray:
-    """Returns `ids`; without any, sample 0 as a padding row, since a model cannot take an empty batch."""
-    return ids if len(ids) else np.zeros(1, dtype=np.int64)
 
 
 def training_loader(

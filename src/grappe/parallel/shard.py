@@ -15,6 +15,7 @@ from grappe.errors import TaskError
 from grappe.launch.world import World, gather_into
 from grappe.parallel.materialise import untied
 from grappe.plan import Plan
+from grappe.private_api.torch import read_numbers_of_all_parts
 from grappe.step.clip import local_part
 from grappe.step.exact import tree_sum, wire
 
@@ -28,6 +29,7 @@ def shard(model: nn.Module, units: Sequence[nn.Module], plan: Plan, world: World
     policy = CPUOffloadPolicy(pin_memory=pin) if plan.offload == "cpu" else OffloadPolicy()
     assert world.mesh is not None
     _refuse(model)
+    read_numbers_of_all_parts()
     mesh = world.sharded or (world.mesh["replicate", "shard"] if plan.replicate > 1 else world.mesh["shard"])
     scalars = set(_scalars(model))
     apart, several = set(scalars), list[nn.Module]()

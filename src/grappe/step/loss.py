@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from grappe.data.batch import Batch, Microbatch, first_rows, flat
+from grappe.data.batch import Batch, Microbatch, flat, with_rows
 from grappe.domain.batches import uncut
 from grappe.domain.parts import Domain
 from grappe.errors import PlanError, TaskError
@@ -157,7 +157,7 @@ def _for_each_row(means: LossValues, rows: int) -> LossValues:
 
 @torch.no_grad()
 def check_independent_samples(task: Task, output: Any, micro: Microbatch, loss_values: LossValues) -> None:
-    """Computes the loss of the first half of the rows alone, and compares it with `loss_values` of all rows.
+    """Computes the loss of each half of the rows alone, and compares it with `loss_values` of all rows.
 
     Nothing is checked where outputs, targets or values have no row for each sample (a batch of graphs), or where the
     loss draws random numbers.
@@ -171,32 +171,44 @@ def check_independent_samples(task: Task, output: Any, micro: Microbatch, loss_v
     leaves, nesting = tree_flatten((output, micro.targets))
     if any(isinstance(leaf, Tensor) and leaf.dim() and len(leaf) != micro.rows for leaf in leaves):
         return
-    first = [leaf[:half] if isinstance(leaf, Tensor) and leaf.dim() else leaf for leaf in leaves]
-    part, targets = tree_unflatten(first, nesting)
     devices = [loss_values.values.device] if loss_values.values.is_cuda else []
     with torch.random.fork_rng(devices=devices):
         again = loss_of(task, output, micro.targets)
         if not all(torch.equal(a, b) for a, b in zip(again.each, loss_values.each, strict=True)):
             return  # the loss draws random numbers of its own
+    for rows in (slice(0, half), slice(half, micro.rows)):
+        some = [leaf[rows] if isinstance(leaf, Tensor) and leaf.dim() else leaf for leaf in leaves]
+        part, targets = tree_unflatten(some, nesting)
         try:
-            with first_rows(half):
-                of_half = loss_of(task, part, targets)
+            with with_rows(rows):
+                of_part = loss_of(task, part, targets)
         except Exception:
             return
-    for values, half_values in zip(loss_values.each, of_half.each, strict=True):
-        if loss_values.named and len(values) != micro.rows:
-            continue  # one of several losses may have values for boxes, in any order
-        if not values.numel() or values.numel() % micro.rows:
-            continue
-        expected = values.reshape(micro.rows, -1)[:half].float()
-        if half_values.numel() != expected.numel():
-            continue
-        gap = (half_values.reshape(half, -1).float() - expected).abs().max()
-        if not gap > RELATIVE.get(values.dtype, ROUNDING) * expected.abs().max():
-            continue
+        for values, some_values in zip(loss_values.each, of_part.each, strict=True):
+            if loss_values.named and len(values) != micro.rows:
+                continue  # one of several losses may have values for boxes, in any order
+            _check_same_values(task, values, some_values, micro.rows, rows)
+
+
+def _check_same_values(task: Task, values: Tensor, some: Tensor, count: int, rows: slice) -> None:
+    """Raises TaskError where a loss's values for `rows` differ from those that the whole batch had there."""
+    if not values.numel() or values.numel() % count:
+        return
+    own = rows.stop - rows.start
+    if values.shape[:2] == (count, count) and some.shape[:2] == (own, own):
+        raise TaskError(
+            f"{type(task).__name__}.loss() has a value for each pair of samples, {list(values.shape)} for {count} "
+            "samples: an output [B, 1] meets a target [B], say. Give both one shape: output.squeeze(1), or "
+            "target.unsqueeze(1)" + at(task, "loss")
+        )
+    expected = values.reshape(count, -1)[rows].float()
+    if some.numel() != expected.numel():
+        return
+    gap = (some.reshape(own, -1).float() - expected).abs().max()
+    if gap > RELATIVE.get(values.dtype, ROUNDING) * expected.abs().max():
         raise TaskError(
             f"{type(task).__name__}.loss() gives a sample another value when the batch has other samples: with "
-            f"{half} of {micro.rows} samples values differ by {float(gap):.2g}. Under another plan, which cuts the "
+            f"{own} of {count} samples values differ by {float(gap):.2g}. Under another plan, which cuts the "
             "batch elsewhere, the task would learn something else. If the loss is to compare samples (CLIP, SimCLR), "
             "write `whole_batch_loss = True` in the task; else let each value depend on its own sample"
             + at(task, "loss")

@@ -280,7 +280,8 @@ class Metrics:
             return
         if not all(leaf.isfinite().all() for leaf in leaves):  # torchmetrics treats a batch with NaN in another way
             return
-        cuts = [[(0, count)], [(0, count)], [(row, row + 1) for row in range(count)]]
+        uneven = -(-count // 3)  # a mean of equal parts' means is the mean
+        cuts = [[(0, count)], [(0, count)], [(row, row + 1) for row in range(count)], [(0, uneven), (uneven, count)]]
         for name, metric in self._metrics.items():
             values = []
             with warnings.catch_warnings(), contextlib.suppress(Exception):
@@ -294,10 +295,11 @@ class Metrics:
                     values.append(torch.as_tensor(_number(self._task, name, fresh.compute()), dtype=torch.float64))
             if len(values) < len(cuts) or not torch.equal(values[0].nan_to_num(), values[1].nan_to_num()):
                 continue
-            if not torch.allclose(values[0], values[2], rtol=1e-3, atol=1e-4, equal_nan=True):
+            parts = next((each for each in values[2:] if not _close(values[0], each)), None)
+            if parts is not None:
                 raise TaskError(
-                    f"the metric '{name}' is {_few(values[0])} of {count} samples at once, and {_few(values[2])} one "
-                    "by one: another plan, which cuts batches elsewhere, would have other scores. torchmetrics takes "
+                    f"the metric '{name}' is {_few(values[0])} of {count} samples at once, and {_few(parts)} in "
+                    "parts: another plan, which cuts batches elsewhere, would have other scores. torchmetrics takes "
                     "logits for probabilities in a batch that has none outside 0 to 1: write "
                     f"`def scored(self, output): return output.sigmoid()`, or softmax(1) of classes, in "
                     f"the task, which metrics then get{at(self._task, 'metrics')}"
@@ -381,6 +383,10 @@ def _number(task: Task, name: str, value: Any) -> float | list[float]:
             + at(task, "metrics")
         )
     return value.item() if value.numel() == 1 else value.tolist()
+
+
+def _close(values: Tensor, others: Tensor) -> bool:
+    return torch.allclose(values, others, rtol=1e-3, atol=1e-4, equal_nan=True)
 
 
 def _few(values: Tensor) -> str:

@@ -232,7 +232,11 @@ class Training:
                 peaks=session.world.gather({**memory.peak(session.world.device), **clock.held}),
                 timing=timing,
                 headspace=session.loading_cost(timing),
-                remarks=[*engine.remarks(), *remarks_on_draws(Plan.parse(session.info.plan), session.world.device)],
+                remarks=[
+                    *engine.remarks(),
+                    *session.carried.remarks,
+                    *remarks_on_draws(Plan.parse(session.info.plan), session.world.device),
+                ],
                 limited_validation=self._limited,
             )
         except DivergedError:  # on every process; the best that there was is kept

@@ -17,7 +17,6 @@ from torch.distributed.tensor import DTensor
 from grappe.checkpoint.weights import Weights
 from grappe.data.sampling import cut
 from grappe.errors import RunError, TaskError
-from grappe.launch.terminal import say
 from grappe.launch.world import World
 from grappe.parallel.attributes import (
     HOOKED,
@@ -141,8 +140,15 @@ class CarriedState:
         """Parameters that a forward writes; None: a training has begun, and its first forward has not run."""
         self.rows = 0
         """Rows of the last microbatch."""
+        self.remarks: list[str] = []
+        self.evaluated = False
+        """Whether an evaluation has begun."""
         self.repeated: str | None = None
         """The class of an optimizer that calls a closure: it runs the forward several times a step."""
+
+    def note(self, text: str) -> None:
+        """Notes what the user should know of the model, for the training's end."""
+        self.remarks.append(text)
 
     def begin(self, model: nn.Module, plan: Plan) -> None:
         """Notes the attributes as they are: what differs later is carried."""
@@ -213,7 +219,7 @@ class CarriedState:
         staged = world.coordinates()["pipeline"][1] > 1
         changed = any(world.gather(bool(values)))
         if staged and changed and world.rank == 0 and not self._said:
-            say(
+            self.note(
                 "the model's attributes change, and are not saved under pipeline=: a resumed training begins with them "
                 "as model() makes them"
             )
@@ -227,7 +233,7 @@ class CarriedState:
             except TypeError as error:
                 if (path, name) not in self._said | self.unread and world.rank == 0:
                     shown = f"{path}.{name}".lstrip(".")
-                    say(
+                    self.note(
                         f"the model's attribute '{shown}' changes, and is not saved ({error}): a resumed training "
                         "begins with it as model() makes it"
                     )

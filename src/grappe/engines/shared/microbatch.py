@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from grappe.data.batch import Batch, InModel, Microbatch, entering
+from grappe.data.batch import Batch, InModel, Microbatch, entering, with_rows
+from grappe.data.collate import at_rows
 from grappe.data.whole_batch_draws import OWN_DRAWS, SAME_DRAWS, torchs_generator, whole_batch_draws
 from grappe.engines.base import EngineSetup
 from grappe.engines.shared.carried import nothing_changed
@@ -20,10 +21,11 @@ from grappe.parallel.compile import replaying
 from grappe.parallel.materialise import refuse_hooks
 from grappe.parallel.shard import reshard
 from grappe.plan import Plan
+from grappe.private_api.torch import tree_leaves
 from grappe.profiling import memory
 from grappe.profiling.phases import FORWARD
 from grappe.step.fast_paths import seed_dropout
-from grappe.step.loss import NO_ROOTS, Loss, LossReduction, Roots, Sums
+from grappe.step.loss import NO_ROOTS, RELATIVE, ROUNDING, Loss, LossReduction, Roots, Sums
 from grappe.step.precision import LossScale, autocast
 from grappe.step.scores import Scorer, Scores, make_losses
 from grappe.step.whole_batch_loss import AnyLosses, WholeBatchLosses
@@ -263,10 +265,46 @@ def evaluate(
                 seed_slice(setup, batch)  # each evaluation draws the same
                 for micro in batch.microbatches:
                     with draws(setup, batch, micro):
-                        scorer.add(forward(entering(micro)), micro, batch)
+                        output = forward(entering(micro))
+                        if not setup.carried.evaluated:
+                            setup.carried.evaluated = True
+                            _note_batch_outputs(setup, forward, micro, output)
+                        scorer.add(output, micro, batch)
     finally:
         model.train()
     scores = scorer.scores(samples)
     if plan.uses_fsdp:
         reshard(model)
     return scores
+
+
+def _note_batch_outputs(setup: EngineSetup, forward: Callable[[Any], Any], micro: Microbatch, output: Any) -> None:
+    """Says if a model in evaluation gives a sample another output when the batch has other samples.
+
+    Nothing is compared where a forward sends messages or draws, or where inputs or outputs have no row a sample.
+    """
+    half, generator = micro.rows // 2, torchs_generator(setup.world.device)
+    sends = setup.plan.uses_fsdp or setup.world.size > setup.world.data_size
+    if setup.world.rank or sends or not half or micro.padding or setup.plan.compile:  # once more, for another shape
+        return
+    before = generator.get_state()
+    try:
+        with with_rows(slice(0, half)):
+            alone = tree_leaves(forward(at_rows(micro.inputs, range(half), micro.rows)))
+    except Exception:
+        return  # what a batch of another size may raise
+    if not torch.equal(before, generator.get_state()):
+        generator.set_state(before)
+        return
+    for part, leaf in zip(alone, tree_leaves(output), strict=False):
+        if not isinstance(leaf, Tensor) or not leaf.is_floating_point() or part.shape[1:] != leaf.shape[1:]:
+            continue
+        if leaf.shape[:1] != (micro.rows,) or part.shape[:1] != (half,):
+            continue
+        gap = (part - leaf[:half]).abs().max()
+        if gap > RELATIVE.get(leaf.dtype, ROUNDING) * leaf.abs().max():
+            setup.carried.note(
+                "in evaluation the model gives a sample another output when the batch has other samples: scores depend "
+                "on validation_batch, and on the plan"
+            )
+            return

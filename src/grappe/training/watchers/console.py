@@ -18,7 +18,7 @@ from grappe.launch.terminal import UserStream
 from grappe.step.scores import Scores
 from grappe.training.watchers.base import Outcome, Record, RunInfo, Watcher
 from grappe.training.watchers.expected_end import ExpectedEnd
-from grappe.words import count_of, format_bytes, format_number
+from grappe.words import count_of, format_bytes, format_number, format_numbers
 
 REFRESH_SECONDS = 0.2
 SHOWN = 8  # processes whose memory is shown
@@ -256,7 +256,7 @@ def _metrics(metrics: Mapping[str, float | list[float]]) -> str:
 
 def _with_counts(name: str, value: float | list[float], scores: Scores) -> str:
     if isinstance(value, list):
-        return ", ".join(map(format_number, value))
+        return format_numbers(value)
     hits = value * scores.samples
     if name == "accuracy" and abs(hits - round(hits)) < 0.01:  # otherwise it counts pixels, for example
         return f"{value:.2%} ({round(hits)} of {scores.samples})"
