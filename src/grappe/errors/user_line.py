@@ -8,6 +8,7 @@ import inspect
 import linecache
 import os
 import re
+import sys
 import sysconfig
 import traceback
 from collections.abc import Sequence
@@ -16,6 +17,7 @@ from pathlib import Path
 PACKAGE = Path(__file__).parent.parent
 SHIPPED = PACKAGE / "tasks"  # written as a user would write them
 STANDARD_LIBRARY = tuple(sysconfig.get_path(name) for name in ("stdlib", "platstdlib"))  # a millisecond each
+COMMAND = sys.argv[0] if Path(sys.argv[0]).name == "grappe" else ""  # what pip has installed to start grappe
 TYPED = ("<stdin", "<console", "<ipython")
 WORKER = re.compile(r"^Caught \w+ in DataLoader worker process")
 FRAME = re.compile(r'^  File "(.+)", line (\d+), in (.+)$', re.MULTILINE)
@@ -90,7 +92,7 @@ def _is_library(file: str) -> bool:
     """Returns whether a frame's file belongs to Python, to an installed package, or to grappe."""
     if file.startswith("<"):
         return not file.startswith(TYPED)
-    if "site-packages" in file or "dist-packages" in file:
+    if "site-packages" in file or "dist-packages" in file or file == COMMAND:
         return True
     path = Path(os.path.abspath(file))  # noqa: PTH100 - links are left alone, as in the frame
     if any(path.is_relative_to(folder) for folder in STANDARD_LIBRARY):

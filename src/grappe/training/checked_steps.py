@@ -128,7 +128,9 @@ class CheckedSteps:
         if batch.step != self._next:
             return
         changed = self._carried.changed()
-        hidden = any(has_rows(value, self._carried.rows) for value in changed.values())
+        leaves = tree_leaves(changed)
+        hidden = any(isinstance(leaf, Tensor) and not is_state(leaf) for leaf in leaves)
+        hidden = hidden or any(has_rows(value, self._carried.rows) for value in changed.values())
         if any(self._world.gather(hidden)):  # one process's hidden states are not known
             self._next = -1
             return
@@ -294,12 +296,13 @@ class FunctionsOverRows(TorchDispatchMode):
                 placement = each._cell.layout.placement
                 ends += [each.dim() - placement.dim] if type(placement) is Placement else []
         made = func(*args, **(kwargs or {}))
-        if ends and name not in ALONE:
+        line = NOW.context.line()
+        if ends and name not in ALONE and line != "backward":
             first = next((each for each in tree_leaves(made) if isinstance(each, Tensor)), None)
             is_apart = type(first) is Rows and type(first._cell.layout.placement) is Placement
             crossed = torch.Tag.pointwise in func.tags and len(set(ends)) > 1
             if not is_apart or crossed or (name in TIMES_ROWS and len(ends) > 1):
-                self.lines.setdefault(NOW.context.line(), name.strip("_"))
+                self.lines.setdefault(line, name.strip("_"))
         return made
 
 
