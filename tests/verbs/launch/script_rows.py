@@ -516,4 +516,19 @@ for rows, labels in DataLoader(TensorDataset(x, y), 8, drop_last=True):
     print(f"{loss.item():.6f} {h.norm():.6f}")
 weights = [*model.parameters(), *cell.parameters(), h]
 """,
+    "counts that a library sums over the processes that it sees": """
+model, counts = nn.Linear(36, 3), torch.zeros(3)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for rows, labels in loader:
+    output = model(rows.flatten(1))
+    loss = F.cross_entropy(output, labels)
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+    counts += torch.bincount(output.argmax(1), minlength=3)
+if torch.distributed.is_available() and torch.distributed.is_initialized():  # as torchmetrics has it
+    torch.distributed.all_reduce(counts)
+print(counts.tolist())
+weights = [*model.parameters(), counts]
+""",
 }

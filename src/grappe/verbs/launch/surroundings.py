@@ -71,8 +71,19 @@ def surroundings_shared(world: World) -> Iterator[None]:
         return
     # For processes that a script spawns instead of forking: sets of texts have one order in data workers, too.
     os.environ.setdefault("PYTHONHASHSEED", str(world.share(secrets.randbits(32))))
-    with _files_ordered(world), _clocks_shared(world), _entropy_shared(world.share(secrets.randbits(256))):
+    hidden = replaced((dist, "is_initialized", _hidden))
+    with hidden, _files_ordered(world), _clocks_shared(world), _entropy_shared(world.share(secrets.randbits(256))):
         yield
+
+
+def _hidden(plain: Callable[[], bool]) -> Callable[[], bool]:
+    """Shows one process to what asks for several, as a library that would sum counts which are all rows' already."""
+
+    def is_initialized() -> bool:
+        asking = sys._getframe(1).f_globals.get("__name__", "").partition(".")[0]
+        return asking in ("torch", "grappe") and plain()
+
+    return is_initialized
 
 
 # ---- Files -------------------------------------------------------------------------------------------------
