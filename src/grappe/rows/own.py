@@ -192,7 +192,47 @@ def as_rows(value: Any) -> Any:
     rows._cell.lend(value._memory)
     if rows.requires_grad or not local.requires_grad:  # not under no_grad
         value._rows = rows, version
+    if rows.grad_fn is not None:
+        rows.grad_fn.local = local  # type: ignore[attr-defined]
     return rows
+
+
+def made_of(value: Any) -> Any:
+    """Returns a module's rows that rows were made of, from which its other results come; other values as they are."""
+    node = value.grad_fn if type(value) is Rows else None
+    local = getattr(node, "local", None)
+    if node is None or local is None or node.next_functions[0] != (local.grad_fn, local.output_nr):
+        return value
+    return new_own(local, node.placement)  # type: ignore[attr-defined]
+
+
+def _asking(name: str) -> Callable[..., Any]:
+    plain = getattr(Tensor, name)
+
+    def ask(self: Rows, *arguments: Any) -> Any:
+        own = made_of(self)
+        return plain(self, *arguments) if own is self else getattr(own, name)(*arguments)
+
+    return ask
+
+
+class _Gradient:
+    """The gradient of rows, which those that they were made of may have."""
+
+    def __get__(self, rows: Any, kind: Any = None) -> Any:
+        if rows is None:
+            return self
+        own = made_of(rows)
+        return _grad.__get__(rows) if own is rows else own.grad
+
+    def __set__(self, rows: Any, new: Any) -> None:
+        own = made_of(rows)
+        _grad.__set__(*((rows, new) if own is rows else (own._local, own_of(new, own._place))))
+
+
+_grad: Any = Tensor.grad
+Rows.register_hook, Rows.retain_grad = map(_asking, ("register_hook", "retain_grad"))  # type: ignore[method-assign]
+Rows.grad = _Gradient()  # type: ignore[assignment]
 
 
 def with_own_rows(call: Callable[..., Any], arguments: Any, options: Any) -> Any:

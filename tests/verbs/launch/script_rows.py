@@ -531,4 +531,37 @@ if torch.distributed.is_available() and torch.distributed.is_initialized():  # a
 print(counts.tolist())
 weights = [*model.parameters(), counts]
 """,
+    "gradients of what a module returns, from which it has computed more": """
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.head = nn.Linear(36, 6), nn.Linear(6, 3)
+
+    def forward(self, rows):
+        features = torch.tanh(self.first(rows)) + 1
+        return features, self.head(features)
+
+model = Net()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for rows, labels in loader:
+    features, output = model(rows.flatten(1))
+    (path,) = torch.autograd.grad(output.square().sum(), features, create_graph=True)
+    features.retain_grad()
+    features.register_hook(lambda gradient: gradient * 0.5)
+    optimizer.zero_grad()
+    loss = F.cross_entropy(output, labels) + 0.1 * path.square().mean() + 0.01 * features.square().mean()
+    loss.backward()
+    optimizer.step()
+    print(f"{loss.item():.6f} {path.sum():.6f} {features.grad.abs().sum():.6f}")
+    features, output = model(rows.flatten(1))
+    F.cross_entropy(output, labels).backward(inputs=[features])
+    print(f"{features.grad.abs().sum():.6f}")
+    features, output = model(rows.flatten(1))
+    features.register_hook(lambda gradient: gradient * 0.5)
+    features.mul_(2).register_hook(lambda gradient: gradient * 3)
+    optimizer.zero_grad()
+    features.square().mean().backward()
+    print(f"{model.first.weight.grad.abs().sum():.6f}")
+weights = [*model.parameters()]
+""",
 }
