@@ -27,7 +27,7 @@ from grappe.private_api.torch import (
 from grappe.rows.context import NOW
 from grappe.rows.layout import Placement, dense_stride, is_dense
 from grappe.rows.regions import FromLocal, ToLocal
-from grappe.rows.tensor import Rows, own_local, own_memory, settle, written
+from grappe.rows.tensor import Rows, own_local, own_memory, own_of, settle, written
 
 FUNCTIONS: dict[Any, tuple[Callable[[Any, Any, Any], Any], int]] = {}
 """By function: its rule, and a number of it that all processes have.
@@ -227,7 +227,9 @@ class _Gradient:
 
     def __set__(self, rows: Any, new: Any) -> None:
         own = made_of(rows)
-        _grad.__set__(*((rows, new) if own is rows else (own._local, own_of(new, own._place))))
+        if own is not rows:
+            rows, new = own._local, None if new is None else own_of(new, own._place)
+        _grad.__set__(rows, new)
 
 
 _grad: Any = Tensor.grad

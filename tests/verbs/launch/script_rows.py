@@ -553,6 +553,10 @@ for rows, labels in loader:
     loss.backward()
     optimizer.step()
     print(f"{loss.item():.6f} {path.sum():.6f} {features.grad.abs().sum():.6f}")
+    features.grad = features.detach()
+    print(f"{features.grad.sum():.6f}")
+    features.grad = None
+    print(features.grad)
     features, output = model(rows.flatten(1))
     F.cross_entropy(output, labels).backward(inputs=[features])
     print(f"{features.grad.abs().sum():.6f}")
