@@ -72,11 +72,12 @@ USED = private_names(
         "torch.distributed.fsdp._fully_shard": "_fsdp_param",
         "torch.distributed.pipelining": "_backward",
         "torch.distributed.tensor": "_utils",
+        "torch.distributed.tensor._dispatch.OpDispatcher": "_custom_op_handlers",
         "torch.utils.data": "_utils",
         "torch.utils.data._utils.fetch": "_MapDatasetFetcher",
         "torch.utils.data.dataloader._MultiProcessingDataLoaderIter": "_shutdown_workers",
         "torch.utils.data.dataloader._SingleProcessDataLoaderIter": "_next_index",
-        "torch.distributed.tensor.DTensor": "_local_tensor",
+        "torch.distributed.tensor.DTensor": "_local_tensor _op_dispatcher",
         "torch.nn.Module": (
             "_apply _backward_hooks _backward_pre_hooks _buffers _load_from_state_dict _modules _parameters"
         ),
@@ -483,3 +484,26 @@ def set_intercepting(on: bool) -> bool:
     before = torch._C._dispatch_tls_is_dispatch_key_included(_KEY)
     torch._C._dispatch_tls_set_dispatch_key_included(_KEY, on)
     return before
+
+
+_DRAWS = (
+    "bernoulli", "bernoulli_", "cauchy_", "exponential_", "geometric_", "log_normal_", "multinomial", "native_dropout",
+    "normal", "normal_", "poisson", "rand_like", "randint_like", "randn_like", "random_", "uniform_",
+)  # fmt: skip
+
+
+@contextlib.contextmanager
+def sharded_draws(draw: Callable[[Any, Any, Any], Any]) -> Iterator[None]:
+    """Context in which `draw` is what operators that draw do with a DTensor, whose own draws are each shard's."""
+    from torch.distributed.tensor import DTensor
+
+    handlers = DTensor._op_dispatcher._custom_op_handlers
+    packets = [getattr(torch.ops.aten, name) for name in _DRAWS]
+    operators = [getattr(packet, name) for packet in packets for name in packet.overloads()]
+    before = dict(handlers)
+    handlers.update(dict.fromkeys(operators, draw))
+    try:
+        yield
+    finally:
+        handlers.clear()
+        handlers.update(before)

@@ -23,7 +23,7 @@ from grappe.data.collate import in_float64
 from grappe.errors import TaskError
 from grappe.launch.world import World
 from grappe.plan import Plan
-from grappe.private_api.torch import gradient_hooks, tree_map
+from grappe.private_api.torch import gradient_hooks, sharded_draws, tree_leaves, tree_map
 from grappe.step.precision import LossScale, set_gpu_arithmetic
 from grappe.training.interception import PLANS_FORWARD, alive, parameters_of, replaced
 
@@ -204,5 +204,24 @@ def shards_whole() -> Iterator[None]:
 
         return filled
 
-    with replaced((torch, "save", saving), (nn.Module, "load_state_dict", filling)):
+    def drawn(operator: Any, arguments: Any, options: Any) -> Any:
+        like = next(each for each in tree_leaves((arguments, options)) if isinstance(each, DTensor))
+
+        def shards(each: Any) -> Any:
+            is_like = isinstance(each, Tensor) and each.shape == like.shape
+            return distribute_tensor(each, like.device_mesh, like.placements, src_data_rank=None) if is_like else each
+
+        every, rest = tree_map(
+            lambda each: gathered(each).clone() if each is like else gathered(each), (arguments, options)
+        )
+        made = tree_map(shards, operator(*every, **rest))
+        if operator.overloadpacket.__name__.endswith("_"):
+            like.to_local().copy_(made.to_local())
+            return like
+        return made
+
+    with (
+        replaced((torch, "save", saving), (nn.Module, "load_state_dict", filling)),
+        sharded_draws(drawn),
+    ):
         yield

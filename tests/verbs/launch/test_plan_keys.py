@@ -250,3 +250,40 @@ def test_batchnorm_local_normalises_a_process_s_own_rows(tmp_path: Path, monkeyp
         optimizer.step()
     for name, tensor in torch.load("out").items():
         torch.testing.assert_close(tensor, model.state_dict()[name], rtol=1e-5, atol=1e-6)
+
+
+TRAINING = """
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, TensorDataset
+
+torch.manual_seed(0)
+x, y = torch.randn(40, 6), torch.randint(0, 3, (40,))
+model = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 3))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+for number, (rows, labels) in enumerate(DataLoader(TensorDataset(x, y), 8)):
+    optimizer.zero_grad()
+    loss = F.cross_entropy(model(rows), labels)
+    loss.backward()
+    optimizer.step()
+    {after}
+    print(f"{loss.item():.5f}")
+"""
+OWN_CODE = {
+    "draws like a parameter": """for each in model.parameters():
+        each.data += 0.1 * torch.randn_like(each.data) + torch.empty_like(each.data).uniform_(0, 0.1)""",
+}
+
+
+@pytest.mark.parametrize("name", OWN_CODE)
+def test_a_script_s_own_code_with_shards_is_as_on_one_process(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("train.py").write_text(TRAINING.replace("{after}", OWN_CODE[name]))
+    lines = []
+    for plan in ("replicate=1", "shard=2"):
+        assert launch("train.py", [], plan + CPU) == 0
+        lines.append(capfd.readouterr().out)
+    assert lines[0] == lines[1]
