@@ -64,6 +64,7 @@ USED = private_names(
         "torch.Tensor": "_backward_hooks _make_wrapper_subclass _post_accumulate_grad_hooks _version",
         "torch.autograd.Variable": "_execution_engine",
         "torch.autograd": "_profiler_enabled",
+        "torch.autograd.forward_ad": "_current_level",
         "torch.distributed": "_functional_collectives",
         "torch.distributed.device_mesh": "_mesh_resources",
         "torch.distributed.device_mesh.DeviceMesh": "_flatten",
@@ -144,8 +145,14 @@ TRANSFORM_ENTRIES = (
 """Where torch.func takes hold of tensors: of C++'s functions, whose first argument is one."""
 
 
-transforms_active: Callable[[], bool] = torch._C._are_functorch_transforms_active
-"""Tells whether a transform of torch.func is active."""
+_are_active: Callable[[], bool] = torch._C._are_functorch_transforms_active
+
+
+def transforms_active() -> bool:
+    """Tells whether a transform of torch.func, or a level of forward-mode derivatives, is active."""
+    return torch.autograd.forward_ad._current_level >= 0 or _are_active()
+
+
 no_transforms: Callable[[], Any] = torch._functorch.pyfunctorch.temporarily_clear_interpreter_stack
 """Makes a context in which no transform of torch.func is active."""
 

@@ -157,7 +157,7 @@ def _no_rule(what: str, instead: str) -> GrappeError:
 
 def as_own(value: Any) -> Any:
     """Returns rows as a module's; other values as they are."""
-    if type(value) is not Rows:
+    if type(value) is not Rows or transforms_active():  # an own part would have no tangent
         return value
     cell = value._cell
     place = cell.layout.placement

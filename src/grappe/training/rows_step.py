@@ -31,6 +31,7 @@ from grappe.private_api.torch import (
     MapFetcher,
     has_backward_hooks,
     is_observed,
+    transforms_active,
     tree_leaves,
     tree_map,
 )
@@ -174,7 +175,8 @@ class SpreadSteps(StepHandler):
                     self._modules[module] = self._registered
                     self._registered += 1
                 self._keys.prepare(module, self._optimizers)
-                if self._several and not isinstance(module, LossBase):
+                is_derived = transforms_active()
+                if self._several and not (is_derived or isinstance(module, LossBase)):
                     arguments, options = self._arguments(module, arguments, options)
                     if self._runs_own(module):
                         return with_own_rows(functools.partial(plain, module), arguments, options)

@@ -568,4 +568,40 @@ for rows, labels in loader:
     print(f"{model.first.weight.grad.abs().sum():.6f}")
 weights = [*model.parameters()]
 """,
+    "derivatives by torch.func and in forward mode, of a module with and without a loader's rows": """
+from torch.autograd import forward_ad
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.head = nn.Linear(36, 6), nn.Linear(6, 3)
+
+    def forward(self, rows):
+        hidden = self.first(rows)
+        if forward_ad.unpack_dual(hidden).tangent is None:
+            with forward_ad.dual_level():
+                dual = forward_ad.make_dual(hidden.detach(), torch.ones_like(hidden))
+                print(f"{forward_ad.unpack_dual(torch.tanh(dual)).tangent.sum():.6f}")
+        return self.head(torch.tanh(hidden))
+
+model = Net()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for rows, labels in loader:
+    rows = rows.flatten(1)
+    with forward_ad.dual_level():
+        dual = forward_ad.make_dual(rows, torch.ones_like(rows))
+        print(f"{forward_ad.unpack_dual(model(dual)).tangent.square().sum():.6f}")
+    value, tangent = torch.func.jvp(model, (rows,), (torch.ones_like(rows),))
+    print(f"{value.sum():.6f} {tangent.square().sum():.6f}")
+    optimizer.zero_grad()
+    F.cross_entropy(model(rows), labels).backward()
+    optimizer.step()
+bias = model.head.bias.detach()
+model.forward = lambda rows: model.head(torch.tanh(model.first(rows)))
+for given, wanted in ((x.flatten(1), y), (rows, labels)):
+    loss = lambda bias: F.cross_entropy(torch.func.functional_call(model, {"head.bias": bias}, (given,)), wanted)
+    print(f"{torch.func.hessian(loss)(bias).square().sum():.6f}")
+    print(f"{torch.func.jacrev(lambda rows: model(rows).sum(0))(given).square().sum():.6f}")
+weights = [*model.parameters()]
+""",
 }
