@@ -28,6 +28,7 @@ def entries(sums: GradientSums) -> list[tuple[Any, str, Callable[[Any], Any]]]:
     return [
         (Function, "apply", _applying),
         (saved_tensors_hooks, "__init__", _hooking),
+        (torch.jit.ScriptFunction, "__call__", _scripted),
         (torch.autograd, "grad", lambda plain: _with_twins(plain, sums)),
         (torch.autograd, "backward", lambda plain: _with_inputs(plain, sums)),
         *((owner, name, _with_rows) for owner, name in TRANSFORM_ENTRIES),
@@ -40,6 +41,14 @@ def _applying(plain: Any) -> Any:
         return plain.__func__(cls, *map(as_rows, arguments), **options)
 
     return classmethod(apply)
+
+
+def _scripted(plain: Callable[..., Any]) -> Callable[..., Any]:
+    def call(self: Any, *arguments: Any, **options: Any) -> Any:
+        arguments, options = tree_map(as_rows, (arguments, options))
+        return plain(self, *arguments, **options)
+
+    return call
 
 
 def _hooking(plain: Callable[..., None]) -> Callable[..., None]:

@@ -175,7 +175,7 @@ class SpreadSteps(StepHandler):
                     self._modules[module] = self._registered
                     self._registered += 1
                 self._keys.prepare(module, self._optimizers)
-                is_derived = transforms_active()
+                is_derived = transforms_active() or torch.jit.is_tracing()
                 if self._several and not (is_derived or isinstance(module, LossBase)):
                     arguments, options = self._arguments(module, arguments, options)
                     if self._runs_own(module):

@@ -604,4 +604,27 @@ for given, wanted in ((x.flatten(1), y), (rows, labels)):
     print(f"{torch.func.jacrev(lambda rows: model(rows).sum(0))(given).square().sum():.6f}")
 weights = [*model.parameters()]
 """,
+    "functions of TorchScript in a module, and a module that is traced": """
+@torch.jit.script
+def gelu(value):
+    return value * 0.5 * (1 + torch.erf(value / 1.41421))
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.head = nn.Linear(36, 6), nn.Linear(6, 3)
+
+    def forward(self, rows):
+        return self.head(gelu(self.first(rows)))
+
+for model in (Net(), torch.jit.trace(nn.Sequential(nn.Linear(36, 6), nn.Tanh(), nn.Linear(6, 3)), torch.randn(16, 36))):
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for rows, labels in loader:
+        loss = F.cross_entropy(model(rows.flatten(1)), labels)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        print(f"{loss.item():.6f}")
+weights = [*model.parameters()]
+""",
 }
