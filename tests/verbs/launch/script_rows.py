@@ -627,4 +627,29 @@ for model in (Net(), torch.jit.trace(nn.Sequential(nn.Linear(36, 6), nn.Tanh(), 
         print(f"{loss.item():.6f}")
 weights = [*model.parameters()]
 """,
+    "a thread that loads batches ahead": """
+import queue, threading
+
+class Ahead(threading.Thread):
+    def __init__(self, batches):
+        super().__init__(daemon=True)
+        self.batches, self.queue = batches, queue.Queue(2)
+        self.start()
+
+    def run(self):
+        for batch in self.batches:
+            self.queue.put(batch)
+        self.queue.put(None)
+
+model = nn.Sequential(nn.Flatten(), nn.Linear(36, 6), nn.Dropout(0.1), nn.Linear(6, 3))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for epoch in range(2):
+    for rows, labels in iter(Ahead(iter(loader)).queue.get, None):
+        loss = F.cross_entropy(model(rows), labels)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        print(f"{loss.item():.6f}")
+weights = [*model.parameters()]
+""",
 }
