@@ -349,7 +349,9 @@ class SpreadSteps(StepHandler):
             values = (*others, *(each for kind in inner for each in kind.buffers(recurse=False)))
             tensors |= {(first, number): each for number, each in enumerate(values)}
         plain = {key: each for key, each in tensors.items() if type(each) in (Tensor, nn.Parameter)}
-        sums = {key: repr(float(each.detach().double().sum())) for key, each in plain.items()}
+        plain = {key: each.detach() for key, each in plain.items() if not each.is_meta}
+        kinds = {key: torch.promote_types(each.dtype, torch.float64) for key, each in plain.items()}  # or complex
+        sums = {key: repr(each.to(kinds[key]).sum().item()) for key, each in plain.items()}
         if any(sums[key] != other[key] for other in self._world.gather(sums) for key in sums.keys() & other.keys()):
             raise DivergedError(
                 f"the processes' weights or buffers differ after {self.steps} steps: the script makes them from what "

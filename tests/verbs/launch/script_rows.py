@@ -652,4 +652,24 @@ for epoch in range(2):
         print(f"{loss.item():.6f}")
 weights = [*model.parameters()]
 """,
+    "a module without numbers, and complex weights": """
+class Waves(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight, self.head = nn.Parameter(torch.randn(19, dtype=torch.complex128)), nn.Linear(36, 3)
+
+    def forward(self, rows):
+        return self.head(torch.fft.irfft(torch.fft.rfft(rows) * self.weight, n=36))
+
+model = Waves()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+outline = copy.deepcopy(model).to("meta")
+for rows, labels in loader:
+    loss = F.cross_entropy(torch.func.functional_call(outline, dict(model.named_parameters()), (rows.flatten(1),)), labels)
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+    print(f"{loss.item():.6f}")
+weights = [*model.parameters()]
+""",
 }
