@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import sqlite3
 import subprocess
 import sys
 from pathlib import Path
@@ -184,7 +186,9 @@ def test_what_is_not_split_and_what_is_gathered_is_told(
 
 
 APART = """
+import contextlib
 import os
+import sqlite3
 import torch
 
 model = torch.nn.Linear(3, 1)
@@ -211,3 +215,37 @@ def test_batches_that_differ_between_processes_are_refused_before_they_train(
     with pytest.raises(DivergedError, match=r"not the same batch.*train.py:1[35]"):
         launch("train.py", [], "replicate=2,device=cpu,threads=1")
     assert capfd.readouterr().out.count("step") == first
+
+
+FILES = """
+import os, sqlite3
+import torch
+
+model = torch.nn.Linear(3, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+if os.path.exists("log.db"):
+    os.remove("log.db")
+log = sqlite3.connect("log.db")
+log.execute("create table losses (step int, value real)")
+for step in range(3):
+    loss = model(torch.ones(8, 3)).square().mean()
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+    log.execute("insert into losses values (?, ?)", (step, loss.item()))
+    log.commit()
+    with sqlite3.connect("log.db") as other:
+        total = other.execute("select sum(value) from losses").fetchone()
+        other.execute("insert into losses values (?, ?)", (-1, *total))
+"""
+
+
+def test_other_processes_than_the_first_write_a_copy_of_a_database(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").write_text(FILES)
+    for _ in range(2):
+        assert launch("train.py", [], "replicate=3,device=cpu,threads=1") == 0
+        with contextlib.closing(sqlite3.connect("log.db")) as log:
+            assert [step for (step,) in log.execute("select step from losses")] == [0, -1, 1, -1, 2, -1]

@@ -13,7 +13,9 @@ import os
 import random
 import secrets
 import shutil
+import sqlite3
 import sys
+import tempfile
 import time
 import timeit
 import uuid
@@ -27,8 +29,10 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import get_worker_info
 
+from grappe.errors import TaskError
 from grappe.errors.user_line import is_users_file
 from grappe.launch.world import World
+from grappe.rows.context import NOW
 from grappe.training.interception import MainThread, replaced
 
 T = TypeVar("T")
@@ -98,9 +102,22 @@ class _Order:
         self._changes = False
         """Whether a change runs, whose own reads and writes are process 0's alone."""
 
+    def asks(self, frame: FrameType) -> bool:
+        """Returns whether a call at a frame is the script's, in the thread that sends messages."""
+        return not self._changes and by_script(frame) and bool(self._main)
+
+    @contextlib.contextmanager
+    def alone(self) -> Iterator[None]:
+        """Context in which what is read and written is this process's own."""
+        self._changes = True
+        try:
+            yield
+        finally:
+            self._changes = False
+
     def read(self, frame: FrameType) -> None:
         """Waits until process 0 has written all that the script has before this. Collective after a write."""
-        if not self._changes and by_script(frame) and self._main:
+        if self.asks(frame):
             if self._has_written:
                 self._world.barrier()
             self._has_read, self._has_written = True, False
@@ -111,7 +128,7 @@ class _Order:
         Args:
             instead: run on the other processes, unless the change raised an error, which all then raise.
         """
-        if self._changes or not (by_script(frame) and self._main):
+        if not self.asks(frame):
             return change()
         if self._has_read:
             self._world.barrier()
@@ -120,14 +137,12 @@ class _Order:
             if (error := self._world.share(None)) is not None:
                 raise error
             return instead()
-        self._changes = True
         try:
-            value = change()
+            with self.alone():
+                value = change()
         except OSError as error:
             self._world.share(error)
             raise
-        finally:
-            self._changes = False
         self._world.share(None)
         return value
 
@@ -174,6 +189,7 @@ def _files_ordered(world: World) -> Iterator[None]:
         return saved
 
     with contextlib.ExitStack() as inside:
+        connecting = functools.partial(_connecting, world, order, inside)
         if world.rank:
             inside.enter_context(writing_nothing())
         inside.enter_context(
@@ -182,9 +198,40 @@ def _files_ordered(world: World) -> Iterator[None]:
                 *((owner, name, changing) for owner, name in (*CHANGING, (os, "mkdir"))),
                 *((owner, "open", opening) for owner in (builtins, io)),
                 (torch, "save", saving),
+                (sqlite3, "connect", connecting),
+                (sqlite3.dbapi2, "connect", connecting),
             )
         )
         yield
+
+
+def _connecting(
+    world: World, order: _Order, inside: contextlib.ExitStack, plain: Callable[..., Any]
+) -> Callable[..., Any]:
+    """Has other processes than the first, which alone writes a database, work on a copy of it."""
+    copies: dict[Path, Path] = {}
+    folder = functools.cache(lambda: Path(inside.enter_context(tempfile.TemporaryDirectory())))
+
+    def connected(database: Any, *arguments: Any, **options: Any) -> Any:
+        file, frame = os.fsdecode(database), sys._getframe(1)
+        if file in ("", ":memory:") or not order.asks(frame):
+            return plain(database, *arguments, **options)
+        if options.get("uri") and file.startswith("file:"):
+            raise TaskError(f"{NOW.context.line()} gives sqlite3.connect a URI: give it the file's path")
+        path = Path(file).absolute()
+        world.barrier()
+        with order.alone():
+            if world.rank and path.parent.is_dir():  # else all have process 0's error
+                if path not in copies or not path.exists():
+                    copies[path] = folder() / str(secrets.randbits(64))
+                    if path.exists():
+                        with contextlib.closing(plain(path)) as source, contextlib.closing(plain(copies[path])) as copy:
+                            source.backup(copy)
+                path = copies[path]
+            world.barrier()
+            return plain(path, *arguments, **options)
+
+    return connected
 
 
 class _Nowhere(io.FileIO):
