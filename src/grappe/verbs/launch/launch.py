@@ -313,10 +313,18 @@ def run_script(request: ScriptRequest, process: ProcessRank, rendezvous_folder: 
             if process.rank:
                 time.sleep(LATER_SECONDS)
                 message = f"{message}\n{shown}"
+                if isinstance(error, OSError) and request.run is not None:
+                    message = f"{message}{_OTHER_NAME}"
             raise ProcessDied(message) from error
     if process.rank and request.run is None and code not in (EXIT_OK, EXIT_INTERRUPTED, INTERRUPTED):
         raise SystemExit(code)
     return code
+
+
+_OTHER_NAME = (
+    "A file's name by datetime.now() or id() is another one in each process: make it by time.time(), which is process "
+    "0's in all"
+)
 
 
 def _exit_code(end: SystemExit) -> int:

@@ -37,6 +37,7 @@ from grappe.training.interception import MainThread, replaced
 
 T = TypeVar("T")
 TORCH = f"{Path(torch.__file__).parent}/"
+process_id = os.getpid
 COMPILERS = (f"{TORCH}_inductor", f"{TORCH}_dynamo", f"{Path(TORCH).parent}/triton")
 CLOCKS = (
     *((time, name) for name in ("time", "perf_counter", "monotonic", "process_time")),
@@ -75,7 +76,12 @@ def surroundings_shared(world: World) -> Iterator[None]:
         return
     # For processes that a script spawns instead of forking: sets of texts have one order in data workers, too.
     os.environ.setdefault("PYTHONHASHSEED", str(world.share(secrets.randbits(32))))
-    hidden = replaced((dist, "is_initialized", _hidden))
+    first, main = world.share(process_id()), MainThread()
+
+    def getpid(plain: Callable[[], int]) -> Callable[[], int]:
+        return lambda: first if by_script(sys._getframe(1)) and main else plain()
+
+    hidden = replaced((dist, "is_initialized", _hidden), (os, "getpid", getpid))
     with hidden, _files_ordered(world), _clocks_shared(world), _entropy_shared(world.share(secrets.randbits(256))):
         yield
 
@@ -188,6 +194,34 @@ def _files_ordered(world: World) -> Iterator[None]:
 
         return saved
 
+    def naming(plain: Callable[..., Any]) -> Callable[..., Any]:
+        def named(*arguments: Any, **options: Any) -> Any:
+            frame = _past_tempfile(sys._getframe(1))
+            if not order.asks(frame):
+                return plain(*arguments, **options)
+            made = order.write(frame, lambda: plain(*arguments, **options), lambda: None)
+            shared = world.share(made)
+            return (os.open(os.devnull, os.O_RDWR), shared[1]) if made is None and plain is mkstemp else made or shared
+
+        return named
+
+    def cleaning(plain: Callable[..., None]) -> Callable[..., None]:
+        return lambda folder: order.write(_past_tempfile(sys._getframe(1)), lambda: plain(folder), lambda: None)
+
+    def mapping(plain: Any) -> Callable[..., Any]:
+        def mapped(
+            kind: Any, file: Any, dtype: Any = np.uint8, mode: str = "r+", *arguments: Any, **options: Any
+        ) -> Any:
+            if mode in ("r+", "w+", "readwrite", "write") and order.asks(sys._getframe(1)):
+                raise TaskError(
+                    f"{NOW.context.line()} writes a file by np.memmap, which each process would do: np.save an array, "
+                    'and read it by np.load(file, mmap_mode="r")'
+                )
+            return plain(kind, file, dtype, mode, *arguments, **options)
+
+        return mapped
+
+    mkstemp = tempfile.mkstemp
     with contextlib.ExitStack() as inside:
         connecting = functools.partial(_connecting, world, order, inside)
         if world.rank:
@@ -198,11 +232,20 @@ def _files_ordered(world: World) -> Iterator[None]:
                 *((owner, name, changing) for owner, name in (*CHANGING, (os, "mkdir"))),
                 *((owner, "open", opening) for owner in (builtins, io)),
                 (torch, "save", saving),
+                *((tempfile, name, naming) for name in ("mkdtemp", "mkstemp")),
+                (tempfile.TemporaryDirectory, "cleanup", cleaning),
+                (np.memmap, "__new__", mapping),
                 (sqlite3, "connect", connecting),
                 (sqlite3.dbapi2, "connect", connecting),
             )
         )
         yield
+
+
+def _past_tempfile(frame: FrameType) -> FrameType:
+    while frame.f_globals.get("__name__") == "tempfile" and frame.f_back is not None:
+        frame = frame.f_back
+    return frame
 
 
 def _connecting(
@@ -341,15 +384,15 @@ def _clocks_shared(world: World) -> Iterator[None]:
 @contextlib.contextmanager
 def _entropy_shared(seed: int) -> Iterator[None]:
     """Context in which seeds that the system would draw are drawn from one seed, in data workers from torch's."""
-    process, stream = os.getpid(), random.Random(seed)
+    process, stream = process_id(), random.Random(seed)
     in_workers: dict[int, random.Random] = {}
 
     def drawn(bits: int) -> int:
-        if os.getpid() == process:
+        if process_id() == process:
             return stream.getrandbits(bits)
         if get_worker_info() is None:
             return secrets.randbits(bits)
-        return in_workers.setdefault(os.getpid(), random.Random(torch.initial_seed())).getrandbits(bits)
+        return in_workers.setdefault(process_id(), random.Random(torch.initial_seed())).getrandbits(bits)
 
     def urandom(plain: Callable[[int], bytes]) -> Callable[[int], bytes]:
         return lambda size: drawn(8 * size).to_bytes(size, "little") if by_script(sys._getframe(1)) else plain(size)
