@@ -24,6 +24,7 @@ from grappe.errors import TaskError
 from grappe.launch.world import World
 from grappe.plan import Plan
 from grappe.private_api.torch import gradient_hooks, sharded_draws, tree_leaves, tree_map
+from grappe.rows.context import NOW
 from grappe.step.precision import LossScale, set_gpu_arithmetic
 from grappe.training.interception import PLANS_FORWARD, alive, parameters_of, replaced
 
@@ -204,6 +205,30 @@ def shards_whole() -> Iterator[None]:
 
         return filled
 
+    def restoring(restore: Callable[..., Any]) -> Callable[..., Any]:
+        def restored(optimizer: Optimizer, *arguments: Any, **options: Any) -> Any:
+            made = restore(optimizer, *arguments, **options)
+            for own, state in optimizer.state.items():
+                if not isinstance(own, DTensor):
+                    continue
+                for name, value in state.items():
+                    if type(value) is Tensor and value.shape == own.shape:
+                        state[name] = distribute_tensor(value, own.device_mesh, own.placements, src_data_rank=None)
+            return made
+
+        return restored
+
+    def once(plain: Callable[..., Any], place: int) -> Callable[..., Any]:
+        def derive(*arguments: Any, **options: Any) -> Any:
+            if options.get("create_graph") or any(arguments[place : place + 1]):
+                raise TaskError(
+                    f"{NOW.context.line()} takes a derivative of a derivative, for which shard has freed the weights: "
+                    "use replicate instead"
+                )
+            return plain(*arguments, **options)
+
+        return derive
+
     def drawn(operator: Any, arguments: Any, options: Any) -> Any:
         like = next(each for each in tree_leaves((arguments, options)) if isinstance(each, DTensor))
 
@@ -221,7 +246,13 @@ def shards_whole() -> Iterator[None]:
         return made
 
     with (
-        replaced((torch, "save", saving), (nn.Module, "load_state_dict", filling)),
+        replaced(
+            (torch, "save", saving),
+            (nn.Module, "load_state_dict", filling),
+            (Optimizer, "load_state_dict", restoring),
+            (torch.autograd, "backward", lambda plain: once(plain, 3)),
+            (torch.autograd, "grad", lambda plain: once(plain, 4)),
+        ),
         sharded_draws(drawn),
     ):
         yield

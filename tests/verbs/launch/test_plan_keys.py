@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from grappe.errors import EXIT_INTERRUPTED, PlanError, TaskError
+from grappe.errors import EXIT_INTERRUPTED, GrappeError, PlanError, ProcessDied, TaskError
 from grappe.training.run import Run
 from grappe.verbs.launch.launch import launch
 from tests.needs import need
@@ -271,6 +271,8 @@ for number, (rows, labels) in enumerate(DataLoader(TensorDataset(x, y), 8)):
     print(f"{loss.item():.5f}")
 """
 OWN_CODE = {
+    "an optimizer's state from a file": """torch.save(optimizer.state_dict(), "state.pt")
+    optimizer.load_state_dict(torch.load("state.pt"))""",
     "draws like a parameter": """for each in model.parameters():
         each.data += 0.1 * torch.randn_like(each.data) + torch.empty_like(each.data).uniform_(0, 0.1)""",
 }
@@ -287,3 +289,25 @@ def test_a_script_s_own_code_with_shards_is_as_on_one_process(
         assert launch("train.py", [], plan + CPU) == 0
         lines.append(capfd.readouterr().out)
     assert lines[0] == lines[1]
+
+
+@pytest.mark.parametrize(
+    ("after", "error", "why"),
+    [
+        (
+            "model(rows).sum().backward(create_graph=True)",
+            TaskError,
+            r"train\.py:16 takes a derivative of a derivative",
+        ),
+        ("torch.autograd.grad(model(rows).sum(), rows, create_graph=True)", TaskError, r"train\.py:16 .*use replicate"),
+        ("model[0].weight.data.add_(torch.ones(8, 6))", ProcessDied, "a parameter is in parts under shard"),
+        ("print(rows @ model[0].weight.data.T)", GrappeError, r"in parts under shard \(train\.py:16\): use replicate"),
+    ],
+)
+def test_what_shards_cannot_give_a_script_is_refused(
+    after: str, error: type[Exception], why: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("train.py").write_text(TRAINING.replace("{after}", after))
+    with pytest.raises(error, match=why):
+        launch("train.py", [], f"shard=2{CPU}")

@@ -199,7 +199,7 @@ def _files_ordered(world: World) -> Iterator[None]:
             frame = _past_tempfile(sys._getframe(1))
             if not order.asks(frame):
                 return plain(*arguments, **options)
-            made = order.write(frame, lambda: plain(*arguments, **options), lambda: None)
+            made: Any = order.write(frame, lambda: plain(*arguments, **options), lambda: None)
             shared = world.share(made)
             return (os.open(os.devnull, os.O_RDWR), shared[1]) if made is None and plain is mkstemp else made or shared
 
