@@ -9,8 +9,11 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import gc
+import sys
+import types
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -89,11 +92,13 @@ class PlanKeys:
         old = [each for each in before if after[before[each]] is not each]
         if any(any(gradient_hooks(each)) for each in old):
             raise TaskError("a hook of a parameter's gradient would have none under shard: leave shard out")
-        if old and any(each is not before and each is not old for each in gc.get_referrers(*old)):
-            raise TaskError(
-                "the script keeps parameters in a variable of its own, which would not be those that shard trains: "
-                "write model.parameters() where it uses them"
-            )
+        renewed = {id(each): after[before[each]] for each in old}
+        for owner in gc.get_referrers(*old) if old else ():
+            if owner is not before and owner is not old and not _rebound(owner, renewed):
+                raise TaskError(
+                    f"the script keeps parameters in {_variable(owner, renewed)}, which would not be those that shard "
+                    "trains: write model.parameters() where it uses them, or del of what a loop has left"
+                )
 
     def _apply(self, model: nn.Module, units: Sequence[nn.Module] | None) -> None:
         from grappe.parallel.parallelize import prepare_made
@@ -157,6 +162,25 @@ class PlanKeys:
         """Has a schedule's step do nothing after an update that was left out."""
         step = schedule.step
         schedule.step = lambda *arguments, **options: None if self.skipped else step(*arguments, **options)  # type: ignore[method-assign]
+
+
+def _rebound(owner: Any, renewed: Mapping[int, Tensor]) -> bool:
+    """Has a list's or a dictionary's items, and so a script's global variables, be the parameters of a shard."""
+    if not isinstance(owner, list | dict) or (isinstance(owner, dict) and any(id(key) in renewed for key in owner)):
+        return False
+    for key, value in [*(owner.items() if isinstance(owner, dict) else enumerate(owner))]:
+        if id(value) in renewed:
+            owner[key] = renewed[id(value)]
+    return True
+
+
+def _variable(owner: Any, renewed: Mapping[int, Tensor]) -> str:
+    """Names the variable of a script that keeps parameters."""
+    if isinstance(owner, types.FrameType):
+        name = next((name for name, each in owner.f_locals.items() if id(each) in renewed), "a variable")
+        return f"{name} ({Path(owner.f_code.co_filename).name}, {owner.f_code.co_name}())"
+    names = vars(sys.modules["__main__"])
+    return next((name for name, each in names.items() if each is owner), f"a {type(owner).__name__} of its own")
 
 
 def _taking_float64(forward: Callable[..., Any]) -> Callable[..., Any]:
