@@ -671,6 +671,6 @@ for rows, labels in loader:
     loss.backward()
     optimizer.step()
     print(f"{loss.item():.6f}")
-weights = [*model.parameters()]
+weights = [torch.view_as_real(model.weight), *model.head.parameters()]
 """,
 }
