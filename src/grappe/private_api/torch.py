@@ -66,6 +66,7 @@ USED = private_names(
         "torch.Tensor": "_backward_hooks _make_wrapper_subclass _post_accumulate_grad_hooks _version",
         "torch.autograd.Variable": "_execution_engine",
         "torch.autograd": "_profiler_enabled",
+        "torch.autograd.forward_ad": "_current_level",
         "torch.distributed": "_functional_collectives",
         "torch.distributed.device_mesh": "_mesh_resources",
         "torch.distributed.device_mesh.DeviceMesh": "_flatten",
@@ -74,6 +75,7 @@ USED = private_names(
         "torch.distributed.fsdp._fully_shard": "_fsdp_param",
         "torch.distributed.pipelining": "_backward",
         "torch.distributed.tensor": "_utils",
+        "torch.distributed.tensor._dispatch.OpDispatcher": "_custom_op_handlers",
         "torch.utils.data": "_utils",
         "torch.utils.data._utils.fetch": "_MapDatasetFetcher",
         "torch.utils.data.dataloader._MultiProcessingDataLoaderIter": "_shutdown_workers",
@@ -145,8 +147,14 @@ TRANSFORM_ENTRIES = (
 """Where torch.func takes hold of tensors: of C++'s functions, whose first argument is one."""
 
 
-transforms_active: Callable[[], bool] = torch._C._are_functorch_transforms_active
-"""Tells whether a transform of torch.func is active."""
+_are_active: Callable[[], bool] = torch._C._are_functorch_transforms_active
+
+
+def transforms_active() -> bool:
+    """Tells whether a transform of torch.func, or a level of forward-mode derivatives, is active."""
+    return torch.autograd.forward_ad._current_level >= 0 or _are_active()
+
+
 no_transforms: Callable[[], Any] = torch._functorch.pyfunctorch.temporarily_clear_interpreter_stack
 """Makes a context in which no transform of torch.func is active."""
 
@@ -499,3 +507,26 @@ def set_intercepting(on: bool) -> bool:
     before = torch._C._dispatch_tls_is_dispatch_key_included(_KEY)
     torch._C._dispatch_tls_set_dispatch_key_included(_KEY, on)
     return before
+
+
+_DRAWS = (
+    "bernoulli", "bernoulli_", "cauchy_", "exponential_", "geometric_", "log_normal_", "multinomial", "native_dropout",
+    "normal", "normal_", "poisson", "rand_like", "randint_like", "randn_like", "random_", "uniform_",
+)  # fmt: skip
+
+
+@contextlib.contextmanager
+def sharded_draws(draw: Callable[[Any, Any, Any], Any]) -> Iterator[None]:
+    """Context in which `draw` is what operators that draw do with a DTensor, whose own draws are each shard's."""
+    from torch.distributed.tensor import DTensor
+
+    handlers = DTensor._op_dispatcher._custom_op_handlers
+    packets = [getattr(torch.ops.aten, name) for name in _DRAWS]
+    operators = [getattr(packet, name) for packet in packets for name in packet.overloads()]
+    before = dict(handlers)
+    handlers.update(dict.fromkeys(operators, draw))
+    try:
+        yield
+    finally:
+        handlers.clear()
+        handlers.update(before)

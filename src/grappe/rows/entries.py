@@ -16,7 +16,7 @@ from grappe.rows import functions  # noqa: F401  # it fills the table
 from grappe.rows.context import NOW
 from grappe.rows.gradients import GradientSums
 from grappe.rows.layout import PARTIAL
-from grappe.rows.own import OwnRows, as_rows
+from grappe.rows.own import OwnRows, as_rows, made_of
 from grappe.rows.regions import FromLocal
 
 
@@ -28,6 +28,7 @@ def entries(sums: GradientSums) -> list[tuple[Any, str, Callable[[Any], Any]]]:
     return [
         (Function, "apply", _applying),
         (saved_tensors_hooks, "__init__", _hooking),
+        (torch.jit.ScriptFunction, "__call__", _scripted),
         (torch.autograd, "grad", lambda plain: _with_twins(plain, sums)),
         (torch.autograd, "backward", lambda plain: _with_inputs(plain, sums)),
         *((owner, name, _with_rows) for owner, name in TRANSFORM_ENTRIES),
@@ -40,6 +41,14 @@ def _applying(plain: Any) -> Any:
         return plain.__func__(cls, *map(as_rows, arguments), **options)
 
     return classmethod(apply)
+
+
+def _scripted(plain: Callable[..., Any]) -> Callable[..., Any]:
+    def call(self: Any, *arguments: Any, **options: Any) -> Any:
+        arguments, options = tree_map(as_rows, (arguments, options))
+        return plain(self, *arguments, **options)
+
+    return call
 
 
 def _hooking(plain: Callable[..., None]) -> Callable[..., None]:
@@ -64,6 +73,7 @@ def _with_rows(plain: Callable[..., Any]) -> Callable[..., Any]:
 
 def _in_graphs(tensors: Any, sums: GradientSums) -> tuple[list[Any], list[Any]]:
     """Returns, for tensors whose gradients are asked for, those of torch's graph, and the twins that are in it."""
+    tensors = [made_of(each) for each in tensors]
     found_twins = sums.twins(tensors)
     return [_in_graph(each) if type(each) is OwnRows else each for each in tensors], found_twins
 
@@ -90,7 +100,7 @@ def _with_twins(plain: Callable[..., Any], sums: GradientSums) -> Callable[..., 
         only_inputs: bool = True, allow_unused: Any = None, is_grads_batched: bool = False,
         materialize_grads: bool = False,
     ) -> tuple[Any, ...]:  # fmt: skip
-        asked = [inputs] if isinstance(inputs, Tensor) else list(inputs)
+        asked = [made_of(each) for each in ([inputs] if isinstance(inputs, Tensor) else inputs)]
         outputs, grad_outputs = tree_map(as_rows, (outputs, grad_outputs))
         graph, twins = _in_graphs(asked, sums) if all(isinstance(each, Tensor) for each in asked) else (asked, [])
         added = [each for each in twins if each is not None]

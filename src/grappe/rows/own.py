@@ -27,7 +27,7 @@ from grappe.private_api.torch import (
 from grappe.rows.context import NOW
 from grappe.rows.layout import Placement, dense_stride, is_dense
 from grappe.rows.regions import FromLocal, ToLocal
-from grappe.rows.tensor import Rows, own_local, own_memory, settle, written
+from grappe.rows.tensor import Rows, own_local, own_memory, own_of, settle, written
 
 FUNCTIONS: dict[Any, tuple[Callable[[Any, Any, Any], Any], int]] = {}
 """By function: its rule, and a number of it that all processes have.
@@ -157,7 +157,7 @@ def _no_rule(what: str, instead: str) -> GrappeError:
 
 def as_own(value: Any) -> Any:
     """Returns rows as a module's; other values as they are."""
-    if type(value) is not Rows:
+    if type(value) is not Rows or transforms_active():  # an own part would have no tangent
         return value
     cell = value._cell
     place = cell.layout.placement
@@ -192,7 +192,49 @@ def as_rows(value: Any) -> Any:
     rows._cell.lend(value._memory)
     if rows.requires_grad or not local.requires_grad:  # not under no_grad
         value._rows = rows, version
+    if rows.grad_fn is not None:
+        rows.grad_fn.local = local  # type: ignore[attr-defined]
     return rows
+
+
+def made_of(value: Any) -> Any:
+    """Returns a module's rows that rows were made of, from which its other results come; other values as they are."""
+    node = value.grad_fn if type(value) is Rows else None
+    local = getattr(node, "local", None)
+    if node is None or local is None or node.next_functions[0] != (local.grad_fn, local.output_nr):
+        return value
+    return new_own(local, node.placement)  # type: ignore[attr-defined]
+
+
+def _asking(name: str) -> Callable[..., Any]:
+    plain = getattr(Tensor, name)
+
+    def ask(self: Rows, *arguments: Any) -> Any:
+        own = made_of(self)
+        return plain(self, *arguments) if own is self else getattr(own, name)(*arguments)
+
+    return ask
+
+
+class _Gradient:
+    """The gradient of rows, which those that they were made of may have."""
+
+    def __get__(self, rows: Any, kind: Any = None) -> Any:
+        if rows is None:
+            return self
+        own = made_of(rows)
+        return _grad.__get__(rows) if own is rows else own.grad
+
+    def __set__(self, rows: Any, new: Any) -> None:
+        own = made_of(rows)
+        if own is not rows:
+            rows, new = own._local, None if new is None else own_of(new, own._place)
+        _grad.__set__(rows, new)
+
+
+_grad: Any = Tensor.grad
+Rows.register_hook, Rows.retain_grad = map(_asking, ("register_hook", "retain_grad"))  # type: ignore[method-assign]
+Rows.grad = _Gradient()  # type: ignore[assignment]
 
 
 def with_own_rows(call: Callable[..., Any], arguments: Any, options: Any) -> Any:

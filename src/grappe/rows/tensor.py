@@ -231,6 +231,11 @@ def refuse_kinds(operator: Any, types: Any) -> None:
     if all(kind is Rows or issubclass(kind, fake_tensor_type()) for kind in types):
         return
     kinds = ", ".join(sorted({f"{kind.__module__}.{kind.__qualname__}" for kind in types if kind is not Rows}))
+    if "DTensor" in kinds:
+        raise GrappeError(
+            f"{operator} takes rows of a batch together with a parameter that is in parts under shard "
+            f"({NOW.context.line()}): use replicate instead"
+        )
     raise GrappeError(
         f"{operator} takes rows of a batch together with {kinds} ({NOW.context.line()}): make either plain"
     )

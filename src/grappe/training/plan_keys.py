@@ -9,8 +9,11 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import gc
+import sys
+import types
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,7 +26,8 @@ from grappe.data.collate import in_float64
 from grappe.errors import TaskError
 from grappe.launch.world import World
 from grappe.plan import Plan
-from grappe.private_api.torch import gradient_hooks, tree_map
+from grappe.private_api.torch import gradient_hooks, sharded_draws, tree_leaves, tree_map
+from grappe.rows.context import NOW
 from grappe.step.precision import LossScale, set_gpu_arithmetic
 from grappe.training.interception import PLANS_FORWARD, alive, parameters_of, replaced
 
@@ -88,11 +92,13 @@ class PlanKeys:
         old = [each for each in before if after[before[each]] is not each]
         if any(any(gradient_hooks(each)) for each in old):
             raise TaskError("a hook of a parameter's gradient would have none under shard: leave shard out")
-        if old and any(each is not before and each is not old for each in gc.get_referrers(*old)):
-            raise TaskError(
-                "the script keeps parameters in a variable of its own, which would not be those that shard trains: "
-                "write model.parameters() where it uses them"
-            )
+        renewed = {id(each): after[before[each]] for each in old}
+        for owner in gc.get_referrers(*old) if old else ():
+            if owner is not before and owner is not old and not _rebound(owner, renewed):
+                raise TaskError(
+                    f"the script keeps parameters in {_variable(owner, renewed)}, which would not be those that shard "
+                    "trains: write model.parameters() where it uses them, or del of what a loop has left"
+                )
 
     def _apply(self, model: nn.Module, units: Sequence[nn.Module] | None) -> None:
         from grappe.parallel.parallelize import prepare_made
@@ -158,6 +164,25 @@ class PlanKeys:
         schedule.step = lambda *arguments, **options: None if self.skipped else step(*arguments, **options)  # type: ignore[method-assign]
 
 
+def _rebound(owner: Any, renewed: Mapping[int, Tensor]) -> bool:
+    """Has a list's or a dictionary's items, and so a script's global variables, be the parameters of a shard."""
+    if not isinstance(owner, list | dict) or (isinstance(owner, dict) and any(id(key) in renewed for key in owner)):
+        return False
+    for key, value in [*(owner.items() if isinstance(owner, dict) else enumerate(owner))]:
+        if id(value) in renewed:
+            owner[key] = renewed[id(value)]
+    return True
+
+
+def _variable(owner: Any, renewed: Mapping[int, Tensor]) -> str:
+    """Names the variable of a script that keeps parameters."""
+    if isinstance(owner, types.FrameType):
+        name = next((name for name, each in owner.f_locals.items() if id(each) in renewed), "a variable")
+        return f"{name} ({Path(owner.f_code.co_filename).name}, {owner.f_code.co_name}())"
+    names = vars(sys.modules["__main__"])
+    return next((name for name, each in names.items() if each is owner), f"a {type(owner).__name__} of its own")
+
+
 def _taking_float64(forward: Callable[..., Any]) -> Callable[..., Any]:
     return lambda *arguments, **options: forward(*in_float64(arguments), **in_float64(options))
 
@@ -204,5 +229,54 @@ def shards_whole() -> Iterator[None]:
 
         return filled
 
-    with replaced((torch, "save", saving), (nn.Module, "load_state_dict", filling)):
+    def restoring(restore: Callable[..., Any]) -> Callable[..., Any]:
+        def restored(optimizer: Optimizer, *arguments: Any, **options: Any) -> Any:
+            made = restore(optimizer, *arguments, **options)
+            for own, state in optimizer.state.items():
+                if not isinstance(own, DTensor):
+                    continue
+                for name, value in state.items():
+                    if type(value) is Tensor and value.shape == own.shape:
+                        state[name] = distribute_tensor(value, own.device_mesh, own.placements, src_data_rank=None)
+            return made
+
+        return restored
+
+    def once(plain: Callable[..., Any], place: int) -> Callable[..., Any]:
+        def derive(*arguments: Any, **options: Any) -> Any:
+            if options.get("create_graph") or any(arguments[place : place + 1]):
+                raise TaskError(
+                    f"{NOW.context.line()} takes a derivative of a derivative, for which shard has freed the weights: "
+                    "use replicate instead"
+                )
+            return plain(*arguments, **options)
+
+        return derive
+
+    def drawn(operator: Any, arguments: Any, options: Any) -> Any:
+        like = next(each for each in tree_leaves((arguments, options)) if isinstance(each, DTensor))
+
+        def shards(each: Any) -> Any:
+            is_like = isinstance(each, Tensor) and each.shape == like.shape
+            return distribute_tensor(each, like.device_mesh, like.placements, src_data_rank=None) if is_like else each
+
+        every, rest = tree_map(
+            lambda each: gathered(each).clone() if each is like else gathered(each), (arguments, options)
+        )
+        made = tree_map(shards, operator(*every, **rest))
+        if operator.overloadpacket.__name__.endswith("_"):
+            like.to_local().copy_(made.to_local())
+            return like
+        return made
+
+    with (
+        replaced(
+            (torch, "save", saving),
+            (nn.Module, "load_state_dict", filling),
+            (Optimizer, "load_state_dict", restoring),
+            (torch.autograd, "backward", lambda plain: once(plain, 3)),
+            (torch.autograd, "grad", lambda plain: once(plain, 4)),
+        ),
+        sharded_draws(drawn),
+    ):
         yield

@@ -31,6 +31,7 @@ from grappe.private_api.torch import (
     MapFetcher,
     has_backward_hooks,
     is_observed,
+    transforms_active,
     tree_leaves,
     tree_map,
 )
@@ -174,7 +175,8 @@ class SpreadSteps(StepHandler):
                     self._modules[module] = self._registered
                     self._registered += 1
                 self._keys.prepare(module, self._optimizers)
-                if self._several and not isinstance(module, LossBase):
+                is_derived = transforms_active() or torch.jit.is_tracing()
+                if self._several and not (is_derived or isinstance(module, LossBase)):
                     arguments, options = self._arguments(module, arguments, options)
                     if self._runs_own(module):
                         return with_own_rows(functools.partial(plain, module), arguments, options)
@@ -347,7 +349,9 @@ class SpreadSteps(StepHandler):
             values = (*others, *(each for kind in inner for each in kind.buffers(recurse=False)))
             tensors |= {(first, number): each for number, each in enumerate(values)}
         plain = {key: each for key, each in tensors.items() if type(each) in (Tensor, nn.Parameter)}
-        sums = {key: repr(float(each.detach().double().sum())) for key, each in plain.items()}
+        plain = {key: each.detach() for key, each in plain.items() if not each.is_meta}
+        kinds = {key: torch.promote_types(each.dtype, torch.float64) for key, each in plain.items()}  # or complex
+        sums = {key: repr(each.to(kinds[key]).sum().item()) for key, each in plain.items()}
         if any(sums[key] != other[key] for other in self._world.gather(sums) for key in sums.keys() & other.keys()):
             raise DivergedError(
                 f"the processes' weights or buffers differ after {self.steps} steps: the script makes them from what "

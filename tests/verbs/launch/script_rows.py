@@ -516,4 +516,161 @@ for rows, labels in DataLoader(TensorDataset(x, y), 8, drop_last=True):
     print(f"{loss.item():.6f} {h.norm():.6f}")
 weights = [*model.parameters(), *cell.parameters(), h]
 """,
+    "counts that a library sums over the processes that it sees": """
+model, counts = nn.Linear(36, 3), torch.zeros(3)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for rows, labels in loader:
+    output = model(rows.flatten(1))
+    loss = F.cross_entropy(output, labels)
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+    counts += torch.bincount(output.argmax(1), minlength=3)
+if torch.distributed.is_available() and torch.distributed.is_initialized():  # as torchmetrics has it
+    torch.distributed.all_reduce(counts)
+print(counts.tolist())
+weights = [*model.parameters(), counts]
+""",
+    "gradients of what a module returns, from which it has computed more": """
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.head = nn.Linear(36, 6), nn.Linear(6, 3)
+
+    def forward(self, rows):
+        features = torch.tanh(self.first(rows)) + 1
+        return features, self.head(features)
+
+model = Net()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for rows, labels in loader:
+    features, output = model(rows.flatten(1))
+    (path,) = torch.autograd.grad(output.square().sum(), features, create_graph=True)
+    features.retain_grad()
+    features.register_hook(lambda gradient: gradient * 0.5)
+    optimizer.zero_grad()
+    loss = F.cross_entropy(output, labels) + 0.1 * path.square().mean() + 0.01 * features.square().mean()
+    loss.backward()
+    optimizer.step()
+    print(f"{loss.item():.6f} {path.sum():.6f} {features.grad.abs().sum():.6f}")
+    features.grad = features.detach()
+    print(f"{features.grad.sum():.6f}")
+    features.grad = None
+    print(features.grad)
+    features, output = model(rows.flatten(1))
+    F.cross_entropy(output, labels).backward(inputs=[features])
+    print(f"{features.grad.abs().sum():.6f}")
+    features, output = model(rows.flatten(1))
+    features.register_hook(lambda gradient: gradient * 0.5)
+    features.mul_(2).register_hook(lambda gradient: gradient * 3)
+    optimizer.zero_grad()
+    features.square().mean().backward()
+    print(f"{model.first.weight.grad.abs().sum():.6f}")
+weights = [*model.parameters()]
+""",
+    "derivatives by torch.func and in forward mode, of a module with and without a loader's rows": """
+from torch.autograd import forward_ad
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.head = nn.Linear(36, 6), nn.Linear(6, 3)
+
+    def forward(self, rows):
+        hidden = self.first(rows)
+        if forward_ad.unpack_dual(hidden).tangent is None:
+            with forward_ad.dual_level():
+                dual = forward_ad.make_dual(hidden.detach(), torch.ones_like(hidden))
+                print(f"{forward_ad.unpack_dual(torch.tanh(dual)).tangent.sum():.6f}")
+        return self.head(torch.tanh(hidden))
+
+model = Net()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for rows, labels in loader:
+    rows = rows.flatten(1)
+    with forward_ad.dual_level():
+        dual = forward_ad.make_dual(rows, torch.ones_like(rows))
+        print(f"{forward_ad.unpack_dual(model(dual)).tangent.square().sum():.6f}")
+    value, tangent = torch.func.jvp(model, (rows,), (torch.ones_like(rows),))
+    print(f"{value.sum():.6f} {tangent.square().sum():.6f}")
+    optimizer.zero_grad()
+    F.cross_entropy(model(rows), labels).backward()
+    optimizer.step()
+bias = model.head.bias.detach()
+model.forward = lambda rows: model.head(torch.tanh(model.first(rows)))
+for given, wanted in ((x.flatten(1), y), (rows, labels)):
+    loss = lambda bias: F.cross_entropy(torch.func.functional_call(model, {"head.bias": bias}, (given,)), wanted)
+    print(f"{torch.func.hessian(loss)(bias).square().sum():.6f}")
+    print(f"{torch.func.jacrev(lambda rows: model(rows).sum(0))(given).square().sum():.6f}")
+weights = [*model.parameters()]
+""",
+    "functions of TorchScript in a module, and a module that is traced": """
+@torch.jit.script
+def gelu(value):
+    return value * 0.5 * (1 + torch.erf(value / 1.41421))
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.head = nn.Linear(36, 6), nn.Linear(6, 3)
+
+    def forward(self, rows):
+        return self.head(gelu(self.first(rows)))
+
+for model in (Net(), torch.jit.trace(nn.Sequential(nn.Linear(36, 6), nn.Tanh(), nn.Linear(6, 3)), torch.randn(16, 36))):
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for rows, labels in loader:
+        loss = F.cross_entropy(model(rows.flatten(1)), labels)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        print(f"{loss.item():.6f}")
+weights = [*model.parameters()]
+""",
+    "a thread that loads batches ahead": """
+import queue, threading
+
+class Ahead(threading.Thread):
+    def __init__(self, batches):
+        super().__init__(daemon=True)
+        self.batches, self.queue = batches, queue.Queue(2)
+        self.start()
+
+    def run(self):
+        for batch in self.batches:
+            self.queue.put(batch)
+        self.queue.put(None)
+
+model = nn.Sequential(nn.Flatten(), nn.Linear(36, 6), nn.Dropout(0.1), nn.Linear(6, 3))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for epoch in range(2):
+    for rows, labels in iter(Ahead(iter(loader)).queue.get, None):
+        loss = F.cross_entropy(model(rows), labels)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        print(f"{loss.item():.6f}")
+weights = [*model.parameters()]
+""",
+    "a module without numbers, and complex weights": """
+class Waves(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight, self.head = nn.Parameter(torch.randn(19, dtype=torch.complex128)), nn.Linear(36, 3)
+
+    def forward(self, rows):
+        return self.head(torch.fft.irfft(torch.fft.rfft(rows) * self.weight, n=36))
+
+model = Waves()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+outline = copy.deepcopy(model).to("meta")
+for rows, labels in loader:
+    output = torch.func.functional_call(outline, dict(model.named_parameters()), (rows.flatten(1),))
+    loss = F.cross_entropy(output, labels)
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+    print(f"{loss.item():.6f}")
+weights = [torch.view_as_real(model.weight), *model.head.parameters()]
+""",
 }

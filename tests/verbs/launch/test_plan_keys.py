@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from grappe.errors import EXIT_INTERRUPTED, PlanError, TaskError
+from grappe.errors import EXIT_INTERRUPTED, GrappeError, PlanError, ProcessDied, TaskError
 from grappe.training.run import Run
 from grappe.verbs.launch.launch import launch
 from tests.needs import need
@@ -180,14 +180,14 @@ def test_a_run_that_cannot_be_resumed_says_so(
         ("microbatches=2", PlanError, "and no microbatches: describe it as a task"),
         ("dropout=local,replicate=2", PlanError, "and no dropout=local"),
         ("compile,replicate=2", PlanError, "compile on several processes is not for an unedited script"),
-        ("shard=2", TaskError, "the script keeps parameters in a variable of its own"),
+        ("shard=2", TaskError, "the script keeps parameters in kept, which"),
     ],
 )
 def test_a_key_that_a_script_cannot_have_is_refused(
     tmp_path: Path, plan: str, error: type[Exception], why: str
 ) -> None:
     file = tmp_path / "train.py"
-    file.write_text(SCRIPT.replace("model = Net()", "model = Net()\nkept = list(model.parameters())"))
+    file.write_text(SCRIPT.replace("model = Net()", "model = Net()\nkept = tuple(model.parameters())"))
     with pytest.raises(error, match=why):
         launch(file, ["out", "whole"], plan + CPU, base=tmp_path)
 
@@ -250,3 +250,68 @@ def test_batchnorm_local_normalises_a_process_s_own_rows(tmp_path: Path, monkeyp
         optimizer.step()
     for name, tensor in torch.load("out").items():
         torch.testing.assert_close(tensor, model.state_dict()[name], rtol=1e-5, atol=1e-6)
+
+
+TRAINING = """
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, TensorDataset
+
+torch.manual_seed(0)
+x, y = torch.randn(40, 6), torch.randint(0, 3, (40,))
+model = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 3))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+kept, named = list(model.parameters()), dict(model.named_parameters())
+for each in model.parameters():
+    nn.init.uniform_(each.data, -0.3, 0.3)
+for number, (rows, labels) in enumerate(DataLoader(TensorDataset(x, y), 8)):
+    optimizer.zero_grad()
+    loss = F.cross_entropy(model(rows), labels)
+    loss.backward()
+    nn.utils.clip_grad_norm_([*kept[:2], named["2.weight"], each], 0.5)
+    optimizer.step()
+    {after}
+    print(f"{loss.item():.5f}")
+"""
+OWN_CODE = {
+    "an optimizer's state from a file": """torch.save(optimizer.state_dict(), "state.pt")
+    optimizer.load_state_dict(torch.load("state.pt"))""",
+    "draws like a parameter": """for each in model.parameters():
+        each.data += 0.1 * torch.randn_like(each.data) + torch.empty_like(each.data).uniform_(0, 0.1)""",
+}
+
+
+@pytest.mark.parametrize("name", OWN_CODE)
+def test_a_script_s_own_code_with_shards_is_as_on_one_process(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("train.py").write_text(TRAINING.replace("{after}", OWN_CODE[name]))
+    lines = []
+    for plan in ("replicate=1", "shard=2"):
+        assert launch("train.py", [], plan + CPU) == 0
+        lines.append(capfd.readouterr().out)
+    assert lines[0] == lines[1]
+
+
+@pytest.mark.parametrize(
+    ("after", "error", "why"),
+    [
+        (
+            "model(rows).sum().backward(create_graph=True)",
+            TaskError,
+            r"train\.py:20 takes a derivative of a derivative",
+        ),
+        ("torch.autograd.grad(model(rows).sum(), rows, create_graph=True)", TaskError, r"train\.py:20 .*use replicate"),
+        ("model[0].weight.data.add_(torch.ones(8, 6))", ProcessDied, "a parameter is in parts under shard"),
+        ("print(rows @ model[0].weight.data.T)", GrappeError, r"in parts under shard \(train\.py:20\): use replicate"),
+    ],
+)
+def test_what_shards_cannot_give_a_script_is_refused(
+    after: str, error: type[Exception], why: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("train.py").write_text(TRAINING.replace("{after}", after))
+    with pytest.raises(error, match=why):
+        launch("train.py", [], f"shard=2{CPU}")

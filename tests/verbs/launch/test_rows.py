@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import sqlite3
 import subprocess
 import sys
 from pathlib import Path
@@ -10,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from grappe.errors import DivergedError
+from grappe.errors import DivergedError, TaskError
 from grappe.verbs.launch.launch import launch
 from tests.verbs.launch.script_rows import HEAD, SCRIPTS
 
@@ -184,14 +186,16 @@ def test_what_is_not_split_and_what_is_gathered_is_told(
 
 
 APART = """
+import contextlib
 import os
+import sqlite3
 import torch
 
 model = torch.nn.Linear(3, 1)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 for number in range(3):
     if number >= {first}:
-        rows = torch.full((8, 3), float(os.getpid() % 97))  # as of a queue that each process fills in its own order
+        rows = torch.full((8, 3), float(int(os.readlink("/proc/self")) % 97))  # as of a queue of each process
     else:
         rows = torch.ones(8, 3)
     optimizer.zero_grad()
@@ -211,3 +215,76 @@ def test_batches_that_differ_between_processes_are_refused_before_they_train(
     with pytest.raises(DivergedError, match=r"not the same batch.*train.py:1[35]"):
         launch("train.py", [], "replicate=2,device=cpu,threads=1")
     assert capfd.readouterr().out.count("step") == first
+
+
+FILES = """
+import os, sqlite3
+import torch
+
+model = torch.nn.Linear(3, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+if os.path.exists("log.db"):
+    os.remove("log.db")
+log = sqlite3.connect("log.db")
+log.execute("create table losses (step int, value real)")
+for step in range(3):
+    loss = model(torch.ones(8, 3)).square().mean()
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+    log.execute("insert into losses values (?, ?)", (step, loss.item()))
+    log.commit()
+    with sqlite3.connect("log.db") as other:
+        total = other.execute("select sum(value) from losses").fetchone()
+        other.execute("insert into losses values (?, ?)", (-1, *total))
+"""
+
+
+def test_other_processes_than_the_first_write_a_copy_of_a_database(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").write_text(FILES)
+    for _ in range(2):
+        assert launch("train.py", [], "replicate=3,device=cpu,threads=1") == 0
+        with contextlib.closing(sqlite3.connect("log.db")) as log:
+            assert [step for (step,) in log.execute("select step from losses")] == [0, -1, 1, -1, 2, -1]
+
+
+NAMES = """
+import os, tempfile
+import numpy as np
+import torch
+
+model = torch.nn.Linear(3, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+kept = tempfile.mkdtemp()
+handle, file = tempfile.mkstemp()
+os.close(handle)
+os.makedirs(f"runs_{os.getpid()}/inside")
+with tempfile.TemporaryDirectory() as folder:
+    for step in range(3):
+        loss = model(torch.ones(8, 3)).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        for place in (f"{kept}/w", file, f"runs_{os.getpid()}/inside/w", f"{folder}/w"):
+            torch.save(model.state_dict(), place)
+            model.load_state_dict(torch.load(place))
+print(os.path.exists(folder), os.path.exists(file), len(os.listdir(kept)))
+if os.path.exists("map"):
+    np.memmap("map", mode="r+")
+"""
+
+
+def test_temporary_files_and_process_numbers_are_process_0_s(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").write_text(NAMES)
+    assert launch("train.py", [], "replicate=3,device=cpu,threads=1") == 0
+    assert capfd.readouterr().out == "False True 1\n"
+    assert len(list(tmp_path.glob("runs_*"))) == 1
+    (tmp_path / "map").write_bytes(b"0" * 8)
+    with pytest.raises(TaskError, match=r"train\.py:23 writes a file by np\.memmap"):
+        launch("train.py", [], "replicate=2,device=cpu,threads=1")

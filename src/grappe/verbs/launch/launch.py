@@ -313,10 +313,24 @@ def run_script(request: ScriptRequest, process: ProcessRank, rendezvous_folder: 
             if process.rank:
                 time.sleep(LATER_SECONDS)
                 message = f"{message}\n{shown}"
+                if isinstance(error, OSError) and request.run is not None:
+                    message = f"{message}{_OTHER_NAME}"
+            if request.run is not None and any(text in str(error) for text in _OF_SHARDS):
+                message = f"{message}\n{_SHARDED}"
             raise ProcessDied(message) from error
     if process.rank and request.run is None and code not in (EXIT_OK, EXIT_INTERRUPTED, INTERRUPTED):
         raise SystemExit(code)
     return code
+
+
+_OF_SHARDS = ("got mixed torch.Tensor and DTensor", "not supported for tensor subclasses")
+_SHARDED = (
+    "Outside of its model a parameter is in parts under shard: use replicate instead, or take parameter.full_tensor()"
+)
+_OTHER_NAME = (
+    "A file's name by datetime.now() or id() is another one in each process: make it by time.time(), which is process "
+    "0's in all"
+)
 
 
 def _exit_code(end: SystemExit) -> int:

@@ -33,6 +33,7 @@ from grappe.profiling.phases import BACKWARD, CHECKPOINT, DATA, EVALUATION, FORW
 from grappe.rows.tensor import full
 from grappe.training.interception import (
     Begin,
+    MainThread,
     StepHandler,
     alive,
     modules_alive,
@@ -128,6 +129,7 @@ class RecordedSteps(StepHandler):
             loading=lambda: None,
         )  # fmt: skip
         self.step = 0
+        self._main = MainThread()
         self._folder: ScriptFolder | None = None
         self._stop, self._signals, self._last = StopSignal(), signals, last
         self._unwritten = contextlib.ExitStack()
@@ -189,6 +191,10 @@ class RecordedSteps(StepHandler):
 
     def _source(self, made: Iteration) -> Iterator[Any]:
         """Yields whole batches; a step ends between two of them."""
+        if not self._main and made.plain is not None:  # a step ends in the main thread, where others are told
+            self._unsaved = "a thread of the script loads its batches"
+            yield from made.plain
+            return
         self._live[made.number] = made
         shapes = self._replay.batches(made) if self._replay is not None and made.plain is None else None
         try:

@@ -13,7 +13,9 @@ import os
 import random
 import secrets
 import shutil
+import sqlite3
 import sys
+import tempfile
 import time
 import timeit
 import uuid
@@ -27,12 +29,15 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import get_worker_info
 
+from grappe.errors import TaskError
 from grappe.errors.user_line import is_users_file
 from grappe.launch.world import World
+from grappe.rows.context import NOW
 from grappe.training.interception import MainThread, replaced
 
 T = TypeVar("T")
 TORCH = f"{Path(torch.__file__).parent}/"
+process_id = os.getpid
 COMPILERS = (f"{TORCH}_inductor", f"{TORCH}_dynamo", f"{Path(TORCH).parent}/triton")
 CLOCKS = (
     *((time, name) for name in ("time", "perf_counter", "monotonic", "process_time")),
@@ -71,8 +76,24 @@ def surroundings_shared(world: World) -> Iterator[None]:
         return
     # For processes that a script spawns instead of forking: sets of texts have one order in data workers, too.
     os.environ.setdefault("PYTHONHASHSEED", str(world.share(secrets.randbits(32))))
-    with _files_ordered(world), _clocks_shared(world), _entropy_shared(world.share(secrets.randbits(256))):
+    first, main = world.share(process_id()), MainThread()
+
+    def getpid(plain: Callable[[], int]) -> Callable[[], int]:
+        return lambda: first if by_script(sys._getframe(1)) and main else plain()
+
+    hidden = replaced((dist, "is_initialized", _hidden), (os, "getpid", getpid))
+    with hidden, _files_ordered(world), _clocks_shared(world), _entropy_shared(world.share(secrets.randbits(256))):
         yield
+
+
+def _hidden(plain: Callable[[], bool]) -> Callable[[], bool]:
+    """Shows one process to what asks for several, as a library that would sum counts which are all rows' already."""
+
+    def is_initialized() -> bool:
+        asking = sys._getframe(1).f_globals.get("__name__", "").partition(".")[0]
+        return asking in ("torch", "grappe") and plain()
+
+    return is_initialized
 
 
 # ---- Files -------------------------------------------------------------------------------------------------
@@ -87,9 +108,22 @@ class _Order:
         self._changes = False
         """Whether a change runs, whose own reads and writes are process 0's alone."""
 
+    def asks(self, frame: FrameType) -> bool:
+        """Returns whether a call at a frame is the script's, in the thread that sends messages."""
+        return not self._changes and by_script(frame) and bool(self._main)
+
+    @contextlib.contextmanager
+    def alone(self) -> Iterator[None]:
+        """Context in which what is read and written is this process's own."""
+        self._changes = True
+        try:
+            yield
+        finally:
+            self._changes = False
+
     def read(self, frame: FrameType) -> None:
         """Waits until process 0 has written all that the script has before this. Collective after a write."""
-        if not self._changes and by_script(frame) and self._main:
+        if self.asks(frame):
             if self._has_written:
                 self._world.barrier()
             self._has_read, self._has_written = True, False
@@ -100,7 +134,7 @@ class _Order:
         Args:
             instead: run on the other processes, unless the change raised an error, which all then raise.
         """
-        if self._changes or not (by_script(frame) and self._main):
+        if not self.asks(frame):
             return change()
         if self._has_read:
             self._world.barrier()
@@ -109,14 +143,12 @@ class _Order:
             if (error := self._world.share(None)) is not None:
                 raise error
             return instead()
-        self._changes = True
         try:
-            value = change()
+            with self.alone():
+                value = change()
         except OSError as error:
             self._world.share(error)
             raise
-        finally:
-            self._changes = False
         self._world.share(None)
         return value
 
@@ -162,7 +194,36 @@ def _files_ordered(world: World) -> Iterator[None]:
 
         return saved
 
+    def naming(plain: Callable[..., Any]) -> Callable[..., Any]:
+        def named(*arguments: Any, **options: Any) -> Any:
+            frame = _past_tempfile(sys._getframe(1))
+            if not order.asks(frame):
+                return plain(*arguments, **options)
+            made: Any = order.write(frame, lambda: plain(*arguments, **options), lambda: None)
+            shared = world.share(made)
+            return (os.open(os.devnull, os.O_RDWR), shared[1]) if made is None and plain is mkstemp else made or shared
+
+        return named
+
+    def cleaning(plain: Callable[..., None]) -> Callable[..., None]:
+        return lambda folder: order.write(_past_tempfile(sys._getframe(1)), lambda: plain(folder), lambda: None)
+
+    def mapping(plain: Any) -> Callable[..., Any]:
+        def mapped(
+            kind: Any, file: Any, dtype: Any = np.uint8, mode: str = "r+", *arguments: Any, **options: Any
+        ) -> Any:
+            if mode in ("r+", "w+", "readwrite", "write") and order.asks(sys._getframe(1)):
+                raise TaskError(
+                    f"{NOW.context.line()} writes a file by np.memmap, which each process would do: np.save an array, "
+                    'and read it by np.load(file, mmap_mode="r")'
+                )
+            return plain(kind, file, dtype, mode, *arguments, **options)
+
+        return mapped
+
+    mkstemp = tempfile.mkstemp
     with contextlib.ExitStack() as inside:
+        connecting = functools.partial(_connecting, world, order, inside)
         if world.rank:
             inside.enter_context(writing_nothing())
         inside.enter_context(
@@ -171,9 +232,49 @@ def _files_ordered(world: World) -> Iterator[None]:
                 *((owner, name, changing) for owner, name in (*CHANGING, (os, "mkdir"))),
                 *((owner, "open", opening) for owner in (builtins, io)),
                 (torch, "save", saving),
+                *((tempfile, name, naming) for name in ("mkdtemp", "mkstemp")),
+                (tempfile.TemporaryDirectory, "cleanup", cleaning),
+                (np.memmap, "__new__", mapping),
+                (sqlite3, "connect", connecting),
+                (sqlite3.dbapi2, "connect", connecting),
             )
         )
         yield
+
+
+def _past_tempfile(frame: FrameType) -> FrameType:
+    while frame.f_globals.get("__name__") == "tempfile" and frame.f_back is not None:
+        frame = frame.f_back
+    return frame
+
+
+def _connecting(
+    world: World, order: _Order, inside: contextlib.ExitStack, plain: Callable[..., Any]
+) -> Callable[..., Any]:
+    """Has other processes than the first, which alone writes a database, work on a copy of it."""
+    copies: dict[Path, Path] = {}
+    folder = functools.cache(lambda: Path(inside.enter_context(tempfile.TemporaryDirectory())))
+
+    def connected(database: Any, *arguments: Any, **options: Any) -> Any:
+        file, frame = os.fsdecode(database), sys._getframe(1)
+        if file in ("", ":memory:") or not order.asks(frame):
+            return plain(database, *arguments, **options)
+        if options.get("uri") and file.startswith("file:"):
+            raise TaskError(f"{NOW.context.line()} gives sqlite3.connect a URI: give it the file's path")
+        path = Path(file).absolute()
+        world.barrier()
+        with order.alone():
+            if world.rank and path.parent.is_dir():  # else all have process 0's error
+                if path not in copies or not path.exists():
+                    copies[path] = folder() / str(secrets.randbits(64))
+                    if path.exists():
+                        with contextlib.closing(plain(path)) as source, contextlib.closing(plain(copies[path])) as copy:
+                            source.backup(copy)
+                path = copies[path]
+            world.barrier()
+            return plain(path, *arguments, **options)
+
+    return connected
 
 
 class _Nowhere(io.FileIO):
@@ -283,15 +384,15 @@ def _clocks_shared(world: World) -> Iterator[None]:
 @contextlib.contextmanager
 def _entropy_shared(seed: int) -> Iterator[None]:
     """Context in which seeds that the system would draw are drawn from one seed, in data workers from torch's."""
-    process, stream = os.getpid(), random.Random(seed)
+    process, stream = process_id(), random.Random(seed)
     in_workers: dict[int, random.Random] = {}
 
     def drawn(bits: int) -> int:
-        if os.getpid() == process:
+        if process_id() == process:
             return stream.getrandbits(bits)
         if get_worker_info() is None:
             return secrets.randbits(bits)
-        return in_workers.setdefault(os.getpid(), random.Random(torch.initial_seed())).getrandbits(bits)
+        return in_workers.setdefault(process_id(), random.Random(torch.initial_seed())).getrandbits(bits)
 
     def urandom(plain: Callable[[int], bytes]) -> Callable[[int], bytes]:
         return lambda size: drawn(8 * size).to_bytes(size, "little") if by_script(sys._getframe(1)) else plain(size)
