@@ -54,7 +54,7 @@ class Plan:
     domain: int = 1
     """Domain (or context) parallelism: processes that each hold a part of every sample: of its height, its length."""
     cut: Literal["sample", "batch"] = "sample"
-    """What domain cuts: each sample, or the batch by rows, of which every function and the loss then see all."""
+    """Tensors that domain cuts: each sample's, or the batch's by rows: then functions and the loss see all."""
     microbatches: int = 1
     """Microbatches of a process's slice: for gradient accumulation and for pipelines."""
     precision: Literal["fp32", "tf32", "bf16", "fp16", "fp64"] = "fp32"

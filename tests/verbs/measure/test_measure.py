@@ -176,7 +176,7 @@ torch.manual_seed(0)
 print("its own line")
 data = TensorDataset(torch.randn(200, 16), torch.randint(0, 3, (200,)))
 model = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 3))
-own = list(model.parameters()) if "own" in sys.argv else []
+own = tuple(model.parameters()) if "own" in sys.argv else []
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 for epoch in range(int(sys.argv[1])):
     for x, y in DataLoader(data, 20, shuffle=True):
@@ -210,7 +210,7 @@ def test_what_a_script_cannot_have_measured_is_a_row_or_refused(tmp_path: Path, 
     Path("train.py").write_text(SCRIPT)
     options = MeasureOptions(steps=5, repeats=1)
     alone, pair = verb.measure_script("train.py", ["2", "own"], [PLAN, f"{PLAN},shard=2"], options=options)
-    assert not alone.failure and "keeps parameters in a variable of its own" in pair.failure
+    assert not alone.failure and "keeps parameters in own" in pair.failure
     with pytest.raises(UsageError, match="takes 0 steps of an optimizer, of which the first 5 warm up"):
         verb.measure_script("train.py", ["0"], [PLAN], options=options)
     with pytest.raises(PlanError, match="an unedited script can have"):

@@ -253,7 +253,7 @@ def test_several_processes_predict_what_one_does(pool: Pool, run: Run, plan: str
     ("plan", "inputs", "words"),
     [
         ("pipeline=2", ARRAY, "has no pipeline= in its plan"),
-        ("replicate=2,microbatches=2", ARRAY, "has no microbatches= in its plan, but backend, device, domain"),
+        ("replicate=2,microbatches=2", ARRAY, "has no microbatches= in its plan, but backend, cut, device, domain"),
         ("engine=deepspeed,replicate=2", ARRAY, "has no engine="),
         ("replicate=2", "-", "lines on the standard input go to one process"),
     ],
