@@ -376,12 +376,16 @@ def evaluation_loader(task: Task, dataset: Dataset, plan: Plan, world: World) ->
             f"validation_batch={plan.validation_batch}: {type(task).__name__}'s {why}, "
             "so an evaluation has the training's batches: leave it out"
         )
-    ways = plan.exact or plan.data_parallel
-    batch_size = plan.validation_batch or max(2 * ways, -(-2 * task.batch_size // plan.microbatches))
-    batch_size = task.batch_size if as_training else batch_size
+    batch_size = task.batch_size if as_training else evaluated_at_once(plan, task.batch_size)
     length = len(dataset)  # type: ignore[arg-type]
     order = SampleOrder(seed=task.seed, length=length, batch_size=batch_size, shuffle=False)
     return BatchLoader(task, dataset, order, plan, world, training=False)
+
+
+def evaluated_at_once(plan: Plan, batch_size: int) -> int:
+    """Returns the samples of an evaluation's batch, from those of a training's; without microbatches any plan's."""
+    ways = plan.exact or plan.data_parallel
+    return plan.validation_batch or max(2 * ways, -(-2 * batch_size // plan.microbatches))
 
 
 def in_channels_last(inputs: Any) -> Any:

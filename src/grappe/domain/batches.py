@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from grappe.domain.parts import cut, gathered
@@ -13,7 +12,7 @@ from grappe.errors.user_line import at
 from grappe.plan import Plan
 from grappe.private_api.torch import tree_flatten, tree_leaves, tree_map, tree_unflatten
 from grappe.rows.context import NOW
-from grappe.rows.tensor import usual_rows
+from grappe.rows.tensor import are_rows, usual_rows
 from grappe.task import Task, overrides
 
 WITHOUT = ("channels_last", "compile", "cuda_graphs", "exact", "offload", "pipeline", "tensor")
@@ -71,12 +70,8 @@ def cut_batch(task: Task, inputs: Any, targets: Any) -> tuple[Any, Any]:
     """
     if NOW.context.gathers:  # where the rows are cut is a matter of speed alone
         rows = usual_rows((inputs, targets))
-
-        def is_cut(leaf: Any) -> bool:
-            is_plain = isinstance(leaf, Tensor) and leaf.layout is torch.strided
-            return is_plain and leaf.dim() > 0 and len(leaf) == rows >= NOW.context.size
-
-        return tree_map(lambda leaf: cut(leaf, 0) if is_cut(leaf) else leaf, (inputs, targets))
+        several = rows >= NOW.context.size
+        return tree_map(lambda leaf: cut(leaf, 0) if several and are_rows(leaf, 0, rows) else leaf, (inputs, targets))
     if task.whole_batch_loss:
         raise TaskError(f"{type(task).__name__}'s loss compares whole samples: leave domain= out")
     asked = dimensions(task, inputs, targets)

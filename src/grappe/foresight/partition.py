@@ -8,6 +8,7 @@ from fnmatch import fnmatchcase
 
 import torch
 
+from grappe.data.loader import evaluated_at_once
 from grappe.data.sampling import cut as rows_cut
 from grappe.errors import PlanError
 from grappe.foresight.fake_model import FakeModel, slices_of
@@ -99,9 +100,8 @@ def _lengths(rows: int, parts: int) -> set[int]:
 def evaluated_rows(fake_model: FakeModel, plan: Plan, batch: int) -> int:
     """Returns the samples of an evaluation's largest batch on one process."""
     ways = plan.data_parallel
-    asked = plan.validation_batch or max(2 * ways, -(-2 * batch // plan.microbatches))
-    if fake_model.task.whole_batch_loss:  # in the training's batches
-        asked = batch
+    # A loss of the whole batch is evaluated in the training's batches.
+    asked = batch if fake_model.task.whole_batch_loss else evaluated_at_once(plan, batch)
     return max(1, -(-min(asked, fake_model.validation_samples) // ways))
 
 

@@ -75,7 +75,6 @@ USED = private_names(
         "torch.distributed.fsdp._fully_shard": "_fsdp_param",
         "torch.distributed.pipelining": "_backward",
         "torch.distributed.tensor": "_utils",
-        "torch.distributed.tensor._dispatch.OpDispatcher": "_custom_op_handlers",
         "torch.utils.data": "_utils",
         "torch.utils.data._utils.fetch": "_MapDatasetFetcher",
         "torch.utils.data.dataloader._MultiProcessingDataLoaderIter": "_shutdown_workers",
@@ -315,17 +314,23 @@ def local_tensor(tensor: DTensor) -> Tensor:
 
 
 def read_numbers_of_all_parts() -> None:
-    """Has `float(tensor)` and `item()` of a DTensor read the sum of all parts: torch reads this process's term.
+    """Has `float(tensor)` and `item()` of a DTensor read the number of all parts: torch reads this process's term.
 
     An optimizer that scales by a norm would take other steps on each process. Reading is collective then.
     """
-    from torch.distributed.tensor import DTensor
 
     def read(operator: Any, arguments: tuple[Any, ...], options: dict[str, Any]) -> Any:
         return arguments[0].full_tensor().item()
 
+    _sharded_operators()[torch.ops.aten._local_scalar_dense.default] = read
+
+
+def _sharded_operators() -> dict[Any, Callable[..., Any]]:
+    """Returns what runs instead of an operator of a DTensor, by operator."""
+    from torch.distributed.tensor import DTensor
+
     dispatcher: Any = DTensor._op_dispatcher
-    dispatcher._custom_op_handlers[torch.ops.aten._local_scalar_dense.default] = read
+    return dispatcher._custom_op_handlers
 
 
 def local_shape_and_offset(tensor: DTensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -518,9 +523,7 @@ _DRAWS = (
 @contextlib.contextmanager
 def sharded_draws(draw: Callable[[Any, Any, Any], Any]) -> Iterator[None]:
     """Context in which `draw` is what operators that draw do with a DTensor, whose own draws are each shard's."""
-    from torch.distributed.tensor import DTensor
-
-    handlers = DTensor._op_dispatcher._custom_op_handlers
+    handlers = _sharded_operators()
     packets = [getattr(torch.ops.aten, name) for name in _DRAWS]
     operators = [getattr(packet, name) for packet in packets for name in packet.overloads()]
     before = dict(handlers)

@@ -291,6 +291,12 @@ def wrapped(local: Tensor, layout: TensorLayout) -> Any:
     return made
 
 
+def are_rows(each: Any, dim: int, rows: int) -> bool:
+    """Returns whether a value is a plain tensor with so many rows in a dimension."""
+    is_plain = type(each) is Tensor and each.layout is torch.strided
+    return is_plain and each.dim() > dim and each.shape[dim] == rows
+
+
 def usual_rows(batch: Any) -> int:
     """Returns the rows that most tensors of a batch have; 0 if it has none with rows."""
     counts = Counter(len(each) for each in tree_leaves(batch) if isinstance(each, Tensor) and each.dim())

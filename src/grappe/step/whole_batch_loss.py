@@ -324,6 +324,8 @@ class SharedRows:
     def __init__(self, plan: Plan, world: World) -> None:
         self._plan, self._world = plan, world
         self._context = RowsContext(rank=world.data_rank, size=world.data_size, group=world.data_group)
+        # Foresight's tensors have no values.
+        self._is_foreseen = world.data_group is not None and dist.get_backend(world.data_group) == "fake"
         self._layouts: dict[int, SliceLayout] = {}
         self._layout = self.layout(1)
 
@@ -362,15 +364,14 @@ class SharedRows:
 
     def by_slice(self, own: Any) -> list[Any]:
         """Gathers a value of each slice. Collective."""
-        is_foreseen = self._world.data_group is not None and dist.get_backend(self._world.data_group) == "fake"
-        return [own] if is_foreseen else self._world.gather_data(own)
+        return [own] if self._is_foreseen else self._world.gather_data(own)
 
     def of_all(self, own: Tensor) -> Tensor:
         """Returns [B, ...] of every slice's [b, ...]. An exact plan's are gathered: sums are then the same bits."""
         group, placement = self._world.data_group, self._layout.placement
         if group is None:
             return own
-        if dist.get_backend(group) == "fake":  # in foresight, whose tensors have no values
+        if self._is_foreseen:
             return own.new_empty((placement.total, *own.shape[1:]))
         rows = from_local(own, placement)
         return rows if self._layout.order is None else full(rows).index_select(0, self._layout.order)

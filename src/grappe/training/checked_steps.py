@@ -41,7 +41,7 @@ from grappe.profiling.phases import UPDATE
 from grappe.rows.context import NOW, RowsContext, activate
 from grappe.rows.layout import Placement
 from grappe.rows.own import with_own_rows
-from grappe.rows.tensor import Rows, from_local, usual_rows
+from grappe.rows.tensor import Rows, are_rows, from_local, usual_rows
 from grappe.step.loss import StepResult
 from grappe.step.observers import NamedParameters
 from grappe.step.precision import LossScale
@@ -134,7 +134,7 @@ class CheckedSteps:
         if any(self._world.gather(hidden)):  # one process's hidden states are not known
             self._next = -1
             return
-        self._attributes = copied(changed)
+        self._attributes = {} if self._world.rank else copied(changed)
         self._shapes = shapes_of(batch)
         with contextlib.suppress(Exception):  # of a task that cannot be copied
             self._before = self._task if self._world.rank else copy.deepcopy(self._task)
@@ -245,7 +245,7 @@ class CheckedSteps:
         )
         model = WholeModel(setup)
         model.module.train()
-        put_attributes(model.module, attributes(model.module) | copied(self._attributes))
+        put_attributes(model.module, attributes(model.module) | self._attributes)
         make = ExactGradients if plan.exact else WholeGradients
         sums = make(setup, model, LossScale("fp32")).gradients(batch)
         state = state_figures(model.module, batch.samples, self._carried.unread)
@@ -296,12 +296,12 @@ class FunctionsOverRows(TorchDispatchMode):
                 placement = each._cell.layout.placement
                 ends += [each.dim() - placement.dim] if type(placement) is Placement else []
         made = func(*args, **(kwargs or {}))
-        line = NOW.context.line()
-        if ends and name not in ALONE and line != "backward":
+        if ends and name not in ALONE:
             first = next((each for each in tree_leaves(made) if isinstance(each, Tensor)), None)
             is_apart = type(first) is Rows and type(first._cell.layout.placement) is Placement
             crossed = torch.Tag.pointwise in func.tags and len(set(ends)) > 1
-            if not is_apart or crossed or (name in TIMES_ROWS and len(ends) > 1):
+            related = name in TIMES_ROWS and len(ends) > 1
+            if (not is_apart or crossed or related) and (line := NOW.context.line()) != "backward":
                 self.lines.setdefault(line, name.strip("_"))
         return made
 
@@ -325,8 +325,8 @@ def functions_over_rows(task: Task, model: nn.Module, micro: Microbatch) -> list
     own = rows - rows // 2
 
     def placed(leaf: Any) -> Any:
-        is_rows = isinstance(leaf, Tensor) and leaf.layout is torch.strided and leaf.dim() and len(leaf) == rows > 1
-        return from_local(leaf[:own], Placement(0, (own, rows - own))) if is_rows else leaf
+        is_split = rows > 1 and are_rows(leaf, 0, rows)
+        return from_local(leaf[:own], Placement(0, (own, rows - own))) if is_split else leaf
 
     with activate(RowsContext(size=2, pretended=True)), FunctionsOverRows() as mode, contextlib.suppress(Exception):
         inputs, targets = tree_map(placed, (micro.inputs, micro.targets))

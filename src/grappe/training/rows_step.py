@@ -40,7 +40,7 @@ from grappe.rows.entries import entries
 from grappe.rows.functions import weight
 from grappe.rows.gradients import GradientSums
 from grappe.rows.own import OwnRows, as_own, as_rows, local_of, new_own, with_own_rows
-from grappe.rows.tensor import Rows, full, own_term, split, usual_rows
+from grappe.rows.tensor import Rows, are_rows, full, own_term, split, usual_rows
 from grappe.training.interception import Begin, MainThread, StepHandler, parameters_of, replaced
 from grappe.training.plan_keys import PlanKeys
 from grappe.training.shared_workers import SharedWorkers, fetching
@@ -153,7 +153,7 @@ class SpreadSteps(StepHandler):
         self._rows = rows
 
         def taken(each: Any) -> Any:
-            if not _has_rows(each, 0, rows):
+            if not are_rows(each, 0, rows):
                 return each
             self._note(each)
             return split(each, shared=shared)
@@ -208,7 +208,7 @@ class SpreadSteps(StepHandler):
             return arguments, options
 
         def taken(each: Any) -> Any:
-            if not _has_rows(each, dim, rows):
+            if not are_rows(each, dim, rows):
                 return each
             self._note(each)
             return _Split.apply(each, dim) if each.requires_grad else split(each, dim, shared=True)
@@ -390,11 +390,6 @@ class _Split(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Any) -> Any:  # type: ignore[override]
         return grad, None
-
-
-def _has_rows(each: Any, dim: int, rows: int) -> bool:
-    is_plain = type(each) is Tensor and each.layout is torch.strided
-    return is_plain and each.dim() > dim and each.shape[dim] == rows
 
 
 def _undivided(_: Callable[..., Any]) -> Callable[..., Any]:
