@@ -164,7 +164,7 @@ def learned(pool: Pool, name: str, plan: str, *arguments: Any) -> Any:
     return pool.run("tests.training.loops:in_process", Plan.parse(plan).processes, name, plan, *arguments)[0]
 
 
-BODIES = ("branches", "padded", "contrastive", "recurrent", "closure", "loaded")
+BODIES = ("branches", "padded", "contrastive", "recurrent", "closure", "loaded", "unloaded")
 
 
 @pytest.mark.parametrize(
