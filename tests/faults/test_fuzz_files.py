@@ -1,4 +1,4 @@
-"""The fuzzer of files: damaged weights and data are refused or read, with a few seconds and little memory, in a fork."""
+"""The fuzzer of files: damaged weights and data are refused or read, in a fork with a few seconds and little memory."""
 
 import gzip
 import os

@@ -10,7 +10,7 @@ from tests import needs
 from tests.faults import whole_life
 from tests.faults.whole_life import Kill, Life
 
-KILL = Kill(plan="replicate=2", role="one rank", phase="before the end", code=1, gone=0.1, quiet=0.1)
+KILL = Kill(plan="replicate=2", role="one rank", phase="before the end", code=1, quiet=0.1)
 
 
 @pytest.mark.parametrize(

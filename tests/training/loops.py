@@ -295,7 +295,7 @@ def _trained(loop: grappe.Loop, net: nn.Module, optimizer: torch.optim.Optimizer
 
 
 def unloaded(loop: grappe.Loop) -> list[Tensor]:
-    """Batches that the body draws itself, rates that it sets, a penalty of a gradient, three optimizers of two models."""
+    """Batches that the body draws, rates that it sets, a penalty of a gradient, three optimizers of two models."""
     both = nn.ModuleList([model(), model(lambda: nn.Linear(3, 6))])
     optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (*both, both)]
     for optimizer in optimizers:
