@@ -66,6 +66,13 @@ def pytest_collection_finish() -> None:
 
 
 @pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The test's own empty folder, in which it works."""
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.fixture
 def start(tmp_path: Path) -> Iterator[Callable[..., Command]]:
     """Starts commands in an empty folder, and ends what is left of them."""
     with contextlib.ExitStack() as started:

@@ -293,8 +293,7 @@ def test_weights_to_start_from(run, tmp_path, case: str, suffix: str) -> None:
     assert "evil" in told(lambda: build(Images(), run / "started", Begin(source=file)))
 
 
-def test_the_bait_is_live(tmp_path, monkeypatch) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_the_bait_is_live(here) -> None:
     for text in PICKLES.values():
         pickle.loads(text)
-        (tmp_path / "ran").unlink()
+        (here / "ran").unlink()

@@ -43,10 +43,7 @@ sys.exit(3 if dist.get_rank() else 0) if "fail" in sys.argv else dist.destroy_pr
 """
 
 
-def test_a_loop_gets_the_plan_is_stopped_and_goes_on(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_a_loop_gets_the_plan_is_stopped_and_goes_on(here: Path, capfd: pytest.CaptureFixture[str]) -> None:
     Path("train.py").write_text(LOOP)
     assert launch("train.py", ["stop"], PLAN) == EXIT_INTERRUPTED
     run = Run("run")
@@ -132,10 +129,7 @@ for inputs, targets in DataLoader(TensorDataset(torch.ones(8, 3), torch.ones(8, 
 """
 
 
-def test_a_scripts_pool_of_processes_ends(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_a_scripts_pool_of_processes_ends(here: Path, capfd: pytest.CaptureFixture[str]) -> None:
     Path("pool.py").write_text(POOL)
     assert launch("pool.py", [], PLAN) == 0, "SIGTERM, which ends a pool's workers, is not blocked"
     assert capfd.readouterr().out == "[1]\n[False]\n[False]\n", "nor handled there once the training handles it"

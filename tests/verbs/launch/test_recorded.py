@@ -124,12 +124,11 @@ def test_a_script_that_was_ended_in_an_epoch_goes_on_to_the_same_weights_and_lin
     plan: str,
     how: str,
     plain: tuple[Path, str],
-    tmp_path: Path,
+    here: Path,
     monkeypatch: pytest.MonkeyPatch,
     capfd: pytest.CaptureFixture[str],
 ) -> None:
     folder, lines = plain
-    monkeypatch.chdir(tmp_path)
     Path("train.py").write_text(SCRIPT)
     run = Path("run")
     with monkeypatch.context() as patched:
@@ -165,10 +164,7 @@ def test_a_script_that_was_ended_in_an_epoch_goes_on_to_the_same_weights_and_lin
     assert [size["step"] for size in Run(run).read_description()["sizes"]] == [0, reached.step]
 
 
-def test_a_script_s_run_is_shown_as_others_are(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_a_script_s_run_is_shown_as_others_are(here: Path, capfd: pytest.CaptureFixture[str]) -> None:
     Path("train.py").write_text(SCRIPT + "\nprint('to the error stream', file=sys.stderr)")
     assert launch("train.py", ["out.pt"], ONE, save_every=4) == 0
     said = capfd.readouterr()
@@ -235,15 +231,8 @@ LOADER = "DataLoader(TensorDataset(torch.randn(40, 3)), 4)"
     ],
 )
 def test_a_script_that_cannot_be_brought_back_says_why(
-    start: str,
-    batches: str,
-    again: str,
-    why: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capfd: pytest.CaptureFixture[str],
+    start: str, batches: str, again: str, why: str, here: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.chdir(tmp_path)
     Path("train.py").write_text(SHORT.format(start=start, batches=batches))
     with pytest.raises(ProcessDied, match="ValueError"):
         launch("train.py", [], ONE, run=Path("run"), save_every=1)
