@@ -68,8 +68,6 @@ TASK = f"{Path(__file__).with_name('life.py')}:Life"
 LOOP = str(ROOT / "tests/training/gan.py")
 GONE_SECONDS = 10.0
 """Until no process is left, on a quiet machine: seconds in which somebody waits for a core are not counted."""
-BUSY_SECONDS = 60.0
-"""The same on a machine that is never quiet."""
 LEFT_SECONDS = 300.0
 """What lives as long as this lives for ever."""
 MISTAKES = (BUG, "Traceback", "EOFError")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from pathlib import Path
 
 import pytest
@@ -83,51 +82,25 @@ def plain() -> tuple[list[float], dict[str, torch.Tensor]]:
     return losses, {name: tensor.detach() for name, tensor in model.named_parameters()}
 
 
-def trained(pool: Pool, plan: str) -> list[dict]:
-    return pool.run("tests.parity.cell:train", Plan.parse(plan).processes, Augmented(), plan, STEPS)
-
-
 @pytest.mark.parametrize(
     "plan",
     [
-        "", "replicate=2", "replicate=3", "shard=2", "replicate=2,shard=2", "microbatches=4",
-        "replicate=2,microbatches=2", "pipeline=2,microbatches=4", "exact=4,replicate=2",
+        "replicate=3", "shard=2,microbatches=2", "pipeline=2,microbatches=4", "exact=4,replicate=2",
         "engine=textbook,replicate=2", "engine=lightning,replicate=2",
+        pytest.param("engine=deepspeed,shard=2,zero=1", marks=pytest.mark.usefixtures("operators")),
     ],
 )  # fmt: skip
 def test_every_plan_learns_what_a_plain_loop_does(pool: Pool, plan: str) -> None:
     losses, weights = plain()
-    found = trained(pool, plan)[0]
+    found = pool.run("tests.parity.cell:train", Plan.parse(plan).processes, Augmented(), plan, STEPS)[0]
     mine = {name: tensor for name, tensor in found["weights"].items() if name in weights}
     gap, name = difference(weights, mine)
     assert gap <= TOLERANCE, f"{plan}: {name} is {gap:.1e} away"
     assert found["losses"] == pytest.approx(losses, rel=1e-5)
 
 
-@pytest.mark.slow
-def test_deepspeed_too(pool: Pool, operators: None) -> None:
-    pytest.importorskip("deepspeed")
-    losses, weights = plain()
-    found = trained(pool, "engine=deepspeed,shard=2,zero=1")[0]
-    gap, name = difference(weights, {k: v for k, v in found["weights"].items() if k in weights})
-    assert gap <= TOLERANCE, f"{name} is {gap:.1e} away"
-    assert found["losses"] == pytest.approx(losses, rel=1e-5)
-
-
-def test_exact_plans_have_one_hash(pool: Pool) -> None:
-    found = [
-        trained(pool, plan)[0] for plan in ("exact=4", "exact=4,replicate=2", "exact=4,replicate=4", "exact=4,shard=2")
-    ]
-    hashed = {
-        hashlib.sha256(b"".join(tensor.numpy().tobytes() for _, tensor in sorted(one["weights"].items()))).hexdigest()
-        for one in found
-    }
-    assert len(hashed) == 1
-
-
-@pytest.mark.parametrize("plan", ["replicate=2", "exact=4"])
-def test_verify_finds_nothing(pool: Pool, plan: str) -> None:
-    [found] = verify(Augmented(samples=64), [f"{plan},threads=1"], run=planted.runner(pool, ""))
+def test_verify_finds_nothing(pool: Pool) -> None:
+    [found] = verify(Augmented(samples=64), ["replicate=2,threads=1"], run=planted.runner(pool, ""))
     assert found.verdict == "same", found
 
 

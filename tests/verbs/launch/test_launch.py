@@ -237,7 +237,13 @@ ALONE = "device=cpu,threads=1"
 
 
 @pytest.mark.parametrize(
-    ("how", "plan"), [("file", PLAN), ("shape", PLAN), ("loss", PLAN), ("late", PLAN), ("loss", ALONE), ("late", ALONE)]
+    ("how", "plan"),
+    [
+        ("file", PLAN),
+        ("late", PLAN),
+        ("loss", ALONE),
+        *(pytest.param(how, PLAN, marks=pytest.mark.nightly) for how in ("shape", "loss")),
+    ],
 )
 def test_a_script_s_own_error_is_shown_as_python_shows_it(how: str, plan: str, tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(OWN_ERROR)

@@ -117,10 +117,12 @@ def apart(one: Path, two: Path) -> float:
         pytest.param("replicate=2,recompute", "random", 1e-5, True, id="replicas"),
         pytest.param("shard=2,recompute", "whole", 1e-5, True, id="shards"),
         pytest.param("replicate=2,precision=fp64", "random", 1e-5, False, id="fp64"),
-        pytest.param("replicate=2,precision=tf32", "random", 1e-5, True, id="tf32, which is a GPU's"),
+        pytest.param(
+            "replicate=2,precision=tf32", "random", 1e-5, True, id="tf32, which is a GPU's", marks=pytest.mark.nightly
+        ),
         pytest.param("replicate=2,precision=bf16", "random", 3e-2, False, id="bf16"),
         pytest.param("shard=2,zero=2,precision=fp16", "whole", 5e-3, False, id="fp16"),
-        pytest.param("compile", "certain", 1e-5, True, id="compile"),
+        pytest.param("compile", "certain", 1e-5, True, id="compile", marks=pytest.mark.nightly),
     ],
 )
 def test_a_script_under_a_key_learns_what_it_does_without(

@@ -119,7 +119,14 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     return folder, lines.getvalue()
 
 
-@pytest.mark.parametrize(("plan", "how"), [(ONE, "kill"), (TWO, "kill"), (ONE, "signal"), (TWO, "signal")])
+@pytest.mark.parametrize(
+    ("plan", "how"),
+    [
+        (ONE, "kill"),
+        (TWO, "signal"),
+        *(pytest.param(*each, marks=pytest.mark.nightly) for each in ((TWO, "kill"), (ONE, "signal"))),
+    ],
+)
 def test_a_script_that_was_ended_in_an_epoch_goes_on_to_the_same_weights_and_lines(
     plan: str,
     how: str,

@@ -54,7 +54,7 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Trained:
     return trained(done.stdout, folder / "plain.pt")
 
 
-@pytest.mark.parametrize("processes", [2, 3])
+@pytest.mark.parametrize("processes", [pytest.param(2, marks=pytest.mark.nightly), 3])
 def test_scripts_learn_and_print_on_several_processes_what_they_do_on_one(
     processes: int, plain: Trained, here: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
