@@ -96,3 +96,10 @@ def operators() -> None:
     """DeepSpeed's operators, compiled before a pool is asked for what needs them: its calls may take two minutes."""
     pytest.importorskip("deepspeed")
     compiled.build()
+
+
+@pytest.fixture(autouse=True)
+def _compiled(request: pytest.FixtureRequest) -> None:
+    """DeepSpeed's operators, for a cell of its engine."""
+    if "deepspeed" in request.node.name and "pool" in request.fixturenames:
+        request.getfixturevalue("operators")

@@ -86,8 +86,7 @@ def plain() -> tuple[list[float], dict[str, torch.Tensor]]:
     "plan",
     [
         "replicate=3", "shard=2,microbatches=2", "pipeline=2,microbatches=4", "exact=4,replicate=2",
-        "engine=textbook,replicate=2", "engine=lightning,replicate=2",
-        pytest.param("engine=deepspeed,shard=2,zero=1", marks=pytest.mark.usefixtures("operators")),
+        "engine=textbook,replicate=2", "engine=lightning,replicate=2", "engine=deepspeed,shard=2,zero=1",
     ],
 )  # fmt: skip
 def test_every_plan_learns_what_a_plain_loop_does(pool: Pool, plan: str) -> None:
