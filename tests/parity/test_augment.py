@@ -12,10 +12,9 @@ from grappe import Arrays
 from grappe.data import Normalise, augment
 from grappe.plan import Plan
 from grappe.tasks.imagenet import ImageNet
-from grappe.training.options import Options
 from grappe.verbs.verify.verify import verify
 from tests.data.images.pictures import CLASSES, files, folder
-from tests.faults.resume_cell import hashes, samples
+from tests.faults.resuming import check_same_bits
 from tests.parity import planted
 from tests.parity.cell import TOLERANCE, difference
 from tests.parity.tasks import Images
@@ -111,15 +110,4 @@ def test_imagenet_with_everything_goes_on_to_the_same_bits_after_a_kill(pool: Po
     )  # fmt: skip
     for part in ("train", "validation"):
         folder(tmp_path / part, files())
-    options = Options(log_samples=True, keep=100, save_every=2)
-
-    def train(run: str, dies_at: int | None = None) -> str:
-        return pool.run(
-            "tests.faults.resume_cell:part", Plan.parse(plan).processes, task, plan, tmp_path / run, options, dies_at
-        )[0]
-
-    train("whole")
-    train("parts", dies_at=3)
-    assert "resuming from step 2" in train("parts")
-    assert hashes(tmp_path / "parts", 6) == hashes(tmp_path / "whole", 6)
-    assert samples(tmp_path / "parts") == samples(tmp_path / "whole")
+    check_same_bits(pool, task, plan, tmp_path, (2, 3, 2))

@@ -13,7 +13,7 @@ from grappe.cli.exit import script_apart
 from grappe.errors import EXIT_INTERRUPTED, ProcessDied, UsageError
 from grappe.training.run import Run
 from grappe.verbs.launch.launch import launch
-from tests.commands import GRAPPE, Command
+from tests.commands import GRAPPE
 
 PLAN = "replicate=2,device=cpu,threads=1"
 LOOP = """
@@ -178,15 +178,11 @@ class Net(torch.nn.Linear):
 """
 
 
-def test_the_command_in_a_folder_of_its_own_spreads_a_script_too(tmp_path: Path) -> None:
+def test_the_command_in_a_folder_of_its_own_spreads_a_script_too(start, tmp_path: Path) -> None:
     (tmp_path / "grappe").write_text("import sys\nfrom grappe.cli.commands import main\nsys.exit(main())\n")
     (tmp_path / "train.py").write_text(SPREAD)
     (tmp_path / "net.py").write_text(NET)
-    command = Command(sys.executable, "grappe", "launch", "--plan", PLAN, "train.py", cwd=tmp_path)
-    try:
-        code, out, err = command.end()
-    finally:
-        command.close()
+    code, out, err = start(sys.executable, "grappe", "launch", "--plan", PLAN, "train.py").end()
     assert code == 0, err
     assert out == "6 rows\n" * 2, "of all processes, in each of two batches"
 
@@ -245,14 +241,10 @@ ALONE = "device=cpu,threads=1"
         *(pytest.param(how, PLAN, marks=pytest.mark.nightly) for how in ("shape", "loss")),
     ],
 )
-def test_a_script_s_own_error_is_shown_as_python_shows_it(how: str, plan: str, tmp_path: Path) -> None:
+def test_a_script_s_own_error_is_shown_as_python_shows_it(how: str, plan: str, start, tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(OWN_ERROR)
     plain = subprocess.run([sys.executable, "train.py", how], cwd=tmp_path, capture_output=True, text=True, check=False)
-    command = Command(GRAPPE, "launch", "--plan", plan, "train.py", how, cwd=tmp_path)
-    try:
-        code, out, err = command.end()
-    finally:
-        command.close()
+    code, out, err = start(GRAPPE, "launch", "--plan", plan, "train.py", how).end()
     assert (code, out) == (plain.returncode, plain.stdout) == (1, "looks for data\n"), err
     shown = err.replace('File "train.py"', f'File "{tmp_path / "train.py"}"')
     assert plain.stderr in shown

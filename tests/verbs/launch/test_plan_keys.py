@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import io
-import runpy
-import sys
 from pathlib import Path
 
 import pytest
@@ -16,6 +12,7 @@ from grappe.errors import EXIT_INTERRUPTED, GrappeError, PlanError, ProcessDied,
 from grappe.training.run import Run
 from grappe.verbs.launch.launch import launch
 from tests.needs import need
+from tests.verbs.launch.plainly import as_it_is
 
 CPU = ",device=cpu,threads=1"
 SCRIPT = """
@@ -88,17 +85,8 @@ torch.save(model.state_dict(), sys.argv[1])
 def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder in which the script has run as it is, with what it printed in `.txt`: by its second argument."""
     folder = tmp_path_factory.mktemp("plain")
-    threads = torch.get_num_threads()
-    with pytest.MonkeyPatch.context() as patched:
-        patched.chdir(folder)
-        Path("train.py").write_text(SCRIPT)
-        torch.set_num_threads(1)
-        for name in ("random", "certain", "whole"):
-            patched.setattr(sys, "argv", ["train.py", name, name])
-            with contextlib.redirect_stdout(io.StringIO()) as lines:
-                runpy.run_path("train.py", run_name="__main__")
-            Path(f"{name}.txt").write_text(lines.getvalue())
-        torch.set_num_threads(threads)
+    for name in ("random", "certain", "whole"):
+        Path(folder, f"{name}.txt").write_text(as_it_is(SCRIPT, folder, name, name))
     return folder
 
 

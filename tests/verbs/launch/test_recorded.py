@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import io
 import re
-import runpy
 import signal
-import sys
 import types
 from pathlib import Path
 
@@ -25,6 +22,7 @@ from grappe.verbs.launch.variables import variables_of
 from grappe.verbs.report.report import report
 from grappe.verbs.runs import listing
 from tests.cli.test_corrections import answer_to
+from tests.verbs.launch.plainly import as_it_is
 
 ONE = "device=cpu,threads=1"
 TWO = "device=cpu,replicate=2,threads=1"
@@ -107,16 +105,7 @@ torch.save({**model.state_dict(), **{str(n): each for n, each in enumerate(avera
 def plain(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     """The folder in which the script has run as it is, and what it printed."""
     folder = tmp_path_factory.mktemp("plain")
-    threads = torch.get_num_threads()
-    with pytest.MonkeyPatch.context() as patched:
-        patched.chdir(folder)
-        Path("train.py").write_text(SCRIPT)
-        patched.setattr(sys, "argv", ["train.py", "out.pt"])
-        torch.set_num_threads(1)
-        with contextlib.redirect_stdout(io.StringIO()) as lines:
-            runpy.run_path("train.py", run_name="__main__")
-        torch.set_num_threads(threads)
-    return folder, lines.getvalue()
+    return folder, as_it_is(SCRIPT, folder, "out.pt")
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from grappe.launch.rank import ProcessRank
 from grappe.plan import Plan
 from grappe.training.task_reference import TaskReference
 from grappe.verbs import lr_find as verb
-from tests.faults.test_resume import run as train
+from tests.faults.resuming import run as train
 from tests.parity.optimizers import TunedTokens
 from tests.parity.tasks import Images
 from tests.processes import Pool
