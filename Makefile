@@ -76,8 +76,7 @@ soak: export PYTEST_TIMEOUT = 0
 soak: .venv/test  ## thousands of kills, files damaged at random (hours; KILLS=1000 for less)
 	@GRAPPE_SOAK=$(KILLS) $(BIN)/python -m pytest -v tests/faults/test_kill.py tests/faults/test_resume.py \
 		--durations 5
-	@GRAPPE_FUZZ=$(FUZZ) $(BIN)/python -m pytest -v tests/faults/test_fuzz.py
-	@$(BIN)/python -W ignore -m tests.faults.hostile 2000
+	@GRAPPE_FUZZ=$(FUZZ) $(BIN)/python -m pytest -v tests/faults/test_fuzz.py tests/faults/test_fuzz_files.py
 	@$(BIN)/python -W ignore -m tests.faults.whole_life 1000
 	@$(BIN)/python -W ignore -m tests.faults.study_life 50
 	@$(BIN)/python -W ignore -m tests.faults.study_life 50 --halving 3

@@ -66,6 +66,13 @@ def pytest_collection_finish() -> None:
 
 
 @pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The test's own empty folder, in which it works."""
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.fixture
 def start(tmp_path: Path) -> Iterator[Callable[..., Command]]:
     """Starts commands in an empty folder, and ends what is left of them."""
     with contextlib.ExitStack() as started:
@@ -89,3 +96,10 @@ def operators() -> None:
     """DeepSpeed's operators, compiled before a pool is asked for what needs them: its calls may take two minutes."""
     pytest.importorskip("deepspeed")
     compiled.build()
+
+
+@pytest.fixture(autouse=True)
+def _compiled(request: pytest.FixtureRequest) -> None:
+    """DeepSpeed's operators, for a cell of its engine."""
+    if "deepspeed" in request.node.name and "pool" in request.fixturenames:
+        request.getfixturevalue("operators")

@@ -57,12 +57,6 @@ def vanish(argument: object, process: ProcessRank, rendezvous_folder: Path) -> N
         os._exit(0)
 
 
-def task_fields(task: object, process: ProcessRank, rendezvous_folder: Path) -> dict:
-    from grappe.task import fields
-
-    return fields(task)
-
-
 def wait_for_a_signal(argument: object, process: ProcessRank, rendezvous_folder: Path) -> int:
     received = signal.sigwait({signal.SIGTERM, signal.SIGUSR1})
     return int(received)

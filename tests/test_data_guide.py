@@ -34,9 +34,8 @@ def run(command: str, folder: Path, *more: str) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-def test_the_commands_run_in_this_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "photos.py").write_text(CODE[0])
+def test_the_commands_run_in_this_order(here: Path) -> None:
+    (here / "photos.py").write_text(CODE[0])
     names = ["-m benchmarks.photos", "train photos.py", "measure photos.py"]
     names += [f"data {verb}" for verb in ("bench", "index", "check", "pack", "stage")]
     assert [" ".join(line.split()[1:3]) for line in COMMANDS] == names
@@ -44,14 +43,14 @@ def test_the_commands_run_in_this_order(tmp_path: Path, monkeypatch: pytest.Monk
         if " measure " in line:
             continue  # many trainings: tests/verbs/measure
         more = ("epochs=1", "--plan", "threads=1,device=cpu,workers=1", "--run", "run") if " train " in line else ()
-        run(line, tmp_path, *more)
-    records = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+        run(line, here, *more)
+    records = [json.loads(line) for line in (here / "run" / "metrics.jsonl").read_text().splitlines()]
     assert [one["count"] for one in records if one["kind"] == "evaluation"] == [8]
     packed = CODE[0].replace('folder / "train"', 'folder / "packed"')
-    (tmp_path / "photos.py").write_text(packed)
-    run(COMMANDS[1], tmp_path, "epochs=1", "--plan", "threads=1,device=cpu", "--run", "other")
-    assert list((tmp_path / "photos").glob("*.npy"))
-    assert (tmp_path / "node" / "packed").is_dir()
+    (here / "photos.py").write_text(packed)
+    run(COMMANDS[1], here, "epochs=1", "--plan", "threads=1,device=cpu", "--run", "other")
+    assert list((here / "photos").glob("*.npy"))
+    assert (here / "node" / "packed").is_dir()
 
 
 @pytest.mark.parametrize("name", ["CentreCrop", "Images", "Normalise", "RandomResizedCrop", "stage"])

@@ -32,16 +32,15 @@ def train(command: str, place: Path, run: str) -> list[dict]:
     return [json.loads(line) for line in (place / run / "metrics.jsonl").read_text().splitlines()]
 
 
-def test_the_commands_run_and_a_network_learns(tmp_path: Path, monkeypatch) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_the_commands_run_and_a_network_learns(here: Path) -> None:
     big, make, small, test_mode = COMMANDS
     assert big.startswith("grappe train imagenet --data")
     for before, after in QUICK.items():
         make, small, test_mode = (line.replace(before, after) for line in (make, small, test_mode))
     photos.main(shlex.split(make)[3:])
-    scores = [one["accuracy"] for one in train(small, tmp_path, "learned") if one["kind"] == "evaluation"]
+    scores = [one["accuracy"] for one in train(small, here, "learned") if one["kind"] == "evaluation"]
     assert max(scores) > 0.5  # one of four classes by chance
-    steps = [one for one in train(test_mode, tmp_path, "tried") if one["kind"] == "step"]
+    steps = [one for one in train(test_mode, here, "tried") if one["kind"] == "step"]
     assert steps[-1]["step"] == 3
 
 

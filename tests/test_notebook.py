@@ -160,12 +160,11 @@ def test_the_guide_runs_cell_by_cell(kernel: Kernel) -> None:
         ({"name": "a b"}, "letters, digits"),
     ],
 )
-def test_what_the_courses_call_cannot_have_is_refused(options, words: str, tmp_path: Path, monkeypatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "dlojz.py").write_text("print(1)\n")
+def test_what_the_courses_call_cannot_have_is_refused(options, words: str, here: Path) -> None:
+    (here / "dlojz.py").write_text("print(1)\n")
     with pytest.raises(UsageError, match=words):
         slurm.gpu_jobs_submitter("dlojz.py -b 128", 1, site="jean-zay-v100", account="a@v100", **options)
-    assert not (tmp_path / "runs").exists()
+    assert not (here / "runs").exists()
 
 
 def test_a_task_is_submitted_as_a_training(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,18 +20,17 @@ PAGE = (Path(__file__).parent.parent / "docs" / "transformers.md").read_text()
 TABLE = PAGE.partition("## TrainingArguments")[2].partition("\n## ")[0]
 
 
-def test_its_task_trains_with_a_folders_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_its_task_trains_with_a_folders_weights(here: Path) -> None:
     task = Llama()
     task.model().save_pretrained("models/llama")
-    data = task.data("train", tmp_path)
-    (tmp_path / "data").mkdir()
+    data = task.data("train", here)
+    (here / "data").mkdir()
     for split in ("train", "validation"):
-        torch.save({**data.inputs, "labels": data.targets}, tmp_path / "data" / f"{split}.pt")
-    (tmp_path / "fine_tune.py").write_text(TASK)
+        torch.save({**data.inputs, "labels": data.targets}, here / "data" / f"{split}.pt")
+    (here / "fine_tune.py").write_text(TASK)
     words = {"fields": {"batch_size": "8"}, "options": grappe.Options(steps=1)}
     run = grappe.train("fine_tune.py", "threads=1,device=cpu", "runs/llama", **words)
-    assert (tmp_path / "runs" / "llama").exists() and run is not None
+    assert (here / "runs" / "llama").exists() and run is not None
 
 
 def test_the_options_keys_and_methods_of_the_table_exist() -> None:

@@ -1,17 +1,18 @@
-"""Every code block of every guide, in both languages: run, its commands parsed, or named here with why not.
+"""Every code block of every guide, in both languages: run, its commands parsed, or named in blocks.toml with why not.
 
 Commands are parsed, not run: most of them train for minutes, and the tests of their verbs run them on less.
 """
 
 import re
 import shlex
+import tomllib
 from pathlib import Path
 
 import pytest
 from docs import translations
 
 from grappe.cli.commands import app
-from tests.docs.test_pieces import COMPLETE, HERE, first, opened
+from tests.docs.test_pieces import HERE, first, opened
 
 ROOT = translations.ROOT
 LISTS = (
@@ -31,55 +32,10 @@ LISTS = (
 GUIDES = [ROOT / "README.md", *(one for one in sorted((ROOT / "docs").glob("*.md")) if one.name not in LISTS)]
 PAGES = [*GUIDES, *sorted(translations.FRENCH.glob("*.md"))]
 
-RUN_ELSEWHERE = {
-    "README.md": "tests/test_readme.py",
-    "augmentation.md": "tests/test_imagenet_guide.py",
-    "corpus.md": "tests/test_data_guide.py",
-    "data.md": "tests/test_data_guide.py",
-    "data-formats.md": "tests/test_data_formats.py",
-    "from-a-script.md": "tests/docs/test_from_a_script.py",
-    "notebook.md": "tests/test_notebook.py",
-    "optimizers.md": "tests/optimizers/test_guide.py",
-    "transformers.md": "tests/test_transformers_guide.py",
-    "watchers.md": "tests/test_readme.py",
-}
-"""Guides whose Python blocks a test of their own runs."""
-
-NOT_RUN = {
-    ("task.md", COMPLETE): "tests/docs/test_newcomer.py trains it",
-    ("task.md", "# make_digits.py"): "tests/docs/test_newcomer.py runs it",
-    ("too-big.md", "def domain(self"): "a part of a task; tests/parity/test_domain.py cuts another dimension",
-    ("own-loop.md", "import grappe"): "a part of examples/gan.py; tests/training/test_own_loop.py trains such a loop",
-    ("own-loop.md", "grappe launch --plan"): "a script of the reader's; tests/verbs/test_launch.py launches such a one",
-    ("slurm.md", "import grappe.slurm"): "needs a cluster; tests/docs/test_pieces.py holds its calls to signatures",
-    (
-        "task.md",
-        "def model(self):\n    student = network()",
-    ): "a part; tests/engines/shared/test_after_step.py trains it",
-    ("lightning.md", "#SBATCH --nodes=2"): "a job script of the reader's",
-    ("data.md", "srun --ntasks-per-node=1"): "a line of a job script of the reader's",
-    ("export.md", "module load"): "needs a cluster's modules; tests/verbs/export runs the cmake lines",
-    ("export.md", "ldd "): "needs a torch for GPUs; it is the page's line",
-    ("extension.md", "module load"): "needs a cluster's modules; tests/extension runs the pip line",
-}
-OUTPUT = {
-    ("data.md", "data  with infinitely fast data"),
-    ("deepspeed.md", "engine           DeepSpeed"),
-    ("deepspeed.md", "config=ds_config.json does not fit"),
-    ("export.md", '{"class": 0'),
-    ("export.md", "sample 0: with the weights"),
-    ("foresee.md", "$ grappe submit"),
-    ("larger-batch.md", "gradient noise scale: about"),
-    ("learning-rate.md", "2.427"),
-    ("measure.md", "time             1.8 s"),
-    ("measure.md", "one process (batch 64), 20.5 ms"),
-    ("predict.md", '{"sample": 0'),
-    ("slurm.md", "expected end: "),
-    ("too-big.md", "peak memory      966 MB"),
-    ("too-big.md", "grappe: out of memory in process 0"),
-    ("tune.md", "trial  accuracy"),
-}
-"""Blocks that show what a command prints."""
+TABLE = tomllib.loads(Path(__file__).with_name("blocks.toml").read_text())
+RUN_ELSEWHERE = TABLE["elsewhere"]
+NOT_RUN = [(each["guide"], each["start"]) for each in TABLE["not_run"]]
+OUTPUT = [(guide, start) for guide, starts in TABLE["output"].items() for start in starts]
 
 
 def commands(text: str) -> list[str]:
@@ -106,7 +62,7 @@ def test_every_block_is_run_parsed_or_marked(page: Path) -> None:
         runs = (page.name, first(text)) in HERE or (language == "python" and page.name in RUN_ELSEWHERE)
         shell = known or re.search(r"^(grappe .*…|make |pip install )", text, re.MULTILINE)
         assert runs or marked(page.name, text) or (not language and shell), (
-            f"{page.name}: no test runs this block. Run it in a test, or name it with its reason in {__file__}:\n{text}"
+            f"{page.name}: no test runs this block. Run it in a test, or say why not in blocks.toml:\n{text}"
         )
 
 
@@ -115,7 +71,7 @@ def test_the_named_test_reads_the_guide(guide: str, test: str) -> None:
     assert guide in (ROOT / test).read_text()
 
 
-@pytest.mark.parametrize(("guide", "start"), [*NOT_RUN, *sorted(OUTPUT)])
+@pytest.mark.parametrize(("guide", "start"), [*NOT_RUN, *OUTPUT])
 def test_nothing_is_marked_that_is_gone(guide: str, start: str) -> None:
     texts = [opened(block)[1].lstrip() for block in translations.blocks((ROOT / "docs" / guide).read_text())]
     assert any(text.startswith(start) for text in texts)

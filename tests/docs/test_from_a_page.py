@@ -47,9 +47,8 @@ def test_the_tables_have_commands() -> None:
 
 
 @pytest.mark.parametrize("command", of("submit"))
-def test_jobs_are_shown(command: str, tmp_path: Path, monkeypatch, capsys) -> None:
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "pytorch-test.py").write_text("print(1)\n")
+def test_jobs_are_shown(command: str, here: Path, capsys) -> None:
+    (here / "pytorch-test.py").write_text("print(1)\n")
     words = shlex.split(command)
     if "--dry-run" not in words:
         words.insert(1, "--dry-run")
@@ -63,8 +62,7 @@ def test_jobs_are_shown(command: str, tmp_path: Path, monkeypatch, capsys) -> No
         assert re.search(r"--gres=gpu:(4|8)", said)
 
 
-def test_the_pages_resources_are_asked_for(tmp_path: Path, monkeypatch, capsys) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_the_pages_resources_are_asked_for(here: Path, capsys) -> None:
     four = next(one for one in of("submit") if "pipeline=2,microbatches=8,replicate=4" in one)
     app(["submit", "--dry-run", *shlex.split(four)[1:]])
     said = capsys.readouterr().out
@@ -73,8 +71,7 @@ def test_the_pages_resources_are_asked_for(tmp_path: Path, monkeypatch, capsys) 
 
 
 @pytest.mark.parametrize("command", TRAINED)
-def test_trainings_train(command: str, tmp_path: Path, monkeypatch, capfd) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_trainings_train(command: str, here: Path, capfd) -> None:
     words = shlex.split(command)
     if "--plan" in words:
         words[words.index("--plan") + 1] += CPU
@@ -85,8 +82,7 @@ def test_trainings_train(command: str, tmp_path: Path, monkeypatch, capfd) -> No
 
 
 @pytest.mark.parametrize("command", [one for one in commands() if re.search("RUN$", one)])
-def test_commands_about_a_run(command: str, run: Path, tmp_path: Path, monkeypatch, capfd) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_commands_about_a_run(command: str, run: Path, here: Path, capfd) -> None:
     words = shlex.split(command.replace("RUN", str(run)))
     if words[0] == "logs":
         (run / "logs").mkdir(exist_ok=True)

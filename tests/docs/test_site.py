@@ -160,9 +160,8 @@ def test_the_notes_are_of_the_keys_that_there_are() -> None:
 
 
 @pytest.mark.parametrize("key", NOTES)
-def test_the_example_of_a_plan_key_is_a_plan_that_has_it(key: str, tmp_path: Path, monkeypatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "ds_config.json").write_text("{}")
+def test_the_example_of_a_plan_key_is_a_plan_that_has_it(key: str, here: Path) -> None:
+    (here / "ds_config.json").write_text("{}")
     plan = Plan.parse(NOTES[key]["example"])
     assert key in plan.changed_keys()
     engines.check(plan)

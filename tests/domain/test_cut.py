@@ -12,12 +12,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from grappe import Task, engines
+from grappe import Task
 from grappe.domain.batches import cut_batch, dimensions
 from grappe.domain.parts import Domain, cut
 from grappe.engines.shared.watched_forward import AssignedData
 from grappe.errors import PlanError, TaskError
-from grappe.plan import Plan
 from grappe.rows.tensor import Rows, local_rows
 
 
@@ -125,17 +124,3 @@ def test_the_task_says_what_is_cut() -> None:
 
     with pytest.raises(TaskError, match=r"one at least must be cut"):
         cut_batch(Nothing(), shaped(2, 3, 4, 6), shaped(2, whole=True))
-
-
-@pytest.mark.parametrize(
-    "keys", ["tensor=2", "pipeline=2", "exact=2", "compile", "offload=cpu", "batchnorm=sync", "channels_last"]
-)
-def test_keys_that_are_not_right_are_refused_by_name(keys: str) -> None:
-    with pytest.raises(PlanError, match=f"domain=2.*{keys.partition('=')[0]}"):
-        engines.check(Plan.parse(f"domain=2,{keys}"))
-
-
-@pytest.mark.parametrize("engine", ["textbook", "deepspeed", "lightning", "horovod"])
-def test_engines_without_domain_refuse_it(engine: str) -> None:
-    with pytest.raises(PlanError, match=f"engine={engine} has no domain: engines that have: native"):
-        engines.check(Plan.parse(f"engine={engine},domain=2,replicate=2"))

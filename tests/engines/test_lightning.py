@@ -21,7 +21,6 @@ from grappe.training.run import Run
 from tests.commands import GRAPPE, SLOW, pids_in_training
 from tests.parity.tasks import Images
 from tests.processes import Pool
-from tests.training.test_training import train
 
 STEPS = 6
 
@@ -104,16 +103,6 @@ def test_under_slurm_it_stands_where_srun_put_it() -> None:
     world = Here(World(process=process, device=torch.device("cpu")))
     assert (world.global_rank(), world.local_rank(), world.node_rank(), world.world_size()) == (6, 2, 1, 8)
     assert world.creates_processes_externally
-
-
-def test_patience_stops_it(tmp_path: Path) -> None:
-    task = Images(epochs=50, samples=12, scheduled=False)
-    plan = "engine=lightning,threads=1"
-    result = train(tmp_path / "run", task, plan, patience=1, evaluate_every=1, steps=60)
-    losses = [one["loss"] for one in Run(result.run).records("evaluation")]
-    assert result.status == "stopped"
-    assert losses[-1] >= min(losses[:-1]), "it stopped without a reason"
-    assert result.step == len(losses) < 60
 
 
 def test_a_signal_saves_and_ends_with_75(start, tmp_path: Path) -> None:

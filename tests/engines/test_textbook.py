@@ -8,13 +8,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from grappe import Arrays, Task, engines
+from grappe import Arrays, Task
 from grappe.checkpoint.initial import built
 from grappe.data.loader import training_loader
 from grappe.engines import textbook
 from grappe.engines.base import EngineSetup
 from grappe.engines.textbook import Textbook, naive_all_reduce, ring_all_reduce
-from grappe.errors import PlanError
 from grappe.launch.rank import ProcessRank
 from grappe.launch.world import join
 from grappe.plan import Plan
@@ -129,10 +128,3 @@ def test_parameters_that_only_some_processes_reach(pool: Pool, all_reduce: str) 
     for _, _, steps in found:
         assert [loss for loss, _ in steps] == pytest.approx([loss for loss, _ in sums], rel=1e-6)
         assert [flag for _, flag in steps] == [1 + 2 + 3 + 4] * 3
-
-
-def test_it_offers_what_it_has_and_no_more() -> None:
-    assert engines.check(Plan.parse("engine=textbook,replicate=3,microbatches=2,threads=1")) is Textbook
-    for text in ("shard=2", "precision=bf16", "batchnorm=sync", "recompute", "tensor=2"):
-        with pytest.raises(PlanError, match="textbook has no"):
-            engines.check(Plan.parse(f"engine=textbook,{text}"))

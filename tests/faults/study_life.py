@@ -29,7 +29,6 @@ from tests.commands import GRAPPE, Command, send, until
 ROOT = Path(__file__).parents[2]
 LINE = str(ROOT / "tests/verbs/tune/line.py")
 PLAN = "device=cpu,threads=1,workers=0"
-TICKS = os.sysconf("SC_CLK_TCK")
 CODES = (0, 75, 130, -signal.SIGINT, -signal.SIGKILL)
 """Of a command that ends, or is ended: also by Ctrl-C before it can handle it."""
 
@@ -60,16 +59,12 @@ class Drill:
 
 @dataclasses.dataclass
 class Figures:
-    """Counts of what was killed, and what the coordinators cost."""
+    """Counts of what was killed."""
 
     coordinators: int = 0
     interrupts: int = 0
     trials: int = 0
     cancelled: int = 0
-    core_seconds: float = 0.0
-    """Of the coordinator of the undisturbed study, its start included."""
-    trial_seconds: float = 0.0
-    """Of the trials of the undisturbed study, from their start to their end."""
 
     @property
     def kills(self) -> int:
@@ -90,32 +85,15 @@ def outcome(study: Path) -> dict[str, object]:
     return {"rows": rows, "steps": steps, "best": best and best.number}
 
 
-def undisturbed(drill: Drill, study: Path, figures: Figures) -> dict[str, object]:
+def undisturbed(drill: Drill, study: Path) -> dict[str, object]:
     """Makes the study that nobody kills."""
     command = _start(drill, study, slurm=False)
     try:
-        pid, last = command.process.pid, 0.0
-        while command.process.poll() is None:
-            last = max(last, core_seconds(pid))
-            time.sleep(0.1)
         code, _, err = command.end()
         assert code == 0, err
     finally:
         command.close()
-    figures.core_seconds = last
-    for folder in study.glob("trial-*"):
-        used = Run(folder).read_description().get("used", {})  # none, of a trial that failed
-        figures.trial_seconds += float(used.get("seconds", 0.0))
     return outcome(study)
-
-
-def core_seconds(pid: int) -> float:
-    """Returns what a process has computed so far."""
-    try:
-        words = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except OSError:
-        return 0.0
-    return (int(words[11]) + int(words[12])) / TICKS
 
 
 def in_training(study: Path) -> list[int]:
@@ -197,7 +175,7 @@ def compared(drill: Drill, folder: Path) -> Figures:
         AssertionError: the study is another than the undisturbed one.
     """
     figures = Figures()
-    expected = undisturbed(drill, folder / "undisturbed", figures)
+    expected = undisturbed(drill, folder / "undisturbed")
     found = disturbed(drill, folder / "disturbed", figures)
     for name, value in expected.items():
         assert found[name] == value, f"{name}: {found[name]}, not {value}"
@@ -220,8 +198,7 @@ def main() -> None:
         began = time.monotonic()
         with tempfile.TemporaryDirectory(prefix="study-", dir="/tmp") as folder:
             figures = compared(drill, Path(folder))
-        cost = figures.core_seconds / figures.trial_seconds
-        print(f"{time.monotonic() - began:.0f} s: {figures}, {figures.kills} kills, {cost:.2%} for the coordinator")
+        print(f"{time.monotonic() - began:.0f} s: {figures}, {figures.kills} kills")
         left, seed = left - figures.kills, seed + 1
 
 

@@ -38,13 +38,6 @@ def grouped(start: Callable[..., Command]) -> Iterator[Callable[[int], tuple[int
         _remove(group)
 
 
-def test_copies_leave_a_step_its_memory(grouped: Callable[[int], tuple[int, str]], tmp_path: Path) -> None:
-    """A step takes 690 MB besides 350 that are there before, a copy 450, and the group has no room for all three."""
-    assert grouped(1350 * MB) == (0, "")
-    assert Run(tmp_path / "run").latest().step == 3
-    assert "the training waits for it" in (tmp_path / "run/logs/rank-0.log").read_text()
-
-
 def test_a_kill_at_the_groups_limit_is_named(grouped: Callable[[int], tuple[int, str]], tmp_path: Path) -> None:
     code, err = grouped(800 * MB)
     assert code == 1 and "Traceback" not in err

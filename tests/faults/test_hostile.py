@@ -5,7 +5,6 @@ import os
 import pickle
 import shutil
 import signal
-import zipfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -14,9 +13,7 @@ import torch
 from safetensors.torch import save
 
 from grappe.checkpoint.commit import MANIFEST, json_hash
-from grappe.checkpoint.foreign_training import Begin
 from grappe.checkpoint.format import STATE
-from grappe.checkpoint.initial import build
 from grappe.errors import GrappeError
 from grappe.training.run import Run
 from grappe.training.task_reference import resolve_task
@@ -164,7 +161,7 @@ def test_run_json(run, case: str) -> None:
 def altered(content: dict) -> Iterator[tuple[str, dict]]:
     """Yields the object with each of its entries, and of theirs, as a value of each other type in turn."""
     for name, value in content.items():
-        for wrong in (None, True, 5, -1, 1.5, "x", [], {}, [5], [[]], {"a": 1}):
+        for wrong in (None, True, 5, "x", [5], {"a": 1}):
             if type(wrong) is not type(value) or wrong == [5]:
                 yield f"{name}: {wrong!r}", {**content, name: wrong}
         if isinstance(value, dict):
@@ -280,21 +277,7 @@ def test_what_is_no_file(run, name: str, kind: str) -> None:
     look(run)
 
 
-@pytest.mark.parametrize("case", [*PICKLES, "bomb"])
-@pytest.mark.parametrize("suffix", [".pt", ".ckpt", ".safetensors"])
-def test_weights_to_start_from(run, tmp_path, case: str, suffix: str) -> None:
-    file = run / f"evil{suffix}"
-    if case == "bomb":
-        with zipfile.ZipFile(file, "w") as bomb:
-            for name in ("archive/data.pkl", "archive/data/0"):
-                bomb.writestr(name, bytes(1 << 24), zipfile.ZIP_DEFLATED, 9)
-    else:
-        file.write_bytes(PICKLES[case])
-    assert "evil" in told(lambda: build(Images(), run / "started", Begin(source=file)))
-
-
-def test_the_bait_is_live(tmp_path, monkeypatch) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_the_bait_is_live(here) -> None:
     for text in PICKLES.values():
         pickle.loads(text)
-        (tmp_path / "ran").unlink()
+        (here / "ran").unlink()

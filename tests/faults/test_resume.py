@@ -12,7 +12,7 @@ import torch
 from grappe.checkpoint.weights import LOCAL, MODEL, OPTIMIZER
 from grappe.training.run import Run
 from tests.faults.resume_cell import Loaded, hashes, samples
-from tests.faults.resuming import SOAK, STEPS, check_another_plan, check_same_bits, run
+from tests.faults.resuming import SOAK, check_another_plan, check_same_bits, run
 from tests.parity.tasks import Images
 from tests.processes import Pool
 
@@ -46,8 +46,6 @@ def pairwise(cells: list[Cell]) -> list[Cell]:
         missing -= found
     return chosen
 
-
-__all__ = ["STEPS", "run"]
 
 AXES = {
     "layout": [

@@ -9,7 +9,6 @@ import grappe
 from grappe.checkpoint.weights import LOCAL, MODEL, OPTIMIZER
 from grappe.task import Task
 from grappe.training.run import Run
-from tests import needs
 from tests.faults.resuming import STEPS, WANDERER, check_another_plan, check_same_bits, run
 from tests.parity import reference
 from tests.parity.cell import TOLERANCE, difference
@@ -82,14 +81,6 @@ DEEPSPEED_MOVES = [
 
 def name_of(value: object) -> str:
     return value if isinstance(value, str) else getattr(value, "by", "") or getattr(value, "rule", "")
-
-
-@pytest.fixture(autouse=True)
-def _compiled(request: pytest.FixtureRequest) -> None:
-    """DeepSpeed's operators, before the pool is asked for what needs them."""
-    if "deepspeed" in request.node.name:
-        needs.need("engine=deepspeed")
-        request.getfixturevalue("operators")
 
 
 @pytest.mark.parametrize(("plan", "task"), SAME, ids=name_of)

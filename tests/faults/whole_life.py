@@ -20,7 +20,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from pathlib import Path
 from typing import Any
@@ -69,8 +68,6 @@ TASK = f"{Path(__file__).with_name('life.py')}:Life"
 LOOP = str(ROOT / "tests/training/gan.py")
 GONE_SECONDS = 10.0
 """Until no process is left, on a quiet machine: seconds in which somebody waits for a core are not counted."""
-BUSY_SECONDS = 60.0
-"""The same on a machine that is never quiet."""
 LEFT_SECONDS = 300.0
 """What lives as long as this lives for ever."""
 MISTAKES = (BUG, "Traceback", "EOFError")
@@ -91,10 +88,8 @@ class Kill:
     phase: str
     code: int
     """The command's exit code."""
-    gone: float
-    """Seconds until no process was left."""
     quiet: float
-    """Of these, the seconds in which no process of the machine waited for a core."""
+    """Seconds until no process was left, without those in which a process of the machine waited for a core."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -196,7 +191,7 @@ class Life:
         gone = time.monotonic() - began
         quiet = max(0.0, gone - (waited() - before))
         code = one.process.returncode
-        self.kills.append(Kill(plan=self._plan, role=role, phase=phase, code=code, gone=gone, quiet=quiet))
+        self.kills.append(Kill(plan=self._plan, role=role, phase=phase, code=code, quiet=quiet))
         # What a training bears (the loss of a resource tracker) does not end it.
         if quiet > GONE_SECONDS and code != 0:
             self.findings.append(f"{role} killed {phase}: it took {gone:.1f} s ({quiet:.1f} quiet) until none was left")
@@ -279,28 +274,13 @@ def attack(kills: int, first: int, side_by_side: int, plans: tuple[str, ...] = P
     return done, findings
 
 
-def table(kills: list[Kill]) -> Iterator[str]:
-    """Formats what the kills came to, by plan, by what was killed, by when."""
-    for name in ("plan", "role", "phase"):
-        rows: dict[str, list[Kill]] = {}
-        for kill in kills:
-            rows.setdefault(getattr(kill, name), []).append(kill)
-        for value, found in sorted(rows.items()):
-            codes = dict(sorted(collections.Counter(one.code for one in found).items()))
-            ended = [one for one in found if one.code != 0]
-            longest = max((one.gone for one in ended), default=0.0)
-            quiet = max((one.quiet for one in ended), default=0.0)
-            yield (
-                f"{name:<6}{value or 'one process':<38}{len(found):>4} kills; exit codes {codes}; longest until "
-                f"none was left {longest:.1f} s, and {quiet:.1f} s without those in which a process waited for a core"
-            )
-
-
 def main(kills: int = 500, first: int = 0, side_by_side: int = 2) -> int:
-    """Attacks, and prints the table."""
+    """Attacks, and prints what was killed."""
     done, findings = attack(kills, first, side_by_side)
-    print("\n".join(table(done)))
-    print(f"{len(done)} kills, {len(findings)} findings")
+    for name in ("plan", "role", "phase"):
+        print(name, dict(collections.Counter(getattr(kill, name) for kill in done)))
+    longest = max((kill.quiet for kill in done), default=0.0)
+    print(f"{len(done)} kills, {len(findings)} findings; at most {longest:.1f} quiet seconds until none was left")
     return 1 if findings else 0
 
 

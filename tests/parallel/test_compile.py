@@ -10,7 +10,6 @@ from grappe import Arrays, Task, engines
 from grappe.checkpoint.initial import built
 from grappe.data.loader import evaluation_loader, training_loader
 from grappe.engines.base import EngineSetup
-from grappe.engines.native import Native
 from grappe.errors import PlanError
 from grappe.launch.rank import ProcessRank
 from grappe.launch.world import World, choose_device
@@ -95,18 +94,7 @@ def test_what_an_evaluation_keeps_is_a_copy() -> None:
     assert compilation.replaying(lambda _: memory, keeps=False)(None) is memory
 
 
-MOVES = "microbatches=2 recompute shard=2 tensor=2 pipeline=2,microbatches=2 offload=cpu batchnorm=sync"
-
-
-@pytest.mark.parametrize("text", MOVES.split())
-def test_what_moves_memory_or_sends_in_a_unit_is_refused(text: str) -> None:
-    reason = Native.unsupported_reason(Plan.parse(f"compile,cuda_graphs,{text}"))
-    assert "leave cuda_graphs out" in reason
-
-
-def test_graphs_are_of_compiled_kernels_on_a_gpu() -> None:
-    assert "add compile" in (Native.unsupported_reason(Plan.parse("cuda_graphs")) or "")
-    assert Native.unsupported_reason(Plan.parse("compile,cuda_graphs,replicate=2,precision=bf16")) is None
+def test_graphs_are_of_kernels_on_a_gpu() -> None:
     with pytest.raises(PlanError, match="runs on the CPU"):
         choose_device(Plan.parse("device=cpu,compile,cuda_graphs"), ALONE.process)
 

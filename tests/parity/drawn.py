@@ -18,14 +18,15 @@ LENGTH = 7  # of no microbatch: rows are found by their number
 class Drawing(nn.Module):
     """Layers that draw in every way that is found by its rows; input and output are [b, LENGTH, WIDTH]."""
 
-    def __init__(self) -> None:
+    def __init__(self, salt: int) -> None:
         super().__init__()
-        self.inner = nn.Linear(WIDTH, WIDTH)
+        self.inner, self.salt = nn.Linear(WIDTH, WIDTH), salt
         self.lstm = nn.LSTM(WIDTH, WIDTH, 2, dropout=0.4, batch_first=True)
         self.attention = nn.MultiheadAttention(WIDTH, 2, dropout=0.3, batch_first=True)
 
     def forward(self, x: Tensor) -> Tensor:
         x = F.dropout1d(F.alpha_dropout(self.inner(x), 0.1, True), 0.2)
+        x = x * (grappe.rand_like(x, salt=self.salt) < 0.9) + 0.1 * grappe.randn_like(x, salt=self.salt)
         x = x + torch.bernoulli(torch.full((len(x), 1, 1), 0.8)) * self.lstm(x)[0]  # drop path
         x = x + self.attention(x, x, x)[0] + 0.1 * torch.randn_like(x) * torch.rand(len(x), 1, 1)
         x = x + 0.1 * torch.empty_like(x).exponential_() * torch.rand(())
@@ -61,7 +62,7 @@ class Drawn(grappe.Task):
 
     def model(self) -> nn.Module:
         ends = nn.Sequential(nn.Flatten(), nn.Dropout(0.3), nn.Linear(LENGTH * WIDTH, 3))
-        return nn.Sequential(nn.Dropout(0.2), Drawing(), Split(), Drawing(), ends)
+        return nn.Sequential(nn.Dropout(0.2), Drawing(0), Split(), Drawing(1), ends)
 
     def units(self, model: nn.Module) -> list[nn.Module]:
         assert isinstance(model, nn.Sequential)
@@ -78,7 +79,7 @@ class Drawn(grappe.Task):
         )
 
     def loss(self, output: Tensor, target: Tensor) -> Tensor:
-        noise = torch.randn_like(target) if self.noisy_loss else 0.0
+        noise = torch.randn_like(target) + grappe.randn_like(target, salt=9) if self.noisy_loss else 0.0
         return F.mse_loss(output, target + 0.3 * noise, reduction="none").mean(1)
 
     def optimizer(self, named):

@@ -12,9 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import grappe
-from grappe import Arrays, Task, engines
-from grappe.errors import PlanError
-from grappe.plan import Plan
+from grappe import Arrays, Task
 from tests.parity.cell import difference
 from tests.processes import Pool
 
@@ -190,18 +188,3 @@ def test_what_is_gathered_is_said_with_its_line(pool: Pool) -> None:
     [said] = [remark for remark in first["remarks"] if "operators without a rule" in remark]
     assert "test_cut_batch.py:" in said
     assert "nonzero" in said
-
-
-@pytest.mark.parametrize(
-    ("plan", "said"),
-    [
-        ("domain=2,cut=batch,microbatches=2", "which microbatches=2 would cut"),
-        ("domain=2,cut=batch,replicate=2", "which replicate=2 would cut"),
-        ("domain=2,cut=batch,compile", "with compile is not supported"),
-        ("engine=lightning,domain=2,cut=batch", "has no cut"),
-        ("cut=batch", "write domain=2,cut=batch"),
-    ],
-)
-def test_a_plan_that_cuts_the_batch_otherwise_is_refused(plan: str, said: str) -> None:
-    with pytest.raises(PlanError, match=said):
-        engines.check(Plan.parse(plan))

@@ -70,6 +70,7 @@ def trained(pool: Pool, task: Task, plan: str, processes: int) -> dict[str, Any]
 @pytest.mark.parametrize(
     ("task", "plan", "processes"),
     [
+        (Drawing(), "microbatches=3", 1),
         (Drawing(), "replicate=2", 2),
         (Drawing(), "replicate=3", 3),
         (Drawing(), "shard=2", 2),
@@ -83,9 +84,5 @@ def test_they_are_one_processs(pool: Pool, task: Task, plan: str, processes: int
     alone, spread = trained(pool, task, "", 1), trained(pool, task, plan, processes)
     gap, name = difference(alone["weights"], spread["weights"])
     assert gap < TOLERANCE, name
-    assert spread["scores"].loss == pytest.approx(alone["scores"].loss, rel=1e-5)
-
-
-def test_microbatches_take_the_same_branches(pool: Pool) -> None:
-    alone, parts = trained(pool, Drawing(), "", 1), trained(pool, Drawing(), "microbatches=3", 1)
-    assert difference(alone["weights"], parts["weights"])[0] < TOLERANCE
+    if "microbatches" not in plan:  # which draw otherwise in an evaluation
+        assert spread["scores"].loss == pytest.approx(alone["scores"].loss, rel=1e-5)

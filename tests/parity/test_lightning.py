@@ -7,10 +7,9 @@ from pathlib import Path
 import pytest
 
 from grappe.training.run import Run
-from tests.faults.resume_cell import curves, hashes, samples
-from tests.faults.test_resume import run
+from tests.faults.resume_cell import samples
+from tests.faults.resuming import check_another_plan, check_same_bits, run
 from tests.parity import reference
-from tests.parity.cell import TOLERANCE, difference
 from tests.parity.tasks import Images
 from tests.parity.test_native import STEPS, TASKS, check, expected
 from tests.parity.test_special import NORMED
@@ -48,32 +47,20 @@ def test_the_same_plan_goes_on_to_the_same_bits(
 ) -> None:
     """Killed in the middle of `Trainer.fit`; with dropout, batch normalisation, momentum, clipping, a schedule."""
     task = Images(rule="adam" if "shard" in plan else "sgd", batchnorm=True, dropout=0.3, clip=0.5)
-    text = f"{L},{plan}" if plan else L
-    run(pool, task, text, tmp_path / "whole", save_every=every)
-    run(pool, task, text, tmp_path / "parts", dies_at, save_every=every)
     at = dies_at - dies_at % every
-    assert f"resuming from step {at}" in run(pool, task, text, tmp_path / "parts", save_every=every)
-    assert hashes(tmp_path / "parts", STEPS) == hashes(tmp_path / "whole", STEPS)
-    assert curves(tmp_path / "parts") == curves(tmp_path / "whole")
-    assert samples(tmp_path / "parts") == samples(tmp_path / "whole")
+    check_same_bits(pool, task, f"{L},{plan}".rstrip(","), tmp_path, (every, dies_at, at))
     assert {one["samples"] for one in Run(tmp_path / "parts").records("evaluation")} == {task.samples}
 
 
 @pytest.mark.parametrize(("before", "after"), [("replicate=3", "shard=2"), ("shard=2", "")])
 def test_another_world_goes_on_with_the_same_samples(pool: Pool, tmp_path: Path, before: str, after: str) -> None:
     task = Images(epochs=4, clip=0.5)
-    run(pool, task, "", tmp_path / "one", save_every=2)
-    run(pool, task, f"{L},{before}", tmp_path / "run", dies_at=3, save_every=2)
-    told = run(pool, task, f"{L},{after}".rstrip(","), tmp_path / "run", save_every=2)
-    assert "resuming from step 2" in told
-    assert samples(tmp_path / "run") == samples(tmp_path / "one")
-    found, wanted = (Run(tmp_path / name).latest() for name in ("run", "one"))
-    assert found is not None
-    assert wanted is not None
-    stored = [one.read_tensors() for one in (wanted, found)]
-    names = [name for name in stored[0] if name.startswith("model.")]
-    weights = ({name: tensors.read(name) for name in names} for tensors in stored)
-    assert difference(*weights)[0] <= TOLERANCE
+    died = tmp_path / "died"
+    run(pool, task, f"{L},{before}", died, dies_at=3, save_every=2)
+    one = tmp_path / "one"
+    run(pool, task, "", one, save_every=2)
+    runs = {None: one, before: died}
+    check_another_plan(pool, task, lambda _, plan: runs[plan], (before, f"{L},{after}".rstrip(",")), tmp_path / "run")
 
 
 def test_the_native_engine_takes_its_weights_over(pool: Pool, tmp_path: Path) -> None:
@@ -97,8 +84,4 @@ def test_offloaded_to_a_disk_learns_the_same(pool: Pool, tmp_path: Path) -> None
 
 def test_offloaded_goes_on_to_the_same_bits(pool: Pool, tmp_path: Path) -> None:
     task, plan = Images(dropout=0.3, clip=0.5), f"{L},shard=2,offload=cpu"
-    run(pool, task, plan, tmp_path / "whole", save_every=2)
-    run(pool, task, plan, tmp_path / "parts", 5, save_every=2)
-    assert "resuming from step 4" in run(pool, task, plan, tmp_path / "parts", save_every=2)
-    assert hashes(tmp_path / "parts", STEPS) == hashes(tmp_path / "whole", STEPS)
-    assert samples(tmp_path / "parts") == samples(tmp_path / "whole")
+    check_same_bits(pool, task, plan, tmp_path)

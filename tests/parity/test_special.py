@@ -30,7 +30,10 @@ def test_a_microbatch_without_a_row_on_any_process_changes_no_statistics(pool: P
     assert batches == [1] * len(batches)
 
 
-@pytest.mark.parametrize("plan", ["replicate=3,compile", "replicate=2,recompute", "shard=2,channels_last"])
+@pytest.mark.parametrize(
+    "plan",
+    [pytest.param("replicate=3,compile", marks=pytest.mark.nightly), "replicate=2,recompute", "shard=2,channels_last"],
+)
 def test_batchnorm_is_synchronised_unasked(pool: Pool, plan: str) -> None:
     check(pool, NORMED, plan, reference.train(NORMED, STEPS))
 
@@ -84,6 +87,8 @@ def results(pool: Pool, plan: str, size: int, task: Images) -> list[dict]:
         ("engine=lightning", 1),
         ("engine=lightning,replicate=2", 2),
         ("engine=lightning,shard=2,microbatches=2", 2),
+        ("engine=deepspeed,replicate=2", 2),
+        ("engine=deepspeed,shard=2", 2),
     ],
 )
 def test_fp16_skips_an_infinity_everywhere(pool: Pool, plan: str, size: int) -> None:

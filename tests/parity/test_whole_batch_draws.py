@@ -1,4 +1,4 @@
-"""Dropout and every other draw of a model are those of one process, under every plan that says so."""
+"""Dropout, every other draw of a model and those by samples are one process's, under every plan that says so."""
 
 from __future__ import annotations
 
@@ -47,10 +47,15 @@ def train(pool: Pool, plan: str) -> list[dict]:
 
 
 @functools.cache
-def alone(pool: Pool) -> dict:
-    return train(pool, "")[0]
+def alone(pool: Pool, precision: str = "fp32") -> dict:
+    return train(pool, f"precision={precision}")[0]
 
 
 @pytest.mark.parametrize("plan", PLANS)
 def test_every_plan_draws_what_one_process_draws(pool: Pool, plan: str) -> None:
     assert_learned_alike(train(pool, plan), alone(pool), plan)
+
+
+def test_draws_are_those_of_one_process_in_float64(pool: Pool) -> None:
+    plan = "shard=2,microbatches=2,precision=fp64"
+    assert_learned_alike(train(pool, plan), alone(pool, "fp64"), plan, 1e-11)

@@ -40,43 +40,8 @@ AccountingStorageEnforce=associations,limits,qos
 JobAcctGatherType=jobacct_gather/linux"""
     else:
         storage = "AccountingStorageType=accounting_storage/none"
-    text = f"""ClusterName=test
-SlurmctldHost={host}(127.0.0.1)
-SlurmctldPort={ports["ctld"]}
-SlurmUser={me}
-SlurmdUser={me}
-AuthType=auth/munge
-AuthInfo=socket={folder}/munge.socket,cred_expire=5
-ProctrackType=proctrack/linuxproc
-TaskPlugin=task/none
-SelectType=select/cons_tres
-SelectTypeParameters=CR_Core
-ReturnToService=2
-SlurmdParameters=config_overrides
-MpiDefault=none
-GresTypes=gpu
-JobRequeue=1
-EnforcePartLimits=ALL
-KillWait=5
-MinJobAge=60
-SlurmdTimeout=15
-PreemptType=preempt/partition_prio
-PreemptMode=REQUEUE
-SlurmctldParameters=preempt_send_user_signal
-SchedulerParameters=sched_min_interval=0,batch_sched_delay=0,sched_interval=1,bf_interval=1
-{storage}
-JobCompType=jobcomp/none
-StateSaveLocation={folder}/state
-SlurmctldPidFile={folder}/slurmctld.pid
-SlurmctldLogFile={folder}/slurmctld.log
-SlurmdSpoolDir={folder}/spool-%n
-SlurmdPidFile={folder}/slurmd-%n.pid
-SlurmdLogFile={folder}/slurmd-%n.log
-SuspendProgram=/bin/true
-ResumeProgram=/bin/true
-SuspendTime=600
-SuspendExcNodes={",".join(NODES)}
-"""
+    names = {"host": host, "me": me, "folder": folder, "storage": storage, "nodes": ",".join(NODES)}
+    text = Path(__file__).with_name("slurm.conf").read_text().format(port=ports["ctld"], **names)
     for node in NODES:
         text += (
             f"NodeName={node} NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[node]} "

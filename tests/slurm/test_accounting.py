@@ -15,8 +15,8 @@ from tests.slurm.cluster import Cluster
 from tests.slurm.coordinators import coordinator, ends, jobs_of, says, words
 
 
-def test_accounting_knows_how_jobs_ended(accounted: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    script = tmp_path / "job.sh"
+def test_accounting_knows_how_jobs_ended(accounted: Cluster, here: Path) -> None:
+    script = here / "job.sh"
     script.write_text("#!/bin/bash\n#SBATCH --account=def-test --time=5\nexit 3\n")
     job = slurm.submit(script)
     found = None
@@ -25,16 +25,15 @@ def test_accounting_knows_how_jobs_ended(accounted: Cluster, tmp_path: Path, mon
         found = slurm._accounted(job)
         time.sleep(0.2)
     assert found == slurm.End(state="FAILED", code=3)
-    monkeypatch.chdir(tmp_path)
     with pytest.raises(slurm.SlurmError) as refusal:
         notebook.submit(f"{SLOW} --run refused --plan device=cpu", site="generic", account="def-other")
     assert "Invalid account or account/partition combination" in str(refusal.value)
     assert "sacctmgr show assoc" in str(refusal.value)
-    assert not (tmp_path / "refused").exists()
-    (tmp_path / "run" / "logs").mkdir(parents=True)
+    assert not (here / "refused").exists()
+    (here / "run" / "logs").mkdir(parents=True)
     with pytest.raises(slurm.SlurmError):
         notebook.submit(f"{SLOW} --run run --plan device=cpu", site="generic", account="def-other")
-    assert [file.name for file in (tmp_path / "run" / "logs").iterdir()] == ["refused-1.sh"]
+    assert [file.name for file in (here / "run" / "logs").iterdir()] == ["refused-1.sh"]
 
 
 @pytest.mark.slow

@@ -52,10 +52,9 @@ def refused(*words: str) -> str:
         (("--site", "narval", *HERE, "--modules", "$(x)", *TRAIN), "not the name of a module"),
     ],
 )
-def test_wrong_submissions(words: tuple[str, ...], said: str, cluster: Cluster, tmp_path: Path, monkeypatch) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_wrong_submissions(words: tuple[str, ...], said: str, cluster: Cluster, here: Path) -> None:
     assert said in refused(*words)
-    assert not list(tmp_path.iterdir())
+    assert not list(here.iterdir())
 
 
 def test_no_slurm_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -64,8 +63,7 @@ def test_no_slurm_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert "no Slurm here: sinfo is not on the PATH" in refused("--site", "generic", *TRAIN)
 
 
-def test_more_gpus_than_there_are(cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_more_gpus_than_there_are(cluster: Cluster, here: Path) -> None:
     said = refused("--site", "generic", *TRAIN, "--plan", "replicate=12")
     assert "the plan needs 12 GPUs on 3 nodes, generic has 2 with 4 each (8 in all)" in said
     assert "did you mean" in refused("--site", "generic", "--queue", "gpuu", *TRAIN)

@@ -50,8 +50,7 @@ def test_a_time_limit_from_an_earlier_job(cluster: Cluster, tmp_path: Path) -> N
     assert Run(tmp_path / "runs" / "all").is_finished()
 
 
-def test_a_notebook_sweeps_over_numbers_of_gpus(cluster: Cluster, tmp_path: Path, monkeypatch) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_a_notebook_sweeps_over_numbers_of_gpus(cluster: Cluster, here: Path) -> None:
     command = f"{SLOW} epochs=1 pause=0 --plan threads=1,workers=0"
     jobs = notebook.submit(command, [1, 2], site="generic", time="5m", doctor=False)
     assert [job.wait() for job in jobs] == [0, 0]
@@ -63,9 +62,8 @@ def test_a_notebook_sweeps_over_numbers_of_gpus(cluster: Cluster, tmp_path: Path
     assert notebook.logs(f"job-{jobs[1].job}.") == [jobs[1].run / "logs" / f"job-{jobs[1].job}.out"]
 
 
-def test_a_finished_run_is_not_submitted_again(cluster: Cluster, tmp_path: Path, monkeypatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "run").mkdir()
-    (tmp_path / "run" / "done").touch()
+def test_a_finished_run_is_not_submitted_again(cluster: Cluster, here: Path) -> None:
+    (here / "run").mkdir()
+    (here / "run" / "done").touch()
     with pytest.raises(GrappeError, match="is finished: nothing to submit"):
         notebook.submit(f"{SLOW} --run run", site="generic")

@@ -127,9 +127,8 @@ def test_other_commands(cluster: Cluster, tmp_path: Path, name: str) -> None:
     assert expected in log and (folder / "done").exists()
 
 
-def test_an_interactive_allocation(cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interactive_allocation(cluster: Cluster, here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """On a terminal, `submit --interactive` is salloc: its shell has the allocation's variables."""
-    monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("SHELL", "/bin/sh")
     words = [sys.executable, "-m", "grappe", "submit", "--interactive", "--site", "generic", "--gpus", "2"]
     said = bytearray()

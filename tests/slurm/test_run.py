@@ -19,8 +19,6 @@ from tests.wheelhouse import wheel, wheelhouse
 WHERE = str(Path(__file__).with_name("where.py"))
 PLAIN = "threads=1,workers=0,device=cpu"
 GRAPPE = (sys.executable, "-m", "grappe")
-MODULES = Path(__file__).parents[1] / "tasks" / "modules.py"
-CARRIED = MODULES.read_text() + "\n\nimport grappe\n\nMine = grappe.from_lightning(Net(), Data(), epochs=2)\n"
 
 
 def losses(run: Path) -> list[tuple[int, float]]:
@@ -42,17 +40,6 @@ def test_four_processes_on_two_nodes(cluster: Cluster, tmp_path: Path) -> None:
     expected = losses(tmp_path / "local")
     assert [step for step, _ in losses(run)] == [step for step, _ in expected] and len(expected) == 2
     assert [loss for _, loss in losses(run)] == pytest.approx([loss for _, loss in expected], rel=1e-3)
-
-
-def test_a_carried_lightning_module_is_submitted_as_any_task(cluster: Cluster, tmp_path: Path) -> None:
-    (tmp_path / "mine.py").write_text(CARRIED)
-    words = ("train", "mine.py", "--run", "run", "--plan", f"replicate=2,{PLAIN}")
-    submit("--nodes", "2", "--", *words, cwd=tmp_path)
-    grappe("train", "mine.py", "--run", "local", "--plan", PLAIN, cwd=tmp_path)
-    grappe("wait", "run", cwd=tmp_path)
-    found, expected = ([one["loss"] for one in Run(tmp_path / name).records("evaluation")] for name in ("run", "local"))
-    assert len(expected) == 2
-    assert found == pytest.approx(expected, rel=1e-4)
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,5 @@
 """Preemptions by the dozen, and signals at the worst moments. Run by `make soak`."""
 
-import random
 import time
 from pathlib import Path
 
@@ -11,24 +10,6 @@ from tests.slurm.cluster import Cluster
 from tests.slurm.jobs import Job
 
 pytestmark = pytest.mark.soak
-PREEMPTIONS = 20
-
-
-def test_twenty_preemptions(cluster: Cluster, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """At instants drawn at random from a few steps on; the run ends as if nothing had been."""
-    draw = random.Random(0)
-    job = Job(cluster, tmp_path, "soak", "--time", "30m", "--queue", "low", epochs=60)
-    began = time.monotonic()
-    for number in range(PREEMPTIONS):
-        job.until(lambda number=number: job.restarts() >= number and job.pids(), f"start {number} trains")
-        at = job.steps()
-        job.until(lambda at=at: job.steps() > at + draw.randint(1, 12), "it goes on")
-        cluster.run("srun", "-p", "high", "-N", "2", "--exclusive", "true")
-    job.ends()
-    recovered = job.restarts()
-    with capsys.disabled():
-        print(f"\n{PREEMPTIONS} preemptions, {recovered} recovered, {time.monotonic() - began:.0f} s")
-    assert recovered == PREEMPTIONS
 
 
 def test_a_signal_during_an_evaluation(cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -159,12 +159,3 @@ def test_cut_by_the_time_limit(cluster: Cluster, tmp_path: Path) -> None:
     job = Job(cluster, tmp_path, "limit", "--time", "1m", pause=1.0)
     job.ends()
     assert job.restarts() >= 1
-
-
-@pytest.mark.soak
-def test_requeued_by_hand(cluster: Cluster, tmp_path: Path) -> None:
-    job = Job(cluster, tmp_path, "requeued")
-    job.trains()
-    cluster.run("scontrol", "requeue", job.job)
-    job.ends()
-    assert job.restarts() == 1

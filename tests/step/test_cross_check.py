@@ -35,8 +35,6 @@ class Faulty(Digits):
             calls.append(module.training and dist.is_initialized() and dist.get_rank() == self.rank)
             if not calls[-1] or sum(calls) <= self.after:
                 return output
-            if self.fault == "kernel":  # another order of sums
-                return sum(inputs[0][:, i : i + 1] * module.weight[:, i] for i in range(64)) + module.bias
             values = output.detach().clone()
             if self.fault == "flip":
                 values.view(torch.int32)[:, 3].bitwise_xor_(1 << 18)
@@ -56,7 +54,7 @@ def trained(folder: Path, plan: str, *words: str) -> tuple[int, str]:
     return done.returncode, done.stdout + done.stderr
 
 
-@pytest.mark.parametrize(("fault", "rank"), [("flip", 2), ("stuck", 0), ("kernel", 3)])
+@pytest.mark.parametrize(("fault", "rank"), [("flip", 2), ("stuck", 0)])
 def test_the_process_that_computes_wrongly_is_named(tmp_path: Path, fault: str, rank: int) -> None:
     code, said = trained(tmp_path, "exact=4,replicate=4,check=10", f"fault={fault}", f"rank={rank}", "epochs=4")
     assert code == 75, said
@@ -73,12 +71,7 @@ def test_a_small_batch_has_pieces_without_rows_which_are_not_the_ones_compared(t
     words = ("fault=stuck", "rank=1", "epochs=1", "batch_size=4")  # of 4 pieces 2 have rows
     code, said = trained(tmp_path, "exact=4,replicate=2,check=10", *words)
     assert code == 75 and "gave other gradients: process 0 (node" in said, said
-
-
-def test_of_two_processes_both_are_named(tmp_path: Path) -> None:
-    code, said = trained(tmp_path, "exact=4,replicate=2,check=10", "fault=stuck", "rank=1", "epochs=4")
-    assert code == 75
-    assert "process 0 (node" in said and "process 1 (node" in said and "Two cannot tell which of them is wrong" in said
+    assert "process 1 (node" in said and "Two cannot tell which of them is wrong" in said
 
 
 def test_sound_processes_have_the_weights_of_a_run_without_it(tmp_path: Path) -> None:

@@ -294,6 +294,26 @@ def _trained(loop: grappe.Loop, net: nn.Module, optimizer: torch.optim.Optimizer
     return [*weights(net), torch.tensor(loss.item())]
 
 
+def unloaded(loop: grappe.Loop) -> list[Tensor]:
+    """Batches that the body draws, rates that it sets, a penalty of a gradient, three optimizers of two models."""
+    both = nn.ModuleList([model(), model(lambda: nn.Linear(3, 6))])
+    optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (*both, both)]
+    for optimizer in optimizers:
+        loop.parallelize(both, optimizer)
+    for step in range(6):
+        inputs, optimizer = torch.randn(9, 6, dtype=torch.float64), optimizers[step % 3]
+        optimizer.param_groups[0]["lr"] = 0.1 / (1 + step)
+        optimizer.zero_grad()
+        for part in inputs.requires_grad_().split(5):
+            code = both[0](part)
+            [slope] = torch.autograd.grad(code.square().sum(), part, create_graph=True)
+            (F.mse_loss(both[1](code), part) + 0.1 * slope.square().mean()).backward()
+        optimizer.step()
+        for each in both.parameters():
+            each.data.clamp_(-0.4, 0.4)
+    return weights(both)
+
+
 def evaluated(loop: grappe.Loop) -> dict[str, float]:
     """Scores of all samples, with fewer than a slice at the end, in the middle of a training."""
     net = model(lambda: nn.Sequential(nn.Linear(6, 3), nn.BatchNorm1d(3, momentum=None), nn.Dropout(0.5)))

@@ -63,21 +63,6 @@ def test_each_stage_of_a_pipeline_has_its_choice_and_the_bits_of_none(tmp_path: 
     assert max(process["peak"] for process in measured_cell(task, described["plan"])) <= limit * 1e6
 
 
-@pytest.mark.parametrize(
-    "plan",
-    [
-        "replicate=2,recompute=host",
-        "shard=2,microbatches=2,recompute=host:1-2+full:3",
-        "shard=2,zero=1,microbatches=2,precision=bf16,recompute=host",
-        "exact=2,replicate=2,recompute=host",
-        "pipeline=2,microbatches=2,recompute=host",
-        "pipeline=2,microbatches=4,schedule=interleaved,shard=2,recompute=host",
-    ],
-)
-def test_activations_on_the_host_leave_the_bits_of_none(tmp_path: Path, plan: str) -> None:
-    check_same_bits(tmp_path, plan, ",".join(part for part in plan.split(",") if "recompute" not in part))
-
-
 def test_a_cpu_allocates_the_copies_too(tmp_path: Path) -> None:
     task = PySource(**FIELDS)
     needs = memory_forecast(FakeModel(task, data_folder(), kernels=Kernels(scratch=False)), Plan(recompute="host"))

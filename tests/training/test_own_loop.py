@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import functools
 import itertools
@@ -39,13 +40,9 @@ EXACT = 1e-8
 def train(folder: Path, plan: str, name: str, *more: str) -> int:
     processes = Plan.parse(plan).processes
     starter = (TORCHRUN, "--nproc-per-node", str(processes)) if processes > 1 else (sys.executable,)
-    command = Command(
-        *starter, SCRIPT, f"{plan},threads=1,device=cpu".lstrip(","), f"{name}.safetensors", *more, cwd=folder
-    )
-    try:
+    words = (SCRIPT, f"{plan},threads=1,device=cpu".lstrip(","), f"{name}.safetensors", *more)
+    with contextlib.closing(Command(*starter, *words, cwd=folder)) as command:
         code, _, err = command.end()
-    finally:
-        command.close()
     assert code in (0, 1, 75), err
     return code
 
@@ -164,7 +161,7 @@ def learned(pool: Pool, name: str, plan: str, *arguments: Any) -> Any:
     return pool.run("tests.training.loops:in_process", Plan.parse(plan).processes, name, plan, *arguments)[0]
 
 
-BODIES = ("branches", "padded", "contrastive", "recurrent", "closure", "loaded")
+BODIES = ("branches", "padded", "contrastive", "recurrent", "closure", "loaded", "unloaded")
 
 
 @pytest.mark.parametrize(

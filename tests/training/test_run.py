@@ -50,10 +50,9 @@ def test_a_start_is_running_between_its_description_and_its_lease(tmp_path: Path
     assert status(run) == "ended unexpectedly"
 
 
-def test_a_run_is_found_by_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    train(tmp_path / "runs" / "a", name="wide net", tag=("base", "paper"), steps=1)
-    train(tmp_path / "runs" / "a", steps=2)  # which keeps both
+def test_a_run_is_found_by_its_name(here: Path) -> None:
+    train(here / "runs" / "a", name="wide net", tag=("base", "paper"), steps=1)
+    train(here / "runs" / "a", steps=2)  # which keeps both
     Run.create(Path("runs/b"), {"status": "running", "tags": ["base"]})
     run = Run("wide net")
     assert run.folder == Path("runs/a")

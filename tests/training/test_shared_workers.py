@@ -89,10 +89,7 @@ print(f"{model.weight.sum().item():.6f}")
 """
 
 
-def test_each_sample_is_loaded_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "train.py").write_text(SCRIPT)
+def test_each_sample_is_loaded_once(here: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    (here / "train.py").write_text(SCRIPT)
     assert launch("train.py", [], "replicate=2,device=cpu,threads=1") == 0
     assert sorted(Path("loads").read_bytes()) == [*range(30)]

@@ -25,11 +25,10 @@ SINFO = f"cpu*|{os.cpu_count()}|16000|(null)|2:00:00|2|1-infinite"
 
 
 @pytest.fixture(autouse=True)
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def folder(here: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder of its own, on a machine of a cluster of such machines."""
-    monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(slurm, "sinfo", lambda _: SINFO)
-    return tmp_path
+    return here
 
 
 def shown(words: str, site: str | None = "narval", **job: object) -> Submitted:

@@ -126,8 +126,7 @@ def test_gpus_auto_are_the_fewest_whose_memory_is_enough(tmp_path: Path, monkeyp
 
 
 @pytest.mark.slow
-def test_sizes_whose_memory_is_too_little_are_not_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_sizes_whose_memory_is_too_little_are_not_asked_for(here: Path) -> None:
     Path("big.py").write_text(BIG)
     job = JobOptions(site="narval", account="def-me", gpus=NumberRange(1, 4))
     submission = Submission(task="big.py", arguments=("big.py", "--plan", "shard=2"), plans=("shard=2",), job=job)

@@ -14,7 +14,7 @@ from grappe.cli.exit import script_apart
 from grappe.errors import EXIT_INTERRUPTED, ProcessDied, UsageError
 from grappe.training.run import Run
 from grappe.verbs.launch.launch import ITS_OWN, imports_of, launch
-from tests.commands import GRAPPE, Command
+from tests.commands import GRAPPE
 
 PLAN = "replicate=2,device=cpu,threads=1"
 LOOP = """
@@ -44,10 +44,7 @@ sys.exit(3 if dist.get_rank() else 0) if "fail" in sys.argv else dist.destroy_pr
 """
 
 
-def test_a_loop_gets_the_plan_is_stopped_and_goes_on(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_a_loop_gets_the_plan_is_stopped_and_goes_on(here: Path, capfd: pytest.CaptureFixture[str]) -> None:
     Path("train.py").write_text(LOOP)
     assert launch("train.py", ["stop"], PLAN) == EXIT_INTERRUPTED
     run = Run("run")
@@ -146,10 +143,7 @@ for inputs, targets in DataLoader(TensorDataset(torch.ones(8, 3), torch.ones(8, 
 """
 
 
-def test_a_scripts_pool_of_processes_ends(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_a_scripts_pool_of_processes_ends(here: Path, capfd: pytest.CaptureFixture[str]) -> None:
     Path("pool.py").write_text(POOL)
     assert launch("pool.py", [], PLAN) == 0, "SIGTERM, which ends a pool's workers, is not blocked"
     assert capfd.readouterr().out == "[1]\n[False]\n[False]\n", "nor handled there once the training handles it"
@@ -198,15 +192,11 @@ class Net(torch.nn.Linear):
 """
 
 
-def test_the_command_in_a_folder_of_its_own_spreads_a_script_too(tmp_path: Path) -> None:
+def test_the_command_in_a_folder_of_its_own_spreads_a_script_too(start, tmp_path: Path) -> None:
     (tmp_path / "grappe").write_text("import sys\nfrom grappe.cli.commands import main\nsys.exit(main())\n")
     (tmp_path / "train.py").write_text(SPREAD)
     (tmp_path / "net.py").write_text(NET)
-    command = Command(sys.executable, "grappe", "launch", "--plan", PLAN, "train.py", cwd=tmp_path)
-    try:
-        code, out, err = command.end()
-    finally:
-        command.close()
+    code, out, err = start(sys.executable, "grappe", "launch", "--plan", PLAN, "train.py").end()
     assert code == 0, err
     assert out == "6 rows\n" * 2, "of all processes, in each of two batches"
 
@@ -257,16 +247,18 @@ ALONE = "device=cpu,threads=1"
 
 
 @pytest.mark.parametrize(
-    ("how", "plan"), [("file", PLAN), ("shape", PLAN), ("loss", PLAN), ("late", PLAN), ("loss", ALONE), ("late", ALONE)]
+    ("how", "plan"),
+    [
+        ("file", PLAN),
+        ("late", PLAN),
+        ("loss", ALONE),
+        *(pytest.param(how, PLAN, marks=pytest.mark.nightly) for how in ("shape", "loss")),
+    ],
 )
-def test_a_script_s_own_error_is_shown_as_python_shows_it(how: str, plan: str, tmp_path: Path) -> None:
+def test_a_script_s_own_error_is_shown_as_python_shows_it(how: str, plan: str, start, tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(OWN_ERROR)
     plain = subprocess.run([sys.executable, "train.py", how], cwd=tmp_path, capture_output=True, text=True, check=False)
-    command = Command(GRAPPE, "launch", "--plan", plan, "train.py", how, cwd=tmp_path)
-    try:
-        code, out, err = command.end()
-    finally:
-        command.close()
+    code, out, err = start(GRAPPE, "launch", "--plan", plan, "train.py", how).end()
     assert (code, out) == (plain.returncode, plain.stdout) == (1, "looks for data\n"), err
     shown = err.replace('File "train.py"', f'File "{tmp_path / "train.py"}"')
     assert plain.stderr in shown

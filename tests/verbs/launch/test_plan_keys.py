@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import io
-import runpy
-import sys
 from pathlib import Path
 
 import pytest
@@ -16,6 +12,7 @@ from grappe.errors import EXIT_INTERRUPTED, GrappeError, PlanError, ProcessDied,
 from grappe.training.run import Run
 from grappe.verbs.launch.launch import launch
 from tests.needs import need
+from tests.verbs.launch.plainly import as_it_is
 
 CPU = ",device=cpu,threads=1"
 SCRIPT = """
@@ -88,17 +85,8 @@ torch.save(model.state_dict(), sys.argv[1])
 def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder in which the script has run as it is, with what it printed in `.txt`: by its second argument."""
     folder = tmp_path_factory.mktemp("plain")
-    threads = torch.get_num_threads()
-    with pytest.MonkeyPatch.context() as patched:
-        patched.chdir(folder)
-        Path("train.py").write_text(SCRIPT)
-        torch.set_num_threads(1)
-        for name in ("random", "certain", "whole"):
-            patched.setattr(sys, "argv", ["train.py", name, name])
-            with contextlib.redirect_stdout(io.StringIO()) as lines:
-                runpy.run_path("train.py", run_name="__main__")
-            Path(f"{name}.txt").write_text(lines.getvalue())
-        torch.set_num_threads(threads)
+    for name in ("random", "certain", "whole"):
+        Path(folder, f"{name}.txt").write_text(as_it_is(SCRIPT, folder, name, name))
     return folder
 
 
@@ -117,24 +105,18 @@ def apart(one: Path, two: Path) -> float:
         pytest.param("replicate=2,recompute", "random", 1e-5, True, id="replicas"),
         pytest.param("shard=2,recompute", "whole", 1e-5, True, id="shards"),
         pytest.param("replicate=2,precision=fp64", "random", 1e-5, False, id="fp64"),
-        pytest.param("replicate=2,precision=tf32", "random", 1e-5, True, id="tf32, which is a GPU's"),
+        pytest.param(
+            "replicate=2,precision=tf32", "random", 1e-5, True, id="tf32, which is a GPU's", marks=pytest.mark.nightly
+        ),
         pytest.param("replicate=2,precision=bf16", "random", 3e-2, False, id="bf16"),
         pytest.param("shard=2,zero=2,precision=fp16", "whole", 5e-3, False, id="fp16"),
-        pytest.param("compile", "certain", 1e-5, True, id="compile"),
+        pytest.param("compile", "certain", 1e-5, True, id="compile", marks=pytest.mark.nightly),
     ],
 )
 def test_a_script_under_a_key_learns_what_it_does_without(
-    plan: str,
-    kind: str,
-    most: float,
-    same_lines: bool,
-    plain: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capfd: pytest.CaptureFixture[str],
+    plan: str, kind: str, most: float, same_lines: bool, plain: Path, here: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     need(plan)
-    monkeypatch.chdir(tmp_path)
     Path("train.py").write_text(SCRIPT)
     assert launch("train.py", ["out", kind], plan + CPU) == 0
     said = capfd.readouterr()
@@ -149,9 +131,8 @@ def test_a_script_under_a_key_learns_what_it_does_without(
 
 @pytest.mark.slow
 def test_a_run_under_keys_goes_on_to_the_same_bits(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    here: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.chdir(tmp_path)
     Path("train.py").write_text(SCRIPT)
     plan = f"replicate=2,precision=bf16,recompute,channels_last{CPU}"
     assert launch("train.py", ["out", "random"], plan) == 0
@@ -164,10 +145,7 @@ def test_a_run_under_keys_goes_on_to_the_same_bits(
     assert all(torch.equal(whole[name], tensor) for name, tensor in torch.load("out").items())
 
 
-def test_a_run_that_cannot_be_resumed_says_so(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_a_run_that_cannot_be_resumed_says_so(here: Path, capfd: pytest.CaptureFixture[str]) -> None:
     Path("train.py").write_text(SCRIPT)
     assert launch("train.py", ["out", "whole"], f"precision=fp16{CPU}", run=Path("run"), save_every=2) == 0
     assert "no checkpoints: precision=fp16 leaves out steps by what it sees: take bf16" in capfd.readouterr().err
@@ -227,8 +205,7 @@ torch.save(model.state_dict(), "out")
 """
 
 
-def test_batchnorm_local_normalises_a_process_s_own_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_batchnorm_local_normalises_a_process_s_own_rows(here: Path) -> None:
     Path("train.py").write_text(LOCAL)
     assert launch("train.py", [], f"replicate=2,batchnorm=local{CPU}") == 0
     torch.manual_seed(0)
@@ -284,9 +261,8 @@ OWN_CODE = {
 
 @pytest.mark.parametrize("name", OWN_CODE)
 def test_a_script_s_own_code_with_shards_is_as_on_one_process(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    name: str, here: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.chdir(tmp_path)
     Path("train.py").write_text(TRAINING.replace("{after}", OWN_CODE[name]))
     lines = []
     for plan in ("replicate=1", "shard=2"):
@@ -308,10 +284,7 @@ def test_a_script_s_own_code_with_shards_is_as_on_one_process(
         ("print(rows @ model[0].weight.data.T)", GrappeError, r"in parts under shard \(train\.py:20\): use replicate"),
     ],
 )
-def test_what_shards_cannot_give_a_script_is_refused(
-    after: str, error: type[Exception], why: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_what_shards_cannot_give_a_script_is_refused(after: str, error: type[Exception], why: str, here: Path) -> None:
     Path("train.py").write_text(TRAINING.replace("{after}", after))
     with pytest.raises(error, match=why):
         launch("train.py", [], f"shard=2{CPU}")

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import io
 import re
-import runpy
 import signal
-import sys
 import types
 from pathlib import Path
 
@@ -25,6 +22,7 @@ from grappe.verbs.launch.variables import variables_of
 from grappe.verbs.report.report import report
 from grappe.verbs.runs import listing
 from tests.cli.test_corrections import answer_to
+from tests.verbs.launch.plainly import as_it_is
 
 ONE = "device=cpu,threads=1"
 TWO = "device=cpu,replicate=2,threads=1"
@@ -107,29 +105,26 @@ torch.save({**model.state_dict(), **{str(n): each for n, each in enumerate(avera
 def plain(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     """The folder in which the script has run as it is, and what it printed."""
     folder = tmp_path_factory.mktemp("plain")
-    threads = torch.get_num_threads()
-    with pytest.MonkeyPatch.context() as patched:
-        patched.chdir(folder)
-        Path("train.py").write_text(SCRIPT)
-        patched.setattr(sys, "argv", ["train.py", "out.pt"])
-        torch.set_num_threads(1)
-        with contextlib.redirect_stdout(io.StringIO()) as lines:
-            runpy.run_path("train.py", run_name="__main__")
-        torch.set_num_threads(threads)
-    return folder, lines.getvalue()
+    return folder, as_it_is(SCRIPT, folder, "out.pt")
 
 
-@pytest.mark.parametrize(("plan", "how"), [(ONE, "kill"), (TWO, "kill"), (ONE, "signal"), (TWO, "signal")])
+@pytest.mark.parametrize(
+    ("plan", "how"),
+    [
+        (ONE, "kill"),
+        (TWO, "signal"),
+        *(pytest.param(*each, marks=pytest.mark.nightly) for each in ((TWO, "kill"), (ONE, "signal"))),
+    ],
+)
 def test_a_script_that_was_ended_in_an_epoch_goes_on_to_the_same_weights_and_lines(
     plan: str,
     how: str,
     plain: tuple[Path, str],
-    tmp_path: Path,
+    here: Path,
     monkeypatch: pytest.MonkeyPatch,
     capfd: pytest.CaptureFixture[str],
 ) -> None:
     folder, lines = plain
-    monkeypatch.chdir(tmp_path)
     Path("train.py").write_text(SCRIPT)
     run = Path("run")
     with monkeypatch.context() as patched:
@@ -165,10 +160,7 @@ def test_a_script_that_was_ended_in_an_epoch_goes_on_to_the_same_weights_and_lin
     assert [size["step"] for size in Run(run).read_description()["sizes"]] == [0, reached.step]
 
 
-def test_a_script_s_run_is_shown_as_others_are(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_a_script_s_run_is_shown_as_others_are(here: Path, capfd: pytest.CaptureFixture[str]) -> None:
     Path("train.py").write_text(SCRIPT + "\nprint('to the error stream', file=sys.stderr)")
     assert launch("train.py", ["out.pt"], ONE, save_every=4) == 0
     said = capfd.readouterr()
@@ -235,15 +227,8 @@ LOADER = "DataLoader(TensorDataset(torch.randn(40, 3)), 4)"
     ],
 )
 def test_a_script_that_cannot_be_brought_back_says_why(
-    start: str,
-    batches: str,
-    again: str,
-    why: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capfd: pytest.CaptureFixture[str],
+    start: str, batches: str, again: str, why: str, here: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.chdir(tmp_path)
     Path("train.py").write_text(SHORT.format(start=start, batches=batches))
     with pytest.raises(ProcessDied, match="ValueError"):
         launch("train.py", [], ONE, run=Path("run"), save_every=1)

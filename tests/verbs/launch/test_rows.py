@@ -7,6 +7,7 @@ import os
 import sqlite3
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -14,8 +15,9 @@ import torch
 
 from grappe.errors import DivergedError, TaskError
 from grappe.verbs.launch.launch import launch
-from tests.verbs.launch.script_rows import HEAD, SCRIPTS
 
+TABLE = tomllib.loads(Path(__file__).with_name("script_rows.toml").read_text())
+SCRIPTS = {each["name"]: TABLE["head"] + each["text"] for each in TABLE["script"]}
 ALL = """
 import runpy, sys
 import torch
@@ -31,8 +33,8 @@ Trained = tuple[list[str], dict[int, list[torch.Tensor]]]
 
 
 def written(folder: Path) -> None:
-    for number, body in enumerate(SCRIPTS.values()):
-        (folder / f"form_{number}.py").write_text(HEAD + body)
+    for number, text in enumerate(SCRIPTS.values()):
+        (folder / f"form_{number}.py").write_text(text)
     (folder / "train.py").write_text(ALL)
 
 
@@ -52,19 +54,14 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Trained:
     return trained(done.stdout, folder / "plain.pt")
 
 
-@pytest.mark.parametrize("processes", [2, 3])
+@pytest.mark.parametrize("processes", [pytest.param(2, marks=pytest.mark.nightly), 3])
 def test_scripts_learn_and_print_on_several_processes_what_they_do_on_one(
-    processes: int,
-    plain: Trained,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capfd: pytest.CaptureFixture[str],
+    processes: int, plain: Trained, here: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.chdir(tmp_path)
-    written(tmp_path)
+    written(here)
     plan = f"replicate={processes},device=cpu,threads=1"
     assert launch("train.py", ["out.pt", str(len(SCRIPTS))], plan) == 0
-    lines, weights = trained(capfd.readouterr().out, tmp_path / "out.pt")
+    lines, weights = trained(capfd.readouterr().out, here / "out.pt")
     for number, name in enumerate(SCRIPTS):
         assert lines[number] == plain[0][number], name
         for tensor, other in zip(plain[1][number], weights[number], strict=True):
@@ -125,11 +122,8 @@ shutil.rmtree("made/inside")
 """
 
 
-def test_what_a_script_gets_from_outside_is_process_0_s(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "train.py").write_text(OUTSIDE)
+def test_what_a_script_gets_from_outside_is_process_0_s(here: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    (here / "train.py").write_text(OUTSIDE)
     assert launch("train.py", [], "replicate=3,device=cpu,threads=1") == 0, "else weights or steps would differ"
     lines = capfd.readouterr().out.splitlines()
     assert lines[1] == "is there"
@@ -139,10 +133,10 @@ def test_what_a_script_gets_from_outside_is_process_0_s(
         "['1.json', '1.pt', '2.json', '2.pt', 'before.pt', 'inside', 'log', 'rows.npy'] False 3",
     ]
     assert lines[5] == "torch.Size([8, 3]) 3"
-    assert sorted(path.name for path in (tmp_path / "made").iterdir()) == [
+    assert sorted(path.name for path in (here / "made").iterdir()) == [
         "2.json", "2.pt", "before.pt", "copy", "log", "rows.npy",
     ]  # fmt: skip
-    assert (tmp_path / "made" / "log").read_text() == "True\n" * 3
+    assert (here / "made" / "log").read_text() == "True\n" * 3
 
 
 SMALL = """
@@ -170,12 +164,9 @@ for (rows,) in DataLoader(TensorDataset(torch.randn(160, 40)), 8):
 """
 
 
-def test_what_is_not_split_and_what_is_gathered_is_told(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "small.py").write_text(SMALL)
-    (tmp_path / "slow.py").write_text(SLOW)
+def test_what_is_not_split_and_what_is_gathered_is_told(here: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    (here / "small.py").write_text(SMALL)
+    (here / "slow.py").write_text(SLOW)
     plan = "replicate=2,device=cpu,threads=1"
     assert launch("small.py", [], plan) == 0
     texts = capfd.readouterr()
@@ -208,10 +199,9 @@ for number in range(3):
 
 @pytest.mark.parametrize("first", [0, 1])
 def test_batches_that_differ_between_processes_are_refused_before_they_train(
-    first: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    first: int, here: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "train.py").write_text(APART.format(first=first))
+    (here / "train.py").write_text(APART.format(first=first))
     with pytest.raises(DivergedError, match=r"not the same batch.*train.py:1[35]"):
         launch("train.py", [], "replicate=2,device=cpu,threads=1")
     assert capfd.readouterr().out.count("step") == first
@@ -240,11 +230,8 @@ for step in range(3):
 """
 
 
-def test_other_processes_than_the_first_write_a_copy_of_a_database(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "train.py").write_text(FILES)
+def test_other_processes_than_the_first_write_a_copy_of_a_database(here: Path) -> None:
+    (here / "train.py").write_text(FILES)
     for _ in range(2):
         assert launch("train.py", [], "replicate=3,device=cpu,threads=1") == 0
         with contextlib.closing(sqlite3.connect("log.db")) as log:
@@ -282,14 +269,11 @@ if os.path.exists("map"):
 """
 
 
-def test_temporary_files_and_process_numbers_are_process_0_s(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "train.py").write_text(NAMES)
+def test_temporary_files_and_process_numbers_are_process_0_s(here: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    (here / "train.py").write_text(NAMES)
     assert launch("train.py", [], "replicate=3,device=cpu,threads=1") == 0
     assert capfd.readouterr().out == "True True\nFalse True 1\n"
-    assert len(list(tmp_path.glob("runs_*"))) == len(list(tmp_path.glob("dated_*"))) == 1
-    (tmp_path / "map").write_bytes(b"0" * 8)
+    assert len(list(here.glob("runs_*"))) == len(list(here.glob("dated_*"))) == 1
+    (here / "map").write_bytes(b"0" * 8)
     with pytest.raises(TaskError, match=r"train\.py:28 writes a file by np\.memmap"):
         launch("train.py", [], "replicate=2,device=cpu,threads=1")

@@ -15,7 +15,7 @@ from grappe.launch.rank import ProcessRank
 from grappe.plan import Plan
 from grappe.training.task_reference import TaskReference
 from grappe.verbs import lr_find as verb
-from tests.faults.test_resume import run as train
+from tests.faults.resuming import run as train
 from tests.parity.optimizers import TunedTokens
 from tests.parity.tasks import Images
 from tests.processes import Pool
@@ -71,13 +71,12 @@ def tree(folder: Path) -> dict[str, str]:
     }
 
 
-def test_a_run_is_not_touched_and_nothing_is_left(pool: Pool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    train(pool, Images(), "", tmp_path / "run", 3, save_every=2)
-    before = tree(tmp_path)
+def test_a_run_is_not_touched_and_nothing_is_left(pool: Pool, here: Path) -> None:
+    train(pool, Images(), "", here / "run", 3, save_every=2)
+    before = tree(here)
     verb.lr_find(Images(), "threads=1", ramp=verb.Ramp(steps=20, seeds=1))
-    assert tree(tmp_path) == before
-    assert "resuming from step 2" in train(pool, Images(), "", tmp_path / "run", save_every=2)
+    assert tree(here) == before
+    assert "resuming from step 2" in train(pool, Images(), "", here / "run", save_every=2)
 
 
 def shown(curves: tuple[verb.LossCurve, ...], ramp: verb.Ramp) -> verb.LearningRates:
