@@ -69,7 +69,7 @@ class ShardFiles:
 
         def checked(description: _Description, arrays: list[NDArray[Any]]) -> WordsAndArrays:
             if description[:2] != (self.key, self.facts()):
-                raise index_file.Stale("its files are others than they were")
+                raise index_file.Stale(f"{self.root.name} has changed since")
             return description[2], arrays
 
         return index_file.kept(printable(self.root), places, _Description, kinds, described, checked, again=again)[:2]

@@ -6,7 +6,6 @@ user's own folder; so does the list of images that cannot be decoded.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import hashlib
 import os
@@ -20,7 +19,7 @@ import xxhash
 from numpy.typing import NDArray
 
 from grappe.data import index_file
-from grappe.data.images.listing import ENTRY, Kind, Listing, Report, listing
+from grappe.data.images.listing import ENTRY, Index, Kind, Report, listing
 from grappe.data.images.tar import BLOCK, mark_of
 from grappe.data.index_file import Stale
 from grappe.errors import DataError, reading
@@ -40,30 +39,6 @@ LabelFiles = tuple[Path | None, Path | None]
 """The file of labels, and the file that says what numbers in it mean."""
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Index:
-    """The images of a source, N of them, in the order of their ids."""
-
-    kind: Kind
-    classes: tuple[str, ...]
-    files: tuple[str, ...]
-    """Archives below the source, or class folders; "" is the source itself."""
-    entries: NDArray[np.void]
-    """[N] of `ENTRY`, mapped."""
-    name_ends: NDArray[np.uint64]
-    """[N]: where each name ends in `name_bytes`."""
-    name_bytes: NDArray[np.uint8]
-    left_out: int
-
-    def __len__(self) -> int:
-        return len(self.entries)
-
-    def name(self, place: int) -> bytes:
-        """The name of an image below the source: CLASS/NAME.jpg, or SHARD.tar/KEY.jpg."""
-        start = int(self.name_ends[place - 1]) if place else 0
-        return self.name_bytes[start : int(self.name_ends[place])].tobytes()
-
-
 class _Description(msgspec.Struct, kw_only=True):
     """Describes the arrays of an index, and the state of the source that they are of."""
 
@@ -78,18 +53,17 @@ class _Description(msgspec.Struct, kw_only=True):
 _KINDS = (ENTRY, np.dtype("<u8"), np.dtype("u1"))
 
 
-def described(source: Path, listed: Listing, labels: LabelFiles) -> index_file.Made:
-    """Returns a listing as an index has it."""
-    ends = np.cumsum(np.fromiter(map(len, listed.names), np.uint64, len(listed.names)), dtype=np.uint64)
+def described(source: Path, index: Index, labels: LabelFiles) -> index_file.Made:
+    """Returns an index as its file has it."""
     description = _Description(
-        kind=listed.kind,
-        classes=listed.classes,
-        files=listed.files,
-        facts=tuple(_facts(source, listed.files)),
+        kind=index.kind,
+        classes=index.classes,
+        files=index.files,
+        facts=tuple(_facts(source, index.files)),
         labels=tuple(map(_content_hash, labels)),
-        left_out=listed.left_out,
+        left_out=index.left_out,
     )
-    return description, (listed.entries, ends, np.frombuffer(b"".join(listed.names), np.uint8))
+    return description, (index.entries, index.name_ends, index.name_bytes)
 
 
 def _checked(source: Path, labels: LabelFiles, description: _Description, arrays: list[NDArray[Any]]) -> Index:
@@ -220,11 +194,11 @@ def open_index(
         return described(source, listing(source, *label_files, report or (lambda words: None)), label_files)
 
     check = functools.partial(_checked, source, label_files)
-    index, file, problem = index_file.kept(
+    index, file, problems = index_file.kept(
         str(source), places(source, INDEX), _Description, _KINDS, make, check, again=again
     )
     if file is None:
-        raise DataError(f"the index of {source} can be written nowhere: {problem}")
+        raise DataError(f"the index of {source} can be written nowhere: {problems}")
     return index, file
 
 
