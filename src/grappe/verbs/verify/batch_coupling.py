@@ -14,8 +14,9 @@ from torch import Tensor, nn
 from grappe.data.batch import inside
 from grappe.engines.shared.carried import attributes_kept
 from grappe.parallel.batchnorm import buffers_kept
-from grappe.private_api.torch import BatchNormBase, tree_flatten, tree_map, tree_unflatten
+from grappe.private_api.torch import BatchNormBase, tree_flatten, tree_unflatten
 from grappe.task import Call as ModelCall
+from grappe.training.interception import copied
 from grappe.verbs.verify.random_ops import RandomOps
 
 RELATIVE = 1e-4
@@ -140,19 +141,14 @@ def _calls(model: nn.Module, call: ModelCall, inputs: Any) -> dict[str, Call]:
     for name, module in model.named_modules():
 
         def keep(_: nn.Module, args: Any, kwargs: Any, name: str = name) -> None:
-            calls.setdefault(name, _copied((args, kwargs)))
+            calls.setdefault(name, copied((args, kwargs)))
 
         hooks.append(module.register_forward_pre_hook(keep, with_kwargs=True))
     with buffers_kept(model), attributes_kept(model):
-        call(model, _copied(inputs))
+        call(model, copied(inputs))  # modules that work in place change them
     for hook in hooks:
         hook.remove()
     return calls
-
-
-def _copied(tree: Any) -> Any:
-    """Copies arguments, since modules that work in place change them."""
-    return tree_map(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, tree)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -197,7 +193,7 @@ class _HalfBatchTrial:
         return Companions(
             name=name,
             rows=count,
-            inputs=_copied(self.part(count)),
+            inputs=copied(self.part(count)),
             dims=self.dims,
             outputs=[_batch_dim(a, b, self.rows) for a, b in zip(*both, strict=True)],
         )
@@ -235,6 +231,6 @@ def _first(leaf: Any, dim: int, rows: int, kept: int) -> Any:
 
 
 def _outputs(module: nn.Module, call: Call) -> list[Any]:
-    args, kwargs = _copied(call)
+    args, kwargs = copied(call)
     with buffers_kept(module), attributes_kept(module):
         return tree_flatten(module(*args, **kwargs))[0]

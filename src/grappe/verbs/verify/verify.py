@@ -24,7 +24,7 @@ from grappe.training.request import data_folder
 from grappe.training.task_reference import TaskReference
 from grappe.verbs.verify.instrument import Instrumentation
 from grappe.verbs.verify.runner import BOUND, FACTOR, Difference, StartProcesses, TrialRunner, compare
-from grappe.verbs.verify.trained_by_hand import RecordedBatch, Reference
+from grappe.verbs.verify.trained_by_hand import LOSS, NORM, Reference
 from grappe.verbs.verify.trained_by_plan import TrialStep
 from grappe.words import and_more, plan_name
 
@@ -202,10 +202,7 @@ class _Judgement:
         plan, instrumentation = self._without(self._asked_for())
         base = self._runner.reference(plan, instrumentation)
         steps = self._runner.trial(plan, instrumentation, base)
-        recorded = tuple(
-            RecordedBatch(epoch=step.epoch, ids=tuple(used(step)), count=step.count, total=step.total) for step in steps
-        )
-        fed = self._runner.reference(plan, instrumentation, recorded=recorded)
+        fed = self._runner.reference(plan, instrumentation, recorded=steps)
         again = self._runner.trial(plan, instrumentation, fed)
         if compare(fed, again, tolerance=base).agrees:
             return self._finding("different", [wrong], ["one process that is given the same samples learns the same"])
@@ -474,7 +471,7 @@ def causes_of_drift(
     """Names each cause without which the plain process no longer drifts when its samples are reordered."""
 
     def drifts(base: Reference) -> bool:
-        return FACTOR * max(max(step.loss_noise, step.norm_noise) for step in base.steps) > BOUND
+        return FACTOR * max(max(step.noise[LOSS], step.noise[NORM]) for step in base.steps) > BOUND
 
     if plan.channels_last and not drifts(
         runner.reference(dataclasses.replace(plan, channels_last=False), instrumentation)
