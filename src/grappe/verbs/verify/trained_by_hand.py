@@ -515,7 +515,6 @@ def move(tensor: Tensor, generator: torch.Generator) -> None:
     tensor.mul_(1 + torch.finfo(tensor.dtype).eps * torch.randn(tensor.shape, generator=generator).to(tensor))
 
 
-ONE_PROCESS = Plan()
 FLOORS = {torch.float32: 1e-5, torch.float64: 1e-10}
 """The least difference that is tolerated per tensor, in norm, by the parameters' type: contract 7."""
 
@@ -531,7 +530,7 @@ class ReferenceRequest:
     folder: Path
     """The folder for the weights after each step."""
     instrumentation: Instrumentation = NOTHING
-    plan: Plan = ONE_PROCESS
+    plan: Plan = dataclasses.field(default_factory=Plan)
     """The device, threads and precision."""
     slices: int = 1
     """Number of data slices of each batch, run one after the other, each with its own buffers and random streams."""
@@ -565,7 +564,6 @@ class Reference:
     folder: Path
     steps: tuple[ReferenceStep, ...]
     per_epoch: int
-    length: int
     draws: tuple[str, ...]
     """Operators of the model that draw random numbers."""
     coupled: dict[str, str]
@@ -655,7 +653,6 @@ def _trained(plain: Task, request: ReferenceRequest, world: World) -> Reference:
         folder=request.folder,
         steps=tuple(steps),
         per_epoch=batches.per_epoch,
-        length=batches.length,
         draws=tuple(sorted(random_ops.seen)),
         coupled={name: kinds[name] for name in coupling.modules},
         companions=tuple(companions for companions in coupling.modules.values() if companions is not None),

@@ -470,22 +470,17 @@ def causes_of_drift(
 ) -> list[str]:
     """Names each cause without which the plain process no longer drifts when its samples are reordered."""
 
-    def drifts(base: Reference) -> bool:
+    def drifts(other: Plan = plan, **off: Any) -> bool:
+        base = runner.reference(other, dataclasses.replace(instrumentation, **off))
         return FACTOR * max(max(step.noise[LOSS], step.noise[NORM]) for step in base.steps) > BOUND
 
-    if plan.channels_last and not drifts(
-        runner.reference(dataclasses.replace(plan, channels_last=False), instrumentation)
-    ):
+    if plan.channels_last and not drifts(dataclasses.replace(plan, channels_last=False)):
         return ["channels_last: its kernels add up in an order of their own, and a last bit decides ties (max pooling)"]
-    switches: dict[str, dict[str, Any]] = {}
-    if not reference.whole_batch:
-        switches["a loss in which rows meet, or that depends on their places"] = {"loss_row_by_row": True}
-    if reference.augments:
-        switches["augmentation that draws outside grappe.draw"] = {"without_augmentation": True}
-    if reference.clips:
-        switches["clipping"] = {"without_clipping": True}
-    causes = []
-    for word, off in switches.items():
-        if not drifts(runner.reference(plan, dataclasses.replace(instrumentation, **off))):
-            causes.append(f"{word}: without it the drift disappears")
-    return causes
+    words = []
+    if not reference.whole_batch and not drifts(loss_row_by_row=True):
+        words.append("a loss in which rows meet, or that depends on their places")
+    if reference.augments and not drifts(without_augmentation=True):
+        words.append("augmentation that draws outside grappe.draw")
+    if reference.clips and not drifts(without_clipping=True):
+        words.append("clipping")
+    return [f"{word}: without it the drift disappears" for word in words]
