@@ -197,7 +197,6 @@ def read_submission(words: Sequence[str], job: JobOptions, app: App) -> Submissi
         epochs_done=values.get("epochs_done") or 0,
         data=str(data) if data is not None else None,
         parallel=search.parallel,
-        sampler=search.sampler if words[0] == TUNE else "",
         study=values.get("study"),
         loggers=tuple(getattr(options, "log", ())),
         options=options if words[0] == TRAIN and options is not None else Options(),

@@ -194,7 +194,7 @@ def trial_table(
     Args:
         facts: by number, further cells by their columns; None: there are none.
     """
-    from grappe.verbs.tune.schedule import rung_parts
+    from grappe.verbs.tune.journal import rung_parts
 
     names, rows = list(study.search.space), list[list[str]]()
     further = list(dict.fromkeys(name for cells in (facts or {}).values() for name in cells))

@@ -23,7 +23,7 @@ from grappe.launch import files
 from grappe.launch.terminal import progress
 from grappe.training.run import CODE, SCORES, USAGE, Run
 from grappe.verbs.submit.jobs import failure_notes
-from grappe.verbs.tune.schedule import importance
+from grappe.verbs.tune.journal import importance
 from grappe.verbs.tune.space import Choices, Range, of_texts
 from grappe.verbs.tune.study import FILE as STUDY
 from grappe.verbs.tune.study import best_of, open_study
@@ -335,7 +335,7 @@ def gather_study(folder: Path) -> dict[str, Any]:
         "axes": axes,
         "ends": [low, high],
         "trials": rows,
-        "importance": importance(study, space),
+        "importance": importance(study),
     }
 
 
