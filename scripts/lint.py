@@ -33,7 +33,6 @@ ALONE = {
     "slurm": "what a notebook imports",
     "__main__": "what `python -m grappe` runs",
     "cli/help": "what loads rich, for translated help alone",
-    "checkpoint/pretrained": "what a task calls as grappe.pretrained",
     "rows/regions": "what runs plain on own rows, for whoever drives a script",
     "data/rand_like": "what a task calls as grappe.rand_like and grappe.randn_like",
 }

@@ -11,7 +11,7 @@ from grappe.task import Download, Task
 from grappe.words import VERSION
 
 if TYPE_CHECKING:
-    from grappe.checkpoint.pretrained import pretrained
+    from grappe.checkpoint.foreign_training import pretrained
     from grappe.data.arrays import Arrays, normalise
     from grappe.data.datasets import split
     from grappe.data.draw import draw, mixup_pairs
@@ -69,7 +69,7 @@ _LAZY = {
     "mixup_pairs": "grappe.data.draw",
     "rand_like": "grappe.data.rand_like",
     "randn_like": "grappe.data.rand_like",
-    "pretrained": "grappe.checkpoint.pretrained",
+    "pretrained": "grappe.checkpoint.foreign_training",
     "Sampling": "grappe.data.sampling",
     "split": "grappe.data.datasets",
     "from_lightning": "grappe.tasks.lightning_module",

@@ -14,7 +14,6 @@ from grappe.checkpoint.commit import verify
 from grappe.checkpoint.format import Retention, latest, leftovers, list_checkpoints
 from grappe.checkpoint.saver import Saver, Snapshots
 from grappe.checkpoint.tensor_file import Piece
-from grappe.errors import RunError
 from grappe.launch.world import ProcessRank, World, join
 from grappe.plan import Plan
 from grappe.profiling import memory
@@ -124,17 +123,6 @@ def test_nothing_is_deleted_before_a_commit(tmp_path) -> None:
     gate.opened.set()
     assert to.wait() is None
     assert names(tmp_path) == ["step-000002"]
-
-
-def test_a_run_that_another_writes_now_is_left_alone(tmp_path) -> None:
-    def lost() -> None:
-        raise RunError("process 7 writes it now")
-
-    save(to := saver(tmp_path, keep=1), 1)
-    to.wait()
-    save(to := saver(tmp_path, lost, keep=1), 2)
-    assert to.wait() == "step 2 could not be saved: process 7 writes it now"
-    assert names(tmp_path) == ["step-000001"]
 
 
 def test_a_folder_that_vanished_does_not_come_back_in_part(tmp_path) -> None:

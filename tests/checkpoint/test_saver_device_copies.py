@@ -43,24 +43,8 @@ def test_the_training_waits_for_no_copy(gpu: GpuStandIn) -> None:
     assert gpu.event_waits == 1
 
 
-def test_before_the_peak_is_known_the_training_waits(gpu: GpuStandIn) -> None:
-    snapshots, given = Snapshots(), pieces()
-    gpu.calls.clear()
-    assert snapshots.take(given, peak_known=False)[1]
-    assert gpu.calls == ["copy to the host on computing", "host waits"]
-    snapshots.wait()
-    assert not gpu.event_waits
-
-
-def test_without_room_on_the_gpu_the_training_waits(gpu: GpuStandIn, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: 98_000)
-    snapshots, given = Snapshots(), pieces()
-    gpu.calls.clear()
-    assert snapshots.take(given)[1]
-    assert gpu.calls == ["copy to the host on computing", "host waits"]
-
-
-def test_memory_that_runs_out_all_the_same_is_no_error(gpu: GpuStandIn, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("why", ["the peak is not known", "no room", "memory runs out all the same"])
+def test_without_a_copy_on_the_gpu_the_training_waits(gpu: GpuStandIn, monkeypatch, why: str) -> None:
     snapshots, given, empty = Snapshots(), pieces(), torch.empty
 
     def short(*shape: int, **options: object) -> torch.Tensor:
@@ -68,10 +52,15 @@ def test_memory_that_runs_out_all_the_same_is_no_error(gpu: GpuStandIn, monkeypa
             raise torch.OutOfMemoryError("CUDA out of memory")
         return empty(*shape, **options)  # type: ignore[call-overload]
 
-    monkeypatch.setattr(torch, "empty", short)
+    if why == "no room":
+        monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: 98_000)
+    elif why != "the peak is not known":
+        monkeypatch.setattr(torch, "empty", short)
     gpu.calls.clear()
-    assert snapshots.take(given)[1]
+    assert snapshots.take(given, peak_known=why != "the peak is not known")[1]
     assert gpu.calls == ["copy to the host on computing", "host waits"]
+    snapshots.wait()
+    assert not gpu.event_waits
 
 
 def test_what_a_step_needs_stays_free(gpu: GpuStandIn, monkeypatch: pytest.MonkeyPatch) -> None:

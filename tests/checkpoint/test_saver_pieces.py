@@ -90,10 +90,3 @@ def test_what_all_have_is_written_by_all(pool, text: str) -> None:
     written = pool.run("tests.checkpoint.test_saver_pieces:loads", 4, text)
     assert sum(written) == sum(4 * ((index * 37) % 1000 + 1) for index in range(200))
     assert max(written) - min(written) <= 4000  # no more than the largest tensor apart
-
-
-def test_one_process_of_a_slice_alone_needs_no_mesh() -> None:
-    world = World(process=ProcessRank(), device=torch.device("cpu"))
-    tensor = torch.ones(3, 2).t()
-    (piece,) = pieces_to_write({"t": tensor}, {}, world)
-    assert (piece.shape, piece.offset) == ((2, 3), (0, 0))

@@ -70,14 +70,6 @@ def test_what_safetensors_cannot_hold_is_said(tmp_path) -> None:
         write(tmp_path / "a.safetensors", [whole("wide", torch.zeros(2, dtype=torch.complex128))])
 
 
-def test_what_the_library_wrote_is_read(tmp_path) -> None:
-    tensors = {"a": torch.randn(3, 4), "b": torch.arange(5)}
-    safetensors.torch.save_file(tensors, tmp_path / "a.safetensors")
-    files = TensorFiles([tmp_path / "a.safetensors"])
-    assert all(alike(files.read(name), tensor) for name, tensor in tensors.items())
-    assert alike(files.read_part("a", (2, 1), (1, 3)), tensors["a"][1:3, 3:4])
-
-
 def cuts(size: int) -> st.SearchStrategy[list[int]]:
     """Chooses the cuts of a dimension: 0, some positions between, its size."""
     return st.sets(st.integers(0, size), max_size=3).map(lambda some: sorted({0, size, *some}))

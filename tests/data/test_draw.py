@@ -7,7 +7,6 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from grappe.data.draw import draw, drawn, mix, mix_steps, mixup_pairs, sample_keys
-from grappe.data.sampling import SampleOrder, cut
 
 # a busy machine is no reason to fail
 untimed = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -68,23 +67,6 @@ def test_a_draw_depends_on_its_key_and_place_alone(keys: list[int], n: int, data
     fewer = data.draw(st.integers(0, n))
     again = draw(torch.tensor([keys[index] for index in some], dtype=torch.int64), fewer)
     assert torch.equal(again, whole[some, :fewer])
-
-
-@untimed
-@given(
-    length=st.integers(1, 100), batch_size=st.integers(1, 40), parts=st.integers(1, 6), microbatches=st.integers(1, 4)
-)
-def test_dividing_a_step_changes_no_draw_and_no_pair(length, batch_size, parts, microbatches):
-    ids = SampleOrder(seed=1, length=length, batch_size=batch_size).ids(2, 0)
-    drawn, partner = [], []
-    for part in range(parts):
-        start, stop = cut(len(ids), parts, part)
-        for microbatch in range(microbatches):
-            low, high = (start + edge for edge in cut(stop - start, microbatches, microbatch))
-            drawn.append(draw(torch.from_numpy(sample_keys(1, 2, ids[low:high])), 3))
-            partner.append(mixup_pairs(high - low) + low)
-    assert torch.equal(torch.cat(drawn), draw(torch.from_numpy(sample_keys(1, 2, ids)), 3))
-    assert torch.equal(torch.cat(partner), mixup_pairs(len(ids)))
 
 
 @pytest.mark.parametrize(("samples", "numbers"), [(0, 3), (1, 0), (3, 5), (64, 128), (1000, 40)])

@@ -4,7 +4,7 @@ import itertools
 import os
 import signal
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from pathlib import Path
 
 import pytest
@@ -227,17 +227,19 @@ def test_batches_of_an_evaluation_are_as_large_as_the_plan_says(tmp_path: Path) 
         evaluation_loader(Whole(), Pids(), Plan.parse("validation_batch=5"), world(0, 1))
 
 
-def quickest(first: Loading, kinds: tuple, most: int, costs: dict[str, tuple[float, float]]) -> tuple[str, list[str]]:
-    """Runs the search where each way costs (seconds, share of waiting); its result, and the ways tried."""
-    tried = []
-    going = search(first, kinds, most)
-    now = next(going)
-    try:
+def driven(going: Generator, cost: Callable[[Loading], Cost]) -> tuple[Loading, list[Loading]]:
+    """Runs a search; its result, and the ways tried."""
+    tried = [next(going)]
+    with pytest.raises(StopIteration) as end:
         while True:
-            tried.append(str(now))
-            now = going.send(Cost(*costs[str(now)]))
-    except StopIteration as end:
-        return str(end.value), tried
+            tried.append(going.send(cost(tried[-1])))
+    return end.value.value, tried
+
+
+def quickest(first: Loading, kinds: tuple, most: int, costs: dict[str, tuple[float, float]]) -> tuple[str, list[str]]:
+    """Runs the search where each way costs (seconds, share of waiting)."""
+    best, tried = driven(search(first, kinds, most), lambda now: Cost(*costs[str(now)]))
+    return str(best), [str(way) for way in tried]
 
 
 def test_the_search_finds_the_quickest_and_tries_no_more_than_it_must() -> None:
@@ -262,27 +264,22 @@ def test_one_disturbed_measurement_of_close_ways_chooses_no_slower_one(late: int
     """The machine is busy once, while one of two close ways is measured: the quicker is found all the same."""
     first, second = Loading(kind="processes", workers=2), Loading(kind="threads", workers=2)
     costs = {str(first): 1.0, str(second): 0.9}
-    seen = dict.fromkeys(costs, 0)
-    going = search(first, ("threads", "processes"), 2)
-    now = next(going)
-    with pytest.raises(StopIteration) as end:
-        while True:
-            name = str(now)
-            busy = 1.1 if name == disturbed and seen[name] == late else 1.0
-            seen[name] += 1
-            now = going.send(Cost(busy * costs[name], 0.5))
-    assert end.value.value == second
-    assert seen == dict.fromkeys(costs, TURNS)
+    seen: list[str] = []
+
+    def cost(now: Loading) -> Cost:
+        name = str(now)
+        seen.append(name)
+        busy = 1.1 if name == disturbed and seen.count(name) == late + 1 else 1.0
+        return Cost(busy * costs[name], 0.5)
+
+    assert driven(search(first, ("threads", "processes"), 2), cost)[0] == second
+    assert sorted(seen) == sorted([*costs] * TURNS)
 
 
 def test_the_search_takes_no_more_workers_than_there_is_memory_for() -> None:
-    going, tried = search(Loading(workers=2), ("processes",), 64, lambda one: one.workers <= 4), []
-    now = next(going)
-    with pytest.raises(StopIteration) as end:
-        while True:
-            tried.append(now.workers)
-            now = going.send(Cost(1.0 / now.workers, 0.9))
-    assert tried == [2, 4] and end.value.value.workers == 4
+    going = search(Loading(workers=2), ("processes",), 64, lambda way: way.workers <= 4)
+    best, tried = driven(going, lambda now: Cost(1.0 / now.workers, 0.9))
+    assert [way.workers for way in tried] == [2, 4] and best.workers == 4
 
 
 def test_a_tuner_changes_the_way_between_steps_and_says_what_it_chose() -> None:

@@ -142,14 +142,6 @@ def test_walking_is_rare_for_every_length() -> None:
         assert sum(len(call.args[0]) for call in spy.call_args_list) < 1100
 
 
-def test_what_is_read_on_or_short_is_evaluated_once_in_few_blocks() -> None:
-    order = SampleOrder(seed=0, length=10**12, batch_size=8)
-    assert count_evaluated(order.blocks(1000, 11_000)) == [256, 2048, *[16_384] * 4, 12_160]
-    order = SampleOrder(seed=0, length=1437, batch_size=256)
-    steps = 4 * order.steps_per_epoch
-    assert count_evaluated(order.blocks(0, steps)) == [256, 1181, 1437, 1437, 1437]
-
-
 @pytest.mark.parametrize("length", [20, 24])
 def test_a_step_beyond_the_epoch_is_refused(length: int) -> None:
     order = SampleOrder(seed=0, length=length, batch_size=8)

@@ -128,8 +128,7 @@ def _continue(task: Task, model: nn.Module, begin: Begin, checkpoints: Path, run
         where = f"begins after {training.epochs_done} epochs (step {step}) {state}, from {begin.source}"
         return "\n".join(filter(None, (where, *training.notes, note)))
 
-    own = sum(tensor.nbytes for tensor in share_memory(model))
-    return _limited(work, begin.source, own, own * (1 + MOST_STATES if begin.with_optimizer else 1))
+    return _limited(work, model, begin.source, 1 + MOST_STATES if begin.with_optimizer else 1)
 
 
 def _made(task: Task) -> nn.Module:
@@ -181,7 +180,7 @@ def _save(
         raise RunError(f"step {step} could not be saved: {error}: {disk_advice(error)}; then start again") from error
 
 
-def _given_weights(source: Path) -> tuple[Weights, str]:
+def _weights_of(source: Path) -> tuple[Weights, str]:
     """Returns the weights, and a note where an older checkpoint than the newest is taken; else ""."""
     if not source.is_dir():
         return foreign_weights(source), ""
@@ -202,22 +201,24 @@ def take_over(model: nn.Module, source: Path) -> str:
         RunError: the names are not this model's, or `given` is damaged or hostile.
         UsageError: shapes or kinds of numbers are not this model's.
     """
-    own = sum(tensor.nbytes for tensor in share_memory(model))
-    return _limited(lambda: _copied(model, source), source, own, own)
+    return _limited(lambda: _copied(model, source), model, source)
 
 
-def _limited(work: Callable[[], str], source: Path, own: int, most: int) -> str:
-    """Calls `work` in a process that may take `most` bytes; `own` is the size of the model's weights.
+def _limited(work: Callable[[], str], model: nn.Module, source: Path, times: int = 1) -> str:
+    """Calls `work` in a process that shares the model, and may take so many times the memory of the model's weights.
 
     Raises:
         RunError: the process needed more.
     """
+    own = sum(tensor.nbytes for tensor in share_memory(model))
     if source.is_dir():
         tensor_files = source.glob("checkpoints/*/*.safetensors")
         mapped = sum(file.lstat().st_size for file in tensor_files if files.kind(file) == "file")
     else:
         mapped = source.stat().st_size if source.is_file() else 0
-    limits = Limits(memory=most + SLACK, mapped=mapped + SLACK, seconds=LEAST_SECONDS + mapped // BYTES_PER_SECOND)
+    limits = Limits(
+        memory=own * times + SLACK, mapped=mapped + SLACK, seconds=LEAST_SECONDS + mapped // BYTES_PER_SECOND
+    )
     try:
         return run_in_fork(work, limits)
     except LimitReached as error:
@@ -229,7 +230,7 @@ def _limited(work: Callable[[], str], source: Path, own: int, most: int) -> str:
 def _copied(model: nn.Module, source: Path) -> str:
     """Copies the weights; returns notes, one a line, on what is taken where that is not plain."""
     with _refusing(source):
-        weights, note = _given_weights(source)
+        weights, note = _weights_of(source)
         matched, trained = match(model, weights), dict(model.named_parameters())
         missing = {name: shape for name, shape in matched.missing.items() if name in trained}
         if missing or matched.left:

@@ -42,8 +42,6 @@ class Arrays(Dataset):
         self._rows: Tensor | None = None
         self._has_copies = False
         self._on_gpu: torch.device | None = None
-        self.one_by_one = False
-        """Whether samples are to be read one by one, for a task's own collate."""
         self.transform = transform
         lengths = {len(leaf) for leaf in tree_flatten((self.inputs, self.targets))[0]}
         if len(lengths) != 1:
@@ -112,7 +110,7 @@ class Arrays(Dataset):
 def in_memory(dataset: Dataset) -> Arrays | None:
     """Returns the dataset as Arrays if its samples are in memory already; else None."""
     if isinstance(dataset, Arrays):
-        return None if dataset.one_by_one else dataset
+        return dataset
     if type(dataset) is TensorDataset and len(dataset.tensors) == 2:
         return Arrays(*dataset.tensors)
     return None
@@ -120,20 +118,11 @@ def in_memory(dataset: Dataset) -> Arrays | None:
 
 def one_by_one(dataset: Any) -> Any:
     """Returns a dataset that `in_memory` leaves alone: a task's own collate gets samples, not whole batches."""
-    if isinstance(dataset, Arrays):
-        dataset = copy.copy(dataset)
-        dataset.one_by_one = True
-    elif type(dataset) is TensorDataset:
-        return TensorSamples(*dataset.tensors)
-    return dataset
-
-
-class TensorSamples(TensorDataset):
-    """A TensorDataset that is read sample by sample."""
+    return dataset if in_memory(dataset) is None else RepeatedDataset(dataset)
 
 
 class RepeatedDataset(Dataset):
-    """A dataset of N samples in which i + c N is copy c of sample i."""
+    """A dataset of N samples, read one by one, in which i + c N is copy c of sample i."""
 
     def __init__(self, dataset: Any) -> None:
         self.dataset = dataset

@@ -14,7 +14,7 @@ import torch
 import xxhash
 from torch.utils.data import ConcatDataset, Dataset, IterableDataset, StackDataset, Subset, TensorDataset
 
-from grappe.data.arrays import RepeatedDataset, TensorSamples
+from grappe.data.arrays import RepeatedDataset
 from grappe.data.draw import mix
 from grappe.errors import TaskError
 from grappe.errors.user_code import calls_users, sentence
@@ -156,7 +156,7 @@ def draws_nothing(dataset: Any) -> bool:
     kind = type(dataset)
     if kind is RepeatedDataset or kind is Subset:
         return draws_nothing(dataset.dataset)
-    return kind in (list, tuple, TensorDataset, TensorSamples)
+    return kind in (list, tuple, TensorDataset)
 
 
 def claims(kind: type, claim: str, method: str) -> bool:

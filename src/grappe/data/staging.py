@@ -69,11 +69,7 @@ def planned(source: Path, to: Path) -> Staged:
         DataError: the source is missing, or has something that is no file.
         UsageError: `to` lies in the source.
     """
-    source, to = _checked_places(source, to)
-    sources = _files(source)
-    missing = _missing(sources, to, _recorded_names(_record(source, to)))
-    total = sum(file.size for file in sources)
-    return Staged(place=to / source.name, files=len(sources), bytes=total, copied=len(missing))
+    return _copied(*_checked_places(source, to), None)
 
 
 def copied(source: Path, to: Path, report: Callable[[int, int], None] = lambda done, total: None) -> Staged:
@@ -100,22 +96,17 @@ def _checked_places(source: Path, to: Path) -> tuple[Path, Path]:
     return source, to
 
 
-def _record(source: Path, to: Path) -> Path:
-    return to / f".{source.name}.staged.json"
-
-
-def _missing(sources: list[_File], to: Path, recorded: set[str] | None) -> list[_File]:
-    return [file for file in sources if recorded is None or not _is_there(to, file)]
-
-
-def _copied(source: Path, to: Path, report: Callable[[int, int], None]) -> Staged:
-    sources = _files(source)
-    record = _record(source, to)
+def _copied(source: Path, to: Path, report: Callable[[int, int], None] | None) -> Staged:
+    """Copies what is missing; without `report` only says what that is."""
+    sources, record = _files(source), to / f".{source.name}.staged.json"
     recorded = _recorded_names(record)
+    missing = [file for file in sources if recorded is None or not _is_there(to, file)]
+    total, needed = (sum(file.size for file in some) for some in (sources, missing))
+    staged = Staged(place=to / source.name, files=len(sources), bytes=total, copied=len(missing))
+    if report is None:
+        return staged
     names = {file.name for file in sources}
     _remove_others(to, source, names, recorded)
-    missing = _missing(sources, to, recorded)
-    total, needed = (sum(file.size for file in some) for some in (sources, missing))
     room = shutil.disk_usage(to).free
     if missing and room < needed + _SPARE:
         raise DataError(
@@ -132,7 +123,7 @@ def _copied(source: Path, to: Path, report: Callable[[int, int], None]) -> Stage
         for folder, _, _ in os.walk(to / source.name):  # an index of images has folders' times
             facts = (source / Path(folder).relative_to(to / source.name)).stat()
             os.utime(folder, ns=(facts.st_mtime_ns, facts.st_mtime_ns))
-    return Staged(place=to / source.name, files=len(sources), bytes=total, copied=len(missing))
+    return staged
 
 
 def _files(source: Path) -> list[_File]:

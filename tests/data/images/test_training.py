@@ -9,11 +9,8 @@ from torch import nn
 from grappe import Task
 from grappe.data import CentreCrop, Images, Normalise, RandomResizedCrop
 from grappe.data.images.decode import simplejpeg
-from grappe.data.loader import training_loader
-from grappe.errors import DataError, GrappeError
-from grappe.plan import Plan
 from tests.data.images.pictures import CLASSES, archive, files, folder, shards
-from tests.data.test_loader import everyone, same, world
+from tests.data.test_loader import everyone, same
 from tests.faults.resume_cell import samples
 from tests.faults.resuming import check_same_bits, run
 from tests.processes import Pool
@@ -86,18 +83,3 @@ def test_another_source_and_world_go_on_with_the_same_samples(pool: Pool, tmp_pa
     (tmp_path / "train.tar").symlink_to(data_folder / "train")  # a folder, by the name that the task knows
     run(pool, Photos(), "replicate=4", tmp_path / "parts")
     assert samples(tmp_path / "parts") == samples(tmp_path / "whole")
-
-
-@pytest.mark.parametrize("plan", ["workers=0", "workers=2"])
-def test_a_bad_file_ends_the_training_with_one_message(pool: Pool, tmp_path: Path, plan: str) -> None:
-    found = dict(files())
-    found[sorted(found)[7]] = b""
-    archive(tmp_path / "train.tar", found)
-    data = Images(tmp_path / "train.tar", RandomResizedCrop(size=SIDE))
-    loader = training_loader(Photos(), data, Plan.parse(plan), world(0, 1))
-    with pytest.raises(DataError) as caught:
-        list(loader.batches(0, 3))
-    assert str(caught.value).endswith(
-        f"n01440764_7.JPEG: the file is empty. Find all such files, and leave them out: grappe data check {data.source}"
-    )
-    assert isinstance(caught.value, GrappeError)

@@ -44,14 +44,15 @@ class _TokenDataset(Dataset[Any]):
         self.tokens = self._ends[-1]
         """Of the whole corpus."""
 
-    def _cut(self, block: int, before: int, start: int, count: int) -> NDArray[np.int64]:
-        """Returns `count` tokens of a block with `before` tokens before it, from the place `start` among all on."""
+    def _cut(self, start: int, count: int) -> NDArray[np.int64]:
+        """Returns `count` tokens of a block, from the place `start` among all tokens on."""
+        block = bisect.bisect_right(self._ends, start)
         if (mapped := self._mapped.get(block)) is None:
             if len(self._mapped) >= MOST_OPEN:
                 self._mapped.clear()
             mapped = self._mapped[block] = self.corpus.tokens(block, self.column)[:2]
         mapped[0].check()
-        first = self._firsts[block] + start - before
+        first = self._firsts[block] + start - (self._ends[block - 1] if block else 0)
         return mapped[1][first : first + count].astype(np.int64)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -88,8 +89,7 @@ class Windows(_TokenDataset):
             raise IndexError(f"window {index} of {len(self)}")
         block = bisect.bisect_right(self._window_ends, index)
         before, windows = (self._ends[block - 1], self._window_ends[block - 1]) if block else (0, 0)
-        start = before + (index - windows) * self.length
-        tokens = torch.from_numpy(self._cut(block, before, start, self.length + 1))
+        tokens = torch.from_numpy(self._cut(before + (index - windows) * self.length, self.length + 1))
         return tokens[:-1], tokens[1:]
 
 
@@ -127,9 +127,7 @@ class Packed(_TokenDataset):
         target, at = np.full(self.length, IGNORED, np.int64), 0
         for number, piece in enumerate(range(first, last), 1):
             count = int(self._counts[piece])
-            start, end = int(self._starts[piece]), at + count
-            block = bisect.bisect_right(self._ends, start)
-            tokens = self._cut(block, self._ends[block - 1] if block else 0, start, count + 1)
+            tokens, end = self._cut(int(self._starts[piece]), count + 1), at + count
             rows[0, at:end], rows[1, at:end], rows[2, at:end] = tokens[:-1], np.arange(count), number
             target[at:end], at = tokens[1:], end
         names = ("input_ids", "position_ids", "documents")

@@ -22,16 +22,17 @@ from grappe.private_api.torch import module_parameters
 from grappe.task import Task
 from grappe.tasks.lightning_module import unsupported
 from grappe.tasks.lightning_module.steps import (
+    TRAINING,
+    VALIDATION,
     EachEpoch,
     Loaders,
     LoggedValue,
     ModuleSteps,
     NoTrainer,
-    Scoring,
     defines,
     lightnings_class,
 )
-from grappe.tasks.lightning_module.unsupported import Refusals
+from grappe.tasks.lightning_module.unsupported import Refusals, Tried
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningDataModule, LightningModule
@@ -49,11 +50,7 @@ class LightningSource(NamedTuple):
 
     module: LightningModule
     data: LightningDataModule | LightningModule | Loaders
-    training: Scoring
-    validation: Scoring | None
-    """None: training_step scores."""
-    test: Scoring | None
-    """None: test data is scored as validation data is."""
+    tried: Tried
     length: int
     """Number of training samples."""
     shuffle: bool = True
@@ -64,8 +61,6 @@ class LightningSource(NamedTuple):
     """Whether there is validation data; without, a share of the training samples is scored, which are trained on."""
     without: Collection[str] = ()
     """Names of the features that are left out."""
-    unkept: tuple[str, ...] = ()
-    """Values that training_step logs and no curve has, with the reason."""
 
 
 class _Samples(Dataset):
@@ -96,7 +91,7 @@ class Carried(Task):
     def model(self) -> ModuleSteps:
         steps = max(1, self.epochs * -(-self.source.length // self.batch_size))
         module = _fresh(self.source.module, NoTrainer(self.epochs, steps))
-        return ModuleSteps(module, self.source.training, self.source.validation, self.source.test)
+        return ModuleSteps(module, self.source.tried.scorings)
 
     @property
     def validated_on(self) -> str:
@@ -109,8 +104,8 @@ class Carried(Task):
                 "there is no validation loader: the validation scores are those of a tenth of the "
                 "training samples, which are also trained on; hold out a share: from_lightning(…, validation=0.1)"
             )
-        if self.source.unkept:
-            notes.append(f"training_step logs {', '.join(self.source.unkept)}: not kept")
+        if unkept := self.source.tried.unkept:
+            notes.append(f"training_step logs {', '.join(unkept)}: not kept")
         return notes
 
     def prepare(self, folder: Path) -> None:
@@ -140,11 +135,12 @@ class Carried(Task):
         return output[:, 0]
 
     def metrics(self) -> dict[str, LoggedValue]:
-        names = self.source.validation.logged if self.source.validation is not None else ()
+        validation = self.source.tried.scorings.get(VALIDATION)
+        names = validation.logged if validation is not None else ()
         return {name: LoggedValue(index) for index, name in enumerate(names, start=1)}
 
     def training_metrics(self) -> dict[str, LoggedValue]:
-        names = self.source.training.logged
+        names = self.source.tried.scorings[TRAINING].logged
         shown = [unsupported.SPLIT.sub("", name).lstrip("_/") for name in names]
         shown = shown if len(set(shown)) == len(shown) else list(names)
         return {name: LoggedValue(index, partial=True) for index, name in enumerate(shown, start=1)}
@@ -233,24 +229,26 @@ def from_lightning(
     copied = _fresh(module, NoTrainer(epochs, steps))
     made = unsupported.optimizers(copied.configure_optimizers(), refusals)
     trial_result = unsupported.tried(copied, train, refusals, without)
-    monitor = unsupported.monitored(made, trial_result.validation, refusals)
+    monitor = unsupported.monitored(made, trial_result.scorings.get(VALIDATION), refusals)
     refusals.check()
     refusals.check_without(trial_result.left_out)
     shuffle = not isinstance(train.sampler, SequentialSampler)
     source = LightningSource(
         module=copy.deepcopy(module),
         data=data,
-        training=trial_result.training,
-        validation=trial_result.validation,
-        test=trial_result.test,
+        tried=trial_result,
         length=length,
         shuffle=shuffle,
         held_out=validation,
         validates=validates,
         without=tuple(without),
-        unkept=trial_result.unkept,
     )
-    return _task_class(name, source, monitor, epochs=epochs, batch_size=size, seed=seed, clip=clip)
+    kinds = {"epochs": int, "batch_size": int, "seed": int, "clip": float | None}
+    body = {"epochs": epochs, "batch_size": size, "seed": seed, "clip": clip, "__annotations__": kinds}
+    body |= {"source": source, "monitor": monitor, "__doc__": f"{name}, made for Lightning."}
+    # As if it stood where from_lightning was called, as named tuples do: `grappe train FILE` finds it there.
+    body["__module__"] = sys._getframe(1).f_globals.get("__name__", __name__)
+    return type(f"{name}Task", (Carried,), body)
 
 
 def _data_of(
@@ -261,15 +259,6 @@ def _data_of(
     if isinstance(data, DataLoader):
         return Loaders(module, data)
     return Loaders(module, *data) if isinstance(data, Sequence) else data
-
-
-def _task_class(name: str, source: LightningSource, monitor: str, **defaults: Any) -> type[Task]:
-    kinds = {"epochs": int, "batch_size": int, "seed": int, "clip": float | None}
-    about = f"{name}, made for Lightning."
-    body = {"__annotations__": kinds, "source": source, "monitor": monitor, "__doc__": about, **defaults}
-    # As if it stood where from_lightning was called, as named tuples do: `grappe train FILE` finds it there.
-    body["__module__"] = sys._getframe(2).f_globals.get("__name__", __name__)
-    return type(f"{name}Task", (Carried,), body)
 
 
 def _fresh(module: LightningModule, trainer: NoTrainer) -> Any:

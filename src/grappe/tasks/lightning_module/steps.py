@@ -121,47 +121,31 @@ class ModuleSteps(nn.Module):
     """The module's steps as forward: each gives the loss and the logged values.
 
     Args:
-        training: None: of training_step, the loss alone.
-        validation: None: training_step scores.
-        test: of rows that are marked 1; None: they are scored as validation's are.
+        scorings: by step. Without training_step's, its loss alone is kept; without validation_step's, training_step
+            scores; without test_step's, rows that are marked 1 are scored as validation's are.
     """
 
-    def __init__(
-        self,
-        module: Any,
-        training: Scoring | None = None,
-        validation: Scoring | None = None,
-        test: Scoring | None = None,
-    ) -> None:
+    def __init__(self, module: Any, scorings: Mapping[str, Scoring] | None = None) -> None:
         super().__init__()
-        self.module = module
-        self._scorings = {TRAINING: training, VALIDATION: validation, TEST: test}
-        self._log = Logged()
-        module.log, module.log_dict = self._log.log, self._log.log_dict
+        self.module, self.scorings = module, scorings or {}
+        self.logged = Logged()
+        """Values that the last step logged."""
+        module.log, module.log_dict = self.logged.log, self.logged.log_dict
         metrics = [metric for metric in module.modules() if isinstance(metric, torchmetrics.Metric)]
         for metric in metrics:
             metric.sync_on_compute = False
         # Their states are neither parameters nor buffers: nothing would fill them on another device.
         self._fresh = [(metric, copy.deepcopy(default_states(metric))) for metric in metrics]
 
-    @property
-    def has_test(self) -> bool:
-        """Returns whether test data has a step of its own."""
-        return self._scorings[TEST] is not None
-
     def forward(self, inputs: tuple[Any, Tensor]) -> Tensor:
         """Maps the batch and B marks, one per row, to [B, 1 + K], means in each row; NaN: not logged in training."""
         batch, marks = inputs
-        step = TRAINING if self.training else TEST if self.has_test and bool(marks.any()) else VALIDATION
+        step = TRAINING if self.training else TEST if TEST in self.scorings and bool(marks.any()) else VALIDATION
         loss, logged = self.step(batch, step)
-        scoring, missing = self.scoring(step), torch.nan if self.training else None
+        scoring, missing = self.scorings.get(step), torch.nan if self.training else None
         names = scoring.logged if scoring is not None else ()
         columns = torch.stack([loss, *[logged.read(name, missing).to(loss) for name in names]])
         return columns.expand(len(marks), -1)
-
-    def scoring(self, step: str) -> Scoring | None:
-        """Returns what is kept of a step; None where training_step's loss is."""
-        return self._scorings[step]
 
     def step(self, batch: Any, step: str, *, index: int = 0) -> tuple[Tensor, Logged]:
         """Runs one of the module's steps; returns its loss, a scalar, and the logged values.
@@ -169,31 +153,22 @@ class ModuleSteps(nn.Module):
         Raises:
             TaskError: there is no loss, or the loss is not one number.
         """
-        scoring = self.scoring(step)
+        scoring = self.scorings.get(step)
         name = TRAINING if scoring is None else scoring.step
         result = self.run(batch, name, index)
         if scoring is not None and scoring.loss is not None:
-            return self._log.read(scoring.loss), self._log
+            return self.logged.read(scoring.loss), self.logged
         loss = loss_in(result)
         if loss is None:
             raise TaskError(
                 f"{type(self.module).__name__}.{name}() returned no loss that is one number: return the mean over the "
                 "batch, for each batch"
             )
-        return loss.reshape(()), self._log
+        return loss.reshape(()), self.logged
 
     def run(self, batch: Any, name: str, index: int = 0) -> Any:
         """Runs the module's step `name` with fresh metrics; returns what it returns."""
-        self._log.values = {}
-        self._reset_metrics()
-        return _call(getattr(self.module, name), batch, index)
-
-    @property
-    def log(self) -> Logged:
-        """Returns what the last step logged."""
-        return self._log
-
-    def _reset_metrics(self) -> None:
+        self.logged.values = {}
         for metric, defaults in self._fresh:
             own = {
                 name: value.to(metric.device) if isinstance(value, Tensor) else list(value)
@@ -201,6 +176,8 @@ class ModuleSteps(nn.Module):
             }
             set_default_states(metric, own)
             metric.reset()
+        step = getattr(self.module, name)
+        return step(batch, index) if len(inspect.signature(step).parameters) > 1 else step(batch)
 
 
 def loss_in(result: Any) -> Tensor | None:
@@ -222,10 +199,6 @@ def lightnings_class(instance: Any, name: str) -> Any:
     packages = [sys.modules.get(package) for package in ("lightning.pytorch", "pytorch_lightning")]
     classes = [getattr(package, name, None) for package in packages]
     return next((kind for kind in classes if kind is not None and isinstance(instance, kind)), None)
-
-
-def _call(step: Any, batch: Any, index: int) -> Any:
-    return step(batch, index) if len(inspect.signature(step).parameters) > 1 else step(batch)
 
 
 class LoggedValue(torchmetrics.Metric):

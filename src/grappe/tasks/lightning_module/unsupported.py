@@ -6,7 +6,7 @@ A module's steps are tried on a few samples: what they return and log, and wheth
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -186,7 +186,7 @@ def mean_over_rows(steps: ModuleSteps, samples: list[Any], collate: Any) -> Iter
     A batch's value must be the mean of its two halves' values, weighted by size. Dropout is off during this test.
     """
     cut, size = len(samples) // 2, len(samples)
-    for step in (TRAINING, VALIDATION, *([TEST] if steps.has_test else [])):
+    for step in (TRAINING, VALIDATION, *([TEST] if TEST in steps.scorings else [])):
         full = _values(steps, collate(samples), step)
         other_seed = _values(steps, collate(samples), step, seed=1)
         next_batch = _values(steps, collate(samples), step, index=1)
@@ -207,7 +207,7 @@ def _values(steps: ModuleSteps, batch: Any, step: str, index: int = 0, seed: int
     """Returns the loss, under its step's name, and the logged values, under their own names."""
     torch.manual_seed(seed)
     loss, logged = steps.step(batch, step, index=index)
-    scoring = steps.scoring(step)
+    scoring = steps.scorings.get(step)
     if scoring is None:
         return {TRAINING: loss}
     missing = torch.nan if step == TRAINING else None
@@ -220,9 +220,8 @@ SPLIT = re.compile(r"^(train|training|val|valid|validation|test)(?=[_/])")
 class Tried(NamedTuple):
     """Result of trying a module's steps."""
 
-    training: Scoring
-    validation: Scoring | None
-    test: Scoring | None
+    scorings: Mapping[str, Scoring]
+    """Of training_step always; without validation_step's training_step scores, without test_step's validation_step."""
     left_out: tuple[str, ...]
     """Names that the user leaves out, and that are there."""
     unkept: tuple[str, ...]
@@ -238,29 +237,29 @@ def tried(module: Any, train: Any, refusals: Refusals, without: Collection[str])
     samples = [train.dataset[index] for index in range(min(len(train.dataset), ROWS))]
     plain, batch = ModuleSteps(module).eval(), train.collate_fn(samples)
     left_out: set[str] = set()
-    scorings: dict[str, Scoring | None] = {}
+    scorings: dict[str, Scoring] = {}
     with torch.no_grad():
         for step in (VALIDATION, TEST):
-            scorings[step] = None
             if step in without and defines(module, step):
                 left_out.add(step)
-            elif defines(module, step):
-                scorings[step] = _scoring(plain, batch, step, refusals, without, left_out)
-        validation, test = scorings[VALIDATION], _aligned(scorings[TEST], scorings[VALIDATION], refusals)
+            elif defines(module, step) and (scoring := _scoring(plain, batch, step, refusals, without, left_out)):
+                scorings[step] = scoring
+        if (test := scorings.pop(TEST, None)) and (aligned := _aligned(test, scorings.get(VALIDATION), refusals)):
+            scorings[TEST] = aligned
         loss = loss_in(plain.run(batch, TRAINING))
-        logged = {name: value for name, value in plain.log.values.items() if not _is_loss(value, loss)}
+        logged = {name: value for name, value in plain.logged.values.items() if not _is_loss(value, loss)}
         left_out |= logged.keys() & set(without)
         unkept = {name: "it is not one number" for name, value in logged.items() if not _is_number(value)}
         names = tuple(name for name in logged if name not in {*unkept, *without})
-        steps = ModuleSteps(module, Scoring(TRAINING, names, None), validation, test).eval()
+        steps = ModuleSteps(module, {**scorings, TRAINING: Scoring(TRAINING, names, None)}).eval()
         for step, name, why in mean_over_rows(steps, samples, train.collate_fn):
             if step == TRAINING and name != TRAINING:
                 unkept[name] = why
             else:
                 refusals.add(name, why)
-    training = Scoring(TRAINING, tuple(name for name in names if name not in unkept), None)
+    scorings[TRAINING] = Scoring(TRAINING, tuple(name for name in names if name not in unkept), None)
     reasons = tuple(f"{name} ({why})" for name, why in unkept.items() if name not in without)
-    return Tried(training, validation, test, tuple(left_out), reasons)
+    return Tried(scorings, tuple(left_out), reasons)
 
 
 def _scoring(
@@ -272,8 +271,8 @@ def _scoring(
     left_out: set[str],
 ) -> Scoring | None:
     result = plain.run(batch, step)
-    names = [name for name in plain.log.values if name not in without]
-    left_out |= {name for name in plain.log.values if name in without}
+    names = [name for name in plain.logged.values if name not in without]
+    left_out |= {name for name in plain.logged.values if name in without}
     if loss_in(result) is not None:
         return Scoring(step, tuple(names), None)
     if not names:
@@ -285,16 +284,14 @@ def _scoring(
     return Scoring(step, tuple(name for name in names if name != losses[0]), losses[0])
 
 
-def _aligned(test: Scoring | None, validation: Scoring | None, refusals: Refusals) -> Scoring | None:
+def _aligned(test: Scoring, validation: Scoring | None, refusals: Refusals) -> Scoring | None:
     """Returns test_step's values in the order of validation_step's, whose names they have but for val_ and test_."""
-    if test is None:
-        return None
-    tests = {SPLIT.sub("", name): name for name in test.logged}
-    theirs = [SPLIT.sub("", name) for name in (validation.logged if validation is not None else ())]
+    logged = validation.logged if validation is not None else ()
+    tests, theirs = {SPLIT.sub("", name): name for name in test.logged}, [SPLIT.sub("", name) for name in logged]
     if set(tests) != set(theirs):
         refusals.add(
             TEST,
-            f"it logs {_words(test.logged)}, and validation_step {_words(validation.logged if validation else ())}: "
+            f"it logs {_words(test.logged)}, and validation_step {_words(logged)}: "
             "the metrics of both must have the same names, but for val_ and test_",
         )
         return None

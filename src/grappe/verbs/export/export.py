@@ -172,7 +172,7 @@ def export(
 def _rows(program: Program, samples: ExportSamples, size: int) -> Iterator[tuple[Tensor, ...]]:
     """Yields what a program predicts for each sample."""
     for first in range(0, samples.length, size):
-        inputs = samples.read(first, min(first + size, samples.length))
+        inputs = samples.read(np.arange(first, min(first + size, samples.length)))
         yield from zip(*in_batches(program)(inputs, size), strict=True)
 
 
@@ -202,7 +202,7 @@ def _write_tests(job: ExportJob, folder: Path, predictions: Iterator[Any]) -> li
     """Writes the first samples and their predictions; returns the files, relative to the exported folder."""
     files.make_folder(folder)
     count = min(TESTS, job.samples.length)
-    arrays = write_npy(folder, job.inputs, job.samples.read(0, count))
+    arrays = write_npy(folder, job.inputs, job.samples.read(np.arange(count)))
     lines = []
     for _, row in zip(range(count), predictions, strict=False):
         leaves = [leaf.tolist() for leaf in tree_leaves(row)]

@@ -6,7 +6,7 @@ import dataclasses
 import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -101,12 +101,8 @@ class WrittenModel:
     """Reason why there is no C++ program where there should be one; None: there is one, or none was to be."""
 
 
-class Exporter(Protocol):
-    """Writes a model in one format."""
-
-    def __call__(self, job: ExportJob, folder: Path, scratch: Path) -> WrittenModel:
-        """Writes the files to `folder`; `scratch` is for what is needed until they are proven."""
-        ...
+Exporter = Callable[[ExportJob, Path, Path], WrittenModel]
+"""Writes a model in one format to a folder; the second folder is for what is needed until it is proven."""
 
 
 def output_names(program: Program, example: list[Tensor]) -> tuple[str, ...]:

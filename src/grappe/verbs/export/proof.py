@@ -51,16 +51,12 @@ class ExportSamples:
     dtypes: tuple[torch.dtype, ...]
     batch: Callable[[np.ndarray], Any]
 
-    def read(self, first: int, last: int) -> list[Tensor]:
-        """Reads samples [first, last): the tensors of a batch, each [last - first, ...].
+    def read(self, ids: np.ndarray) -> list[Tensor]:
+        """Reads the samples `ids` [B]: the tensors of a batch, each [B, ...].
 
         Raises:
             TaskError: they have another form or shape than the first sample.
         """
-        return self.read_ids(np.arange(first, last))
-
-    def read_ids(self, ids: np.ndarray) -> list[Tensor]:
-        """Reads the samples `ids` [B]; raises as `read` does."""
         leaves, spec = tree_flatten(self.batch(ids))
         forms = [(tuple(leaf.shape[1:]), leaf.dtype) for leaf in leaves]
         if spec != self.spec or forms != [
@@ -74,7 +70,7 @@ class ExportSamples:
 
     def example(self) -> list[Tensor]:
         """Reads the batch that the program is traced with."""
-        return self.read_ids(np.arange(EXAMPLE) % self.length)
+        return self.read(np.arange(EXAMPLE) % self.length)
 
 
 def samples_of(task: Task, split: str, folder: Path) -> ExportSamples:
@@ -167,7 +163,7 @@ def prove(
         batches = ", ".join(map(str, sizes))
         progress(f"proving: samples {first:,} to {last:,} of {samples.length:,}, at batch sizes {batches}")
         expected = [torch.stack(column) for column in zip(*itertools.islice(rows, last - first), strict=True)]
-        inputs = samples.read(first, last)
+        inputs = samples.read(np.arange(first, last))
         for (where, run), size in itertools.product(runners.items(), sizes):
             computed, place = run(inputs, size), f"{where}, {size} at a time"
             largest = max(largest, compare(expected, computed, names=names, first=first, place=place))

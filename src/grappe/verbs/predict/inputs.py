@@ -168,7 +168,7 @@ def files_of(inputs: Any) -> list[Path] | None:
         return None
     if isinstance(inputs, str | Path):
         path = Path(inputs)
-        if path.is_dir() and path.suffix not in (".npy", ".jsonl", ".ndjson"):
+        if path.is_dir() and path.suffix not in (".npy", *LINES):
             files = sorted(file for file in path.iterdir() if file.suffix.lower() in PICTURES)
             if not files:
                 raise DataError(f"{path}: there is no picture in this folder ({', '.join(PICTURES)})")

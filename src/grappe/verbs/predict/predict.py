@@ -311,8 +311,7 @@ def save(file: Path, predictions: Iterable[Any]) -> None:
         parts = {name: Path(folder) / f"{number}.npy" for number, name in enumerate(names)}
         with contextlib.ExitStack() as stack:
             columns = {name: _Column(stack.enter_context(part.open("wb"))) for name, part in parts.items()}
-            _write(first, columns, file)
-            for row in remaining:
+            for row in itertools.chain([first], remaining):
                 _write(row, columns, file)
             for column in columns.values():
                 column.finish()
