@@ -375,7 +375,7 @@ def verify(
         _end_progress()
         if there is None:
             return _show_recorded(task, here, record, json=json)
-        return _show_compared(task, there, here, out, json=json)
+        return _show_compared(task, here, out, json=json)
     steps = 8 if steps is None else steps
     if against:
         from grappe.verbs.verify.against import verify_against
@@ -471,11 +471,10 @@ def _show_recorded(task: str, here: Recorded, record: Path | None, *, json: bool
     return EXIT_OK
 
 
-def _show_compared(task: str, there: Recorded, here: Recorded, out: Path | None, *, json: bool) -> int:
+def _show_compared(task: str, here: Recorded, out: Path | None, *, json: bool) -> int:
     """Shows whether two machines compute the same; returns the exit code."""
-    from grappe.verbs.verify import record as recording
-
-    verdict = recording.compared(there, here)
+    verdict = here.verdict
+    assert verdict is not None
     script = Path("show.py" if out is None else out.with_suffix(".py"))
     if verdict.script:
         output.write(script, verdict.script)

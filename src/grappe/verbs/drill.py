@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import io
 import json
 import os
@@ -106,23 +107,15 @@ def compute_wrongly() -> None:
     register_module_forward_hook(altered)
 
 
-def largest_file(run: Path) -> Path:
-    """Finds the largest file of the newest checkpoint."""
+def damage(run: Path, *, flips: bool) -> None:
+    """Flips one bit in the middle of the newest checkpoint's largest file, or cuts that file in half."""
     newest = list_checkpoints(Run(run).checkpoints)[0].folder
-    return max(newest.iterdir(), key=lambda file: file.stat().st_size)
-
-
-def truncate(run: Path) -> None:
-    """Cuts the newest checkpoint's largest file in half."""
-    file = largest_file(run)
-    os.truncate(file, file.stat().st_size // 2)
-
-
-def flip(run: Path) -> None:
-    """Flips one bit in the middle of the newest checkpoint's largest file."""
-    file = largest_file(run)
+    file = max(newest.iterdir(), key=lambda file: file.stat().st_size)
     content = bytearray(file.read_bytes())
-    content[len(content) // 2] ^= 1
+    if flips:
+        content[len(content) // 2] ^= 1
+    else:
+        del content[len(content) // 2 :]
     file.write_bytes(content)
 
 
@@ -184,8 +177,8 @@ def all_faults(plan: Plan) -> list[Fault]:
         Fault(name="all processes killed", injector=FaultInjector("SIGKILL", HURT_AT)),
         Fault(name="killed in a save", injector=FaultInjector("save", HURT_AT, "first")),
         Fault(name="SIGTERM", injector=FaultInjector("SIGTERM", HURT_AT, "first")),
-        Fault(name="newest checkpoint truncated", damage=truncate),
-        Fault(name="a bit of it flipped", damage=flip),
+        Fault(name="newest checkpoint truncated", damage=functools.partial(damage, flips=False)),
+        Fault(name="a bit of it flipped", damage=functools.partial(damage, flips=True)),
         Fault(name="disk full", injector=FaultInjector("disk", HURT_AT)),
     ]
     if many:

@@ -77,9 +77,3 @@ def test_evaluations_that_are_too_frequent_and_a_slow_loader() -> None:
     found, _ = explained(often, evaluate_every=1)
     assert found.breakdown.share("evaluation") > 0.2
     assert "evaluation" in [one.part for one in found.remedies[:2]]
-
-
-def test_a_slow_process() -> None:
-    found, _ = explained(Sleeping(ahead=0.01, late=0.3), f"{PLAN},replicate=2")
-    assert found.remedies[0].part == "imbalance"
-    assert "process 1 on" in found.remedies[0].word

@@ -7,7 +7,6 @@ from torch import nn
 
 from grappe import Arrays
 from grappe.plan import Plan
-from grappe.tasks.cifar10 import Cifar10
 from grappe.tasks.digits import Digits
 from grappe.tasks.pysource import PySource
 from grappe.verbs.measure import flops
@@ -23,21 +22,6 @@ def test_lenet() -> None:
     layers = [convolution(1, 16, 3, 8), convolution(16, 32, 3, 8), 2 * 512 * 128, 2 * 128 * 10]
     # Backward makes a gradient of the weights and one of the inputs; nobody asks for that of the image.
     assert flops.per_sample(task, task.data("train", Path())) == 3 * sum(layers) - layers[0]
-
-
-def test_resnet18() -> None:
-    """He et al. (2016), as CIFAR-10 takes it: the stem keeps 32 x 32, each later stage halves the side."""
-    stem = convolution(3, 64, 3, 32)
-    layers = [stem]
-    before = 64
-    for width, side in ((64, 32), (128, 16), (256, 8), (512, 4)):
-        layers += [convolution(before, width, 3, side)] + 3 * [convolution(width, width, 3, side)]
-        if before != width:
-            layers.append(convolution(before, width, 1, side))
-        before = width
-    layers.append(2 * 512 * 10)
-    images = Arrays(torch.zeros(4, 3, 32, 32), torch.zeros(4, dtype=torch.long))
-    assert flops.per_sample(Cifar10(network="resnet18"), images) == 3 * sum(layers) - stem
 
 
 def test_gpt() -> None:

@@ -70,6 +70,13 @@ def recorded(other: record.Recorded | None = None, precision: str = "fp32") -> r
     return record.worker((request, other), ProcessRank(), Path())
 
 
+def compared(there: record.Recorded, precision: str = "fp32") -> record.RecordVerdict:
+    """The verdict on what this machine computes now."""
+    verdict = recorded(there, precision).verdict
+    assert verdict is not None
+    return verdict
+
+
 class Fault(TorchDispatchMode):
     """Stands in for a faulty kernel: changes what one operator computes, forward and backward, drawn or trained."""
 
@@ -170,7 +177,7 @@ def there() -> record.Recorded:
 
 
 def test_the_same_machine_computes_the_same_bits(there: record.Recorded) -> None:
-    verdict = record.compared(there, recorded(there))
+    verdict = compared(there)
     assert (verdict.verdict, verdict.because, verdict.largest) == ("same", "", 0.0)
     assert verdict.calls > 60 and verdict.results == len(there.results) > 100
 
@@ -182,8 +189,7 @@ def test_planted_faults_are_named_with_their_operators(there: record.Recorded, e
     for name in list(FAULTS)[::every]:
         operator, change = FAULTS[name]
         with Fault(operator, change):
-            here = recorded(there)
-        verdict = record.compared(there, here)
+            verdict = compared(there)
         if verdict.verdict != "different" or not verdict.operator.startswith(operator.name().partition(".")[0]):
             wrong.append(f"{name}: {verdict.verdict}, {verdict.because}, {verdict.operator}")
     assert not wrong, "\n".join(wrong)
@@ -193,7 +199,7 @@ def test_planted_faults_are_named_with_their_operators(there: record.Recorded, e
 def test_the_program_shows_the_difference_of_the_smallest_call(there: record.Recorded, tmp_path: Path) -> None:
     operator, change = FAULTS["gelu: approximated"]
     with Fault(operator, change):
-        verdict = record.compared(there, recorded(there))
+        verdict = compared(there)
     assert verdict.because.startswith("from step 1, the input of group, in forward"), verdict.because
     (tmp_path / "show.py").write_text(verdict.script)
     shown = subprocess.run([sys.executable, tmp_path / "show.py"], capture_output=True, text=True, check=True).stdout
@@ -201,13 +207,12 @@ def test_the_program_shows_the_difference_of_the_smallest_call(there: record.Rec
 
 
 def test_another_precision_is_named_and_hides_no_fault(there: record.Recorded) -> None:
-    here = recorded(there, "bf16")
-    verdict = record.compared(there, here)
+    verdict = compared(there, "bf16")
     assert (verdict.verdict, verdict.because, verdict.operator) == ("same but for", "the precision", "")
     assert verdict.largest > 1e-3, "bf16 rounds to 8 bits"
     operator, change = FAULTS["Adam: momentum"]
     with Fault(operator, change):
-        verdict = record.compared(there, recorded(there, "bf16"))
+        verdict = compared(there, "bf16")
     assert verdict.verdict == "different" and verdict.operator.startswith("aten::lerp_"), verdict
 
 
@@ -217,9 +222,9 @@ def test_settings_that_lower_the_precision_explain_small_differences_alone(there
     torch.set_float32_matmul_precision("medium")  # torch then refuses to tell it
     try:
         with Fault(operator, change):
-            verdict = record.compared(there, recorded(there))
+            verdict = compared(there)
         with Fault(operator, argument(0, torch.zeros_like)):
-            wrong = record.compared(there, recorded(there))
+            wrong = compared(there)
     finally:
         torch.set_float32_matmul_precision("highest")
     assert (verdict.verdict, verdict.because) == ("same but for", "the precision")
@@ -237,7 +242,7 @@ def test_what_is_beyond_five_megabytes_is_left_out(there: record.Recorded, tmp_p
         assert record.write(there, file) == (steps, len(record.read(file).results))
         assert file.stat().st_size <= whole * share
         assert fewest <= len(record.read(file).results) / results <= most
-        assert record.compared(record.read(file), there).verdict == "same"
+        assert compared(record.read(file)).verdict == "same"
 
 
 def test_a_record_is_a_small_file_of_numbers_and_nothing_else_is_read(there: record.Recorded, tmp_path: Path) -> None:

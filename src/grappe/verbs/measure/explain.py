@@ -115,17 +115,16 @@ def explain(
                 per_process_watchers=(TraceWatcher(),),
                 quiet=True,
             )
-            explanation = Explanation(plan=point.plan, batch=point.batch)
             try:
                 trace: RunTrace = start("grappe.verbs.measure.explain:worker", training, plan, run=run)
             except GrappeError as error:
-                explanations.append(dataclasses.replace(explanation, failure=first_line(error)))
+                explanations.append(Explanation(plan=point.plan, batch=point.batch, failure=first_line(error)))
                 continue
             epoch = trace.processes[0].steps_per_epoch
             intervals = Intervals(evaluation=options.evaluate_every or epoch, save=options.save_every or epoch)
             breakdown = break_down(point, trace, intervals)
             helpful = tuple(remedies(breakdown, point, points))
-            explanations.append(dataclasses.replace(explanation, breakdown=breakdown, remedies=helpful))
+            explanations.append(Explanation(plan=point.plan, batch=point.batch, breakdown=breakdown, remedies=helpful))
     return explanations
 
 

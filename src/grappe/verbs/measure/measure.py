@@ -17,7 +17,6 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from grappe import tasks
 from grappe.data.datasets import dataset_of, prepare
@@ -90,7 +89,8 @@ def measure(
         points = _measured(functools.partial(train, weak=options.weak), folder, grid, options.repeats, note, begun)
         if advise:
             advice = verdict.next_points(points)
-            points += _measured(train, folder, advice, options.repeats, note, begun, origin="advice")
+            tried = _measured(train, folder / "advice", advice, options.repeats, note, begun)
+            points += [dataclasses.replace(point, origin="advice") for point in tried]
     return _some(points)
 
 
@@ -145,14 +145,11 @@ def _measured(
     repeats: int,
     note: Callable[[str], None],
     begun: Callable[[str], None],
-    *,
-    origin: str = "",
 ) -> list[Measurement]:
     """Measures a point for each entry of `grid`, by turns; batch 0 is the task's own batch size, or the script's.
 
     Args:
         train: trains once: train(plan, batch, turn, run).
-        origin: of the points, where it is another than that of their trainings.
     """
     runs: list[list[Measurement]] = [[] for _ in grid]
     failures = [""] * len(grid)
@@ -165,18 +162,14 @@ def _measured(
             title = f"{turn + 1} of {repeats}: {plan_name(plan)}" + (f", batch {batch}" if batch else "")
             begun(f"training {turn * len(grid) + step + 1} of {repeats * len(grid)}: {plan_name(plan)} …")
             try:
-                run = train(plan, batch, turn, folder / f"{origin}-{index}-{turn}")
+                run = train(plan, batch, turn, folder / f"{index}-{turn}")
             except GrappeError as error:
                 failures[index] = str(error)
                 note(f"{title}: {first_line(failures[index])}")
             else:
                 runs[index].append(run)
                 note(f"{title}: {run.rate:,.0f} samples/s")
-    return [
-        dataclasses.replace(point, origin=origin or point.origin)
-        for (plan, batch), trials, failure in zip(grid, runs, failures, strict=True)
-        for point in [_point(plan, batch, trials, failure)]
-    ]
+    return [_point(*entry, trials, failure) for entry, trials, failure in zip(grid, runs, failures, strict=True)]
 
 
 def _point(plan: Plan, batch: int, runs: Sequence[Measurement], failure: str) -> Measurement:
@@ -201,7 +194,7 @@ def worker(asked: tuple[Request, bool], process: ProcessRank, rendezvous_folder:
     if process.rank:
         return None
     task, plan = request.task.resolve(), request.plan
-    point = point_of_run(plan, task.batch_size, Run(result.run).read_description()["costs"])
+    point = dataclasses.replace(point_of_run(Run(result.run)), plan=str(plan))
     if not count:
         return point
     try:
@@ -224,23 +217,13 @@ def script_worker(request: ScriptRequest, process: ProcessRank, rendezvous_folde
     if process.rank:
         return None
     assert request.run is not None
-    description = Run(request.run).read_description() if Run.is_run(request.run) else {}
-    steps = description.get("step", 0)
+    steps = Run(request.run).read_description()["step"] if Run.is_run(request.run) else 0
     if steps <= WARMUP:
         raise UsageError(
             f"{request.script} takes {steps} steps of an optimizer, of which the first {WARMUP} warm up "
             "and are not counted: give it more, by its own arguments"
         )
-    return script_point(Run(request.run), description)
-
-
-def script_point(run: Run, description: Mapping[str, Any]) -> Measurement:
-    """Makes a point of one trial from the ended run of a launched script."""
-    rows, reasons = rows_of_a_step(run), {"flops": "a script's are not counted"}
-    if not rows:
-        reasons["samples"] = "no DataLoader gives the batches: a step counts as one sample"
-    point = point_of_run(Plan.parse(description["plan"]), rows or 1, description["costs"])
-    return dataclasses.replace(point, origin="script", unmeasured={**point.unmeasured, **reasons})
+    return point_of_run(Run(request.run))
 
 
 def rows_of_a_step(run: Run) -> int:
@@ -249,9 +232,15 @@ def rows_of_a_step(run: Run) -> int:
     return statistics.median_high([after - before for before, after in itertools.pairwise([0, *samples])] or [0])
 
 
-def point_of_run(plan: Plan, batch: int, usages: Sequence[Mapping[str, Any]]) -> Measurement:
-    """Makes a point of one trial from the use of resources by a training's processes."""
-    head = usages[0]
+def point_of_run(run: Run) -> Measurement:
+    """Makes a point of one trial from the use of resources by the processes of an ended run, of a task or a script."""
+    description = run.read_description()
+    plan, usages = Plan.parse(description["plan"]), description["costs"]
+    head, is_script = usages[0], description.get("class") == SCRIPT
+    batch = rows_of_a_step(run) if is_script else description["fields"]["batch_size"]
+    reasons = {"flops": "a script's are not counted"} if is_script else {}
+    if not batch:
+        reasons["samples"] = "no DataLoader gives the batches: a step counts as one sample"
     joules = [value for usage in usages for value in usage["joules"].values()]
     trial = TimedRun(
         processes=[
@@ -269,7 +258,7 @@ def point_of_run(plan: Plan, batch: int, usages: Sequence[Mapping[str, Any]]) ->
     )
     return Measurement(
         plan=str(plan),
-        batch=batch,
+        batch=batch or 1,
         processes=plan.processes,
         slices=plan.data_parallel,
         device=head["device"],
@@ -277,8 +266,9 @@ def point_of_run(plan: Plan, batch: int, usages: Sequence[Mapping[str, Any]]) ->
         threads=head["threads"],
         workers=head["workers"],
         sent=head.get("sent", {}),
+        origin="script" if is_script else "asked",
         trials=[trial],
-        unmeasured={name: reason for usage in usages for name, reason in usage["why"].items()},
+        unmeasured={name: reason for usage in usages for name, reason in usage["why"].items()} | reasons,
     )
 
 
@@ -351,8 +341,9 @@ def gather(places: Sequence[Path]) -> list[Measurement]:
             continue
         run = Run(place)
         description = run.read_description()
-        is_script = description.get("class") == SCRIPT
-        batch = rows_of_a_step(run) if is_script else description.get("fields", {}).get("batch_size")
+        batch = description.get("fields", {}).get("batch_size")
+        if description.get("class") == SCRIPT:
+            batch = rows_of_a_step(run)
         if not isinstance(batch, int):
             raise RunError(f"{run.folder}: its run.json has no batch_size")
         key = (description.get("plan", ""), batch)
@@ -362,11 +353,9 @@ def gather(places: Sequence[Path]) -> list[Measurement]:
             failures[key] = f"{run.folder} has not ended ({description.get('status')})"
         elif not all(usage.get("timing") for usage in usages):
             failures[key] = f"{run.folder} was too short: the first {WARMUP} steps warm up, and are not counted"
-        elif is_script:
-            trials.append(script_point(run, description))
         else:
-            point = point_of_run(Plan.parse(key[0]), batch, usages)
-            reasons = {**point.unmeasured, "flops": "jobs do not count them"}
+            point = point_of_run(run)
+            reasons = {"flops": "jobs do not count them", **point.unmeasured}
             trials.append(dataclasses.replace(point, unmeasured=reasons))
     points = [
         _point(Plan.parse(key[0]), key[1], trials, "" if trials else failures[key]) for key, trials in runs.items()

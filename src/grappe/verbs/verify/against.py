@@ -165,7 +165,7 @@ def compare(request: AgainstRequest, process: ProcessRank, rendezvous_folder: Pa
     comparison = Comparison(task, task.data("train", request.data), request.steps)
     with (
         intercepted(comparison),
-        comparison.first_random_state(),
+        register_module_parameter_registration_hook(comparison.registered),
         contextlib.redirect_stdout(io.StringIO()),
         contextlib.suppress(ComparisonOver, SystemExit),
     ):
@@ -209,19 +209,9 @@ class Comparison(StepHandler):
 
     # ---- What the script does ------------------------------------------------------------------------------
 
-    @contextlib.contextmanager
-    def first_random_state(self) -> Iterator[None]:
-        """Context that notes the random state before the script's first parameter is drawn."""
-
-        def registered(_: nn.Module, __: str, ___: Any) -> None:
-            if self._first_random is None:
-                self._first_random = random_state()
-
-        handle = register_module_parameter_registration_hook(registered)
-        try:
-            yield
-        finally:
-            handle.remove()
+    def registered(self, *_: Any) -> None:
+        """Notes the random state before the script's first parameter is drawn."""
+        self._first_random = self._first_random or random_state()
 
     def batches(self, loader: DataLoader[Any], begin: Begin) -> Iterator[Any]:
         """Yields a loader's batches, and notes each with the random state in which the script gets it."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
 import math
@@ -139,17 +140,15 @@ def batch_coupled_modules(
 def _calls(model: nn.Module, call: ModelCall, inputs: Any) -> dict[str, Call]:
     """Records each module's arguments at its first call."""
     calls: dict[str, Call] = {}
-    hooks = []
-    for name, module in model.named_modules():
+    names = {module: name for name, module in model.named_modules()}
 
-        def keep(_: nn.Module, args: Any, kwargs: Any, name: str = name) -> None:
-            calls.setdefault(name, copied((args, kwargs)))
+    def keep(module: nn.Module, args: Any, kwargs: Any) -> None:
+        calls.setdefault(names[module], copied((args, kwargs)))
 
-        hooks.append(module.register_forward_pre_hook(keep, with_kwargs=True))
-    with buffers_kept(model), attributes_kept(model):
+    with contextlib.ExitStack() as hooks, buffers_kept(model), attributes_kept(model):
+        for module in names:
+            hooks.enter_context(module.register_forward_pre_hook(keep, with_kwargs=True))
         call(model, copied(inputs))  # modules that work in place change them
-    for hook in hooks:
-        hook.remove()
     return calls
 
 

@@ -14,7 +14,7 @@ import os
 import platform
 import shlex
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -76,26 +76,6 @@ class RecordHeader(msgspec.Struct, frozen=True, kw_only=True):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Recorded:
-    """Steps of a plain process."""
-
-    header: RecordHeader
-    results: Numbers
-    """Sketches (N, WIDTH + 1), of the header's keys."""
-    noise: Numbers
-    """The relative difference that rounding makes, by result (N,)."""
-    calls: Numbers
-    """Sketches of the header's calls."""
-    call_noise: Numbers
-    places: tuple[int, ...] = ()
-    """Number of calls before each result; here alone."""
-    order: tuple[str, ...] = ()
-    """The calls in their order; here alone."""
-    scripts: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    """Programs that show calls which differ, the call with the fewest numbers for each operator; here alone."""
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class RecordVerdict:
     """The verdict on a training on another machine."""
 
@@ -116,6 +96,22 @@ class RecordVerdict:
     """The largest relative difference of a result that is the same."""
     noise: tuple[float, float] = (0.0, 0.0)
     """The difference that rounding makes to that result, there and here."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Recorded:
+    """Steps of a plain process."""
+
+    header: RecordHeader
+    results: Numbers
+    """Sketches (N, WIDTH + 1), of the header's keys."""
+    noise: Numbers
+    """The relative difference that rounding makes, by result (N,)."""
+    calls: Numbers
+    """Sketches of the header's calls."""
+    call_noise: Numbers
+    verdict: RecordVerdict | None = None
+    """The comparison with the record of another machine; None: there is none to compare with."""
 
 
 def this_machine(device: torch.device, threads: int) -> dict[str, str]:
@@ -223,7 +219,7 @@ class _Results:
 
 
 def worker(asked: tuple[ReferenceRequest, Recorded | None], process: ProcessRank, rendezvous_folder: Path) -> Recorded:
-    """Trains on the plain process, and returns the record; a record to compare with tells which calls differ."""
+    """Trains on the plain process, and returns the record, compared with another one if that is given."""
     request, other = asked
     plan = request.plan
     world = join(Plan(device=plan.device, threads=plan.threads), process, rendezvous_folder)
@@ -275,22 +271,9 @@ def worker(asked: tuple[ReferenceRequest, Recorded | None], process: ProcessRank
         noise=np.array(noise),
         calls=np.stack([numbers for numbers, _ in calls.values()]) if calls else np.zeros((0, WIDTH + 1)),
         call_noise=np.array([noise for _, noise in calls.values()]),
-        places=tuple(base.places),
-        order=tuple(log.order),
     )
-    if other is None:
-        return recorded
-    there, here = (
-        ", ".join(f"{name} {value}" for name, value in of.header.machine.items() if value) for of in (other, recorded)
-    )
-    expected = dict(zip(other.header.calls, other.calls, strict=True))
-    wrong = sorted(differing_calls(other, recorded), key=lambda name: log.calls[name].numbers)
-    smallest = {log.calls[name].operator.name(): name for name in reversed(wrong)}
-    scripts = {
-        operator: log.calls[name].script(expected[name], printable(there, 1000), here)
-        for operator, name in smallest.items()
-    }
-    return dataclasses.replace(recorded, scripts=scripts)
+    verdict = None if other is None else compared(other, recorded, log, base.places)
+    return dataclasses.replace(recorded, verdict=verdict)
 
 
 def differing_calls(there: Recorded, here: Recorded) -> dict[str, float]:
@@ -306,8 +289,12 @@ def differing_calls(there: Recorded, here: Recorded) -> dict[str, float]:
     return differing
 
 
-def compared(there: Recorded, here: Recorded) -> RecordVerdict:
+def compared(there: Recorded, here: Recorded, log: CallLog, places: Sequence[int]) -> RecordVerdict:
     """Compares what two machines computed, in the order in which this one did.
+
+    Args:
+        log: this machine's calls.
+        places: the number of calls before each result.
 
     Raises:
         UsageError: the two trained something else.
@@ -316,8 +303,8 @@ def compared(there: Recorded, here: Recorded) -> RecordVerdict:
         if (a := getattr(there.header, name)) != (b := getattr(here.header, name)):
             raise UsageError(f"the record is of {name} {printable(a)}, and this is {printable(b)}: give the same")
     machines = changes(there.header.machine, here.header.machine)
-    places = {name: place for place, name in enumerate(there.header.keys)}
-    both = [(place, places[name]) for place, name in enumerate(here.header.keys) if name in places]
+    others = {name: place for place, name in enumerate(there.header.keys)}
+    both = [(place, others[name]) for place, name in enumerate(here.header.keys) if name in others]
     if not both:
         raise UsageError("the record has no result of this model: is it of another version of the task?")
     ours, theirs = (np.array(column) for column in zip(*both, strict=True))
@@ -344,7 +331,7 @@ def compared(there: Recorded, here: Recorded) -> RecordVerdict:
     )
     wrong = differing_calls(there, here)
     lowered = bool(wrong) and max(wrong.values()) <= COARSE and any(text.startswith("arithmetic") for text in machines)
-    because, span = "no result of these steps, but a call of an operator on drawn inputs", here.order[:0]
+    because, span = "no result of these steps, but a call of an operator on drawn inputs", log.order[:0]
     if beyond.any():
         first = int(np.argmax(beyond))
         step, direction, unit, _ = here.header.keys[ours[first]].split("|")
@@ -352,7 +339,7 @@ def compared(there: Recorded, here: Recorded) -> RecordVerdict:
             f"from step {int(step) + 1}, {unit}, in {direction}: {away[first]:.1e} of its norm, "
             f"where {allowed[first]:.1e} is rounding"
         )
-        span = here.order[here.places[ours[first - 1]] if first else 0 : here.places[ours[first]]]
+        span = log.order[places[ours[first - 1]] if first else 0 : places[ours[first]]]
         if unit == DATA:
             wrong, lowered, because = {}, False, (
                 f"the data: in step {int(step) + 1} the batch is another (other files, or another library that reads "
@@ -361,14 +348,21 @@ def compared(there: Recorded, here: Recorded) -> RecordVerdict:
     if lowered or not (wrong or beyond.any()):
         but = "the precision" if lowered or precision else "the order of sums" if (away > 0).any() else ""
         return dataclasses.replace(verdict, verdict="same but for" if but else "same", because=but)
+    verdict = dataclasses.replace(verdict, verdict="different", because=because)
     name = next((name for name in (*span, *here.header.calls) if name in wrong), "")
-    operator = name.partition("(")[0]
+    if not name:
+        return verdict
+    operator = log.calls[name].operator
+    alike = [log.calls[each] for each in wrong if log.calls[each].operator is operator]
+    smallest = min(alike, key=lambda call: call.numbers)
+    expected = there.calls[there.header.calls.index(str(smallest))]
+    where, own = (
+        ", ".join(f"{name} {value}" for name, value in of.header.machine.items() if value) for of in (there, here)
+    )
     return dataclasses.replace(
         verdict,
-        verdict="different",
-        because=because,
-        operator=f"{operator} ({wrong[name]:.1e})" if name else "",
-        script=here.scripts.get(operator, ""),
+        operator=f"{operator.name()} ({wrong[name]:.1e})",
+        script=smallest.script(expected, printable(where, 1000), own),
     )
 
 
@@ -453,7 +447,7 @@ def record(
     """Trains a few steps on one plain process, on the plan's device and in its precision, and records them.
 
     Args:
-        other: a record to compare with: what is needed to name a cause is kept.
+        other: a record to compare with.
 
     Raises:
         GrappeError: the task does not train.

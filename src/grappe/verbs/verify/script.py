@@ -153,15 +153,13 @@ def judged(plain: ScriptTrial, moved: ScriptTrial, several: ScriptTrial) -> Agre
 def run_trial(request: ScriptTrialRequest, process: ProcessRank, rendezvous_folder: Path) -> ScriptTrial:
     """Runs a script for some steps, as grappe launch does; process 0 compares or notes their tensors."""
     recorder = _StepRecorder(request, process.rank == 0)
-    before = register_optimizer_step_pre_hook(lambda optimizer, *_: recorder.move(optimizer))
-    after = register_optimizer_step_post_hook(lambda optimizer, *_: recorder.compare(optimizer))
-    with contextlib.redirect_stdout(io.StringIO()) as text:
-        try:
-            with contextlib.suppress(SystemExit):
-                run_recorded(request.script, process, rendezvous_folder)
-        finally:
-            before.remove()
-            after.remove()
+    with (
+        register_optimizer_step_pre_hook(lambda optimizer, *_: recorder.move(optimizer)),
+        register_optimizer_step_post_hook(lambda optimizer, *_: recorder.compare(optimizer)),
+        contextlib.redirect_stdout(io.StringIO()) as text,
+        contextlib.suppress(SystemExit),
+    ):
+        run_recorded(request.script, process, rendezvous_folder)
     return ScriptTrial(steps=recorder.step, apart=recorder.apart, lines=text.getvalue().splitlines())
 
 
