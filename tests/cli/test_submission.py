@@ -154,7 +154,7 @@ def test_the_line_in_a_script_makes_it_again(words: str, tmp_path: Path, monkeyp
     def script(words: list[str]) -> Script:
         _, bound, _ = app.parse_args(["submit", *words], exit_on_error=False, print_error=False)
         submission = read_submission(bound.args, bound.arguments["job"], app)
-        return job_script(next(jobs_of(submission)), show=True).script
+        return job_script(next(jobs_of(submission)), show=True)
 
     made = script(words.split())
     grappe, submit, *line = shlex.split(made.command)

@@ -49,7 +49,7 @@ def test_an_evaluation_and_the_copy_for_a_checkpoint(plan: str) -> None:
 def test_an_evaluation_of_a_sharded_transformer(gpt: FakeModel) -> None:
     words = " ".join(f"{name}={value}" for name, value in TINY_GPT.items())
     found = memory_forecast(gpt, Plan.parse("shard=2"))
-    measured = measured_cell(f"pysource {words}", "shard=2", between=True)
+    measured = measured_cell(f"{TASKS}:Unscored {words}", "shard=2", between=True)
     most = max(one["evaluation"] for one in measured)
     assert found.evaluation_least * (1 - EXACT) <= most <= found.evaluation * (1 + EXACT)
     assert found.checkpoint == pytest.approx(max(one["checkpoint"] for one in measured), rel=EXACT)

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from grappe import Arrays, Task
+from grappe.tasks.pysource import PySource
 
 WIDTH = 128
 
@@ -253,3 +254,10 @@ class Swapped(Rows):
 
     def units(self, model: Any) -> list[nn.Module]:
         return [model[1], model[0], model[2]]
+
+
+class Unscored(PySource):
+    """A transformer without metrics: what a metric takes in an evaluation is not foreseen."""
+
+    def metrics(self) -> dict[str, Any]:  # type: ignore[override]
+        return {}

@@ -32,7 +32,8 @@ from grappe.verbs.submit.resources import Submission, allocation, line_in_alloca
 from grappe.verbs.tune.study import SearchOptions
 
 if TYPE_CHECKING:
-    from grappe.verbs.submit.submit import JobScript, Submitted
+    from grappe.sites.script import Script
+    from grappe.verbs.submit.submit import Submitted
 
 DEFAULTS = JobOptions()
 NOT_IN_JOBS = ("fetch", "submit", "queue", "logs", "wait", "cancel", "sites", "gpus")
@@ -69,8 +70,8 @@ def submit(
         interactive: Allocate the nodes and open a shell there (salloc), for --gpus or a command's plan.
         dry_run: Print the script; submit nothing.
     """
-    from grappe.verbs.automatic_time import foreseen_warnings, with_gpus, with_sizes
     from grappe.verbs.submit import submit as verb
+    from grappe.verbs.submit.forecast import foreseen_warnings, with_gpus, with_sizes
 
     if interactive:
         _allocate(words, job, show_only=dry_run or test_only)
@@ -85,9 +86,8 @@ def submit(
         show_json("submit", answers=answers) if json else show("\n".join(answers))
         return
 
-    def examine(asked: Submission, made: JobScript) -> None:
-        texts = None if made.automatic is None else made.automatic.warnings  # from its trace
-        for text in foreseen_warnings(asked, made.script) if texts is None else texts:
+    def examine(asked: Submission, script: Script) -> None:
+        for text in foreseen_warnings(asked, script) if script.foreseen is None else script.foreseen:
             complain(f"grappe: warning: {text}")
 
     warned, jobs = set[str](), list[verb.Submitted]()

@@ -36,7 +36,6 @@ from grappe.parallel.activation_checkpointing import Host, checkpoint_activation
 from grappe.parallel.batchnorm import synchronise_batchnorm
 from grappe.parallel.materialise import give_memory, on_meta
 from grappe.parallel.pipeline.cut import Cut, check_without_values, pipeline_units
-from grappe.parallel.pipeline.stage import Stage
 from grappe.parallel.tensor import split_tensors
 from grappe.parallel.units import blocks_of, units_of
 from grappe.plan import Plan
@@ -175,11 +174,6 @@ def explaining_trace_errors(task: Task, what: str) -> Iterator[None]:
         ) from error
 
 
-def fake_group_possible() -> bool:
-    """Returns whether a world can be pretended: this process is in no training."""
-    return not dist.is_initialized()
-
-
 @contextlib.contextmanager
 def pretended(plan: Plan, part: int = 0) -> Iterator[World]:
     """Context with the world of the first process of a plan's replicate and tensor axes; not inside a training.
@@ -270,7 +264,7 @@ class FakeModel:
             plain=Plan(precision="fp64"),
         )
 
-    @functools.lru_cache(maxsize=64)  # noqa: B019 - as long as the fake model
+    @functools.lru_cache(maxsize=128)  # noqa: B019 - as long as the fake model
     def trace(
         self,
         rows: int,
@@ -280,6 +274,8 @@ class FakeModel:
         tensor: int = 1,
         slices: Slices = ALONE,
         part: Part = UNCUT,
+        *,
+        trains: bool = True,
     ) -> Trace:
         """Traces a microbatch of `rows` samples, in a process of `threads` threads.
 
@@ -287,18 +283,19 @@ class FakeModel:
             tensor: processes that share the model's matrices.
             slices: what it depends on besides itself.
             part: what the process holds of each sample.
+            trains: whether backward follows; else it is an evaluation of validation samples, without gradients.
         """
         plan = dataclasses.replace(
             self._plain, recompute=recompute, tensor=tensor, replicate=slices.ways, domain=part.of
         )
-        batch = self._cut(self.batches, rows, slices)
+        batch = self._cut(self.batches if trains else self._validation, rows, slices)
 
         def run(model: nn.Module, world: World) -> Trace:
-            units = self.units(model)
+            units = self.units(model.train(trains))
             hosts = self._checkpointed(model, units or [model], plan)
             if slices.synchronised and world.data_group is not None:
                 synchronise_batchnorm(model, world.data_group)
-            with self.mode:
+            with self.mode, torch.set_grad_enabled(trains):
                 trace = traced(
                     self.task,
                     model,
@@ -308,73 +305,51 @@ class FakeModel:
                     plan,
                     world,
                     describes=self.runs_kernels,
-                    records=self._records,
+                    records=self._records and trains,
+                    trains=trains,
                 )
             return dataclasses.replace(trace, moved=tuple(host.moved for host in hosts))
 
-        return self._with_kernels(self._run(plan, "run", run, part.number), threads)
+        return self._with_kernels(self._run(plan, "run" if trains else "be evaluated", run, part.number), threads)
 
-    @functools.lru_cache(maxsize=64)  # noqa: B019 - as long as the fake model
-    def evaluation(
-        self,
-        rows: int,
-        precision: str = "fp32",
-        threads: int = 1,
-        tensor: int = 1,
-        slices: Slices = ALONE,
-        part: Part = UNCUT,
-    ) -> Trace:
-        """Traces an evaluation of `rows` validation samples: a forward without gradients, and the loss."""
-        plan = dataclasses.replace(self._plain, tensor=tensor, replicate=slices.ways, domain=part.of)
-        batch = self._cut(self._validation, rows, slices)
-
-        def run(model: nn.Module, world: World) -> Trace:
-            units, describes = self.units(model.eval()), self.runs_kernels
-            with self.mode, torch.no_grad():
-                own = self._of_domain(batch, world)
-                return traced(self.task, model, units, own, precision, plan, world, describes=describes, trains=False)
-
-        return self._with_kernels(self._run(plan, "be evaluated", run, part.number), threads)
-
-    @functools.lru_cache(maxsize=16)  # noqa: B019 - as long as the fake model
-    def passes(self, plan: Plan, cut: Cut, rows: int, threads: int, slices: Slices = ALONE) -> tuple[Trace, ...]:
+    @functools.lru_cache(maxsize=32)  # noqa: B019 - as long as the fake model
+    def passes(
+        self, plan: Plan, cut: Cut, rows: int, threads: int, slices: Slices = ALONE, *, trains: bool = True
+    ) -> tuple[Trace, ...]:
         """Traces the passes of each process of a pipeline, with microbatches of `rows` samples.
 
         Args:
             slices: what a microbatch depends on besides itself.
+            trains: whether they are of a step; else each stage is traced in an evaluation of validation samples.
         """
-        batch = self.batches.of(rows)
-        stages, hosts = self._stages(plan, cut)
+        batch = (self.batches if trains else self._validation).of(rows)
+        model = self._build_model()
+        units = pipeline_units(self.task, model)
+        hosts = self._checkpointed(model, units, plan)
+        stages = stages_of(self.task, units, cut, plan.precision)
         alone = contextlib.nullcontext(World(process=ProcessRank(), device=CPU))
         world_of = pretended(Plan(replicate=slices.ways)) if slices.ways > 1 else alone
-        with explaining_trace_errors(self.task, "run"), world_of as world, self.mode:
-            if slices.synchronised and world.data_group is not None:
-                for stage in stages:
+        describes = self.runs_kernels
+        with explaining_trace_errors(self.task, "run" if trains else "be evaluated"), world_of as world, self.mode:
+            for stage in stages:
+                stage.train(trains)
+                if slices.synchronised and world.data_group is not None:
                     synchronise_batchnorm(stage, world.data_group)
             bounds = Boundaries(stages, batch)
-            traces = [
-                traced_step(
-                    self.task, stages, bounds, batch, plan, place, describes=self.runs_kernels, records=self._records
-                )
-                for place in range(plan.pipeline)
-            ]
+            if trains:
+                traces = [
+                    traced_step(
+                        self.task, stages, bounds, batch, plan, place, describes=describes, records=self._records
+                    )
+                    for place in range(plan.pipeline)
+                ]
+            else:
+                traces = [
+                    traced_evaluation(self.task, stages, number, bounds, batch, describes=describes)
+                    for number in range(len(stages))
+                ]
         moved = tuple(host.moved for host in hosts)
         return tuple(self._with_kernels(dataclasses.replace(trace, moved=moved), threads) for trace in traces)
-
-    @functools.lru_cache(maxsize=16)  # noqa: B019 - as long as the fake model
-    def evaluated_stages(self, plan: Plan, cut: Cut, rows: int, threads: int) -> tuple[Trace, ...]:
-        """Traces an evaluation of `rows` validation samples in each stage of a pipeline."""
-        batch = self._validation.of(rows)
-        stages, _ = self._stages(plan, cut)
-        with explaining_trace_errors(self.task, "be evaluated"), self.mode:
-            for stage in stages:
-                stage.eval()
-            bounds = Boundaries(stages, batch)
-            traces = [
-                traced_evaluation(self.task, stages, number, bounds, batch, describes=self.runs_kernels)
-                for number in range(len(stages))
-            ]
-        return tuple(self._with_kernels(trace, threads) for trace in traces)
 
     def units(self, model: nn.Module) -> list[nn.Module]:
         """Returns the units of a model of the task, as a training without a pipeline has them."""
@@ -400,12 +375,6 @@ class FakeModel:
         except Exception:  # the model cannot run without values: its traces say why
             return None
         return None
-
-    def _stages(self, plan: Plan, cut: Cut) -> tuple[list[Stage], tuple[Host, ...]]:
-        model = self._build_model()
-        units = pipeline_units(self.task, model)
-        hosts = self._checkpointed(model, units, plan)
-        return stages_of(self.task, units, cut, plan.precision), hosts
 
     def _checkpointed(self, model: nn.Module, units: Sequence[nn.Module], plan: Plan) -> tuple[Host, ...]:
         if not plan.recompute:

@@ -11,10 +11,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 
 from grappe.errors import PlanError, ProcessDied
 from grappe.errors.user_code import naming_user_line
-from grappe.foresight.fake_model import UNCUT, FakeModel, Part, fake_group_possible, slices_of
+from grappe.foresight.fake_model import UNCUT, FakeModel, Part, slices_of
 from grappe.foresight.kernels import Call
 from grappe.foresight.memory import (
     GLOO,
@@ -31,7 +32,6 @@ from grappe.foresight.memory import (
     neediest,
     padded,
     peak,
-    peaks,
     rows_of,
     states,
 )
@@ -40,13 +40,13 @@ from grappe.foresight.partition import (
     REPEATED,
     cut_of,
     evaluated_rows,
-    first_parameters,
+    first_processes,
     kept,
     largest_rows,
     precision_of,
     processes,
-    random_states,
     stage_buffers,
+    tensor_parts,
     threads_of,
     traced_passes,
     traced_plan,
@@ -99,7 +99,7 @@ class MemoryForecast:
     rows: int
     """Samples of its largest microbatch."""
     evaluation: int | None = None
-    """The peak of an evaluation, without what the task's metrics keep; None: not known for this plan."""
+    """The peak of an evaluation, without what the task's metrics take; None: not known for this plan."""
     evaluation_least: int | None = None
     """The same where gloo's threads free at once what they gathered parameters into."""
     checkpoint: int | None = None
@@ -201,7 +201,7 @@ def with_libraries(
 def _has_known_peaks(fake_model: FakeModel, plan: Plan, samples: int) -> bool:
     task = fake_model.task
     several = plan.tensor * plan.domain > 1 or slices_of(task, plan, samples, fake_model.samples).ways > 1
-    if several and not fake_group_possible():
+    if several and dist.is_initialized():  # no other world can be pretended inside a training
         return False
     if plan.pipeline == 1:
         return True
@@ -274,8 +274,12 @@ class AlikeProcesses:
         evaluated = dataclasses.replace(plan, microbatches=1, batchnorm="local")
         slices = slices_of(task, evaluated, samples, fake_model.validation_samples)
         self._rows = evaluated_rows(fake_model, plan, samples)
-        self._scored = fake_model.evaluation(self._rows, precision, threads, plan.tensor, slices, part)
-        self._own = first_parameters(fake_model, plan)
+        self._scored = fake_model.trace(self._rows, precision, False, threads, plan.tensor, slices, part, trains=False)
+        shapes = tensor_parts(fake_model, plan)[0]
+        self._own = [
+            dataclasses.replace(parameter, shape=shapes.get(parameter.name, parameter.shape))
+            for parameter in fake_model.parameters
+        ]
         self._away = gpu and plan.offload != "none"
         self._parts = [] if self._away else next(processes(fake_model, plan))
         self._kept = kept(fake_model, plan, self._parts, [] if self._away else self._own)
@@ -293,28 +297,25 @@ class AlikeProcesses:
     def peaks(self, copies: CommunicationBuffers) -> Peaks:
         """Computes the peaks; each is None where the memory of some kernels is unknown."""
         return Peaks(
-            step=self._step(copies) if self._trained.complete else None,
+            step=self.steps(copies)[0] if self._trained.complete else None,
             evaluation=self._evaluation(copies) if self._scored.complete else None,
         )
 
-    def by_mark(self, copies: CommunicationBuffers) -> list[list[int]]:
-        """Computes, of each process that differs, the most bytes up to each mark of a step, without random states."""
-        plan, trace, last = self._plan, self._trained, self._plan.microbatches - 1
-        places = {(number == 0, number == last) for number in range(plan.microbatches)}
-        memories = [self._memory(copies, is_first, is_last) for is_first, is_last in places]
-        passes = [peaks(trace.marks[trace.ahead :], memory) for memory in memories]
-        # The batch before is kept until its loss is read, one step late.
-        constant = self._kept + 2 * plan.microbatches * trace.batch + (trace.message if copies.lingers else 0)
-        return [[constant + max(each) for each in zip(*passes, strict=True)]]
-
-    def _step(self, copies: CommunicationBuffers) -> int:
-        trace = self._trained
-        ahead = trace.marks[: trace.ahead]
+    def steps(self, copies: CommunicationBuffers) -> list[int]:
+        """Computes the most bytes of a step, of each process that differs from others: here one."""
+        trace, plan, last = self._trained, self._plan, self._plan.microbatches - 1
+        ahead, marks = trace.marks[: trace.ahead], trace.marks[trace.ahead :]
+        memories = {(number == 0, number == last) for number in range(plan.microbatches)}
+        passes = max(peak(marks, self._memory(copies, is_first, is_last)) for is_first, is_last in memories)
+        passes += trace.message if copies.lingers else 0
         first = peak(ahead, self._forward_memory(copies)) + RANDOM_STATE if ahead else 0
         temporary = self._fake_model.together * max((part.temporary for part in self._parts), default=0)
         update = int(states(self._parts, 0).gradients + temporary)
-        between = self._kept + 2 * self._plan.microbatches * trace.batch + max(first, update)
-        return max(*self.by_mark(copies)[0], between) + random_states(self._fake_model, self._plan)
+        # The batch before is kept until its loss is read, one step late.
+        constant = self._kept + 2 * plan.microbatches * trace.batch
+        levels = plan.recomputed(len(self._fake_model.units(self._fake_model.plain)) or 1)
+        random_states = RANDOM_STATE * sum(level in REPEATED for level in levels)
+        return [constant + max(passes, first, update) + random_states]
 
     def _evaluation(self, copies: CommunicationBuffers) -> int:
         """Computes the most bytes in an evaluation between two steps."""
@@ -353,9 +354,8 @@ class PipelinedProcesses:
         self._cut = cut_of(fake_model, plan)
         self._rows = evaluated_rows(fake_model, plan, samples)
         self._steps = traced_passes(fake_model, plan, samples)
-        self._scored = fake_model.evaluated_stages(traced_plan(plan), self._cut, self._rows, threads_of(plan))
-        parts = list(processes(fake_model, plan))
-        self._parts = parts[:: len(parts) // plan.pipeline]  # of the first process of each shard axis
+        self._scored = fake_model.passes(traced_plan(plan), self._cut, self._rows, threads_of(plan), trains=False)
+        self._parts = first_processes(fake_model, plan)
         self._buffers = stage_buffers(fake_model, plan)
         self._stages = [range(place, len(self._scored), plan.pipeline) for place in range(plan.pipeline)]
 
@@ -371,26 +371,20 @@ class PipelinedProcesses:
             return UNKNOWN
         places = range(self._plan.pipeline)
         return Peaks(
-            step=max(self._step(place, copies) for place in places),
+            step=max(self.steps(copies)),
             evaluation=max(self._evaluation(place, copies) for place in places),
         )
 
-    def by_mark(self, copies: CommunicationBuffers) -> list[list[int]]:
-        """Computes, of each process, the most bytes up to each mark of a step, without random states."""
-        return [self._passes(place, copies)[0] for place in range(self._plan.pipeline)]
-
-    def _passes(self, place: int, copies: CommunicationBuffers) -> tuple[list[int], int]:
-        """Computes a process's bytes: the most up to each mark of its passes, and what is there after them."""
-        trace, memory = self._steps[place], self._memory(place, copies)
-        # The batch before is kept until its loss is read, one step late.
-        constant = self._kept(place) + 2 * self._plan.microbatches * trace.batch
-        by_mark = [constant + most for most in peaks(trace.marks, memory)]
-        return by_mark, constant + trace.marks[-1].level + memory.now
+    def steps(self, copies: CommunicationBuffers) -> list[int]:
+        """Computes the most bytes of a step, of each process."""
+        return [self._step(place, copies) for place in range(self._plan.pipeline)]
 
     def _step(self, place: int, copies: CommunicationBuffers) -> int:
         """Computes the most bytes of a process's passes, of the sum over replicas, and of the optimizer's step."""
         plan, parts, summed = self._plan, self._parts[place], 0
-        by_mark, after = self._passes(place, copies)
+        trace, memory = self._steps[place], self._memory(place, copies)
+        passes = peak(trace.marks, memory)
+        after = trace.marks[-1].level + memory.now
         if plan.replicate > 1 and not plan.uses_fsdp:
             summed = states(parts, 0).gradients  # flat copies, all at once
         temporary = int(self._fake_model.together * max((part.temporary for part in parts), default=0))
@@ -401,8 +395,9 @@ class PipelinedProcesses:
             most_waiting = max(most_waiting, waiting)
         # A stage's generators begin where the stage before it left them.
         states_between = sum((stage > 0) + (stage < len(self._scored) - 1) for stage in self._stages[place])
-        most = max(*by_mark, after + max(summed, temporary))
-        return most + RANDOM_STATE * (most_waiting + states_between)
+        most = max(passes, after + max(summed, temporary)) + RANDOM_STATE * (most_waiting + states_between)
+        # The batch before is kept until its loss is read, one step late.
+        return self._kept(place) + 2 * plan.microbatches * trace.batch + most
 
     def _evaluation(self, place: int, copies: CommunicationBuffers) -> int:
         """Computes the most bytes of an evaluation on a process: its stages', and its sent tensors'."""

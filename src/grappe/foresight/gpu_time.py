@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -15,7 +16,7 @@ from grappe.foresight import partition
 from grappe.foresight.devices import LAUNCH, LEAST, OF_BANDWIDTH, PASS, SPLIT, STEP, Device, kernel_seconds
 from grappe.foresight.fake_model import FakeModel
 from grappe.foresight.pipeline_trace import Kind, orders_of, simulate
-from grappe.foresight.trace import LOSS, Ledger, Operator, tensors_of
+from grappe.foresight.trace import LOSS, START, Ledger, Operator, tensors_of
 from grappe.plan import Plan
 from grappe.step.clip import clipping, gradient_norm
 from grappe.step.precision import LossScale
@@ -137,7 +138,8 @@ def gpu_time(fake_model: FakeModel, plan: Plan, fabric: Fabric, *, batch: int | 
     launches = sum(
         _launch(operator, "forward" if operator.mark <= loss else "backward") for operator in trace.operators
     )
-    host = STEP + plan.microbatches * (launches + partition.split_modules(fake_model, plan) * SPLIT)
+    split_modules = {name.rpartition(".")[0] for name in partition.tensor_parts(fake_model, plan)[0]}
+    host = STEP + plan.microbatches * (launches + len(split_modules) * SPLIT)
     host += _launches(update, "update")
     compute = max(busy, host)
     # The next operator waits for each message of a split module.
@@ -225,9 +227,10 @@ class PipelinePasses:
         """Sums a value over the operators of each kind of pass of each stage; the mean over microbatches."""
         sums = defaultdict[tuple[Kind, int], list[float]](list)
         for order, trace in zip(self.orders, self._traces, strict=True):
-            by_pass, numbers = [0.0] * len(order), trace.passes
+            by_pass = [0.0] * len(order)
+            begun = list(itertools.accumulate((mark.kind == START for mark in trace.marks), initial=-1))
             for operator in trace.operators:
-                by_pass[numbers[operator.mark]] += value(operator)
+                by_pass[begun[operator.mark]] += value(operator)
             for total, (kind, stage, _) in zip(by_pass, order, strict=True):
                 sums[kind, stage].append(total)
         return {key: sum(several) / len(several) for key, several in sums.items()}
@@ -267,8 +270,19 @@ def update_operators(
 
 
 def _updates(fake_model: FakeModel, plan: Plan) -> list[list[Operator]]:
+    """Returns the operators of an update, of the first process of each stage of a pipeline."""
+    kinds = {2: torch.bfloat16, 8: torch.float64}
     return [
-        update_operators(fake_model.task, fake_model.mode, named) for named in partition.updated_parts(fake_model, plan)
+        update_operators(
+            fake_model.task,
+            fake_model.mode,
+            [
+                (part.parameter.name, part.shape, kinds.get(part.parameter.item, torch.float32))
+                for part in parts
+                if part.parameter.trained
+            ],
+        )
+        for parts in partition.first_processes(fake_model, plan)
     ]
 
 

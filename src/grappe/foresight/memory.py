@@ -146,25 +146,23 @@ class ParameterShard:
     """A process's part of a parameter."""
 
     parameter: Parameter
-    numbers: int
-    """Number of the parameter's elements that the process has."""
+    shape: tuple[int, ...]
 
     @property
     def size(self) -> int:
         """Computes the bytes of the part."""
-        return self.numbers * self.parameter.item
+        return math.prod(self.shape) * self.parameter.item
 
     @property
     def state(self) -> int:
         """Computes the bytes of the optimizer's state."""
-        elements = max(1, self.parameter.size // self.parameter.item)
-        return sum(self.parameter.states) * self.numbers // elements + sum(self.parameter.whole_states)
+        split = sum(self.parameter.states) * self.size // max(1, self.parameter.size)
+        return split + sum(self.parameter.whole_states)
 
     @property
     def temporary(self) -> int:
         """Computes the bytes that the optimizer's step takes for a moment."""
-        elements = max(1, self.parameter.size // self.parameter.item)
-        return self.parameter.temporary * self.numbers // elements
+        return self.parameter.temporary * self.size // max(1, self.parameter.size)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -233,12 +231,10 @@ class DdpMemory:
 
 def peak(marks: Sequence[Mark], overlay: PlanMemory) -> int:
     """Computes the most bytes of a traced microbatch, or of a part of it."""
-    return max(peaks(marks, overlay), default=0)
-
-
-def peaks(marks: Sequence[Mark], overlay: PlanMemory) -> list[int]:
-    """Computes the most bytes of a traced microbatch up to each mark, from the mark before."""
-    return [max(mark.peak + overlay.now, mark.level + overlay.at(mark), mark.level + overlay.now) for mark in marks]
+    most = 0
+    for mark in marks:  # each takes its peak before the overlay goes on
+        most = max(most, mark.peak + overlay.now, mark.level + overlay.at(mark), mark.level + overlay.now)
+    return most
 
 
 def rows_of(parameter: Parameter, ways: int, rank: int) -> int:

@@ -6,8 +6,6 @@ import dataclasses
 from collections.abc import Iterator, Sequence
 from fnmatch import fnmatchcase
 
-import torch
-
 from grappe.data.loader import evaluated_at_once
 from grappe.data.sampling import cut as rows_cut
 from grappe.errors import PlanError
@@ -38,20 +36,15 @@ def processes(fake_model: FakeModel, plan: Plan) -> Iterator[list[ParameterShard
                 parts = []
                 for parameter in own:
                     split = dataclasses.replace(parameter, shape=tensor.get(parameter.name, parameter.shape))
-                    numbers = split.size // split.item
-                    if plan.shard > 1 and split.shape:
-                        numbers = numbers // max(1, split.shape[0]) * rows_of(split, plan.shard, rank)
-                    parts.append(ParameterShard(parameter=parameter, numbers=numbers))
+                    rows = (rows_of(split, plan.shard, rank),) if split.shape else ()
+                    parts.append(ParameterShard(parameter=parameter, shape=(*rows, *split.shape[1:])))
                 yield parts
 
 
-def first_parameters(fake_model: FakeModel, plan: Plan) -> list[Parameter]:
-    """Returns the parameters of the first process of the tensor axis, before they are sharded."""
-    shapes = tensor_parts(fake_model, plan)[0]
-    return [
-        dataclasses.replace(parameter, shape=shapes.get(parameter.name, parameter.shape))
-        for parameter in fake_model.parameters
-    ]
+def first_processes(fake_model: FakeModel, plan: Plan) -> list[list[ParameterShard]]:
+    """Returns the parts of each process of a pipeline that is the first of its shard and tensor axes."""
+    parts = list(processes(fake_model, plan))
+    return parts[:: len(parts) // plan.pipeline]
 
 
 def kept(
@@ -77,12 +70,6 @@ def kept(
     # Of two samples, kept from the start.
     example = sum(tensor.nbytes for tensor in tensors_of(fake_model.example()))
     return held.buffers + held.optimizer + parameters + average + example + SCALARS
-
-
-def random_states(fake_model: FakeModel, plan: Plan) -> int:
-    """Computes the bytes of the random states that activation checkpointing keeps."""
-    levels = plan.recomputed(len(fake_model.units(fake_model.plain)) or 1)
-    return RANDOM_STATE * sum(level in REPEATED for level in levels)
 
 
 def largest_rows(fake_model: FakeModel, plan: Plan, batch: int) -> int:
@@ -129,24 +116,6 @@ def stage_parameters(fake_model: FakeModel, plan: Plan) -> list[list[Parameter]]
         unit = units[parameter.name]
         stages[place_of[unit]].append(dataclasses.replace(parameter, unit=unit))
     return stages
-
-
-def updated_parts(fake_model: FakeModel, plan: Plan) -> list[tuple[tuple[str, tuple[int, ...], torch.dtype], ...]]:
-    """Returns name, shape and type of the first part of each trained parameter, for each process of a pipeline."""
-    split = tensor_parts(fake_model, plan)[0]
-
-    def shape(parameter: Parameter) -> tuple[int, ...]:
-        if plan.shard == 1 or not parameter.shape:
-            return split.get(parameter.name, parameter.shape)
-        return (rows_of(parameter, plan.shard, 0), *parameter.shape[1:])
-
-    def kind(parameter: Parameter) -> torch.dtype:
-        return {2: torch.bfloat16, 8: torch.float64}.get(parameter.item, torch.float32)
-
-    return [
-        tuple((parameter.name, shape(parameter), kind(parameter)) for parameter in own if parameter.trained)
-        for own in stage_parameters(fake_model, plan)
-    ]
 
 
 def stage_buffers(fake_model: FakeModel, plan: Plan) -> list[int]:
@@ -207,11 +176,6 @@ def tensor_parts(fake_model: FakeModel, plan: Plan) -> list[dict[str, tuple[int,
                 shapes[parameter.name] = (*parameter.shape[:axis], length, *parameter.shape[axis + 1 :])
         parts.append(shapes)
     return parts
-
-
-def split_modules(fake_model: FakeModel, plan: Plan) -> int:
-    """Counts the modules that the plan splits over the tensor axis."""
-    return len({name.rpartition(".")[0] for name in tensor_parts(fake_model, plan)[0]})
 
 
 def _axis(style: str, fake_model: FakeModel, module: str, name: str) -> int | None:

@@ -1,4 +1,4 @@
-"""Recomputation: chooses which units of a model run again in backward, so that a step fits at the least extra time."""
+"""Recomputation: chooses which units of a model run again in backward, so that a step fits at little extra time."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import itertools
 import operator
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import NamedTuple
 
 from grappe.errors import GrappeError, PlanError
 from grappe.foresight import partition
@@ -18,23 +17,15 @@ from grappe.foresight.forecast import MemoryForecast, composed, memory_forecast
 from grappe.foresight.kernels import seconds
 from grappe.foresight.memory import GLOO_LATE, NCCL
 from grappe.foresight.pipeline_trace import Kind, Pass, orders_of, simulate
-from grappe.foresight.trace import BACKWARD, FORWARD, LEFT, ROOT, START, Mark, Trace
+from grappe.foresight.trace import BACKWARD, FORWARD, LEFT, ROOT, START, Trace
 from grappe.parallel.activation_checkpointing import seconds_an_operator
 from grappe.parallel.pipeline.cut import pipeline_units
 from grappe.plan import Plan, recompute_of
 from grappe.words import format_bytes, plan_name
 
 LEVELS = ("", "selective", "full", "host")
-Waiting = tuple[int, ...]
-"""Of each of a process's stages: the microbatches whose backward is yet to come, besides the one that runs."""
-State = tuple[int, float, tuple[str, ...]]
-"""A choice for the first units: the bytes that they keep, the seconds that they take, their levels."""
-STATES = 4096
-"""Partial choices that are kept at most. Beyond, the bytes that units keep are rounded up to a STATES-th of the room,
-so that what is chosen costs no more than the best choice for a room that is smaller by a STATES-th for each unit."""
 CALLER = 1.5  # times as long as in a loop of its own takes Python's part of an operator between others
-PARTS = 64  # of what waiting microbatches keep
-TRIES = 4  # of the choice, each corrected by the trace of the one before
+TRIES = 6  # of cheaper levels, for units that need no more
 LEAST_PRICE = 0.005  # of a step, below which it is called none
 SHORTEST = 0.1  # seconds of a step on cores, below which Python's own time, which is not foreseen, spoils its price
 
@@ -79,43 +70,6 @@ class Recomputation:
         )
 
 
-@dataclasses.dataclass
-class _Stage:
-    """Units whose forwards follow each other in a process: all of a model, or those of a pipeline's stage."""
-
-    order: list[int]
-    """Numbers of the units."""
-    keeps: dict[str, list[int]] = dataclasses.field(default_factory=dict)
-    """By level, of each: bytes that stay from its forward to its backward."""
-    costs: dict[str, list[float]] = dataclasses.field(default_factory=dict)
-    """By level, of each: seconds of both."""
-    needs: dict[str, list[dict[Waiting, int]]] = dataclasses.field(default_factory=dict)
-    """By level, of each: the most bytes, without what earlier units and waiting microbatches keep."""
-
-    def cheapest(self, room: int, waiting: Sequence[float], most: float) -> tuple[float, tuple[str, ...]] | None:
-        """Chooses each unit's level so that no moment takes more than `room` bytes, at the least time; None: none fits.
-
-        Exact, for memory and time that add up over units: goes through the units in the order of their forwards, and
-        keeps each partial choice that no other one beats in both the bytes that its units keep and its time.
-
-        Args:
-            waiting: bytes that each waiting microbatch keeps, by the process's stages.
-            most: bytes that all units may keep.
-        """
-        states: list[State] = [(0, 0.0, ())]
-        for place in range(len(self.order)):
-            following = list[State]()
-            for level in self.keeps:
-                needs = self.needs[level][place].items()
-                free = room - max(need + sum(map(operator.mul, numbers, waiting)) for numbers, need in needs)
-                for kept, cost, levels in states:
-                    total = kept + self.keeps[level][place]
-                    if kept <= free and total <= most:
-                        following.append((total, cost + self.costs[level][place], (*levels, level)))
-            states = _undominated(following, room)
-        return min((state[1:] for state in states), default=None)
-
-
 class Units:
     """The time that each unit of a model takes, and the bytes it keeps, by level of recomputation.
 
@@ -128,71 +82,104 @@ class Units:
     def __init__(
         self, fake_model: FakeModel, plan: Plan, samples: int, device: Device | None, *, gpu: bool, rate: float = 0.0
     ) -> None:
-        self._plan, pipelined, model = plan, plan.pipeline > 1, fake_model.plain
-        self.levels, self._rate = LEVELS if rate else LEVELS[:-1], rate
+        self._fake_model, self._plan, self._samples, self._gpu, self._rate = fake_model, plan, samples, gpu, rate
         self._device = device or (None if fake_model.runs_kernels else device_named(REFERENCE))
+        pipelined, model = plan.pipeline > 1, fake_model.plain
         self.number = len(pipeline_units(fake_model.task, model) if pipelined else fake_model.units(model)) or 1
         """A model without units is one."""
+        self.levels = LEVELS if rate else LEVELS[:-1]
         self._orders: list[list[Pass]] = orders_of(plan) if pipelined else [[("forward", 0, 0)]]
-        # What is traced: all microbatches of a pipeline, else one of them.
-        self._scale = 1 / plan.microbatches if pipelined else plan.microbatches
-        self._stages: list[dict[int, _Stage]] = [{} for _ in self._orders]
-        """Of each process that differs."""
+        self._homes = {0: (0, 0)}
+        """By unit, its process and its stage."""
+        self._keeps = {level: [0] * self.number for level in self.levels}
+        """By level, of each unit: bytes that its forwards leave until the first backward."""
+        self._costs = {level: [0.0] * self.number for level in self.levels}
+        """By level, of each unit: seconds."""
         self._seconds = defaultdict[tuple[Kind, int], float](float)
         """Of each pass of a stage without recomputation."""
-        part = None
+        # What is traced: all microbatches of a pipeline, else one of them.
+        self._scale = 1 / plan.microbatches if pipelined else plan.microbatches
         for level in self.levels:
             several = composed(fake_model, self.plan_of([level] * self.number), samples, gpu=gpu)
-            if part is None:  # of domain=, the one that needs most without recomputation
-                part = max(range(len(several)), key=lambda number: max(map(max, several[number].by_mark(NCCL))))
-            by_mark = several[part].by_mark(NCCL if gpu else GLOO_LATE)
-            for place, ((_, trace), most) in enumerate(zip(several[part].traces, by_mark, strict=True)):
-                self._read(place, level, trace, most)
+            for place, (_, trace) in enumerate(several[0].traces):
+                self._read(place, level, trace)
         self.step = self._simulated({})
         """Seconds of the passes of a step without recomputation."""
-        order = [unit for stages in self._stages for stage in stages.values() for unit in stage.order]
-        self.adds_up = sorted(order) == list(range(self.number))
-        """Whether each unit is called once."""
 
     def plan_of(self, levels: Sequence[str]) -> Plan:
         """Returns the plan with a level of recomputation for each unit."""
         return dataclasses.replace(self._plan, recompute=recompute_of(levels), memory="none")
 
+    def choice(self, levels: Sequence[str]) -> Recomputation:
+        """Foresees the plan with these levels, and its price."""
+        choice = _foreseen(self._fake_model, self.plan_of(levels), self._samples, gpu=self._gpu)
+        return dataclasses.replace(choice, price=self.price(levels), short=not self._gpu and self.step < SHORTEST)
+
     def price(self, levels: Sequence[str]) -> float:
         """Computes the extra time of a choice, as a part of a step's without any."""
-        extra = {
-            number: sum(stage.costs[levels[unit]][n] - stage.costs[""][n] for n, unit in enumerate(stage.order))
-            for stages in self._stages
-            for number, stage in stages.items()
-        }
+        extra = defaultdict[int, float](float)
+        for unit, (_, stage) in self._homes.items():
+            extra[stage] += self._costs[levels[unit]][unit] - self._costs[""][unit]
         return self._simulated(extra) / self.step - 1
 
-    def cheapest(self, room: int) -> list[str] | None:
-        """Chooses each unit's level as `_Stage.cheapest` does, for each process of a pipeline; None: nothing fits.
+    def cheapest(self, limit: int, fits: Callable[[Recomputation], bool]) -> Recomputation:
+        """Recomputes unit after unit, in the order of seconds a byte, until all fits; recomputing everything does.
 
-        What a waiting microbatch keeps may be each part of what it keeps without recomputation in turn: of one stage
-        each PARTS-th, so that at most a PARTS-th of that is left unused for each; of several stages fewer parts.
+        Each process of a pipeline goes on until its own steps take at most `limit` bytes. How far it goes is estimated
+        by what units keep, and corrected by the trace of what that leads to. Then the last units are tried at cheaper
+        levels: their backward comes first, so that recomputation may save nothing at the fullest moment.
         """
-        chosen = [""] * self.number
-        for stages in map(dict.values, self._stages):
-            waits = any(any(waiting) for stage in stages for need in stage.needs[""] for waiting in need)
-            fitting = list[tuple[float, list[tuple[str, ...]]]]()
-            parts = round(PARTS ** (1 / len(stages))) if waits else 1
-            for shares in itertools.product(range(1, parts + 1), repeat=len(stages)):
-                kept = [sum(stage.keeps[""]) * share / parts for stage, share in zip(stages, shares, strict=True)]
-                paths = [stage.cheapest(room, kept, most) for stage, most in zip(stages, kept, strict=True)]
-                complete = [path for path in paths if path is not None]
-                if len(complete) == len(paths):
-                    fitting.append((sum(cost for cost, _ in complete), [levels for _, levels in complete]))
-            if not fitting:
-                return None
-            for stage, levels in zip(stages, min(fitting)[1], strict=True):
-                for unit, level in zip(stage.order, levels, strict=True):
-                    chosen[unit] = level
-        return chosen
+        moves, levels = self._moves(), [""] * self.number
+        choice = self.choice(levels)
+        while not fits(choice):
+            most = self._most(levels)
+            over = {place for place in moves if most[place] > limit} or set(moves)
+            if not any(moves[place] for place in over):
+                uniform = (self.choice([level] * self.number) for level in self.levels)
+                return min(filter(fits, uniform), key=lambda choice: choice.price)
+            for place in over:
+                excess = max(1, most[place] - limit)
+                while moves[place] and excess > 0:
+                    unit, level = moves[place].pop(0)
+                    excess -= self._keeps[levels[unit]][unit] - self._keeps[level][unit]
+                    levels[unit] = level
+            choice = self.choice(levels)
+
+        cheaper = (
+            (unit, level)
+            for unit in reversed(range(self.number))
+            for level in self.levels
+            if self._costs[level][unit] < self._costs[levels[unit]][unit]
+        )
+        for unit, level in itertools.islice(cheaper, TRIES):
+            trial = [*levels[:unit], level, *levels[unit + 1 :]]
+            if fits(tried := self.choice(trial)):
+                levels, choice = trial, tried
+        return choice
+
+    def _most(self, levels: Sequence[str]) -> list[int]:
+        """Computes the most bytes of a step, of each process of a pipeline; of other plans, of the neediest one."""
+        several = composed(self._fake_model, self.plan_of(levels), self._samples, gpu=self._gpu)
+        copies = NCCL if self._gpu else GLOO_LATE
+        return [max(steps) for steps in zip(*(each.steps(copies) for each in several), strict=True)]
+
+    def _moves(self) -> dict[int, list[tuple[int, str]]]:
+        """Returns each process's units with the levels that free bytes, those that cost least a byte first."""
+        moves = {place: list[tuple[float, int, str]]() for place, _ in self._homes.values()}
+        for unit, (place, _) in self._homes.items():
+            keeps, costs = ({level: of[level][unit] for level in self.levels} for of in (self._keeps, self._costs))
+            now = ""
+            while better := [level for level in self.levels if keeps[level] < keeps[now]]:
+                prices = {level: (costs[level] - costs[now]) / (keeps[now] - keeps[level]) for level in better}
+                now = min(better, key=prices.__getitem__)
+                moves[place].append((prices[now], unit, now))
+        return {
+            place: [move[1:] for move in sorted(several, key=operator.itemgetter(0))]
+            for place, several in moves.items()
+        }
 
     def _simulated(self, extra: Mapping[int, float]) -> float:
-        """Computes the seconds of a step, of whose stages each microbatch takes so much longer."""
+        """Computes the seconds of a step if each microbatch of a stage takes `extra` seconds longer."""
         last = self._orders[0][-1][0]
 
         def seconds(kind: Kind, stage: int) -> float:
@@ -200,39 +187,33 @@ class Units:
 
         return simulate(self._orders, seconds, lambda _: 0.0).seconds
 
-    def _read(self, place: int, level: str, trace: Trace, by_mark: Sequence[int]) -> None:
-        """Takes in a process's step with one level for all units, and the most bytes up to each of its marks."""
-        order, stages, ahead = self._orders[place], self._stages[place], trace.ahead
-        times = [self._scale * time for time in self._times(trace)[ahead:]]
-        homes, units, starts = _walked(trace.marks[ahead:], order)
-        for number in sorted(units):
-            stage = stages.setdefault(number, _Stage(units[number]))
-            stage.keeps[level] = [after - before for before, after in itertools.pairwise(starts[number])]
-            # Copies wait for kernels, and kernels for copies.
-            moved = [trace.moved[unit] if level == "host" else 0 for unit in stage.order]
-            stage.costs[level] = [self._scale * size / self._rate if size else 0.0 for size in moved]
-            stage.needs[level] = [defaultdict[Waiting, int](int) for _ in stage.order]
-        if self._device is None:
-            for called in trace.operators:
-                if called.mark >= ahead and homes[called.mark - ahead].forward:
-                    times[called.mark - ahead] += CALLER * self._scale * seconds_an_operator(level)
-        kept = [sum(stage.keeps[level]) for stage in stages.values()]
-        waiting, now = list[Waiting](), Counter[int]()
-        for kind, number, _ in order:
-            now[number] -= kind != "forward"
-            waiting.append(tuple(now[each] for each in stages))
-            now[number] += kind == "forward"
-        for home, most, time in zip(homes, by_mark, times, strict=True):
-            kind, number, _ = order[home.index]
-            stage, waits = stages[number], waiting[home.index]
-            needs = stage.needs[level][home.place]
-            earlier = sum(stage.keeps[level][: home.place]) + sum(map(operator.mul, waits, kept))
-            needs[waits] = max(needs[waits], most - earlier)
-            stage.costs[level][home.place] += time
-            self._seconds[kind, number] += 0.0 if level else time
-        states = partition.RANDOM_STATE * (level in partition.REPEATED)
-        for stage in stages.values():
-            stage.keeps[level] = [size + states for size in stage.keeps[level]]
+    def _read(self, place: int, level: str, trace: Trace) -> None:
+        """Reads a process's step with one level for all units: what each keeps, and how long it takes."""
+        keeps, costs = self._keeps[level], self._costs[level]
+        order, times, operators = self._orders[place], self._times(trace), Counter(op.mark for op in trace.operators)
+        python = CALLER * seconds_an_operator(level) if self._device is None else 0.0
+        # Outside of units is the last one's: differences between levels alone count.
+        index, unit, begun, forward, turned = -1, -1, 0, False, False
+        for number in range(trace.ahead, len(trace.marks)):
+            mark, (kind, stage, _) = trace.marks[number], order[index]
+            time = self._scale * (times[number] + forward * python * operators[number])
+            costs[unit] += time
+            self._seconds[kind, stage] += 0.0 if level else time
+            if mark.kind == START:
+                index += 1
+                forward, unit, begun = order[index][0] == "forward", -1, mark.level
+                turned = turned or not forward
+            elif mark.kind == FORWARD or (mark.kind == LEFT and mark.which == ROOT):
+                keeps[unit] += 0 if turned else mark.level - begun
+                begun, forward = mark.level, mark.kind == FORWARD
+                if forward:
+                    unit = mark.which
+                    self._homes[unit] = place, stage
+            elif mark.kind == BACKWARD:
+                unit = mark.which
+        if level == "host":  # copies wait for kernels, and kernels for copies
+            for unit in (unit for unit, home in self._homes.items() if home[0] == place):
+                costs[unit] += self._scale * trace.moved[unit] / self._rate
 
     def _times(self, trace: Trace) -> list[float]:
         """Returns the seconds of the operators before each mark."""
@@ -246,102 +227,11 @@ class Units:
         return times
 
 
-class _Home(NamedTuple):
-    """Place of a process in its step."""
-
-    index: int
-    """Of the pass."""
-    place: int
-    """Of the unit in its stage; of the next or the last one, outside of units."""
-    forward: bool
-
-
-def _walked(
-    marks: Sequence[Mark], order: Sequence[Pass]
-) -> tuple[list[_Home], dict[int, list[int]], dict[int, list[int]]]:
-    """Follows a process's step through its units.
-
-    Returns:
-        What runs before each mark; by stage, its units in the order of their forwards, and the bytes in use when each
-        one of them begins first and when the last one has ended.
-    """
-    units, starts = defaultdict[int, list[int]](list), defaultdict[int, list[int]](list)
-    homes, home, begun = list[_Home](), _Home(-1, 0, True), 0
-    for mark in marks:
-        homes.append(home._replace(index=max(0, home.index)))
-        if mark.kind == START:
-            kind, stage, _ = order[home.index + 1]
-            forward = kind == "forward"
-            home, begun = _Home(home.index + 1, 0 if forward else len(units[stage]) - 1, forward), 0
-        _, stage, micro = order[home.index]
-        ends = mark.kind == LEFT and mark.which == ROOT
-        if (mark.kind == FORWARD or ends) and micro == 0:
-            starts[stage].append(mark.level)
-        if mark.kind == FORWARD:
-            units[stage] += [mark.which] if micro == 0 else []
-            home, begun = home._replace(place=begun), begun + 1
-        elif ends:
-            home = home._replace(forward=False)
-        elif mark.kind == BACKWARD:
-            home = home._replace(place=units[stage].index(mark.which))
-    for stage in [stage for stage in units if not units[stage]]:  # of a model as a whole
-        units[stage], starts[stage] = [0], [marks[0].level, *starts[stage]]
-    return homes, units, starts
-
-
-def _undominated(states: list[State], room: int) -> list[State]:
-    """Returns the states that no other one beats in both bytes and time; at most STATES, with bytes rounded up."""
-    grain = 1
-    while True:
-        kept = list[State]()
-        for size, cost, levels in sorted((-(-size // grain) * grain, cost, levels) for size, cost, levels in states):
-            if not kept or cost < kept[-1][1]:
-                kept.append((size, cost, levels))
-        if len(kept) <= STATES:
-            return kept
-        grain = max(1, room // STATES)
-
-
 def _foreseen(fake_model: FakeModel, plan: Plan, samples: int, *, gpu: bool) -> Recomputation:
     needs = memory_forecast(fake_model, plan, batch=samples, gpu=gpu, bounded=True)
     if needs.most is None:
         raise PlanError(f"the peak of {plan_name(plan)} is not foreseen: leave memory= out, and write recompute")
     return Recomputation(plan=plan, needs=needs, peak=needs.most)
-
-
-def choices(
-    fake_model: FakeModel,
-    plan: Plan,
-    samples: int,
-    limit: int,
-    device: Device | None = None,
-    *,
-    gpu: bool = False,
-    rate: float = 0.0,
-) -> Iterator[Recomputation]:
-    """Yields choices for `plan` whose peaks come ever closer to `limit` bytes, the first ones by their own trace.
-
-    Args:
-        fake_model: made with `records`.
-        device: as of `Units`, as is rate.
-    """
-    units, offset, tried = Units(fake_model, plan, samples, device, gpu=gpu, rate=rate), 0, list[list[str]]()
-
-    def traced(levels: Sequence[str]) -> Recomputation:
-        choice = _foreseen(fake_model, units.plan_of(levels), samples, gpu=gpu)
-        return dataclasses.replace(choice, price=units.price(levels), short=not gpu and units.step < SHORTEST)
-
-    for _ in range(TRIES if units.adds_up else 0):
-        levels = units.cheapest(limit - offset)
-        if levels is None or levels in tried:
-            break
-        tried.append(levels)
-        chosen = traced(levels)
-        yield chosen
-        if chosen.peak <= limit:
-            break
-        offset += chosen.peak - limit
-    yield from (traced([level] * units.number) for level in units.levels)
 
 
 def fitted(
@@ -399,8 +289,7 @@ def fitted(
                 nearest.append(_foreseen(fake_model, dataclasses.replace(more, recompute=level), samples, gpu=gpu))
             away = rate if nearest[-1].needs.host <= host else 0.0
             if any(map(fit, nearest[-2 if rate else -1 :])):
-                good = filter(fit, choices(fake_model, more, samples, limit, device, gpu=gpu, rate=away))
-                return min(good, key=lambda choice: choice.price)
+                return Units(fake_model, more, samples, device, gpu=gpu, rate=away).cheapest(limit, fit)
     closest = min(nearest, key=lambda choice: choice.peak)
     change = ""
     for times in (8, 4, 2):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import itertools
 import math
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -216,12 +215,6 @@ class Trace:
     """Numbers that an evaluation keeps of each microbatch."""
     moved: tuple[int, ...] = ()
     """Of each unit: bytes of activations that go to the host's memory, and that come back."""
-
-    @property
-    def passes(self) -> list[int]:
-        """Returns the number of a pipeline's pass that runs before each mark; -1: none yet."""
-        begun = itertools.accumulate((mark.kind == START for mark in self.marks), initial=0)
-        return [number - 1 for number, _ in zip(begun, self.marks, strict=False)]
 
 
 class TracedHost(Host):

@@ -69,6 +69,12 @@ class Script:
     """The source of the time limit, likewise."""
     torch: str = ""
     """The version of torch that the job gets, likewise; "" if it is not known."""
+    unchecked: str = ""
+    """The reason why packages were not checked; "" if they were."""
+    warnings: tuple[str, ...] = ()
+    """Warnings of what will cost time or files, one line each."""
+    foreseen: tuple[str, ...] | None = None
+    """Warnings of its memory and its GPUs' use, with --time auto; None: nothing was traced."""
 
     @property
     def name(self) -> str:

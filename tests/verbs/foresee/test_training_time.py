@@ -70,7 +70,11 @@ def query(site: str = "narval", plan: str = "", *, here: bool = False, **fields:
 def test_its_measured_costs(tmp_path: Path) -> None:
     run = with_evaluations(made(tmp_path), 50, 100)
     found = training_time.earlier_run(query(), tmp_path, None, Options())
-    assert found is not None and found.folder == run.folder and found.steps_per_epoch == 50
+    assert (
+        found is not None
+        and found.origin == f"as measured in the run {run.folder.name}"
+        and found.steps_per_epoch == 50
+    )
     assert found.costs.step == pytest.approx(0.012)  # the mean, which is above the median
     assert (found.costs.evaluation, found.costs.save, found.costs.start) == (2.0, 0.75, 7.0)
 
@@ -114,10 +118,10 @@ def test_the_run_that_is_resumed_comes_first_then_the_newest(tmp_path: Path) -> 
     Run(tmp_path / "other-3").describe(plan="shard=2")
     (tmp_path / "digits-2" / "run.json").write_text("{")
     first = training_time.earlier_run(query(), tmp_path, None, Options())
-    assert first is not None and first.folder.name == "digits-1"
+    assert first is not None and first.origin.endswith(" digits-1")
     resumed = made(tmp_path / "else", "mine")
     found = training_time.earlier_run(query(), tmp_path, resumed.folder, Options())
-    assert found is not None and found.folder == resumed.folder
+    assert found is not None and found.origin.endswith(" mine")
     assert training_time.earlier_run(query(), tmp_path / "none", tmp_path / "new", Options()) is None
 
 

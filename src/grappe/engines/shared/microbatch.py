@@ -270,6 +270,7 @@ def evaluate(
                             setup.carried.evaluated = True
                             _note_batch_outputs(setup, forward, micro, output)
                         scorer.add(output, micro, batch)
+                        del output  # which would be kept during the next forward
     finally:
         model.train()
     scores = scorer.scores(samples)

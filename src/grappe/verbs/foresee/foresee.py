@@ -427,7 +427,13 @@ def best(times: PlanTimes, aim: Aim) -> TimedPlan | None:
 
     Among plans whose times are within CLOSE of each other, the plainest wins.
     """
-    candidates = [timed for timed in times.plans if has_merit(timed, aim) and timed.foreseen.fits is not False]
+
+    def has_merit(timed: TimedPlan) -> bool:
+        if aim != "smallest":
+            return timed.time is not None
+        return timed.foreseen.needs is not None and timed.foreseen.needs.most is not None
+
+    candidates = [timed for timed in times.plans if has_merit(timed) and timed.foreseen.fits is not False]
     if aim == "smallest" or not candidates:
         return min(candidates, key=lambda timed: merit(timed, aim), default=None)
     least = min(merit(timed, aim) for timed in candidates)
@@ -438,13 +444,6 @@ def best(times: PlanTimes, aim: Aim) -> TimedPlan | None:
         return plan.processes, plan.microbatches, merit(timed, aim)
 
     return min(close, key=order)
-
-
-def has_merit(timed: TimedPlan, aim: Aim) -> bool:
-    """Returns whether a plan's cost under an aim is known."""
-    if aim != "smallest":
-        return timed.time is not None
-    return timed.foreseen.needs is not None and timed.foreseen.needs.most is not None
 
 
 def merit(timed: TimedPlan, aim: Aim) -> float:

@@ -64,6 +64,15 @@ def in_limited_process(work: Callable[[], str]) -> str:
         ) from error
 
 
+def traced(text: str, work: Callable[[], Any]) -> Any:
+    """Calls `work` in a process under limits, while a line shows `text`; returns its result, of JSON's types."""
+    progress(text)
+    try:
+        return json.loads(in_limited_process(lambda: json.dumps(work())))
+    finally:
+        progress("")
+
+
 FILE = "foreseen.json"
 """In a run's folder, written when it is first asked for: tracing takes seconds, which no training shall wait for."""
 DEPENDS_ON = (
@@ -188,7 +197,7 @@ def _foreseen(run: Run, description: Mapping[str, Any], data: Path | None) -> tu
     file = run.folder / FILE
     fabric, why = fabric_of(description)
     sheet = "" if fabric is None else json_hash(dataclasses.asdict(fabric))
-    content: dict[str, Any] | None = None
+    content: Any = None
     if files.kind(file) == "file":
         with contextlib.suppress(RunError):
             written = read_json(file)
@@ -196,11 +205,8 @@ def _foreseen(run: Run, description: Mapping[str, Any], data: Path | None) -> tu
                 content = written
     if content is None:
         reference = reference_of(run, asks=False)  # before a line says that it is traced
-        progress(f"tracing the model of {run.folder.name}, to foresee its memory and step; once")
-        try:
-            content = json.loads(in_limited_process(lambda: _traced(run, description, reference, data, fabric, sheet)))
-        finally:
-            progress("")
+        text = f"tracing the model of {run.folder.name}, to foresee its memory and step; once"
+        content = traced(text, lambda: _traced(run, description, reference, data, fabric, sheet))
         with contextlib.suppress(OSError, RunError):
             write_json(file, {"of": of, **content})
     # A run is not trusted: only numbers of bytes and seconds are kept.
@@ -218,7 +224,7 @@ def _traced(
     data: Path | None,
     fabric: Fabric | None,
     sheet: str,
-) -> str:
+) -> dict[str, Any]:
     """Traces a run's model once; returns the content of FILE, without what it depends on."""
     from grappe.foresight.fake_model import FakeModel
     from grappe.foresight.forecast import memory_forecast
@@ -245,7 +251,7 @@ def _traced(
             step = {"from": sheet, "seconds": gpu_time(fake_model, plan, fabric).total}
         except GrappeError as error:  # the memory is useful without the time
             step = {"from": sheet, "why": str(error)}
-    return json.dumps({"foreseen": values, "step": step})
+    return {"foreseen": values, "step": step}
 
 
 def _bytes(value: object) -> int | None:

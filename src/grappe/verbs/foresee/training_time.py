@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from grappe.checkpoint.format import list_checkpoints
 from grappe.errors import PlanError, RunError
+from grappe.errors.foreign_text import printable
 from grappe.plan import Plan
 from grappe.training.options import Options, occasions_left
 from grappe.training.run import SAVED, Run, all_runs
@@ -103,15 +104,18 @@ class RunQuery:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class MeasuredRun:
-    """An earlier run, with what it measured."""
+class TimeEstimate:
+    """Estimated costs of a training."""
 
-    folder: Path
     costs: TimeCosts
     steps_per_epoch: int
+    origin: str
+    """The source, for the user."""
+    warnings: tuple[str, ...] | None = None
+    """Warnings about the plan, if it was traced."""
 
 
-def earlier_run(query: RunQuery, base: Path, run: Path | None, options: Options) -> MeasuredRun | None:
+def earlier_run(query: RunQuery, base: Path, run: Path | None, options: Options) -> TimeEstimate | None:
     """Finds the run that is resumed, or else the newest in a folder, that measured this task, plan and device.
 
     Args:
@@ -171,7 +175,7 @@ def _took_such_steps(query: RunQuery, run: Run, description: Mapping[str, Any]) 
     return was_on_site or (query.here and same)
 
 
-def _measured(run: Run, description: Mapping[str, Any], step: float, options: Options) -> MeasuredRun | None:
+def _measured(run: Run, description: Mapping[str, Any], step: float, options: Options) -> TimeEstimate | None:
     """Reads the costs of a run; None: its description lacks something."""
     costs = costs_of(description)
     steps_per_epoch = description.get("start", {}).get("steps_per_epoch")
@@ -187,8 +191,8 @@ def _measured(run: Run, description: Mapping[str, Any], step: float, options: Op
     made = sum(isinstance(at := record.get("step"), int) and first < at <= end for record in run.records("evaluation"))
     evaluation = _total(costs, "evaluation") / made if made else EVALUATED * steps_per_epoch * each
     saved = occasions_left(first, end, options.saves_every(steps_per_epoch))
-    return MeasuredRun(
-        folder=run.folder,
+    name = printable(run.folder.name, 100)
+    return TimeEstimate(
         costs=TimeCosts(
             step=each,
             evaluation=evaluation,
@@ -196,6 +200,7 @@ def _measured(run: Run, description: Mapping[str, Any], step: float, options: Op
             start=_total(costs, "start"),
         ),
         steps_per_epoch=steps_per_epoch,
+        origin=f"as measured in the run {name}",
     )
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from grappe import engines, sites
 from grappe.errors import PlanError, UsageError
-from grappe.fields import NumberRange
+from grappe.fields import NumberRange, split
 from grappe.plan import Plan
 from grappe.sites import sbatch, slurm
 from grappe.sites.layout import Layout, fit, layout, on_site
@@ -16,6 +16,7 @@ from grappe.sites.sbatch import AUTO, FEWEST, SCRIPT, TRAIN, TUNE, JobOptions
 from grappe.sites.schema import Site
 from grappe.sites.script import resource_options, with_mps
 from grappe.training.options import Options
+from grappe.training.task_reference import TaskReference
 
 ON_CPU = ("data", "curves", "engines", "export", "predict", "prune", "report", "runs", "tasks")
 """Commands that use no GPU, and take no plan: their jobs have none."""
@@ -50,6 +51,12 @@ class Submission:
     options: Options = dataclasses.field(default_factory=Options)
     """Options of a training."""
     job: JobOptions = dataclasses.field(default_factory=JobOptions)
+
+    @property
+    def reference(self) -> TaskReference:
+        """Names the task with its fields."""
+        assert self.task is not None
+        return TaskReference.of(self.task, split(self.fields))
 
 
 OF_SCRIPTS = ("env", "modules", "with_", "requirements", "wheels", "stage", "chain", "restarts", "doctor", "spare")

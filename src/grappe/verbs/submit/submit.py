@@ -26,8 +26,8 @@ from grappe.sites.sbatch import LAUNCH, SCRIPT, TRAIN, TUNE
 from grappe.sites.schema import Site
 from grappe.sites.script import FUNCTIONS, Script, check_name, cost, render
 from grappe.training.run import DESCRIPTION, DONE, Run, new_folder
-from grappe.verbs.automatic_time import AutomaticTime, with_time
 from grappe.verbs.launch.launch import LIGHTNING
+from grappe.verbs.submit.forecast import with_time
 from grappe.verbs.submit.jobs import FAILED_NODES, nodes_to_leave_out, record_job
 from grappe.verbs.submit.packages import imported, job_packages, torch_of
 from grappe.verbs.submit.resources import ON_CPU, Submission, jobs_of, laid_out, without_options
@@ -36,19 +36,6 @@ SCRIPT_FILE = re.compile(r"(?:submit|refused)-(\d{1,9})\.sh", re.ASCII)
 BETWEEN_SECONDS = 1.0  # between submissions, as the Alliance asks
 OWN_OPTIONS = ("--run", "--runs", "--data", "--plan")  # of train: the script sets them again
 SAVE_ON_SIGNALS = ("grappe", "signal")  # imports of a script that saves on a signal
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class JobScript:
-    """Script of one job, and notes for its user."""
-
-    script: Script
-    unchecked: str
-    """The reason why packages were not checked; "" if they were."""
-    warnings: tuple[str, ...]
-    """Warnings of what will cost time or files, one line each."""
-    automatic: AutomaticTime | None = None
-    """The time limit of --time auto."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -71,7 +58,7 @@ class Submitted:
     """The version of torch that the job gets, and from where; "" if it is not known before the job."""
 
 
-Examine = Callable[[Submission, JobScript], None]
+Examine = Callable[[Submission, Script], None]
 
 
 def submit(submission: Submission, *, show: bool = False, examine: Examine | None = None) -> Iterator[Submitted]:
@@ -91,23 +78,21 @@ def submit_all(
 ) -> Iterator[Submitted]:
     """Submits several jobs; all are checked before the first is submitted."""
     jobs = [job for submission in submissions for job in jobs_of(submission)]
-    made = [job_script(job, show=show) for job in jobs]
-    texts = [render(job.script) for job in made]
+    scripts = [job_script(job, show=show) for job in jobs]
+    texts = [render(script) for script in scripts]
     if examine is not None:
-        for asked, made_job in zip(jobs, made, strict=True):
-            examine(asked, made_job)
-    for number, (made_job, text) in enumerate(zip(made, texts, strict=True)):
-        script = made_job.script
+        for asked, script in zip(jobs, scripts, strict=True):
+            examine(asked, script)
+    for number, (script, text) in enumerate(zip(scripts, texts, strict=True)):
         if number and not show:
             time.sleep(BETWEEN_SECONDS)
-        job = "" if show else _send(script, text)
         yield Submitted(
             run=script.run,
-            job=job,
+            job="" if show else _send(script, text),
             text=text,
             cost=cost(script.layout),
-            note=made_job.unchecked,
-            warnings=made_job.warnings,
+            note=script.unchecked,
+            warnings=script.warnings,
             time_note=script.time_note,
             torch=script.torch,
         )
@@ -119,7 +104,7 @@ def judged(submission: Submission) -> Iterator[str]:
     Raises:
         GrappeError: the submission is wrong, or sbatch would reject a job.
     """
-    for script in [job_script(job).script for job in jobs_of(submission)]:
+    for script in [job_script(job) for job in jobs_of(submission)]:
         with tempfile.TemporaryDirectory(prefix="grappe-submit-") as folder:
             file = Path(folder) / "job.sh"
             file.write_text(render(script))
@@ -174,13 +159,13 @@ def _send(script: Script, text: str) -> str:
     return job
 
 
-def job_script(submission: Submission, *, show: bool = False) -> JobScript:
+def job_script(submission: Submission, *, show: bool = False) -> Script:
     """Makes the script of one job.
 
     Raises:
         GrappeError: the submission is wrong, the site forbids it, or packages are missing.
     """
-    submission, automatic = with_time(submission)
+    submission, time_note, foreseen = with_time(submission)
     job = submission.job
     job_layout, site, plan = laid_out(submission)
     _check_task(submission, job_layout.sizes.values() or (plan,), existing=(job.env or site.job.environment) == "here")
@@ -230,15 +215,16 @@ def job_script(submission: Submission, *, show: bool = False) -> JobScript:
         saves=saves,
         packages=content,
         command=shlex.join(_command(submission, site, run)),
-        time_note=automatic.sentence if automatic else "",
+        time_note=time_note,
+        unchecked=note,
+        foreseen=foreseen,
     )
-    script = dataclasses.replace(script, torch=torch_of(script))
     left_out = [
         f"node {node} is left out: it was noted twice within a week or computed wrongly, last in {notes[-1].run}: "
         f"{notes[-1].evidence} ({run.parent / FAILED_NODES})"
         for node, notes in failed.items()
     ]
-    return JobScript(script=script, unchecked=note, warnings=(*left_out, *_warnings(script)), automatic=automatic)
+    return dataclasses.replace(script, torch=torch_of(script), warnings=(*left_out, *_warnings(script)))
 
 
 def _warnings(script: Script) -> Iterator[str]:

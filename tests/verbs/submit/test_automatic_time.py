@@ -12,11 +12,11 @@ from grappe.cli.commands import app
 from grappe.errors import UsageError
 from grappe.sites import slurm
 from grappe.sites.sbatch import JobOptions
-from grappe.verbs import automatic_time
-from grappe.verbs.foresee.training_time import TimeCosts
+from grappe.verbs.foresee.training_time import TimeCosts, TimeEstimate
+from grappe.verbs.submit import forecast
 from grappe.verbs.submit.submit import Submitted, submit, submit_all
 from tests.verbs.foresee.test_training_time import cost, made, with_evaluations
-from tests.verbs.test_submission_memory import BIG
+from tests.verbs.submit.test_forecast import BIG
 
 ACCOUNTS = {
     **dict.fromkeys(("fir", "narval", "narval-cpu"), "def-me"), "perlmutter": "m1_g", "leonardo": "me", None: None,
@@ -77,7 +77,7 @@ def test_the_limit_is_of_the_queue_that_is_named(folder: Path) -> None:
 @pytest.mark.slow
 def test_a_data_sheet_and_the_memory_from_one_trace(folder: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
     (folder / "big.py").write_text(BIG)
-    monkeypatch.setattr(automatic_time, "foreseen_warnings", lambda *_: pytest.fail("it was traced twice"))
+    monkeypatch.setattr(forecast, "foreseen_warnings", lambda *_: pytest.fail("it was traced twice"))
     job = JobOptions(site="narval", account="def-me", time="auto")
     cluster.submit("train", "big.py", "epochs=3", job=job, dry_run=True)
     out, err = capsys.readouterr()
@@ -95,8 +95,8 @@ def test_a_few_steps_where_the_jobs_nodes_are_of_this_machines_kind() -> None:
 
 def test_the_step_that_is_said_is_at_the_slow_end_that_the_limit_is_made_of(monkeypatch: pytest.MonkeyPatch) -> None:
     costs = TimeCosts(step=1.0, evaluation=0.0, save=0.0, start=60.0, spread=0.5)
-    known = automatic_time._Estimate(costs=costs, steps_per_epoch=23, origin="foreseen, at its slow end")
-    monkeypatch.setattr(automatic_time, "_foreseen", lambda job: known)
+    known = TimeEstimate(costs=costs, steps_per_epoch=23, origin="foreseen, at its slow end")
+    monkeypatch.setattr(forecast, "_foreseen", lambda *_: known)
     # 2,300 steps of 2 s, a start of 2 minutes and two minutes of examining the node, and a fifth
     note = shown("train digits epochs=100 --plan device=cpu,threads=1", None).time_note
     assert "time limit 01:40:00: 2,300 steps of 2.00 s and" in note
@@ -133,7 +133,7 @@ def test_an_interactive_allocation_has_no_training() -> None:
 
 
 def test_a_limit_that_is_given_stays(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(automatic_time, "placed", lambda *_: pytest.fail("it was looked for"))
+    monkeypatch.setattr(forecast, "placed", lambda *_: pytest.fail("it was looked for"))
     options = JobOptions(site="narval", account="def-me", time="3h")
     (found,) = submit(read_submission(["train", "digits"], options, app), show=True)
     assert "#SBATCH --time=03:00:00" in found.text and not found.time_note

@@ -12,11 +12,12 @@ from grappe.fields import NumberRange
 from grappe.plan import Plan
 from grappe.sites import find, slurm
 from grappe.sites.sbatch import FEWEST, JobOptions
-from grappe.verbs import automatic_time
-from grappe.verbs.automatic_time import foreseen_warnings, with_gpus, with_sizes
+from grappe.sites.script import Script
 from grappe.verbs.foresee.run_forecast import in_limited_process
+from grappe.verbs.submit import forecast
+from grappe.verbs.submit.forecast import foreseen_warnings, with_gpus, with_sizes
 from grappe.verbs.submit.resources import Submission
-from grappe.verbs.submit.submit import JobScript, submit
+from grappe.verbs.submit.submit import submit
 
 BIG = """
 import time
@@ -94,8 +95,8 @@ def test_what_does_not_fit_is_said(
 def warnings(folder: Path, site: str, plan: str, fields: tuple[str, ...]) -> list[str]:
     found = list[str]()
 
-    def examine(submission: Submission, made: JobScript) -> None:
-        found.extend(foreseen_warnings(submission, made.script))
+    def examine(submission: Submission, script: Script) -> None:
+        found.extend(foreseen_warnings(submission, script))
 
     job = JobOptions(site=site, account="def-me", runs=folder / "runs")
     task = str(folder / "big.py")
@@ -166,7 +167,7 @@ def test_a_range_of_gpus_is_refused_in_gpus(
 ) -> None:
     text = "wide|48|498000|gpu:4|infinite|3|1-infinite"
     site = slurm.probed(find("generic"), text, "wide", wants_gpus=True)
-    monkeypatch.setattr(automatic_time, "placed", lambda submission: (site, Plan.parse(plan)))
+    monkeypatch.setattr(forecast, "placed", lambda submission: (site, Plan.parse(plan)))
     job = JobOptions(gpus=NumberRange(*gpus), spare=spare)
     with pytest.raises(UsageError, match=re.escape(f"--gpus {gpus[0]}-{gpus[1]}: {words}")):
         with_sizes(Submission(task="digits", arguments=("digits",), job=job))
@@ -201,6 +202,6 @@ def test_time_of_computing_is_limited_and_not_time_that_others_compute(monkeypat
 
 def test_the_plan_is_judged_without_advice_where_the_search_fails(tmp_path: Path, monkeypatch) -> None:
     (tmp_path / "big.py").write_text(BIG)
-    monkeypatch.setattr("grappe.verbs.automatic_time._another", lambda *_: 1 / 0)
+    monkeypatch.setattr("grappe.verbs.submit.forecast._another", lambda *_: 1 / 0)
     (found,) = warnings(tmp_path, "narval", "replicate=4", ())
     assert "it will run out of memory (foreseen" in found

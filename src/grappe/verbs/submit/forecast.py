@@ -1,35 +1,35 @@
-"""Foresees a job before its queue: the time limit of --time auto, and warnings of too little memory or idle GPUs."""
+"""Forecast of a job before its queue: GPUs and sizes that fit, the limit of --time auto, warnings of what does not."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
-import json
 import math
 import os
 import shlex
-from collections.abc import Callable, Mapping
-from pathlib import Path
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from grappe.errors import GrappeError, PlanError, TaskError, UsageError
-from grappe.errors.foreign_text import printable
-from grappe.fields import NumberRange, split
+from grappe.fields import NumberRange
 from grappe.launch.terminal import progress
 from grappe.plan import Plan
 from grappe.sites import current, slurm
 from grappe.sites.environment import MADE_ON_NODES
-from grappe.sites.layout import Layout, layout, longest, sizes, stretched
-from grappe.sites.sbatch import AUTO, FEWEST, TRAIN, JobOptions
+from grappe.sites.layout import layout, longest, sizes, stretched
+from grappe.sites.sbatch import AUTO, FEWEST, TRAIN
 from grappe.sites.schema import Site
 from grappe.sites.script import Script, clock
-from grappe.training.task_reference import TaskReference
-from grappe.verbs.foresee.run_forecast import in_limited_process
+from grappe.training.request import data_folder
+from grappe.training.watchers.expected_end import span
+from grappe.verbs.foresee.foresee import BUSY, budget_in, share_of_gpu, site_fabric
+from grappe.verbs.foresee.run_forecast import traced
 from grappe.verbs.foresee.training_time import (
     MARGIN,
     RemainingTraining,
     RunQuery,
     TimeCosts,
+    TimeEstimate,
     earlier_run,
     steps_done,
     time_limit,
@@ -39,9 +39,15 @@ from grappe.words import and_more, count_of, format_bytes, format_seconds, plan_
 
 if TYPE_CHECKING:
     from grappe.foresight.fake_model import FakeModel
-    from grappe.foresight.gpu_time import Fabric, StepTime
+    from grappe.foresight.gpu_time import Fabric
     from grappe.foresight.search import MemoryBudget
     from grappe.task import Task
+
+MADE_SECONDS, HERE_SECONDS = 600.0, 120.0
+"""From the job's start to the command's: to make an environment on the nodes and examine them, or to examine them."""
+START_SECONDS = 60.0  # of a process that was not measured: imports from a file system of a cluster
+OF_A_STEP = 0.5  # of the time that training takes for as many samples: what an evaluation takes at most
+WRITTEN = 2e8  # bytes/s of a checkpoint
 
 
 def foreseen_warnings(submission: Submission, script: Script) -> list[str]:
@@ -50,31 +56,26 @@ def foreseen_warnings(submission: Submission, script: Script) -> list[str]:
     The model is traced in a process of its own, on tensors without memory. Where that is not possible, the warning
     says why. None are returned of a job without GPUs, or of GPUs whose memory is unknown.
     """
-    budget = budget_for(script.site, script.layout, script.plan)
-    if submission.command != TRAIN or submission.task is None or budget is None:
+    budget = budget_for(script.site, script.plan)
+    task = None if budget is None else _loaded(submission)
+    if budget is None or task is None:
         return []
     try:
-        task = TaskReference.of(submission.task, split(submission.fields)).resolve()
-    except (ImportError, TaskError):
-        return []  # the job has packages that are not here
-
-    def traced() -> list[str]:
-        fake_model = fake_model_of(task, submission, gpu=True, records=True)
-        return warnings_of(fake_model, script.plan, budget, script.site)
-
-    try:
-        return _shown("tracing the model, to foresee the memory that the plan needs", traced)
+        return traced(
+            "tracing the model, to foresee the memory that the plan needs",
+            lambda: warnings_of(fake_model_of(task, submission), script.plan, budget, script.site),
+        )
     except GrappeError as error:
         return [not_foreseen(error)]
 
 
-def _shown(text: str, work: Callable[[], Any]) -> Any:
-    """Calls `work` in a process under limits, and returns its result, of JSON's types; meanwhile shows the text."""
-    progress(text)
-    try:
-        return json.loads(in_limited_process(lambda: json.dumps(work())))
-    finally:
-        progress("")
+def _loaded(submission: Submission) -> Task | None:
+    """Loads the task of a training; None: it is none, or the job has packages that are not here."""
+    if submission.command != TRAIN:
+        return None
+    with contextlib.suppress(ImportError, TaskError):
+        return submission.reference.resolve()
+    return None
 
 
 def with_gpus(submission: Submission) -> tuple[Submission, str]:
@@ -85,36 +86,31 @@ def with_gpus(submission: Submission) -> tuple[Submission, str]:
     Raises:
         GrappeError: none is enough, the memory is unknown or cannot be foreseen, or the plan has several processes.
     """
-    from grappe.verbs.foresee.foresee import budget_in, site_fabric
-
     job = submission.job
-    if job.gpus != FEWEST or submission.command != TRAIN or submission.task is None:
+    if job.gpus != FEWEST or submission.command != TRAIN:
         return submission, ""
     site, plan = placed(dataclasses.replace(submission, job=dataclasses.replace(job, gpus=())))
-    budget = budget_in(site)
+    budget, fabric = budget_in(site), site_fabric(site)
     if plan.processes > 1 or plan.recompute or plan.memory != "none" or plan.device == "cpu":
         raise UsageError(f"--gpus auto chooses processes and recomputation: leave them out of --plan {plan}")
     if budget is None or site.node is None:
         raise UsageError(f"--gpus auto: the memory of {site.name}'s GPUs is unknown: give a number, as --gpus 2")
-    task = TaskReference.of(submission.task, split(submission.fields)).resolve()
-    most, fabric = site.node.gpus, site_fabric(site)
+    task, most = submission.reference.resolve(), site.node.gpus
     counts = sorted({1, *(2**power for power in range(1, most.bit_length()) if 2**power < most), most})
 
-    def traced() -> tuple[int, str | None, str]:
+    def choose() -> tuple[int, str | None, str]:
         from grappe.foresight.search import in_words, on_each_number
 
-        fake_model = fake_model_of(task, submission, gpu=True, records=True)
         device = None if fabric is None else fabric.device
-        choices = on_each_number(fake_model, plan, counts, task.batch_size, budget, device)
+        choices = on_each_number(fake_model_of(task, submission), plan, counts, task.batch_size, budget, device)
         plans = {count: str(choice.plan) for count, choice in choices.items() if not isinstance(choice, GrappeError)}
         count = min(plans, default=0)
         return count, plans.get(count), in_words(choices) or f"fits on {count_of(count, 'GPU')} as it is"
 
-    count, text, sentence = _shown("tracing the model, to foresee on how many GPUs it fits", traced)
+    count, text, sentence = traced("tracing the model, to foresee on how many GPUs it fits", choose)
     if text is None:
         raise UsageError(f"--gpus auto: {submission.task} does not fit on a node of {site.name}: {sentence}")
-    job = dataclasses.replace(job, gpus=(count,))
-    return with_plan(submission, text, job), (
+    return with_plan(submission, text, dataclasses.replace(job, gpus=(count,))), (
         f"--gpus auto: {count_of(count, 'GPU')} of {site.name}: {sentence}. Foreseen, not measured on that GPU"
     )
 
@@ -131,7 +127,7 @@ def with_sizes(submission: Submission) -> tuple[Submission, str]:
     job, text = submission.job, ""
     nodes, gpus = job.node_range, job.gpus if isinstance(job.gpus, NumberRange) else None
     ranged = nodes is not None and nodes.most > nodes.least
-    if submission.command != TRAIN or submission.task is None or (gpus is None and not ranged):
+    if submission.command != TRAIN or (gpus is None and not ranged):
         return submission, ""
     if gpus is not None:
         text, job = f"--gpus {gpus}", dataclasses.replace(job, gpus=())
@@ -152,7 +148,7 @@ def with_sizes(submission: Submission) -> tuple[Submission, str]:
                 plans[count] = stretched(plan, count * plan.per_device)
         if not plans:
             _stretched(plan, gpus.most, text)  # its error
-    unfit = _unfit(submission, site, dataclasses.replace(job, nodes=nodes and nodes.least), plans)
+    unfit = _unfit(submission, site, plans)
     fits = [count for count in plans if count not in unfit]
     if not fits:
         raise UsageError(f"{text}: {submission.task} does not fit on any of them: {'; '.join(unfit.values())}")
@@ -163,9 +159,8 @@ def with_sizes(submission: Submission) -> tuple[Submission, str]:
         why = f"{plan_name(plans[least])} to {plan_name(plans[most])}, as many as Slurm has at each start"
         why += f"; of {and_more(idle, 4)} some would idle" if idle else ""
     else:
-        free = (
-            slurm.free_gpus(job.partition) if job.site in (None, current()) else 0
-        )  # of another cluster nothing is known
+        # Of another cluster nothing is known.
+        free = slurm.free_gpus(job.partition) if job.site in (None, current()) else 0
         least = most = max((count for count in fits if count <= free), default=fits[0])
         job = dataclasses.replace(job, gpus=(least,))
         why = plan_name(plans[least]) + (f", and a node has {free} free" if free else ", and no free one is seen")
@@ -204,23 +199,17 @@ def _stretched(plan: Plan, gpus: int, text: str) -> Plan:
         raise PlanError(f"{text}: {error}") from error
 
 
-def _unfit(submission: Submission, site: Site, job: JobOptions, plans: Mapping[int, Plan]) -> dict[int, str]:
+def _unfit(submission: Submission, site: Site, plans: Mapping[int, Plan]) -> dict[int, str]:
     """Returns the sizes whose memory is foreseen to be too little, with a reason each; none if unknown."""
-    fewest = next(iter(plans.values()))
-    budget = budget_for(site, layout(fewest, site, job), fewest)
-    assert submission.task is not None
-    try:
-        task = TaskReference.of(submission.task, split(submission.fields)).resolve()
-    except (ImportError, TaskError):
-        return {}
-    if budget is None:
+    budget, task = budget_for(site, next(iter(plans.values()))), _loaded(submission)
+    if budget is None or task is None:
         return {}
 
-    def traced(budget: MemoryBudget = budget) -> dict[int, str]:
-        fake_model = fake_model_of(task, submission, gpu=True, records=True)
+    def judge(budget: MemoryBudget = budget) -> dict[int, str]:
+        fake_model = fake_model_of(task, submission)
         return {count: _asked(fake_model, plan, budget) for count, plan in plans.items()}
 
-    reasons = _shown("tracing the model, to foresee the memory that each size needs", traced)
+    reasons = traced("tracing the model, to foresee the memory that each size needs", judge)
     return {int(count): reason for count, reason in reasons.items() if reason}
 
 
@@ -233,60 +222,50 @@ def warnings_of(fake_model: FakeModel, plan: Plan, budget: MemoryBudget, site: S
     Raises:
         TaskError: the task cannot be traced.
     """
-    return list(filter(None, [memory_judged(fake_model, plan, budget), _idle(fake_model, plan, site)]))
+    warnings = _idle(fake_model, plan, site)
+    if asked := _asked(fake_model, plan, budget):
+        try:
+            other = _another(fake_model, plan, budget)
+        except Exception:  # of time, of memory: then without advice
+            return [f"{asked} (foreseen, not measured on that GPU; see grappe foresee)", *warnings]
+        return [f"{asked}. {other} (foreseen, not measured on that GPU; see grappe foresee)", *warnings]
+    return warnings
 
 
-def _idle(fake_model: FakeModel, plan: Plan, site: Site) -> str:
-    """Returns a warning if a step of the plan keeps a GPU busy for a small share of its time; "" otherwise."""
+def _idle(fake_model: FakeModel, plan: Plan, site: Site) -> list[str]:
+    """Returns a warning if a step of the plan keeps a GPU busy for a small share of its time."""
     from grappe.foresight.gpu_time import gpu_time
-    from grappe.verbs.foresee.foresee import BUSY, share_of_gpu, site_fabric
 
     fabric = site_fabric(site)
     if fabric is None or plan.per_device > 1:
-        return ""
+        return []
     try:
         share = share_of_gpu(gpu_time(fake_model, plan, fabric))
     except TaskError:
         raise
     except GrappeError:
-        return ""  # such a plan's time is not foreseen
+        return []  # such a plan's time is not foreseen
     if share >= BUSY:
-        return ""
-    return (
+        return []
+    return [
         f"a step would use {share:.0%} of a GPU ({fabric.device.title}), which mostly waits for its host: train on "
         "cores (--gpus 0), take a larger batch_size, or let several trainings share a GPU (per_device). Foreseen from "
         "the data sheet, not measured on that GPU; see grappe foresee"
-    )
+    ]
 
 
-def budget_for(site: Site, layout: Layout, plan: Plan) -> MemoryBudget | None:
+def budget_for(site: Site, plan: Plan) -> MemoryBudget | None:
     """Returns a process's share of its GPU's memory; None: there is no GPU, or its memory is unknown."""
-    from grappe.verbs.foresee.foresee import budget_in
-
-    budget = budget_in(site)
-    if budget is None or not layout.gpus:
-        return None
-    if (sharing := plan.per_device) > 1:
-        whose = f"{budget.whose}, shared by {sharing} processes,"
-        return dataclasses.replace(budget, whose=whose, size=budget.size // sharing)
-    return budget
+    budget = None if plan.device == "cpu" else budget_in(site)
+    if budget is None or plan.per_device == 1:
+        return budget
+    whose = f"{budget.whose}, shared by {plan.per_device} processes,"
+    return dataclasses.replace(budget, whose=whose, size=budget.size // plan.per_device)
 
 
 def not_foreseen(error: GrappeError) -> str:
     """Returns a message: why the memory is unknown."""
     return f"the memory that the plan needs was not foreseen: {error}"
-
-
-def memory_judged(fake_model: FakeModel, plan: Plan, budget: MemoryBudget) -> str:
-    """Returns a warning and a plan that fits, if this one does not; "" otherwise."""
-    asked = _asked(fake_model, plan, budget)
-    if not asked:
-        return ""
-    try:
-        other = _another(fake_model, plan, budget)
-    except Exception:  # of time, of memory: then without advice
-        return f"{asked} (foreseen, not measured on that GPU; see grappe foresee)"
-    return f"{asked}. {other} (foreseen, not measured on that GPU; see grappe foresee)"
 
 
 def _asked(fake_model: FakeModel, plan: Plan, budget: MemoryBudget) -> str:
@@ -316,136 +295,85 @@ def _another(fake_model: FakeModel, plan: Plan, budget: MemoryBudget) -> str:
     return f"No plan of as many GPUs fits; with {other.processes} GPUs --plan {other.plan} does, with {takes} each"
 
 
-def fake_model_of(task: Task, submission: Submission, *, gpu: bool, records: bool = False) -> FakeModel:
+def fake_model_of(task: Task, submission: Submission, *, gpu: bool = True) -> FakeModel:
     """Makes the fake model of a training that is to be submitted, in the process that traces it.
 
     Args:
-        gpu: whether it runs on GPUs.
-        records: whether times are foreseen from it.
+        gpu: whether it runs on GPUs, whose times are foreseen from the trace.
     """
     import torch
 
     from grappe.foresight.fake_model import FakeModel
-    from grappe.training.request import data_folder
 
     torch.set_num_threads(1)
-    folder = data_folder(None if submission.data is None else Path(submission.data))
-    return FakeModel(task, folder, foreach=gpu, kernels=None, records=records)
+    return FakeModel(task, data_folder(submission.data), foreach=gpu, kernels=None, records=gpu)
 
 
-MADE_SECONDS, HERE_SECONDS = 600.0, 120.0
-"""From the job's start to the command's: to make an environment on the nodes and examine them, or to examine them."""
-START_SECONDS = 60.0  # of a process that was not measured: imports from a file system of a cluster
-OF_A_STEP = 0.5  # of the time that training takes for as many samples: what an evaluation takes at most
-WRITTEN = 2e8  # bytes/s of a checkpoint
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class AutomaticTime:
-    """Time limit that was not given."""
-
-    seconds: int
-    sentence: str
-    """The limit and its source."""
-    warnings: tuple[str, ...] | None
-    """Warnings about the memory and the GPU's use, from the same trace; None: nothing was traced."""
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class _Job:
-    """A training's job whose time is not known yet."""
-
-    submission: Submission
-    task: Task
-    site: Site
-    plan: Plan
-    layout: Layout
-
-    @property
-    def here(self) -> bool:
-        """Returns whether the job's node is taken for one like this machine: it belongs to this cluster."""
-        site, node = self.submission.job.site, self.site.node
-        this_cluster = site is None or site == current()
-        return this_cluster and self.layout.nodes == 1 and node is not None and node.cores == os.cpu_count()
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class _Estimate:
-    """Estimated costs of a training."""
-
-    costs: TimeCosts
-    steps_per_epoch: int
-    origin: str
-    """The source, for the user."""
-    warnings: tuple[str, ...] | None = None
-
-
-def with_time(submission: Submission) -> tuple[Submission, AutomaticTime | None]:
+def with_time(submission: Submission) -> tuple[Submission, str, tuple[str, ...] | None]:
     """Adds the time limit for --time auto; a limit that the user set stays.
+
+    Returns:
+        Also a sentence on the limit and its source, "" for the user's own; and warnings about the memory and the GPU's
+        use, from the same trace. None: nothing was traced.
 
     Raises:
         UsageError: the training's time is unknown; the message says what to do.
         GrappeError: the submission is wrong, or the site forbids it.
     """
-    if submission.job.time != AUTO:
-        return submission, None
-    job = _job(submission)
-    estimate = _estimate(job)
-    remaining = RemainingTraining.of(
-        submission.options,
-        done=steps_done(submission.run) or submission.epochs_done * estimate.steps_per_epoch,
-        epochs=job.task.epochs,
-        steps_per_epoch=estimate.steps_per_epoch,
-    )
-    made = (submission.job.env or job.site.job.environment) in MADE_ON_NODES
-    needed = estimate.costs.seconds(remaining) + (MADE_SECONDS if made else HERE_SECONDS)
-    most = longest(job.layout, job.site, submission.job)
-    limit = time_limit(needed, 60 * (job.site.ask.min_minutes or 1), most)
-    sentence = _limit_in_words(job, estimate, remaining, needed, limit, capped=limit < needed * (1 + MARGIN))
-    timed = dataclasses.replace(submission, job=dataclasses.replace(submission.job, time=str(limit)))
-    return timed, AutomaticTime(seconds=limit, sentence=sentence, warnings=estimate.warnings)
-
-
-def _job(submission: Submission) -> _Job:
-    assert submission.task is not None
+    job = submission.job
+    if job.time != AUTO:
+        return submission, "", None
     site, plan = placed(submission)
-    least = 60 * (site.ask.min_minutes or 1)
-    try:
-        task = TaskReference.of(submission.task, split(submission.fields)).resolve()
-    except (ImportError, TaskError) as error:
-        raise UsageError(f"--time auto: the task cannot be loaded here ({error}): {_advice(submission)}") from error
-    shortest = dataclasses.replace(submission.job, time=str(least))
-    return _Job(submission=submission, task=task, site=site, plan=plan, layout=layout(plan, site, shortest))
-
-
-def _estimate(job: _Job) -> _Estimate:
-    """Takes the costs that an earlier run measured, or else foresees them."""
-    submission = job.submission
-    query = RunQuery(task=job.task, plan=job.plan, site=job.site, layout=job.layout, here=job.here)
-    earlier = earlier_run(query, submission.job.runs, submission.run, submission.options)
-    if earlier is not None:
-        name = printable(earlier.folder.name, 100)
-        return _Estimate(
-            costs=earlier.costs, steps_per_epoch=earlier.steps_per_epoch, origin=f"as measured in the run {name}"
-        )
-    try:
-        return _foreseen(job)
-    except GrappeError as error:
-        raise UsageError(
-            f"--time auto: no run in {submission.job.runs} has measured this task with this plan on such a device, and "
-            f"its time cannot be foreseen: {error}. {_advice(submission)}"
-        ) from None
-
-
-def _advice(submission: Submission) -> str:
     words = shlex.join((submission.command, *submission.arguments))
-    return (
+    advice = (
         "Give a limit, as --time 3h; or try some steps first, after which --time auto knows them: "
         f"grappe submit --time 15m … -- {words} --steps 100"
     )
+    try:
+        task = submission.reference.resolve()
+    except (ImportError, TaskError) as error:
+        raise UsageError(f"--time auto: the task cannot be loaded here ({error}): {advice}") from error
+    least = 60 * (site.ask.min_minutes or 1)
+    resources = layout(plan, site, dataclasses.replace(job, time=str(least)))
+    here = job.site in (None, current()) and resources.nodes == 1
+    here = here and site.node is not None and site.node.cores == os.cpu_count()
+    query = RunQuery(task=task, plan=plan, site=site, layout=resources, here=here)
+    estimate = earlier_run(query, job.runs, submission.run, submission.options)
+    if estimate is None:
+        try:
+            estimate = _foreseen(submission, query)
+        except GrappeError as error:
+            raise UsageError(
+                f"--time auto: no run in {job.runs} has measured this task with this plan on such a device, and its "
+                f"time cannot be foreseen: {error}. {advice}"
+            ) from None
+    remaining = RemainingTraining.of(
+        submission.options,
+        done=steps_done(submission.run) or submission.epochs_done * estimate.steps_per_epoch,
+        epochs=task.epochs,
+        steps_per_epoch=estimate.steps_per_epoch,
+    )
+    made = (job.env or site.job.environment) in MADE_ON_NODES
+    needed = estimate.costs.seconds(remaining) + (MADE_SECONDS if made else HERE_SECONDS)
+    limit = time_limit(needed, least, longest(resources, site, job))
+    evaluations = count_of(remaining.evaluations, "evaluation")
+    text = (
+        f"time limit {clock(limit)}: {remaining.steps:,} steps of {format_seconds(estimate.costs.slow_step)} and "
+        f"{evaluations}, {estimate.origin}, with start-up"
+    )
+    if limit >= needed * (1 + MARGIN):
+        text = f"{text} and a margin"
+    else:
+        text = f"{text}, take {span(needed)}, and {site.name} gives at most that limit"
+        if job.chain or not site.job.requeue:
+            text = f"{text}: its jobs do not go back into the queue, so submit --chain {math.ceil(needed / limit)}"
+        else:
+            text = f"{text}: the job saves before its end, goes back into the queue and resumes"
+    timed = dataclasses.replace(submission, job=dataclasses.replace(job, time=str(limit)))
+    return timed, text, estimate.warnings
 
 
-def _foreseen(job: _Job) -> _Estimate:
+def _foreseen(submission: Submission, query: RunQuery) -> TimeEstimate:
     """Foresees the training's time: on GPUs from a trace and the data sheet; on cores like these from a few steps here.
 
     The memory is judged from the same trace.
@@ -453,22 +381,34 @@ def _foreseen(job: _Job) -> _Estimate:
     Raises:
         GrappeError: it cannot be foreseen.
     """
-    fabric = _fabric(job)
-    plan = dataclasses.replace(job.plan, threads=job.plan.threads or job.layout.cores)
+    fabric, plan = None, dataclasses.replace(query.plan, threads=query.plan.threads or query.layout.cores)
+    if query.layout.gpus:
+        fabric = site_fabric(query.site)
+        if fabric is None:
+            gpu = query.site.node.gpu if query.site.node else ""
+            raise UsageError(
+                f"grappe has no data sheet of {query.site.name}'s GPU ({gpu}): run grappe measure in a job there"
+            )
+    elif not query.here:
+        raise UsageError(f"the nodes of {query.site.name} seem to have other CPUs than this machine")
     text = "tracing the model, to foresee the time and the memory that the plan needs"
-    trace = _shown(text, lambda: _traced(job, plan, fabric))
+    trace = traced(text, lambda: _traced(submission, query, plan, fabric))
     if fabric is not None:
         seconds, spread = trace["seconds"], trace["spread"]
         origin = f"from the data sheet of {fabric.device.title}, not measured, at its slow end"
     else:
+        from grappe.launch.local import start_server
+        from grappe.verbs.foresee.measured_step import measured_step
+
         progress("running a few steps, to measure the time that they take")
         try:
-            step = _measured(job, plan)
+            start_server()
+            step = measured_step(submission.reference, plan, data_folder(submission.data))
         finally:
             progress("")
         seconds, spread = step.total, step.spread
         origin = "as measured on this machine, at the slow end, if the job's cores are as fast as these"
-    return _Estimate(
+    return TimeEstimate(
         costs=TimeCosts(
             step=seconds,
             evaluation=OF_A_STEP * seconds * trace["evaluated"],
@@ -482,84 +422,29 @@ def _foreseen(job: _Job) -> _Estimate:
     )
 
 
-def _fabric(job: _Job) -> Fabric | None:
-    """Returns the GPUs of a job; None: its steps can be run on this machine's cores.
-
-    Raises:
-        UsageError: neither.
-    """
-    from grappe.verbs.foresee.foresee import site_fabric
-
-    if job.layout.gpus:
-        fabric = site_fabric(job.site)
-        if fabric is None:
-            gpu = job.site.node.gpu if job.site.node else ""
-            raise UsageError(
-                f"grappe has no data sheet of {job.site.name}'s GPU ({gpu}): run grappe measure in a job there"
-            )
-        return fabric
-    if not job.here:
-        raise UsageError(f"the nodes of {job.site.name} seem to have other CPUs than this machine")
-    return None
-
-
-def _measured(job: _Job, plan: Plan) -> StepTime:
-    from grappe.launch.local import start_server
-    from grappe.training.request import data_folder
-    from grappe.verbs.foresee.measured_step import measured_step
-
-    submission = job.submission
-    assert submission.task is not None
-    start_server()
-    task = TaskReference.of(submission.task, split(submission.fields))
-    return measured_step(task, plan, data_folder(None if submission.data is None else Path(submission.data)))
-
-
-def _traced(job: _Job, plan: Plan, fabric: Fabric | None) -> dict[str, Any]:
+def _traced(submission: Submission, query: RunQuery, plan: Plan, fabric: Fabric | None) -> dict[str, Any]:
     """Traces the model once; returns a GPU's step, the training's sizes, and the warnings."""
     from grappe.foresight.forecast import memory_forecast
     from grappe.foresight.gpu_time import gpu_time
     from grappe.verbs.foresee.measured_step import check_runs_here
 
-    gpu = fabric is not None
-    fake_model = fake_model_of(job.task, job.submission, gpu=gpu, records=gpu)
-    seconds = spread = None
-    if fabric is not None:
-        step = gpu_time(fake_model, job.plan, fabric)
-        seconds, spread = step.total, step.spread
-    else:
+    task = query.task
+    fake_model = fake_model_of(task, submission, gpu=fabric is not None)
+    step = None if fabric is None else gpu_time(fake_model, query.plan, fabric)
+    if step is None:
         check_runs_here(plan, memory_forecast(fake_model, plan))
-    batch = min(job.task.batch_size, fake_model.samples)
-    sizes = [parameter.size + sum((*parameter.states, *parameter.whole_states)) for parameter in fake_model.parameters]
-    budget, warnings = budget_for(job.site, job.layout, job.plan), list[str]()
+    budget, warnings = budget_for(query.site, query.plan), list[str]()
     if budget is not None:
         try:
-            warnings = warnings_of(fake_model, job.plan, budget, job.site)
+            warnings = warnings_of(fake_model, query.plan, budget, query.site)
         except GrappeError as error:
             warnings = [not_foreseen(error)]
+    sizes = (parameter.size + sum((*parameter.states, *parameter.whole_states)) for parameter in fake_model.parameters)
     return {
-        "seconds": seconds,
-        "spread": spread,
+        "seconds": step and step.total,
+        "spread": step and step.spread,
         "saved": sum(sizes),
-        "evaluated": fake_model.validation_samples / batch,
-        "steps_per_epoch": math.ceil(fake_model.samples / job.task.batch_size),
+        "evaluated": fake_model.validation_samples / min(task.batch_size, fake_model.samples),
+        "steps_per_epoch": math.ceil(fake_model.samples / task.batch_size),
         "warnings": warnings,
     }
-
-
-def _limit_in_words(
-    job: _Job, estimate: _Estimate, remaining: RemainingTraining, needed: float, limit: int, *, capped: bool
-) -> str:
-    from grappe.training.watchers.expected_end import span
-
-    evaluations = f"{remaining.evaluations:,} evaluation{'' if remaining.evaluations == 1 else 's'}"
-    text = (
-        f"time limit {clock(limit)}: {remaining.steps:,} steps of {format_seconds(estimate.costs.slow_step)} and "
-        f"{evaluations}, {estimate.origin}, with start-up"
-    )
-    if not capped:
-        return f"{text} and a margin"
-    text = f"{text}, take {span(needed)}, and {job.site.name} gives at most that limit"
-    if job.submission.job.chain or not job.site.job.requeue:
-        return f"{text}: its jobs do not go back into the queue, so submit --chain {math.ceil(needed / limit)}"
-    return f"{text}: the job saves before its end, goes back into the queue and resumes"
