@@ -1,7 +1,5 @@
 """Models of others, unedited, under domain=2: what one process learns, or a refusal with the operator and the line."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

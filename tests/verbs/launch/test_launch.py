@@ -1,7 +1,5 @@
 """grappe launch: scripts on the processes of a plan, their exit codes, and what is refused."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path
