@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 
 from docs.messages.catalogue import FOLDER, mistakes, mo, read, renewed, write
@@ -11,6 +12,7 @@ from docs.messages.others import others
 LANGUAGES = ("fr",)
 
 
+@functools.cache
 def templates() -> dict[str, set[str]]:
     """Returns all that is to be translated, each text with the files that it is from."""
     return {**Program(FOLDER.parent).found, **others()}

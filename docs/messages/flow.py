@@ -254,7 +254,8 @@ def called(call: ast.Call) -> str:
 def _settings(function: Function) -> tuple[ast.AST, ...]:
     """Returns the nodes of a function that set a variable."""
     kinds = (ast.Assign, ast.AugAssign, ast.NamedExpr, ast.For, ast.Call)
-    return tuple(node for node in ast.walk(function) if isinstance(node, kinds))
+    nodes = (node for node in ast.walk(function) if isinstance(node, kinds))
+    return tuple(node for node in nodes if not isinstance(node, ast.Call) or called(node) == "append")
 
 
 @functools.cache

@@ -26,7 +26,7 @@ def templates(expression: ast.expr, resolve: Resolve) -> tuple[list[str], list[a
     """
     forms = _forms(expression, resolve)
     parts = [piece for form in forms for piece in form if not isinstance(piece, str)]
-    return [_written(form) for form in forms], parts
+    return [_written(form) for form in forms if any(isinstance(piece, str) for piece in form)], parts
 
 
 def is_text(template: str) -> bool:

@@ -16,7 +16,7 @@ from grappe.verbs.runs import describe
 from grappe.verbs.tune.study import Trial, make_study
 from tests.training.test_training import train
 from tests.typed import grappe
-from tests.verbs.tune.test_study import SEARCH
+from tests.verbs.tune.test_study import SEARCH, filled
 
 WRITES = """
 import sys
@@ -55,9 +55,12 @@ def test_a_study_is_shown_with_a_command_to_paste(tmp_path: Path, capsys: pytest
     study = make_study(tmp_path, dataclasses.replace(SEARCH, metric="accuracy", maximize=True, **fields))
     assert grappe("tune", "--study", str(tmp_path), "--dry-run") == 1
     assert "no trial has a result" in capsys.readouterr().out
-    study.write(Trial(number=0, fields={"lr": "0.2"}, state="complete", value=0.5, step=9, rungs=(0.5,)))
-    study.write(Trial(number=1, fields={"lr": "0.3"}, state="failed", reason="DivergedError: \x1b[2Jnan"))
-    study.write(Trial(number=2, fields={"lr": "0.4"}))
+    filled(
+        study,
+        Trial(number=0, fields={"lr": "0.2"}, state="complete", value=0.5, step=9, rungs=(0.5,)),
+        Trial(number=1, fields={"lr": "0.3"}, state="failed", reason="DivergedError: \x1b[2Jnan"),
+        Trial(number=2, fields={"lr": "0.4"}),
+    )
     assert grappe("tune", "--study", str(tmp_path), "--dry-run") == 0
     told = capsys.readouterr().out
     command = "grappe train digits epochs=3 lr=0.2 --plan replicate=2"

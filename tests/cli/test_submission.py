@@ -113,9 +113,8 @@ def test_the_line_to_start_in_an_allocation(words: str, expected: str) -> None:
     assert " ".join(line_in_allocation(submission)) == expected
 
 
-@pytest.mark.parametrize(("sampler", "wanted"), [((), True), (("--sampler", "grid"), False)])
-def test_a_search_needs_its_samplers_package(sampler: tuple[str, ...], wanted: bool) -> None:
-    words = ["tune", "digits", "lr=0.1|1", "--trials", "2", *sampler]
+@pytest.mark.parametrize(("words", "wanted"), [(["tune", "digits", "lr=0.1|1"], True), (["train", "digits"], False)])
+def test_a_search_needs_optuna(words: list[str], wanted: bool) -> None:
     submission = read_submission(words, JobOptions(site="narval", account="def-me"), app)
     site = sites.find("narval")
     packages, _ = job_packages(submission, site, Plan(), show=True)

@@ -309,11 +309,6 @@ def test_a_truncated_pickle_is_refused_wherever_it_stops(tmp_path, pixels):
             cifar10_python([write(tmp_path, content[:stop])])
 
 
-def test_a_batch_of_the_official_size(tmp_path):
-    images, labels = cifar10_python([write(tmp_path, python2_batch(np.zeros((10_000, 3072), np.uint8), [3] * 10_000))])
-    assert images.shape == (10_000, 3, 32, 32) and labels.tolist() == [3] * 10_000
-
-
 # where files are
 
 

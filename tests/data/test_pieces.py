@@ -12,8 +12,8 @@ from grappe.plan import Plan
 def test_the_slices_pieces_are_the_batch(plan: str) -> None:
     pieces = ExactPieces.of(Plan.parse(plan))
     everyone = np.arange(21)
-    cut = [pieces.cut(everyone, rank) for rank in range(pieces.slices)]
-    gathered = [piece.tolist() for mine in cut for piece in mine]
+    spans = [span for rank in range(pieces.slices) for span in pieces.spans(len(everyone), rank)]
+    gathered = [everyone[a:b].tolist() for a, b in spans]
     assert [one for place in pieces.order() for one in gathered[place]] == everyone.tolist()
 
 

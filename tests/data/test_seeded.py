@@ -6,9 +6,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
-from torch.utils.data import ConcatDataset, DataLoader, Dataset, Subset, TensorDataset, default_collate
+from hypothesis import HealthCheck, settings
+from torch.utils.data import ConcatDataset, DataLoader, Dataset, Subset, TensorDataset
 
 from grappe.data.arrays import RepeatedDataset, one_by_one
 from grappe.data.sampling import SampleOrder, cut
@@ -115,14 +114,6 @@ def test_generators_of_a_datasets_own_are_seeded_too(workers: int) -> None:
     assert len(set(numbers)) == len(numbers), "two draws are the same"
     plain = SeededDataset(Drawing(), seed=7)[0, 4]
     assert torch.equal(plain, SeededDataset(Drawing(), seed=7)[0, 4])
-
-
-@untimed
-@given(order=st.lists(st.tuples(st.just(1), st.integers(0, LENGTH - 1)), min_size=1, max_size=12))
-def test_what_was_read_before_changes_nothing(order: list[tuple[int, int]]) -> None:
-    seeded = SeededDataset(Drawing(), seed=5)
-    together = default_collate(seeded.__getitems__(order))
-    assert torch.equal(together, torch.stack([seeded[request] for request in order]))
 
 
 def test_every_generator_is_seeded_by_seed_epoch_and_id() -> None:

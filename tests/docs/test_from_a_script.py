@@ -15,8 +15,10 @@ from tests.docs.test_pieces import first, opened
 from tests.processes import Pool
 
 GUIDE = Path(__file__).parents[2] / "docs" / "from-a-script.md"
-BLOCKS = {first(text): text for language, text in map(opened, translations.blocks(GUIDE.read_text())) if language}
-PLANS = {"classifier": "replicate=2", "tokens": "replicate=3", "gan": "shard=2"}
+PAGES = (GUIDE, Path(__file__).with_name("with_accelerate.md"))
+OPENED = (opened(block) for page in PAGES for block in translations.blocks(page.read_text()))
+BLOCKS = {first(text): text for language, text in OPENED if language}
+PLANS = {"classifier": "replicate=2", "tokens": "replicate=3"}
 CELL = re.compile(r"^\| (.+?) \| (.+) \|$", re.MULTILINE)
 
 

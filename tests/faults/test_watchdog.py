@@ -228,7 +228,8 @@ def told(rank: int, *, step: int = 7, waits: bool = True) -> Standstill:
     [
         ([told(0), told(1, waits=False)], "process 1 of 2 on n1 makes no progress in step 8, at x.py, line 1;"),
         ([told(0), told(1, step=6)], "process 1 of 2 on n1 makes no progress in step 7"),
-        ([told(0), told(1)], "all 2 processes wait for each other: a message was lost"),
+        ([told(0), dataclasses.replace(told(0), rank=1)], "all 2 processes wait for each other: a message was lost"),
+        ([told(0), told(1)], "in different calls: process 0 waits in step 8, at x.py, line 0; process 1 waits"),
         ([told(1)], "process 0 of 2 does not answer"),
     ],
 )

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from grappe.errors import TaskError
 from grappe.launch.rank import ProcessRank
 from grappe.launch.world import joined
 from grappe.parallel.batchnorm import synchronise_batchnorm
@@ -48,3 +49,21 @@ def test_it_is_that_of_one_process_with_all_rows(pool: Pool, momentum: float | N
     torch.testing.assert_close(torch.cat([part[1] for part in by_rank]), gradient, atol=1e-5, rtol=1e-4)
     for _, _, *theirs in by_rank:
         torch.testing.assert_close(theirs, statistics)
+
+
+def branches(place: ProcessRank, meet: Path, plan: str) -> str:
+    """The message of a forward that takes a branch by its own rows."""
+    with joined(Plan.parse(plan), place, Path(meet)) as world:
+        layers = nn.ModuleList([nn.BatchNorm1d(4), nn.BatchNorm1d(4)])
+        assert world.data_group is not None
+        synchronise_batchnorm(layers, world.data_group)
+        try:
+            layers[place.rank](torch.randn(3, 4))
+        except TaskError as error:
+            return str(error)
+    return ""
+
+
+def test_another_branch_on_each_process_is_refused(pool: Pool) -> None:
+    for number, text in enumerate(pool.run("tests.parallel.test_batchnorm:branches", 2, "replicate=2,device=cpu")):
+        assert f"the batch normalisation '{number}' takes statistics of all processes' rows, but another" in text

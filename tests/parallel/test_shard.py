@@ -203,9 +203,10 @@ def sharded_as(place: ProcessRank, meet: Path, middle: str) -> list[str] | str:
     with joined(parsed, place, Path(meet)) as world:
         makes = {"complex": Fourier, "two": Twice, "sparse": lambda: nn.Embedding(3, 4, sparse=True)}
         makes["scripted"] = lambda: torch.jit.script(nn.Linear(4, 4))  # type: ignore[assignment]
+        makes["listed"] = lambda: nn.Linear(4, 4)
         model = nn.Sequential(nn.Linear(4, 4), nn.Sequential(makes[middle]()), nn.Linear(4, 4))
         try:
-            shard(model, [], parsed, world)
+            shard(nn.ModuleList(model) if middle == "listed" else model, [], parsed, world)
         except TaskError as error:
             return str(error)
         model(torch.ones(2, 4)).sum().backward()
@@ -220,6 +221,7 @@ def sharded_as(place: ProcessRank, meet: Path, middle: str) -> list[str] | str:
         ("two", "1.0 has parameters of torch.float32 and torch.float64, which shard= cannot gather at once"),
         ("sparse", "1.0 has sparse gradients, which shard= cannot cut into pieces"),
         ("scripted", "1.0 is made by torch.jit.script, which shard= cannot cut into pieces"),
+        ("listed", "ModuleList has no forward of its own, before which shard= gathers parameters"),
     ],
 )
 def test_what_is_of_another_kind_is_gathered_apart_or_refused(pool: Pool, middle: str, expected: Any) -> None:
@@ -246,3 +248,13 @@ def test_a_number_of_a_sharded_tensor_is_of_all_its_parts(pool: Pool) -> None:
     """torch reads this process's term."""
     [found] = verify(Norms(), ["shard=2,threads=1"], run=planted.runner(pool))
     assert found.verdict == "same", found
+
+
+class Factored(Images):
+    def optimizer(self, named_parameters):
+        return torch.optim.Adafactor((parameter for _, parameter in named_parameters), lr=0.1)
+
+
+def test_an_optimizer_without_rules_for_parts_is_refused(pool: Pool) -> None:
+    with pytest.raises(AssertionError, match="Adafactor cannot step parameters of which each process holds a part"):
+        verify(Factored(), ["shard=2,threads=1"], run=planted.runner(pool))

@@ -28,7 +28,7 @@ def slow(tmp_path: Path) -> Path:
 
 def local(folder: Path, **wanted) -> Study:
     """Makes the study that it is to be."""
-    return grappe.tune(LINE, SPACE, PLAN, parallel=2, study=folder, fields={"epochs": 20}, **wanted)
+    return grappe.tune(LINE, SPACE, PLAN, study=folder, fields={"epochs": 20}, **{"parallel": 2, **wanted})
 
 
 @pytest.fixture(scope="module")
@@ -87,11 +87,13 @@ def test_jobs_outlive_their_coordinator(cluster: Cluster, tmp_path: Path, slow: 
 
 
 def test_a_rung_is_a_job(cluster: Cluster, tmp_path: Path) -> None:
-    halving = {"trials": 2, "halving": 2, "rungs": 2}
+    halving = {"trials": 2, "parallel": 1, "halving": 2, "rungs": 2}
     with coordinator(tmp_path / "s", *words(tmp_path / "not there"), **halving) as command:
         ends(command)
     compared(tmp_path / "s", local(tmp_path / "local", **halving))
-    assert sorted(len(one) for one in jobs_of(tmp_path / "s")) == [1, 2]
+    assert [len(one) for one in jobs_of(tmp_path / "s")] == [
+        len(one.rungs) for one in open_study(tmp_path / "s").trials
+    ]
 
 
 def test_a_job_that_pends_for_ever(cluster: Cluster, tmp_path: Path, slow: Path) -> None:

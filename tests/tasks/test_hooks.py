@@ -1,4 +1,4 @@
-"""All hooks of Lightning: each is carried, or refused by its name; five modules in the wild run."""
+"""All hooks of Lightning: each is carried, or refused by its name; three modules in the wild run."""
 
 from pathlib import Path
 
@@ -8,7 +8,6 @@ import torch
 import torch.nn.functional as F
 from lightning.pytorch import LightningModule
 from lightning.pytorch.demos import boring_classes, lstm, transformer
-from torch.utils.data import DataLoader, TensorDataset
 
 import grappe
 from grappe.errors import TaskError
@@ -88,94 +87,21 @@ def test_a_model_that_is_made_late(tmp_path: Path) -> None:
     assert train(tmp_path / "run", grappe.from_lightning(Late(), Data(), epochs=1)()).status == "finished"
 
 
-class Verbose(Net):
-    def training_step(self, batch, batch_idx):
-        self.log("batch_mean", batch[0].mean())
-        return super().training_step(batch, batch_idx)
-
-
-def test_what_training_step_logs_beside_its_loss_needs_no_note() -> None:
-    assert not grappe.from_lightning(Verbose(), Data())().notes()
-    assert not grappe.from_lightning(Net(), Data())().notes()
-
-
-class Page(LightningModule):
-    """The Alliance's Net (pytorch-ddp-test-pl.py): no loaders, no validation."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.conv1, self.pool = torch.nn.Conv2d(3, 6, 5), torch.nn.MaxPool2d(2, 2)
-        self.fc1 = torch.nn.Linear(6 * 14 * 14, 10)
-
-    def forward(self, x):
-        return self.fc1(self.pool(F.relu(self.conv1(x))).view(-1, 6 * 14 * 14))
-
-    def training_step(self, batch, batch_idx):
-        x, y = batch
-        return F.cross_entropy(self(x), y)
-
-    def configure_optimizers(self):
-        return torch.optim.Adam(self.parameters(), lr=0.001)
-
-
-def images(count: int) -> DataLoader:
-    generator = torch.Generator().manual_seed(0)
-    data = TensorDataset(torch.randn(count, 3, 32, 32, generator=generator), torch.arange(count) % 10)
-    return DataLoader(data, batch_size=8)
-
-
-class Digits(lightning.LightningModule):
-    """An MNIST-like classifier, with validation and test steps that log what they found."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.net = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(28 * 28, 10))
-
-    def training_step(self, batch, batch_idx):
-        return F.cross_entropy(self.net(batch[0]), batch[1])
-
-    def validation_step(self, batch, batch_idx):
-        self.log("val_loss", F.cross_entropy(self.net(batch[0]), batch[1]), sync_dist=True)
-
-    def test_step(self, batch, batch_idx):
-        self.log("test_loss", F.cross_entropy(self.net(batch[0]), batch[1]), sync_dist=True)
-
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), lr=0.1)
-
-
-def digits() -> list[DataLoader]:
-    data = TensorDataset(torch.randn(24, 1, 28, 28), torch.arange(24) % 10)
-    return [DataLoader(data, batch_size=8, shuffle=True), DataLoader(data, batch_size=8)]
-
-
-def test_bare_loaders_as_trainer_fit_takes_them() -> None:
-    task = grappe.from_lightning(Page(), images(24), epochs=1)()
-    assert len(task.data("train", Path())) == 24  # type: ignore[arg-type]
-    assert 0 < len(task.data("validation", Path())) < 24  # type: ignore[arg-type]
-    task = grappe.from_lightning(Page(), [images(24), images(8)], epochs=1)()
-    assert [len(task.data(split, Path())) for split in ("train", "validation")] == [24, 8]  # type: ignore[arg-type]
-
-
 def wild(name: str, folder: Path) -> type[grappe.Task]:
-    """Lightning's own demos as they are, the Alliance's script's module, and a classifier of MNIST's shape."""
+    """Lightning's own demos as they are."""
     if name == "BoringModel":
         return grappe.from_lightning(boring_classes.BoringModel(), epochs=1, batch_size=16)
     if name == "BoringDataModule":
         made = boring_classes.BoringModel(), boring_classes.BoringDataModule()
         return grappe.from_lightning(*made, epochs=1, batch_size=16)
-    if name == "LightningTransformer":
-        (folder / "data").mkdir(exist_ok=True)
-        words = " ".join(f"w{number % 17}" for number in range(700))
-        (folder / "data" / "wikitext-2.txt").write_text(f"{words}\n")
-        made = transformer.LightningTransformer(vocab_size=40)
-        return grappe.from_lightning(made, epochs=1, batch_size=8, validation=0.2)
-    if name == "Page":
-        return grappe.from_lightning(Page(), images(40), validation=0.2, epochs=1)
-    return grappe.from_lightning(Digits(), digits(), epochs=1)
+    (folder / "data").mkdir(exist_ok=True)
+    words = " ".join(f"w{number % 17}" for number in range(700))
+    (folder / "data" / "wikitext-2.txt").write_text(f"{words}\n")
+    made = transformer.LightningTransformer(vocab_size=40)
+    return grappe.from_lightning(made, epochs=1, batch_size=8, validation=0.2)
 
 
-@pytest.mark.parametrize("name", ["BoringModel", "BoringDataModule", "LightningTransformer", "Page", "Digits"])
+@pytest.mark.parametrize("name", ["BoringModel", "BoringDataModule", "LightningTransformer"])
 def test_modules_in_the_wild_run(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     result = train(tmp_path / "run", wild(name, tmp_path)())

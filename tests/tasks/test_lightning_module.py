@@ -199,6 +199,7 @@ def test_a_share_of_the_training_samples_validates() -> None:
     sizes = [len(task.data(split, Path())) for split in ("train", "validation")]  # type: ignore[arg-type]
     assert sum(sizes) == TRAINING
     assert sizes[1] == round(TRAINING / 4)
+    assert not task.notes()
 
 
 def test_without_a_validation_loader_all_samples_are_trained_on_and_that_is_said(tmp_path: Path) -> None:
@@ -257,6 +258,7 @@ def test_what_training_step_logs_is_kept(pool: Pool, tmp_path: Path, plan: str) 
     task = grappe.from_lightning(module, Data(), epochs=1)()
     [note] = task.notes()
     assert all(word in note for word in ("largest (it is not the mean", "shape (it is not one", "first (it depends"))
+    assert "accuracy" not in note
     records = trained(pool, task, plan, tmp_path / "run")
     # The weights change from step to step, so a plain loop says what the accuracy was.
     data, right = Data(), 0.0

@@ -12,7 +12,6 @@ import torch
 import grappe
 from grappe import Arrays, Task, tasks
 from grappe.data.draw import sample_keys
-from grappe.data.sampling import cut
 from grappe.errors import DataError, TaskError, UsageError
 from grappe.task import fields
 from grappe.tasks.cifar10 import Cifar10
@@ -192,20 +191,6 @@ def test_shares_are_shares(wrong):
         Cifar10(**wrong)
 
 
-@pytest.mark.parametrize("count", [1, 2, 7, 16])
-@pytest.mark.parametrize("options", [{"flip_and_crop": True}, {"mixup": 1.0}, {"flip_and_crop": True, "mixup": 0.4}])
-def test_augmenting_slices_is_augmenting_the_batch(count, options):
-    task = Cifar10(**options)
-    inputs, targets = images(count)
-    keys = torch.from_numpy(sample_keys(3, 1, np.arange(100, 100 + count)))
-    together = task.augment(inputs, targets, keys)
-    for parts in (2, 3):
-        bounds = [cut(count, parts, part) for part in range(parts)]
-        slices = [task.augment(inputs[a:b], targets[a:b], keys[a:b]) for a, b in bounds if a < b]
-        assert torch.equal(torch.cat([part[0] for part in slices]), together[0])
-        assert torch.equal(torch.cat([part[1] for part in slices]), together[1])
-
-
 def test_every_image_is_one_of_its_own_crops():
     inputs, targets = images(60)
     keys = torch.from_numpy(sample_keys(0, 0, np.arange(60)))
@@ -227,20 +212,12 @@ def test_every_image_is_one_of_its_own_crops():
         assert len(set(choices)) == (2 if max(choices) == 1 else 9)
 
 
-def test_mixup_mixes_pairs_alike():
+def test_mixup_gives_shares_of_classes_to_the_loss():
     inputs, targets = images(5)
-    targets = torch.tensor([0, 1, 2, 2, 3])
-    keys = torch.from_numpy(sample_keys(0, 0, np.arange(5)))
     task = Cifar10(mixup=0.5)
-    mixed, classes = task.augment(inputs, targets, keys)
-    assert classes.shape == (5, 10)
-    torch.testing.assert_close(classes.sum(1), torch.ones(5))
-    share = classes[0, 1]
-    assert 0 < share < 0.5 and classes[1, 0] == share
-    torch.testing.assert_close(mixed[0], inputs[0] * (1 - share) + inputs[1] * share)
-    torch.testing.assert_close(mixed[0] + mixed[1], inputs[0] + inputs[1])
-    assert classes[2, 2] == classes[3, 2] == 1
-    torch.testing.assert_close(mixed[4], inputs[4])  # an odd batch's last has no partner
+    mixed, classes = task.augment(inputs, targets, torch.from_numpy(sample_keys(0, 0, np.arange(5))))
+    assert not torch.equal(mixed, inputs) and classes.shape == (5, 10)
+    assert 0.5 < classes[0, targets[0]] < 1
     assert task.loss(task.model()(mixed), classes).shape == (5,)
 
 

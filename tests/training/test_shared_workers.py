@@ -8,7 +8,7 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from grappe.training import shared_workers
-from grappe.training.shared_workers import Elsewhere, fetching
+from grappe.training.shared_workers import Elsewhere, fetching, loaded_rows
 from grappe.verbs.launch.launch import launch
 
 ROWS = TensorDataset(torch.arange(12.0))
@@ -33,6 +33,23 @@ class Endless(IterableDataset):
 def test_workers_that_are_forked_and_load_by_number_are_shared(options: dict[str, Any], shared: bool) -> None:
     loader = DataLoader(**{"dataset": ROWS, **options})
     assert shared_workers._can_be_shared(loader) == shared
+
+
+IMAGE, BOXES = torch.zeros(3, 8, 8), torch.zeros(2, 4)
+
+
+@pytest.mark.parametrize(
+    ("batch", "rows"),
+    [
+        ([torch.zeros(6, 2), torch.zeros(6)], 6),
+        (((torch.zeros(6, 2), torch.zeros(6, 2)), (torch.zeros(6), torch.zeros(6))), 6),
+        (((IMAGE,) * 5, ({"boxes": BOXES},) * 5), 5),
+        (((IMAGE,) * 5, (BOXES,) * 5), 5),
+        ((["text"] * 6, torch.zeros(6)), 6),
+    ],
+)
+def test_a_list_of_each_sample_s_tensors_has_no_rows(batch: Any, rows: int) -> None:
+    assert loaded_rows(batch) == rows
 
 
 def test_outside_of_a_shared_loader_s_workers_batches_are_loaded(monkeypatch: pytest.MonkeyPatch) -> None:

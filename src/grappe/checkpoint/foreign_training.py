@@ -276,16 +276,10 @@ class ForeignTraining:
     epochs_done: int
     pieces: Sequence[Piece]
     """`optimizer.NAME.KEY`: the optimizer's tensors."""
-    values: Mapping[str, Mapping[str, Any]]
-    """The optimizer's entries that are not tensors, by parameter."""
+    state: Mapping[str, Any]
+    """The checkpoint's JSON, as a training under the engine would have written it."""
     notes: Sequence[str]
     """Notes for the user, one line each."""
-    engine: str
-
-    def state(self, step: int) -> dict[str, Any]:
-        """Returns the JSON of the checkpoint of `step`, as a training under `engine` would have written it."""
-        position = {"schedule_steps": step, "data_parallel": 1}
-        return {"engine_name": self.engine, "engine": {"optimizer": self.values, **position}}
 
 
 def foreign_training(begin: Begin, model: nn.Module, optimizer: Optimizer | None) -> ForeignTraining:
@@ -308,8 +302,7 @@ def foreign_training(begin: Begin, model: nn.Module, optimizer: Optimizer | None
             "its state: only its own run can go on with it. Leave --with-optimizer out"
         )
     if optimizer is None:
-        done = _checked(begin, begin.epochs_done or 0)
-        return ForeignTraining(epochs_done=done, pieces=(), values={}, notes=(), engine=begin.engine)
+        return _going_on(begin, begin.epochs_done or 0, (), {}, ())
     if file.is_dir():
         raise RunError(
             f"--with-optimizer --from {file}: that is a folder: go on with a run of grappe's by --run {file}; "
@@ -330,12 +323,11 @@ def foreign_training(begin: Begin, model: nn.Module, optimizer: Optimizer | None
     for parameter, state in optimizer.state.items():
         for key, value in state.items():
             if isinstance(value, Tensor):
-                pieces.append(Piece.complete(f"{OPTIMIZER}{names[id(parameter)]}.{key}", value))
+                pieces.append(Piece.complete(f"{OPTIMIZER}{names[id(parameter)]}.{key}", value.cpu()))
             elif value is not None:
                 values.setdefault(names[id(parameter)], {})[key] = value
     done, how = _epochs_done(content, begin)
-    done, notes = _checked(begin, done), [*how, *notes]
-    return ForeignTraining(epochs_done=done, pieces=pieces, values=values, notes=notes, engine=begin.engine)
+    return _going_on(begin, done, pieces, values, [*how, *notes])
 
 
 def _optimizer_of(content: Mapping[str, Any], file: Path) -> Mapping[str, Any]:
@@ -475,7 +467,10 @@ def _epochs_done(content: Mapping[str, Any], begin: Begin) -> tuple[int, tuple[s
     return done, (f"{done} epochs done, as the file's {key!r} is understood; otherwise give --epochs-done N",)
 
 
-def _checked(begin: Begin, done: int) -> int:
+def _going_on(
+    begin: Begin, done: int, pieces: Sequence[Piece], values: Mapping[str, Mapping[str, Any]], notes: Sequence[str]
+) -> ForeignTraining:
+    """Returns the state after `done` epochs; `values` are the optimizer's entries that are not tensors."""
     if done < 0:
         raise RunError(f"{done} epochs done: give --epochs-done N with 0 or more")
     if done >= begin.epochs:
@@ -483,4 +478,7 @@ def _checked(begin: Begin, done: int) -> int:
             f"--from {begin.source}: {done} epochs are done, and the task has epochs={begin.epochs}: nothing is left "
             f"to do. Say how many there are in all, as in epochs={done + 10}"
         )
-    return done
+    step = done * begin.steps_per_epoch
+    engine = {"optimizer": values, "schedule_steps": step, "data_parallel": 1}
+    state = {"step": step, "engine_name": begin.engine, "engine": engine}
+    return ForeignTraining(epochs_done=done, pieces=pieces, state=state, notes=notes)

@@ -6,7 +6,7 @@ import contextlib
 import json
 import mmap
 import secrets
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +14,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from grappe.checkpoint import tensor_file
 from grappe.checkpoint.commit import Origin, commit, write_new
 from grappe.checkpoint.foreign_training import (
     ALONE,
     Begin,
-    ForeignTraining,
     copy_values,
     differences,
     foreign_training,
@@ -28,6 +26,7 @@ from grappe.checkpoint.foreign_training import (
     some,
 )
 from grappe.checkpoint.format import STATE, choose, step_folder
+from grappe.checkpoint.tensor_file import Piece, write
 from grappe.checkpoint.weights import LOCAL, MODEL, InMemory, Weights, named_tensors
 from grappe.errors import GrappeError, OutOfMemory, RunError, TaskError, disk_advice
 from grappe.errors.user_code import user_call
@@ -37,6 +36,8 @@ from grappe.launch.fork import LimitReached, Limits, run_in_fork
 from grappe.task import Task
 from grappe.words import format_bytes
 
+FRESH = {"step": 0}
+"""The JSON of a checkpoint before the first step."""
 SLACK = 1 << 26  # bytes, for what is not weights: names, headers, torch's own
 LEAST_SECONDS = 3
 MOST_STATES = 3  # of an optimizer, each as large as the weights, as with Adam's amsgrad
@@ -121,8 +122,8 @@ def _continue(task: Task, model: nn.Module, begin: Begin, checkpoints: Path, run
         note = _copied(model, begin.source)
         with _refusing(begin.source):
             training = foreign_training(begin, model, optimizer)
-        step = training.epochs_done * begin.steps_per_epoch
-        _save(model, checkpoints, run, step, training)
+        _save(model, checkpoints, run, training.state, training.pieces)
+        step = training.state["step"]
         state = "with the optimizer's state" if optimizer is not None else "with a fresh optimizer"
         where = f"begins after {training.epochs_done} epochs (step {step}) {state}, from {begin.source}"
         return "\n".join(filter(None, (where, *training.notes, note)))
@@ -163,20 +164,17 @@ def check_model(task: Task, model: object) -> None:
 
 
 def _save(
-    model: nn.Module, checkpoints: Path, run: str, step: int = 0, training: ForeignTraining | None = None
+    model: nn.Module, checkpoints: Path, run: str, state: Mapping[str, Any] = FRESH, others: Sequence[Piece] = ()
 ) -> None:
-    pieces = [tensor_file.Piece.complete(f"{MODEL}{name}", value) for name, value in model.named_parameters()]
-    pieces += [tensor_file.Piece.complete(f"{LOCAL}0.{name}", value) for name, value in model.named_buffers()]
-    state: dict[str, Any] = {"step": step}
-    if training is not None:
-        pieces += training.pieces
-        state |= training.state(step)
+    pieces = [Piece.complete(f"{MODEL}{name}", value.cpu()) for name, value in model.named_parameters()]
+    pieces += [Piece.complete(f"{LOCAL}0.{name}", value.cpu()) for name, value in model.named_buffers()]
+    step = state["step"]
     try:
         temporary = checkpoints / f".{step_folder(checkpoints, step).name}.{secrets.token_hex(8)}"
         checkpoints.parent.mkdir(parents=True, exist_ok=True)
         files.make_folder(checkpoints, files.IN_RUN)
         files.make_folder(temporary, files.IN_PART)
-        fingerprints = {"rank-0.safetensors": tensor_file.write(temporary / "rank-0.safetensors", pieces)}
+        fingerprints = {"rank-0.safetensors": write(temporary / "rank-0.safetensors", [*pieces, *others])}
         fingerprints[STATE] = write_new(temporary / STATE, json.dumps(state).encode())
         commit(temporary, step_folder(checkpoints, step), fingerprints, Origin(step=step, run=run))
     except OSError as error:  # of the disk, and not of the model that is being made

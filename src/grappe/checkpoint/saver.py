@@ -384,7 +384,7 @@ def pieces_to_write(tensors: Mapping[str, Tensor], own: Mapping[str, Tensor], wo
         if writer == index and (piece := _piece(name, tensor)) is not None:
             yield piece
     for name, tensor in own.items():
-        yield _complete(name, tensor)
+        yield Piece.complete(name, tensor)
 
 
 def _copies(tensor: Tensor, world: World) -> tuple[int, int]:
@@ -402,21 +402,16 @@ def _copies(tensor: Tensor, world: World) -> tuple[int, int]:
 
 def _piece(name: str, tensor: Tensor) -> Piece | None:
     if not isinstance(tensor, DTensor):
-        return _complete(name, tensor)
+        return Piece.complete(name, tensor)
     local = tensor.to_local().detach()
     if local.numel() == 0:
         # Nobody writes an empty part of a tensor; an empty tensor is still a tensor, and one process writes it.
         places = zip(tensor.device_mesh.get_coordinate() or (), tensor.placements, strict=True)
         first = all(place == 0 for place, placed in places if not placed.is_replicate())
-        return _complete(name, local.view(tensor.shape)) if first and tensor.numel() == 0 else None
+        return Piece.complete(name, local.view(tensor.shape)) if first and tensor.numel() == 0 else None
     shape, offset = local_shape_and_offset(tensor)
     assert tuple(local.shape) == shape, (name, local.shape, shape)
     return Piece(name, local, tuple(tensor.shape), offset)
-
-
-def _complete(name: str, tensor: Tensor) -> Piece:
-    shape = tuple(tensor.shape)
-    return Piece(name, tensor.detach(), shape, (0,) * len(shape))
 
 
 SHARE = 0.8  # of the memory that a step leaves free: the allocator cannot use all of it

@@ -55,9 +55,9 @@ class Piece(NamedTuple):
 
     @classmethod
     def complete(cls, name: str, tensor: Tensor) -> Piece:
-        """Returns a tensor that is not spread over processes, on the CPU."""
+        """Returns a tensor that is not spread over processes."""
         shape = tuple(tensor.shape)
-        return cls(name, tensor.detach().cpu(), shape, (0,) * len(shape))
+        return cls(name, tensor.detach(), shape, (0,) * len(shape))
 
 
 def write(file: Path, pieces: Sequence[Piece], values: Iterable[Tensor] | None = None) -> Fingerprint:

@@ -43,10 +43,10 @@ class Weights(Protocol):
 
     def read_part(self, name: str, shape: Sequence[int], offset: Sequence[int]) -> Tensor:
         """The part of the tensor that begins at `offset` and has `shape`, on the CPU."""
-        ...
+        return self.read(name)[tuple(slice(start, start + size) for start, size in zip(offset, shape, strict=True))]
 
 
-class InMemory:
+class InMemory(Weights):
     """Weights held in a mapping."""
 
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:
@@ -66,9 +66,6 @@ class InMemory:
 
     def read(self, name: str) -> Tensor:
         return self._tensors[name]
-
-    def read_part(self, name: str, shape: Sequence[int], offset: Sequence[int]) -> Tensor:
-        return self._tensors[name][tuple(slice(start, start + size) for start, size in zip(offset, shape, strict=True))]
 
 
 class Renamed:

@@ -40,12 +40,7 @@ LAUNCHERS = ("torchrun", "srun", "mpirun", "mpiexec", "horovodrun", "deepspeed",
 USAGE = "grappe submit --time 3h -- train TASK …, another command of grappe, or -- my_script.py ARGUMENTS"
 
 
-def register(app: App) -> None:
-    """Adds the commands to `app`."""
-    for command in (submit, queue, logs, wait, cancel, sites, gpus, doctor):
-        app.command(command)
-
-
+@app.command
 def submit(
     *words: Annotated[str, Parameter(allow_leading_hyphen=True)],
     job: Annotated[JobOptions, OPTIONS] = DEFAULTS,
@@ -197,7 +192,6 @@ def read_submission(words: Sequence[str], job: JobOptions, app: App) -> Submissi
         epochs_done=values.get("epochs_done") or 0,
         data=str(data) if data is not None else None,
         parallel=search.parallel,
-        sampler=search.sampler if words[0] == TUNE else "",
         study=values.get("study"),
         loggers=tuple(getattr(options, "log", ())),
         options=options if words[0] == TRAIN and options is not None else Options(),
@@ -205,6 +199,7 @@ def read_submission(words: Sequence[str], job: JobOptions, app: App) -> Submissi
     )
 
 
+@app.command
 def queue(*, runs: RunsFolder = RUNS, json: Json = False) -> None:
     """List your jobs in Slurm's queue, by run: state, reason, expected start."""
     from grappe.verbs.submit.jobs import queue as verb
@@ -218,6 +213,7 @@ def queue(*, runs: RunsFolder = RUNS, json: Json = False) -> None:
     show_json("queue", jobs=jobs)
 
 
+@app.command
 def logs(
     run: RunFolder,
     /,
@@ -232,6 +228,7 @@ def logs(
         write(text, end="")
 
 
+@app.command
 def wait(run: RunFolder, /, *, json: Json = False) -> int:
     """Wait for the end of a run's job, restarts included, and return the job's exit code."""
     from grappe.verbs.submit.jobs import wait as verb
@@ -242,6 +239,7 @@ def wait(run: RunFolder, /, *, json: Json = False) -> int:
     return code
 
 
+@app.command
 def cancel(
     *runs: RunFolder,
     dry_run: Annotated[DryRun, Parameter(help="List the jobs that would be cancelled; cancel nothing.")] = False,
@@ -257,6 +255,7 @@ def cancel(
     show_either(json, "cancel", ended, jobs=jobs, dry_run=dry_run)
 
 
+@app.command
 def sites(
     name: Annotated[str | None, Parameter(completer=completion.sites, help="A site, to show all its facts.")] = None,
     /,
@@ -271,6 +270,7 @@ def sites(
     show_either(json, "sites", site_facts(name) if name else site_list(), sites=listed)
 
 
+@app.command
 def gpus(*, json: Json = False) -> None:
     """List GPUs by their data sheets: memory, peak rates, power, generation, and the clusters that have them."""
     from grappe.foresight.devices import devices
@@ -279,6 +279,7 @@ def gpus(*, json: Json = False) -> None:
     show_either(json, "gpus", gpu_list(), gpus=devices())
 
 
+@app.command
 def doctor(
     task: str | None = None,
     /,

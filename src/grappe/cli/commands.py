@@ -13,7 +13,7 @@ from typing import Annotated, Literal
 
 from cyclopts import Parameter
 
-from grappe.cli import cluster, completion, images, measuring, output, tuning
+from grappe.cli import cluster, completion, images, measuring, output, tuning  # noqa: F401 (their commands)
 from grappe.cli import exit as entry_point
 from grappe.cli.application import (
     OPTIONS,
@@ -420,10 +420,6 @@ def completion_(shell: Literal["bash", "zsh", "fish"], /) -> None:
         say(line)
 
 
-measuring.register(app)
-tuning.register(app)
-images.register(app)
-cluster.register(app)
 put_in_order(app)
 
 

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 from cyclopts import App, Parameter
 
-from grappe.cli.application import OUT_NAMES, DryRun, Json
+from grappe.cli.application import OUT_NAMES, DryRun, Json, app
 from grappe.cli.exit import show, show_answer, show_json
 from grappe.errors import UsageError
 from grappe.launch.terminal import progress, say, waiting
@@ -30,18 +30,15 @@ _SHOWN = 20  # bad files that are listed; all are in the quarantine
 _UNITS = ("B", "KB", "MB", "GB", "TB")
 
 
-def register(app: App) -> None:
-    """Adds the commands to `app`."""
-    group = App(
-        name="data",
-        help="Index, check, pack, tokenize, stage and time images, and corpora of rows.",
-        help_format="plaintext",
-    )
-    for command in (index, check, pack, tokenize, stage, bench):
-        group.command(command)
-    app.command(group)
+data = App(
+    name="data",
+    help="Index, check, pack, tokenize, stage and time images, and corpora of rows.",
+    help_format="plaintext",
+)
+app.command(data)
 
 
+@data.command
 def index(
     source: Source,
     /,
@@ -96,6 +93,7 @@ def _show_corpus(kind: str, source: Path, done: dict[str, Any], json: bool) -> N
     show_answer(json, kind, facts, source=done.pop("format"), **done)
 
 
+@data.command
 def check(
     source: Source,
     /,
@@ -130,6 +128,7 @@ def check(
     show_answer(json, "data-check", facts, **vars(done))
 
 
+@data.command
 def pack(
     source: Source,
     /,
@@ -164,6 +163,7 @@ def pack(
     show_answer(json, "data-pack", facts, **vars(done), dry_run=dry_run)
 
 
+@data.command
 def tokenize(
     source: Annotated[Path, Parameter(help="A corpus of text: .parquet, .arrow, .jsonl, .jsonl.gz, .jsonl.zst.")],
     /,
@@ -198,6 +198,7 @@ def tokenize(
     show_answer(json, "data-tokenize", facts, **vars(done))
 
 
+@data.command
 def stage(
     source: Annotated[Path, Parameter(help="A file or folder, of images or of anything else.")],
     /,
@@ -229,6 +230,7 @@ def stage(
     show_answer(json, "data-stage", facts, **vars(done), dry_run=dry_run)
 
 
+@data.command
 def bench(
     source: Source,
     /,

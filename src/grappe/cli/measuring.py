@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
-from cyclopts import App, Parameter
+from cyclopts import Parameter
 
 from grappe.cli import completion, output
 from grappe.cli.application import (
@@ -24,6 +24,7 @@ from grappe.cli.application import (
     PlanText,
     RunFolder,
     TaskName,
+    app,
     preflight,
 )  # fmt: skip
 from grappe.cli.exit import show, show_facts, show_json
@@ -65,12 +66,7 @@ ScriptWords = Annotated[
 ]
 
 
-def register(app: App) -> None:
-    """Adds the commands to `app`."""
-    for command in (foresee, measure, verify, lr_find, report, follow, curves):
-        app.command(command)
-
-
+@app.command
 def foresee(
     task: TaskName,
     /,
@@ -128,6 +124,7 @@ def foresee(
     return code
 
 
+@app.command
 def measure(
     task: TaskName | None = None,
     /,
@@ -260,6 +257,7 @@ def _send(request: JobRequest, only_show: bool, later: Sequence[str]) -> None:
         show(f"once they have ended: grappe measure {request.task} --gather {shlex.join([*runs, *later])}")
 
 
+@app.command
 def report(
     *places: Path,
     out: OutFile = None,
@@ -296,6 +294,7 @@ def report(
             show(str(file))
 
 
+@app.command
 def follow(run: RunFolder, /) -> None:
     """Follow a run until it ends; Ctrl-C stops the following alone."""
     from grappe.verbs.follow import follow as verb
@@ -303,6 +302,7 @@ def follow(run: RunFolder, /) -> None:
     verb(run, sys.stdout)
 
 
+@app.command
 def curves(
     *runs: Annotated[Path, Parameter(help="Runs' folders: runs/… (see: grappe runs)")],
     out: Annotated[OutFile, Parameter(help="A file. Default: the standard output.")] = None,
@@ -329,6 +329,7 @@ def curves(
 COLUMNS = ("plan", "verdict", "first differs", "loss", "gradient norm", "weights", "tolerated", "why")
 
 
+@app.command
 def verify(
     task: TaskName | None = None,
     /,
@@ -536,6 +537,7 @@ def _rows(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     return f"<table>{line(columns, 'th')}{''.join(line(row, 'td') for row in rows)}</table>"
 
 
+@app.command
 def lr_find(
     task: TaskName,
     /,

@@ -10,9 +10,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-from cyclopts import App, Group, Parameter
+from cyclopts import Group, Parameter
 
-from grappe.cli.application import OPTIONS, DataFolder, DryRun, Json, PlanText, preflight
+from grappe.cli.application import OPTIONS, DataFolder, DryRun, Json, PlanText, app, preflight
 from grappe.cli.exit import show, show_answer, show_json
 from grappe.errors import EXIT_FAILURE, EXIT_OK, RunError, UsageError
 from grappe.fields import (  # noqa: F401 (cyclopts looks the inherited fields' types up here)
@@ -49,11 +49,7 @@ JOBS = Group("Trials as Slurm jobs, with --site")
 LIVE_ROWS = 15
 
 
-def register(app: App) -> None:
-    """Adds the command to `app`."""
-    app.command(tune)
-
-
+@app.command
 def tune(
     task: str | None = None,
     /,
@@ -194,7 +190,7 @@ def trial_table(
     Args:
         facts: by number, further cells by their columns; None: there are none.
     """
-    from grappe.verbs.tune.schedule import rung_parts
+    from grappe.verbs.tune.journal import rung_parts
 
     names, rows = list(study.search.space), list[list[str]]()
     further = list(dict.fromkeys(name for cells in (facts or {}).values() for name in cells))

@@ -238,10 +238,6 @@ class ExactPieces:
         there = [piece for rank in range(self.slices) for piece in self.places(rank)]
         return sorted(range(self.pieces), key=there.__getitem__)
 
-    def cut(self, everyone: np.ndarray, data_rank: int) -> tuple[np.ndarray, ...]:
-        """Cuts the *global* batch's sample ids into the pieces of one slice."""
-        return tuple(everyone[a:b] for a, b in self.spans(len(everyone), data_rank))
-
     def spans(self, samples: int, data_rank: int) -> list[tuple[int, int]]:
         """Returns the begin and the end of a slice's pieces in a global batch of `samples` rows."""
         return [cut(samples, self.pieces, piece) for piece in self.places(data_rank)]

@@ -20,7 +20,6 @@ from grappe.errors.user_line import at
 from grappe.private_api.torch import tree_map
 from grappe.task import Task, overrides
 
-_NOTHING = contextlib.nullcontext()
 COLLATE = "def collate(self, samples): … return inputs, targets"  # as it is to be written, for messages
 
 
@@ -33,7 +32,7 @@ def collated(task: Task, samples: Sequence[Any]) -> tuple[Any, Any]:
     name = type(task).__name__
     key = getattr(samples, "key", None) if overrides(task, "collate") else None
     try:
-        with _NOTHING if key is None else seeded(key):
+        with contextlib.nullcontext() if key is None else seeded(key):
             batch = task.collate(samples)
     except GrappeError:
         raise
@@ -75,25 +74,15 @@ def augment(task: Task, inputs: Any, targets: Any, keys: Tensor, *, training: bo
     )
 
 
-def _in_full_precision(device: torch.device) -> contextlib.AbstractContextManager[None]:
+@contextlib.contextmanager
+def _in_full_precision(device: torch.device) -> Iterator[None]:
     """Context without the model's lower precision: an augmentation has the same bits under every plan.
 
     Evaluation asks for batches inside the model's autocast; precision=tf32 rounds every product of matrices to 11 bits.
     """
     if device.type == "cpu" and not torch.is_autocast_enabled("cpu"):
-        return _NOTHING
-    return _without_lower_precision(device)
-
-
-def in_float64(batch: Any) -> Any:
-    """Returns nested data, whose decimal tensors are float64."""
-    return tree_map(
-        lambda leaf: leaf.double() if isinstance(leaf, Tensor) and leaf.is_floating_point() else leaf, batch
-    )
-
-
-@contextlib.contextmanager
-def _without_lower_precision(device: torch.device) -> Iterator[None]:
+        yield
+        return
     matmul = torch.backends.cuda.matmul
     try:
         name, before, full = "allow_tf32", matmul.allow_tf32, False
@@ -105,6 +94,13 @@ def _without_lower_precision(device: torch.device) -> Iterator[None]:
             yield
     finally:
         setattr(matmul, name, before)
+
+
+def in_float64(batch: Any) -> Any:
+    """Returns nested data, whose decimal tensors are float64."""
+    return tree_map(
+        lambda leaf: leaf.double() if isinstance(leaf, Tensor) and leaf.is_floating_point() else leaf, batch
+    )
 
 
 def takes_training(task: Task) -> bool:

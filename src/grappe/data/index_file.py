@@ -1,4 +1,4 @@
-"""Writes and maps the files of indexes: .npy files of bytes, which all processes of a node share.
+"""Keeps arrays that are made of a source's files as one .npy file of bytes, mapped by all processes of a node.
 
 The bytes are a hash of all that follows, the length of a JSON description, the description, then sections, each at a
 multiple of 64 bytes. Nothing in it is executed.
@@ -10,45 +10,49 @@ import contextlib
 import io
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
+from grappe.errors import DataError
 from grappe.launch import files
 
+T = TypeVar("T")
+VERSION = 3
 _ALIGNED = 64
 _START = 16
 
 
-Made = tuple[tuple[str, ...], Sequence[NDArray[Any]]]
-"""Words and arrays of one dimension."""
+Made = tuple[Any, Sequence[NDArray[Any]]]
+"""A description, which JSON can have, and arrays of one dimension."""
 
 
 class Stale(Exception):
     """An index does not match the source as it is now; `str(error)` says why."""
 
 
-def write(file: Path, description: bytes, sections: Sequence[NDArray[Any]]) -> None:
+def write(file: Path, description: Any, arrays: Sequence[NDArray[Any]]) -> None:
     """Writes an index in one step, so that nobody ever reads half of it.
 
     Raises:
         OSError: it cannot be written there.
     """
-    laid = bytearray(bytes(8) + len(description).to_bytes(8, "little") + description)
-    for section in sections:
+    text = msgspec.json.encode((VERSION, [len(array) for array in arrays], description))
+    laid = bytearray(bytes(8) + len(text).to_bytes(8, "little") + text)
+    for array in arrays:
         laid += bytes(-len(laid) % _ALIGNED)
-        laid += section.tobytes()
+        laid += array.tobytes()
     laid[:8] = xxhash.xxh3_64_digest(memoryview(laid)[8:])
     content = io.BytesIO()
     np.save(content, np.frombuffer(laid, np.uint8))
     files.replace(file, content.getvalue(), durable=True)
 
 
-def read(file: Path) -> tuple[bytes, NDArray[np.uint8]]:
-    """Maps an index: its description, and the bytes from the first section on.
+def read(file: Path, form: Any, kinds: Sequence[np.dtype[Any]]) -> tuple[Any, list[NDArray[Any]]]:
+    """Maps an index: its description, of the type `form`, and its arrays, of `kinds`.
 
     Raises:
         Stale: it cannot be read, or is damaged.
@@ -63,66 +67,74 @@ def read(file: Path) -> tuple[bytes, NDArray[np.uint8]]:
         raise Stale("it is another file, or cut off")
     if xxhash.xxh3_64_digest(raw[8:].data) != raw[:8].tobytes():
         raise Stale("it is damaged")
-    start = _START + int.from_bytes(raw[8:_START].tobytes(), "little")
-    return raw[_START:start].tobytes(), raw[start + -start % _ALIGNED :]
+    end = _START + int.from_bytes(raw[8:_START].tobytes(), "little")
+    try:
+        version, lengths, description = msgspec.json.decode(raw[_START:end].tobytes(), type=tuple[int, list[int], form])
+    except msgspec.DecodeError:
+        raise Stale("it is damaged, or another version of grappe wrote it") from None
+    if (version, len(lengths)) != (VERSION, len(kinds)):
+        raise Stale("another version of grappe wrote it")
+    sections = []
+    for length, kind in zip(lengths, kinds, strict=True):
+        begin = end + -end % _ALIGNED
+        end = begin + length * kind.itemsize
+        sections.append((begin, end, kind))
+    if min(lengths) < 0 or end != len(raw):
+        raise Stale("it is damaged")
+    return description, [np.asarray(raw[begin:end]).view(kind) for begin, end, kind in sections]
 
 
 def kept(
+    source: str,
     places: Sequence[Path],
-    identity: str,
+    form: Any,
     kinds: Sequence[np.dtype[Any]],
-    make: Callable[[], Made],
+    make: Callable[[str], Made],
+    check: Callable[[Any, list[NDArray[Any]]], T],
     *,
     again: bool = False,
-) -> tuple[tuple[str, ...], list[NDArray[Any]], Path | None]:
-    """Returns words and arrays, mapped, as they were written for the same identity; else makes and writes them, once.
+) -> tuple[T, Path | None, str]:
+    """Returns what was kept of a source, mapped; where that is missing or stale makes and writes it, once.
 
     Args:
-        places: where the file may lie, in order of preference.
-        identity: of what they are made of.
+        source: its name, for the message.
+        places: where the file may lie, in order of preference, the last one in the user's own folder.
+        form: the description's type.
         kinds: of the arrays.
-        again: whether to make them in any case.
+        make: is told why what was kept cannot be taken; "": nothing was.
+        check: makes the result of a description and its arrays; raises Stale where they are not the source's.
+        again: whether to make it in any case.
 
     Returns:
-        The words, the arrays, and the file; None: it could be written nowhere.
-    """
-
-    def existing() -> tuple[tuple[str, ...], list[NDArray[Any]], Path] | None:
-        for file in (place for place in places if place.is_file()):
-            with contextlib.suppress(Stale, msgspec.DecodeError, ValueError):
-                text, rest = read(file)
-                its_identity, lengths, words = msgspec.json.decode(text, type=tuple[str, list[int], tuple[str, ...]])
-                if its_identity == identity and min(lengths) >= 0:
-                    sizes = [length * kind.itemsize for length, kind in zip(lengths, kinds, strict=True)]
-                    parts = zip(cut(rest, sizes), kinds, strict=True)
-                    return words, [part.view(kind) for part, kind in parts], file
-        return None
-
-    if not again and (there := existing()) is not None:
-        return there
-    with files.locked(places[-1].with_suffix(".lock")):
-        if not again and (there := existing()) is not None:  # another process has made it
-            return there
-        words, arrays = make()
-        for file in places:
-            with contextlib.suppress(OSError):
-                write(file, msgspec.json.encode((identity, [len(each) for each in arrays], words)), arrays)
-                if (there := existing()) is not None:
-                    return there
-        return words, list(arrays), None
-
-
-def cut(rest: NDArray[np.uint8], sizes: Sequence[int]) -> list[NDArray[np.uint8]]:
-    """Cuts what `read` has mapped into sections of `sizes` bytes.
+        The result, and the file, or None and why it could be written nowhere.
 
     Raises:
-        Stale: they are not all that there is.
+        DataError: the source changes while it is read.
     """
-    sections, start = [], 0
-    for size in sizes:
-        start += -start % _ALIGNED
-        sections.append(np.asarray(rest[start : start + size]))
-        start += size
-    if start != len(rest):
-        raise Stale("it is damaged")
-    return sections
+
+    def existing() -> tuple[T, Path] | str:
+        why = ""
+        for file in (place for place in places if place.is_file()):
+            try:
+                return check(*read(file, form, kinds)), file
+            except Stale as error:
+                why = why or f"{file}: {error}"
+        return why
+
+    if not again and not isinstance(there := existing(), str):
+        return *there, ""
+    with files.locked(places[-1].with_suffix(".lock")) if places[1:] else contextlib.nullcontext():
+        if not isinstance(there := "asked for" if again else existing(), str):  # another process has made it
+            return *there, ""
+        description, arrays = make(there)
+        problems = []
+        try:
+            for file in places:
+                try:
+                    write(file, description, arrays)
+                    return check(*read(file, form, kinds)), file, ""
+                except OSError as error:
+                    problems.append(f"{file}: {error.strerror or error}")
+            return check(description, list(arrays)), None, "; ".join(problems)
+        except Stale as error:
+            raise DataError(f"{source} changes while it is read ({error}): wait until it is whole") from None

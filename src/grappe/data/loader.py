@@ -187,9 +187,8 @@ class BatchLoader:
             apart: a child of this process loads it, so that a dataset that counts or draws is as before.
         """
         part = next(self.slices(step, step + 1))
-        load = self._loaded_apart if apart else self._loaded_here
         with inside(None):
-            yield self._batch(part, load(part) if self._arrays is None else self._gathered)
+            yield self._batch(part, self._loaded_here(part, apart=apart) if self._arrays is None else self._gathered)
 
     def _begun(self, start: int, stop: int) -> Source:
         """Begins to load the pieces of steps `start` to `stop`."""
@@ -200,16 +199,14 @@ class BatchLoader:
             for ids in ((part.ids,) if self._cuts else part.pieces)
         )
 
-    def _loaded_here(self, part: StepSlice) -> Fetch:
-        samples = self.sources.samples
-        return lambda ids: samples.collate(samples.dataset.__getitems__(self._request(part, ids)))
-
-    def _loaded_apart(self, part: StepSlice) -> Fetch:
+    def _loaded_here(self, part: StepSlice, *, apart: bool) -> Fetch:
         samples = self.sources.samples
 
         def fetch(ids: np.ndarray) -> tuple[Any, Any]:
-            options: dict[str, Any] = {"collate_fn": samples.collate, "multiprocessing_context": "fork"}
             request = list(self._request(part, ids))
+            if not apart:
+                return samples.collate(samples.dataset.__getitems__(request))
+            options: dict[str, Any] = {"collate_fn": samples.collate, "multiprocessing_context": "fork"}
             with offsets_kept():
                 return next(iter(DataLoader(samples.dataset, batch_sampler=[request], num_workers=1, **options)))
 

@@ -22,7 +22,8 @@ from grappe.engines.shared.after_step import AfterStep
 from grappe.engines.shared.carried import gather_state, nothing_changed
 from grappe.engines.shared.microbatch import MicrobatchRunner, evaluate, within
 from grappe.engines.shared.state import ModelState, trained_parameters
-from grappe.errors import PlanError
+from grappe.errors import PlanError, TaskError
+from grappe.errors.user_code import sentence
 from grappe.optimizers.common import has_modes
 from grappe.parallel import compile as compile_rules
 from grappe.parallel.compile import replaying
@@ -96,7 +97,7 @@ class Native(Engine):
             strategy = make(setup, self._model, loss_scale)
         self._gradients = strategy.gradients
         self._check = strategy.check if isinstance(strategy, ExactGradients) else None
-        optimizer = self._model.make_optimizer()
+        optimizer = self._optimizer = self._model.make_optimizer()
         setup.observers.optimizer(optimizer, self._model.named)
         self._parameters = [parameter for _, parameter in self._model.named]
         self._closure_step: ClosureStep | None = None
@@ -118,7 +119,11 @@ class Native(Engine):
         else:
             sums, norm, skipped = self._clipped_gradients(batch)
             if not skipped:
-                self._step_optimizer()
+                try:
+                    self._step_optimizer()
+                except (RuntimeError, NotImplementedError) as error:
+                    _explain_parts(self._optimizer, error)
+                    raise
         if self._schedule is not None and not skipped:
             self._schedule.step()
         # As optimizer.zero_grad(), less the 8 microseconds that its profiling takes.
@@ -146,6 +151,19 @@ class Native(Engine):
 
     def evaluate(self, batches: Iterator[Batch], samples: int) -> Scores:
         return self._model.evaluate(batches, samples)
+
+
+OF_DTENSORS = ("DTensor", "placement", "sharded tensor")
+
+
+def _explain_parts(optimizer: Optimizer, error: Exception) -> None:
+    """Raises TaskError where torch's DTensor has no rule for what an optimizer computes."""
+    if any(words in str(error) for words in OF_DTENSORS):
+        why = sentence(error).splitlines()[0]
+        raise TaskError(
+            f"{type(optimizer).__name__} cannot step parameters of which each process holds a part ({why}): use "
+            "replicate=, or another optimizer"
+        ) from error
 
 
 # ---- The model, whole on this process or sharded -----------------------------------------------------------

@@ -7,8 +7,10 @@ characters hide text or turn it round. So each such character is shown as its es
 from __future__ import annotations
 
 import html
+import json
 import re
 import sys
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 MOST = 2000  # characters of one foreign text: more would flood the screen
@@ -73,6 +75,17 @@ def number(value: object) -> float:
 def entries(value: object) -> dict[str, Any]:
     """The dictionary that a file has in a place; {} where it has something else there."""
     return value if isinstance(value, dict) else {}
+
+
+def objects(lines: Iterable[bytes]) -> Iterator[dict[str, Any]]:
+    """Yields the objects in JSON lines; skips a damaged line, such as the half of one whose writer was killed."""
+    for line in lines:
+        try:
+            value = json.loads(line.decode(errors="replace"))
+        except (ValueError, RecursionError):
+            continue
+        if isinstance(value, dict):
+            yield value
 
 
 def _text(foreign: object) -> str:

@@ -190,22 +190,6 @@ def run_in_fork(work: Callable[[], str | None], limits: Limits | None = None) ->
     raise getattr(errors, name, errors.TaskError)(text)
 
 
-def exit_code_in_fork(work: Callable[[], None]) -> int:
-    """Calls `work` in a silent forked process; returns 0, 1 where `work` raised, or -N where signal N killed it."""
-    parent = os.getpid()
-    pid = os.fork()
-    if pid == 0:
-        end_with_forking_parent(parent)
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
-        try:
-            work()
-            os._exit(0)
-        finally:
-            os._exit(1)
-    _, status = os.waitpid(pid, 0)
-    return os.waitstatus_to_exitcode(status)
-
-
 def _message_of(work: Callable[[], str | None], limits: Limits | None) -> str:
     """Calls `work` under `limits`; returns DONE and what `work` returned, or the error's class and message."""
     try:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import types
+import zlib
 from collections.abc import Iterator
 from typing import Any
 
@@ -16,8 +17,12 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from grappe.checkpoint.weights import agreed
+from grappe.errors import TaskError
 from grappe.launch.world import gather_into
-from grappe.private_api.torch import BatchNormBase, module_buffers
+from grappe.private_api.torch import BatchNormBase, is_traced, module_buffers
+
+MARKS = 1 << 20
+"""Number of marks of messages, each exact in float32."""
 
 
 class _Normalise(torch.autograd.Function):
@@ -25,7 +30,7 @@ class _Normalise(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, eps: float, rows: int, group: ProcessGroup
+        ctx: Any, x: Tensor, eps: float, rows: int, group: ProcessGroup, name: str
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         channels = x.shape[1]
         real = x[:rows]
@@ -37,7 +42,7 @@ class _Normalise(torch.autograd.Function):
             second = (real.to(kind) - _spread(mean, x)).square().sum(dims)
         else:
             mean = second = torch.zeros(channels, dtype=kind, device=x.device)
-        mean, variance, total = _combine(mean, second, count, group)
+        mean, variance, total = _combine(mean, second, count, group, name)
         inverse = torch.rsqrt(variance + eps)
         normal = (x.to(kind) - _spread(mean, x)) * _spread(inverse, x)
         ctx.save_for_backward(normal, inverse, total)
@@ -46,29 +51,42 @@ class _Normalise(torch.autograd.Function):
         return normal.to(x.dtype), mean, variance, total
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None, None]:
         normal, inverse, total = ctx.saved_tensors
         g = gradients[0].to(normal.dtype)
         sums = torch.stack([g.sum(ctx.dims), (g * normal).sum(ctx.dims)])
         dist.all_reduce(sums, group=ctx.group)
         if not ctx.real:
-            return torch.zeros_like(gradients[0]), None, None, None  # not part of the statistics
+            return torch.zeros_like(gradients[0]), None, None, None, None  # not part of the statistics
         mean_g, mean_gn = sums / total
         result = (g - _spread(mean_g, g) - normal * _spread(mean_gn, g)) * _spread(inverse, g)
-        return result.to(gradients[0].dtype), None, None, None
+        return result.to(gradients[0].dtype), None, None, None, None
 
 
-def _combine(mean: Tensor, second: Tensor, count: Tensor, group: ProcessGroup) -> tuple[Tensor, Tensor, Tensor]:
+def _combine(
+    mean: Tensor, second: Tensor, count: Tensor, group: ProcessGroup, name: str
+) -> tuple[Tensor, Tensor, Tensor]:
     """Combines each process's mean, biased variance and count over all processes.
 
     Chan, Golub and LeVeque (1979), "Updating formulae and a pairwise algorithm for computing sample variances".
+
+    Raises:
+        TaskError: another process sends another message, as its forward takes another way; seen on the CPU alone.
     """
-    local = torch.cat([mean, second, count])
+    mark = count.new_full((1,), float(zlib.crc32(name.encode()) % MARKS))
+    local = torch.cat([mean, second, mark, count])
     everyone = local.new_empty(dist.get_world_size(group) * local.numel())
     gather_into(everyone, local, group)
     everyone = everyone.view(-1, local.numel())
     channels = mean.numel()
-    means, seconds, counts = everyone[:, :channels], everyone[:, channels:-1], everyone[:, -1:]
+    means, seconds, marks, counts = everyone.split([channels, channels, 1, 1], dim=1)
+    is_read = marks.device.type == "cpu" and not torch.compiler.is_compiling() and not is_traced(marks)
+    if is_read and not torch.equal(marks, mark.to(marks.dtype).expand_as(marks)):
+        raise TaskError(
+            f"the batch normalisation '{name}' takes statistics of all processes' rows, but another process does not "
+            "run it now: forward calls it another number of times on each, or takes another branch by its own rows. "
+            "Call it equally often whatever the rows, or: --plan batchnorm=local"
+        )
     total = counts.sum()
     some = total.clamp(min=1.0)  # a microbatch may be padding on all processes
     overall = (means * counts).sum(0) / some
@@ -86,12 +104,12 @@ IS_PADDING = "grappe_is_padding"
 
 def synchronise_batchnorm(model: nn.Module, group: ProcessGroup) -> None:
     """Makes every batch normalisation of the model use the statistics of all processes' rows while training."""
-    for module in model.modules():
+    for name, module in model.named_modules():
         if isinstance(module, BatchNormBase):
-            _patch(module, group)
+            _patch(module, group, name)
 
 
-def _patch(module: BatchNormBase, group: ProcessGroup) -> None:
+def _patch(module: BatchNormBase, group: ProcessGroup, name: str) -> None:
     plain = type(module).forward
     setattr(module, IS_PADDING, False)
 
@@ -99,7 +117,7 @@ def _patch(module: BatchNormBase, group: ProcessGroup) -> None:
         if not module.training:
             return plain(module, x)
         real = 0 if getattr(module, IS_PADDING) else len(x)
-        normal, mean, variance, total = _Normalise.apply(x, module.eps, real, group)
+        normal, mean, variance, total = _Normalise.apply(x, module.eps, real, group, name)
         if module.track_running_stats:
             _track(module, mean, variance * (total / (total - 1)), total > 0)
         if module.affine:

@@ -37,6 +37,11 @@ def shard(model: nn.Module, units: Sequence[nn.Module], plan: Plan, world: World
         several += [*_of_other_types(module, apart), module]
         apart.update(module.parameters())
     for module in several:
+        if type(module).forward is nn.Module.forward:  # before which FSDP2 would gather
+            raise TaskError(
+                f"{type(module).__name__} has no forward of its own, before which shard= gathers parameters: make it "
+                "an nn.Module whose forward calls its parts, or use replicate="
+            )
         fully_shard(
             module, mesh=mesh, reshard_after_forward=plan.zero == 3, offload_policy=policy, ignored_params=scalars
         )

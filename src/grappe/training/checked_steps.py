@@ -7,6 +7,8 @@ import copy
 import functools
 import math
 import random
+import sys
+import time
 from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
@@ -52,8 +54,10 @@ TOLERANCE = {"fp64": 1e-8, "fp32": 3e-4, "tf32": 1e-2, "bf16": 0.04, "fp16": 0.0
 """Relative distance of a loss and of gradients up to which a step is one process's: sums in another order round so."""
 SMALL = 1e-3
 """Part of the whole gradient's norm below which a parameter's gradient may be rounding: a bias before a norm's."""
+QUICK_SECONDS = 0.5  # of checks in all, up to which steps 1, 2, 4, 8, ... of a start are checked
 SHARES = ((1000, 0.02), (math.inf, 0.005))
 """Steps, and the part of their time that checking may take."""
+NEVER = sys.maxsize
 Figures = dict[tuple[str, tuple[int, ...]], tuple[float, float]]
 """Norm and probe (a sum with fixed weights) of a part of a gradient, by the parameter's name and the part's offset."""
 
@@ -100,7 +104,9 @@ class CheckedSteps:
         self._attributes: Attributes = {}
         """Attributes of process 0's model that are not what `model()` made, before a step that is checked."""
         self._shapes: Shapes = set()
-        self._next: int | None = None
+        self._start, self._next = 0, -1
+        self._began, self._spent = 0.0, 0.0
+        """Beginning of the running check, and seconds of all."""
         self.distances: dict[int, float] = {}
         """Relative distance from one process's, by checked step; on process 0."""
 
@@ -123,16 +129,17 @@ class CheckedSteps:
 
     def before(self, batch: Batch, engine: Engine) -> None:
         """Keeps the weights on process 0 before a step that is checked. Collective."""
-        if self._next is None:
-            self._next = batch.step
+        if not self._checked and self._next < 0:
+            self._start = self._next = batch.step
         if batch.step != self._next:
             return
+        self._began = time.perf_counter()
         changed = self._carried.changed()
         leaves = tree_leaves(changed)
         hidden = any(isinstance(leaf, Tensor) and not is_state(leaf) for leaf in leaves)
         hidden = hidden or any(has_rows(value, self._carried.rows) for value in changed.values())
         if any(self._world.gather(hidden)):  # one process's hidden states are not known
-            self._next = -1
+            self._next = NEVER
             return
         self._attributes = {} if self._world.rank else copied(changed)
         self._shapes = shapes_of(batch)
@@ -150,8 +157,6 @@ class CheckedSteps:
         step = result.batch.step
         self._first = not self._checked
         self._checked += not result.skipped
-        # The second step, too: it shows what the first one has left elsewhere, in a closure or the optimizer.
-        self._next = step + 1 if result.skipped or self._first else self._drawn(step)
         everyone = self._world.gather((own or {}, state, self._shapes))
         finding = ""
         if not (result.skipped or self._world.rank):
@@ -159,11 +164,18 @@ class CheckedSteps:
             self._shapes = set().union(*(shapes for _, _, shapes in everyone))
             loss = result.sums.read()[0] / float(result.batch.count)
             finding = self._compared(step, loss, joined, [states for _, states, _ in everyone], weights)
-        self._world.barrier()
+        self._spent += time.perf_counter() - self._began
+        # The second step, too: it shows what the first one has left elsewhere, in a closure or the optimizer.
+        self._next = self._world.share(step + 1 if result.skipped or self._first else self._drawn(step))
         return finding
 
     def _drawn(self, step: int) -> int:
-        """Returns the next step to check: at random in the span of steps whose time allows for it."""
+        """Returns the next step to check: at random in the span of steps whose time allows for it.
+
+        While checks are quick, as in a short training of a small model, it is twice as far from the start.
+        """
+        if self._spent < QUICK_SECONDS:
+            return 2 * step - self._start + 1
         share = next(share for until, share in SHARES if step < until)
         span = math.ceil((self._world.data_size + 1) / share)
         return step + random.Random(f"{self._task.seed} {step}").randint(1, span)

@@ -40,10 +40,10 @@ from grappe.rows.entries import entries
 from grappe.rows.functions import weight
 from grappe.rows.gradients import GradientSums
 from grappe.rows.own import OwnRows, as_own, as_rows, local_of, new_own, with_own_rows
-from grappe.rows.tensor import Rows, are_rows, full, own_term, split, usual_rows
+from grappe.rows.tensor import Rows, are_rows, full, own_term, split
 from grappe.training.interception import Begin, MainThread, StepHandler, parameters_of, replaced
 from grappe.training.plan_keys import PlanKeys
-from grappe.training.shared_workers import SharedWorkers, fetching
+from grappe.training.shared_workers import SharedWorkers, fetching, loaded_rows
 
 CHECK_EVERY = 100  # steps, after which the processes compare their weights; at first after 1, 2, 4, …
 REPORTED = 20  # steps, after which it is said what was gathered
@@ -147,7 +147,7 @@ class SpreadSteps(StepHandler):
 
     def split(self, batch: Any, *, shared: bool = False) -> Any:
         """Returns a batch that all processes have, with rows in place of tensors of as many rows as most have."""
-        rows = usual_rows(batch)
+        rows = loaded_rows(batch)
         if rows < self._world.data_size:
             return batch
         self._rows = rows
@@ -194,7 +194,10 @@ class SpreadSteps(StepHandler):
 
     def _arguments(self, module: nn.Module, arguments: Any, options: Any) -> tuple[Any, Any]:
         leaves = [each for each in tree_leaves((arguments, options)) if isinstance(each, Tensor)]
-        packed = any(isinstance(each, PackedSequence) for each in arguments)
+        packed = any(
+            isinstance(each, PackedSequence) or (isinstance(each, list | tuple) and len(each) == self._rows)
+            for each in arguments
+        )  # which hold a tensor for all samples, or for each
         if packed or not leaves or any(type(each) is Rows for each in leaves):
             return arguments, options
         if module not in self._time_major:
@@ -331,7 +334,7 @@ class SpreadSteps(StepHandler):
                 if own != others:
                     raise DivergedError(
                         f"the processes have not the same batch ({line}): the script draws it from what is not the "
-                        "same in each, as a queue that several workers fill, or datetime.now(). Load it with a "
+                        "same in each, as a queue that several workers fill, or id(). Load it with a "
                         "torch.utils.data.DataLoader, or draw it with torch, NumPy or random"
                     )
 
@@ -355,10 +358,10 @@ class SpreadSteps(StepHandler):
         if any(sums[key] != other[key] for other in self._world.gather(sums) for key in sums.keys() & other.keys()):
             raise DivergedError(
                 f"the processes' weights or buffers differ after {self.steps} steps: the script makes them from what "
-                "is not the same in each process, as datetime.now() or id()"
+                "is not the same in each process, as id() or the order of a set of objects"
                 if self.steps
                 else "the processes began with different weights: the script seeds by what is not the same in each, as "
-                "datetime.now() or id()"
+                "id() or the order of a set of objects"
             )
 
     def close(self) -> None:

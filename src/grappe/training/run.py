@@ -19,7 +19,7 @@ from grappe.checkpoint.format import Choice, leftovers, refuse_package, select
 from grappe.checkpoint.lease import FILE as LEASE
 from grappe.checkpoint.lease import STALE_SECONDS, Lease, is_taken_over
 from grappe.errors import GrappeError, PlanError, RunError
-from grappe.errors.foreign_text import entries, number, printable
+from grappe.errors.foreign_text import entries, number, objects, printable
 from grappe.launch import files
 from grappe.launch.files import IN_PART, RUNS
 from grappe.table import Table, Tabular, frame
@@ -165,12 +165,8 @@ class Run(Tabular):
         except OSError:
             return
         with stream:
-            for line in iter(lambda: stream.readline(LONGEST_LINE), b""):
-                try:
-                    record = json.loads(line.decode(errors="replace"))
-                except (ValueError, RecursionError):
-                    continue
-                if isinstance(record, dict) and kind in (None, record.get("kind")):
+            for record in objects(iter(lambda: stream.readline(LONGEST_LINE), b"")):
+                if kind in (None, record.get("kind")):
                     yield record
 
     def last_record(self, kind: str) -> dict[str, Any]:

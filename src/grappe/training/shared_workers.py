@@ -158,9 +158,23 @@ def _bytes(part: Tensor) -> Tensor:
     return part.reshape(-1).view(torch.uint8)
 
 
+def loaded_rows(batch: Any) -> int:
+    """Returns the rows that most tensors of a script's batch have; 0 if it has none with rows.
+
+    Lists of one length, as `zip(*samples)` makes them of images and boxes, have a tensor for each sample, and no rows.
+    """
+    if isinstance(batch, list | tuple) and all(isinstance(each, list | tuple) for each in batch):
+        of_samples = len(set(map(len, batch))) == 1
+        kinds = {type(each) for part in batch for each in part}
+        lengths = {len(each) for each in tree_leaves(batch) if isinstance(each, Tensor) and each.dim()}
+        if of_samples and (kinds != {Tensor} or len(lengths) > 1):
+            return len(batch[0])
+    return usual_rows(batch)
+
+
 def _kept_back(batch: Any) -> Callable[[Any], Any]:
     """Returns the function that replaces the tensors of a batch whose rows are sent apart."""
-    rows = usual_rows(batch)
+    rows = loaded_rows(batch)
     several = rows >= NOW.context.size
 
     def replaced(leaf: Any) -> Any:

@@ -292,6 +292,13 @@ def sentence(reports: dict[int, Standstill], size: int, folder: Path, silent: fl
     if not reports:
         return f"{begin}no process could write why; what it was doing is unknown{end}"
     report = _at_fault(reports)
+    if report is None and len({each.where for each in reports.values()}) > 1:
+        each = "; ".join(map(_waiting, reports.values()))
+        return (
+            f"{begin}all {size} processes wait for each other, in different calls: {each}. What sends a message, a "
+            "synchronised batch normalisation say, must run equally often on each process's rows (or: "
+            f"batchnorm=local){end}"
+        )
     if report is None:
         waiting = _waiting(next(iter(reports.values())))
         return f"{begin}all {size} processes wait for each other: a message was lost, {waiting}{end}"

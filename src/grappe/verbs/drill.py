@@ -45,27 +45,34 @@ SPREAD = 2.0  # steps within which a process is killed
 
 @dataclasses.dataclass
 class FaultInjector(Watcher):
-    """Watcher that injects a fault into its own process once `step` is done; every process gets a pickled copy."""
+    """Watcher that injects a fault into its own process once `step` is done; every process gets a pickled copy.
 
-    fault: str
-    step: int
+    Of a training that goes on after a fault it notes where it began, and the time of its first step's end.
+    """
+
+    fault: str = ""
+    """The fault; "": none, as the training goes on after one."""
+    step: int = 0
     ranks: str = "all"
     """Ranks to fail: "all", "first" or "last"."""
     done: bool = False
     prompt = True
 
     def started(self, info: RunInfo) -> None:
-        last, self.done = info.world_size - 1, info.start > 0  # where the command has started it again
+        self._begun = info.start
+        self._goes_on = not self.fault or info.start > 0  # where the command has started it again
+        last = info.world_size - 1
         self._is_hurt = {"all": True, "first": info.rank == 0, "last": info.rank == last}[self.ranks]
         self._folder, self._rank = info.folder, info.rank
 
     def stepped(self, record: Record) -> None:
-        if record.step < self.step or self.done:
+        if self.done or (record.step < self.step and not self._goes_on):
             return
         self.done = True
         if self._rank == 0:
-            write_record(self._folder / DISTURBED, {"step": record.step, "time": time.time()})
-        if not self._is_hurt or self.fault == "save":
+            step, name = (self._begun, RESUMED) if self._goes_on else (record.step, DISTURBED)
+            files.replace(self._folder / name, json.dumps({"step": step, "time": time.time()}).encode())
+        if self._goes_on or not self._is_hurt or self.fault == "save":
             return
         if self.fault == "disk":
             # No file of this process can grow any more: like a full disk, and possible without root.
@@ -88,24 +95,6 @@ class FaultInjector(Watcher):
         os.kill(os.getpid(), signal.SIGKILL)
 
 
-@dataclasses.dataclass
-class Stopwatch(Watcher):
-    """Watcher that records the step at which a training began, and the time of its first step's end."""
-
-    begun: int = 0
-    written: bool = False
-    prompt = True
-
-    def started(self, info: RunInfo) -> None:
-        self.begun, self._folder = info.start, info.folder
-        self._is_main = info.rank == 0
-
-    def stepped(self, record: Record) -> None:
-        if self._is_main and not self.written:
-            write_record(self._folder / RESUMED, {"from": self.begun, "time": time.time()})
-            self.written = True
-
-
 def compute_wrongly() -> None:
     """Alters the outputs of all modules of this process from now on, in training."""
     import torch
@@ -115,11 +104,6 @@ def compute_wrongly() -> None:
         return output * 1.001 if isinstance(output, torch.Tensor) and output.requires_grad else None
 
     register_module_forward_hook(altered)
-
-
-def write_record(file: Path, values: dict) -> None:
-    """Writes a few numbers for the drill command."""
-    files.replace(file, json.dumps(values).encode())
 
 
 def largest_file(run: Path) -> Path:
@@ -242,8 +226,8 @@ OPTIONS = Options(
 )
 
 
-def _train(request: Request, run: Path, also: tuple[Watcher, ...] = (), options: Options = OPTIONS) -> Path:
-    return run_training(dataclasses.replace(request, run=run, per_process_watchers=also, options=options)).run
+def _train(request: Request, run: Path, *watchers: Watcher, options: Options = OPTIONS) -> Path:
+    return run_training(dataclasses.replace(request, run=run, per_process_watchers=watchers, options=options)).run
 
 
 def _finding(fault: Fault, request: Request, run: Path, reference: Path) -> FaultResult:
@@ -255,7 +239,7 @@ def _finding(fault: Fault, request: Request, run: Path, reference: Path) -> Faul
         if fault.restarts:
             began = json.loads(files.read_text(run / DISTURBED))["time"]
         else:
-            _train(dataclasses.replace(request, plan=fault.plan or request.plan), run, (Stopwatch(),))
+            _train(dataclasses.replace(request, plan=fault.plan or request.plan), run, FaultInjector())
         resumed = json.loads(files.read_text(run / RESUMED))
     except (GrappeError, OSError) as error:
         return FaultResult(fault=fault.name, recovered=False, weights=first_line(error))
@@ -264,7 +248,7 @@ def _finding(fault: Fault, request: Request, run: Path, reference: Path) -> Faul
     return FaultResult(
         fault=fault.name,
         recovered=gap == 0 or fault.plan is not None,
-        lost=max(0, done - resumed["from"]),
+        lost=max(0, done - resumed["step"]),
         seconds=resumed["time"] - began,
         weights=f"within {NEAR:g} ({words})" if 0 < gap <= NEAR else words,
     )
@@ -280,7 +264,7 @@ def _disturb(fault: Fault, request: Request, run: Path) -> int | None:
     assert fault.injector is not None
     options = dataclasses.replace(OPTIONS, restarts=fault.restarts)
     with contextlib.suppress(GrappeError), contextlib.redirect_stderr(io.StringIO()):  # it is meant to fail
-        _train(request, run, (fault.injector, *([Stopwatch()] if fault.restarts else ())), options)
+        _train(request, run, fault.injector, options=options)
     description = Run(run).read_description()
     if description.get("status") == "paused" and description["restarts"] == 0:
         return None

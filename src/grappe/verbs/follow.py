@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import csv
-import json
 import stat
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -15,7 +14,7 @@ from rich.live import Live
 from rich.table import Table
 
 from grappe.errors import RunError
-from grappe.errors.foreign_text import entries, number, spreadsheet_cell
+from grappe.errors.foreign_text import entries, number, objects, spreadsheet_cell
 from grappe.launch import files
 from grappe.launch.safe_console import SafeConsole, fact_table
 from grappe.profiling.phases import PHASES
@@ -55,13 +54,7 @@ class Tail:
             content = self._rest + stream.read()
             self._offset = stream.tell()
         *lines, self._rest = content.split(b"\n")
-        for line in lines:
-            try:
-                record = json.loads(line.decode(errors="replace"))
-            except (ValueError, RecursionError):
-                continue
-            if isinstance(record, dict):
-                yield record
+        yield from objects(lines)
 
 
 class RunView:

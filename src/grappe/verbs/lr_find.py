@@ -17,9 +17,9 @@ from grappe.fields import at_least
 from grappe.language import translated_name
 from grappe.launch.rank import ProcessRank
 from grappe.launch.start import start
-from grappe.plan import AnyPlan, Plan, as_plan
+from grappe.plan import AnyPlan, as_plan
 from grappe.task import Task
-from grappe.training.request import data_folder
+from grappe.training.request import Request, data_folder
 from grappe.training.task_reference import TaskReference
 from grappe.words import format_number
 
@@ -56,18 +56,12 @@ class LossCurve:
     """Whether it ended before the ramp did."""
 
 
-class DivergenceTest:
-    """Says after each loss whether the training has diverged."""
-
-    def __init__(self) -> None:
-        self._losses: list[float] = []
-
-    def __call__(self, loss: float) -> bool:
-        before, self._losses = self._losses, [*self._losses, loss]
-        if not math.isfinite(loss) or not before:
-            return not math.isfinite(loss)
-        first = abs(float(np.mean(before[:FIRST])))
-        return loss > min(before) + DIVERGED * max(first, 1e-12)
+def has_diverged(losses: Sequence[float]) -> bool:
+    """Returns whether a training has diverged by its last loss."""
+    *before, last = losses
+    if not before or not math.isfinite(last):
+        return not math.isfinite(last)
+    return last > min(before) + DIVERGED * max(abs(float(np.mean(before[:FIRST]))), 1e-12)
 
 
 def smoothed(values: Sequence[float], steps: int) -> np.ndarray:
@@ -246,16 +240,6 @@ def ramped(task: Task, ramp: Ramp) -> Task:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class LRFindRequest:
-    """A search, on its way to its processes."""
-
-    task: TaskReference
-    plan: Plan
-    data: Path
-    ramp: Ramp
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class LearningRates:
     """The curves, and what they say."""
 
@@ -299,8 +283,8 @@ def lr_find(
     """
     ramp = ramp or Ramp()
     reference = TaskReference.of(task, fields)
-    request = LRFindRequest(task=reference, plan=as_plan(plan), data=data_folder(data), ramp=ramp)
-    own, is_field, curves = start("grappe.verbs.lr_find:worker", request, request.plan)
+    request = Request(task=reference, plan=as_plan(plan), data=data_folder(data))
+    own, is_field, curves = start("grappe.verbs.lr_find:worker", (request, ramp), request.plan)
     return LearningRates(
         task=reference.name,
         plan=str(request.plan),
@@ -313,25 +297,26 @@ def lr_find(
 
 
 def worker(
-    request: LRFindRequest, process: ProcessRank, rendezvous_folder: Path
+    asked: tuple[Request, Ramp], process: ProcessRank, rendezvous_folder: Path
 ) -> tuple[float, bool, tuple[LossCurve, ...]]:
     """Runs one process of a search: the task's own learning rate, whether it is a field, the curves. Collective."""
     from grappe.engines.shared.state import trained_parameters
     from grappe.launch.world import joined
     from grappe.parallel.materialise import on_meta
 
+    request, ramp = asked
     task = request.task.resolve()
     own = float(task.optimizer(trained_parameters(on_meta(task))).param_groups[0]["lr"])
-    request.ramp.ends(own)
+    ramp.ends(own)
     with joined(request.plan, process, rendezvous_folder) as world, naming_user_line(task):
         curves = tuple(
-            _curve(request, dataclasses.replace(task, seed=task.seed + number), world)
-            for number in range(request.ramp.seeds)
+            _curve(request, ramp, dataclasses.replace(task, seed=task.seed + number), world)
+            for number in range(ramp.seeds)
         )
     return own, getattr(task, "lr", None) == own, curves
 
 
-def _curve(request: LRFindRequest, task: Task, world: World) -> LossCurve:
+def _curve(request: Request, ramp: Ramp, task: Task, world: World) -> LossCurve:
     from grappe import engines
     from grappe.checkpoint.initial import built
     from grappe.data import loader
@@ -340,38 +325,35 @@ def _curve(request: LRFindRequest, task: Task, world: World) -> LossCurve:
     from grappe.engines.base import EngineSetup
 
     prepare(task, request.data, world)
-    dataset = head(dataset_of(task, "train", request.data), request.ramp.steps * task.batch_size)
+    dataset = head(dataset_of(task, "train", request.data), ramp.steps * task.batch_size)
     batches = loader.training_loader(task, dataset, request.plan, world)
     setup = EngineSetup(
-        task=ramped(task, request.ramp),
+        task=ramped(task, ramp),
         plan=request.plan,
         world=world,
         weights=built(task),
-        total_steps=request.ramp.steps,
+        total_steps=ramp.steps,
         sample_inputs=batches.example(),
         samples=len(dataset),
     )
     rates: list[float] = []
     losses: list[float] = []
-    is_diverged = DivergenceTest()
 
     def after(result: StepResult) -> bool:
-        total, _ = result.sums.read()
-        loss = total / float(result.batch.count)
-        if is_diverged(loss):  # alike on every process: the loss is the global batch's
-            rates.append(float("nan"))
-            return True
         rates.append(float(result.lr))
-        losses.append(loss)
-        return False
+        losses.append(result.sums.read()[0] / float(result.batch.count))
+        return has_diverged(losses)  # alike on every process: the loss is the global batch's
 
+    diverged = False
     with engines.running(setup) as engine:
         try:
-            engine.train(batches.batches(0, request.ramp.steps), after)
-            diverged = len(rates) > len(losses)
+            engine.train(batches.batches(0, ramp.steps), after)
         except DivergedError:  # DeepSpeed looks at the gradient, too
             diverged = True
-    return LossCurve(seed=task.seed, lr=tuple(rates[: len(losses)]), loss=tuple(losses), diverged=diverged)
+    steps = len(losses) - (bool(losses) and has_diverged(losses))
+    return LossCurve(
+        seed=task.seed, lr=tuple(rates[:steps]), loss=tuple(losses[:steps]), diverged=diverged or steps < len(losses)
+    )
 
 
 def plot(result: LearningRates) -> Iterator[str]:

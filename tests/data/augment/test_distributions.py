@@ -18,7 +18,7 @@ from grappe.data.augment import geometry
 from grappe.data.augment.mixing import _beta
 from grappe.data.augment.numbers import numbers
 from grappe.data.augment.policies import POLICIES, Operation, _amount, _amounts, _Space
-from grappe.data.draw import draw_one, sample_keys
+from grappe.data.draw import sample_keys
 
 COUNT = 4000
 ENOUGH = 0.01  # probability of a statistic as large, below which a distribution is another
@@ -174,14 +174,6 @@ def test_jitters_factors_are_uniform_and_in_any_order():
     uniformly((order * torch.tensor([64, 16, 4, 1])).sum(1).unique(return_inverse=True)[1], 24)
 
 
-def test_policies_choose_uniformly():
-    uniform = numbers(keys(), "rand_augment", 4)
-    for column in (0, 2):
-        uniformly((uniform[:, column] * 14).long(), 14)
-    trivial = numbers(keys(), "trivial_augment", 3)
-    uniformly((trivial[:, 0] * 14).long() * 31 + (trivial[:, 1] * 31).long(), 14 * 31)
-
-
 def test_amounts_are_torchvisions():
     """The tables of its documentation: `_augmentation_space` of RandAugment and TrivialAugmentWide."""
     space = _Space(0.3, (150 / 331 * 64, 150 / 331 * 48), 30.0, 0.9, 4.0, 31)
@@ -208,8 +200,3 @@ def test_policies_that_were_found():
         (augment.auto_augment(images, keys(400), name) != images).flatten(1).any(1).float().mean() for name in POLICIES
     ]
     assert min(changed) > 0.5  # most have a probability of 0.4 or more
-
-
-def test_a_number_of_a_tensor_is_a_number_of_one_key():
-    key = int(keys(1)[0])
-    assert numbers(torch.tensor([key]), "flip", 3)[0].tolist() != [draw_one(key, i) for i in range(3)]

@@ -1,5 +1,6 @@
 """grappe launch: scripts on the processes of a plan, their exit codes, and what is refused."""
 
+import ast
 import subprocess
 import sys
 from pathlib import Path
@@ -10,7 +11,7 @@ from grappe.cli.commands import app
 from grappe.cli.exit import script_apart
 from grappe.errors import EXIT_INTERRUPTED, ProcessDied, UsageError
 from grappe.training.run import Run
-from grappe.verbs.launch.launch import launch
+from grappe.verbs.launch.launch import ITS_OWN, imports_of, launch
 from tests.commands import GRAPPE
 
 PLAN = "replicate=2,device=cpu,threads=1"
@@ -60,6 +61,19 @@ def test_a_script_that_spreads_itself_is_started_as_it_is(tmp_path: Path, capfd:
     assert "own.py uses torch.distributed: it is started as it is, on 2 processes" in said.err
     with pytest.raises(ProcessDied, match=r"process 1 of 2.*SystemExit"):
         launch(tmp_path / "own.py", ["fail"], PLAN)
+
+
+@pytest.mark.parametrize(
+    ("text", "its_own"),
+    [
+        ("from transformers import BertConfig", False),
+        ("import transformers as hf\nhf.BertConfig()", False),
+        ("from transformers import Trainer", True),
+        ("import transformers as hf\ndef main():\n    hf.TrainingArguments('out')", True),
+    ],
+)
+def test_models_of_transformers_are_spread_and_its_trainer_spreads_itself(text: str, its_own: bool) -> None:
+    assert its_own != set(imports_of(ast.parse(text))).isdisjoint(ITS_OWN)
 
 
 def test_lightnings_requeue_is_off(

@@ -237,10 +237,15 @@ def test_other_processes_than_the_first_write_a_copy_of_a_database(here: Path) -
 
 
 NAMES = """
-import os, tempfile
+import datetime, os, random, tempfile, time
 import numpy as np
 import torch
 
+time.sleep(random.Random().random() * 1e-3 + 1e-3 * (os.getpid() % 7))
+run = f"dated_{datetime.datetime.now():%Y%m%d_%H%M%S_%f}_{time.strftime('%H%M%S')}_{random.Random().random()}"
+os.makedirs(run)
+today = datetime.datetime.today().date()
+print(isinstance(datetime.datetime.utcnow(), datetime.datetime), datetime.date.today() == today)
 model = torch.nn.Linear(3, 1)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 kept = tempfile.mkdtemp()
@@ -253,7 +258,7 @@ with tempfile.TemporaryDirectory() as folder:
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
-        for place in (f"{kept}/w", file, f"runs_{os.getpid()}/inside/w", f"{folder}/w"):
+        for place in (f"{kept}/w", file, f"runs_{os.getpid()}/inside/w", f"{folder}/w", f"{run}/w"):
             torch.save(model.state_dict(), place)
             model.load_state_dict(torch.load(place))
 print(os.path.exists(folder), os.path.exists(file), len(os.listdir(kept)))
@@ -265,8 +270,8 @@ if os.path.exists("map"):
 def test_temporary_files_and_process_numbers_are_process_0_s(here: Path, capfd: pytest.CaptureFixture[str]) -> None:
     (here / "train.py").write_text(NAMES)
     assert launch("train.py", [], "replicate=3,device=cpu,threads=1") == 0
-    assert capfd.readouterr().out == "False True 1\n"
-    assert len(list(here.glob("runs_*"))) == 1
+    assert capfd.readouterr().out == "True True\nFalse True 1\n"
+    assert len(list(here.glob("runs_*"))) == len(list(here.glob("dated_*"))) == 1
     (here / "map").write_bytes(b"0" * 8)
-    with pytest.raises(TaskError, match=r"train\.py:23 writes a file by np\.memmap"):
+    with pytest.raises(TaskError, match=r"train\.py:28 writes a file by np\.memmap"):
         launch("train.py", [], "replicate=2,device=cpu,threads=1")

@@ -13,6 +13,7 @@ from torch import nn
 from grappe.errors import TaskError, UsageError
 from grappe.launch.rank import ProcessRank
 from grappe.plan import Plan
+from grappe.training.request import Request
 from grappe.training.task_reference import TaskReference
 from grappe.verbs import lr_find as verb
 from tests.faults.resuming import run as train
@@ -23,7 +24,7 @@ from tests.processes import Pool
 RAMP = verb.Ramp(steps=40, seeds=2)
 
 
-def searched(process: ProcessRank, rendezvous_folder: Path, request: verb.LRFindRequest) -> tuple:
+def searched(process: ProcessRank, rendezvous_folder: Path, request: tuple[Request, verb.Ramp]) -> tuple:
     return verb.worker(request, process, rendezvous_folder)
 
 
@@ -31,8 +32,8 @@ def found(
     pool: Pool, plan: str, task: Images, ramp: verb.Ramp = RAMP
 ) -> tuple[float, bool, tuple[verb.LossCurve, ...]]:
     wanted = Plan.parse(f"{plan},threads=1" if plan else "threads=1")
-    request = verb.LRFindRequest(task=TaskReference.of(task), plan=wanted, data=Path(), ramp=ramp)
-    everyone = pool.run(f"{__name__}:searched", wanted.processes, request)
+    request = Request(task=TaskReference.of(task), plan=wanted, data=Path())
+    everyone = pool.run(f"{__name__}:searched", wanted.processes, (request, ramp))
     assert all(one == everyone[0] for one in everyone), "the processes do not agree"
     return everyone[0]
 
@@ -195,6 +196,5 @@ def test_what_diverges_at_once_gives_no_suggestion() -> None:
 
 def test_it_stops_at_what_is_not_finite_or_far_above_the_best() -> None:
     for last, stops in ((float("nan"), True), (float("inf"), True), (7.9, True), (3.0, False)):
-        stop = verb.DivergenceTest()
-        assert not any([stop(2.0), stop(1.9), stop(1.8)])
-        assert stop(last) is stops
+        assert not verb.has_diverged([2.0, 1.9, 1.8])
+        assert verb.has_diverged([2.0, 1.9, 1.8, last]) is stops

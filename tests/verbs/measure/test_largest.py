@@ -99,7 +99,7 @@ def test_a_limit_of_the_users_own_is_kept() -> None:
         "from grappe.verbs.measure import measure\n"
         f"resource.setrlimit(resource.RLIMIT_DATA, ({1 << 30}, {1 << 30}))\n"
         "measure.train_worker = lambda *_: print(resource.getrlimit(resource.RLIMIT_DATA))\n"
-        f"measure.limited_worker(measure.LargestRequest(training=None, limit={1 << 34}), None, None)\n"
+        f"measure.limited_worker((None, {1 << 34}), None, None)\n"
     )
     said = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout
     assert said.split() == [f"({1 << 30},", f"{1 << 30})"]

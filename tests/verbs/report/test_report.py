@@ -21,13 +21,12 @@ from grappe.training.run import CODE, SCORES, Run
 from grappe.verbs.load import load
 from grappe.verbs.report.predictions import histogram
 from grappe.verbs.report.report import compared, gather, html, live, report, thinned
-from grappe.verbs.tune.schedule import importance
-from grappe.verbs.tune.space import of_texts
+from grappe.verbs.tune.journal import importance
 from grappe.verbs.tune.study import Trial, make_study
 from tests import chromium
 from tests.parity.tasks import Images
 from tests.training.test_training import train
-from tests.verbs.tune.test_study import SEARCH
+from tests.verbs.tune.test_study import SEARCH, filled
 
 ROWS = "document.querySelectorAll('#results tr')"
 HOSTILE = "</script><script>console.error('run')</script><img src=x onerror=console.error(1)>@@CODE@@"
@@ -299,19 +298,18 @@ def test_a_study(browser: chromium.Browser, tmp_path: Path) -> None:
     definition = {"task": "digits", "space": space, "metric": "accuracy", "maximize": True, "halving": 2, "rungs": 2}
     search = dataclasses.replace(SEARCH, **definition)
     study = make_study(tmp_path / "study", search)
-    study.write(Trial(number=0, fields={"lr": "0.1", "width": "9", "rule": "adam"}))
+    filled(study, Trial(number=0, fields={"lr": "0.1", "width": "9", "rule": "adam"}))
     nothing_yet = report([tmp_path / "study"])
     assert nothing_yet == tmp_path / "study" / "report.html"
     shown(browser, nothing_yet)
-    rules = space["rule"].split("|")
+    rules, trials = space["rule"].split("|"), list[Trial]()
     for number in range(1, 20):
         fields = {"lr": f"{10 ** (-number / 7):.4g}", "width": str(3 * number), "rule": rules[number % 2]}
         value = 1 / (1 + abs(number - 9))
         state, rungs = ("complete", (0.1, value)) if number % 4 else ("paused", (value,))
-        study.write(
-            Trial(number=number, fields=fields, state=state, value=value if state == "complete" else None, rungs=rungs)
-        )
-    study.write(Trial(number=20, fields=fields, state="failed", reason="<i>nan</i>"))
+        end = value if state == "complete" else None
+        trials.append(Trial(number=number, fields=fields, state=state, value=end, rungs=rungs))
+    filled(study, *trials, Trial(number=20, fields=fields, state="failed", reason="<i>nan</i>"))
     assert shown(browser, report([tmp_path / "study"])) == 3
     dots = "document.querySelectorAll('figure')[1].querySelectorAll('circle').length"
     assert browser.evaluate(dots) == 19, "the trials that have a score"
@@ -322,7 +320,7 @@ def test_a_study(browser: chromium.Browser, tmp_path: Path) -> None:
     assert "digits: 15 complete, 4 paused, 1 failed, 1 open. Best: trial 9, accuracy 1." in text
     paths = "[...document.querySelectorAll('figure')][0].querySelectorAll('path').length"
     assert browser.evaluate(paths) == 21
-    shares = importance(study, of_texts(space))
+    shares = importance(study)
     assert max(shares, key=lambda name: shares[name]) in ("lr", "width")
     assert sum(shares.values()) == pytest.approx(1.0)
 

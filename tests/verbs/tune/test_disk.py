@@ -1,6 +1,7 @@
 """A study on a full disk, and by a clock that was set: it stops with a message, and goes on as if nothing was."""
 
 import errno
+import os
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -11,9 +12,9 @@ from grappe.checkpoint.lease import STALE_SECONDS, Lease
 from grappe.errors import RunError
 from grappe.plan import Plan
 from grappe.training.run import Run
-from grappe.verbs.tune import study as study_module
+from grappe.verbs.tune import journal as journal_module
 from grappe.verbs.tune.coordinator import SearchProgress
-from grappe.verbs.tune.study import SearchOptions, Study
+from grappe.verbs.tune.study import SearchOptions, Study, open_study
 from grappe.verbs.tune.tune import search
 from tests.small_disk import fill
 from tests.verbs.tune.line import Line
@@ -44,7 +45,7 @@ def test_a_disk_that_is_full_while_trials_are_trained(disk: Path, undisturbed: S
     with pytest.raises(RunError, match=r"No space left on device"):
         searched(disk / "s", watch)
     (disk / "ballast").unlink()
-    assert all(one.state == "open" for one in study_module.open_study(disk / "s").trials)
+    assert all(one.state == "open" for one in open_study(disk / "s").trials)
     assert rows(searched(disk / "s")) == rows(undisturbed)
 
 
@@ -54,17 +55,25 @@ def test_a_disk_that_is_full_at_the_start(disk: Path) -> None:
         searched(disk / "s")
 
 
-def test_a_record_that_cannot_be_written_ends_the_study_and_loses_nothing(
+def refusing(monkeypatch: pytest.MonkeyPatch, words: bytes, times: int) -> list[bytes]:
+    """Makes the disk refuse a journal's lines with these words; returns what was refused."""
+    write, refused = journal_module.write_all, list[bytes]()
+
+    def full(handle: int, content: bytes) -> int:
+        if words in content and len(refused) < times:
+            refused.append(content)
+            os.write(handle, content[:100])
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return write(handle, content)
+
+    monkeypatch.setattr(journal_module, "write_all", full)
+    return refused
+
+
+def test_a_result_that_cannot_be_written_ends_the_study_and_loses_nothing(
     tmp_path: Path, undisturbed: Study, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    write = study_module.write_json
-
-    def full(file: Path, content: dict, *others: object) -> None:
-        if file.name == "0000.json" and content["state"] == "complete":
-            raise OSError(errno.ENOSPC, "No space left on device")
-        write(file, content, *others)
-
-    monkeypatch.setattr(study_module, "write_json", full)
+    refusing(monkeypatch, b'"trial_id":0,"step"', 99)
     with pytest.raises(RunError, match=r"No space left on device: free some space, .*then start the same"):
         searched(tmp_path / "s")
     monkeypatch.undo()
@@ -76,15 +85,7 @@ def test_a_trial_that_cannot_be_written_before_it_starts_is_drawn_again(
     tmp_path: Path, undisturbed: Study, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The disk has room again at once: nothing more is started, or drawn of what a failed write has left."""
-    write, refused = study_module.write_json, list[Path]()
-
-    def full(file: Path, content: dict, *others: object) -> None:
-        if file.name == "0002.json" and not refused:
-            refused.append(file)
-            raise OSError(errno.ENOSPC, "No space left on device")
-        write(file, content, *others)
-
-    monkeypatch.setattr(study_module, "write_json", full)
+    refused = refusing(monkeypatch, b'"trial_id":2,"param_name"', 1)
     with pytest.raises(RunError, match=r"No space left on device"):
         searched(tmp_path / "s")
     assert refused and not (tmp_path / "s" / "trial-0002").exists()
@@ -102,7 +103,8 @@ def test_a_clock_that_was_set(hours: int, tmp_path: Path, undisturbed: Study, mo
 
     assert rows(searched(tmp_path / "s", watch)) == rows(undisturbed)
     assert abs(time.time() - true()) > STALE_SECONDS
-    (tmp_path / "s" / "trials" / "0002.json").unlink()
+    journal = tmp_path / "s" / "optuna.jsonl"
+    journal.write_bytes(journal.read_bytes()[:-1])
     dead = Lease(tmp_path / "s", clock=time.time)
     dead._write()
     monkeypatch.undo()

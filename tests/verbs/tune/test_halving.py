@@ -8,7 +8,7 @@ import grappe
 from grappe.errors import UsageError
 from grappe.training.options import Options
 from grappe.training.run import Run
-from grappe.verbs.tune.coordinator import has_trained_to, steps_missed, with_result
+from grappe.verbs.tune.coordinator import has_trained_to, result_of, steps_missed
 from grappe.verbs.tune.study import Study
 from tests.verbs.tune.line import Line
 
@@ -16,7 +16,7 @@ SPACE = {"lr": "0.01..1:log", "width": [1, 2, 3]}
 
 
 def searched(folder: Path, **others) -> Study:
-    return grappe.tune(Line(epochs=8), SPACE, trials=4, parallel=2, sampler="random", study=folder, **others)
+    return grappe.tune(Line(epochs=8), SPACE, trials=4, sampler="random", study=folder, **others)
 
 
 def losses(study: Study, number: int) -> list[tuple]:
@@ -28,7 +28,7 @@ def test_what_goes_on_is_what_a_whole_training_is(tmp_path: Path) -> None:
     whole, halved = searched(tmp_path / "whole"), searched(tmp_path / "halved", halving=2)
     assert [one.fields for one in halved.trials] == [one.fields for one in whole.trials]
     reached = {one.number: len(one.rungs) for one in halved.trials}
-    assert sorted(reached.values()) in ([1, 1, 2, 3], [1, 2, 2, 3], [1, 2, 3, 3])
+    assert reached[0] == 3 and min(reached.values()) == 1  # the first has nobody to be compared with
     for number, rungs in reached.items():
         steps = (4, 8, 16)[rungs - 1]
         assert losses(halved, number) == losses(whole, number)[:steps]
@@ -38,14 +38,17 @@ def test_what_goes_on_is_what_a_whole_training_is(tmp_path: Path) -> None:
         assert run["step"] == steps
         evaluated = {one["step"]: one["loss"] for one in Run(whole.run_folder(number)).records("evaluation")}
         assert halved.trials[number].rungs == tuple(evaluated[at] for at in (4, 8, 16)[:rungs])
-    best = halved.best
+    best, trials = halved.best, halved.trials
     assert best.value == whole.trials[best.number].value
 
-    # What a damaged record has lost is in the run: nothing is trained again.
-    (tmp_path / "halved" / "trials" / f"{best.number:04d}.json").write_text("{")
-    again = searched(tmp_path / "halved", halving=2)
-    assert again.trials[best.number] == best
-    assert Run(halved.run_folder(best.number)).read_description()["restarts"] == 2
+    # What the journal has lost is in the runs: nothing is trained again.
+    journal = tmp_path / "halved" / "optuna.jsonl"
+    first, second, *_ = journal.read_bytes().split(b"}\n")
+    journal.write_bytes(b"}\n".join([first, second, b""]))
+    assert [one.state for one in halved.trials] == ["open"]
+    assert searched(tmp_path / "halved", halving=2).trials == trials
+    for number, rungs in reached.items():
+        assert Run(halved.run_folder(number)).read_description()["restarts"] == rungs - 1
 
 
 @pytest.mark.parametrize(
@@ -54,7 +57,6 @@ def test_what_goes_on_is_what_a_whole_training_is(tmp_path: Path) -> None:
         ({"halving": 1}, "--halving=1: it must be at least 2"),
         ({"halving": 3, "rungs": 10_000}, "--rungs: at most 20"),
         ({"rungs": 2}, "give --halving 3 as well"),
-        ({"halving": 3}, "takes 9 trials until one is trained to its end, and these are 4"),
         ({"halving": 2, "options": Options(patience=2)}, "--patience with --halving"),
         ({"halving": 2, "options": Options(part=0.5)}, "--part stops each training early"),
     ],
@@ -73,13 +75,13 @@ def test_another_halving_is_another_study(tmp_path: Path) -> None:
 
     # What ended at a rung is not taken for a later one.
     paused = next(one for one in halved.trials if one.state == "paused")
-    rung, part = len(paused.rungs) - 1, (paused.step or 0) / 4
+    part, there = (paused.step or 0) / 4, (paused.rungs[-1], paused.step)
     assert steps_missed(halved, paused, 1.0) == f"it ended at step {paused.step} of 4"
     assert not steps_missed(halved, paused, part)
 
     # Somebody trains it further: what counts is what it was at the rung, or at the last evaluation before.
     Run(halved.run_folder(paused.number)).describe(step=4, status="paused")
-    assert with_result(halved, paused, rung, part) == paused
+    assert result_of(halved, paused, part) == there
     assert not has_trained_to(halved, paused, 1.0)
     assert has_trained_to(halved, paused, 0.75)
-    assert with_result(halved, paused, rung, 0.75) == paused
+    assert result_of(halved, paused, 0.75) == there

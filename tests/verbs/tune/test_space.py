@@ -3,7 +3,7 @@
 import pytest
 
 from grappe.errors import UsageError
-from grappe.verbs.tune.space import Choices, Range, as_texts, holds, read_space
+from grappe.verbs.tune.space import Choices, Range, as_texts, read_space
 from tests.verbs.tune.line import Line
 
 
@@ -58,12 +58,3 @@ def test_a_number_is_short_and_stays_in_its_range() -> None:
     assert float(axis.text(2 / 3)) <= axis.high
     whole = Range(low=1, high=4, integer=True, log=True)
     assert {whole.text(whole.at(part / 100)) for part in range(101)} == {"1", "2", "3", "4"}
-
-
-def test_what_lies_on_an_axis() -> None:
-    width, lr = Range(low=1, high=8, integer=True), Range(low=0.1, high=1.0)
-    assert holds(width, "8")
-    assert holds(lr, "0.1")
-    assert holds(Choices(texts=("a", "b")), "b")
-    for axis, text in ((width, "9"), (width, "1.5"), (lr, "abc"), (lr, "nan"), (Choices(texts=("a",)), "b")):
-        assert not holds(axis, text)

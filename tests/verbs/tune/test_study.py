@@ -1,13 +1,17 @@
-"""A study's folder: what is damaged is drawn again, what is another search is refused."""
+"""A study's folder: its journal is read by whoever looks at it, what is another search is refused."""
 
 import dataclasses
 import json
+import os
 from pathlib import Path
 
+import optuna
 import pytest
 
 from grappe.errors import RunError, UsageError
-from grappe.verbs.tune.study import SearchDefinition, Trial, make_study, open_study
+from grappe.verbs.tune.journal import FILE, NAME, Journal
+from grappe.verbs.tune.space import Choices, of_texts
+from grappe.verbs.tune.study import SearchDefinition, Study, Trial, make_study, open_study
 
 SEARCH = SearchDefinition(
     task="digits", fields={"epochs": 3}, fixed_fields={}, space={"lr": "0.1..1.0", "width": "1|2"}, plan="",
@@ -16,7 +20,33 @@ SEARCH = SearchDefinition(
 FIELDS = {"lr": "0.2", "width": "1"}
 
 
-def test_records_are_read_again_and_the_best_is_the_first_of_equals(tmp_path: Path) -> None:
+def filled(study: Study, *trials: Trial) -> None:
+    """Adds trials to a study's journal, as if they had been trained."""
+    states = {"open": "RUNNING", "paused": "PRUNED", "complete": "COMPLETE", "failed": "FAIL"}
+    space = of_texts(study.search.space)
+    distributions = {
+        name: optuna.distributions.CategoricalDistribution(axis.texts)
+        if isinstance(axis, Choices)
+        else optuna.distributions.IntDistribution(int(axis.low), int(axis.high), log=axis.log)
+        if axis.integer
+        else optuna.distributions.FloatDistribution(axis.low, axis.high, log=axis.log)
+        for name, axis in space.items()
+    }
+    kinds = {name: str if isinstance(axis, Choices) else int if axis.integer else float for name, axis in space.items()}
+    journal = Journal(study.folder, study.search, writes=True)
+    for trial in trials:
+        record = optuna.trial.create_trial(
+            state=optuna.trial.TrialState[states[trial.state]],
+            params={name: kinds[name](text) for name, text in trial.fields.items()},
+            distributions=distributions,
+            value=trial.value,
+            intermediate_values=dict(enumerate(trial.rungs)),
+            user_attrs={"reason": trial.reason, "step": trial.step},
+        )
+        journal.study.add_trial(record)
+
+
+def test_trials_are_read_again_and_the_best_is_the_first_of_equals(tmp_path: Path) -> None:
     study = make_study(tmp_path / "s", SEARCH)
     trials = [
         Trial(number=0, fields=FIELDS, state="failed", reason="no"),
@@ -25,8 +55,7 @@ def test_records_are_read_again_and_the_best_is_the_first_of_equals(tmp_path: Pa
         Trial(number=3, fields=FIELDS),
         Trial(number=4, fields=FIELDS, state="failed", rungs=(), reason="later"),
     ]
-    for trial in trials:
-        study.write(trial)
+    filled(study, *trials)
     assert open_study(tmp_path / "s").trials == trials
     assert study.best == trials[1]
     table = study.to_pandas()
@@ -65,26 +94,56 @@ def test_a_field_that_the_task_did_not_have_then_was_its_default(tmp_path: Path)
         make_study(tmp_path, scaled)
 
 
+def journal_of(folder: Path) -> Path:
+    study = make_study(folder, SEARCH)
+    filled(study, Trial(number=0, fields=FIELDS, state="complete", value=0.5, rungs=(0.5,)))
+    return folder / FILE
+
+
 @pytest.mark.parametrize(
-    "text",
+    ("before", "after"),
     [
-        "",
-        '{"number": 0, "fie',
-        "[]",
-        '{"fields": {"lr": "0.2"}, "state": "open"}',
-        '{"fields": {"lr": 0.2, "width": "1"}, "state": "open"}',
-        '{"fields": {"lr": "0.2", "width": "1"}, "state": "complete", "value": NaN}',
-        '{"fields": {"lr": "0.2", "width": "1"}, "state": "won", "value": 1}',
-        '{"fields": {"lr": "0.2", "width": "1"}, "state": "paused", "rungs": [0.5]}',
-        '{"fields": {"lr": "0.2", "width": "1"}, "state": "complete", "value": 1, "rungs": [NaN]}',
-        '{"fields": {"lr": "0.2", "width": "1"}, "state": "complete", "value": true}',
+        (b'{"op_code":0', b'{"op_code":99'),
+        (b'{"op_code":4', b'{"op_code:4'),
+        (b'"op_code":4', b'"op":4'),
+        (b'"study_id":0', b'"study_id":[]'),
+        (b'"lr":0.2', b'"lr":"x"'),
+        (b'"width":0', b'"width":"9"'),
+        (b'"width":0', b'"widths":0'),
+        (b'"intermediate_values":{"0":0.5}', b'"intermediate_values":{"0":NaN}'),
+        (b'"intermediate_values":{"0":0.5}', b'"intermediate_values":{"0":true}'),
+        (b'"intermediate_values":{"0":0.5}', b'"intermediate_values":{}'),
+        (b'"reason":""', b'"reason":["x"]'),
+        (b"FloatDistribution", b"os.system"),
+        (b'{"op_code":4', b"[" * 100_000),
     ],
 )
-def test_a_damaged_record_is_none(tmp_path: Path, text: str) -> None:
-    study = make_study(tmp_path, SEARCH)
-    (tmp_path / "trials" / "0000.json").write_text(text)
-    assert study.read(0) is None
-    assert study.trials == []
+def test_a_damaged_journal_is_refused(tmp_path: Path, before: bytes, after: bytes) -> None:
+    file = journal_of(tmp_path)
+    content = file.read_bytes()
+    assert before in content
+    file.write_bytes(content.replace(before, after))
+    with pytest.raises(RunError, match=r"optuna.jsonl is damaged, or not of this version of grappe \("):
+        print(open_study(tmp_path).trials)
+
+
+def test_who_looks_at_a_study_writes_nothing(tmp_path: Path) -> None:
+    study = make_study(tmp_path / "s", SEARCH)
+    assert study.trials == [] and study.best is None
+    assert [file.name for file in (tmp_path / "s").iterdir()] == ["study.json"]
+    (tmp_path / "s" / FILE).symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(RunError, match="is a link"):
+        print(study.trials)
+    (tmp_path / "s" / FILE).unlink()
+    os.mkfifo(tmp_path / "s" / FILE)
+    with pytest.raises(RunError, match="is not a file"):
+        print(study.trials)
+
+
+def test_optuna_reads_the_journal(tmp_path: Path) -> None:
+    storage = optuna.storages.JournalStorage(optuna.storages.journal.JournalFileBackend(str(journal_of(tmp_path))))
+    [trial] = optuna.load_study(study_name=NAME, storage=storage).trials
+    assert trial.params == {"lr": 0.2, "width": "1"} and trial.value == 0.5
 
 
 def test_other_folders_are_refused(tmp_path: Path) -> None:
@@ -110,15 +169,11 @@ def test_a_study_of_wrong_types_is_damaged(tmp_path: Path, change: dict) -> None
         open_study(tmp_path)
 
 
-def test_a_study_of_before_there_was_halving_goes_on(tmp_path: Path) -> None:
+def test_a_study_of_an_earlier_version_is_refused(tmp_path: Path) -> None:
     make_study(tmp_path, SEARCH)
-    found = json.loads((tmp_path / "study.json").read_text())
-    del found["halving"], found["rungs"]
-    (tmp_path / "study.json").write_text(json.dumps(found))
-    record = {"number": 0, "fields": FIELDS, "state": "complete", "value": 0.5, "step": 3, "reason": ""}
-    (tmp_path / "trials" / "0000.json").write_text(json.dumps(record))
-    [trial] = make_study(tmp_path, SEARCH).trials
-    assert trial.rungs == (0.5,)
+    (tmp_path / "trials").mkdir()
+    with pytest.raises(RunError, match="is a study of an earlier version of grappe: its runs stay as they are"):
+        make_study(tmp_path, SEARCH)
 
 
 def test_a_folder_that_cannot_be_made(tmp_path: Path) -> None:

@@ -20,6 +20,7 @@ from grappe.plan import Plan
 from grappe.training.task_reference import TaskReference
 from grappe.verbs.verify import record
 from grappe.verbs.verify.sketch import CallLog, gaps, moved, sketch
+from grappe.verbs.verify.trained_by_hand import ReferenceRequest
 
 aten = torch.ops.aten
 
@@ -65,8 +66,8 @@ class Task30(Task):
 def recorded(other: record.Recorded | None = None, precision: str = "fp32") -> record.Recorded:
     reference = TaskReference(name="/home/me/mixed.py", value=Task30())
     plan = Plan.parse(f"threads=1,precision={precision}")
-    request = record.RecordRequest(task=reference, data=Path(), plan=plan, steps=2, other=other)
-    return record.worker(request, ProcessRank(), Path())
+    request = ReferenceRequest(task=reference, data=Path(), plan=plan, steps=2, folder=Path())
+    return record.worker((request, other), ProcessRank(), Path())
 
 
 class Fault(TorchDispatchMode):

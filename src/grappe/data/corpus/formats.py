@@ -15,7 +15,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from grappe.data.images.tar import Extent, members, runs
+from grappe.data.images.tar import Extent, key_of, members, runs
 from grappe.errors import DataError, GrappeError, TaskError
 from grappe.errors.foreign_text import printable
 
@@ -431,7 +431,7 @@ class Tar(_Placed):
         starts, before, end = list[int](), None, 0
         for run in self._within(runs, 0):
             for name, offset, size in zip(run.names, run.offsets, run.sizes, strict=True):
-                if (key := _key(name)) != before:
+                if (key := key_of(name)) != before:
                     starts.append(end)
                     before = key
                 end = offset + -(-size // 512) * 512
@@ -440,7 +440,7 @@ class Tar(_Placed):
     def row(self, start: int, stop: int) -> Any:
         row: dict[str, Any] = {}
         for member in self._within(members, start):
-            key = _key(member.name)
+            key = key_of(member.name)
             name, ending = key.decode(errors="replace"), member.name[len(key) + 1 :].decode(errors="replace")
             if member.offset >= stop or row.setdefault("__key__", name) != name:  # as a row that is left out
                 break
@@ -456,12 +456,6 @@ class Tar(_Placed):
             raise
         except DataError as error:
             raise self.damaged(str(error)) from None
-
-
-def _key(name: bytes) -> bytes:
-    """Returns the key of a member's row: its name up to the first dot behind its folder."""
-    dot = name.find(b".", name.rfind(b"/") + 1)
-    return name if dot < 0 else name[:dot]
 
 
 FORMATS: dict[str, type[Format]] = {

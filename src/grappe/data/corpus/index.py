@@ -25,7 +25,9 @@ Paths = str | Path | Sequence[str | Path]
 
 BLOCK = np.dtype([("file", "<u4"), ("rows", "<u4"), ("start", "<u8"), ("size", "<u8")])
 PLACE = np.dtype("<u8")
-_VERSION = 2
+WordsAndArrays = tuple[tuple[str, ...], Sequence[NDArray[Any]]]
+_Description = tuple[str, tuple[Facts, ...], tuple[str, ...]]
+"""The key and the facts of the files, and words."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -54,13 +56,23 @@ class ShardFiles:
         return xxhash.xxh3_64_hexdigest("\n".join(what).encode(errors="surrogateescape"))
 
     def kept(
-        self, name: str, kinds: Sequence[np.dtype[Any]], make: Callable[[], index_file.Made], *, again: bool = False
-    ) -> tuple[tuple[str, ...], list[NDArray[Any]], Path | None]:
+        self, name: str, kinds: Sequence[np.dtype[Any]], make: Callable[[], WordsAndArrays], *, again: bool = False
+    ) -> tuple[WordsAndArrays, Path | None]:
         """Keeps what is made of the files (`index_file.kept`): hidden beside them, or in the user's folder."""
         folder, file = state_folder("corpus", make=True), f"{self.key}-{name}.grappe.npy"
         places = [self.root / f".{file}", *([] if folder is None else [folder / file])]
-        identity = xxhash.xxh3_64_hexdigest(f"{_VERSION} {self.key} {self.facts()}".encode())
-        return index_file.kept(places, identity, kinds, make, again=again)
+
+        def described(why: str) -> index_file.Made:
+            facts = self.facts()
+            words, arrays = make()
+            return (self.key, facts, words), arrays
+
+        def checked(description: _Description, arrays: list[NDArray[Any]]) -> WordsAndArrays:
+            if description[:2] != (self.key, self.facts()):
+                raise index_file.Stale(f"{self.root.name} has changed since")
+            return description[2], arrays
+
+        return index_file.kept(printable(self.root), places, _Description, kinds, described, checked, again=again)[:2]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -138,16 +150,13 @@ def open_index(
         DataError: a file is damaged or has another schema than the first, or the index can be written nowhere.
     """
 
-    def make() -> index_file.Made:
+    def make() -> WordsAndArrays:
         complain(f"grappe: indexing {count_of(len(shards.names), 'file')} of {printable(shards.root)}, once")
-        facts = shards.facts()
         made = scan(shards, skip_damaged=skip_damaged, report=report)
-        if shards.facts() != facts:
-            raise DataError(f"{printable(shards.root)} changes while it is read: wait until it is whole")
         return made.damaged, (made.blocks, made.places)
 
     name = "skip" if skip_damaged else "all"
-    damaged, (blocks, places), file = shards.kept(f"{name}.corpus", (BLOCK, PLACE), make, again=again)
+    (damaged, (blocks, places)), file = shards.kept(f"{name}.corpus", (BLOCK, PLACE), make, again=again)
     if file is None:
         raise DataError(f"the index of {printable(shards.root)} can be written neither there nor in your state folder")
     return CorpusIndex(blocks=blocks, places=places, damaged=damaged, file=file)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import bisect
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -18,8 +18,8 @@ from torch.utils.data import Dataset
 
 from grappe.data.corpus.corpus import MOST_OPEN, Corpus
 from grappe.data.corpus.formats import Format
+from grappe.data.corpus.index import WordsAndArrays
 from grappe.data.draw import mix, permute
-from grappe.data.index_file import Made
 from grappe.errors import DataError, TaskError
 from grappe.launch.terminal import complain
 from grappe.task import Task
@@ -135,10 +135,10 @@ class Packed(_TokenDataset):
         names = ("input_ids", "position_ids", "documents")
         return dict(zip(names, map(torch.from_numpy, rows), strict=True)), torch.from_numpy(target)
 
-    def _plan(self) -> list[NDArray[Any]]:
+    def _plan(self) -> Sequence[NDArray[Any]]:
         """Maps, of each sample, where its pieces end, and of each piece, where it starts and what it predicts."""
 
-        def make() -> Made:
+        def make() -> WordsAndArrays:
             starts, counts = self._pieces()
             packs = best_fit(counts, self.length, self.seed)
             by_pack = np.argsort(packs, kind="stable")
@@ -146,7 +146,7 @@ class Packed(_TokenDataset):
             return (), (ends, starts[by_pack].astype(np.uint64), counts[by_pack].astype(np.uint32))
 
         name = f"{self.column}-{self.length}-{self.seed}-{len(self.corpus)}.packed"
-        return self.corpus.shards.kept(name, [np.dtype(kind) for kind in ("<u4", "<u8", "<u4")], make)[1]
+        return self.corpus.shards.kept(name, [np.dtype(kind) for kind in ("<u4", "<u8", "<u4")], make)[0][1]
 
     def _pieces(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Returns where each piece of a document starts among all tokens, and how many tokens it predicts."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import mmap
 import os
+import weakref
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -19,7 +20,8 @@ from torch.utils.data import Dataset
 
 from grappe.data.draw import mix
 from grappe.data.images.decode import NoPicture, View
-from grappe.data.images.index import Index, open_index, quarantined
+from grappe.data.images.index import open_index, quarantined
+from grappe.data.images.listing import Index
 from grappe.data.images.tar import BLOCK, mark_of
 from grappe.data.seeded import claims
 from grappe.errors import DataError, TaskError, reading
@@ -99,13 +101,9 @@ class _Handle:
     """An open archive; closed with the last reference to it."""
 
     def __init__(self, file: Path) -> None:
-        self.number = -1
         with reading(printable(file)):
             self.number = os.open(file, os.O_RDONLY | os.O_CLOEXEC)
-
-    def __del__(self) -> None:
-        if self.number >= 0:
-            os.close(self.number)
+        weakref.finalize(self, os.close, self.number)
 
 
 class Images(Dataset[tuple[Tensor, int]]):

@@ -1,17 +1,17 @@
 """Keeps a listing of images as one .npy file, which is mapped into memory and shared by all processes of a node.
 
-The file (`index_file`) has a JSON description, then the entries, where each name ends, and the names. It lies next to
-the source, or in the user's own folder; so does the list of images that cannot be decoded.
+The file (`index_file`) has the entries, where each name ends, and the names. It lies next to the source, or in the
+user's own folder; so does the list of images that cannot be decoded.
 """
 
 from __future__ import annotations
 
-import contextlib
-import dataclasses
+import functools
 import hashlib
 import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -19,16 +19,15 @@ import xxhash
 from numpy.typing import NDArray
 
 from grappe.data import index_file
-from grappe.data.images.listing import ENTRY, Kind, Listing, Report, listing
+from grappe.data.images.listing import ENTRY, Index, Kind, Report, listing
 from grappe.data.images.tar import BLOCK, mark_of
 from grappe.data.index_file import Stale
 from grappe.errors import DataError, reading
 from grappe.errors.foreign_text import printable
 from grappe.launch import files
-from grappe.launch.files import locked, state_folder
+from grappe.launch.files import state_folder
 from grappe.launch.terminal import complain
 
-VERSION = 1
 _PROBES = 16
 INDEX = ".grappe.npy"
 QUARANTINE = ".quarantine.txt"
@@ -40,92 +39,51 @@ LabelFiles = tuple[Path | None, Path | None]
 """The file of labels, and the file that says what numbers in it mean."""
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Index:
-    """The images of a source, N of them, in the order of their ids."""
-
-    kind: Kind
-    classes: tuple[str, ...]
-    files: tuple[str, ...]
-    """Archives below the source, or class folders; "" is the source itself."""
-    entries: NDArray[np.void]
-    """[N] of `ENTRY`, mapped."""
-    name_ends: NDArray[np.uint64]
-    """[N]: where each name ends in `name_bytes`."""
-    name_bytes: NDArray[np.uint8]
-    left_out: int
-
-    def __len__(self) -> int:
-        return len(self.entries)
-
-    def name(self, place: int) -> bytes:
-        """The name of an image below the source: CLASS/NAME.jpg, or SHARD.tar/KEY.jpg."""
-        start = int(self.name_ends[place - 1]) if place else 0
-        return self.name_bytes[start : int(self.name_ends[place])].tobytes()
-
-
-class _Description(msgspec.Struct, kw_only=True, rename={"name_bytes": "name bytes", "left_out": "left out"}):
+class _Description(msgspec.Struct, kw_only=True):
     """Describes the arrays of an index, and the state of the source that they are of."""
 
-    version: int
     kind: Kind
     classes: tuple[str, ...]
     files: tuple[str, ...]
     facts: tuple[tuple[int, int], ...]
     labels: tuple[str, ...]
-    images: int
-    name_bytes: int
     left_out: int
 
 
-def write_index(file: Path, source: Path, listed: Listing, labels: LabelFiles) -> None:
-    """Writes an index in one step, so that nobody ever reads half of it.
+_KINDS = (ENTRY, np.dtype("<u8"), np.dtype("u1"))
 
-    Raises:
-        OSError: it cannot be written there.
-    """
-    names = b"".join(listed.names)
-    ends = np.cumsum(np.fromiter(map(len, listed.names), np.uint64, len(listed.names)), dtype=np.uint64)
+
+def described(source: Path, index: Index, labels: LabelFiles) -> index_file.Made:
+    """Returns an index as its file has it."""
     description = _Description(
-        version=VERSION,
-        kind=listed.kind,
-        classes=listed.classes,
-        files=listed.files,
-        facts=tuple(_facts(source, listed.files)),
+        kind=index.kind,
+        classes=index.classes,
+        files=index.files,
+        facts=tuple(_facts(source, index.files)),
         labels=tuple(map(_content_hash, labels)),
-        images=len(listed.entries),
-        name_bytes=len(names),
-        left_out=listed.left_out,
+        left_out=index.left_out,
     )
-    index_file.write(file, msgspec.json.encode(description), (listed.entries, ends, np.frombuffer(names, np.uint8)))
+    return description, (index.entries, index.name_ends, index.name_bytes)
 
 
-def read_index(file: Path, source: Path, labels: LabelFiles) -> Index:
-    """Maps an index, and checks it against the source: sizes, modification times, and headers of some members.
+def _checked(source: Path, labels: LabelFiles, description: _Description, arrays: list[NDArray[Any]]) -> Index:
+    """Checks an index against the source: sizes, modification times, and headers of some members.
 
     Raises:
         Stale: it is damaged, or belongs to another state of the source.
         DataError: a file that it names is missing: then the source is, and not the index.
     """
-    text, rest = index_file.read(file)
-    try:
-        description = msgspec.json.decode(text, type=_Description)
-    except msgspec.DecodeError:
-        raise Stale("it is damaged, or another version of grappe wrote it") from None
-    if description.version != VERSION:
-        raise Stale("another version of grappe wrote it")
-    count = description.images
-    sections = index_file.cut(rest, (count * ENTRY.itemsize, count * 8, description.name_bytes))
+    entries, name_ends, name_bytes = arrays
     leads_out = any(name.startswith("/") or ".." in name.split("/") for name in description.files)
-    if leads_out or min(count, description.name_bytes) < 1:
+    if leads_out or not len(entries) == len(name_ends) > 0 or not len(name_bytes):
         raise Stale("it is damaged")
     index = Index(
         kind=description.kind,
         classes=description.classes,
         files=description.files,
-        entries=sections[0].view(ENTRY),
-        name_ends=sections[1].view("<u8"),
-        name_bytes=sections[2],
+        entries=entries,
+        name_ends=name_ends,
+        name_bytes=name_bytes,
         left_out=description.left_out,
     )
     if description.labels != tuple(map(_content_hash, labels)):
@@ -230,37 +188,18 @@ def open_index(
         DataError: the source is damaged, missing or has no images.
     """
     label_files = (labels, numbering)
-    if not again and (existing := _existing_index(source, label_files)[0]) is not None:
-        return existing
-    locks = places(source, ".lock")[1:]  # in the user's folder, where there is one
-    with locked(locks[0]) if locks else contextlib.nullcontext():
-        existing, why = (None, "asked for") if again else _existing_index(source, label_files)
-        if existing is not None:  # another process has made it
-            return existing
+
+    def make(why: str) -> index_file.Made:
         complain(f"grappe: reading the headers of {source}, once" + (f" ({why})" if why else ""))
-        listed = listing(source, *label_files, report or (lambda words: None))
-        problems = []
-        for file in places(source, INDEX):
-            try:
-                write_index(file, source, listed, label_files)
-                return read_index(file, source, label_files), file
-            except OSError as error:
-                problems.append(f"{file}: {error.strerror or error}")
-            except Stale as error:
-                raise DataError(f"{source} changes while it is read ({error}): wait until it is whole") from None
-        raise DataError(f"the index of {source} can be written nowhere: {'; '.join(problems)}")
+        return described(source, listing(source, *label_files, report or (lambda words: None)), label_files)
 
-
-def _existing_index(source: Path, labels: LabelFiles) -> tuple[tuple[Index, Path] | None, str]:
-    """Returns the index and its file, or why there is none."""
-    why = ""
-    for file in places(source, INDEX):
-        if file.is_file():
-            try:
-                return (read_index(file, source, labels), file), ""
-            except Stale as error:
-                why = why or f"{file}: {error}"
-    return None, why
+    check = functools.partial(_checked, source, label_files)
+    index, file, problems = index_file.kept(
+        str(source), places(source, INDEX), _Description, _KINDS, make, check, again=again
+    )
+    if file is None:
+        raise DataError(f"the index of {source} can be written nowhere: {problems}")
+    return index, file
 
 
 def quarantined(source: Path, index: Index) -> NDArray[np.int64]:

@@ -16,7 +16,7 @@ from typing import Literal, NamedTuple, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from grappe.data.images.tar import Extent, Member, members
+from grappe.data.images.tar import Extent, Member, key_of, members
 from grappe.errors import DataError, reading
 from grappe.errors.foreign_text import printable
 
@@ -40,17 +40,28 @@ _NUMBER = re.compile(r"[0-9]{1,9}")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Listing:
-    """The images of a source, in the order of their ids."""
+class Index:
+    """The images of a source, N of them, in the order of their ids."""
 
     kind: Kind
+    classes: tuple[str, ...]
     files: tuple[str, ...]
     """Archives below the source, or its class folders; "" is the source itself."""
-    classes: tuple[str, ...]
     entries: NDArray[np.void]
-    names: list[bytes]
+    """[N] of `ENTRY`."""
+    name_ends: NDArray[np.uint64]
+    """[N]: where each name ends in `name_bytes`."""
+    name_bytes: NDArray[np.uint8]
     left_out: int
     """Files that are not named as images are."""
+
+    def __len__(self) -> int:
+        return len(self.entries)
+
+    def name(self, place: int) -> bytes:
+        """The name of an image below the source: CLASS/NAME.jpg, or SHARD.tar/KEY.jpg."""
+        start = int(self.name_ends[place - 1]) if place else 0
+        return self.name_bytes[start : int(self.name_ends[place])].tobytes()
 
 
 Row = tuple[bytes, int, int, int, int, int]
@@ -67,7 +78,7 @@ class _Part(NamedTuple):
     """The folders that they lie in."""
 
 
-def listing(source: Path, labels: Path | None, numbering: Path | None, report: Report) -> Listing:
+def listing(source: Path, labels: Path | None, numbering: Path | None, report: Report) -> Index:
     """Lists all images of a source.
 
     Args:
@@ -88,7 +99,7 @@ def listing(source: Path, labels: Path | None, numbering: Path | None, report: R
         raise DataError(f"{source} has its own labels: labels= is for an archive without classes")
     else:
         images = (_list_shards if shards_in(source) else _list_folder)(source, report)
-    if not len(images.entries):
+    if not len(images):
         raise DataError(f"{source} has no image (.jpg, .jpeg or .png) in it")
     return images
 
@@ -116,14 +127,16 @@ def _in_threads(work: Callable[[T, int], _Part], items: Sequence[T], unit: str, 
 
 def _joined(
     kind: Kind, files: Sequence[str], classes: Sequence[str], parts: Sequence[_Part], left_out: int = 0
-) -> Listing:
+) -> Index:
     """Puts the images of several folders or archives together, in this order."""
-    return Listing(
+    names = [name for part in parts for name in part.names]
+    return Index(
         kind=kind,
         files=tuple(files),
         classes=tuple(classes),
         entries=np.concatenate([np.empty(0, ENTRY), *(part.entries for part in parts)]),
-        names=[name for part in parts for name in part.names],
+        name_ends=np.cumsum(np.fromiter(map(len, names), np.uint64, len(names)), dtype=np.uint64),
+        name_bytes=np.frombuffer(b"".join(names), np.uint8),
         left_out=left_out + sum(part.left_out for part in parts),
     )
 
@@ -141,7 +154,7 @@ def _text(name: bytes) -> str:
 # A folder of class folders, SOURCE/CLASS/NAME.jpg, at any depth below the class.
 
 
-def _list_folder(source: Path, report: Report) -> Listing:
+def _list_folder(source: Path, report: Report) -> Index:
     with os.scandir(source) as places:
         classes = sorted(place.name for place in places if place.is_dir() and not place.name.startswith("."))
     if not classes:
@@ -190,7 +203,7 @@ def opened(file: Path) -> Iterator[Extent]:
         yield Extent(handle, printable(file), 0, os.fstat(handle).st_size)
 
 
-def _list_archive(source: Path, labels: Path | None, numbering: Path | None, report: Report) -> Listing:
+def _list_archive(source: Path, labels: Path | None, numbering: Path | None, report: Report) -> Index:
     outer: list[Member] = []
     with opened(source) as archive:
         for member in members(archive):
@@ -225,7 +238,7 @@ def _list_archive(source: Path, labels: Path | None, numbering: Path | None, rep
     return _joined("archive", ("",), list(map(_text, names)), parts, left_out)
 
 
-def _list_inner_archives(archive: Extent, inner: Sequence[Member], report: Report) -> Listing:
+def _list_inner_archives(archive: Extent, inner: Sequence[Member], report: Report) -> Index:
     """Lists the images of archives in an archive, whose names are the classes."""
     names = [tar.name.rpartition(b"/")[2].removesuffix(b".tar") for tar in inner]
 
@@ -361,7 +374,7 @@ def _missing_numbers(names: Sequence[str]) -> Iterator[str]:
                 yield f"{prefix}{number:0{width}d}.tar"
 
 
-def _list_shards(source: Path, report: Report) -> Listing:
+def _list_shards(source: Path, report: Report) -> Index:
     """Lists a folder of shards: files whose names are alike up to the first dot are one sample."""
     shards = shard_names(source)
     parts = _in_threads(lambda name, number: _list_shard(source, name, number), shards, "shards", report)
@@ -377,7 +390,7 @@ def _list_shards(source: Path, report: Report) -> Listing:
 def _list_shard(source: Path, name: str, number: int) -> _Part:
     rows, left_out = [], 0
     with opened(source / name) as archive:
-        for key, group in itertools.groupby(members(archive), _sample_key):
+        for key, group in itertools.groupby(members(archive), lambda member: key_of(member.name)):
             parts = {member.name[len(key) + 1 :].lower(): member for member in group}  # by their endings
             image = next((member for ending, member in parts.items() if b"." + ending in ENDINGS), None)
             if image is None:
@@ -386,11 +399,6 @@ def _list_shard(source: Path, name: str, number: int) -> _Part:
             path = os.fsencode(name) + b"/" + image.name.removeprefix(b"./")
             rows.append(_row(image, path, _label_in_shard(archive, key, parts), file=number))
     return _part(rows, left_out)
-
-
-def _sample_key(member: Member) -> bytes:
-    folder, slash, name = member.name.rpartition(b"/")
-    return folder + slash + name.partition(b".")[0]
 
 
 def _label_in_shard(archive: Extent, key: bytes, parts: dict[bytes, Member]) -> int:

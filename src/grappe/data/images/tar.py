@@ -54,6 +54,12 @@ class Extent(NamedTuple):
     stop: int
 
 
+def key_of(name: bytes) -> bytes:
+    """Returns the key of a member's sample: its name up to the first dot behind its folder."""
+    dot = name.find(b".", name.rfind(b"/") + 1)
+    return name if dot < 0 else name[:dot]
+
+
 def mark_of(header: bytes | memoryview) -> int:
     """Hashes a header block to 32 bits, to notice another file in the archive's place."""
     return xxhash.xxh32_intdigest(header)

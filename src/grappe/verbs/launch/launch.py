@@ -46,8 +46,11 @@ from grappe.training.run import Run, new_folder
 from grappe.verbs.launch.request import INTERRUPTED, ScriptRequest
 
 LOOP = "grappe"
-ITS_OWN = ("torch.distributed", "accelerate", "deepspeed", "horovod", "lightning", "pytorch_lightning", "transformers")
-"""Packages by which a script spreads its training itself."""
+ITS_OWN = (
+    "torch.distributed", "accelerate", "deepspeed", "horovod", "lightning", "pytorch_lightning",
+    "transformers.Trainer", "transformers.Seq2SeqTrainer", "transformers.TrainingArguments",
+)  # fmt: skip
+"""Packages, and classes of them, by which a script spreads its training itself."""
 SLOW_IMPORTS = ("torchvision", "matplotlib.pyplot", "timm", "transformers")
 """Libraries that start no threads, which a script's processes import once, together."""
 LIGHTNING = ("lightning", "pytorch_lightning")
@@ -96,7 +99,10 @@ def launch(
     if not alone and run is not None:
         raise UsageError(f"--run is for a script for one process: {script} writes its own, so leave it out")
     if several and its_own is not None:
-        complain(f"grappe: {script} uses {its_own}: it is started as it is, on {chosen.processes} processes")
+        complain(
+            f"grappe: {script} uses {its_own}: it is started as it is, on {chosen.processes} processes, each of which "
+            "trains all of it unless the script spreads itself"
+        )
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -203,11 +209,18 @@ def start_server(script: Path, plan: Plan) -> None:
 
 
 def imports_of(script: ast.Module) -> Iterator[str]:
-    """Yields what a script imports, packages and modules: `torch` and `torch.distributed`."""
+    """Yields what a script imports, packages, modules and their names: `torch` and `torch.distributed`.
+
+    Of transformers the classes that it uses, too, since few of them spread a training.
+    """
+    named: dict[str, str] = {}
     for node in ast.walk(script):
         names = []
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]
+            named |= {alias.asname or alias.name: alias.name for alias in node.names}
+        elif isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
+            names = [f"transformers.{node.attr}"] if named.get(node.value.id) == "transformers" else []
         elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
             names = [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
         for name in names:
@@ -328,8 +341,7 @@ _SHARDED = (
     "Outside of its model a parameter is in parts under shard: use replicate instead, or take parameter.full_tensor()"
 )
 _OTHER_NAME = (
-    "A file's name by datetime.now() or id() is another one in each process: make it by time.time(), which is process "
-    "0's in all"
+    "A file's name by id() is another one in each process: make it by time.time(), which is process 0's in all"
 )
 
 
@@ -349,7 +361,7 @@ def run_recorded(request: ScriptRequest, process: ProcessRank, rendezvous_folder
     from grappe.training.rows_step import SpreadSteps, rows_context
     from grappe.verbs.launch.recorded import RecordedSteps, ScriptFolder
     from grappe.verbs.launch.replay import reads_noted
-    from grappe.verbs.launch.surroundings import surroundings_shared
+    from grappe.verbs.launch.surroundings import dates_of_clock, surroundings_shared
 
     plan, folder = as_plan(request.plan), request.run
     world = join_world(plan, process, rendezvous_folder)
@@ -374,6 +386,7 @@ def run_recorded(request: ScriptRequest, process: ProcessRank, rendezvous_folder
         intercepted(steps),
         surroundings_shared(world),
         reads_noted(steps.read, steps.clock),
+        dates_of_clock(),
         waits_counted(steps.chronometer),
         gradients_summed(world) if plan.shard > 1 else contextlib.nullcontext(),
         shards_whole() if plan.shard > 1 else contextlib.nullcontext(),

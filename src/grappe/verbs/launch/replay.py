@@ -27,6 +27,7 @@ from grappe.private_api.torch import skip_batch, tree_map
 from grappe.rows.tensor import Rows
 from grappe.training.interception import copied, replaced, rows_of
 from grappe.training.random_state import from_tensor, set_random_state
+from grappe.verbs.launch import surroundings
 from grappe.verbs.launch.surroundings import CLOCKS, TORCH, writing_nothing
 
 READS = ("item", "__float__", "__int__", "__index__", "__bool__", "tolist", "numpy")
@@ -243,6 +244,8 @@ def reads_noted(
 
 def repeats(frame: types.FrameType | None) -> bool:
     """Returns whether what is read at a frame is read again on the way back: by the script, and not in a module."""
+    while frame is not None and frame.f_code.co_filename == surroundings.__file__:  # a date, made of a clock
+        frame = frame.f_back
     if frame is None or not is_users_file(frame.f_code.co_filename):
         return False
     while frame is not None:

@@ -7,7 +7,10 @@ from __future__ import annotations
 
 import builtins
 import contextlib
+import ctypes
+import datetime
 import functools
+import gc
 import io
 import os
 import random
@@ -382,6 +385,39 @@ def _clocks_shared(world: World) -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def dates_of_clock() -> Iterator[None]:
+    """Context in which the moment of now is time.time()'s in all of Python: dates, and times as texts."""
+
+    def now(kind: type[datetime.datetime], tz: datetime.tzinfo | None = None) -> datetime.datetime:
+        return kind.fromtimestamp(time.time(), tz)
+
+    def utcnow(kind: type[datetime.datetime]) -> datetime.datetime:
+        return kind.fromtimestamp(time.time(), datetime.UTC).replace(tzinfo=None)
+
+    def converting(plain: Callable[..., T]) -> Callable[..., T]:
+        return lambda seconds=None: plain(time.time() if seconds is None else seconds)
+
+    def formatting(plain: Callable[..., str]) -> Callable[..., str]:
+        return lambda form, moment=None: plain(form, time.localtime() if moment is None else moment)
+
+    def writing(plain: Callable[..., str]) -> Callable[..., str]:
+        return lambda moment=None: plain(time.localtime() if moment is None else moment)
+
+    # A class of C's takes no attributes. Its own dictionary does; today() asks time.time() already.
+    attributes = gc.get_referents(vars(datetime.datetime))[0]
+    before = {name: attributes[name] for name in ("now", "utcnow")}
+    conversions = ((time, name, converting) for name in ("localtime", "gmtime", "ctime"))
+    try:
+        attributes |= {"now": classmethod(now), "utcnow": classmethod(utcnow)}
+        ctypes.pythonapi.PyType_Modified(ctypes.py_object(datetime.datetime))
+        with replaced(*conversions, (time, "strftime", formatting), (time, "asctime", writing)):
+            yield
+    finally:
+        attributes |= before
+        ctypes.pythonapi.PyType_Modified(ctypes.py_object(datetime.datetime))
+
+
+@contextlib.contextmanager
 def _entropy_shared(seed: int) -> Iterator[None]:
     """Context in which seeds that the system would draw are drawn from one seed, in data workers from torch's."""
     process, stream = process_id(), random.Random(seed)
@@ -408,6 +444,15 @@ def _entropy_shared(seed: int) -> Iterator[None]:
 
         return seeded
 
+    def seeding_its_own(plain: Callable[..., None]) -> Callable[..., None]:
+        def seeded(self: random.Random, seed: Any = None, *arguments: Any) -> None:
+            frame: FrameType | None = sys._getframe(1)
+            while frame is not None and frame.f_globals.get("__name__") == "random":
+                frame = frame.f_back
+            plain(self, drawn(32) if seed is None and by_script(frame) else seed, *arguments)
+
+        return seeded
+
     def uuid4(plain: Callable[[], uuid.UUID]) -> Callable[[], uuid.UUID]:
         return lambda: uuid.UUID(int=drawn(128), version=4) if by_script(sys._getframe(1)) else plain()
 
@@ -423,6 +468,7 @@ def _entropy_shared(seed: int) -> Iterator[None]:
         (uuid, "uuid4", uuid4),
         (uuid, "uuid1", uuid4),
         (random, "seed", seeding),
+        (random.Random, "seed", seeding_its_own),
         (np.random.bit_generator, "randbits", lambda _: drawn),  # seeds all of NumPy's generators
         (torch, "seed", torchs),
         (torch.random, "seed", torchs),

@@ -40,8 +40,6 @@ PARTS = (
 )
 """In the order in which they are taken off; what is left at the end is useful."""
 USEFUL = PARTS[-1]
-FORWARD_BACKWARD = PARTS[PARTS.index("values read by the host") :]
-"""Parts of forward and backward."""
 UNUSED = "precision not used"
 LEAST_PRECISION = 0.05  # of matrix products' time, below which another precision is no gain
 WORTH = 0.02  # share of the time, from which on a part has a remedy
@@ -241,7 +239,7 @@ class Remedy:
 class PartRule(NamedTuple):
     """A remedy that moves a part of the time."""
 
-    word: Callable[[TimeBreakdown, Measurement], str]
+    word: Callable[[TimeBreakdown, Measurement, Plan], str]
     """The change; "": there is none."""
     saves: float = 1.0
     """Share of the part that it saves; 0: how much is not known."""
@@ -276,14 +274,15 @@ def remedies(breakdown: TimeBreakdown, point: Measurement, points: Sequence[Meas
         if saves >= WORTH:
             word = f"batch_size={best.batch} (tried; it changes what is learned)"
             remedies.append(Remedy(part=SMALL_BATCH, word=word, saves=saves))
+    plan = Plan.parse(breakdown.plan)
     for part, rule in RULES.items():
         share = breakdown.share(part)
-        if share >= WORTH and (word := rule.word(breakdown, point)):
+        if share >= WORTH and (word := rule.word(breakdown, point, plan)):
             remedies.append(Remedy(part=part, word=word, saves=share * rule.saves, at_most=rule.at_most))
     return sorted(remedies, key=lambda remedy: -remedy.saves)
 
 
-def _data(breakdown: TimeBreakdown, point: Measurement) -> str:
+def _data(breakdown: TimeBreakdown, point: Measurement, plan: Plan) -> str:
     if point.workers is None:
         return "the samples are in memory: a cheaper transform or augment"
     needed = workers_needed(breakdown.share("waiting for data"), point.workers)
@@ -292,8 +291,8 @@ def _data(breakdown: TimeBreakdown, point: Measurement) -> str:
     return "store the samples decoded and smaller"
 
 
-def _imbalance(breakdown: TimeBreakdown, point: Measurement) -> str:
-    if Plan.parse(breakdown.plan).pipeline > 1:
+def _imbalance(breakdown: TimeBreakdown, point: Measurement, plan: Plan) -> str:
+    if plan.pipeline > 1:
         work = [process.phases["forward"] + process.phases["backward"] for process in point.middle().processes]
         most = max(range(len(work)), key=lambda rank: work[rank])
         return (
@@ -304,8 +303,8 @@ def _imbalance(breakdown: TimeBreakdown, point: Measurement) -> str:
     return f"process {slow.rank} on {slow.host} has {more * 1e3:.3g} ms more a step, most of it in {where}"
 
 
-def _communication(breakdown: TimeBreakdown, point: Measurement) -> str:
-    process, plan = breakdown.trace.processes[0], Plan.parse(breakdown.plan)
+def _communication(breakdown: TimeBreakdown, point: Measurement, plan: Plan) -> str:
+    process = breakdown.trace.processes[0]
     name, size = process.largest
     if plan.data_parallel == 1 and plan.pipeline > 1:
         return "cut where less is sent from stage to stage (cuts)"
@@ -319,7 +318,7 @@ def _communication(breakdown: TimeBreakdown, point: Measurement) -> str:
     return "a larger batch_size, or fewer processes"
 
 
-def _reads(breakdown: TimeBreakdown, point: Measurement) -> str:
+def _reads(breakdown: TimeBreakdown, point: Measurement, plan: Plan) -> str:
     totals = breakdown.trace.processes[0].operators
     if totals is None or not totals.read_lines:
         return ""
@@ -328,7 +327,7 @@ def _reads(breakdown: TimeBreakdown, point: Measurement) -> str:
     return f"{place(most)} reads values (.item(), float(), .tolist()) {times}: keep them tensors"
 
 
-def _host(breakdown: TimeBreakdown, point: Measurement) -> str:
+def _host(breakdown: TimeBreakdown, point: Measurement, plan: Plan) -> str:
     totals = breakdown.trace.processes[0].operators
     if totals is None:
         return ""
@@ -336,18 +335,14 @@ def _host(breakdown: TimeBreakdown, point: Measurement) -> str:
     most = next((cost for cost in totals.host_lines if cost.line), None)  # backward has none
     if most is not None and most.seconds > MOST_OF / 2 * sum(cost.seconds for cost in totals.host_lines):
         word += f", {most.calls:,.0f} of them at {place(most)}"
-    return word + ": fewer, larger ones" + ("" if Plan.parse(breakdown.plan).compile else ", or compile")
+    return word + ": fewer, larger ones" + ("" if plan.compile else ", or compile")
 
 
-def _copies(breakdown: TimeBreakdown, point: Measurement) -> str:
+def _copies(breakdown: TimeBreakdown, point: Measurement, plan: Plan) -> str:
     totals = breakdown.trace.processes[0].operators
     most = totals.copy_lines[0] if totals and totals.copy_lines else None
     where = f" at {place(most)}" if most is not None and most.line else ""
     return f"a layout is copied each step{where}: make it once, in data()"
-
-
-def _of_plan(word: Callable[[Plan], str]) -> Callable[[TimeBreakdown, Measurement], str]:
-    return lambda breakdown, point: word(Plan.parse(breakdown.plan))
 
 
 RULES = {
@@ -355,17 +350,15 @@ RULES = {
     "waiting for data": PartRule(_data),
     "transfers": PartRule(lambda *_: "send smaller types (bytes, not floats), and convert on the device"),
     "imbalance": PartRule(_imbalance),
-    "pipeline bubble": PartRule(_of_plan(lambda plan: f"microbatches={2 * plan.microbatches}"), saves=0.5),
+    "pipeline bubble": PartRule(lambda _, __, plan: f"microbatches={2 * plan.microbatches}", saves=0.5),
     "copies for messages": PartRule(
         lambda *_: "a larger batch_size makes them rarer; one process needs none", saves=0.0
     ),
     "exposed communication": PartRule(_communication, at_most=True),
     "update": PartRule(
-        _of_plan(
-            lambda plan: (
-                "a larger batch_size makes updates rarer"
-                + ("; shard= with zero=1 splits them" if plan.replicate > 1 else "")
-            )
+        lambda _, __, plan: (
+            "a larger batch_size makes updates rarer"
+            + ("; shard= with zero=1 splits them" if plan.replicate > 1 else "")
         ),
         saves=0.0,
     ),
@@ -373,17 +366,15 @@ RULES = {
     "host between kernels": PartRule(_host, at_most=True),
     "copies of layouts": PartRule(_copies),
     "memory-bound operators": PartRule(
-        _of_plan(lambda plan: "" if plan.compile else "compile fuses some of them"), at_most=True
+        lambda _, __, plan: "" if plan.compile else "compile fuses some of them", at_most=True
     ),
     "small matrices": PartRule(lambda *_: "a larger batch_size, or wider layers", saves=0.0),
-    UNUSED: PartRule(lambda breakdown, _: f"precision={breakdown.precision}", at_most=True),
+    UNUSED: PartRule(lambda breakdown, *_: f"precision={breakdown.precision}", at_most=True),
     "not explained": PartRule(
-        _of_plan(
-            lambda plan: (
-                "kernels that compile fused are in here: --profile shows them"
-                if plan.compile
-                else "measure again, while nothing else runs here"
-            )
+        lambda _, __, plan: (
+            "kernels that compile fused are in here: --profile shows them"
+            if plan.compile
+            else "measure again, while nothing else runs here"
         ),
         saves=0.0,
     ),

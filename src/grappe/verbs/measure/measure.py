@@ -49,15 +49,6 @@ from grappe.verbs.submit.submit import Submitted, submit_all
 from grappe.words import first_line, plan_name
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class MeasureRequest:
-    """The input of a measured training's processes."""
-
-    training: Request
-    count: bool
-    """Whether to count the model's operations, and to measure the device's FLOP/s."""
-
-
 def measure(
     task: Task | type[Task] | str,
     plans: Sequence[AnyPlan] = ("",),
@@ -93,8 +84,7 @@ def measure(
     def train(plan: Plan, batch: int, turn: int, run: Path, *, weak: bool = False) -> Measurement:
         task = request.task.with_batch(batch, plan.data_parallel if weak else 1)
         training = dataclasses.replace(request, task=task, plan=plan, run=run, base=run.parent, quiet=True)
-        measured = MeasureRequest(training=training, count=turn == 0)
-        return start("grappe.verbs.measure.measure:worker", measured, plan, run=run)
+        return start("grappe.verbs.measure.measure:worker", (training, turn == 0), plan, run=run)
 
     with scratch("measure") as folder:
         points = _measured(functools.partial(train, weak=options.weak), folder, grid, options.repeats, note, begun)
@@ -198,21 +188,26 @@ def _point(plan: Plan, batch: int, runs: Sequence[Measurement], failure: str) ->
     return dataclasses.replace(runs[0], trials=[trial for run in runs for trial in run.trials])
 
 
-def worker(request: MeasureRequest, process: ProcessRank, rendezvous_folder: Path) -> Measurement | None:
-    """Runs one process of a measured training; process 0 returns a point of one trial. Collective."""
+def worker(asked: tuple[Request, bool], process: ProcessRank, rendezvous_folder: Path) -> Measurement | None:
+    """Runs one process of a measured training; process 0 returns a point of one trial. Collective.
+
+    Args:
+        asked: the training, and whether to count the model's operations, and to measure the device's FLOP/s.
+    """
     from grappe.verbs.measure import flops
 
-    result = train_worker(request.training, process, rendezvous_folder)
+    request, count = asked
+    result = train_worker(request, process, rendezvous_folder)
     if process.rank:
         return None
-    task, plan = request.training.task.resolve(), request.training.plan
+    task, plan = request.task.resolve(), request.plan
     point = point_of_run(plan, task.batch_size, Run(result.run).read_description()["costs"])
-    if not request.count:
+    if not count:
         return point
     try:
         return dataclasses.replace(
             point,
-            flops=flops.per_sample(task, head(dataset_of(task, "train", request.training.data), flops.ROWS)),
+            flops=flops.per_sample(task, head(dataset_of(task, "train", request.data), flops.ROWS)),
             reachable=flops.reachable(choose_device(plan, process), plan),
         )
     except Exception as error:  # a task may do what cannot be counted; it was measured all the same
@@ -270,9 +265,7 @@ def point_of_run(plan: Plan, batch: int, usages: Sequence[Mapping[str, Any]]) ->
             )
             for usage in usages
         ],
-        steps=head["timing"]["steps"],
         joules=None if not joules or None in joules else sum(joules) / max(1, head["samples"]),
-        cores_used=sum(usage["cpu_seconds"] for usage in usages) / max(usage["seconds"] for usage in usages),
     )
     return Measurement(
         plan=str(plan),
@@ -393,15 +386,6 @@ OUT_OF_MEMORY = re.compile(
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class LargestRequest:
-    """The input of the processes that take a few steps at one batch size."""
-
-    training: Request
-    limit: int | None
-    """Bytes of data that a process may have; None: no limit."""
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class Largest:
     """The result of a search for a plan's largest batch."""
 
@@ -452,9 +436,8 @@ def largest_batch(
             options=Options(steps=STEPS, steps_only=True),
             quiet=True,
         )
-        trial = LargestRequest(training=training, limit=limit)
         try:
-            start("grappe.verbs.measure.measure:limited_worker", trial, plan, run=training.run)
+            start("grappe.verbs.measure.measure:limited_worker", (training, limit), plan, run=training.run)
         except GrappeError as error:
             if not OUT_OF_MEMORY.search(str(error)):
                 raise
@@ -491,16 +474,21 @@ def largest_batches(
             yield largest_batch(request, as_plan(plan), folder / str(number))
 
 
-def limited_worker(request: LargestRequest, process: ProcessRank, rendezvous_folder: Path) -> None:
-    """Runs one process of a training of a few steps. Collective."""
-    if request.limit is not None:
+def limited_worker(asked: tuple[Request, int | None], process: ProcessRank, rendezvous_folder: Path) -> None:
+    """Runs one process of a training of a few steps. Collective.
+
+    Args:
+        asked: the training, and the bytes of data that a process may have; None: no limit.
+    """
+    request, limit = asked
+    if limit is not None:
         import resource
 
         # The limit counts data, so that a failure is torch's own message; one on addresses would count libraries.
         own = resource.getrlimit(resource.RLIMIT_DATA)[1]  # the user's `ulimit -d`, which may not be raised
-        limit = request.limit if own == resource.RLIM_INFINITY else min(request.limit, own)
+        limit = limit if own == resource.RLIM_INFINITY else min(limit, own)
         resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
-    train_worker(request.training, process, rendezvous_folder)
+    train_worker(request, process, rendezvous_folder)
 
 
 def _share(plan: Plan, meminfo: Path = memory.MEMINFO) -> int | None:

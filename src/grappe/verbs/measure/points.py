@@ -68,11 +68,8 @@ class TimedRun:
     """One training of a point, in new processes."""
 
     processes: Sequence[ProcessTimes]
-    steps: int
     joules: float | None
     """Joules per sample."""
-    cores_used: float
-    """Average number of cores that all processes on process 0's node used."""
 
     @property
     def step(self) -> float:
@@ -192,33 +189,25 @@ def _waited(trial: TimedRun) -> float:
     return sum(min(longest - process.busy, process.phases["communication"]) for process in trial.processes)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class EfficiencyLoss:
-    """The losses of a point's efficiency compared with another's, as shares of its own process-seconds."""
+def efficiency_loss(point: Measurement, first: Measurement) -> dict[str, float]:
+    """Computes the extra cost per sample of `point` over `first` by cause, in shares of `point`'s process-seconds.
 
-    data: float
-    communication: float
-    imbalance: float
-    computing: float
-    """Loss because forward, backward and update of the same samples take longer: smaller slices, or shared cores."""
-    rest: float
-
-
-def efficiency_loss(point: Measurement, first: Measurement) -> EfficiencyLoss:
-    """Computes the extra cost per sample of `point` over `first`; below 0: `point` costs less."""
+    "computing": forward, backward and update of the same samples take longer: smaller slices, or shared cores. Below 0
+    `point` costs less.
+    """
     total = point.cost()
 
     def more(*phases: str) -> float:
         return (point.cost(*phases) - first.cost(*phases)) / total
 
     imbalance = (point.imbalance - first.imbalance) / total
-    return EfficiencyLoss(
-        data=more("data", "transfer"),
-        communication=more("communication") - imbalance,
-        imbalance=imbalance,
-        computing=more(*COMPUTING),
-        rest=more("watching"),
-    )
+    return {
+        "data": more("data", "transfer"),
+        "communication": more("communication") - imbalance,
+        "imbalance": imbalance,
+        "computing": more(*COMPUTING),
+        "rest": more("watching"),
+    }
 
 
 def efficiency(point: Measurement, first: Measurement) -> float:
@@ -271,7 +260,7 @@ def as_json(point: Measurement, points: Sequence[Measurement]) -> dict[str, Any]
         "trials": point.rates,
         "speed_up": point.rate / first.rate,
         "efficiency": None if base is None else efficiency(point, base),
-        "lost": None if base is None else dataclasses.asdict(efficiency_loss(point, base)),
+        "lost": None if base is None else efficiency_loss(point, base),
         "shares": {name: point.share(name) for name in phases},
         "memory": point.memory,
         "sent": {purpose: dict(each) for purpose, each in point.sent.items()},

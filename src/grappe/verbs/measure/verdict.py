@@ -174,10 +174,10 @@ def _one_more_process(good: Sequence[Measurement]) -> Iterator[str]:
     bring = many_step / (fixed + shared / (many + 1)) if fixed > 0 else (many + 1) / many
     gone = efficiency_loss(last, family[alone])
     parts = {
-        "waiting for data": gone.data,
-        "communication": gone.communication,
-        "imbalance": gone.imbalance,
-        "smaller slices or shared cores": gone.computing,
+        "waiting for data": gone["data"],
+        "communication": gone["communication"],
+        "imbalance": gone["imbalance"],
+        "smaller slices or shared cores": gone["computing"],
     }
     worst = max(parts, key=lambda part: parts[part])
     share = efficiency(last, family[alone])
@@ -246,12 +246,11 @@ def _row(point: Measurement, points: Sequence[Measurement], first: Measurement) 
 
 def losses(points: Sequence[Measurement]) -> Table | None:
     """Makes the table of efficiency losses, each compared with its baseline; None if nothing can be compared."""
-    compared = [(point, base) for point in points if not point.failure and (base := baseline(point, points))]
-    rows = []
-    for point, base in compared:
-        loss = efficiency_loss(point, base)
-        parts = (loss.data, loss.communication, loss.imbalance, loss.computing, loss.rest)
-        rows.append((title(point), *(_share(part, sign="+") for part in parts)))
+    rows = [
+        (title(point), *(_share(part, sign="+") for part in efficiency_loss(point, base).values()))
+        for point in points
+        if not point.failure and (base := baseline(point, points))
+    ]
     columns = ("data", "communication", "imbalance", "smaller slices, shared cores", "rest")
     return filled_table(("efficiency lost to", *columns), rows) if rows else None
 

@@ -17,13 +17,13 @@ from typing import TYPE_CHECKING, Any
 
 from grappe.checkpoint.commit import LARGEST_JSON, read_json
 from grappe.errors import RunError, UsageError
-from grappe.errors.foreign_text import entries, html_text, number, printable
+from grappe.errors.foreign_text import entries, html_text, number, objects, printable
 from grappe.language import catalogue_of, chosen_language, translated
 from grappe.launch import files
 from grappe.launch.terminal import progress
 from grappe.training.run import CODE, SCORES, USAGE, Run
 from grappe.verbs.submit.jobs import failure_notes
-from grappe.verbs.tune.schedule import importance
+from grappe.verbs.tune.journal import importance
 from grappe.verbs.tune.space import Choices, Range, of_texts
 from grappe.verbs.tune.study import FILE as STUDY
 from grappe.verbs.tune.study import best_of, open_study
@@ -243,18 +243,12 @@ def _speed(axes: Sequence[tuple[int, float, float]]) -> Points:
 def _usage(run: Run) -> list[dict[str, Any]]:
     """Reads a run's usage, neighbours merged until few remain: seconds are summed; of levels, the highest is kept."""
     try:
-        lines = files.read_text(run.folder / USAGE).splitlines()
+        lines = files.read_bytes(run.folder / USAGE).splitlines()
     except OSError:
         return []
-    records = []
-    for line in lines:
-        try:
-            record = json.loads(line)
-        except (ValueError, RecursionError):
-            continue  # half of a line: a process was killed while it wrote
-        phases = record.get("phases") if isinstance(record, dict) else None
-        if isinstance(phases, dict) and _is_number(record.get("time")):
-            records.append(record)
+    records = [
+        record for record in objects(lines) if isinstance(record.get("phases"), dict) and _is_number(record.get("time"))
+    ]
     while len(records) > POINTS // 2:
         pairs = [records[place : place + 2] for place in range(0, len(records), 2)]
         records = [_merged(*pair) if len(pair) == 2 else pair[0] for pair in pairs]
@@ -335,7 +329,7 @@ def gather_study(folder: Path) -> dict[str, Any]:
         "axes": axes,
         "ends": [low, high],
         "trials": rows,
-        "importance": importance(study, space),
+        "importance": importance(study),
     }
 
 

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from rich.table import Table
 
 from grappe.errors import EXIT_OK, ProcessDied, RunError
-from grappe.errors.foreign_text import printable
+from grappe.errors.foreign_text import objects, printable
 from grappe.launch import command, files
 from grappe.launch.files import IN_PART, IN_RUN
 from grappe.sites import slurm
@@ -47,18 +47,10 @@ def record_job(run: Path, job: str, site: str, cost: str) -> None:
 def submitted(run: Path) -> list[dict[str, Any]]:
     """Reads the submissions of a run, oldest first; skips a damaged line."""
     try:
-        lines = files.read_text(run / "logs" / JOBS, IN_PART).splitlines()
+        lines = files.read_bytes(run / "logs" / JOBS, IN_PART).splitlines()
     except (OSError, RunError):
         return []
-    records = []
-    for line in lines:
-        try:
-            record = json.loads(line)
-        except (ValueError, RecursionError):
-            continue
-        if isinstance(record, dict) and str(record.get("job", "")).isdigit():
-            records.append(record)
-    return records
+    return [record for record in objects(lines) if str(record.get("job", "")).isdigit()]
 
 
 class FailureNote(NamedTuple):

@@ -34,10 +34,11 @@ from grappe.sites.environment import (
     packages,
     packed,
 )
+from grappe.sites.sbatch import TUNE
 from grappe.sites.schema import Site
 from grappe.sites.script import Script
 from grappe.training.run import Run
-from grappe.verbs.submit.resources import TPE, Submission
+from grappe.verbs.submit.resources import Submission
 
 PIP_SECONDS = 300.0
 MOST_MISSING = 40
@@ -416,7 +417,7 @@ def job_packages(submission: Submission, site: Site, plan: Plan, *, show: bool) 
         site=site.name,
     )
     wheel = own_wheel()
-    features = {*libraries(plan), *submission.loggers, *(["tune"] if submission.sampler == TPE else [])}
+    features = {*libraries(plan), *submission.loggers, *(["tune"] if submission.command == TUNE else [])}
     extras = sorted(features & {*(importlib.metadata.metadata("grappe").get_all("Provides-Extra") or ())})
     lines = requirements(submission)
     why = "the script is only shown"

@@ -17,7 +17,6 @@ from grappe.sites.schema import Site
 from grappe.sites.script import resource_options, with_mps
 from grappe.training.options import Options
 
-TPE = "tpe"  # the default sampler of tune, of the extra of that name
 ON_CPU = ("data", "curves", "engines", "export", "predict", "prune", "report", "runs", "tasks")
 """Commands that use no GPU, and take no plan: their jobs have none."""
 SPREAD = (TRAIN, "evaluate", SCRIPT)
@@ -45,8 +44,6 @@ class Submission:
     data: str | None = None
     parallel: int = 1
     """Number of a search's trials that are trained at a time, each under the plan."""
-    sampler: str = ""
-    """A search's sampler."""
     study: Path | None = None
     """A search's folder; None: in the job's."""
     loggers: tuple[str, ...] = ()

@@ -17,8 +17,8 @@ from grappe.training.options import Options
 from grappe.training.request import Request
 from grappe.training.run import Run
 from grappe.training.task_reference import TaskReference, field_texts
-from grappe.verbs.tune.schedule import RungJob, Schedule, draw, has_result, learns, rung_parts
-from grappe.verbs.tune.space import PLAN, Space
+from grappe.verbs.tune.journal import Journal, rung_parts
+from grappe.verbs.tune.space import PLAN
 from grappe.verbs.tune.study import Study, Trial
 from grappe.verbs.tune.trainings import OF_THE_MACHINE, NotNow, Trainings, TrialEnd, first_line
 
@@ -41,7 +41,7 @@ class SearchProgress:
 
 
 class Coordinator:
-    """Runs a study until `total` trials have ended; the one process that writes its records.
+    """Runs a study until `total` trials have ended; the one process that writes its journal.
 
     Args:
         request: of each trial's training, but for its fields and its folder.
@@ -52,7 +52,6 @@ class Coordinator:
     def __init__(
         self,
         study: Study,
-        space: Space,
         request: Request,
         trainings: Trainings,
         *,
@@ -60,15 +59,11 @@ class Coordinator:
         total: int,
         watch: Callable[[SearchProgress], None],
     ) -> None:
-        self._study, self._space, self._request = study, space, request
+        self._study, self._request = study, request
         self._trainings, self._parallel, self._total, self._watch = trainings, parallel, total, watch
         self._lease = Lease(study.folder)
-        self._trials: dict[int, Trial] = {}
+        self._journal: Journal
         self._parts = [float(part) for part in rung_parts(study.search)]
-        self._waits = len(self._parts) > 1 or learns(study.search.sampler)
-        self._schedule = Schedule(study.search, total=total, waits=self._waits)
-        self._due: list[RungJob] = []
-        self._jobs: dict[int, RungJob] = {}
         self._kills: dict[int, tuple[int, int]] = {}
         self._waiting = ""
         self._error: GrappeError | None = None
@@ -80,20 +75,20 @@ class Coordinator:
         """Returns whether all trials have ended; else a signal or the time limit has stopped them at a checkpoint.
 
         Raises:
-            RunError: another coordinator runs this study, or its folder cannot be written.
+            RunError: another coordinator runs this study, or its folder cannot be written, or is damaged.
             GrappeError: a trial cannot be trained here, whatever its fields.
         """
         self._lease.take()
         try:
-            self._trials = {trial.number: trial for trial in self._study.trials}
+            self._journal = Journal(self._study.folder, self._study.search, writes=True)
             with self._trainings:
                 self._start_more()
                 self._notify()
-                while self._jobs or (self._waiting and not self._stopping):
+                while self._trainings.running or (self._waiting and not self._stopping):
                     ends = self._trainings.poll(POLL_SECONDS)
                     for end in ends:
                         try:
-                            self._record_result(end)
+                            self._take_in(end)
                         except OF_THE_MACHINE as error:
                             self._end_by(error)
                     if self._error is None and (ends or self._waiting):
@@ -103,20 +98,29 @@ class Coordinator:
             self._lease.release()
         if self._error is not None:
             raise self._error
-        return self._schedule.over and not self._due
+        return not self._journal.open and len(self._journal.trials) >= self._total
 
     @property
     def _stopping(self) -> bool:
         over = self._deadline is not None and time.monotonic() > self._deadline
         return self._stop or over or self._error is not None or self._trainings.stopping
 
+    @property
+    def _has_room(self) -> bool:
+        return not self._stopping and len(self._trainings.running) < self._parallel
+
     def _start_more(self) -> None:
-        """Starts what may be started, in the order in which it was decided."""
+        """Starts the trials that are open, and new ones, while there is room."""
         self._waiting = ""
         try:
-            self._decide()
-            while self._start_first():
-                self._decide()
+            for number in list(self._journal.open):
+                if self._has_room and number not in self._trainings.running:
+                    self._start(number)
+            while self._has_room and len(self._journal.open) < self._parallel:
+                if len(self._journal.trials) >= self._total:
+                    return
+                self._lease.check()
+                self._start(self._journal.ask())
         except OF_THE_MACHINE as error:
             self._end_by(error)
 
@@ -125,31 +129,10 @@ class Coordinator:
         self._error = self._error or error
         self._trainings.interrupt()
 
-    def _start_first(self) -> bool:
-        """Starts the first of the due jobs that can be started; returns whether there was one."""
-        for job in self._due:
-            if self._stopping or len(self._jobs) >= self._parallel:
-                return False
-            if job.number not in self._jobs and self._start(job):
-                self._due.remove(job)
-                return True
-        return False
-
-    def _decide(self) -> None:
-        """Queues the jobs that follow from the results so far and have no result yet."""
-        for job in self._schedule.decided(self._trials.get):
-            if self._waits:
-                self._drawn(job)  # later ones observe it
-            trial = self._trials.get(job.number)
-            if trial is None or not has_result(trial, job.rung):
-                self._due.append(job)
-
-    def _start(self, job: RungJob) -> bool:
-        """Starts a job, unless its result is there; returns whether it is started or has its result."""
-        trial, part = self._drawn(job), self._parts[job.rung]
-        if has_result(trial, job.rung):
-            return True
-        fields = dict(trial.fields)
+    def _start(self, number: int) -> None:
+        """Trains an open trial up to its next rung, if that can be started now; its result may be there already."""
+        trial = self._journal.trial(number)
+        part, fields = self._parts[len(trial.rungs)], dict(trial.fields)
         plan, text = self._request.plan, fields.pop(PLAN, None)
         if text is not None:
             own = Plan.parse(text)
@@ -158,73 +141,66 @@ class Coordinator:
         try:
             task = with_fields(self._request.task, fields)
         except UsageError as error:  # the task itself refuses this combination
-            self._write(failed(trial, first_line(error)))
-            return True
+            self._fail(number, reason=first_line(error))
+            return
         refuse_other_fields(self._study, trial, task)
         if has_trained_to(self._study, trial, part):
-            self._write(with_result(self._study, trial, job.rung, part))
-            return True
+            self._report(number)
+            if number in self._journal.open:
+                self._start(number)
+            return
         options = self._request.options
         if self._deadline is not None:
             options = dataclasses.replace(options, time_limit=max(1.0, self._deadline - time.monotonic()))
         if part < 1:
             options = dataclasses.replace(options, part=part)
-        run = self._study.run_folder(trial.number)
+        run = self._study.run_folder(number)
         request = dataclasses.replace(self._request, task=task, plan=plan, options=options, run=run)
         try:
-            self._trainings.start(trial.number, request)
+            self._trainings.start(number, request)
         except NotNow as reason:
             self._waiting = str(reason)
-            return False
-        self._jobs[trial.number] = job
-        return True
 
-    def _drawn(self, job: RungJob) -> Trial:
-        """The trial with its fields, which are on disk before it starts."""
-        trial = self._trials.get(job.number)
-        if trial is None:
-            observed = [earlier for earlier in job.observed if earlier.state != "open"]
-            pending = [earlier for earlier in job.observed if earlier.state == "open"]
-            fields = draw(self._study.search, self._space, job.number, observed, pending)
-            trial = Trial(number=job.number, fields=fields)
-            self._write(trial)
-        return trial
-
-    def _record_result(self, end: TrialEnd) -> None:
+    def _take_in(self, end: TrialEnd) -> None:
         """Writes down a trial's result, or leaves it open."""
-        job = self._jobs.pop(end.number)
-        trial = self._trials[end.number]
-        part = self._parts[job.rung]
+        number = end.number
+        trial = self._journal.trial(number)
+        part = self._parts[len(trial.rungs)]
         missed = steps_missed(self._study, trial, part) if end.outcome == "trained" else ""
         if end.outcome == "trained" and not missed:
-            self._write(with_result(self._study, trial, job.rung, part))
-            return
-        if end.outcome == "failed":
-            self._write(failed(trial, end.reason))
-            return
-        self._due.insert(0, job)
-        if end.outcome == "stopped":
+            self._report(number)
+        elif end.outcome == "failed":
+            self._fail(number, reason=end.reason)
+        elif end.outcome == "stopped":
             self._stop = True
         elif end.outcome == "error":
             assert end.error is not None
             self._end_by(end.error)
         elif not self._stopping:  # killed: it stays open, to be resumed, unless it makes no progress
-            checkpoints = list_checkpoints(self._study.run_folder(trial.number) / "checkpoints")
+            checkpoints = list_checkpoints(self._study.run_folder(number) / "checkpoints")
             step = checkpoints[0].step if checkpoints else 0
-            last_step, kills = self._kills.get(trial.number, (step, 0))
+            last_step, kills = self._kills.get(number, (step, 0))
             kills = kills + 1 if step <= last_step else 1
-            self._kills[trial.number] = (step, kills)
+            self._kills[number] = (step, kills)
             if kills >= KILLS:
                 reason = end.reason or missed
-                self._write(failed(trial, f"{reason} {KILLS} times, with no new checkpoint in between"))
+                self._fail(number, reason=f"{reason} {KILLS} times, with no new checkpoint in between")
 
-    def _write(self, trial: Trial) -> None:
+    def _report(self, number: int) -> None:
+        trial = self._journal.trial(number)
+        result = result_of(self._study, trial, self._parts[len(trial.rungs)])
+        if isinstance(result, str):
+            self._fail(number, reason=result)
+            return
         self._lease.check()
-        self._study.write(trial)
-        self._trials[trial.number] = trial
+        self._journal.report(number, *result)
+
+    def _fail(self, number: int, *, reason: str) -> None:
+        self._lease.check()
+        self._journal.fail(number, reason=reason)
 
     def _notify(self) -> None:
-        trials, running = tuple(self._trials[number] for number in sorted(self._trials)), self._trainings.running
+        trials, running = tuple(self._journal.trials), self._trainings.running
         waiting = self._waiting or self._trainings.notes
         self._watch(
             SearchProgress(study=self._study, trials=trials, running=running, total=self._total, waiting=waiting)
@@ -273,27 +249,20 @@ def steps_missed(study: Study, trial: Trial, part: float) -> str:
     return f"it ended at step {step} of {target}" if short and status != "stopped" else ""
 
 
-def with_result(study: Study, trial: Trial, rung: int = 0, part: float = 1.0) -> Trial:
-    """The trial with the metric at the end of `part` of its training, a rung; failed, if that is no number."""
+def result_of(study: Study, trial: Trial, part: float = 1.0) -> tuple[float, int] | str:
+    """The metric at the end of `part` of a trial's training, and its step; the reason, if that is no number."""
     run, name = Run(study.run_folder(trial.number)), study.search.metric
     step, target, _ = _position(study, run, part)
     # Patience may have ended the training before; an older run does not say how many steps there are.
     at = step if target is None or (isinstance(step, int) and step < target) else target
     evaluations = _evaluations(run, step, at)
     if not evaluations:
-        return failed(trial, f"metrics.jsonl has no readable evaluation of the last step, {at}")
+        return f"metrics.jsonl has no readable evaluation of the last step, {at}"
     value, at = evaluations[-1].get(name), evaluations[-1]["step"]
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
         shown = "not a finite number" if value is None else value
-        return failed(trial, f"{name} is {shown} at step {at}")
-    rungs, last = (*trial.rungs[:rung], float(value)), rung + 1 == study.search.rungs
-    state, objective = ("complete", rungs[-1]) if last else ("paused", None)
-    return dataclasses.replace(trial, state=state, value=objective, step=at, rungs=rungs, reason="")
-
-
-def failed(trial: Trial, reason: str) -> Trial:
-    """The trial, failed."""
-    return dataclasses.replace(trial, state="failed", value=None, reason=reason)
+        return f"{name} is {shown} at step {at}"
+    return float(value), at
 
 
 def _position(study: Study, run: Run, part: float) -> tuple[object, int | None, object]:

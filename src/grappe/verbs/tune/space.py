@@ -42,9 +42,17 @@ class Range:
 
     def at(self, part: float) -> float:
         """The number at `part`, from 0 to 1, of the range."""
-        # Each whole number has an equal share, the first and the last as well.
-        low, high = (self.low - 0.5, self.high + 0.5) if self.integer else (self.low, self.high)
-        return low * (high / low) ** part if self.log else low + (high - low) * part
+        return self.low * (self.high / self.low) ** part if self.log else self.low + (self.high - self.low) * part
+
+    def suggest(self, trial: Any, name: str) -> str:
+        """The text of what one of Optuna's trials has for a field, or draws for it.
+
+        Raises:
+            ValueError: a trial that has ended has no such value.
+        """
+        if self.integer:
+            return self.text(trial.suggest_int(name, int(self.low), int(self.high), log=self.log))
+        return self.text(trial.suggest_float(name, self.low, self.high, log=self.log))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -55,6 +63,10 @@ class Choices:
 
     def __str__(self) -> str:
         return "|".join(self.texts)
+
+    def suggest(self, trial: Any, name: str) -> str:
+        """The text of a field, as a range's."""
+        return trial.suggest_categorical(name, self.texts)
 
 
 Axis = Range | Choices
@@ -93,16 +105,6 @@ def read_space(cls: type, texts: Mapping[str, str]) -> tuple[dict[str, Axis], di
     if not space:
         raise UsageError("nothing is searched: give a range, lr=0.01..1:log, or values, batch_size=32|64|128")
     return space, fixed
-
-
-def holds(axis: Axis, text: str) -> bool:
-    """Returns whether a value, as a record has it, lies on the axis."""
-    if isinstance(axis, Choices):
-        return text in axis.texts
-    try:
-        return axis.low <= (int(text) if axis.integer else float(text)) <= axis.high
-    except ValueError:
-        return False
 
 
 def of_texts(texts: Mapping[str, str]) -> dict[str, Axis]:

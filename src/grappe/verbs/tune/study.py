@@ -1,10 +1,8 @@
-"""Study: the folder of a search: what is searched, a record of each trial, and each trial's run."""
+"""Study: the folder of a search: what is searched, the journal of its trials, and each trial's run."""
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, NoReturn
@@ -12,7 +10,7 @@ from typing import Annotated, Any, Literal, NoReturn
 from cyclopts import Parameter
 
 from grappe.checkpoint.commit import LARGEST_LIST, read_json, write_json
-from grappe.errors import RunError, UsageError, disk_advice
+from grappe.errors import RunError, UsageError
 from grappe.fields import at_least, from_json
 from grappe.launch import files
 from grappe.table import Table, Tabular
@@ -20,12 +18,9 @@ from grappe.table import Table, Tabular
 SamplerName = Literal["tpe", "random", "grid"]
 
 FILE = "study.json"
-TRIALS = "trials"
 KIND = "tune"
 ADOPTED = ("fixed_fields", "parallel", "threads")
 """Fields that a study keeps when it is continued, whatever --parallel and the machine are now."""
-OLDER_NAMES = {"given": "fixed_fields", "lag": "parallel"}
-"""Names that study.json had for fields of a definition."""
 
 RUNGS = 3
 MOST_RUNGS, MOST_HALVING = 20, 1_000  # beyond, no study is so large
@@ -84,7 +79,7 @@ class SearchDefinition:
     sampler: SamplerName
     seed: int
     parallel: int
-    """Trial n is drawn when the trials up to n - parallel have ended, whatever the later ones have come to."""
+    """Trials that were trained at a time when the study was made."""
     threads: int | None
     """CPU threads of each process of a trial; None: the plan says."""
     steps: int | None = None
@@ -104,12 +99,12 @@ class Trial:
     fields: dict[str, str]
     """The searched fields, as texts."""
     state: Literal["open", "paused", "complete", "failed"] = "open"
-    """open: to be trained, or being trained; paused: stopped at a checkpoint, at a rung; complete: it has an objective;
+    """open: to be trained, or being trained; paused: stopped early, at a rung; complete: it has an objective;
     failed: it has none, and `reason` says why."""
     value: float | None = None
     """The objective: the metric at the training's last evaluation."""
     step: int | None = None
-    """The step of that evaluation; of a paused trial, its last rung's step."""
+    """The step of that evaluation; of a trial that has none, its last rung's step."""
     rungs: tuple[float, ...] = ()
     """The metric at each rung so far, the last one's included."""
     reason: str = ""
@@ -119,7 +114,7 @@ class Study(Tabular):
     """A search's folder, which one coordinator writes at a time.
 
     Attributes:
-        folder: with study.json, `trials` (a record of each trial) and the trials' runs, trial-0000 and so on.
+        folder: with study.json, optuna.jsonl (what the trials came to) and the trials' runs, trial-0000 and so on.
         search: what is searched.
     """
 
@@ -128,12 +123,15 @@ class Study(Tabular):
 
     @property
     def trials(self) -> list[Trial]:
-        """The trials so far, by number."""
-        with contextlib.suppress(OSError):
-            numbers = [name.removesuffix(".json") for name in files.names(self.folder / TRIALS)]
-            trials = [self.read(int(text)) for text in numbers if text.isascii() and text.isdecimal()]
-            return sorted((trial for trial in trials if trial is not None), key=lambda trial: trial.number)
-        return []
+        """The trials so far, by number.
+
+        Raises:
+            RunError: the journal is damaged.
+            UsageError: Optuna is not installed.
+        """
+        from grappe.verbs.tune.journal import Journal  # with Optuna, which takes a second
+
+        return Journal(self.folder, self.search).trials
 
     @property
     def best(self) -> Trial | None:
@@ -155,42 +153,6 @@ class Study(Tabular):
     def run_folder(self, number: int) -> Path:
         """The folder of a trial's run."""
         return run_folder(self.folder, number)
-
-    def read(self, number: int) -> Trial | None:
-        """A trial's record; None: there is none, or it is damaged: the trial is then drawn again, the same."""
-        try:
-            record = read_json(self._file(number), files.IN_PART, largest=LARGEST_LIST)
-            if "rungs" not in record and record.get("state") == "complete":  # older than halving
-                record["rungs"] = [record.get("value")]
-            trial = from_json(Trial, {**record, "number": number})
-        except (RunError, ValueError):
-            return None
-        complete, rungs = trial.state == "complete", len(trial.rungs)
-        consistent = (
-            trial.fields.keys() == self.search.space.keys()
-            and all(map(math.isfinite, (*trial.rungs, trial.value or 0.0)))
-            and (trial.value is not None) == complete
-            and (rungs == self.search.rungs if complete else rungs < self.search.rungs)
-            and (trial.state != "paused" or rungs > 0)
-        )
-        return trial if consistent else None
-
-    def write(self, trial: Trial) -> None:
-        """Writes a trial's record, in one step.
-
-        Raises:
-            RunError: the disk is full, or may not be written.
-        """
-        try:
-            write_json(self._file(trial.number), dataclasses.asdict(trial), files.IN_PART)
-        except OSError as error:
-            raise RunError(
-                f"{self.folder} cannot be written: {error.strerror}: {disk_advice(error)}; then start the same command "
-                "again"
-            ) from error
-
-    def _file(self, number: int) -> Path:
-        return self.folder / TRIALS / f"{number:04d}.json"
 
 
 def run_folder(study: Path, number: int) -> Path:
@@ -217,13 +179,16 @@ def open_study(folder: Path) -> Study:
         raise RunError(f"{folder} is not a study (no {FILE}). grappe tune TASK … --study {folder} makes one")
     content = read_json(file, largest=LARGEST_LIST)
     kind = content.pop("kind", None)
-    content = {OLDER_NAMES.get(name, name): value for name, value in content.items()}
     try:
         search = from_json(SearchDefinition, content)
     except ValueError as error:
         raise RunError(f"{file} is damaged, or not of this version of grappe ({error})") from error
     if kind != KIND or not content.keys() <= {field.name for field in dataclasses.fields(SearchDefinition)}:
         raise RunError(f"{file} is damaged, or not of this version of grappe")
+    if files.kind(folder / "trials"):
+        raise RunError(
+            f"{folder} is a study of an earlier version of grappe: its runs stay as they are; give another --study"
+        )
     return Study(folder, search)
 
 
@@ -243,7 +208,6 @@ def make_study(folder: Path, search: SearchDefinition) -> Study:
             write_json(folder / FILE, {"kind": KIND, **dataclasses.asdict(search)})
         study = open_study(folder)
         _refuse_other_search(study, search)
-        files.make_folder(folder / TRIALS)
     except OSError as error:
         raise RunError(f"{folder} cannot be written: {error.strerror}: give another with --study") from error
     return study

@@ -22,8 +22,8 @@ from grappe.training.run import new_folder
 from grappe.training.task_reference import TaskReference, field_texts
 from grappe.verbs.submit.jobs import QUERY_SECONDS
 from grappe.verbs.tune.coordinator import Coordinator, SearchProgress, with_fields
-from grappe.verbs.tune.schedule import check_sampler, grid
-from grappe.verbs.tune.space import PLAN, Choices, Space, as_texts, read_space
+from grappe.verbs.tune.journal import find_optuna, grid
+from grappe.verbs.tune.space import PLAN, Choices, as_texts, read_space
 from grappe.verbs.tune.study import RUNGS, SearchDefinition, SearchOptions, Study, make_study
 from grappe.verbs.tune.trainings import LocalTrainings, SlurmTrainings, Trainings
 
@@ -51,8 +51,8 @@ def tune(
 ) -> Study:
     """Searches the fields of `task` in `space`, or goes on with the study in `study`.
 
-    Each trial is an ordinary run in the study's folder. Whatever is killed, the study is the one that it would have
-    been: its trials' fields are a function of the seed, the space, and the objectives of earlier trials.
+    Each trial is an ordinary run in the study's folder. Whatever is killed, the study goes on from there. A trial's
+    fields are a function of the seed, the space, and what the other trials have come to when it is drawn.
 
     Args:
         task: a task, its class, or its name as on the command line.
@@ -63,9 +63,9 @@ def tune(
         study: the study's folder; None makes a new one in `runs`.
         metric: the objective: loss, or one of the task's metrics, at the last evaluation.
         direction: needed for a metric other than the loss.
-        sampler: "tpe" (by Optuna), "random" or "grid".
-        halving: successive halving (ASHA): a trial is first trained in part, and of `halving` trials the best goes on
-            from its checkpoint. None: all are trained to the end.
+        sampler: "tpe", "random" or "grid".
+        halving: successive halving (ASHA): a trial is first trained in part, and goes on from its checkpoint if it is
+            among the best of `halving` so far. None: all are trained to the end.
         rungs: how often a training stops to be compared, its end included; None: 3, with halving.
         data: the folder of datasets; None: the environment's GRAPPE_DATA, or ./data.
         fields: texts for the task's other fields, if the task is given by name.
@@ -128,9 +128,7 @@ def search(
     else:
         limited = options.time_limit is not None
         trainings = LocalTrainings(parallel=parallel, limited=limited, plans=checked.plans)
-    coordinator = Coordinator(
-        study, checked.space, request, trainings, parallel=parallel, total=checked.total, watch=watch
-    )
+    coordinator = Coordinator(study, request, trainings, parallel=parallel, total=checked.total, watch=watch)
     return study, coordinator.run()
 
 
@@ -139,7 +137,6 @@ class CheckedSearch:
     """A search whose options go together; no folder was made for it."""
 
     task: TaskReference
-    space: Space
     definition: SearchDefinition
     plans: Sequence[Plan]
     """Of the trials."""
@@ -162,7 +159,7 @@ def checked_search(
         GrappeError: an argument is wrong.
     """
     _refuse_options(options, search_options, jobs)
-    check_sampler(search_options.sampler)
+    find_optuna()
     task_reference = TaskReference.of(task)
     space, fixed = read_space(type(task_reference.resolve()), texts)
     task_reference = with_fields(task_reference, fixed)
@@ -188,12 +185,6 @@ def checked_search(
         total = total or cells
     total = total or TRIALS
     halving, rungs = search_options.halving, (search_options.rungs or RUNGS) if search_options.halving else 1
-    fewest = (halving or 1) ** (rungs - 1)  # until one of them reaches the last rung
-    if total < fewest:
-        raise UsageError(
-            f"--halving={halving} with {rungs} rungs takes {fewest} trials until one is trained to its "
-            f"end, and these are {total}: more --trials, or fewer --rungs"
-        )
     if jobs is not None and task_reference.value is not None:
         raise UsageError("jobs start when this program may have ended: give the task by its file, task.py:Name")
     threads = None
@@ -223,7 +214,7 @@ def checked_search(
         halving=halving,
         rungs=rungs,
     )
-    return CheckedSearch(task=task_reference, space=space, definition=definition, plans=plans, total=total)
+    return CheckedSearch(task=task_reference, definition=definition, plans=plans, total=total)
 
 
 def _refuse_options(options: Options, search_options: SearchOptions, jobs: JobOptions | None) -> None:

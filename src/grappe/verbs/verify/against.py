@@ -43,6 +43,7 @@ from grappe.training.request import data_folder
 from grappe.training.task_reference import TaskReference
 from grappe.verbs.launch.launch import run_as_main
 from grappe.verbs.verify.ported import (
+    Pairs,
     dropout_rates,
     inputs_of,
     listed,
@@ -199,9 +200,8 @@ class Comparison(StepHandler):
         self._rates: dict[str, float] = {}
         self._rounding: set[str] = set()
         """Tensors whose gradient is only rounding, as of a bias before batch normalisation: rules scale it up."""
-        self._pairs: dict[str, str] = {}
-        self._paired_buffers: dict[str, str] = {}
-        """The script's name of each parameter and buffer of the task's model."""
+        self._parameters: Pairs = {}
+        self._buffers: Pairs = {}
         self.step = 0
         self.notes: list[str] = []
         self.largest = 0.0
@@ -290,28 +290,16 @@ class Comparison(StepHandler):
         device = next(iter(self._script.parameters.values())).device
         self._model.to(device).train()
         own = dict(self._model.named_parameters())
-        self._pairs = paired(own, self._script.parameters)
-        unpaired = [name for name in own if name not in self._pairs]
-        left = [name for name in self._script.parameters if name not in self._pairs.values()]
+        self._parameters, left = paired(own, self._script.parameters, {})
+        unpaired = {name: own[name] for name in own if name not in self._parameters}
         if unpaired or left:
-            self._differ(
-                "parameters: "
-                f"{listed('the task has', {name: own[name] for name in unpaired})}; "
-                f"{listed('the script has', {name: self._script.parameters[name] for name in left})}"
-            )
-        for name, parameter in own.items():
-            self._compare_first(name, parameter)
-        buffers = dict(self._model.named_buffers())
-        first_buffers = {
-            name: self._first_buffers.get(id(buffer), buffer) for name, buffer in self._script.buffers.items()
-        }
-        self._paired_buffers = paired(buffers, first_buffers)
+            self._differ(f"parameters: {listed('the task has', unpaired)}; {listed('the script has', left)}")
+        for name, tensors in self._parameters.items():
+            self._compare_first(name, *tensors)
+        self._buffers, _ = paired(dict(self._model.named_buffers()), self._script.buffers, self._first_buffers)
         with torch.no_grad():
-            for name, other in self._pairs.items():
-                own[name].copy_(self._script.parameters[other])
-            for name, other in self._paired_buffers.items():
-                buffers[name].copy_(first_buffers[other])
-        self._own, self._own_buffers = own, buffers
+            for script, tensor in (*self._parameters.values(), *self._buffers.values()):
+                tensor.copy_(self._first_buffers.get(id(script), script))
         named = [(name, parameter) for name, parameter in own.items() if parameter.requires_grad]
         self._optimizer = optimizer_of(self._task, named)
         per_epoch = -(-len(self._dataset) // self._task.batch_size)
@@ -319,9 +307,9 @@ class Comparison(StepHandler):
         self._compare_data(per_epoch)
         self._compare_settings()
 
-    def _compare_first(self, name: str, parameter: Tensor) -> None:
+    def _compare_first(self, name: str, drawn: Tensor, parameter: Tensor) -> None:
         """Compares how a tensor is drawn at first: a port begins elsewhere if it is drawn otherwise."""
-        script, own = self._script.parameters[self._pairs[name]].detach().float(), parameter.detach().float()
+        script, own = drawn.detach().float(), parameter.detach().float()
         same_constant = bool((own == own.flatten()[:1]).all()) == bool((script == script.flatten()[:1]).all())
         if torch.equal(own, script) or (own.numel() < LEAST_NUMBERS and same_constant):
             return
@@ -398,8 +386,8 @@ class Comparison(StepHandler):
             }
             for optimizers in (self._optimizers, [self._optimizer])
         )
-        for name, parameter in self._own.items():
-            groups = script.get(id(self._script.parameters[self._pairs[name]]), {}), own.get(id(parameter), {})
+        for name, (theirs, parameter) in self._parameters.items():
+            groups = script.get(id(theirs), {}), own.get(id(parameter), {})
             if any(groups):
                 yield name, *groups
 
@@ -471,20 +459,19 @@ class Comparison(StepHandler):
 
     def _compare_gradients(self) -> None:
         """Compares the gradients at the optimizer, clipped or not; leaves the task's as its optimizer gets them."""
-        script = {name: self._script.parameters[other].grad for name, other in self._pairs.items()}
-        plain = {name: parameter.grad for name, parameter in self._own.items()}
-        for name in self._own:
-            if (script[name] is None) != (plain[name] is None):
-                who = "script" if plain[name] is None else "task"
+        a, b = dict[str, Tensor](), dict[str, Tensor]()
+        for name, (script, own) in self._parameters.items():
+            if (script.grad is None) != (own.grad is None):
+                who = "script" if own.grad is None else "task"
                 self._differ(f"gradient: {name} has one in the {who} alone: detached, frozen, or not used by the loss")
-        a = {name: in_double(each) for name, each in script.items() if each is not None}
-        b = {name: in_double(each).clone() for name, each in plain.items() if each is not None}
+            if script.grad is not None and own.grad is not None:
+                a[name], b[name] = in_double(script.grad), in_double(own.grad).clone()
         clipped = 1.0
         if self._task.clip is not None:
             clipped = min(1.0, self._task.clip / (_norm(b) + 1e-6))
-            for parameter in self._own.values():
-                if parameter.grad is not None:
-                    parameter.grad.mul_(clipped)
+            for _, own in self._parameters.values():
+                if own.grad is not None:
+                    own.grad.mul_(clipped)
         size = _norm(a)
         self._rounding |= {name for name, each in a.items() if 0.0 < float(each.norm()) < ROUNDING * size}
 
@@ -534,12 +521,10 @@ class Comparison(StepHandler):
             raise ComparisonOver
 
     def _compare_tensors(self, kind: str, why: str) -> None:
-        if kind == "buffer":
-            pairs, own, script = self._paired_buffers, self._own_buffers, self._script.buffers
-        else:
-            pairs, own, script = self._pairs, self._own, self._script.parameters
+        pairs = self._buffers if kind == "buffer" else self._parameters
         for name in [each for each in pairs if each not in self._rounding]:
-            apart = gap(script[pairs[name]].detach(), own[name].detach())
+            script, own = pairs[name]
+            apart = gap(script.detach(), own.detach())
             if apart > TENSOR:
                 self._differ(f"{kind}: {name} after the step, {apart:.1e} apart, {why}")
             self.largest = max(self.largest, apart)
@@ -550,7 +535,7 @@ class Comparison(StepHandler):
         judged = [f"not judged, as its gradient is only rounding: {', '.join(rounding[:5])}"] if rounding else []
         return Agreement(
             step=self.step,
-            tensors=len(self._pairs) + len(self._paired_buffers),
+            tensors=len(self._parameters) + len(self._buffers),
             largest=self.largest,
             difference=difference,
             notes=(*self.notes, *judged),

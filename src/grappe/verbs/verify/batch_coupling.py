@@ -14,8 +14,9 @@ from torch import Tensor, nn
 from grappe.data.batch import inside
 from grappe.engines.shared.carried import attributes_kept
 from grappe.parallel.batchnorm import buffers_kept
-from grappe.private_api.torch import BatchNormBase, tree_flatten, tree_map, tree_unflatten
+from grappe.private_api.torch import BatchNormBase, tree_flatten, tree_leaves, tree_unflatten
 from grappe.task import Call as ModelCall
+from grappe.training.interception import copied
 from grappe.verbs.verify.random_ops import RandomOps
 
 RELATIVE = 1e-4
@@ -120,16 +121,18 @@ def batch_coupled_modules(
         modules: dict[str, Companions | None] = {}
         independent_rows = False
         for name, module in reversed(list(model.named_modules())):
-            trial = _trial(calls.get(name), half.get(name), rows)
             inner = any(inner_name.startswith(f"{name}.") or not name for inner_name in modules)
-            if trial is None and not inner and isinstance(module, BatchNormBase):
-                modules[name] = None  # a graph's nodes: not to be halved, but known by the class
-            if trial is None or inner:
+            dims = _batch_dims(calls.get(name), half.get(name), rows)
+            if inner or (dims is None and not isinstance(module, BatchNormBase)):
                 continue
-            coupled = trial.couples(module)
+            if dims is None:
+                modules[name] = None  # a graph's nodes: not to be halved, but known by the class
+                continue
+            coupled = _couples(module, calls[name], dims, rows)
             independent_rows = not name and coupled is False
             if coupled:
-                modules[name] = trial.companions(name, module) if trial.couples(module.eval()) else None
+                always = _couples(module.eval(), calls[name], dims, rows)
+                modules[name] = _companions(name, module, calls[name], dims, rows) if always else None
     return BatchCoupling(modules=dict(sorted(modules.items())), independent_rows=independent_rows)
 
 
@@ -140,82 +143,30 @@ def _calls(model: nn.Module, call: ModelCall, inputs: Any) -> dict[str, Call]:
     for name, module in model.named_modules():
 
         def keep(_: nn.Module, args: Any, kwargs: Any, name: str = name) -> None:
-            calls.setdefault(name, _copied((args, kwargs)))
+            calls.setdefault(name, copied((args, kwargs)))
 
         hooks.append(module.register_forward_pre_hook(keep, with_kwargs=True))
     with buffers_kept(model), attributes_kept(model):
-        call(model, _copied(inputs))
+        call(model, copied(inputs))  # modules that work in place change them
     for hook in hooks:
         hook.remove()
     return calls
 
 
-def _copied(tree: Any) -> Any:
-    """Copies arguments, since modules that work in place change them."""
-    return tree_map(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, tree)
+def _batch_dims(full: Call | None, half: Call | None, rows: int) -> Dims | None:
+    """Finds the batch dimension of each argument of a call with `rows` samples and with half as many.
 
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class _HalfBatchTrial:
-    """A module's call, to be made with all its rows and with the first half of them."""
-
-    call: Call
-    dims: Dims
-    rows: int
-
-    def part(self, rows: int) -> Call:
-        """Makes the call with its first `rows` only."""
-        leaves, form = tree_flatten(self.call)
-        cut = [
-            leaf if dim is None else _first(leaf, dim, self.rows, rows)
-            for leaf, dim in zip(leaves, self.dims, strict=True)
-        ]
-        return tree_unflatten(cut, form)
-
-    def couples(self, module: nn.Module) -> bool | None:
-        """Returns whether the outputs of the first half of the rows change without the second half; None: unknown."""
-        try:
-            full, part = _outputs(module, self.call), _outputs(module, self.part(self.rows // 2))
-        except (RuntimeError, ValueError, IndexError, AssertionError):
-            return None
-        for a, b in zip(full, part, strict=False):
-            if not isinstance(a, Tensor) or not a.is_floating_point() or not b.numel():
-                continue
-            dim = _batch_dim(a, b, self.rows)
-            head = a if dim is None else _first(a, dim, self.rows, self.rows // 2)
-            if head.shape != b.shape:
-                return None
-            most = float(head.abs().max())
-            if math.isfinite(most) and not torch.allclose(head, b, rtol=RELATIVE, atol=RELATIVE * most):
-                return True
-        return False
-
-    def companions(self, name: str, module: nn.Module) -> Companions:
-        """Returns the first of the rows as fixed samples."""
-        count = min(COMPANIONS, self.rows)
-        both = _outputs(module, self.call), _outputs(module, self.part(self.rows // 2))
-        return Companions(
-            name=name,
-            rows=count,
-            inputs=_copied(self.part(count)),
-            dims=self.dims,
-            outputs=[_batch_dim(a, b, self.rows) for a, b in zip(*both, strict=True)],
-        )
-
-
-def _trial(full: Call | None, half: Call | None, rows: int) -> _HalfBatchTrial | None:
-    """Makes the trial of a module from its calls with all rows and with half of them; None: it cannot be cut."""
-    if full is None or half is None:
+    Returns:
+        None: there is none, or an argument of another shape without any.
+    """
+    leaves, others = tree_leaves(full), tree_leaves(half)
+    if full is None or half is None or len(leaves) != len(others):
         return None
-    leaves, others = tree_flatten(full)[0], tree_flatten(half)[0]
-    if len(leaves) != len(others):
-        return None
-    dims: Dims = []
-    for leaf, other in zip(leaves, others, strict=True):
-        dims.append(_batch_dim(leaf, other, rows))
-        if isinstance(leaf, Tensor) and dims[-1] is None and leaf.shape != other.shape:
+    dims = [_batch_dim(leaf, other, rows) for leaf, other in zip(leaves, others, strict=True)]
+    for leaf, other, dim in zip(leaves, others, dims, strict=True):
+        if isinstance(leaf, Tensor) and dim is None and leaf.shape != other.shape:
             return None
-    return _HalfBatchTrial(call=full, dims=dims, rows=rows) if any(dim is not None for dim in dims) else None
+    return dims if any(dim is not None for dim in dims) else None
 
 
 def _batch_dim(full: Any, half: Any, rows: int) -> int | None:
@@ -227,6 +178,45 @@ def _batch_dim(full: Any, half: Any, rows: int) -> int | None:
     return differ[0] if fits else None
 
 
+def _couples(module: nn.Module, call: Call, dims: Dims, rows: int) -> bool | None:
+    """Returns whether the outputs of the first half of the rows change without the second half; None: unknown."""
+    try:
+        full, part = _outputs(module, call), _outputs(module, _part(call, dims, rows, rows // 2))
+    except (RuntimeError, ValueError, IndexError, AssertionError):
+        return None
+    for a, b in zip(full, part, strict=False):
+        if not isinstance(a, Tensor) or not a.is_floating_point() or not b.numel():
+            continue
+        dim = _batch_dim(a, b, rows)
+        head = a if dim is None else _first(a, dim, rows, rows // 2)
+        if head.shape != b.shape:
+            return None
+        most = float(head.abs().max())
+        if math.isfinite(most) and not torch.allclose(head, b, rtol=RELATIVE, atol=RELATIVE * most):
+            return True
+    return False
+
+
+def _companions(name: str, module: nn.Module, call: Call, dims: Dims, rows: int) -> Companions:
+    """Returns the first of the rows as fixed samples."""
+    count = min(COMPANIONS, rows)
+    both = _outputs(module, call), _outputs(module, _part(call, dims, rows, rows // 2))
+    return Companions(
+        name=name,
+        rows=count,
+        inputs=copied(_part(call, dims, rows, count)),
+        dims=dims,
+        outputs=[_batch_dim(a, b, rows) for a, b in zip(*both, strict=True)],
+    )
+
+
+def _part(call: Call, dims: Dims, rows: int, kept: int) -> Call:
+    """Returns the call with the first `kept` of its rows only."""
+    leaves, form = tree_flatten(call)
+    cut = [leaf if dim is None else _first(leaf, dim, rows, kept) for leaf, dim in zip(leaves, dims, strict=True)]
+    return tree_unflatten(cut, form)
+
+
 def _first(leaf: Any, dim: int, rows: int, kept: int) -> Any:
     """Returns the part of the first `kept` of `rows` samples."""
     if not isinstance(leaf, Tensor) or leaf.dim() <= dim or leaf.shape[dim] % rows:
@@ -235,6 +225,6 @@ def _first(leaf: Any, dim: int, rows: int, kept: int) -> Any:
 
 
 def _outputs(module: nn.Module, call: Call) -> list[Any]:
-    args, kwargs = _copied(call)
+    args, kwargs = copied(call)
     with buffers_kept(module), attributes_kept(module):
         return tree_flatten(module(*args, **kwargs))[0]

@@ -59,23 +59,35 @@ def dropout_rates(models: Iterable[nn.Module]) -> list[float]:
     return [float(each.p) for each in layers if hasattr(each, "p")]  # type: ignore[arg-type]
 
 
-def paired(own: Mapping[str, Tensor], script: Mapping[str, Tensor]) -> dict[str, str]:
-    """Pairs the task's tensors with the script's: by name, by equal bits, by shape in order."""
-    pairs: dict[str, str] = {}
+Pairs = dict[str, tuple[Tensor, Tensor]]
+"""The script's tensor and the task's, by the task's name."""
+
+
+def paired(
+    own: Mapping[str, Tensor], script: Mapping[str, Tensor], first: Mapping[int, Tensor]
+) -> tuple[Pairs, dict[str, Tensor]]:
+    """Pairs the task's tensors with the script's: by name, by equal bits, by shape in order.
+
+    Args:
+        first: the script's tensors as they were at first, by id, where they have changed.
+
+    Returns:
+        The pairs, and the script's tensors that have no other.
+    """
+    pairs: Pairs = {}
     left = dict(script)
     rules: tuple[Callable[[str, Tensor, str, Tensor], bool], ...] = (
-        lambda name, tensor, other, theirs: name == other and tensor.shape == theirs.shape,
-        lambda name, tensor, other, theirs: tensor.shape == theirs.shape and torch.equal(tensor, theirs.to(tensor)),
-        lambda name, tensor, other, theirs: tensor.shape == theirs.shape,
+        lambda name, _, other, __: name == other,
+        lambda _, tensor, __, theirs: torch.equal(tensor, first.get(id(theirs), theirs).to(tensor)),
+        lambda *_: True,
     )
     for rule in rules:
         for name, tensor in own.items():
-            if name not in pairs:
-                other = next((each for each, theirs in left.items() if rule(name, tensor, each, theirs)), None)
-                if other is not None:
-                    pairs[name] = other
-                    del left[other]
-    return pairs
+            alike = (each for each, theirs in left.items() if tensor.shape == theirs.shape)
+            other = next((each for each in alike if rule(name, tensor, each, left[each])), None)
+            if name not in pairs and other is not None:
+                pairs[name] = left.pop(other), tensor
+    return {name: pairs[name] for name in own if name in pairs}, left
 
 
 def listed(who: str, tensors: Mapping[str, Tensor]) -> str:

@@ -58,9 +58,12 @@ class RandomOps(TorchDispatchMode):
         if evaluated or any(arguments[rate] == 0.0 for rate in rates) or name in SEEDINGS:
             return call_in_mode(func, args, kwargs)
         self.seen.add(name)
+        if self._off and name in _WITHOUT_DRAW:
+            return _WITHOUT_DRAW[name](arguments)
+        if self._off and name in _MEANS:
+            mean, drawn = _MEANS[name](arguments), call_in_mode(func, args, kwargs)
+            return drawn.copy_(mean) if isinstance(mean, Tensor) else drawn.fill_(mean)
         if self._off:
-            if name in _MEANS:
-                return _MEANS[name](arguments)
             return _called(func, {**arguments, **dict.fromkeys(rates[:1], 0.0)})
         result = call_in_mode(func, args, kwargs)
         # Fused attention returns (seed, offset) instead of a dropout mask.
@@ -112,40 +115,40 @@ def _called(func: Op, arguments: dict[str, Any]) -> Any:
     return func(*positional, **{key: value for key, value in arguments.items() if key in keyword})
 
 
-def _fill(value: Callable[[dict[str, Any]], Any]) -> Callable[[dict[str, Any]], Tensor]:
-    return lambda arguments: arguments["self"].fill_(value(arguments))
-
-
-def _bernoulli(arguments: dict[str, Any]) -> Tensor:
-    chance = arguments.get("p", 0.5)
-    return arguments["self"].copy_(chance) if isinstance(chance, Tensor) else arguments["self"].fill_(chance)
-
-
-def _made(value: float) -> Callable[[dict[str, Any]], Tensor]:
-    def make(arguments: dict[str, Any]) -> Tensor:
-        options = {name: arguments[name] for name in ("dtype", "device", "layout") if arguments.get(name) is not None}
-        if "self" in arguments:
-            return torch.full_like(arguments["self"], value, **options)
-        return torch.full(arguments["size"], value, **options)
-
-    return make
-
-
 def _middle_integer(arguments: dict[str, Any]) -> int:
     return (arguments.get("low", 0) + arguments["high"] - 1) // 2
-
-
-def _normal(arguments: dict[str, Any]) -> Tensor:
-    mean, std = arguments["mean"], arguments.get("std", 1.0)
-    if isinstance(mean, Tensor) or isinstance(std, Tensor):
-        return mean + torch.zeros_like(std if isinstance(std, Tensor) else mean)
-    return _made(mean)(arguments)
 
 
 def _likeliest(arguments: dict[str, Any]) -> Tensor:
     order = arguments["self"].argsort(dim=-1, descending=True)
     places = torch.arange(arguments["num_samples"], device=order.device) % order.shape[-1]
     return order[..., places]
+
+
+_MEANS: dict[str, Callable[[dict[str, Any]], Any]] = {
+    "bernoulli_": lambda arguments: arguments.get("p", 0.5),
+    "bernoulli": lambda arguments: arguments["self"],
+    "uniform_": lambda arguments: (arguments.get("from", 0.0) + arguments.get("to", 1.0)) / 2,
+    "normal_": lambda arguments: arguments.get("mean", 0.0),
+    "normal": lambda arguments: arguments["mean"],
+    "log_normal_": lambda arguments: math.exp(arguments.get("mean", 1.0) + arguments.get("std", 2.0) ** 2 / 2),
+    "exponential_": lambda arguments: 1 / arguments.get("lambd", 1.0),
+    "geometric_": lambda arguments: round(1 / arguments["p"]),
+    "cauchy_": lambda arguments: arguments.get("median", 0.0),  # it has no mean
+    "poisson": lambda arguments: arguments["self"],
+    "_standard_gamma": lambda arguments: arguments["self"],
+    "binomial": lambda arguments: arguments["count"] * arguments["prob"],
+    "multinomial": _likeliest,
+    "randint": _middle_integer,
+    "randint_like": _middle_integer,
+    "random_": lambda arguments: arguments.get("from", 0),
+    "rand": lambda _: 0.5,
+    "rand_like": lambda _: 0.5,
+    "randn": lambda _: 0.0,
+    "randn_like": lambda _: 0.0,
+    "randperm": lambda arguments: torch.arange(arguments["n"], device=arguments.get("device")),
+}
+"""The mean of what an operator draws: a number, or a tensor that can be copied into the result."""
 
 
 def _leaky(arguments: dict[str, Any]) -> Tensor:
@@ -155,35 +158,15 @@ def _leaky(arguments: dict[str, Any]) -> Tensor:
     return arguments["self"] * arguments["noise"]
 
 
-_MEANS: dict[str, Callable[[dict[str, Any]], Any]] = {
-    "bernoulli_": _bernoulli,
-    "bernoulli": lambda arguments: arguments["self"].clone(),
+_WITHOUT_DRAW: dict[str, Callable[[dict[str, Any]], Any]] = {
     "native_dropout": lambda arguments: (
         arguments["input"].clone(),
         torch.ones_like(arguments["input"], dtype=torch.bool),
     ),
-    "uniform_": _fill(lambda arguments: (arguments.get("from", 0.0) + arguments.get("to", 1.0)) / 2),
-    "normal_": _fill(lambda arguments: arguments.get("mean", 0.0)),
-    "normal": _normal,
-    "log_normal_": _fill(lambda arguments: math.exp(arguments.get("mean", 1.0) + arguments.get("std", 2.0) ** 2 / 2)),
-    "exponential_": _fill(lambda arguments: 1 / arguments.get("lambd", 1.0)),
-    "geometric_": _fill(lambda arguments: round(1 / arguments["p"])),
-    "cauchy_": _fill(lambda arguments: arguments.get("median", 0.0)),  # it has no mean
-    "poisson": lambda arguments: arguments["self"].clone(),
-    "_standard_gamma": lambda arguments: arguments["self"].clone(),
-    "binomial": lambda arguments: arguments["count"] * arguments["prob"],
-    "multinomial": _likeliest,
     "rrelu_with_noise": _leaky,
     "rrelu_with_noise_": lambda arguments: arguments["self"].copy_(_leaky(arguments)),
-    "randint": lambda arguments: _made(_middle_integer(arguments))(arguments),
-    "randint_like": lambda arguments: _made(_middle_integer(arguments))(arguments),
-    "random_": _fill(lambda arguments: arguments.get("from", 0)),
-    "rand": _made(0.5),
-    "rand_like": _made(0.5),
-    "randn": _made(0.0),
-    "randn_like": _made(0.0),
-    "randperm": lambda arguments: torch.arange(arguments["n"], device=arguments.get("device")),
 }
+"""What stands for an operator that computes with what it draws."""
 
 
 def _without_dropout(func: Op, args: Any, kwargs: Any) -> Any:

@@ -48,7 +48,7 @@ from grappe.verbs.verify.sketch import PERTURBED, WIDTH, CallLog, Numbers, float
 from grappe.verbs.verify.trained_by_hand import ReferenceBatches, ReferenceModel, ReferenceRequest
 from grappe.words import VERSION, processor_name
 
-FORM = 1
+FORM = 2
 MOST_BYTES = 5_000_000
 STEPS = 4
 FLOOR = 4e-6
@@ -93,18 +93,6 @@ class Recorded:
     """The calls in their order; here alone."""
     scripts: Mapping[str, str] = dataclasses.field(default_factory=dict)
     """Programs that show calls which differ, the call with the fewest numbers for each operator; here alone."""
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class RecordRequest:
-    """The input of the process that records."""
-
-    task: TaskReference
-    data: Path
-    plan: Plan
-    steps: int
-    other: Recorded | None = None
-    """The record with which this one will be compared."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -234,8 +222,9 @@ class _Results:
             tensor.register_hook(lambda gradient: self.add("backward", self._units.get(key, consumer), gradient))
 
 
-def worker(request: RecordRequest, process: ProcessRank, rendezvous_folder: Path) -> Recorded:
-    """Trains on the plain process, and returns the record."""
+def worker(asked: tuple[ReferenceRequest, Recorded | None], process: ProcessRank, rendezvous_folder: Path) -> Recorded:
+    """Trains on the plain process, and returns the record; a record to compare with tells which calls differ."""
+    request, other = asked
     plan = request.plan
     world = join(Plan(device=plan.device, threads=plan.threads), process, rendezvous_folder)
     set_gpu_arithmetic(plan.precision)
@@ -243,16 +232,9 @@ def worker(request: RecordRequest, process: ProcessRank, rendezvous_folder: Path
     with naming_user_line(plain):
         prepare(plain, request.data)
         task = instrumented(plain, NOTHING, SampleRecorder())
-        asked = ReferenceRequest(
-            task=request.task,
-            data=request.data,
-            steps=request.steps,
-            folder=Path(),
-            plan=Plan(precision=plan.precision, threads=plan.threads),
-        )
-        batches = ReferenceBatches(task, asked, world.device)
+        batches = ReferenceBatches(task, request, world.device)
         weights, log = built(task), CallLog()
-        models = [ReferenceModel(task, asked, weights, world.device, batches.total) for _ in range(1 + PERTURBED)]
+        models = [ReferenceModel(task, request, weights, world.device, batches.total) for _ in range(1 + PERTURBED)]
         every = [
             _Results(model.model, CallLog() if index else log, index - 1 if index else None)
             for index, model in enumerate(models)
@@ -296,14 +278,13 @@ def worker(request: RecordRequest, process: ProcessRank, rendezvous_folder: Path
         places=tuple(base.places),
         order=tuple(log.order),
     )
-    if request.other is None:
+    if other is None:
         return recorded
     there, here = (
-        ", ".join(f"{name} {value}" for name, value in of.header.machine.items() if value)
-        for of in (request.other, recorded)
+        ", ".join(f"{name} {value}" for name, value in of.header.machine.items() if value) for of in (other, recorded)
     )
-    expected = dict(zip(request.other.header.calls, request.other.calls, strict=True))
-    wrong = sorted(differing_calls(request.other, recorded), key=lambda name: log.calls[name].numbers)
+    expected = dict(zip(other.header.calls, other.calls, strict=True))
+    wrong = sorted(differing_calls(other, recorded), key=lambda name: log.calls[name].numbers)
     smallest = {log.calls[name].operator.name(): name for name in reversed(wrong)}
     scripts = {
         operator: log.calls[name].script(expected[name], printable(there, 1000), here)
@@ -480,7 +461,11 @@ def record(
     if steps < 1:
         raise UsageError(f"--steps={steps}: it must be at least 1")
     chosen = as_plan(plan)
-    request = RecordRequest(
-        task=TaskReference.of(task, fields), data=data_folder(data), plan=chosen, steps=steps, other=other
+    request = ReferenceRequest(
+        task=TaskReference.of(task, fields),
+        data=data_folder(data),
+        steps=steps,
+        folder=Path(),
+        plan=Plan(device=chosen.device, threads=chosen.threads, precision=chosen.precision),
     )
-    return start("grappe.verbs.verify.record:worker", request, Plan(device=chosen.device))
+    return start("grappe.verbs.verify.record:worker", (request, other), Plan(device=chosen.device))

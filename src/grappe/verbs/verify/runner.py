@@ -14,6 +14,7 @@ from typing import Any
 from grappe.plan import Plan
 from grappe.verbs.verify import trained_by_hand
 from grappe.verbs.verify.instrument import Instrumentation
+from grappe.verbs.verify.trained_by_hand import LOSS, NORM, relative
 from grappe.verbs.verify.trained_by_plan import TrialRequest, TrialStep
 
 StartProcesses = Callable[[str, Any, Plan], Any]
@@ -52,14 +53,14 @@ class TrialRunner:
         slices: int = 1,
         pieces: int = 1,
         precision: bool = False,
-        recorded: tuple[trained_by_hand.RecordedBatch, ...] = (),
+        recorded: tuple[TrialStep, ...] = (),
     ) -> trained_by_hand.Reference:
         """Runs one plain process on the plan's kind of device, once for the same arguments.
 
         Args:
             slices, pieces: the number of data slices and microbatches, run one after the other.
             precision: whether to train in the plan's precision, as always in fp64, instead of fp32.
-            recorded: batches that replace the sample order's.
+            recorded: steps of a trial, whose samples replace the sample order's.
         """
         plain = Plan(
             device=plan.device,
@@ -71,7 +72,8 @@ class TrialRunner:
         )
         # The samples are not hashable; the other fields determine them.
         without = dataclasses.replace(instrumentation, loaded_samples=())
-        key = (str(plain), without, bool(instrumentation.loaded_samples), slices, pieces, recorded)
+        samples = tuple(step.slices for step in recorded)
+        key = (str(plain), without, bool(instrumentation.loaded_samples), slices, pieces, samples)
         if key not in self._references:
             folder = self.folder / f"reference-{len(self._references)}"
             folder.mkdir()
@@ -207,19 +209,25 @@ def compare(
         tolerance: the reference whose noise is used if `reference` has measured none.
         without: tensors that are not compared.
     """
-    # The largest noise up to each step: diverged values may be close again by chance.
-    noise: list[trained_by_hand.ReferenceStep] = []
-    for step in (tolerance or reference).steps:
-        before = noise[-1] if noise else step
-        noise.append(
-            dataclasses.replace(
-                step,
-                loss_noise=max(step.loss_noise, before.loss_noise),
-                norm_noise=max(step.norm_noise, before.norm_noise),
-                noise={name: max(value, before.noise.get(name, 0.0)) for name, value in step.noise.items()},
-            )
+    noise: dict[str, float] = {}
+    rows, details = [], []
+    for plain, step, others in zip(reference.steps, steps, (tolerance or reference).steps, strict=False):
+        # The largest noise up to each step: diverged values may be close again by chance.
+        noise = {name: max(value, noise.get(name, 0.0)) for name, value in others.noise.items()}
+        gaps = {name: gap for name, gap in step.gaps.items() if name not in without}
+        apart = {LOSS: relative(plain.loss, step.loss), **gaps}
+        apart[NORM] = math.nan if step.norm is None else relative(plain.norm, step.norm)
+        allowed = {name: max(others.floor, FACTOR * noise.get(name, 0.0)) for name in apart}
+        worst = max(gaps, key=lambda name: gaps[name] / allowed[name], default="")
+        row = {"plan's loss": step.loss, "reference's loss": plain.loss}
+        for word, name in (("loss", LOSS), ("norm", NORM), ("weights", worst)):
+            row[word], row[f"{word} tolerated"] = apart.get(name, 0.0), allowed.get(name, others.floor)
+            row[f"{word} excess"] = row[word] / row[f"{word} tolerated"]
+        row["excess"] = max(
+            row["loss excess"], row["weights excess"], row["norm excess"] if step.norm is not None else 0
         )
-    rows = [_row(*trio, without) for trio in zip(reference.steps, steps, noise, strict=False)]
+        rows.append(row)
+        details.append((gaps, allowed))
     first = next((number for number, row in enumerate(rows) if row["excess"] > 1), None)
     what: tuple[str, ...] = ()
     if first is not None:
@@ -227,10 +235,8 @@ def compare(
         what = tuple(word for name, word in names.items() if rows[first][f"{name} excess"] > 1)
     if first is None and len(steps) != len(reference.steps):
         first, what = min(len(steps), len(reference.steps)), ("number of steps",)
-    last = noise[-1].noise if noise else {}
-    drifting = tuple(name for name, value in last.items() if FACTOR * value > BOUND)
-    worst = max(range(len(rows)), key=lambda number: rows[number]["weights excess"])
-    gaps, allowed = _gaps(steps[worst], noise[worst], without)
+    drifting = tuple(name for name, value in noise.items() if FACTOR * value > BOUND and name not in (LOSS, NORM))
+    gaps, allowed = details[max(range(len(rows)), key=lambda number: rows[number]["weights excess"])]
     shown = [name for name in gaps if name not in drifting or gaps[name] > allowed[name]] or list(gaps)
     tensor = max(shown, key=lambda name: gaps[name] / allowed[name], default="")
     norms = [row["norm"] for row in rows if not math.isnan(row["norm"])]
@@ -246,42 +252,3 @@ def compare(
         drifting=drifting,
         steps=tuple(rows),
     )
-
-
-def _tolerated(noise: float, step: trained_by_hand.ReferenceStep) -> float:
-    return max(step.floor, FACTOR * noise)
-
-
-def _gaps(
-    step: TrialStep, noise: trained_by_hand.ReferenceStep, without: Collection[str]
-) -> tuple[dict[str, float], dict[str, float]]:
-    gaps = {name: _number(gap) for name, gap in step.gaps.items() if name not in without}
-    return gaps, {name: _tolerated(noise.noise.get(name, 0.0), noise) for name in gaps}
-
-
-def _row(
-    plain: trained_by_hand.ReferenceStep,
-    step: TrialStep,
-    noise: trained_by_hand.ReferenceStep,
-    without: Collection[str],
-) -> dict[str, float]:
-    gaps, allowed = _gaps(step, noise, without)
-    worst = max(gaps, key=lambda name: gaps[name] / allowed[name], default="")
-    loss = _number(trained_by_hand.relative(plain.loss, step.loss))
-    norm = math.nan if step.norm is None else _number(trained_by_hand.relative(plain.norm, step.norm))
-    row = {
-        "loss": loss,
-        "loss tolerated": _tolerated(noise.loss_noise, noise),
-        "norm": norm,
-        "norm tolerated": _tolerated(noise.norm_noise, noise),
-        "weights": gaps.get(worst, 0.0),
-        "weights tolerated": allowed.get(worst, noise.floor),
-    }
-    excess = {f"{name} excess": row[name] / row[f"{name} tolerated"] for name in ("loss", "norm", "weights")}
-    excesses = [excess for excess in excess.values() if not math.isnan(excess)]
-    return {**row, **excess, "excess": max(excesses), "plan's loss": step.loss, "reference's loss": plain.loss}
-
-
-def _number(gap: float) -> float:
-    """Replaces NaN by infinity, so that NaN counts as too different."""
-    return math.inf if math.isnan(gap) else gap

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import io
+import math
 import secrets
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
@@ -21,12 +22,12 @@ from grappe.errors import GrappeError, UsageError
 from grappe.launch.rank import ProcessRank, rank_from_environment
 from grappe.launch.start import start
 from grappe.plan import AnyPlan, Plan, as_plan
-from grappe.step.precision import in_double
 from grappe.verbs.launch.launch import refuse_plan, run_recorded, start_server
 from grappe.verbs.launch.request import ScriptRequest
 from grappe.verbs.verify.against import Agreement
 from grappe.verbs.verify.ported import tensors_of
 from grappe.verbs.verify.runner import BOUND, FACTOR
+from grappe.verbs.verify.trained_by_hand import gap, move
 from grappe.verbs.verify.verify import SHOWN, STEPS
 from grappe.words import and_more
 
@@ -191,8 +192,7 @@ class _StepRecorder:
             generator = torch.Generator().manual_seed(0)
             with torch.no_grad():
                 for each in self._named(optimizer).values():
-                    noise = torch.randn(each.shape, generator=generator).to(each)
-                    each.mul_(1 + torch.finfo(each.dtype).eps * noise)
+                    move(each, generator)
 
     def compare(self, optimizer: Optimizer) -> None:
         """Compares, or notes, an optimizer's tensors after its step.
@@ -210,18 +210,10 @@ class _StepRecorder:
                 SAVE(own, file)
             else:
                 for name, each in LOAD(file, weights_only=True).items():
-                    self.apart[self.step, name] = _distance(each, own.get(name))
+                    self.apart[self.step, name] = gap(each, own[name]) if name in own else math.inf
         if self.step == self._request.steps:
             raise SystemExit
 
 
 SAVE, LOAD = torch.save, torch.load
 """As they are before a script runs whose files are shared: its load waits for others, and process 0 reads alone."""
-
-
-def _distance(own: Tensor, other: Tensor | None) -> float:
-    if other is None:
-        return float("inf")
-    a, b = in_double(own), in_double(other)
-    norm = float(a.norm())
-    return float((a - b).norm()) / norm if norm else float((a - b).norm() > 0)

@@ -1,7 +1,7 @@
 """Sketches what operators compute: sums in float64 with random signs, which two machines can compare.
 
-Signs and drawn inputs are hashes of their places, the same everywhere. A sketch is computed by NumPy, since torch's
-kernels are what is judged.
+Signs and drawn inputs are bits of Philox, the same everywhere (Salmon et al. 2011). A sketch is computed by NumPy,
+since torch's kernels are what is judged.
 """
 
 from __future__ import annotations
@@ -33,19 +33,10 @@ LITERAL = 20_000
 """Whole numbers that a script may list."""
 
 
-def hashed(places: NDArray[Any], seed: int) -> NDArray[np.uint64]:
-    """Hashes places to 64 bits each: the finaliser of splitmix64."""
-    with np.errstate(over="ignore"):
-        bits = (places.astype(np.uint64) + np.uint64(seed << 40)) * np.uint64(0x9E3779B97F4A7C15)
-        bits = (bits ^ (bits >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-        bits = (bits ^ (bits >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-        return bits ^ (bits >> np.uint64(31))
-
-
 @functools.cache
 def units(bits: int) -> Numbers:
     """Draws 2**bits uniform numbers of (-1, 1)."""
-    return (hashed(np.arange(1 << bits), 2) >> np.uint64(11)).astype(np.float64) * 2.0**-52 - 1
+    return (np.random.Philox(key=2).random_raw(1 << bits) >> np.uint64(11)).astype(np.float64) * 2.0**-52 - 1
 
 
 def drawn(shape: Sequence[int], stride: Sequence[int], dtype: torch.dtype, sign: int, place: int) -> Tensor:
@@ -60,7 +51,7 @@ def drawn(shape: Sequence[int], stride: Sequence[int], dtype: torch.dtype, sign:
 @functools.cache
 def signs(count: int, seed: int) -> Numbers:
     """Draws random signs."""
-    return (hashed(np.arange(count), seed) & np.uint64(1)).astype(np.float64) * 2.0 - 1
+    return (np.random.Philox(key=seed).random_raw(count) & np.uint64(1)).astype(np.float64) * 2.0 - 1
 
 
 def sketched(arrays: Iterable[Numbers]) -> Numbers:
@@ -181,7 +172,7 @@ class DrawnCall:
             form = f"drawn({leaf.shape}, {leaf.stride}, {leaf.dtype}, {leaf.sign}, {next(places)})"
             return form if leaf.device.type == "cpu" else f"{form}.to({str(leaf.device)!r})"
 
-        functions = "\n\n".join(inspect.getsource(part) for part in (hashed, units, drawn, signs, sketched))
+        functions = "\n\n".join(inspect.getsource(part) for part in (units, drawn, signs, sketched))
         packet, overload = self.operator.name().removeprefix("aten::").partition(".")[::2]
         # What a record says stands in a comment of one line: it cannot end the comment.
         return f'''"""{self.operator.name()} computes something else here than there."""

@@ -14,9 +14,9 @@ import copy
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -55,19 +55,11 @@ from grappe.verbs.verify.batch_coupling import Companions, batch_coupled_modules
 from grappe.verbs.verify.instrument import NO_CLIP, NOTHING, Instrumentation, SampleRecorder, instrumented
 from grappe.verbs.verify.random_ops import RandomOps
 
+if TYPE_CHECKING:
+    from grappe.verbs.verify.trained_by_plan import TrialStep
+
 Reorder = Callable[[list[int]], list[int]]
 Take = Callable[[list[int]], tuple[Any, Any]]
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class RecordedBatch:
-    """The samples that a step of a trial used, which may differ from the sample order's."""
-
-    epoch: int
-    ids: tuple[int, ...]
-    count: float
-    total: int
-    """The total number of steps, for the schedule."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -121,8 +113,10 @@ class ReferenceBatch:
     counts: Mapping[str, Tensor] = dataclasses.field(default_factory=dict)
     """The global count of each of several losses that have counts of their own."""
 
-    def reordered(self, reorder: Reorder) -> ReferenceBatch:
-        """Returns the same batch with each piece's rows in another order."""
+    def reordered(self, reorder: Reorder | None) -> ReferenceBatch:
+        """Returns the same batch with each piece's rows in another order; None: as it is."""
+        if reorder is None:
+            return self
         slices = tuple(tuple(rows.reordered(reorder) for rows in pieces) for pieces in self.slices)
         return dataclasses.replace(self, slices=slices)
 
@@ -149,7 +143,8 @@ class ReferenceBatches:
         """Loads the batch of step `number`, cut into slices and pieces."""
         task = self._task
         if self._recorded:
-            epoch, ids = self._recorded[number].epoch, np.array(self._recorded[number].ids, dtype=np.int64)
+            step = self._recorded[number]
+            epoch, ids = step.epoch, np.concatenate([np.array(each, dtype=np.int64) for each in step.slices])
         else:
             epoch, within = divmod(number, self.per_epoch)
             start, stop = within * task.batch_size, min((within + 1) * task.batch_size, self.length)
@@ -238,13 +233,38 @@ def _all_rows(batch: Any, rows: int) -> bool:
     return all(isinstance(leaf, Tensor) and bool(leaf.dim()) and len(leaf) == rows for leaf in leaves)
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Rounding:
+    """A way in which the same training is rounded otherwise."""
+
+    reorder: Reorder | None = None
+    """The order of the pairs of rows in each piece; None: they stay in their places."""
+    parts: int = 1
+    sums: int = 1
+    """The numbers of parts of the rows, and of partial sums of the losses; see `ReferenceModel.step`."""
+    channels_last: bool = False
+    """Whether images are laid out channels last, whose kernels add up in an order of their own."""
+    seed: int | None = None
+    """Seed of the noise that moves each initial parameter by about its last bit; None: none does.
+
+    Another order reaches few of the places where rounding decides: a ReLU's input that is nearly 0.
+    """
+
+
+ORDERS = (
+    Rounding(reorder=lambda pairs: pairs[::-1], parts=2, sums=2),
+    Rounding(reorder=lambda pairs: pairs[len(pairs) // 2 :] + pairs[: len(pairs) // 2], parts=8, sums=3),
+)
+PERTURBED = tuple(Rounding(seed=seed) for seed in range(4))
+PLAIN = Rounding()
+
+
 class ReferenceModel:
     """Trains a model by hand; each further data slice has a model of its own, with the same parameters.
 
     Args:
         request: its plan gives the precision, and whether each piece or slice has a random stream of its own.
         total: the number of steps, for the schedule.
-        channels_last: whether images are laid out channels last, to change only the rounding.
     """
 
     def __init__(
@@ -254,21 +274,24 @@ class ReferenceModel:
         weights: Weights,
         device: torch.device,
         total: int,
-        *,
-        channels_last: bool = False,
+        rounding: Rounding = PLAIN,
     ) -> None:
         self._task, self._exact, self._device = task, bool(request.plan.exact), device
         self._draws_whole = request.plan.dropout == "whole" and not self._exact
-        self._channels_last = channels_last
+        self._channels_last = rounding.channels_last
         self._kind = stored_in(request.plan)
         self.model = task.model().to(device).train()
         if self._kind == torch.float64:
             self.model.double()
-        if channels_last:
+        if rounding.channels_last:
             self.model.to(memory_format=torch.channels_last)  # pyrefly: ignore
         with torch.no_grad():
             for name, tensor in named_tensors(self.model).items():
                 tensor.copy_(weights.read(name))
+            if rounding.seed is not None:
+                generator = torch.Generator().manual_seed(rounding.seed)
+                for parameter in self.model.parameters():
+                    move(parameter, generator)
         self.recorder: RandomOps | None = None
         self.draws: tuple[str, ...] = ()
         """Hash of the last step's draws, by slice."""
@@ -380,14 +403,6 @@ class ReferenceModel:
         replace_buffers(after)
         return tree_map(_joined, full, *outputs)
 
-    @torch.no_grad()
-    def perturb(self, seed: int) -> None:
-        """Moves each parameter at random by about its last bit."""
-        generator = torch.Generator().manual_seed(seed)
-        for parameter in self.model.parameters():
-            draws = torch.randn(parameter.shape, generator=generator).to(parameter)
-            parameter.mul_(1 + torch.finfo(parameter.dtype).eps * draws)
-
     def weights(self) -> dict[str, Tensor]:
         """Returns parameters, and the mean of the slices' buffers, on the CPU."""
         weights = {name: parameter.detach().cpu().clone() for name, parameter in self.model.named_parameters()}
@@ -437,74 +452,48 @@ class RoundingTrial:
     only rounding, which Adam divides by its own size) appear only then. The loss gets all rows at once.
 
     Args:
+        roundings: the ways in which it is rounded otherwise, each by a model of its own.
         off: whether the training itself has no random draws.
-        channels_last: whether the plan lays images out channels last, whose kernels add up in an order of their own.
-        perturbed: whether to train further models too, whose initial parameters are moved by as much as a float32 is
-            rounded. Another order reaches few of the places where rounding decides: a ReLU's input that is nearly 0.
     """
 
     def __init__(
         self,
         new_model: Callable[..., ReferenceModel],
+        roundings: Sequence[Rounding],
         *,
         drawing: bool,
         off: bool,
         independent_rows: bool,
-        channels_last: bool,
-        perturbed: bool,
     ) -> None:
         self._base = new_model() if drawing else None
         self._off = off
         self._independent_rows = independent_rows
-        self._others = [(order, new_model()) for order in ORDERS]
-        if channels_last:
-            self._others.append((AS_IT_IS, new_model(channels_last=True)))
-        if perturbed:
-            for seed in range(PERTURBED):
-                self._others.append((AS_IT_IS, new_model()))
-                self._others[-1][1].perturb(seed)
+        self._others = [(rounding, new_model(rounding)) for rounding in roundings]
 
     def step(
         self, number: int, batch: ReferenceBatch, model: ReferenceModel, result: tuple[float, float]
-    ) -> tuple[float, float, dict[str, float]]:
-        """Computes the largest relative differences of loss, norm and each tensor, over the orders."""
-        loss_noise = norm_noise = 0.0
-        noise: dict[str, float] = {}
+    ) -> dict[str, float]:
+        """Computes the largest relative differences of LOSS, NORM and each tensor, over the other models."""
         with RandomOps(off=True):
             undrawn = result if self._base is None else self._base.step(number, batch)
-        drawn = (result, model.weights())
-        reordered = (undrawn, drawn[1] if self._base is None else self._base.weights())
-        for order, other in self._others:
+        drawn = (*result, model.weights())
+        reordered = (*undrawn, drawn[2] if self._base is None else self._base.weights())
+        noise: dict[str, float] = {}
+        for rounding, other in self._others:
             # Rows that stay in their places have the training's own draws: what these put to 0 may decide a tie.
-            stays = order is AS_IT_IS
-            (wanted_loss, wanted_norm), base = drawn if stays else reordered
-            cut = {"parts": order.parts} if self._independent_rows else {"sums": order.sums}
+            stays = rounding.reorder is None
+            expected_loss, expected_norm, expected = drawn if stays else reordered
+            cut = {"parts": rounding.parts} if self._independent_rows else {"sums": rounding.sums}
             with RandomOps(off=True) if self._off or not stays else contextlib.nullcontext():
-                loss, norm = other.step(number, batch.reordered(order.reorder), **cut)
-            loss_noise = max(loss_noise, relative(wanted_loss, loss))
-            norm_noise = max(norm_noise, relative(wanted_norm, norm))
-            for name, tensor in other.weights().items():
-                noise[name] = max(noise.get(name, 0.0), gap(base[name], tensor))
-        return loss_noise, norm_noise, noise
+                loss, norm = other.step(number, batch.reordered(rounding.reorder), **cut)
+            apart = {name: gap(expected[name], tensor) for name, tensor in other.weights().items()}
+            apart |= {LOSS: relative(expected_loss, loss), NORM: relative(expected_norm, norm)}
+            noise = {name: max(value, noise.get(name, 0.0)) for name, value in apart.items()}
+        return noise
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class _SummationOrder:
-    """The order of summation in one of the other models."""
-
-    reorder: Reorder
-    parts: int
-    sums: int
-
-
-ORDERS = (
-    _SummationOrder(reorder=lambda pairs: pairs[::-1], parts=2, sums=2),
-    _SummationOrder(reorder=lambda pairs: pairs[len(pairs) // 2 :] + pairs[: len(pairs) // 2], parts=8, sums=3),
-)
-
-PERTURBED = 4
-"""Models with perturbed parameters."""
-AS_IT_IS = _SummationOrder(reorder=lambda pairs: pairs, parts=1, sums=1)
+LOSS, NORM = "the loss", "the gradient's norm"
+"""Names of the two among those of tensors."""
 
 
 def relative(a: float, b: float) -> float:
@@ -515,12 +504,17 @@ def relative(a: float, b: float) -> float:
 
 
 def gap(a: Tensor, b: Tensor) -> float:
-    """Computes |a - b| / |a| in norms."""
+    """Computes |a - b| / |a| in norms; infinity where it is not a number."""
     a, b = in_double(a), in_double(b)
-    return 0.0 if torch.equal(a, b) else float((a - b).norm() / (a.norm() or 1.0))
+    apart = 0.0 if torch.equal(a, b) else float((a - b).norm() / (a.norm() or 1.0))
+    return math.inf if math.isnan(apart) else apart
 
 
-ONE_PROCESS = Plan()
+def move(tensor: Tensor, generator: torch.Generator) -> None:
+    """Moves each number at random by about its last bit."""
+    tensor.mul_(1 + torch.finfo(tensor.dtype).eps * torch.randn(tensor.shape, generator=generator).to(tensor))
+
+
 FLOORS = {torch.float32: 1e-5, torch.float64: 1e-10}
 """The least difference that is tolerated per tensor, in norm, by the parameters' type: contract 7."""
 
@@ -536,13 +530,14 @@ class ReferenceRequest:
     folder: Path
     """The folder for the weights after each step."""
     instrumentation: Instrumentation = NOTHING
-    plan: Plan = ONE_PROCESS
+    plan: Plan = dataclasses.field(default_factory=Plan)
     """The device, threads and precision."""
     slices: int = 1
     """Number of data slices of each batch, run one after the other, each with its own buffers and random streams."""
     pieces: int = 1
     """Number of microbatches of each slice."""
-    recorded: tuple[RecordedBatch, ...] = ()
+    recorded: tuple[TrialStep, ...] = ()
+    """Steps of a trial, whose samples replace the sample order's."""
     perturbed: bool = False
     """Whether the noise includes models whose parameters were moved by their last bit."""
 
@@ -554,10 +549,8 @@ class ReferenceStep:
     ids: tuple[int, ...]
     loss: float
     norm: float
-    loss_noise: float
-    norm_noise: float
     noise: dict[str, float]
-    """By tensor, |a - b| / |a| in norms."""
+    """|a - b| / |a| of LOSS, NORM, and of each tensor in norms."""
     floor: float
     """The least difference that is tolerated."""
     draws: tuple[str, ...] = ()
@@ -571,7 +564,6 @@ class Reference:
     folder: Path
     steps: tuple[ReferenceStep, ...]
     per_epoch: int
-    length: int
     draws: tuple[str, ...]
     """Operators of the model that draw random numbers."""
     coupled: dict[str, str]
@@ -632,12 +624,15 @@ def _trained(plain: Task, request: ReferenceRequest, world: World) -> Reference:
     if not request.recorded:
         rounding_trial = RoundingTrial(
             new_model,
+            (
+                *ORDERS,
+                *([Rounding(channels_last=True)] if request.plan.channels_last else []),
+                *(PERTURBED if request.perturbed else []),
+            ),
             drawing=bool(random_ops.seen),
             off=request.instrumentation.without_randomness,
             # Parts are further forwards, which would change them further.
             independent_rows=coupling.independent_rows and rows.cuttable and not (written or changed),
-            channels_last=request.plan.channels_last,
-            perturbed=request.perturbed,
         )
     steps = []
     for number in range(request.steps):
@@ -645,19 +640,19 @@ def _trained(plain: Task, request: ReferenceRequest, world: World) -> Reference:
         with model.recorder or contextlib.nullcontext():
             loss, norm = model.step(number, batch)
         save_file(model.weights(), request.folder / f"step-{number:03d}.safetensors")
-        noise = rounding_trial.step(number, batch, model, (loss, norm)) if rounding_trial else (0.0, 0.0, {})
-        steps.append(
-            ReferenceStep(
-                ids=tuple(int(i) % batches.stored for pieces in batch.slices for rows in pieces for i in rows.ids),
-                loss=loss, norm=norm, loss_noise=noise[0], norm_noise=noise[1], noise=noise[2],
-                floor=FLOORS[stored_in(request.plan)], draws=model.draws,
-            )
-        )  # fmt: skip
+        step = ReferenceStep(
+            ids=tuple(int(i) % batches.stored for pieces in batch.slices for rows in pieces for i in rows.ids),
+            loss=loss,
+            norm=norm,
+            noise=rounding_trial.step(number, batch, model, (loss, norm)) if rounding_trial else {},
+            floor=FLOORS[stored_in(request.plan)],
+            draws=model.draws,
+        )
+        steps.append(step)
     return Reference(
         folder=request.folder,
         steps=tuple(steps),
         per_epoch=batches.per_epoch,
-        length=batches.length,
         draws=tuple(sorted(random_ops.seen)),
         coupled={name: kinds[name] for name in coupling.modules},
         companions=tuple(companions for companions in coupling.modules.values() if companions is not None),

@@ -67,7 +67,6 @@ class TrialStep:
     count: float
     loss: float
     norm: float | None
-    skipped: bool
     gaps: dict[str, float]
     """By tensor, |a - b| / |a| in norms, a the reference's."""
     draws: tuple[str, ...]
@@ -90,14 +89,13 @@ def worker(request: TrialRequest, process: ProcessRank, rendezvous_folder: Path)
             task=task, plan=plan, world=world, weights=built(task), total_steps=total, sample_inputs=loader.example()
         )
         recording = off or (request.draws and not plan.compile)
-        random_ops = RandomOps(off=off) if recording else None
-        beside = _BesideTheWhole() if request.whole_too else None
+        random_ops, beside = RandomOps(off=off), _BesideTheWhole()
 
         def unrecorded() -> Iterator[Batch]:
             """Yields the batches, without recording the random numbers of loading and augmentation."""
             batches = loader.batches(0, request.steps)
             while True:
-                with random_ops.paused() if random_ops else contextlib.nullcontext():
+                with random_ops.paused():
                     batch = next(batches, None)
                 if batch is None:
                     return
@@ -121,17 +119,19 @@ def worker(request: TrialRequest, process: ProcessRank, rendezvous_folder: Path)
                     "count": float(batch.count),
                     "loss": loss,
                     "norm": None if result.norm is None else float(result.norm),
-                    "skipped": result.skipped,
                     "gaps": gaps,
                     "bits": bits,
-                    "draws": random_ops.take() if random_ops else "",
-                    "wrong_rule": beside.wrong_rule if beside else "",
+                    "draws": random_ops.take(),
+                    "wrong_rule": beside.wrong_rule,
                 }
             )
             return False
 
-        no_mode = contextlib.nullcontext()
-        with engines.running(setup) as engine, random_ops or no_mode, beside or no_mode:
+        with engines.running(setup) as engine, contextlib.ExitStack() as modes:
+            if recording:
+                modes.enter_context(random_ops)
+            if request.whole_too:
+                modes.enter_context(beside)
             engine.train(unrecorded(), after)
         slices = _by_slice(world, [(record.pop("ids"), record.pop("draws")) for record in records])
     if world.rank:

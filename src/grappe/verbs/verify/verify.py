@@ -24,7 +24,7 @@ from grappe.training.request import data_folder
 from grappe.training.task_reference import TaskReference
 from grappe.verbs.verify.instrument import Instrumentation
 from grappe.verbs.verify.runner import BOUND, FACTOR, Difference, StartProcesses, TrialRunner, compare
-from grappe.verbs.verify.trained_by_hand import RecordedBatch, Reference
+from grappe.verbs.verify.trained_by_hand import LOSS, NORM, Reference
 from grappe.verbs.verify.trained_by_plan import TrialStep
 from grappe.words import and_more, plan_name
 
@@ -202,10 +202,7 @@ class _Judgement:
         plan, instrumentation = self._without(self._asked_for())
         base = self._runner.reference(plan, instrumentation)
         steps = self._runner.trial(plan, instrumentation, base)
-        recorded = tuple(
-            RecordedBatch(epoch=step.epoch, ids=tuple(used(step)), count=step.count, total=step.total) for step in steps
-        )
-        fed = self._runner.reference(plan, instrumentation, recorded=recorded)
+        fed = self._runner.reference(plan, instrumentation, recorded=steps)
         again = self._runner.trial(plan, instrumentation, fed)
         if compare(fed, again, tolerance=base).agrees:
             return self._finding("different", [wrong], ["one process that is given the same samples learns the same"])
@@ -473,22 +470,17 @@ def causes_of_drift(
 ) -> list[str]:
     """Names each cause without which the plain process no longer drifts when its samples are reordered."""
 
-    def drifts(base: Reference) -> bool:
-        return FACTOR * max(max(step.loss_noise, step.norm_noise) for step in base.steps) > BOUND
+    def drifts(other: Plan = plan, **off: Any) -> bool:
+        base = runner.reference(other, dataclasses.replace(instrumentation, **off))
+        return FACTOR * max(max(step.noise[LOSS], step.noise[NORM]) for step in base.steps) > BOUND
 
-    if plan.channels_last and not drifts(
-        runner.reference(dataclasses.replace(plan, channels_last=False), instrumentation)
-    ):
+    if plan.channels_last and not drifts(dataclasses.replace(plan, channels_last=False)):
         return ["channels_last: its kernels add up in an order of their own, and a last bit decides ties (max pooling)"]
-    switches: dict[str, dict[str, Any]] = {}
-    if not reference.whole_batch:
-        switches["a loss in which rows meet, or that depends on their places"] = {"loss_row_by_row": True}
-    if reference.augments:
-        switches["augmentation that draws outside grappe.draw"] = {"without_augmentation": True}
-    if reference.clips:
-        switches["clipping"] = {"without_clipping": True}
-    causes = []
-    for word, off in switches.items():
-        if not drifts(runner.reference(plan, dataclasses.replace(instrumentation, **off))):
-            causes.append(f"{word}: without it the drift disappears")
-    return causes
+    words = []
+    if not reference.whole_batch and not drifts(loss_row_by_row=True):
+        words.append("a loss in which rows meet, or that depends on their places")
+    if reference.augments and not drifts(without_augmentation=True):
+        words.append("augmentation that draws outside grappe.draw")
+    if reference.clips and not drifts(without_clipping=True):
+        words.append("clipping")
+    return [f"{word}: without it the drift disappears" for word in words]

@@ -1,8 +1,7 @@
-"""Checks of C++: the compiler, its headers and nvcc; extensions that do not load; errors that end the process."""
+"""Checks of C++: the compiler, its headers and nvcc, and extensions that do not load."""
 
 from __future__ import annotations
 
-import contextlib
 import os
 import platform
 import re
@@ -17,8 +16,7 @@ from pathlib import Path
 from grappe import sites
 from grappe.errors import GrappeError
 from grappe.launch import command
-from grappe.launch.fork import exit_code_in_fork
-from grappe.verbs.doctor.checks import Finding, Level, Machine, error, note, of_level, once, once_a_node, warning
+from grappe.verbs.doctor.checks import Finding, Level, Machine, note, of_level, once_a_node, warning
 from grappe.words import and_more
 
 COMPILERS = ("c++", "g++", "clang++")
@@ -141,25 +139,6 @@ def of_cuda(nvcc: str, built: str, compiler: Version, bounds: Bounds | None) -> 
             f"nvcc {nvcc} takes no {compiler[0]} {'.'.join(map(str, compiler[1]))}",
             why=f"it takes {compiler[0]} from {least}, and before {beyond}: extensions for CUDA cannot be built",
             do="load or install one of those, and set CXX to it",
-        )
-
-
-@once
-def check_cpp_errors(machine: Machine) -> Iterator[Finding]:
-    """Provokes an error in a forked process: a convolution with the wrong number of channels."""
-    import torch
-
-    layer, wrong = torch.nn.Conv2d(1, 4, 3), torch.zeros(2, 10, 8, 8)
-
-    def provoke() -> None:
-        with contextlib.suppress(RuntimeError):
-            layer(wrong)
-
-    if exit_code_in_fork(provoke) < 0:
-        yield error(
-            "an error in torch's C++ ends the process (terminate called after throwing 'c10::Error')",
-            why="Python's traceback is lost: nothing says which line was wrong",
-            do="install another torch: 1.10 is known for it",
         )
 
 

@@ -21,8 +21,6 @@ from grappe.words import count_of
 SHARED = Path("/dev/shm")
 LEAST_SHARED = 1 << 30
 LEAST_PER_PROCESS = 2 << 30
-ROUNDS = 60
-GROWTH = 64 << 20  # far beyond what caches take after the first rounds
 
 BYTES = 16 << 20
 SLOW = 20e6  # bytes a second, flushed to disk
@@ -71,22 +69,18 @@ def of_cores(usable: int, own: int, threads: int, workers: int, requested: int |
 
 @once_a_node
 def check_host_memory(machine: Machine) -> Iterator[Finding]:
-    """Checks shared memory and the control group's limit; in one process, whether the libraries leak."""
+    """Checks shared memory and the control group's limit."""
     group, process = memory.control_group(), machine.process
     shared = shutil.disk_usage(SHARED).free if SHARED.is_dir() else None
-    grown = growth() if process.rank == 0 else 0
-    yield from of_memory(shared, machine.plan.workers, group.size if group else None, process.local_size, grown)
+    yield from of_memory(shared, machine.plan.workers, group.size if group else None, process.local_size)
 
 
-def of_memory(
-    free: int | None, workers: int | None, bytes_: int | None, processes: int, grown: int
-) -> Iterator[Finding]:
+def of_memory(free: int | None, workers: int | None, bytes_: int | None, processes: int) -> Iterator[Finding]:
     """Returns findings for a node's memory.
 
     Args:
         free: bytes of shared memory, through which data workers pass batches.
         bytes_: that all `processes` may have; torch alone takes about half a gigabyte each, with CUDA two.
-        grown: bytes by which ROUNDS convolutions grew a process: old torch leaks on CPUs with AVX512.
     """
     if free is not None and workers != 0 and free < LEAST_SHARED:
         yield warning(
@@ -100,25 +94,6 @@ def of_memory(
             why="torch with CUDA alone takes about 2 GB a process; the job is killed at the limit",
             do="ask for more memory (--mem), or for fewer processes on a node",
         )
-    if grown > GROWTH:
-        yield error(
-            f"host memory grows by {grown / ROUNDS / 1e6:.1f} MB with every convolution",
-            why="the job will be killed when it is used up",
-            do="install a newer torch (before 1.0.1 it leaks on CPUs with AVX512)",
-        )
-
-
-def growth() -> int:
-    """Measures this process's growth in bytes over ROUNDS forwards and backwards of one small convolution."""
-    import torch
-
-    layer, batch = torch.nn.Conv2d(3, 8, 3), torch.zeros(8, 3, 32, 32)
-    before = 0
-    for index in range(2 * ROUNDS):
-        layer(batch).sum().backward()
-        if index == ROUNDS:
-            before = memory.resident()
-    return max(0, memory.resident() - before)
 
 
 @once_a_node

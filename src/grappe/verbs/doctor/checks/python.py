@@ -17,17 +17,9 @@ from grappe.verbs.doctor.checks import Finding, Machine, error, note, once_a_nod
 from grappe.verbs.submit.packages import modules_of_file
 from grappe.words import and_more
 
-# From the Alliance's PyTorch page and its page on H100.
-BAD_VERSIONS = (
-    ((0, 0), (1, 0, 1), "leaks memory on CPUs with AVX512 until the job is killed"),
-    ((1, 10), (1, 11), "loses Python's traceback of errors in C++ (c10::Error), and DDP fails at random"),
-)
 NVIDIA, AMD_DRIVER = Path("/proc/driver/nvidia/version"), Path("/sys/module/amdgpu/version")
 AMD = Path("/dev/kfd")
 """The files by which programs reach the GPUs of either maker."""
-H100 = (9, 0)
-FIRST_FOR_H100 = (2, 5, 1)
-
 IMPORTED = ("torchvision", "torchaudio", "torchmetrics")
 """What grappe, or what it imports, imports where it is installed."""
 USING_METRICS = {"grappe", "lightning", "pytorch_lightning"}
@@ -41,7 +33,6 @@ def check_torch_build(machine: Machine) -> Iterator[Finding]:
     import torch.distributed as dist
 
     plan = machine.plan
-    yield from of_version(torch.__version__)
     if plan.backend == "mpi" and not dist.is_mpi_available():
         yield error(
             "this torch has no MPI",
@@ -86,17 +77,6 @@ def check_torch_build(machine: Machine) -> Iterator[Finding]:
         yield note("no GPU here: training runs on CPU cores")
 
 
-def _numbers(version: str) -> tuple[int, ...]:
-    return tuple(int(part) for part in re.findall(r"\d+", version.partition("+")[0])[:3])
-
-
-def of_version(version: str) -> Iterator[Finding]:
-    """Returns findings about a version of torch."""
-    for first, beyond, why in BAD_VERSIONS:
-        if first <= _numbers(version) < beyond:
-            yield error(f"torch {version} has known faults", why=why, do="install a newer one")
-
-
 def of_architectures(built: Iterable[str], capabilities: Iterable[tuple[int, int]], version: str) -> Iterator[Finding]:
     """Returns findings for GPUs without code in torch: native (same major version), or translatable by the driver."""
     targets = list(built)
@@ -111,12 +91,6 @@ def of_architectures(built: Iterable[str], capabilities: Iterable[tuple[int, int
                 why='it fails with "no kernel image is available for execution on the device"; '
                 f"it has {', '.join(targets)}",
                 do="install a torch built for this GPU, or ask for another kind of GPU",
-            )
-        if (major, minor) == H100 and _numbers(version) < FIRST_FOR_H100:
-            yield warning(
-                f"torch {version} on an H100",
-                why="wheels before 2.5.1 fail or are slow there",
-                do="install a newer one",
             )
 
 

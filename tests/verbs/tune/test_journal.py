@@ -1,0 +1,119 @@
+"""Which fields trials have, and which go on: a function of the seed and of what the others have come to."""
+
+import dataclasses
+import random
+import sys
+from pathlib import Path
+
+import optuna
+import pytest
+
+from grappe.errors import UsageError
+from grappe.verbs.tune.journal import FILE, NAME, STARTUP, Journal, grid, rung_parts
+from grappe.verbs.tune.space import read_space
+from grappe.verbs.tune.study import SearchDefinition, Trial
+from grappe.verbs.tune.tune import tune
+from tests.verbs.tune.line import Line
+from tests.verbs.tune.test_study import SEARCH as STUDY
+
+SPACE, _ = read_space(Line, {"lr": "0.001..1:log", "width": "1..64", "batch_size": "8|16"})
+SEARCH = dataclasses.replace(STUDY, fields={}, space={name: str(axis) for name, axis in SPACE.items()})
+HALVING = dataclasses.replace(SEARCH, halving=3, rungs=3)
+
+
+def objective(trial: Trial) -> float:
+    return abs(float(trial.fields.get("lr", 0)) - 0.1) + abs(int(trial.fields["width"]) - 32) / 64
+
+
+def played(folder: Path, search: SearchDefinition, total: int, *, failing: int = -1) -> list[Trial]:
+    """Plays a study, one trial at a time, whose coordinator is killed after each operation."""
+
+    def restarted() -> Journal:
+        return Journal(folder, search, writes=True)
+
+    while (journal := restarted()).open or len(journal.trials) < total:
+        number = next(iter(journal.open), None)
+        if number is None:
+            number = journal.ask()
+        elif number == failing:
+            journal.fail(number, reason="bad luck")
+        else:
+            trial = journal.trial(number)
+            chance = random.Random(f"{number}/{len(trial.rungs)}").random() / 5 / (len(trial.rungs) + 1)
+            journal.report(number, objective(trial) + chance, 9)
+    return journal.trials
+
+
+@pytest.mark.parametrize("sampler", ["tpe", "random"])
+def test_a_seed_repeats_one_at_a_time_through_kills(sampler: str, tmp_path: Path) -> None:
+    search = dataclasses.replace(SEARCH, sampler=sampler, seed=3)
+    first = played(tmp_path, search, 20, failing=4)
+    (journal := tmp_path / "whole").mkdir()
+    whole = Journal(journal, search, writes=True)
+    for number in range(20):
+        assert whole.ask() == number
+        if number == 4:
+            whole.fail(number, reason="bad luck")
+        else:
+            whole.report(number, first[number].value or 0.0, 9)
+    assert whole.trials == first
+    assert first[4].state == "failed" and first[4].reason == "bad luck"
+    assert len({trial.fields["lr"] for trial in first}) == 20
+
+
+def test_tpe_learns(tmp_path: Path) -> None:
+    trials = played(tmp_path, dataclasses.replace(SEARCH, sampler="tpe", seed=3), 30)
+    early, late = sorted(map(objective, trials[:STARTUP])), sorted(map(objective, trials[STARTUP:]))
+    assert late[len(late) // 2] < early[len(early) // 2]
+
+
+def test_random_trials_fill_the_space(tmp_path: Path) -> None:
+    journal = Journal(tmp_path, SEARCH, writes=True)
+    for _ in range(100):
+        journal.ask()
+    drawn = [trial.fields for trial in journal.trials]
+    rates = sorted(float(one["lr"]) for one in drawn)
+    assert 0.001 <= rates[0] < 0.003 and 0.4 < rates[-1] <= 1.0
+    assert 0.01 < rates[50] < 0.1  # by ratio
+    assert {one["batch_size"] for one in drawn} == {"8", "16"}
+
+
+def test_of_three_one_goes_on(tmp_path: Path) -> None:
+    trials = played(tmp_path, HALVING, 27, failing=5)
+    reached = [sum(len(one.rungs) > rung for one in trials) for rung in range(3)]
+    assert reached[0] == 26
+    assert 6 <= reached[1] <= 16  # at first some go on that later ones pass
+    assert 2 <= reached[2] <= 8
+    assert len(trials[0].rungs) == 3, "the first has nobody to be compared with"
+    for trial in trials:
+        assert trial.state == {0: "failed", 3: "complete"}.get(len(trial.rungs), "paused")
+    assert [str(part) for part in rung_parts(HALVING)] == ["1/9", "1/3", "1"]
+    assert [str(part) for part in rung_parts(SEARCH)] == ["1"]
+
+
+def test_a_grid_has_every_combination_and_wants_values(tmp_path: Path) -> None:
+    space, _ = read_space(Line, {"width": "1..3", "batch_size": "8|16"})
+    cells = [{"width": width, "batch_size": batch} for width in ("1", "2", "3") for batch in ("8", "16")]
+    assert grid(space) == cells
+    search = dataclasses.replace(SEARCH, sampler="grid", space={name: str(axis) for name, axis in space.items()})
+    assert [trial.fields for trial in played(tmp_path, search, 6)] == cells
+    with pytest.raises(UsageError, match=r"for example 'lr=0.001\|0.01\|0.1\|1.0'"):
+        grid(SPACE)
+
+
+def test_what_optuna_enqueues_is_next(tmp_path: Path) -> None:
+    journal = Journal(tmp_path, SEARCH, writes=True)
+    journal.fail(journal.ask(), reason="bad luck")
+    backend = optuna.storages.journal.JournalFileBackend(str(tmp_path / FILE))
+    study = optuna.load_study(study_name=NAME, storage=optuna.storages.JournalStorage(backend))
+    study.enqueue_trial(study.trials[0].params)
+    journal = Journal(tmp_path, SEARCH, writes=True)
+    assert len(journal.trials) == 1 and not journal.open
+    assert journal.trial(journal.ask()).fields == journal.trial(0).fields
+
+
+def test_without_optuna_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setitem(sys.modules, "optuna", None)
+    with pytest.raises(UsageError, match=r"a search needs Optuna: pip install 'grappe\[tune\]'"):
+        tune(Line(), {"lr": "0.01..1"}, study=tmp_path / "s")
+    assert not (tmp_path / "s").exists()
