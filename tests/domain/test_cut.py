@@ -1,7 +1,5 @@
 """Cut tensors: what is refused of them before anything is sent, and which dimensions are cut by default."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Messages and bytes of a training step under domain=, counted, against formulas of shapes alone."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

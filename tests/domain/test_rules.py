@@ -1,7 +1,5 @@
 """Rules of cut tensors against the same functions of whole ones: results, gradients, on three processes."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 

@@ -168,7 +168,7 @@ def test_command_lines(command: str, words: list[str]) -> None:
 
 
 @given(words=st.lists(WORDS, max_size=7), job=st.lists(WORDS, max_size=5))
-@fuzzed(40)
+@fuzzed(20)
 def test_submissions(words: list[str], job: list[str]) -> None:
     _ended(["submit", "--dry-run", "--site", "narval", *job, "--", "train", *words])
     told(lambda: read_submission(("train", *words), JobOptions(), app))
@@ -206,7 +206,7 @@ PLANS = st.one_of(TEXTS, st.lists(st.builds("{}={}".format, st.sampled_from(KEYS
 
 
 @given(text=PLANS, nodes=st.none() | st.integers(-1, 5), gpus=st.none() | st.integers(-1, 10**6))
-@fuzzed(100)
+@fuzzed(50)
 def test_plans(text: str, nodes: int | None, gpus: int | None) -> None:
     with contextlib.suppress(GrappeError):
         plan = Plan.parse(text)

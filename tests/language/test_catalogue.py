@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+import tomllib
 import zipfile
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from hypothesis import strategies as st
 from grappe.language import catalogue, catalogue_of, translated
 from grappe.language.catalogue import LONGEST, PLACES, Catalogue, Template, _Message, encodable, pieces, read
 
+FRENCH = tomllib.loads(Path(__file__).with_name("french.toml").read_text())
 COMPILED = Path(catalogue.__file__).with_name("fr.mo")
 
 SMALL = Catalogue(
@@ -54,92 +56,12 @@ def test_foreign_values_stay_as_they_are(value: str) -> None:
     assert SMALL.message(f"grappe: the plan has no '{value}': x") == f"grappe : le plan n'a pas '{value}' : x"
 
 
-@pytest.mark.parametrize(
-    ("english", "french"),
-    [
-        ("398 MB", "398 Mo"),
-        ("2 MB to 3 MB", "2 Mo à 3 Mo"),
-        ("5,976 (1,283 to 6,997)", "5 976 (1 283 à 6 997)"),
-        ("398 MB to 403 MB in each process", "398 Mo à 403 Mo dans chaque processus"),
-        ("92.22% (166 of 180)", "92.22% (166 sur 180)"),
-        ("validation accuracy", "accuracy de validation"),
-        ("step-000046 (newest)", "step-000046 (le plus récent)"),
-        ("same ✓", "identique ✓"),
-        (
-            "71 parameters, SGD(lr=0.1), inputs [32, 1, 8, 8], 23 steps an epoch",
-            "71 paramètres, SGD(lr=0.1), entrées [32, 1, 8, 8], 23 pas par époque",
-        ),
-        ("best: trial 0, loss 0.9, runs/study-2/trial-0", "meilleur : essai 0, perte 0.9, runs/study-2/trial-0"),
-        ("for runs, data, caches; 5 TB a project", "pour exécutions, données, caches ; 5 To par projet"),
-    ],
-)
+@pytest.mark.parametrize(("english", "french"), FRENCH["results"].items())
 def test_results_are_french(english: str, french: str) -> None:
     assert catalogue_of("fr").result(english) == french
 
 
-@pytest.mark.parametrize(
-    ("english", "french"),
-    [
-        # Names that users chose stay.
-        ("step 3: no such run", "step 3: no such run"),
-        ("step 3 has no log", "step 3 n'a pas de journal"),
-        ("grappe: step 3: the file is empty", "grappe : step 3 : le fichier est vide"),
-        (
-            "--from step 3: there is no such run or file",
-            "--from step 3 : il n'y a pas de telle exécution, ni de tel fichier",
-        ),
-        ("digits: lr=step 3 is not a number", "digits : lr=step 3 n'est pas un nombre"),
-        ("the first step's/the home folder has no line", "the first step's/the home folder n'a pas de ligne"),
-        ("process 1 waits in step 3, at my.py, line 3", "le processus 1 attend dans le pas 3, à my.py, ligne 3"),
-        # Thousands have a space, but where they were typed.
-        ("1,024 members", "1 024 membres"),
-        ("--per-shard 1,024: it must be 1 to 1,000,000", "--per-shard 1,024 : il faut 1 à 1 000 000"),
-        # Progress is French to its end.
-        (
-            "checking [##  ] 3 of 1,000 images, 1,200/s, 3 s left, 2 bad",
-            "vérification [##  ] 3 sur 1 000 images, 1 200/s, encore 3 s, 2 mauvaises",
-        ),
-        (
-            "fetching a b [##  ] 3 of 9 bytes, 1/s, 2 s left",
-            "téléchargement de a b [##  ] 3 sur 9 octets, 1/s, encore 2 s",
-        ),
-        ("3 of 9: trial 2: lr=0.1: failed: it diverged", "3 sur 9 : essai 2 : lr=0.1 : échec : il a divergé"),
-        ("3 of 9: trial 2: lr=0.1: accuracy 0.97", "3 sur 9 : essai 2 : lr=0.1 : accuracy 0.97"),
-        (
-            "study a: 3 of 9 trials ended, 1 failed, 2 stopped early, 1 running, waiting: there is none",
-            "étude a : 3 essais terminés sur 9, 1 en échec, 2 arrêtés tôt, 1 en cours, en attente : il n'y en a aucun",
-        ),
-        # No part of a log's lines is taken for a node's name, nor `0 of 1` for a number.
-        (
-            "process 0 of 1 on vm ended by itself with exit code 1\n  | bad file",
-            "processus 0 de 1 sur vm s'est terminé de lui-même avec le code 1\n  | bad file",
-        ),
-        (
-            "grappe: process 1 of 2 on n1 was killed by SIGKILL\n  | bad file",
-            "grappe : processus 1 de 2 sur n1 a été tué par SIGKILL\n  | bad file",
-        ),
-        # What others say stays.
-        ("ValueError: unknown. it is damaged", "ValueError: unknown. it is damaged"),
-        ("ValueError: step 3 is no folder", "ValueError: step 3 is no folder"),
-        (
-            "grappe: digits.loss() failed: RuntimeError: the file is empty; it is damaged",
-            "grappe : digits.loss() a échoué : RuntimeError: the file is empty; it is damaged",
-        ),
-        (
-            "ValueError: it is damaged (a bug in grappe: --debug shows more)",
-            "ValueError : it is damaged (une erreur dans grappe : --debug en montre plus)",
-        ),
-        ("sbatch: error: x, the file is empty", "sbatch: error: x, the file is empty"),
-        (
-            "grappe: sbatch: sbatch: error: the file is empty\nsbatch: error: Permission denied\n  it is damaged",
-            "grappe : sbatch: sbatch: error: the file is empty\nsbatch: error: Permission denied\n  il est endommagé",
-        ),
-        (
-            "sbatch: error: step 3: the file is empty\nthe file is empty",
-            "sbatch: error: step 3: the file is empty\nle fichier est vide",
-        ),
-    ],
-)
+@pytest.mark.parametrize(("english", "french"), FRENCH["messages"].items())
 def test_messages_are_french_but_for_names_and_others_words(english: str, french: str) -> None:
     assert catalogue_of("fr").message(english) == french
 

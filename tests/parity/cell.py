@@ -1,7 +1,5 @@
 """One cell of the parity grid: a task under a plan, on the processes of a pool."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """A task whose loss compares all samples of a batch with each other, as CLIP's; and its plain loop."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Tasks of two losses; each with a count of its own, in two shapes."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 from torch.nn import functional as F

@@ -6,8 +6,6 @@ A line of `cover.txt` is a cell: a plan, a kind of task, an optimizer, and wheth
 is asked of grappe (`engines.check`), and of `fits`, which knows the tasks.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import itertools

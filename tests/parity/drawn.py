@@ -1,7 +1,5 @@
 """A task whose model and loss draw random numbers in every way that is found by the rows of a batch."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import torch

@@ -1,7 +1,5 @@
 """A task with one sample that fp16 cannot hold."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from grappe import Arrays

@@ -1,7 +1,5 @@
 """Tasks whose optimizers look at whole parameters, or evaluate other weights than they train."""
 
-from __future__ import annotations
-
 from typing import Any, Literal
 
 import torch

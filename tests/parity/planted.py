@@ -1,7 +1,5 @@
 """Faults, planted into engines, the loader and tasks, for verify to find; and the processes they are planted in."""
 
-from __future__ import annotations
-
 import contextlib
 import inspect
 from collections.abc import Callable, Iterator

@@ -3,8 +3,6 @@
 It shares with grappe only the initial weights and the order of the samples.
 """
 
-from __future__ import annotations
-
 import copy
 from pathlib import Path
 from typing import Any

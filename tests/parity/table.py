@@ -4,8 +4,6 @@ python -m tests.parity.table [--drawn]   # two minutes on two cores; engines tha
                                          # figures; --drawn: the column with dropout alone
 """
 
-from __future__ import annotations
-
 import json
 import sys
 import time

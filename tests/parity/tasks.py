@@ -1,7 +1,5 @@
 """Small tasks that parity is checked on: each has something that a wrong plan would get wrong."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Literal
 

@@ -1,7 +1,5 @@
 """Every augmentation at once: the same samples, losses and weights under every plan, and after a kill."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

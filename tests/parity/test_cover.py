@@ -1,7 +1,5 @@
 """The pairwise cover (cover.txt): each of its cells against one plain process, and the proof that no pair lacks."""
 
-from __future__ import annotations
-
 import functools
 from typing import Any
 

@@ -1,7 +1,5 @@
 """domain=N,cut=batch against one process: models that compute over the samples of a batch, and keep what they saw."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any

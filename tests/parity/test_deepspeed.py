@@ -1,7 +1,5 @@
 """The DeepSpeed engine against one plain process: ZeRO 0 to 3, and what waits in host memory or on a disk."""
 
-from __future__ import annotations
-
 import dataclasses
 from pathlib import Path
 

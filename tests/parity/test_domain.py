@@ -1,7 +1,5 @@
 """domain= against one plain process: convolutions, U-Nets, transformers, alone and with data parallelism."""
 
-from __future__ import annotations
-
 import functools
 import re
 from pathlib import Path

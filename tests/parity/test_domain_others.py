@@ -1,7 +1,5 @@
 """Models of others, unedited, under domain=2: what one process learns, or a refusal with the operator and the line."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -141,8 +139,7 @@ def test_models_of_others_learn_what_one_process_learns(pool: Pool, task: Task) 
         assert (tensor - expected).abs().max() <= 1e-7 * expected.abs().max() + 1e-12, name
 
 
-@pytest.mark.parametrize("parts", [2, 3])
-@pytest.mark.parametrize("task", [GPT2(), BERT()], ids=lambda task: type(task).__name__)
+@pytest.mark.parametrize(("task", "parts"), [(GPT2(), 2), (BERT(), 3)], ids=["GPT2-2", "BERT-3"])
 def test_verify_finds_transformers_models_the_same(pool: Pool, task: Task, parts: int) -> None:
     """GPT-2 and BERT in fp32, with dropout of attention, embeddings and outputs as one process draws it."""
     [found] = verify(task, [f"domain={parts},threads=1"], run=runner(pool), steps=3)

@@ -1,7 +1,5 @@
 """Exact plans: one hash on any number of processes, and across a change of their number."""
 
-from __future__ import annotations
-
 import hashlib
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Draws from Python's and NumPy's generators in forward and collate(), and those of an evaluation."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Sequence
 from pathlib import Path

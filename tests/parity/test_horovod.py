@@ -1,7 +1,5 @@
 """The horovod engine beside the cover: where it is not built, and rows of padding."""
 
-from __future__ import annotations
-
 import importlib.util
 
 import pytest

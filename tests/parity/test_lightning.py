@@ -1,7 +1,5 @@
 """engine=lightning against one plain process, and a killed training of it against one that was not."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

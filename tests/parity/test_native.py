@@ -1,7 +1,5 @@
 """Compares cells of plans with one plain process: contract 7. Their list is cover.txt."""
 
-from __future__ import annotations
-
 import functools
 import math
 

@@ -1,7 +1,5 @@
 """Optimizers that the cover has not, against one plain process: under a kind of plan each, and with closures."""
 
-from __future__ import annotations
-
 import functools
 
 import pytest

@@ -1,7 +1,5 @@
 """Pipelines of what the cover has no kind for: a GPT, new shapes, compiled stages, and the bits of microbatches."""
 
-from __future__ import annotations
-
 import functools
 from pathlib import Path
 

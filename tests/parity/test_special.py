@@ -1,7 +1,5 @@
 """Parity where a plan changes more than the order of a sum: batch normalisation, lower precision, compilation."""
 
-from __future__ import annotations
-
 import pytest
 
 from tests.parity import reference

@@ -1,7 +1,5 @@
 """Tests of verify's switches: modules that couple a batch's samples are found, and random draws give their mean."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn

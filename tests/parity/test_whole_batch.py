@@ -1,7 +1,5 @@
 """A loss that compares samples: two towers, weights, empty slices, and its two passes. Its plans are the cover's."""
 
-from __future__ import annotations
-
 import pytest
 
 from grappe.plan import Plan

@@ -1,7 +1,5 @@
 """Dropout, every other draw of a model and those by samples are one process's, under every plan that says so."""
 
-from __future__ import annotations
-
 import functools
 
 import pytest

@@ -1,7 +1,5 @@
 """Models whose graph depends on their samples: what a sum by position, and not by name, would get wrong."""
 
-from __future__ import annotations
-
 import torch
 from torch import nn
 

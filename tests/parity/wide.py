@@ -1,7 +1,5 @@
 """A task whose parameters DeepSpeed puts on a disk: what is below a megabyte it leaves in memory."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import torch

@@ -1,7 +1,5 @@
 """Hand-written loops that the tests of grappe.Loop run in a pool's processes; each returns what it has learned."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import os

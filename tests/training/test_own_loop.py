@@ -1,7 +1,5 @@
 """A loop of one's own: the same numbers under every plan, nothing lost when it is stopped, five changed lines."""
 
-from __future__ import annotations
-
 import contextlib
 import difflib
 import functools

@@ -1,7 +1,5 @@
 """Faults planted in a task, which begin at some step: the check of that step, or a later one, says so."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """grappe launch of a script with files of its own: models/, a bar as wide as the terminal, the best weights saved."""
 
-from __future__ import annotations
-
 import os
 import pty
 import re

@@ -1,7 +1,5 @@
 """grappe launch: scripts on the processes of a plan, their exit codes, and what is refused."""
 
-from __future__ import annotations
-
 import ast
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """A script for one process under each key of a plan: the numbers of one process, or a refusal that names the key."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """A launched script is a run: its curves, and what it does after a kill, a signal, and a change of the script."""
 
-from __future__ import annotations
-
 import io
 import re
 import signal

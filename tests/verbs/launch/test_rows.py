@@ -1,7 +1,5 @@
 """Scripts for one process, unedited, on two and three: the lines and the weights of one process."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import sqlite3
