@@ -39,28 +39,49 @@ class _Scaled(torch.autograd.Function):
 
 FORWARD: dict[str, Callable[[Tensor], Tensor]] = {
     "mean of the batch": lambda x: x - x.mean(0),
+    "deviation of the batch": lambda x: x / (x.std(0) + 0.1),
+    "largest of the batch": lambda x: x / x.abs().max(),
+    "norm of the batch": lambda x: x / x.norm(),
     "quantile of the batch": lambda x: x.clamp(max=float(x.quantile(0.7))),
+    "batch normalisation by a function": lambda x: F.batch_norm(x, None, None, training=True),
     "softmax over the batch": lambda x: 9 * x.softmax(0),
     "order in the batch": lambda x: x + x.argsort(0).float(),
+    "sums along the batch": lambda x: x + 0.1 * x.cumsum(0),
+    "neighbours in the batch": lambda x: x + 0.5 * x.roll(1, 0),
     "first row left out": lambda x: x * (torch.arange(len(x)) > 0)[:, None],
+    "rows by their place": lambda x: x * torch.linspace(0.5, 1.5, len(x))[:, None],
     "number of rows": lambda x: x * len(x) / 16,
+    "branch by the number of rows": lambda x: x if len(x) > 8 else -x,
+    "attention over the batch": lambda x: (x @ x.T / 4).softmax(1) @ x,
     "noise by a generator of each process": lambda x: x + torch.randn(x.shape, generator=fresh()),
+    "dropout by a generator of each process": lambda x: x * (torch.rand(x.shape, generator=fresh()) < 0.5),
+    "order by a generator of each process": lambda x: x[torch.randperm(len(x), generator=fresh())],
     "gradient by rank": lambda x: _Scaled.apply(x, 1.0 + rank()),
     "gradient left out by rank": lambda x: x.detach() if rank() else x,
     "number by rank": lambda x: x + rank(),
+    "a distance to the batch's middle": lambda x: x - x.median(0).values,
 }
 LOSS: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
+    "loss by the number of rows": lambda losses, output, target: losses * len(losses) / 16,
     "loss by rank": lambda losses, output, target: losses * (1 + rank()),
+    "mean of those that count": lambda losses, output, target: losses * 8 / (target > 0).sum().clamp(min=1),
     "hardest of the batch": lambda losses, output, target: losses * (losses >= losses.topk(3).values.min()),
     "weights by the batch's classes": lambda losses, output, target: losses / target.bincount(minlength=3)[target],
+    "a term of the batch": lambda losses, output, target: losses + output.var(0).sum(),
+    "a broadcast": lambda losses, output, target: (output[:, :1] - target).square().mean(1),
     "comparison in the batch": lambda losses, output, target: losses + (output @ output.T).square().mean(1),
+    "targets of neighbours": lambda losses, output, target: F.cross_entropy(output, target.roll(1), reduction="none"),
     "loss left out by rank": lambda losses, output, target: losses * (1 - 0.5 * rank()),
 }
 KEPT: dict[str, Callable[[Any, Tensor], Tensor]] = {
     "a centre in a buffer": lambda kept, x: x - kept.centre,
     "a centre in an attribute": lambda kept, x: x - kept.hidden,
     "a queue": lambda kept, x: x + (x @ kept.queue.clone().T).softmax(1) @ kept.queue.clone(),
+    "a running deviation": lambda kept, x: x / (kept.spread + 0.1),
     "a count of rows": lambda kept, x: x * kept.rows,
+    "the last batch's mean": lambda kept, x: x + kept.last,
+    "the last batch's largest": lambda kept, x: x.clamp(max=float(kept.last.max()) + 1),
+    "a moving scale": lambda kept, x: x * kept.scale,
 }
 
 
@@ -70,7 +91,8 @@ class Keeps(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         for name, value in {
-            "centre": torch.zeros(4), "queue": torch.zeros(6, 4), "rows": torch.ones(()), "steps": torch.zeros(()),
+            "centre": torch.zeros(4), "spread": torch.ones(4), "queue": torch.zeros(6, 4), "rows": torch.ones(()),
+            "last": torch.zeros(4), "scale": torch.ones(()), "steps": torch.zeros(()),
         }.items():  # fmt: skip
             self.register_buffer(name, value)
         self.hidden = torch.zeros(4)
@@ -84,8 +106,14 @@ class Keeps(nn.Module):
             self.hidden = 0.9 * self.hidden + 0.1 * mean
         elif "queue" in kind:
             self.queue = torch.cat([x.detach(), self.queue])[:6]
+        elif "deviation" in kind:
+            self.spread = 0.9 * self.spread + 0.1 * x.detach().std(0)
         elif "count" in kind:
             self.rows = 0.9 * self.rows + 0.1 * len(x) / 16
+        elif "last" in kind:
+            self.last = mean
+        elif "scale" in kind:
+            self.scale = 0.9 * self.scale + 0.1 * x.detach().abs().mean()
 
 
 class Faulty(nn.Module):
