@@ -11,6 +11,7 @@ import pytest
 from grappe import train
 from tests import tiers
 from tests.commands import Command
+from tests.planted_faults import faults
 
 
 def helper() -> None:
@@ -86,3 +87,8 @@ def test_a_module_stays_on_one_worker(tmp_path: Path) -> None:
     lines = re.findall(r"^gw. test_\w+$", output.stdout, re.MULTILINE)
     assert len(lines) == 6
     assert len(set(lines)) == 3
+
+
+def test_each_planted_fault_is_in_a_line_of_the_source() -> None:
+    stale = [each for each in faults() if (tiers.ROOT.parent / each.file).read_text().count(each.before) != 1]
+    assert not stale, "choose their lines anew in planted_faults.toml"

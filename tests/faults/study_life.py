@@ -197,7 +197,7 @@ def compared(drill: Drill, folder: Path) -> Figures:
 
 
 def _alike(outcome: dict, other: dict) -> dict[str, object]:
-    """What two studies have in common, of which each has promoted the trials that were the best when they ended."""
+    """Returns a study's outcome as far as the other one went: each promotes the trials that are best when they end."""
     rows = zip(outcome["rows"], other["rows"], strict=True)
     steps = {name: records[: len(other["steps"][name])] for name, records in outcome["steps"].items()}
     rungs = [(row["fields"], row["rungs"][: len(there["rungs"])]) for row, there in rows]

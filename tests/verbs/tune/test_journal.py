@@ -1,4 +1,4 @@
-"""Which fields trials have, and which go on: a function of the seed and of what the others have come to."""
+"""Fields of trials, and those that are trained further: a function of the seed and of the others' results."""
 
 import dataclasses
 import random
