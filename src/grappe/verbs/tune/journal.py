@@ -124,19 +124,25 @@ class Journal:
         pruners, file = optuna.pruners, folder / FILE
         try:
             self._file = JournalFile(file, writes=writes)
+            storage = optuna.storages.JournalStorage(self._file)
             self.study = optuna.create_study(
-                storage=optuna.storages.JournalStorage(self._file),
+                storage=storage,
                 study_name=NAME,
                 direction="maximize" if search.maximize else "minimize",
                 pruner=pruners.SuccessiveHalvingPruner(1, search.halving) if search.halving else pruners.NopPruner(),
                 load_if_exists=True,
             )
-            begun = [trial.number for trial in self.trials if trial.state == "open"]
+            study = storage.get_study_id_from_name(NAME)
+            begun = {
+                trial.number: storage.get_trial_id_from_study_id_trial_number(study, trial.number)
+                for trial in self.trials
+                if trial.state == "open"
+            }
         except RunError:
             raise
         except Exception as error:  # whatever Optuna makes of lines that are not its own
             raise RunError(f"{file} is damaged, or not of this version of grappe ({error})") from error
-        self.open = {number: optuna.trial.Trial(self.study, self._frozen(number)._trial_id) for number in begun}
+        self.open = {number: optuna.trial.Trial(self.study, trial) for number, trial in begun.items()}
 
     @property
     def trials(self) -> list[Trial]:
