@@ -115,6 +115,15 @@ class CheckedSteps:
         """Returns the number of this plan's steps in the time of one process's, at most."""
         return self._world.size * self._plan.microbatches
 
+    def is_due(self, step: int) -> bool:
+        """Returns whether a step is to be checked; alike on all processes."""
+        return step == self._next or self._next < 0
+
+    @property
+    def is_running(self) -> bool:
+        """Returns whether the step under way is checked."""
+        return self._weights is not None
+
     def on_optimizer(self, optimizer: Any, named: NamedParameters) -> None:
         """Takes this process's trained parameters from the engine."""
         self._named = named

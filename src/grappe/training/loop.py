@@ -268,7 +268,7 @@ class Training:
         switch(phases.DATA)
         check = self.session.check
         for batch in batches:
-            if check is not None:
+            if check is not None and check.is_due(batch.step):
                 with self.session.clock.during(phases.START):
                     check.before(batch, self.session.engine)
             switch(phases.FORWARD)
@@ -280,7 +280,7 @@ class Training:
         """Evaluates, saves and reports after a step; returns True when the training should stop."""
         session = self.session
         seconds = session.clock.end_step()
-        if session.check is not None:
+        if session.check is not None and session.check.is_running:
             steps = 1 + session.check.steps
             with session.clock.during(phases.START), session.watchdog.steps_at_once(steps):
                 finding = session.check.after(result)
