@@ -8,6 +8,7 @@
 from __future__ import annotations
 
 import ast
+import gc
 import sys
 from collections import defaultdict
 from collections.abc import Iterator
@@ -41,7 +42,8 @@ ALONE = {
 
 def main() -> int:
     """Prints what is refused; exit code 1 if anything is."""
-    trees = {file: ast.parse(file.read_text()) for file in sorted(PACKAGE.rglob("*.py"))}
+    gc.disable()  # which would look at half a million nodes again and again
+    trees = {file: list(ast.walk(ast.parse(file.read_text()))) for file in sorted(PACKAGE.rglob("*.py"))}
     faults = {
         "names that say nothing": list(forbidden_names(trees)),
         "class names that stand more than once": list(doubled_classes(trees)),
@@ -53,10 +55,10 @@ def main() -> int:
     return int(any(faults.values()))
 
 
-def forbidden_names(trees: dict[Path, ast.Module]) -> Iterator[str]:
+def forbidden_names(trees: dict[Path, list[ast.AST]]) -> Iterator[str]:
     """Yields the place of each definition with a forbidden name."""
     for file, tree in trees.items():
-        for node in ast.walk(tree):
+        for node in tree:
             if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
                 name = node.id
             elif isinstance(node, ast.arg):
@@ -70,11 +72,11 @@ def forbidden_names(trees: dict[Path, ast.Module]) -> Iterator[str]:
                 yield f"{file.relative_to(ROOT)}:{line} {name}"
 
 
-def doubled_classes(trees: dict[Path, ast.Module]) -> Iterator[str]:
+def doubled_classes(trees: dict[Path, list[ast.AST]]) -> Iterator[str]:
     """Yields each class name that stands in several places."""
     places = defaultdict(list)
     for file, tree in trees.items():
-        for node in ast.walk(tree):
+        for node in tree:
             if isinstance(node, ast.ClassDef):
                 places[node.name].append(f"{file.relative_to(PACKAGE)}:{node.lineno}")
     for name, where in sorted(places.items()):
@@ -82,7 +84,7 @@ def doubled_classes(trees: dict[Path, ast.Module]) -> Iterator[str]:
             yield f"{name}: {', '.join(where)}"
 
 
-def small_modules(trees: dict[Path, ast.Module]) -> Iterator[str]:
+def small_modules(trees: dict[Path, list[ast.AST]]) -> Iterator[str]:
     """Yields each small module with a single importer, and the importer."""
     names = {_module(file): file for file in trees}
     importers = defaultdict(set)
@@ -105,8 +107,8 @@ def _module(file: Path) -> str:
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
-def _imported(tree: ast.Module, name: str, names: dict[str, Path]) -> Iterator[str]:
-    for node in ast.walk(tree):
+def _imported(tree: list[ast.AST], name: str, names: dict[str, Path]) -> Iterator[str]:
+    for node in tree:
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names if alias.name in names and alias.name != name)
         elif isinstance(node, ast.ImportFrom) and node.module and not node.level:

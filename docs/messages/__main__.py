@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import gc
 import sys
 
 from docs.messages.catalogue import FOLDER, mistakes, mo, read, renewed, write
@@ -30,6 +31,7 @@ def check(language: str) -> list[str]:
 
 def main() -> int:
     """Exit code 1 when --check finds a mistake, or a text waits for its translation."""
+    gc.disable()  # which would look at half a million nodes of syntax again and again
     if "--check" not in sys.argv:
         for language in LANGUAGES:
             write(renewed(read(language), templates()), language)

@@ -212,22 +212,7 @@ class Program:
 
     def _local(self, name: str, function: Function) -> Iterator[ast.expr]:
         """Yields what a function's variable or parameter is set to."""
-        for node in _settings(function):
-            match node:
-                case ast.Assign(targets=[ast.Name(id=target)], value=value) if target == name:
-                    yield value
-                case ast.AugAssign(target=ast.Name(id=target), value=value) if target == name:
-                    yield value
-                case ast.NamedExpr(target=ast.Name(id=target), value=value) if target == name:
-                    yield value
-                case ast.Assign(targets=[ast.Tuple(elts=targets)], value=value) if name in names_in(node.targets[0]):
-                    several = value.elts if isinstance(value, ast.Tuple) else [value] * len(targets)
-                    yield from (one for target, one in zip(targets, several, strict=False) if name in names_in(target))
-                case ast.For(target=target, iter=value) if name in names_in(target):
-                    yield value
-                case ast.Call(func=ast.Attribute(value=ast.Name(id=target), attr="append"), args=[value]):
-                    if target == name:
-                        yield value
+        yield from _settings(function).get(name, ())
         given = function.args
         names = [one.arg for one in (*given.posonlyargs, *given.args)]
         if name not in (*names, *(one.arg for one in given.kwonlyargs)) or function.name in COMMON:
@@ -251,11 +236,28 @@ def called(call: ast.Call) -> str:
 
 
 @functools.cache
-def _settings(function: Function) -> tuple[ast.AST, ...]:
-    """Returns the nodes of a function that set a variable."""
-    kinds = (ast.Assign, ast.AugAssign, ast.NamedExpr, ast.For, ast.Call)
-    nodes = (node for node in ast.walk(function) if isinstance(node, kinds))
-    return tuple(node for node in nodes if not isinstance(node, ast.Call) or called(node) == "append")
+def _settings(function: Function) -> dict[str, list[ast.expr]]:
+    """Returns what a function sets each of its variables to, by name."""
+    values: dict[str, list[ast.expr]] = {}
+    for node in ast.walk(function):
+        match node:
+            case ast.Assign(targets=[ast.Name(id=name)], value=value):
+                values.setdefault(name, []).append(value)
+            case ast.AugAssign(target=ast.Name(id=name), value=value):
+                values.setdefault(name, []).append(value)
+            case ast.NamedExpr(target=ast.Name(id=name), value=value):
+                values.setdefault(name, []).append(value)
+            case ast.Assign(targets=[ast.Tuple(elts=targets)], value=value):
+                several = value.elts if isinstance(value, ast.Tuple) else [value] * len(targets)
+                for target, one in zip(targets, several, strict=False):
+                    for name in names_in(target):
+                        values.setdefault(name, []).append(one)
+            case ast.For(target=target, iter=value):
+                for name in names_in(target):
+                    values.setdefault(name, []).append(value)
+            case ast.Call(func=ast.Attribute(value=ast.Name(id=name), attr="append"), args=[value]):
+                values.setdefault(name, []).append(value)
+    return values
 
 
 @functools.cache
