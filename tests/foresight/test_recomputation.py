@@ -53,7 +53,7 @@ def fits(limit: int) -> Callable[[Recomputation], bool]:
 
 @pytest.mark.parametrize("of", ["units", "pipelined", "interleaved"])
 def test_a_choice_fits_and_takes_little_more_time_than_the_best_of_all(request: pytest.FixtureRequest, of: str) -> None:
-    """Of all levels of both blocks; the embeddings and the head keep next to nothing."""
+    """Compares with every choice of levels of both blocks; the embeddings and the head keep next to nothing."""
     units, parts = request.getfixturevalue(of), (0.2, 0.5, 0.8) if of == "units" else (0.5,)
     assert units.number == 4
     levels = units.levels if of == "units" else ("", "full")

@@ -279,7 +279,7 @@ def pretrained(model: Model, place: Path | str, *, fresh: Sequence[str] = (), un
 
 
 def _files_of(place: Path, where: str) -> TensorFiles:
-    # What the user names may be a link, as in transformers' own cache.
+    # A file that the user names may be a link, as in transformers' own cache.
     named = [place] if place.is_file() and place.suffix == ".safetensors" else []
     if (place / INDEX).is_file():
         named = [place / name for name in _indexed(place / INDEX, where)]

@@ -205,7 +205,7 @@ def take_over(model: nn.Module, source: Path) -> str:
 
 
 def _limited(work: Callable[[], str], model: nn.Module, source: Path, times: int = 1) -> str:
-    """Calls `work` in a process that shares the model, and may take so many times the memory of the model's weights.
+    """Calls `work` in a process that shares the model, with at most `times` the memory of the model's weights.
 
     Raises:
         RunError: the process needed more.

@@ -97,7 +97,7 @@ class Units:
         """By level, of each unit: seconds."""
         self._seconds = defaultdict[tuple[Kind, int], float](float)
         """Of each pass of a stage without recomputation."""
-        # What is traced: all microbatches of a pipeline, else one of them.
+        # A pipeline's trace has all microbatches, any other one of them.
         self._scale = 1 / plan.microbatches if pipelined else plan.microbatches
         for level in self.levels:
             several = composed(fake_model, self.plan_of([level] * self.number), samples, gpu=gpu)

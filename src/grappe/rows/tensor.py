@@ -292,7 +292,7 @@ def wrapped(local: Tensor, layout: TensorLayout) -> Any:
 
 
 def are_rows(each: Any, dim: int, rows: int) -> bool:
-    """Returns whether a value is a plain tensor with so many rows in a dimension."""
+    """Returns whether a value is a plain tensor with `rows` rows in a dimension."""
     is_plain = type(each) is Tensor and each.layout is torch.strided
     return is_plain and each.dim() > dim and each.shape[dim] == rows
 

@@ -52,7 +52,7 @@ class FaultInjector(Watcher):
     """
 
     fault: str = ""
-    """The fault; "": none, as the training goes on after one."""
+    """Kind of fault; "" if there is none: the training resumes after one."""
     step: int = 0
     ranks: str = "all"
     """Ranks to fail: "all", "first" or "last"."""

@@ -41,7 +41,7 @@ def test_what_goes_on_is_what_a_whole_training_is(tmp_path: Path) -> None:
     best, trials = halved.best, halved.trials
     assert best.value == whole.trials[best.number].value
 
-    # What the journal has lost is in the runs: nothing is trained again.
+    # The runs have the results that the journal has lost: nothing is trained again.
     journal = tmp_path / "halved" / "optuna.jsonl"
     first, second, *_ = journal.read_bytes().split(b"}\n")
     journal.write_bytes(b"}\n".join([first, second, b""]))
