@@ -71,8 +71,8 @@ def can_be_checked(options: Options, plan: Plan, world: World, batches: loader.B
 class CheckedSteps:
     """Compares a step's loss and gradients with those that process 0 computes of the whole batch. Collective.
 
-    The first step of a start is checked, then steps 2, 4, 8, ... while that is quick, then one at a random place of each
-    span of steps that allows for its cost.
+    The first step of a start is checked, then steps 2, 4, 8, ... while that is quick, then one at a random place of
+    each span of steps that allows for its cost.
 
     Args:
         name: of the task, as the user wrote it.
