@@ -191,7 +191,7 @@ def _copy(path: str, folder: Path, page: str, target: Callable[[str], str]) -> N
         text = f"# {path}\n\n{fence}{LEXERS.get(file.suffix, 'text')}\n"
         text += f"{file.read_text()}{fence}\n"
     listed = path == "docs/decisions" or path.startswith("labs/")
-    listed = listed or (file.suffix == ".md" and file.parent.name != "decisions")
+    listed = listed or (file.suffix == ".md" and not path.startswith(("docs/decisions/", "tests/")))
     searched = listed and not page.startswith(UNSEARCHED)
     _write(folder / f"{page}.md", front_matter(listed=listed, searched=searched, source=path) + text)
 
