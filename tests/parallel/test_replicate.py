@@ -1,5 +1,6 @@
 """Replicas: gradients and the step's sums are reduced, whichever parameters a step reaches on a process."""
 
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -28,15 +29,17 @@ class Branch(torch.autograd.Function):
 
 
 class Branches(nn.Module):
-    """Layers of which a step reaches some."""
+    """Layers of which a step reaches some, each in a new thread if asked."""
 
-    def __init__(self) -> None:
+    def __init__(self, threads: bool) -> None:
         super().__init__()
+        self.map = ThreadPoolExecutor(2).map if threads else map
         self.layers = nn.ModuleDict({name: nn.Linear(2, 1) for name in "abc"})
 
     def forward(self, reached: str) -> Tensor:
         inputs = torch.ones(1, 2)
-        out = torch.stack([self.layers[name](inputs) for name in reached if name != "0"]).sum(0)
+        names = [name for name in reached if name != "0"]
+        out = torch.stack(list(self.map(lambda name: self.layers[name](inputs), names))).sum(0)
         return Branch.apply(out, self.layers["c"].bias) if "0" in reached else out
 
 
@@ -51,10 +54,10 @@ STEPS = {
 }
 
 
-def stepped(place: ProcessRank, meet: Path, kind: str) -> list[Any]:
+def stepped(place: ProcessRank, meet: Path, kind: str, threads: bool = False) -> list[Any]:
     """By step, gradients of the biases by layer, and the sums."""
     with joined(Plan.parse("replicate=2,device=cpu,threads=1"), place, Path(meet)) as world:
-        model, results = Branches(), list[Any]()
+        model, results = Branches(threads), list[Any]()
         replicas = Replicas(
             model, world, lambda model, inputs: model(inputs), microbatches=2 if "|" in str(STEPS[kind]) else 1
         )
@@ -69,6 +72,8 @@ def stepped(place: ProcessRank, meet: Path, kind: str) -> list[Any]:
             roots, gradients = reduction.start(loss, flag, output) if reduction else ((), ())
             torch.autograd.backward((output, *roots), (torch.full_like(output, place.rank + 1.0), *gradients))
 
+        for _ in range(100 * threads):  # so that the nodes of other threads are older
+            torch.ones(1, requires_grad=True).sum()
         reduction = replicas.wrap(dry_run)
         for step, ways in enumerate(STEPS[kind]):
             frozen, micros = ways[place.rank].startswith("-"), ways[place.rank].lstrip("-").split("|")
@@ -85,8 +90,9 @@ def stepped(place: ProcessRank, meet: Path, kind: str) -> list[Any]:
         return results
 
 
+@pytest.mark.parametrize("threads", [False, True])
 @pytest.mark.parametrize("kind", STEPS)
-def test_steps_reduce_what_is_reached(pool: Pool, kind: str) -> None:
+def test_steps_reduce_what_is_reached(pool: Pool, kind: str, threads: bool) -> None:
     expected = []
     for step, ways in enumerate(STEPS[kind]):
         biases: dict[str, float | None] = {}
@@ -100,4 +106,4 @@ def test_steps_reduce_what_is_reached(pool: Pool, kind: str) -> None:
             ]
             biases[name] = sum(terms) if terms else None
         expected.append((biases, [21.0, 2.0 * step]))
-    assert pool.run("tests.parallel.test_replicate:stepped", 2, kind) == [expected] * 2
+    assert pool.run("tests.parallel.test_replicate:stepped", 2, kind, threads) == [expected] * 2

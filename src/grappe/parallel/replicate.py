@@ -9,7 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.hooks import RemovableHandle
 
+from grappe.errors import GrappeError
 from grappe.launch.world import World
 from grappe.step.loss import NO_ROOTS, PAYLOAD_SIZE, LossReduction, Roots, Sums
 from grappe.task import Call
@@ -50,8 +52,12 @@ class DDPReduction(LossReduction):
 
     DDP waits for a gradient of each parameter, unless it walks through each step's graph, which costs time and a
     reduction. A step's samples on this process may not reach a parameter: after the backward it gets a gradient of
-    zeros here, in a second backward that also has the notes. Where no process reaches it, the sum is None again, as
-    an optimizer decays a parameter whose gradient is zero. See docs/decisions/step.md.
+    zeros here, in a second backward. Where no process reaches it, the sum is None again, as an optimizer decays a
+    parameter whose gradient is zero. See docs/decisions/step.md.
+
+    The notes come last. On a CPU a node made before the forward brings them: autograd runs the newest node that is
+    ready. Nodes of a GPU have a queue of their own, and those made by another thread (torch.jit.fork) ages of their
+    own: there the second backward brings the notes.
 
     Args:
         every: whether each parameter's node is called in a step's last backward, as those before may have reached it.
@@ -60,34 +66,71 @@ class DDPReduction(LossReduction):
     def __init__(self, notes: nn.Parameter, trained: list[nn.Parameter], processes: int, *, every: bool) -> None:
         super().__init__(notes.device, notes.dtype)
         self._notes, self._trained, self._processes = notes, trained, processes
+        self._nothing = torch.zeros_like(notes, requires_grad=False)
         self._all_reached = torch.ones(len(trained), dtype=notes.dtype, device=notes.device)
         self._visited = dict.fromkeys(trained if every else ())
         """Parameters whose node each last backward calls, without a gradient at least."""
+        self._missing: list[nn.Parameter] = []
+        """Parameters without a gradient when the notes were made."""
         self._root: Tensor | None = None
+        self._has_node, self._tried = not notes.is_cuda, False
+        self._node: Tensor | None = None
+        self._hooks: list[RemovableHandle] = []
+
+    def begin(self) -> None:
+        """Makes the notes' node, before a forward."""
+        if self._has_node:
+            self._node = self._notes.view_as(self._notes)
+            self._node.register_hook(self._write)
 
     def start(self, loss: Tensor, flag: float, root: Tensor | None = None) -> Roots:
         self._loss, self._flag, self._root = loss, flag, root
-        visited = [parameter for parameter in self._visited if parameter.requires_grad]
-        if not visited:
-            return NO_ROOTS
-        visit = _Visit.apply(*visited)
-        return (visit,), (torch.ones_like(visit),)
+        roots, gradients = NO_ROOTS if self._node is None else ((self._node,), (self._nothing,))
+        if visited := [parameter for parameter in self._visited if parameter.requires_grad]:
+            return (*roots, _Visit.apply(*visited)), (*gradients, self.zero)
+        return roots, gradients
+
+    def _write(self, _: Tensor | None = None) -> Tensor:
+        """Returns the notes: [loss, flag, 1 for each parameter that has a gradient]."""
+        self._missing = [parameter for parameter in self._trained if parameter.grad is None]
+        reached = self._all_reached
+        if self._missing:
+            reached = torch.tensor([parameter.grad is not None for parameter in self._trained]).to(reached)
+            trained = [parameter for parameter in self._missing if parameter.requires_grad]
+            self._hooks = [parameter.register_post_accumulate_grad_hook(self._come_late) for parameter in trained]
+        return torch.cat((self.payload(self._loss, self._flag), reached))
+
+    def _come_late(self, parameter: Tensor) -> None:
+        """Has later steps do without the node, as a gradient comes after it; refuses that after the first step."""
+        if self._tried:
+            raise GrappeError(
+                "backward gave a parameter its gradient after all others, as it did not in the first step: autograd "
+                "runs the nodes of other threads in an order of their own. Run the forward in one thread"
+            )
+        self._has_node = False
 
     def sums(self) -> Sums:
-        missing = [parameter for parameter in self._trained if parameter.grad is None]
-        reached = self._all_reached
-        if missing:
-            reached = torch.tensor([parameter.grad is not None for parameter in self._trained]).to(reached)
-        self._end([parameter for parameter in missing if not self._called(parameter)], reached)
-        self._root = None
+        notes = () if self._node is not None else (self._write(),)
+        while self._hooks:
+            self._hooks.pop().remove()
+        missing = [parameter for parameter in self._missing if not self._called(parameter)]
+        self._root, self._node, self._tried = None, None, True
+        if notes or missing:
+            frozen = [parameter for parameter in missing if not parameter.requires_grad]
+            for parameter in frozen:
+                parameter.requires_grad_(True)
+            roots = (self._notes, *missing) if notes else missing
+            torch.autograd.backward(roots, (*notes, *map(torch.zeros_like, missing)))
+            for parameter in frozen:
+                parameter.requires_grad_(False)
         assert self._notes.grad is not None
         total = self._notes.grad * self._processes  # DDP has divided by them
         self._notes.grad = None
-        if missing:
+        if self._missing:
             for parameter, count in zip(self._trained, total[PAYLOAD_SIZE:].tolist(), strict=True):
                 if not count:
                     parameter.grad = None
-        return Sums(total[:PAYLOAD_SIZE], own=(self._loss,))
+        return Sums(total, own=(self._loss,))
 
     def _called(self, parameter: nn.Parameter) -> bool:
         """Returns whether the backward has called a parameter's node without a gradient: DDP bears one call a step."""
@@ -96,16 +139,6 @@ class DDPReduction(LossReduction):
         self._visited[parameter] = None
         assert self._root is not None
         return parameter in parameters_below(self._root)
-
-    def _end(self, missing: list[nn.Parameter], reached: Tensor) -> None:
-        """Gives the notes and the parameters that are missing their gradient."""
-        frozen = [parameter for parameter in missing if not parameter.requires_grad]
-        for parameter in frozen:
-            parameter.requires_grad_(True)
-        notes = torch.cat((self.payload(self._loss, self._flag), reached))
-        torch.autograd.backward((self._notes, *missing), (notes, *map(torch.zeros_like, missing)))
-        for parameter in frozen:
-            parameter.requires_grad_(False)
 
 
 class _Visit(torch.autograd.Function):
@@ -166,6 +199,7 @@ class Replicas:
 
     def __call__(self, inputs: Any) -> Any:
         assert self._wrapped is not None
+        self._reduction.begin()
         return self._wrapped(inputs)
 
     def reduce_in_next_backward(self, last: bool) -> None:

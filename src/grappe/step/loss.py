@@ -411,6 +411,7 @@ class Sums:
     """The global sums of one step, still being computed; `read` waits for the sums.
 
     Args:
+        values: a scalar, or [loss, flags, ...].
         own: sums of losses of this process's samples, where they are known.
     """
 
@@ -429,7 +430,7 @@ class Sums:
             self._work.wait()
             self._work = None
         values = self._values.read() if isinstance(self._values, HostCopy) else self._values
-        return (values.item(), self._flag) if self._flag is not None else values.tolist()
+        return (values.item(), self._flag) if self._flag is not None else values.tolist()[:PAYLOAD_SIZE]
 
 
 class LossReduction:

@@ -6,6 +6,7 @@ import math
 import shlex
 import statistics
 import sys
+import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -21,6 +22,7 @@ from grappe.training.watchers.expected_end import ExpectedEnd
 from grappe.words import count_of, format_bytes, format_number, format_numbers
 
 REFRESH_SECONDS = 0.2
+DRAWING = 0.01  # part of the time that drawing may take
 SHOWN = 8  # processes whose memory is shown
 LITTLE = 0.05  # of a peak: less of parameters, gradients and optimizer state together is not shown
 TRAINING = "training_"
@@ -60,7 +62,7 @@ class Console(Watcher):
         self._scores: Scores | None = None
         self._info: RunInfo | None = None
         self._rate = 0.0
-        self._seconds = 0.0
+        self._seconds, self._between = 0.0, REFRESH_SECONDS
         self._epochs = list[float]()  # seconds of the steps of epochs that began and ended here
         self._epoch_seconds, self._epoch_steps = 0.0, 0
 
@@ -101,7 +103,7 @@ class Console(Watcher):
             self._print_loss(record, self._prints)
         if self._end is not None and (line := self._end.stepped(record.step)) is not None:
             self._console.print(line)
-        if self._seconds > REFRESH_SECONDS:
+        if self._seconds > self._between:
             self._refresh()
 
     def _print_loss(self, record: Record, prints: Callable[[int], bool]) -> None:
@@ -163,7 +165,9 @@ class Console(Watcher):
         metrics = _metrics(self._scores.metrics) if self._scores is not None else ""
         text = f"{self._word('loss')} {format_number(self._record.loss)}{metrics}  {self._speed(self._rate)}"
         step, epoch = self._record.step, self._record.epoch + 1
+        began = time.perf_counter()
         self._progress.update(self._bar, completed=step, description=text, epoch=epoch, refresh=True)
+        self._between = max(REFRESH_SECONDS, (time.perf_counter() - began) / DRAWING)
 
     def _closing(self, outcome: Outcome) -> list[Text]:
         assert self._info is not None
