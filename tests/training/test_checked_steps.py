@@ -291,3 +291,34 @@ def test_the_plan_that_is_advised_is_one_process_s(pool: Pool, tmp_path: Path) -
     for number, task in enumerate((Centring(), Padded(batch_size=6))):
         text = said(pool, task, "domain=3,cut=batch", tmp_path / str(number))
         assert "checked: one process's first step" in text
+
+
+class SetByLoss(Images):
+    """Sets the learning rate by the loss of the samples at hand, or by a count of the steps."""
+
+    counted: bool = False
+
+    @functools.cached_property
+    def kept(self) -> dict[str, Any]:
+        return {}
+
+    def optimizer(self, named_parameters):
+        self.kept["optimizer"] = made = super().optimizer(named_parameters)
+        return made
+
+    def loss(self, output, target):
+        each = super().loss(output, target)
+        self.kept["losses"] = self.kept.get("losses", 0) + 1
+        for group in self.kept["optimizer"].param_groups if each.requires_grad else ():
+            group["lr"] = 0.1 / self.kept["losses"] if self.counted else 0.1 * float(each.detach().mean())
+        return each
+
+
+@pytest.mark.parametrize("plan", ["replicate=2", "shard=2", "microbatches=3", "engine=horovod,replicate=2"])
+def test_a_rate_that_a_part_of_the_batch_sets_is_said_once(pool: Pool, plan: str, tmp_path: Path) -> None:
+    text = said(pool, SetByLoss(), plan, tmp_path, steps=4)
+    assert len(re.findall(r"forward\(\) or loss\(\) sets the optimizer's lr of group 0 by .* part of the batch \(0\.", text)) == 1
+
+
+def test_a_rate_that_steps_set_is_one_process_s(pool: Pool, tmp_path: Path) -> None:
+    assert "checked: one process's first step" in said(pool, SetByLoss(counted=True), "replicate=2", tmp_path)

@@ -5,16 +5,18 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+import itertools
 import math
 import random
 import sys
 import time
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
 
 from grappe.checkpoint.weights import InMemory
 from grappe.data import loader
@@ -39,7 +41,7 @@ from grappe.private_api.torch import (
     tree_map,
 )
 from grappe.profiling import memory
-from grappe.profiling.phases import UPDATE
+from grappe.profiling.phases import BACKWARD, UPDATE
 from grappe.rows.context import NOW, RowsContext, activate
 from grappe.rows.layout import Placement
 from grappe.rows.own import with_own_rows
@@ -98,9 +100,13 @@ class CheckedSteps:
         self._dataset, self._order = batches.dataset, batches.order
         self._name, self._resident, self._example = name, resident, example
         self._checked, self._first = 0, True
+        self._optimizer: Optimizer | None = None
         self._named: NamedParameters = ()
         self._figures: Figures | None = None
         self._state: Figures = {}
+        self._settings: list[Settings] = []
+        """The optimizer's settings before the step under way, and after the loss of each of its microbatches."""
+        self._settings_said = False
         self._weights: dict[str, Tensor] | None = None
         self._attributes: Attributes = {}
         """Attributes of process 0's model that are not what `model()` made, before a step that is checked."""
@@ -125,12 +131,14 @@ class CheckedSteps:
         """Returns whether the step under way is checked."""
         return self._weights is not None
 
-    def on_optimizer(self, optimizer: Any, named: NamedParameters) -> None:
-        """Takes this process's trained parameters from the engine."""
-        self._named = named
+    def on_optimizer(self, optimizer: Optimizer, named: NamedParameters) -> None:
+        """Takes this process's optimizer and trained parameters from the engine."""
+        self._optimizer, self._named = optimizer, named
 
     def on_phase(self, phase: int) -> None:
-        """Reads the gradients where they are complete, before they are clipped, and what the forward has written."""
+        """Reads the gradients where they are complete, before they are clipped, and what forward and loss have set."""
+        if phase == BACKWARD and self._weights is not None and self._optimizer is not None:
+            self._settings.append(settings(self._optimizer))
         if phase != UPDATE or self._weights is None or self._figures is not None:
             return  # an optimizer that calls a closure has several gradients a step
         self._figures = {} if self._plan.precision == "fp16" else figures(self._named)  # of fp16 they have a scale
@@ -153,6 +161,7 @@ class CheckedSteps:
         self._shapes = shapes_of(batch)
         with contextlib.suppress(Exception):  # of a task that cannot be copied
             self._before = self._task if self._world.rank else copy.deepcopy(self._task)
+        self._settings = [settings(self._optimizer)] if self._optimizer is not None else []
         exported = engine.export()
         self._weights = {name: tensor.clone() for name, tensor in exported if not self._world.rank}
 
@@ -164,17 +173,40 @@ class CheckedSteps:
         step = result.batch.step
         self._first = not self._checked
         self._checked += not result.skipped
-        everyone = self._world.gather((own or {}, state, self._shapes))
+        everyone = self._world.gather((own or {}, state, self._shapes, self._settings))
         finding = ""
         if not (result.skipped or self._world.rank):
-            joined = {key: value for each, _, _ in everyone for key, value in each.items()}
-            self._shapes = set().union(*(shapes for _, _, shapes in everyone))
+            joined = {key: value for each, *_ in everyone for key, value in each.items()}
+            self._shapes = set().union(*(shapes for _, _, shapes, _ in everyone))
             loss = result.sums.read()[0] / float(result.batch.count)
-            finding = self._compared(step, loss, joined, [states for _, states, _ in everyone], weights)
+            finding = self._compared(step, loss, joined, [states for _, states, *_ in everyone], weights)
+            # Stages of a pipeline have other groups.
+            own_or_all = everyone[:1] if self._plan.pipeline > 1 else everyone
+            finding = self._set_by_parts(step, [each for *_, each in own_or_all]) or finding
         self._spent += time.perf_counter() - self._began
         # The second step, too: it shows what the first one has left elsewhere, in a closure or the optimizer.
         self._next = self._world.share(step + 1 if result.skipped or self._first else self._drawn(step))
         return finding
+
+    def _set_by_parts(self, step: int, everyone: Sequence[list[Settings]]) -> str:
+        """Returns a finding if forward or loss set the optimizer's numbers by the samples of a part of the batch."""
+        values: dict[str, list[float]] = {}
+        changed = set[str]()
+        for before, *after in everyone:
+            for name, value in itertools.chain.from_iterable(each.items() for each in after):
+                values.setdefault(name, []).append(value)
+                if before[name] != value:
+                    changed.add(name)
+        odd = next((name for name in sorted(changed) if len(set(values[name])) > 1), None)
+        if odd is None or self._settings_said:
+            return ""
+        self._settings_said = True
+        shown = ", ".join(f"{value:.4g}" for value in dict.fromkeys(values[odd]))
+        whose = "one process's" if self._world.size > 1 else "the whole batch's"
+        return (
+            f"step {step + 1} is not {whose}: forward() or loss() sets the optimizer's {odd} by the samples of a part "
+            f"of the batch ({shown}). Let schedule() set it, or Plateau, by the validation loss"
+        )
 
     def _drawn(self, step: int) -> int:
         """Returns the next step to check: at random in the span of steps whose time allows for it.
@@ -351,6 +383,22 @@ def functions_over_rows(task: Task, model: nn.Module, micro: Microbatch) -> list
         inputs, targets = tree_map(placed, (micro.inputs, micro.targets))
         task.loss(with_own_rows(task.forward, (model, inputs), {}), targets)
     return [f"{line} ({name})" for line, name in mode.lines.items()]
+
+
+# ---- The optimizer's settings ------------------------------------------------------------------------------
+
+Settings = dict[str, float]
+"""Numbers of the optimizer's groups: "lr", or "lr of group 1"."""
+
+
+def settings(optimizer: Optimizer) -> Settings:
+    """Returns the numbers of an optimizer's groups."""
+    found = {}
+    for number, group in enumerate(optimizer.param_groups):
+        for name, value in group.items():
+            if type(value) in (int, float):
+                found[name if len(optimizer.param_groups) == 1 else f"{name} of group {number}"] = value
+    return found
 
 
 # ---- Figures -----------------------------------------------------------------------------------------------
