@@ -1,4 +1,6 @@
-"""Remarks at a training's end on random numbers that were not those of one process."""
+"""Remarks at a training's end on random numbers and evaluations that were not those of one process."""
+
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,6 +12,9 @@ from grappe.engines.shared.microbatch import remarks_on_draws
 from grappe.engines.shared.watched_forward import writes_seen
 from grappe.plan import Plan
 from grappe.step.fast_paths import seed_dropout
+from tests.faults import resuming
+from tests.processes import Pool
+from tests.training.test_checked_steps import Centred
 
 CPU = torch.device("cpu")
 
@@ -73,3 +78,35 @@ def test_a_kernel_that_draws_by_itself_is_named() -> None:
     finally:
         SAME_DRAWS.clear()
     assert "grappe_tests.kernel_noise drew some in a kernel of its own" in remark
+
+
+class Normalised(nn.Linear):
+    """A layer that in evaluation standardises its inputs over the batch."""
+
+    def __init__(self, over: bool) -> None:
+        super().__init__(3, 1)
+        self.over = over
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        if self.over and not self.training:
+            inputs = (inputs - inputs.mean(0)) / inputs.std(0)
+        return super().forward(inputs)
+
+
+class Evaluated(Centred):
+    """A linear task, whose evaluation may depend on the batch."""
+
+    over: bool = True
+
+    def model(self) -> nn.Module:
+        return Normalised(self.over)
+
+
+OF_PLANS = ["replicate=2", "shard=2", "shard=2,engine=lightning", "shard=2,zero=3,engine=deepspeed", "microbatches=2"]
+
+
+@pytest.mark.parametrize("plan", OF_PLANS)
+@pytest.mark.parametrize("over", [True, False])
+def test_an_evaluation_that_depends_on_the_batch_is_said(pool: Pool, plan: str, over: bool, tmp_path: Path) -> None:
+    text = resuming.run(pool, Evaluated(over=over), plan, tmp_path / "run", steps=1)
+    assert ("gives a sample another output when the batch has other samples" in text) is over

@@ -31,6 +31,7 @@ from grappe.step.scores import Scorer, Scores, make_losses
 from grappe.step.whole_batch_loss import AnyLosses, WholeBatchLosses
 
 _NOTHING: Any = contextlib.nullcontext()
+COMPARED_ROWS = 8
 NOT_SCALED = LossScale("fp32")
 
 
@@ -282,16 +283,19 @@ def evaluate(
 def _note_batch_outputs(setup: EngineSetup, forward: Callable[[Any], Any], micro: Microbatch, output: Any) -> None:
     """Says if a model in evaluation gives a sample another output when the batch has other samples.
 
-    Nothing is compared where a forward sends messages or draws, or where inputs or outputs have no row a sample.
+    Nothing is compared where a forward draws, or where inputs or outputs have no row a sample. Collective.
     """
-    half, generator = micro.rows // 2, torchs_generator(setup.world.device)
-    sends = setup.plan.uses_fsdp or setup.world.size > setup.world.data_size
-    if setup.world.rank or sends or not half or micro.padding or setup.plan.compile:  # once more, for another shape
+    plan, world, few = setup.plan, setup.world, min(micro.rows // 2, COMPARED_ROWS)
+    able = few > 0 and not micro.padding and not plan.compile  # which would compile once more, for another shape
+    if plan.uses_fsdp or world.size > world.data_size:  # a forward sends messages
+        able = plan.domain == 1 and all(world.gather(able))
+    if not able:
         return
+    generator = torchs_generator(world.device)
     before = generator.get_state()
     try:
-        with with_rows(slice(0, half)):
-            alone = tree_leaves(forward(at_rows(micro.inputs, range(half), micro.rows)))
+        with with_rows(slice(0, few)):
+            alone = tree_leaves(forward(at_rows(micro.inputs, range(few), micro.rows)))
     except Exception:
         return  # what a batch of another size may raise
     if not torch.equal(before, generator.get_state()):
@@ -300,9 +304,9 @@ def _note_batch_outputs(setup: EngineSetup, forward: Callable[[Any], Any], micro
     for part, leaf in zip(alone, tree_leaves(output), strict=False):
         if not isinstance(leaf, Tensor) or not leaf.is_floating_point() or part.shape[1:] != leaf.shape[1:]:
             continue
-        if leaf.shape[:1] != (micro.rows,) or part.shape[:1] != (half,):
+        if leaf.shape[:1] != (micro.rows,) or part.shape[:1] != (few,):
             continue
-        gap = (part - leaf[:half]).abs().max()
+        gap = (part - leaf[:few]).abs().max()
         if gap > RELATIVE.get(leaf.dtype, ROUNDING) * leaf.abs().max():
             setup.carried.note(
                 "in evaluation the model gives a sample another output when the batch has other samples: scores depend "
