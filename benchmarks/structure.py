@@ -246,14 +246,14 @@ def _relative(files: Iterable[str]) -> list[str]:
 def sizes() -> dict[str, Any]:
     """Figures of the source's text: lines, files, names, and helpers that are called once."""
     texts = {file: file.read_text() for file in sorted(PACKAGE.rglob("*.py"))}
-    trees = {file: ast.parse(text) for file, text in texts.items()}
+    trees = {file: list(ast.walk(ast.parse(text))) for file, text in texts.items()}
     lines = {file: len(text.splitlines()) for file, text in texts.items()}
     total = sum(lines.values())
     once = [name for file, tree in trees.items() for name in _called_once(file, tree)]
     imported = sum(
         node.end_lineno - node.lineno + 1
         for tree in trees.values()
-        for node in ast.walk(tree)
+        for node in tree
         if isinstance(node, ast.Import | ast.ImportFrom)
     )
     return {
@@ -268,14 +268,14 @@ def sizes() -> dict[str, Any]:
     }
 
 
-def _called_once(file: Path, tree: ast.Module) -> Iterator[str]:
+def _called_once(file: Path, tree: list[ast.AST]) -> Iterator[str]:
     """Private functions and methods to which their file refers exactly once."""
     uses = Counter(
         node.id if isinstance(node, ast.Name) else node.attr
-        for node in ast.walk(tree)
+        for node in tree
         if isinstance(node, ast.Name | ast.Attribute)
     )
-    for node in ast.walk(tree):
+    for node in tree:
         is_private = isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and re.match(r"_[^_]", node.name)
         if is_private and uses[node.name] == 1:
             yield f"{file.relative_to(PACKAGE).as_posix()}:{node.name}"

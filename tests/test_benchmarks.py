@@ -29,6 +29,9 @@ MILLISECOND = 1e-3
 def test_no_module_imports_what_imports_it():
     """Holds for imports in functions and for type checking, too: import-linter looks at rooms alone."""
     assert structure.circles(structure.imports(structure.modules())) == []
+    sizes = structure.sizes()
+    assert sizes["lines of Python in src"] > 10_000
+    assert not sizes["names that say nothing"]
 
 
 def test_a_spread_is_the_median_with_quartiles():

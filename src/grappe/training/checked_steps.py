@@ -393,12 +393,13 @@ Settings = dict[str, float]
 
 def settings(optimizer: Optimizer) -> Settings:
     """Returns the numbers of an optimizer's groups."""
-    found = {}
-    for number, group in enumerate(optimizer.param_groups):
-        for name, value in group.items():
-            if type(value) in (int, float):
-                found[name if len(optimizer.param_groups) == 1 else f"{name} of group {number}"] = value
-    return found
+    several = len(optimizer.param_groups) > 1
+    return {
+        f"{name} of group {number}" if several else name: value
+        for number, group in enumerate(optimizer.param_groups)
+        for name, value in group.items()
+        if type(value) in (int, float)
+    }
 
 
 # ---- Figures -----------------------------------------------------------------------------------------------
