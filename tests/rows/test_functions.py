@@ -119,7 +119,7 @@ class ThroughRows(Exception):
 
 def judged(function: Any, arguments: Arguments, dim: int) -> bool:
     """Compares the own part of a result; returns whether the rule has one."""
-    torch.manual_seed(0)
+    torch.default_generator.manual_seed(0)  # torch.manual_seed formats a stack for CUDA: 1 ms
     try:
         plain = function(*copied(list(arguments)))
     except (*REFUSED, AssertionError):
@@ -127,7 +127,7 @@ def judged(function: Any, arguments: Arguments, dim: int) -> bool:
     taken = [with_rows(copied(each), dim) for each in arguments]
     if not any(type(each) is OwnRows for each in itertools.chain(taken, *(e for e in taken if type(e) is list))):
         return False
-    torch.manual_seed(0)
+    torch.default_generator.manual_seed(0)
     try:
         made = function(*taken)
     except ThroughRows:
