@@ -14,8 +14,8 @@ from typing import Any
 from grappe.plan import Plan
 from grappe.verbs.verify import trained_by_hand
 from grappe.verbs.verify.instrument import Instrumentation
-from grappe.verbs.verify.trained_by_hand import LOSS, NORM, relative
-from grappe.verbs.verify.trained_by_plan import TrialRequest, TrialStep
+from grappe.verbs.verify.trained_by_hand import LOSS, NORM, TrialStep, relative
+from grappe.verbs.verify.trained_by_plan import TrialRequest
 
 StartProcesses = Callable[[str, Any, Plan], Any]
 """Runs a function ("package.module:name") with an argument on a plan's processes; what process 0 returned."""

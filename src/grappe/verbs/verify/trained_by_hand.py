@@ -16,7 +16,7 @@ import functools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -54,9 +54,6 @@ from grappe.task import Task, overrides
 from grappe.verbs.verify.batch_coupling import Companions, batch_coupled_modules
 from grappe.verbs.verify.instrument import NO_CLIP, NOTHING, Instrumentation, SampleRecorder, instrumented
 from grappe.verbs.verify.random_ops import RandomOps
-
-if TYPE_CHECKING:
-    from grappe.verbs.verify.trained_by_plan import TrialStep
 
 Reorder = Callable[[list[int]], list[int]]
 Take = Callable[[list[int]], tuple[Any, Any]]
@@ -517,6 +514,28 @@ def move(tensor: Tensor, generator: torch.Generator) -> None:
 
 FLOORS = {torch.float32: 1e-5, torch.float64: 1e-10}
 """The least difference that is tolerated per tensor, in norm, by the parameters' type: contract 7."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TrialStep:
+    """One step under the plan."""
+
+    epoch: int
+    total: int
+    """The total number of steps, for the schedule: at least as many as the trial has."""
+    slices: tuple[tuple[int, ...], ...]
+    """Ids of the samples that reached the loss, by data slice."""
+    count: float
+    loss: float
+    norm: float | None
+    gaps: dict[str, float]
+    """By tensor, |a - b| / |a| in norms, a the reference's."""
+    draws: tuple[str, ...]
+    """Hash of the model's draws, by data slice; "" if there were few or none."""
+    bits: str
+    """A hash of all weights and buffers after the step, and of the loss."""
+    wrong_rule: str = ""
+    """The first function of cut tensors that gave other numbers than the whole's, with the user's line."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -34,7 +34,7 @@ from grappe.rows.tensor import Rows, from_local, full, local_rows
 from grappe.step.loss import StepResult
 from grappe.verbs.verify.instrument import NOTHING, Instrumentation, SampleRecorder, instrumented
 from grappe.verbs.verify.random_ops import RandomOps
-from grappe.verbs.verify.trained_by_hand import gap
+from grappe.verbs.verify.trained_by_hand import TrialStep, gap
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -53,28 +53,6 @@ class TrialRequest:
     """Whether the model draws random numbers, which are then recorded."""
     whole_too: bool = False
     """Whether each function of cut tensors, under domain=, is compared with the same of whole ones."""
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class TrialStep:
-    """One step under the plan."""
-
-    epoch: int
-    total: int
-    """The total number of steps, for the schedule: at least as many as the trial has."""
-    slices: tuple[tuple[int, ...], ...]
-    """Ids of the samples that reached the loss, by data slice."""
-    count: float
-    loss: float
-    norm: float | None
-    gaps: dict[str, float]
-    """By tensor, |a - b| / |a| in norms, a the reference's."""
-    draws: tuple[str, ...]
-    """Hash of the model's draws, by data slice; "" if there were few or none."""
-    bits: str
-    """A hash of all weights and buffers after the step, and of the loss."""
-    wrong_rule: str = ""
-    """The first function of cut tensors that gave other numbers than the whole's, with the user's line."""
 
 
 def worker(request: TrialRequest, process: ProcessRank, rendezvous_folder: Path) -> tuple[TrialStep, ...] | None:

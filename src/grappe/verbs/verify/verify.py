@@ -24,8 +24,7 @@ from grappe.training.request import data_folder
 from grappe.training.task_reference import TaskReference
 from grappe.verbs.verify.instrument import Instrumentation
 from grappe.verbs.verify.runner import BOUND, FACTOR, Difference, StartProcesses, TrialRunner, compare
-from grappe.verbs.verify.trained_by_hand import LOSS, NORM, Reference
-from grappe.verbs.verify.trained_by_plan import TrialStep
+from grappe.verbs.verify.trained_by_hand import LOSS, NORM, Reference, TrialStep
 from grappe.words import and_more, plan_name
 
 VerdictWord = Literal["same", "same but for these", "different", "cannot be judged", "failed"]
