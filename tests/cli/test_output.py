@@ -13,7 +13,8 @@ from grappe.cli import output
 from grappe.errors import UsageError
 from grappe.training.run import Run
 from grappe.verbs.runs import describe
-from grappe.verbs.tune.study import Trial, make_study
+from grappe.verbs.tune.space import Trial
+from grappe.verbs.tune.study import make_study
 from tests.training.test_training import train
 from tests.typed import grappe
 from tests.verbs.tune.test_study import SEARCH, filled

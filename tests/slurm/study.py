@@ -10,7 +10,7 @@ from grappe.launch.start import interrupted
 from grappe.plan import as_plan
 from grappe.sites.sbatch import JobOptions
 from grappe.verbs.tune.coordinator import SearchProgress
-from grappe.verbs.tune.study import SearchOptions
+from grappe.verbs.tune.space import SearchOptions
 from grappe.verbs.tune.tune import search
 from tests.commands import MARK
 

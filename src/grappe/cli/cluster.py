@@ -29,7 +29,7 @@ from grappe.sites import slurm
 from grappe.sites.sbatch import LAUNCH, SCRIPT, TRAIN, TUNE, JobOptions
 from grappe.training.options import Options
 from grappe.verbs.submit.resources import Submission, allocation, line_in_allocation
-from grappe.verbs.tune.study import SearchOptions
+from grappe.verbs.tune.space import SearchOptions
 
 if TYPE_CHECKING:
     from grappe.sites.script import Script

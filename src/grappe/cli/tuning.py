@@ -23,7 +23,8 @@ from grappe.launch.terminal import complain, say, waiting
 from grappe.plan import as_plan
 from grappe.sites.sbatch import GpuCounts, JobOptions, NodeCount  # noqa: F401 (likewise)
 from grappe.training.options import Options
-from grappe.verbs.tune.study import SearchOptions, Study, Trial, best_of, open_study
+from grappe.verbs.tune.space import SearchOptions, Trial
+from grappe.verbs.tune.study import Study, best_of, open_study
 from grappe.words import filled_table, format_number, plan_name
 
 if TYPE_CHECKING:

@@ -21,8 +21,8 @@ from grappe.training.run import CODE, SCORES, Run
 from grappe.verbs.load import load
 from grappe.verbs.report.predictions import histogram
 from grappe.verbs.report.report import compared, gather, html, live, report, thinned
-from grappe.verbs.tune.journal import importance
-from grappe.verbs.tune.study import Trial, make_study
+from grappe.verbs.tune.space import Trial
+from grappe.verbs.tune.study import importance, make_study
 from tests import chromium
 from tests.parity.tasks import Images
 from tests.training.test_training import train

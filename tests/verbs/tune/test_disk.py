@@ -14,7 +14,8 @@ from grappe.plan import Plan
 from grappe.training.run import Run
 from grappe.verbs.tune import journal as journal_module
 from grappe.verbs.tune.coordinator import SearchProgress
-from grappe.verbs.tune.study import SearchOptions, Study, open_study
+from grappe.verbs.tune.space import SearchOptions
+from grappe.verbs.tune.study import Study, open_study
 from grappe.verbs.tune.tune import search
 from tests.small_disk import fill
 from tests.verbs.tune.line import Line

@@ -10,8 +10,7 @@ import pytest
 
 from grappe.errors import UsageError
 from grappe.verbs.tune.journal import FILE, NAME, STARTUP, Journal, grid, rung_parts
-from grappe.verbs.tune.space import read_space
-from grappe.verbs.tune.study import SearchDefinition, Trial
+from grappe.verbs.tune.space import SearchDefinition, Trial, read_space
 from grappe.verbs.tune.tune import tune
 from tests.verbs.tune.line import Line
 from tests.verbs.tune.test_study import SEARCH as STUDY

@@ -10,8 +10,8 @@ import pytest
 
 from grappe.errors import RunError, UsageError
 from grappe.verbs.tune.journal import FILE, NAME, Journal
-from grappe.verbs.tune.space import Choices, of_texts
-from grappe.verbs.tune.study import SearchDefinition, Study, Trial, make_study, open_study
+from grappe.verbs.tune.space import Choices, SearchDefinition, Trial, of_texts
+from grappe.verbs.tune.study import Study, make_study, open_study
 
 SEARCH = SearchDefinition(
     task="digits", fields={"epochs": 3}, fixed_fields={}, space={"lr": "0.1..1.0", "width": "1|2"}, plan="",

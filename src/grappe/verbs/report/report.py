@@ -23,10 +23,9 @@ from grappe.launch import files
 from grappe.launch.terminal import progress
 from grappe.training.run import CODE, SCORES, USAGE, Run
 from grappe.verbs.submit.jobs import failure_notes
-from grappe.verbs.tune.journal import importance
 from grappe.verbs.tune.space import Choices, Range, of_texts
 from grappe.verbs.tune.study import FILE as STUDY
-from grappe.verbs.tune.study import best_of, open_study
+from grappe.verbs.tune.study import best_of, importance, open_study
 from grappe.words import plan_name
 
 if TYPE_CHECKING:

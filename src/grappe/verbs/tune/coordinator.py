@@ -18,8 +18,8 @@ from grappe.training.request import Request
 from grappe.training.run import Run
 from grappe.training.task_reference import TaskReference, field_texts
 from grappe.verbs.tune.journal import Journal, rung_parts
-from grappe.verbs.tune.space import PLAN
-from grappe.verbs.tune.study import Study, Trial
+from grappe.verbs.tune.space import PLAN, Trial
+from grappe.verbs.tune.study import Study
 from grappe.verbs.tune.trainings import OF_THE_MACHINE, NotNow, Trainings, TrialEnd, first_line
 
 POLL_SECONDS = 1.0

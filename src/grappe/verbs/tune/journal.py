@@ -18,8 +18,7 @@ from grappe.checkpoint.commit import write_all
 from grappe.errors import RunError, UsageError, disk_advice
 from grappe.fields import from_json
 from grappe.launch import files
-from grappe.verbs.tune.space import Axis, Choices, Space, of_texts
-from grappe.verbs.tune.study import SearchDefinition, Study, Trial
+from grappe.verbs.tune.space import Axis, Choices, SearchDefinition, Space, Trial, of_texts
 
 FILE = "optuna.jsonl"
 NAME = "grappe"
@@ -29,8 +28,6 @@ LARGEST = 1 << 28
 STARTUP = 10
 """Trials that TPE draws at random, before it models the observed ones."""
 CELLS = 10_000
-FEWEST_COMPLETE = 8
-"""Complete trials, below which nothing can be said about the importance of fields."""
 END = b"}\n"
 """End of the last line of what was written together."""
 STATES = {"RUNNING": "open", "PRUNED": "paused", "COMPLETE": "complete", "FAIL": "failed"}
@@ -263,19 +260,3 @@ def _values(field: str, axis: Axis) -> Sequence[str]:
         f"{field}={axis}: a grid needs values, for example '{field}={'|'.join(spread)}'; "
         "ranges are for --sampler random and tpe"
     )
-
-
-def importance(study: Study) -> dict[str, float]:
-    """The share of each field in being a good trial; {} of too few trials.
-
-    By PED-ANOVA (Watanabe et al. 2023).
-    """
-    journal = Journal(study.folder, study.search)
-    complete = sum(trial.state == "complete" for trial in journal.trials)
-    if complete < FEWEST_COMPLETE or len(study.search.space) < 2:
-        return {}
-    importances = find_optuna().importance
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that the evaluator is new
-        shares = importances.get_param_importances(journal.study, evaluator=importances.PedAnovaImportanceEvaluator())
-    return {name: float(shares.get(name, 0.0)) for name in study.search.space}

@@ -1,14 +1,16 @@
-"""Space: the fields that a search varies, each a range or a list of values, and their text form."""
+"""Space: the fields that a search varies, each a range or a list of values; the search, and one of its trials."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, get_args
+from typing import Annotated, Any, Literal, get_args
+
+from cyclopts import Parameter
 
 from grappe.errors import UsageError, nearest
-from grappe.fields import convert, field_name, hints
+from grappe.fields import at_least, convert, field_name, hints
 from grappe.plan import Plan
 
 DIGITS = 6
@@ -178,3 +180,94 @@ def _range(name: str, text: str, *, integer: bool) -> Range:
     if colon and low <= 0:
         raise UsageError(f"{name}={text}: a logarithmic range is above 0: raise its lower end, or leave {LOG} out")
     return Range(low=low, high=high, log=bool(colon), integer=integer)
+
+
+# ---- A search ----------------------------------------------------------------------------------------------
+
+SamplerName = Literal["tpe", "random", "grid"]
+RUNGS = 3
+MOST_RUNGS, MOST_HALVING = 20, 1_000  # beyond, no study is so large
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SearchOptions:
+    """The user's options of a search; needs no torch.
+
+    `grappe tune` has an option for each field, with the docstring under the field as its help.
+    """
+
+    trials: int | None = None
+    """Trials in all. Default: 20; of a grid all."""
+    parallel: int = 1
+    """Trials that are trained at a time; as jobs: in the queue."""
+    metric: str = "loss"
+    """The objective, at a training's last evaluation: loss, or a metric of the task."""
+    maximize: Annotated[bool | None, Parameter(negative="--minimize")] = None
+    """Whether a larger metric is better. Default: no for the loss, yes for others."""
+    sampler: SamplerName = "tpe"
+    """tpe: by what earlier trials came to (Optuna's); random; grid: all combinations."""
+    halving: int | None = None
+    """Successive halving (ASHA): trials are first trained in part, and the best of 3, say, are trained on."""
+    rungs: int | None = None
+    """Number of times that a training stops to be compared, its end included. Default: 3, with --halving."""
+    seed: int = 0
+    """Of the sampler; the task's own seed is a field."""
+
+    def __post_init__(self) -> None:
+        at_least(self, 1, "trials", "parallel")
+        at_least(self, 2, "halving", "rungs")
+        for name, most in (("halving", MOST_HALVING), ("rungs", MOST_RUNGS)):
+            if (value := getattr(self, name)) is not None and value > most:
+                raise UsageError(f"--{name}: at most {most}")
+        if self.rungs is not None and self.halving is None:
+            raise UsageError(f"--rungs={self.rungs}: rungs are of successive halving: give --halving 3 as well")
+        if self.maximize is None and self.metric != "loss":
+            raise UsageError(f"--metric {self.metric}: add --maximize or --minimize")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SearchDefinition:
+    """Definition of a search: trials' fields are a function of it, and of the results of earlier trials."""
+
+    task: str
+    fields: Mapping[str, Any]
+    """The task's fields that are not searched."""
+    fixed_fields: Mapping[str, str]
+    """Those of them that differ from their defaults, as texts."""
+    space: Mapping[str, str]
+    """The searched fields, as texts."""
+    plan: str
+    metric: str
+    maximize: bool
+    sampler: SamplerName
+    seed: int
+    parallel: int
+    """Trials that were trained at a time when the study was made."""
+    threads: int | None
+    """CPU threads of each process of a trial; None: the plan says."""
+    steps: int | None = None
+    patience: int | None = None
+    evaluate_every: int | None = None
+    halving: int | None = None
+    """Successive halving: of as many trials at a rung, one goes on. None: all trials are trained to the end."""
+    rungs: int = 1
+    """Number of times that a training stops to be compared, its end included."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Trial:
+    """One training of a study."""
+
+    number: int
+    fields: dict[str, str]
+    """The searched fields, as texts."""
+    state: Literal["open", "paused", "complete", "failed"] = "open"
+    """open: to be trained, or being trained; paused: stopped early, at a rung; complete: it has an objective;
+    failed: it has none, and `reason` says why."""
+    value: float | None = None
+    """The objective: the metric at the training's last evaluation."""
+    step: int | None = None
+    """The step of that evaluation; of a trial that has none, its last rung's step."""
+    rungs: tuple[float, ...] = ()
+    """The metric at each rung so far, the last one's included."""
+    reason: str = ""

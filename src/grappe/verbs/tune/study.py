@@ -3,111 +3,25 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+import warnings
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal, NoReturn
-
-from cyclopts import Parameter
+from typing import Any, NoReturn
 
 from grappe.checkpoint.commit import LARGEST_LIST, read_json, write_json
 from grappe.errors import RunError, UsageError
-from grappe.fields import at_least, from_json
+from grappe.fields import from_json
 from grappe.launch import files
 from grappe.table import Table, Tabular
-
-SamplerName = Literal["tpe", "random", "grid"]
+from grappe.verbs.tune.journal import Journal, find_optuna
+from grappe.verbs.tune.space import SearchDefinition, Trial
 
 FILE = "study.json"
 KIND = "tune"
+FEWEST_COMPLETE = 8
+"""Complete trials, below which nothing can be said about the importance of fields."""
 ADOPTED = ("fixed_fields", "parallel", "threads")
 """Fields that a study keeps when it is continued, whatever --parallel and the machine are now."""
-
-RUNGS = 3
-MOST_RUNGS, MOST_HALVING = 20, 1_000  # beyond, no study is so large
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class SearchOptions:
-    """The user's options of a search; needs no torch.
-
-    `grappe tune` has an option for each field, with the docstring under the field as its help.
-    """
-
-    trials: int | None = None
-    """Trials in all. Default: 20; of a grid all."""
-    parallel: int = 1
-    """Trials that are trained at a time; as jobs: in the queue."""
-    metric: str = "loss"
-    """The objective, at a training's last evaluation: loss, or a metric of the task."""
-    maximize: Annotated[bool | None, Parameter(negative="--minimize")] = None
-    """Whether a larger metric is better. Default: no for the loss, yes for others."""
-    sampler: SamplerName = "tpe"
-    """tpe: by what earlier trials came to (Optuna's); random; grid: all combinations."""
-    halving: int | None = None
-    """Successive halving (ASHA): trials are first trained in part, and the best of 3, say, are trained on."""
-    rungs: int | None = None
-    """Number of times that a training stops to be compared, its end included. Default: 3, with --halving."""
-    seed: int = 0
-    """Of the sampler; the task's own seed is a field."""
-
-    def __post_init__(self) -> None:
-        at_least(self, 1, "trials", "parallel")
-        at_least(self, 2, "halving", "rungs")
-        for name, most in (("halving", MOST_HALVING), ("rungs", MOST_RUNGS)):
-            if (value := getattr(self, name)) is not None and value > most:
-                raise UsageError(f"--{name}: at most {most}")
-        if self.rungs is not None and self.halving is None:
-            raise UsageError(f"--rungs={self.rungs}: rungs are of successive halving: give --halving 3 as well")
-        if self.maximize is None and self.metric != "loss":
-            raise UsageError(f"--metric {self.metric}: add --maximize or --minimize")
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class SearchDefinition:
-    """Definition of a search: trials' fields are a function of it, and of the results of earlier trials."""
-
-    task: str
-    fields: Mapping[str, Any]
-    """The task's fields that are not searched."""
-    fixed_fields: Mapping[str, str]
-    """Those of them that differ from their defaults, as texts."""
-    space: Mapping[str, str]
-    """The searched fields, as texts."""
-    plan: str
-    metric: str
-    maximize: bool
-    sampler: SamplerName
-    seed: int
-    parallel: int
-    """Trials that were trained at a time when the study was made."""
-    threads: int | None
-    """CPU threads of each process of a trial; None: the plan says."""
-    steps: int | None = None
-    patience: int | None = None
-    evaluate_every: int | None = None
-    halving: int | None = None
-    """Successive halving: of as many trials at a rung, one goes on. None: all trials are trained to the end."""
-    rungs: int = 1
-    """Number of times that a training stops to be compared, its end included."""
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Trial:
-    """One training of a study."""
-
-    number: int
-    fields: dict[str, str]
-    """The searched fields, as texts."""
-    state: Literal["open", "paused", "complete", "failed"] = "open"
-    """open: to be trained, or being trained; paused: stopped early, at a rung; complete: it has an objective;
-    failed: it has none, and `reason` says why."""
-    value: float | None = None
-    """The objective: the metric at the training's last evaluation."""
-    step: int | None = None
-    """The step of that evaluation; of a trial that has none, its last rung's step."""
-    rungs: tuple[float, ...] = ()
-    """The metric at each rung so far, the last one's included."""
-    reason: str = ""
 
 
 class Study(Tabular):
@@ -129,8 +43,6 @@ class Study(Tabular):
             RunError: the journal is damaged.
             UsageError: Optuna is not installed.
         """
-        from grappe.verbs.tune.journal import Journal  # with Optuna, which takes a second
-
         return Journal(self.folder, self.search).trials
 
     @property
@@ -241,3 +153,19 @@ def _refuse_other_search(study: Study, search: SearchDefinition) -> None:
     for name, value in dataclasses.asdict(there).items():
         if name not in (*ADOPTED, "fields") and value != values[name]:
             refuse("has", option(name, value), option(name, values[name]))
+
+
+def importance(study: Study) -> dict[str, float]:
+    """The share of each field in being a good trial; {} of too few trials.
+
+    By PED-ANOVA (Watanabe et al. 2023).
+    """
+    journal = Journal(study.folder, study.search)
+    complete = sum(trial.state == "complete" for trial in journal.trials)
+    if complete < FEWEST_COMPLETE or len(study.search.space) < 2:
+        return {}
+    importances = find_optuna().importance
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that the evaluator is new
+        shares = importances.get_param_importances(journal.study, evaluator=importances.PedAnovaImportanceEvaluator())
+    return {name: float(shares.get(name, 0.0)) for name in study.search.space}

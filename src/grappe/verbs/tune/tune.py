@@ -23,8 +23,8 @@ from grappe.training.task_reference import TaskReference, field_texts
 from grappe.verbs.submit.jobs import QUERY_SECONDS
 from grappe.verbs.tune.coordinator import Coordinator, SearchProgress, with_fields
 from grappe.verbs.tune.journal import find_optuna, grid
-from grappe.verbs.tune.space import PLAN, Choices, as_texts, read_space
-from grappe.verbs.tune.study import RUNGS, SearchDefinition, SearchOptions, Study, make_study
+from grappe.verbs.tune.space import PLAN, RUNGS, Choices, SearchDefinition, SearchOptions, as_texts, read_space
+from grappe.verbs.tune.study import Study, make_study
 from grappe.verbs.tune.trainings import LocalTrainings, SlurmTrainings, Trainings
 
 TRIALS = 20
