@@ -88,9 +88,10 @@ def judged(todo: list[Turn], undefined: frozenset[str] = frozenset(), *, watch: 
 def _working(todo: list[Turn], size: int, rank: int, undefined: frozenset[str], watch: Any, world: str) -> Any:
     """Work of a process, given the number of a turn."""
     warnings.simplefilter("ignore")
-    from grappe.rows.context import RowsContext, activate
+    from grappe.rows.context import RowsContext
     from grappe.rows.entries import entries
     from grappe.rows.gradients import GradientSums
+    from grappe.rows.plans import activate
     from grappe.training.interception import replaced
     from tests.rows.compared import answer
 

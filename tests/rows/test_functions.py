@@ -11,9 +11,10 @@ import torch
 from torch import Tensor
 
 from grappe.rows import functions, own  # noqa: F401  # they fill the table
-from grappe.rows.context import RowsContext, activate
+from grappe.rows.context import RowsContext
 from grappe.rows.messages import own_part
 from grappe.rows.own import FUNCTIONS, OwnRows, as_own
+from grappe.rows.plans import activate
 from grappe.rows.tensor import split
 
 SIZES = (2, 3)

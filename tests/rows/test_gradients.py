@@ -10,10 +10,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from grappe.rows.context import RowsContext, activate
+from grappe.rows.context import RowsContext
 from grappe.rows.entries import entries
 from grappe.rows.gradients import GradientSums
 from grappe.rows.own import as_own, as_rows
+from grappe.rows.plans import activate
 from grappe.rows.tensor import Rows, full, split
 from grappe.training.interception import replaced
 from tests.rows.world import World

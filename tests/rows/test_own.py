@@ -15,10 +15,11 @@ from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
 from grappe.errors import GrappeError
-from grappe.rows.context import RowsContext, activate
+from grappe.rows.context import RowsContext
 from grappe.rows.entries import entries
 from grappe.rows.gradients import GradientSums
 from grappe.rows.own import as_own, as_rows
+from grappe.rows.plans import activate
 from grappe.rows.tensor import full, split
 from grappe.training.interception import replaced
 from tests.rows.world import World

@@ -18,8 +18,9 @@ from torch import Tensor, nn
 
 from grappe.errors import GrappeError
 from grappe.launch.rank import ProcessRank
-from grappe.rows.context import RowsContext, activate
+from grappe.rows.context import RowsContext
 from grappe.rows.messages import ProcessAstray
+from grappe.rows.plans import activate
 from grappe.rows.tensor import Placement, Rows, from_local, full, local_rows, split
 from tests.processes import Pool
 

@@ -14,10 +14,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from grappe.private_api.torch import gradients_handed_over
-from grappe.rows.context import RowsContext, activate
+from grappe.rows.context import RowsContext
 from grappe.rows.exchange import every_row, noted
 from grappe.rows.layout import Placement, even
 from grappe.rows.messages import own_part
+from grappe.rows.plans import activate
 from grappe.rows.tensor import Rows, from_local, full, own_local, own_term
 from grappe.words import sent_in_step
 

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import sys
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -122,16 +121,3 @@ NOW = _Active()
 def current() -> RowsContext:
     """Returns the active context; without any, that of a process alone."""
     return NOW.context
-
-
-@contextlib.contextmanager
-def activate(context: RowsContext) -> Iterator[RowsContext]:
-    """Context in which rows are shared between the processes of `context`."""
-    from grappe.rows.tensor import reading_lists
-
-    before, NOW.context = NOW.context, context
-    try:
-        with reading_lists():
-            yield context
-    finally:
-        NOW.context = before

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import importlib
 import weakref
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,10 +21,11 @@ from torch.nn import Parameter
 
 from grappe.errors import PlanError
 from grappe.private_api.torch import COMPOSITE, fake_tensor_type, fake_tensors, no_modes, operator_schema
-from grappe.rows.context import NOW
+from grappe.rows.context import NOW, RowsContext
 from grappe.rows.gathered import gathered
 from grappe.rows.layout import PARTIAL, Placement, TensorLayout, dense_stride, fitted, layout_of
 from grappe.rows.tensor import (
+    RULES,
     Cell,
     Family,
     Rows,
@@ -32,6 +34,7 @@ from grappe.rows.tensor import (
     own_local,
     own_memory,
     own_of,
+    reading_lists,
     rows_of,
     wrapped,
     written,
@@ -129,6 +132,10 @@ TABLE: dict[str, Rule] = {}
 """Rules by an operator's name, or by its name and overload."""
 ALONG: dict[str, Rule] = {}
 """Rules by an operator's name of what works along the dimension of the rows, by rows of other processes."""
+ELEMENTWISE = ("gelu_backward", "fill_")
+"""Operators with the rules of all that torch tags as pointwise: those that return a tensor, and that write to one."""
+FILES = ("along", "attention", "draws", "norms", "rules", "space", "views")
+"""Files of this folder that fill the tables; they import this one."""
 PROCEDURES: dict[str, Callable[..., Any]] = {}
 """Functions of (operator, arguments, options) that run instead of an operator; NotImplemented gathers."""
 
@@ -165,8 +172,8 @@ def procedure(names: str) -> Callable[[Any], Any]:
 
 def rule_of(operator: Any) -> Callable[..., Any]:
     """Returns what runs instead of an operator that is called for the first time."""
-    from grappe.rows import along, attention, draws, norms, rules, space, views  # noqa: F401  # they fill the tables
-
+    for file in FILES:
+        importlib.import_module(f"grappe.rows.{file}")
     schema = operator_schema(operator)
     if operator.namespace != "aten":
         return _decomposed(operator)
@@ -179,8 +186,11 @@ def rule_of(operator: Any) -> Callable[..., Any]:
         if key in TABLE or key in ALONG:
             return _Planned(operator, TABLE.get(key, _without))
     if torch.Tag.pointwise in operator.tags and not any(each.is_out for each in schema.arguments):
-        return _Planned(operator, rules.in_place if schema.is_mutable else rules.pointwise, by_type=True)
+        return _Planned(operator, TABLE[ELEMENTWISE[schema.is_mutable]], by_type=True)
     return _decomposed(operator)
+
+
+RULES.rule_of = rule_of
 
 
 def _without(call: RuleCall) -> None:
@@ -537,3 +547,14 @@ def _keep(result: Any, before: Cell, function: Callable[[Tensor], Tensor]) -> No
     cell = result._cell
     cell.every = lambda: function((every if isinstance(every, Tensor) else every()).resolve_conj())
     cell.seen = 0 if cell.family is None else cell.family.version
+
+
+@contextlib.contextmanager
+def activate(context: RowsContext) -> Iterator[RowsContext]:
+    """Context in which rows are shared between the processes of `context`."""
+    before, NOW.context = NOW.context, context
+    try:
+        with reading_lists():
+            yield context
+    finally:
+        NOW.context = before

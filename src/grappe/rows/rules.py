@@ -10,6 +10,7 @@ from torch import Tensor
 
 from grappe.errors import GrappeError
 from grappe.private_api.torch import operator_schema
+from grappe.rows.attention import choice_of_kernel
 from grappe.rows.context import NOW
 from grappe.rows.exchange import HALF
 from grappe.rows.layout import GHOST, PARTIAL, Placement, TensorLayout, is_dense, layout_of
@@ -705,8 +706,6 @@ def _sdp_choice(operator: Any, arguments: Any, options: Any) -> Any:
     """torch's choice of a kernel, which looks at shapes, types and whether gradients are needed."""
 
     if NOW.context.exchanges:
-        from grappe.rows.attention import choice_of_kernel
-
         drops = arguments[4] if len(arguments) > 4 else options.get("dropout_p", 0.0)
         if (kernel := choice_of_kernel(arguments[0], drops)) is not None:
             return kernel

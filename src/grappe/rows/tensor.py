@@ -109,10 +109,11 @@ _make = wrapper_maker
 class _Rules(dict[Any, Callable[..., Any]]):
     """The rule of each operator that was called, by operator."""
 
-    def __missing__(self, operator: Any) -> Callable[..., Any]:
-        from grappe.rows.plans import rule_of
+    rule_of: Callable[[Any], Callable[..., Any]]
+    """Set by plans.py, which knows of rows' tensors."""
 
-        self[operator] = made = rule_of(operator)
+    def __missing__(self, operator: Any) -> Callable[..., Any]:
+        self[operator] = made = self.rule_of(operator)
         return made
 
 

@@ -28,8 +28,9 @@ from grappe.launch.world import World
 from grappe.plan import Plan
 from grappe.private_api.torch import tree_flatten, tree_leaves, tree_unflatten
 from grappe.profiling.phases import BACKWARD
-from grappe.rows.context import RowsContext, activate
+from grappe.rows.context import RowsContext
 from grappe.rows.layout import Placement
+from grappe.rows.plans import activate
 from grappe.rows.tensor import Rows, from_local, full, own_of
 from grappe.step.loss import Loss, Losses, ScoredLoss, total_of, values_of
 from grappe.step.observers import Observers

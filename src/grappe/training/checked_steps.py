@@ -42,9 +42,10 @@ from grappe.private_api.torch import (
 )
 from grappe.profiling import memory
 from grappe.profiling.phases import BACKWARD, UPDATE
-from grappe.rows.context import NOW, RowsContext, activate
+from grappe.rows.context import NOW, RowsContext
 from grappe.rows.layout import Placement
 from grappe.rows.own import with_own_rows
+from grappe.rows.plans import activate
 from grappe.rows.tensor import Rows, are_rows, from_local, usual_rows
 from grappe.step.loss import StepResult
 from grappe.step.observers import NamedParameters

@@ -29,7 +29,8 @@ from grappe.plan import Plan
 from grappe.private_api.torch import tree_leaves, tree_map
 from grappe.profiling.chronometer import Chronometer
 from grappe.profiling.phases import BACKWARD, FORWARD
-from grappe.rows.context import RowsContext, activate
+from grappe.rows.context import RowsContext
+from grappe.rows.plans import activate
 from grappe.rows.tensor import Placement, from_local
 from grappe.task import Task, fields
 from grappe.training.interception import Begin, StepHandler, intercepted

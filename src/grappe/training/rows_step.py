@@ -35,11 +35,12 @@ from grappe.private_api.torch import (
     tree_leaves,
     tree_map,
 )
-from grappe.rows.context import RowsContext, activate
+from grappe.rows.context import RowsContext
 from grappe.rows.entries import entries
 from grappe.rows.functions import weight
 from grappe.rows.gradients import GradientSums
 from grappe.rows.own import OwnRows, as_own, as_rows, local_of, new_own, with_own_rows
+from grappe.rows.plans import activate
 from grappe.rows.tensor import Rows, are_rows, full, own_term, split
 from grappe.training.interception import Begin, MainThread, StepHandler, parameters_of, replaced
 from grappe.training.plan_keys import PlanKeys
