@@ -287,6 +287,12 @@ def test_padding_of_each_part_is_named(pool: Pool, tmp_path: Path) -> None:
     assert "With --plan domain=3,cut=batch" in text
 
 
+def test_dropout_of_a_compiled_model_is_named(pool: Pool, tmp_path: Path) -> None:
+    text = said(pool, Images(dropout=0.3), "replicate=2,compile", tmp_path)
+    found = r"its first step is not one process's: .*dropout or noise that is not that of one process, since .* compile"
+    assert re.search(found, text)
+
+
 def test_the_plan_that_is_advised_is_one_process_s(pool: Pool, tmp_path: Path) -> None:
     for number, task in enumerate((Centring(), Padded(batch_size=6))):
         text = said(pool, task, "domain=3,cut=batch", tmp_path / str(number))

@@ -27,6 +27,7 @@ from grappe.domain.batches import WITHOUT
 from grappe.engines.base import Engine, EngineSetup
 from grappe.engines.native import ExactGradients, WholeGradients, WholeModel
 from grappe.engines.shared.carried import CarriedState, has_rows
+from grappe.engines.shared.microbatch import remarks_on_draws
 from grappe.errors.user_code import sentence
 from grappe.launch.rank import ProcessRank
 from grappe.launch.world import World
@@ -315,6 +316,7 @@ class CheckedSteps:
         if len(self._shapes) > len(shapes_of(everything)):
             lengths = ", ".join(sorted(" x ".join(map(str, shape)) for shape in self._shapes if shape))
             causes.append(f"collate() pads each part of a batch to its own length ({lengths}), and dropout differs")
+        causes += remarks_on_draws(plan, self._world.device)
         why = "; ".join(causes) or f"grappe verify {self._name} --plan {plan} looks for the cause"
         if plan.processes == 1:
             return f"{why}. Without {'exact' if plan.exact else 'microbatches'}= each function gets the whole batch"
