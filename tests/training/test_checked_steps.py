@@ -1,6 +1,7 @@
 """Steps computed once more as one process does: the finding, what is found, and what the check leaves alone."""
 
 import functools
+import itertools
 import math
 import re
 import subprocess
@@ -126,7 +127,16 @@ class Halves(Centred):
         return super().loss(output, target)
 
 
-@pytest.mark.parametrize("plan", ["replicate=2", "shard=2", "replicate=2,microbatches=2", "engine=horovod,replicate=2"])
+@pytest.mark.parametrize(
+    "plan",
+    [
+        "replicate=2",
+        "shard=2",
+        "replicate=2,microbatches=2",
+        "engine=horovod,replicate=2",
+        "replicate=2,precision=bf16",
+    ],
+)
 def test_statistics_of_the_batch_are_found_in_the_first_step(pool: Pool, plan: str, tmp_path: Path) -> None:
     text = said(pool, Centred(begins=-1), plan, tmp_path)
     assert re.search(
@@ -285,6 +295,20 @@ def test_padding_of_each_part_is_named(pool: Pool, tmp_path: Path) -> None:
         r"its first step is not .*\. collate\(\) pads each part of a batch to its own length \([\d, ]+\)", text
     )
     assert "With --plan domain=3,cut=batch" in text
+
+
+class Normalised(Centred):
+    """Normalises its activations again and again, over few rows: bf16 rounds gradients by a tenth."""
+
+    def model(self) -> nn.Module:
+        widths = (3, *[16] * 6)
+        layers = [(nn.Linear(a, b), nn.BatchNorm1d(b), nn.ReLU()) for a, b in itertools.pairwise(widths)]
+        return nn.Sequential(*itertools.chain.from_iterable(layers), nn.Linear(16, 1))
+
+
+def test_rounding_of_bf16_is_no_difference(pool: Pool, tmp_path: Path) -> None:
+    text = said(pool, Normalised(), "replicate=2,precision=bf16", tmp_path)
+    assert "checked: one process's first step" in text
 
 
 def test_dropout_of_a_compiled_model_is_named(pool: Pool, tmp_path: Path) -> None:

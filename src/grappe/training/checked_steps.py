@@ -56,6 +56,9 @@ from grappe.training.options import Options
 
 TOLERANCE = {"fp64": 1e-8, "fp32": 3e-4, "tf32": 1e-2, "bf16": 0.04, "fp16": 0.04}
 """Relative distance of a loss and of gradients up to which a step is one process's: sums in another order round so."""
+ROUNDINGS = 3
+"""Factor of the distance of one process's gradient in bf16 from that in fp32, up to which a difference is rounding."""
+OF = "the gradient of "
 SMALL = 1e-3
 """Part of the whole gradient's norm below which a parameter's gradient may be rounding: a bias before a norm's."""
 QUICK_SECONDS = 0.5  # of checks in all, up to which steps 1, 2, 4, 8, ... of a start are checked
@@ -243,8 +246,16 @@ class CheckedSteps:
             return ""  # which ends the training, with the samples
         gaps = {"the loss": abs(loss - expected) / max(abs(expected), 1e-12)}
         if ours:
-            gaps |= {f"the gradient of {name}": gap for name, gap in distances(ours, of_one).items()}
+            gaps |= {f"{OF}{name}": gap for name, gap in distances(ours, of_one).items()}
         largest, tolerance = max(self.distances.values(), default=0.0), TOLERANCE[self._plan.precision]
+        if self._plan.precision == "bf16" and max(gaps.values()) > tolerance:
+            with self._apart():
+                _, in_full, _, _ = self._of_one_process(step, weights, precision="fp32")
+            rounding = distances(of_one, in_full)
+            gaps = {
+                name: min(gap, tolerance) if gap <= ROUNDINGS * rounding.get(name.removeprefix(OF), 0.0) else gap
+                for name, gap in gaps.items()
+            }
         if all(gap <= tolerance for gap in gaps.values()):
             for each in states:
                 gaps |= {name: max(gap, gaps.get(name, 0.0)) for name, gap in state_distances(each, state).items()}
@@ -280,16 +291,19 @@ class CheckedSteps:
                     kept.update(before)
 
     def _of_one_process(
-        self, step: int, weights: dict[str, Tensor]
+        self, step: int, weights: dict[str, Tensor], precision: str | None = None
     ) -> tuple[float, Figures, Figures, Callable[[], str]]:
         """Computes the loss and the gradients of the whole batch as one process does, on a model of its own.
+
+        Args:
+            precision: None: the plan's.
 
         Returns:
             The loss; figures of gradients and of buffers and attributes; a function that names what differs in parts
             of this batch.
         """
         kept = {name: getattr(self._plan, name) for name in ("precision", "exact", "dropout", "recompute", "device")}
-        plan, task = Plan(**kept, workers=0), self._before
+        plan, task = Plan(**kept | ({} if precision is None else {"precision": precision}), workers=0), self._before
         world = World(process=ProcessRank(), device=self._world.device)
         batches = loader.BatchLoader(task, self._dataset, self._order, plan, world, training=True)
         batch = next(batches.rehearsed(step, apart=True))
