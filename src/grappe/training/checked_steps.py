@@ -56,9 +56,8 @@ from grappe.training.options import Options
 
 TOLERANCE = {"fp64": 1e-8, "fp32": 3e-4, "tf32": 1e-2, "bf16": 0.04, "fp16": 0.04}
 """Relative distance of a loss and of gradients up to which a step is one process's: sums in another order round so."""
-ROUNDINGS = 3
+ROUNDINGS = 5
 """Factor of the distance of one process's gradient in bf16 from that in fp32, up to which a difference is rounding."""
-OF = "the gradient of "
 SMALL = 1e-3
 """Part of the whole gradient's norm below which a parameter's gradient may be rounding: a bias before a norm's."""
 QUICK_SECONDS = 0.5  # of checks in all, up to which steps 1, 2, 4, 8, ... of a start are checked
@@ -246,19 +245,19 @@ class CheckedSteps:
             return ""  # which ends the training, with the samples
         gaps = {"the loss": abs(loss - expected) / max(abs(expected), 1e-12)}
         if ours:
-            gaps |= {f"{OF}{name}": gap for name, gap in distances(ours, of_one).items()}
+            gaps |= gradient_distances(ours, of_one)
         largest, tolerance = max(self.distances.values(), default=0.0), TOLERANCE[self._plan.precision]
-        if self._plan.precision == "bf16" and max(gaps.values()) > tolerance:
-            with self._apart():
-                _, in_full, _, _ = self._of_one_process(step, weights, precision="fp32")
-            rounding = distances(of_one, in_full)
-            gaps = {
-                name: min(gap, tolerance) if gap <= ROUNDINGS * rounding.get(name.removeprefix(OF), 0.0) else gap
-                for name, gap in gaps.items()
-            }
-        if all(gap <= tolerance for gap in gaps.values()):
+        rounds = self._plan.precision == "bf16"
+        if rounds or all(gap <= tolerance for gap in gaps.values()):
             for each in states:
                 gaps |= {name: max(gap, gaps.get(name, 0.0)) for name, gap in state_distances(each, state).items()}
+        if rounds and max(gaps.values()) > tolerance:
+            with self._apart():
+                _, in_full, state_in_full, _ = self._of_one_process(step, weights, precision="fp32")
+            roundings = gradient_distances(of_one, in_full), state_distances(state, state_in_full)
+            gaps = {
+                name: min(gap, tolerance) if is_rounding(name, gap, roundings) else gap for name, gap in gaps.items()
+            }
         what = max(gaps, key=lambda name: gaps[name] if math.isfinite(gaps[name]) else math.inf)
         self.distances[step] = gap = gaps[what]
         if gap <= tolerance:
@@ -302,8 +301,9 @@ class CheckedSteps:
             The loss; figures of gradients and of buffers and attributes; a function that names what differs in parts
             of this batch.
         """
-        kept = {name: getattr(self._plan, name) for name in ("precision", "exact", "dropout", "recompute", "device")}
-        plan, task = Plan(**kept | ({} if precision is None else {"precision": precision}), workers=0), self._before
+        kept: dict[str, Any] = {name: getattr(self._plan, name) for name in ("exact", "dropout", "recompute", "device")}
+        kept["precision"] = precision or self._plan.precision
+        plan, task = Plan(**kept, workers=0), self._before
         world = World(process=ProcessRank(), device=self._world.device)
         batches = loader.BatchLoader(task, self._dataset, self._order, plan, world, training=True)
         batch = next(batches.rehearsed(step, apart=True))
@@ -478,6 +478,18 @@ def state_distances(ours: Figures, expected: Figures) -> dict[str, float]:
         (a, p), (b, q) = ours[key], expected[key]
         gaps[key[0]] = max(abs(a - b), abs(p - q)) / (b + SMALL)
     return gaps
+
+
+def is_rounding(name: str, gap: float, roundings: Sequence[dict[str, float]]) -> bool:
+    """Returns whether a distance is what half precision rounds there, or in the others of its kind."""
+    kind: dict[str, float] = next((each for each in roundings if name in each), {})
+    usual = math.hypot(*kind.values()) / math.sqrt(max(1, len(kind)))
+    return gap <= ROUNDINGS * max(kind.get(name, 0.0), usual)
+
+
+def gradient_distances(ours: Figures, expected: Figures) -> dict[str, float]:
+    """Computes the relative distance of each parameter's gradient, by "the gradient of NAME"."""
+    return {f"the gradient of {name}": gap for name, gap in distances(ours, expected).items()}
 
 
 def distances(ours: Figures, expected: Figures) -> dict[str, float]:
