@@ -20,6 +20,7 @@ from tests.faults.resume_cell import hashes_of
 from tests.faults.resuming import run
 from tests.gallery.cell import runner
 from tests.parity.cell import TOLERANCE, difference
+from tests.parity.tasks import Images
 from tests.processes import Pool
 
 STEPS = 3
@@ -147,3 +148,15 @@ def test_branches_that_torch_traces_read_a_modules_attributes() -> None:
     assert ("", "last") in unread
     # torch 2.8 traces branches without reading a module's tensors once more: what a branch alone reads is not seen.
     assert ("", "hidden") not in unread or not hasattr(TorchDispatchMode, "supports_higher_order_operators")
+
+
+class DropsChannels(Images):
+    """Drops channels, of which torch makes a mask in place."""
+
+    def model(self) -> nn.Module:
+        return nn.Sequential(nn.Conv2d(3, 4, 3), nn.Dropout2d(0.3), nn.Flatten(), nn.Linear(144, 5))
+
+
+def test_a_model_that_draws_in_place_is_compiled(pool: Pool, tmp_path: Path) -> None:
+    text = run(pool, DropsChannels(), "replicate=2,compile", tmp_path / "run", steps=2)
+    assert "paused after --steps, 2 steps" in text
