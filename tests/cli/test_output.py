@@ -31,6 +31,7 @@ print("after")
 """
 
 
+@pytest.mark.slow
 def test_lr_find_plots_and_writes_a_file_and_says_when_there_is_nothing_to_suggest(tmp_path: Path, capfd) -> None:
     out = tmp_path / "lr.json"
     words = ["lr-find", "digits", "lr=1e-6", "--steps", "20", "--seeds", "1", "--plan", "threads=1"]
