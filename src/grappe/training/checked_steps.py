@@ -196,10 +196,10 @@ class CheckedSteps:
         """Returns a finding if forward or loss set the optimizer's numbers by the samples of a part of the batch."""
         values: dict[str, list[float]] = {}
         changed = set[str]()
-        for before, *after in everyone:
+        for before, *after in filter(None, everyone):  # a stage may have no optimizer
             for name, value in itertools.chain.from_iterable(each.items() for each in after):
                 values.setdefault(name, []).append(value)
-                if before[name] != value:
+                if before.get(name) != value:
                     changed.add(name)
         odd = next((name for name in sorted(changed) if len(set(values[name])) > 1), None)
         if odd is None or self._settings_said:
