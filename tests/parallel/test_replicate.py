@@ -29,7 +29,7 @@ class Branch(torch.autograd.Function):
 
 
 class Branches(nn.Module):
-    """Layers of which a step reaches some, each in a new thread if asked."""
+    """Layers of which a step reaches some, each in another thread if asked."""
 
     def __init__(self, threads: bool) -> None:
         super().__init__()

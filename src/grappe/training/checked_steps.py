@@ -126,6 +126,11 @@ class CheckedSteps:
         """Returns the number of this plan's steps in the time of one process's, at most."""
         return self._world.size * self._plan.microbatches
 
+    @property
+    def _whose(self) -> str:
+        """Returns the words for the step with which this plan's is compared."""
+        return "one process's" if self._world.size > 1 else "the whole batch's"
+
     def is_due(self, step: int) -> bool:
         """Returns whether a step is to be checked; alike on all processes."""
         return step == self._next or self._next < 0
@@ -206,10 +211,9 @@ class CheckedSteps:
             return ""
         self._settings_said = True
         shown = ", ".join(f"{value:.4g}" for value in dict.fromkeys(values[odd]))
-        whose = "one process's" if self._world.size > 1 else "the whole batch's"
         return (
-            f"step {step + 1} is not {whose}: forward() or loss() sets the optimizer's {odd} by the samples of a part "
-            f"of the batch ({shown}). Let schedule() set it, or Plateau, by the validation loss"
+            f"step {step + 1} is not {self._whose}: forward() or loss() sets the optimizer's {odd} by the samples of a "
+            f"part of the batch ({shown}). Let schedule() set it, or Plateau, by the validation loss"
         )
 
     def _drawn(self, step: int) -> int:
@@ -227,8 +231,7 @@ class CheckedSteps:
         self, step: int, loss: float, ours: Figures, states: list[Figures], weights: dict[str, Tensor]
     ) -> str:
         """Returns the finding on a step; "" for a later one that is one process's."""
-        which = "its first step" if self._first else f"step {step + 1}"
-        whose = "one process's" if self._world.size > 1 else "the whole batch's"
+        which, whose = "its first step" if self._first else f"step {step + 1}", self._whose
         needed = self._needed(weights)
         left = memory.free()
         too_large = f"not checked: one process might lack the memory for {which}" if self._first else ""
@@ -252,12 +255,11 @@ class CheckedSteps:
             for each in states:
                 gaps |= {name: max(gap, gaps.get(name, 0.0)) for name, gap in state_distances(each, state).items()}
         if rounds and max(gaps.values()) > tolerance:
-            with self._apart():
+            # Without the memory for fp32 the difference is said, though it may be rounding.
+            with contextlib.suppress(torch.OutOfMemoryError), self._apart():
                 _, in_full, state_in_full, _ = self._of_one_process(step, weights, precision="fp32")
-            roundings = gradient_distances(of_one, in_full), state_distances(state, state_in_full)
-            gaps = {
-                name: min(gap, tolerance) if is_rounding(name, gap, roundings) else gap for name, gap in gaps.items()
-            }
+                for kind in (gradient_distances(of_one, in_full), state_distances(state, state_in_full)):
+                    gaps |= {name: min(gaps[name], tolerance) for name in rounded(gaps, kind)}
         what = max(gaps, key=lambda name: gaps[name] if math.isfinite(gaps[name]) else math.inf)
         self.distances[step] = gap = gaps[what]
         if gap <= tolerance:
@@ -480,11 +482,10 @@ def state_distances(ours: Figures, expected: Figures) -> dict[str, float]:
     return gaps
 
 
-def is_rounding(name: str, gap: float, roundings: Sequence[dict[str, float]]) -> bool:
-    """Returns whether a distance is what half precision rounds there, or in the others of its kind."""
-    kind: dict[str, float] = next((each for each in roundings if name in each), {})
-    usual = math.hypot(*kind.values()) / math.sqrt(max(1, len(kind)))
-    return gap <= ROUNDINGS * max(kind.get(name, 0.0), usual)
+def rounded(gaps: dict[str, float], roundings: dict[str, float]) -> list[str]:
+    """Lists the names whose distance is what half precision rounds there, or in the root mean square of all names."""
+    usual = math.hypot(*roundings.values()) / math.sqrt(max(1, len(roundings)))
+    return [name for name in gaps.keys() & roundings if gaps[name] <= ROUNDINGS * max(roundings[name], usual)]
 
 
 def gradient_distances(ours: Figures, expected: Figures) -> dict[str, float]:

@@ -152,7 +152,9 @@ class CarriedState:
 
     def begin(self, model: nn.Module, plan: Plan) -> None:
         """Notes the attributes as they are: what differs later is carried."""
-        self.model, self._first, self.written = model, tree_map(_hashed, attributes(model)), None
+        self.model, self._first = model, tree_map(_hashed, attributes(model))
+        # Nothing is compiled under the modes that would find them.
+        self.written = {name for name, _ in model.named_parameters()} if plan.compile else None
         self._plan, self._shapes = plan, {name: buffer.shape for name, buffer in model.named_buffers()}
 
     def refuse_resized(self) -> None:

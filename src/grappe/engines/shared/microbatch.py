@@ -15,7 +15,7 @@ from grappe.data.collate import at_rows
 from grappe.data.whole_batch_draws import OWN_DRAWS, SAME_DRAWS, torchs_generator, whole_batch_draws
 from grappe.engines.base import EngineSetup
 from grappe.engines.shared.carried import nothing_changed
-from grappe.engines.shared.watched_forward import WatchedForward, not_looked_for, parameters_kept
+from grappe.engines.shared.watched_forward import WatchedForward, parameters_kept
 from grappe.parallel.batchnorm import buffers_agreed, buffers_restored, ignoring_padding
 from grappe.parallel.compile import replaying
 from grappe.parallel.materialise import refuse_hooks
@@ -32,6 +32,7 @@ from grappe.step.whole_batch_loss import AnyLosses, WholeBatchLosses
 
 _NOTHING: Any = contextlib.nullcontext()
 COMPARED_ROWS = 8
+"""Samples whose outputs are compared with those in a batch of their own."""
 NOT_SCALED = LossScale("fp32")
 
 
@@ -197,8 +198,7 @@ def within(precision: contextlib.AbstractContextManager[Any], function: Callable
 
 
 def _parameters_kept(setup: EngineSetup, model: nn.Module) -> contextlib.AbstractContextManager[None]:
-    model, written = setup.carried.model or model, setup.carried.written
-    return parameters_kept(model, not_looked_for(setup.plan, model) if written is None else written)
+    return parameters_kept(setup.carried.model or model, setup.carried.written)
 
 
 @torch.no_grad()

@@ -131,13 +131,8 @@ class WatchedForward:
     @contextlib.contextmanager
     def undone(self) -> Iterator[None]:
         """Context of a dry run, which changes no attribute and no parameter."""
-        with attributes_kept(self._model), parameters_kept(self._model, not_looked_for(self._setup.plan, self._model)):
+        with attributes_kept(self._model), parameters_kept(self._model, self._carried.written):
             yield
-
-
-def not_looked_for(plan: Plan, model: nn.Module) -> set[str] | None:
-    """Returns the parameters that a forward may write, where it is compiled: not under modes. None: look for them."""
-    return {name for name, _ in model.named_parameters()} if plan.compile else None
 
 
 @contextlib.contextmanager

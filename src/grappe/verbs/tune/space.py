@@ -207,11 +207,11 @@ class SearchOptions:
     sampler: SamplerName = "tpe"
     """tpe: by what earlier trials came to (Optuna's); random; grid: all combinations."""
     halving: int | None = None
-    """Successive halving (ASHA): trials are first trained in part, and the best of 3, say, are trained on."""
+    """Successive halving (ASHA): 3 trains all trials in part, then the best third further, and so on."""
     rungs: int | None = None
     """Number of times that a training stops to be compared, its end included. Default: 3, with --halving."""
     seed: int = 0
-    """Of the sampler; the task's own seed is a field."""
+    """Seed of the sampler; the task's own seed is a field."""
 
     def __post_init__(self) -> None:
         at_least(self, 1, "trials", "parallel")
@@ -249,7 +249,7 @@ class SearchDefinition:
     patience: int | None = None
     evaluate_every: int | None = None
     halving: int | None = None
-    """Successive halving: of as many trials at a rung, one goes on. None: all trials are trained to the end."""
+    """Factor of successive halving: at each rung one trial in `halving` continues. None: all are trained to the end."""
     rungs: int = 1
     """Number of times that a training stops to be compared, its end included."""
 

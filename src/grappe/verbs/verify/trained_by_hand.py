@@ -535,7 +535,7 @@ class TrialStep:
     bits: str
     """A hash of all weights and buffers after the step, and of the loss."""
     wrong_rule: str = ""
-    """The first function of cut tensors that gave other numbers than the whole's, with the user's line."""
+    """First function, with its line, whose result on split tensors differs from that on whole ones; "" if none."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
