@@ -2,16 +2,17 @@
 
 import subprocess
 import sys
+from collections import UserDict
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 from torch.utils.data import Dataset, TensorDataset
 
 from grappe import Task, draw
-from grappe.data.collate import collated, form, takes_training
+from grappe.data.collate import at_rows, collated, form, takes_training
 from grappe.data.datasets import dataset_of
 from grappe.data.loader import evaluation_loader, training_loader
 from grappe.errors import TaskError
@@ -162,3 +163,24 @@ def test_tf32_is_off_by_the_name_that_the_task_has_set(name: str, allowed: objec
     program = TF32.format(name=name, allowed=allowed)
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == seen
+
+
+class Pair(NamedTuple):
+    first: torch.Tensor
+    second: torch.Tensor
+
+
+class Fields(UserDict[str, torch.Tensor]):
+    """What a tokenizer returns: its fields are attributes, too."""
+
+    def __getattr__(self, name: str) -> torch.Tensor:
+        return self.data[name]
+
+
+def test_rows_keep_the_batchs_type() -> None:
+    numbers = torch.arange(4)
+    pair = at_rows(Pair(numbers, numbers * 10), [1, 3], 4)
+    assert [pair.first.tolist(), pair.second.tolist()] == [[1, 3], [10, 30]]
+    fields = at_rows(Fields(ids=numbers), [2], 4)
+    assert fields.ids.tolist() == [2]
+    assert type(fields) is Fields

@@ -12,6 +12,7 @@ from torch.utils.data import Dataset, IterableDataset, TensorDataset
 
 from grappe import Arrays, Task, draw, mixup_pairs
 from grappe.data.arrays import normalise
+from grappe.data.batch import Batch
 from grappe.data.datasets import check
 from grappe.data.loader import BatchLoader, evaluation_loader, training_loader
 from grappe.errors import TaskError
@@ -253,3 +254,48 @@ def test_a_step_that_a_child_loads_leaves_dataset_and_files_as_they_were(tmp_pat
     assert (dataset.read, dataset.file.tell()) == (0, 5)
     (again,) = next(loader.rehearsed(1)).microbatches
     assert again.inputs.equal(micro.inputs) and dataset.read == 4
+
+
+class Texts(Task):
+    """Texts of 1 to 7 words, padded to the longest."""
+
+    batch_size: int = 6
+    form: str = "padded"
+
+    def data(self, split: str, folder: Path) -> list[torch.Tensor]:
+        return [torch.full((1 + number % 7,), 1 + number) for number in range(30)]
+
+    def collate(self, samples: list[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+        texts = torch.nn.utils.rnn.pad_sequence(samples, batch_first=self.form != "time first")
+        lengths = torch.tensor([len(text) for text in samples])
+        return (texts + texts[:1] if self.form == "mixed" else texts), lengths
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_parts_are_padded_to_the_longest_of_the_batch(workers: int) -> None:
+    task = Texts()
+    data = task.data("train", Path())
+    loader = training_loader(task, data, Plan(microbatches=4, workers=workers), world(0, 1))
+    (whole,) = zip(*(batch.microbatches for batch in one_by_one(task, data)), strict=True)
+    for batch, expected in zip(loader.batches(0, 8), whole, strict=True):
+        parts = batch.microbatches
+        assert torch.equal(torch.cat([micro.inputs[: micro.rows] for micro in parts]), expected.inputs)
+        assert torch.equal(torch.cat([micro.targets[: micro.rows] for micro in parts]), expected.targets)
+    assert loader.collates_whole
+    assert "each process loads whole batches" in loader.remarks()[0]
+
+
+@pytest.mark.parametrize("form", ["time first", "mixed"])
+def test_parts_that_do_not_only_lack_padding_stay_as_they_are(form: str) -> None:
+    task = Texts(form=form)
+    loader = training_loader(task, task.data("train", Path()), Plan(microbatches=2, workers=0), world(0, 1))
+    batches = list(loader.batches(0, 3))
+    longest = 1 if form == "mixed" else 0
+    lengths = {micro.inputs.shape[longest] == int(micro.targets.max()) for b in batches for micro in b.microbatches}
+    assert lengths == {True}
+    assert not loader.collates_whole
+    assert not loader.remarks()
+
+
+def one_by_one(task: Task, data: list[torch.Tensor]) -> list[Batch]:
+    return list(training_loader(task, data, Plan(workers=0), world(0, 1)).batches(0, 8))

@@ -265,6 +265,9 @@ class Padded(Centred):
     def model(self) -> nn.Module:
         return nn.Sequential(nn.Embedding(9, 3, padding_idx=0), nn.Dropout(0.5), Mean(), nn.Linear(3, 1))
 
+    def units(self, model: Any) -> Any:
+        return list(model)
+
     def data(self, split: str, folder: Path) -> Any:
         return [(torch.full((1 + number % 7,), 1 + number % 8), torch.ones(1)) for number in range(48)]
 
@@ -290,11 +293,21 @@ def test_microbatches_are_compared_with_the_whole_batch(pool: Pool, tmp_path: Pa
 
 
 def test_padding_of_each_part_is_named(pool: Pool, tmp_path: Path) -> None:
-    text = said(pool, Padded(batch_size=6), "replicate=3", tmp_path)
+    text = said(pool, Padded(batch_size=6), "replicate=3,dropout=local", tmp_path)
     assert re.search(
         r"its first step is not .*\. collate\(\) pads each part of a batch to its own length \([\d, ]+\)", text
     )
     assert "With --plan domain=3,cut=batch" in text
+
+
+@pytest.mark.parametrize(
+    "plan", ["replicate=3", "shard=2", "replicate=2,microbatches=2", "pipeline=2,microbatches=2,replicate=2"]
+)
+def test_parts_are_padded_as_one_process_pads(plan: str, pool: Pool, tmp_path: Path) -> None:
+    text = said(pool, Padded(batch_size=6), plan, tmp_path, steps=8)
+    assert "checked: one process's first step, to" in text
+    assert "is not one process's" not in text
+    assert "each process loads whole batches, and so pads as one process does" in text
 
 
 class Normalised(Centred):

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import errno
 import functools
 import inspect
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from grappe.data.seeded import seeded
 from grappe.errors import GrappeError, PlanError, TaskError
 from grappe.errors.user_code import sentence
 from grappe.errors.user_line import at
-from grappe.private_api.torch import tree_map
+from grappe.private_api.torch import tree_leaves, tree_map
 from grappe.task import Task, overrides
 
 COLLATE = "def collate(self, samples): … return inputs, targets"  # as it is to be written, for messages
@@ -164,16 +165,40 @@ def at_rows(batch: Any, places: Sequence[int], count: int) -> Any:
             return batch[torch.tensor(places, dtype=torch.int64, device=batch.device)]
         raise PlanError(f"{_WHY}: a tensor has {list(batch.shape)} for {count} samples. {_INSTEAD}")
     if isinstance(batch, Mapping):
-        return {key: at_rows(value, places, count) for key, value in batch.items()}
+        taken = {key: at_rows(value, places, count) for key, value in batch.items()}
+        if type(batch) is dict or not isinstance(batch, MutableMapping):
+            return taken
+        own = copy.copy(batch)  # of a tokenizer, whose fields are attributes, too
+        own.update(taken)
+        return own
     if isinstance(batch, list) and len(batch) == count:
         columns = all(isinstance(value, Tensor) and value.dim() and len(value) == count for value in batch)
         if not columns:  # single samples
             return [batch[place] for place in places]
     if isinstance(batch, tuple | list):
-        return type(batch)([at_rows(value, places, count) for value in batch])
+        parts = [at_rows(value, places, count) for value in batch]
+        return type(batch)(*parts) if hasattr(batch, "_fields") else type(batch)(parts)
     if batch is None or isinstance(batch, Tensor | str | int | float | bool):
         return batch
     raise PlanError(f"{_WHY}: there is a {type(batch).__name__} in it. {_INSTEAD}")
+
+
+def row_shapes(batch: Any, rows: int) -> frozenset[tuple[int, ...]]:
+    """Returns the shapes, without their rows, of tensors that have a row for each sample."""
+    leaves = [leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor) and leaf.dim()]
+    return frozenset(tuple(leaf.shape[1:]) for leaf in leaves if len(leaf) == rows)
+
+
+def begins_with(padded: Any, batch: Any) -> bool:
+    """Returns whether a batch's values are those of another one, with more padding behind them."""
+    pairs = list(zip(tree_leaves(padded), tree_leaves(batch), strict=False))
+    return len(tree_leaves(padded)) == len(tree_leaves(batch)) and all(_begins_with(*pair) for pair in pairs)
+
+
+def _begins_with(padded: Any, value: Any) -> bool:
+    if not (isinstance(padded, Tensor) and isinstance(value, Tensor) and padded.dim() and padded.dim() == value.dim()):
+        return True
+    return padded.shape[:1] == value.shape[:1] and torch.equal(padded[tuple(map(slice, value.shape))], value)
 
 
 _WHY = "a pipeline cuts each batch into microbatches, row by row, and what collate() gave cannot be cut so"

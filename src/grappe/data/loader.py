@@ -6,6 +6,7 @@ import contextlib
 import fcntl
 import os
 import time
+import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -27,7 +28,7 @@ from grappe.data.batch import (
     inside,
     stored_in,
 )
-from grappe.data.collate import at_rows, augment, collated, in_float64, takes_training
+from grappe.data.collate import at_rows, augment, begins_with, collated, in_float64, row_shapes, takes_training
 from grappe.data.datasets import training_order
 from grappe.data.device_copy import copies_to, on_device, sent
 from grappe.data.draw import sample_keys
@@ -59,14 +60,17 @@ class StepSlice(NamedTuple):
     ids: np.ndarray
     pieces: tuple[np.ndarray, ...]
     """Sample ids by microbatch; an empty piece gets one padding row, whose weight is 0."""
-    padding: np.ndarray
-    """The sample of a padding row: the global batch's first, so that gradients of 0 are where others are."""
+    everyone: np.ndarray
+    """The ids of the global batch."""
     places: tuple[BatchRows, ...]
     """Each piece's rows in the global batch."""
 
     def padded(self, ids: np.ndarray) -> np.ndarray:
-        """Returns `ids`; without any, a padding row's, since a model cannot take an empty batch."""
-        return ids if len(ids) else self.padding
+        """Returns `ids`; without any, a padding row's, since a model cannot take an empty batch.
+
+        It is the global batch's first sample, so that gradients of 0 are where others are.
+        """
+        return ids if len(ids) else self.everyone[:1]
 
 
 class BatchLoader:
@@ -93,6 +97,10 @@ class BatchLoader:
         self._arrays = in_memory(dataset)
         self.stream: StreamBatches | None = None
         self._cuts = plan.pipeline > 1 and self._parts > 1 and self._arrays is None
+        own_collate = self._arrays is None and overrides(task, "collate") and not isinstance(dataset, Stream)
+        self._may_pad = training and own_collate and plan.draws_whole_batches
+        self.collates_whole = False
+        """Whether each process collates whole batches, since collate() pads a part of one to another length."""
         self.waited = 0.0
         """Seconds spent waiting for samples."""
         if self._arrays is not None:
@@ -121,7 +129,7 @@ class BatchLoader:
                     places = tuple([BatchRows(a, max(1, b - a), size) for a, b in bounds])
                 pieces = tuple([everyone[a:b] for a, b in bounds])
                 ids = everyone[bounds[0][0] : bounds[-1][1]] if self._exact is None else np.concatenate(pieces)
-                yield StepSlice(step, epoch, size, ids, pieces, everyone[:1], places)
+                yield StepSlice(step, epoch, size, ids, pieces, everyone, places)
 
     def _bounds(self, size: int, rank: int) -> list[tuple[int, int]]:
         """Returns the begin and the end of each piece of data slice `rank` in the `size` rows of a global batch."""
@@ -147,15 +155,16 @@ class BatchLoader:
         if self.stream is not None:
             yield from self._streamed(self.stream, start, stop)
             return
-        source = self._begun(start, stop)
+        source, read_whole = self._begun(start, stop), self.collates_whole
         exhausted = False
         try:
             for part in self.slices(start, stop):
                 batch = self._batch(part, lambda _, source=source: source.next())
                 yield batch
-                if part.step + 1 < stop and self.sources.changes():
+                changes = self.sources.changes() or read_whole != self.collates_whole
+                if part.step + 1 < stop and changes:
                     self.sources.end(source, exhausted=False)
-                    source = self._begun(part.step + 1, stop)
+                    source, read_whole = self._begun(part.step + 1, stop), self.collates_whole
             exhausted = True
         finally:
             self.sources.end(source, exhausted=exhausted)
@@ -196,7 +205,7 @@ class BatchLoader:
         return self.sources.begin(
             self._request(part, ids)
             for part in self.slices(start, stop)
-            for ids in ((part.ids,) if self._cuts else part.pieces)
+            for ids in ((part.everyone,) if self.collates_whole else (part.ids,) if self._cuts else part.pieces)
         )
 
     def _loaded_here(self, part: StepSlice, *, apart: bool) -> Fetch:
@@ -213,8 +222,10 @@ class BatchLoader:
         return fetch
 
     def _batch(self, part: StepSlice, fetch: Fetch) -> Batch:
-        loaded = zip(part.places, self._loaded(part, fetch), strict=True)
-        micros = tuple([self._microbatch(part, place, *piece) for place, piece in loaded])
+        loaded = self._loaded(part, fetch)
+        loaded = self._alike(part, list(loaded)) if self._may_pad and not self.collates_whole else loaded
+        placed = zip(part.places, loaded, strict=True)
+        micros = tuple([self._microbatch(part, place, *piece) for place, piece in placed])
         count: float | Tensor = float(part.samples)
         if self._counts and self._training:
             count, micros = divided(micros, part.samples, self._exact, self._world.data_group)
@@ -246,6 +257,12 @@ class BatchLoader:
 
     def _loaded(self, part: StepSlice, fetch: Fetch) -> Iterator[tuple[np.ndarray, Any, Any]]:
         """Each piece's sample ids, inputs and targets."""
+        if self.collates_whole:
+            batch = self._awaited(part.everyone, fetch)
+            for ids, place in zip(part.pieces, part.places, strict=True):
+                rows = range(place.first, place.first + place.size) if len(ids) else (0,)
+                yield ids, *at_rows(batch, rows, part.samples)
+            return
         if not self._cuts:
             for ids in part.pieces:
                 yield ids, *self._awaited(part.padded(ids), fetch)
@@ -256,6 +273,32 @@ class BatchLoader:
             places = range(first, first + len(ids)) if len(ids) else (0,)
             yield ids, *at_rows(batch, places, count)
             first += len(ids)
+
+    def _alike(self, part: StepSlice, pieces: list[tuple[np.ndarray, Any, Any]]) -> list[tuple[np.ndarray, Any, Any]]:
+        """Returns a step's pieces, padded as one process pads them. Collective.
+
+        Where collate() pads parts of a batch to several lengths, all of it is collated by each process, in this step
+        and later: dropout's numbers depend on the shape. Where its rows are not the parts' with more padding, as
+        collate() mixes samples or does not put the batch first, parts stay as they are: a checked step then says so.
+        """
+        shapes = {row_shapes(batch, max(1, len(ids))) for ids, *batch in pieces}
+        same = len(shapes) == 1
+        if self._world.size > 1:
+            first = zlib.crc32(repr(shapes.pop()).encode())
+            limits = torch.tensor([first, -first, not same])
+            torch.distributed.all_reduce(limits, torch.distributed.ReduceOp.MAX, group=self._world.control)
+            most, least, differ = limits.tolist()
+            same = most == -least and not differ
+        if same:
+            return pieces
+        self.collates_whole, padded = True, pieces
+        try:
+            padded = list(self._loaded(part, self._loaded_here(part, apart=False)))
+            more = all(begins_with(new, old) for new, old in zip(padded, pieces, strict=True))
+        except PlanError:  # something has no row for each sample
+            more = False
+        self._may_pad = self.collates_whole = all(self._world.gather(more))
+        return padded if self.collates_whole else pieces
 
     def _awaited(self, ids: np.ndarray, fetch: Fetch) -> tuple[Any, Any]:
         began = time.perf_counter()
@@ -279,6 +322,15 @@ class BatchLoader:
             return self.stream.notes
         kinds = sorted({type(each).__name__ for each in by_epoch(self.dataset)})
         return [f"before each epoch, set_epoch(epoch) of {kind} is called" for kind in kinds]
+
+    def remarks(self) -> Sequence[str]:
+        """Returns what the user should know of a training's batches at its end."""
+        if not self.collates_whole:
+            return []
+        return [
+            "collate() pads samples to the longest of its batch: each process loads whole batches, and so pads as one "
+            "process does. dropout=local, or samples of one length, let each load its own alone"
+        ]
 
     @property
     def loads(self) -> bool:

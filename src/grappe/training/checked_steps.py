@@ -21,6 +21,7 @@ from torch.optim import Optimizer
 from grappe.checkpoint.weights import InMemory
 from grappe.data import loader
 from grappe.data.batch import Batch, Microbatch
+from grappe.data.collate import row_shapes
 from grappe.data.seeded import generators_kept
 from grappe.data.whole_batch_draws import OWN_DRAWS, SAME_DRAWS
 from grappe.domain.batches import WITHOUT
@@ -378,12 +379,7 @@ class FunctionsOverRows(TorchDispatchMode):
 
 def shapes_of(batch: Batch) -> Shapes:
     """Returns the shapes, without their rows, of tensors that have a row for each sample."""
-    return {
-        tuple(leaf.shape[1:])
-        for micro in batch.microbatches
-        for leaf in tree_leaves((micro.inputs, micro.targets))
-        if isinstance(leaf, Tensor) and leaf.dim() and len(leaf) == micro.size
-    }
+    return set().union(*(row_shapes((micro.inputs, micro.targets), micro.size) for micro in batch.microbatches))
 
 
 @torch.no_grad()

@@ -234,6 +234,7 @@ class Training:
                 headspace=session.loading_cost(timing),
                 remarks=[
                     *engine.remarks(),
+                    *session.batches.remarks(),
                     *session.carried.remarks,
                     *remarks_on_draws(Plan.parse(session.info.plan), session.world.device),
                 ],

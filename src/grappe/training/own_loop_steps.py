@@ -146,7 +146,8 @@ class LoopSteps(StepHandler):
         call.__dict__.update({"form": collate, "drawn": sampling})
         task = Task(**fields(call)) if plain else call  # of a plain Task rows in memory are gathered at once
         check(dataset, "train", task)
-        plan, world = dataclasses.replace(self.keys.plan, channels_last=False), self.world
+        # With dropout=local no loader pads parts alike: rows of several lengths are refused.
+        plan, world = dataclasses.replace(self.keys.plan, channels_last=False, dropout="local"), self.world
         plan = dataclasses.replace(plan, validation_batch=plan.validation_batch or task.batch_size)
         if collate is not None:
             plan = dataclasses.replace(plan, loading="processes")  # threads share the generators that it may draw from

@@ -196,7 +196,7 @@ class Console(Watcher):
             between = f"{min(self._epochs):.3g} to {max(self._epochs):.3g}"
             rows.append(("epoch", f"{statistics.median(self._epochs):.3g} s ({between})"))
         rows += _memory(outcome, self._word)
-        rows.extend(("engine", remark) for remark in outcome.remarks)
+        rows += [("engine", remark) for remark in outcome.remarks]
         rows.append(("run", str(self._info.folder)))
         if outcome.status in ("finished", "stopped") and outcome.scores is not None:
             folder = shlex.quote(str(self._info.folder))

@@ -6,7 +6,7 @@ import contextlib
 import json
 import re
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -241,6 +241,10 @@ class LoggedLoader:
     def order(self) -> SampleOrder:
         """Returns the loader's sample order."""
         return self._loader.order
+
+    def remarks(self) -> Sequence[str]:
+        """Returns the loader's remarks."""
+        return self._loader.remarks()
 
     def batches(self, start: int, stop: int) -> Iterator[Batch]:
         """Yields the batches of steps `start` to `stop`."""
