@@ -17,7 +17,7 @@ import torch
 
 import grappe
 from grappe.fields import split
-from grappe.tasks import find, make
+from grappe.finder import find, make
 from grappe.training.options import Options
 
 TASKS = "digits:10 digits:60 pysource:20:context=32:megabytes=0.4 pysource:120:context=32:megabytes=0.4"

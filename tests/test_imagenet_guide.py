@@ -8,7 +8,7 @@ from pathlib import Path
 from benchmarks import photos
 
 from grappe.data import augment
-from grappe.tasks import defaults
+from grappe.finder import defaults
 from grappe.tasks.imagenet import ImageNet
 from tests.commands import GRAPPE, ran
 

@@ -7,8 +7,8 @@ import torch
 
 from grappe import Task
 from grappe.errors import TaskError, UsageError
+from grappe.finder import find, make, names
 from grappe.task import check_signatures
-from grappe.tasks import find, make, names
 
 
 class Small(Task):

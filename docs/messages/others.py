@@ -14,7 +14,7 @@ from pathlib import Path
 from cyclopts import App
 from rich.console import Console
 
-from grappe import fields, sites, tasks
+from grappe import fields, finder, sites
 from grappe.cli import help as translated_help
 from grappe.cli.commands import app
 from grappe.errors.remedies import REMEDIES
@@ -94,7 +94,7 @@ def others() -> dict[str, set[str]]:
         }
     found |= {text: {"grappe/language/__init__.py"} for text in STATES}
     found |= {text.removesuffix("."): {"grappe/plan.py"} for text in fields.docs(Plan).values()}
-    found |= {tasks.describe(tasks.find(name)): {"the tasks"} for name in tasks.names()}
+    found |= {finder.describe(finder.find(name)): {"the tasks"} for name in finder.names()}
     found |= {text: {"the sites"} for name in sites.files() for text in site_texts(sites.find(name))}
     found |= {NAME.format(text): {"grappe/profiling/phases.py"} for text in PHASES}
     columns = {*tables.SHORT, *tables.MEMORY_PARTS, *tables.TIME_PARTS, "rest"}

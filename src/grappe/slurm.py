@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from grappe import tasks
+from grappe import finder
 from grappe.cli.cluster import read_submission
 from grappe.cli.commands import app
 from grappe.errors import UsageError
@@ -188,7 +188,7 @@ def gpu_jobs_submitter(
 
 def _command(text: str) -> list[str]:
     words = shlex.split(text)
-    return ["train", *words] if words and tasks.shipped(words[0]) is not None else words
+    return ["train", *words] if words and finder.shipped(words[0]) is not None else words
 
 
 def display_slurm_queue(name: str | None = None, timestep: float = jobs.QUERY_SECONDS) -> None:

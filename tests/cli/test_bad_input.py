@@ -165,4 +165,4 @@ def test_from_a_shell(tmp_path: Path) -> None:
 def test_debug_shows_where(capfd: pytest.CaptureFixture[str]) -> None:
     ended("--debug", "train", "digts")
     err = capfd.readouterr().err
-    assert "Traceback" in err and "tasks/__init__.py" in err
+    assert "Traceback" in err and "finder.py" in err

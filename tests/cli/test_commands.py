@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from cyclopts import App
 
-from grappe import tasks
+from grappe import finder
 from grappe.cli import application, commands
 from grappe.cli import exit as end
 from grappe.launch import local
@@ -86,7 +86,7 @@ def test_which_tasks_may_import_a_module(tmp_path: Path, monkeypatch, reference:
     Path("plain.py").write_text("import torch\n")
     Path("own.py").write_text("from torchmetrics.text import Perplexity\n")
     Path("derived.py").write_text("from grappe.tasks.digits import Digits\n")
-    assert tasks.mentions(reference, "torchmetrics") is found
+    assert finder.mentions(reference, "torchmetrics") is found
 
 
 def test_what_nobody_foresaw_is_called_a_bug(capsys: pytest.CaptureFixture) -> None:

@@ -8,8 +8,8 @@ from cyclopts import CycloptsError
 from grappe.cli.commands import app
 from grappe.cli.corrections import COMMANDS, PLAN_WORDS, corrected
 from grappe.errors import UsageError
+from grappe.finder import find, make
 from grappe.plan import Plan
-from grappe.tasks import find, make
 from grappe.training.run import Run
 from tests.training.test_training import train
 

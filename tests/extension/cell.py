@@ -4,7 +4,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from grappe import tasks
+from grappe import finder
 from grappe.launch.rank import ProcessRank
 from tests.parity import cell
 
@@ -19,5 +19,5 @@ def train(
     """As tests.parity.cell.train, with the operator, or with torch's own in its place."""
     if built not in sys.path:
         sys.path.insert(0, built)
-    task = tasks.find(str(TASK))(python=python)
+    task = finder.find(str(TASK))(python=python)
     return cell.train(process, rendezvous_folder, task, plan, steps)

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from grappe import tasks
+from grappe import finder
 from grappe.errors import UsageError
 from grappe.training.run import Run
 from grappe.verbs.export.export import export
@@ -140,7 +140,7 @@ def test_verify_judges_it(built: str, tmp_path: Path) -> None:
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory, found: None) -> Run:
     folder = tmp_path_factory.mktemp("extension-run") / "run"
-    return Run(train(folder, tasks.find(str(cell.TASK))(), "threads=1", steps=4).run)
+    return Run(train(folder, finder.find(str(cell.TASK))(), "threads=1", steps=4).run)
 
 
 def test_the_program_compiles_the_operator(run: Run, tmp_path: Path) -> None:

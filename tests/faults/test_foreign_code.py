@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 import grappe
-from grappe import tasks
+from grappe import finder
 from grappe.checkpoint.commit import json_hash
 from grappe.errors import TaskError
 from grappe.training.run import HASH, Run
@@ -91,7 +91,7 @@ def test_no_code_runs_because_a_run_names_it(foreign, place, name, where, monkey
 
 
 def test_the_bait_is_live(foreign: Path, place: Path) -> None:
-    tasks.find("payload:Evil")
+    finder.find("payload:Evil")
     assert (place / "ran").exists()
 
 

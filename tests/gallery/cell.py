@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from grappe import tasks
+from grappe import finder
 from grappe.errors import GrappeError
 from grappe.launch.rank import ProcessRank
 from grappe.plan import Plan
@@ -20,7 +20,7 @@ def train(
     process: ProcessRank, rendezvous_folder: Path, file: str, plan: str, steps: int, folder: Path
 ) -> dict[str, Any]:
     """As tests.parity.cell.train, of the task in `file`."""
-    return cell.train(process, rendezvous_folder, tasks.find(file)(), plan, steps, folder)
+    return cell.train(process, rendezvous_folder, finder.find(file)(), plan, steps, folder)
 
 
 def seen(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:

@@ -14,7 +14,7 @@ from benchmarks.gallery_files import file, plain
 from torch import Tensor, nn
 
 import grappe
-from grappe import tasks
+from grappe import finder
 from grappe.data.batch import SampleIds, inside
 from grappe.data.datasets import training_order
 from grappe.data.draw import sample_keys
@@ -24,7 +24,7 @@ from grappe.step.fast_paths import seed_dropout
 
 def task(name: str) -> grappe.Task:
     """A task of the gallery with its defaults."""
-    return tasks.find(file(name))()
+    return finder.find(file(name))()
 
 
 @functools.cache

@@ -286,11 +286,11 @@ Carried = grappe.from_lightning(Net(), Data(), epochs=2)
 
 
 def test_a_file_with_one_is_a_task_on_the_command_line(tmp_path: Path) -> None:
-    from grappe import tasks
+    from grappe import finder
 
     (tmp_path / "mine.py").write_text(TASK_FILE)
     for reference in (f"{tmp_path / 'mine.py'}", f"{tmp_path / 'mine.py'}:Carried"):
-        task = tasks.make(tasks.find(reference), {"epochs": "3", "batch_size": "4"})
+        task = finder.make(finder.find(reference), {"epochs": "3", "batch_size": "4"})
         assert (type(task).__name__, task.epochs, task.batch_size) == ("NetTask", 3, 4)
 
 

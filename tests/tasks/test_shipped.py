@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import grappe
-from grappe import Arrays, Task, tasks
+from grappe import Arrays, Task, finder
 from grappe.data.draw import sample_keys
 from grappe.errors import DataError, TaskError, UsageError
 from grappe.task import fields
@@ -89,7 +89,7 @@ def test_fashion_mnist_splits(fashion):
 
 def test_fashion_mnist_is_split_as_in_the_book(fashion):
     """All training images are trained on, and the test images validate."""
-    task = tasks.make(FashionMnist, {"holdout": "0"})
+    task = finder.make(FashionMnist, {"holdout": "0"})
     train, validation, test = (task.data(split, fashion) for split in ("train", "validation", "test"))
     assert (len(train), len(validation)) == (24, 6)
     assert np.array_equal(validation.inputs, test.inputs)
@@ -125,16 +125,16 @@ def test_fashion_mnist_network_is_the_chapters():
 
 
 def test_cifar10_with_the_optimizer_of_the_pages_scripts():
-    task = tasks.make(Cifar10, {"optimizer": "adam", "lr": "0.001"})
+    task = finder.make(Cifar10, {"optimizer": "adam", "lr": "0.001"})
     optimizer = task.optimizer(task.model().named_parameters())
     assert type(optimizer) is torch.optim.Adam and optimizer.param_groups[0]["lr"] == 0.001
-    assert tasks.make(Cifar10, {name: str(value) for name, value in fields(task).items()}) == task
+    assert finder.make(Cifar10, {name: str(value) for name, value in fields(task).items()}) == task
     with pytest.raises(TaskError, match=r"momentum=0\.9 is of optimizer=sgd"):
-        tasks.make(Cifar10, {"optimizer": "adam", "momentum": "0.9"})
+        finder.make(Cifar10, {"optimizer": "adam", "momentum": "0.9"})
     space, fixed = read_space(Cifar10, {"optimizer": "sgd|adam", "lr": "0.1"})
     assert list(space) == ["optimizer_"] and fixed == {"lr": "0.1"}
     with pytest.raises(UsageError, match="did you mean optimizer"):
-        tasks.make(Cifar10, {"optimiser": "adam"})
+        finder.make(Cifar10, {"optimiser": "adam"})
 
 
 # CIFAR-10

@@ -8,7 +8,7 @@ from benchmarks import gallery_files
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 import grappe
-from grappe import tasks
+from grappe import finder
 from grappe.errors import TaskError
 from grappe.step.task_contract import schedule_of
 from tests.faults.resume_cell import curves, hashes
@@ -71,7 +71,7 @@ def test_another_engine_goes_on_with_the_rates(pool: Pool, tmp_path: Path) -> No
 
 
 def test_the_u_net_of_the_gallery_resumes_with_its_rates(tmp_path: Path) -> None:
-    unet = tasks.find(gallery_files.file("unet"))
+    unet = finder.find(gallery_files.file("unet"))
 
     class Halving(unet):
         def schedule(self, optimizer: Any, total_steps: int) -> Any:

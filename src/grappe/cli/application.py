@@ -137,7 +137,7 @@ def preflight(
     Raises:
         UsageError: a plan's text, a field or the task's name is wrong.
     """
-    from grappe import engines, tasks
+    from grappe import engines, finder
     from grappe.launch import local
 
     texts = split(fields)
@@ -145,8 +145,8 @@ def preflight(
     for plan in parsed:
         engines.check_name(plan.engine)
     if task is not None:
-        tasks.check_name(task)
-    imported = [name for name in COMPANIONS if task is not None and tasks.mentions(task, name)]
+        finder.check_name(task)
+    imported = [name for name in COMPANIONS if task is not None and finder.mentions(task, name)]
     for text in unfit_packages(imported) if is_main_process() else ():
         complain(f"grappe: warning: {text}")
     done = run is not None and (run / "done").exists()
@@ -155,5 +155,5 @@ def preflight(
     if starts:
         starting(max((plan.processes for plan in parsed), default=1))
     if starts and not single and not later:
-        local.start_server(metrics=task is None or tasks.mentions(task, "torchmetrics"))
+        local.start_server(metrics=task is None or finder.mentions(task, "torchmetrics"))
     return texts

@@ -315,14 +315,14 @@ def tasks(
     json: Json = False,
 ) -> None:
     """List the shipped tasks, or one task's fields."""
-    from grappe import tasks as shipped
+    from grappe import finder
     from grappe.verbs.catalogue import task_fields, task_list
 
     listed = []
-    for each in ([name] if name else shipped.names()) if json else ():
-        cls = shipped.find(each)
-        fields = {typed_name(field): value for field, value in shipped.defaults(cls).items()}
-        listed.append({"task": each, "what": shipped.describe(cls), "fields": fields})
+    for each in ([name] if name else finder.names()) if json else ():
+        cls = finder.find(each)
+        fields = {typed_name(field): value for field, value in finder.defaults(cls).items()}
+        listed.append({"task": each, "what": finder.describe(cls), "fields": fields})
     show_either(json, "tasks", task_fields(name) if name else task_list(), tasks=listed)
 
 

@@ -49,21 +49,21 @@ def script(app: App, shell: Literal["bash", "zsh", "fish"]) -> str:
 
 def tasks(context: CompletionContext) -> list[str]:
     """Lists the shipped tasks, and the Python files and folders that begin with what was typed."""
-    from grappe import tasks
+    from grappe import finder
 
     paths = (path for path in Path().glob(f"{context.incomplete}*") if not path.name.startswith("."))
     files = [f"{path}/" if path.is_dir() else str(path) for path in paths if path.is_dir() or path.suffix == ".py"]
-    return [*tasks.names(), *files]
+    return [*finder.names(), *files]
 
 
 def fields(context: CompletionContext) -> list[str]:
     """Lists the task's fields, each with `=`; the task's file is read, not imported."""
-    from grappe import tasks
+    from grappe import finder
     from grappe.task import Task
 
     names = [field.name for field in dataclasses.fields(Task)]
     place = str(context["task"].value or "").partition(":")[0]
-    file = Path(place) if place.endswith(".py") else Path(tasks.__path__[0]) / f"{place}.py"
+    file = Path(place) if place.endswith(".py") else finder.SHIPPED / f"{place}.py"
     module = ast.parse(file.read_text(errors="replace") if file.is_file() else "")
     lines = (line for cls in module.body if isinstance(cls, ast.ClassDef) for line in cls.body)
     fields = (line.target for line in lines if isinstance(line, ast.AnnAssign))

@@ -177,7 +177,7 @@ def _resumed(rest: Sequence[str], folder: str) -> str:
     Args:
         rest: the command without the run's folder.
     """
-    from grappe import tasks
+    from grappe import finder
     from grappe.training.run import Run
     from grappe.training.task_reference import SCRIPT, texts_of
 
@@ -197,7 +197,7 @@ def _resumed(rest: Sequence[str], folder: str) -> str:
             return f"to resume a run, give its folder: {line}"
         return f"{folder} is a run of a grappe.Loop: start its script again: {_line(started)} {script}"
     task = str(description.get("task", "TASK"))
-    usual = texts_of({"fields": tasks.defaults(tasks.find(task) if task in tasks.names() else Task)}) or {}
+    usual = texts_of({"fields": finder.defaults(finder.find(task) if task in finder.names() else Task)}) or {}
     names = {text.partition("=")[0] for text in typed}
     texts = (texts_of(description) or {}).items()
     fields = [f"{name}={text}" for name, text in texts if name not in names and usual.get(name) != text]
@@ -225,10 +225,10 @@ def _with_plan(rest: Sequence[str], words: str) -> str:
 
 def _fields(rest: Sequence[str]) -> frozenset[str]:
     """Returns the fields of the task that the command names; without one that can be loaded, those of every task."""
-    from grappe import tasks
+    from grappe import finder
 
     common = frozenset(hints(Task))
     try:
-        return common | frozenset(hints(tasks.find(rest[1])))
+        return common | frozenset(hints(finder.find(rest[1])))
     except (GrappeError, ImportError, IndexError):
         return common

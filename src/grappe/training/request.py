@@ -11,8 +11,8 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from grappe.errors import GrappeError, UsageError, nearest, user_code
+from grappe.finder import module_of_file
 from grappe.plan import Plan
-from grappe.tasks import module_of_file
 from grappe.training.options import Options, check_label
 from grappe.training.task_reference import TaskReference
 from grappe.training.watchers.base import Watcher

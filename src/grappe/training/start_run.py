@@ -23,11 +23,11 @@ from grappe.data.sampling import SampleOrder
 from grappe.data.seeded import fingerprint
 from grappe.errors import GrappeError, PlanError, RunError
 from grappe.errors.user_code import naming_user_line
+from grappe.finder import defaults
 from grappe.launch import files
 from grappe.launch.world import World
 from grappe.plan import Plan
 from grappe.task import Task
-from grappe.tasks import defaults
 from grappe.training.request import Request
 from grappe.training.run import METRICS, Made, Run, new_folder, restarted, start_facts
 from grappe.training.task_reference import field_texts, same_task, source_hash, write_record

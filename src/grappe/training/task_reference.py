@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from grappe import tasks
+from grappe import finder
 from grappe.checkpoint.commit import read_json
 from grappe.errors import RunError, TaskError
 from grappe.fields import parse, text_of
@@ -42,7 +42,7 @@ class TaskReference:
         Raises:
             TaskError: the task cannot be found or made, or lacks a part.
         """
-        task = self.value if self.value is not None else tasks.make(tasks.find(self.name, self.root), self.texts)
+        task = self.value if self.value is not None else finder.make(finder.find(self.name, self.root), self.texts)
         for part in ("model", "data", "loss", "optimizer"):
             if not overrides(task, part):
                 raise TaskError(f"the task {type(task).__name__} has no {part}(): write it, see grappe.Task.{part}")
@@ -116,7 +116,7 @@ def write_record(run: str, name: str, task: Task) -> str | None:
     Returns:
         Why later commands will ask for --task, for the user; None: they will not.
     """
-    if tasks.shipped(name) is not None or name.startswith("__main__:"):
+    if finder.shipped(name) is not None or name.startswith("__main__:"):
         return None
     place = name.partition(":")[0]
     if place.endswith(".py"):
@@ -162,11 +162,11 @@ def reference_of(run: Run, *, asks: bool = True) -> TaskReference:
         )
     if not isinstance(name, str) or texts is None:
         raise RunError(f"{run.folder}/{DESCRIPTION} does not name its task")
-    if (own := tasks.shipped(name)) is not None:
+    if (own := finder.shipped(name)) is not None:
         return TaskReference(name=own, texts=texts)
     if name.startswith("__main__:"):
         # In this very script or notebook, which runs already; other processes lack it.
-        return TaskReference.of(tasks.make(tasks.find(name), texts))
+        return TaskReference.of(finder.make(finder.find(name), texts))
     record = _read(run.read_id())
     if record is None:
         shown = name if name.isprintable() and len(name) < 200 else repr(name[:200])
@@ -195,9 +195,9 @@ def resolve_task(run: Run, task: Task | type[Task] | str | None) -> TaskReferenc
         return TaskReference.of(task)
     texts = texts_of(run.read_description()) or {}
     if isinstance(task, type):
-        return TaskReference.of(tasks.make(task, texts))
+        return TaskReference.of(finder.make(task, texts))
     place = task.partition(":")[0]
-    tasks.check_name(task)
+    finder.check_name(task)
     if place.endswith(".py") and (inside := run_around(Path(place))) is not None:
         raise TaskError(
             f"--task={task}: the file is inside the run {inside}, and grappe runs nothing that came with a run. "

@@ -10,7 +10,7 @@ from typing import Any
 from rich.console import Group
 from rich.table import Table
 
-from grappe import engines, fields, sites, tasks
+from grappe import engines, fields, finder, sites
 from grappe.errors import UsageError
 from grappe.plan import Plan
 from grappe.sites.advice import described
@@ -42,18 +42,18 @@ def plan_table() -> Table:
 def task_list() -> Table:
     """Makes the table of shipped tasks."""
     table = plain_table("task", "what it learns")
-    for name in tasks.names():
-        table.add_row(name, tasks.describe(tasks.find(name)))
+    for name in finder.names():
+        table.add_row(name, finder.describe(finder.find(name)))
     return table
 
 
 def task_fields(name: str) -> Group:
     """Describes a task: its docstring, its fields and their defaults."""
-    cls = tasks.find(name)
+    cls = finder.find(name)
     table = plain_table("field", "default")
-    for field, default in tasks.defaults(cls).items():
+    for field, default in finder.defaults(cls).items():
         table.add_row(fields.typed_name(field), str(default))
-    return Group(tasks.describe(cls), table)
+    return Group(finder.describe(cls), table)
 
 
 def site_list() -> Table:

@@ -16,7 +16,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any, BinaryIO
 from urllib.parse import urlsplit
 
-from grappe import tasks
+from grappe import finder
 from grappe.errors import DataError, UsageError
 from grappe.errors.foreign_text import printable
 from grappe.launch import files
@@ -162,7 +162,7 @@ def fetch(
         UsageError: the task names no files, or another kind of address.
         DataError: a file cannot be downloaded, or is another than the task names.
     """
-    cls = tasks.find(task)
+    cls = finder.find(task)
     if not cls.downloads:
         raise UsageError(
             f"{task} has no files to download: its data come with it, or the task makes them. Your own task may name "

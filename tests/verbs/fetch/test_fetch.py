@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from grappe import tasks
+from grappe import finder
 from grappe.cli.commands import app
 from grappe.data import Corpus
 from grappe.errors import DataError, GrappeError, UsageError
@@ -308,7 +308,7 @@ def test_a_task_without_downloads_says_so(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["cifar10", "fashion_mnist", "mnist"])
 def test_a_missing_data_set_says_the_command(name: str, tmp_path: Path) -> None:
-    cls = tasks.find(name)
+    cls = finder.find(name)
     with pytest.raises(DataError, match=rf"grappe fetch {name} --data {re.escape(str(tmp_path))}\b"):
         cls().data("train", tmp_path)
     assert all(one.url.startswith("https://") and len(one.sha256) == 64 for one in cls.downloads)

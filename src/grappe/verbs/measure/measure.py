@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
-from grappe import tasks
+from grappe import finder
 from grappe.data.datasets import dataset_of, prepare
 from grappe.data.stream import head
 from grappe.errors import GrappeError, RunError, UsageError
@@ -301,7 +301,7 @@ def send(request: JobRequest, *, show: bool = False) -> Iterator[Submitted]:
     for place, (text, batch) in enumerate(points, 1):
         fields = request.fields
         if batch or request.options.weak:
-            total = batch or tasks.make(tasks.find(request.task), split(fields)).batch_size
+            total = batch or finder.make(finder.find(request.task), split(fields)).batch_size
             total *= Plan.parse(text).data_parallel if request.options.weak else 1
             others = [field for field in fields if not field.startswith("batch_size=")]
             fields = (*others, f"batch_size={total}")

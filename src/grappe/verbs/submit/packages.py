@@ -19,7 +19,7 @@ import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
-from grappe import tasks
+from grappe import finder
 from grappe.errors import GrappeError, UsageError
 from grappe.launch import command
 from grappe.launch.terminal import progress
@@ -250,7 +250,7 @@ def packages_of_task(reference: str) -> list[str]:
         if near:
             return sorted({package for file in near for package in packages_of_file(file)})
         return [package_of(place.partition(".")[0])]
-    return packages_of_file(Path(tasks.__path__[0]) / f"{place}.py")
+    return packages_of_file(finder.SHIPPED / f"{place}.py")
 
 
 def packages_of_file(file: Path) -> list[str]:

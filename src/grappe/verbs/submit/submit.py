@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
-from grappe import engines, tasks
+from grappe import engines, finder
 from grappe.errors import GrappeError, RunError, TaskError, UsageError
 from grappe.errors.causes import unfit_packages
 from grappe.fields import NumberRange, split
@@ -276,12 +276,12 @@ def _check_task(submission: Submission, plans: Iterable[Plan], *, existing: bool
     """
     if submission.task is None:
         return
-    tasks.check_name(submission.task)
+    finder.check_name(submission.task)
     texts = split(submission.fields)
     try:
         import torch  # noqa: F401
 
-        task = tasks.find(submission.task)
+        task = finder.find(submission.task)
     except (ImportError, TaskError):
         if existing:
             raise
@@ -291,7 +291,7 @@ def _check_task(submission: Submission, plans: Iterable[Plan], *, existing: bool
 
         read_space(task, texts)
     else:
-        tasks.make(task, texts)
+        finder.make(task, texts)
     if existing:
         # Variables of the node's are expanded there.
         for size in plans:

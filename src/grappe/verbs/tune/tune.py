@@ -10,12 +10,12 @@ from typing import Any, Literal
 from grappe import engines
 from grappe.errors import UsageError, nearest
 from grappe.fields import text_of
+from grappe.finder import defaults
 from grappe.launch.files import RUNS
 from grappe.launch.rank import rank_from_environment
 from grappe.plan import AnyPlan, Plan, as_plan
 from grappe.sites.sbatch import JobOptions
 from grappe.task import Task
-from grappe.tasks import defaults
 from grappe.training.options import Options
 from grappe.training.request import Request, data_folder
 from grappe.training.run import new_folder

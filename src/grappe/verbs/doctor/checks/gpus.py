@@ -7,7 +7,7 @@ import shutil
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
-from grappe import tasks
+from grappe import finder
 from grappe.errors import GrappeError
 from grappe.launch import command
 from grappe.launch.mps import CLIENTS, PROGRAM
@@ -196,7 +196,7 @@ def check_sizes(machine: Machine) -> Iterator[Finding]:
     import torch
 
     try:
-        task = tasks.make(tasks.find(machine.task), machine.fields)
+        task = finder.make(finder.find(machine.task), machine.fields)
         with torch.device("meta"):
             model = task.model()
     except GrappeError as mistake:
