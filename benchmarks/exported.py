@@ -135,11 +135,11 @@ def latencies(folder: Path) -> dict[str, list[float]]:
     import numpy as np
     import torch
 
+    from grappe.contrib.export.cpp import open_package
+    from grappe.contrib.export.folder import sha256
+    from grappe.contrib.export.program import program_of
+    from grappe.contrib.export.proof import samples_of
     from grappe.tasks.digits import Digits
-    from grappe.verbs.export.cpp import open_package
-    from grappe.verbs.export.folder import sha256
-    from grappe.verbs.export.program import program_of
-    from grappe.verbs.export.proof import samples_of
 
     torch.set_num_threads(1)
     task, package = Digits(), folder / "out/model.pt2"

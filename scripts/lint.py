@@ -24,7 +24,7 @@ BY_NAME = (
     "engines",
     "optimizers",
     "sites",
-    "verbs/doctor/checks",
+    "contrib/doctor/checks",
     "training/watchers",
     "private_api",
     "foresight/devices",
@@ -33,6 +33,7 @@ BY_NAME = (
 ALONE = {
     "slurm": "what a notebook imports",
     "__main__": "what `python -m grappe` runs",
+    "contrib/lightning/offload": "what needs another extension, for plans that offload alone",
     "cli/help": "what loads rich, for translated help alone",
     "rows/regions": "what runs plain on own rows, for whoever drives a script",
     "data/rand_like": "what a task calls as grappe.rand_like and grappe.randn_like",

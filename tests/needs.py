@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from grappe.verbs.doctor.checks import cpp
+from grappe.contrib.doctor.checks import cpp
 from tests import operators
 
 ADAM, DISK = operators.OPERATORS

@@ -9,7 +9,7 @@ OPERATORS = ("CPUAdamBuilder", "AsyncIOBuilder")
 def build(names: Sequence[str] = OPERATORS) -> dict[str, bool]:
     """Whether each is there now; they stay in the environment's folder."""
     os.environ["DS_ACCELERATOR"] = "cpu"
-    from grappe.engines.deepspeed import library
+    from grappe.contrib.deepspeed import library
 
     return {name: library.builds(name) for name in names}
 

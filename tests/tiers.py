@@ -49,8 +49,8 @@ FOLDERS = (
     "training/test_with_optimizer.py",
     "training/watchers/test_loggers.py",
     "verbs/data/test_bench.py",
-    "verbs/doctor/test_doctor.py",
-    "verbs/export",
+    "contrib/doctor/test_doctor.py",
+    "contrib/export",
     "verbs/foresee/test_foresee.py",
     "verbs/foresee/test_measured_step.py",
     "verbs/foresee/test_run_forecast.py",
@@ -106,7 +106,7 @@ PARTS = {
     "parity": ("parity", "gallery", "parallel"),
     "faults": ("faults",),
     "slurm": ("slurm", "sites", "verbs/submit", "verbs/tune"),
-    "verbs": ("verbs", "foresight", "optimizers"),
+    "verbs": ("verbs", "contrib", "foresight", "optimizers"),
     "rest": ("",),
 }
 """Folders of each part of the night: a test belongs to the first part that has its folder."""

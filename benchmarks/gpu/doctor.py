@@ -13,11 +13,11 @@ from benchmarks.gpu.pace import train_here
 from benchmarks.gpu.part import Part
 from benchmarks.gpu.tasks import Tokens
 from benchmarks.gpu.training import plan_on, read_usage
+from grappe.contrib.doctor import on_device
+from grappe.contrib.doctor.checks.gpus import VisibleGpu, of_devices
+from grappe.contrib.doctor.checks.python import of_architectures
 from grappe.profiling import energy
 from grappe.training.options import Options
-from grappe.verbs.doctor import on_device
-from grappe.verbs.doctor.checks.gpus import VisibleGpu, of_devices
-from grappe.verbs.doctor.checks.python import of_architectures
 
 
 def main(part: Part) -> None:

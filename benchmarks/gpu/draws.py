@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from benchmarks.gpu.part import Part
-from grappe.verbs.doctor import on_device
+from grappe.contrib.doctor import on_device
 
 
 def main(part: Part) -> None:

@@ -10,7 +10,7 @@ from typing import Literal
 
 import torch
 
-from grappe.verbs.doctor.on_device import DeviceTrial
+from grappe.contrib.doctor.on_device import DeviceTrial
 
 Verdict = Literal["passed", "failed", "measured", "not tried"]
 

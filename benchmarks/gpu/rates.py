@@ -11,8 +11,8 @@ import torch
 from benchmarks.gpu.pace import Window, give_memory_back, seconds_a_step
 from benchmarks.gpu.part import Aim, Part
 from benchmarks.gpu.tasks import LanguageTask
+from grappe.contrib.doctor import on_device
 from grappe.plan import Plan
-from grappe.verbs.doctor import on_device
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -12,13 +12,13 @@ from grappe.words import VERSION
 
 if TYPE_CHECKING:
     from grappe.checkpoint.foreign_training import pretrained
+    from grappe.contrib.lightning.lightning_module import from_lightning
     from grappe.data.arrays import Arrays, normalise
     from grappe.data.datasets import split
     from grappe.data.draw import draw, mixup_pairs
     from grappe.data.rand_like import rand_like, randn_like
     from grappe.data.sampling import Sampling
     from grappe.parallel.tensor import SplitOutputs, split_convolutions
-    from grappe.tasks.lightning_module import from_lightning
     from grappe.training.options import Options
     from grappe.training.own_loop import Loop, parallelize
     from grappe.training.run import Run
@@ -72,7 +72,7 @@ _LAZY = {
     "pretrained": "grappe.checkpoint.foreign_training",
     "Sampling": "grappe.data.sampling",
     "split": "grappe.data.datasets",
-    "from_lightning": "grappe.tasks.lightning_module",
+    "from_lightning": "grappe.contrib.lightning.lightning_module",
     "SplitOutputs": "grappe.parallel.tensor",
     "split_convolutions": "grappe.parallel.tensor",
     "Options": "grappe.training.options",

@@ -12,6 +12,8 @@ from typing import Literal
 from grappe import fields
 from grappe.errors import PlanError, UsageError
 
+Rounding = Literal["fp32", "bf16", "int8"]
+"""Number format of weights that are written."""
 WHOLE_DRAWS = 4
 """Parts of a batch up to which dropout=auto has each part draw for all: a fifth to a half more time; 8 parts: twice."""
 OWN_STATISTICS = frozenset({"horovod", "textbook"})

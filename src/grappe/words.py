@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -83,6 +84,15 @@ def first_line(error: object) -> str:
 def host_name() -> str:
     """Returns this machine's name for users: in a Slurm job the node's name, by which Slurm's commands know it."""
     return os.environ.get("SLURMD_NODENAME") or os.uname().nodename
+
+
+NVIDIA, AMD_DRIVER = Path("/proc/driver/nvidia/version"), Path("/sys/module/amdgpu/version")
+
+
+def driver_version(text: str) -> str:
+    """Reads the version in a driver's file."""
+    match = re.search(r"\d+\.\d+(\.\d+)?", text)
+    return match[0] if match else "unknown"
 
 
 @functools.cache

@@ -171,7 +171,7 @@ class Pair(NamedTuple):
 
 
 class Fields(UserDict[str, torch.Tensor]):
-    """What a tokenizer returns: its fields are attributes, too."""
+    """Output of a tokenizer, whose fields are attributes, too."""
 
     def __getattr__(self, name: str) -> torch.Tensor:
         return self.data[name]

@@ -96,7 +96,7 @@ def units(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def lightning_module(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("lightning")
-    from tests.tasks import modules
+    from tests.contrib.lightning import modules
 
     project = SimpleNamespace(MyModule=modules.Net, MyData=modules.Data)
     monkeypatch.setitem(sys.modules, "my_project", project)

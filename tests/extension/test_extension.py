@@ -13,10 +13,10 @@ import pytest
 import torch
 
 from grappe import finder
+from grappe.contrib.export.export import export
+from grappe.contrib.export.folder import ExportOptions
 from grappe.errors import UsageError
 from grappe.training.run import Run
-from grappe.verbs.export.export import export
-from grappe.verbs.export.folder import ExportOptions
 from tests import needs
 from tests.commands import GRAPPE, ran
 from tests.extension import cell

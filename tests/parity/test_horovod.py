@@ -5,7 +5,7 @@ import importlib.util
 import pytest
 import torch
 
-from grappe.engines.horovod import MISSING, Horovod
+from grappe.contrib.horovod.engine import MISSING, Horovod
 from grappe.errors import PlanError
 from grappe.plan import Plan
 from tests.parity.tasks import Images

@@ -6,9 +6,9 @@ import pytest
 
 from grappe import sites
 from grappe import slurm as notebook
+from grappe.contrib.doctor.checks import job, note
 from grappe.errors import UsageError
 from grappe.sites import slurm
-from grappe.verbs.doctor.checks import job, note
 from tests.typed import stand_in
 
 TEXT = """cpu|64|257000+|(null)|1-00:00:00|100|1-infinite

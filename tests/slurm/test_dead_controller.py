@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from grappe.cli import commands
+from grappe.contrib.doctor.checks import job
 from grappe.sites import slurm
-from grappe.verbs.doctor.checks import job
 from tests.commands import SLOW
 from tests.slurm import configuration
 from tests.slurm.cluster import Cluster

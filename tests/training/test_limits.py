@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from pytest import approx
 
-from grappe.engines.deepspeed import library
+from grappe.contrib.deepspeed import library
 from grappe.training.run import Run
 from tests import needs
 from tests.commands import GRAPPE, Command

@@ -87,7 +87,7 @@ def put_in_order(app: App) -> None:
     """Puts the commands into their groups."""
     for title, names in GROUPS.items():
         group = Group.create_ordered(title)
-        for place, name in enumerate(names):
+        for place, name in enumerate(each for each in names if each in app):  # others are of extensions
             app[name].group = (group,)
             app[name].sort_key = place
     app["--help"].group = app["--version"].group = (Group.create_ordered("About"),)

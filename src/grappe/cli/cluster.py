@@ -1,4 +1,4 @@
-"""Defines the commands for clusters: submit, queue, logs, wait, cancel, sites, gpus, doctor.
+"""Defines the commands for clusters: submit, queue, logs, wait, cancel, sites, gpus.
 
 The command that follows `grappe submit … --` is read by the definitions of grappe's own commands.
 """
@@ -16,15 +16,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 from cyclopts import App, CycloptsError, Parameter
 
 from grappe.cli import completion
-from grappe.cli.application import OPTIONS, DryRun, FieldText, Json, PlanText, RunFolder, RunsFolder, app, preflight
+from grappe.cli.application import OPTIONS, DryRun, Json, RunFolder, RunsFolder, app
 from grappe.cli.corrections import corrected, unknown_option
 from grappe.cli.exit import script_apart, show, show_either, show_json
-from grappe.errors import EXIT_FAILURE, EXIT_OK, UsageError
+from grappe.errors import UsageError
 from grappe.launch.command import become
 from grappe.launch.files import RUNS
-from grappe.launch.rank import is_main_process
-from grappe.launch.terminal import complain, say, write
-from grappe.plan import Plan
+from grappe.launch.terminal import complain, write
 from grappe.sites import slurm
 from grappe.sites.sbatch import LAUNCH, SCRIPT, TRAIN, TUNE, JobOptions
 from grappe.training.options import Options
@@ -277,63 +275,3 @@ def gpus(*, json: Json = False) -> None:
     from grappe.verbs.catalogue import gpu_list
 
     show_either(json, "gpus", gpu_list(), gpus=devices())
-
-
-@app.command
-def doctor(
-    task: str | None = None,
-    /,
-    *fields: FieldText,
-    plan: PlanText = "",
-    runs: RunsFolder = RUNS,
-    job: bool = False,
-    script: Path | None = None,
-    gpu: bool = False,
-    record: bool = False,
-    json: Json = False,
-) -> int:
-    """Check this machine, or all processes of this allocation, for problems; it takes seconds.
-
-    Args:
-        task: Check this task's sizes too.
-        job: As the first step of a job: warnings and errors only.
-        script: Your own script: of the packages, check those that it imports.
-        gpu: Try on the GPU, in about a minute: the bits of random numbers and of exact trainings, readings of memory
-            and power, the speed of a matrix product.
-        record: Record what this machine computes (digits, or the task). When torch, driver, container or processor have
-            changed since, grappe doctor offers the comparison.
-    """
-    if gpu:
-        from grappe.verbs.doctor.on_device import try_gpu
-
-        trials = []
-        for trial in try_gpu():
-            trials.append(trial)
-            if not json:
-                show(f"{trial.verdict:9}  {trial.what}: {trial.text}")
-        if json:
-            show_json("gpu", trials=trials)
-        return EXIT_FAILURE if any(trial.verdict == "FAILED" for trial in trials) else EXIT_OK
-
-    texts = preflight([plan], task, fields)
-    if record:
-        from grappe.verbs.doctor.checks.kept_record import keep
-
-        file = keep(task, Plan.parse(plan), texts)
-        show_json("doctor --record", file=file) if json else say(f"recorded in {file}")
-        return EXIT_OK
-    from grappe.verbs.doctor import doctor as verb
-
-    request = verb.DoctorRequest(
-        plan=Plan.parse(plan), folder=runs.absolute(), job=job, task=task, script=script, fields=texts
-    )
-    findings = verb.doctor(request)
-    if json:
-        show_json("doctor", findings=findings)
-    elif is_main_process():
-        shown = [finding for finding in findings if finding.level != "note"] if job else findings
-        if shown:
-            say(verb.text(shown))
-        if not job:
-            say(verb.summary(findings))
-    return EXIT_FAILURE if verb.failed(findings) else EXIT_OK

@@ -13,11 +13,11 @@ from typing import Annotated, Literal
 
 from cyclopts import Parameter
 
+from grappe import extensions
 from grappe.cli import cluster, completion, images, measuring, output, tuning  # noqa: F401 (their commands)
 from grappe.cli import exit as entry_point
 from grappe.cli.application import (
     OPTIONS,
-    OUT_NAMES,
     CheckpointName,
     DataFolder,
     DryRun,
@@ -39,16 +39,15 @@ from grappe.fields import typed_name
 from grappe.launch import files
 from grappe.launch.files import RUNS
 from grappe.launch.rank import is_main_process, rank_from_environment
-from grappe.launch.terminal import complain, progress, redirected, say, waiting, write
+from grappe.launch.terminal import complain, redirected, say, waiting, write
 from grappe.plan import as_plan
 from grappe.training.options import Options
-from grappe.verbs.export.folder import ExportOptions, check_target
 from grappe.words import format_number
 
 Trained = Annotated[
     bool, Parameter(help="Take the trained weights, where the run keeps a moving average of them (ema).")
 ]
-DEFAULTS, EXPORTED = Options(), ExportOptions()
+DEFAULTS = Options()
 
 
 @app.command
@@ -340,49 +339,6 @@ def engines(*, json: Json = False) -> None:
 
 
 @app.command
-def export(
-    run: RunFolder,
-    /,
-    *,
-    out: Annotated[Path, Parameter(name=OUT_NAMES, help="A new folder to write.")],
-    options: Annotated[ExportOptions, OPTIONS] = EXPORTED,
-    task: RunTask = None,
-    checkpoint: CheckpointName = None,
-    data: DataFolder = None,
-    dry_run: Annotated[DryRun, Parameter(help="Check the run and the options; write nothing.")] = False,
-    json: Json = False,
-) -> None:
-    """Write a run's model as a C++ program, weights or ONNX; it is checked on the whole validation split first."""
-    check_target(out)
-    progress("loading the run and its model")
-    from grappe.verbs.export.export import checked
-    from grappe.verbs.export.export import export as verb
-    from grappe.verbs.load import choose
-    from grappe.verbs.runs import shown_scores
-
-    if dry_run:
-        source, _ = checked(run, out, options, task)
-        name = choose(source, checkpoint)[1].folder.name
-        planned = [("would be written", f"{out}: {options.format}, weights in {options.weights}"), ("checkpoint", name)]
-        show_answer(json, "export", planned, folder=out, checkpoint=name, dry_run=True)
-        return
-    done = verb(run, out, options, checkpoint=checkpoint, task=task, data=data, progress=progress)
-    progress("")
-    proof, sizes = done.proof, ", ".join(map(str, done.proof.batch_sizes))
-    built = f"not built: {done.cpp}" if done.cpp else "built and proven"
-    facts = [
-        ("written", done.folder),
-        ("checkpoint", done.checkpoint),
-        ("proven", f"{proof.samples:,} samples of {proof.split}, {sizes} at a time"),
-        ("largest difference", f"{proof.largest_difference:.1e} of a row"),
-        *((f"scores, weights in {rounding}", shown_scores(scores)) for rounding, scores in done.scores.items()),
-        *([("C++ program", built)] if options.format == "program" else []),
-        ("how to use it", f"{done.folder}/README.md"),
-    ]
-    show_answer(json, "export", facts, **vars(done), dry_run=False)
-
-
-@app.command
 def fetch(
     task: TaskName,
     /,
@@ -420,6 +376,8 @@ def completion_(shell: Literal["bash", "zsh", "fish"], /) -> None:
         say(line)
 
 
+for extension in extensions.having("commands"):
+    extensions.module(extension, "commands")
 put_in_order(app)
 
 

@@ -1,4 +1,4 @@
-"""Finds engines, which execute optimizer steps, by file name: to add an engine, add one file."""
+"""Finds engines, which execute optimizer steps, by file name: to add one, add a file, or an extension's engine.py."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import pkgutil
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+from grappe import extensions
 from grappe.errors import PlanError, nearest
 from grappe.plan import Plan
 
@@ -19,7 +20,8 @@ NOT_ENGINES = frozenset({"base", "native_pipeline", "shared"})
 
 def names() -> list[str]:
     """Lists the engines' names."""
-    return sorted(module.name for module in pkgutil.iter_modules(__path__) if module.name not in NOT_ENGINES)
+    shipped = {module.name for module in pkgutil.iter_modules(__path__)} - NOT_ENGINES
+    return sorted((*shipped, *extensions.having("engine")))
 
 
 def check_name(name: str) -> None:
@@ -29,12 +31,14 @@ def check_name(name: str) -> None:
 
 
 def find(name: str) -> type[Engine]:
-    """Finds the engine class of file `engines/NAME.py`.
+    """Finds the engine class of file `engines/NAME.py` or `contrib/NAME/engine.py`.
 
     Raises:
         PlanError: there is no such engine, or a package that it needs is not installed.
     """
     check_name(name)
+    if name in extensions.having("engine"):
+        return extensions.module(name, "engine").ENGINE
     return importlib.import_module(f"{__name__}.{name}").ENGINE
 
 

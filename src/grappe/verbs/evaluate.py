@@ -23,7 +23,7 @@ from grappe.training.task_reference import TaskReference, resolve_task
 from grappe.verbs.load import choose, data_of
 
 if TYPE_CHECKING:
-    from grappe.verbs.export.rounding import Rounding
+    from grappe.plan import Rounding
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -95,10 +95,10 @@ def evaluate(
 def worker(request: EvaluateRequest, process: ProcessRank, rendezvous_folder: Path) -> Scores:
     """Runs one process of an evaluation. Collective."""
     from grappe import engines
+    from grappe.checkpoint.rounding import rounded
     from grappe.data import loader
     from grappe.data.datasets import dataset_of, prepare
     from grappe.engines.base import EngineSetup
-    from grappe.verbs.export.rounding import rounded
 
     plan = request.plan
     with joined(plan, process, rendezvous_folder) as world:

@@ -23,9 +23,9 @@ from grappe.training.run import Run
 from grappe.verbs.predict import inputs as verb_inputs
 from grappe.verbs.predict.predict import predict, save
 from tests.commands import GRAPPE, ran
+from tests.contrib.export.tasks import Plain
 from tests.patience import PATIENCE_SECONDS
 from tests.training.test_training import train
-from tests.verbs.export.tasks import Plain
 
 
 class Pairs(Plain):

@@ -40,13 +40,12 @@ from grappe.step.precision import set_gpu_arithmetic
 from grappe.task import Task
 from grappe.training.request import data_folder
 from grappe.training.task_reference import TaskReference
-from grappe.verbs.doctor.checks.python import AMD_DRIVER, NVIDIA, driver_version
 from grappe.verbs.verify.instrument import NOTHING, SampleRecorder, instrumented
 from grappe.verbs.verify.random_ops import RandomOps
 from grappe.verbs.verify.runner import FACTOR
 from grappe.verbs.verify.sketch import PERTURBED, WIDTH, CallLog, Numbers, floats, gaps, moved, sketch
 from grappe.verbs.verify.trained_by_hand import ReferenceBatches, ReferenceModel, ReferenceRequest
-from grappe.words import VERSION, processor_name
+from grappe.words import AMD_DRIVER, NVIDIA, VERSION, driver_version, processor_name
 
 FORM = 2
 MOST_BYTES = 5_000_000

@@ -1,0 +1,1 @@
+"""engine=deepspeed: ZeRO and its offload by DeepSpeed."""

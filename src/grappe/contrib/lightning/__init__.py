@@ -1,0 +1,1 @@
+"""engine=lightning, and tasks made of a LightningModule."""
