@@ -3,19 +3,24 @@
 - A variable, parameter, function or class must not have one of the names that say nothing (FORBIDDEN).
 - A class's name stands once in the package, so that a search for it finds one thing.
 - A small module that one other module imports belongs into that module, unless it is found by its file's name.
+- No room and no extension has more lines than budget.toml allows it, and the sum of these numbers only falls:
+  `python scripts/lint.py --budget` writes the numbers of the source that is there, where they are lower.
 """
 
 from __future__ import annotations
 
 import ast
 import gc
+import subprocess
 import sys
-from collections import defaultdict
-from collections.abc import Iterator
+import tomllib
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "src" / "grappe"
+BUDGET = ROOT / "scripts" / "budget.toml"
 FORBIDDEN = frozenset(["one", "found", "known", "told", "wanted", "given", "said", "mine", "whole", "much"])
 SMALL = 120
 """Lines of a module from which on it may have a single importer."""
@@ -43,17 +48,62 @@ ALONE = {
 
 def main() -> int:
     """Prints what is refused; exit code 1 if anything is."""
+    if "--budget" in sys.argv:
+        write_budget()
+        return 0
     gc.disable()  # which would look at half a million nodes again and again
     trees = {file: list(ast.walk(ast.parse(file.read_text()))) for file in sorted(PACKAGE.rglob("*.py"))}
     faults = {
         "names that say nothing": list(forbidden_names(trees)),
         "class names that stand more than once": list(doubled_classes(trees)),
         f"modules below {SMALL} lines with one importer": list(small_modules(trees)),
+        "budgets of lines": list(over_budget(lines_of_rooms(), read_budget(BUDGET.read_text()), earlier_budget())),
     }
     for title, lines in faults.items():
         if lines or "--count" in sys.argv:
             print(f"{len(lines)} {title}" + ("" if "--count" in sys.argv else ":\n  " + "\n  ".join(lines)))
     return int(any(faults.values()))
+
+
+def lines_of_rooms() -> Counter[str]:
+    """Counts the lines of each room and of each extension, all of them, as `ruff format` leaves them."""
+    lines = Counter[str]()
+    for file in PACKAGE.rglob("*.py"):
+        parts = file.relative_to(PACKAGE).parts
+        depth = 2 if parts[0] == "contrib" and len(parts) > 2 else 1
+        lines["/".join(parts[:depth]) if len(parts) > 1 else "files of the root"] += len(file.read_text().splitlines())
+    return lines
+
+
+def read_budget(text: str) -> dict[str, int]:
+    """Reads the numbers of lines by room."""
+    return tomllib.loads(text).get("lines", {})
+
+
+def earlier_budget() -> dict[str, int]:
+    """Reads the budget of the last commit; {} where there is none, as in an unpacked archive."""
+    command = ["git", "-C", str(ROOT), "show", f"HEAD:{BUDGET.relative_to(ROOT)}"]
+    return read_budget(subprocess.run(command, capture_output=True, text=True, check=False).stdout)
+
+
+def over_budget(lines: Mapping[str, int], budget: Mapping[str, int], before: Mapping[str, int]) -> Iterator[str]:
+    """Yields the rooms that have more lines than they may, and a budget whose sum rises."""
+    for room, count in sorted(lines.items()):
+        if count > budget.get(room, 0):
+            yield f"{room} has {count:,} lines, and may have {budget.get(room, 0):,} (scripts/budget.toml)"
+    rise = sum(budget.values()) - sum(before.values())
+    if before and rise > 0:
+        yield f"scripts/budget.toml allows {rise:,} lines more than the last commit: lower another room's number"
+
+
+def write_budget() -> None:
+    """Lowers each number to the lines that are there; a new room gets its own, a room that went loses its number."""
+    budget = read_budget(BUDGET.read_text()) if BUDGET.exists() else {}
+    lines = {room: min(count, budget.get(room, count)) for room, count in sorted(lines_of_rooms().items())}
+    shown = "".join(f'"{room}" = {count}\n' for room, count in lines.items())
+    BUDGET.write_text(
+        f"# Lines that each room and extension may have; `make lint` refuses more, or a higher sum.\n\n[lines]\n{shown}"
+    )
 
 
 def forbidden_names(trees: dict[Path, list[ast.AST]]) -> Iterator[str]:
