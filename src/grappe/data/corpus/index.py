@@ -45,7 +45,7 @@ class ShardFiles:
 
     def kept(
         self, name: str, kinds: Sequence[np.dtype[Any]], make: Callable[[], WordsAndArrays], *, again: bool = False
-    ) -> tuple[WordsAndArrays, Path | None]:
+    ) -> tuple[WordsAndArrays, Path]:
         """Keeps what is made of the files: hidden beside them, or in the user's folder."""
         what = [str(self.root), *self.names, self.form.__name__, repr(self.options)]
         key = xxhash.xxh3_64_hexdigest("\n".join(what).encode(errors="surrogateescape"))
@@ -59,7 +59,7 @@ class ShardFiles:
             return words, arrays
 
         places = index_file.places(self.root / f".{file}", "corpus", file)
-        return index_file.kept(self.root, places, tuple[str, ...], kinds, described, checked, again=again)[:2]
+        return index_file.kept(self.root, places, tuple[str, ...], kinds, described, checked, again=again)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -144,8 +144,6 @@ def open_index(
 
     name = "skip" if skip_damaged else "all"
     (damaged, (blocks, places)), file = shards.kept(f"{name}.corpus", (BLOCK, PLACE), make, again=again)
-    if file is None:
-        raise DataError(f"the index of {printable(shards.root)} can be written neither there nor in your state folder")
     return CorpusIndex(blocks=blocks, places=places, damaged=damaged, file=file)
 
 

@@ -193,12 +193,7 @@ def open_index(
         return described(source, listing(source, *label_files, report or (lambda words: None)), label_files)
 
     check = functools.partial(_checked, source, label_files)
-    index, file, problems = index_file.kept(
-        source, places(source, INDEX), Description, _KINDS, make, check, again=again
-    )
-    if file is None:
-        raise DataError(f"the index of {source} can be written nowhere: {problems}")
-    return index, file
+    return index_file.kept(source, places(source, INDEX), Description, _KINDS, make, check, again=again)
 
 
 def quarantined(source: Path, index: Index) -> NDArray[np.int64]:

@@ -105,7 +105,7 @@ def kept(
     check: Callable[[tuple[str, ...], Any, list[NDArray[Any]]], T],
     *,
     again: bool = False,
-) -> tuple[T, Path | None, str]:
+) -> tuple[T, Path]:
     """Returns what was kept of a source, mapped; where that is missing or stale makes and writes it, once.
 
     Args:
@@ -119,10 +119,11 @@ def kept(
         again: whether to make it in any case.
 
     Returns:
-        The result, and the file, or None and why it could be written nowhere.
+        The result, and the file.
 
     Raises:
-        DataError: a file that it names is missing, or the source changes while it is read.
+        DataError: a file that it names is missing, or the source changes while it is read; or it can be written
+            nowhere.
     """
 
     def checked(names: dict[str, Facts], more: Any, arrays: Sequence[NDArray[Any]]) -> T:
@@ -143,18 +144,18 @@ def kept(
         return why
 
     if not again and not isinstance(there := existing(), str):
-        return *there, ""
+        return there
     with files.locked(places[-1].with_suffix(".lock")) if places[1:] else contextlib.nullcontext():
         if not isinstance(there := "asked for" if again else existing(), str):  # another process has made it
-            return *there, ""
+            return there
         made, problems = make(there), []
         try:
             for file in places:
                 try:
                     write(file, made)
-                    return checked(*read(file, form, kinds)), file, ""
+                    return checked(*read(file, form, kinds)), file
                 except OSError as error:
                     problems.append(f"{file}: {error.strerror or error}")
-            return checked(*made), None, "; ".join(problems)
         except Stale as error:
             raise DataError(f"{printable(source)} changes while it is read ({error}): wait until it is whole") from None
+        raise DataError(f"the index of {printable(source)} can be written nowhere: {'; '.join(problems)}")
