@@ -101,10 +101,12 @@ class Units:
         self._scale = 1 / plan.microbatches if pipelined else plan.microbatches
         for level in self.levels:
             several = composed(fake_model, self.plan_of([level] * self.number), samples, gpu=gpu)
-            for order, (_, trace) in zip(self._orders, several[0].traces, strict=True):
+            traces = [trace for _, trace in several[0].traces]
+            for order, trace in zip(self._orders, traces, strict=True):
                 self._read(order, level, trace)
-        for unit, moved in enumerate(trace.moved if rate else ()):  # copies wait for kernels, and kernels for copies
-            self._costs["host"][unit] += self._scale * moved / rate
+            if level == "host":  # copies wait for kernels, and kernels for copies
+                for unit, moved in enumerate(traces[0].moved):
+                    self._costs[level][unit] += self._scale * moved / rate
         self.step = self._simulated({})
         """Seconds of the passes of a step without recomputation."""
 
