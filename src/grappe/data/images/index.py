@@ -14,7 +14,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import numpy as np
 import xxhash
 from numpy.typing import NDArray
@@ -43,23 +42,14 @@ LabelFiles = tuple[Path | None, Path | None]
 """The file of labels, and the file that says what numbers in it mean."""
 
 
-class Description(msgspec.Struct, kw_only=True):
-    """Describes the arrays of an index."""
-
-    kind: Kind
-    classes: tuple[str, ...]
-    labels: tuple[str, ...]
-    """Hashes of the files of labels."""
-    left_out: int
-
-
+Description = tuple[Kind, tuple[str, ...], int, tuple[str, ...]]
+"""The kind, the classes, the number of files left out, and hashes of the files of labels."""
 _KINDS = (ENTRY, np.dtype("<u8"), np.dtype("u1"))
 
 
 def described(source: Path, index: Index, labels: LabelFiles) -> index_file.Made:
     """Returns an index as its file has it."""
-    hashes = tuple(map(_content_hash, labels))
-    description = Description(kind=index.kind, classes=index.classes, labels=hashes, left_out=index.left_out)
+    description = index.kind, index.classes, index.left_out, tuple(map(_content_hash, labels))
     return facts_below(source, index.files), description, (index.entries, index.name_ends, index.name_bytes)
 
 
@@ -83,22 +73,22 @@ def _checked(
     Raises:
         Stale: it is damaged, or belongs to another state of the source.
     """
-    entries, ends, name_bytes = arrays
-    if description.labels != tuple(map(_content_hash, labels)):
+    (entries, ends, name_bytes), (kind, classes, left_out, hashes) = arrays, description
+    if hashes != tuple(map(_content_hash, labels)):
         raise Stale("the file of labels has changed")
     if not len(entries) == len(ends) > 0 or int(ends[-1]) != len(name_bytes) or (ends[1:] < ends[:-1]).any():
         raise Stale("it is damaged")
     least, most = entries["label"].min(), entries["label"].max()
-    if least < 0 or most >= len(description.classes) or entries["file"].max() >= len(names):
+    if least < 0 or most >= len(classes) or entries["file"].max() >= len(names):
         raise Stale("it is damaged")
     index = Index(
-        kind=description.kind,
-        classes=description.classes,
+        kind=kind,
+        classes=classes,
         files=names,
         entries=entries,
         name_ends=ends,
         name_bytes=name_bytes,
-        left_out=description.left_out,
+        left_out=left_out,
     )
     reader = Reader(source, index)
     for place in np.linspace(0, len(index) - 1, min(_PROBES, len(index))).astype(int).tolist():
