@@ -69,7 +69,8 @@ def test_a_choice_fits_and_takes_little_more_time_than_the_best_of_all(request: 
 def test_half_of_the_saving_is_cheap_and_more_than_all_cuts_microbatches(units: Units, gpt: FakeModel) -> None:
     every, most = (units.choice([level] * 4) for level in ("full", ""))
     limit = (every.peak + most.peak) // 2
-    assert fitted(gpt, Plan(memory="1MB"), BATCH, limit).price <= every.price / 2
+    # One of two equal blocks; and the head, which takes next to no time and frees next to no bytes.
+    assert fitted(gpt, Plan(memory="1MB"), BATCH, limit).price <= 0.55 * every.price
     assert fitted(gpt, Plan(memory="1MB"), BATCH, int(0.9 * every.peak)).plan.microbatches > 1
 
 

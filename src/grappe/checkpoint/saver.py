@@ -378,13 +378,18 @@ def pieces_to_write(tensors: Mapping[str, Tensor], own: Mapping[str, Tensor], wo
     loads: dict[int, list[int]] = {}
     for name, tensor in tensors.items():
         copies, index = _copies(tensor, world)
-        load = loads.setdefault(copies, [0] * copies)
-        writer = load.index(min(load))
-        load[writer] += tensor.numel() * tensor.element_size() + 1
+        writer = next_writer(loads.setdefault(copies, [0] * copies), tensor.numel() * tensor.element_size())
         if writer == index and (piece := _piece(name, tensor)) is not None:
             yield piece
     for name, tensor in own.items():
         yield Piece.complete(name, tensor)
+
+
+def next_writer(loads: list[int], size: int) -> int:
+    """Returns the process with the fewest bytes to write so far; `size` bytes more are its."""
+    writer = loads.index(min(loads))
+    loads[writer] += size + 1
+    return writer
 
 
 def _copies(tensor: Tensor, world: World) -> tuple[int, int]:

@@ -10,7 +10,6 @@ import json
 import os
 import secrets
 import shutil
-import stat
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NoReturn
@@ -19,6 +18,7 @@ import msgspec
 import xxhash
 
 from grappe.data.images.index import INDEX, QUARANTINE
+from grappe.data.shards.open_file import Facts, facts_of
 from grappe.errors import DISK_IS_FULL, DataError, UsageError
 from grappe.errors.foreign_text import printable
 from grappe.launch import files
@@ -38,15 +38,6 @@ class Staged:
     bytes: int
     copied: int
     """Files that this call has copied; the others were there."""
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class _File:
-    name: str
-    """Below the source's own folder."""
-    size: int
-    mtime: int
-    """Nanoseconds."""
 
 
 def stage(source: Path | str, to: Path | str) -> Path:
@@ -100,12 +91,12 @@ def _copied(source: Path, to: Path, report: Callable[[int, int], None] | None) -
     """Copies what is missing; without `report` only says what that is."""
     sources, record = _files(source), to / f".{source.name}.staged.json"
     recorded = _recorded_names(record)
-    missing = [file for file in sources if recorded is None or not _is_there(to, file)]
-    total, needed = (sum(file.size for file in some) for some in (sources, missing))
+    missing = {name: facts for name, facts in sources.items() if recorded is None or not _is_there(to / name, facts)}
+    total, needed = (sum(size for size, _ in some.values()) for some in (sources, missing))
     staged = Staged(place=to / source.name, files=len(sources), bytes=total, copied=len(missing))
     if report is None:
         return staged
-    names = {file.name for file in sources}
+    names = set(sources)
     _remove_others(to, source, names, recorded)
     room = shutil.disk_usage(to).free
     if missing and room < needed + _SPARE:
@@ -115,35 +106,35 @@ def _copied(source: Path, to: Path, report: Callable[[int, int], None] | None) -
     if recorded != names:  # before the first file: what a killed process leaves is known to be a copy
         files.replace(record, json.dumps(sorted(names | (recorded or set()))).encode(), durable=True)
     done = total - needed
-    for file in missing:
-        _copy(source.parent / file.name, to / file.name, file)
-        done += file.size
+    for name, facts in missing.items():
+        _copy(source.parent / name, to / name, facts)
+        done += facts[0]
         report(done, total)
     if source.is_dir():
         for folder, _, _ in os.walk(to / source.name):  # an index of images has folders' times
-            facts = (source / Path(folder).relative_to(to / source.name)).stat()
-            os.utime(folder, ns=(facts.st_mtime_ns, facts.st_mtime_ns))
+            _, time = facts_of(source / Path(folder).relative_to(to / source.name))
+            os.utime(folder, ns=(time, time))
     return staged
 
 
-def _files(source: Path) -> list[_File]:
-    """Lists the source's files, and files next to it that belong to it.
+def _files(source: Path) -> dict[str, Facts]:
+    """Lists the source's files, and files next to it that belong to it, by their names below its own folder.
 
     Raises:
         DataError: it is missing, or has something that is no file.
     """
     if not source.exists():
         raise DataError(f"{source}: there is no such file or folder")
-    sidecars = [source.with_name(source.name + ending) for ending in (INDEX, QUARANTINE)]
-    places = [*_walk(source), *(file for file in sidecars if file.is_file())]
-    sources = []
-    for place in places:
-        facts = place.stat()
-        if not stat.S_ISREG(facts.st_mode):
+    sources = {}
+    for place in (*_walk(source), *filter(Path.is_file, _sidecars(source))):
+        if not place.is_file():
             raise DataError(f"{printable(place)} is not a file: it cannot be staged")
-        name = str(place.relative_to(source.parent))
-        sources.append(_File(name=name, size=facts.st_size, mtime=facts.st_mtime_ns))
+        sources[str(place.relative_to(source.parent))] = facts_of(place)
     return sources
+
+
+def _sidecars(source: Path) -> list[Path]:
+    return [source.with_name(source.name + ending) for ending in (INDEX, QUARANTINE)]
 
 
 def _walk(source: Path) -> Iterator[Path]:
@@ -165,19 +156,18 @@ def _raised(error: OSError) -> NoReturn:
     raise error
 
 
-def _is_there(to: Path, file: _File) -> bool:
+def _is_there(place: Path, facts: Facts) -> bool:
     """Returns whether a file was copied: it has its name and its time only once its content was read to be right."""
     try:
-        facts = (to / file.name).stat()
+        return facts_of(place) == facts
     except OSError:
         return False
-    return (facts.st_size, facts.st_mtime_ns) == (file.size, file.mtime)
 
 
 def _remove_others(to: Path, source: Path, names: set[str], recorded: set[str] | None) -> None:
     """Removes files of an earlier copy that the source lacks now; refuses files that no copy has made."""
     place = to / source.name
-    sidecars = [source.name, *(source.name + ending for ending in (INDEX, QUARANTINE))]
+    sidecars = [source.name, *(each.name for each in _sidecars(source))]
     for left in sorted(to.iterdir()):  # of a single file, copies that a killed process has left lie here
         if any(left.name.startswith(f".{name}.") for name in sidecars) and _is_unfinished(left, to, names):
             left.unlink()
@@ -206,7 +196,7 @@ def _is_unfinished(path: Path, to: Path, names: set[str]) -> bool:
     return ours and str(path.relative_to(to)) not in names
 
 
-def _copy(source: Path, place: Path, file: _File) -> None:
+def _copy(source: Path, place: Path, facts: Facts) -> None:
     """Copies a file, and reads the copy: it is there whole and right, or not at all.
 
     Raises:
@@ -221,14 +211,14 @@ def _copy(source: Path, place: Path, file: _File) -> None:
                 digest.update(content)
                 copy.write(content)
             copy.flush()
-            if file.size > _CHUNK:
+            if facts[0] > _CHUNK:
                 os.fsync(copy.fileno())  # else the copy would be read from memory
-            facts = os.fstat(stream.fileno())
-        if (facts.st_size, facts.st_mtime_ns) != (file.size, file.mtime):
+            unchanged = facts_of(stream.fileno()) == facts
+        if not unchanged:
             raise DataError(f"{printable(source)} changes while it is copied: wait until it is whole")
         if _hash(temporary) != digest.hexdigest():
             raise DataError(f"{printable(place)} reads otherwise than it was written: this disk is damaged")
-        os.utime(temporary, ns=(file.mtime, file.mtime))
+        os.utime(temporary, ns=(facts[1], facts[1]))
         temporary.rename(place)
     finally:
         temporary.unlink(missing_ok=True)

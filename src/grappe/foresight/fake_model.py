@@ -7,7 +7,7 @@ import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -43,6 +43,7 @@ from grappe.private_api.torch import fake_store, fake_tensors, forget_meshes, tr
 from grappe.step.task_contract import optimizer_of
 from grappe.task import Task, overrides
 
+T = TypeVar("T")
 ONE_PROCESS = Plan()
 SAMPLES = 16  # read from the data; larger batches repeat them
 COLLATED = 512  # at most, where the task's collate may pad samples to the longest
@@ -322,34 +323,35 @@ class FakeModel:
             slices: what a microbatch depends on besides itself.
             trains: whether they are of a step; else each stage is traced in an evaluation of validation samples.
         """
-        batch = (self.batches if trains else self._validation).of(rows)
-        model = self._build_model()
-        units = pipeline_units(self.task, model)
-        hosts = self._checkpointed(model, units, plan)
-        stages = stages_of(self.task, units, cut, plan.precision)
-        alone = contextlib.nullcontext(World(process=ProcessRank(), device=CPU))
-        world_of = pretended(Plan(replicate=slices.ways)) if slices.ways > 1 else alone
-        describes = self.runs_kernels
-        with explaining_trace_errors(self.task, "run" if trains else "be evaluated"), world_of as world, self.mode:
-            for stage in stages:
-                stage.train(trains)
-                if slices.synchronised and world.data_group is not None:
-                    synchronise_batchnorm(stage, world.data_group)
-            bounds = Boundaries(stages, batch)
-            if trains:
-                traces = [
-                    traced_step(
-                        self.task, stages, bounds, batch, plan, place, describes=describes, records=self._records
-                    )
-                    for place in range(plan.pipeline)
-                ]
-            else:
-                traces = [
-                    traced_evaluation(self.task, stages, number, bounds, batch, describes=describes)
-                    for number in range(len(stages))
-                ]
-        moved = tuple(host.moved for host in hosts)
-        return tuple(self._with_kernels(dataclasses.replace(trace, moved=moved), threads) for trace in traces)
+        batch, describes = (self.batches if trains else self._validation).of(rows), self.runs_kernels
+
+        def run(model: nn.Module, world: World) -> list[Trace]:
+            units = pipeline_units(self.task, model)
+            hosts = self._checkpointed(model, units, plan)
+            stages = stages_of(self.task, units, cut, plan.precision)
+            with self.mode:
+                for stage in stages:
+                    stage.train(trains)
+                    if slices.synchronised and world.data_group is not None:
+                        synchronise_batchnorm(stage, world.data_group)
+                bounds = Boundaries(stages, batch)
+                if trains:
+                    traces = [
+                        traced_step(
+                            self.task, stages, bounds, batch, plan, place, describes=describes, records=self._records
+                        )
+                        for place in range(plan.pipeline)
+                    ]
+                else:
+                    traces = [
+                        traced_evaluation(self.task, stages, number, bounds, batch, describes=describes)
+                        for number in range(len(stages))
+                    ]
+            moved = tuple(host.moved for host in hosts)
+            return [dataclasses.replace(trace, moved=moved) for trace in traces]
+
+        traces = self._run(Plan(replicate=slices.ways), "run" if trains else "be evaluated", run)
+        return tuple(self._with_kernels(trace, threads) for trace in traces)
 
     def units(self, model: nn.Module) -> list[nn.Module]:
         """Returns the units of a model of the task, as a training without a pipeline has them."""
@@ -399,7 +401,7 @@ class FakeModel:
         inputs, targets = cut_batch(self.task, micro.inputs, micro.targets)
         return batch._replace(microbatches=(micro._replace(inputs=inputs, targets=targets),))
 
-    def _run(self, plan: Plan, what: str, run: Callable[[nn.Module, World], Trace], part: int = 0) -> Trace:
+    def _run(self, plan: Plan, what: str, run: Callable[[nn.Module, World], T], part: int = 0) -> T:
         """Runs a model as on the first process of the replicate and tensor axes; twice where it is split.
 
         The first run finds out how each operator is split, on tensors which no training has.

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import heapq
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -13,6 +12,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from grappe.checkpoint.saver import next_writer
 from grappe.errors import PlanError, ProcessDied
 from grappe.errors.user_code import naming_user_line
 from grappe.foresight.fake_model import UNCUT, FakeModel, Part, slices_of
@@ -212,46 +212,30 @@ def _has_known_peaks(fake_model: FakeModel, plan: Plan, samples: int) -> bool:
     return not plan.uses_fsdp or len(untied(fake_model.plain, units)) == len(units)
 
 
-class BalancedWriters:
-    """Assigns each replicated tensor to the replica that writes least so far.
-
-    As grappe.checkpoint.saver chooses them, which counts a byte more for each tensor.
-    """
-
-    def __init__(self, processes: int) -> None:
-        self._loads = [(0, number) for number in range(processes)]
-        self.copied = [0] * processes
-        """Bytes of each process's copies."""
-
-    def add(self, size: int, copied: int) -> None:
-        """Adds a tensor of `size` bytes; a process copies `copied` bytes of it."""
-        load, number = self._loads[0]
-        heapq.heapreplace(self._loads, (load + size + 1, number))
-        self.copied[number] += copied
-
-
 def _checkpoint_copies(fake_model: FakeModel, plan: Plan) -> int:
     """Computes the bytes of the process that copies most; for plans that only replicate and shard."""
     copies = plan.replicate * plan.domain
-    split, unsplit = BalancedWriters(copies), BalancedWriters(copies * plan.shard)
+    split_loads, unsplit_loads = [0] * copies, [0] * (copies * plan.shard)
+    split, unsplit = Counter[int](), Counter[int]()  # bytes that each writer copies
 
-    def add(parameter: Parameter, size: int) -> None:
-        if plan.shard == 1 or not parameter.shape:
-            unsplit.add(size, size)
+    def add(size: int, sharded_as: Parameter | None) -> None:
+        if sharded_as is None or plan.shard == 1 or not sharded_as.shape:
+            unsplit[next_writer(unsplit_loads, size)] += size
         else:
-            split.add(size, size * rows_of(parameter, plan.shard, 0) // max(1, parameter.shape[0]))
+            rows = rows_of(sharded_as, plan.shard, 0)
+            split[next_writer(split_loads, size)] += size * rows // max(1, sharded_as.shape[0])
 
     for parameter in fake_model.parameters:
         for size in parameter.states:
-            add(parameter, size)
+            add(size, parameter)
         for size in parameter.whole_states:
-            unsplit.add(size, size)
+            add(size, None)
     for parameter in fake_model.parameters:
-        add(parameter, parameter.size)
+        add(parameter.size, parameter)
     for parameter in fake_model.parameters:
         if parameter.trained and fake_model.task.ema is not None:
-            add(parameter, parameter.size)
-    return max(split.copied) + max(unsplit.copied) + fake_model.buffers
+            add(parameter.size, parameter)
+    return max(split.values(), default=0) + max(unsplit.values(), default=0) + fake_model.buffers
 
 
 class AlikeProcesses:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import bisect
 import contextlib
 import dataclasses
-import itertools
+import functools
 import operator
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 
 from grappe.errors import GrappeError, PlanError
 from grappe.foresight import partition
@@ -25,7 +26,6 @@ from grappe.words import format_bytes, plan_name
 
 LEVELS = ("", "selective", "full", "host")
 CALLER = 1.5  # times as long as in a loop of its own takes Python's part of an operator between others
-TRIES = 6  # of cheaper levels, for units that need no more
 LEAST_PRICE = 0.005  # of a step, below which it is called none
 SHORTEST = 0.1  # seconds of a step on cores, below which Python's own time, which is not foreseen, spoils its price
 
@@ -82,15 +82,15 @@ class Units:
     def __init__(
         self, fake_model: FakeModel, plan: Plan, samples: int, device: Device | None, *, gpu: bool, rate: float = 0.0
     ) -> None:
-        self._fake_model, self._plan, self._samples, self._gpu, self._rate = fake_model, plan, samples, gpu, rate
+        self._fake_model, self._plan, self._samples, self._gpu = fake_model, plan, samples, gpu
         self._device = device or (None if fake_model.runs_kernels else device_named(REFERENCE))
         pipelined, model = plan.pipeline > 1, fake_model.plain
         self.number = len(pipeline_units(fake_model.task, model) if pipelined else fake_model.units(model)) or 1
         """A model without units is one."""
         self.levels = LEVELS if rate else LEVELS[:-1]
         self._orders: list[list[Pass]] = orders_of(plan) if pipelined else [[("forward", 0, 0)]]
-        self._homes = {0: (0, 0)}
-        """By unit, its process and its stage."""
+        self._stages = {0: 0}
+        """By unit, its stage."""
         self._keeps = {level: [0] * self.number for level in self.levels}
         """By level, of each unit: bytes that its forwards leave until the first backward."""
         self._costs = {level: [0.0] * self.number for level in self.levels}
@@ -101,8 +101,12 @@ class Units:
         self._scale = 1 / plan.microbatches if pipelined else plan.microbatches
         for level in self.levels:
             several = composed(fake_model, self.plan_of([level] * self.number), samples, gpu=gpu)
-            for place, (_, trace) in enumerate(several[0].traces):
-                self._read(place, level, trace)
+            traces = [trace for _, trace in several[0].traces]
+            for order, trace in zip(self._orders, traces, strict=True):
+                self._read(order, level, trace)
+            if level == "host":  # copies wait for kernels, and kernels for copies
+                for unit, moved in enumerate(traces[0].moved):
+                    self._costs[level][unit] += self._scale * moved / rate
         self.step = self._simulated({})
         """Seconds of the passes of a step without recomputation."""
 
@@ -118,65 +122,47 @@ class Units:
     def price(self, levels: Sequence[str]) -> float:
         """Computes the extra time of a choice, as a part of a step's without any."""
         extra = defaultdict[int, float](float)
-        for unit, (_, stage) in self._homes.items():
+        for unit, stage in self._stages.items():
             extra[stage] += self._costs[levels[unit]][unit] - self._costs[""][unit]
         return self._simulated(extra) / self.step - 1
 
     def cheapest(self, limit: int, fits: Callable[[Recomputation], bool]) -> Recomputation:
-        """Recomputes unit after unit, in the order of seconds a byte, until all fits; recomputing everything does.
+        """Recomputes units in the order of seconds a byte, as few as fit; recomputing everything does.
 
-        Each process of a pipeline goes on until its own steps take at most `limit` bytes. How far it goes is estimated
-        by what units keep, and corrected by the trace of what that leads to. Then the last units are tried at cheaper
-        levels: their backward comes first, so that recomputation may save nothing at the fullest moment.
+        How many is found by bisection, as each choice is traced; for each process of a pipeline by its own steps,
+        which are to take at most `limit` bytes.
         """
-        moves, levels = self._moves(), [""] * self.number
-        choice = self.choice(levels)
-        while not fits(choice):
-            most = self._most(levels)
-            over = {place for place in moves if most[place] > limit} or set(moves)
-            if not any(moves[place] for place in over):
-                uniform = (self.choice([level] * self.number) for level in self.levels)
-                return min(filter(fits, uniform), key=lambda choice: choice.price)
-            for place in over:
-                excess = max(1, most[place] - limit)
-                while moves[place] and excess > 0:
-                    unit, level = moves[place].pop(0)
-                    excess -= self._keeps[levels[unit]][unit] - self._keeps[level][unit]
-                    levels[unit] = level
-            choice = self.choice(levels)
+        levels, copies = [""] * self.number, NCCL if self._gpu else GLOO_LATE
 
-        cheaper = (
-            (unit, level)
-            for unit in reversed(range(self.number))
-            for level in self.levels
-            if self._costs[level][unit] < self._costs[levels[unit]][unit]
-        )
-        for unit, level in itertools.islice(cheaper, TRIES):
-            trial = [*levels[:unit], level, *levels[unit + 1 :]]
-            if fits(tried := self.choice(trial)):
-                levels, choice = trial, tried
-        return choice
+        def enough(levels: Sequence[str], place: int) -> bool:
+            if len(self._orders) == 1:
+                return fits(self.choice(levels))
+            [pipeline] = composed(self._fake_model, self.plan_of(levels), self._samples, gpu=self._gpu)
+            return pipeline.steps(copies)[place] <= limit
 
-    def _most(self, levels: Sequence[str]) -> list[int]:
-        """Computes the most bytes of a step, of each process of a pipeline; of other plans, of the neediest one."""
-        several = composed(self._fake_model, self.plan_of(levels), self._samples, gpu=self._gpu)
-        copies = NCCL if self._gpu else GLOO_LATE
-        return [max(steps) for steps in zip(*(each.steps(copies) for each in several), strict=True)]
+        for place, order in enumerate(self._orders):
+            choices = [[*levels]]
+            for unit, level in self._moves({stage for _, stage, _ in order}):
+                levels[unit] = level
+                choices.append([*levels])
+            fewest = bisect.bisect_left(choices, True, key=functools.partial(enough, place=place))
+            levels = choices[min(fewest, len(choices) - 1)]
+        if fits(choice := self.choice(levels)):
+            return choice
+        uniform = (self.choice([level] * self.number) for level in self.levels)
+        return min(filter(fits, uniform), key=lambda choice: choice.price)
 
-    def _moves(self) -> dict[int, list[tuple[int, str]]]:
-        """Returns each process's units with the levels that free bytes, those that cost least a byte first."""
-        moves = {place: list[tuple[float, int, str]]() for place, _ in self._homes.values()}
-        for unit, (place, _) in self._homes.items():
+    def _moves(self, stages: Container[int]) -> list[tuple[int, str]]:
+        """Returns the units of some stages with the levels that free bytes, those that cost least a byte first."""
+        moves = list[tuple[float, int, str]]()
+        for unit in (unit for unit, stage in self._stages.items() if stage in stages):
             keeps, costs = ({level: of[level][unit] for level in self.levels} for of in (self._keeps, self._costs))
             now = ""
             while better := [level for level in self.levels if keeps[level] < keeps[now]]:
                 prices = {level: (costs[level] - costs[now]) / (keeps[now] - keeps[level]) for level in better}
                 now = min(better, key=prices.__getitem__)
-                moves[place].append((prices[now], unit, now))
-        return {
-            place: [move[1:] for move in sorted(several, key=operator.itemgetter(0))]
-            for place, several in moves.items()
-        }
+                moves.append((prices[now], unit, now))
+        return [(unit, level) for _, unit, level in sorted(moves, key=operator.itemgetter(0))]
 
     def _simulated(self, extra: Mapping[int, float]) -> float:
         """Computes the seconds of a step if each microbatch of a stage takes `extra` seconds longer."""
@@ -187,10 +173,10 @@ class Units:
 
         return simulate(self._orders, seconds, lambda _: 0.0).seconds
 
-    def _read(self, place: int, level: str, trace: Trace) -> None:
+    def _read(self, order: Sequence[Pass], level: str, trace: Trace) -> None:
         """Reads a process's step with one level for all units: what each keeps, and how long it takes."""
         keeps, costs = self._keeps[level], self._costs[level]
-        order, times, operators = self._orders[place], self._times(trace), Counter(op.mark for op in trace.operators)
+        times, operators = self._times(trace), Counter(op.mark for op in trace.operators)
         python = CALLER * seconds_an_operator(level) if self._device is None else 0.0
         # Outside of units is the last one's: differences between levels alone count.
         index, unit, begun, forward, turned = -1, -1, 0, False, False
@@ -208,12 +194,9 @@ class Units:
                 begun, forward = mark.level, mark.kind == FORWARD
                 if forward:
                     unit = mark.which
-                    self._homes[unit] = place, stage
+                    self._stages[unit] = stage
             elif mark.kind == BACKWARD:
                 unit = mark.which
-        if level == "host":  # copies wait for kernels, and kernels for copies
-            for unit in (unit for unit, home in self._homes.items() if home[0] == place):
-                costs[unit] += self._scale * trace.moved[unit] / self._rate
 
     def _times(self, trace: Trace) -> list[float]:
         """Returns the seconds of the operators before each mark."""

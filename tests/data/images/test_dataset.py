@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 import torch
 
-from grappe.data import CentreCrop, Images, RandomResizedCrop, index_file
-from grappe.data.images.dataset import MOST_OPEN
-from grappe.data.images.index import INDEX, QUARANTINE, described, open_index, write_quarantine
+from grappe.data import CentreCrop, Images, RandomResizedCrop
+from grappe.data.images.index import INDEX, MOST_OPEN, QUARANTINE, described, open_index, write_quarantine
 from grappe.data.images.listing import listing
+from grappe.data.shards import index as index_file
 from grappe.errors import DataError, TaskError
 from tests.data.images.pictures import CLASSES, archive, files, folder, jpeg, part, shards, tar
 
@@ -147,9 +147,9 @@ def test_an_index_cannot_name_files_elsewhere(tmp_path: Path) -> None:
     for name in (b"../secret.JPEG", os.fsencode(tmp_path / "secret.JPEG")):
         names[11] = name
         listed.entries[11] = (facts.st_mtime_ns, facts.st_size, 0, 0, 0)
-        description, (entries, *_) = described(source, listed, (None, None))
+        listed_files, description, (entries, *_) = described(source, listed, (None, None))
         arrays = entries, np.cumsum(list(map(len, names)), dtype=np.uint64), np.frombuffer(b"".join(names), np.uint8)
-        index_file.write(tmp_path / f"train{INDEX}", description, arrays)
+        index_file.write(tmp_path / f"train{INDEX}", (listed_files, description, arrays))
         with pytest.raises(DataError, match="changed after it was"):
             Images(source, VIEW).read(11)
 

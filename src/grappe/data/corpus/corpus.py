@@ -20,7 +20,7 @@ from grappe.data.corpus.formats import Format, RowBlock, RowOptions
 from grappe.data.corpus.index import CorpusIndex, Paths, find, open_index
 from grappe.data.corpus.mixture import Mixture
 from grappe.data.draw import mix, permute
-from grappe.errors import DataError, TaskError, reading
+from grappe.errors import DataError, TaskError
 from grappe.errors.foreign_text import printable
 from grappe.launch.rank import is_main_process
 from grappe.launch.terminal import complain
@@ -141,8 +141,7 @@ class Corpus(Dataset[Any]):
             if len(self.index.places):
                 first = self._row_ends[number] - rows + number  # each block before has one place more than rows
                 places = self.index.places[first : first + rows + 1]
-            with reading(path):
-                opened = self._opened.pop(file, None) or self.shards.form(path, self.shards.options, self._facts[file])
+            opened = self._opened.pop(file, None) or self.shards.form(path, self.shards.options, self._facts[file])
             self._opened[file], block = opened, RowBlock(rows, start, size, places)
             # one that is unpacked holds megabytes, and no more than a window of them is read at a time
             if len(self._opened) > (2 * self.window if self.shards.form.sequential else MOST_OPEN):

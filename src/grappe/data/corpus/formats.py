@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import importlib
-import os
 import sys
-import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -15,7 +13,8 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from grappe.data.images.tar import Extent, key_of, members, runs
+from grappe.data.shards.open_file import Facts, OpenFile
+from grappe.data.shards.tar import Extent, Member, by_sample, ending_of, members
 from grappe.errors import DataError, GrappeError, TaskError
 from grappe.errors.foreign_text import printable
 
@@ -30,15 +29,6 @@ MOST_RATIO = 5_000
 CHANGED = "it changed after it was indexed"
 _READ = 1 << 23
 _UNPACKING = 5 << 18  # bytes: Arrow unpacks 1 MiB at a time, of 64 KiB that it reads, and gzip keeps 0.2 MB
-
-Facts = tuple[int, int]
-"""A file's size, and its modification time in nanoseconds."""
-
-
-def facts_of(file: Path | int) -> Facts:
-    """Returns the facts of a file, or of one that is open."""
-    status = os.fstat(file) if isinstance(file, int) else file.stat()
-    return status.st_size, status.st_mtime_ns
 
 
 class RowBlock(NamedTuple):
@@ -81,6 +71,7 @@ class Format(ABC):
 
     Raises:
         Damaged: it is no such file, or has changed.
+        DataError: it cannot be read.
     """
 
     direct: ClassVar[bool] = False
@@ -95,10 +86,8 @@ class Format(ABC):
     """Bytes that each block takes besides its own, as measured: allocators leave holes."""
 
     def __init__(self, file: Path, options: RowOptions, facts: Facts | None = None) -> None:
-        self.file, self.options = file, options
-        self.handle = os.open(file, os.O_RDONLY | os.O_CLOEXEC)
-        weakref.finalize(self, os.close, self.handle)
-        self.facts = facts or facts_of(self.handle)
+        self.file, self.options, self.opened = file, options, OpenFile(file)
+        self.facts = facts or self.opened.facts
         self.check()
         try:
             self.open()
@@ -109,7 +98,7 @@ class Format(ABC):
 
     def check(self) -> None:
         """Raises Damaged if the file has changed; one that is mapped and gets shorter would end the process."""
-        if facts_of(self.handle) != self.facts:
+        if self.opened.facts != self.facts:
             raise self.damaged(CHANGED)
 
     def damaged(self, reason: str) -> Damaged:
@@ -242,7 +231,7 @@ class Arrow(Format):
     def open(self) -> None:
         arrow = library("pyarrow", "Arrow")
         mapped, before = arrow.memory_map(str(self.file)), arrow.total_allocated_bytes()
-        if os.pread(self.handle, 6, 0) == b"ARROW1":
+        if self.opened.read(6, 0) == b"ARROW1":
             reader = arrow.ipc.open_file(mapped)
             batches = (reader.get_batch(number) for number in range(reader.num_record_batches))
         else:
@@ -298,7 +287,7 @@ class JsonLines(_Placed):
 
     def blocks(self) -> Iterator[RowBlock]:
         begin, starts, last = 0, [np.zeros(1, np.uint64)], b"\n"
-        while content := os.pread(self.handle, _READ, begin):
+        while content := self.opened.read(_READ, begin):
             feeds = np.flatnonzero(np.frombuffer(content, np.uint8) == 10).astype(np.uint64)
             starts.append(feeds + np.uint64(begin + 1))
             begin, last = begin + len(content), content[-1:]
@@ -308,12 +297,12 @@ class JsonLines(_Placed):
             raise self.damaged(f"a line of {int(lengths.max()):,} bytes, of at most {MOST_ROW:,}")
         full = lengths > 1
         for place in np.flatnonzero(lengths == 2):  # a blank line of Windows'
-            full[place] = os.pread(self.handle, 2, int(ends[place])) != b"\r\n"
+            full[place] = self.opened.read(2, int(ends[place])) != b"\r\n"
         rows = ends[:-1][full]
         yield RowBlock(len(rows), 0, begin, np.append(rows, np.uint64(begin)))
 
     def row(self, start: int, stop: int) -> Any:
-        line = os.pread(self.handle, stop - start, start).partition(b"\n")[0]
+        line = self.opened.read(stop - start, start).partition(b"\n")[0]
         return _decoded(self, line, f"the line at byte {start:,}")
 
 
@@ -369,7 +358,7 @@ class Compressed(Format):
         arrow = library("pyarrow", "compressed text")
         kind = "gzip" if self.file.name.endswith(".gz") else "zstd"  # of zstd, windows up to 128 MB, as `zstd -d` takes
         self._at, self._stream = 0, arrow.input_stream(str(self.file), compression=kind)
-        self.held = _UNPACKING + _zstd_window(os.pread(self.handle, 14, 0))
+        self.held = _UNPACKING + _zstd_window(self.opened.read(14, 0))
 
     def _unpacked(self, size: int) -> bytes:
         """Returns that many bytes, fewer at the end."""
@@ -428,32 +417,25 @@ class Tar(_Placed):
     """A tar shard in WebDataset's form: a row is the neighbours of one key, by their endings."""
 
     def blocks(self) -> Iterator[RowBlock]:
-        starts, before, end = list[int](), None, 0
-        for run in self._within(runs, 0):
-            for name, offset, size in zip(run.names, run.offsets, run.sizes, strict=True):
-                if (key := key_of(name)) != before:
-                    starts.append(end)
-                    before = key
-                end = offset + -(-size // 512) * 512
+        starts, end = list[int](), 0
+        for _, group in by_sample(self._members(0)):
+            starts.append(end)
+            for member in group:
+                end = member.offset + -(-member.size // 512) * 512
         yield RowBlock(len(starts), 0, self.facts[0], np.array([*starts, end], np.uint64))
 
     def row(self, start: int, stop: int) -> Any:
-        row: dict[str, Any] = {}
-        for member in self._within(members, start):
-            key = key_of(member.name)
-            name, ending = key.decode(errors="replace"), member.name[len(key) + 1 :].decode(errors="replace")
-            if member.offset >= stop or row.setdefault("__key__", name) != name:  # as a row that is left out
-                break
+        key, group = next(by_sample(self._members(start)))
+        row: dict[str, Any] = {"__key__": key.decode(errors="replace")}
+        for member in group:
             if member.size > MOST_ROW:
                 raise self.damaged(f"a member of {member.size:,} bytes, of at most {MOST_ROW:,}")
-            row[ending] = os.pread(self.handle, member.size, member.offset)
+            row[ending_of(member).decode(errors="replace")] = self.opened.read(member.size, member.offset)
         return row
 
-    def _within(self, walk: Callable[[Extent], Iterator[Any]], start: int) -> Iterator[Any]:
+    def _members(self, start: int) -> Iterator[Member]:
         try:
-            yield from walk(Extent(self.handle, printable(self.file.name), start, self.facts[0]))
-        except Damaged:
-            raise
+            yield from members(Extent(self.opened, printable(self.file.name), start, self.facts[0]))
         except DataError as error:
             raise self.damaged(str(error)) from None
 

@@ -13,11 +13,11 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from grappe.data import index_file
-from grappe.data.corpus.formats import FORMATS, Damaged, Facts, Format, RowBlock, RowOptions, facts_of
-from grappe.errors import DataError, TaskError, nearest, reading
+from grappe.data.corpus.formats import FORMATS, Damaged, Format, RowBlock, RowOptions
+from grappe.data.shards import index as index_file
+from grappe.data.shards.open_file import Facts, facts_below
+from grappe.errors import DataError, TaskError, nearest
 from grappe.errors.foreign_text import printable
-from grappe.launch.files import state_folder
 from grappe.launch.terminal import complain
 from grappe.words import count_of
 
@@ -26,8 +26,6 @@ Paths = str | Path | Sequence[str | Path]
 BLOCK = np.dtype([("file", "<u4"), ("rows", "<u4"), ("start", "<u8"), ("size", "<u8")])
 PLACE = np.dtype("<u8")
 WordsAndArrays = tuple[tuple[str, ...], Sequence[NDArray[Any]]]
-_Description = tuple[str, tuple[Facts, ...], tuple[str, ...]]
-"""The key and the facts of the files, and words."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -43,36 +41,25 @@ class ShardFiles:
 
     def facts(self) -> tuple[Facts, ...]:
         """Returns the facts of each file, as they are now."""
-        facts = []
-        for name in self.names:
-            with reading(self.root / name):
-                facts.append(facts_of(self.root / name))
-        return tuple(facts)
-
-    @property
-    def key(self) -> str:
-        """A hash of what is to be indexed and how."""
-        what = [str(self.root), *self.names, self.form.__name__, repr(self.options)]
-        return xxhash.xxh3_64_hexdigest("\n".join(what).encode(errors="surrogateescape"))
+        return tuple(facts_below(self.root, self.names).values())
 
     def kept(
         self, name: str, kinds: Sequence[np.dtype[Any]], make: Callable[[], WordsAndArrays], *, again: bool = False
-    ) -> tuple[WordsAndArrays, Path | None]:
-        """Keeps what is made of the files (`index_file.kept`): hidden beside them, or in the user's folder."""
-        folder, file = state_folder("corpus", make=True), f"{self.key}-{name}.grappe.npy"
-        places = [self.root / f".{file}", *([] if folder is None else [folder / file])]
+    ) -> tuple[WordsAndArrays, Path]:
+        """Keeps what is made of the files: hidden beside them, or in the user's folder."""
+        what = [str(self.root), *self.names, self.form.__name__, repr(self.options)]
+        key = xxhash.xxh3_64_hexdigest("\n".join(what).encode(errors="surrogateescape"))
+        file = f"{key}-{name}.grappe.npy"
 
         def described(why: str) -> index_file.Made:
-            facts = self.facts()
-            words, arrays = make()
-            return (self.key, facts, words), arrays
+            facts = facts_below(self.root, self.names)
+            return facts, *make()
 
-        def checked(description: _Description, arrays: list[NDArray[Any]]) -> WordsAndArrays:
-            if description[:2] != (self.key, self.facts()):
-                raise index_file.Stale(f"{self.root.name} has changed since")
-            return description[2], arrays
+        def checked(names: tuple[str, ...], words: tuple[str, ...], arrays: list[NDArray[Any]]) -> WordsAndArrays:
+            return words, arrays
 
-        return index_file.kept(printable(self.root), places, _Description, kinds, described, checked, again=again)[:2]
+        places = index_file.places(self.root / f".{file}", "corpus", file)
+        return index_file.kept(self.root, places, tuple[str, ...], kinds, described, checked, again=again)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -157,8 +144,6 @@ def open_index(
 
     name = "skip" if skip_damaged else "all"
     (damaged, (blocks, places)), file = shards.kept(f"{name}.corpus", (BLOCK, PLACE), make, again=again)
-    if file is None:
-        raise DataError(f"the index of {printable(shards.root)} can be written neither there nor in your state folder")
     return CorpusIndex(blocks=blocks, places=places, damaged=damaged, file=file)
 
 
@@ -175,8 +160,7 @@ def scan(shards: ShardFiles, *, skip_damaged: bool, report: Callable[[str], None
     for number, name in enumerate(shards.names):
         report(f"indexing {name}: file {number + 1:,} of {len(shards.names):,}")
         try:
-            with reading(shards.root / name):
-                opened, reader = (shards.form(shards.root / name, shards.options) for _ in range(2))
+            opened, reader = (shards.form(shards.root / name, shards.options) for _ in range(2))
             if columns is None:
                 columns = opened.columns()
                 _check_columns(columns, shards)

@@ -6,9 +6,6 @@ Shapes: S, the side of a sample in pixels.
 from __future__ import annotations
 
 import functools
-import mmap
-import os
-import weakref
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -20,90 +17,12 @@ from torch.utils.data import Dataset
 
 from grappe.data.draw import mix
 from grappe.data.images.decode import NoPicture, View
-from grappe.data.images.index import open_index, quarantined
-from grappe.data.images.listing import Index
-from grappe.data.images.tar import BLOCK, mark_of
+from grappe.data.images.index import Reader, open_index, quarantined
 from grappe.data.seeded import claims
-from grappe.errors import DataError, TaskError, reading
+from grappe.errors import DataError, TaskError
 from grappe.errors.foreign_text import printable
 from grappe.launch.rank import is_main_process
 from grappe.launch.terminal import complain
-
-MOST_OPEN = 64
-"""Archives that a process keeps open: shards may be thousands, and a process may often open 1,024 files."""
-
-
-class Reader:
-    """Reads images' bytes by their places in the index, from archives or files of their own; notices what has changed.
-
-    Threads may read at once.
-    """
-
-    def __init__(self, source: Path, index: Index) -> None:
-        self._source, self._index = source, index
-        # What the cache drops is closed once no thread reads from it.
-        self._handle = functools.lru_cache(MOST_OPEN)(lambda file: _Handle(source / index.files[file]))
-
-    def read(self, place: int) -> bytes:
-        """Returns the content of an image's file.
-
-        Raises:
-            DataError: it cannot be read, or is another one than when it was indexed.
-        """
-        offset, size, mark, file, _ = self._index.entries[place].item()
-        if self._index.kind == "folder":
-            return self._read_file(place, size, mtime=offset)
-        handle = self._handle(file)
-        content = os.pread(handle.number, BLOCK + size, offset - BLOCK)
-        if len(content) != BLOCK + size or mark_of(content[:BLOCK]) != mark:
-            raise self._changed(place)
-        return content[BLOCK:]
-
-    def forget(self, place: int) -> None:
-        """Has the system drop an image's bytes from memory, so that the next read is from the disk."""
-        offset, size, _, file, _ = self._index.entries[place].item()
-        if self._index.kind == "folder":
-            handle, offset = _Handle(self._source / os.fsdecode(self._index.name(place))), 0
-        else:
-            handle = self._handle(file)
-        first = offset - offset % mmap.PAGESIZE  # parts of pages would stay
-        os.posix_fadvise(handle.number, first, offset + size - first + mmap.PAGESIZE, os.POSIX_FADV_DONTNEED)
-
-    def name(self, place: int) -> str:
-        """The image's name, for messages."""
-        return printable(f"{self._source}/{os.fsdecode(self._index.name(place))}")
-
-    def _read_file(self, place: int, size: int, mtime: int) -> bytes:
-        name = os.fsdecode(self._index.name(place))
-        if name.startswith("/") or ".." in name.split("/"):
-            raise self._changed(place)
-        try:
-            handle = os.open(self._source / name, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
-        except OSError as error:
-            raise DataError(f"{self.name(place)} cannot be read: {error.strerror}") from None
-        try:
-            content = os.pread(handle, size, 0)
-            facts = os.fstat(handle)  # after it was read: it may be written to meanwhile
-            if (facts.st_size, facts.st_mtime_ns) != (size, mtime):
-                raise self._changed(place)
-            return content
-        finally:
-            os.close(handle)
-
-    def _changed(self, place: int) -> DataError:
-        return DataError(
-            f"{self.name(place)} changed after it was indexed: a file was replaced. Start again, which makes the "
-            f"index again (or: grappe data index {printable(self._source)} --again)"
-        )
-
-
-class _Handle:
-    """An open archive; closed with the last reference to it."""
-
-    def __init__(self, file: Path) -> None:
-        with reading(printable(file)):
-            self.number = os.open(file, os.O_RDONLY | os.O_CLOEXEC)
-        weakref.finalize(self, os.close, self.number)
 
 
 class Images(Dataset[tuple[Tensor, int]]):

@@ -8,27 +8,30 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import mmap
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from grappe.data import index_file
 from grappe.data.images.listing import ENTRY, Index, Kind, Report, listing
-from grappe.data.images.tar import BLOCK, mark_of
-from grappe.data.index_file import Stale
+from grappe.data.shards import index as index_file
+from grappe.data.shards.index import Stale
+from grappe.data.shards.open_file import OpenFile, facts_below, leads_out
+from grappe.data.shards.tar import BLOCK, mark_of
 from grappe.errors import DataError, reading
 from grappe.errors.foreign_text import printable
 from grappe.launch import files
-from grappe.launch.files import state_folder
 from grappe.launch.terminal import complain
 
 _PROBES = 16
+MOST_OPEN = 64
+"""Archives that a process keeps open: shards may be thousands, and a process may often open 1,024 files."""
+_MOST_OFFSET = 1 << 62
 INDEX = ".grappe.npy"
 QUARANTINE = ".quarantine.txt"
 _MOST_QUARANTINE = 1 << 26
@@ -39,83 +42,15 @@ LabelFiles = tuple[Path | None, Path | None]
 """The file of labels, and the file that says what numbers in it mean."""
 
 
-class _Description(msgspec.Struct, kw_only=True):
-    """Describes the arrays of an index, and the state of the source that they are of."""
-
-    kind: Kind
-    classes: tuple[str, ...]
-    files: tuple[str, ...]
-    facts: tuple[tuple[int, int], ...]
-    labels: tuple[str, ...]
-    left_out: int
-
-
+Description = tuple[Kind, tuple[str, ...], int, tuple[str, ...]]
+"""The kind, the classes, the number of files left out, and hashes of the files of labels."""
 _KINDS = (ENTRY, np.dtype("<u8"), np.dtype("u1"))
 
 
 def described(source: Path, index: Index, labels: LabelFiles) -> index_file.Made:
     """Returns an index as its file has it."""
-    description = _Description(
-        kind=index.kind,
-        classes=index.classes,
-        files=index.files,
-        facts=tuple(_facts(source, index.files)),
-        labels=tuple(map(_content_hash, labels)),
-        left_out=index.left_out,
-    )
-    return description, (index.entries, index.name_ends, index.name_bytes)
-
-
-def _checked(source: Path, labels: LabelFiles, description: _Description, arrays: list[NDArray[Any]]) -> Index:
-    """Checks an index against the source: sizes, modification times, and headers of some members.
-
-    Raises:
-        Stale: it is damaged, or belongs to another state of the source.
-        DataError: a file that it names is missing: then the source is, and not the index.
-    """
-    entries, name_ends, name_bytes = arrays
-    leads_out = any(name.startswith("/") or ".." in name.split("/") for name in description.files)
-    if leads_out or not len(entries) == len(name_ends) > 0 or not len(name_bytes):
-        raise Stale("it is damaged")
-    index = Index(
-        kind=description.kind,
-        classes=description.classes,
-        files=description.files,
-        entries=entries,
-        name_ends=name_ends,
-        name_bytes=name_bytes,
-        left_out=description.left_out,
-    )
-    if description.labels != tuple(map(_content_hash, labels)):
-        raise Stale("the file of labels has changed")
-    facts = tuple(_facts(source, index.files))
-    for name, earlier, current in zip(index.files, description.facts, facts, strict=False):
-        if earlier != current:
-            raise Stale(f"{name or source.name} has changed since")
-    if len(description.facts) != len(facts):
-        raise Stale("it is damaged")
-    _check_entries(index, [size for size, _ in facts])
-    for place in np.linspace(0, len(index) - 1, min(_PROBES, len(index))).astype(int).tolist():
-        _probe(index, source, place)
-    return index
-
-
-def _facts(source: Path, names: tuple[str, ...]) -> Iterator[tuple[int, int]]:
-    """The size and modification time in nanoseconds of what was listed; a folder's size is taken for 0.
-
-    Raises:
-        DataError: one of them is missing.
-    """
-    for name in names:
-        path = source / name
-        try:
-            facts = path.stat()
-        except OSError as error:
-            raise DataError(
-                f"{path} is missing ({error.strerror}), which the index names: put it back, or if "
-                f"you deleted it on purpose: grappe data index {source} --again"
-            ) from None
-        yield (0 if path.is_dir() else facts.st_size, facts.st_mtime_ns)
+    description = index.kind, index.classes, index.left_out, tuple(map(_content_hash, labels))
+    return facts_below(source, index.files), description, (index.entries, index.name_ends, index.name_bytes)
 
 
 def _content_hash(file: Path | None) -> str:
@@ -126,49 +61,103 @@ def _content_hash(file: Path | None) -> str:
         return hashlib.file_digest(stream, xxhash.xxh3_128).hexdigest()
 
 
-def _check_entries(index: Index, file_sizes: list[int]) -> None:
-    """Checks that every entry lies in its file."""
-    entries = index.entries
-    if int(index.name_ends[-1]) != len(index.name_bytes):
+def _checked(
+    source: Path,
+    labels: LabelFiles,
+    names: tuple[str, ...],
+    description: Description,
+    arrays: Sequence[NDArray[Any]],
+) -> Index:
+    """Checks that an index is bounded, by its numbers, and some images.
+
+    Raises:
+        Stale: it is damaged, or belongs to another state of the source.
+    """
+    (entries, ends, name_bytes), (kind, classes, left_out, hashes) = arrays, description
+    if hashes != tuple(map(_content_hash, labels)):
+        raise Stale("the file of labels has changed")
+    if not len(entries) == len(ends) > 0 or int(ends[-1]) != len(name_bytes) or (ends[1:] < ends[:-1]).any():
         raise Stale("it is damaged")
-    sizes = np.array(file_sizes, np.uint64)
-    for start in range(0, len(entries), 1 << 16):
-        part = entries[start : start + (1 << 16)]
-        ends = index.name_ends[max(start - 1, 0) : start + (1 << 16)]
-        wrong = (part["file"] >= len(sizes)).any() or (part["label"] < 0).any()
-        if wrong or (part["label"] >= len(index.classes)).any() or (ends[1:] < ends[:-1]).any():
-            raise Stale("it is damaged")
-        if index.kind != "folder":
-            beyond = part["offset"] + part["size"] > sizes[part["file"]]
-            if beyond.any() or (part["offset"] < BLOCK).any() or (part["offset"] >> 62).any():
-                raise Stale("it is damaged")
-
-
-def _probe(index: Index, source: Path, place: int) -> None:
-    """Checks that an image has not changed."""
-    entry = index.entries[place]
-    name = os.fsdecode(index.name(place))
-    if index.kind == "folder":
+    least, most = entries["label"].min(), entries["label"].max()
+    if least < 0 or most >= len(classes) or entries["file"].max() >= len(names):
+        raise Stale("it is damaged")
+    index = Index(
+        kind=kind,
+        classes=classes,
+        files=names,
+        entries=entries,
+        name_ends=ends,
+        name_bytes=name_bytes,
+        left_out=left_out,
+    )
+    reader = Reader(source, index)
+    for place in np.linspace(0, len(index) - 1, min(_PROBES, len(index))).astype(int).tolist():
         try:
-            facts = (source / name).stat()
-        except OSError:
-            raise Stale(f"{name} is not there any more") from None
-        if (facts.st_mtime_ns, facts.st_size) != (int(entry["offset"]), int(entry["size"])):
-            raise Stale(f"{name} has changed since")
-        return
-    with (source / index.files[int(entry["file"])]).open("rb", buffering=0) as stream:
-        header = os.pread(stream.fileno(), BLOCK, int(entry["offset"]) - BLOCK)
-    if mark_of(header) != int(entry["mark"]):
-        raise Stale(f"another member is in the place of {name}")
+            reader.read(place)
+        except DataError:
+            raise Stale(f"{reader.name(place)} has changed since") from None
+    return index
+
+
+class Reader:
+    """Reads images' bytes by their places in the index, from archives or files of their own; notices what has changed.
+
+    Threads may read at once.
+    """
+
+    def __init__(self, source: Path, index: Index) -> None:
+        self._source, self._index = source, index
+        # What the cache drops is closed once no thread reads from it.
+        self._archive = functools.lru_cache(MOST_OPEN)(lambda file: OpenFile(source / index.files[file]))
+
+    def read(self, place: int) -> bytes:
+        """Returns the content of an image's file.
+
+        Raises:
+            DataError: it cannot be read, or is another one than when it was indexed.
+        """
+        offset, size, mark, file, _ = self._index.entries[place].item()
+        if self._index.kind == "folder":
+            opened = self._file(place)
+            content = opened.read(size, 0)
+            same = opened.facts == (size, offset)  # after it was read: it may be written to meanwhile
+        else:
+            block = self._archive(file).read(BLOCK + size, offset - BLOCK) if BLOCK <= offset < _MOST_OFFSET else b""
+            content = block[BLOCK:]
+            same = len(content) == size and mark_of(block[:BLOCK]) == mark
+        if not same:
+            raise self._changed(place)
+        return content
+
+    def forget(self, place: int) -> None:
+        """Has the system drop an image's bytes from memory, so that the next read is from the disk."""
+        offset, size, _, file, _ = self._index.entries[place].item()
+        opened, offset = (self._file(place), 0) if self._index.kind == "folder" else (self._archive(file), offset)
+        first = offset - offset % mmap.PAGESIZE  # parts of pages would stay
+        os.posix_fadvise(opened.handle, first, offset + size - first + mmap.PAGESIZE, os.POSIX_FADV_DONTNEED)
+
+    def name(self, place: int) -> str:
+        """The image's name, for messages."""
+        return printable(f"{self._source}/{os.fsdecode(self._index.name(place))}")
+
+    def _file(self, place: int) -> OpenFile:
+        name = os.fsdecode(self._index.name(place))
+        if leads_out(name):
+            raise self._changed(place)
+        return OpenFile(self._source / name)
+
+    def _changed(self, place: int) -> DataError:
+        return DataError(
+            f"{self.name(place)} changed after it was indexed: a file was replaced. Start again, which makes the "
+            f"index again (or: grappe data index {printable(self._source)} --again)"
+        )
 
 
 def places(source: Path, ending: str) -> list[Path]:
     """Lists where a file that belongs to a source may lie, in order of preference."""
     source = source.absolute()
-    candidates = [source.with_name(source.name + ending)]
-    if (folder := state_folder("images", make=True)) is not None:
-        candidates.append(folder / f"{source.name}-{xxhash.xxh3_64_hexdigest(os.fsencode(source))}{ending}")
-    return candidates
+    own = f"{source.name}-{xxhash.xxh3_64_hexdigest(os.fsencode(source))}{ending}"
+    return index_file.places(source.with_name(source.name + ending), "images", own)
 
 
 def open_index(
@@ -194,12 +183,7 @@ def open_index(
         return described(source, listing(source, *label_files, report or (lambda words: None)), label_files)
 
     check = functools.partial(_checked, source, label_files)
-    index, file, problems = index_file.kept(
-        str(source), places(source, INDEX), _Description, _KINDS, make, check, again=again
-    )
-    if file is None:
-        raise DataError(f"the index of {source} can be written nowhere: {problems}")
-    return index, file
+    return index_file.kept(source, places(source, INDEX), Description, _KINDS, make, check, again=again)
 
 
 def quarantined(source: Path, index: Index) -> NDArray[np.int64]:
@@ -214,14 +198,14 @@ def quarantined(source: Path, index: Index) -> NDArray[np.int64]:
     with file.open("rb") as stream:
         lines = stream.read(_MOST_QUARANTINE).split(b"\n")
     names = {line.partition(b"\t")[0] for line in lines if line and not line.startswith(b"#")}
-    place_of = _places_of(index, names)
+    place_of = {name: place for place, name in enumerate(index.names()) if name in names}
     absent = sorted(names - place_of.keys())
     if absent:
         raise DataError(
             f"{file} names '{printable(os.fsdecode(absent[0]))}', which {source} does not have: it belongs to another "
             f"state of it. Make it again: grappe data check {source}"
         )
-    return np.array(sorted(place_of.values()), np.int64)
+    return np.array(list(place_of.values()), np.int64)
 
 
 def write_quarantine(source: Path, index: Index, bad: Mapping[int, str]) -> Path | None:
@@ -244,21 +228,3 @@ def write_quarantine(source: Path, index: Index, bad: Mapping[int, str]) -> Path
     if bad:
         raise DataError(f"the list of what cannot be decoded can be written nowhere: {problem}")
     return None
-
-
-def _places_of(index: Index, names: set[bytes]) -> dict[bytes, int]:
-    """Returns the place of each name that is there, in one pass over all names of the index."""
-    places: dict[bytes, int] = {}
-    lengths = np.diff(index.name_ends, prepend=np.uint64(0))
-    for length in {len(name) for name in names}:
-        alike = np.flatnonzero(lengths == length)
-        starts = (index.name_ends[alike] - np.uint64(length)).astype(np.int64)
-        for name in (name for name in names if len(name) == length):
-            left, left_starts = alike, starts
-            # from the end: names begin alike, and each byte rules most of them out
-            for back in range(length - 1, -1, -1):
-                same = index.name_bytes[left_starts + back] == name[back]
-                left, left_starts = left[same], left_starts[same]
-            if len(left):
-                places[name] = int(left[0])
-    return places

@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import json
 import os
 import re
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Literal, NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from grappe.data.images.tar import Extent, Member, key_of, members
+from grappe.data.shards.tar import Extent, Member, archive_in, by_sample, ending_of, members
 from grappe.errors import DataError, reading
 from grappe.errors.foreign_text import printable
 
@@ -57,6 +55,13 @@ class Index:
 
     def __len__(self) -> int:
         return len(self.entries)
+
+    def names(self) -> Iterator[bytes]:
+        """Yields the names of all images."""
+        names, start = self.name_bytes.tobytes(), 0
+        for end in self.name_ends.tolist():
+            yield names[start:end]
+            start = end
 
     def name(self, place: int) -> bytes:
         """The name of an image below the source: CLASS/NAME.jpg, or SHARD.tar/KEY.jpg."""
@@ -189,30 +194,16 @@ def _class_folder(source: Path, name: str, label: int) -> _Part:
 # One archive: a tar of a tar for each class (ImageNet as downloaded), of class folders, or flat.
 
 
-@contextmanager
-def opened(file: Path) -> Iterator[Extent]:
-    """Opens an archive for walking its headers.
-
-    Raises:
-        DataError: it cannot be read.
-    """
-    with ExitStack() as stack:
-        with reading(file):
-            stream = stack.enter_context(file.open("rb", buffering=0))
-        handle = stream.fileno()
-        yield Extent(handle, printable(file), 0, os.fstat(handle).st_size)
-
-
 def _list_archive(source: Path, labels: Path | None, numbering: Path | None, report: Report) -> Index:
     outer: list[Member] = []
-    with opened(source) as archive:
-        for member in members(archive):
-            outer.append(member)
-            if len(outer) % 1000 == 0:
-                report(f"{len(outer):,} members")
-        inner = sorted(member for member in outer if member.name.endswith(b".tar"))
-        if labels is None and inner:
-            return _list_inner_archives(archive, inner, report)
+    archive = archive_in(source)
+    for member in members(archive):
+        outer.append(member)
+        if len(outer) % 1000 == 0:
+            report(f"{len(outer):,} members")
+    inner = sorted(member for member in outer if member.name.endswith(b".tar"))
+    if labels is None and inner:
+        return _list_inner_archives(archive, inner, report)
     images = [member for member in outer if _is_image(member.name)]
     left_out = len(outer) - len(images)
     if labels is not None:
@@ -244,7 +235,7 @@ def _list_inner_archives(archive: Extent, inner: Sequence[Member], report: Repor
 
     def walked(tar: Member, label: int) -> _Part:
         title = f"{printable(_text(tar.name))} in {archive.title}"
-        files = list(members(Extent(archive.handle, title, tar.offset, tar.offset + tar.size)))
+        files = list(members(Extent(archive.file, title, tar.offset, tar.offset + tar.size)))
         rows = [
             _row(member, names[label] + b"/" + member.name.removeprefix(b"./"), label)
             for member in files
@@ -388,16 +379,15 @@ def _list_shards(source: Path, report: Report) -> Index:
 
 
 def _list_shard(source: Path, name: str, number: int) -> _Part:
-    rows, left_out = [], 0
-    with opened(source / name) as archive:
-        for key, group in itertools.groupby(members(archive), lambda member: key_of(member.name)):
-            parts = {member.name[len(key) + 1 :].lower(): member for member in group}  # by their endings
-            image = next((member for ending, member in parts.items() if b"." + ending in ENDINGS), None)
-            if image is None:
-                left_out += 1
-                continue
-            path = os.fsencode(name) + b"/" + image.name.removeprefix(b"./")
-            rows.append(_row(image, path, _label_in_shard(archive, key, parts), file=number))
+    rows, left_out, archive = [], 0, archive_in(source / name)
+    for key, group in by_sample(members(archive)):
+        parts = {ending_of(member).lower(): member for member in group}
+        image = next((member for ending, member in parts.items() if b"." + ending in ENDINGS), None)
+        if image is None:
+            left_out += 1
+            continue
+        path = os.fsencode(name) + b"/" + image.name.removeprefix(b"./")
+        rows.append(_row(image, path, _label_in_shard(archive, key, parts), file=number))
     return _part(rows, left_out)
 
 
@@ -409,7 +399,7 @@ def _label_in_shard(archive: Extent, key: bytes, parts: dict[bytes, Member]) -> 
     elif b"json" in parts:
         member = parts[b"json"]
         try:
-            record = json.loads(os.pread(archive.handle, min(member.size, 1 << 20), member.offset))
+            record = json.loads(archive.file.read(min(member.size, 1 << 20), member.offset))
             label = next((record[name] for name in ("label", "cls", "class") if name in record), None)
         except (ValueError, TypeError, RecursionError):
             label = None

@@ -17,9 +17,8 @@ from grappe.data.corpus.corpus import Corpus
 from grappe.data.corpus.formats import FORMATS, RowOptions
 from grappe.data.corpus.index import find
 from grappe.data.corpus.index import open_index as open_corpus_index
-from grappe.data.images.dataset import Reader
 from grappe.data.images.decode import NoPicture, decoded, header_of, simplejpeg
-from grappe.data.images.index import open_index, quarantined, write_quarantine
+from grappe.data.images.index import Reader, open_index, quarantined, write_quarantine
 from grappe.data.sampling import SampleOrder
 from grappe.errors import DataError
 from grappe.launch.terminal import progress

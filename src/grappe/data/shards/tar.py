@@ -5,21 +5,20 @@ Formats: POSIX.1-2017, "pax Interchange Format" and "ustar"; GNU tar's manual, "
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterator
+import itertools
+from collections.abc import Iterable, Iterator
+from pathlib import Path
 from typing import NamedTuple, NoReturn
 
-import numpy as np
 import xxhash
 
+from grappe.data.shards.open_file import OpenFile
 from grappe.errors import DataError
 from grappe.errors.foreign_text import printable
 
 BLOCK = 512
-_WINDOW = 1 << 20
-_SMALL = 1 << 13  # bytes of a member with its header: smaller ones are read by windows, whose headers numpy looks at
-_SINGLY = 64  # members that are looked at one by one before a window is tried: a row of a corpus has fewer
-_EVEN = np.uint64(0x00FF00FF00FF00FF)
+_WINDOW = 1 << 13  # bytes that are read at once: the headers of several small members, and of a large one a page
+_ZEROS = 1 << 20  # bytes behind an archive's end that are looked at together
 MOST_EXTENSION = 1 << 20  # bytes of a long name or of pax records: real ones have less than a thousand
 _REFUSED = {
     b"1": "a hard link",
@@ -47,15 +46,34 @@ class Member(NamedTuple):
 class Extent(NamedTuple):
     """An archive: a whole file, or the part of one that is a member of another archive."""
 
-    handle: int
+    file: OpenFile
     title: str
     """For messages: `train.tar`, or `n01440764.tar in train.tar`."""
     start: int
     stop: int
 
 
-def key_of(name: bytes) -> bytes:
-    """Returns the key of a member's sample: its name up to the first dot behind its folder."""
+def archive_in(file: Path) -> Extent:
+    """Opens a file that is an archive.
+
+    Raises:
+        DataError: it cannot be read.
+    """
+    opened = OpenFile(file)
+    return Extent(opened, opened.name, 0, opened.facts[0])
+
+
+def by_sample(members: Iterable[Member]) -> Iterator[tuple[bytes, Iterator[Member]]]:
+    """Groups neighbours of one sample: their names are alike up to the first dot behind their folder, its key."""
+    return itertools.groupby(members, lambda member: _key_of(member.name))
+
+
+def ending_of(member: Member) -> bytes:
+    """Returns what tells a sample's members apart: the name behind the key and the dot."""
+    return member.name[len(_key_of(member.name)) + 1 :]
+
+
+def _key_of(name: bytes) -> bytes:
     dot = name.find(b".", name.rfind(b"/") + 1)
     return name if dot < 0 else name[:dot]
 
@@ -65,49 +83,20 @@ def mark_of(header: bytes | memoryview) -> int:
     return xxhash.xxh32_intdigest(header)
 
 
-class MemberRun(NamedTuple):
-    """Regular files that follow one another in an archive."""
-
-    names: list[bytes]
-    offsets: list[int]
-    """Of their contents, from the beginning of the outer file."""
-    sizes: list[int]
-    window: bytes
-    """Of the outer file, with all of their headers and the first blocks of their contents."""
-    start: int
-    """First byte of the window in the outer file."""
-
-
 def members(archive: Extent) -> Iterator[Member]:
     """Yields the regular files of an archive, in its order; folders are left out.
 
     Raises:
         DataError: the archive is cut off or damaged; or a member is a link, a device, sparse, or named to lie outside.
     """
-    for names, offsets, sizes, window, start in runs(archive):
-        for name, offset, size in zip(names, offsets, sizes, strict=True):
-            begin = offset - start
-            head = window[begin : begin + (size if size < BLOCK else BLOCK)]
-            yield Member(name, offset, size, mark_of(window[begin - BLOCK : begin]), head)
-
-
-def runs(archive: Extent) -> Iterator[MemberRun]:
-    """Yields the regular files of an archive by runs, of which each has at least one file; see `members`."""
-    position, count, singly = archive.start, 0, _SINGLY
-    extension = _NONE
+    position, count, extension = archive.start, 0, _NONE
+    window, start = b"", position
     while True:
-        if not singly and extension is _NONE:
-            window = os.pread(archive.handle, max(0, min(_WINDOW, archive.stop - position)), position)
-            run = _plain_run(window, position)
-            # Where members are large, most of a window would be read in vain.
-            singly = 1 if len(run.names) >= _WINDOW // _SMALL else _SINGLY
-            if run.names:
-                yield run
-                count += len(run.names)
-                position = run.offsets[-1] + -(-run.sizes[-1] // BLOCK) * BLOCK
-        singly = max(0, singly - 1)
-        block = os.pread(archive.handle, max(0, min(2 * BLOCK, archive.stop - position)), position)
-        header = block[:BLOCK]
+        begin = position - start
+        if begin + 2 * BLOCK > len(window):
+            window = archive.file.read(max(0, min(_WINDOW, archive.stop - position)), position)
+            start, begin = position, 0
+        header = window[begin : begin + BLOCK]
         if len(header) < BLOCK:
             _cut(archive, count)
         if not any(header):
@@ -130,52 +119,11 @@ def runs(archive: Extent) -> Iterator[MemberRun]:
                     _check_name(name, archive)
                     if position + size > archive.stop:
                         _cut(archive, count)
-                    yield MemberRun([name], [position], [size], block, position - BLOCK)
+                    head = window[begin + BLOCK : begin + BLOCK + min(size, BLOCK)]
+                    yield Member(name, position, size, mark_of(header), head)
                     count += 1
             extension = _NONE
         position += -(-size // BLOCK) * BLOCK
-
-
-def _plain_run(window: bytes, position: int) -> MemberRun:
-    """Lists the regular files at the beginning of a part of an archive, up to one that needs a closer look.
-
-    Such are headers that are not of ustar's or GNU's usual form, names that are long or could be refused, and the
-    last of the part, as what follows it is not seen.
-
-    Args:
-        position: of the window in the file.
-    """
-    records = np.frombuffer(window, np.uint8, len(window) // BLOCK * BLOCK).reshape(-1, BLOCK)
-    places = np.flatnonzero(records[:-1, 257:262].copy().view("S5").ravel() == b"ustar")
-    heads = records[places]
-    words = heads.view(np.uint64)
-    # Four sums of two bytes in each word, which stay below 2**16 over 64 words.
-    pairs = (words & _EVEN) + ((words >> np.uint64(8)) & _EVEN)
-    totals = pairs.sum(1).view(np.uint16).reshape(-1, 4).sum(1, dtype=np.int64)
-    digits = heads[:, [*range(124, 135), *range(148, 154)]] - np.uint8(ord("0"))
-    sizes, sums = digits[:, :11] @ (8 ** np.arange(10, -1, -1)), digits[:, 11:] @ (8 ** np.arange(5, -1, -1))
-    kinds, blocks = heads[:, 156], -(-sizes // BLOCK)
-    plain = (
-        (digits.max(1, initial=0) < 8)
-        & ((heads[:, [135, 154, 155]] & 0xDF).max(1, initial=0) == 0)  # spaces or zeros
-        & (totals - heads[:, 148:156].sum(1, dtype=np.int64) + 8 * 32 == sums)
-        & ((kinds == ord("0")) | (kinds == 0))
-        & ((heads[:, 345] == 0) | (heads[:, 262] == ord(" ")))  # ustar's prefix; GNU has other things there
-        & (places + 1 + blocks <= len(records))
-    )
-    steps = np.zeros(len(records) + 1, np.int64)
-    steps[places[plain]] = 1 + blocks[plain]
-    ahead, chain, at = steps.tolist(), list[int](), 0
-    while step := ahead[at]:
-        chain.append(at)
-        at += step
-    numbers = np.searchsorted(places, chain)
-    names = heads[numbers, :100].copy().view("S100").ravel().tolist()
-    joined = b"\n".join([b"", *names, b""])
-    if joined.count(b"\n") != len(names) + 1 or any(part in joined for part in (b"..", b"\0", b"\n/", b"/\n", b"\n\n")):
-        names, chain, numbers = [], [], numbers[:0]
-    offsets = [position + (place + 1) * BLOCK for place in chain]
-    return MemberRun(names, offsets, sizes[numbers].tolist(), window, position)
 
 
 class _Extension(NamedTuple):
@@ -192,7 +140,7 @@ _NONE = _Extension()
 def _extended(before: _Extension, kind: bytes, archive: Extent, position: int, size: int) -> _Extension:
     if size > MOST_EXTENSION:
         _refuse(archive, f"an extended header of {size:,} bytes")
-    content = os.pread(archive.handle, size, position)
+    content = archive.file.read(size, position)
     if len(content) < size or position + size > archive.stop:
         _cut(archive, None)
     if kind == b"L":
@@ -262,16 +210,20 @@ def _name(header: bytes) -> bytes:
 
 
 def _check_name(name: bytes, archive: Extent) -> None:
-    if not name or name.startswith(b"/") or b"\0" in name or b"\n" in name or b".." in name.split(b"/"):
+    if (
+        not name
+        or name.startswith(b"/")
+        or b"\0" in name
+        or b"\n" in name
+        or (b".." in name and b".." in name.split(b"/"))
+    ):
         shown = printable(name.decode(errors="replace"))
         _refuse(archive, f"the name '{shown}', which is not a path inside a folder")
 
 
 def _check_rest(archive: Extent, position: int) -> None:
     """Checks that an archive has nothing but zeros behind its end; else a hole in it would be taken for the end."""
-    while position < archive.stop and (
-        rest := os.pread(archive.handle, min(_WINDOW, archive.stop - position), position)
-    ):
+    while position < archive.stop and (rest := archive.file.read(min(_ZEROS, archive.stop - position), position)):
         if rest.count(0) < len(rest):
             _refuse(
                 archive,
